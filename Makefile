@@ -1,0 +1,60 @@
+# Everything here works on a clean clone with Python 3.11 or newer and make: the environment
+# in .venv is made when it is needed, with the versions in constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench docs lint types unit format clean
+
+help:
+	@echo "make demo    the whole story on this machine's CPU"
+	@echo "make test    lint, format, types, tests, documentation"
+	@echo "make bench   the kernels beside their peers (the peers need a C++ compiler)"
+	@echo "make docs    the documentation, into site/"
+	@echo "make lint types unit    the parts of make test; make format rewrites the layout"
+	@echo "make clean   remove the environment and everything generated"
+
+demo: $(VENV)/.stamp-runtime
+	$(BIN)/halfulp demo
+
+test: lint types unit docs
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.stamp-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.stamp-dev
+	$(BIN)/mypy src
+
+unit: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest
+
+docs: $(VENV)/.stamp-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# BENCH="--quick" or BENCH="--sizes 1e6,1e8": see benchmarks/kernels.py --help
+bench: $(VENV)/.stamp-peers
+	$(BIN)/python benchmarks/kernels.py $(BENCH)
+
+clean:
+	rm -rf $(VENV) site build dist benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp a set of extras. PIP_CONSTRAINT rather than -c, so that build requirements are pinned too.
+$(VENV)/.stamp-%: pyproject.toml constraints.txt | $(VENV)/.stamp
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	    -e "$(if $(filter runtime,$*),.,.[$*])"
+	@touch $@
+
+$(VENV)/.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "halfulp needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing)." \
+	        "Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@

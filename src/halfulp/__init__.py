@@ -1,0 +1,18 @@
+"""halfulp: which weight updates a number format throws away, and what to do about it.
+
+An optimizer update smaller than half a gap of the grid on which weights are stored is rounded
+away: the stored value does not change. This package defines the grids, the exact event, and
+kernels fast enough to watch it.
+"""
+
+from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
+from halfulp.events import frozen, margin, phase, rho, symmetric_frozen
+from halfulp.grids import Grid, float_grid, grid, integer_grid
+from halfulp.streams import Stream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CorruptionError", "Grid", "HalfulpError", "Stream", "TamperingError", "UsageError", "VersionError",
+    "__version__", "float_grid", "frozen", "grid", "integer_grid", "margin", "phase", "rho", "symmetric_frozen",
+]  # fmt: skip

@@ -1,0 +1,147 @@
+"""The exact event and its approximations, coordinate by coordinate.
+
+A coordinate is *frozen* when its stored value does not change (the paper's Eq. 1):
+
+    Q(q + d) == q        by decoded value, so that -0 equals +0
+
+with q + d in the container's arithmetic. Everything else here approximates or explains that:
+the symmetric spacing (Eq. 5), rho and the phase (Eqs. 3 and 5), the gap in the direction of a
+proposal, and the margin to the nearest rounding boundary (appendix B).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from halfulp import kernels
+from halfulp.errors import UsageError
+from halfulp.grids import Grid
+from halfulp.grids import grid as named
+from halfulp.kernels import reference
+
+Array = npt.NDArray[Any]
+GridLike = Grid | str | torch.dtype
+
+
+def written(q: torch.Tensor, z: torch.Tensor, grid: GridLike) -> torch.Tensor:
+    """What nearest write-back of z stores over q."""
+    g = named(grid)
+    moving = g.scaling is not None and g.scaling.moves
+    steps = kernels.steps(q if g.scaling is not None and g.scaling.from_old else z, g) if moving else None
+    return kernels.round(z, g, step=steps)
+
+
+def frozen(q: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
+    """Which stored values a nearest write-back of q + d leaves unchanged. Non-finite: not frozen.
+
+    >>> q = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    >>> frozen(q, torch.tensor([0.06, 0.07, -0.04, 0.0]), "e4m3")
+    tensor([ True, False, False,  True])
+    """
+    z = q.detach() + d.detach()
+    return (written(q, z, grid) == q) & torch.isfinite(z)
+
+
+def symmetric_frozen(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
+    """The symmetric-spacing approximation: |d| < u(w) / 2, with the spacing above |w| on both sides."""
+    g, x, step = _numpy(w, grid)
+    unit = reference._unit_at(x.reshape(-1), g, step, x.shape).reshape(x.shape)
+    small = np.abs(d.detach().double().cpu().numpy()) < unit / 2
+    return torch.from_numpy(small).to(w.device)
+
+
+def rho(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
+    """|d| / (2**-(m+1) |w|) per coordinate; infinite for a proposal at zero, NaN for none."""
+    eps = named(grid).epsilon
+    return d.detach().abs() / (eps * w.detach().abs())
+
+
+def phase(w: torch.Tensor) -> torch.Tensor:
+    """frac(log2 |w|): where in its binade a weight lies, from 0 up to 1. NaN for zero.
+
+    >>> phase(torch.tensor([1.0, -1.5, 4.0]))
+    tensor([0.0000, 0.5850, 0.0000])
+    """
+    mantissa, _ = torch.frexp(w.detach().abs())
+    return torch.where(mantissa == 0, torch.nan, torch.log2(2 * mantissa))
+
+
+def neighbours(
+    x: torch.Tensor, grid: GridLike, *, step: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest codes strictly below and strictly above; infinite where there is none."""
+    g, values, own = _numpy(x, grid, step)
+    below, above = _neighbours(values, g, own)
+    return tuple(torch.from_numpy(v).to(x.dtype).to(x.device) for v in (below, above))  # type: ignore[return-value]
+
+
+def gap(
+    q: torch.Tensor, direction: torch.Tensor, grid: GridLike, *, step: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The distance to the adjacent code in the direction of a proposal (upwards for zero)."""
+    g, values, own = _numpy(q, grid, step)
+    below, above = _neighbours(values, g, own)
+    down = direction.detach().cpu().numpy() < 0 if direction.dtype != torch.bfloat16 else (direction < 0).cpu().numpy()
+    distance = np.where(down, values - below, above - values)
+    return torch.from_numpy(distance).to(q.dtype).to(q.device)
+
+
+def margin(q: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
+    """How far the proposal q + d is from the nearest boundary of the rounding cell it falls into.
+
+    float64, exact. Zero where no finite interior cell defines it: at the ends of the range,
+    on a boundary, and for anything not finite.
+
+    >>> margin(torch.tensor([1.0, 448.0]), torch.tensor([0.05, 1.0]), "e4m3")
+    tensor([0.0125, 0.0000], dtype=torch.float64)
+    """
+    g = named(grid)
+    if g.scaling is not None and g.scaling.moves:
+        raise UsageError(f"the cells of grid {g.name} move with the data: a margin has no meaning there.")
+    z = q.detach() + d.detach()
+    landed = kernels.round(z, g)
+    resolved, at, step = _numpy(landed, g)
+    below, above = _neighbours(at, resolved, step)
+    x = z.double().cpu().numpy()
+    with np.errstate(invalid="ignore"):
+        room = np.minimum(x - (below + (at - below) / 2), at + (above - at) / 2 - x)
+    inside = np.isfinite(below) & np.isfinite(above) & np.isfinite(x) & (room > 0)
+    return torch.from_numpy(np.where(inside, room, 0.0)).to(q.device)
+
+
+def _numpy(x: torch.Tensor, grid: GridLike, step: torch.Tensor | None = None) -> tuple[Grid, Array, Array | None]:
+    """The grid resolved for x, x as float64, and the steps that apply."""
+    g = named(grid).within(x.dtype)
+    if g.scaling is not None:
+        step = kernels.steps(x, g) if step is None else step
+    steps = None if step is None else np.asarray(step.double().cpu().numpy())
+    return g, np.asarray(x.detach().double().cpu().numpy()), steps
+
+
+def _neighbours(x: Array, g: Grid, step: Array | None) -> tuple[Array, Array]:
+    each: Any = 1.0
+    if step is not None and g.scaling is not None:
+        each = step[reference.segment_ids(x.shape, g.scaling)].reshape(x.shape)
+    v = x / each
+    low = _next(v, g, up=False)
+    return low * each, _next(v, g, up=True) * each
+
+
+def _next(v: Array, g: Grid, *, up: bool) -> Array:
+    """The next element above or below, in float64."""
+    top = g._fixed()[1] if up else -g.lo
+    s = v if up else -v  # look upwards
+    a = np.minimum(np.abs(np.where(np.isfinite(s), s, 0.0)), max(g._fixed()[1], -g.lo))
+    n = reference.index_of(a, g)
+    on = reference.value_of(n, g) == a
+    outward = reference.value_of(n + 1, g)  # s >= 0: away from zero
+    inward = -reference.value_of(np.where(on, n - 1, n), g)  # s < 0: towards zero
+    r = np.where(s >= 0, outward, inward)
+    r = np.where((s >= top) | (r > top), np.inf, r)
+    r = np.where(s < -(-g.lo if up else g._fixed()[1]), -(-g.lo if up else g._fixed()[1]), r)
+    r = np.where(np.isnan(s), np.nan, r)
+    return np.asarray(r if up else -r)

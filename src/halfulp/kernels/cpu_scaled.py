@@ -1,0 +1,320 @@
+"""CPU kernels for grids whose step is not folded away: moving integers and block formats.
+
+The value is divided by its step in float64 and rounded there. For float32 and bfloat16
+containers the quotient can never be mistaken for a midpoint that it is not; for float64
+containers it can, and then midpoint * step, which is exact, decides (see
+:func:`halfulp.kernels.reference._round_scaled`).
+
+Steps come from statistics of *segments* (runs of values that share a step). Statistics are
+gathered over *spans*: the segments themselves, or, when one segment is the whole tensor,
+pieces of it that threads can share; maxima then combine exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from halfulp.kernels.cpu import (
+    ONE, WORDS, add_in_container, clean_three, count_equal, difference, finish_write, keep_stored, load,
+    load_write, prefer_nearest, score_sums, store,
+)  # fmt: skip
+from halfulp.kernels.params import EMIN, HI, INVERSE, LO, MANT, SHIFT, T_SUB, T_ZERO, UP
+from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
+from halfulp.kernels.simd import bits_of, exact_up, fill_words, float_like, greater, kernel, tally, widen
+
+EXPONENT = np.int64(0x7FF << 52)
+MAGNITUDE, SIGNED, TOTAL = 0, 1, 2  # what a rule wants to know of a segment
+
+
+@kernel
+def span_bounds(s: Any, row: Any, length: Any) -> Any:
+    per_row = (row + length - 1) // length
+    start = s // per_row * row + s % per_row * length
+    return start, min(start + length, (s // per_row + 1) * row)
+
+
+@kernel
+def expand(steps: Any, first: Any, row: Any, length: Any, out: Any) -> None:
+    """The step of every coordinate of a tile."""
+    per_row = (row + length - 1) // length
+    i = 0
+    while i < out.size:
+        at = first + i
+        column = at % row
+        stop = i + min(length - column % length, row - column)
+        step = steps[at // row * per_row + column // length]
+        out[i : min(stop, out.size)] = step
+        i = stop
+
+
+@kernel
+def gather(x: Any, exponent: Any, stats: Any, want: Any) -> None:
+    """Fold finite values into (largest magnitude, largest value, sum of magnitudes, count); the
+    second and third only if wanted, for they do not vectorise."""
+    zero, count = bits_of(float_like(x[0], 0)), np.int32(0)
+    most = zero
+    for i in range(x.size):
+        a = bits_of(abs(x[i]))
+        fine = a < exponent
+        count = tally(count, fine, ONE)
+        most = greater(most, a if fine else zero)
+    stats[0] = max(stats[0], np.float64(float_like(x[0], most)))
+    stats[3] += count
+    if want == SIGNED:
+        signed = stats[1]
+        for i in range(x.size):
+            v = np.float64(x[i])
+            signed = v if v > signed and v < np.inf else signed
+        stats[1] = signed
+    elif want == TOTAL:
+        total = stats[2]
+        for i in range(x.size):
+            a = abs(np.float64(x[i]))
+            total += a if a < np.inf else 0.0
+        stats[2] = total
+
+
+@kernel
+def span_stats(
+    x: Any, row: Any, length: Any, want: Any, masks: Any, work: Any, stats: Any, s0: Any, s1: Any
+) -> None:
+    buffer = np.empty(TILE, work.dtype)
+    for s in range(s0, s1):
+        start, stop = span_bounds(s, row, length)
+        for a in range(start, stop, TILE):
+            tile = buffer[: min(TILE, stop - a)]
+            load(x[a : a + tile.size], tile)
+            gather(tile, masks[0], stats[s], want)
+
+
+@kernel
+def nearest_scaled(x: Any, step: Any, out: Any, f: Any, k: Any, cast: Any) -> None:
+    """Nearest element * step; ``f`` and ``k`` are the element set in float64, ``cast`` the working type."""
+    lo, hi, emin, shift, mant = f[LO], f[HI], k[EMIN], k[SHIFT], k[MANT]
+    for i in range(x.size):
+        v = np.float64(x[i])
+        ratio = v / step[i]
+        a = lo if ratio < lo else ratio
+        a = hi if a > hi else a
+        e = max(bits_of(a) & EXPONENT, emin)
+        c = float_like(a, e + shift)
+        r = (a + c) - c
+        half = float_like(a, e - mant) * 0.5
+        middle = (abs(a - r) == half) & (a == ratio)
+        side = v - a * step[i]
+        r = a + half if middle & (side > 0.0) else r
+        r = a - half if middle & (side < 0.0) else r
+        r = np.copysign(r * step[i], v)
+        cast[0] = r
+        out[i] = cast[0] if abs(v) < np.inf else x[i]
+
+
+@kernel
+def stochastic_scaled(
+    x: Any, step: Any, out: Any, words: Any, f: Any, k: Any, cast: Any, k0: Any, k1: Any, first: Any
+) -> None:
+    """Stochastic element * step; the first 31 digits of U decide, the rare rest one by one.
+    ``out`` must not be ``x``."""
+    fill_words(words, k0, k1, first, x.size)
+    words = words[first & 31 :]
+    low, hi, emin, inverse, mant = -f[LO], f[HI], k[EMIN], k[INVERSE], k[MANT]
+    ties = np.int32(0)
+    for i in range(x.size):
+        v = np.float64(x[i])
+        limit = low if v < 0 else hi
+        a = abs(v / step[i])
+        a = limit if a > limit else a
+        e = max(bits_of(a) & EXPONENT, emin)
+        s = a * float_like(a, inverse - e)
+        n = np.floor(s)
+        digits = np.int32((s - n) * 2147483648.0)
+        drawn = np.int32(words[i] >> np.uint32(1))
+        ties = tally(ties, drawn == digits, ONE)
+        r = (n + 1.0 if drawn < digits else n) * float_like(a, e - mant)
+        cast[0] = np.copysign(r * step[i], v)
+        out[i] = cast[0] if abs(v) < np.inf else x[i]
+    if ties > 0:
+        for i in range(x.size):
+            v = np.float64(x[i])
+            if abs(v) < np.inf:
+                a = min(abs(v / step[i]), low if v < 0 else hi)
+                e = max(bits_of(a) & EXPONENT, emin)
+                s = a * float_like(a, inverse - e)
+                n = np.floor(s)
+                up = exact_up(s - n, k0, k1, first + i)
+                out[i] = np.copysign((n + 1.0 if up else n) * float_like(a, e - mant) * step[i], v)
+
+
+@kernel
+def round_tiles_scaled(
+    x: Any, out: Any, steps: Any, row: Any, length: Any, mode: Any, f: Any, k: Any, work: Any,
+    k0: Any, k1: Any, offset: Any, t0: Any, t1: Any,
+) -> None:  # fmt: skip
+    a_, r_, step_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, np.float64)
+    words, cast = np.empty(WORDS, np.uint32), np.empty(1, work.dtype)
+    for t in range(t0, t1):
+        first = t * TILE
+        source = x[first : min(first + TILE, x.size)]
+        n = source.size
+        a, r, step = a_[:n], r_[:n], step_[:n]
+        load(source, a)
+        expand(steps, first, row, length, step)
+        if mode == NEAREST:
+            nearest_scaled(a, step, r, f, k, cast)
+        else:
+            stochastic_scaled(a, step, r, words, f, k, cast, k0, k1, offset + first)
+        store(r, out[first : first + n])
+
+
+@kernel
+def load_step(
+    w: Any, g: Any, d: Any, after: Any, first: Any, last: Any, x: Any, y: Any, v: Any, keep: Any, exponent: Any
+) -> int:
+    """Weights, gradients and proposals of one stretch, zeroed where any of the three is not finite;
+    returns how many were. An audit has no gradients and passes the weights again."""
+    load(w[first:last], x)
+    load(g[first:last], y)
+    if after:
+        difference(d[first:last], x, v)
+    else:
+        load(d[first:last], v)
+    clean_three(x, y, v, keep, exponent)
+    bad = keep.size
+    for i in range(keep.size):
+        bad -= keep[i]
+    return bad
+
+
+@kernel
+def step_stats(
+    w: Any, g: Any, d: Any, after: Any, proposed: Any, steps: Any, row: Any, length: Any, span: Any,
+    f: Any, k: Any, masks: Any, to: Any, want: Any, work: Any, stats: Any, s0: Any, s1: Any,
+) -> None:  # fmt: skip
+    """Statistics per span of the weights w, or of what is written next, z = Q(w) + d (``proposed``)."""
+    x_, y_, v_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, work.dtype)
+    q_, step_, keep_ = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
+    cast = np.empty(1, work.dtype)
+    for s in range(s0, s1):
+        start, stop = span_bounds(s, row, span)
+        for a in range(start, stop, TILE):
+            n = min(TILE, stop - a)
+            x, y, v, q, step = x_[:n], y_[:n], v_[:n], q_[:n], step_[:n]
+            load_step(w, g, d, after, a, a + n, x, y, v, keep_[:n], masks[0])
+            if proposed:
+                expand(steps, a, row, length, step)
+                nearest_scaled(x, step, q, f, k, cast)
+                add_in_container(q, v, x, to)
+            gather(x, masks[0], stats[s], want)
+
+
+@kernel
+def audit_tiles_scaled(
+    w: Any, d: Any, after: Any, steps: Any, next_steps: Any, row: Any, length: Any, f: Any, k: Any,
+    masks: Any, to: Any, work: Any, counts: Any, t0: Any, t1: Any,
+) -> None:  # fmt: skip
+    """One moving grid on every tile: reference.audit's counts, without the shared ones."""
+    x_, y_, v_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, work.dtype)
+    q_, step_, keep_ = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
+    cast = np.empty(1, work.dtype)
+    emin, up, lo, hi = k[EMIN], f[UP], f[LO], f[HI]
+    normal = float_like(hi, emin) if f[T_SUB] > f[T_ZERO] else 0.0  # integers have no subnormals
+    for t in range(t0, t1):
+        first = t * TILE
+        n = min(TILE, w.size - first)
+        x, z, d_, q, step = x_[:n], y_[:n], v_[:n], q_[:n], step_[:n]
+        bad = load_step(w, w, d, after, first, first + n, x, z, d_, keep_[:n], masks[0])
+        expand(steps, first, row, length, step)
+        nearest_scaled(x, step, q, f, k, cast)
+        add_in_container(q, d_, z, to)
+        symmetric, ends, zeros, smalls = 0, 0, 0, 0
+        for i in range(n):
+            a = abs(np.float64(x[i]) / step[i])
+            e = float_like(a, max(bits_of(a) & EXPONENT, emin))
+            symmetric += abs(np.float64(d_[i])) * up < e * step[i]
+            element = np.float64(q[i]) / step[i]
+            ends += (element >= hi) | (element <= lo)
+            zeros += q[i] == 0
+            smalls += (q[i] != 0) & (abs(element) < normal)
+        expand(next_steps, first, row, length, step)
+        nearest_scaled(z, step, x, f, k, cast)
+        counts[t, 0] = count_equal(x, q) - bad
+        counts[t, 1] = symmetric - bad
+        counts[t, 2] = ends
+        counts[t, 3] = smalls
+        counts[t, 4] = zeros - bad
+
+
+@kernel
+def write_tiles_scaled(
+    stored: Any, proposed: Any, out: Any, steps: Any, row: Any, length: Any, mode: Any, f: Any, k: Any,
+    masks: Any, work: Any, k0: Any, k1: Any, offset: Any, moved: Any, want_sums: Any, one: Any,
+    counts: Any, sums: Any, t0: Any, t1: Any,
+) -> None:  # fmt: skip
+    exponent = masks[0]
+    q_, z_, r_ = np.zeros(TILE, work.dtype), np.zeros(TILE, work.dtype), np.empty(TILE, work.dtype)
+    near_, step_, words = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(WORDS, np.uint32)
+    flags, buffer = np.empty(TILE + TILE // 8, np.uint8), np.empty(TILE // 2, np.float64)
+    cast, inf = np.empty(1, work.dtype), work.dtype.type(np.inf)
+    for t in range(t0, t1):
+        first = t * TILE
+        last = min(first + TILE, stored.size)
+        n = last - first
+        q, z, r, step = q_[:n], z_[:n], r_[:n], step_[:n]
+        bad = load_write(stored[first:last], proposed[first:last], q, z, exponent)
+        expand(steps, first, row, length, step)
+        if mode == NEAREST:
+            nearest_scaled(z, step, r, f, k, cast)
+        else:
+            stochastic_scaled(z, step, r, words, f, k, cast, k0, k1, offset + first)
+            if mode == DEADZONE:
+                nearest_scaled(z, step, near_[:n], f, k, cast)
+                prefer_nearest(q, z, near_[:n], r)
+        if bad > 0:
+            keep_stored(proposed[first:last], q, r, exponent)
+        finish_write(
+            q_, z_, r_, n, bad, proposed[first:last], -inf, inf, exponent, moved, want_sums, flags, buffer,
+            one, counts, sums, t,
+        )  # fmt: skip
+        ends = 0  # the ends of the range differ from step to step
+        for i in range(n):
+            element = np.float64(r[i]) / step[i]
+            fine = bad == 0 or (bits_of(widen(proposed[first + i])) & exponent) != exponent
+            ends += fine and (element >= f[HI] or element <= f[LO])
+        counts[t, 2] = ends
+        store(r, out[first:last])
+
+
+@kernel
+def score_tiles_scaled(
+    w: Any, g: Any, u: Any, after: Any, steps: Any, next_steps: Any, row: Any, length: Any, f: Any, k: Any,
+    masks: Any, to: Any, work: Any, out: Any, t0: Any, t1: Any,
+) -> None:  # fmt: skip
+    w_, g_, u_ = np.zeros(TILE, work.dtype), np.zeros(TILE, work.dtype), np.zeros(TILE, work.dtype)
+    q_, z_, r_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, work.dtype)
+    b_ = np.zeros(TILE, np.uint8)
+    step_, keep_ = np.empty(TILE, np.float64), np.ones(TILE, np.uint8)
+    product, buffer = np.empty(TILE, np.float64), np.empty(TILE // 2, np.float64)
+    cast = np.empty(1, work.dtype)
+    for t in range(t0, t1):
+        first = t * TILE
+        last = min(first + TILE, w.size)
+        n = last - first
+        if n < TILE:
+            w_[:] = 0
+            g_[:] = 0
+            u_[:] = 0
+            b_[:] = 0
+        x, y, v, q, z, b, keep = w_[:n], g_[:n], u_[:n], q_[:n], z_[:n], b_[:n], keep_[:n]
+        load_step(w, g, u, after, first, last, x, y, v, keep, masks[0])
+        step = step_[:n]
+        expand(steps, first, row, length, step)
+        nearest_scaled(x, step, q, f, k, cast)
+        add_in_container(q, v, z, to)
+        expand(next_steps, first, row, length, step)
+        r = r_[:n]
+        nearest_scaled(z, step, r, f, k, cast)
+        for i in range(n):
+            b[i] = np.uint8(r[i] == q[i]) & keep[i]
+        score_sums(b_, w_, g_, u_, product, buffer, out[t])

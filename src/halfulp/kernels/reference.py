@@ -1,0 +1,473 @@
+"""The obvious kernels: NumPy, one idea a line, no speed. They define the others.
+
+Everything is done on magnitudes by *index* (see :mod:`halfulp.grids`): the codes around a
+value are ``value_of(n)`` and ``value_of(n + 1)`` with ``n = index_of(value)``. Arithmetic is
+in float64, in which every step below is exact for float32, bfloat16 and float16 containers,
+and for float64 containers wherever the element set itself is used (no moving step).
+
+Tiles are runs of ``TILE`` consecutive coordinates; counts and sums come per tile. A float
+sum over a tile is a *halving tree* over the tile padded with zeros (:func:`tile_sum`): a
+fixed order that NumPy, a CPU vector unit and a GPU can all follow, so results are equal to
+the last bit everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from halfulp.errors import UsageError
+from halfulp.grids import Grid, Scaling, container
+from halfulp.streams import Stream
+
+Array = npt.NDArray[Any]
+
+TILE = 768
+
+NEAREST, STOCHASTIC, DEADZONE = 0, 1, 2
+MODES = {"nearest": NEAREST, "stochastic": STOCHASTIC, "deadzone": DEADZONE}
+
+AUDIT_COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code")
+"""Per tile and grid: proposals that nearest rounding throws away; that the symmetric half-gap
+would throw away; codes at the ends of the range, below the smallest normal but not zero, zero."""
+SHARED_COUNTS = ("zero_proposal", "nonfinite")
+"""Per tile, for all grids: proposals equal to zero; coordinates with a non-finite weight or proposal."""
+AUDIT_SUMS = ("weight_sq", "proposal_sq")
+WRITE_COUNTS = ("frozen", "zero_proposal", "endpoint", "nonfinite", "never_moved")
+WRITE_SUMS = ("weight_abs", "proposal_abs")
+SCORES = ("F", "L", "C", "G", "U", "W", "T", "P")
+"""Freeze, leverage max(0, -g u), combined freeze * leverage, |g|, |u|, |w|, |g w|, |g u|."""
+
+PHASE_ONE = 1 << 16
+"""Fixed-point one of the uniform-phase sum."""
+
+
+# ---- the element set ----------------------------------------------------------------------
+
+
+def index_of(magnitude: Array, grid: Grid) -> Array:
+    """The index of the largest element not above a finite magnitude (unbounded by the largest)."""
+    emin, _ = grid._fixed()
+    m = grid.mantissa
+    fraction, exponent = np.frexp(magnitude.astype(np.float64))  # 0.5 <= fraction < 1, or zero
+    binade = np.where(fraction == 0, 0, np.maximum(exponent.astype(np.int64) - 1 - emin, 0))
+    units = np.floor(np.ldexp(fraction, exponent - binade - emin + m)).astype(np.int64)
+    return binade * 2**m + units
+
+
+def _exponent_of(magnitude: Array) -> Array:
+    return np.frexp(magnitude.astype(np.float64))[1].astype(np.int64)
+
+
+def value_of(index: Array, grid: Grid) -> Array:
+    """The element with this index, as float64."""
+    emin, _ = grid._fixed()
+    m = grid.mantissa
+    binade = np.maximum((index >> m) - 1, 0)
+    units = index - binade * 2**m
+    return np.asarray(np.ldexp(units.astype(np.float64), (binade + emin - m).astype(np.int64)))
+
+
+def _limits(x: Array, grid: Grid) -> tuple[Array, Array]:
+    """Clamped magnitude, and the largest magnitude on that side of zero."""
+    limit = np.where(np.signbit(x), -grid.lo, grid._fixed()[1])
+    return np.minimum(np.abs(x), limit), limit
+
+
+def round_elements(x: Array, grid: Grid, mode: int = NEAREST, stream: Stream | None = None) -> Array:
+    """Round float64 values to the element set; non-finite values are handed back."""
+    finite = np.isfinite(x)
+    a, limit = _limits(np.where(finite, x, 0.0), grid)
+    n = index_of(a, grid)
+    low, high = value_of(n, grid), value_of(n + 1, grid)
+    if mode == NEAREST:
+        up = (a - low > high - a) | ((a - low == high - a) & (n % 2 == 1))
+    else:
+        assert stream is not None
+        up = _stochastic_up((a - low) / (high - low), stream)
+    r = np.where(up, high, low)
+    assert bool(np.all(r <= limit))
+    return np.where(finite, np.copysign(r, x), x)
+
+
+def _stochastic_up(fraction: Array, stream: Stream) -> Array:
+    """U < fraction, digit by digit of base 2**32: see :mod:`halfulp.streams`."""
+    up = np.zeros(fraction.shape, dtype=bool)
+    open_ = np.flatnonzero(fraction > 0)
+    rest = fraction.reshape(-1)[open_]
+    level = 0
+    while open_.size:
+        scaled = rest * 2.0**32
+        digit = np.floor(scaled)
+        words = stream.words_of(open_, level).astype(np.float64)
+        up.reshape(-1)[open_[words < digit]] = True
+        tied = (words == digit) & (scaled > digit)
+        open_, rest, level = open_[tied], (scaled - digit)[tied], level + 1
+    return up
+
+
+# ---- steps ----------------------------------------------------------------------------------
+
+
+def segment_ids(shape: tuple[int, ...], scaling: Scaling) -> Array:
+    """The segment of every element of a flattened tensor."""
+    row, length = scaling.segment_length(shape)
+    per_row = math.ceil(row / length)
+    i = np.arange(math.prod(shape), dtype=np.int64)
+    return i // row * per_row + i % row // length
+
+
+def segment_stats(x: Array, scaling: Scaling) -> Array:
+    """Per segment: largest magnitude, largest value, sum of magnitudes, count; finite values only."""
+    ids = segment_ids(x.shape, scaling)
+    flat = x.reshape(-1).astype(np.float64)
+    stats = np.zeros((scaling.segments(x.shape), 4))
+    stats[:, 1] = -np.inf
+    keep = np.isfinite(flat)
+    np.maximum.at(stats[:, 0], ids[keep], np.abs(flat[keep]))
+    np.maximum.at(stats[:, 1], ids[keep], flat[keep])
+    np.add.at(stats[:, 2], ids[keep], np.abs(flat[keep]))
+    np.add.at(stats[:, 3], ids[keep], 1.0)
+    return stats
+
+
+def steps_from(stats: Array, grid: Grid, dtype: Any) -> Array:
+    """The rule of a moving grid: statistics of segments to steps. Every kernel calls this one.
+
+    A segment without a non-zero value has step 1: all its codes are zero.
+    """
+    assert grid.scaling is not None and grid.largest is not None
+    s, top = grid.scaling, grid.largest
+    biggest, signed, total, count = stats.T
+    if s.rule == "given":
+        return np.full(len(stats), _short(np.array(s.step), grid, dtype))
+    if s.rule == "mx":
+        emax = math.frexp(top)[1] - 1
+        exponent = np.clip(_exponent_of(biggest) - 1 - emax, -127, 127)
+        exponent = np.where(biggest > 0, exponent, -127)
+        return np.asarray(np.ldexp(1.0, exponent))
+    if s.rule == "nv":
+        return _nv_steps(biggest, top)
+    if s.rule == "absmax":
+        step = biggest / top
+    elif s.rule == "absmean":
+        step = total / np.maximum(count, 1.0) / top
+    else:  # dqt: the signed maximum; where it is not positive, the largest magnitude
+        step = np.where(signed > 0, signed, biggest) / top
+    return np.where(step > 0, _short(step, grid, dtype), 1.0)
+
+
+def _short(step: Array, grid: Grid, dtype: Any) -> Array:
+    """The step rounded (nearest even) to so few bits that element * step is exact in the container."""
+    bits = min(container(dtype).mantissa + 1, 24) - grid._needed_bits
+    fraction, exponent = np.frexp(step)
+    return np.asarray(np.ldexp(np.rint(np.ldexp(fraction, bits)), exponent - bits))
+
+
+def _nv_steps(biggest: Array, top: float) -> Array:
+    """e4m3 block scales under a power-of-two tensor scale that lets the largest block just fit."""
+    from halfulp.grids import grid as named
+
+    e4m3 = named("e4m3")
+    assert e4m3.largest is not None
+    peak = float(np.max(biggest, initial=0.0))
+    if peak == 0.0:
+        return np.ones(len(biggest))
+    fraction, exponent = math.frexp(e4m3.largest * top / peak)
+    scale = math.ldexp(1.0, exponent - 1)
+    blocks = round_elements(biggest * scale / top, e4m3)
+    return np.where(blocks > 0, blocks, e4m3.quantum) / scale
+
+
+def steps(x: Array, grid: Grid) -> Array:
+    """The steps of a tensor, one a segment."""
+    assert grid.scaling is not None
+    return steps_from(segment_stats(x, grid.scaling), grid, x.dtype)
+
+
+# ---- rounding -------------------------------------------------------------------------------
+
+
+def round(
+    x: Array,
+    grid: Grid,
+    mode: int = NEAREST,
+    stream: Stream | None = None,
+    step: Array | None = None,
+) -> Array:
+    """Round a tensor; same shape and dtype."""
+    g = grid.within(x.dtype)
+    if g.scaling is None:
+        r = round_elements(x.astype(np.float64), g, mode, stream)
+    else:
+        step = steps(x, g) if step is None else step
+        each = step[segment_ids(x.shape, g.scaling)].reshape(x.shape)
+        r = _round_scaled(x.astype(np.float64), each, g, mode, stream)
+    return r.astype(x.dtype)
+
+
+def _round_scaled(x: Array, step: Array, grid: Grid, mode: int, stream: Stream | None) -> Array:
+    """Round x to element * step. The float64 quotient can only hide on which side of a midpoint
+    x lies by landing on the midpoint itself; there, midpoint * step is exact and decides."""
+    ratio = x / step
+    r = round_elements(ratio, grid, mode, stream)
+    if mode == NEAREST:
+        a = np.abs(np.where(np.isfinite(ratio), ratio, 0.0))
+        n = index_of(np.minimum(a, _limits(ratio, grid)[1]), grid)
+        low, high = value_of(n, grid), value_of(n + 1, grid)
+        middle = (a == (low + high) / 2) & np.isfinite(ratio)
+        side = np.abs(x) - a * step
+        r = np.where(middle & (side < 0), np.copysign(low, x), r)
+        r = np.where(middle & (side > 0), np.copysign(high, x), r)
+    return np.where(np.isfinite(x), r * step, x)
+
+
+def encode(x: Array, grid: Grid, step: Array | None = None) -> Array:
+    """Codes as int64: sign and index for floats, two's complement for integers."""
+    bad = ~np.isfinite(x)
+    if bad.any():
+        raise UsageError(
+            f"cannot encode {int(bad.sum())} non-finite value(s), the first at flat index "
+            f"{int(np.flatnonzero(bad)[0])}: grid {grid.name} has no code for them."
+        )
+    if grid.scaling is not None:
+        step = steps(x, grid) if step is None else step
+        x = x / step[segment_ids(x.shape, grid.scaling)].reshape(x.shape)
+    r = round_elements(x, grid)
+    if grid.integer:
+        return np.rint(r / grid.quantum).astype(np.int64) & (2**grid.bits - 1)
+    return index_of(np.abs(r), grid) | (np.signbit(r).astype(np.int64) << (grid.bits - 1))
+
+
+def is_code(codes: Array, grid: Grid) -> Array:
+    """Which integers are codes of the grid."""
+    half = 1 << (grid.bits - 1)
+    x = _decoded(codes, grid)
+    return np.asarray((codes >= 0) & (codes < 2 * half) & (x >= grid.lo) & (x <= grid._fixed()[1]))
+
+
+def _decoded(codes: Array, grid: Grid) -> Array:
+    half = 1 << (grid.bits - 1)
+    if grid.integer:
+        return np.where(codes >= half, codes - 2 * half, codes) * grid.quantum
+    return value_of(codes & (half - 1), grid) * np.where(codes & half, -1.0, 1.0)
+
+
+def decode(codes: Array, grid: Grid, step: Array | None = None) -> Array:
+    """Values as float64; a code outside the grid is refused."""
+    codes = codes.astype(np.int64)
+    wrong = ~is_code(codes, grid)
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        raise UsageError(
+            f"{int(wrong.sum())} code(s) are not of grid {grid.name}; the first is "
+            f"{int(codes.reshape(-1)[at])} at flat index {at}."
+        )
+    x = _decoded(codes, grid)
+    if grid.scaling is not None and step is not None:
+        x = x * step[segment_ids(x.shape, grid.scaling)].reshape(x.shape)
+    return np.asarray(x)
+
+
+# ---- sums over tiles --------------------------------------------------------------------------
+
+
+def tiles_of(n: int) -> int:
+    """How many tiles cover n coordinates."""
+    return -(-n // TILE)
+
+
+def tiled(x: Array) -> Array:
+    """A flattened array as (tiles, TILE), padded with zeros."""
+    flat = x.reshape(-1)
+    padded = np.zeros(tiles_of(flat.size) * TILE, dtype=x.dtype)
+    padded[: flat.size] = flat
+    return padded.reshape(-1, TILE)
+
+
+def tile_sum(x: Array) -> Array:
+    """Sum of every tile in float64: halve and add from 768 down to 3, then left to right."""
+    t = tiled(x.astype(np.float64))
+    while t.shape[1] > 3:
+        half = t.shape[1] // 2
+        t = t[:, :half] + t[:, half:]
+    return np.asarray(t[:, 0] + t[:, 1] + t[:, 2])
+
+
+def tile_count(x: Array) -> Array:
+    return np.asarray(tiled(x.astype(np.int32)).sum(axis=1, dtype=np.int32))
+
+
+# ---- audit ------------------------------------------------------------------------------------
+
+
+def written(q: Array, z: Array, grid: Grid, step: Array | None = None) -> Array:
+    """Nearest write-back of z over q: the step of a moving grid follows its rule."""
+    g = grid.within(q.dtype)
+    if g.scaling is not None and step is None:
+        step = steps(q if g.scaling.from_old else z, g)
+    return round(z, g, step=step)
+
+
+def audit(w: Array, d: Array, grids: list[Grid], phase: bool = True) -> dict[str, Array]:
+    """What each grid would do to proposals d at weights w: counts and sums per tile.
+
+    ``counts`` is (tiles, grids, AUDIT_COUNTS), ``shared`` (tiles, SHARED_COUNTS), ``sums``
+    (tiles, AUDIT_SUMS) and ``phase`` (tiles, grids), in units of 1 / PHASE_ONE.
+    A coordinate with a non-finite weight or proposal enters only the non-finite count.
+    """
+    flat_w, flat_d = w.reshape(-1), d.reshape(-1)
+    ok = np.isfinite(flat_w) & np.isfinite(flat_d)
+    safe_w, safe_d = np.where(ok, flat_w, 0).astype(w.dtype), np.where(ok, flat_d, 0).astype(d.dtype)
+    n_tiles = tiles_of(flat_w.size)
+    counts = np.zeros((n_tiles, len(grids), len(AUDIT_COUNTS)), dtype=np.int32)
+    phases = np.zeros((n_tiles, len(grids)), dtype=np.int64)
+    for k, grid in enumerate(grids):
+        g = grid.within(w.dtype)
+        shaped = safe_w.reshape(w.shape)
+        step = None if g.scaling is None else steps(shaped, g)
+        q = round(shaped, g, step=step)
+        with np.errstate(over="ignore"):
+            z = (q + safe_d.reshape(w.shape)).astype(w.dtype)
+        frozen = written(q, z, g).reshape(-1) == q.reshape(-1)
+        unit = _unit_at(safe_w, g, step, w.shape)
+        element = np.abs(q.reshape(-1).astype(np.float64)) / _each(step, g, w.shape)
+        top = np.where(np.signbit(q.reshape(-1)), -g.lo, g._fixed()[1])
+        columns = (
+            frozen,
+            np.abs(safe_d.astype(np.float64)) < unit / 2,
+            element >= top,
+            (element > 0) & (element < (0.0 if g.integer else g.smallest_normal)),
+            element == 0,
+        )
+        for c, column in enumerate(columns):
+            counts[:, k, c] = tile_count(column & ok)
+        if phase:
+            phases[:, k] = tiled(phase_points(safe_w, safe_d, g.mantissa) * ok).sum(axis=1)
+    wide_w, wide_d = safe_w.astype(np.float64), safe_d.astype(np.float64)
+    return {
+        "counts": counts,
+        "shared": np.stack([tile_count((flat_d == 0) & ok), tile_count(~ok)], axis=1),
+        "sums": np.stack([tile_sum(wide_w * wide_w), tile_sum(wide_d * wide_d)], axis=1),
+        "phase": phases,
+    }
+
+
+def _each(step: Array | None, grid: Grid, shape: tuple[int, ...]) -> Array | float:
+    return 1.0 if step is None or grid.scaling is None else step[segment_ids(shape, grid.scaling)]
+
+
+def _unit_at(w: Array, grid: Grid, step: Array | None, shape: tuple[int, ...]) -> Array:
+    """The symmetric spacing u(w) = 2**(max(floor(log2 |w|), emin) - m), times the step."""
+    emin, _ = grid._fixed()
+    each = _each(step, grid, shape)
+    exponent = _exponent_of(w.astype(np.float64) / each) - 1
+    exponent = np.where(w == 0, emin, np.maximum(exponent, emin))
+    return np.asarray(np.ldexp(1.0, exponent - grid.mantissa) * each)
+
+
+def log2_ratio(w: Array, d: Array) -> Array:
+    """log2(|w| / |d|) in fixed point, units of 1 / PHASE_ONE, for finite non-zero values.
+
+    Done in float32 by exponent and a polynomial in the mantissa, without fused multiply-add, so
+    that every kernel gives the same integer; the error is below 1.6e-5, about one unit.
+    """
+    return _log2_fixed(w) - _log2_fixed(d)
+
+
+LOG2_POLYNOMIAL = (
+    1.4426898956298828, -0.7211657762527466, 0.4786836802959442, -0.34730100631713867,
+    0.24186457693576813, -0.13752110302448273, 0.05205884575843811, -0.009309123270213604,
+)  # fmt: skip
+"""Coefficients of log2(1 + t) / t on [0, 1): a minimax fit, exact in float32."""
+
+
+def _log2_fixed(x: Array) -> Array:
+    fraction, exponent = np.frexp(np.abs(x).astype(np.float64))
+    t = (2.0 * fraction).astype(np.float32) - np.float32(1.0)  # mantissa - 1, in [0, 1)
+    p = np.full(x.shape, LOG2_POLYNOMIAL[-1], dtype=np.float32)
+    for coefficient in reversed(LOG2_POLYNOMIAL[:-1]):
+        p = p * t + np.float32(coefficient)
+    points = np.rint(p * t * np.float32(PHASE_ONE)).astype(np.int64)
+    return (exponent.astype(np.int64) - 1) * PHASE_ONE + points
+
+
+def phase_points(w: Array, d: Array, mantissa: int) -> Array:
+    """clip(-log2 rho_i, 0, 1) in fixed point, with rho_i = |d| / (2**-(m+1) |w|).
+
+    A zero proposal is surely frozen (1); a proposal at a zero weight surely not (0).
+    """
+    both = (w != 0) & (d != 0)
+    ratio = log2_ratio(np.where(both, w, 1), np.where(both, d, 1)) - (mantissa + 1) * PHASE_ONE
+    points = np.clip(ratio, 0, PHASE_ONE)
+    return np.where(both, points, np.where(d == 0, PHASE_ONE, 0)).astype(np.int64)
+
+
+# ---- write-back ---------------------------------------------------------------------------------
+
+
+def write_back(
+    q: Array,
+    z: Array,
+    grid: Grid,
+    mode: int = NEAREST,
+    stream: Stream | None = None,
+    moved: Array | None = None,
+    step: Array | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """The next stored value of every coordinate, and what happened, per tile.
+
+    ``q`` is stored, ``z`` proposed. Deadzone mode is nearest, except where a non-zero proposal
+    would leave the code unchanged: there it is stochastic. A non-finite proposal leaves the
+    stored value as it is and is counted. ``moved`` (one bit a coordinate, the lowest bit of a
+    byte first) is updated in place; without it nothing counts as never moved.
+    """
+    g = grid.within(q.dtype)
+    if g.scaling is not None and step is None:
+        step = steps(q if g.scaling.from_old else z, g)
+    ok = np.isfinite(z)
+    safe = np.where(ok, z, q)
+    r = round(safe, g, NEAREST if mode == DEADZONE else mode, stream, step)
+    if mode == DEADZONE:
+        dead = (r == q) & (safe != q)
+        r = np.where(dead, round(safe, g, STOCHASTIC, stream, step), r)
+    r = np.where(ok, r, q)
+    flat_q, flat_r, flat_ok = q.reshape(-1), r.reshape(-1), ok.reshape(-1)
+    same = flat_r == flat_q
+    if moved is None:
+        never = np.zeros(flat_q.size, dtype=bool)
+    else:
+        moved |= np.packbits(~same & flat_ok, bitorder="little")
+        never = np.unpackbits(moved, count=flat_q.size, bitorder="little") == 0
+    element = np.abs(flat_r.astype(np.float64)) / _each(step, g, q.shape)
+    top = np.where(np.signbit(flat_r), -g.lo, g._fixed()[1])
+    columns = (same & flat_ok, (safe == q).reshape(-1) & flat_ok, (element >= top) & flat_ok, ~flat_ok, never)
+    d = np.where(ok, safe.astype(np.float64) - q.astype(np.float64), 0.0)
+    return r, {
+        "counts": np.stack([tile_count(c) for c in columns], axis=1),
+        "sums": np.stack([tile_sum(np.where(ok, np.abs(q), 0.0)), tile_sum(np.abs(d))], axis=1),
+    }
+
+
+# ---- scores ---------------------------------------------------------------------------------------
+
+
+def score(w: Array, g: Array, u: Array, grid: Grid) -> Array:
+    """The per-tile sums behind every allocation score (paper, appendix E): (tiles, SCORES).
+
+    A coordinate with a non-finite weight, gradient or proposal contributes nothing.
+    """
+    ok = np.isfinite(w) & np.isfinite(g) & np.isfinite(u)
+    w, g, u = (np.where(ok, v, 0).astype(v.dtype) for v in (w, g, u))
+    resolved = grid.within(w.dtype)
+    q = round(w, resolved)
+    with np.errstate(over="ignore"):
+        z = (q + u).astype(w.dtype)
+    b = ((written(q, z, resolved) == q) & ok).astype(np.float64)
+    w64, g64, u64 = (v.astype(np.float64) for v in (w, g, u))
+    gain = np.maximum(0.0, -(g64 * u64))
+    columns = (b, gain, b * gain, np.abs(g64), np.abs(u64), np.abs(w64), np.abs(g64 * w64), np.abs(g64 * u64))
+    return np.stack([tile_sum(c) for c in columns], axis=1)

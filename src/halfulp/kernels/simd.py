@@ -1,0 +1,205 @@
+"""Small numba building blocks that keep loops in vector registers.
+
+numba widens integer arithmetic to 64 bits and wraps negative indices, either of which halves
+or prevents vectorisation; the intrinsics here say the narrow thing. Loops over slices that
+start at zero vectorise, so every tile function takes slices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from halfulp.streams import PARITY
+
+JIT: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "cache": True}
+kernel = njit(**JIT)
+inline = njit(**JIT, inline="always")
+
+
+@intrinsic
+def bits_of(_ctx: Any, x: Any) -> Any:
+    """The bit pattern of a float, as an integer of its width."""
+    width = x.bitwidth
+
+    def build(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(width))
+
+    return (types.int32 if width == 32 else types.int64)(x), build
+
+
+@intrinsic
+def float_like(_ctx: Any, x: Any, i: Any) -> Any:
+    """The float of x's type with the low bits of i as its pattern."""
+    width = x.bitwidth
+
+    def build(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        value = args[1]
+        if value.type.width > width:
+            value = builder.trunc(value, ir.IntType(width))
+        return builder.bitcast(value, context.get_value_type(x))
+
+    return x(x, i), build
+
+
+@intrinsic
+def widen(_ctx: Any, x: Any) -> Any:
+    """A container element as a float: bfloat16 patterns (uint16) become float32."""
+    if x == types.uint16:
+
+        def build(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            wide = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+            return builder.bitcast(wide, ir.FloatType())
+
+        return types.float32(x), build
+
+    def same(_context: Any, _builder: Any, _sig: Any, args: Any) -> Any:
+        return args[0]
+
+    return x(x), same
+
+
+@intrinsic
+def narrow(_ctx: Any, like: Any, x: Any) -> Any:
+    """A float as an element of like's type; exact for values that fit it."""
+    if like == types.uint16:
+
+        def build(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            wide = builder.bitcast(args[1], ir.IntType(32))
+            return builder.trunc(builder.lshr(wide, ir.Constant(ir.IntType(32), 16)), ir.IntType(16))
+
+        return types.uint16(like, x), build
+
+    def same(_context: Any, _builder: Any, _sig: Any, args: Any) -> Any:
+        return args[1]
+
+    return x(like, x), same
+
+
+@intrinsic
+def tally(_ctx: Any, count: Any, condition: Any, one: Any) -> Any:
+    """count + (one if condition else 0), in 32 bits. A ``one`` that the compiler does not know to
+    be 1 becomes a masked addition, which is an instruction less."""
+
+    def build(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        count, bit, one = args
+        if bit.type.width != 1:
+            bit = builder.trunc(bit, ir.IntType(1))
+        return builder.add(count, builder.select(bit, one, ir.Constant(ir.IntType(32), 0)))
+
+    return types.int32(types.int32, types.boolean, types.int32), build
+
+
+def _shift(op: str) -> Any:
+    @intrinsic
+    def shift(_ctx: Any, a: Any, b: Any) -> Any:
+        def build(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            return getattr(builder, op)(args[0], args[1])
+
+        return a(a, a), build
+
+    return shift
+
+
+shl, shr = _shift("shl"), _shift("lshr")
+"""Shifts in the width of their operands."""
+
+
+@inline
+def round_bits(u: Any, half: Any, cut: Any, odd: Any, keep: Any) -> Any:
+    """Round a bit pattern to nearest even at bit ``cut``."""
+    return (u + half + (shr(u, cut) & odd)) & keep
+
+
+def _pick(op: str) -> Any:
+    @intrinsic
+    def pick(_ctx: Any, a: Any, b: Any) -> Any:
+        def build(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            return builder.select(builder.icmp_signed(op, args[0], args[1]), args[0], args[1])
+
+        return a(a, a), build
+
+    return pick
+
+
+lesser, greater = _pick("<"), _pick(">")
+"""Integer minimum and maximum without widening."""
+
+
+# ---- Threefry-2x32-20 -----------------------------------------------------------------------
+
+
+@inline
+def _turn(x: Any, r: Any) -> Any:
+    return np.uint32((x << np.uint32(r)) | (x >> np.uint32(32 - r)))
+
+
+@inline
+def _four(x0: Any, x1: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    x0 = np.uint32(x0 + x1)
+    x1 = np.uint32(_turn(x1, a) ^ x0)
+    x0 = np.uint32(x0 + x1)
+    x1 = np.uint32(_turn(x1, b) ^ x0)
+    x0 = np.uint32(x0 + x1)
+    x1 = np.uint32(_turn(x1, c) ^ x0)
+    x0 = np.uint32(x0 + x1)
+    x1 = np.uint32(_turn(x1, d) ^ x0)
+    return x0, x1
+
+
+@inline
+def threefry(k0: Any, k1: Any, c0: Any, c1: Any) -> Any:
+    k2 = np.uint32(k0 ^ k1 ^ np.uint32(PARITY))
+    x0, x1 = np.uint32(c0 + k0), np.uint32(c1 + k1)
+    x0, x1 = _four(x0, x1, 13, 15, 26, 6)
+    x0, x1 = np.uint32(x0 + k1), np.uint32(x1 + k2 + np.uint32(1))
+    x0, x1 = _four(x0, x1, 17, 29, 16, 24)
+    x0, x1 = np.uint32(x0 + k2), np.uint32(x1 + k0 + np.uint32(2))
+    x0, x1 = _four(x0, x1, 13, 15, 26, 6)
+    x0, x1 = np.uint32(x0 + k0), np.uint32(x1 + k1 + np.uint32(3))
+    x0, x1 = _four(x0, x1, 17, 29, 16, 24)
+    x0, x1 = np.uint32(x0 + k1), np.uint32(x1 + k2 + np.uint32(4))
+    x0, x1 = _four(x0, x1, 13, 15, 26, 6)
+    return np.uint32(x0 + k2), np.uint32(x1 + k0 + np.uint32(5))
+
+
+@kernel
+def fill_words(words: Any, k0: Any, k1: Any, first: Any, n: Any) -> Any:
+    """Words of elements first .. first + n - 1, at words[first % 32:]; see halfulp.streams."""
+    groups = ((first & 31) + n + 31) >> 5
+    base = (first >> 5) << 4
+    for g in range(groups):
+        block = base + (g << 4)
+        low, high = np.uint32(block), np.uint32(block >> 32)  # low + 15 cannot carry
+        a, b = words[g * 32 : g * 32 + 16], words[g * 32 + 16 : g * 32 + 32]
+        for lane in range(16):
+            x0, x1 = threefry(k0, k1, np.uint32(low + np.uint32(lane)), high)
+            a[lane] = x0
+            b[lane] = x1
+
+
+@kernel
+def word_at(k0: Any, k1: Any, i: Any, level: Any) -> Any:
+    """One word of one element."""
+    block = ((i >> 5) << 4) + (i & 15)
+    x0, x1 = threefry(k0, k1, np.uint32(block), np.uint32(np.uint32(block >> 32) | np.uint32(level << 26)))
+    return x1 if (i >> 4) & 1 else x0
+
+
+@kernel
+def exact_up(fraction: Any, k0: Any, k1: Any, i: Any) -> Any:
+    """U < fraction for element i, to the last digit."""
+    level = 0
+    while fraction > 0.0:
+        scaled = fraction * 4294967296.0
+        digit = np.floor(scaled)
+        word = np.float64(word_at(k0, k1, i, level))
+        if word != digit:
+            return bool(word < digit)
+        fraction = scaled - digit
+        level += 1
+    return False
