@@ -44,7 +44,7 @@ bench: $(VENV)/.stamp-peers
 
 clean:
 	rm -rf $(VENV) site build dist benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp a set of extras. PIP_CONSTRAINT rather than -c, so that build requirements are pinned too.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(VENV)/.stamp

@@ -9,10 +9,11 @@ from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageE
 from halfulp.events import frozen, margin, phase, rho, symmetric_frozen
 from halfulp.grids import Grid, float_grid, grid, integer_grid
 from halfulp.streams import Stream
+from halfulp.writeback import ECO, Kahan, Master, TileMaster, WriteBack
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CorruptionError", "Grid", "HalfulpError", "Stream", "TamperingError", "UsageError", "VersionError",
-    "__version__", "float_grid", "frozen", "grid", "integer_grid", "margin", "phase", "rho", "symmetric_frozen",
+    "ECO", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Master", "Stream", "TamperingError", "TileMaster",
+    "UsageError", "VersionError", "WriteBack", "__version__", "float_grid", "frozen", "grid", "integer_grid", "margin", "phase", "rho", "symmetric_frozen",
 ]  # fmt: skip

@@ -41,7 +41,7 @@ MAX_LEVELS = 64
 def threefry2x32(key: tuple[int, int], counter: tuple[Any, Any], rounds: int = 20) -> tuple[Words, Words]:
     """Threefry-2x32: two words of key and two of counter to two words, elementwise.
 
-    >>> [hex(int(w)) for w in threefry2x32((0, 0), (0, 0))]
+    >>> [hex(int(w[0])) for w in threefry2x32((0, 0), (0, 0))]
     ['0x6b200159', '0x99ba4efe']
     """
     ks = [np.uint32(key[0]), np.uint32(key[1]), np.uint32(key[0] ^ key[1] ^ PARITY)]

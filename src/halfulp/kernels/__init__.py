@@ -402,6 +402,8 @@ def write_back(
     moved: torch.Tensor | None = None,
     sums: bool = False,
     step: torch.Tensor | None = None,
+    carry: torch.Tensor | None = None,
+    carry_in: bool = True,
     out: torch.Tensor | None = None,
 ) -> Written:
     """Replace stored values q by what a policy makes of the proposed ones z, and count.
@@ -410,7 +412,8 @@ def write_back(
     non-zero proposal away). The result goes to ``out``, by default over ``z``. A proposal that is
     not finite leaves the stored value as it is and is counted. ``moved`` is a bit a coordinate
     (``torch.zeros((numel + 7) // 8, dtype=torch.uint8)``), updated in place. ``sums`` adds the
-    sums of |q| and |z - q| per tile.
+    sums of |q| and |z - q| per tile. ``carry`` (of q's shape and dtype) takes what was not written
+    and, with ``carry_in``, is added to the proposal first: compensated summation.
     """
     q, z = _checked(q, "q"), _checked(z, "z")
     out = z if out is None else out
@@ -424,22 +427,29 @@ def write_back(
     size = (q.numel() + 7) // 8
     if moved is not None and (moved.dtype != torch.uint8 or moved.numel() != size or not moved.is_contiguous()):
         raise UsageError(f"moved must be a contiguous uint8 tensor of {size} bytes for {q.numel()} coordinates.")
+    if carry is not None:
+        _same_shape(q=q, carry=carry)
+        if carry.dtype != q.dtype or not carry.is_contiguous() or q.dtype not in (torch.float32, torch.float64):
+            raise UsageError(
+                f"carry must be a contiguous tensor of q's dtype, float32 or float64; they are {carry.dtype} "
+                f"and {q.dtype}."
+            )
     given = _given(step, plan, shape)
     if _on_gpu(q):
-        from halfulp.kernels import gpu
-
-        return Written(out, *gpu.write_back(q, z, out, plan.grid, code, stream, moved, sums, given))
+        return _write_back_gpu(q, z, out, plan.grid, code, stream, moved, sums, given, carry, carry_in)
     from halfulp.kernels import cpu, cpu_scaled
 
     flat_q, flat_z, result = _flat(q), _flat(z), _destination(out)
     n = tiles_of(flat_q.size)
     counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, 2))
     bits = np.empty(0, dtype=np.uint8) if moved is None else moved.numpy()
-    tail = (bits, sums, np.int32(1), counts, totals)
+    rest = np.empty(0, dtype=plan.work) if carry is None else _flat(carry)
+    tail = (bits, sums, rest, carry is not None and carry_in, np.int32(1), counts, totals)
     if plan.scaled:
         if given is None:
             old = plan.grid.scaling is not None and plan.grid.scaling.from_old
-            given = _steps_of(flat_q if old else flat_z, plan, shape, q.dtype)
+            source = flat_z if carry is None or not carry_in else _flat(z + torch.where(torch.isfinite(z + carry), carry, 0))
+            given = _steps_of(flat_q if old else source, plan, shape, q.dtype)
         run(
             cpu_scaled.write_tiles_scaled, n, flat_q, flat_z, result, given, *plan.layout(shape), code,
             plan.floats, plan.ints, plan.masks, plan.empty, *key, *tail,
@@ -449,6 +459,23 @@ def write_back(
             cpu.write_tiles, n, flat_q, flat_z, result, code, plan.floats, plan.ints, plan.masks, *key, *tail
         )
     return Written(_deliver(result, out), torch.from_numpy(counts), torch.from_numpy(totals))
+
+
+def _write_back_gpu(
+    q: torch.Tensor, z: torch.Tensor, out: torch.Tensor, grid: Grid, code: int, stream: Stream | None,
+    moved: torch.Tensor | None, sums: bool, given: Array | None, carry: torch.Tensor | None, carry_in: bool,
+) -> Written:  # fmt: skip
+    from halfulp.kernels import gpu
+
+    if carry is None:
+        return Written(out, *gpu.write_back(q, z, out, grid, code, stream, moved, sums, given))
+    fine = torch.isfinite(z)
+    whole = torch.where(torch.isfinite(z + carry), z + carry, z) if carry_in else z.clone()
+    done = Written(out, *gpu.write_back(q, whole, out, grid, code, stream, moved, sums, given))
+    below, above = out.new_tensor([grid.lo, grid._fixed()[1]])
+    beyond = ((out >= above) & (whole > out)) | ((out <= below) & (whole < out))
+    carry.copy_(torch.where(fine, torch.where(beyond, 0, whole - out), carry))
+    return done
 
 
 def score(

@@ -603,6 +603,27 @@ def load_write(stored: Any, proposed: Any, q: Any, z: Any, exponent: Any) -> int
 
 
 @kernel
+def add_carry(z: Any, carry: Any, exponent: Any) -> None:
+    """z + carry, wherever that is finite."""
+    for i in range(z.size):
+        whole = z[i] + carry[i]
+        fine = (bits_of(whole) & exponent) != exponent
+        z[i] = whole if fine else z[i]
+
+
+@kernel
+def take_carry(z: Any, r: Any, lo: Any, hi: Any, proposed: Any, bad: Any, exponent: Any, carry: Any) -> None:
+    """What was not written, z - r: exact, for r is a neighbour of z. Nothing is carried beyond the ends
+    of the range (it could never be written), and nothing changes where the proposal was not finite."""
+    for i in range(z.size):
+        beyond = ((r[i] >= hi) & (z[i] > r[i])) | ((r[i] <= lo) & (z[i] < r[i]))
+        rest = z[i] - r[i]
+        rest = z[i] - z[i] if beyond else rest
+        if bad == 0 or (bits_of(widen(proposed[i])) & exponent) != exponent:
+            carry[i] = rest
+
+
+@kernel
 def keep_stored(proposed: Any, q: Any, r: Any, exponent: Any) -> None:
     """Put q back, whatever it was, where the proposal was not finite."""
     for i in range(q.size):
@@ -621,9 +642,11 @@ def prefer_nearest(q: Any, z: Any, near: Any, r: Any) -> None:
 @kernel
 def write_tiles(
     stored: Any, proposed: Any, out: Any, mode: Any, f: Any, k: Any, masks: Any, k0: Any, k1: Any,
-    offset: Any, moved: Any, want_sums: Any, one: Any, counts: Any, sums: Any, t0: Any, t1: Any,
+    offset: Any, moved: Any, want_sums: Any, carry: Any, carry_in: Any, one: Any, counts: Any, sums: Any,
+    t0: Any, t1: Any,
 ) -> None:  # fmt: skip
-    """Write-back of every tile; ``out`` may be ``proposed``."""
+    """Write-back of every tile; ``out`` may be ``proposed``. A carry of any size takes what is not
+    written and, with ``carry_in``, is added to the proposal first."""
     exponent, sign = masks[0], masks[1]
     q_, z_, r_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype), np.empty(TILE, f.dtype)
     near_, buffer = np.empty(TILE, f.dtype), np.empty(TILE // 2, np.float64)
@@ -634,6 +657,10 @@ def write_tiles(
         n = last - first
         q, z, r = q_[:n], z_[:n], r_[:n]
         bad = load_write(stored[first:last], proposed[first:last], q, z, exponent)
+        if carry_in:
+            add_carry(z, carry[first:last], exponent)
+            if bad > 0:
+                keep_stored(proposed[first:last], q, z, exponent)
         if mode == NEAREST:
             nearest(z, r, f, k, exponent, sign)
         else:
@@ -643,6 +670,8 @@ def write_tiles(
                 prefer_nearest(q, z, near_[:n], r)
         if bad > 0:
             keep_stored(proposed[first:last], q, r, exponent)
+        if carry.size:
+            take_carry(z, r, f[LO], f[HI], proposed[first:last], bad, exponent, carry[first:last])
         finish_write(
             q_, z_, r_, n, bad, proposed[first:last], f[LO], f[HI], exponent, moved, want_sums, flags, buffer,
             one, counts, sums, t,

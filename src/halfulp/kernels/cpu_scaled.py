@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from halfulp.kernels.cpu import (
-    ONE, WORDS, add_in_container, clean_three, count_equal, difference, finish_write, keep_stored, load,
+    ONE, WORDS, add_carry, add_in_container, clean_three, count_equal, difference, finish_write, keep_stored, load,
     load_write, prefer_nearest, score_sums, store,
 )  # fmt: skip
 from halfulp.kernels.params import EMIN, HI, INVERSE, LO, MANT, SHIFT, T_SUB, T_ZERO, UP
@@ -249,8 +249,8 @@ def audit_tiles_scaled(
 @kernel
 def write_tiles_scaled(
     stored: Any, proposed: Any, out: Any, steps: Any, row: Any, length: Any, mode: Any, f: Any, k: Any,
-    masks: Any, work: Any, k0: Any, k1: Any, offset: Any, moved: Any, want_sums: Any, one: Any,
-    counts: Any, sums: Any, t0: Any, t1: Any,
+    masks: Any, work: Any, k0: Any, k1: Any, offset: Any, moved: Any, want_sums: Any, carry: Any,
+    carry_in: Any, one: Any, counts: Any, sums: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
     exponent = masks[0]
     q_, z_, r_ = np.zeros(TILE, work.dtype), np.zeros(TILE, work.dtype), np.empty(TILE, work.dtype)
@@ -263,6 +263,10 @@ def write_tiles_scaled(
         n = last - first
         q, z, r, step = q_[:n], z_[:n], r_[:n], step_[:n]
         bad = load_write(stored[first:last], proposed[first:last], q, z, exponent)
+        if carry_in:
+            add_carry(z, carry[first:last], exponent)
+            if bad > 0:
+                keep_stored(proposed[first:last], q, z, exponent)
         expand(steps, first, row, length, step)
         if mode == NEAREST:
             nearest_scaled(z, step, r, f, k, cast)
@@ -281,7 +285,10 @@ def write_tiles_scaled(
         for i in range(n):
             element = np.float64(r[i]) / step[i]
             fine = bad == 0 or (bits_of(widen(proposed[first + i])) & exponent) != exponent
-            ends += fine and (element >= f[HI] or element <= f[LO])
+            end = element >= f[HI] or element <= f[LO]
+            ends += fine and end
+            if carry.size and fine:
+                carry[first + i] = z[i] - r[i] if not end or abs(z[i]) < abs(r[i]) else 0.0
         counts[t, 2] = ends
         store(r, out[first:last])
 

@@ -2,8 +2,9 @@
 
 Same operations as :mod:`halfulp.kernels.reference`, whose results define these: ``round_``, ``audit``,
 ``write_back``, ``score``, and ``steps`` for grids whose step moves with the data. What one program
-does to one tile is in :mod:`halfulp.kernels.gpu_kernels`. Tensors are contiguous, of type float32,
-bfloat16, float16 or float64, all on one device; grids are resolved (``grid.within(x.dtype)``).
+does to one tile is in :mod:`~halfulp.kernels.gpu_tiles`, the arithmetic in
+:mod:`~halfulp.kernels.gpu_maths`. Tensors are float32, bfloat16, float16 or float64, all on one
+device; grids are resolved (``grid.within(x.dtype)``).
 
 Grids without a moving step share one compiled kernel: their numbers (:mod:`halfulp.kernels.params`)
 are rows of a small table in device memory, so an audit of eight grids reads the weights once. A
@@ -13,27 +14,34 @@ The invariant is equality, so nothing here may depend on the device: no fused mu
 approximate division, no atomics, no reduction whose order the compiler picks. Why not
 ``torch.compile``? It promises none of these, and compiles again for every list of grids.
 
-``python -m halfulp.kernels.gpu`` compiles everything for several architectures, on a machine with
+``python -m halfulp.kernels.gpu`` compiles the kernels for several architectures, on a machine with
 or without a GPU, and prints registers and spills.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import tempfile
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from halfulp.errors import UsageError
 from halfulp.grids import Grid, Scaling
-from halfulp.kernels import gpu_kernels as device
+from halfulp.kernels import gpu_tiles as device
 from halfulp.kernels import reference
 from halfulp.kernels.params import SCALED, params, table, working
 from halfulp.streams import Stream
 
-ROUND_WARPS, TILE_WARPS = 1, 4
+Array = npt.NDArray[Any]
+
+# Warps a program: the fewest that keep every value in registers (see compile_report).
+WARPS = {"round_tile": 1, "write_tile": 1, "audit_tile": 4, "audit_scaled_tile": 8, "score_tile": 4}
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 TO = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -47,8 +55,8 @@ def steps(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     stats = _stats(x, grid.scaling)
     found = reference.steps_from(stats, grid, x.dtype)
     if grid.scaling.rule == "absmean":
-        # The reference adds from left to right. If sums that differ by the rounding errors of both
-        # orders give one step, that is the reference's step; otherwise ask the reference.
+        # The reference adds from left to right. If all sums within the rounding errors of both
+        # orders give one step, that is the reference's step; otherwise the reference must tell.
         error = stats[:, 3] * 2.0**-51
         low, high = stats.copy(), stats.copy()
         low[:, 2] *= 1.0 - error
@@ -59,10 +67,10 @@ def steps(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     return torch.from_numpy(found).to(x.device)
 
 
-def _stats(x: torch.Tensor, scaling: Scaling) -> Any:
+def _stats(x: torch.Tensor, scaling: Scaling) -> Array:
     """reference.segment_stats, but only the columns that the rule reads."""
     stats = np.zeros((scaling.segments(tuple(x.shape)), 4))
-    if scaling.rule == "given":
+    if not scaling.moves:
         return stats
     row, length = scaling.segment_length(tuple(x.shape))
     keep = torch.isfinite(x)
@@ -75,13 +83,13 @@ def _stats(x: torch.Tensor, scaling: Scaling) -> Any:
     stats[:, 0] = size.amax(1).double().cpu().numpy()
     if scaling.rule == "dqt":
         stats[:, 1] = segments(x, -math.inf).amax(1).double().cpu().numpy()
-    if scaling.rule == "absmean":
+    elif scaling.rule == "absmean":
         stats[:, 2] = size.sum(1, dtype=torch.float64).cpu().numpy()
         stats[:, 3] = segments(keep.double(), 0.0).sum(1).cpu().numpy()
     return stats
 
 
-# ---- what kernels are called with -------------------------------------------------------------------
+# ---- what kernels are called with ---------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
@@ -94,16 +102,19 @@ def _work(x: torch.Tensor) -> str:
     return working(str(x.dtype).removeprefix("torch."))
 
 
-def _moving(grid: Grid, x: torch.Tensor) -> bool:
-    """Whether the grid goes through float64 with steps."""
+def _has_steps(grid: Grid, x: torch.Tensor) -> bool:
+    """Whether the grid is rounded as a quotient, in float64."""
     return params(grid, _work(x)).kind == SCALED
 
 
+def _row(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _tables((grid,), "float64" if _has_steps(grid, x) else _work(x), x.device)
+
+
 def _memory(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel is given of a tensor: bfloat16 as its bit pattern."""
-    if not x.is_contiguous():
-        raise UsageError(f"kernels take contiguous tensors, not shape {tuple(x.shape)} with {x.stride()}.")
-    return x.detach().view(torch.int16) if x.dtype == torch.bfloat16 else x.detach()
+    """What a kernel is given of a tensor: contiguous, bfloat16 as its bit pattern."""
+    x = x.detach().contiguous()
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 def _segments(x: torch.Tensor, grid: Grid) -> tuple[int, int, int]:
@@ -114,29 +125,35 @@ def _segments(x: torch.Tensor, grid: Grid) -> tuple[int, int, int]:
     return row, math.ceil(row / length), length
 
 
-def _steps_or(given: torch.Tensor | None, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    if grid.scaling is None:  # a static grid too wide for the working type
+def _steps_or(given: Array | torch.Tensor | None, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    if given is not None:
+        return torch.as_tensor(given, dtype=torch.float64, device=x.device).contiguous()
+    if grid.scaling is None:  # a static grid that the working type cannot round
         return torch.ones(1, dtype=torch.float64, device=x.device)
-    return steps(x, grid) if given is None else given.to(x.device, torch.float64).contiguous()
+    return steps(x, grid)
+
+
+def _from_old(grid: Grid) -> bool:
+    return grid.scaling is not None and grid.scaling.from_old
 
 
 def _key(stream: Stream | None, mode: int) -> tuple[int, int, int]:
     """Key words as signed integers, so that their type does not depend on their value; offset."""
-    if stream is None:
-        assert mode == reference.NEAREST
+    if mode == reference.NEAREST:
         return 0, 0, 0
+    assert stream is not None
     k0, k1 = (word - ((word >> 31) << 32) for word in stream.key)
     return k0, k1, stream.offset
 
 
-def _run(kernel: Any, like: torch.Tensor, warps: int, *arguments: Any, **constants: Any) -> None:
+def _run(kernel: Any, like: torch.Tensor, *arguments: Any, **constants: Any) -> None:
     tiles = reference.tiles_of(like.numel())
     if tiles:
         with torch.cuda.device_of(like):
-            kernel[(tiles,)](*arguments, **constants, num_warps=warps, **OPTIONS)
+            kernel[(tiles,)](*arguments, **constants, num_warps=WARPS[kernel.__name__], **OPTIONS)
 
 
-# ---- the operations -----------------------------------------------------------------------------------
+# ---- the operations -----------------------------------------------------------------------------
 
 
 def round_(
@@ -145,19 +162,20 @@ def round_(
     grid: Grid,
     mode: int = reference.NEAREST,
     stream: Stream | None = None,
-    steps: torch.Tensor | None = None,
+    steps: Array | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Round x into ``out`` (which may be x)."""
-    moving = _moving(grid, x)
-    f, k = _tables((grid,), "float64" if moving else _work(x), x.device)
-    each = _steps_or(steps, x, grid) if moving else f
+    scaled = _has_steps(grid, x)
+    f, k = _row(grid, x)
     k0, k1, offset = _key(stream, mode)
+    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     _run(
-        device.round_tile, x, ROUND_WARPS,
-        _memory(x), _memory(out), f, k, each, *_segments(x, grid), x.numel(), k0, k1, offset,
-        MODE=mode, MOVING=moving, TO=TO[x.dtype], ALIGNED=offset % 32 == 0,
+        device.round_tile, x,
+        _memory(x), _memory(target), f, k, _steps_or(steps, x, grid) if scaled else f, *_segments(x, grid),
+        x.numel(), k0, k1, offset,
+        MODE=mode, STEPS=scaled, TO=TO[x.dtype], ALIGNED=offset % 32 == 0,
     )  # fmt: skip
-    return out
+    return out if target is out else out.copy_(target)
 
 
 def write_back(
@@ -169,28 +187,39 @@ def write_back(
     stream: Stream | None = None,
     moved: torch.Tensor | None = None,
     want_sums: bool = True,
-    steps: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
-    """The next stored values into ``out`` (which may be q or z), and what happened, per tile.
+    steps: Array | torch.Tensor | None = None,
+    carry: torch.Tensor | None = None,
+    carry_in: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next stored values into ``out`` (which may be q or z); counts and sums per tile.
 
-    ``moved`` (uint8, one bit a coordinate) is updated in place; sums that are not wanted are zero.
+    ``moved`` (uint8, one bit a coordinate) and ``carry`` (of q's type, float32 or float64) are
+    contiguous and updated in place. Sums that are not wanted are zero.
     """
-    moving = _moving(grid, q)
-    f, k = _tables((grid,), "float64" if moving else _work(q), q.device)
-    old = grid.scaling is not None and grid.scaling.from_old
-    each = _steps_or(steps, q if old else z, grid) if moving else f
+    scaled = _has_steps(grid, q)
+    f, k = _row(grid, q)
+    each = f
+    if scaled:
+        whole = z
+        if carry is not None and carry_in:
+            whole = torch.where(torch.isfinite(z), z + carry, z)
+        each = _steps_or(steps, q if _from_old(grid) else whole, grid)
     k0, k1, offset = _key(stream, mode)
     tiles = reference.tiles_of(q.numel())
-    counts = torch.empty((tiles, 5), dtype=torch.int32, device=q.device)
-    sums = torch.zeros((tiles, 2), dtype=torch.float64, device=q.device)
+    counts = torch.empty((tiles, len(reference.WRITE_COUNTS)), dtype=torch.int32, device=q.device)
+    sums = torch.zeros((tiles, len(reference.WRITE_SUMS)), dtype=torch.float64, device=q.device)
+    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     _run(
-        device.write_tile, q, ROUND_WARPS,
-        _memory(q), _memory(z), _memory(out), f, k, each, *_segments(q, grid),
-        counts if moved is None else moved, counts, sums, q.numel(), k0, k1, offset,
-        MODE=mode, MOVING=moving, TO=TO[q.dtype], ALIGNED=offset % 32 == 0,
-        MARK=moved is not None, SUMS=want_sums,
+        device.write_tile, q,
+        _memory(q), _memory(z), _memory(target), f, k, each, *_segments(q, grid),
+        counts if moved is None else moved, counts if carry is None else carry, counts, sums,
+        q.numel(), k0, k1, offset,
+        MODE=mode, STEPS=scaled, TO=TO[q.dtype], ALIGNED=offset % 32 == 0,
+        MARK=moved is not None, CARRY=0 if carry is None else 2 if carry_in else 1, SUMS=want_sums,
     )  # fmt: skip
-    return {"counts": counts, "sums": sums}
+    if target is not out:
+        out.copy_(target)
+    return counts, sums
 
 
 def _project(
@@ -209,51 +238,158 @@ def _project(
     first = _steps_or(None, safe, grid)
     q = round_(safe, torch.empty_like(safe), grid, steps=first)
     z = (q.to(work) + torch.where(ok, proposal, 0)).to(w.dtype)
-    old = grid.scaling is not None and grid.scaling.from_old
-    return q, z, first, _steps_or(None, q if old else z, grid)
+    return q, z, first, _steps_or(None, q if _from_old(grid) else z, grid)
 
 
 def audit(
-    w: torch.Tensor, d: torch.Tensor, after: bool, grids: tuple[Grid, ...], phase: bool = True
-) -> dict[str, torch.Tensor]:
-    """What each grid would do to proposals d at weights w; ``after``: d is the weights after the step."""
+    w: torch.Tensor, d: torch.Tensor, after: bool, grids: list[Grid] | tuple[Grid, ...], phase: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What each grid would do to proposals d at weights w: counts, shared counts, sums and phases.
+
+    ``after``: d holds the weights after the step. Phases that are not wanted are zero.
+    """
     tiles, where = reference.tiles_of(w.numel()), w.device
-    counts = torch.empty((tiles, len(grids), 5), dtype=torch.int32, device=where)
-    shared = torch.empty((tiles, 2), dtype=torch.int32, device=where)
-    sums = torch.empty((tiles, 2), dtype=torch.float64, device=where)
+    counts = torch.empty((tiles, len(grids), len(reference.AUDIT_COUNTS)), dtype=torch.int32, device=where)
+    shared = torch.empty((tiles, len(reference.SHARED_COUNTS)), dtype=torch.int32, device=where)
+    sums = torch.empty((tiles, len(reference.AUDIT_SUMS)), dtype=torch.float64, device=where)
     phases = torch.zeros((tiles, len(grids)), dtype=torch.int64, device=where)
-    f, k = _tables(tuple(grids), _work(w), where)
     pair = _memory(w), _memory(d)
     _run(
-        device.audit_tile, w, TILE_WARPS,
-        *pair, f, k, counts, shared, sums, phases, w.numel(), len(grids),
+        device.audit_tile, w,
+        *pair, *_tables(tuple(grids), _work(w), where), counts, shared, sums, phases, w.numel(), len(grids),
         AFTER=after, PHASE=phase, TO=TO[w.dtype],
     )  # fmt: skip
-    for g, grid in enumerate(grids):
-        if _moving(grid, w):
-            q, z, first, later = _project(w, d, after, grid)
-            f, k = _tables((grid,), "float64", where)
+    for number, grid in enumerate(grids):
+        if _has_steps(grid, w):
+            q, z, now, then = _project(w, d, after, grid)
             _run(
-                device.audit_scaled_tile, w, TILE_WARPS,
-                *pair, _memory(q), _memory(z), f, k, first, later, *_segments(w, grid),
-                counts, w.numel(), len(grids), g,
+                device.audit_scaled_tile, w,
+                *pair, _memory(q), _memory(z), *_row(grid, w), now, then, *_segments(w, grid),
+                counts, w.numel(), len(grids), number,
                 AFTER=after, TO=TO[w.dtype],
             )  # fmt: skip
-    return {"counts": counts, "shared": shared, "sums": sums, "phase": phases}
+    return counts, shared, sums, phases
 
 
 def score(w: torch.Tensor, g: torch.Tensor, u: torch.Tensor, after: bool, grid: Grid) -> torch.Tensor:
     """The sums behind every allocation score, (tiles, 8); ``after``: u is the weights after the step."""
-    moving = _moving(grid, w)
-    f, k = _tables((grid,), "float64" if moving else _work(w), w.device)
-    q, z, later = w, w, f
-    if moving:
-        q, z, _, later = _project(w, u, after, grid, g)
-    scores = torch.empty((reference.tiles_of(w.numel()), 8), dtype=torch.float64, device=w.device)
+    scaled = _has_steps(grid, w)
+    f, k = _row(grid, w)
+    q, z, then = w, w, f
+    if scaled:
+        q, z, _, then = _project(w, u, after, grid, g)
+    tiles = reference.tiles_of(w.numel())
+    scores = torch.empty((tiles, len(reference.SCORES)), dtype=torch.float64, device=w.device)
     _run(
-        device.score_tile, w, TILE_WARPS,
-        _memory(w), _memory(g), _memory(u), _memory(q), _memory(z), f, k, later, *_segments(w, grid),
+        device.score_tile, w,
+        _memory(w), _memory(g), _memory(u), _memory(q), _memory(z), f, k, then, *_segments(w, grid),
         scores, w.numel(),
-        AFTER=after, MOVING=moving, TO=TO[w.dtype],
+        AFTER=after, STEPS=scaled, TO=TO[w.dtype],
     )  # fmt: skip
     return scores
+
+
+# ---- compiling without a GPU --------------------------------------------------------------------
+
+# name: (type of values, of the float table, of the integer table, TO)
+_CONTAINERS = {
+    "float32": ("*fp32", "*fp32", "*i32", 0),
+    "bfloat16": ("*i16", "*fp32", "*i32", 1),
+    "float64": ("*fp64", "*fp64", "*i64", 0),
+}
+_TYPES = {
+    "steps": "*fp64", "next_steps": "*fp64", "sums": "*fp64", "scores": "*fp64", "counts": "*i32",
+    "shared": "*i32", "phases": "*i64", "moved": "*u8", "row": "i64", "per_row": "i64", "length": "i64",
+    "n": "i64", "offset": "i64", "k0": "i32", "k1": "i32", "n_grids": "i32", "number": "i32",
+}  # fmt: skip
+_ROUND: dict[str, Any] = {"MODE": reference.STOCHASTIC, "ALIGNED": True}
+_WRITE: dict[str, Any] = {"MODE": reference.DEADZONE, "ALIGNED": True, "MARK": True, "CARRY": 2, "SUMS": True}
+_AUDIT: dict[str, Any] = {"AFTER": True, "PHASE": True}
+
+# The largest form of every kernel (kernel, container, constants), and the commonest.
+VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    *(("round_tile", c, _ROUND | {"STEPS": False}) for c in _CONTAINERS),
+    *(("write_tile", c, _WRITE | {"STEPS": False, "CARRY": 0 if c == "bfloat16" else 2}) for c in _CONTAINERS),
+    *(("audit_tile", c, _AUDIT) for c in _CONTAINERS),
+    ("round_tile", "float32", _ROUND | {"MODE": reference.NEAREST, "STEPS": False}),
+    ("round_tile", "float32", _ROUND | {"ALIGNED": False, "STEPS": True}),
+    ("write_tile", "float32", _WRITE | {"STEPS": True}),
+    ("audit_scaled_tile", "bfloat16", {"AFTER": True}),
+    ("score_tile", "float32", {"AFTER": True, "STEPS": False}),
+    ("score_tile", "float32", {"AFTER": True, "STEPS": True}),
+)
+
+
+def _compile(name: str, holder: str, constants: dict[str, Any], arch: int) -> str:
+    """The PTX of one variant for one architecture (80: sm_80)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel: Any = getattr(device, name)
+    values, floats, ints, to = _CONTAINERS[holder]
+    scaled = constants.get("STEPS", name == "audit_scaled_tile")
+    constants = constants | {"TO": to}
+    types = _TYPES | {"f": "*fp64" if scaled else floats, "k": "*i64" if scaled else ints}
+    signature = {a: "constexpr" if a in constants else types.get(a, values) for a in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
+    made = triton.compile(
+        ASTSource(kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", arch, 32),
+        options=OPTIONS | {"num_warps": WARPS[name]},
+    )
+    return str(made.asm["ptx"])
+
+
+def _assemble(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers a thread, and bytes spilled, according to the assembler that Triton brings."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    found = re.search(r"\.target (sm_\w+)", ptx)
+    assert found is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [get_ptxas(arch).path, "-v", "--fmad=false", f"--gpu-name={found[1]}", source, "-o"]
+        log = subprocess.run(
+            [*command, Path(folder, "kernel.cubin")], capture_output=True, text=True, check=True
+        ).stderr
+    registers = re.search(r"Used (\d+) registers", log)
+    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    assert registers is not None, log
+    return int(registers[1]), sum(int(s) for s in spilled)
+
+
+def compile_report(archs: tuple[int, ...] = (80, 90, 100, 120)) -> list[dict[str, Any]]:
+    """Compile every kernel ahead of time, and say what it takes. Needs no GPU.
+
+    ``fused`` counts fused multiply-adds; ``flushed`` operations that flush subnormals, except
+    ``floor``, whose argument is never negative. Either would break equality with the reference.
+    """
+    rows = []
+    for name, holder, constants in VARIANTS:
+        for arch in archs:
+            ptx = _compile(name, holder, constants, arch)
+            registers, spilled = _assemble(ptx, arch)
+            rows.append({
+                "kernel": name, "container": holder, "constants": constants, "arch": arch,
+                "warps": WARPS[name], "registers": registers, "spill_bytes": spilled,
+                "fused": len(re.findall(r"\bfma\.", ptx)),
+                "flushed": len(re.findall(r"\.ftz\b", ptx)) - len(re.findall(r"\bcvt\.rmi\.ftz\b", ptx)),
+            })  # fmt: skip
+    return rows
+
+
+def _print_report() -> None:
+    head = f"{'kernel':<18}{'container':<10}{'sm':>4}{'warps':>6}{'registers':>10}{'spills':>7}  constants"
+    print(head)
+    for row in compile_report():
+        constants = " ".join(f"{k}={int(v)}" for k, v in row["constants"].items())
+        print(
+            f"{row['kernel']:<18}{row['container']:<10}{row['arch']:>4}{row['warps']:>6}"
+            f"{row['registers']:>10}{row['spill_bytes']:>7}  {constants}"
+        )
+
+
+if __name__ == "__main__":
+    _print_report()

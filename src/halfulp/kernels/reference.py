@@ -417,18 +417,25 @@ def write_back(
     stream: Stream | None = None,
     moved: Array | None = None,
     step: Array | None = None,
+    carry: Array | None = None,
+    carry_in: bool = True,
 ) -> tuple[Array, dict[str, Array]]:
     """The next stored value of every coordinate, and what happened, per tile.
 
     ``q`` is stored, ``z`` proposed. Deadzone mode is nearest, except where a non-zero proposal
     would leave the code unchanged: there it is stochastic. A non-finite proposal leaves the
     stored value as it is and is counted. ``moved`` (one bit a coordinate, the lowest bit of a
-    byte first) is updated in place; without it nothing counts as never moved.
+    byte first) is updated in place; without it nothing counts as never moved. ``carry`` takes what
+    was not written, except beyond the ends of the range, where it could never be; with ``carry_in``
+    it is first added to the proposal.
     """
     g = grid.within(q.dtype)
+    ok = np.isfinite(z)
+    if carry is not None and carry_in:
+        with np.errstate(over="ignore", invalid="ignore"):
+            z = np.where(np.isfinite(z + carry), z + carry, z)
     if g.scaling is not None and step is None:
         step = steps(q if g.scaling.from_old else z, g)
-    ok = np.isfinite(z)
     safe = np.where(ok, z, q)
     r = round(safe, g, NEAREST if mode == DEADZONE else mode, stream, step)
     if mode == DEADZONE:
@@ -444,6 +451,9 @@ def write_back(
         never = np.unpackbits(moved, count=flat_q.size, bitorder="little") == 0
     element = np.abs(flat_r.astype(np.float64)) / _each(step, g, q.shape)
     top = np.where(np.signbit(flat_r), -g.lo, g._fixed()[1])
+    if carry is not None:
+        end = ((element >= top) & (np.abs(safe) >= np.abs(r)).reshape(-1)).reshape(q.shape)
+        carry[ok] = np.where(end, 0, safe - r)[ok]
     columns = (same & flat_ok, (safe == q).reshape(-1) & flat_ok, (element >= top) & flat_ok, ~flat_ok, never)
     d = np.where(ok, safe.astype(np.float64) - q.astype(np.float64), 0.0)
     return r, {

@@ -1,0 +1,394 @@
+"""The Triton kernels: one program, one tile. Launched by :mod:`halfulp.kernels.gpu`.
+
+A tile is 768 = 3 * 256 coordinates, no power of two, and is laid out in one of two ways.
+
+*For sums*, coordinate i = 3 k + j is at [k, j] of a 256 x 4 block whose last column is empty. The
+halving tree of :func:`halfulp.kernels.reference.tile_sum` adds i and i + 384, then i and i + 192, ...:
+k and k + 128, then k and k + 64, ... So it is eight sums over an axis of length two, which no
+compiler can do in another order, and then three columns from left to right.
+
+*For words*, a tile is three runs of 256, a run is eight groups of 32, and a group is two halves that
+own the two words of the same sixteen Threefry blocks (:mod:`halfulp.streams`). A program takes the
+halves of a run as two 8 x 16 blocks, so that no Threefry block is computed twice.
+
+Counts travel packed, ten bits each (768 < 2**10): one reduction for three of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from halfulp.kernels import params, reference
+from halfulp.kernels.gpu_maths import (
+    EMIN,
+    HI,
+    KIND,
+    LO,
+    MANT,
+    NEAREST,
+    STOCHASTIC,
+    as_float,
+    bits,
+    exponent,
+    finite,
+    fit,
+    floats_at,
+    ints_at,
+    load,
+    nearest,
+    place,
+    steps_at,
+    store,
+    words,
+)
+
+TILE = tl.constexpr(reference.TILE)
+DEADZONE = tl.constexpr(reference.DEADZONE)
+SCALED = tl.constexpr(params.SCALED)
+UP, POINTS = tl.constexpr(params.UP), tl.constexpr(params.POINTS)
+T_SUB, T_ZERO = tl.constexpr(params.T_SUB), tl.constexpr(params.T_ZERO)
+P0, P1, P2, P3, P4, P5, P6, P7 = (tl.constexpr(c) for c in reference.LOG2_POLYNOMIAL)
+PHASE_ONE = tl.constexpr(reference.PHASE_ONE)
+CARRY_OUT, CARRY_IN = tl.constexpr(1), tl.constexpr(2)  # a carry is only written; also read
+
+
+# ---- layouts, sums, counts -----------------------------------------------------------------------
+
+
+@triton.jit
+def this_tile() -> Any:
+    return tl.program_id(0).to(tl.int64)
+
+
+@triton.jit
+def half_run(start: tl.tensor) -> Any:
+    """One half of each of eight groups."""
+    return start + (32 * tl.arange(0, 8)[:, None] + tl.arange(0, 16)[None, :])
+
+
+@triton.jit
+def columns(tile: tl.tensor, n: tl.tensor) -> Any:
+    """The coordinates of a tile, laid out for sums, and which of them exist."""
+    k, j = tl.arange(0, 256)[:, None], tl.arange(0, 4)[None, :]
+    i = tile * TILE + (3 * k + j)
+    return i, (i < n) & (j < 3)
+
+
+@triton.jit
+def tree(x: tl.tensor) -> Any:
+    """The halving tree over columns of float64."""
+    x = tl.reshape(x, (2, 2, 2, 2, 2, 2, 2, 2, 4))
+    for _ in tl.static_range(8):
+        x = tl.sum(x, axis=0)
+    j = tl.arange(0, 4)
+    first = tl.sum(tl.where(j == 0, x, 0.0), axis=0)
+    second = tl.sum(tl.where(j == 1, x, 0.0), axis=0)
+    third = tl.sum(tl.where(j == 2, x, 0.0), axis=0)
+    return first + second + third
+
+
+@triton.jit
+def total(x: tl.tensor) -> Any:
+    return tl.sum(tl.sum(x, axis=1), axis=0)
+
+
+@triton.jit
+def pack_two(a: tl.tensor, b: tl.tensor) -> Any:
+    return a.to(tl.int32) + (b.to(tl.int32) << 10)
+
+
+@triton.jit
+def pack_three(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> Any:
+    return pack_two(a, b) + (c.to(tl.int32) << 20)
+
+
+@triton.jit
+def store_two(p: tl.tensor, packed: tl.tensor) -> None:
+    tl.store(p, packed & 1023)
+    tl.store(p + 1, (packed >> 10) & 1023)
+
+
+@triton.jit
+def store_three(p: tl.tensor, packed: tl.tensor) -> None:
+    store_two(p, packed)
+    tl.store(p + 2, packed >> 20)
+
+
+# ---- round ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def round_some(
+    x: tl.tensor, out: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple, segments: tl.tuple,
+    start: tl.tensor, n: tl.tensor, key: tl.tuple, offset: tl.tensor,
+    MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr,
+) -> None:  # fmt: skip
+    i = half_run(start)
+    mask = i < n
+    step = steps_at(segments, i, mask) if STEPS else 1.0
+    store(out, i, place(load(x, i, mask), step, drawn, f, k, key, offset + i, MODE, STEPS, TO), mask)
+
+
+@triton.jit(do_not_specialize=["row", "per_row", "length", "k0", "k1", "offset"])
+def round_tile(
+    x: tl.tensor, out: tl.tensor, f: tl.tensor, k: tl.tensor,
+    steps: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
+    n: tl.tensor, k0: tl.tensor, k1: tl.tensor, offset: tl.tensor,
+    MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr,
+) -> None:  # fmt: skip
+    """``out`` may be ``x``."""
+    tile = this_tile()
+    f, k = floats_at(f, 0), ints_at(k, 0)
+    segments, key = (steps, row, per_row, length), (k0, k1)
+    for run in range(3):
+        start = tile * TILE + 256 * run
+        i = offset + half_run(start)
+        one, two = (i, i) if MODE == NEAREST else words(key, i, ALIGNED)
+        round_some(x, out, one, f, k, segments, start, n, key, offset, MODE, STEPS, TO)
+        round_some(x, out, two, f, k, segments, start + 16, n, key, offset, MODE, STEPS, TO)
+
+
+# ---- write-back ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def mark_moved(moved: tl.tensor, start: tl.tensor, n: tl.tensor, now: tl.tensor) -> Any:
+    """Set the bits of coordinates that move now; returns which have never moved."""
+    byte = start // 8 + (4 * tl.arange(0, 8)[:, None] + tl.arange(0, 2)[None, :])
+    shift = tl.arange(0, 8)[None, None, :]
+    mask = byte * 8 < n
+    new = tl.sum(tl.reshape(now.to(tl.int32), (8, 2, 8)) << shift, axis=2)
+    new = new | tl.load(moved + byte, mask=mask, other=0).to(tl.int32)
+    tl.store(moved + byte, new.to(tl.uint8), mask=mask)
+    return tl.reshape((new[:, :, None] >> shift) & 1, (8, 16)) == 0
+
+
+@triton.jit
+def write_some(
+    stored: tl.tensor, proposed: tl.tensor, out: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple,
+    segments: tl.tuple, moved: tl.tensor, carry: tl.tensor, start: tl.tensor, n: tl.tensor,
+    key: tl.tuple, offset: tl.tensor,
+    MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr, MARK: tl.constexpr, CARRY: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Write half a run back; returns its counts, packed."""
+    i = half_run(start)
+    mask = i < n
+    step = steps_at(segments, i, mask) if STEPS else 1.0
+    q, z = load(stored, i, mask), load(proposed, i, mask)
+    ok = finite(z)
+    if CARRY == CARRY_IN:
+        z += load(carry, i, mask)
+    z = tl.where(ok, z, q)
+    if MODE == DEADZONE:
+        r = place(z, step, drawn, f, k, key, offset + i, NEAREST, STEPS, TO)
+        dead = (r == q) & (z != q)
+        r = tl.where(dead, place(z, step, drawn, f, k, key, offset + i, STOCHASTIC, STEPS, TO), r)
+    else:
+        r = place(z, step, drawn, f, k, key, offset + i, MODE, STEPS, TO)
+    r = tl.where(ok, r, q)
+    store(out, i, r, mask)
+    ok = ok & mask
+    element = r.to(tl.float64) / step if STEPS else r
+    end = (element >= f[HI]) | (element <= f[LO])
+    if CARRY:  # beyond the ends of the range, what is not written never could be
+        beyond = end & (tl.abs(z) >= tl.abs(r))
+        store(carry, i, tl.where(beyond, 0.0, z - r), ok)
+    never = mask & ~mask
+    if MARK:
+        never = mask & mark_moved(moved, start, n, ok & (r != q))
+    return pack_three(ok & (r == q), ok & (z == q), ok & end), pack_two(mask & ~ok, never)
+
+
+@triton.jit
+def sum_sizes(
+    stored: tl.tensor, proposed: tl.tensor, carry: tl.tensor, sums: tl.tensor, tile: tl.tensor, n: tl.tensor,
+    CARRY: tl.constexpr,
+) -> None:  # fmt: skip
+    i, mask = columns(tile, n)
+    q, z = load(stored, i, mask).to(tl.float64), load(proposed, i, mask)
+    ok = mask & finite(z)
+    if CARRY == CARRY_IN:
+        z += load(carry, i, mask)
+    z = z.to(tl.float64)
+    tl.store(sums, tree(tl.where(ok, tl.abs(q), 0.0)))
+    tl.store(sums + 1, tree(tl.where(ok, tl.abs(z - q), 0.0)))
+
+
+@triton.jit(do_not_specialize=["row", "per_row", "length", "k0", "k1", "offset"])
+def write_tile(
+    stored: tl.tensor, proposed: tl.tensor, out: tl.tensor, f: tl.tensor, k: tl.tensor,
+    steps: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
+    moved: tl.tensor, carry: tl.tensor, counts: tl.tensor, sums: tl.tensor,
+    n: tl.tensor, k0: tl.tensor, k1: tl.tensor, offset: tl.tensor,
+    MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr,
+    MARK: tl.constexpr, CARRY: tl.constexpr, SUMS: tl.constexpr,
+) -> None:  # fmt: skip
+    """``out`` may be ``proposed`` or ``stored``. ``carry`` takes what is not written (CARRY_OUT) and is
+    first added to the proposal (CARRY_IN)."""
+    tile = this_tile()
+    f, k = floats_at(f, 0), ints_at(k, 0)
+    segments, key = (steps, row, per_row, length), (k0, k1)
+    if SUMS:
+        sum_sizes(stored, proposed, carry, sums + 2 * tile, tile, n, CARRY)
+        tl.debug_barrier()  # before anything is written over what other threads still read
+    three = tl.zeros((8, 16), tl.int32)
+    two = tl.zeros((8, 16), tl.int32)
+    for run in range(3):
+        start = tile * TILE + 256 * run
+        i = offset + half_run(start)
+        first, second = (i, i) if MODE == NEAREST else words(key, i, ALIGNED)
+        a, b = write_some(
+            stored, proposed, out, first, f, k, segments, moved, carry, start, n, key, offset,
+            MODE, STEPS, TO, MARK, CARRY,
+        )  # fmt: skip
+        c, d = write_some(
+            stored, proposed, out, second, f, k, segments, moved, carry, start + 16, n, key, offset,
+            MODE, STEPS, TO, MARK, CARRY,
+        )  # fmt: skip
+        three += a + c
+        two += b + d
+    store_three(counts + 5 * tile, total(three))
+    store_two(counts + 5 * tile + 3, total(two))
+
+
+# ---- audit ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def pair_at(w: tl.tensor, d: tl.tensor, i: tl.tensor, mask: tl.tensor, AFTER: tl.constexpr) -> Any:
+    """Weights and proposals; ``AFTER``: d holds the weights after the step."""
+    x = load(w, i, mask)
+    y = load(d, i, mask).to(x.dtype)
+    if AFTER:
+        y = y - x
+    return x, y
+
+
+@triton.jit
+def log2_points(a: tl.tensor) -> Any:
+    """log2 of positive values in fixed point: reference.log2_ratio's digits."""
+    if a.dtype == tl.float64:
+        small = a < 2.2250738585072014e-308  # subnormal: the exponent field does not tell
+        u = bits(tl.where(small, a * 18014398509481984.0, a))
+        e = (u >> 52).to(tl.int32) - tl.where(small, 1023 + 54, 1023)
+        t = as_float((u & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float32) - 1.0
+    else:
+        small = a < 1.1754943508222875e-38
+        u = bits(tl.where(small, a * 16777216.0, a))
+        e = (u >> 23) - tl.where(small, 127 + 24, 127)
+        t = as_float((u & 0x7FFFFF) | 0x3F800000) - 1.0
+    p = ((((((P7 * t + P6) * t + P5) * t + P4) * t + P3) * t + P2) * t + P1) * t + P0
+    points = (p * t * 65536.0 + 12582912.0) - 12582912.0  # to the nearest integer, ties to even
+    return e * PHASE_ONE + points.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["n_grids"])
+def audit_tile(
+    w: tl.tensor, d: tl.tensor, f: tl.tensor, k: tl.tensor,
+    counts: tl.tensor, shared: tl.tensor, sums: tl.tensor, phases: tl.tensor,
+    n: tl.tensor, n_grids: tl.tensor,
+    AFTER: tl.constexpr, PHASE: tl.constexpr, TO: tl.constexpr,
+) -> None:  # fmt: skip
+    """Shared counts and sums; phases of every grid; counts of those that need no steps."""
+    tile = this_tile()
+    i, mask = columns(tile, n)
+    x, y = pair_at(w, d, i, mask, AFTER)
+    ok = mask & finite(x) & finite(y)
+    x, y = tl.where(ok, x, 0.0), tl.where(ok, y, 0.0)
+    store_two(shared + 2 * tile, total(pack_two(ok & (y == 0), mask & ~ok)))
+    wide = x.to(tl.float64)
+    tl.store(sums + 2 * tile, tree(wide * wide))
+    wide = y.to(tl.float64)
+    tl.store(sums + 2 * tile + 1, tree(wide * wide))
+    size, sized = tl.abs(x), tl.abs(y)
+    if PHASE:
+        ratio = log2_points(size) - log2_points(sized)
+    for g in range(n_grids):
+        fg, kg = floats_at(f, g), ints_at(k, g)
+        at = tile * n_grids + g
+        if PHASE:
+            points = tl.minimum(tl.maximum(ratio - kg[POINTS].to(tl.int32), 0), PHASE_ONE)
+            points = tl.where(y == 0, PHASE_ONE, tl.where(x == 0, 0, points))
+            tl.store(phases + at, total(tl.where(ok, points, 0)).to(tl.int64))
+        if kg[KIND] != SCALED:
+            q = nearest(x, fg, kg)
+            frozen = nearest(fit(q + y, TO), fg, kg) == q
+            symmetric = sized * fg[UP] < as_float(tl.maximum(exponent(bits(size)), kg[EMIN]))
+            end = (q >= fg[HI]) | (q <= fg[LO])
+            zero = size < fg[T_ZERO]
+            small = (size < fg[T_SUB]) & ~zero
+            store_three(counts + 5 * at, total(pack_three(ok & frozen, ok & symmetric, ok & end)))
+            store_two(counts + 5 * at + 3, total(pack_two(ok & small, ok & zero)))
+
+
+@triton.jit(do_not_specialize=["row", "per_row", "length", "n_grids", "number"])
+def audit_scaled_tile(
+    w: tl.tensor, d: tl.tensor, stored: tl.tensor, proposed: tl.tensor, f: tl.tensor, k: tl.tensor,
+    steps: tl.tensor, next_steps: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
+    counts: tl.tensor, n: tl.tensor, n_grids: tl.tensor, number: tl.tensor,
+    AFTER: tl.constexpr, TO: tl.constexpr,
+) -> None:  # fmt: skip
+    """Counts of one grid, which has steps: those of the ``stored`` values, and of the ``proposed``."""
+    tile = this_tile()
+    f, k = floats_at(f, 0), ints_at(k, 0)
+    i, mask = columns(tile, n)
+    x, y = pair_at(w, d, i, mask, AFTER)
+    ok = mask & finite(x) & finite(y)
+    q, z = load(stored, i, mask), load(proposed, i, mask)
+    step = steps_at((steps, row, per_row, length), i, mask)
+    later = steps_at((next_steps, row, per_row, length), i, mask)
+    frozen = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO) == q
+    e = tl.maximum(exponent(bits(x.to(tl.float64) / step)), k[EMIN])
+    symmetric = tl.abs(y).to(tl.float64) < as_float(e - k[MANT]) * step * 0.5
+    element = q.to(tl.float64) / step
+    end = (element >= f[HI]) | (element <= f[LO])
+    zero = element == 0
+    normal = tl.where(f[T_ZERO] < f[T_SUB], as_float(k[EMIN]), 0.0)  # integers have no subnormals
+    small = (tl.abs(element) < normal) & ~zero
+    at = counts + 5 * (tile * n_grids + number)
+    store_three(at, total(pack_three(ok & frozen, ok & symmetric, ok & end)))
+    store_two(at + 3, total(pack_two(ok & small, ok & zero)))
+
+
+# ---- score ---------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["row", "per_row", "length"])
+def score_tile(
+    w: tl.tensor, g: tl.tensor, u: tl.tensor, stored: tl.tensor, proposed: tl.tensor,
+    f: tl.tensor, k: tl.tensor,
+    next_steps: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
+    scores: tl.tensor, n: tl.tensor,
+    AFTER: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr,
+) -> None:  # fmt: skip
+    """The eight sums; ``stored`` and ``proposed`` are read only for a grid with steps."""
+    tile = this_tile()
+    f, k = floats_at(f, 0), ints_at(k, 0)
+    i, mask = columns(tile, n)
+    x, y = pair_at(w, u, i, mask, AFTER)
+    slope = load(g, i, mask).to(x.dtype)
+    ok = mask & finite(x) & finite(y) & finite(slope)
+    x, y, slope = tl.where(ok, x, 0.0), tl.where(ok, y, 0.0), tl.where(ok, slope, 0.0)
+    if STEPS:
+        q, z = load(stored, i, mask), load(proposed, i, mask)
+        later = steps_at((next_steps, row, per_row, length), i, mask)
+        frozen = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO) == q
+    else:
+        q = nearest(x, f, k)
+        frozen = nearest(fit(q + y, TO), f, k) == q
+    b = (ok & frozen).to(tl.float64)
+    x, y, slope = x.to(tl.float64), y.to(tl.float64), slope.to(tl.float64)
+    product = slope * y
+    gain = tl.where(product < 0, -product, 0.0)
+    at = scores + 8 * tile
+    tl.store(at, tree(b))
+    tl.store(at + 1, tree(gain))
+    tl.store(at + 2, tree(b * gain))
+    tl.store(at + 3, tree(tl.abs(slope)))
+    tl.store(at + 4, tree(tl.abs(y)))
+    tl.store(at + 5, tree(tl.abs(x)))
+    tl.store(at + 6, tree(tl.abs(slope * x)))
+    tl.store(at + 7, tree(tl.abs(product)))

@@ -1,0 +1,242 @@
+"""Everything a write-back needs to go on exactly where it stopped.
+
+The state dictionary has torch's own form, ``state`` by parameter number and ``param_groups``, so
+``torch.save``, ``torch.distributed.checkpoint`` and trainers take it as it is. A write-back's tensors are
+entries ``halfulp.*`` of a parameter's state; what they belong to (version, seed, step, and the name, grid
+and policy of every managed parameter) is a line of JSON in the first group.
+
+``save`` and ``load`` keep the same in one safetensors file, written aside and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfulp import kernels
+from halfulp.errors import CorruptionError, UsageError, VersionError
+from halfulp.writeback.sharding import is_sharded, local, wrap_like
+
+if TYPE_CHECKING:
+    from halfulp.writeback.optimizer import Slot, WriteBack
+
+VERSION = 1
+PREFIX = "halfulp."
+KEY = "halfulp"
+
+
+def identity(wb: WriteBack) -> dict[str, Any]:
+    """What the tensors of a state belong to."""
+    return {
+        "version": VERSION,
+        "seed": wb.seed,
+        "step": wb.steps,
+        "storage": wb.storage,
+        "parameters": {
+            str(number(wb, s)): [s.name, s.grid.name, s.policy.spec, list(s.p.shape)] for s in wb.slots
+        },
+    }
+
+
+def number(wb: WriteBack, slot: Slot) -> int:
+    """torch's number of a parameter: its place in the groups, counted through."""
+    i, j = slot.place
+    return sum(len(g["params"]) for g in wb.param_groups[:i]) + j
+
+
+def state_dict(wb: WriteBack) -> dict[str, Any]:
+    """The wrapped optimizer's state dictionary with the write-back's entries."""
+    base = wb.optimizer.state_dict()
+    state = {k: dict(v) for k, v in base["state"].items()}
+    for slot in wb.slots:
+        kept = slot.kept_tensors()
+        if "moved" in kept and is_sharded(slot.p):  # bits do not shard; whole bytes do
+            kept["moved"] = unpacked(kept["moved"], local(slot.p))
+        entry = state.setdefault(number(wb, slot), {})
+        entry.update({PREFIX + k: wrap_like(v, slot.p) for k, v in kept.items()})
+    groups = [dict(g) for g in base["param_groups"]]
+    groups[0][KEY] = json.dumps(identity(wb), sort_keys=True)
+    return {"state": state, "param_groups": groups}
+
+
+def unpacked(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, None] >> shifts) & 1).reshape(-1)[: like.numel()].reshape(like.shape)
+
+
+def packed(flags: torch.Tensor) -> torch.Tensor:
+    flat = torch.nn.functional.pad(flags.reshape(-1).to(torch.uint8), (0, -flags.numel() % 8)).reshape(-1, 8)
+    return (flat << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(dim=1, dtype=torch.uint8)
+
+
+def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
+    """Check everything, then take it up; on an error nothing has changed."""
+    if not isinstance(saved, dict) or not saved.get("param_groups") or "state" not in saved:
+        raise CorruptionError("not an optimizer state: expected a dictionary with 'state' and 'param_groups'.")
+    theirs = _parsed(saved["param_groups"][0].get(KEY))
+    _check_identity(wb, theirs)
+    kept, plain = {}, {}
+    for k, entry in saved["state"].items():
+        mine = {n.removeprefix(PREFIX): v for n, v in entry.items() if n.startswith(PREFIX)}
+        rest = {n: v for n, v in entry.items() if not n.startswith(PREFIX)}
+        if mine:
+            kept[int(k)] = mine
+        if rest:
+            plain[k] = rest
+    taken = [(slot, _checked(slot, kept.get(number(wb, slot), {}))) for slot in wb.slots]
+    groups = [{k: v for k, v in g.items() if k != KEY} for g in saved["param_groups"]]
+    wb.optimizer.load_state_dict({"state": plain, "param_groups": groups})
+    if wb.storage == "container":
+        wb.param_groups = wb.optimizer.param_groups
+    else:
+        for mine_, theirs_ in zip(wb.param_groups, wb.optimizer.param_groups, strict=True):
+            mine_.update({k: v for k, v in theirs_.items() if k != "params"})
+    wb.state = wb.optimizer.state
+    wb.steps = theirs["step"]
+    for slot, tensors in taken:
+        _take(slot, tensors)
+
+
+def _parsed(line: Any) -> dict[str, Any]:
+    if line is None:
+        raise UsageError(
+            "this optimizer state was not saved by a WriteBack. To start a write-back from it, load it into the "
+            "wrapped optimizer (opt.optimizer.load_state_dict) and let WriteBack project the weights."
+        )
+    try:
+        parsed = json.loads(line)
+        if parsed["version"] != VERSION:
+            raise VersionError(
+                f"this write-back state has version {parsed['version']}; this halfulp reads version {VERSION}. "
+                "Use the halfulp that saved it."
+            )
+        return {**parsed, "step": int(parsed["step"]), "parameters": dict(parsed["parameters"])}
+    except (TypeError, ValueError, KeyError) as error:
+        raise CorruptionError(f"the write-back part of this optimizer state cannot be read: {error!r}.") from None
+
+
+def _check_identity(wb: WriteBack, theirs: dict[str, Any]) -> None:
+    mine = identity(wb)
+    for what in ("seed", "storage"):
+        if mine[what] != theirs.get(what):
+            raise UsageError(f"this state has {what} {theirs.get(what)!r}, this WriteBack {mine[what]!r}.")
+    for k in sorted({*mine["parameters"], *theirs["parameters"]}, key=int):
+        a, b = mine["parameters"].get(k), theirs["parameters"].get(k)
+        if a is None or b is None:
+            raise UsageError(f"parameter {k} is managed only in {'the state' if a is None else 'this WriteBack'}: {a or b}.")
+        for what, x, y in zip(("name", "grid", "policy", "shape"), a, b, strict=True):
+            if x != y:
+                raise UsageError(f"parameter {k} ({a[0]!r}): the state has {what} {y!r}, this WriteBack {x!r}.")
+
+
+def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A parameter's saved tensors, local and of the expected kind."""
+    mine = slot.kept_tensors()
+    if set(saved) != set(mine):
+        raise CorruptionError(
+            f"parameter {slot.name!r}: the state keeps {sorted(saved)}, this WriteBack keeps {sorted(mine)}."
+        )
+    out = {}
+    for key, have in mine.items():
+        value = local(saved[key]).detach()
+        if key == "moved" and is_sharded(slot.p):
+            value = packed(value)
+        if value.dtype != have.dtype or value.shape != have.shape:
+            raise CorruptionError(
+                f"parameter {slot.name!r}: saved {key} is {tuple(value.shape)} of {value.dtype}, expected "
+                f"{tuple(have.shape)} of {have.dtype}."
+            )
+        out[key] = value.to(have.device)
+    if slot.codes is None:
+        _check_on_grid(slot)
+    return out
+
+
+def _check_on_grid(slot: Slot) -> None:
+    """The model's weights must be those that were saved with the state: on the grid, at least."""
+    p = local(slot.p.detach())
+    step = None
+    if slot.grid.scaling is not None and slot.grid.scaling.moves:
+        return  # any tensor is on some grid of this kind
+    q = kernels.round(p, slot.grid, step=step)
+    off = int((q != p).sum())
+    if off:
+        raise UsageError(
+            f"parameter {slot.name!r} is not on grid {slot.grid.name}: {off} of {p.numel()} values are off it. Load "
+            "the model's weights that were saved with this state first."
+        )
+
+
+def _take(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
+    for key, value in tensors.items():
+        if key == "moved":
+            slot.moved = value.clone()
+        elif key == "codes":
+            assert slot.codes is not None
+            slot.codes.packed = value.clone()
+        elif key == "steps":
+            assert slot.codes is not None
+            slot.codes.steps = value.clone()
+        else:
+            slot.state[key] = value.clone()
+    slot.events = None
+
+
+# ---- one file ---------------------------------------------------------------------------------------
+
+
+def save(wb: WriteBack, path: str | Path) -> None:
+    """Write the state to one safetensors file: aside first, then renamed, so never half."""
+    from safetensors.torch import save_file
+
+    saved = state_dict(wb)
+    tensors, plain = {}, {}
+    for k, entry in saved["state"].items():
+        for name, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{k}/{name}"] = local(value).detach().cpu().contiguous().clone()
+            else:
+                plain[f"{k}/{name}"] = value
+    try:
+        text = json.dumps({"state": plain, "param_groups": saved["param_groups"]}, default=_number)
+    except TypeError as error:
+        raise UsageError(f"this optimizer's state has something that JSON cannot hold: {error}.") from None
+    target = Path(path)
+    aside = target.with_name(target.name + f".{os.getpid()}.part")
+    try:
+        save_file(tensors, aside, metadata={"halfulp": text})
+        with open(aside, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(aside, target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    raise TypeError(f"{type(value).__name__}")
+
+
+def load(wb: WriteBack, path: str | Path) -> None:
+    """Take up a state that :func:`save` wrote."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            meta = json.loads((file.metadata() or {}).get("halfulp", "null"))
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptionError(f"{path} is not a write-back state: {error}.") from None
+    if not isinstance(meta, dict) or "param_groups" not in meta:
+        raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.")
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in [*meta["state"].items(), *tensors.items()]:
+        k, _, name = key.partition("/")
+        state.setdefault(int(k), {})[name] = value
+    groups = [{k: tuple(v) if k == "betas" else v for k, v in g.items()} for g in meta["param_groups"]]
+    load_state_dict(wb, {"state": state, "param_groups": groups})

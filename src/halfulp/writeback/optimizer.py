@@ -1,0 +1,453 @@
+"""``WriteBack``: any torch optimizer, with the stored weights on a grid.
+
+The user keeps the optimizer, the scheduler, the scaler and the loop. A step is then:
+
+1. what is stored, q, is kept aside;
+2. the policy may change what the optimizer is given (a master);
+3. the optimizer moves the parameters to z, as it always does;
+4. the policy writes the next stored value over z, counting what was lost in the same pass.
+
+``WriteBack`` is itself a ``torch.optim.Optimizer``: it shares the parameter groups and the state
+of the one it wraps, so schedulers, ``GradScaler`` and trainers need not know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+
+from halfulp import kernels
+from halfulp.errors import HalfulpError, UsageError
+from halfulp.grids import Grid, container, integer_grid
+from halfulp.grids import grid as named
+from halfulp.streams import Stream
+from halfulp.writeback import checkpoint
+from halfulp.writeback.policies import Policy, State, Step, policy
+from halfulp.writeback.report import Bytes, Events, TensorEvents
+from halfulp.writeback.sharding import full_numel, local, shard_offset, unsupported_moving
+from halfulp.writeback.storage import Codes, Shells
+
+Storage = Literal["container", "native", "packed"]
+Select = Callable[[str, torch.Tensor], bool] | Iterable[str] | None
+NATIVE = {torch.bfloat16, torch.float16}
+PROJECTION = -1  # the step number of the initial projection's stream
+
+
+class Slot:
+    """One managed parameter: its grid, policy and what is kept for it."""
+
+    def __init__(self, name: str, p: torch.nn.Parameter, grid: Grid, chosen: Policy, place: tuple[int, int]) -> None:
+        self.name, self.p, self.grid, self.policy, self.place = name, p, grid, chosen, place
+        self.state: State = {}
+        self.moved: torch.Tensor | None = None
+        self.scratch: torch.Tensor | None = None
+        self.codes: Codes | None = None
+        self.shadow: torch.nn.Parameter | None = None
+        self.events: TensorEvents | None = None
+
+    @property
+    def stepped(self) -> torch.nn.Parameter:
+        """What the wrapped optimizer moves."""
+        return self.p if self.shadow is None else self.shadow
+
+    def kept_tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that persists for this parameter beside the parameter itself."""
+        kept = dict(self.state)
+        if self.moved is not None:
+            kept["moved"] = self.moved
+        if self.codes is not None:
+            kept["codes"] = self.codes.packed
+            if self.codes.steps is not None:
+                kept["steps"] = self.codes.steps
+        return kept
+
+
+class WriteBack(torch.optim.Optimizer):
+    """Keep weights on a grid while any optimizer trains them.
+
+    ``params``: which tensors, as a predicate ``(name, tensor) -> bool`` or names; by default every
+    trainable tensor of two or more dimensions. A parameter group may carry its own ``grid`` and
+    ``policy``. ``project``: how the first codes are made (``nearest``, ``stochastic``, or ``none`` for
+    weights that are on the grid already). ``storage``: where weights live between steps, see
+    :mod:`halfulp.writeback.storage`; ``materialise``: whether ``native`` and ``packed`` weights are given to
+    the optimizer one tensor at a time (the default for torch's own) or all at once. ``nonfinite``: ``count`` proposals that are not finite and leave
+    their weights alone, or ``raise`` before anything changes. ``telemetry`` keeps a bit a weight to know
+    which never moved.
+
+    >>> model = torch.nn.Linear(4, 4)
+    >>> opt = WriteBack(torch.optim.SGD(model.parameters(), lr=1e-4), "e4m3", "rne", model=model)
+    >>> _ = model(torch.ones(1, 4)).sum().backward()
+    >>> opt.step(); opt.events.frozen
+    1.0
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grid: str | Grid | torch.dtype,
+        policy: str | Policy = "sr",
+        *,
+        model: torch.nn.Module | None = None,
+        params: Select = None,
+        seed: int = 0,
+        project: Literal["nearest", "stochastic", "none"] = "nearest",
+        storage: Storage = "container",
+        nonfinite: Literal["count", "raise"] = "count",
+        telemetry: bool = True,
+        keep_scratch: bool | None = None,
+        materialise: Literal["tensor", "all"] | None = None,
+    ) -> None:
+        if isinstance(optimizer, WriteBack):
+            raise UsageError("the optimizer is a WriteBack already: wrap the optimizer inside it instead.")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"WriteBack wraps a torch optimizer, not {type(optimizer).__name__}.")
+        for value, allowed, what in (
+            (project, ("nearest", "stochastic", "none"), "project"),
+            (storage, ("container", "native", "packed"), "storage"),
+            (nonfinite, ("count", "raise"), "nonfinite"),
+        ):
+            if value not in allowed:
+                raise UsageError(f"{what} must be one of {', '.join(allowed)}, not {value!r}.")
+        if storage == "packed" and model is None:
+            raise UsageError("storage='packed' decodes weights around forwards: pass model=.")
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            raise UsageError("differentiable=True is not supported: a write-back has no gradient.")
+        self.optimizer = optimizer
+        self.seed, self.project, self.storage = int(seed), project, storage
+        self.nonfinite, self.telemetry = nonfinite, telemetry
+        self.keep_scratch = storage == "container" if keep_scratch is None else keep_scratch
+        # torch's optimizers keep all their state by parameter, so they can be given one at a time.
+        searching = isinstance(optimizer, torch.optim.LBFGS)
+        apart = type(optimizer).__module__.startswith("torch.optim") and not searching
+        self.materialise = materialise or ("tensor" if apart else "all")
+        self.steps = 0
+        self.slots: list[Slot] = []
+        self._default = (grid, policy)
+        self._model, self._select = model, params
+        self._shells = Shells()
+        planned = self._plan(optimizer.param_groups, 0)
+        self._check_selection(planned)
+        super().__init__([{**g, "params": list(g["params"])} for g in optimizer.param_groups], optimizer.defaults)
+        self._share()
+        self._adopt(planned)
+
+    # ---- choosing -------------------------------------------------------------------------------
+
+    def _plan(self, groups: list[dict[str, Any]], first: int) -> list[Slot]:
+        """Which parameters to manage and how; changes nothing."""
+        from_model = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
+        planned = []
+        for i, group in enumerate(groups, start=first):
+            names = group.get("param_names", [])
+            chosen_grid = named(group.get("grid", self._default[0]))
+            chosen = policy(group.get("policy", self._default[1]))
+            for j, p in enumerate(group["params"]):
+                name = from_model.get(p) or (names[j] if names else f"{i}.{j}")
+                if not self._wanted(name, p):
+                    continue
+                if chosen.stochastic and p not in from_model and not names:
+                    raise UsageError(
+                        f"policy {chosen.name!r} draws random bits by parameter name: pass model=, or make the "
+                        "optimizer from model.named_parameters()."
+                    )
+                chosen.check(chosen_grid, self.optimizer, group)
+                planned.append(self._slot(name, p, chosen_grid, chosen, (i, j)))
+        return planned
+
+    def _wanted(self, name: str, p: torch.Tensor) -> bool:
+        if callable(self._select):
+            return bool(self._select(name, p))
+        if self._select is not None:
+            self._select = list(self._select)
+            return name in self._select
+        return p.requires_grad and p.dim() >= 2
+
+    def _slot(self, name: str, p: torch.nn.Parameter, g: Grid, chosen: Policy, place: tuple[int, int]) -> Slot:
+        try:
+            container(p.dtype)
+            if self.storage == "native" and p.dtype not in NATIVE:
+                raise UsageError(f"storage='native' takes bfloat16 or float16 parameters, not {p.dtype}.")
+            work = torch.float32 if self.storage == "native" else p.dtype
+            resolved = g.within(p.dtype).within(work) if g.emin is not None else g.within(work)
+            unsupported_moving(p, resolved)
+            if self.storage != "container" and p is not local(p):
+                raise UsageError(f"storage={self.storage!r} is for whole tensors; this one is sharded.")
+            if resolved.bits > 16 and self.storage == "packed":
+                raise UsageError(f"grid {g.name} has {resolved.bits} bits: nothing to pack.")
+        except HalfulpError as error:
+            raise type(error)(f"parameter {name!r}: {error}") from None
+        return Slot(name, p, g, chosen, place)
+
+    def _check_selection(self, planned: list[Slot]) -> None:
+        if isinstance(self._select, list):
+            missing = sorted(set(self._select) - {s.name for s in planned})
+            if missing:
+                raise UsageError(f"params names {missing}, which the optimizer does not have.")
+        if not planned:
+            raise UsageError(
+                "no parameter to write back: none of the optimizer's is trainable with two or more dimensions. "
+                "Choose with params=lambda name, p: ..."
+            )
+
+    def _share(self) -> None:
+        """Groups and state are the wrapped optimizer's own; shadows get groups of their own."""
+        if self.storage == "container":
+            self.param_groups = self.optimizer.param_groups
+        self.state = self.optimizer.state
+
+    # ---- adopting -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _adopt(self, planned: list[Slot]) -> None:
+        """Project, start the policies' state, and move parameters to their storage."""
+        starts = []
+        for slot in planned:  # everything that can fail comes before anything changes
+            raw = local(slot.p.detach()).float() if self.storage == "native" else local(slot.p.detach())
+            q = self._projected(slot, raw)
+            starts.append((slot, q, slot.policy.start(raw, q, slot.name)))
+        for slot, q, state in starts:
+            slot.state = state
+            if self.telemetry:
+                slot.moved = torch.zeros((q.numel() + 7) // 8, dtype=torch.uint8, device=q.device)
+            local(slot.p.detach()).copy_(q)
+            if self.storage != "container":
+                self._shadow(slot)
+            if self.storage == "packed":
+                slot.codes = Codes(grid=slot.grid.within(slot.p.dtype), shape=tuple(slot.p.shape))
+                slot.codes.put(q)
+                self._shells.add(slot.p, slot.codes)
+        self.slots += planned
+        if self.storage == "packed":
+            assert self._model is not None
+            self._shells.attach(self._model)
+
+    def _shadow(self, slot: Slot) -> None:
+        """The wrapped optimizer moves a float32 stand-in that exists only during a step."""
+        slot.shadow = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=slot.p.device))
+        i, j = slot.place
+        self.optimizer.param_groups[i]["params"][j] = slot.shadow
+
+    def _projected(self, slot: Slot, raw: torch.Tensor) -> torch.Tensor:
+        bad = ~torch.isfinite(raw)
+        if bool(bad.any()):
+            raise UsageError(
+                f"parameter {slot.name!r} has {int(bad.sum())} value(s) that are not finite; they have no code."
+            )
+        stream = self._stream(slot, PROJECTION) if self.project == "stochastic" else None
+        g = slot.grid
+        if slot.policy.name == "dqt" and self.project != "none":
+            g = integer_grid(g.bits, rule="absmean", symmetric=False)  # DQT starts from the mean magnitude
+        q = kernels.round(raw, g, stream)
+        if self.project == "none" and not torch.equal(q, raw):
+            off = int((q != raw).sum())
+            raise UsageError(
+                f"parameter {slot.name!r} is not on grid {g.name}: {off} of {raw.numel()} values are off it. "
+                "Use project='nearest', or load the weights that this optimizer saved."
+            )
+        return q
+
+    def _stream(self, slot: Slot, step: int) -> Stream:
+        return Stream(seed=self.seed, name=slot.name, step=step, offset=shard_offset(slot.p))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the wrapped optimizer and put them on the grid."""
+        if not hasattr(self, "slots") or self.optimizer.param_groups is not self.param_groups:
+            super().add_param_group(param_group)
+            return
+        self.optimizer.add_param_group(param_group)
+        try:
+            planned = self._plan(self.optimizer.param_groups[-1:], len(self.optimizer.param_groups) - 1)
+        except HalfulpError:
+            self.optimizer.param_groups.pop()
+            raise
+        self._adopt(planned)
+
+    # ---- stepping -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One optimizer step and its write-back. A closure is evaluated at the stored weights."""
+        loss = None
+        searching = isinstance(self.optimizer, torch.optim.LBFGS)  # evaluates the closure while it moves
+        if closure is not None and not searching:
+            with torch.enable_grad():
+                loss = closure()
+        active = [s for s in self.slots if s.p.grad is not None or (searching and s.p.requires_grad)]
+        if self.nonfinite == "raise":
+            self._refuse_nonfinite(active)
+        old = [s.codes.packed if s.codes is not None else None for s in active]
+        self.steps += 1
+        try:
+            if self.storage == "container":
+                found = self._round(active, closure if searching else None)
+                loss = found if searching else loss
+            else:
+                loss = self._shadow_rounds(active, closure if searching else None, loss)
+        except BaseException:
+            self.steps -= 1
+            for slot, packed in zip(active, old, strict=True):
+                if slot.codes is not None and packed is not None:
+                    slot.codes.packed = packed
+            raise
+        return loss
+
+    def _shadow_rounds(self, active: list[Slot], closure: Any, loss: Any) -> Any:
+        """Give the wrapped optimizer float32 stand-ins: all at once, or one tensor at a time."""
+        for mine, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
+            theirs.update({k: v for k, v in mine.items() if k != "params"})  # what schedulers changed
+        if self.materialise == "all":
+            found = self._round(active, closure)
+            return found if closure is not None else loss
+        shadows = {s.shadow for s in self.slots}
+        others = [p for g in self.optimizer.param_groups for p in g["params"] if p not in shadows and p.grad is not None]
+        grads = [p.grad for p in others]
+        if others:
+            self._round([])
+        try:
+            for p in others:
+                p.grad = None
+            for slot in active:
+                self._round([slot])
+        finally:
+            for p, grad in zip(others, grads, strict=True):
+                p.grad = grad
+        return loss
+
+    def _round(self, active: list[Slot], closure: Any = None) -> Any:
+        """One call of the wrapped optimizer, and the write-back of what it moved."""
+        stored = self._open(active)
+        before = [list(map(id, g["params"])) for g in self.optimizer.param_groups]
+        try:
+            loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if [list(map(id, g["params"])) for g in self.optimizer.param_groups] != before:
+                raise UsageError(
+                    f"{type(self.optimizer).__name__}.step() replaced its parameters; WriteBack needs an "
+                    "optimizer that moves them in place. The weights are as they were."
+                )
+        except BaseException:
+            self._restore(active, stored)
+            raise
+        for slot, q in zip(active, stored, strict=True):
+            self._close(slot, q)
+        return loss
+
+    def _refuse_nonfinite(self, active: list[Slot]) -> None:
+        for slot in active:
+            if slot.p.grad is not None and not bool(torch.isfinite(local(slot.p.grad)).all()):
+                raise UsageError(
+                    f"the gradient of {slot.name!r} is not finite at step {self.steps + 1}; nothing was changed. "
+                    "Skip the step (GradScaler does), or use nonfinite='count'."
+                )
+
+    def _open(self, active: list[Slot]) -> list[torch.Tensor]:
+        """What is stored, set aside; and parameters as the optimizer should find them."""
+        stored = []
+        for slot in active:
+            if slot.shadow is None:
+                source = local(slot.p.detach())
+            else:
+                source = self._values(slot)
+                slot.shadow.data = source.clone() if slot.codes is None else source
+                slot.shadow.grad = None if slot.p.grad is None else slot.p.grad.float()
+            if slot.scratch is None or slot.scratch.shape != source.shape:
+                slot.scratch = torch.empty_like(source, memory_format=torch.contiguous_format)
+            stored.append(slot.scratch)
+        sources = [local(s.stepped.detach()) for s in active]
+        if stored:
+            torch._foreach_copy_(stored, sources)
+        for slot, q, p in zip(active, stored, sources, strict=True):
+            slot.policy.before(q, p, slot.state)
+        return stored
+
+    def _values(self, slot: Slot) -> torch.Tensor:
+        """The stored values in float32, in a fresh tensor."""
+        return slot.p.detach().float() if slot.codes is None else slot.codes.get(torch.float32)
+
+    def _close(self, slot: Slot, q: torch.Tensor) -> None:
+        group = self.optimizer.param_groups[slot.place[0]]
+        z = local(slot.stepped.detach())
+        rate, decay = _decoupled(self.optimizer, group)
+        step = Step(
+            name=slot.name, grid=slot.grid, stream=self._stream(slot, self.steps), q=q, z=z, state=slot.state,
+            moved=slot.moved, sums=decay > 0 and self.telemetry, group=group,
+            moments=self.optimizer.state.get(slot.stepped, {}),
+        )  # fmt: skip
+        written = slot.policy.after(step)
+        slot.events = TensorEvents.of(slot.name, self.steps, slot.p, written, rate * decay, slot.moved is not None)
+        if slot.shadow is not None:
+            if slot.codes is None:
+                slot.p.data.copy_(z)
+            else:
+                slot.codes.put(z)
+            slot.shadow.data = torch.empty(0, dtype=torch.float32, device=z.device)
+            slot.shadow.grad = None
+        if not self.keep_scratch:
+            slot.scratch = None
+
+    def _restore(self, active: list[Slot], stored: list[torch.Tensor]) -> None:
+        for slot, q in zip(active, stored, strict=True):
+            if slot.shadow is None:
+                local(slot.p.detach()).copy_(q)
+            else:
+                i, j = slot.place
+                self.optimizer.param_groups[i]["params"][j] = slot.shadow
+                slot.shadow.data = torch.empty(0, dtype=torch.float32, device=q.device)
+                slot.shadow.grad = None
+
+    # ---- what happened, what it costs ------------------------------------------------------------
+
+    @property
+    def events(self) -> Events:
+        """What the last step lost, per tensor. On sharded parameters every rank must ask."""
+        return Events.gather([s.events for s in self.slots if s.events is not None])
+
+    def bytes(self) -> Bytes:
+        """Bytes a managed parameter: what persists for weights and policies, and what a step adds."""
+        numel = sum(full_numel(local(s.p)) for s in self.slots)
+        weights = sum(
+            s.codes.payload_bytes if s.codes is not None else local(s.p).numel() * s.p.element_size() for s in self.slots
+        )
+        kept = sum(
+            t.numel() * t.element_size()
+            for s in self.slots
+            for k, t in s.kept_tensors().items()
+            if k not in ("codes", "steps", "moved")
+        )
+        telemetry = sum(0 if s.moved is None else s.moved.numel() for s in self.slots)
+        # A step sets q aside and, beside other storage, needs a stand-in and a gradient in float32.
+        aside = [local(s.p).numel() * (4 if s.shadow is not None else s.p.element_size()) for s in self.slots]
+        extra = [
+            a * (1 + (s.p.dtype != torch.float32)) if s.shadow is not None else 0
+            for a, s in zip(aside, self.slots, strict=True)
+        ]
+        one_by_one = self.storage != "container" and self.materialise == "tensor"
+        scratch = sum(aside) if self.keep_scratch else 0
+        added = [e + (0 if self.keep_scratch else a) for a, e in zip(aside, extra, strict=True)]
+        step = max(added) if one_by_one else sum(added)
+        return Bytes(
+            parameters=numel, weights=weights, policy=kept, telemetry=telemetry, scratch=scratch, step=step
+        )
+
+    # ---- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state with everything that a write-back keeps beside it."""
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a saved state; a different grid, policy, model, seed or version is refused."""
+        checkpoint.load_state_dict(self, state_dict)
+
+    def __repr__(self) -> str:
+        grids = ", ".join(sorted({f"{s.policy.name} on {s.grid.name}" for s in self.slots}))
+        return f"WriteBack({grids}; {len(self.slots)} tensors; {self.optimizer!r})"
+
+
+def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[float, float]:
+    """Rate and decay where weight decay is a part of the proposal of its own, lr * decay * w."""
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+    decay = float(group.get("weight_decay") or 0.0)
+    return (float(group["lr"]), decay) if decoupled and math.isfinite(decay) else (0.0, 0.0)

@@ -1,0 +1,283 @@
+"""How a proposed value becomes the next stored one.
+
+A policy sees one tensor at a time: ``q`` what is stored, ``z`` what the optimizer made of it, and
+a dictionary of tensors that it may keep. ``before`` may change what the optimizer is given,
+``after`` writes the stored values over ``z`` and returns what the kernel counted. Rounding,
+counting and carrying happen in one kernel call, so a policy is a few lines.
+
+========== ===================================================================== =================
+policy     the next stored value                                                 bytes a weight
+========== ===================================================================== =================
+rne        Q(z), nearest even: loses every proposal below half a gap             0
+sr         a neighbour of z, at random, right on average                         0
+deadzone-sr Q(z), but stochastic where that would throw a non-zero proposal away  0
+eco        Q(z); the error goes into the optimizer's first moment                0
+kahan      Q(z + c); the error c is kept                                         4 (2 in bfloat16)
+master     Q(master); the optimizer moves an fp32 master                         4
+TileMaster as master, for chosen tiles only; nearest elsewhere                   4 x chosen share
+dqt        stochastic on integers whose step is the old maximum                  0
+========== ===================================================================== =================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from halfulp import kernels
+from halfulp.errors import UsageError
+from halfulp.grids import Grid
+from halfulp.kernels import TILE, Written
+from halfulp.streams import Stream
+from halfulp.writeback.moments import check_moments, feed_back
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One tensor at one step, as a policy sees it."""
+
+    name: str
+    grid: Grid
+    stream: Stream
+    q: torch.Tensor
+    z: torch.Tensor
+    state: State
+    moved: torch.Tensor | None
+    sums: bool
+    group: dict[str, Any]
+    """The optimizer's parameter group."""
+    moments: dict[str, Any]
+    """The optimizer's own state of this parameter."""
+
+    def write(self, mode: kernels.Mode = "nearest", **options: Any) -> Written:
+        """The fused kernel, over z."""
+        return kernels.write_back(
+            self.q, self.z, self.grid, mode, self.stream, moved=self.moved, sums=self.sums, **options
+        )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Nearest write-back, and what the others change of it."""
+
+    name: ClassVar[str] = "rne"
+    stochastic: ClassVar[bool] = False
+    """Whether a stream is used, so that the tensor's name matters."""
+
+    def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Refuse what cannot work, before anything is changed."""
+
+    def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
+        """The tensors that this policy keeps for one parameter."""
+        return {}
+
+    def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
+        """Change what the optimizer is given; ``p`` equals ``q`` on entry."""
+
+    def after(self, step: Step) -> Written:
+        """Write the next stored values over ``step.z``."""
+        return step.write()
+
+    @property
+    def spec(self) -> str:
+        """Name and options, for state and reports."""
+        return self.name
+
+
+class Nearest(Policy):
+    """``rne``."""
+
+
+class Stochastic(Policy):
+    """``sr``: with a stream keyed by seed, name, step and global element."""
+
+    name: ClassVar[str] = "sr"
+    stochastic: ClassVar[bool] = True
+
+    def after(self, step: Step) -> Written:
+        return step.write("stochastic")
+
+
+class DeadzoneStochastic(Policy):
+    """``deadzone-sr``: draws from the same stream as ``sr``, so that the two are coupled."""
+
+    name: ClassVar[str] = "deadzone-sr"
+    stochastic: ClassVar[bool] = True
+
+    def after(self, step: Step) -> Written:
+        return step.write("deadzone")
+
+
+@dataclass(frozen=True)
+class ECO(Policy):
+    """``eco``: nearest (or stochastic) write-back, the error fed into the first moment.
+
+    The published rule (arXiv 2601.22101, algorithm 3). ``decay_exact`` multiplies what is fed
+    back by 1 - lr * weight_decay, which makes decoupled decay exact.
+    """
+
+    name: ClassVar[str] = "eco"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    decay_exact: bool = False
+
+    @property
+    def stochastic(self) -> bool:  # type: ignore[override]
+        return self.rounding == "stochastic"
+
+    def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        check_moments(optimizer, group)
+
+    def after(self, step: Step) -> Written:
+        error = torch.empty_like(step.z, memory_format=torch.contiguous_format).zero_()
+        written = step.write(self.rounding, carry=error, carry_in=False)
+        feed_back(error, step.group, step.moments, decay_exact=self.decay_exact)
+        return written
+
+    @property
+    def spec(self) -> str:
+        return f"eco(rounding={self.rounding},decay_exact={self.decay_exact})"
+
+
+@dataclass(frozen=True)
+class Kahan(Policy):
+    """``kahan``: what was not written is kept and added to the next proposal. Weight decay is part
+    of the proposal, so it is inside the compensated sum."""
+
+    name: ClassVar[str] = "kahan"
+    dtype: torch.dtype = torch.float32
+
+    def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
+        return {"carry": torch.zeros_like(projected, dtype=self.dtype, memory_format=torch.contiguous_format)}
+
+    def after(self, step: Step) -> Written:
+        carry = step.state["carry"]
+        if carry.dtype == step.z.dtype:
+            return step.write(carry=carry)
+        exact = carry.to(step.z.dtype)
+        written = step.write(carry=exact)
+        carry.copy_(exact)
+        return written
+
+    @property
+    def spec(self) -> str:
+        return f"kahan(dtype={str(self.dtype).removeprefix('torch.')})"
+
+
+@dataclass(frozen=True)
+class Master(Policy):
+    """``master``: an fp32 copy that the optimizer moves; the stored value is its nearest code.
+
+    ``start_from="code"`` starts the copy from the projected code, so that all policies share one
+    start; ``"raw"`` from the value before projection (the historical protocol).
+    """
+
+    name: ClassVar[str] = "master"
+    start_from: Literal["code", "raw"] = "code"
+
+    def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
+        source = projected if self.start_from == "code" else raw
+        return {"master": source.detach().clone(memory_format=torch.contiguous_format)}
+
+    def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
+        p.copy_(state["master"])
+
+    def after(self, step: Step) -> Written:
+        fine = torch.isfinite(step.z)
+        if bool(fine.all()):
+            step.state["master"].copy_(step.z)
+        else:
+            step.state["master"].copy_(torch.where(fine, step.z, step.state["master"]))
+        return step.write()
+
+    @property
+    def spec(self) -> str:
+        return f"master(start_from={self.start_from})"
+
+
+@dataclass(frozen=True, eq=False)
+class TileMaster(Policy):
+    """fp32 masters for chosen tiles of 768 coordinates, packed; nearest write-back elsewhere.
+
+    ``mask`` maps tensor names to boolean tensors, one entry a tile.
+    """
+
+    name: ClassVar[str] = "tile-master"
+    mask: dict[str, torch.Tensor] = field(default_factory=dict)
+    start_from: Literal["code", "raw"] = "code"
+
+    def chosen(self, name: str, numel: int) -> torch.Tensor:
+        """The chosen tiles of a tensor, as sorted indices."""
+        if name not in self.mask:
+            raise UsageError(
+                f"the mask has no entry for {name!r}: it was made for another model. It knows "
+                f"{', '.join(list(self.mask)[:5]) or 'nothing'}{' ...' if len(self.mask) > 5 else ''}."
+            )
+        mask, expected = self.mask[name], kernels.tiles_of(numel)
+        if mask.dtype != torch.bool or mask.numel() != expected:
+            raise UsageError(
+                f"the mask of {name!r} must be {expected} booleans (tiles of {TILE} for {numel} coordinates), "
+                f"but it is {mask.numel()} of {mask.dtype}: it was made for another model."
+            )
+        return mask.reshape(-1).nonzero().reshape(-1)
+
+    def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
+        source = (projected if self.start_from == "code" else raw).detach().reshape(-1)
+        index = coordinates(self.chosen(name, source.numel()), source.numel()).to(source.device)
+        return {"master": source[index].clone(), "tiles": self.chosen(name, source.numel()).to(torch.int32)}
+
+    def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
+        index = coordinates(state["tiles"], p.numel()).to(p.device)
+        p.view(-1)[index] = state["master"]
+
+    def after(self, step: Step) -> Written:
+        index = coordinates(step.state["tiles"], step.z.numel()).to(step.z.device)
+        moved = step.z.view(-1)[index]
+        step.state["master"] = torch.where(torch.isfinite(moved), moved, step.state["master"])
+        return step.write()
+
+    @property
+    def spec(self) -> str:
+        return f"tile-master(start_from={self.start_from})"
+
+
+def coordinates(tiles: torch.Tensor, numel: int) -> torch.Tensor:
+    """The flat coordinates of chosen tiles, in order; the last tile may be short."""
+    index = (tiles.long()[:, None] * TILE + torch.arange(TILE, device=tiles.device)).reshape(-1)
+    return index[index < numel]
+
+
+class DQT(Policy):
+    """``dqt``: stochastic rounding at the step that the old weights' signed maximum gives."""
+
+    name: ClassVar[str] = "dqt"
+    stochastic: ClassVar[bool] = True
+
+    def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        if grid.scaling is None or grid.scaling.rule != "dqt":
+            raise UsageError(f"policy 'dqt' needs a grid with DQT's rule, such as int3/dqt, not {grid.name}.")
+
+    def after(self, step: Step) -> Written:
+        return step.write("stochastic")
+
+
+POLICIES: dict[str, type[Policy]] = {
+    p.name: p for p in (Nearest, Stochastic, DeadzoneStochastic, ECO, Kahan, Master, DQT)
+}
+
+
+def policy(spec: str | Policy) -> Policy:
+    """A policy by name, or as it is.
+
+    >>> policy("master").spec
+    'master(start_from=code)'
+    """
+    if isinstance(spec, Policy):
+        return spec
+    if spec not in POLICIES:
+        known = ", ".join(POLICIES)
+        raise UsageError(f"unknown policy {spec!r}: expected one of {known}, or halfulp.TileMaster(mask).")
+    return POLICIES[spec]()

@@ -1,0 +1,78 @@
+"""Sharded parameters (FSDP2's DTensor): the piece at hand, and where in the whole it begins."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from halfulp.errors import UsageError
+from halfulp.grids import Grid
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """The shard on this rank, sharing memory; an ordinary tensor is its own."""
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined, no-any-return]
+
+
+def is_sharded(x: Any) -> bool:
+    return hasattr(x, "to_local") and hasattr(x, "placements")
+
+
+def full_numel(x: torch.Tensor) -> int:
+    return int(x.numel())
+
+
+def shard_offset(x: torch.Tensor) -> int:
+    """The global flat index of the first element of this rank's shard."""
+    if not is_sharded(x):
+        return 0
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    for placement in x.placements:  # type: ignore[attr-defined]
+        whole = isinstance(placement, Replicate)
+        if not whole and not (isinstance(placement, Shard) and placement.dim == 0):
+            raise UsageError(
+                f"placement {placement} is not supported: random streams need shards that are contiguous in the "
+                "whole tensor, that is Shard(0) or Replicate()."
+            )
+    _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)  # type: ignore[attr-defined]
+    return int(offset[0]) * math.prod(x.shape[1:]) if offset else 0
+
+
+def unsupported_moving(x: torch.Tensor, grid: Grid) -> None:
+    """Refuse a step that a shard cannot know: that of the whole tensor."""
+    if not is_sharded(x) or grid.scaling is None or not grid.scaling.moves:
+        return
+    if grid.scaling.per == "tensor" or grid.scaling.rule == "nv" or x.dim() < 2:
+        raise UsageError(
+            f"grid {grid.name} takes its step from the whole tensor, but this one is sharded. "
+            "Use a step per row or group, such as int8/row or mxfp8_e4m3."
+        )
+
+
+def wrap_like(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A local tensor of the shard's shape as a DTensor placed like x, for distributed checkpoints."""
+    if not is_sharded(x) or value.shape != local(x).shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(  # type: ignore[no-any-return]
+        value, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()  # type: ignore[attr-defined]
+    )
+
+
+def reduce_sum(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Sum over the ranks that hold different shards of x."""
+    if not is_sharded(x):
+        return values
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard
+
+    mesh = x.device_mesh  # type: ignore[attr-defined]
+    for dim, placement in enumerate(x.placements):  # type: ignore[attr-defined]
+        if isinstance(placement, Shard):
+            dist.all_reduce(values, group=mesh.get_group(dim))
+    return values

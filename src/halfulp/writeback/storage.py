@@ -1,0 +1,187 @@
+"""Where stored weights live between steps.
+
+``container``
+    The parameter itself (float32, float64 or bfloat16) holds grid values, as in the paper.
+``native``
+    The parameter has the grid's own torch dtype (bfloat16, float16); the optimizer is given a
+    float32 copy for the length of a step.
+``packed``
+    The persistent state is codes, packed to the bit; the parameter is an empty shell of the right
+    shape. A module's weights are decoded when its forward runs and dropped when it ends; what
+    autograd saved of them is decoded again in the backward, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from halfulp import kernels
+from halfulp.errors import CorruptionError
+from halfulp.grids import Grid
+
+
+def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of ``bits`` bits each, one after another, lowest bit first, in whole bytes.
+
+    >>> pack_bits(torch.tensor([1, 2, 3]), 4)
+    tensor([33,  3], dtype=torch.uint8)
+    """
+    flat = codes.reshape(-1)
+    if bits == 8:
+        return flat.to(torch.uint8)
+    if bits == 16:
+        return flat.to(torch.int32).to(torch.int16).view(torch.uint8)
+    per = 8 // math.gcd(bits, 8)  # codes that fill whole bytes
+    padded = torch.nn.functional.pad(flat.long(), (0, -flat.numel() % per)).reshape(-1, per)
+    word = sum((padded[:, i] << (bits * i) for i in range(per)), torch.zeros(len(padded), dtype=torch.int64))
+    parts = torch.stack([(word >> (8 * i)) & 255 for i in range(per * bits // 8)], dim=1)
+    return parts.reshape(-1)[: math.ceil(flat.numel() * bits / 8)].to(torch.uint8)
+
+
+def unpack_bits(packed: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
+    """The codes again, as uint8 or int32.
+
+    >>> unpack_bits(torch.tensor([33, 3], dtype=torch.uint8), 4, 3)
+    tensor([1, 2, 3], dtype=torch.uint8)
+    """
+    if bits == 8:
+        return packed[:numel]
+    if bits == 16:
+        return packed.view(torch.int16).to(torch.int32) & 0xFFFF
+    per = 8 // math.gcd(bits, 8)
+    size = per * bits // 8
+    padded = torch.nn.functional.pad(packed.long(), (0, -packed.numel() % size)).reshape(-1, size)
+    word = sum((padded[:, i] << (8 * i) for i in range(size)), torch.zeros(len(padded), dtype=torch.int64))
+    codes = torch.stack([(word >> (bits * i)) & (2**bits - 1) for i in range(per)], dim=1)
+    return codes.reshape(-1)[:numel].to(torch.uint8 if bits <= 8 else torch.int32)
+
+
+@dataclass(kw_only=True)
+class Codes:
+    """One tensor as packed codes and, for moving grids, their steps."""
+
+    grid: Grid
+    shape: tuple[int, ...]
+    packed: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    steps: torch.Tensor | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.packed.numel() + (0 if self.steps is None else self.steps.numel() * self.steps.element_size())
+
+    def put(self, values: torch.Tensor) -> None:
+        """Keep grid values."""
+        moving = self.grid.scaling is not None
+        self.steps = kernels.steps(values, self.grid) if moving else None
+        self.packed = pack_bits(kernels.encode(values, self.grid, step=self.steps), self.grid.bits)
+
+    def get(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, in a fresh tensor."""
+        expected = math.ceil(math.prod(self.shape) * self.grid.bits / 8)
+        if self.packed.numel() != expected or self.packed.dtype != torch.uint8:
+            raise CorruptionError(
+                f"packed codes of {self.grid.name} for shape {self.shape} take {expected} bytes, "
+                f"but there are {self.packed.numel()} of {self.packed.dtype}."
+            )
+        codes = unpack_bits(self.packed, self.grid.bits, math.prod(self.shape)).reshape(self.shape)
+        return kernels.decode(codes, self.grid, step=self.steps, dtype=dtype)
+
+
+def shell(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of any shape that takes the memory of one number."""
+    return torch.full((1,), torch.nan, dtype=dtype).expand(shape)
+
+
+class Shells:
+    """Keeps packed parameters of a model usable: decodes around forwards, backwards and state_dict."""
+
+    def __init__(self) -> None:
+        self._codes: dict[torch.nn.Parameter, Codes] = {}
+        self._open: dict[torch.nn.Parameter, int] = {}
+        self._handles: list[Any] = []
+        self._contexts: list[Any] = []
+
+    def add(self, p: torch.nn.Parameter, codes: Codes) -> None:
+        self._codes[p] = codes
+        self._open[p] = 0
+        p.data = shell(p.shape, p.dtype)
+
+    def open(self, p: torch.nn.Parameter) -> None:
+        if self._open[p] == 0:
+            p.data = self._codes[p].get(p.dtype)
+        self._open[p] += 1
+
+    def close(self, p: torch.nn.Parameter, changed: bool = False) -> None:
+        self._open[p] -= 1
+        if self._open[p] == 0:
+            if changed:
+                self._codes[p].put(p.data)
+            p.data = shell(p.shape, p.dtype)
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Hook every module that owns a packed parameter."""
+        for module in model.modules():
+            own = [p for p in module.parameters(recurse=False) if p in self._codes]
+            if own:
+                self._handles += [
+                    module.register_forward_pre_hook(self._before(own)),
+                    module.register_forward_hook(self._after(own), always_call=True),
+                ]
+        packed = [p for p in model.parameters() if p in self._codes]
+        self._handles += [
+            model.register_state_dict_pre_hook(lambda *_: [self.open(p) for p in packed]),
+            model.register_state_dict_post_hook(lambda _, state, prefix, __: self._saved(packed, state)),
+        ]
+
+    def _before(self, own: list[torch.nn.Parameter]) -> Callable[..., None]:
+        def hook(_module: torch.nn.Module, _args: Any) -> None:
+            for p in own:
+                self.open(p)
+            context = saved_tensors_hooks(self._pack, self._unpack)
+            context.__enter__()
+            self._contexts.append(context)
+
+        return hook
+
+    def _after(self, own: list[torch.nn.Parameter]) -> Callable[..., None]:
+        def hook(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
+            self._contexts.pop().__exit__(None, None, None)
+            for p in own:
+                self.close(p)
+
+        return hook
+
+    def _pack(self, saved: torch.Tensor) -> Any:
+        """Remember which weight was saved, and how it was viewed, instead of its values."""
+        for p in self._codes:
+            if self._open[p] and saved.untyped_storage().data_ptr() == p.untyped_storage().data_ptr():
+                return p, saved.shape, saved.stride(), saved.storage_offset(), saved.dtype
+        return saved
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        p, shape, stride, offset, dtype = kept
+        return self._codes[p].get(dtype).as_strided(shape, stride, offset)
+
+    def _saved(self, packed: list[torch.nn.Parameter], state: dict[str, Any]) -> None:
+        addresses = {p.data_ptr() for p in packed}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.data_ptr() in addresses:
+                state[key] = value.clone()
+        for p in packed:
+            self.close(p)
+
+    def detach(self) -> None:
+        """Remove the hooks and give every parameter its values back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for p, codes in self._codes.items():
+            p.data = codes.get(p.dtype)

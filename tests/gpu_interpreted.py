@@ -1,0 +1,349 @@
+"""Checks of the Triton kernels against the reference, in Triton's interpreter.
+
+Triton decides when it is imported whether it compiles or interprets, so these checks have a process
+of their own: test_gpu.py runs this file once with TRITON_INTERPRET=1 and reads one line of JSON a
+check. Nothing here imports Triton before that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from halfulp.grids import Grid, float_grid, grid
+from halfulp.kernels import params, reference
+from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE
+from halfulp.streams import Stream
+
+STATIC = ("bf16", "fp16", "e5m2", "e4m3", "e4m3@128", "e2m1", "m3", "int4@16/asym", "fp32")
+SCALED = ("int8", "int4/g128", "int3/dqt", "mxfp4", "mxfp8_e4m3", "nvfp4", "int4/absmean/row", "int4@10")
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SIZES = (0, 1, 767, 768, 769, 2000)
+STREAM = Stream(seed=7, name="w", step=3)
+
+# A static grid that fits float32 but that float32 arithmetic cannot round: it goes through float64.
+WIDE = float_grid(mantissa=22, emin=-20, largest=2.0**20, name="wide")
+
+
+# ---- values, and comparing ------------------------------------------------------------------------
+
+
+def values(shape: int | tuple[int, ...], dtype: Any, seed: int, spread: int = 24, odd: bool = True) -> Any:
+    """Short mantissas (many ties) and long ones over many binades; ``odd`` adds the special values."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-spread, 8, shape))
+    short = np.round(rng.uniform(-32, 32, shape)) / 32 * np.exp2(rng.integers(-spread, 8, shape))
+    x = np.where(rng.random(shape) < 0.5, short, x).astype(dtype)
+    if odd and x.size > 20:
+        box = {"float64": 1e-310, "float16": 6e-8}.get(x.dtype.name, 1e-40)
+        top = {"float64": 1.7e308, "float16": 65504.0}.get(x.dtype.name, 3.3e38)
+        special = [np.nan, np.inf, -np.inf, 0.0, -0.0, box, -box, 3 * box, top, -top]
+        at = rng.permutation(x.size)[: 2 * len(special)]
+        x.reshape(-1)[at] = np.array(special * 2).astype(dtype)
+    return x
+
+
+def tensor(x: Any) -> torch.Tensor:
+    x = np.ascontiguousarray(x)
+    if x.dtype == BF16:
+        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(x.copy())
+
+
+def same(ours: torch.Tensor, theirs: Any, *where: Any) -> None:
+    """Equal to the last bit."""
+    made = ours.view(torch.int16) if ours.dtype == torch.bfloat16 else ours
+    a, b = made.contiguous().numpy(), np.ascontiguousarray(theirs)
+    assert a.shape == b.shape, (*where, a.shape, b.shape)
+    bits = f"u{b.dtype.itemsize}"
+    wrong = np.flatnonzero(a.view(bits).reshape(-1) != b.view(bits).reshape(-1))
+    if wrong.size:
+        i = int(wrong[0])
+        shown = ours.double().reshape(-1)[i].item(), np.float64(theirs.reshape(-1)[i])
+        raise AssertionError(f"{where}: {wrong.size} differ, the first at {i}: {shown[0]!r}, not {shown[1]!r}")
+
+
+def within(names: tuple[str, ...], dtype: Any) -> list[Grid]:
+    box = tensor(np.zeros(1, dtype=dtype)).dtype
+    return [grid(n).within(box) for n in names]
+
+
+# ---- checks -----------------------------------------------------------------------------------------
+
+
+def rounded(x: Any, g: Grid, mode: int, stream: Stream | None, step: Any = None) -> None:
+    from halfulp.kernels import gpu
+
+    t = tensor(x)
+    expected = reference.round(x, g, mode, stream, step)
+    same(gpu.round_(t, torch.empty_like(t), g, mode, stream, step), expected, g.name, mode, x.dtype)
+
+
+def check_round_float32() -> None:
+    x = values(1000, np.float32, 1)
+    for g in within(STATIC, np.float32):
+        rounded(x, g, NEAREST, None)
+        rounded(x, g, STOCHASTIC, STREAM)
+
+
+def check_round_other_containers() -> None:
+    for names, dtype in (
+        (("bf16", "e5m2", "e4m3@128", "m3", "int4@16/asym"), BF16),
+        (("fp16", "e5m2", "m3"), np.float16),
+        (("e4m3", "m7", "fp32"), np.float64),
+    ):
+        x = values(769, dtype, 2, spread=10 if dtype == np.float16 else 24)
+        for g in within(names, dtype):
+            rounded(x, g, NEAREST, None)
+            rounded(x, g, STOCHASTIC, STREAM)
+
+
+def check_round_sizes_and_offsets() -> None:
+    (g,) = within(("e4m3",), np.float32)
+    for n in SIZES:
+        rounded(values(n, np.float32, n), g, STOCHASTIC, STREAM)
+    x = values(100, np.float32, 3)
+    for offset in (5, 16, 2**33 + 32, 2**57 + 11):
+        rounded(x, g, STOCHASTIC, STREAM.at(offset))
+
+
+def check_round_strides() -> None:
+    from halfulp.kernels import gpu
+
+    (g,) = within(("e4m3",), np.float32)
+    x = values((30, 40), np.float32, 4)
+    out = torch.empty((40, 30)).t()
+    assert gpu.round_(tensor(x.T).t(), out, g) is out
+    same(out, reference.round(x, g))
+    t = tensor(x)
+    same(gpu.round_(t, t, g), reference.round(x, g))
+
+
+def check_round_scaled() -> None:
+    for dtype, names in ((np.float32, SCALED), (BF16, ("int4/g128", "mxfp4")), (np.float64, ("int8/row",))):
+        x = values((3, 300), dtype, 5, spread=6, odd=False)
+        x[1, 3:5] = np.nan, -np.inf
+        x[2, :200] = 0
+        for g in within(names, dtype):
+            rounded(x, g, NEAREST, None)
+            rounded(x, g, STOCHASTIC, STREAM.at(32))
+    assert params.params(WIDE, "float32").kind == params.SCALED
+    rounded(values(900, np.float32, 6), WIDE, NEAREST, None)
+    rounded(values(900, np.float32, 6), WIDE, STOCHASTIC, STREAM)
+
+
+def check_round_given_steps() -> None:
+    """Steps with all their bits, and quotients on and beside midpoints."""
+    (g,) = within(("int8/row",), np.float32)
+    step = np.array([0.1, 1 / 3, 7e-3])
+    middle = (np.arange(-64, 64) + 0.5)[None, :] * step[:, None]
+    x = middle.astype(np.float32)
+    x = np.concatenate([x, np.nextafter(x, np.float32(9e9)), np.nextafter(x, np.float32(-9e9))], axis=1)
+    rounded(x, g, NEAREST, None, step)
+
+
+def check_steps() -> None:
+    from halfulp.kernels import gpu
+
+    for dtype in (np.float32, BF16, np.float64):
+        for shape in ((5, 37), (2, 3, 64), (200,), (), (0, 4)):
+            x = values(shape, dtype, 8, spread=8)
+            for g in within((*SCALED, "int8/row", "int8/absmean"), dtype):
+                same(gpu.steps(tensor(x), g), reference.steps(np.asarray(x), g), g.name, dtype, shape)
+
+
+def check_ties() -> None:
+    """Fractions that begin with the very digits of U: the first word cannot decide."""
+    from halfulp.kernels import gpu
+
+    g = float_grid(mantissa=3, emin=3, largest=240.0)  # the quantum is 1: below it, the value is the fraction
+    first, second = (STREAM.words(TILE, level).astype(np.float64) for level in (0, 1))
+    tail = np.floor(second / 2**12) + np.arange(TILE) % 2  # twenty more digits: of U, and just above
+    x = first / 2**32 + tail / 2**52
+    expected = reference.round(x, g, STOCHASTIC, STREAM)
+    assert expected[1::2].min() == 1.0, "just above U: up"
+    assert expected[0::2].max() == 0.0, "not above U: down"
+    same(gpu.round_(tensor(x), torch.empty(TILE, dtype=torch.float64), g, STOCHASTIC, STREAM), expected)
+
+    # float32 has 24 digits, so only a small U leaves some for the second word.
+    words = STREAM.words(40000)
+    at = int(np.flatnonzero((words >> np.uint32(1) < 2**15) & (words > 2**10))[0])
+    stream = STREAM.at(at // 32 * 32)
+    u = words[at] / 2**32 + STREAM.words(40000, 1)[at] / 2**64
+    below = np.float32(u)
+    below = np.nextafter(below, np.float32(0)) if below > u else below
+    for value, up in ((below, 0.0), (np.nextafter(below, np.float32(1)), 1.0)):
+        assert int(float(value) * 2**31) == int(words[at]) >> 1
+        y = np.zeros(32, np.float32)
+        y[at % 32] = value
+        expected = reference.round(y, g, STOCHASTIC, stream)
+        assert expected[at % 32] == up
+        same(gpu.round_(tensor(y), torch.empty(32), g, STOCHASTIC, stream), expected)
+        moving, step = replace(g, scaling=grid("int4@10").scaling), np.ones(1)
+        expected = reference.round(y, moving, STOCHASTIC, stream, step)
+        assert expected[at % 32] == up
+        same(gpu.round_(tensor(y), torch.empty(32), moving, STOCHASTIC, stream, step), expected)
+
+
+def audited(w: Any, d: Any, grids: list[Grid], after: bool = False, phase: bool = True) -> None:
+    from halfulp.kernels import gpu
+
+    proposal = d
+    if after:
+        with np.errstate(over="ignore", invalid="ignore"):
+            work = np.float64 if w.dtype == np.float64 else np.float32
+            proposal = d.astype(work) - w.astype(work)
+    expected = reference.audit(w, proposal, grids, phase)
+    found = gpu.audit(tensor(w), tensor(d), after, grids, phase)
+    for key, ours in zip(("counts", "shared", "sums", "phase"), found, strict=True):
+        same(ours, expected[key], key, w.dtype, w.shape, [g.name for g in grids])
+
+
+def check_audit_sizes() -> None:
+    grids = within(("bf16", "e4m3@128", "int4@16/asym"), np.float32)
+    for n in SIZES:
+        audited(values(n, np.float32, 10), values(n, np.float32, 11, spread=40), grids)
+    audited(values(50, np.float32, 10), values(50, np.float32, 11), [])
+
+
+def check_audit_grids() -> None:
+    w, d = values((3, 300), np.float32, 12), values((3, 300), np.float32, 13, spread=30)
+    w[:, ::7] = d[:, ::11] = 0
+    mixed = within((*STATIC[:5], *SCALED, *STATIC[5:]), np.float32)
+    audited(w, d, [*mixed, WIDE])
+    audited(w, d, mixed[4:7], phase=False)
+    with np.errstate(over="ignore"):
+        audited(w, w + d, mixed[3:8], after=True)
+
+
+def check_audit_containers() -> None:
+    for dtype, names in (
+        (BF16, ("bf16", "e4m3", "m3", "mxfp4", "int3/dqt")),
+        (np.float16, ("fp16", "e5m2", "int4/g128")),
+        (np.float64, ("bf16", "m40", "int8")),
+    ):
+        w, d = (values((2, 400), dtype, s, spread=12) for s in (14, 15))
+        audited(w, d, within(names, dtype))
+        with np.errstate(over="ignore"):
+            audited(w, (w + d).astype(dtype), within(names, dtype), after=True)
+
+
+def written(q: Any, z: Any, g: Grid, mode: int, *, mark: bool = True, carry: Any = None, into: str = "") -> None:
+    from halfulp.kernels import gpu
+
+    moved = np.random.default_rng(0).integers(0, 256, (q.size + 7) // 8, dtype=np.uint8) if mark else None
+    ours = None if moved is None else tensor(moved)
+    rest = None if carry is None else tensor(carry)
+    tq, tz = tensor(q), tensor(z)
+    out = {"": torch.empty_like(tz), "z": tz, "q": tq}[into]
+    stream = STREAM.at(64)
+    counts, sums = gpu.write_back(tq, tz, out, g, mode, stream, ours, True, None, rest)
+    extra = {} if carry is None else {"carry": carry}
+    expected, events = reference.write_back(q, z, g, mode, stream, moved, **extra)
+    where = g.name, mode, q.dtype, q.shape
+    same(out, expected, *where)
+    same(counts, events["counts"], "counts", *where)
+    same(sums, events["sums"], "sums", *where)
+    if ours is not None:
+        same(ours, moved, "moved", *where)
+    if rest is not None:
+        same(rest, carry, "carry", *where)
+
+
+def near(q: Any, seed: int) -> Any:
+    """Proposals: some zero, some far below the spacing, some not finite."""
+    d = values(q.shape, np.float64, seed, spread=20, odd=False)
+    with np.errstate(over="ignore"):
+        z = (q.astype(np.float64) + np.where(d < -1, 0, d * 0.01)).astype(q.dtype)
+    z.reshape(-1)[3::211] = np.nan
+    z.reshape(-1)[4::211] = -np.inf
+    return z
+
+
+def check_write_back() -> None:
+    for dtype, names in (
+        (np.float32, ("bf16", "e4m3", "int4@16/asym")),
+        (BF16, ("bf16", "e4m3@128")),
+        (np.float64, ("e4m3",)),
+        (np.float16, ("e5m2",)),
+    ):
+        for g in within(names, dtype):
+            q = reference.round(values(900, dtype, 20, spread=8, odd=False), g)
+            for mode in (NEAREST, STOCHASTIC, DEADZONE):
+                written(q, near(q, 21), g, mode, into={DEADZONE: "z", STOCHASTIC: "q"}.get(mode, ""))
+
+
+def check_write_back_sizes() -> None:
+    (g,) = within(("e4m3",), np.float32)
+    for n in SIZES:
+        q = reference.round(values(n, np.float32, 22, spread=8, odd=False), g)
+        written(q, near(q, 23), g, DEADZONE)
+    written(q, near(q, 24), g, NEAREST, mark=False)
+
+
+def check_write_back_scaled() -> None:
+    for dtype, names in ((np.float32, ("int8", "int3/dqt", "mxfp4", "nvfp4", "int4@10")), (BF16, ("int4/g128",))):
+        for g in within(names, dtype):
+            q = reference.round(values((2, 400), dtype, 25, spread=6, odd=False), g)
+            written(q, near(q, 26), g, NEAREST)
+            written(q, near(q, 27), g, DEADZONE, into="z")
+
+
+def check_write_back_carry() -> None:
+    for name in ("e4m3@128", "int4/g128"):
+        (g,) = within((name,), np.float32)
+        q = reference.round(values((2, 400), np.float32, 28, spread=6, odd=False), g)
+        carry = values((2, 400), np.float32, 29, spread=20, odd=False) * np.float32(1e-3)
+        written(q, near(q, 30), g, NEAREST, carry=carry)
+
+
+def check_sums_not_wanted() -> None:
+    from halfulp.kernels import gpu
+
+    (g,) = within(("e4m3",), np.float32)
+    q = tensor(values(100, np.float32, 31, odd=False))
+    _, sums = gpu.write_back(q, q + 1, torch.empty_like(q), g, want_sums=False)
+    same(sums, np.zeros((1, 2)))
+
+
+def check_score() -> None:
+    from halfulp.kernels import gpu
+
+    for dtype, names in ((np.float32, ("e4m3", "bf16", "int4/g128", "int3/dqt")), (BF16, ("e4m3@128", "mxfp4"))):
+        w, g_, u = (values((2, 500), dtype, s, spread=12) for s in (40, 41, 42))
+        for after in (False, True):
+            with np.errstate(over="ignore", invalid="ignore"):
+                proposal = u.astype(np.float32) - w.astype(np.float32) if after else u
+            for g in within(names, dtype):
+                expected = reference.score(w, g_, proposal, g) + 0.0  # a sum of zeros may come as -0
+                same(gpu.score(tensor(w), tensor(g_), tensor(u), after, g) + 0.0, expected, g.name, dtype)
+    (g,) = within(("e4m3",), np.float32)
+    for n in (0, 1, 768):
+        w, g_, u = (values(n, np.float32, s) for s in (43, 44, 45))
+        same(gpu.score(tensor(w), tensor(g_), tensor(u), False, g) + 0.0, reference.score(w, g_, u, g) + 0.0, n)
+
+
+CHECKS = {name: check for name, check in globals().items() if name.startswith("check_")}
+
+
+def main() -> None:
+    """Run the checks named on the command line, or all, and print what happened."""
+    for name in sys.argv[1:] or CHECKS:
+        begin, error = time.perf_counter(), ""
+        try:
+            CHECKS[name]()
+        except Exception:  # the report says which check failed and how; the others still run
+            error = traceback.format_exc()
+        print(json.dumps({"check": name, "seconds": time.perf_counter() - begin, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Nearest rounding: kernel, reference and exact arithmetic agree on every grid of at most 16 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from oracle import CASES, NUMPY, Case, Table, array, assert_same, bits, every, patterns, tensor
+
+NARROW = [torch.bfloat16, torch.float16]
+
+
+def fitted(case: Case, dtype: torch.dtype) -> Case:
+    inside = case.within(dtype)
+    if inside is None:
+        pytest.skip(f"{case.label} does not fit {dtype}")
+    return inside
+
+
+@pytest.fixture(params=CASES.values(), ids=lambda c: c.label)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+def test_a_code_is_itself(case: Case) -> None:
+    """Rounding, encoding and decoding leave every code where it is; there are no other codes."""
+    case = fitted(case, torch.float32)
+    g, values = case.grid, case.exact.floats()
+    assert g.bits <= 16
+    x = torch.from_numpy(values).float()
+    assert np.array_equal(x.double().numpy(), values)
+    seen: set[int] = set()
+    for sign in (1.0, -1.0):  # a second zero
+        q = torch.where(x == 0, sign * 0.0, x)
+        assert_same(case.round(q), q, "kernel")
+        assert_same(case.reference(q.numpy()), q.numpy(), "reference")
+        codes = g.encode(q, step=case.steps(tuple(q.shape)))
+        assert len(set(codes.tolist())) == len(values)
+        seen |= set(codes.tolist())
+        back = g.decode(codes, step=case.steps(tuple(q.shape)))
+        assert torch.equal(back, q)
+        if not g.integer:
+            assert_same(back, q)
+    if case.step is None:
+        assert np.array_equal(g.values(), values)
+    others = sorted(set(range(-1, 2**g.bits + 1)) - seen)
+    for code in [*others[:3], *others[-3:]]:
+        with pytest.raises(hu.UsageError, match="not codes of grid"):
+            g.decode(torch.tensor([code]), step=case.steps((1,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_midpoints_and_their_nearest_floats(case: Case, dtype: torch.dtype) -> None:
+    """Every midpoint goes to the even neighbour, the floats beside it and beside every code go to
+    the nearer one, and what lies beyond the ends goes to the end, as exact arithmetic says."""
+    case = fitted(fitted(case, torch.float32), dtype)
+    oracle, real = case.exact, NUMPY[dtype].type
+    at = np.concatenate([oracle.midpoints(), oracle.floats()])
+    biggest = np.finfo(real).max
+    beyond = np.array([1.0, 1.0 + 2.0**-20, 1.25, 2.0, 2.0**40]) * oracle.floats()[-1]
+    tiny = [0.0, np.finfo(real).smallest_subnormal, np.finfo(real).tiny]
+    ends = np.concatenate([np.minimum(beyond, biggest), [biggest], tiny])
+    points = np.concatenate([at, ends, -ends]).astype(real)
+    with np.errstate(all="ignore"):
+        beside = [np.nextafter(points, real(side)) for side in (np.inf, -np.inf)]
+    points = np.concatenate([points, *beside])
+    points = points[np.isfinite(points)]
+    expected = np.array([oracle.nearest(float(p)) for p in points]).astype(real)
+    assert_same(Table(oracle).nearest(points.astype(np.float64)).astype(real), expected, "table")
+    assert_same(case.round(tensor(points)), expected, "kernel")
+    assert_same(case.reference(points), expected, "reference")
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_every_value_of_a_narrow_container(case: Case, dtype: torch.dtype) -> None:
+    """All 65536 patterns of bfloat16 and float16 round to a code or, if not finite, to themselves."""
+    case = fitted(case, dtype)
+    x = every(dtype)
+    with np.errstate(invalid="ignore"):
+        expected = Table(case.exact).nearest(x.astype(np.float64)).astype(x.dtype)
+        reference = case.reference(x)
+    got = array(case.round(tensor(x)))
+    assert_same(got, expected, "kernel")
+    assert_same(reference, expected, "reference")
+    if dtype == torch.bfloat16:  # float16 passes through float32, which quiets signalling NaNs
+        bad = ~np.isfinite(x)
+        assert np.array_equal(bits(got)[bad], bits(x)[bad])
+
+
+def test_float32_patterns(case: Case) -> None:
+    """Two million float32 bit patterns and all bfloat16 and float16 values: the output is a code,
+    the nearest one; NaNs (payload included) and infinities come back unchanged."""
+    case = fitted(case, torch.float32)
+    with np.errstate(invalid="ignore"):
+        x = np.concatenate([patterns(2**21, seed=16), *(every(d).astype(np.float32) for d in NARROW)])
+        expected = Table(case.exact).nearest(x.astype(np.float64)).astype(np.float32)
+    got = case.round(torch.from_numpy(x)).numpy()
+    assert_same(got, expected, "kernel")
+    assert_same(case.reference(x), expected, "reference")
+    bad = ~np.isfinite(x)
+    assert np.array_equal(bits(got)[bad], bits(x)[bad])
+    assert np.isin(got[~bad], case.exact.floats().astype(np.float32)).all()
+
+
+def test_float64_patterns() -> None:
+    """The same for float64 bit patterns, on one grid of every kind."""
+    drawn = np.random.default_rng(64).integers(0, 2**64, 2**18, dtype=np.uint64).view(np.float64)
+    scaled = np.random.default_rng(65).standard_normal(2**18) * 0.05  # and 53-bit values in range
+    x = np.concatenate([drawn, scaled])
+    for label in ("bf16", "fp16", "e4m3", "powers of two", "int8@100", "int3@8/asym", "nvfp4 step 0.00317383"):
+        case = fitted(CASES[label], torch.float64)
+        expected = Table(case.exact).nearest(x)
+        assert_same(case.round(torch.from_numpy(x)), expected, f"{label}: kernel")
+        assert_same(case.reference(x), expected, f"{label}: reference")
