@@ -68,7 +68,9 @@ def same(ours: torch.Tensor, theirs: Any, *where: Any) -> None:
     if wrong.size:
         i = int(wrong[0])
         shown = ours.double().reshape(-1)[i].item(), np.float64(theirs.reshape(-1)[i])
-        raise AssertionError(f"{where}: {wrong.size} differ, the first at {i}: {shown[0]!r}, not {shown[1]!r}")
+        raise AssertionError(
+            f"{where}: {wrong.size} differ, the first at {i}: {shown[0]!r}, not {shown[1]!r}"
+        )
 
 
 def within(names: tuple[str, ...], dtype: Any) -> list[Grid]:
@@ -141,13 +143,19 @@ def check_round_scaled() -> None:
 
 
 def check_round_given_steps() -> None:
-    """Steps with all their bits, and quotients on and beside midpoints."""
-    (g,) = within(("int8/row",), np.float32)
-    step = np.array([0.1, 1 / 3, 7e-3])
-    middle = (np.arange(-64, 64) + 0.5)[None, :] * step[:, None]
-    x = middle.astype(np.float32)
-    x = np.concatenate([x, np.nextafter(x, np.float32(9e9)), np.nextafter(x, np.float32(-9e9))], axis=1)
-    rounded(x, g, NEAREST, None, step)
+    """Steps with all their bits: the quotient can land on a midpoint that the value is not on."""
+    rng = np.random.default_rng(7)
+    step = rng.uniform(0.001, 1.0, 3)
+    middle = (rng.integers(-64, 64, (3, 4000)) + 0.5) * step[:, None]
+    for dtype in (np.float32, np.float64):
+        x = middle.astype(dtype)
+        x = np.concatenate([x, np.nextafter(x, dtype(9e9)), np.nextafter(x, dtype(-9e9))], axis=1)
+        side = np.abs(x) - np.abs(x / step[:, None]) * step[:, None]
+        hidden = (np.abs(x / step[:, None]) % 1 == 0.5) & (side != 0)
+        x = np.concatenate([x[:, :50], np.where(hidden, x, 0)[:, hidden.any(axis=0)][:, :200]], axis=1)
+        assert dtype == np.float32 or ((side[hidden] > 0).any() and (side[hidden] < 0).any())
+        (g,) = within(("int8/row",), dtype)
+        rounded(x, g, NEAREST, None, step)
 
 
 def check_steps() -> None:
@@ -157,7 +165,21 @@ def check_steps() -> None:
         for shape in ((5, 37), (2, 3, 64), (200,), (), (0, 4)):
             x = values(shape, dtype, 8, spread=8)
             for g in within((*SCALED, "int8/row", "int8/absmean"), dtype):
-                same(gpu.steps(tensor(x), g), reference.steps(np.asarray(x), g), g.name, dtype, shape)
+                with np.errstate(over="ignore"):
+                    expected = reference.steps(np.asarray(x), g)
+                same(gpu.steps(tensor(x), g), expected, g.name, dtype, shape)
+
+
+def check_steps_from_a_sum() -> None:
+    """A mean that rounds one way if added from left to right, and the other way if added exactly."""
+    from halfulp.kernels import gpu
+
+    (g,) = within(("int4/absmean",), np.float32)
+    x = np.full(4096, 2.0**-31, np.float32)
+    x[0] = 7 * (2**21 + 1)  # in the middle between two steps of 21 bits; the others vanish one by one
+    (expected,), exact = reference.steps(x, g), float(np.sum(x.astype(np.float64)[::-1])) / 4096 / 7
+    assert expected < exact
+    same(gpu.steps(tensor(x), g), np.array([expected]))
 
 
 def check_ties() -> None:
@@ -203,7 +225,7 @@ def audited(w: Any, d: Any, grids: list[Grid], after: bool = False, phase: bool 
             proposal = d.astype(work) - w.astype(work)
     expected = reference.audit(w, proposal, grids, phase)
     found = gpu.audit(tensor(w), tensor(d), after, grids, phase)
-    for key, ours in zip(("counts", "shared", "sums", "phase"), found, strict=True):
+    for key, ours in zip(("counts", "shared", "sums", "phase", "expected"), found, strict=True):
         same(ours, expected[key], key, w.dtype, w.shape, [g.name for g in grids])
 
 
@@ -220,6 +242,10 @@ def check_audit_grids() -> None:
     mixed = within((*STATIC[:5], *SCALED, *STATIC[5:]), np.float32)
     audited(w, d, [*mixed, WIDE])
     audited(w, d, mixed[4:7], phase=False)
+    tame, small = (values((3, 300), np.float32, s, spread=4, odd=False) for s in (16, 17))
+    audited(tame, small * np.float32(0.1), within(SCALED, np.float32))
+    tiny = (np.arange(1, 401) * 1e-39).astype(np.float32)  # phases of subnormals
+    audited(tiny, tiny * np.float32(2.0**-4.5), within(("m3",), np.float32))
     with np.errstate(over="ignore"):
         audited(w, w + d, mixed[3:8], after=True)
 
@@ -236,7 +262,9 @@ def check_audit_containers() -> None:
             audited(w, (w + d).astype(dtype), within(names, dtype), after=True)
 
 
-def written(q: Any, z: Any, g: Grid, mode: int, *, mark: bool = True, carry: Any = None, into: str = "") -> None:
+def written(
+    q: Any, z: Any, g: Grid, mode: int, *, mark: bool = True, carry: Any = None, into: str = ""
+) -> None:
     from halfulp.kernels import gpu
 
     moved = np.random.default_rng(0).integers(0, 256, (q.size + 7) // 8, dtype=np.uint8) if mark else None
@@ -290,7 +318,10 @@ def check_write_back_sizes() -> None:
 
 
 def check_write_back_scaled() -> None:
-    for dtype, names in ((np.float32, ("int8", "int3/dqt", "mxfp4", "nvfp4", "int4@10")), (BF16, ("int4/g128",))):
+    for dtype, names in (
+        (np.float32, ("int8", "int3/dqt", "mxfp4", "nvfp4", "int4@10")),
+        (BF16, ("int4/g128",)),
+    ):
         for g in within(names, dtype):
             q = reference.round(values((2, 400), dtype, 25, spread=6, odd=False), g)
             written(q, near(q, 26), g, NEAREST)
@@ -317,7 +348,10 @@ def check_sums_not_wanted() -> None:
 def check_score() -> None:
     from halfulp.kernels import gpu
 
-    for dtype, names in ((np.float32, ("e4m3", "bf16", "int4/g128", "int3/dqt")), (BF16, ("e4m3@128", "mxfp4"))):
+    for dtype, names in (
+        (np.float32, ("e4m3", "bf16", "int4/g128", "int3/dqt")),
+        (BF16, ("e4m3@128", "mxfp4")),
+    ):
         w, g_, u = (values((2, 500), dtype, s, spread=12) for s in (40, 41, 42))
         for after in (False, True):
             with np.errstate(over="ignore", invalid="ignore"):
@@ -328,7 +362,9 @@ def check_score() -> None:
     (g,) = within(("e4m3",), np.float32)
     for n in (0, 1, 768):
         w, g_, u = (values(n, np.float32, s) for s in (43, 44, 45))
-        same(gpu.score(tensor(w), tensor(g_), tensor(u), False, g) + 0.0, reference.score(w, g_, u, g) + 0.0, n)
+        same(
+            gpu.score(tensor(w), tensor(g_), tensor(u), False, g) + 0.0, reference.score(w, g_, u, g) + 0.0, n
+        )
 
 
 CHECKS = {name: check for name, check in globals().items() if name.startswith("check_")}

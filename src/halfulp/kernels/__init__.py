@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -43,13 +44,14 @@ class Audit:
 
     ``counts`` (tiles, grids, AUDIT_COUNTS) and ``shared`` (tiles, SHARED_COUNTS) are int32,
     ``sums`` (tiles; squares of weights and proposals) float64, ``phase`` (tiles, grids) int64
-    in units of 2**-16.
+    in units of 2**-16, ``expected`` (tiles, grids) float64: the sums of the followed probabilities.
     """
 
     counts: torch.Tensor
     shared: torch.Tensor
     sums: torch.Tensor
     phase: torch.Tensor
+    expected: torch.Tensor
     numel: int
 
     def frozen(self) -> torch.Tensor:
@@ -158,6 +160,7 @@ class _Plan:
         return self.grid.scaling.segment_length(shape)
 
 
+@lru_cache(maxsize=1024)
 def _plan(grid: Grid | str | torch.dtype, dtype: torch.dtype) -> _Plan:
     g = named(grid).within(dtype)
     work = _params.working(container(dtype).name)
@@ -297,53 +300,63 @@ def audit(
     *,
     after: bool = False,
     phase: bool = True,
+    moved: torch.Tensor | None = None,
+    stay: torch.Tensor | None = None,
 ) -> Audit:
     """What each grid would do to one step, all grids in one pass: see :class:`Audit`.
 
     ``w`` are the weights before the step; ``d`` the proposals or, with ``after=True``, the
-    weights after it. ``phase=False`` skips the uniform-phase sums.
+    weights after it. ``phase=False`` skips the uniform-phase sums. ``moved`` (uint8, grids x bytes, a bit
+    a coordinate) and ``stay`` (grids x coordinates, of the working type, ones at the start) follow every
+    coordinate over the steps and are updated in place.
     """
     w, d = _checked(w, "w"), _checked(d, "d")
     _same_shape(w=w, d=d)
     plans = [_plan(g, w.dtype) for g in grids]
-    static = [i for i, p in enumerate(plans) if not p.scaled]
+    _check_followed(w, len(plans), moved, stay)
     work = _params.working(container(w.dtype).name)
     if _on_gpu(w):
         from halfulp.kernels import gpu
 
+        if moved is not None or stay is not None:
+            raise UsageError("following coordinates over steps is a CPU feature: move the tensors there.")
         return Audit(*gpu.audit(w, d, after, [p.grid for p in plans], phase), w.numel())
     from halfulp.kernels import cpu
 
     flat_w, flat_d = _flat(w), _flat(d)
-    n = tiles_of(flat_w.size)
+    n, g = tiles_of(flat_w.size), len(plans)
+    counts = np.zeros((n, g, len(AUDIT_COUNTS)), dtype=np.int32)
     shared, sums = np.zeros((n, 2), dtype=np.int32), np.zeros((n, 2))
-    # Phase sums depend on the mantissa alone, so moving grids take theirs from any row that has it.
-    rows = [p.grid for p in plans if not p.scaled]
-    extra = [_phase_row(p.grid) for p in plans if p.scaled] if phase else []
-    floats, ints = _params.table((*rows, *extra), work)
-    all_counts = np.zeros((n, len(rows) + len(extra), len(AUDIT_COUNTS)), dtype=np.int32)
-    all_phases = np.zeros((n, len(rows) + len(extra)), dtype=np.int64)
+    phases, expected = np.zeros((n, g), dtype=np.int64), np.zeros((n, g))
+    bits = np.empty((0, 0), dtype=np.uint8) if moved is None else moved.numpy()
+    odds = np.empty((0, 0), dtype=work) if stay is None else stay.numpy()
+    # The phase sum depends on the mantissa alone: the row of a moving grid is there for nothing else.
+    rows = [i for i, p in enumerate(plans) if phase or not p.scaled]
+    floats, ints = _params.table(tuple(plans[i].grid for i in rows), work)
     run(
-        cpu.audit_tiles, n, flat_w, flat_d, after, floats, ints, _params.masks(work), _narrowing(w.dtype),
-        phase, np.int32(1), all_counts, shared, sums, all_phases,
+        cpu.audit_tiles, n, flat_w, flat_d, after, floats, ints, np.array(rows, dtype=np.int64),
+        _params.masks(work), _narrowing(w.dtype), phase, bits, odds, np.int32(1), counts, shared, sums, phases,
+        expected,
     )  # fmt: skip
-    if len(static) == len(plans):
-        counts, phases = all_counts, all_phases
-    else:
-        counts = np.zeros((n, len(plans), len(AUDIT_COUNTS)), dtype=np.int32)
-        phases = np.zeros((n, len(plans)), dtype=np.int64)
-        counts[:, static] = all_counts[:, : len(static)]
-        moving = [i for i, p in enumerate(plans) if p.scaled]
-        if phase:
-            phases[:, static + moving] = all_phases
-        for i in moving:
-            counts[:, i] = _audit_moving(flat_w, flat_d, after, plans[i], w)
-    parts = (torch.from_numpy(a) for a in (counts, shared, sums, phases))
-    return Audit(*parts, flat_w.size)
+    for i, plan in enumerate(plans):
+        if plan.scaled:
+            own = (bits[i] if bits.size else bits.reshape(-1), odds[i] if odds.size else odds.reshape(-1))
+            counts[:, i], expected[:, i] = _audit_moving(flat_w, flat_d, after, plan, w, *own)
+    return Audit(*(torch.from_numpy(a) for a in (counts, shared, sums, phases, expected)), flat_w.size)
 
 
-def _phase_row(grid: Grid) -> Grid:
-    return Grid(name=f"m{grid.mantissa}", mantissa=grid.mantissa, emin=-60, largest=2.0**60)
+def _check_followed(
+    w: torch.Tensor, grids: int, moved: torch.Tensor | None, stay: torch.Tensor | None
+) -> None:
+    work = torch.float64 if w.dtype == torch.float64 else torch.float32
+    for what, x, shape, dtype in (
+        ("moved", moved, (grids, (w.numel() + 7) // 8), torch.uint8),
+        ("stay", stay, (grids, w.numel()), work),
+    ):
+        if x is not None and (tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous()):
+            raise UsageError(
+                f"{what} must be a contiguous {dtype} tensor of shape {shape}, not {x.dtype} of {tuple(x.shape)}."
+            )
 
 
 def _steps_of_step(
@@ -380,16 +393,18 @@ def _as_floats(x: Array) -> Array:
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x
 
 
-def _audit_moving(w: Array, d: Array, after: bool, plan: _Plan, like: torch.Tensor) -> Array:
+def _audit_moving(
+    w: Array, d: Array, after: bool, plan: _Plan, like: torch.Tensor, moved: Array, stay: Array
+) -> tuple[Array, Array]:
     from halfulp.kernels import cpu_scaled
 
     now, then = _steps_of_step(w, w, d, after, plan, like)
-    counts = np.zeros((tiles_of(w.size), len(AUDIT_COUNTS)), dtype=np.int32)
+    counts, expected = np.zeros((tiles_of(w.size), len(AUDIT_COUNTS)), dtype=np.int32), np.zeros(tiles_of(w.size))
     run(
         cpu_scaled.audit_tiles_scaled, len(counts), w, d, after, now, then, *plan.layout(tuple(like.shape)),
-        plan.floats, plan.ints, plan.masks, _narrowing(like.dtype), plan.empty, counts,
+        plan.floats, plan.ints, plan.masks, _narrowing(like.dtype), plan.empty, moved, stay, counts, expected,
     )  # fmt: skip
-    return counts
+    return counts, expected
 
 
 def write_back(
@@ -400,7 +415,7 @@ def write_back(
     stream: Stream | None = None,
     *,
     moved: torch.Tensor | None = None,
-    sums: bool = False,
+    sums: bool | int = False,
     step: torch.Tensor | None = None,
     carry: torch.Tensor | None = None,
     carry_in: bool = True,
@@ -412,7 +427,7 @@ def write_back(
     non-zero proposal away). The result goes to ``out``, by default over ``z``. A proposal that is
     not finite leaves the stored value as it is and is counted. ``moved`` is a bit a coordinate
     (``torch.zeros((numel + 7) // 8, dtype=torch.uint8)``), updated in place. ``sums`` adds the
-    sums of |q| and |z - q| per tile. ``carry`` (of q's shape and dtype) takes what was not written
+    sums of |q| and |z - q| per tile; a number asks for every so manieth tile only. ``carry`` (of q's shape and dtype) takes what was not written
     and, with ``carry_in``, is added to the proposal first: compensated summation.
     """
     q, z = _checked(q, "q"), _checked(z, "z")
@@ -436,7 +451,7 @@ def write_back(
             )
     given = _given(step, plan, shape)
     if _on_gpu(q):
-        return _write_back_gpu(q, z, out, plan.grid, code, stream, moved, sums, given, carry, carry_in)
+        return _write_back_gpu(q, z, out, plan.grid, code, stream, moved, bool(sums), given, carry, carry_in)
     from halfulp.kernels import cpu, cpu_scaled
 
     flat_q, flat_z, result = _flat(q), _flat(z), _destination(out)
@@ -444,7 +459,7 @@ def write_back(
     counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, 2))
     bits = np.empty(0, dtype=np.uint8) if moved is None else moved.numpy()
     rest = np.empty(0, dtype=plan.work) if carry is None else _flat(carry)
-    tail = (bits, sums, rest, carry is not None and carry_in, np.int32(1), counts, totals)
+    tail = (bits, int(sums), rest, carry is not None and carry_in, np.int32(1), counts, totals)
     if plan.scaled:
         if given is None:
             old = plan.grid.scaling is not None and plan.grid.scaling.from_old

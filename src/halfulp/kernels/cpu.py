@@ -6,8 +6,8 @@ tiles [t0, t1) and releases the interpreter lock, and :mod:`halfulp.kernels.pool
 on plain threads. (numba's own thread layers are not used: the default one aborts the process
 when two Python threads meet in it, the OpenMP one when a forked worker does.)
 
-Grids with a fixed step are here; those whose step moves with the data are in
-:mod:`halfulp.kernels.cpu_scaled`.
+The pieces that work on one tile are in :mod:`halfulp.kernels.cpu_tile`. Grids with a fixed step are here;
+those whose step moves with the data are in :mod:`halfulp.kernels.cpu_scaled`.
 """
 
 from __future__ import annotations
@@ -15,351 +15,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.extending import overload
 
+from halfulp.kernels.cpu_tile import (
+    add_carry, add_in_container, clean, clean_three, count_ends, count_equal, count_small, count_symmetric, difference, finish_write, fused_bits, fused_magic, keep_stored, load, load_write, log2_points, mark_moved, nearest, nonfinite, phase_sum, prefer_nearest, score_sums, stay_bits, stay_magic, stochastic, stochastic_exact, store, sum_abs, sum_squares, survey, take_carry, tile_of, WORDS,
+)  # fmt: skip
 from halfulp.kernels.params import (
-    BITS, CUT, EMIN, HALF, HI, INVERSE, KEEP, KIND, LEFT, LO, MAGIC, MANT, ODD, POINTS, RIGHT, SHIFT,
-    T_END, T_SUB, T_ZERO, TOP, TWO31, UNIT, UP,
+    CUT, EMIN, HALF, HI, INVERSE, KEEP, KIND, LO, MAGIC, ODD, POINTS, SCALED, SHIFT, T_SUB, T_ZERO, TOP, UNIT, UP,
 )  # fmt: skip
-from halfulp.kernels.reference import DEADZONE, LOG2_POLYNOMIAL, NEAREST, TILE
-from halfulp.kernels.simd import (
-    bits_of, exact_up, fill_words, float_like, greater, inline, kernel, lesser, narrow, round_bits, shl, shr,
-    tally, widen,
-)  # fmt: skip
-
-P0, P1, P2, P3, P4, P5, P6, P7 = (np.float32(c) for c in LOG2_POLYNOMIAL)
-POINT = np.float32(65536.0)
-ONE = np.int32(1)
-TO_BF16, TO_FP16 = 1, 2
-WORDS = TILE + 64
-
-
-# ---- one tile: moving values ------------------------------------------------------------------
-
-
-@kernel
-def load(source: Any, tile: Any) -> None:
-    for i in range(source.size):
-        tile[i] = widen(source[i])
-
-
-def tile_of(source: Any, buffer: Any) -> Any:
-    """The stretch itself where its type is the working type, else a widened copy in the buffer."""
-    raise TypeError("for compiled code only")
-
-
-@overload(tile_of, jit_options={"nogil": True})
-def _tile_of(source: Any, buffer: Any) -> Any:
-    if source.dtype == buffer.dtype:
-
-        def itself(source: Any, buffer: Any) -> Any:
-            return source
-
-        return itself
-
-    def widened(source: Any, buffer: Any) -> Any:
-        load(source, buffer)
-        return buffer[: source.size]
-
-    return widened
-
-
-@kernel
-def store(tile: Any, out: Any) -> None:
-    for i in range(out.size):
-        out[i] = narrow(out[i], tile[i])
-
-
-@kernel
-def difference(after: Any, before: Any, tile: Any) -> None:
-    for i in range(after.size):
-        tile[i] = widen(after[i]) - before[i]
-
-
-@kernel
-def add_in_container(q: Any, d: Any, z: Any, to: Any) -> None:
-    """z = q + d, rounded to the container where it is narrower than the working type."""
-    for i in range(q.size):
-        z[i] = q[i] + d[i]
-    if to == TO_BF16:
-        for i in range(z.size):
-            u = bits_of(z[i])
-            r = (u + 0x7FFF + ((u >> 16) & 1)) & ~0xFFFF
-            z[i] = float_like(z[i], r) if (u & 0x7F800000) != 0x7F800000 else z[i]
-    elif to == TO_FP16:
-        for i in range(z.size):
-            a = abs(z[i])
-            c = float_like(a, max(bits_of(a) & 0x7F800000, 113 << 23) + ((13 << 23) | (1 << 22)))
-            r = (a + c) - c if a < np.float32(65520.0) else np.float32(np.inf)
-            z[i] = float_like(r, bits_of(r) | (bits_of(z[i]) & np.int32(-(2**31)))) if a == a else z[i]
-
-
-# ---- one tile: rounding -------------------------------------------------------------------------
-
-
-@kernel
-def nearest(x: Any, out: Any, f: Any, k: Any, exponent: Any, sign: Any) -> None:
-    """Nearest even; keeps signs, hands non-finite values back."""
-    if k[KIND] == MAGIC:
-        lo, hi, emin, shift = f[LO], f[HI], k[EMIN], k[SHIFT]
-        for i in range(x.size):
-            v = x[i]
-            a = lo if v < lo else v
-            a = hi if a > hi else a
-            c = float_like(v, max(bits_of(a) & exponent, emin) + shift)
-            r = (a + c) - c
-            u = bits_of(v)
-            r = float_like(v, (bits_of(r) & ~sign) | (u & sign))
-            out[i] = r if (u & exponent) != exponent else v
-    else:
-        cut, half, odd, keep, top = k[CUT], k[HALF], k[ODD], k[KEEP], k[TOP]
-        for i in range(x.size):
-            v = x[i]
-            u = bits_of(v)
-            a = u & ~sign
-            r = lesser(bits_of(float_like(v, round_bits(bits_of(abs(v)), half, cut, odd, keep))), top)
-            out[i] = float_like(v, r | (u & sign)) if a < exponent else v
-
-
-@kernel
-def stochastic(x: Any, out: Any, words: Any, f: Any, k: Any, exponent: Any, sign: Any) -> int:
-    """Stochastic neighbour by the first 31 digits of U; returns how many of them were not enough."""
-    ties = np.int32(0)
-    if k[KIND] == MAGIC:
-        hi, low, emin, inverse, mant = f[HI], -f[LO], k[EMIN], k[INVERSE], k[MANT]
-        one, two31 = f[UNIT], f[TWO31]
-        for i in range(x.size):
-            v = x[i]
-            u = bits_of(v)
-            limit = low if u < 0 else hi
-            a = abs(v)
-            a = limit if a > limit else a
-            e = max(bits_of(a) & exponent, emin)
-            s = a * float_like(v, inverse - e)
-            n = np.floor(s)
-            digits = np.int32((s - n) * two31)
-            drawn = np.int32(words[i] >> np.uint32(1))
-            ties = tally(ties, drawn == digits, ONE)
-            r = (n + one if drawn < digits else n) * float_like(v, e - mant)
-            r = float_like(v, bits_of(r) | (u & sign))
-            out[i] = r if (u & exponent) != exponent else v
-    else:
-        cut, keep, top, left, right = k[CUT], k[KEEP], k[TOP], k[LEFT], k[RIGHT]
-        unit = shl(k[ODD], cut)
-        for i in range(x.size):
-            v = x[i]
-            u = bits_of(v)
-            a = lesser(bits_of(abs(v)), top)
-            rest = bits_of(float_like(v, a & ~keep))
-            digits = np.int32(shr(shl(rest, left), right))
-            drawn = np.int32(words[i] >> np.uint32(1))
-            ties = tally(ties, drawn == digits, ONE)
-            r = (a & keep) + (unit if drawn < digits else 0)
-            out[i] = float_like(v, r | (u & sign)) if (u & exponent) != exponent else v
-    return ties
-
-
-@kernel
-def settle(
-    x: Any, out: Any, f: Any, k: Any, exponent: Any, sign: Any, k0: Any, k1: Any, first: Any
-) -> None:
-    """Stochastic rounding to the last digit, for the one tile in millions that needs more than 31."""
-    for i in range(x.size):
-        v = x[i]
-        u = bits_of(v)
-        if (u & exponent) == exponent:
-            out[i] = v
-            continue
-        if k[KIND] == MAGIC:
-            limit = -f[LO] if u < 0 else f[HI]
-            a = min(abs(v), limit)
-            e = max(bits_of(a) & exponent, k[EMIN])
-            s = a * float_like(v, k[INVERSE] - e)
-            n = np.floor(s)
-            up = exact_up(np.float64(s - n), k0, k1, first + i)
-            r = (n + f[UNIT] if up else n) * float_like(v, e - k[MANT])
-            out[i] = float_like(v, bits_of(r) | (u & sign))
-        else:
-            b = min(u & ~sign, k[TOP])
-            up = exact_up(np.float64(b & ~k[KEEP]) * 2.0 ** -np.float64(k[CUT]), k0, k1, first + i)
-            out[i] = float_like(v, ((b & k[KEEP]) + (np.int64(up) << k[CUT])) | (u & sign))
-
-
-@kernel
-def stochastic_exact(
-    x: Any, out: Any, words: Any, f: Any, k: Any, exponent: Any, sign: Any, k0: Any, k1: Any, first: Any
-) -> None:
-    fill_words(words, k0, k1, first, x.size)
-    if stochastic(x, out, words[first & 31 :], f, k, exponent, sign) > 0:
-        settle(x, out, f, k, exponent, sign, k0, k1, first)
-
-
-# ---- one tile: sums and counts --------------------------------------------------------------------
-
-
-@inline
-def _halve(buffer: Any, half: Any) -> None:
-    for i in range(half):
-        buffer[i] = buffer[i] + buffer[i + half]
-
-
-@kernel
-def tree(buffer: Any) -> float:
-    """The halving tree from 384 entries down; overwrites them. Constant lengths vectorise best."""
-    _halve(buffer, 192)
-    _halve(buffer, 96)
-    _halve(buffer, 48)
-    _halve(buffer, 24)
-    _halve(buffer, 12)
-    _halve(buffer, 6)
-    _halve(buffer, 3)
-    return float(buffer[0] + buffer[1] + buffer[2])
-
-
-@kernel
-def sum_squares(x: Any, buffer: Any) -> float:
-    a, b = x[: TILE // 2], x[TILE // 2 :]
-    for i in range(TILE // 2):
-        u, v = np.float64(a[i]), np.float64(b[i])
-        buffer[i] = u * u + v * v
-    return tree(buffer)
-
-
-@kernel
-def sum_abs(x: Any, buffer: Any) -> float:
-    a, b = x[: TILE // 2], x[TILE // 2 :]
-    for i in range(TILE // 2):
-        buffer[i] = abs(np.float64(a[i])) + abs(np.float64(b[i]))
-    return tree(buffer)
-
-
-@kernel
-def count_small(size: Any, zero: Any, normal: Any, one: Any) -> Any:
-    """How many magnitudes round to zero, and to less than the smallest normal."""
-    zeros, smalls = np.int32(0), np.int32(0)
-    for i in range(size.size):
-        zeros = tally(zeros, size[i] < zero, one)
-        smalls = tally(smalls, size[i] < normal, one)
-    return zeros, smalls
-
-
-@kernel
-def count_ends(x: Any, lo: Any, hi: Any) -> int:
-    count = np.int32(0)
-    for i in range(x.size):
-        count = tally(count, (x[i] >= hi) | (x[i] <= lo), ONE)
-    return count
-
-
-@kernel
-def count_equal(x: Any, y: Any) -> int:
-    count = np.int32(0)
-    for i in range(x.size):
-        count = tally(count, x[i] == y[i], ONE)
-    return count
-
-
-@kernel
-def nonfinite(x: Any, exponent: Any) -> int:
-    count = np.int32(0)
-    for i in range(x.size):
-        count = tally(count, (bits_of(x[i]) & exponent) == exponent, ONE)
-    return count
-
-
-@kernel
-def survey(w: Any, d: Any, size: Any, sized: Any, turned: Any, exponent: Any, sign: Any) -> Any:
-    """|w|, |d| and d seen from w's side of zero; zero proposals, non-finites, extremes."""
-    zeros, bad = np.int32(0), np.int32(0)
-    least, most, widest = bits_of(abs(w[0])), bits_of(abs(w[0])), bits_of(abs(d[0]))
-    for i in range(w.size):
-        x, y = w[i], d[i]
-        a, b = abs(x), abs(y)
-        size[i] = a
-        sized[i] = b
-        turned[i] = float_like(y, bits_of(y) ^ (bits_of(x) & sign))
-        zeros = tally(zeros, y == 0, ONE)
-        bad = tally(bad, (bits_of(a) >= exponent) | (bits_of(b) >= exponent), ONE)
-        least = lesser(least, bits_of(a))
-        most = greater(most, bits_of(a))
-        widest = greater(widest, bits_of(b))
-    return zeros, bad, float_like(w[0], least), float_like(w[0], most), float_like(w[0], widest)
-
-
-@kernel
-def log2_points(x: Any, out: Any) -> None:
-    """log2 of positive values in fixed point: reference.log2_ratio's digits."""
-    for i in range(x.size):
-        v = np.float64(x[i])
-        u = bits_of(v)
-        t = np.float32(float_like(v, (u & 0x000FFFFFFFFFFFFF) | (1023 << 52)) - 1.0)
-        p = ((((((P7 * t + P6) * t + P5) * t + P4) * t + P3) * t + P2) * t + P1) * t + P0
-        out[i] = np.int32(((u >> 52) - 1023) * 65536) + np.int32(np.rint(p * t * POINT))
-
-
-@kernel
-def phase_sum(w: Any, d: Any, ratio: Any, points: Any) -> int:
-    total, one, none = np.int32(0), np.int32(65536), np.int32(0)  # 768 * 65536 < 2**31
-    for i in range(w.size):
-        v = lesser(greater(np.int32(ratio[i] - points), none), one)
-        v = none if w[i] == 0 else v
-        total = np.int32(total + (one if d[i] == 0 else v))
-    return total
-
-
-@kernel
-def fused_magic(
-    size: Any, sized: Any, turned: Any, emin: Any, shift: Any, up: Any, exponent: Any, one: Any
-) -> Any:
-    """Frozen by code and by symmetric spacing, where nothing comes near the largest code."""
-    frozen, symmetric = np.int32(0), np.int32(0)
-    for i in range(size.size):
-        a = size[i]
-        e = max(bits_of(a) & exponent, emin)
-        c = float_like(a, e + shift)
-        q = (a + c) - c
-        z = q + turned[i]
-        c = float_like(a, max(bits_of(z) & exponent, emin) + shift)
-        frozen = tally(frozen, (z + c) - c == q, one)
-        symmetric = tally(symmetric, sized[i] * up < float_like(a, e), one)
-    return frozen, symmetric
-
-
-@kernel
-def fused_bits(
-    size: Any, sized: Any, turned: Any, emin: Any, up: Any, exponent: Any, half: Any, cut: Any, odd: Any,
-    keep: Any, one: Any,
-) -> Any:  # fmt: skip
-    frozen, symmetric = np.int32(0), np.int32(0)
-    for i in range(size.size):
-        a = size[i]
-        u = bits_of(a)
-        q = float_like(a, round_bits(u, half, cut, odd, keep))
-        r = float_like(a, round_bits(bits_of(q + turned[i]), half, cut, odd, keep))
-        frozen = tally(frozen, r == q, one)
-        symmetric = tally(symmetric, sized[i] * up < float_like(a, max(u & exponent, emin)), one)
-    return frozen, symmetric
-
-
-@kernel
-def count_symmetric(size: Any, sized: Any, up: Any, emin: Any, exponent: Any) -> int:
-    count = np.int32(0)
-    for i in range(size.size):
-        e = float_like(size[i], max(bits_of(size[i]) & exponent, emin))
-        count = tally(count, sized[i] * up < e, ONE)
-    return count
-
-
-@kernel
-def clean(x: Any, y: Any, exponent: Any) -> None:
-    """Zero both where either is not finite."""
-    for i in range(x.size):
-        if (bits_of(x[i]) & exponent) == exponent or (bits_of(y[i]) & exponent) == exponent:
-            x[i] = 0
-            y[i] = 0
-
-
-# ---- ranges of tiles ----------------------------------------------------------------------------------
+from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
+from halfulp.kernels.simd import bits_of, float_like, kernel, shr
 
 
 @kernel
@@ -439,14 +103,21 @@ def decode_tiles(codes: Any, values: Any, out: Any, t0: Any, t1: Any) -> int:
 
 @kernel
 def audit_tiles(
-    w: Any, d: Any, after: Any, f: Any, k: Any, masks: Any, to: Any, phase: Any,
-    one: Any, counts: Any, shared: Any, sums: Any, phases: Any, t0: Any, t1: Any,
+    w: Any, d: Any, after: Any, f: Any, k: Any, slots: Any, masks: Any, to: Any, phase: Any,
+    moved: Any, stay: Any, one: Any, counts: Any, shared: Any, sums: Any, phases: Any, expected: Any,
+    t0: Any, t1: Any,
 ) -> None:  # fmt: skip
-    """Every static grid on every tile. ``after``: d holds the weights after the step; ``one``: 1."""
+    """Every static grid on every tile. ``after``: d holds the weights after the step; ``one``: 1.
+
+    ``slots`` says where the results of a table row go; the row of a moving grid is there for the phase
+    sum only. ``moved`` (a row of bits a grid) and ``stay`` (a row of probabilities a grid), where not empty, follow
+    every coordinate over the steps.
+    """
     exponent, sign = masks[0], masks[1]
     w_, d_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype)
     size_, sized_, turned_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype)
     q_, z_, r_ = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
+    flags, s_ = np.empty(TILE + TILE // 8, np.uint8), np.empty(TILE, f.dtype)
     log_w, log_d = np.empty(TILE, np.int32), np.empty(TILE, np.int32)
     buffer = np.empty(TILE // 2, np.float64)
     for t in range(t0, t1):
@@ -481,8 +152,14 @@ def audit_tiles(
             for i in range(n):
                 log_w[i] -= log_d[i]
         for g in range(f.shape[0]):
+            o = slots[g]
+            if phase:
+                phases[t, o] = phase_sum(size, sized, log_w[:n], k[g, POINTS]) - bad * 65536
+            if k[g, KIND] == SCALED:
+                continue
+            follow = moved.shape[0] > 0 or stay.shape[0] > 0
             inside = to == 0 and most + most + widest < f[g, HI] and f[g, LO] == -f[g, HI]
-            if inside:
+            if inside and not follow:
                 if k[g, KIND] == MAGIC:
                     frozen, symmetric = fused_magic(
                         size, sized, turned, k[g, EMIN], k[g, SHIFT], f[g, UP], exponent, one
@@ -500,143 +177,26 @@ def audit_tiles(
                 nearest(z, r, f[g], k[g], exponent, sign)
                 frozen = count_equal(r, q)
                 symmetric = count_symmetric(size, sized, f[g, UP], k[g, EMIN], exponent)
+            if moved.shape[0] > 0:
+                start = t * (TILE // 8)
+                counts[t, o, 5] = mark_moved(q, r, flags, moved[o, start : start + (n + 7) // 8])
+            if stay.shape[0] > 0:
+                odds = stay[o, first:last]
+                if k[g, KIND] == MAGIC:
+                    stay_magic(q, z, odds, k[g, EMIN], k[g, INVERSE], f[g, LO], f[g, HI], f[g, UNIT], exponent)
+                else:
+                    stay_bits(q, z, odds, k[g, CUT], k[g, ODD], k[g, KEEP], k[g, TOP], f[g, UNIT])
+                s_[:n] = odds
+                s_[n:] = 0
+                expected[t, o] = sum_abs(s_, buffer)
             zero, small = np.int32(0), np.int32(0)
             if least < f[g, T_SUB]:
                 zero, small = count_small(size, f[g, T_ZERO], f[g, T_SUB], one)
-            counts[t, g, 0] = frozen - bad
-            counts[t, g, 1] = symmetric - bad
-            counts[t, g, 2] = ends
-            counts[t, g, 3] = small - zero
-            counts[t, g, 4] = zero - bad
-            if phase:
-                phases[t, g] = phase_sum(size, sized, log_w[:n], k[g, POINTS]) - bad * 65536
-
-
-@kernel
-def mark_moved(q: Any, r: Any, flags: Any, moved: Any) -> int:
-    """Set the bits of coordinates that moved; returns how many never have. ``flags`` is scratch."""
-    n = q.size
-    for i in range(n):
-        flags[i] = np.uint8(q[i] != r[i])
-    flags[n:TILE] = 0
-    groups = flags[:TILE].view(np.uint64)
-    packed = flags[TILE : TILE + TILE // 8]
-    for j in range(TILE // 8):  # eight bytes of 0 or 1 to eight bits, lowest first
-        packed[j] = np.uint8((groups[j] * np.uint64(0x0102040810204080)) >> np.uint64(56))
-    for j in range(moved.size):
-        packed[j] = np.uint8(packed[j] | moved[j])
-        moved[j] = packed[j]
-    still = n
-    bits = packed.view(np.uint64)
-    for j in range(bits.size):
-        v = bits[j]
-        v = v - ((v >> np.uint64(1)) & np.uint64(0x5555555555555555))
-        v = (v & np.uint64(0x3333333333333333)) + ((v >> np.uint64(2)) & np.uint64(0x3333333333333333))
-        v = (v + (v >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-        still -= np.int64((v * np.uint64(0x0101010101010101)) >> np.uint64(56))
-    return still
-
-
-@kernel
-def count_write(q: Any, z: Any, r: Any, lo: Any, hi: Any, one: Any) -> Any:
-    same, still, ends = np.int32(0), np.int32(0), np.int32(0)
-    for i in range(q.size):
-        same = tally(same, r[i] == q[i], one)
-        still = tally(still, z[i] == q[i], one)
-        ends = tally(ends, (r[i] >= hi) | (r[i] <= lo), one)
-    return same, still, ends
-
-
-@kernel
-def sum_changes(q: Any, z: Any, buffer: Any) -> float:
-    """Sum of |z - q| over a padded tile."""
-    for i in range(TILE // 2):
-        a = abs(np.float64(z[i]) - np.float64(q[i]))
-        b = abs(np.float64(z[i + TILE // 2]) - np.float64(q[i + TILE // 2]))
-        buffer[i] = a + b
-    return tree(buffer)
-
-
-@kernel
-def finish_write(
-    q_: Any, z_: Any, r_: Any, n: Any, bad: Any, proposed: Any, lo: Any, hi: Any, exponent: Any, moved: Any,
-    want_sums: Any, flags: Any, buffer: Any, one: Any, counts: Any, sums: Any, t: Any,
-) -> None:  # fmt: skip
-    """Counts and sums of one written tile; z and r equal q wherever the proposal was not finite."""
-    q, z, r = q_[:n], z_[:n], r_[:n]
-    same, still, ends = count_write(q, z, r, lo, hi, one)
-    if bad > 0:
-        for i in range(n):
-            if (bits_of(widen(proposed[i])) & exponent) == exponent and (r[i] >= hi or r[i] <= lo):
-                ends -= 1
-    counts[t, 0] = same - bad
-    counts[t, 1] = still - bad
-    counts[t, 2] = ends
-    counts[t, 3] = bad
-    counts[t, 4] = 0
-    if moved.size:
-        start = t * (TILE // 8)
-        counts[t, 4] = mark_moved(q, r, flags, moved[start : start + (n + 7) // 8])
-    if want_sums:
-        if n < TILE:
-            q_[n:] = 0
-            z_[n:] = 0
-        sums[t, 1] = sum_changes(q_, z_, buffer)
-        if bad > 0:
-            for i in range(n):
-                if (bits_of(widen(proposed[i])) & exponent) == exponent:
-                    q_[i] = 0
-        sums[t, 0] = sum_abs(q_, buffer)
-
-
-@kernel
-def load_write(stored: Any, proposed: Any, q: Any, z: Any, exponent: Any) -> int:
-    """Stored and proposed values of one tile; a proposal that is not finite becomes the stored one."""
-    load(stored, q)
-    load(proposed, z)
-    bad = nonfinite(z, exponent)
-    if bad > 0:
-        for i in range(z.size):
-            if (bits_of(z[i]) & exponent) == exponent:
-                z[i] = q[i]
-    return bad
-
-
-@kernel
-def add_carry(z: Any, carry: Any, exponent: Any) -> None:
-    """z + carry, wherever that is finite."""
-    for i in range(z.size):
-        whole = z[i] + carry[i]
-        fine = (bits_of(whole) & exponent) != exponent
-        z[i] = whole if fine else z[i]
-
-
-@kernel
-def take_carry(z: Any, r: Any, lo: Any, hi: Any, proposed: Any, bad: Any, exponent: Any, carry: Any) -> None:
-    """What was not written, z - r: exact, for r is a neighbour of z. Nothing is carried beyond the ends
-    of the range (it could never be written), and nothing changes where the proposal was not finite."""
-    for i in range(z.size):
-        beyond = ((r[i] >= hi) & (z[i] > r[i])) | ((r[i] <= lo) & (z[i] < r[i]))
-        rest = z[i] - r[i]
-        rest = z[i] - z[i] if beyond else rest
-        if bad == 0 or (bits_of(widen(proposed[i])) & exponent) != exponent:
-            carry[i] = rest
-
-
-@kernel
-def keep_stored(proposed: Any, q: Any, r: Any, exponent: Any) -> None:
-    """Put q back, whatever it was, where the proposal was not finite."""
-    for i in range(q.size):
-        if (bits_of(widen(proposed[i])) & exponent) == exponent:
-            r[i] = q[i]
-
-
-@kernel
-def prefer_nearest(q: Any, z: Any, near: Any, r: Any) -> None:
-    """Dead-zone write-back: the stochastic r only where nearest throws a proposal away."""
-    for i in range(q.size):
-        dead = (near[i] == q[i]) & (z[i] != q[i])
-        r[i] = r[i] if dead else near[i]
+            counts[t, o, 0] = frozen - bad
+            counts[t, o, 1] = symmetric - bad
+            counts[t, o, 2] = ends
+            counts[t, o, 3] = small - zero
+            counts[t, o, 4] = zero - bad
 
 
 @kernel
@@ -677,45 +237,6 @@ def write_tiles(
             one, counts, sums, t,
         )  # fmt: skip
         store(r, out[first:last])
-
-
-@kernel
-def score_sums(b_: Any, w_: Any, g_: Any, u_: Any, product: Any, buffer: Any, out: Any) -> None:
-    """The eight sums of one padded tile, from the freeze flags and the three vectors."""
-    flagged = 0
-    for i in range(TILE):
-        flagged += b_[i]
-    out[0] = flagged
-    out[3] = sum_abs(g_, buffer)
-    out[4] = sum_abs(u_, buffer)
-    out[5] = sum_abs(w_, buffer)
-    for i in range(TILE):
-        product[i] = np.float64(g_[i]) * np.float64(w_[i])
-    out[6] = sum_abs(product, buffer)
-    for i in range(TILE):
-        product[i] = np.float64(g_[i]) * np.float64(u_[i])
-    out[7] = sum_abs(product, buffer)
-    for i in range(TILE):
-        product[i] = -product[i] if product[i] < 0 else 0.0
-    out[1] = sum_abs(product, buffer)
-    for i in range(TILE):
-        product[i] = product[i] if b_[i] else 0.0
-    out[2] = sum_abs(product, buffer)
-
-
-@kernel
-def clean_three(w: Any, g: Any, u: Any, keep: Any, exponent: Any) -> None:
-    for i in range(w.size):
-        ok = (
-            (bits_of(w[i]) & exponent) != exponent
-            and (bits_of(g[i]) & exponent) != exponent
-            and (bits_of(u[i]) & exponent) != exponent
-        )
-        keep[i] = ok
-        if not ok:
-            w[i] = 0
-            g[i] = 0
-            u[i] = 0
 
 
 @kernel

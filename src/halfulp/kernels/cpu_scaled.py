@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from halfulp.kernels.cpu import (
+from halfulp.kernels.cpu_tile import (
     ONE, WORDS, add_carry, add_in_container, clean_three, count_equal, difference, finish_write, keep_stored, load,
-    load_write, prefer_nearest, score_sums, store,
+    load_write, mark_moved, prefer_nearest, score_sums, store, sum_abs,
 )  # fmt: skip
 from halfulp.kernels.params import EMIN, HI, INVERSE, LO, MANT, SHIFT, T_SUB, T_ZERO, UP
 from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
@@ -210,11 +210,26 @@ def step_stats(
 
 
 @kernel
+def stay_scaled(q: Any, z: Any, step: Any, stay: Any, f: Any, k: Any, cast: Any) -> None:
+    """As cpu_tile.stay_magic, on the grid of the next steps; a q that is not on it cannot stay."""
+    for i in range(q.size):
+        v = np.float64(z[i]) / step[i]
+        a = min(abs(v), -f[LO] if v < 0 else f[HI])
+        gaps = float_like(a, k[INVERSE] - max(bits_of(a) & EXPONENT, k[EMIN]))
+        s = a * gaps
+        n = np.floor(s)
+        at = (-np.float64(q[i]) if v < 0 else np.float64(q[i])) / step[i] * gaps
+        cast[0] = s - n if at == n + 1.0 else (1.0 - (s - n) if at == n else 0.0)
+        stay[i] = stay[i] * cast[0]
+
+
+@kernel
 def audit_tiles_scaled(
     w: Any, d: Any, after: Any, steps: Any, next_steps: Any, row: Any, length: Any, f: Any, k: Any,
-    masks: Any, to: Any, work: Any, counts: Any, t0: Any, t1: Any,
+    masks: Any, to: Any, work: Any, moved: Any, stay: Any, counts: Any, expected: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
     """One moving grid on every tile: reference.audit's counts, without the shared ones."""
+    flags, s_, buffer = np.empty(TILE + TILE // 8, np.uint8), np.zeros(TILE, work.dtype), np.empty(TILE // 2)
     x_, y_, v_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, work.dtype)
     q_, step_, keep_ = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
     cast = np.empty(1, work.dtype)
@@ -240,6 +255,14 @@ def audit_tiles_scaled(
         expand(next_steps, first, row, length, step)
         nearest_scaled(z, step, x, f, k, cast)
         counts[t, 0] = count_equal(x, q) - bad
+        if moved.size > 0:
+            start = t * (TILE // 8)
+            counts[t, 5] = mark_moved(q, x, flags, moved[start : start + (n + 7) // 8])
+        if stay.size > 0:
+            stay_scaled(q, z, step, stay[first : first + n], f, k, cast)
+            s_[:n] = stay[first : first + n]
+            s_[n:] = 0
+            expected[t] = sum_abs(s_, buffer)
         counts[t, 1] = symmetric - bad
         counts[t, 2] = ends
         counts[t, 3] = smalls

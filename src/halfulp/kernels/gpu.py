@@ -43,6 +43,7 @@ Array = npt.NDArray[Any]
 # Warps a program: the fewest that keep every value in registers (see compile_report).
 WARPS = {"round_tile": 1, "write_tile": 1, "audit_tile": 4, "audit_scaled_tile": 8, "score_tile": 4}
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+PTXAS = ("--fmad=false", "--regAllocOptLevel=2")  # what Triton passes to the assembler with these options
 TO = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -243,13 +244,14 @@ def _project(
 
 def audit(
     w: torch.Tensor, d: torch.Tensor, after: bool, grids: list[Grid] | tuple[Grid, ...], phase: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What each grid would do to proposals d at weights w: counts, shared counts, sums and phases.
+) -> tuple[torch.Tensor, ...]:
+    """What each grid would do to proposals d at weights w: the five parts of the reference's answer.
 
-    ``after``: d holds the weights after the step. Phases that are not wanted are zero.
+    ``after``: d holds the weights after the step. Phases that are not wanted are zero, and so is what
+    follows coordinates over steps, which is not done here.
     """
     tiles, where = reference.tiles_of(w.numel()), w.device
-    counts = torch.empty((tiles, len(grids), len(reference.AUDIT_COUNTS)), dtype=torch.int32, device=where)
+    counts = torch.zeros((tiles, len(grids), len(reference.AUDIT_COUNTS)), dtype=torch.int32, device=where)
     shared = torch.empty((tiles, len(reference.SHARED_COUNTS)), dtype=torch.int32, device=where)
     sums = torch.empty((tiles, len(reference.AUDIT_SUMS)), dtype=torch.float64, device=where)
     phases = torch.zeros((tiles, len(grids)), dtype=torch.int64, device=where)
@@ -268,7 +270,7 @@ def audit(
                 counts, w.numel(), len(grids), number,
                 AFTER=after, TO=TO[w.dtype],
             )  # fmt: skip
-    return counts, shared, sums, phases
+    return counts, shared, sums, phases, torch.zeros_like(phases, dtype=torch.float64)
 
 
 def score(w: torch.Tensor, g: torch.Tensor, u: torch.Tensor, after: bool, grid: Grid) -> torch.Tensor:
@@ -308,9 +310,12 @@ _AUDIT: dict[str, Any] = {"AFTER": True, "PHASE": True}
 
 # The largest form of every kernel (kernel, container, constants), and the commonest.
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    *(("round_tile", c, _ROUND | {"STEPS": False}) for c in _CONTAINERS),
-    *(("write_tile", c, _WRITE | {"STEPS": False, "CARRY": 0 if c == "bfloat16" else 2}) for c in _CONTAINERS),
+    *(
+        ("write_tile", c, _WRITE | {"STEPS": False, "CARRY": 0 if c == "bfloat16" else 2})
+        for c in _CONTAINERS
+    ),
     *(("audit_tile", c, _AUDIT) for c in _CONTAINERS),
+    ("round_tile", "float32", _ROUND | {"STEPS": False}),
     ("round_tile", "float32", _ROUND | {"MODE": reference.NEAREST, "STEPS": False}),
     ("round_tile", "float32", _ROUND | {"ALIGNED": False, "STEPS": True}),
     ("write_tile", "float32", _WRITE | {"STEPS": True}),
@@ -320,8 +325,8 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def _compile(name: str, holder: str, constants: dict[str, Any], arch: int) -> str:
-    """The PTX of one variant for one architecture (80: sm_80)."""
+def compile_ptx(name: str, holder: str, constants: dict[str, Any], arch: int, **options: Any) -> str:
+    """The PTX of one variant for one architecture (80: sm_80), with the options of a launch or others."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -336,7 +341,7 @@ def _compile(name: str, holder: str, constants: dict[str, Any], arch: int) -> st
     made = triton.compile(
         ASTSource(kernel, signature, constants, aligned),
         target=GPUTarget("cuda", arch, 32),
-        options=OPTIONS | {"num_warps": WARPS[name]},
+        options=OPTIONS | {"num_warps": WARPS[name]} | options,
     )
     return str(made.asm["ptx"])
 
@@ -350,7 +355,7 @@ def _assemble(ptx: str, arch: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command = [get_ptxas(arch).path, "-v", "--fmad=false", f"--gpu-name={found[1]}", source, "-o"]
+        command = [get_ptxas(arch).path, "-v", *PTXAS, f"--gpu-name={found[1]}", source, "-o"]
         log = subprocess.run(
             [*command, Path(folder, "kernel.cubin")], capture_output=True, text=True, check=True
         ).stderr
@@ -360,23 +365,29 @@ def _assemble(ptx: str, arch: int) -> tuple[int, int]:
     return int(registers[1]), sum(int(s) for s in spilled)
 
 
-def compile_report(archs: tuple[int, ...] = (80, 90, 100, 120)) -> list[dict[str, Any]]:
-    """Compile every kernel ahead of time, and say what it takes. Needs no GPU.
+def count_hazards(ptx: str) -> dict[str, int]:
+    """Instructions that could break equality with the reference, by kind.
 
-    ``fused`` counts fused multiply-adds; ``flushed`` operations that flush subnormals, except
-    ``floor``, whose argument is never negative. Either would break equality with the reference.
+    ``fused``: a multiplication with an addition. ``approximate``: a division or another function.
+    ``flushed``: subnormals taken for zero; not in ``floor``, whose argument is never negative here.
     """
+    return {
+        "fused": len(re.findall(r"\bfma\.", ptx)),
+        "approximate": len(re.findall(r"\.approx\b|\bdiv\.full\b", ptx)),
+        "flushed": len(re.findall(r"\.ftz\b", ptx)) - len(re.findall(r"\bcvt\.rmi\.ftz\b", ptx)),
+    }
+
+
+def compile_report(archs: tuple[int, ...] = (80, 90, 100, 120)) -> list[dict[str, Any]]:
+    """Compile every kernel ahead of time, and say what it takes. Needs no GPU."""
     rows = []
     for name, holder, constants in VARIANTS:
         for arch in archs:
-            ptx = _compile(name, holder, constants, arch)
+            ptx = compile_ptx(name, holder, constants, arch)
             registers, spilled = _assemble(ptx, arch)
-            rows.append({
-                "kernel": name, "container": holder, "constants": constants, "arch": arch,
-                "warps": WARPS[name], "registers": registers, "spill_bytes": spilled,
-                "fused": len(re.findall(r"\bfma\.", ptx)),
-                "flushed": len(re.findall(r"\.ftz\b", ptx)) - len(re.findall(r"\bcvt\.rmi\.ftz\b", ptx)),
-            })  # fmt: skip
+            row = {"kernel": name, "container": holder, "constants": constants, "arch": arch}
+            row |= {"warps": WARPS[name], "registers": registers, "spill_bytes": spilled}
+            rows.append(row | count_hazards(ptx))
     return rows
 
 

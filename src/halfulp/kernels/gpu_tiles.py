@@ -52,6 +52,7 @@ UP, POINTS = tl.constexpr(params.UP), tl.constexpr(params.POINTS)
 T_SUB, T_ZERO = tl.constexpr(params.T_SUB), tl.constexpr(params.T_ZERO)
 P0, P1, P2, P3, P4, P5, P6, P7 = (tl.constexpr(c) for c in reference.LOG2_POLYNOMIAL)
 PHASE_ONE = tl.constexpr(reference.PHASE_ONE)
+AUDIT_COUNTS = tl.constexpr(len(reference.AUDIT_COUNTS))  # only the first five are of one step alone
 CARRY_OUT, CARRY_IN = tl.constexpr(1), tl.constexpr(2)  # a carry is only written; also read
 
 
@@ -181,7 +182,6 @@ def write_some(
     ok = finite(z)
     if CARRY == CARRY_IN:
         z += load(carry, i, mask)
-    z = tl.where(ok, z, q)
     if MODE == DEADZONE:
         r = place(z, step, drawn, f, k, key, offset + i, NEAREST, STEPS, TO)
         dead = (r == q) & (z != q)
@@ -320,8 +320,8 @@ def audit_tile(
             end = (q >= fg[HI]) | (q <= fg[LO])
             zero = size < fg[T_ZERO]
             small = (size < fg[T_SUB]) & ~zero
-            store_three(counts + 5 * at, total(pack_three(ok & frozen, ok & symmetric, ok & end)))
-            store_two(counts + 5 * at + 3, total(pack_two(ok & small, ok & zero)))
+            store_three(counts + AUDIT_COUNTS * at, total(pack_three(ok & frozen, ok & symmetric, ok & end)))
+            store_two(counts + AUDIT_COUNTS * at + 3, total(pack_two(ok & small, ok & zero)))
 
 
 @triton.jit(do_not_specialize=["row", "per_row", "length", "n_grids", "number"])
@@ -348,7 +348,7 @@ def audit_scaled_tile(
     zero = element == 0
     normal = tl.where(f[T_ZERO] < f[T_SUB], as_float(k[EMIN]), 0.0)  # integers have no subnormals
     small = (tl.abs(element) < normal) & ~zero
-    at = counts + 5 * (tile * n_grids + number)
+    at = counts + AUDIT_COUNTS * (tile * n_grids + number)
     store_three(at, total(pack_three(ok & frozen, ok & symmetric, ok & end)))
     store_two(at + 3, total(pack_two(ok & small, ok & zero)))
 

@@ -30,9 +30,10 @@ TILE = 768
 NEAREST, STOCHASTIC, DEADZONE = 0, 1, 2
 MODES = {"nearest": NEAREST, "stochastic": STOCHASTIC, "deadzone": DEADZONE}
 
-AUDIT_COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code")
+AUDIT_COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
 """Per tile and grid: proposals that nearest rounding throws away; that the symmetric half-gap
-would throw away; codes at the ends of the range, below the smallest normal but not zero, zero."""
+would throw away; codes at the ends of the range, below the smallest normal but not zero, zero;
+coordinates that no step so far has moved (zero unless they are followed)."""
 SHARED_COUNTS = ("zero_proposal", "nonfinite")
 """Per tile, for all grids: proposals equal to zero; coordinates with a non-finite weight or proposal."""
 AUDIT_SUMS = ("weight_sq", "proposal_sq")
@@ -312,12 +313,23 @@ def written(q: Array, z: Array, grid: Grid, step: Array | None = None) -> Array:
     return round(z, g, step=step)
 
 
-def audit(w: Array, d: Array, grids: list[Grid], phase: bool = True) -> dict[str, Array]:
+def audit(
+    w: Array,
+    d: Array,
+    grids: list[Grid],
+    phase: bool = True,
+    moved: Array | None = None,
+    stay: Array | None = None,
+) -> dict[str, Array]:
     """What each grid would do to proposals d at weights w: counts and sums per tile.
 
     ``counts`` is (tiles, grids, AUDIT_COUNTS), ``shared`` (tiles, SHARED_COUNTS), ``sums``
     (tiles, AUDIT_SUMS) and ``phase`` (tiles, grids), in units of 1 / PHASE_ONE.
     A coordinate with a non-finite weight or proposal enters only the non-finite count.
+
+    ``moved`` (grids, bytes of bits) and ``stay`` (grids, coordinates) follow every coordinate over the
+    steps and are updated in place: which ones nearest rounding ever moved, and with what probability
+    stochastic rounding never did. The sums of ``stay`` per tile come as ``expected``.
     """
     flat_w, flat_d = w.reshape(-1), d.reshape(-1)
     ok = np.isfinite(flat_w) & np.isfinite(flat_d)
@@ -325,6 +337,7 @@ def audit(w: Array, d: Array, grids: list[Grid], phase: bool = True) -> dict[str
     n_tiles = tiles_of(flat_w.size)
     counts = np.zeros((n_tiles, len(grids), len(AUDIT_COUNTS)), dtype=np.int32)
     phases = np.zeros((n_tiles, len(grids)), dtype=np.int64)
+    expected = np.zeros((n_tiles, len(grids)))
     for k, grid in enumerate(grids):
         g = grid.within(w.dtype)
         shaped = safe_w.reshape(w.shape)
@@ -332,7 +345,8 @@ def audit(w: Array, d: Array, grids: list[Grid], phase: bool = True) -> dict[str
         q = round(shaped, g, step=step)
         with np.errstate(over="ignore"):
             z = (q + safe_d.reshape(w.shape)).astype(w.dtype)
-        frozen = written(q, z, g).reshape(-1) == q.reshape(-1)
+        r = written(q, z, g)
+        frozen = r.reshape(-1) == q.reshape(-1)
         unit = _unit_at(safe_w, g, step, w.shape)
         element = np.abs(q.reshape(-1).astype(np.float64)) / _each(step, g, w.shape)
         top = np.where(np.signbit(q.reshape(-1)), -g.lo, g._fixed()[1])
@@ -345,6 +359,12 @@ def audit(w: Array, d: Array, grids: list[Grid], phase: bool = True) -> dict[str
         )
         for c, column in enumerate(columns):
             counts[:, k, c] = tile_count(column & ok)
+        if moved is not None:
+            moved[k] |= np.packbits(~frozen, bitorder="little")
+            counts[:, k, 5] = tile_count(np.unpackbits(moved[k], count=frozen.size, bitorder="little") == 0)
+        if stay is not None:
+            stay[k] *= stay_probability(q, z, g).reshape(-1).astype(stay.dtype)
+            expected[:, k] = tile_sum(stay[k])
         if phase:
             phases[:, k] = tiled(phase_points(safe_w, safe_d, g.mantissa) * ok).sum(axis=1)
     wide_w, wide_d = safe_w.astype(np.float64), safe_d.astype(np.float64)
@@ -353,7 +373,24 @@ def audit(w: Array, d: Array, grids: list[Grid], phase: bool = True) -> dict[str
         "shared": np.stack([tile_count((flat_d == 0) & ok), tile_count(~ok)], axis=1),
         "sums": np.stack([tile_sum(wide_w * wide_w), tile_sum(wide_d * wide_d)], axis=1),
         "phase": phases,
+        "expected": expected,
     }
+
+
+def stay_probability(q: Array, z: Array, grid: Grid) -> Array:
+    """The probability that stochastic rounding of z stores q again, in float64."""
+    g = grid.within(q.dtype)
+    each: Any = 1.0
+    if g.scaling is not None:
+        step = steps(q if g.scaling.from_old else z, g)
+        each = step[segment_ids(q.shape, g.scaling)].reshape(q.shape)
+    v = z.astype(np.float64) / each
+    a, _ = _limits(v, g)
+    n = index_of(a, g)
+    low, high = value_of(n, g), value_of(n + 1, g)
+    part = (a - low) / (high - low)
+    at = np.where(v < 0, -1.0, 1.0) * q.astype(np.float64) / each
+    return np.where(at == low, 1.0 - part, np.where(at == high, part, 0.0))
 
 
 def _each(step: Array | None, grid: Grid, shape: tuple[int, ...]) -> Array | float:

@@ -372,7 +372,7 @@ class WriteBack(torch.optim.Optimizer):
         rate, decay = _decoupled(self.optimizer, group)
         step = Step(
             name=slot.name, grid=slot.grid, stream=self._stream(slot, self.steps), q=q, z=z, state=slot.state,
-            moved=slot.moved, sums=decay > 0 and self.telemetry, group=group,
+            moved=slot.moved, sums=_sampling(z) if decay > 0 and self.telemetry else 0, group=group,
             moments=self.optimizer.state.get(slot.stepped, {}),
         )  # fmt: skip
         written = slot.policy.after(step)
@@ -444,6 +444,11 @@ class WriteBack(torch.optim.Optimizer):
     def __repr__(self) -> str:
         grids = ", ".join(sorted({f"{s.policy.name} on {s.grid.name}" for s in self.slots}))
         return f"WriteBack({grids}; {len(self.slots)} tensors; {self.optimizer!r})"
+
+
+def _sampling(x: torch.Tensor) -> int:
+    """Which tiles tell how much of a proposal is decay: all of a small tensor, every sixteenth of a large."""
+    return 16 if kernels.tiles_of(x.numel()) >= 256 else 1
 
 
 def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[float, float]:

@@ -47,7 +47,7 @@ class Step:
     z: torch.Tensor
     state: State
     moved: torch.Tensor | None
-    sums: bool
+    sums: int
     group: dict[str, Any]
     """The optimizer's parameter group."""
     moments: dict[str, Any]

@@ -8,7 +8,8 @@
 ``packed``
     The persistent state is codes, packed to the bit; the parameter is an empty shell of the right
     shape. A module's weights are decoded when its forward runs and dropped when it ends; what
-    autograd saved of them is decoded again in the backward, one tensor at a time.
+    autograd saved of them is decoded again in the backward, one tensor at a time. Outside its own
+    module's forward (a parent that reads ``self.child.weight``) a packed weight reads as NaN.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from halfulp import kernels
-from halfulp.errors import CorruptionError
+from halfulp.errors import CorruptionError, UsageError
 from halfulp.grids import Grid
 
 
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes of ``bits`` bits each, one after another, lowest bit first, in whole bytes.
+
+    Codes of 9 to 15 bits go in two runs: their low bytes, then what is above them.
 
     >>> pack_bits(torch.tensor([1, 2, 3]), 4)
     tensor([33,  3], dtype=torch.uint8)
@@ -37,9 +40,11 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
         return flat.to(torch.uint8)
     if bits == 16:
         return flat.to(torch.int32).to(torch.int16).view(torch.uint8)
+    if bits > 8:
+        return torch.cat([pack_bits(flat & 255, 8), pack_bits(flat >> 8, bits - 8)])
     per = 8 // math.gcd(bits, 8)  # codes that fill whole bytes
     padded = torch.nn.functional.pad(flat.long(), (0, -flat.numel() % per)).reshape(-1, per)
-    word = sum((padded[:, i] << (bits * i) for i in range(per)), torch.zeros(len(padded), dtype=torch.int64))
+    word = sum((padded[:, i] << (bits * i) for i in range(per)), padded.new_zeros(len(padded)))
     parts = torch.stack([(word >> (8 * i)) & 255 for i in range(per * bits // 8)], dim=1)
     return parts.reshape(-1)[: math.ceil(flat.numel() * bits / 8)].to(torch.uint8)
 
@@ -54,12 +59,14 @@ def unpack_bits(packed: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
         return packed[:numel]
     if bits == 16:
         return packed.view(torch.int16).to(torch.int32) & 0xFFFF
+    if bits > 8:
+        return packed[:numel].to(torch.int32) | (unpack_bits(packed[numel:], bits - 8, numel).to(torch.int32) << 8)
     per = 8 // math.gcd(bits, 8)
     size = per * bits // 8
     padded = torch.nn.functional.pad(packed.long(), (0, -packed.numel() % size)).reshape(-1, size)
-    word = sum((padded[:, i] << (8 * i) for i in range(size)), torch.zeros(len(padded), dtype=torch.int64))
+    word = sum((padded[:, i] << (8 * i) for i in range(size)), padded.new_zeros(len(padded)))
     codes = torch.stack([(word >> (bits * i)) & (2**bits - 1) for i in range(per)], dim=1)
-    return codes.reshape(-1)[:numel].to(torch.uint8 if bits <= 8 else torch.int32)
+    return codes.reshape(-1)[:numel].to(torch.uint8)
 
 
 @dataclass(kw_only=True)
@@ -75,10 +82,11 @@ class Codes:
     def payload_bytes(self) -> int:
         return self.packed.numel() + (0 if self.steps is None else self.steps.numel() * self.steps.element_size())
 
-    def put(self, values: torch.Tensor) -> None:
-        """Keep grid values."""
-        moving = self.grid.scaling is not None
-        self.steps = kernels.steps(values, self.grid) if moving else None
+    def put(self, values: torch.Tensor, steps: torch.Tensor | None = None) -> None:
+        """Keep grid values. ``steps`` are those they were rounded with: not every rule finds them again."""
+        if steps is None and self.grid.scaling is not None:
+            steps = kernels.steps(values, self.grid)
+        self.steps = steps
         self.packed = pack_bits(kernels.encode(values, self.grid, step=self.steps), self.grid.bits)
 
     def get(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -93,9 +101,9 @@ class Codes:
         return kernels.decode(codes, self.grid, step=self.steps, dtype=dtype)
 
 
-def shell(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of any shape that takes the memory of one number."""
-    return torch.full((1,), torch.nan, dtype=dtype).expand(shape)
+def shell(p: torch.Tensor) -> torch.Tensor:
+    """A tensor like p that takes the memory of one number."""
+    return torch.full((1,), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
 
 
 class Shells:
@@ -110,48 +118,53 @@ class Shells:
     def add(self, p: torch.nn.Parameter, codes: Codes) -> None:
         self._codes[p] = codes
         self._open[p] = 0
-        p.data = shell(p.shape, p.dtype)
+        p.data = shell(p)
 
     def open(self, p: torch.nn.Parameter) -> None:
         if self._open[p] == 0:
             p.data = self._codes[p].get(p.dtype)
         self._open[p] += 1
 
-    def close(self, p: torch.nn.Parameter, changed: bool = False) -> None:
+    def close(self, p: torch.nn.Parameter) -> None:
         self._open[p] -= 1
         if self._open[p] == 0:
-            if changed:
-                self._codes[p].put(p.data)
-            p.data = shell(p.shape, p.dtype)
+            p.data = shell(p)
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Hook every module that owns a packed parameter."""
+    def attach(self, model: torch.nn.Module, packed: list[torch.nn.Parameter]) -> None:
+        """Hook every module that owns one of these packed parameters."""
+        chosen = set(packed)
         for module in model.modules():
-            own = [p for p in module.parameters(recurse=False) if p in self._codes]
+            # Attention reads the weight of its output projection without calling it.
+            reads_children = isinstance(module, torch.nn.MultiheadAttention)
+            own = [p for p in module.parameters(recurse=reads_children) if p in chosen]
             if own:
                 self._handles += [
                     module.register_forward_pre_hook(self._before(own)),
                     module.register_forward_hook(self._after(own), always_call=True),
                 ]
-        packed = [p for p in model.parameters() if p in self._codes]
+        names = {p: name for name, p in model.named_parameters() if p in chosen}
         self._handles += [
-            model.register_state_dict_pre_hook(lambda *_: [self.open(p) for p in packed]),
-            model.register_state_dict_post_hook(lambda _, state, prefix, __: self._saved(packed, state)),
+            model.register_state_dict_pre_hook(lambda *_: [self.open(p) for p in names]),
+            model.register_state_dict_post_hook(lambda _, state, prefix, __: self._saved(names, state)),
+            model.register_load_state_dict_pre_hook(lambda *_: [self.open(p) for p in names]),
+            model.register_load_state_dict_post_hook(lambda *_: self._loaded(names)),
         ]
 
     def _before(self, own: list[torch.nn.Parameter]) -> Callable[..., None]:
-        def hook(_module: torch.nn.Module, _args: Any) -> None:
+        def hook(module: torch.nn.Module, _args: Any) -> None:
             for p in own:
                 self.open(p)
             context = saved_tensors_hooks(self._pack, self._unpack)
             context.__enter__()
-            self._contexts.append(context)
+            self._contexts.append((module, context))
 
         return hook
 
     def _after(self, own: list[torch.nn.Parameter]) -> Callable[..., None]:
-        def hook(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
-            self._contexts.pop().__exit__(None, None, None)
+        def hook(module: torch.nn.Module, _args: Any, _output: Any) -> None:
+            if not self._contexts or self._contexts[-1][0] is not module:
+                return  # an error before this module was opened
+            self._contexts.pop()[1].__exit__(None, None, None)
             for p in own:
                 self.close(p)
 
@@ -170,13 +183,35 @@ class Shells:
         p, shape, stride, offset, dtype = kept
         return self._codes[p].get(dtype).as_strided(shape, stride, offset)
 
-    def _saved(self, packed: list[torch.nn.Parameter], state: dict[str, Any]) -> None:
-        addresses = {p.data_ptr() for p in packed}
+    def _saved(self, names: dict[torch.nn.Parameter, str], state: dict[str, Any]) -> None:
+        addresses = {p.data_ptr() for p in names}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.data_ptr() in addresses:
                 state[key] = value.clone()
-        for p in packed:
+        for p in names:
             self.close(p)
+
+    def _loaded(self, names: dict[torch.nn.Parameter, str]) -> None:
+        """Keep what was loaded into open parameters: all of it, or on an error nothing."""
+        fresh = {}
+        try:
+            for p, name in names.items():
+                codes = self._codes[p]
+                if torch.equal(p.data, codes.get(p.dtype)):
+                    continue
+                fresh[p] = Codes(grid=codes.grid, shape=codes.shape)
+                fresh[p].put(torch.where(torch.isfinite(p.data), p.data, 0))
+                off = int((fresh[p].get(p.dtype) != p.data).sum())
+                if off:
+                    raise UsageError(
+                        f"parameter {name!r} is packed on grid {codes.grid.name}, but {off} of {p.numel()} values to "
+                        "load are off it. Load them before WriteBack is made, or load the state it saved."
+                    )
+            for p, codes in fresh.items():
+                self._codes[p].packed, self._codes[p].steps = codes.packed, codes.steps
+        finally:
+            for p in names:
+                self.close(p)
 
     def detach(self) -> None:
         """Remove the hooks and give every parameter its values back."""

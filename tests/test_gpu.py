@@ -1,0 +1,87 @@
+"""The Triton kernels: equal to the reference in Triton's interpreter, and clean when compiled.
+
+No GPU is needed for either. The interpreter runs the kernels' own code on NumPy arrays, in a process
+of its own (see gpu_interpreted.py); the compiler makes the same code into machine code for four
+architectures.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu_interpreted
+import pytest
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="Triton is not installed (it has no wheels for this platform, or: pip install 'halfulp[gpu]')",
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """What each check said: nothing, or how it failed."""
+    script = Path(gpu_interpreted.__file__)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {row["check"]: row["error"] for row in map(json.loads, done.stdout.splitlines())}
+
+
+@needs_triton
+@pytest.mark.parametrize("check", gpu_interpreted.CHECKS)
+def test_equals_the_reference(outcomes: dict[str, str], check: str) -> None:
+    """Every result of every kernel is the reference's, to the last bit."""
+    assert not outcomes[check], outcomes[check]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    from halfulp.kernels import gpu
+
+    return gpu.compile_report()
+
+
+@needs_triton
+def test_compiles_for_every_architecture_without_spills(compiled: list[dict[str, Any]]) -> None:
+    """All values stay in registers, on every architecture."""
+    from halfulp.kernels import gpu
+
+    assert {row["arch"] for row in compiled} == {80, 90, 100, 120}
+    assert {row["kernel"] for row in compiled} == set(gpu.WARPS)
+    assert [row for row in compiled if row["spill_bytes"]] == []
+
+
+@needs_triton
+def test_compiled_arithmetic_is_that_of_the_reference(compiled: list[dict[str, Any]]) -> None:
+    """No multiplication is fused with an addition, no division approximate, no subnormal flushed."""
+    assert [row for row in compiled if row["fused"] or row["approximate"] or row["flushed"]] == []
+
+
+@needs_triton
+def test_a_fused_kernel_would_be_noticed() -> None:
+    """The count of fused operations is not zero by blindness."""
+    from halfulp.kernels import gpu
+
+    fused = gpu.compile_ptx(
+        "audit_tile", "float32", {"AFTER": True, "PHASE": True}, 90, enable_fp_fusion=True
+    )
+    assert gpu.count_hazards(fused)["fused"] > 0
+
+
+def test_importing_halfulp_does_not_import_triton() -> None:
+    """It is an optional dependency, and slow to import."""
+    code = "import sys, halfulp, halfulp.kernels; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,458 @@
+"""Kernels against the NumPy reference, to the last bit: every kernel, container, shape, stride and thread."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp import kernels
+from halfulp.kernels import cpu, reference
+from halfulp.kernels.params import masks, params, table
+from oracle import CONTAINERS, NUMPY, array, assert_same, tensor
+
+STATIC = ["bf16", "fp16", "e5m2", "e4m3", "e4m3@128", "e2m1", "m0", "m3", "m7", "m10", "float32", "tf32"]
+STATIC += ["int4@16", "int4@16/asym", "int8@100", "int3@3/asym", "bf16@4"]
+MOVING = ["int8", "int4/g128", "int8/g48", "int3/dqt", "int8/row", "int4/absmean/row", "int5/asym"]
+MOVING += ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"]
+ODD = [
+    hu.float_grid(mantissa=3, emin=-60, largest=1.5 * 2.0**120, name="wide"),  # too wide for float32's shortcut
+    hu.float_grid(mantissa=22, emin=-60, largest=1.0, name="fine"),
+    hu.float_grid(mantissa=0, emin=-10, largest=1024.0, name="powers"),
+]
+SHAPES = [(), (0,), (1,), (767,), (769,), (7, 100), (0, 5), (3, 768), (2, 3, 520)]
+
+
+def grids_for(dtype: torch.dtype) -> list[hu.Grid]:
+    """Every kind of grid that fits a container."""
+    fitting = []
+    for g in (*(hu.grid(n) for n in STATIC + MOVING), *ODD):
+        try:
+            g.within(dtype)
+        except hu.UsageError:
+            continue
+        fitting.append(g)
+    return fitting
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int, bad: bool = True) -> tuple[np.ndarray, ...]:
+    """Weights, proposals and gradients: zeros, huge and tiny ones, ties, and (if ``bad``) non-finite ones."""
+    rng = np.random.default_rng([seed, *shape])
+    n = math.prod(shape)
+    w, d, g = rng.standard_normal(n) * 0.05, rng.standard_normal(n) * 0.002, rng.standard_normal(n)
+    w[rng.random(n) < 0.03] = 0
+    w[rng.random(n) < 0.01] *= 1e5
+    w[rng.random(n) < 0.01] *= 1e-30
+    w[rng.random(n) < 0.05] = 0.5
+    d[rng.random(n) < 0.1] = 0
+    d[rng.random(n) < 0.02] *= 1e7
+    d[rng.random(n) < 0.02] *= 1e-35
+    d[rng.random(n) < 0.05] = 2.0 ** -rng.integers(3, 12)  # half gaps
+    if bad and n > 10:
+        for v in (np.nan, np.inf, -np.inf):
+            for x in (w, d, g):
+                x[rng.integers(0, n, 2)] = v
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return tuple(x.reshape(shape).astype(NUMPY[dtype]) for x in (w, d, g))
+
+
+def quiet(call: Any, *args: Any, **kwargs: Any) -> Any:
+    """The reference, without NumPy's remarks on overflow, which it means to meet."""
+    with np.errstate(all="ignore"):
+        return call(*args, **kwargs)
+
+
+@pytest.fixture(params=CONTAINERS, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def shape(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    return request.param
+
+
+# ---- kernel against reference ---------------------------------------------------------------------
+
+
+def test_round(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Nearest and stochastic rounding, and the steps, of every kind of grid."""
+    w, _, _ = draw(shape, dtype, seed=1)
+    for g in grids_for(dtype):
+        stream = hu.Stream(seed=1, name=g.name, step=2, offset=37)
+        assert_same(kernels.round(tensor(w), g), quiet(reference.round, w, g), g.name)
+        expected = quiet(reference.round, w, g, reference.STOCHASTIC, stream)
+        assert_same(kernels.round(tensor(w), g, stream), expected, f"{g.name} stochastic")
+        if g.scaling is not None:
+            assert_same(kernels.steps(tensor(w), g), reference.steps(w, g), f"{g.name} steps")
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "non-finite"])
+def test_audit(dtype: torch.dtype, shape: tuple[int, ...], bad: bool) -> None:
+    """Counts, shared counts, sums and phase sums of all grids in one pass."""
+    w, d, _ = draw(shape, dtype, seed=2, bad=bad)
+    grids = grids_for(dtype)
+    for chosen in (grids, [g for g in grids if g.scaling is None][:1], [g for g in grids if g.scaling][-1:], []):
+        expected = quiet(reference.audit, w, d, chosen)
+        got = kernels.audit(tensor(w), tensor(d), chosen)
+        for field, value in expected.items():
+            assert_same(getattr(got, field), value, f"{field} of {[g.name for g in chosen]}")
+        assert got.numel == w.size
+        if chosen:
+            frozen = value_of_frozen(expected["counts"], w.size)
+            assert_same(got.frozen().double(), frozen, "frozen")
+        without = kernels.audit(tensor(w), tensor(d), chosen, phase=False)
+        assert_same(without.counts, got.counts)
+        assert not without.phase.any()
+
+
+def value_of_frozen(counts: np.ndarray, numel: int) -> np.ndarray:
+    return (counts[:, :, 0].sum(axis=0) / max(numel, 1)).astype(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("mode", reference.MODES)
+def test_write_back(dtype: torch.dtype, shape: tuple[int, ...], mode: str) -> None:
+    """New values, counts, sums and moved bits, over two steps, so that moved bits accumulate."""
+    w, d, _ = draw(shape, dtype, seed=3)
+    for g in grids_for(dtype):
+        q = quiet(reference.round, w, g)
+        q = np.where(np.isfinite(q), q, 0).astype(q.dtype)
+        moved = np.zeros((q.size + 7) // 8, dtype=np.uint8)
+        moved_kernel = tensor(moved)
+        for step in range(2):
+            stream = hu.Stream(seed=4, name=g.name, step=step, offset=2**33 + 5)
+            z = quiet(lambda q, step: (q + (d if step == 0 else -d)).astype(q.dtype), q, step)
+            r, facts = quiet(reference.write_back, q, z, g, reference.MODES[mode], stream, moved=moved)
+            proposed = tensor(z)
+            got = kernels.write_back(tensor(q), proposed, g, mode, stream, moved=moved_kernel, sums=True)
+            what = f"{g.name} {mode} step {step}"
+            assert got.out.data_ptr() == proposed.data_ptr()
+            assert_same(proposed, r, what)
+            assert_same(got.counts, facts["counts"], f"{what} counts")
+            assert_same(got.sums, facts["sums"], f"{what} sums")
+            assert_same(moved_kernel, moved, f"{what} moved")
+            plain = kernels.write_back(tensor(q), tensor(z), g, mode, stream, out=torch.empty_like(proposed))
+            assert_same(plain.out, r, f"{what} out=")
+            assert_same(plain.counts[:, :4], facts["counts"][:, :4], f"{what} without moved bits")
+            assert not plain.counts[:, 4].any()
+            assert not plain.sums.any()
+            q = r
+
+
+def test_score(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The eight sums of every tile."""
+    w, u, g = draw(shape, dtype, seed=5)
+    for grid in grids_for(dtype):
+        expected = quiet(reference.score, w, g, u, grid)
+        assert_same(kernels.score(tensor(w), tensor(g), tensor(u), grid), expected, grid.name)
+
+
+def test_after_mode(dtype: torch.dtype) -> None:
+    """after=True takes weights after the step: the proposal is their difference, in at least float32."""
+    w, d, g = draw((5, 700), dtype, seed=6)
+    after = quiet(lambda: (w + d).astype(w.dtype))
+    work = np.float64 if dtype == torch.float64 else np.float32
+    change = quiet(lambda: after.astype(work) - w.astype(work))
+    grids = grids_for(dtype)
+    expected = quiet(reference.audit, w, change, grids)
+    got = kernels.audit(tensor(w), tensor(after), grids, after=True)
+    for field, value in expected.items():
+        assert_same(getattr(got, field), value, field)
+    for grid in grids:
+        want = quiet(reference.score, w, g, change, grid)
+        assert_same(kernels.score(tensor(w), tensor(g), tensor(after), grid, after=True), want, grid.name)
+
+
+def test_float64_values_that_float32_cannot_hold() -> None:
+    """A float64 container: 53-bit mantissas, magnitudes beyond float32's, subnormals; phase sums too."""
+    rng = np.random.default_rng(7)
+    n = 5000
+    w = rng.standard_normal(n) * 2.0 ** rng.integers(-1060, 900, n)
+    d = w * 2.0 ** -rng.integers(0, 12, n) * rng.standard_normal(n)
+    w[:50] = 5e-324 * rng.integers(0, 5, 50)
+    grids = [hu.grid(n) for n in ("bf16", "e4m3", "m7", "m3", "m24", "m51", "int8@100", "int8", "mxfp4", "nvfp4")]
+    expected = quiet(reference.audit, w, d, grids)
+    got = kernels.audit(tensor(w), tensor(d), grids)
+    for field, value in expected.items():
+        assert_same(getattr(got, field), value, field)
+    for g in grids:
+        assert_same(kernels.round(tensor(w), g), quiet(reference.round, w, g), g.name)
+        stream = hu.Stream(seed=7, name=g.name)
+        expected_random = quiet(reference.round, w, g, reference.STOCHASTIC, stream)
+        assert_same(kernels.round(tensor(w), g, stream), expected_random, g.name)
+
+
+def test_proposals_in_a_wider_container() -> None:
+    """float32 proposals for bfloat16 weights: the sum is rounded to the container once."""
+    w, _, _ = draw((3000,), torch.bfloat16, seed=8)
+    _, d, _ = draw((3000,), torch.float32, seed=8)
+    grids = grids_for(torch.bfloat16)
+    expected = quiet(reference.audit, w, d, grids)
+    got = kernels.audit(tensor(w), tensor(d), grids)
+    for field, value in expected.items():
+        assert_same(getattr(got, field), value, field)
+    q = hu.grid("e4m3").round(tensor(np.where(np.isfinite(w), w, 0).astype(w.dtype)))
+    one = kernels.audit(q, tensor(d), ["e4m3"])
+    assert int(one.counts[:, 0, 0].sum()) == int(hu.frozen(q, tensor(d), "e4m3").sum())
+
+
+# ---- definitions, without the reference -------------------------------------------------------------
+
+
+def test_counts_by_definition() -> None:
+    """What the counts mean, spelled out once on a tile: frozen, endpoint, subnormal, zero, non-finite."""
+    w = torch.tensor([1.0, 1.0, 448.0, -1000.0, 2.0**-8, 2.0**-11, 0.0, math.nan, 1.0])
+    d = torch.tensor([0.05, 0.07, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, math.inf])
+    a = kernels.audit(w, d, ["e4m3"])
+    assert dict(zip(kernels.AUDIT_COUNTS, a.counts[0, 0].tolist(), strict=True)) == {
+        "frozen": 5, "symmetric": 5, "endpoint": 2, "subnormal": 1, "zero_code": 2,
+    }  # fmt: skip
+    assert dict(zip(kernels.SHARED_COUNTS, a.shared[0].tolist(), strict=True)) == {"zero_proposal": 3, "nonfinite": 2}
+    moved = torch.zeros(2, dtype=torch.uint8)
+    q = torch.tensor([1.0, 1.0, 448.0, -448.0, 2.0**-8, 0.0, 0.0, 3.0, 1.0])
+    z = torch.tensor([1.05, 1.07, 448.0, -447.0, 2.0**-8, 2.0**-11, 1.0, math.nan, math.inf])
+    r = kernels.write_back(q, z, "e4m3", moved=moved, sums=True)
+    assert r.out.tolist() == [1.0, 1.125, 448.0, -448.0, 2.0**-8, 0.0, 1.0, 3.0, 1.0]
+    assert dict(zip(kernels.WRITE_COUNTS, r.counts[0].tolist(), strict=True)) == {
+        "frozen": 5, "zero_proposal": 2, "endpoint": 2, "nonfinite": 2, "never_moved": 7,
+    }  # fmt: skip
+    assert moved.tolist() == [0b01000010, 0]
+
+
+def test_deadzone_is_nearest_except_where_nearest_loses() -> None:
+    """Dead-zone mode: nearest where that moves the code, stochastic where a proposal would vanish."""
+    w, d, _ = draw((20_000,), torch.float32, seed=9, bad=False)
+    for name in ("e4m3", "bf16", "mxfp4"):
+        stream = hu.Stream(seed=9, name=name)
+        q = hu.grid(name).round(tensor(w))
+        z = q + tensor(d)
+        modes = {m: kernels.write_back(q, z.clone(), name, m, stream).out for m in reference.MODES}
+        lost = (modes["nearest"] == q) & (z != q)
+        assert lost.any()
+        expected = torch.where(lost, modes["stochastic"], modes["nearest"])
+        assert_same(modes["deadzone"], expected)
+
+
+# ---- strides ----------------------------------------------------------------------------------------
+
+
+def views(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same 40 by 60 values, held in other ways."""
+    held = torch.zeros(80, 180, dtype=x.dtype)
+    held[::2, ::3] = x
+    return {
+        "transposed": x.t().contiguous().t(),
+        "strided": held[::2, ::3],
+        "offset": torch.cat([x.new_zeros(7), x.reshape(-1)])[7:].reshape(x.shape),
+        "reversed axes": x.reshape(5, 8, 60).permute(2, 1, 0).contiguous().permute(2, 1, 0).reshape(40, 60),
+        "grad": x.clone().requires_grad_(),
+    }
+
+
+@pytest.mark.parametrize("name", ["e4m3", "bf16", "int8/row", "mxfp4"])
+def test_strides_do_not_matter(dtype: torch.dtype, name: str) -> None:
+    """Transposed, strided and offset inputs and outputs give the results of contiguous ones."""
+    w, d, g = (tensor(x) for x in draw((40, 60), dtype, seed=10))
+    stream = hu.Stream(seed=10, name=name)
+    rounded, random = kernels.round(w, name), kernels.round(w, name, stream)
+    q = torch.where(torch.isfinite(rounded), rounded, 0)
+    audit, score = kernels.audit(w, d, [name]), kernels.score(w, g, d, name)
+    written = kernels.write_back(q, q + d, name, "stochastic", stream, sums=True)
+    for label in views(w):
+        v, p, h, s, z = (views(x)[label] for x in (w, d, g, q, q + d))
+        out = views(torch.zeros_like(w))[label].detach()
+        assert_same(kernels.round(v, name), rounded, label)
+        assert kernels.round(v, name, stream, out=out) is out
+        assert_same(out, random, label)
+        again = kernels.audit(v, p, [name])
+        for field in ("counts", "shared", "sums", "phase"):
+            assert_same(getattr(again, field), getattr(audit, field), label)
+        assert_same(kernels.score(v, h, p, name), score, label)
+        over = z.detach()
+        got = kernels.write_back(s, over, name, "stochastic", stream, sums=True)
+        assert got.out.data_ptr() == over.data_ptr()
+        for a, b in ((over, written.out), (got.counts, written.counts), (got.sums, written.sums)):
+            assert_same(a, b, label)
+        aside = kernels.write_back(s, z, name, "stochastic", stream, out=out)
+        assert_same(aside.out, written.out, label)
+
+
+def test_expanded_inputs_and_rounding_in_place() -> None:
+    """Expanded tensors are read as the values they show; x may be its own output."""
+    row = torch.linspace(-1, 1, 60)
+    wide = row.expand(40, 60)
+    stream = hu.Stream(seed=1, name="x")
+    for name in ("e4m3", "int8/row"):
+        assert_same(kernels.round(wide, name, stream), kernels.round(wide.contiguous(), name, stream))
+        assert_same(kernels.audit(wide, wide, [name]).counts, kernels.audit(wide.contiguous(), wide, [name]).counts)
+        x = wide.contiguous()
+        expected = kernels.round(x, name, stream)
+        assert_same(kernels.round(x, name, stream, out=x), expected)
+    zero = torch.tensor(0.3)
+    assert kernels.round(zero, "e4m3").shape == ()
+
+
+# ---- threads and processes --------------------------------------------------------------------------
+
+
+def inputs(seed: int, n: int = 450_000) -> dict[str, Any]:
+    """Tensors large enough to be split between two threads."""
+    w, d, g = (tensor(x) for x in draw((n // 50, 50), torch.float32, seed=seed))
+    codes = {name: kernels.round(torch.nan_to_num(w, 0, 1, -1), name) for name in MANY}
+    return {"w": w, "d": d, "g": g, "codes": codes, "next": {name: q + d for name, q in codes.items()}}
+
+
+MANY = ("e4m3", "bf16", "int8", "int8/row", "mxfp4")
+
+
+def everything(x: dict[str, Any]) -> list[np.ndarray]:
+    """What every kernel makes of such tensors. No operation of torch's own is needed."""
+    stream, found, w = hu.Stream(seed=1, name="w"), [], x["w"]
+    for name in MANY:
+        q, z = x["codes"][name], x["next"][name]
+        moved, out = np.zeros((w.numel() + 7) // 8, dtype=np.uint8), torch.empty(w.shape)
+        written = kernels.write_back(
+            q, z, name, "deadzone", stream, moved=torch.from_numpy(moved), sums=True, out=out
+        )
+        found += [written.out, written.counts, written.sums, torch.from_numpy(moved)]
+        found += [kernels.round(w, name), kernels.round(w, name, stream), kernels.steps(w, name)]
+        found += [kernels.score(w, x["g"], x["d"], name), kernels.encode(q, name)]
+    audit = kernels.audit(w, x["d"], list(MANY))
+    return [array(v) for v in (*found, audit.counts, audit.shared, audit.sums, audit.phase)]
+
+
+def test_one_thread_or_two(threads: None) -> None:
+    """The number of threads does not change a bit."""
+    found = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        found.append(everything(inputs(seed=11)))
+    for one, two in zip(*found, strict=True):
+        assert_same(two, one)
+
+
+def test_two_python_threads(threads: None) -> None:
+    """Two Python threads in the kernels at once, each of which uses two more, get what one alone gets."""
+    torch.set_num_threads(2)
+    work = [inputs(seed=12), inputs(seed=13)]
+    alone = [everything(x) for x in work]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            for results, expected in zip(pool.map(everything, work), alone, strict=True):
+                for got, want in zip(results, expected, strict=True):
+                    assert_same(got, want)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_child(threads: None) -> None:
+    """A child forked after the parent used its threads can use its own, and gets the same. (torch's own
+    parallel operations may hang in such a child, so the kernels must not need any.)"""
+    torch.set_num_threads(2)
+    x = inputs(seed=14)
+    expected = everything(x)
+    child = os.fork()
+    if child == 0:  # no pytest from here on: the exit code tells
+        status = 1
+        try:
+            signal.alarm(60)
+            for got, want in zip(everything(x), expected, strict=True):
+                assert_same(got, want)
+            status = 0
+        finally:
+            os._exit(status)
+    for _ in range(600):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the forked child hung")
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# ---- more than 2**31 elements -----------------------------------------------------------------------
+
+
+def test_indices_beyond_32_bits() -> None:
+    """The tile functions on the last tiles of arrays of more than 2**31 elements. The arrays are zeros
+    that nobody touches elsewhere, so the system never gives them memory."""
+    n = 2**31 + 1000
+    tiles = reference.tiles_of(n)
+    first = (tiles - 3) * reference.TILE
+    assert first > 2**31 - 3 * reference.TILE
+    tail = n - first
+    w, d, g = draw((tail,), torch.bfloat16, seed=15)
+    q = np.where(np.isfinite(w), w, 0).astype(w.dtype)
+    z = quiet(lambda: (q + d).astype(q.dtype))
+    flat = {name: np.zeros(n, dtype=np.uint16) for name in "wdgqzo"}
+    for name, values in zip("wdgqz", (w, d, g, q, z), strict=True):
+        flat[name][first:] = values.view(np.uint16)
+    grid, stream = hu.grid("e4m3").within(torch.bfloat16), hu.Stream(seed=15, name="w")
+    p, m = params(grid, "float32"), masks("float32")
+    key = (*(np.uint32(k) for k in stream.key), 0)
+    last = (tiles - 3, tiles)
+
+    cpu.round_tiles(flat["w"], flat["o"], 1, p.floats, p.ints, m, *key, *last)
+    expected = quiet(reference.round, w, grid, reference.STOCHASTIC, stream.at(first))
+    assert_same(flat["o"][first:].view(w.dtype), expected, "round")
+
+    counts, sums = np.zeros((tiles, 5), dtype=np.int32), np.zeros((tiles, 2))
+    moved = np.zeros((n + 7) // 8, dtype=np.uint8)
+    cpu.write_tiles(
+        flat["q"], flat["z"], flat["o"], 2, p.floats, p.ints, m, *key, moved, True, np.int32(1), counts, sums, *last
+    )
+    moved_tail = np.zeros((tail + 7) // 8, dtype=np.uint8)
+    r, facts = quiet(reference.write_back, q, z, grid, reference.DEADZONE, stream.at(first), moved=moved_tail)
+    assert_same(flat["o"][first:].view(w.dtype), r, "write_back")
+    assert_same(counts[last[0] :], facts["counts"], "counts")
+    assert_same(sums[last[0] :], facts["sums"], "sums")
+    assert_same(moved[first // 8 :], moved_tail, "moved")
+
+    floats, ints = table((grid,), "float32")
+    shared, phases = np.zeros((tiles, 2), dtype=np.int32), np.zeros((tiles, 1), dtype=np.int64)
+    counts = np.zeros((tiles, 1, 5), dtype=np.int32)
+    cpu.audit_tiles(
+        flat["w"], flat["d"], False, floats, ints, m, 1, True, np.int32(1), counts, shared, sums, phases, *last
+    )
+    audit = quiet(reference.audit, w, d, [grid])
+    for name, got in {"counts": counts, "shared": shared, "sums": sums, "phase": phases}.items():
+        assert_same(got[last[0] :], audit[name], name)
+
+    out = np.zeros((tiles, 8))
+    cpu.score_tiles(flat["w"], flat["g"], flat["d"], False, p.floats, p.ints, m, 1, out, *last)
+    assert_same(out[last[0] :], quiet(reference.score, w, g, d, grid), "score")
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements() -> None:
+    """The public calls on 2**31 + 1000 bfloat16 values (nine gigabytes in all), beginning, middle and end."""
+    n = 2**31 + 1000
+    x = torch.zeros(n, dtype=torch.bfloat16)
+    values, _, _ = draw((5000,), torch.bfloat16, seed=16, bad=False)
+    starts = (0, 2**31 - 2500, n - 5000)
+    for start in starts:
+        x[start : start + 5000] = tensor(values)
+    stream = hu.Stream(seed=16, name="x")
+    expected = [kernels.round(x[s : s + 5000].clone(), "e4m3", stream.at(s)) for s in starts]
+    q = x.clone()
+    kernels.round(x, "e4m3", stream, out=x)
+    for start, want in zip(starts, expected, strict=True):
+        assert_same(x[start : start + 5000], want)
+    moved = torch.zeros((n + 7) // 8, dtype=torch.uint8)
+    written = kernels.write_back(q, x, "e4m3", moved=moved)
+    still = int((q[-5000:] == x[-5000:]).sum())
+    assert int(written.counts[-7:, 0].sum()) >= still - 376 and int(written.counts[:, 3].sum()) == 0
+    assert int(written.counts[:, 0].sum(dtype=torch.int64)) == int(written.counts[:, 4].sum(dtype=torch.int64))
+    audit = kernels.audit(q, x, ["e4m3"], after=True)
+    assert int(audit.counts[:, 0, 4].sum(dtype=torch.int64)) > 2**31 - 20_000
