@@ -183,6 +183,7 @@ CASES = {c.label: c for c in _cases()}
 
 def tensor(x: np.ndarray) -> torch.Tensor:
     """An array as a tensor of the same bits."""
+    x = np.asarray(x)  # an operation on arrays without dimensions gives a scalar
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(x.copy())

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfulp as hu
-from halfulp.kernels import cpu, reference
+from halfulp.kernels import reference
+from halfulp.kernels.cpu_tile import stochastic
 from halfulp.kernels.params import masks, params
 from halfulp.kernels.simd import exact_up
 from oracle import CASES, ONE, Case, array, assert_same, bits, exact, tensor
@@ -44,7 +45,7 @@ def by_kernel(x: np.ndarray, grid: hu.Grid, words: np.ndarray) -> tuple[np.ndarr
     """The first 31 digits alone; also how many of them equalled the fraction's."""
     p, (exponent, sign) = params(grid, x.dtype.name), masks(x.dtype.name)
     out = np.empty_like(x)
-    return out, int(cpu.stochastic(x, out, words, p.floats, p.ints, exponent, sign))
+    return out, int(stochastic(x, out, words, p.floats, p.ints, exponent, sign))
 
 
 def strata(seed: int) -> np.ndarray:

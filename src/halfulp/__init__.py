@@ -5,15 +5,17 @@ away: the stored value does not change. This package defines the grids, the exac
 kernels fast enough to watch it.
 """
 
+__version__ = "0.1.0"  # before the imports: traces record it
+
+from halfulp.audit.recorder import Audit
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
 from halfulp.events import frozen, margin, phase, rho, symmetric_frozen
 from halfulp.grids import Grid, float_grid, grid, integer_grid
 from halfulp.streams import Stream
+from halfulp.trace import Trace
 from halfulp.writeback import ECO, Kahan, Master, TileMaster, WriteBack
 
-__version__ = "0.1.0"
-
 __all__ = [
-    "ECO", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Master", "Stream", "TamperingError", "TileMaster",
+    "ECO", "Audit", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Master", "Stream", "TamperingError", "TileMaster", "Trace",
     "UsageError", "VersionError", "WriteBack", "__version__", "float_grid", "frozen", "grid", "integer_grid", "margin", "phase", "rho", "symmetric_frozen",
 ]  # fmt: skip

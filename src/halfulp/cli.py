@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -63,6 +64,70 @@ def grids(name: str = typer.Argument("", help="A grid, such as e4m3@128; none li
         shown = values[values >= 0]
         line = ", ".join(f"{v:g}" for v in shown[:12]) + (" ..." if len(shown) > 12 else "")
         console.print(f"  {'codes:':12}{len(values)} values; from zero up {line}", highlight=False, markup=False)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True}
+)
+def audit(
+    context: typer.Context,
+    script: Path = typer.Argument(..., help="A training script, unmodified; its own arguments follow."),
+    grids: str = typer.Option("bf16,fp16,e5m2,e4m3@128", help="Grids, separated by commas."),
+    every: int = typer.Option(1, help="Audit each n-th step."),
+    sample: float = typer.Option(1.0, help="Audit this share of every tensor's tiles."),
+    decay: bool = typer.Option(False, help="Audit weight decay and gradient part apart as well."),
+    out: Path = typer.Option(None, help="The trace's folder; default runs/NAME."),
+    resume: bool = typer.Option(False, help="Go on with a trace; steps that it holds are not recorded again."),
+) -> None:
+    """Run a training script and record what each grid would throw away."""
+    from halfulp.audit import verdict
+    from halfulp.audit.recorder import Audit
+    from halfulp.audit.script import run_script
+    from halfulp.trace import Trace
+
+    folder = out or _free(Path("runs") / script.stem)
+    recorder = Audit(
+        None,
+        [g.strip() for g in grids.split(",") if g.strip()],
+        out=folder,
+        every=every,
+        sample=None if sample == 1.0 else sample,
+        decay=decay,
+        resume=resume,
+        describe={"script": script.name, "arguments": list(context.args)},
+    )
+    code = run_script(script, context.args, recorder)
+    console = Console(stderr=True)
+    if recorder.step:
+        console.rule("halfulp")
+        for line in verdict.lines(Trace.open(folder)):
+            console.print(line, highlight=False, markup=False)
+        console.print(f"\nThe trace is in {folder}.", highlight=False, markup=False)
+    raise typer.Exit(code)
+
+
+def _free(path: Path) -> Path:
+    """The path, or one beside it that is not taken."""
+    taken, n = path, 2
+    while taken.exists():
+        taken, n = path.with_name(f"{path.name}-{n}"), n + 1
+    return taken
+
+
+@app.command()
+def compare(
+    reference: Path = typer.Argument(..., help="The trace whose forecast is tested."),
+    measured: Path = typer.Argument(..., help="The trace of the run on the grid."),
+    grid: str = typer.Option("", help="A grid of both traces; default: all that they share."),
+    scope: str = typer.Option("all", help="all, all-2d, core, a group, or a tensor's name."),
+    warmup: int = typer.Option(0, help="Steps left out at the start."),
+) -> None:
+    """Set a forecast beside an outcome."""
+    from halfulp.audit.outcome import compare_traces
+    from halfulp.trace import Trace
+
+    for line in compare_traces(Trace.open(reference), Trace.open(measured), grid or None, scope, warmup):
+        Console().print(line, highlight=False, markup=False)
 
 
 @app.command()

@@ -424,7 +424,7 @@ LOG2_POLYNOMIAL = (
 
 def _log2_fixed(x: Array) -> Array:
     fraction, exponent = np.frexp(np.abs(x).astype(np.float64))
-    t = (2.0 * fraction).astype(np.float32) - np.float32(1.0)  # mantissa - 1, in [0, 1)
+    t = (2.0 * fraction - 1.0).astype(np.float32)  # mantissa - 1, in [0, 1]
     p = np.full(x.shape, LOG2_POLYNOMIAL[-1], dtype=np.float32)
     for coefficient in reversed(LOG2_POLYNOMIAL[:-1]):
         p = p * t + np.float32(coefficient)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfulp import kernels
-from halfulp.errors import CorruptionError, UsageError, VersionError
+from halfulp.errors import CorruptionError, HalfulpError, UsageError, VersionError
 from halfulp.writeback.sharding import is_sharded, local, wrap_like
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 VERSION = 1
 PREFIX = "halfulp."
 KEY = "halfulp"
+OURS = ("grid", "policy")
+"""What a group may say to a write-back: objects, which state dictionaries do not hold. The identity has them."""
 
 
 def identity(wb: WriteBack) -> dict[str, Any]:
@@ -58,7 +61,7 @@ def state_dict(wb: WriteBack) -> dict[str, Any]:
             kept["moved"] = unpacked(kept["moved"], local(slot.p))
         entry = state.setdefault(number(wb, slot), {})
         entry.update({PREFIX + k: wrap_like(v, slot.p) for k, v in kept.items()})
-    groups = [dict(g) for g in base["param_groups"]]
+    groups = [{k: v for k, v in g.items() if k not in OURS} for g in base["param_groups"]]
     groups[0][KEY] = json.dumps(identity(wb), sort_keys=True)
     return {"state": state, "param_groups": groups}
 
@@ -75,27 +78,33 @@ def packed(flags: torch.Tensor) -> torch.Tensor:
 
 def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
     """Check everything, then take it up; on an error nothing has changed."""
-    if not isinstance(saved, dict) or not saved.get("param_groups") or "state" not in saved:
-        raise CorruptionError("not an optimizer state: expected a dictionary with 'state' and 'param_groups'.")
-    theirs = _parsed(saved["param_groups"][0].get(KEY))
+    try:
+        groups = [dict(g) for g in saved["param_groups"]]
+        keys = [k for g in groups for k in g["params"]]  # numbers, or names from torch.distributed.checkpoint
+        state = {k: dict(entry) for k, entry in saved["state"].items()}
+        line = groups[0].pop(KEY, None)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise CorruptionError(
+            "not an optimizer state: expected a dictionary with 'state' and 'param_groups'."
+        ) from None
+    theirs = _parsed(line)
     _check_identity(wb, theirs)
-    kept, plain = {}, {}
-    for k, entry in saved["state"].items():
-        mine = {n.removeprefix(PREFIX): v for n, v in entry.items() if n.startswith(PREFIX)}
-        rest = {n: v for n, v in entry.items() if not n.startswith(PREFIX)}
-        if mine:
-            kept[int(k)] = mine
-        if rest:
-            plain[k] = rest
-    taken = [(slot, _checked(slot, kept.get(number(wb, slot), {}))) for slot in wb.slots]
-    groups = [{k: v for k, v in g.items() if k != KEY} for g in saved["param_groups"]]
-    wb.optimizer.load_state_dict({"state": plain, "param_groups": groups})
-    if wb.storage == "container":
-        wb.param_groups = wb.optimizer.param_groups
-    else:
-        for mine_, theirs_ in zip(wb.param_groups, wb.optimizer.param_groups, strict=True):
-            mine_.update({k: v for k, v in theirs_.items() if k != "params"})
-    wb.state = wb.optimizer.state
+    kept = {
+        k: {n.removeprefix(PREFIX): entry.pop(n) for n in list(entry) if str(n).startswith(PREFIX)}
+        for k, entry in state.items()
+    }
+    by_number = {i: kept.get(k, {}) for i, k in enumerate(keys)}
+    taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in wb.slots]
+    own = [{k: g[k] for k in OURS if k in g} for g in wb.param_groups]
+    try:
+        plain = {k: entry for k, entry in state.items() if entry}
+        wb.optimizer.load_state_dict({"state": plain, "param_groups": groups})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        name = type(wb.optimizer).__name__
+        raise UsageError(f"the wrapped {name} does not take this state: {error}.") from None
+    for mine, loaded, kept_here in zip(wb.param_groups, wb.optimizer.param_groups, own, strict=True):
+        loaded.update(kept_here)
+        mine.update({k: v for k, v in loaded.items() if k != "params"})
     wb.steps = theirs["step"]
     for slot, tensors in taken:
         _take(slot, tensors)
@@ -114,8 +123,11 @@ def _parsed(line: Any) -> dict[str, Any]:
                 f"this write-back state has version {parsed['version']}; this halfulp reads version {VERSION}. "
                 "Use the halfulp that saved it."
             )
-        return {**parsed, "step": int(parsed["step"]), "parameters": dict(parsed["parameters"])}
-    except (TypeError, ValueError, KeyError) as error:
+        parameters = {int(k): list(v) for k, v in parsed["parameters"].items()}
+        if any(len(v) != 4 for v in parameters.values()):
+            raise ValueError("a parameter has a name, grid, policy and shape")
+        return {**parsed, "step": int(parsed["step"]), "parameters": parameters}
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise CorruptionError(f"the write-back part of this optimizer state cannot be read: {error!r}.") from None
 
 
@@ -124,8 +136,8 @@ def _check_identity(wb: WriteBack, theirs: dict[str, Any]) -> None:
     for what in ("seed", "storage"):
         if mine[what] != theirs.get(what):
             raise UsageError(f"this state has {what} {theirs.get(what)!r}, this WriteBack {mine[what]!r}.")
-    for k in sorted({*mine["parameters"], *theirs["parameters"]}, key=int):
-        a, b = mine["parameters"].get(k), theirs["parameters"].get(k)
+    for k in sorted({*map(int, mine["parameters"]), *theirs["parameters"]}):
+        a, b = mine["parameters"].get(str(k)), theirs["parameters"].get(k)
         if a is None or b is None:
             raise UsageError(f"parameter {k} is managed only in {'the state' if a is None else 'this WriteBack'}: {a or b}.")
         for what, x, y in zip(("name", "grid", "policy", "shape"), a, b, strict=True):
@@ -142,6 +154,8 @@ def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
         )
     out = {}
     for key, have in mine.items():
+        if not isinstance(saved[key], torch.Tensor):
+            raise CorruptionError(f"parameter {slot.name!r}: saved {key} is a {type(saved[key]).__name__}, not a tensor.")
         value = local(saved[key]).detach()
         if key == "moved" and is_sharded(slot.p):
             value = packed(value)
@@ -151,18 +165,30 @@ def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
                 f"{tuple(have.shape)} of {have.dtype}."
             )
         out[key] = value.to(have.device)
+        if key == "tiles" and not torch.equal(out[key], have):
+            raise UsageError(f"parameter {slot.name!r}: the state has masters for other tiles than this mask chooses.")
     if slot.codes is None:
         _check_on_grid(slot)
+    else:
+        _check_codes(slot, out)
     return out
+
+
+def _check_codes(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
+    assert slot.codes is not None
+    saved = replace(slot.codes, packed=tensors["codes"], steps=tensors.get("steps"))
+    try:
+        saved.get()
+    except HalfulpError as error:
+        raise CorruptionError(f"parameter {slot.name!r}: {error}") from None
 
 
 def _check_on_grid(slot: Slot) -> None:
     """The model's weights must be those that were saved with the state: on the grid, at least."""
     p = local(slot.p.detach())
-    step = None
     if slot.grid.scaling is not None and slot.grid.scaling.moves:
         return  # any tensor is on some grid of this kind
-    q = kernels.round(p, slot.grid, step=step)
+    q = kernels.round(p, slot.grid)
     off = int((q != p).sum())
     if off:
         raise UsageError(
@@ -193,12 +219,14 @@ def save(wb: WriteBack, path: str | Path) -> None:
     """Write the state to one safetensors file: aside first, then renamed, so never half."""
     from safetensors.torch import save_file
 
+    if any(is_sharded(slot.p) for slot in wb.slots):
+        raise UsageError("one file does not hold a sharded state: use torch.distributed.checkpoint.")
     saved = state_dict(wb)
     tensors, plain = {}, {}
     for k, entry in saved["state"].items():
         for name, value in entry.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"{k}/{name}"] = local(value).detach().cpu().contiguous().clone()
+                tensors[f"{k}/{name}"] = value.detach().cpu().contiguous().clone()
             else:
                 plain[f"{k}/{name}"] = value
     try:
@@ -232,11 +260,22 @@ def load(wb: WriteBack, path: str | Path) -> None:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptionError(f"{path} is not a write-back state: {error}.") from None
-    if not isinstance(meta, dict) or "param_groups" not in meta:
-        raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.")
     state: dict[int, dict[str, Any]] = {}
-    for key, value in [*meta["state"].items(), *tensors.items()]:
-        k, _, name = key.partition("/")
-        state.setdefault(int(k), {})[name] = value
-    groups = [{k: tuple(v) if k == "betas" else v for k, v in g.items()} for g in meta["param_groups"]]
+    try:
+        for key, value in [*meta["state"].items(), *tensors.items()]:
+            k, _, name = key.partition("/")
+            state.setdefault(int(k), {})[name] = value
+        own = [*wb.param_groups, *({} for _ in meta["param_groups"])]
+        groups = [{k: _like(v, mine.get(k)) for k, v in g.items()} for g, mine in zip(meta["param_groups"], own, strict=False)]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.") from None
     load_state_dict(wb, {"state": state, "param_groups": groups})
+
+
+def _like(value: Any, mine: Any) -> Any:
+    """What JSON has no type for, as this optimizer has it: tuples and rates that are tensors."""
+    if isinstance(mine, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(mine, torch.Tensor) and isinstance(value, int | float):
+        return torch.full_like(mine, value)
+    return value

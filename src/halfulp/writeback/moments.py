@@ -25,7 +25,7 @@ from halfulp.errors import UsageError
 def check_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
     """Refuse an optimizer through which no error can be fed back."""
     kind = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         if float(group["betas"][0]) <= 0:
             raise UsageError(f"eco feeds errors back through {kind}'s first moment, which betas[0] = 0 removes.")
         return

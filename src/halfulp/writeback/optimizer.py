@@ -25,9 +25,9 @@ from halfulp.grids import Grid, container, integer_grid
 from halfulp.grids import grid as named
 from halfulp.streams import Stream
 from halfulp.writeback import checkpoint
-from halfulp.writeback.policies import Policy, State, Step, policy
-from halfulp.writeback.report import Bytes, Events, TensorEvents
-from halfulp.writeback.sharding import full_numel, local, shard_offset, unsupported_moving
+from halfulp.writeback.policies import Policy, State, Step, TileMaster, policy
+from halfulp.writeback.report import TILE_BYTES, Bytes, Events, TensorEvents
+from halfulp.writeback.sharding import full_numel, is_sharded, local, shard_offset, unsupported_moving
 from halfulp.writeback.storage import Codes, Shells
 
 Storage = Literal["container", "native", "packed"]
@@ -47,6 +47,23 @@ class Slot:
         self.codes: Codes | None = None
         self.shadow: torch.nn.Parameter | None = None
         self.events: TensorEvents | None = None
+
+    def snapshot(self) -> Callable[[], None]:
+        """What puts the stored values, the policy's state and the telemetry back as they are now."""
+        state = {k: t.clone() for k, t in self.state.items()}
+        moved = None if self.moved is None else self.moved.clone()
+        values = self.p.detach().clone() if self.codes is None else None
+        packed, steps = (None, None) if self.codes is None else (self.codes.packed, self.codes.steps)
+        events = self.events
+
+        def put_back() -> None:
+            self.state, self.moved, self.events = state, moved, events
+            if values is not None:
+                self.p.data.copy_(values)
+            if self.codes is not None and packed is not None:
+                self.codes.packed, self.codes.steps = packed, steps
+
+        return put_back
 
     @property
     def stepped(self) -> torch.nn.Parameter:
@@ -113,34 +130,61 @@ class WriteBack(torch.optim.Optimizer):
                 raise UsageError(f"{what} must be one of {', '.join(allowed)}, not {value!r}.")
         if storage == "packed" and model is None:
             raise UsageError("storage='packed' decodes weights around forwards: pass model=.")
-        if any(group.get("differentiable") for group in optimizer.param_groups):
-            raise UsageError("differentiable=True is not supported: a write-back has no gradient.")
+        searching = isinstance(optimizer, torch.optim.LBFGS)
+        if searching and storage != "container":
+            raise UsageError(
+                f"LBFGS evaluates the model while it moves the weights, which storage={storage!r} hides from it: "
+                "use storage='container'."
+            )
         self.optimizer = optimizer
         self.seed, self.project, self.storage = int(seed), project, storage
         self.nonfinite, self.telemetry = nonfinite, telemetry
         self.keep_scratch = storage == "container" if keep_scratch is None else keep_scratch
         # torch's optimizers keep all their state by parameter, so they can be given one at a time.
-        searching = isinstance(optimizer, torch.optim.LBFGS)
-        apart = type(optimizer).__module__.startswith("torch.optim") and not searching
+        apart = type(optimizer).__module__.startswith("torch.optim")
         self.materialise = materialise or ("tensor" if apart else "all")
         self.steps = 0
         self.slots: list[Slot] = []
         self._default = (grid, policy)
-        self._model, self._select = model, params
+        self._model, self._select = _unwrapped(model), params
         self._shells = Shells()
         planned = self._plan(optimizer.param_groups, 0)
         self._check_selection(planned)
+        self._groups: list[dict[str, Any]] | None = []
         super().__init__([{**g, "params": list(g["params"])} for g in optimizer.param_groups], optimizer.defaults)
-        self._share()
+        if storage == "container":
+            self._groups = None
         self._adopt(planned)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's own groups; where that has stand-ins, the same with the model's parameters."""
+        return self.optimizer.param_groups if self._groups is None else self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's own state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Takes no notice of the empty state that ``Optimizer.__init__`` sets."""
 
     # ---- choosing -------------------------------------------------------------------------------
 
     def _plan(self, groups: list[dict[str, Any]], first: int) -> list[Slot]:
         """Which parameters to manage and how; changes nothing."""
-        from_model = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
+        from_model = {}
+        if self._model is not None:  # torch.compile puts a part of its own into names
+            from_model = {p: n.replace("_orig_mod.", "") for n, p in self._model.named_parameters()}
         planned = []
         for i, group in enumerate(groups, start=first):
+            if group.get("differentiable"):
+                raise UsageError("differentiable=True is not supported: a write-back has no gradient.")
             names = group.get("param_names", [])
             chosen_grid = named(group.get("grid", self._default[0]))
             chosen = policy(group.get("policy", self._default[1]))
@@ -148,10 +192,12 @@ class WriteBack(torch.optim.Optimizer):
                 name = from_model.get(p) or (names[j] if names else f"{i}.{j}")
                 if not self._wanted(name, p):
                     continue
-                if chosen.stochastic and p not in from_model and not names:
+                draws = chosen.stochastic or self.project == "stochastic"
+                if draws and p not in from_model and not names:
+                    what = f"policy {chosen.name!r}" if chosen.stochastic else "project='stochastic'"
                     raise UsageError(
-                        f"policy {chosen.name!r} draws random bits by parameter name: pass model=, or make the "
-                        "optimizer from model.named_parameters()."
+                        f"{what} draws random bits by parameter name: pass model=, or make the optimizer from "
+                        "model.named_parameters()."
                     )
                 chosen.check(chosen_grid, self.optimizer, group)
                 planned.append(self._slot(name, p, chosen_grid, chosen, (i, j)))
@@ -170,16 +216,26 @@ class WriteBack(torch.optim.Optimizer):
             container(p.dtype)
             if self.storage == "native" and p.dtype not in NATIVE:
                 raise UsageError(f"storage='native' takes bfloat16 or float16 parameters, not {p.dtype}.")
-            work = torch.float32 if self.storage == "native" else p.dtype
-            resolved = g.within(p.dtype).within(work) if g.emin is not None else g.within(work)
+            resolved = g.within(p.dtype)
             unsupported_moving(p, resolved)
-            if self.storage != "container" and p is not local(p):
-                raise UsageError(f"storage={self.storage!r} is for whole tensors; this one is sharded.")
+            if p.dtype in NATIVE and self.storage == "container" and chosen.precise:
+                raise UsageError(
+                    f"policy {chosen.name!r} needs the optimizer to work in float32, but this parameter is "
+                    f"{p.dtype}: use storage='native'."
+                )
+            if p.dtype in NATIVE and self.storage != "container" and not _fits_any_step(resolved, p.dtype):
+                raise UsageError(
+                    f"{p.dtype} cannot hold the values of grid {g.name}, whose steps come from float32: use "
+                    "float32 parameters."
+                )
+            if is_sharded(p) and (self.storage != "container" or isinstance(chosen, TileMaster)):
+                what = f"storage={self.storage!r}" if self.storage != "container" else f"policy {chosen.name!r}"
+                raise UsageError(f"{what} is for whole tensors; this one is sharded.")
             if resolved.bits > 16 and self.storage == "packed":
                 raise UsageError(f"grid {g.name} has {resolved.bits} bits: nothing to pack.")
         except HalfulpError as error:
             raise type(error)(f"parameter {name!r}: {error}") from None
-        return Slot(name, p, g, chosen, place)
+        return Slot(name, p, g if self.storage == "container" else resolved, chosen, place)
 
     def _check_selection(self, planned: list[Slot]) -> None:
         if isinstance(self._select, list):
@@ -192,12 +248,6 @@ class WriteBack(torch.optim.Optimizer):
                 "Choose with params=lambda name, p: ..."
             )
 
-    def _share(self) -> None:
-        """Groups and state are the wrapped optimizer's own; shadows get groups of their own."""
-        if self.storage == "container":
-            self.param_groups = self.optimizer.param_groups
-        self.state = self.optimizer.state
-
     # ---- adopting -------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -206,9 +256,9 @@ class WriteBack(torch.optim.Optimizer):
         starts = []
         for slot in planned:  # everything that can fail comes before anything changes
             raw = local(slot.p.detach()).float() if self.storage == "native" else local(slot.p.detach())
-            q = self._projected(slot, raw)
-            starts.append((slot, q, slot.policy.start(raw, q, slot.name)))
-        for slot, q, state in starts:
+            q, steps = self._projected(slot, raw)
+            starts.append((slot, q, steps, slot.policy.start(raw, q, slot.name)))
+        for slot, q, steps, state in starts:
             slot.state = state
             if self.telemetry:
                 slot.moved = torch.zeros((q.numel() + 7) // 8, dtype=torch.uint8, device=q.device)
@@ -216,13 +266,13 @@ class WriteBack(torch.optim.Optimizer):
             if self.storage != "container":
                 self._shadow(slot)
             if self.storage == "packed":
-                slot.codes = Codes(grid=slot.grid.within(slot.p.dtype), shape=tuple(slot.p.shape))
-                slot.codes.put(q)
+                slot.codes = Codes(grid=slot.grid, shape=tuple(slot.p.shape))
+                slot.codes.put(q, steps)
                 self._shells.add(slot.p, slot.codes)
         self.slots += planned
         if self.storage == "packed":
             assert self._model is not None
-            self._shells.attach(self._model)
+            self._shells.attach(self._model, [slot.p for slot in planned])
 
     def _shadow(self, slot: Slot) -> None:
         """The wrapped optimizer moves a float32 stand-in that exists only during a step."""
@@ -230,7 +280,8 @@ class WriteBack(torch.optim.Optimizer):
         i, j = slot.place
         self.optimizer.param_groups[i]["params"][j] = slot.shadow
 
-    def _projected(self, slot: Slot, raw: torch.Tensor) -> torch.Tensor:
+    def _projected(self, slot: Slot, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The first stored values, and the steps that they were rounded with."""
         bad = ~torch.isfinite(raw)
         if bool(bad.any()):
             raise UsageError(
@@ -240,30 +291,34 @@ class WriteBack(torch.optim.Optimizer):
         g = slot.grid
         if slot.policy.name == "dqt" and self.project != "none":
             g = integer_grid(g.bits, rule="absmean", symmetric=False)  # DQT starts from the mean magnitude
-        q = kernels.round(raw, g, stream)
+        steps = kernels.steps(raw, g) if g.scaling is not None else None
+        q = kernels.round(raw, g, stream, step=steps)
         if self.project == "none" and not torch.equal(q, raw):
             off = int((q != raw).sum())
             raise UsageError(
                 f"parameter {slot.name!r} is not on grid {g.name}: {off} of {raw.numel()} values are off it. "
                 "Use project='nearest', or load the weights that this optimizer saved."
             )
-        return q
+        return q, steps
 
     def _stream(self, slot: Slot, step: int) -> Stream:
         return Stream(seed=self.seed, name=slot.name, step=step, offset=shard_offset(slot.p))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer and put them on the grid."""
-        if not hasattr(self, "slots") or self.optimizer.param_groups is not self.param_groups:
+        if not self.slots:  # in Optimizer.__init__
             super().add_param_group(param_group)
             return
-        self.optimizer.add_param_group(param_group)
+        known = len(self.optimizer.param_groups)
         try:
-            planned = self._plan(self.optimizer.param_groups[-1:], len(self.optimizer.param_groups) - 1)
-        except HalfulpError:
-            self.optimizer.param_groups.pop()
+            if self._groups is not None:
+                super().add_param_group(param_group)
+                param_group = {**param_group, "params": list(param_group["params"])}
+            self.optimizer.add_param_group(param_group)
+            self._adopt(self._plan(self.param_groups[known:], known))
+        except BaseException:
+            del self.param_groups[known:], self.optimizer.param_groups[known:]
             raise
-        self._adopt(planned)
 
     # ---- stepping -------------------------------------------------------------------------------
 
@@ -278,7 +333,6 @@ class WriteBack(torch.optim.Optimizer):
         active = [s for s in self.slots if s.p.grad is not None or (searching and s.p.requires_grad)]
         if self.nonfinite == "raise":
             self._refuse_nonfinite(active)
-        old = [s.codes.packed if s.codes is not None else None for s in active]
         self.steps += 1
         try:
             if self.storage == "container":
@@ -288,9 +342,6 @@ class WriteBack(torch.optim.Optimizer):
                 loss = self._shadow_rounds(active, closure if searching else None, loss)
         except BaseException:
             self.steps -= 1
-            for slot, packed in zip(active, old, strict=True):
-                if slot.codes is not None and packed is not None:
-                    slot.codes.packed = packed
             raise
         return loss
 
@@ -306,11 +357,17 @@ class WriteBack(torch.optim.Optimizer):
         grads = [p.grad for p in others]
         if others:
             self._round([])
+        undo: list[Callable[[], None]] = []
         try:
             for p in others:
                 p.grad = None
             for slot in active:
+                undo.append(slot.snapshot())
                 self._round([slot])
+        except BaseException:
+            for put_back in undo:
+                put_back()
+            raise
         finally:
             for p, grad in zip(others, grads, strict=True):
                 p.grad = grad
@@ -319,15 +376,18 @@ class WriteBack(torch.optim.Optimizer):
     def _round(self, active: list[Slot], closure: Any = None) -> Any:
         """One call of the wrapped optimizer, and the write-back of what it moved."""
         stored = self._open(active)
-        before = [list(map(id, g["params"])) for g in self.optimizer.param_groups]
+        before = [list(g["params"]) for g in self.optimizer.param_groups]
         try:
             loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            if [list(map(id, g["params"])) for g in self.optimizer.param_groups] != before:
+            now = [p for g in self.optimizer.param_groups for p in g["params"]]
+            if [id(p) for p in now] != [id(p) for params in before for p in params]:
                 raise UsageError(
                     f"{type(self.optimizer).__name__}.step() replaced its parameters; WriteBack needs an "
                     "optimizer that moves them in place. The weights are as they were."
                 )
         except BaseException:
+            for group, params in zip(self.optimizer.param_groups, before, strict=False):
+                group["params"] = params
             self._restore(active, stored)
             raise
         for slot, q in zip(active, stored, strict=True):
@@ -336,7 +396,10 @@ class WriteBack(torch.optim.Optimizer):
 
     def _refuse_nonfinite(self, active: list[Slot]) -> None:
         for slot in active:
-            if slot.p.grad is not None and not bool(torch.isfinite(local(slot.p.grad)).all()):
+            grad = slot.p.grad
+            if grad is not None and grad.is_sparse:
+                grad = grad.coalesce().values()
+            if grad is not None and not bool(torch.isfinite(local(grad)).all()):
                 raise UsageError(
                     f"the gradient of {slot.name!r} is not finite at step {self.steps + 1}; nothing was changed. "
                     "Skip the step (GradScaler does), or use nonfinite='count'."
@@ -350,7 +413,7 @@ class WriteBack(torch.optim.Optimizer):
                 source = local(slot.p.detach())
             else:
                 source = self._values(slot)
-                slot.shadow.data = source.clone() if slot.codes is None else source
+                slot.shadow.data = source
                 slot.shadow.grad = None if slot.p.grad is None else slot.p.grad.float()
             if slot.scratch is None or slot.scratch.shape != source.shape:
                 slot.scratch = torch.empty_like(source, memory_format=torch.contiguous_format)
@@ -373,7 +436,7 @@ class WriteBack(torch.optim.Optimizer):
         step = Step(
             name=slot.name, grid=slot.grid, stream=self._stream(slot, self.steps), q=q, z=z, state=slot.state,
             moved=slot.moved, sums=_sampling(z) if decay > 0 and self.telemetry else 0, group=group,
-            moments=self.optimizer.state.get(slot.stepped, {}),
+            moments=self.optimizer.state.get(slot.stepped, {}), keep_steps=slot.codes is not None,
         )  # fmt: skip
         written = slot.policy.after(step)
         slot.events = TensorEvents.of(slot.name, self.steps, slot.p, written, rate * decay, slot.moved is not None)
@@ -381,7 +444,7 @@ class WriteBack(torch.optim.Optimizer):
             if slot.codes is None:
                 slot.p.data.copy_(z)
             else:
-                slot.codes.put(z)
+                slot.codes.put(z, step.steps)
             slot.shadow.data = torch.empty(0, dtype=torch.float32, device=z.device)
             slot.shadow.grad = None
         if not self.keep_scratch:
@@ -392,8 +455,6 @@ class WriteBack(torch.optim.Optimizer):
             if slot.shadow is None:
                 local(slot.p.detach()).copy_(q)
             else:
-                i, j = slot.place
-                self.optimizer.param_groups[i]["params"][j] = slot.shadow
                 slot.shadow.data = torch.empty(0, dtype=torch.float32, device=q.device)
                 slot.shadow.grad = None
 
@@ -401,14 +462,17 @@ class WriteBack(torch.optim.Optimizer):
 
     @property
     def events(self) -> Events:
-        """What the last step lost, per tensor. On sharded parameters every rank must ask."""
-        return Events.gather([s.events for s in self.slots if s.events is not None])
+        """What the last step lost, per tensor that it moved. On sharded parameters every rank must ask."""
+        return Events.gather([s.events for s in self.slots if s.events is not None and s.events.step == self.steps])
 
     def bytes(self) -> Bytes:
         """Bytes a managed parameter: what persists for weights and policies, and what a step adds."""
         numel = sum(full_numel(local(s.p)) for s in self.slots)
         weights = sum(
-            s.codes.payload_bytes if s.codes is not None else local(s.p).numel() * s.p.element_size() for s in self.slots
+            local(s.p).numel() * s.p.element_size()
+            if s.codes is None
+            else s.codes.payload_bytes + s.p.element_size()  # and the shell's one number
+            for s in self.slots
         )
         kept = sum(
             t.numel() * t.element_size()
@@ -416,7 +480,8 @@ class WriteBack(torch.optim.Optimizer):
             for k, t in s.kept_tensors().items()
             if k not in ("codes", "steps", "moved")
         )
-        telemetry = sum(0 if s.moved is None else s.moved.numel() for s in self.slots)
+        moved = sum(0 if s.moved is None else s.moved.numel() for s in self.slots)
+        counts = sum(kernels.tiles_of(local(s.p).numel()) * TILE_BYTES for s in self.slots)
         # A step sets q aside and, beside other storage, needs a stand-in and a gradient in float32.
         aside = [local(s.p).numel() * (4 if s.shadow is not None else s.p.element_size()) for s in self.slots]
         extra = [
@@ -426,9 +491,10 @@ class WriteBack(torch.optim.Optimizer):
         one_by_one = self.storage != "container" and self.materialise == "tensor"
         scratch = sum(aside) if self.keep_scratch else 0
         added = [e + (0 if self.keep_scratch else a) for a, e in zip(aside, extra, strict=True)]
-        step = max(added) if one_by_one else sum(added)
+        # One tensor at a time, everything is kept until the last is done, to be put back if it fails.
+        step = max(added) + weights + kept + moved if one_by_one else sum(added)
         return Bytes(
-            parameters=numel, weights=weights, policy=kept, telemetry=telemetry, scratch=scratch, step=step
+            parameters=numel, weights=weights, policy=kept, telemetry=moved + counts, scratch=scratch, step=step
         )
 
     # ---- state ----------------------------------------------------------------------------------
@@ -451,8 +517,21 @@ def _sampling(x: torch.Tensor) -> int:
     return 16 if kernels.tiles_of(x.numel()) >= 256 else 1
 
 
+def _fits_any_step(grid: Grid, dtype: torch.dtype) -> bool:
+    """Whether a narrow dtype holds a grid's values under whatever step float32 gives it."""
+    return grid.scaling is None or (grid.scaling.rule in ("mx", "nv") and dtype == torch.bfloat16)
+
+
+def _unwrapped(model: torch.nn.Module | None) -> torch.nn.Module | None:
+    """The module inside data-parallel wrappers, so that names and streams are the same without them."""
+    while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        model = model.module
+    return model
+
+
 def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[float, float]:
     """Rate and decay where weight decay is a part of the proposal of its own, lr * decay * w."""
-    decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+    always = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
+    decoupled = isinstance(optimizer, always) or bool(group.get("decoupled_weight_decay"))
     decay = float(group.get("weight_decay") or 0.0)
     return (float(group["lr"]), decay) if decoupled and math.isfinite(decay) else (0.0, 0.0)

@@ -52,12 +52,25 @@ class Step:
     """The optimizer's parameter group."""
     moments: dict[str, Any]
     """The optimizer's own state of this parameter."""
+    keep_steps: bool = False
+    steps: torch.Tensor | None = None
+    """With ``keep_steps``, what a moving grid was rounded with: packed codes need it."""
 
     def write(self, mode: kernels.Mode = "nearest", **options: Any) -> Written:
         """The fused kernel, over z."""
+        if self.keep_steps and self.grid.scaling is not None:
+            self.steps = kernels.steps(self._step_source(**options), self.grid)
         return kernels.write_back(
-            self.q, self.z, self.grid, mode, self.stream, moved=self.moved, sums=self.sums, **options
+            self.q, self.z, self.grid, mode, self.stream, moved=self.moved, sums=self.sums, step=self.steps, **options
         )
+
+    def _step_source(self, carry: torch.Tensor | None = None, carry_in: bool = True) -> torch.Tensor:
+        """The values from which the kernel takes the steps."""
+        if self.grid.scaling is not None and self.grid.scaling.from_old:
+            return self.q
+        if carry is None or not carry_in:
+            return self.z
+        return torch.where(torch.isfinite(self.z + carry), self.z + carry, self.z)
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,8 @@ class Policy:
     name: ClassVar[str] = "rne"
     stochastic: ClassVar[bool] = False
     """Whether a stream is used, so that the tensor's name matters."""
+    precise: ClassVar[bool] = False
+    """Whether it keeps what only float32 (or wider) arithmetic leaves to keep."""
 
     def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         """Refuse what cannot work, before anything is changed."""
@@ -121,6 +136,7 @@ class ECO(Policy):
     """
 
     name: ClassVar[str] = "eco"
+    precise: ClassVar[bool] = True
     rounding: Literal["nearest", "stochastic"] = "nearest"
     decay_exact: bool = False
 
@@ -130,6 +146,11 @@ class ECO(Policy):
 
     def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         check_moments(optimizer, group)
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+        if self.decay_exact and not decoupled:
+            raise UsageError(
+                f"eco's decay_exact is for decoupled weight decay, which {type(optimizer).__name__} has not: use AdamW."
+            )
 
     def after(self, step: Step) -> Written:
         error = torch.empty_like(step.z, memory_format=torch.contiguous_format).zero_()
@@ -148,6 +169,7 @@ class Kahan(Policy):
     of the proposal, so it is inside the compensated sum."""
 
     name: ClassVar[str] = "kahan"
+    precise: ClassVar[bool] = True
     dtype: torch.dtype = torch.float32
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
@@ -176,6 +198,7 @@ class Master(Policy):
     """
 
     name: ClassVar[str] = "master"
+    precise: ClassVar[bool] = True
     start_from: Literal["code", "raw"] = "code"
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
@@ -206,6 +229,7 @@ class TileMaster(Policy):
     """
 
     name: ClassVar[str] = "tile-master"
+    precise: ClassVar[bool] = True
     mask: dict[str, torch.Tensor] = field(default_factory=dict)
     start_from: Literal["code", "raw"] = "code"
 
@@ -231,11 +255,11 @@ class TileMaster(Policy):
 
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
         index = coordinates(state["tiles"], p.numel()).to(p.device)
-        p.view(-1)[index] = state["master"]
+        p.copy_(p.reshape(-1).index_copy(0, index, state["master"]).view(p.shape))
 
     def after(self, step: Step) -> Written:
         index = coordinates(step.state["tiles"], step.z.numel()).to(step.z.device)
-        moved = step.z.view(-1)[index]
+        moved = step.z.reshape(-1)[index]
         step.state["master"] = torch.where(torch.isfinite(moved), moved, step.state["master"])
         return step.write()
 

@@ -9,6 +9,9 @@ import torch
 from halfulp.kernels import WRITE_COUNTS, Written
 from halfulp.writeback.sharding import is_sharded, reduce_sum
 
+TILE_BYTES = 4 * len(WRITE_COUNTS) + 8 * 2
+"""What the counts and the two sums of a tile take."""
+
 
 @dataclass(kw_only=True)
 class TensorEvents:

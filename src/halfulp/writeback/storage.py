@@ -106,6 +106,10 @@ def shell(p: torch.Tensor) -> torch.Tensor:
     return torch.full((1,), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
 
 
+Own = dict[torch.nn.Parameter, str]
+"""A module's packed parameters and their names."""
+
+
 class Shells:
     """Keeps packed parameters of a model usable: decodes around forwards, backwards and state_dict."""
 
@@ -132,25 +136,22 @@ class Shells:
 
     def attach(self, model: torch.nn.Module, packed: list[torch.nn.Parameter]) -> None:
         """Hook every module that owns one of these packed parameters."""
-        chosen = set(packed)
+        names = {p: name for name, p in model.named_parameters()}
         for module in model.modules():
             # Attention reads the weight of its output projection without calling it.
             reads_children = isinstance(module, torch.nn.MultiheadAttention)
-            own = [p for p in module.parameters(recurse=reads_children) if p in chosen]
+            own = {p: names[p] for p in module.parameters(recurse=reads_children) if p in set(packed)}
             if own:
                 self._handles += [
                     module.register_forward_pre_hook(self._before(own)),
                     module.register_forward_hook(self._after(own), always_call=True),
+                    module.register_state_dict_pre_hook(self._reading(own)),
+                    module.register_state_dict_post_hook(self._saved(own)),
+                    module.register_load_state_dict_pre_hook(self._reading(own)),
+                    module.register_load_state_dict_post_hook(self._loaded(own)),
                 ]
-        names = {p: name for name, p in model.named_parameters() if p in chosen}
-        self._handles += [
-            model.register_state_dict_pre_hook(lambda *_: [self.open(p) for p in names]),
-            model.register_state_dict_post_hook(lambda _, state, prefix, __: self._saved(names, state)),
-            model.register_load_state_dict_pre_hook(lambda *_: [self.open(p) for p in names]),
-            model.register_load_state_dict_post_hook(lambda *_: self._loaded(names)),
-        ]
 
-    def _before(self, own: list[torch.nn.Parameter]) -> Callable[..., None]:
+    def _before(self, own: Own) -> Callable[..., None]:
         def hook(module: torch.nn.Module, _args: Any) -> None:
             for p in own:
                 self.open(p)
@@ -160,7 +161,7 @@ class Shells:
 
         return hook
 
-    def _after(self, own: list[torch.nn.Parameter]) -> Callable[..., None]:
+    def _after(self, own: Own) -> Callable[..., None]:
         def hook(module: torch.nn.Module, _args: Any, _output: Any) -> None:
             if not self._contexts or self._contexts[-1][0] is not module:
                 return  # an error before this module was opened
@@ -183,35 +184,49 @@ class Shells:
         p, shape, stride, offset, dtype = kept
         return self._codes[p].get(dtype).as_strided(shape, stride, offset)
 
-    def _saved(self, names: dict[torch.nn.Parameter, str], state: dict[str, Any]) -> None:
-        addresses = {p.data_ptr() for p in names}
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.data_ptr() in addresses:
-                state[key] = value.clone()
-        for p in names:
-            self.close(p)
+    def _reading(self, own: Own) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            for p in own:
+                self.open(p)
 
-    def _loaded(self, names: dict[torch.nn.Parameter, str]) -> None:
-        """Keep what was loaded into open parameters: all of it, or on an error nothing."""
-        fresh = {}
-        try:
-            for p, name in names.items():
-                codes = self._codes[p]
-                if torch.equal(p.data, codes.get(p.dtype)):
-                    continue
-                fresh[p] = Codes(grid=codes.grid, shape=codes.shape)
-                fresh[p].put(torch.where(torch.isfinite(p.data), p.data, 0))
-                off = int((fresh[p].get(p.dtype) != p.data).sum())
-                if off:
-                    raise UsageError(
-                        f"parameter {name!r} is packed on grid {codes.grid.name}, but {off} of {p.numel()} values to "
-                        "load are off it. Load them before WriteBack is made, or load the state it saved."
-                    )
-            for p, codes in fresh.items():
-                self._codes[p].packed, self._codes[p].steps = codes.packed, codes.steps
-        finally:
-            for p in names:
+        return hook
+
+    def _saved(self, own: Own) -> Callable[..., None]:
+        def hook(_module: torch.nn.Module, state: dict[str, Any], _prefix: str, _meta: Any) -> None:
+            addresses = {p.data_ptr() for p in own}
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.data_ptr() in addresses:
+                    state[key] = value.clone()
+            for p in own:
                 self.close(p)
+
+        return hook
+
+    def _loaded(self, own: Own) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            try:
+                for p, name in own.items():
+                    self._keep(p, name)
+            finally:
+                for p in own:
+                    self.close(p)
+
+        return hook
+
+    def _keep(self, p: torch.nn.Parameter, name: str) -> None:
+        """Encode what was loaded into an open parameter; off the grid it is refused."""
+        codes = self._codes[p]
+        if torch.equal(p.data, codes.get(p.dtype)):
+            return
+        fresh = Codes(grid=codes.grid, shape=codes.shape)
+        fresh.put(torch.where(torch.isfinite(p.data), p.data, 0))
+        off = int((fresh.get(p.dtype) != p.data).sum())
+        if off:
+            raise UsageError(
+                f"parameter {name!r} is packed on grid {codes.grid.name}, but {off} of {p.numel()} values to load are "
+                "off it. Load them before WriteBack is made, or load the state that it saved."
+            )
+        codes.packed, codes.steps = fresh.packed, fresh.steps
 
     def detach(self) -> None:
         """Remove the hooks and give every parameter its values back."""

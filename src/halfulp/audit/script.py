@@ -1,0 +1,77 @@
+"""Run somebody's training script, unmodified, under an audit.
+
+The script runs as ``__main__`` with its own arguments. torch's global optimizer hooks see every step; the loss is
+what ``backward`` was called on. Nothing in the script's arithmetic or random states is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfulp.audit.recorder import Audit
+from halfulp.errors import UsageError
+
+
+class _Losses:
+    """Notes the value of every scalar that ``backward`` is called on."""
+
+    def __init__(self, audit: Audit) -> None:
+        self.audit = audit
+        self.plain = torch.Tensor.backward
+
+    def __enter__(self) -> None:
+        audit, plain = self.audit, self.plain
+
+        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if tensor.numel() == 1:
+                audit.log(tensor)
+            plain(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        torch.Tensor.backward = self.plain  # type: ignore[method-assign]
+
+
+def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:
+    """Run a script under an audit; its exit code. A crash is shown and keeps the trace."""
+    if not script.is_file():
+        raise UsageError(f"no script at {script}.")
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *args]
+    sys.path[0] = str(script.resolve().parent)
+    os.environ.setdefault("HALFULP_AUDIT", "1")
+    code = 0
+    try:
+        with audit, _Losses(audit):
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+                if isinstance(stop.code, str):
+                    print(stop.code, file=sys.stderr)
+            except KeyboardInterrupt:
+                print("halfulp: interrupted; the trace keeps what was recorded.", file=sys.stderr)
+                code = 130
+            except Exception:
+                kind, error, where = sys.exc_info()
+                while where is not None and where.tb_frame.f_code.co_filename != str(script):
+                    where = where.tb_next  # leave the frames of this runner out
+                traceback.print_exception(kind, error, where)
+                print("halfulp: the script failed; the trace keeps what was recorded.", file=sys.stderr)
+                code = 1
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    if audit.step == 0 and code == 0:
+        raise UsageError(
+            f"{script} never called an optimizer's step(), so there was nothing to audit. Is it the training script?"
+        )
+    return code

@@ -1,0 +1,327 @@
+"""A trace on disk: what every grid would do to every step of a run.
+
+A folder, readable at any moment::
+
+    manifest.json                what was recorded: version, grids, tensors, optimizer, environment
+    parts/000000/                some steps; the folder appears whole, by a rename
+        grids.parquet            step, tensor, grid -> counts
+        tensors.parquet          step, tensor -> sums, rate
+        run.parquet              step -> loss
+        state.safetensors        what a resumed recording needs (newest part only)
+        digests.json             SHA-256 of the files beside it
+
+A crash loses at most the steps of the part that was open. Tables open as they are in polars, pandas and DuckDB
+(``parts/*/grids.parquet``). There is no pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from halfulp.audit.crossings import Crossing, crossing
+from halfulp.audit.groups import CORE, GROUPS
+from halfulp.audit.measures import scalar_rho_map
+from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
+from halfulp.grids import grid as named
+
+FORMAT = 1
+TABLES = ("grids", "tensors", "run")
+COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
+Array = npt.NDArray[Any]
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Replace a file in one go."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- writing -----------------------------------------------------------------------------------------
+
+
+class TraceWriter:
+    """Appends parts to a trace folder."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any], *, resume: bool = False) -> None:
+        self.path = path
+        self.manifest = manifest
+        if (path / "manifest.json").exists():
+            if not resume:
+                raise UsageError(
+                    f"{path} holds a trace already. Choose another folder, remove it, or resume it (resume=True)."
+                )
+            found = Trace.open(path)
+            _check_same(path, found.manifest, manifest)
+            self.manifest = found.manifest
+            self.last_step, self.count = found.last_step, len(found.parts)
+        elif path.exists() and any(path.iterdir()):
+            raise UsageError(f"{path} is not empty and holds no trace. Choose another folder.")
+        else:
+            (path / "parts").mkdir(parents=True, exist_ok=True)
+            self.last_step, self.count = 0, 0
+            self.write_manifest()
+        for stale in (path / "parts").glob(".*"):
+            shutil.rmtree(stale, ignore_errors=True)
+
+    def write_manifest(self) -> None:
+        write_aside(self.path / "manifest.json", json.dumps(self.manifest, indent=1, sort_keys=True) + "\n")
+
+    def commit(self, tables: dict[str, pl.DataFrame], state: dict[str, Any], last_step: int) -> None:
+        """Make the steps since the last part durable."""
+        from safetensors.torch import save_file
+
+        parts = self.path / "parts"
+        aside, final = parts / f".{self.count:06d}.{os.getpid()}", parts / f"{self.count:06d}"
+        aside.mkdir()
+        for name in TABLES:
+            tables[name].write_parquet(aside / f"{name}.parquet", compression="zstd")
+        save_file(state["tensors"], aside / "state.safetensors", metadata=state["meta"])
+        files = sorted(f.name for f in aside.iterdir())
+        digests = {name: digest(aside / name) for name in files}
+        (aside / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
+        for file in aside.iterdir():
+            with open(file, "rb+") as handle:
+                os.fsync(handle.fileno())
+        sync_folder(aside)
+        os.rename(aside, final)
+        sync_folder(parts)
+        self.count += 1
+        self.last_step = last_step
+        if self.count > 1:  # only the newest state can be resumed from
+            (parts / f"{self.count - 2:06d}" / "state.safetensors").unlink(missing_ok=True)
+
+    def load_state(self) -> dict[str, Any]:
+        """The state of the newest part."""
+        from safetensors import safe_open
+
+        path = self.path / "parts" / f"{self.count - 1:06d}" / "state.safetensors"
+        with safe_open(str(path), framework="pt") as file:
+            return {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118  # not a dict
+
+
+def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse to go on with other settings than those a trace was begun with."""
+    pairs = [(key, found[key], wanted[key]) for key in ("grids", "every")]
+    for key, value in wanted["options"].items():
+        if value is not None or key != "expected_never_moved":  # None: whatever it was
+            pairs.append((key, found["options"].get(key), value))
+    for key, old, new in pairs:
+        if old != new:
+            raise UsageError(f"cannot resume {path}: it was recorded with {key}={old!r}, not {new!r}.")
+
+
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded run. Open one with :meth:`open`."""
+
+    path: Path
+    manifest: dict[str, Any]
+    parts: tuple[Path, ...]
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = True) -> Trace:
+        """Open a trace folder; what is damaged, foreign or newer is refused with its reason."""
+        path = Path(path)
+        file = path / "manifest.json"
+        if not path.is_dir() or not file.is_file():
+            raise CorruptionError(f"{path} is not a trace: expected a folder with a manifest.json.")
+        try:
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+            version = manifest["format"]
+            if manifest["kind"] != "halfulp.trace":
+                raise KeyError("kind")
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptionError(f"{file} is not the manifest of a trace: {error!r}.") from None
+        if version != FORMAT:
+            raise VersionError(
+                f"{path} has trace format {version}; this halfulp reads format {FORMAT}. Use the halfulp that wrote it."
+            )
+        parts = tuple(sorted(p for p in (path / "parts").glob("[0-9]*") if p.is_dir()))
+        for i, part in enumerate(parts):
+            if part.name != f"{i:06d}":
+                raise TamperingError(f"{path}: part {i:06d} is missing; the next one found is {part.name}.")
+            if verify:
+                _verify(part)
+        return cls(path, manifest, parts)
+
+    # ---- tables ----
+
+    def scan(self, table: str = "grids") -> pl.LazyFrame:
+        """A raw table, lazily: ``grids``, ``tensors`` or ``run``."""
+        if table not in TABLES:
+            raise UsageError(f"a trace has tables {', '.join(TABLES)}, not {table!r}.")
+        if not self.parts:
+            raise UsageError(f"{self.path} holds no complete part yet: no step was committed.")
+        return pl.scan_parquet([p / f"{table}.parquet" for p in self.parts])
+
+    def table(self) -> pl.DataFrame:
+        """One row a step, tensor and grid: names, counts and fractions."""
+        tensors = pl.DataFrame(self.manifest["tensors"]).select(
+            pl.col("id").alias("tensor"), pl.col("name"), pl.col("group"), pl.col("recorded").alias("numel")
+        )
+        grids = pl.DataFrame({"grid": range(len(self.grids)), "grid_name": self.grids})
+        counts = [(pl.col(c) / pl.col("numel")).alias(f"{c}_fraction") for c in ("frozen", "symmetric", "never_moved")]
+        return (
+            self.scan()
+            .join(tensors.lazy().with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
+            .join(grids.lazy().with_columns(pl.col("grid").cast(pl.Int16)), on="grid")
+            .with_columns(counts)
+            .drop("tensor", "grid")
+            .rename({"name": "tensor", "grid_name": "grid"})
+            .sort("step", "tensor", "grid")
+            .collect()
+        )
+
+    @property
+    def grids(self) -> list[str]:
+        return list(self.manifest["grids"])
+
+    @property
+    def tensors(self) -> list[dict[str, Any]]:
+        return list(self.manifest["tensors"])
+
+    @property
+    def last_step(self) -> int:
+        if not self.parts:
+            return 0
+        return int(pl.scan_parquet(self.parts[-1] / "run.parquet").select(pl.col("step").max()).collect().item())
+
+    @property
+    def steps(self) -> Array:
+        """The recorded steps."""
+        return self.scan("run").select("step").sort("step").collect()["step"].to_numpy()
+
+    # ---- series ----
+
+    def ids(self, scope: str = "all") -> list[int]:
+        """The tensors of a scope: all, all-2d, core, a group, or a tensor's name."""
+        chosen = {
+            "all": lambda t: True,
+            "all-2d": lambda t: len(t["shape"]) >= 2,
+            "core": lambda t: t["group"] in CORE,
+            **{g: (lambda t, g=g: t["group"] == g) for g in GROUPS},
+        }.get(scope, lambda t: t["name"] == scope)
+        ids = [t["id"] for t in self.tensors if chosen(t)]
+        if not ids:
+            groups = sorted({t["group"] for t in self.tensors})
+            raise UsageError(
+                f"nothing in scope {scope!r}. Scopes: all, all-2d, core (attention and mlp), the groups "
+                f"{', '.join(groups)}, or a tensor's name such as {self.tensors[0]['name']!r}."
+            )
+        return ids
+
+    def numel(self, scope: str = "all") -> int:
+        """Coordinates recorded in a scope."""
+        ids = set(self.ids(scope))
+        return sum(int(t["recorded"]) for t in self.tensors if t["id"] in ids)
+
+    def _grid_id(self, grid: str) -> int:
+        if grid not in self.grids:
+            raise UsageError(f"grid {grid!r} was not recorded; this trace has {', '.join(self.grids)}.")
+        return self.grids.index(grid)
+
+    def series(self, column: str, grid: str, scope: str = "all") -> Array:
+        """A column of the grids table summed over a scope, as a share of its coordinates, one value a step."""
+        chosen = (pl.col("grid") == self._grid_id(grid)) & pl.col("tensor").is_in(self.ids(scope))
+        sizes = pl.LazyFrame({"tensor": [t["id"] for t in self.tensors], "numel": [t["recorded"] for t in self.tensors]})
+        frame = (
+            self.scan()
+            .filter(chosen)
+            .join(sizes.with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
+            .group_by("step")
+            .agg(pl.col(column).sum(), pl.col("numel").sum())
+            .sort("step")
+            .collect()
+        )
+        return np.asarray(frame[column].to_numpy() / frame["numel"].to_numpy())
+
+    def frozen(self, grid: str, scope: str = "all", by: str = "code") -> Array:
+        """f_t: the share of coordinates that a step leaves unchanged, one value a recorded step.
+
+        ``by``: ``code`` (the exact event), ``symmetric`` (spacing), ``phase`` (the uniform-phase coordinate
+        check), or ``rho`` (the pooled scalar through the uniform-phase map).
+        """
+        if by == "code":
+            return self.series("frozen", grid, scope)
+        if by == "symmetric":
+            return self.series("symmetric", grid, scope)
+        if by == "phase":
+            return self.series("phase", grid, scope) / 2.0**16
+        if by == "rho":
+            return scalar_rho_map(self.update_ratio(scope) / named(grid).epsilon)
+        raise UsageError(f"by= takes code, symmetric, phase or rho, not {by!r}.")
+
+    def never_moved(self, grid: str, scope: str = "all") -> Array:
+        """The share of coordinates that no step so far has moved, under nearest rounding."""
+        self._followed("never_moved")
+        return self.series("never_moved", grid, scope)
+
+    def expected_never_moved(self, grid: str, scope: str = "all") -> Array:
+        """The same share, in expectation, under stochastic rounding."""
+        self._followed("expected_never_moved")
+        return self.series("expected", grid, scope)
+
+    def _followed(self, option: str) -> None:
+        if not self.manifest["options"][option]:
+            raise UsageError(f"this trace was recorded without {option}.")
+
+    def update_ratio(self, scope: str = "all") -> Array:
+        """||d|| / ||w|| over a scope, one value a step."""
+        frame = (
+            self.scan("tensors")
+            .filter(pl.col("tensor").is_in(self.ids(scope)))
+            .group_by("step")
+            .agg(pl.col("weight_sq").sum(), pl.col("proposal_sq").sum())
+            .sort("step")
+            .collect()
+        )
+        return np.sqrt(frame["proposal_sq"].to_numpy() / np.maximum(frame["weight_sq"].to_numpy(), 1e-300))
+
+    def crossing(self, grid: str, scope: str = "all") -> Crossing:
+        """First and persistent majority crossing, and the category."""
+        return crossing(self.frozen(grid, scope), steps=self.steps)
+
+
+def _verify(part: Path) -> None:
+    try:
+        digests = json.loads((part / "digests.json").read_text(encoding="utf-8"))
+        names = {str(name): str(value) for name, value in digests.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise CorruptionError(f"{part} cannot be read: {error}.") from None
+    for name in (f"{t}.parquet" for t in TABLES):
+        file = part / name
+        if name not in names or not file.is_file():
+            raise CorruptionError(f"{file} is missing.")
+        if digest(file) != names[name]:
+            raise TamperingError(f"{file} is not what was written: its SHA-256 differs from the one in digests.json.")
