@@ -166,7 +166,12 @@ def _cases() -> list[Case]:
     }
     # the element sets of grids whose steps move, under steps that their rules could give
     steps = [("mxfp8_e4m3", 2.0**-7), ("mxfp8_e5m2", 2.0**-20), ("mxfp6_e2m3", 1.0), ("mxfp6_e3m2", 2.0**9)]
-    steps += [("mxfp4", 2.0**-5), ("nvfp4", 13 * 2.0**-12), ("int4/g128", 0.3046875), ("int8", 40503 * 2.0**-20)]
+    steps += [
+        ("mxfp4", 2.0**-5),
+        ("nvfp4", 13 * 2.0**-12),
+        ("int4/g128", 0.3046875),
+        ("int8", 40503 * 2.0**-20),
+    ]
     steps += [("int3/dqt", 77777 * 2.0**-21)]
     return [
         *(Case(n, hu.grid(n)) for n in f"{floats} {integers}".split()),

@@ -78,7 +78,9 @@ def test_codes_are_bit_patterns(name: str) -> None:
     assert np.array_equal(hu.grid(name).decode(codes).numpy(), with_halfulp(name, x))
 
 
-@pytest.mark.parametrize(("name", "dtype", "scale"), [("e5m2", torch.float8_e5m2, 1), ("e4m3@128", torch.float8_e4m3fn, 128)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "scale"), [("e5m2", torch.float8_e5m2, 1), ("e4m3@128", torch.float8_e4m3fn, 128)]
+)
 def test_six_million_initial_weights(name: str, dtype: torch.dtype, scale: int) -> None:
     """Weights of an initialisation, normal with standard deviation 0.02: no mismatch with torch's cast."""
     rng = np.random.default_rng(6)
@@ -109,7 +111,10 @@ FACTS = {
     ("float16", 65520.0): (INF, INF, INF, 65504, 65504),
     ("float4_e2m1fn", 1e30): (None, 6, "error", 6, 6),
     ("float4_e2m1fn", NAN): (None, 0, NAN, NAN, NAN),
-    **{(name, NAN): (NAN, NAN, NAN, NAN, NAN) for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")},
+    **{
+        (name, NAN): (NAN, NAN, NAN, NAN, NAN)
+        for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+    },
 }
 
 

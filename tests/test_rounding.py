@@ -109,7 +109,15 @@ def test_float64_patterns() -> None:
     drawn = np.random.default_rng(64).integers(0, 2**64, 2**18, dtype=np.uint64).view(np.float64)
     scaled = np.random.default_rng(65).standard_normal(2**18) * 0.05  # and 53-bit values in range
     x = np.concatenate([drawn, scaled])
-    for label in ("bf16", "fp16", "e4m3", "powers of two", "int8@100", "int3@8/asym", "nvfp4 step 0.00317383"):
+    for label in (
+        "bf16",
+        "fp16",
+        "e4m3",
+        "powers of two",
+        "int8@100",
+        "int3@8/asym",
+        "nvfp4 step 0.00317383",
+    ):
         case = fitted(CASES[label], torch.float64)
         expected = Table(case.exact).nearest(x)
         assert_same(case.round(torch.from_numpy(x)), expected, f"{label}: kernel")

@@ -59,7 +59,9 @@ def gaps(case: Case, how_many: int, seed: int) -> list[tuple[int, int]]:
     values = case.exact.values
     chosen = np.random.default_rng(seed).integers(0, len(values) - 1, how_many)
     middle = values.index(0)
-    return [(values[i], values[i + 1]) for i in sorted({0, middle - 1, middle, len(values) - 2, *chosen.tolist()})]
+    return [
+        (values[i], values[i + 1]) for i in sorted({0, middle - 1, middle, len(values) - 2, *chosen.tolist()})
+    ]
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
@@ -84,7 +86,10 @@ def test_full_sweep_counts_the_fraction(label: str, real: type) -> None:
                 assert int(xs.view(np.uint32)[0]) % N == k  # the 16 digits that bf16 drops
             slow = by_reference(xs, case.grid, words)
             assert np.array_equal(slow, expected)
-            assert sum(exact(v) * int(n) for v, n in zip(*np.unique(slow, return_counts=True), strict=True)) == N * at
+            assert (
+                sum(exact(v) * int(n) for v, n in zip(*np.unique(slow, return_counts=True), strict=True))
+                == N * at
+            )
             if params(case.grid, np.dtype(real).name).kind != 2:
                 fast, ties = by_kernel(xs, case.grid, words)
                 assert_same(fast, slow)
@@ -128,7 +133,9 @@ def test_digits_decide_level_by_level(label: str) -> None:
     low, high = (v / ONE for v in case.exact.up[5:7])
     x = low + (high - low) * at
     fraction = [Fraction(exact(v) - case.exact.up[5], case.exact.up[6] - case.exact.up[5]) for v in x]
-    digits = np.array([[int(f * 2 ** (32 * (k + 1))) % 2**32 for f in fraction] for k in range(4)], dtype=np.int64)
+    digits = np.array(
+        [[int(f * 2 ** (32 * (k + 1))) % 2**32 for f in fraction] for k in range(4)], dtype=np.int64
+    )
     step = case.steps(x.shape)
     shifts = np.zeros(4, dtype=np.int64)
     for level in range(4):
@@ -161,7 +168,12 @@ def test_the_ends_are_certain(label: str, real: type) -> None:
     top, low = case.exact.values[-1] / ONE, case.exact.values[0] / ONE
     biggest = float(np.finfo(real).max)
     for end in (top, low):
-        for x in (end, np.nextafter(real(end), real(np.copysign(biggest, end))), end * 1.5, np.copysign(biggest, end)):
+        for x in (
+            end,
+            np.nextafter(real(end), real(np.copysign(biggest, end))),
+            end * 1.5,
+            np.copysign(biggest, end),
+        ):
             xs = np.full(len(words), np.clip(x, -biggest, biggest), dtype=real)
             assert np.array_equal(by_reference(xs, case.grid, words), np.full(len(words), end))
             if params(case.grid, np.dtype(real).name).kind != 2:

@@ -16,6 +16,8 @@ from halfulp.trace import Trace
 from halfulp.writeback import ECO, Kahan, Master, TileMaster, WriteBack
 
 __all__ = [
-    "ECO", "Audit", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Master", "Stream", "TamperingError", "TileMaster", "Trace",
-    "UsageError", "VersionError", "WriteBack", "__version__", "float_grid", "frozen", "grid", "integer_grid", "margin", "phase", "rho", "symmetric_frozen",
+    "ECO", "Audit", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Master", "Stream",
+    "TamperingError", "TileMaster", "Trace",
+    "UsageError", "VersionError", "WriteBack", "__version__", "float_grid", "frozen", "grid",
+    "integer_grid", "margin", "phase", "rho", "symmetric_frozen",
 ]  # fmt: skip

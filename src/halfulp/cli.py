@@ -29,13 +29,17 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version."
+    ),
 ) -> None:
     """Which weight updates a number format throws away, and what to do about it."""
 
 
 @app.command()
-def grids(name: str = typer.Argument("", help="A grid, such as e4m3@128; none lists the known ones.")) -> None:
+def grids(
+    name: str = typer.Argument("", help="A grid, such as e4m3@128; none lists the known ones."),
+) -> None:
     """List the grids, or state the rules of one."""
     from halfulp.grids import SHOWN, grid
 
@@ -63,11 +67,17 @@ def grids(name: str = typer.Argument("", help="A grid, such as e4m3@128; none li
         values = g.values()
         shown = values[values >= 0]
         line = ", ".join(f"{v:g}" for v in shown[:12]) + (" ..." if len(shown) > 12 else "")
-        console.print(f"  {'codes:':12}{len(values)} values; from zero up {line}", highlight=False, markup=False)
+        console.print(
+            f"  {'codes:':12}{len(values)} values; from zero up {line}", highlight=False, markup=False
+        )
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True}
+    context_settings={
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+        "ignore_unknown_options": True,
+    }
 )
 def audit(
     context: typer.Context,
@@ -76,8 +86,10 @@ def audit(
     every: int = typer.Option(1, help="Audit each n-th step."),
     sample: float = typer.Option(1.0, help="Audit this share of every tensor's tiles."),
     decay: bool = typer.Option(False, help="Audit weight decay and gradient part apart as well."),
-    out: Path = typer.Option(None, help="The trace's folder; default runs/NAME."),
-    resume: bool = typer.Option(False, help="Go on with a trace; steps that it holds are not recorded again."),
+    out: Path | None = typer.Option(None, help="The trace's folder; default runs/NAME."),
+    resume: bool = typer.Option(
+        False, help="Go on with a trace; steps that it holds are not recorded again."
+    ),
 ) -> None:
     """Run a training script and record what each grid would throw away."""
     from halfulp.audit import verdict
@@ -85,7 +97,7 @@ def audit(
     from halfulp.audit.script import run_script
     from halfulp.trace import Trace
 
-    folder = out or _free(Path("runs") / script.stem)
+    folder = _free(Path("runs") / script.stem) if out is None else out
     recorder = Audit(
         None,
         [g.strip() for g in grids.split(",") if g.strip()],

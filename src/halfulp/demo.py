@@ -18,7 +18,19 @@ from halfulp import kernels
 from halfulp.grids import grid
 from halfulp.streams import Stream
 
-GRIDS = ("fp16", "bf16", "e4m3", "e4m3@128", "e3m4", "e5m2", "int8/row", "int4/g128", "mxfp8_e4m3", "mxfp4", "nvfp4")
+GRIDS = (
+    "fp16",
+    "bf16",
+    "e4m3",
+    "e4m3@128",
+    "e3m4",
+    "e5m2",
+    "int8/row",
+    "int4/g128",
+    "mxfp8_e4m3",
+    "mxfp4",
+    "nvfp4",
+)
 SIDE = 1024
 RATE = 6e-4
 
@@ -54,7 +66,9 @@ def run(console: Console) -> None:
         stream = Stream(seed=0, name=name)
         drawn = kernels.write_back(q, q + (after - before), g, "stochastic", stream, out=torch.empty_like(q))
         moved = 1 - int(drawn.counts[:, 0].sum()) / before.numel()
-        table.add_row(name, f"{g.bytes_per_weight:g}", f"{float(gap):.2g}", f"{lost:.1%}", f"{moved:.1%} move")
+        table.add_row(
+            name, f"{g.bytes_per_weight:g}", f"{float(gap):.2g}", f"{lost:.1%}", f"{moved:.1%} move"
+        )
     console.print(table)
     console.print(
         f"The step moves a weight by about {float((after - before).abs().median()):.2g}. Stored on a grid, a "

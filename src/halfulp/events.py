@@ -85,7 +85,11 @@ def gap(
     """The distance to the adjacent code in the direction of a proposal (upwards for zero)."""
     g, values, own = _numpy(q, grid, step)
     below, above = _neighbours(values, g, own)
-    down = direction.detach().cpu().numpy() < 0 if direction.dtype != torch.bfloat16 else (direction < 0).cpu().numpy()
+    down = (
+        direction.detach().cpu().numpy() < 0
+        if direction.dtype != torch.bfloat16
+        else (direction < 0).cpu().numpy()
+    )
     distance = np.where(down, values - below, above - values)
     return torch.from_numpy(distance).to(q.dtype).to(q.device)
 
@@ -113,7 +117,9 @@ def margin(q: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
     return torch.from_numpy(np.where(inside, room, 0.0)).to(q.device)
 
 
-def _numpy(x: torch.Tensor, grid: GridLike, step: torch.Tensor | None = None) -> tuple[Grid, Array, Array | None]:
+def _numpy(
+    x: torch.Tensor, grid: GridLike, step: torch.Tensor | None = None
+) -> tuple[Grid, Array, Array | None]:
     """The grid resolved for x, x as float64, and the steps that apply."""
     g = named(grid).within(x.dtype)
     if g.scaling is not None:

@@ -366,7 +366,9 @@ class Grid:
 
         return events.neighbours(x, self, step=step)
 
-    def gap(self, q: torch.Tensor, direction: torch.Tensor, *, step: torch.Tensor | None = None) -> torch.Tensor:
+    def gap(
+        self, q: torch.Tensor, direction: torch.Tensor, *, step: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The distance to the adjacent code in the direction of a proposal (up for zero).
 
         >>> grid("e4m3").gap(torch.tensor([1.0, 1.0]), torch.tensor([0.1, -0.1]))
@@ -487,7 +489,9 @@ def integer_grid(
     if (per == "group") != (size > 0):
         raise UsageError(f"per='group' takes a size, and only it does (per={per!r}, size={size}).")
     if (rule == "given") != (step > 0) or not math.isfinite(step):
-        raise UsageError(f"rule='given' takes a positive step, and only it does (rule={rule!r}, step={step!r}).")
+        raise UsageError(
+            f"rule='given' takes a positive step, and only it does (rule={rule!r}, step={step!r})."
+        )
     top = 2 ** (bits - 1) - 1
     if symmetric is None:
         symmetric = rule != "dqt"

@@ -10,8 +10,8 @@ A folder, readable at any moment::
         state.safetensors        what a resumed recording needs (newest part only)
         digests.json             SHA-256 of the files beside it
 
-A crash loses at most the steps of the part that was open. Tables open as they are in polars, pandas and DuckDB
-(``parts/*/grids.parquet``). There is no pickle anywhere.
+A crash loses at most the steps of the part that was open. Tables open as they are in polars, pandas and
+DuckDB (``parts/*/grids.parquet``). There is no pickle anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy.typing as npt
 import polars as pl
 
 from halfulp.audit.crossings import Crossing, crossing
-from halfulp.audit.groups import CORE, GROUPS
+from halfulp.audit.groups import CORE
 from halfulp.audit.measures import scalar_rho_map
 from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
 from halfulp.grids import grid as named
@@ -76,7 +76,8 @@ class TraceWriter:
         if (path / "manifest.json").exists():
             if not resume:
                 raise UsageError(
-                    f"{path} holds a trace already. Choose another folder, remove it, or resume it (resume=True)."
+                    f"{path} holds a trace already. Choose another folder, remove it, or resume it "
+                    "(resume=True)."
                 )
             found = Trace.open(path)
             _check_same(path, found.manifest, manifest)
@@ -165,7 +166,8 @@ class Trace:
             raise CorruptionError(f"{file} is not the manifest of a trace: {error!r}.") from None
         if version != FORMAT:
             raise VersionError(
-                f"{path} has trace format {version}; this halfulp reads format {FORMAT}. Use the halfulp that wrote it."
+                f"{path} has trace format {version}; this halfulp reads format {FORMAT}. "
+                "Use the halfulp that wrote it."
             )
         parts = tuple(sorted(p for p in (path / "parts").glob("[0-9]*") if p.is_dir()))
         for i, part in enumerate(parts):
@@ -191,7 +193,10 @@ class Trace:
             pl.col("id").alias("tensor"), pl.col("name"), pl.col("group"), pl.col("recorded").alias("numel")
         )
         grids = pl.DataFrame({"grid": range(len(self.grids)), "grid_name": self.grids})
-        counts = [(pl.col(c) / pl.col("numel")).alias(f"{c}_fraction") for c in ("frozen", "symmetric", "never_moved")]
+        counts = [
+            (pl.col(c) / pl.col("numel")).alias(f"{c}_fraction")
+            for c in ("frozen", "symmetric", "never_moved")
+        ]
         return (
             self.scan()
             .join(tensors.lazy().with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
@@ -215,7 +220,9 @@ class Trace:
     def last_step(self) -> int:
         if not self.parts:
             return 0
-        return int(pl.scan_parquet(self.parts[-1] / "run.parquet").select(pl.col("step").max()).collect().item())
+        return int(
+            pl.scan_parquet(self.parts[-1] / "run.parquet").select(pl.col("step").max()).collect().item()
+        )
 
     @property
     def steps(self) -> Array:
@@ -226,12 +233,12 @@ class Trace:
 
     def ids(self, scope: str = "all") -> list[int]:
         """The tensors of a scope: all, all-2d, core, a group, or a tensor's name."""
-        chosen = {
-            "all": lambda t: True,
-            "all-2d": lambda t: len(t["shape"]) >= 2,
-            "core": lambda t: t["group"] in CORE,
-            **{g: (lambda t, g=g: t["group"] == g) for g in GROUPS},
-        }.get(scope, lambda t: t["name"] == scope)
+
+        def chosen(t: dict[str, Any]) -> bool:
+            matrix = scope == "all-2d" and len(t["shape"]) >= 2
+            core = scope == "core" and t["group"] in CORE
+            return scope == "all" or matrix or core or scope in (t["group"], t["name"])
+
         ids = [t["id"] for t in self.tensors if chosen(t)]
         if not ids:
             groups = sorted({t["group"] for t in self.tensors})
@@ -254,7 +261,9 @@ class Trace:
     def series(self, column: str, grid: str, scope: str = "all") -> Array:
         """A column of the grids table summed over a scope, as a share of its coordinates, one value a step."""
         chosen = (pl.col("grid") == self._grid_id(grid)) & pl.col("tensor").is_in(self.ids(scope))
-        sizes = pl.LazyFrame({"tensor": [t["id"] for t in self.tensors], "numel": [t["recorded"] for t in self.tensors]})
+        sizes = pl.LazyFrame(
+            {"tensor": [t["id"] for t in self.tensors], "numel": [t["recorded"] for t in self.tensors]}
+        )
         frame = (
             self.scan()
             .filter(chosen)
@@ -306,7 +315,9 @@ class Trace:
             .sort("step")
             .collect()
         )
-        return np.sqrt(frame["proposal_sq"].to_numpy() / np.maximum(frame["weight_sq"].to_numpy(), 1e-300))
+        return np.asarray(
+            np.sqrt(frame["proposal_sq"].to_numpy() / np.maximum(frame["weight_sq"].to_numpy(), 1e-300))
+        )
 
     def crossing(self, grid: str, scope: str = "all") -> Crossing:
         """First and persistent majority crossing, and the category."""
@@ -324,4 +335,6 @@ def _verify(part: Path) -> None:
         if name not in names or not file.is_file():
             raise CorruptionError(f"{file} is missing.")
         if digest(file) != names[name]:
-            raise TamperingError(f"{file} is not what was written: its SHA-256 differs from the one in digests.json.")
+            raise TamperingError(
+                f"{file} is not what was written: its SHA-256 differs from the one in digests.json."
+            )

@@ -350,7 +350,8 @@ def _fixed(grid: GridLike) -> Grid:
 def _tensors(values: dict[str, Values]) -> list[torch.Tensor]:
     """Arrays as tensors of one shape and container."""
     made = {
-        k: x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(x) for k, x in values.items()
+        name: x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x))
+        for name, x in values.items()
     }
     first, *rest = made.items()
     for name, x in rest:

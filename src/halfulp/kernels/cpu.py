@@ -17,10 +17,58 @@ from typing import Any
 import numpy as np
 
 from halfulp.kernels.cpu_tile import (
-    add_carry, add_in_container, clean, clean_three, count_ends, count_equal, count_small, count_symmetric, difference, finish_write, fused_bits, fused_magic, keep_stored, load, load_write, log2_points, mark_moved, nearest, nonfinite, phase_sum, prefer_nearest, score_sums, stay_bits, stay_magic, stochastic, stochastic_exact, store, sum_abs, sum_squares, survey, take_carry, tile_of, WORDS,
+    WORDS,
+    add_carry,
+    add_in_container,
+    clean,
+    clean_three,
+    count_ends,
+    count_equal,
+    count_small,
+    count_symmetric,
+    difference,
+    finish_write,
+    fused_bits,
+    fused_magic,
+    keep_stored,
+    load,
+    load_write,
+    log2_points,
+    mark_moved,
+    nearest,
+    nonfinite,
+    phase_sum,
+    prefer_nearest,
+    score_sums,
+    stay_bits,
+    stay_magic,
+    stochastic_exact,
+    store,
+    sum_abs,
+    sum_squares,
+    survey,
+    take_carry,
+    tile_of,
 )  # fmt: skip
 from halfulp.kernels.params import (
-    CUT, EMIN, HALF, HI, INVERSE, KEEP, KIND, LO, MAGIC, ODD, POINTS, SCALED, SHIFT, T_SUB, T_ZERO, TOP, UNIT, UP,
+    CUT,
+    EMIN,
+    HALF,
+    HI,
+    INVERSE,
+    KEEP,
+    KIND,
+    LO,
+    MAGIC,
+    ODD,
+    POINTS,
+    SCALED,
+    SHIFT,
+    T_SUB,
+    T_ZERO,
+    TOP,
+    UNIT,
+    UP,
 )  # fmt: skip
 from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
 from halfulp.kernels.simd import bits_of, float_like, kernel, shr
@@ -56,7 +104,7 @@ def round_direct(x: Any, out: Any, f: Any, k: Any, masks: Any, t0: Any, t1: Any)
 @kernel
 def encode_tiles(
     x: Any, out: Any, f: Any, k: Any, masks: Any, bits: Any, integer: Any, t0: Any, t1: Any
-) -> int:
+) -> Any:
     """Codes of the nearest values; returns how many values were not finite (their code is 0)."""
     exponent, sign = masks[0], masks[1]
     a_, r_ = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
@@ -87,7 +135,7 @@ def encode_tiles(
 
 
 @kernel
-def decode_tiles(codes: Any, values: Any, out: Any, t0: Any, t1: Any) -> int:
+def decode_tiles(codes: Any, values: Any, out: Any, t0: Any, t1: Any) -> Any:
     """Values by table; returns how many codes are outside the grid (NaN in the table)."""
     bad = 0
     for t in range(t0, t1):
@@ -110,8 +158,8 @@ def audit_tiles(
     """Every static grid on every tile. ``after``: d holds the weights after the step; ``one``: 1.
 
     ``slots`` says where the results of a table row go; the row of a moving grid is there for the phase
-    sum only. ``moved`` (a row of bits a grid) and ``stay`` (a row of probabilities a grid), where not empty, follow
-    every coordinate over the steps.
+    sum only. ``moved`` (a row of bits a grid) and ``stay`` (a row of probabilities a grid), where not
+    empty, follow every coordinate over the steps.
     """
     exponent, sign = masks[0], masks[1]
     w_, d_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype)
@@ -183,7 +231,9 @@ def audit_tiles(
             if stay.shape[0] > 0:
                 odds = stay[o, first:last]
                 if k[g, KIND] == MAGIC:
-                    stay_magic(q, z, odds, k[g, EMIN], k[g, INVERSE], f[g, LO], f[g, HI], f[g, UNIT], exponent)
+                    stay_magic(
+                        q, z, odds, k[g, EMIN], k[g, INVERSE], f[g, LO], f[g, HI], f[g, UNIT], exponent
+                    )
                 else:
                     stay_bits(q, z, odds, k[g, CUT], k[g, ODD], k[g, KEEP], k[g, TOP], f[g, UNIT])
                 s_[:n] = odds

@@ -17,8 +17,22 @@ from typing import Any
 import numpy as np
 
 from halfulp.kernels.cpu_tile import (
-    ONE, WORDS, add_carry, add_in_container, clean_three, count_equal, difference, finish_write, keep_stored, load,
-    load_write, mark_moved, prefer_nearest, score_sums, store, sum_abs,
+    ONE,
+    WORDS,
+    add_carry,
+    add_in_container,
+    clean_three,
+    count_equal,
+    difference,
+    finish_write,
+    keep_stored,
+    load,
+    load_write,
+    mark_moved,
+    prefer_nearest,
+    score_sums,
+    store,
+    sum_abs,
 )  # fmt: skip
 from halfulp.kernels.params import EMIN, HI, INVERSE, LO, MANT, SHIFT, T_SUB, T_ZERO, UP
 from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
@@ -170,8 +184,18 @@ def round_tiles_scaled(
 
 @kernel
 def load_step(
-    w: Any, g: Any, d: Any, after: Any, first: Any, last: Any, x: Any, y: Any, v: Any, keep: Any, exponent: Any
-) -> int:
+    w: Any,
+    g: Any,
+    d: Any,
+    after: Any,
+    first: Any,
+    last: Any,
+    x: Any,
+    y: Any,
+    v: Any,
+    keep: Any,
+    exponent: Any,
+) -> Any:
     """Weights, gradients and proposals of one stretch, zeroed where any of the three is not finite;
     returns how many were. An audit has no gradients and passes the weights again."""
     load(w[first:last], x)

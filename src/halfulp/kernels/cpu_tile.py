@@ -13,13 +13,40 @@ import numpy as np
 from numba.extending import overload
 
 from halfulp.kernels.params import (
-    BITS, CUT, EMIN, HALF, HI, INVERSE, KEEP, KIND, LEFT, LO, MAGIC, MANT, ODD, POINTS, RIGHT, SHIFT,
-    T_END, T_SUB, T_ZERO, TOP, TWO31, UNIT, UP,
+    CUT,
+    EMIN,
+    HALF,
+    HI,
+    INVERSE,
+    KEEP,
+    KIND,
+    LEFT,
+    LO,
+    MAGIC,
+    MANT,
+    ODD,
+    RIGHT,
+    SHIFT,
+    TOP,
+    TWO31,
+    UNIT,
 )  # fmt: skip
-from halfulp.kernels.reference import DEADZONE, LOG2_POLYNOMIAL, NEAREST, TILE
+from halfulp.kernels.reference import LOG2_POLYNOMIAL, TILE
 from halfulp.kernels.simd import (
-    bits_of, exact_up, fill_words, float_like, greater, inline, kernel, lesser, narrow, round_bits, shl, shr,
-    tally, widen,
+    bits_of,
+    exact_up,
+    fill_words,
+    float_like,
+    greater,
+    inline,
+    kernel,
+    lesser,
+    narrow,
+    round_bits,
+    shl,
+    shr,
+    tally,
+    widen,
 )  # fmt: skip
 
 P0, P1, P2, P3, P4, P5, P6, P7 = (np.float32(c) for c in LOG2_POLYNOMIAL)
@@ -117,7 +144,7 @@ def nearest(x: Any, out: Any, f: Any, k: Any, exponent: Any, sign: Any) -> None:
 
 
 @kernel
-def stochastic(x: Any, out: Any, words: Any, f: Any, k: Any, exponent: Any, sign: Any) -> int:
+def stochastic(x: Any, out: Any, words: Any, f: Any, k: Any, exponent: Any, sign: Any) -> Any:
     """Stochastic neighbour by the first 31 digits of U; returns how many of them were not enough."""
     ties = np.int32(0)
     if k[KIND] == MAGIC:
@@ -155,9 +182,7 @@ def stochastic(x: Any, out: Any, words: Any, f: Any, k: Any, exponent: Any, sign
 
 
 @kernel
-def settle(
-    x: Any, out: Any, f: Any, k: Any, exponent: Any, sign: Any, k0: Any, k1: Any, first: Any
-) -> None:
+def settle(x: Any, out: Any, f: Any, k: Any, exponent: Any, sign: Any, k0: Any, k1: Any, first: Any) -> None:
     """Stochastic rounding to the last digit, for the one tile in millions that needs more than 31."""
     for i in range(x.size):
         v = x[i]
@@ -199,7 +224,7 @@ def _halve(buffer: Any, half: Any) -> None:
 
 
 @kernel
-def tree(buffer: Any) -> float:
+def tree(buffer: Any) -> Any:
     """The halving tree from 384 entries down; overwrites them. Constant lengths vectorise best."""
     _halve(buffer, 192)
     _halve(buffer, 96)
@@ -212,7 +237,7 @@ def tree(buffer: Any) -> float:
 
 
 @kernel
-def sum_squares(x: Any, buffer: Any) -> float:
+def sum_squares(x: Any, buffer: Any) -> Any:
     a, b = x[: TILE // 2], x[TILE // 2 :]
     for i in range(TILE // 2):
         u, v = np.float64(a[i]), np.float64(b[i])
@@ -221,7 +246,7 @@ def sum_squares(x: Any, buffer: Any) -> float:
 
 
 @kernel
-def sum_abs(x: Any, buffer: Any) -> float:
+def sum_abs(x: Any, buffer: Any) -> Any:
     a, b = x[: TILE // 2], x[TILE // 2 :]
     for i in range(TILE // 2):
         buffer[i] = abs(np.float64(a[i])) + abs(np.float64(b[i]))
@@ -239,7 +264,7 @@ def count_small(size: Any, zero: Any, normal: Any, one: Any) -> Any:
 
 
 @kernel
-def count_ends(x: Any, lo: Any, hi: Any) -> int:
+def count_ends(x: Any, lo: Any, hi: Any) -> Any:
     count = np.int32(0)
     for i in range(x.size):
         count = tally(count, (x[i] >= hi) | (x[i] <= lo), ONE)
@@ -247,7 +272,7 @@ def count_ends(x: Any, lo: Any, hi: Any) -> int:
 
 
 @kernel
-def count_equal(x: Any, y: Any) -> int:
+def count_equal(x: Any, y: Any) -> Any:
     count = np.int32(0)
     for i in range(x.size):
         count = tally(count, x[i] == y[i], ONE)
@@ -255,7 +280,7 @@ def count_equal(x: Any, y: Any) -> int:
 
 
 @kernel
-def nonfinite(x: Any, exponent: Any) -> int:
+def nonfinite(x: Any, exponent: Any) -> Any:
     count = np.int32(0)
     for i in range(x.size):
         count = tally(count, (bits_of(x[i]) & exponent) == exponent, ONE)
@@ -293,7 +318,7 @@ def log2_points(x: Any, out: Any) -> None:
 
 
 @kernel
-def phase_sum(w: Any, d: Any, ratio: Any, points: Any) -> int:
+def phase_sum(w: Any, d: Any, ratio: Any, points: Any) -> Any:
     total, one, none = np.int32(0), np.int32(65536), np.int32(0)  # 768 * 65536 < 2**31
     for i in range(w.size):
         v = lesser(greater(np.int32(ratio[i] - points), none), one)
@@ -337,7 +362,7 @@ def fused_bits(
 
 
 @kernel
-def count_symmetric(size: Any, sized: Any, up: Any, emin: Any, exponent: Any) -> int:
+def count_symmetric(size: Any, sized: Any, up: Any, emin: Any, exponent: Any) -> Any:
     count = np.int32(0)
     for i in range(size.size):
         e = float_like(size[i], max(bits_of(size[i]) & exponent, emin))
@@ -394,7 +419,7 @@ def stay_bits(q: Any, z: Any, stay: Any, cut: Any, odd: Any, keep: Any, top: Any
 
 
 @kernel
-def mark_moved(q: Any, r: Any, flags: Any, moved: Any) -> int:
+def mark_moved(q: Any, r: Any, flags: Any, moved: Any) -> Any:
     """Set the bits of coordinates that moved; returns how many never have. ``flags`` is scratch."""
     n = q.size
     for i in range(n):
@@ -429,7 +454,7 @@ def count_write(q: Any, z: Any, r: Any, lo: Any, hi: Any, one: Any) -> Any:
 
 
 @kernel
-def sum_changes(q: Any, z: Any, buffer: Any) -> float:
+def sum_changes(q: Any, z: Any, buffer: Any) -> Any:
     """Sum of |z - q| over a padded tile."""
     for i in range(TILE // 2):
         a = abs(np.float64(z[i]) - np.float64(q[i]))
@@ -471,7 +496,7 @@ def finish_write(
 
 
 @kernel
-def load_write(stored: Any, proposed: Any, q: Any, z: Any, exponent: Any) -> int:
+def load_write(stored: Any, proposed: Any, q: Any, z: Any, exponent: Any) -> Any:
     """Stored and proposed values of one tile; a proposal that is not finite becomes the stored one."""
     load(stored, q)
     load(proposed, z)

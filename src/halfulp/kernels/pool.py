@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,5 +30,5 @@ def run(kernel: Callable[..., Any], count: int, *args: Any, grain: int = GRAIN) 
     bounds = [count * i // threads for i in range(threads + 1)]
     if threads not in _pools:
         _pools[threads] = ThreadPoolExecutor(threads - 1, thread_name_prefix="halfulp")
-    rest = [_pools[threads].submit(kernel, *args, a, b) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
+    rest = [_pools[threads].submit(kernel, *args, a, b) for a, b in pairwise(bounds[1:])]
     return [kernel(*args, bounds[0], bounds[1]), *(job.result() for job in rest)]

@@ -56,7 +56,7 @@ def index_of(magnitude: Array, grid: Grid) -> Array:
     fraction, exponent = np.frexp(magnitude.astype(np.float64))  # 0.5 <= fraction < 1, or zero
     binade = np.where(fraction == 0, 0, np.maximum(exponent.astype(np.int64) - 1 - emin, 0))
     units = np.floor(np.ldexp(fraction, exponent - binade - emin + m)).astype(np.int64)
-    return binade * 2**m + units
+    return np.asarray(binade * 2**m + units)
 
 
 def _exponent_of(magnitude: Array) -> Array:
@@ -177,8 +177,7 @@ def _nv_steps(biggest: Array, top: float) -> Array:
     peak = float(np.max(biggest, initial=0.0))
     if peak == 0.0:
         return np.ones(len(biggest))
-    fraction, exponent = math.frexp(e4m3.largest * top / peak)
-    scale = math.ldexp(1.0, exponent - 1)
+    scale = math.ldexp(1.0, math.frexp(e4m3.largest * top / peak)[1] - 1)
     blocks = round_elements(biggest * scale / top, e4m3)
     return np.where(blocks > 0, blocks, e4m3.quantum) / scale
 
@@ -239,8 +238,8 @@ def encode(x: Array, grid: Grid, step: Array | None = None) -> Array:
         x = x / step[segment_ids(x.shape, grid.scaling)].reshape(x.shape)
     r = round_elements(x, grid)
     if grid.integer:
-        return np.rint(r / grid.quantum).astype(np.int64) & (2**grid.bits - 1)
-    return index_of(np.abs(r), grid) | (np.signbit(r).astype(np.int64) << (grid.bits - 1))
+        return np.asarray(np.rint(r / grid.quantum).astype(np.int64) & (2**grid.bits - 1))
+    return np.asarray(index_of(np.abs(r), grid) | (np.signbit(r).astype(np.int64) << (grid.bits - 1)))
 
 
 def is_code(codes: Array, grid: Grid) -> Array:
@@ -429,7 +428,7 @@ def _log2_fixed(x: Array) -> Array:
     for coefficient in reversed(LOG2_POLYNOMIAL[:-1]):
         p = p * t + np.float32(coefficient)
     points = np.rint(p * t * np.float32(PHASE_ONE)).astype(np.int64)
-    return (exponent.astype(np.int64) - 1) * PHASE_ONE + points
+    return np.asarray((exponent.astype(np.int64) - 1) * PHASE_ONE + points)
 
 
 def phase_points(w: Array, d: Array, mantissa: int) -> Array:

@@ -1,0 +1,171 @@
+"""What a write-back costs beside other low-precision optimizers: time and bytes, in one run.
+
+Ten matrices of a million weights each, gradients given. Every contestant steps once in each repetition, in
+shuffled order; the result is the median. Bytes are measured: the storage of parameters and of everything that
+the optimizer keeps, divided by the parameters.
+
+    python benchmarks/writeback.py [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernels import OUT, environment
+
+import halfulp as hu
+
+SIDE, COUNT = 1000, 10
+RATE, DECAY = 6e-4, 0.1
+
+PUBLISHED = {
+    "FlashOptim FlashAdamW, bf16 + 8 bits, 8-bit moments": "5 (published: 7 with 16-bit moments)",
+}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> torch.nn.ParameterList:
+    made = torch.Generator().manual_seed(0)
+    params = torch.nn.ParameterList(
+        torch.nn.Parameter((torch.randn(SIDE, SIDE, generator=made) * 0.02).to(dtype)) for _ in range(COUNT)
+    )
+    for p in params:
+        p.grad = (torch.randn(SIDE, SIDE, generator=made) * 1e-3).to(dtype)
+    return params
+
+
+def adamw(params: torch.nn.ParameterList, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params.parameters(), lr=RATE, weight_decay=DECAY, **options)
+
+
+def ours(policy: Any, grid: str = "bf16", **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        params = parameters(torch.bfloat16 if options.get("storage") == "native" else torch.float32)
+        return params, hu.WriteBack(adamw(params, fused=True), grid, policy, model=params, **options)
+
+    return make
+
+
+def plain(**options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        params = parameters()
+        return params, adamw(params, **options)
+
+    return make
+
+
+def torchao() -> Any:
+    from torchao.optim import _AdamW
+
+    params = parameters(torch.bfloat16)
+    return params, _AdamW(params.parameters(), lr=RATE, weight_decay=DECAY, bf16_stochastic_round=True)
+
+
+def optimi() -> Any:
+    from optimi import AdamW
+
+    params = parameters(torch.bfloat16)
+    return params, AdamW(params.parameters(), lr=RATE, weight_decay=DECAY, kahan_sum=True)
+
+
+CONTESTANTS: dict[str, Callable[[], Any]] = {
+    "torch AdamW, fp32, fused": plain(fused=True),
+    "torch AdamW, fp32, foreach": plain(foreach=True),
+    "halfulp rne, bf16 grid": ours("rne"),
+    "halfulp sr, bf16 grid": ours("sr"),
+    "halfulp sr, bf16 grid, no telemetry": ours("sr", telemetry=False),
+    "halfulp sr, e4m3@128 grid": ours("sr", "e4m3@128"),
+    "halfulp deadzone-sr, bf16 grid": ours("deadzone-sr"),
+    "halfulp kahan, bf16 grid": ours("kahan"),
+    "halfulp master, bf16 grid": ours("master"),
+    "halfulp eco, bf16 grid": ours("eco"),
+    "halfulp sr, bf16 native": ours("sr", storage="native"),
+    "halfulp sr, e4m3@128 packed": ours("sr", "e4m3@128", storage="packed"),
+    "torchao _AdamW, bf16, stochastic": torchao,
+    "optimi AdamW, bf16, kahan": optimi,
+}
+
+
+def storage_bytes(*tensors: Any) -> int:
+    """Bytes of distinct storages."""
+    seen = {}
+    for t in tensors:
+        if isinstance(t, torch.Tensor):
+            inner = [getattr(t, name) for name in ("codes", "scale") if hasattr(t, name)] or [t]
+            for x in inner:
+                seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(seen.values())
+
+
+def kept(params: Any, optimizer: Any) -> float:
+    """Measured bytes a parameter between steps, gradients not included."""
+    tensors: list[Any] = list(params.parameters())
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for state in inner.state.values():
+        tensors += [v for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1]
+    if isinstance(optimizer, hu.WriteBack):
+        for slot in optimizer.slots:
+            tensors += list(slot.kept_tensors().values())
+            if slot.scratch is not None:
+                tensors.append(slot.scratch)
+    return storage_bytes(*tensors) / (SIDE * SIDE * COUNT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, default=OUT / "writeback.json")
+    parser.add_argument("--repetitions", type=int, default=21)
+    options = parser.parse_args()
+    env, rows, ready = environment(), [], []
+    for name, make in CONTESTANTS.items():
+        row: dict[str, Any] = {"contestant": name}
+        rows.append(row)
+        try:
+            params, optimizer = make()
+            for _ in range(3):
+                optimizer.step()
+        except ImportError as error:
+            row["skipped"] = f"not installed ({error.name})"
+            continue
+        ready.append((row, params, optimizer, []))
+    order = random.Random(0)
+    for _ in range(options.repetitions):
+        for _, _, optimizer, seconds in order.sample(ready, len(ready)):
+            start = time.perf_counter()
+            optimizer.step()
+            seconds.append(time.perf_counter() - start)
+    for row, params, optimizer, seconds in ready:
+        row["seconds"] = statistics.median(seconds)
+        row["bytes_per_parameter"] = kept(params, optimizer)
+    base = rows[0]["seconds"]
+    lines = [
+        f"AdamW on {SIDE * SIDE * COUNT:,} parameters, milliseconds a step (median), and measured bytes a parameter "
+        "between steps (weights, moments, what a policy keeps; no gradients).",
+        "",
+        "| contestant | ms | x fused fp32 | bytes |",
+        "|---|--:|--:|--:|",
+    ]
+    for row in rows:
+        if "seconds" not in row:
+            lines.append(f"| {row['contestant']} | {row['skipped']} | | |")
+            continue
+        ms, ratio = row["seconds"] * 1e3, row["seconds"] / base
+        lines.append(f"| {row['contestant']} | {ms:.1f} | {ratio:.2f} | {row['bytes_per_parameter']:.2f} |")
+    lines += [f"| {name} | - | - | {size} |" for name, size in PUBLISHED.items()]
+    lines += ["", "; ".join(f"{key}: {value}" for key, value in env.items()) + "."]
+    table = "\n".join(lines) + "\n"
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
+    options.json.with_suffix(".md").write_text(table)
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

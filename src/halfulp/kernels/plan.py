@@ -1,0 +1,210 @@
+"""Tensors as flat arrays and grids as numbers: what every kernel call does first.
+
+A tensor of any shape, stride and device becomes one contiguous array, its own memory where possible. A grid
+becomes a :class:`Plan`: resolved for the container, with its numbers for the working type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from halfulp.errors import UsageError
+from halfulp.grids import Grid, container
+from halfulp.grids import grid as named
+from halfulp.kernels import params as _params
+from halfulp.kernels import reference
+from halfulp.kernels.pool import run
+from halfulp.kernels.reference import TILE
+from halfulp.streams import MAX_ELEMENTS, Stream
+
+Array = npt.NDArray[Any]
+SPAN = 85 * TILE  # how much of a whole-tensor segment is one unit of work
+GRAIN_ELEMENTS = 128 * TILE
+NO_KEY = (np.uint32(0), np.uint32(0), 0)
+
+
+# ---- tensors as flat arrays ---------------------------------------------------------------------
+
+
+def checked(x: torch.Tensor, what: str) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise UsageError(f"{what} must be a tensor, not {type(x).__name__}.")
+    container(x.dtype)
+    if x.device.type == "meta":
+        raise UsageError(f"{what} is on the meta device: it has no values to work on.")
+    return x.detach()
+
+
+def same_shape(**tensors: torch.Tensor) -> None:
+    first, *rest = tensors.items()
+    for name, x in rest:
+        if x.shape != first[1].shape or x.device != first[1].device:
+            raise UsageError(
+                f"{name} and {first[0]} must match: {name} has shape {tuple(x.shape)} on {x.device}, "
+                f"{first[0]} has {tuple(first[1].shape)} on {first[1].device}."
+            )
+
+
+def flat_of(x: torch.Tensor) -> Array:
+    """A tensor's values as one contiguous array: its own memory where possible. bfloat16 comes as
+    bit patterns, float16 as a float32 copy."""
+    x = x.detach().cpu().contiguous().reshape(-1)
+    if x.dtype == torch.bfloat16:
+        return np.asarray(x.view(torch.int16).numpy().view(np.uint16))
+    return np.asarray(x.float().numpy() if x.dtype == torch.float16 else x.numpy())
+
+
+def deliver(result: Array, out: torch.Tensor) -> torch.Tensor:
+    """Put a flat result where the caller wants it, unless it is there already."""
+    if result.dtype == np.uint16:
+        made = torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+    else:
+        made = torch.from_numpy(result)
+    if made.data_ptr() != out.data_ptr():
+        out.copy_(made.reshape(out.shape))
+    return out
+
+
+def destination(out: torch.Tensor) -> Array:
+    """A flat array to write results for ``out`` into: its own memory where possible."""
+    direct = out.device.type == "cpu" and out.is_contiguous() and out.dtype != torch.float16
+    if direct:
+        return flat_of(out)
+    return flat_of(torch.empty(out.shape, dtype=out.dtype))
+
+
+def key_of(stream: Stream | None, mode: int, numel: int) -> tuple[Any, Any, int]:
+    if mode == reference.NEAREST:
+        return NO_KEY
+    if not isinstance(stream, Stream):
+        raise UsageError(
+            "stochastic rounding needs a stream: pass halfulp.Stream(seed=..., name=..., step=...), "
+            f"not {stream!r}."
+        )
+    if stream.offset + numel > MAX_ELEMENTS:
+        raise UsageError(f"a stream has 2**58 elements; {stream.offset} + {numel} are too many.")
+    k0, k1 = stream.key
+    return np.uint32(k0), np.uint32(k1), stream.offset
+
+
+# ---- grids as numbers -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved grid in the working type of a container."""
+
+    grid: Grid
+    work: str
+    scaled: bool
+    floats: Array
+    ints: Array
+
+    @property
+    def masks(self) -> Array:
+        return _params.masks(self.work)
+
+    @property
+    def empty(self) -> Array:
+        """An array that tells kernels the working type."""
+        return np.empty(0, dtype=self.work)
+
+    def layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        if self.grid.scaling is None:
+            return max(math.prod(shape), 1), max(math.prod(shape), 1)
+        return self.grid.scaling.segment_length(shape)
+
+
+@lru_cache(maxsize=1024)
+def plan_for(grid: Grid | str | torch.dtype, dtype: torch.dtype) -> Plan:
+    g = named(grid).within(dtype)
+    work = _params.working(container(dtype).name)
+    p = _params.params(g, work)
+    if p.kind != _params.SCALED:
+        return Plan(g, work, False, p.floats, p.ints)
+    element = _params.params(replace(g, scaling=None), "float64")
+    return Plan(g, work, True, element.floats, element.ints)
+
+
+def narrowing(dtype: torch.dtype) -> int:
+    return {torch.bfloat16: 1, torch.float16: 2}.get(dtype, 0)
+
+
+def fixed_steps(plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -> Array | None:
+    """Steps that need no data."""
+    s = plan.grid.scaling
+    if s is None:
+        return np.ones(1)
+    if s.moves:
+        return None
+    return reference.steps_from(np.zeros((s.segments(shape), 4)), plan.grid, dtype)
+
+
+def spans_of(plan: Plan, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(row, span length, number of spans) over which statistics are gathered."""
+    row, length = plan.layout(shape)
+    sums = plan.grid.scaling is not None and plan.grid.scaling.rule == "absmean"
+    span = SPAN if length == math.prod(shape) and not sums else length
+    return row, span, math.prod(shape) // row * math.ceil(row / span) if math.prod(shape) else 0
+
+
+def combine(stats: Array, segments: int) -> Array:
+    if len(stats) == segments:
+        return stats
+    top = stats[:, :2].max(axis=0, initial=-np.inf)
+    return np.array([[max(top[0], 0.0), top[1], stats[:, 2].sum(), stats[:, 3].sum()]])
+
+
+def wanted(grid: Grid) -> int:
+    """What the rule of a moving grid needs beside the largest magnitude."""
+    from halfulp.kernels import cpu_scaled
+
+    assert grid.scaling is not None
+    wants = {"dqt": cpu_scaled.SIGNED, "absmean": cpu_scaled.TOTAL}
+    return wants.get(grid.scaling.rule, cpu_scaled.MAGNITUDE)
+
+
+def blank_stats(spans: int) -> Array:
+    stats = np.zeros((spans, 4))
+    stats[:, 1] = -np.inf
+    return stats
+
+
+def steps_of(x: Array, plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+    from halfulp.kernels import cpu_scaled
+
+    fixed = fixed_steps(plan, shape, dtype)
+    if fixed is not None:
+        return fixed
+    assert plan.grid.scaling is not None
+    row, span, spans = spans_of(plan, shape)
+    stats = blank_stats(spans)
+    want = wanted(plan.grid)
+    grain = max(GRAIN_ELEMENTS // span, 1)
+    run(cpu_scaled.span_stats, spans, x, row, span, want, plan.masks, plan.empty, stats, grain=grain)
+    return reference.steps_from(combine(stats, plan.grid.scaling.segments(shape)), plan.grid, dtype)
+
+
+def given_steps(step: torch.Tensor | None, plan: Plan, shape: tuple[int, ...]) -> Array | None:
+    if step is None:
+        return None
+    if plan.grid.scaling is None:
+        raise UsageError(f"grid {plan.grid.name} has no steps of its own; leave step out.")
+    expected = plan.grid.scaling.segments(shape)
+    given = np.asarray(step.detach().double().cpu().numpy()).reshape(-1)
+    if given.size != expected:
+        raise UsageError(
+            f"grid {plan.grid.name} has {expected} step(s) for shape {shape}, but {given.size} were given."
+        )
+    return given
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda"

@@ -1,0 +1,144 @@
+"""Grids by name: their limits, codes, sizes and words."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.grids import SHOWN, container
+from oracle import oracle_of
+
+ML_DTYPES = (
+    "bfloat16 float16 float8_e5m2 float8_e5m2fnuz float8_e4m3fn float8_e4m3 float8_e4m3fnuz float8_e4m3b11fnuz "
+    "float8_e3m4 float6_e2m3fn float6_e3m2fn float4_e2m1fn"
+).split()
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_limits_are_the_formats(name: str) -> None:
+    """Mantissa, limits and width are those that ml_dtypes (NumPy for float16) gives for the type."""
+    info = np.finfo(np.float16) if name == "float16" else ml_dtypes.finfo(getattr(ml_dtypes, name))
+    g = hu.grid(name)
+    assert g.mantissa == info.nmant
+    assert g.largest == float(info.max)
+    assert g.lo == float(info.min)
+    assert g.smallest_normal == float(info.smallest_normal)
+    assert g.quantum == float(info.smallest_subnormal)
+    assert g.bits == info.bits
+    assert g.epsilon == float(info.eps) / 2
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("e5m2", "float8_e5m2"),
+        ("e4m3", "float8_e4m3fn"), ("e4m3fn", "float8_e4m3fn"), ("e3m4", "float8_e3m4"), ("fp4", "float4_e2m1fn"),
+        ("e2m3", "float6_e2m3fn"), ("e3m2", "float6_e3m2fn"), ("e2m1", "float4_e2m1fn"),
+        (torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"), (torch.float8_e5m2, "float8_e5m2"),
+        (torch.float8_e4m3fnuz, "float8_e4m3fnuz"), (torch.float8_e5m2fnuz, "float8_e5m2fnuz"),
+    ],
+)  # fmt: skip
+def test_aliases(alias: str | torch.dtype, name: str) -> None:
+    """Short names and torch dtypes mean the canonical grid; a grid means itself."""
+    a, b = hu.grid(alias), hu.grid(name)
+    assert (a.mantissa, a.emin, a.largest, a.lowest) == (b.mantissa, b.emin, b.largest, b.lowest)
+    assert hu.grid(a) is a
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_shown_names(name: str) -> None:
+    """Every name in the list that errors show is a grid with words for its rules."""
+    g = hu.grid(name)
+    assert g.name == name
+    assert name in str(g)
+    assert set(g.rules) == {"ties", "subnormals", "overflow", "zero", "non-finite", "step"}
+    assert g.bytes_per_weight >= g.bits / 8
+
+
+@pytest.mark.parametrize("scale", [2.0**-9, 0.5, 1, 128, 2.0**20])
+def test_scale_is_a_shift(scale: float) -> None:
+    """e4m3@S has the values of e4m3 divided by S, and rounds x as e4m3 rounds x S."""
+    g, plain = hu.grid(f"e4m3@{scale}"), hu.grid("e4m3")
+    assert np.array_equal(g.values() * scale, plain.values())
+    x = torch.from_numpy(np.random.default_rng(1).standard_normal(2000) / scale).float()
+    assert torch.equal(g.round(x) * scale, plain.round(x * scale))
+
+
+def test_wide_exponents() -> None:
+    """mK has the exponents of its container: m7 in float32 is bfloat16, m10 in float16 is float16."""
+    for name, dtype, same in (
+        ("m7", torch.float32, "bf16"),
+        ("m10", torch.float16, "fp16"),
+        ("m23", torch.float32, "fp32"),
+    ):
+        inside, known = hu.grid(name).within(dtype), hu.grid(same)
+        assert (inside.mantissa, inside.emin, inside.largest) == (known.mantissa, known.emin, known.largest)
+    assert hu.grid("m7").bits == 16
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_integers(bits: int) -> None:
+    """Symmetric and asymmetric codes, in two's complement."""
+    top = 2 ** (bits - 1) - 1
+    for name, low in ((f"int{bits}@1", -top), (f"int{bits}@1/asym", -top - 1)):
+        g = hu.grid(name)
+        assert g.bits == bits
+        assert g.values().tolist() == list(range(low, top + 1))
+        values = torch.arange(low, top + 1).float()
+        assert g.encode(values).tolist() == [v % 2**bits for v in range(low, top + 1)]
+        assert torch.equal(g.decode(g.encode(values)), values)
+
+
+def test_values_are_the_definition() -> None:
+    """values() lists what the definition counts, and the index formula of the module gives each magnitude."""
+    g = hu.float_grid(mantissa=3, emin=-6, largest=448.0)
+    sizes = [n * 2.0**-9 if n <= 8 else (8 + n % 8) * 2.0 ** (-9 + n // 8 - 1) for n in range(127)]
+    assert g.values()[-127:].tolist() == sizes
+    assert g.last_index == 126
+    assert g.values().tolist() == oracle_of(g).floats().tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("bf16", (768, 768), 2 * 768**2), ("e4m3", (5,), 5), ("int3@1", (9,), math.ceil(27 / 8)),
+        ("mxfp4", (64, 64), 64 * 64 // 2 + 128), ("mxfp4", (3, 33), math.ceil(99 * 4 / 8) + 6),
+        ("nvfp4", (64, 64), 64 * 64 // 2 + 256 + 4), ("int8", (10, 10), 100 + 4), ("int8/row", (10, 10), 100 + 40),
+        ("int4/g128", (2, 256), 256 + 16), ("int8@100", (10,), 10), ("e4m3", (0,), 0),
+    ],
+)  # fmt: skip
+def test_payload_bytes(name: str, shape: tuple[int, ...], expected: int) -> None:
+    """Packed codes and the steps that move: the bytes a tensor takes."""
+    assert hu.grid(name).payload_bytes(shape) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_containers(dtype: torch.dtype) -> None:
+    """A container's limits are those of its dtype."""
+    info, box = torch.finfo(dtype), container(dtype)
+    assert box.largest == info.max
+    assert math.ldexp(1.0, box.emin) == info.tiny
+    assert math.ldexp(1.0, -box.mantissa) == info.eps
+
+
+@pytest.mark.parametrize("name", ["e4m3", "bf16", "int4@16", "mxfp4", "int8/row", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (50,), (7, 90), (2, 3, 40)])
+def test_decode_of_encode_is_round(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Codes and steps hold exactly what rounding gives, in any container and shape."""
+    if name == "bf16" and dtype == torch.float16:
+        name = "fp16"
+    g = hu.grid(name)
+    x = (torch.from_numpy(np.asarray(np.random.default_rng(2).standard_normal(shape))) * 0.1).to(dtype)
+    steps = g.steps(x) if g.scaling is not None else None
+    codes = g.encode(x, step=steps)
+    assert codes.dtype == (torch.uint8 if g.bits <= 8 else torch.int32)
+    assert torch.equal(g.decode(codes, step=steps, dtype=dtype), g.round(x))
+    out = torch.zeros(shape, dtype=torch.int64)
+    assert torch.equal(hu.kernels.encode(x, g, step=steps, out=out), codes.long())

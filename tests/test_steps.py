@@ -1,0 +1,216 @@
+"""Steps that move with the data: their rules, and that storing a stored tensor changes nothing."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import halfulp as hu
+from halfulp import kernels
+from oracle import CONTAINERS, NUMPY, assert_same, tensor
+
+BLOCKS = {
+    "mxfp8_e4m3": 8,
+    "mxfp8_e5m2": 15,
+    "mxfp6_e2m3": 2,
+    "mxfp6_e3m2": 4,
+    "mxfp4": 2,
+}  # name: emax (OCP MX 1.0)
+INTEGERS = [f"int{b}{per}" for b in range(2, 9) for per in ("", "/row", "/g16")]
+DQT = [f"int{b}/dqt" for b in (2, 3, 4, 8)]
+IDEMPOTENT = [*INTEGERS, *DQT, "int4/asym", "int8/row/asym", *BLOCKS, "nvfp4"]
+
+
+def samples(dtype: torch.dtype, n: int = 40) -> list[torch.Tensor]:
+    """Tensors of 5 by 70 values: rows of very different sizes, zero rows, one row of equal values,
+    negative ones only, and the smallest numbers there are."""
+    found = []
+    for seed in range(n):
+        rng = np.random.default_rng(seed)
+        x = rng.standard_normal((5, 70)) * 0.05 * 10.0 ** rng.uniform(-5, 1, (5, 1))
+        if seed % 4 == 1:
+            x[2], x[3] = 0.0, 0.0371
+        if seed % 4 == 2:
+            x = -np.abs(x)
+        if seed % 8 == 3:
+            x *= 10.0 ** rng.uniform(-6, -3)
+        found.append(torch.from_numpy(x).to(dtype))
+    return found
+
+
+@pytest.mark.parametrize("dtype", CONTAINERS, ids=str)
+@pytest.mark.parametrize("name", IDEMPOTENT)
+def test_rounding_twice_is_rounding_once(name: str, dtype: torch.dtype) -> None:
+    """The steps of a rounded tensor leave it as it is, and so a zero proposal is always frozen."""
+    g = hu.grid(name)
+    for x in samples(dtype):
+        q = g.round(x)
+        assert_same(g.round(q), q, name)
+        assert bool(hu.frozen(q, torch.zeros_like(q), g).all())
+        audit = kernels.audit(x, torch.zeros_like(x), [g])
+        assert int(audit.counts[:, 0, 0].sum()) == x.numel()
+        written = kernels.write_back(q, q.clone(), g)
+        assert int(written.counts[:, 0].sum()) == q.numel()
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "int4/g16", "int3/dqt", "mxfp4", "nvfp4", "int4/absmean", "int8@100"]
+)
+@pytest.mark.parametrize("shape", [(), (1,), (40,), (3, 50), (0,), (2, 0)])
+def test_nothing_but_zeros(name: str, shape: tuple[int, ...]) -> None:
+    """All-zero and empty tensors have finite positive steps and stay as they are."""
+    zeros = torch.zeros(shape)
+    g = hu.grid(name)
+    steps = g.steps(zeros)
+    assert bool((steps > 0).all() and steps.isfinite().all())
+    for x in (zeros, -zeros):
+        assert_same(g.round(x), x)
+        assert_same(g.round(x, hu.Stream(seed=0, name="z")), x)
+    assert bool(hu.frozen(zeros, zeros, g).all())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("dtype", CONTAINERS, ids=str)
+def test_mx_scales(name: str, dtype: torch.dtype) -> None:
+    """A block of 32 has the scale 2**(floor(log2 of its largest magnitude) - emax), an E8M0 number."""
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((4, 100)) * 10.0 ** rng.uniform(-4, 3, (4, 1))).astype(NUMPY[dtype])
+    x[0, 40], x[1, 3] = np.nan, np.inf
+    got = hu.grid(name).steps(tensor(x)).reshape(4, 4)
+    for i in range(4):
+        for j in range(4):
+            block = [abs(Fraction(float(v))) for v in x[i, 32 * j : 32 * j + 32] if math.isfinite(v)]
+            biggest, exponent = max(block), -200
+            while Fraction(2) ** (exponent + 1) <= biggest:
+                exponent += 1
+            assert float(got[i, j]) == 2.0 ** max(exponent - BLOCKS[name], -127)
+    assert float(hu.grid(name).steps(torch.full((1,), 1e-45))[0]) == 2.0**-127
+
+
+def test_nv_scales() -> None:
+    """Block scales of nvfp4 are positive e4m3 numbers times one power of two, and the largest magnitude
+    of a block lands on 6 unless the block is four thousand times smaller than the largest."""
+    rng = np.random.default_rng(4)
+    e4m3 = set(hu.grid("e4m3").values().tolist())
+    for seed in range(20):
+        sizes = 10.0 ** rng.uniform(-3 if seed % 2 else -8, 0, (6, 1))
+        x = torch.from_numpy(rng.standard_normal((6, 16)) * sizes).float()
+        steps = hu.grid("nvfp4").steps(x).reshape(6)
+        peak = x.abs().max().item()
+        fits = 2.0 ** math.floor(math.log2(448 * 6 / peak))
+        assert any(all(s > 0 and s * scale in e4m3 for s in steps.tolist()) for scale in (fits, 2 * fits))
+        biggest = x.abs().amax(dim=1)
+        codes = hu.grid("nvfp4").round(x).abs().amax(dim=1).double() / steps
+        assert bool((codes[biggest * 4096 > peak] == 6).all())
+
+
+@pytest.mark.parametrize("dtype", CONTAINERS, ids=str)
+@pytest.mark.parametrize("name", ["int8", "int4", "int8/row", "int4/g16", "int4/absmean", "int8/absmean/row"])
+def test_integer_steps(name: str, dtype: torch.dtype) -> None:
+    """Absmax and absmean, per tensor, row or group, to as many bits as the container leaves room for;
+    every multiple of the step that has a code is a number of the container."""
+    g = hu.grid(name)
+    assert g.scaling is not None
+    bits = min({"bfloat16": 8, "float16": 11, "float32": 24}.get(NUMPY[dtype].name, 53), 24) - (g.mantissa)
+    x = np.random.default_rng(5).standard_normal((4, 70)).astype(NUMPY[dtype])
+    row = {"tensor": 280, "row": 70, "group": 16}[g.scaling.per]
+    wide = x.astype(np.float64)
+    segments = [wide.reshape(-1)] if row == 280 else [r[i : i + row] for r in wide for i in range(0, 70, row)]
+    steps = g.steps(tensor(x)).tolist()
+    assert len(steps) == len(segments) == g.scaling.segments((4, 70))
+    for step, segment in zip(steps, segments, strict=True):
+        size = np.abs(segment).max() if g.scaling.rule == "absmax" else np.abs(segment).mean()
+        assert abs(step * g.largest / size - 1) <= 2.0 ** (1 - bits)
+        assert math.frexp(step)[0] * 2**bits % 1 == 0
+        multiples = torch.arange(-g.largest, g.largest + 1, dtype=torch.float64) * step
+        assert torch.equal(multiples.to(dtype).double(), multiples)
+
+
+def test_a_given_step_is_the_given_step() -> None:
+    """@S divides by S: exactly for a power of two, to the bits that the container leaves otherwise."""
+    for scale in (16, 0.25, 1):
+        g = hu.grid(f"int4@{scale}")
+        assert g.scaling is None
+        assert g.largest == 7 / scale
+    assert abs(float(hu.grid("int8@100").steps(torch.ones(1))[0]) * 100 - 1) <= 2.0**-17
+
+
+@given(st.integers(0, 2**32), st.integers(2, 8), st.floats(-6, 2))
+def test_dqt_step(seed: int, bits: int, size: float) -> None:
+    """Stochastic write-back at s = Qp / max(W_old), as published: x = W' s; x >= Qp gives Qp, x <= Qn
+    gives Qn, otherwise floor or ceil; divided by s. The step is rounded to 25 - bits bits, so values
+    agree to 2**(bits - 25) relative and which of two neighbours is drawn only where words are."""
+    rng = np.random.default_rng(seed)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    old = rng.integers(low, high + 1, 300) * 10.0**size
+    old[0] = high * 10.0**size  # the grid is kept while a weight sits at the top
+    new = old + rng.standard_normal(300) * 10.0**size
+    w_old, w_new = (torch.from_numpy(v).float() for v in (old, new))
+    g = hu.grid(f"int{bits}/dqt")
+    assert (g.lowest, g.largest) == (low, high)
+    out = kernels.write_back(w_old, w_new.clone(), g, "stochastic", hu.Stream(seed=seed, name="w")).out
+
+    s = high / float(w_old.max())
+    x = w_new.double().numpy() * s
+    code = out.double().numpy() * s
+    tolerance = 2.0 ** (bits - 24) * (high + 1)
+    assert np.abs(code - np.rint(code)).max() <= tolerance
+    code = np.rint(code)
+    top, bottom = x >= high + tolerance, x <= low - tolerance
+    assert (code[top] == high).all()
+    assert (code[bottom] == low).all()
+    inside = ~(top | bottom)
+    assert (np.abs(code - x)[inside] < 1 + tolerance).all()
+    assert code.min() >= low
+    assert code.max() <= high
+
+
+def test_dqt_at_the_start() -> None:
+    """Absmean projection, as published: s = Qp / mean|W|; clamp(round(W s), Qn, Qp) / s."""
+    w = torch.from_numpy(np.random.default_rng(6).standard_normal(5000) * 0.02).float()
+    g = hu.grid("int3/absmean/asym")
+    s = 3 / w.abs().double().mean()
+    expected = (w.double() * s).round().clamp(-4, 3) / s
+    clear = ((w.double() * s) % 1 - 0.5).abs() > 1e-4
+    got = g.round(w).double()
+    assert torch.allclose(got[clear], expected[clear], rtol=2.0**-21, atol=0)  # the step has 22 bits
+    assert len(got.unique()) == 8
+
+
+@pytest.mark.parametrize(
+    ("old", "expected"),
+    [
+        ([-3.0, -1.0, 0.0], 1.0),  # no positive weight: the largest magnitude stands in
+        ([-3.0, -1.0, -0.5], 1.0),
+        ([0.0, 0.0, 0.0], 1.0),  # nothing at all: one
+        ([math.nan, -3.0, math.inf], 1.0),  # what is not finite has no say
+        ([6.0, -30.0, 1.0], 2.0),  # the signed maximum, however large the negative ones
+    ],
+)
+def test_dqt_fallbacks(old: list[float], expected: float) -> None:
+    """Where the published rule divides by zero or turns its grid around, ours has a step."""
+    g, w = hu.grid("int3/dqt"), torch.tensor(old)
+    assert g.steps(w).tolist() == [expected]
+    out = kernels.write_back(torch.nan_to_num(w, 0, 0, 0), torch.tensor([100.0, -100.0, 0.4]), g).out
+    assert out.tolist() == [3 * expected, -4 * expected, 0.0]
+
+
+def test_steps_can_be_held() -> None:
+    """step= fixes the steps of a moving grid, one a segment, whatever the data are."""
+    x = torch.from_numpy(np.random.default_rng(7).standard_normal((3, 64))).float()
+    g = hu.grid("mxfp4")
+    steps = g.steps(x) * 2
+    rounded = g.round(x, step=steps)
+    assert not torch.equal(rounded, g.round(x))
+    codes = g.encode(x, step=steps)
+    assert_same(g.decode(codes, step=steps), rounded)
+    each = steps.reshape(3, 2).repeat_interleave(32, dim=1)
+    assert set((rounded.double() / each).abs().unique().tolist()) <= {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0}
+    q = rounded
+    assert_same(kernels.write_back(q, q.clone(), g, step=steps).out, q)
