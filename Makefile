@@ -41,6 +41,7 @@ docs: $(VENV)/.stamp-dev
 # BENCH="--quick" or BENCH="--sizes 1e6,1e8": see benchmarks/kernels.py --help
 bench: $(VENV)/.stamp-peers
 	$(BIN)/python benchmarks/kernels.py $(BENCH)
+	$(BIN)/python benchmarks/writeback.py
 
 clean:
 	rm -rf $(VENV) site build dist benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,7 +27,7 @@ SIDE, COUNT = 1000, 10
 RATE, DECAY = 6e-4, 0.1
 
 PUBLISHED = {
-    "FlashOptim FlashAdamW, bf16 + 8 bits, 8-bit moments": "5 (published: 7 with 16-bit moments)",
+    "FlashOptim FlashAdamW (CUDA only)": "5, published (arXiv 2602.23349: 7 with 16-bit gradients)",
 }
 
 

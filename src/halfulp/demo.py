@@ -72,8 +72,9 @@ def run(console: Console) -> None:
     console.print(table)
     console.print(
         f"The step moves a weight by about {float((after - before).abs().median()):.2g}. Stored on a grid, a "
-        "move of less than half a gap leaves the weight as it was: it is thrown away, every step again.\n"
-        "Stochastic rounding moves a few weights by a whole gap instead, so that the step is right on average.\n"
+        "move of less than half a gap leaves the weight as it was: thrown away, every step again.\n"
+        "Stochastic rounding moves a few weights by a whole gap instead, so that the step is right on "
+        "average.\n"
         f"All {len(GRIDS)} grids were audited in one call of {seconds * 1e3:.0f} ms.",
         highlight=False,
     )

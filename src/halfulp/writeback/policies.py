@@ -209,11 +209,11 @@ class Master(Policy):
         p.copy_(state["master"])
 
     def after(self, step: Step) -> Written:
-        fine = torch.isfinite(step.z)
-        if bool(fine.all()):
-            step.state["master"].copy_(step.z)
+        master = step.state["master"]
+        if bool(torch.isfinite(step.z.sum())):  # then every term is
+            master.copy_(step.z)
         else:
-            step.state["master"].copy_(torch.where(fine, step.z, step.state["master"]))
+            master.copy_(torch.where(torch.isfinite(step.z), step.z, master))
         return step.write()
 
     @property
