@@ -32,8 +32,8 @@ GFLOAT = {
     "float4_e2m1fn": formats.format_info_ocp_e2m1,
 }
 FORMATS = (
-    "bfloat16", "float16", "float8_e5m2", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e4m3", "float8_e4m3fnuz",
-    "float8_e4m3b11fnuz", "float8_e3m4", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn",
+    "bfloat16", "float16", "float8_e5m2", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e4m3",
+    "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e3m4", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn",
 )  # fmt: skip
 
 

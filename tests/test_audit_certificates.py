@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import runpy
 from bisect import bisect_right
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from oracle import ONE, Exact, oracle_of
 
 import halfulp as hu
@@ -112,10 +114,10 @@ def agrees(codes: np.ndarray, run: Iterator[np.ndarray]) -> bool:
 
 
 def test_no_certified_quadratic_disagrees() -> None:
-    """Search 1500 random problems: up to the horizon the exact recursion and two floating-point ones are
+    """Search 1000 random problems: up to the horizon the exact recursion and two floating-point ones are
     at the certified codes. The search would be empty if few steps were certified, or none that move."""
     certified = moved = 0
-    for seed in range(1500):
+    for seed in range(1000):
         problem = Quadratic(seed)
         c = problem.certify()
         codes = c.codes[: c.horizon + 1]
@@ -124,14 +126,14 @@ def test_no_certified_quadratic_disagrees() -> None:
             assert agrees(codes, problem.executed(c.horizon, np.float64, backwards=backwards)), seed
         certified += c.horizon
         moved += int((~c.frozen).any(axis=1).sum())
-    assert certified > 2000
+    assert certified > 1500
     assert moved > 500
 
 
 def test_no_certified_quadratic_disagrees_in_float32() -> None:
     """The same for runs executed in float32, whose rounding errors are a billion times larger."""
     certified = moved = 0
-    for seed in range(600):
+    for seed in range(400):
         problem = Quadratic(10_000 + seed).rounded(np.float32)
         if problem.grid.name == "m3":
             problem.grid = hu.grid("m3").within(np.float32)
@@ -142,8 +144,8 @@ def test_no_certified_quadratic_disagrees_in_float32() -> None:
         assert c.horizon <= problem.certify().horizon
         certified += c.horizon
         moved += int((~c.frozen).any(axis=1).sum())
-    assert certified > 700
-    assert moved > 100
+    assert certified > 450
+    assert moved > 70
 
 
 @pytest.mark.parametrize("premise", ["transition", "cell", "bound"])
@@ -164,7 +166,7 @@ def test_every_premise_is_needed(premise: str) -> None:
 
 
 def test_bounds_and_margins_are_outside_exact_ones() -> None:
-    """The drift bound is not below the exact eta |H e|, the margin not above the exact distance; both nearly equal."""
+    """Not below the exact eta |H e|, not above the exact distance to a boundary; and nearly equal."""
     for seed in range(200):
         problem = Quadratic(seed)
         c = problem.certify()
@@ -193,6 +195,18 @@ def test_bounds_and_margins_are_outside_exact_ones() -> None:
             w = w + d
 
 
+def test_rounding_errors_of_the_run_count() -> None:
+    """At q = 1.125 of e4m3 a proposal ends 2**-25 short of the boundary: float64 keeps q, and float32
+    rounds the sum onto the tie and moves to 1.25. Only the first is certified."""
+    b = [-(0.0625 - 2.0**-25)]
+    wide, narrow = (
+        certify_quadratic([[0.0]], b, [1.125], 1.0, 1, "e4m3", arithmetic=k) for k in (np.float64, np.float32)
+    )
+    assert (wide.horizon, wide.codes[1].tolist()) == (1, [1.125])
+    assert reference.round(np.float32([1.125]) - np.float32(b), hu.grid("e4m3")).tolist() == [1.25]
+    assert (narrow.horizon, narrow.stopped_by) == (0, "bound")
+
+
 def test_exact_halving_is_certified_and_ends_at_a_tie() -> None:
     """w' = w / 2 on integers: no drift at all, so certain until 1 / 2 lies on a boundary."""
     c = certify_quadratic([[1.0]], [0.0], [64.0], 0.5, 10, "int8@1")
@@ -202,7 +216,7 @@ def test_exact_halving_is_certified_and_ends_at_a_tie() -> None:
 
 
 def test_freezing_ends_where_the_reference_crosses() -> None:
-    """A reference that creeps is certified frozen until it crosses the midpoint that storage never reaches."""
+    """A reference that creeps is certified frozen until it crosses a midpoint that storage never reaches."""
     c = certify_quadratic([[1.0]], [0.0], [1.0], 2.0**-10, 200, "e4m3")
     crosses = 1 + next(t for t in range(200) if (1 - 2.0**-10) ** (t + 1) < 1 - 2.0**-5)
     assert (c.horizon, c.stopped_by) == (crosses - 1, "transition")
@@ -261,7 +275,7 @@ def test_quadratic_refuses(change: dict[str, object], words: str) -> None:
 
 
 class Logistic:
-    """mean softplus(-y x'w) + ridge |w|**2 / 2: its second derivatives are at most mean |x_i x_j| / 4 + ridge."""
+    """mean softplus(-y x'w) + ridge |w|**2 / 2; |second derivatives| <= mean |x_i x_j| / 4 + ridge."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -288,11 +302,12 @@ class Logistic:
 
 
 def test_no_certified_logistic_regression_disagrees() -> None:
-    """Up to the horizon the run is at the certified codes, also when every gradient is off by what is allowed."""
+    """Up to the horizon the run is at the certified codes, also when gradients are off by what is allowed."""
     certified = moved = 0
     for seed in range(300):
         f = Logistic(seed)
-        envelope = f.envelope() if seed % 2 else (lambda w, q, h=f.envelope(): h)
+        h = f.envelope()
+        envelope = h if seed % 2 else lambda w, q, h=h: h
         c = certify_hessian(envelope, f.gradient, f.w0, f.eta, 20, f.grid, gradient_error=f.gradient_error)
         rng = np.random.default_rng(seed)
         for reach in (0.0, 1.0, 1.0):
@@ -367,7 +382,7 @@ def bowl(n: int, seed: int) -> Objective:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_one_past_two_futures(seed: int) -> None:
-    """Both objectives give all recorded states, values and gradients bit for bit, and part at coordinate i."""
+    """Both objectives give all recorded states and values bit for bit, and part at coordinate i."""
     rng = np.random.default_rng(seed)
     n, name = int(rng.integers(1, 5)), ["e4m3", "m7", "int8@32"][seed % 3]
     f = bowl(n, seed)
@@ -386,7 +401,7 @@ def test_one_past_two_futures(seed: int) -> None:
         whole = descend(g.gradient, target)
         assert whole[:-1].tobytes() == p.target.tobytes()
         assert g.value(p.q) == f.value(p.q)  # even on arrival
-    q, up = p.q, float(hu.grid(name).neighbours(hu.grid(name).round(_tensor(p.q)))[1][i])
+    q, up = p.q, float(hu.grid(name).neighbours(torch.from_numpy(p.q))[1][i])
     assert np.array_equal(p.next_stay, q)
     expected = q.copy()
     expected[i] = up
@@ -394,12 +409,6 @@ def test_one_past_two_futures(seed: int) -> None:
     np.testing.assert_allclose(p.stay.gradient(q), 0, atol=0)
     far = q + 2 * p.radius * np.eye(n)[0]
     assert p.stay.value(far) == f.value(far) == p.cross.value(far)
-
-
-def _tensor(x: np.ndarray) -> object:
-    import torch
-
-    return torch.from_numpy(x)
 
 
 def test_the_gradient_of_the_bump_is_its_gradient() -> None:
@@ -420,7 +429,7 @@ def test_the_cutoff_goes_from_one_to_zero() -> None:
     direction = np.array([0.6, 0.8])
     parts = np.linspace(0, 1.2, 200)
     chi = [certificates._cutoff(q + s * 0.5 * direction, q, 0.5)[0] for s in parts]
-    assert all(a >= b for a, b in zip(chi, chi[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(chi))
     assert all(c == 1 for c, s in zip(chi, parts, strict=True) if s < 0.5)
     assert all(c == 0 for c, s in zip(chi, parts, strict=True) if s > 1)
     assert 0 < min(c for c, s in zip(chi, parts, strict=True) if 0.55 < s < 0.95) < 1

@@ -54,7 +54,7 @@ def codes(rng: np.random.Generator, n: int, g: hu.Grid, dtype: type) -> np.ndarr
     return reference.round(np.clip(x, -top, top).astype(dtype), g)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     st.sampled_from(GRIDS),
     st.sampled_from(DTYPES),

@@ -10,21 +10,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import CASES, CONTAINERS, NUMPY, ONE, Case, array, assert_same, exact, tensor
 
 import halfulp as hu
 from halfulp import kernels
 from halfulp.kernels import reference
-from oracle import CASES, CONTAINERS, NUMPY, ONE, Case, array, assert_same, exact, tensor
 
-LABELS = ["bf16", "fp16", "e5m2", "e4m3", "e4m3@128", "float8_e4m3b11fnuz", "e2m1", "m2", "one bit"]
+LABELS = ["bf16", "fp16", "e5m2", "e4m3", "e4m3@128", "float8_e4m3b11fnuz", "e2m1", "m2", "two bits"]
 LABELS += ["int4@16", "int3@8/asym", "int8@100", "int3@3/asym", "near float32's smallest"]
 
 
 def case_of(label: str, dtype: torch.dtype = torch.float32) -> Case:
     case = CASES[label].within(dtype)
-    if case is None:
-        pytest.skip(f"{label} does not fit {dtype}")
+    assert case is not None
     return case
+
+
+def fitting(*dtypes: torch.dtype) -> pytest.MarkDecorator:
+    """Every label in every container that it fits."""
+    found = [(name, dtype) for name in LABELS for dtype in dtypes if CASES[name].within(dtype)]
+    return pytest.mark.parametrize(
+        ("label", "dtype"), found, ids=[f"{name} in {dtype}" for name, dtype in found]
+    )
 
 
 def some_codes(case: Case, n: int, seed: int) -> np.ndarray:
@@ -46,8 +53,7 @@ def proposals(q: np.ndarray, case: Case, seed: int) -> np.ndarray:
     return d
 
 
-@pytest.mark.parametrize("dtype", CONTAINERS, ids=str)
-@pytest.mark.parametrize("label", LABELS)
+@fitting(*CONTAINERS)
 def test_frozen_is_its_definition(label: str, dtype: torch.dtype) -> None:
     """Frozen means that the nearest code of q + d, in the container, is q; never for a non-finite sum."""
     case = case_of(label, dtype)
@@ -135,7 +141,7 @@ def test_symmetric_spacing_rho_and_phase(label: str) -> None:
     symmetric = hu.symmetric_frozen(tensor(w), tensor(d), g)
     assert symmetric.tolist() == (np.abs(d.astype(np.float64)) < half).tolist()
     rho, phase = hu.rho(tensor(w), tensor(d), g).double(), hu.phase(tensor(w)).double()
-    # Both are float32 numbers, wrong by 2**-22 at most: where |d| is not the half gap itself, that is nothing.
+    # Both are float32 numbers, wrong by 2**-22 at most, which decides only where |d| is half a gap.
     clear = torch.from_numpy(ratio != 1.0)
     assert (rho < 2.0**-phase)[clear].tolist() == symmetric[clear].tolist()
     assert torch.all(((rho * 2.0**phase) - 1).abs()[~clear] < 2.0**-21)
@@ -172,8 +178,7 @@ def test_rho_at_zero() -> None:
     assert_same(rho, torch.tensor([math.inf, math.nan, 0.0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("label", [name for name in LABELS if name != "one bit"])
+@fitting(torch.float32, torch.float64, torch.bfloat16)
 def test_margin(label: str, dtype: torch.dtype) -> None:
     """The exact distance from q + d to the nearer end of its rounding cell, correctly rounded; zero in
     the cells at the ends of the range, on a boundary, and for anything not finite."""
@@ -196,7 +201,7 @@ def test_margin(label: str, dtype: torch.dtype) -> None:
                 room = max(min(2 * exact(v) - middles[0], middles[1] - 2 * exact(v)), 0)
         expected.append(room / (2 * ONE))
     assert got.tolist() == expected
-    assert sum(r > 0 for r in expected) > 300
+    assert sum(r > 0 for r in expected) > 150
     assert sum(r == 0 for r in expected) >= 5
 
 

@@ -60,7 +60,7 @@ def test_compiles_for_every_architecture_without_spills(compiled: list[dict[str,
     from halfulp.kernels import gpu
 
     assert {row["arch"] for row in compiled} == {80, 90, 100, 120}
-    assert {row["kernel"] for row in compiled} == set(gpu.WARPS)
+    assert {row["kernel"] for row in compiled} == set(gpu.OPTIONS)
     assert [row for row in compiled if row["spill_bytes"]] == []
 
 

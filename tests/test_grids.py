@@ -8,15 +8,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from oracle import oracle_of
 
 import halfulp as hu
 from halfulp.grids import SHOWN, container
-from oracle import oracle_of
 
-ML_DTYPES = (
-    "bfloat16 float16 float8_e5m2 float8_e5m2fnuz float8_e4m3fn float8_e4m3 float8_e4m3fnuz float8_e4m3b11fnuz "
-    "float8_e3m4 float6_e2m3fn float6_e3m2fn float4_e2m1fn"
-).split()
+ML_DTYPES = [
+    "bfloat16", "float16", "float8_e5m2", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e4m3",
+    "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e3m4", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
@@ -36,8 +36,9 @@ def test_limits_are_the_formats(name: str) -> None:
 @pytest.mark.parametrize(
     ("alias", "name"),
     [
-        ("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("e5m2", "float8_e5m2"),
-        ("e4m3", "float8_e4m3fn"), ("e4m3fn", "float8_e4m3fn"), ("e3m4", "float8_e3m4"), ("fp4", "float4_e2m1fn"),
+        ("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"),
+        ("e5m2", "float8_e5m2"), ("e4m3", "float8_e4m3fn"), ("e4m3fn", "float8_e4m3fn"),
+        ("e3m4", "float8_e3m4"), ("fp4", "float4_e2m1fn"),
         ("e2m3", "float6_e2m3fn"), ("e3m2", "float6_e3m2fn"), ("e2m1", "float4_e2m1fn"),
         (torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32"),
         (torch.float8_e4m3fn, "float8_e4m3fn"), (torch.float8_e5m2, "float8_e5m2"),
@@ -109,7 +110,8 @@ def test_values_are_the_definition() -> None:
     [
         ("bf16", (768, 768), 2 * 768**2), ("e4m3", (5,), 5), ("int3@1", (9,), math.ceil(27 / 8)),
         ("mxfp4", (64, 64), 64 * 64 // 2 + 128), ("mxfp4", (3, 33), math.ceil(99 * 4 / 8) + 6),
-        ("nvfp4", (64, 64), 64 * 64 // 2 + 256 + 4), ("int8", (10, 10), 100 + 4), ("int8/row", (10, 10), 100 + 40),
+        ("nvfp4", (64, 64), 64 * 64 // 2 + 256 + 4), ("int8", (10, 10), 100 + 4),
+        ("int8/row", (10, 10), 100 + 40),
         ("int4/g128", (2, 256), 256 + 16), ("int8@100", (10,), 10), ("e4m3", (0,), 0),
     ],
 )  # fmt: skip

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle import CONTAINERS, NUMPY, array, assert_same, tensor
 
 import halfulp as hu
 from halfulp import kernels
 from halfulp.kernels import reference
-from oracle import CONTAINERS, NUMPY, array, assert_same, tensor
 
 STATIC = ["bf16", "fp16", "e5m2", "e4m3@128", "e2m1", "m0", "m3", "m10", "float32"]
 STATIC += ["int4@16/asym", "int8@100", "int3@3/asym", "bf16@4"]
@@ -27,7 +27,6 @@ ODD = [
         mantissa=3, emin=-60, largest=1.5 * 2.0**120, name="wide"
     ),  # too wide for float32's shortcut
     hu.float_grid(mantissa=22, emin=-60, largest=1.0, name="fine"),
-    hu.float_grid(mantissa=0, emin=-10, largest=1024.0, name="powers"),
 ]
 SHAPES = [(), (0, 5), (1,), (769,), (7, 100), (3, 768), (2, 3, 520)]
 
@@ -36,6 +35,8 @@ def grids_for(dtype: torch.dtype) -> list[hu.Grid]:
     """Every kind of grid that fits a container."""
     fitting = []
     for g in (*(hu.grid(n) for n in STATIC + MOVING), *ODD):
+        if (g.mantissa, dtype) == (0, torch.float16):
+            continue  # refused: see test_errors
         try:
             g.within(dtype)
         except hu.UsageError:
@@ -120,7 +121,7 @@ def test_audit(dtype: torch.dtype, shape: tuple[int, ...], bad: bool) -> None:
 
 
 def test_audit_that_follows_coordinates(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Over three steps: which coordinates ever moved, and how probably stochastic rounding never moved them."""
+    """Over three steps: what ever moved, and how probably stochastic rounding never moved it."""
     grids, n = grids_for(dtype), math.prod(shape)
     moved = np.zeros((len(grids), (n + 7) // 8), dtype=np.uint8)
     stay = np.ones((len(grids), n), dtype=np.float64 if dtype == torch.float64 else np.float32)
@@ -496,10 +497,8 @@ def test_more_than_two_to_the_31_elements() -> None:
         assert_same(x[start : start + 5000], want)
     moved = torch.zeros((n + 7) // 8, dtype=torch.uint8)
     written = kernels.write_back(q, x, "e4m3", moved=moved)
-    still = int((q[-5000:] == x[-5000:]).sum())
-    assert int(written.counts[-7:, 0].sum()) >= still - 376 and int(written.counts[:, 3].sum()) == 0
-    assert int(written.counts[:, 0].sum(dtype=torch.int64)) == int(
-        written.counts[:, 4].sum(dtype=torch.int64)
-    )
+    frozen, never = (int(written.counts[:, c].sum(dtype=torch.int64)) for c in (0, 4))
+    assert frozen == never == int((q == x).sum())
+    assert int(written.counts[:, 3].sum()) == 0
     audit = kernels.audit(q, x, ["e4m3"], after=True)
     assert int(audit.counts[:, 0, 4].sum(dtype=torch.int64)) > 2**31 - 20_000

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
+import comparison
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-
-import comparison
-import halfulp as hu
 from comparison import FORMATS, GFLOAT, PAGE, with_gfloat, with_halfulp, with_ml_dtypes, with_torch
 from oracle import Exact, every, patterns
+
+import halfulp as hu
 
 TORCH = [name for name in FORMATS if hasattr(torch, name)]
 UNSIGNED_ZERO = [name for name in FORMATS if name.endswith("fnuz")]
@@ -55,7 +55,7 @@ def test_ml_dtypes_agrees_in_range(name: str) -> None:
 
 @pytest.mark.parametrize("name", GFLOAT)
 def test_gfloat_agrees_in_range_and_beyond(name: str) -> None:
-    """gfloat's round_ndarray is our rounding up to the largest code; with saturation, for every finite value."""
+    """gfloat's round_ndarray is our rounding up to the largest code; saturating, for every finite value."""
     x = inputs(name)
     assert_equal_values(with_gfloat(name, x), name, x)
     with np.errstate(invalid="ignore"):
@@ -135,7 +135,7 @@ def test_documented_differences(name: str, value: float) -> None:
 
 
 def test_double_rounding() -> None:
-    """torch casts float64 to float8 through float32, which turns just-below-a-tie into the tie; we round once."""
+    """torch casts float64 through float32, which turns just-below-a-tie into the tie; we round once."""
     x = np.array([1.1875 - 2.0**-40])
     assert with_torch("float8_e4m3fn", x) == [1.25]
     assert with_halfulp("float8_e4m3fn", x) == [1.125]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import CONTAINERS, NUMPY, assert_same, tensor
 
 import halfulp as hu
 from halfulp import kernels
-from oracle import CONTAINERS, NUMPY, assert_same, tensor
 
 BLOCKS = {
     "mxfp8_e4m3": 8,

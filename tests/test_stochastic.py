@@ -14,17 +14,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import CASES, ONE, Case, array, assert_same, bits, exact, tensor
 
 import halfulp as hu
 from halfulp.kernels import reference
 from halfulp.kernels.cpu_tile import stochastic
 from halfulp.kernels.params import masks, params
 from halfulp.kernels.simd import exact_up
-from oracle import CASES, ONE, Case, array, assert_same, bits, exact, tensor
 
 N = 2**16
 SWEPT = ["bf16", "fp16", "e5m2", "e4m3", "e4m3@128", "float8_e4m3b11fnuz", "e3m4", "e2m1", "m0", "m3", "m7"]
-SWEPT += ["int4@16", "int8@128", "int3@8/asym", "powers of two", "no normals", "near float32's smallest"]
+SWEPT += ["int4@16", "int8@128", "int3@8/asym", "two bits", "no normals", "near float32's smallest"]
 
 
 class Sweep:

@@ -6,17 +6,18 @@ import hashlib
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import assert_same
 
 import halfulp as hu
 from halfulp.kernels.simd import fill_words, word_at
 from halfulp.streams import MAX_ELEMENTS, threefry2x32
-from oracle import assert_same
 
 # Random123's kat_vectors: rounds, counter, key, result
 VECTORS = """
@@ -79,7 +80,7 @@ def test_rounding_does_not_depend_on_chunks(cuts: list[int], name: str) -> None:
     stream = hu.Stream(seed=1, name="w", step=4, offset=2**33 + 5)
     g = hu.grid(name)
     bounds = [0, *sorted(cuts), 4000]
-    pieces = [g.round(x[a:b], stream.at(a)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [g.round(x[a:b], stream.at(a)) for a, b in pairwise(bounds)]
     assert_same(torch.cat(pieces), g.round(x, stream))
 
 
@@ -115,8 +116,8 @@ def test_other_names_steps_and_seeds_are_other_streams() -> None:
     streams = [
         hu.Stream(seed=seed, name=name, step=step)
         for seed in (0, 1, -1, 2**40) for step in range(10)
-        for name in ("", "w", "w1", "1w", "w\0", "ß", "layer.1.weight", "layer.11.weight", "0", "1", "\ud800", "W",
-                     "w 1", "a\0b", "b\0a")
+        for name in ("", "w", "w1", "1w", "w\0", "ß", "layer.1.weight", "layer.11.weight", "0", "1", "\ud800",
+                     "W", "w 1", "a\0b", "b\0a")
     ]  # fmt: skip
     assert len({s.key for s in streams}) == len(streams) == 600
     words = np.stack([s.words(8) for s in streams])

@@ -84,9 +84,3 @@ def test_eco_decays_too() -> None:
     w = decayed("eco", n=8)
     assert bool((w < 1.0).all())
     assert bool(((w - TARGET).abs() <= 9 * GAP / 2 + GAP).all())
-
-
-@pytest.mark.parametrize("policy", ["kahan", "master", "sr"])
-def test_storage_does_not_matter(policy: str) -> None:
-    """Packed codes decay as containers do."""
-    assert torch.equal(decayed(policy, n=8), decayed(policy, n=8, storage="packed"))

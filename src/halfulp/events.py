@@ -1,11 +1,11 @@
 """The exact event and its approximations, coordinate by coordinate.
 
-A coordinate is *frozen* when its stored value does not change (the paper's Eq. 1):
+A coordinate is *frozen* when its stored value does not change (the paper, section 2):
 
     Q(q + d) == q        by decoded value, so that -0 equals +0
 
 with q + d in the container's arithmetic. Everything else here approximates or explains that:
-the symmetric spacing (Eq. 5), rho and the phase (Eqs. 3 and 5), the gap in the direction of a
+the symmetric spacing, rho and the phase (appendix A), the gap in the direction of a
 proposal, and the margin to the nearest rounding boundary (appendix B).
 """
 

@@ -380,7 +380,7 @@ class Grid:
 
     @property
     def epsilon(self) -> float:
-        """Half the relative spacing at a power of two, 2**-(m+1) (the paper's Eq. 3)."""
+        """Half the relative spacing at a power of two, 2**-(m+1)."""
         return math.ldexp(1.0, -(self.mantissa + 1))
 
 
@@ -447,8 +447,8 @@ def float_grid(*, mantissa: int, emin: int, largest: float, scale: float = 1.0, 
     >>> float_grid(mantissa=3, emin=-6, largest=448.0, scale=128).largest
     3.5
     """
-    if not 0 <= mantissa <= 52:
-        raise UsageError(f"mantissa must be 0 to 52 bits, not {mantissa}.")
+    if not 1 <= mantissa <= 52:
+        raise UsageError(f"mantissa must be 1 to 52 bits, not {mantissa} (m0 is there without a range).")
     shift = _log2(scale, f"the scale of {name or 'a float grid'}")
     if not (math.isfinite(largest) and largest >= math.ldexp(1.0, emin - mantissa)):
         raise UsageError(f"largest must be finite and at least one quantum, not {largest!r}.")

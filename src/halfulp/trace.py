@@ -7,7 +7,8 @@ A folder, readable at any moment::
         grids.parquet            step, tensor, grid -> counts
         tensors.parquet          step, tensor -> sums, rate
         run.parquet              step -> loss
-        state.safetensors        what a resumed recording needs (newest part only)
+        state.safetensors        what a resumed recording needs, and the scores (newest part only)
+        kept.safetensors         weights before and after every step, if they were kept
         digests.json             SHA-256 of the files beside it
 
 A crash loses at most the steps of the part that was open. Tables open as they are in polars, pandas and
@@ -16,10 +17,12 @@ DuckDB (``parts/*/grids.parquet``). There is no pickle anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+import torch
 
 from halfulp.audit.crossings import Crossing, crossing
 from halfulp.audit.groups import CORE
@@ -36,7 +40,9 @@ from halfulp.grids import grid as named
 
 FORMAT = 1
 TABLES = ("grids", "tensors", "run")
+STATE, KEPT = "state.safetensors", "kept.safetensors"
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
+SERIES = (*COUNTS, "phase", "expected", "frozen_decay", "frozen_gradient")
 Array = npt.NDArray[Any]
 
 
@@ -73,6 +79,7 @@ class TraceWriter:
     def __init__(self, path: Path, manifest: dict[str, Any], *, resume: bool = False) -> None:
         self.path = path
         self.manifest = manifest
+        self.last_step, self.count = 0, 0
         if (path / "manifest.json").exists():
             if not resume:
                 raise UsageError(
@@ -83,19 +90,27 @@ class TraceWriter:
             _check_same(path, found.manifest, manifest)
             self.manifest = found.manifest
             self.last_step, self.count = found.last_step, len(found.parts)
-        elif path.exists() and any(path.iterdir()):
-            raise UsageError(f"{path} is not empty and holds no trace. Choose another folder.")
+        elif path.exists() and not _begun(path):
+            raise UsageError(f"{path} is not an empty folder and holds no trace. Choose another folder.")
         else:
             (path / "parts").mkdir(parents=True, exist_ok=True)
-            self.last_step, self.count = 0, 0
             self.write_manifest()
-        for stale in (path / "parts").glob(".*"):
+        for stale in (path / "parts").glob(".*"):  # what a crash left half written
             shutil.rmtree(stale, ignore_errors=True)
+        for stale in path.glob(".manifest.json.*"):
+            stale.unlink(missing_ok=True)
 
     def write_manifest(self) -> None:
         write_aside(self.path / "manifest.json", json.dumps(self.manifest, indent=1, sort_keys=True) + "\n")
 
-    def commit(self, tables: dict[str, pl.DataFrame], state: dict[str, Any], last_step: int) -> None:
+    def commit(
+        self,
+        tables: dict[str, pl.DataFrame],
+        state: dict[str, torch.Tensor],
+        kept: dict[str, torch.Tensor] | None = None,
+        *,
+        last_step: int,
+    ) -> None:
         """Make the steps since the last part durable."""
         from safetensors.torch import save_file
 
@@ -104,9 +119,10 @@ class TraceWriter:
         aside.mkdir()
         for name in TABLES:
             tables[name].write_parquet(aside / f"{name}.parquet", compression="zstd")
-        save_file(state["tensors"], aside / "state.safetensors", metadata=state["meta"])
-        files = sorted(f.name for f in aside.iterdir())
-        digests = {name: digest(aside / name) for name in files}
+        save_file(state, aside / STATE)
+        if kept:
+            save_file(kept, aside / KEPT)
+        digests = {file.name: digest(file) for file in sorted(aside.iterdir())}
         (aside / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
         for file in aside.iterdir():
             with open(file, "rb+") as handle:
@@ -117,15 +133,38 @@ class TraceWriter:
         self.count += 1
         self.last_step = last_step
         if self.count > 1:  # only the newest state can be resumed from
-            (parts / f"{self.count - 2:06d}" / "state.safetensors").unlink(missing_ok=True)
+            (parts / f"{self.count - 2:06d}" / STATE).unlink(missing_ok=True)
 
-    def load_state(self) -> dict[str, Any]:
+    def discard_if_empty(self) -> bool:
+        """Leave nothing behind if no part was committed."""
+        if self.count == 0:
+            (self.path / "manifest.json").unlink(missing_ok=True)
+            for folder in (self.path / "parts", self.path):
+                with contextlib.suppress(OSError):  # somebody put something there
+                    folder.rmdir()
+        return self.count == 0
+
+    def load_state(self) -> dict[str, torch.Tensor]:
         """The state of the newest part."""
-        from safetensors import safe_open
+        return load_tensors(self.path / "parts" / f"{self.count - 1:06d}" / STATE)
 
-        path = self.path / "parts" / f"{self.count - 1:06d}" / "state.safetensors"
-        with safe_open(str(path), framework="pt") as file:
-            return {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118  # not a dict
+
+def _begun(path: Path) -> bool:
+    """Whether a folder is empty, or holds no more than what a recording that was killed at once left."""
+    if not path.is_dir() or any((path / "parts").glob("[!.]*")):
+        return False
+    return all(p.name == "parts" or p.name.startswith(".manifest.json.") for p in path.iterdir())
+
+
+def load_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a safetensors file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CorruptionError(f"{file} cannot be read: {error}.") from None
 
 
 def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -159,22 +198,25 @@ class Trace:
             raise CorruptionError(f"{path} is not a trace: expected a folder with a manifest.json.")
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
-            version = manifest["format"]
-            if manifest["kind"] != "halfulp.trace":
-                raise KeyError("kind")
-        except (ValueError, KeyError, TypeError) as error:
+            kind, version = manifest["kind"], manifest["format"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptionError(f"{file} is not the manifest of a trace: {error!r}.") from None
+        if kind != "halfulp.trace":
+            raise CorruptionError(f"{file} is not the manifest of a trace, but of kind {kind!r}.")
         if version != FORMAT:
             raise VersionError(
-                f"{path} has trace format {version}; this halfulp reads format {FORMAT}. "
+                f"{file} has trace format {version}; this halfulp reads format {FORMAT}. "
                 "Use the halfulp that wrote it."
             )
+        missing = [key for key in ("grids", "every", "options", "tensors") if key not in manifest]
+        if missing:
+            raise CorruptionError(f"{file} is not a whole manifest: it has no {', '.join(missing)}.")
         parts = tuple(sorted(p for p in (path / "parts").glob("[0-9]*") if p.is_dir()))
         for i, part in enumerate(parts):
             if part.name != f"{i:06d}":
                 raise TamperingError(f"{path}: part {i:06d} is missing; the next one found is {part.name}.")
             if verify:
-                _verify(part)
+                _verify(part, newest=i == len(parts) - 1)
         return cls(path, manifest, parts)
 
     # ---- tables ----
@@ -229,6 +271,11 @@ class Trace:
         """The recorded steps."""
         return self.scan("run").select("step").sort("step").collect()["step"].to_numpy()
 
+    def steps_of(self, scope: str = "all") -> Array:
+        """The recorded steps that moved some tensor of a scope: those that its series have a value for."""
+        frame = self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope))).select("step")
+        return frame.unique().sort("step").collect()["step"].to_numpy()
+
     # ---- series ----
 
     def ids(self, scope: str = "all") -> list[int]:
@@ -259,14 +306,19 @@ class Trace:
         return self.grids.index(grid)
 
     def series(self, column: str, grid: str, scope: str = "all") -> Array:
-        """A column of the grids table summed over a scope, as a share of its coordinates, one value a step."""
+        """A column of the grids table summed over a scope, as a share of its coordinates, one value a step.
+
+        Only tensors that have the column at a step (were part of it, have decay) count there.
+        """
+        if column not in SERIES:
+            raise UsageError(f"a series is one of {', '.join(SERIES)}, not {column!r}.")
         chosen = (pl.col("grid") == self._grid_id(grid)) & pl.col("tensor").is_in(self.ids(scope))
         sizes = pl.LazyFrame(
             {"tensor": [t["id"] for t in self.tensors], "numel": [t["recorded"] for t in self.tensors]}
         )
         frame = (
             self.scan()
-            .filter(chosen)
+            .filter(chosen, pl.col(column).is_not_null())
             .join(sizes.with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
             .group_by("step")
             .agg(pl.col(column).sum(), pl.col("numel").sum())
@@ -321,16 +373,35 @@ class Trace:
 
     def crossing(self, grid: str, scope: str = "all") -> Crossing:
         """First and persistent majority crossing, and the category."""
-        return crossing(self.frozen(grid, scope), steps=self.steps)
+        return crossing(self.frozen(grid, scope), steps=self.steps_of(scope))
+
+    # ---- tensors ----
+
+    def scores(self) -> dict[str, Array]:
+        """The sums behind every allocation score, by tensor: (tiles, halfulp.kernels.SCORES)."""
+        if not self.manifest["options"]["scores"] or not self.parts:
+            raise UsageError(
+                f"{self.path} holds no scores: record with scores=(grid, first step, last step)."
+            )
+        state = load_tensors(self.parts[-1] / STATE)
+        found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
+        return {name: value.numpy() for name, value in found.items() if value is not None}
+
+    def replay(self, grids: Iterable[str], out: str | Path) -> Trace:
+        """A new trace, of any grids, from the weights that this one kept (``Audit(keep=True)``)."""
+        from halfulp.audit.replay import replay
+
+        return replay(self, grids, Path(out))
 
 
-def _verify(part: Path) -> None:
+def _verify(part: Path, *, newest: bool) -> None:
     try:
         digests = json.loads((part / "digests.json").read_text(encoding="utf-8"))
         names = {str(name): str(value) for name, value in digests.items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise CorruptionError(f"{part} cannot be read: {error}.") from None
-    for name in (f"{t}.parquet" for t in TABLES):
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptionError(f"{part / 'digests.json'} cannot be read: {error}.") from None
+    needed = {f"{t}.parquet" for t in TABLES} | (names.keys() & {KEPT}) | ({STATE} if newest else set())
+    for name in sorted(needed):
         file = part / name
         if name not in names or not file.is_file():
             raise CorruptionError(f"{file} is missing.")

@@ -1,9 +1,9 @@
 """What part of a network a tensor belongs to, by its name and the module that owns it.
 
-The groups are ``embedding``, ``attention``, ``mlp``, ``norm``, ``head`` and ``other``. The rules look at the parts
-of a dotted name, from the innermost module outwards, so that ``transformer.h.3.attn.c_proj.weight`` is
-attention and ``transformer.h.3.mlp.c_proj.weight`` is mlp although both end alike. A tensor that is used twice
-(tied embedding and head) is one tensor, under its first name.
+The groups are ``embedding``, ``attention``, ``mlp``, ``norm``, ``head`` and ``other``. The rules look at the
+parts of a dotted name, from the innermost module outwards, so that ``transformer.h.3.attn.c_proj.weight`` is
+attention and ``transformer.h.3.mlp.c_proj.weight`` is mlp although both end alike. A tensor that is used
+twice (tied embedding and head) is one tensor, under its first name.
 
 ``core`` is attention and mlp together, weighted by coordinates.
 """
@@ -18,7 +18,9 @@ import torch
 GROUPS = ("embedding", "attention", "mlp", "norm", "head", "other")
 CORE = ("attention", "mlp")
 
-_NORM = re.compile(r"(^|_)(layer_?norm|rms_?norm|batch_?norm|group_?norm|norm\d*|ln|ln_?[a-z0-9]+|bn\d*)($|_)|norm$")
+_NORM = re.compile(
+    r"(^|_)(layer_?norm|rms_?norm|batch_?norm|group_?norm|norm\d*|ln|ln_?[a-z0-9]+|bn\d*)($|_)|norm$"
+)
 _EMBEDDING = re.compile(r"embed|^(wte|wpe|wtt|emb|tok_emb|pos_emb|tokens?|positions?)$")
 _HEAD = re.compile(r"(^|_)(lm_head|head|heads|classifier|score|embed_out|output_layer|unembed|logits)($|_)")
 _ATTENTION = re.compile(
@@ -36,7 +38,8 @@ def group_of(name: str, tensor: torch.Tensor, module: torch.nn.Module | None = N
     """The group of a tensor.
 
     >>> w = torch.empty(4, 4)
-    >>> [group_of(n, w) for n in ("transformer.wte.weight", "h.0.attn.c_proj.weight", "h.0.mlp.c_proj.weight")]
+    >>> names = ("transformer.wte.weight", "h.0.attn.c_proj.weight", "h.0.mlp.c_proj.weight")
+    >>> [group_of(n, w) for n in names]
     ['embedding', 'attention', 'mlp']
     >>> group_of("model.layers.1.self_attn.q_norm.weight", torch.empty(4))
     'norm'

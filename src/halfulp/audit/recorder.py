@@ -1,83 +1,61 @@
 """``Audit``: watch an optimizer and record what every grid would do to its steps.
 
-Before ``step()`` the weights are copied aside; after it their change is the emitted proposal d, and one kernel
-pass evaluates every grid. The run is not touched: hooks read, nothing writes to parameters, gradients or random
-states. On weights that are stored in low precision already (a bfloat16 model, or a ``WriteBack``), auditing the
-grid they live on records the *realized* event.
+Before ``step()`` the weights are copied aside; after it their change is the emitted proposal d, and one
+kernel pass evaluates every grid. The run is not touched: hooks read, nothing writes to parameters, gradients
+or random states. On weights that are stored in low precision already (a bfloat16 model, or a ``WriteBack``),
+auditing the grid they live on records the *realized* event.
 
-Steps are counted as calls of ``step()``; one that ``GradScaler`` skips is no step, accumulated gradients are one.
+A step is a call of ``step()``; one that ``GradScaler`` skips is no step, accumulated gradients are one.
+Several optimizers share a step: it is over when one of them steps again. On several ranks, rank 0 records;
+the counts of sharded tensors are summed over the ranks that share them.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Literal
 
 import numpy as np
-import polars as pl
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import halfulp
 from halfulp import kernels
-from halfulp.audit.groups import GROUPS, Rules, group_of
+from halfulp.audit.groups import Rules, group_of
 from halfulp.audit.names import name_parameters
+from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, tables
+from halfulp.audit.watched import Watched, check_shard
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
-from halfulp.kernels import TILE, tiles_of
-from halfulp.streams import Stream
-from halfulp.trace import COUNTS, FORMAT, TraceWriter
-from halfulp.writeback.sharding import is_sharded, local, reduce_sum
+from halfulp.trace import FORMAT, Trace, TraceWriter
+from halfulp.writeback.optimizer import WriteBack, _decoupled
+from halfulp.writeback.sharding import is_sharded, reduce_sum
 
 FOLLOW_LIMIT = 20_000_000
 """Coordinates above which the expected never-moved share is not followed unless asked: it takes four bytes a
 coordinate and grid."""
 
 
-@dataclass
-class Watched:
-    """One tensor under audit."""
-
-    id: int
-    name: str
-    group: str
-    tensor: torch.Tensor
-    grids: list[Grid]
-    tiles: torch.Tensor | None
-    before: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
-    moved: torch.Tensor | None = None
-    stay: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    recorded: int = 0
-
-    def values(self) -> torch.Tensor:
-        """The weights that are audited: all of the local shard, or its sampled tiles."""
-        x = local(self.tensor.detach())
-        return x if self.tiles is None else sampled(x, self.tiles)
-
-
-def sampled(x: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-    """The coordinates of chosen tiles, one after another; the last tile may be short."""
-    flat = x.reshape(-1)
-    index = (tiles[:, None] * TILE + torch.arange(TILE, device=flat.device)).reshape(-1)
-    return flat[index[index < flat.numel()]]
-
-
 class Audit:
     """Record a reference trace (or a realized one) while training runs.
 
-    ``optimizers``: one or several, or None for every optimizer in the process. ``every``: audit each n-th step.
-    ``sample``: audit this share of every tensor's tiles. ``decay``: also audit weight decay and gradient part apart.
-    ``never_moved`` and ``expected_never_moved``: follow every coordinate (a bit, four bytes, per grid). ``keep``:
-    keep all weights and proposals, so that any grid can be replayed later (small models). ``scores``: a grid and
-    the steps (first, last) over which to sum allocation scores. ``groups``: your own rule (name, tensor) -> group.
-    ``part_steps`` and ``part_seconds``: how much a crash may lose.
+    ``optimizers``: one or several, or None for every optimizer in the process. ``every``: audit each n-th
+    step. ``sample``: audit this share of every tensor's tiles. ``decay``: also audit decoupled weight decay and
+    the rest apart. ``never_moved`` and ``expected_never_moved``: follow every coordinate (a bit, four bytes, per
+    grid). ``keep``: keep all weights, so that any grid can be replayed later (small models). ``scores``: a grid
+    and the steps (first, last) over which to sum allocation scores. ``groups``: your own rule (name, tensor) ->
+    group. ``params``: which tensors, (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's
+    dtype cannot hold, ``raise`` or ``drop``. ``resume`` goes on with a trace; ``first_step`` is the number of
+    the first step that this process takes. ``part_steps`` and ``part_seconds``: how much a crash may lose.
+    ``listeners`` are called with a summary of every audited step, which is ``latest`` as well.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(8, 8)
@@ -94,7 +72,7 @@ class Audit:
     def __init__(
         self,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-        grids: Iterable[str | Grid | torch.dtype],
+        grids: str | Grid | torch.dtype | Iterable[str | Grid | torch.dtype],
         *,
         model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
         out: str | Path | None = None,
@@ -107,6 +85,7 @@ class Audit:
         scores: tuple[str, int, int] | None = None,
         groups: Rules | None = None,
         params: Callable[[str, torch.Tensor], bool] | None = None,
+        unfit: Literal["raise", "drop"] = "raise",
         seed: int = 0,
         resume: bool = False,
         first_step: int = 1,
@@ -115,25 +94,25 @@ class Audit:
         listeners: Iterable[Callable[[dict[str, Any]], None]] = (),
         describe: dict[str, Any] | None = None,
     ) -> None:
-        self.grids = [named(g) for g in grids]
-        if not self.grids:
-            raise UsageError("an audit needs at least one grid, such as 'bf16'.")
-        names = [g.name for g in self.grids]
-        if len(set(names)) != len(names):
-            raise UsageError(f"grids must differ, but {sorted({n for n in names if names.count(n) > 1})} repeat.")
+        self.grids = _checked_grids(grids)
         if every < 1 or first_step < 1 or part_steps < 1:
             raise UsageError("every, first_step and part_steps are at least 1.")
         if sample is not None and not 0 < sample <= 1:
             raise UsageError(f"sample is a share of the tiles, above 0 and at most 1, not {sample}.")
         if sample is not None and any(g.scaling is not None and g.scaling.moves for g in self.grids):
             raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
-        if optimizers is None:
-            self.optimizers: list[torch.optim.Optimizer] | None = None
-        else:
-            self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        if keep and out is None:
+            raise UsageError("keep=True writes weights into the trace: pass out=.")
+        if scores is not None and not (named(scores[0]) and 1 <= scores[1] <= scores[2]):
+            raise UsageError(f"scores takes a grid, a first and a last step, not {scores}.")
+        if unfit not in ("raise", "drop"):
+            raise UsageError(f"unfit must be raise or drop, not {unfit!r}.")
+        if isinstance(optimizers, torch.optim.Optimizer):
+            optimizers = [optimizers]
+        self.optimizers = None if optimizers is None else list(optimizers)
         self.models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
         self.every, self.sample, self.decay, self.keep = every, sample, decay, keep
-        self.never_moved, self.expected = never_moved, expected_never_moved
+        self.never_moved, self.expected, self.unfit = never_moved, expected_never_moved, unfit
         self.scores, self.rules, self.params, self.seed = scores, groups, params, seed
         self.out = None if out is None else Path(out)
         self.resume, self.part_steps, self.part_seconds = resume, part_steps, part_seconds
@@ -142,13 +121,16 @@ class Audit:
         self.watched: dict[torch.Tensor, Watched] = {}
         self.latest: dict[str, Any] = {}
         self.seconds = 0.0
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Row] = []
+        self._losses: dict[int, list[float]] = {}
+        self._told: list[torch.Tensor | float] = []
         self._kept: dict[str, list[torch.Tensor]] = {}
         self._writer: TraceWriter | None = None
         self._handles: list[Any] = []
-        self._inside: list[torch.optim.Optimizer] = []
-        self._losses: list[torch.Tensor | float] = []
-        self._opened = 0.0
+        self._inside: list[tuple[torch.optim.Optimizer, FrameType]] = []
+        self._stepped: list[torch.optim.Optimizer] = []
+        self._seen: list[torch.optim.Optimizer] = []
+        self._opened, self._process = 0.0, 0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
 
@@ -163,294 +145,323 @@ class Audit:
 
     def start(self) -> None:
         """Hook the optimizers."""
+        if self._opened:
+            raise UsageError("an audit runs once: make another one.")
         if self.optimizers is not None:
-            trainable = [p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
-            if not trainable:
+            groups = [group for o in self.optimizers for group in o.param_groups]
+            if not any(p.requires_grad for group in groups for p in group["params"]):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
-        self._opened = time.monotonic()
+        self._opened, self._process = time.monotonic(), os.getpid()
         if self.out is not None and _rank() == 0:
-            self._writer = TraceWriter(self.out, self._manifest(), resume=self.resume)
-            self._skip_until = self._writer.last_step
-            if self._writer.count:
-                self._loaded = self._writer.load_state()
-                self.expected = self._writer.manifest["options"]["expected_never_moved"]
-                if self.step > self._skip_until:
-                    raise UsageError(
-                        f"{self.out} ends at step {self._skip_until}, but this run goes on after step {self.step}: "
-                        "the steps between would be missing. Resume from an earlier checkpoint."
-                    )
+            self._open(self.out)
+        # A compiled step must run the hooks as they are, not look into them.
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
         if self.optimizers is None:
             self._handles = [
-                register_optimizer_step_pre_hook(self._before),
-                register_optimizer_step_post_hook(self._after),
+                register_optimizer_step_pre_hook(before),
+                register_optimizer_step_post_hook(after),
             ]
         else:
             for o in self.optimizers:
-                self._handles += [o.register_step_pre_hook(self._before), o.register_step_post_hook(self._after)]
+                self._handles += [o.register_step_pre_hook(before), o.register_step_post_hook(after)]
+
+    def _open(self, out: Path) -> None:
+        if self.resume and self.unfit == "drop" and (out / "manifest.json").exists():
+            known = Trace.open(out).grids
+            self.grids = [g for g in self.grids if g.name in known]
+        self._writer = TraceWriter(out, self._manifest(), resume=self.resume)
+        self._skip_until = self._writer.last_step
+        if not self._writer.count:
+            return
+        self._loaded = self._writer.load_state()
+        options = self._writer.manifest["options"]
+        self.never_moved, self.expected = options["never_moved"], options["expected_never_moved"]
+        missing = -(-self._skip_until // self.every) * self.every + 1
+        if missing <= self.step:
+            raise UsageError(
+                f"{out} ends at step {self._skip_until}, but this run goes on after step {self.step}: "
+                f"step {missing} would be missing. Resume from an earlier checkpoint."
+            )
 
     def stop(self) -> None:
         """Remove the hooks and make everything durable."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._inside = [], []
+        self._finish()
         self.commit()
 
-    def log(self, loss: torch.Tensor | float) -> None:
-        """Tell the audit the loss of the current step; the mean is recorded if it is told several times."""
-        self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else float(loss))
+    def discard_if_empty(self) -> bool:
+        """Remove the trace's folder if nothing was recorded into it."""
+        return self._writer is not None and self._writer.discard_if_empty()
+
+    def log(self, loss: torch.Tensor | float, step: int | None = None) -> None:
+        """Tell the audit the loss of the coming step; the mean is recorded if it is told several times.
+
+        With ``step``, the loss of a step that was taken already, as long as the next one has not begun.
+        """
+        if step is None:
+            self._told.append(loss.detach() if isinstance(loss, torch.Tensor) else float(loss))
+        elif any(row.step == step for row in self._rows):
+            self._losses[step] = [float(loss)]
 
     # ---- hooks ----
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._inside:
+        if os.getpid() != self._process:
+            return  # a fork: the trace belongs to its parent
+        # A step that raised never came to its second hook.
+        self._inside = [(o, frame) for o, frame in self._inside if _running(frame)]
+        self._inside.append((optimizer, _step_frame()))
+        if len(self._inside) > 1:
             return  # an optimizer that calls another one: the outer step is the step
-        self._inside.append(optimizer)
-        if not self._due(self.step + 1):
-            return
         start = time.perf_counter()
-        self._watch(optimizer)
-        for w in self._of(optimizer):
-            values = w.values()
-            if w.before is None or w.before.shape != values.shape:
-                w.before = torch.empty_like(values, memory_format=torch.contiguous_format)
-            w.before.copy_(values)
+        if optimizer in self._stepped:
+            self._finish()
+        if not self._stepped:
+            self._commit_if_due()
+        if self._due(self.step if self._stepped else self.step + 1):
+            self._watch(optimizer)
+            for w in self._of(optimizer):
+                w.set_aside()
         self.seconds += time.perf_counter() - start
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not self._inside or self._inside[-1] is not optimizer:
+        places = [i for i, (o, _) in enumerate(self._inside) if o is optimizer]
+        if not places:
             return
-        self._inside.pop()
-        self.step += 1
-        if not self._due(self.step):
-            self._losses.clear()
+        del self._inside[places[-1] :]
+        if self._inside or _skipped(optimizer):
             return
         start = time.perf_counter()
-        with torch.no_grad():
-            self._record(optimizer)
-        if self._writer is not None or self.out is None or _world() > 1:
-            late = time.monotonic() - self._opened > self.part_seconds and _world() == 1
-            if len(self._rows) >= self.part_steps or late:
-                self.commit()
+        if not self._stepped:
+            self.step += 1
+        self._stepped.append(optimizer)
+        if self._due(self.step):
+            with torch.no_grad():
+                self._record(optimizer)
+        self._told.clear()
+        if self.optimizers is not None and len(self._stepped) == len(self.optimizers):
+            self._finish()
         self.seconds += time.perf_counter() - start
 
     def _due(self, step: int) -> bool:
         return step > self._skip_until and (step - 1) % self.every == 0
 
+    def _finish(self) -> None:
+        """The step is over for all optimizers."""
+        self._stepped.clear()
+        rows = [r for r in self._rows if r.step == self.step]
+        if rows and self.latest.get("step") != self.step:
+            self.latest = self._summary(rows)
+            for listener in self.listeners:
+                listener(self.latest)
+
     # ---- tensors ----
 
     def _of(self, optimizer: torch.optim.Optimizer) -> list[Watched]:
-        return [self.watched[p] for g in optimizer.param_groups for p in g["params"] if p in self.watched]
+        """What this rank looks at: on ranks other than the first, only tensors that it holds a shard of."""
+        found = [self.watched[p] for g in optimizer.param_groups for p in g["params"] if p in self.watched]
+        return [w for w in found if _rank() == 0 or w.sharded]
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Take up parameters that were not seen before."""
-        new = [p for g in optimizer.param_groups for p in g["params"] if p not in self.watched and p.requires_grad]
+        new = [
+            p
+            for g in optimizer.param_groups
+            for p in g["params"]
+            if p not in self.watched and p.requires_grad
+        ]
         if not new:
             return
+        if optimizer not in self._seen:
+            self._seen.append(optimizer)
         found = name_parameters(optimizer, self.models, search=not self.models)
-        for p in new:
+        chosen = [
+            p for p in new if p.is_floating_point() and (self.params is None or self.params(found[p][0], p))
+        ]
+        if self.unfit == "drop" and not self._rows and not self._skip_until:
+            self._drop_unfit(chosen)
+        for p in chosen:
             name, module = found[p]
-            if not p.is_floating_point() or (self.params is not None and not self.params(name, p)):
-                continue
-            taken = {w.name for w in self.watched.values()}
-            if name in taken:
-                name = f"{type(optimizer).__name__}{len(taken)}.{name}"
-            rule = self.rules(name, p) if self.rules is not None else group_of(name, p, module)
-            group = rule if rule in GROUPS or self.rules is not None else "other"
-            self.watched[p] = self._new(name, group, p)
+            self.watched[p] = self._new(self._unused(name), p, module, optimizer)
+        if not self.watched:
+            return
+        if any(w.tensor.device.type == "cuda" for w in self.watched.values()):
+            self.never_moved, self.expected = False, False  # coordinates are followed on the CPU only
         if self.expected is None:
-            total = sum(w.recorded for w in self.watched.values())
-            self.expected = total <= FOLLOW_LIMIT
+            self.expected = sum(w.recorded for w in self.watched.values()) <= FOLLOW_LIMIT
         for w in self.watched.values():
-            self._follow(w)
+            w.follow(
+                moved=self.never_moved,
+                stay=bool(self.expected),
+                scores=self.scores is not None,
+                saved=self._loaded,
+            )
         if self._writer is not None:
-            self._writer.manifest["tensors"] = [self._inventory(w) for w in self.watched.values()]
-            self._writer.manifest["optimizers"] = self._optimizers(optimizer)
-            self._writer.manifest["options"]["expected_never_moved"] = bool(self.expected)
+            manifest = self._writer.manifest
+            known = {t["id"]: t for t in manifest["tensors"]}
+            known.update({w.id: w.inventory() for w in self.watched.values()})
+            manifest["tensors"] = [known[i] for i in sorted(known)]
+            manifest["grids"] = [g.name for g in self.grids]
+            manifest["optimizers"] = [_described(o) for o in self._seen]
+            manifest["options"].update(never_moved=self.never_moved, expected_never_moved=bool(self.expected))
             self._writer.write_manifest()
 
-    def _new(self, name: str, group: str, p: torch.Tensor) -> Watched:
+    def _drop_unfit(self, params: list[torch.Tensor]) -> None:
+        """Leave out grids that some parameter's dtype cannot hold."""
+        fit = [g for g in self.grids if all(_fits(g, p.dtype) for p in params)]
+        if fit and len(fit) < len(self.grids):
+            left = ", ".join(g.name for g in self.grids if g not in fit)
+            dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params}))
+            print(
+                f"halfulp: {left} left out: finer than what the optimizer sees ({dtypes}).", file=sys.stderr
+            )
+            self.grids = fit
+
+    def _unused(self, name: str) -> str:
+        taken = {w.name for w in self.watched.values()}
+        unique, n = name, 2
+        while unique in taken:
+            unique, n = f"{name}#{n}", n + 1
+        return unique
+
+    def _new(
+        self, name: str, p: torch.Tensor, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer
+    ) -> Watched:
+        group = group_of(name, p, module) if self.rules is None else self.rules(name, p)
+        if not isinstance(group, str):
+            raise UsageError(f"groups= must give a string: for {name!r} it gave {group!r}.")
+        slots = optimizer.slots if isinstance(optimizer, WriteBack) else []
+        slot = next((s for s in slots if s.p is p), None)
+        stored = str(p.dtype).removeprefix("torch.") if slot is None else slot.grid.name
+        w = Watched(self._id(name, p), name, group, p, [], stored, None if slot is None else slot.codes)
         try:
-            grids = [g.within(p.dtype) for g in self.grids]
+            w.grids = [g.within(p.dtype) for g in self.grids]
+            check_shard(p, w.grids)
+            if is_sharded(p) and (self.resume or self.keep or self.scores is not None):
+                raise UsageError("resume=, keep= and scores= are for whole tensors; this one is sharded.")
         except UsageError as error:
             raise UsageError(f"parameter {name!r}: {error}") from None
-        tiles = None
-        total = tiles_of(local(p).numel())
-        if self.sample is not None and self.sample < 1:
-            wanted = max(1, round(total * self.sample))
-            order = np.argsort(Stream(seed=self.seed, name=name, step=-2).words(total), kind="stable")
-            tiles = torch.from_numpy(np.sort(order[:wanted])).to(p.device)
-        w = Watched(len(self.watched), name, group, p, grids, tiles)
-        w.recorded = p.numel() if tiles is None else w.values().numel()
+        w.choose(self.sample, self.seed)
         return w
 
-    def _follow(self, w: Watched) -> None:
-        """Make, or take from a resumed trace, what follows coordinates over steps."""
-        n, g = w.values().numel(), len(self.grids)
-        work = torch.float64 if w.tensor.dtype == torch.float64 else torch.float32
-        if self.never_moved and w.moved is None and w.tensor.device.type == "cpu":
-            w.moved = self._loaded.pop(f"{w.name}/moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8))
-        if self.expected and w.stay is None and w.tensor.device.type == "cpu":
-            w.stay = self._loaded.pop(f"{w.name}/stay", torch.ones((g, n), dtype=work))
-        if self.scores is not None and w.scores is None:
-            w.scores = self._loaded.pop(
-                f"{w.name}/scores", torch.zeros((tiles_of(n), len(kernels.SCORES)), dtype=torch.float64)
+    def _id(self, name: str, p: torch.Tensor) -> int:
+        """The number of a tensor in the trace: the one it has there already, or the next."""
+        known = {} if self._writer is None else {t["name"]: t for t in self._writer.manifest["tensors"]}
+        if name in known and known[name]["shape"] != list(p.shape):
+            raise UsageError(
+                f"cannot resume {self.out}: {name!r} has shape {known[name]['shape']} there, but {list(p.shape)} here."
             )
+        if name in known:
+            return int(known[name]["id"])
+        used = [t["id"] for t in known.values()] + [w.id for w in self.watched.values()]
+        return max(used, default=-1) + 1
 
     # ---- recording ----
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
-        rates = {p: group for group in optimizer.param_groups for p in group["params"]}
-        ids, counts, phases, expected, shared, sums, extra, rate = [], [], [], [], [], [], [], []
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        seen, found = [], []
         for w in self._of(optimizer):
             if w.tensor.grad is None or w.before is None:
                 continue  # not part of this step
             after = w.values()
-            a = kernels.audit(w.before, after, w.grids, after=True, moved=w.moved, stay=w.stay)
-            parts = [x.sum(dim=0, dtype=torch.float64) for x in (a.counts, a.phase, a.expected, a.shared, a.sums)]
-            if is_sharded(w.tensor):
-                flat = reduce_sum(torch.cat([x.reshape(-1) for x in parts]), w.tensor)
-                parts = [y.reshape(x.shape) for y, x in zip(flat.split([x.numel() for x in parts]), parts, strict=True)]
-            c, ph, ex, sh, su = (x.cpu().numpy() for x in parts)
-            ids.append(w.id)
-            counts.append(c)
-            phases.append(ph)
-            expected.append(ex)
-            shared.append(sh)
-            sums.append(su)
-            lr = float(rates[w.tensor].get("lr", float("nan")))
-            rate.append(lr)
-            extra.append(self._apart(w, after, lr, float(rates[w.tensor].get("weight_decay") or 0.0)))
+            counted = kernels.audit(w.before, after, w.grids, after=True, moved=w.moved, stay=w.stay)
+            found.append(numbers(counted, self._apart(w, after, optimizer, groups[w.tensor])))
+            seen.append(w)
             self._score(w, after)
-            if self.keep:
-                self._kept.setdefault(f"{w.name}/before", []).append(w.before.clone())
-                self._kept.setdefault(f"{w.name}/after", []).append(after.clone())
-        if not ids:
+            if self.keep and self._writer is not None:
+                self._kept.setdefault(f"{w.id}.before", []).append(w.before.clone())
+                self._kept.setdefault(f"{w.id}.after", []).append(after.clone())
+        if not seen:
             return
-        loss = self._loss()
-        row = {
-            "ids": np.array(ids), "counts": np.stack(counts), "phase": np.stack(phases),
-            "expected": np.stack(expected), "shared": np.stack(shared), "sums": np.stack(sums),
-            "lr": np.array(rate), "apart": np.stack(extra), "step": self.step, "loss": loss,
-        }  # fmt: skip
-        self._rows.append(row)
-        self.latest = self._summary(row)
-        for listener in self.listeners:
-            listener(self.latest)
+        totals = _reduced(seen, found)
+        if _rank() != 0:
+            return
+        rates = [float(groups[w.tensor].get("lr", math.nan)) for w in seen]
+        self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))
+        self._losses.setdefault(self.step, []).extend(float(x) for x in self._told)
 
-    def _apart(self, w: Watched, after: torch.Tensor, lr: float, decay: float) -> np.ndarray[Any, Any]:
-        """Frozen counts of weight decay alone and of the rest alone, per grid; NaN where not asked for."""
-        out = np.full((len(self.grids), 2), np.nan)
-        if self.decay and w.before is not None:
-            shrink = (-lr * decay) * w.before
+    def _loss(self, step: int) -> float:
+        told = self._losses.get(step)
+        return sum(told) / len(told) if told else math.nan
+
+    def _apart(
+        self, w: Watched, after: torch.Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]
+    ) -> torch.Tensor:
+        """Frozen counts of weight decay alone and of the rest alone, per grid; NaN where there are none."""
+        out = torch.full((len(self.grids), 2), torch.nan, dtype=torch.float64)
+        inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
+        rate, decay = _decoupled(inner, group)
+        if self.decay and w.before is not None and decay:
+            shrink = (-rate * decay) * w.before
             for j, d in enumerate((shrink, (after - w.before) - shrink)):
                 found = kernels.audit(w.before, d, w.grids, phase=False)
-                out[:, j] = found.counts[:, :, 0].sum(dim=0).cpu().numpy()
+                out[:, j] = found.counts[:, :, 0].sum(dim=0, dtype=torch.float64).cpu()
         return out
 
     def _score(self, w: Watched, after: torch.Tensor) -> None:
-        if self.scores is None or w.scores is None or w.tensor.grad is None or w.tensor.dim() < 2:
+        if self.scores is None or w.scores is None or w.before is None:
             return
         grid, first, last = self.scores
-        if first <= self.step <= last and w.before is not None:
-            g = local(w.tensor.grad.detach())
-            g = g if w.tiles is None else sampled(g, w.tiles)
-            w.scores += kernels.score(w.before, g.to(w.before.dtype), after, grid, after=True).cpu()
+        gradient = w.gradient()
+        if first <= self.step <= last and gradient is not None:
+            w.scores += kernels.score(w.before, gradient, after, grid, after=True).cpu()
 
-    def _loss(self) -> float:
-        if not self._losses:
-            return float("nan")
-        values = [float(x) for x in self._losses]
-        self._losses.clear()
-        return sum(values) / len(values)
-
-    def _summary(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _summary(self, rows: list[Row]) -> dict[str, Any]:
         """The newest step in few numbers, for listeners and live views."""
         by_id = {w.id: w for w in self.watched.values()}
-        sizes = np.array([by_id[i].recorded for i in row["ids"]])
-        frozen = row["counts"][:, :, 0]
+        tensors = [by_id[i] for row in rows for i in row.ids]
+        per_grid, shared = (
+            np.concatenate([r.per_grid() for r in rows]),
+            np.concatenate([r.shared() for r in rows]),
+        )
+        sizes = np.array([w.recorded for w in tensors])
+        frozen, never = (per_grid[:, :, PER_GRID.index(c)] for c in ("frozen", "never_moved"))
+        weight, proposal, bad = (
+            shared[:, SHARED.index(c)].sum() for c in ("weight_sq", "proposal_sq", "nonfinite")
+        )
+        names = [g.name for g in self.grids]
+
+        def shares(counts: np.ndarray[Any, Any], size: int) -> dict[str, float]:
+            return {g: float(c / size) for g, c in zip(names, counts, strict=True)}
+
         return {
-            "step": row["step"],
-            "loss": row["loss"],
-            "lr": float(row["lr"][0]),
-            "frozen": {g.name: float(frozen[:, k].sum() / sizes.sum()) for k, g in enumerate(self.grids)},
-            "tensors": {
-                by_id[i].name: {g.name: float(frozen[j, k] / sizes[j]) for k, g in enumerate(self.grids)}
-                for j, i in enumerate(row["ids"])
-            },
-            "never_moved": {
-                g.name: float(row["counts"][:, k, 5].sum() / sizes.sum()) for k, g in enumerate(self.grids)
-            }
-            if self.never_moved
-            else {},
-            "update_ratio": float(np.sqrt(row["sums"][:, 1].sum() / max(row["sums"][:, 0].sum(), 1e-300))),
-            "nonfinite": int(row["shared"][:, 1].sum()),
+            "step": rows[0].step,
+            "loss": self._loss(rows[0].step),
+            "lr": rows[0].rates[0],
+            "frozen": shares(frozen.sum(axis=0), sizes.sum()),
+            "tensors": {w.name: shares(f, n) for w, f, n in zip(tensors, frozen, sizes, strict=True)},
+            "never_moved": shares(never.sum(axis=0), sizes.sum()) if self.never_moved else {},
+            "update_ratio": math.sqrt(proposal / max(weight, 1e-300)),
+            "nonfinite": int(bad),
         }
 
     # ---- the trace ----
 
+    def _commit_if_due(self) -> None:
+        late = time.monotonic() - self._opened > self.part_seconds and _world() == 1
+        if late or len({r.step for r in self._rows}) >= self.part_steps:
+            self.commit()
+
     def commit(self) -> None:
         """Write what was recorded since the last part."""
         self._opened = time.monotonic()
-        rows, self._rows = self._rows, []
+        rows, kept = self._rows, self._kept
+        losses = {row.step: self._loss(row.step) for row in rows}
+        self._rows, self._losses, self._kept = [], {}, {}
         if not rows or self._writer is None:
             return
         state: dict[str, torch.Tensor] = {}
         for w in self.watched.values():
-            for key in ("moved", "stay", "scores"):
-                value = getattr(w, key)
-                if value is not None:
-                    state[f"{w.name}/{key}"] = value.clone()
-        tables = self._tables(rows)
-        meta = {"step": str(self.step), "format": str(FORMAT)}
-        self._writer.commit(tables, {"tensors": state, "meta": meta}, self.step)
-        if self._kept:
-            self._save_kept()
-
-    def _save_kept(self) -> None:
-        from safetensors.torch import save_file
-
-        assert self._writer is not None
-        folder = self._writer.path / "kept"
-        folder.mkdir(exist_ok=True)
-        tensors = {k: torch.stack(v) for k, v in self._kept.items()}
-        aside = folder / f".{self._writer.count - 1:06d}"
-        save_file(tensors, aside)
-        aside.rename(folder / f"{self._writer.count - 1:06d}.safetensors")
-        self._kept.clear()
-
-    def _tables(self, rows: list[dict[str, Any]]) -> dict[str, pl.DataFrame]:
-        g = len(self.grids)
-        step = np.concatenate([np.full(len(r["ids"]), r["step"]) for r in rows]).astype(np.int64)
-        ids = np.concatenate([r["ids"] for r in rows]).astype(np.int32)
-        counts = np.concatenate([r["counts"] for r in rows])
-        grids = pl.DataFrame(
-            {
-                "step": np.repeat(step, g),
-                "tensor": np.repeat(ids, g),
-                "grid": np.tile(np.arange(g, dtype=np.int16), len(step)),
-                **{name: counts[:, :, c].reshape(-1).astype(np.int64) for c, name in enumerate(COUNTS)},
-                "phase": np.concatenate([r["phase"] for r in rows]).reshape(-1).astype(np.int64),
-                "expected": np.concatenate([r["expected"] for r in rows]).reshape(-1),
-                "frozen_decay": np.concatenate([r["apart"] for r in rows])[:, :, 0].reshape(-1),
-                "frozen_gradient": np.concatenate([r["apart"] for r in rows])[:, :, 1].reshape(-1),
-            }
+            state.update(w.state())
+        self._writer.commit(
+            tables(rows, losses, len(self.grids)),
+            state,
+            {name: torch.stack(values) for name, values in kept.items()},
+            last_step=rows[-1].step,
         )
-        shared, sums = (np.concatenate([r[k] for r in rows]) for k in ("shared", "sums"))
-        tensors = pl.DataFrame(
-            {
-                "step": step,
-                "tensor": ids,
-                "zero_proposal": shared[:, 0].astype(np.int64),
-                "nonfinite": shared[:, 1].astype(np.int64),
-                "weight_sq": sums[:, 0],
-                "proposal_sq": sums[:, 1],
-                "lr": np.concatenate([r["lr"] for r in rows]),
-            }
-        )
-        run = pl.DataFrame(
-            {"step": np.array([r["step"] for r in rows]), "loss": np.array([r["loss"] for r in rows], dtype=np.float64)}
-        )
-        return {"grids": grids, "tensors": tensors, "run": run.unique("step", keep="last").sort("step")}
 
     def _manifest(self) -> dict[str, Any]:
         return {
@@ -480,28 +491,73 @@ class Audit:
             "run": self.describe,
         }
 
-    def _inventory(self, w: Watched) -> dict[str, Any]:
-        return {
-            "id": w.id,
-            "name": w.name,
-            "group": w.group,
-            "shape": list(w.tensor.shape),
-            "numel": w.tensor.numel(),
-            "recorded": w.recorded,
-            "dtype": str(w.tensor.dtype).removeprefix("torch."),
-            "device": w.tensor.device.type,
-        }
 
-    def _optimizers(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        seen = self.optimizers or [optimizer]
-        return [
-            {"class": type(o).__name__, "defaults": {k: str(v) for k, v in o.defaults.items()}} for o in seen
-        ]
+def _checked_grids(grids: Any) -> list[Grid]:
+    single = isinstance(grids, str | Grid | torch.dtype)
+    found = [named(g) for g in ([grids] if single else grids)]
+    if not found:
+        raise UsageError("an audit needs at least one grid, such as 'bf16'.")
+    names = [g.name for g in found]
+    if len(set(names)) != len(names):
+        raise UsageError(f"grids must differ, but {sorted({n for n in names if names.count(n) > 1})} repeat.")
+    return found
+
+
+def _fits(grid: Grid, dtype: torch.dtype) -> bool:
+    try:
+        grid.within(dtype)
+    except UsageError:
+        return False
+    return True
+
+
+def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer in the manifest."""
+    wraps = {"wraps": type(optimizer.optimizer).__name__} if isinstance(optimizer, WriteBack) else {}
+    defaults = {str(k): str(v) for k, v in optimizer.defaults.items()}
+    return {"class": type(optimizer).__name__, **wraps, "defaults": defaults}
+
+
+def _reduced(seen: list[Watched], found: list[torch.Tensor]) -> np.ndarray[Any, Any]:
+    """The rows of all tensors; those of shards summed over ranks, in one reduction a kind of sharding."""
+    alike: dict[Any, list[int]] = {}
+    for i, w in enumerate(seen):
+        if w.sharded:
+            alike.setdefault((w.tensor.device_mesh, w.tensor.placements), []).append(i)  # type: ignore[attr-defined]
+    for places in alike.values():
+        total = reduce_sum(torch.stack([found[i] for i in places]), seen[places[0]].tensor)
+        for i, row in zip(places, total, strict=True):
+            found[i] = row
+    return torch.stack([row.cpu() for row in found]).numpy()
+
+
+def _skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimizer was told by ``GradScaler`` to leave the weights alone."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, torch.Tensor) and bool(found)
+
+
+def _step_frame() -> FrameType:
+    """The frame of the ``step()`` that called a hook."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") != "torch.optim.optimizer":
+        frame = frame.f_back  # torch.compiler.disable puts frames between
+    return frame
+
+
+def _running(frame: FrameType) -> bool:
+    at: FrameType | None = sys._getframe(1)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
 
 
 def _rank() -> int:
+    """This process among those that train together; launchers tell it before the process group exists."""
     dist = torch.distributed
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 def _world() -> int:

@@ -1,12 +1,12 @@
 """Run somebody's training script, unmodified, under an audit.
 
-The script runs as ``__main__`` with its own arguments. torch's global optimizer hooks see every step; the loss is
-what ``backward`` was called on. Nothing in the script's arithmetic or random states is touched.
+The script runs as ``__main__`` with its own arguments. torch's global optimizer hooks see every step; the
+loss is what ``backward`` was called on, before a ``GradScaler`` scaled it. Nothing in the script's arithmetic
+or random states is touched.
 """
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 import traceback
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from halfulp.audit.recorder import Audit
-from halfulp.errors import UsageError
+from halfulp.errors import HalfulpError, UsageError
 
 
 class _Losses:
@@ -25,20 +25,28 @@ class _Losses:
 
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
-        self.plain = torch.Tensor.backward
+        self.backward, self.scale = torch.Tensor.backward, torch.amp.GradScaler.scale
 
     def __enter__(self) -> None:
-        audit, plain = self.audit, self.plain
+        audit, plain_backward, plain_scale = self.audit, self.backward, self.scale
 
         def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             if tensor.numel() == 1:
-                audit.log(tensor)
-            plain(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+                audit.log(getattr(tensor, "_halfulp_unscaled", tensor))
+            plain_backward(tensor, *args, **kwargs)
 
-        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            scaled = plain_scale(scaler, outputs)
+            if isinstance(scaled, torch.Tensor) and scaled is not outputs:
+                scaled._halfulp_unscaled = outputs.detach()  # type: ignore[attr-defined]
+            return scaled
+
+        torch.Tensor.backward = backward  # type: ignore[assignment, method-assign]
+        torch.amp.GradScaler.scale = scale  # type: ignore[assignment, method-assign]
 
     def __exit__(self, *_: object) -> None:
-        torch.Tensor.backward = self.plain  # type: ignore[method-assign]
+        torch.Tensor.backward = self.backward  # type: ignore[method-assign]
+        torch.amp.GradScaler.scale = self.scale  # type: ignore[method-assign]
 
 
 def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:
@@ -48,7 +56,6 @@ def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *args]
     sys.path[0] = str(script.resolve().parent)
-    os.environ.setdefault("HALFULP_AUDIT", "1")
     code = 0
     try:
         with audit, _Losses(audit):
@@ -61,6 +68,8 @@ def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:
             except KeyboardInterrupt:
                 print("halfulp: interrupted; the trace keeps what was recorded.", file=sys.stderr)
                 code = 130
+            except HalfulpError:
+                raise  # the audit's own: a clear line of its own
             except Exception:
                 kind, error, where = sys.exc_info()
                 while where is not None and where.tb_frame.f_code.co_filename != str(script):
@@ -70,8 +79,12 @@ def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:
                 code = 1
     finally:
         sys.argv, sys.path[:] = argv, path
+        empty = audit.discard_if_empty()
     if audit.step == 0 and code == 0:
         raise UsageError(
-            f"{script} never called an optimizer's step(), so there was nothing to audit. Is it the training script?"
+            f"{script} never called an optimizer's step() in this process, so there was nothing to audit. "
+            "Is it the training script?"
         )
+    if empty and code == 0:
+        raise UsageError(f"nothing to audit: the optimizers in {script} have no trainable parameters.")
     return code

@@ -40,9 +40,18 @@ from halfulp.streams import Stream
 
 Array = npt.NDArray[Any]
 
-# Warps a program: the fewest that keep every value in registers (see compile_report).
-WARPS = {"round_tile": 1, "write_tile": 1, "audit_tile": 4, "audit_scaled_tile": 8, "score_tile": 4}
-OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+# The fewest warps that keep every value in registers (see compile_report). Told nothing, the assembler
+# would spill some values of write_tile to reach a rounder number of registers.
+OPTIONS: dict[str, dict[str, Any]] = {
+    name: {"enable_fp_fusion": False, "num_warps": warps, "maxnreg": most}
+    for name, warps, most in (
+        ("round_tile", 1, None),
+        ("write_tile", 1, 255),
+        ("audit_tile", 4, None),
+        ("audit_scaled_tile", 8, None),
+        ("score_tile", 4, None),
+    )
+}
 PTXAS = ("--fmad=false", "--regAllocOptLevel=2")  # what Triton passes to the assembler with these options
 TO = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -151,7 +160,7 @@ def _run(kernel: Any, like: torch.Tensor, *arguments: Any, **constants: Any) -> 
     tiles = reference.tiles_of(like.numel())
     if tiles:
         with torch.cuda.device_of(like):
-            kernel[(tiles,)](*arguments, **constants, num_warps=WARPS[kernel.__name__], **OPTIONS)
+            kernel[(tiles,)](*arguments, **constants, **OPTIONS[kernel.__name__])
 
 
 # ---- the operations -----------------------------------------------------------------------------
@@ -203,7 +212,7 @@ def write_back(
     if scaled:
         whole = z
         if carry is not None and carry_in:
-            whole = torch.where(torch.isfinite(z), z + carry, z)
+            whole = torch.where(torch.isfinite(z + carry), z + carry, z)
         each = _steps_or(steps, q if _from_old(grid) else whole, grid)
     k0, k1, offset = _key(stream, mode)
     tiles = reference.tiles_of(q.numel())
@@ -341,7 +350,7 @@ def compile_ptx(name: str, holder: str, constants: dict[str, Any], arch: int, **
     made = triton.compile(
         ASTSource(kernel, signature, constants, aligned),
         target=GPUTarget("cuda", arch, 32),
-        options=OPTIONS | {"num_warps": WARPS[name]} | options,
+        options=OPTIONS[name] | options,
     )
     return str(made.asm["ptx"])
 
@@ -386,7 +395,7 @@ def compile_report(archs: tuple[int, ...] = (80, 90, 100, 120)) -> list[dict[str
             ptx = compile_ptx(name, holder, constants, arch)
             registers, spilled = _assemble(ptx, arch)
             row = {"kernel": name, "container": holder, "constants": constants, "arch": arch}
-            row |= {"warps": WARPS[name], "registers": registers, "spill_bytes": spilled}
+            row |= {"warps": OPTIONS[name]["num_warps"], "registers": registers, "spill_bytes": spilled}
             rows.append(row | count_hazards(ptx))
     return rows
 

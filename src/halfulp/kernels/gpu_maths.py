@@ -286,13 +286,8 @@ def settle(fraction: tl.tensor, tied: tl.tensor, key: tl.tuple, i: tl.tensor) ->
 
 
 @triton.jit
-def stochastic(
-    v: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple, key: tl.tuple, at: tl.tensor, lane: tl.tensor
-) -> Any:
-    """The code above with the probability of the fraction of the gap.
-
-    ``drawn`` are the first words; the elements are ``at + lane`` (a global index, and small numbers).
-    """
+def stochastic(v: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple, key: tl.tuple, i: tl.tensor) -> Any:
+    """The code above with the probability of the fraction of the gap; ``drawn``: the first words."""
     a = clamped(v, f)
     low, high, digits = around(a, k)
     first = (drawn >> 1).to(tl.int32)
@@ -300,7 +295,7 @@ def stochastic(
     tied = first == digits
     if any_of(tied):
         below = low.to(tl.float64)
-        up = up | settle((a.to(tl.float64) - below) / (high.to(tl.float64) - below), tied, key, at + lane)
+        up = up | settle((a.to(tl.float64) - below) / (high.to(tl.float64) - below), tied, key, i)
     return tl.where(finite(v), signed(tl.where(up, high, low), v), v)
 
 
@@ -330,8 +325,7 @@ def nearest_scaled(x: tl.tensor, step: tl.tensor, f: tl.tuple, k: tl.tuple) -> A
 
 @triton.jit
 def place(
-    v: tl.tensor, step: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple,
-    key: tl.tuple, at: tl.tensor, lane: tl.tensor,
+    v: tl.tensor, step: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple, key: tl.tuple, i: tl.tensor,
     MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Any of the roundings, to values that the container has."""
@@ -340,9 +334,9 @@ def place(
         if MODE == NEAREST:
             r = nearest_scaled(x, step, f, k)
         else:
-            r = tl.where(finite(x), stochastic(x / step, drawn, f, k, key, at, lane) * step, x)
+            r = tl.where(finite(x), stochastic(x / step, drawn, f, k, key, i) * step, x)
         return fit(r.to(v.dtype), TO)
     elif MODE == NEAREST:
         return nearest(v, f, k)
     else:
-        return stochastic(v, drawn, f, k, key, at, lane)
+        return stochastic(v, drawn, f, k, key, i)

@@ -65,24 +65,17 @@ def this_tile() -> Any:
 
 
 @triton.jit
-def left_of(n: tl.tensor, start: tl.tensor) -> Any:
-    """How many coordinates there are from here on, as far as a tile is concerned."""
-    return tl.minimum(n - start, TILE).to(tl.int32)
+def half_run(start: tl.tensor) -> Any:
+    """One half of each of eight groups."""
+    return start + (32 * tl.arange(0, 8)[:, None] + tl.arange(0, 16)[None, :])
 
 
 @triton.jit
-def half_run(left: tl.tensor) -> Any:
-    """One half of each of eight groups, counted from where the first begins, and which exist."""
-    i = 32 * tl.arange(0, 8)[:, None] + tl.arange(0, 16)[None, :]
-    return i, i < left
-
-
-@triton.jit
-def columns(left: tl.tensor) -> Any:
-    """The coordinates of a tile, counted from its beginning and laid out for sums, and which exist."""
+def columns(tile: tl.tensor, n: tl.tensor) -> Any:
+    """The coordinates of a tile, laid out for sums, and which of them exist."""
     k, j = tl.arange(0, 256)[:, None], tl.arange(0, 4)[None, :]
-    i = 3 * k + j
-    return i, (i < left) & (j < 3)
+    i = tile * TILE + (3 * k + j)
+    return i, (i < n) & (j < 3)
 
 
 @triton.jit
@@ -134,10 +127,10 @@ def round_some(
     start: tl.tensor, n: tl.tensor, key: tl.tuple, offset: tl.tensor,
     MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
-    i, mask = half_run(left_of(n, start))
-    step = steps_at(segments, start + i, mask) if STEPS else 1.0
-    v = load(x + start, i, mask)
-    store(out + start, i, place(v, step, drawn, f, k, key, offset + start, i, MODE, STEPS, TO), mask)
+    i = half_run(start)
+    mask = i < n
+    step = steps_at(segments, i, mask) if STEPS else 1.0
+    store(out, i, place(load(x, i, mask), step, drawn, f, k, key, offset + i, MODE, STEPS, TO), mask)
 
 
 @triton.jit(do_not_specialize=["row", "per_row", "length", "k0", "k1", "offset"])
@@ -153,8 +146,8 @@ def round_tile(
     segments, key = (steps, row, per_row, length), (k0, k1)
     for run in range(3):
         start = tile * TILE + 256 * run
-        i, _ = half_run(256)
-        one, two = (i, i) if MODE == NEAREST else words(key, offset + start + i, ALIGNED)
+        i = offset + half_run(start)
+        one, two = (i, i) if MODE == NEAREST else words(key, i, ALIGNED)
         round_some(x, out, one, f, k, segments, start, n, key, offset, MODE, STEPS, TO)
         round_some(x, out, two, f, k, segments, start + 16, n, key, offset, MODE, STEPS, TO)
 
@@ -165,14 +158,20 @@ def round_tile(
 @triton.jit
 def mark_moved(moved: tl.tensor, start: tl.tensor, n: tl.tensor, now: tl.tensor) -> Any:
     """Set the bits of coordinates that move now; returns which have never moved."""
-    byte = 4 * tl.arange(0, 8)[:, None] + tl.arange(0, 2)[None, :]
+    byte = start // 8 + (4 * tl.arange(0, 8)[:, None] + tl.arange(0, 2)[None, :])
     shift = tl.arange(0, 8)[None, None, :]
-    mask = byte * 8 < left_of(n, start)
-    moved += start // 8
+    mask = byte * 8 < n
     new = tl.sum(tl.reshape(now.to(tl.int32), (8, 2, 8)) << shift, axis=2)
     new = new | tl.load(moved + byte, mask=mask, other=0).to(tl.int32)
     tl.store(moved + byte, new.to(tl.uint8), mask=mask)
     return tl.reshape((new[:, :, None] >> shift) & 1, (8, 16)) == 0
+
+
+@triton.jit
+def carried(z: tl.tensor, carry: tl.tensor) -> Any:
+    """Proposals with what earlier steps did not write, where that is a number."""
+    whole = z + carry
+    return tl.where(finite(whole), whole, z)
 
 
 @triton.jit
@@ -183,26 +182,27 @@ def write_some(
     MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr, MARK: tl.constexpr, CARRY: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Write half a run back; returns its counts, packed."""
-    i, mask = half_run(left_of(n, start))
-    step = steps_at(segments, start + i, mask) if STEPS else 1.0
-    q, z = load(stored + start, i, mask), load(proposed + start, i, mask)
+    i = half_run(start)
+    mask = i < n
+    step = steps_at(segments, i, mask) if STEPS else 1.0
+    q, z = load(stored, i, mask), load(proposed, i, mask)
     ok = finite(z)
     if CARRY == CARRY_IN:
-        z += load(carry + start, i, mask)
+        z = carried(z, load(carry, i, mask))
     if MODE == DEADZONE:
-        r = place(z, step, drawn, f, k, key, offset + start, i, NEAREST, STEPS, TO)
+        r = place(z, step, drawn, f, k, key, offset + i, NEAREST, STEPS, TO)
         dead = (r == q) & (z != q)
-        r = tl.where(dead, place(z, step, drawn, f, k, key, offset + start, i, STOCHASTIC, STEPS, TO), r)
+        r = tl.where(dead, place(z, step, drawn, f, k, key, offset + i, STOCHASTIC, STEPS, TO), r)
     else:
-        r = place(z, step, drawn, f, k, key, offset + start, i, MODE, STEPS, TO)
+        r = place(z, step, drawn, f, k, key, offset + i, MODE, STEPS, TO)
     r = tl.where(ok, r, q)
-    store(out + start, i, r, mask)
+    store(out, i, r, mask)
     ok = ok & mask
     element = r.to(tl.float64) / step if STEPS else r
     end = (element >= f[HI]) | (element <= f[LO])
     if CARRY:  # beyond the ends of the range, what is not written never could be
         beyond = end & (tl.abs(z) >= tl.abs(r))
-        store(carry + start, i, tl.where(beyond, 0.0, z - r), ok)
+        store(carry, i, tl.where(beyond, 0.0, z - r), ok)
     never = mask & ~mask
     if MARK:
         never = mask & mark_moved(moved, start, n, ok & (r != q))
@@ -211,14 +211,14 @@ def write_some(
 
 @triton.jit
 def sum_sizes(
-    stored: tl.tensor, proposed: tl.tensor, carry: tl.tensor, sums: tl.tensor, start: tl.tensor, n: tl.tensor,
+    stored: tl.tensor, proposed: tl.tensor, carry: tl.tensor, sums: tl.tensor, tile: tl.tensor, n: tl.tensor,
     CARRY: tl.constexpr,
 ) -> None:  # fmt: skip
-    i, mask = columns(left_of(n, start))
-    q, z = load(stored + start, i, mask).to(tl.float64), load(proposed + start, i, mask)
+    i, mask = columns(tile, n)
+    q, z = load(stored, i, mask).to(tl.float64), load(proposed, i, mask)
     ok = mask & finite(z)
     if CARRY == CARRY_IN:
-        z += load(carry + start, i, mask)
+        z = carried(z, load(carry, i, mask))
     z = z.to(tl.float64)
     tl.store(sums, tree(tl.where(ok, tl.abs(q), 0.0)))
     tl.store(sums + 1, tree(tl.where(ok, tl.abs(z - q), 0.0)))
@@ -239,14 +239,14 @@ def write_tile(
     f, k = floats_at(f, 0), ints_at(k, 0)
     segments, key = (steps, row, per_row, length), (k0, k1)
     if SUMS:
-        sum_sizes(stored, proposed, carry, sums + 2 * tile, tile * TILE, n, CARRY)
+        sum_sizes(stored, proposed, carry, sums + 2 * tile, tile, n, CARRY)
         tl.debug_barrier()  # before anything is written over what other threads still read
     three = tl.zeros((8, 16), tl.int32)
     two = tl.zeros((8, 16), tl.int32)
     for run in range(3):
         start = tile * TILE + 256 * run
-        i, _ = half_run(256)
-        first, second = (i, i) if MODE == NEAREST else words(key, offset + start + i, ALIGNED)
+        i = offset + half_run(start)
+        first, second = (i, i) if MODE == NEAREST else words(key, i, ALIGNED)
         a, b = write_some(
             stored, proposed, out, first, f, k, segments, moved, carry, start, n, key, offset,
             MODE, STEPS, TO, MARK, CARRY,
@@ -301,9 +301,8 @@ def audit_tile(
 ) -> None:  # fmt: skip
     """Shared counts and sums; phases of every grid; counts of those that need no steps."""
     tile = this_tile()
-    start = tile * TILE
-    i, mask = columns(left_of(n, start))
-    x, y = pair_at(w + start, d + start, i, mask, AFTER)
+    i, mask = columns(tile, n)
+    x, y = pair_at(w, d, i, mask, AFTER)
     ok = mask & finite(x) & finite(y)
     x, y = tl.where(ok, x, 0.0), tl.where(ok, y, 0.0)
     store_two(shared + 2 * tile, total(pack_two(ok & (y == 0), mask & ~ok)))
@@ -342,14 +341,13 @@ def audit_scaled_tile(
     """Counts of one grid, which has steps: those of the ``stored`` values, and of the ``proposed``."""
     tile = this_tile()
     f, k = floats_at(f, 0), ints_at(k, 0)
-    start = tile * TILE
-    i, mask = columns(left_of(n, start))
-    x, y = pair_at(w + start, d + start, i, mask, AFTER)
+    i, mask = columns(tile, n)
+    x, y = pair_at(w, d, i, mask, AFTER)
     ok = mask & finite(x) & finite(y)
-    q, z = load(stored + start, i, mask), load(proposed + start, i, mask)
-    step = steps_at((steps, row, per_row, length), start + i, mask)
-    later = steps_at((next_steps, row, per_row, length), start + i, mask)
-    frozen = place(z, later, i, f, k, (0, 0), start, i, NEAREST, True, TO) == q
+    q, z = load(stored, i, mask), load(proposed, i, mask)
+    step = steps_at((steps, row, per_row, length), i, mask)
+    later = steps_at((next_steps, row, per_row, length), i, mask)
+    frozen = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO) == q
     e = tl.maximum(exponent(bits(x.to(tl.float64) / step)), k[EMIN])
     symmetric = tl.abs(y).to(tl.float64) < as_float(e - k[MANT]) * step * 0.5
     element = q.to(tl.float64) / step
@@ -376,16 +374,15 @@ def score_tile(
     """The eight sums; ``stored`` and ``proposed`` are read only for a grid with steps."""
     tile = this_tile()
     f, k = floats_at(f, 0), ints_at(k, 0)
-    start = tile * TILE
-    i, mask = columns(left_of(n, start))
-    x, y = pair_at(w + start, u + start, i, mask, AFTER)
-    slope = load(g + start, i, mask).to(x.dtype)
+    i, mask = columns(tile, n)
+    x, y = pair_at(w, u, i, mask, AFTER)
+    slope = load(g, i, mask).to(x.dtype)
     ok = mask & finite(x) & finite(y) & finite(slope)
     x, y, slope = tl.where(ok, x, 0.0), tl.where(ok, y, 0.0), tl.where(ok, slope, 0.0)
     if STEPS:
-        q, z = load(stored + start, i, mask), load(proposed + start, i, mask)
-        later = steps_at((next_steps, row, per_row, length), start + i, mask)
-        frozen = place(z, later, i, f, k, (0, 0), start, i, NEAREST, True, TO) == q
+        q, z = load(stored, i, mask), load(proposed, i, mask)
+        later = steps_at((next_steps, row, per_row, length), i, mask)
+        frozen = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO) == q
     else:
         q = nearest(x, f, k)
         frozen = nearest(fit(q + y, TO), f, k) == q

@@ -59,7 +59,7 @@ def params(grid: Grid, work: str) -> Params:
     kind = SCALED
     if grid.scaling is None:
         magic = (
-            m <= box.mantissa - 2
+            1 <= m <= box.mantissa - 2  # without a mantissa the even code is not the even significand
             and emin - m - 1 > box.emin  # the spacing and its inverse are normal numbers
             and emax + box.mantissa - m <= box.emax
         )
@@ -68,7 +68,10 @@ def params(grid: Grid, work: str) -> Params:
         elif emin == box.emin and m <= box.mantissa and grid.lowest is None:
             kind = BITS
         elif work == "float64":
-            raise UsageError(f"grid {grid.name} cannot be rounded in float64: its range is too wide.")
+            raise UsageError(
+                f"grid {grid.name} cannot be rounded in float64: its range is too wide, or it has no mantissa "
+                "bits and not the container's exponents."
+            )
     real: Any = np.float32 if work == "float32" else np.float64
     whole: Any = np.int32 if work == "float32" else np.int64
     cut = max(box.mantissa - m, 0)

@@ -53,6 +53,7 @@ def number(wb: WriteBack, slot: Slot) -> int:
 
 def state_dict(wb: WriteBack) -> dict[str, Any]:
     """The wrapped optimizer's state dictionary with the write-back's entries."""
+    wb._pass_on_groups()
     base = wb.optimizer.state_dict()
     state = {k: dict(v) for k, v in base["state"].items()}
     for slot in wb.slots:
@@ -229,8 +230,9 @@ def save(wb: WriteBack, path: str | Path) -> None:
                 tensors[f"{k}/{name}"] = value.detach().cpu().contiguous().clone()
             else:
                 plain[f"{k}/{name}"] = value
+    groups = [{k: _number(v) for k, v in g.items()} for g in saved["param_groups"]]
     try:
-        text = json.dumps({"state": plain, "param_groups": saved["param_groups"]}, default=_number)
+        text = json.dumps({"state": plain, "param_groups": groups})
     except TypeError as error:
         raise UsageError(f"this optimizer's state has something that JSON cannot hold: {error}.") from None
     target = Path(path)
@@ -245,9 +247,8 @@ def save(wb: WriteBack, path: str | Path) -> None:
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    raise TypeError(f"{type(value).__name__}")
+    """A rate that is a tensor, as a number; :func:`_like` makes it a tensor again."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def load(wb: WriteBack, path: str | Path) -> None:

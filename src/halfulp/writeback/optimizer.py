@@ -345,10 +345,14 @@ class WriteBack(torch.optim.Optimizer):
             raise
         return loss
 
+    def _pass_on_groups(self) -> None:
+        """Tell the wrapped optimizer what schedulers and users changed in the groups."""
+        for mine, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
+            theirs.update({k: v for k, v in mine.items() if k != "params"})
+
     def _shadow_rounds(self, active: list[Slot], closure: Any, loss: Any) -> Any:
         """Give the wrapped optimizer float32 stand-ins: all at once, or one tensor at a time."""
-        for mine, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            theirs.update({k: v for k, v in mine.items() if k != "params"})  # what schedulers changed
+        self._pass_on_groups()
         if self.materialise == "all":
             found = self._round(active, closure)
             return found if closure is not None else loss

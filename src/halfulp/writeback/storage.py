@@ -224,7 +224,7 @@ class Shells:
         if off:
             raise UsageError(
                 f"parameter {name!r} is packed on grid {codes.grid.name}, but {off} of {p.numel()} values to load are "
-                "off it. Load them before WriteBack is made, or load the state that it saved."
+                "off it. Load them before WriteBack is made, or its saved state first, which has the codes."
             )
         codes.packed, codes.steps = fresh.packed, fresh.steps
 

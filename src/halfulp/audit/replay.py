@@ -1,0 +1,59 @@
+"""Another audit of a run that is over, from the weights that its trace kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+
+from halfulp import kernels
+from halfulp.audit.rows import Row, numbers, tables
+from halfulp.errors import UsageError
+from halfulp.grids import grid as named
+from halfulp.trace import KEPT, Trace, TraceWriter, load_tensors
+
+
+def replay(trace: Trace, grids: Iterable[str], out: Path) -> Trace:
+    """Record what other grids would have done to every kept step: a trace like that of a second audit."""
+    wanted = [named(g) for g in grids]
+    if not trace.manifest["options"]["keep"]:
+        raise UsageError(f"{trace.path} kept no weights to replay: record with keep=True.")
+    if trace.manifest["options"]["sample"] and any(g.scaling is not None and g.scaling.moves for g in wanted):
+        raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
+    options = {**trace.manifest["options"], "decay": False, "keep": False, "scores": None}
+    changed = {"grids": [g.name for g in wanted], "options": options, "replayed_from": str(trace.path)}
+    writer = TraceWriter(out, {**trace.manifest, **changed})
+    follow = [
+        name
+        for name, on in (("moved", options["never_moved"]), ("stay", options["expected_never_moved"]))
+        if on
+    ]
+    followed: dict[int, dict[str, torch.Tensor]] = {}
+    for part in trace.parts:
+        kept = load_tensors(part / KEPT)
+        order = pl.read_parquet(part / "tensors.parquet", columns=["step", "tensor", "lr"])
+        losses = dict(pl.read_parquet(part / "run.parquet").iter_rows())
+        place: dict[int, int] = {}
+        rows = []
+        for step, tensor, lr in order.iter_rows():
+            at = place[tensor] = place.get(tensor, -1) + 1
+            before, after = kept[f"{tensor}.before"][at], kept[f"{tensor}.after"][at]
+            if tensor not in followed:
+                followed[tensor] = _fresh(before, len(wanted), follow)
+            found = kernels.audit(before, after, wanted, after=True, **followed[tensor])
+            row = numbers(found, torch.full((len(wanted), 2), torch.nan)).numpy()[None]
+            rows.append(Row(step=step, ids=[tensor], rates=[lr], numbers=row))
+        writer.commit(tables(rows, losses, len(wanted)), {}, last_step=rows[-1].step)
+    return Trace.open(out)
+
+
+def _fresh(x: torch.Tensor, grids: int, follow: list[str]) -> dict[str, Any]:
+    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    made = {
+        "moved": torch.zeros((grids, (x.numel() + 7) // 8), dtype=torch.uint8),
+        "stay": torch.ones((grids, x.numel()), dtype=work),
+    }
+    return {name: made[name] for name in follow}

@@ -1,0 +1,133 @@
+"""One tensor under audit: where its values are, which of them are looked at, and what is followed over steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfulp import kernels
+from halfulp.errors import UsageError
+from halfulp.grids import Grid
+from halfulp.kernels import TILE, tiles_of
+from halfulp.streams import Stream
+from halfulp.writeback.sharding import is_sharded, local, reduce_sum, shard_offset, unsupported_moving
+from halfulp.writeback.storage import Codes
+
+SAMPLING = -2
+"""The step number of the stream that chooses tiles."""
+FOLLOWED = ("moved", "stay", "scores")
+
+
+@dataclass(eq=False)
+class Watched:
+    """One tensor under audit."""
+
+    id: int
+    name: str
+    group: str
+    tensor: torch.Tensor
+    grids: list[Grid]
+    stored: str
+    """The grid or dtype that the weights are stored on."""
+    codes: Codes | None = None
+    """Where the values are if the parameter is an empty shell."""
+    tiles: torch.Tensor | None = None
+    recorded: int = 0
+    """Coordinates that are looked at, on all ranks."""
+    before: torch.Tensor | None = None
+    moved: torch.Tensor | None = None
+    stay: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return is_sharded(self.tensor)
+
+    def choose(self, share: float | None, seed: int) -> None:
+        """Look at a share of the tiles, chosen by the tensor's name; at all of them by default."""
+        if share is not None and share < 1:
+            total = tiles_of(local(self.tensor).numel())
+            order = np.argsort(Stream(seed=seed, name=self.name, step=SAMPLING).words(total), kind="stable")
+            chosen = np.sort(order[: max(1, round(total * share))])
+            self.tiles = torch.from_numpy(chosen).to(self.tensor.device)
+        here = self.values()
+        count = torch.tensor(here.numel(), dtype=torch.float64, device=here.device)
+        self.recorded = int(reduce_sum(count, self.tensor))
+
+    def values(self) -> torch.Tensor:
+        """The weights that are audited: all of those on this rank, or the sampled tiles."""
+        x = local(self.tensor.detach()) if self.codes is None else self.codes.get(self.tensor.dtype)
+        return x if self.tiles is None else sampled(x, self.tiles)
+
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient of the same weights, in their dtype."""
+        if self.tensor.grad is None:
+            return None
+        g = local(self.tensor.grad.detach())
+        g = (g.to_dense() if g.is_sparse else g).to(self.tensor.dtype)
+        return g if self.tiles is None else sampled(g, self.tiles)
+
+    def set_aside(self) -> None:
+        """Keep the weights as they are before a step."""
+        values = self.values()
+        if self.before is None or self.before.shape != values.shape:
+            self.before = torch.empty_like(values, memory_format=torch.contiguous_format)
+        self.before.copy_(values)
+
+    def follow(self, *, moved: bool, stay: bool, scores: bool, saved: dict[str, torch.Tensor]) -> None:
+        """Begin, or take up from a resumed trace, what is followed over steps."""
+        n, g = self.values().numel(), len(self.grids)
+        work = torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
+        if moved and self.moved is None:
+            self.moved = self._taken(saved, "moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8))
+        if stay and self.stay is None:
+            self.stay = self._taken(saved, "stay", torch.ones((g, n), dtype=work))
+        if scores and self.scores is None and self.tensor.dim() >= 2:
+            shape = (tiles_of(n), len(kernels.SCORES))
+            self.scores = self._taken(saved, "scores", torch.zeros(shape, dtype=torch.float64))
+
+    def _taken(self, saved: dict[str, torch.Tensor], what: str, fresh: torch.Tensor) -> torch.Tensor:
+        found = saved.pop(f"{self.id}.{what}", fresh)
+        if found.shape != fresh.shape or found.dtype != fresh.dtype:
+            raise UsageError(
+                f"cannot resume: {what} of {self.name!r} was recorded as {found.dtype} of {tuple(found.shape)}, but "
+                f"the tensor needs {fresh.dtype} of {tuple(fresh.shape)}. Is it the same model?"
+            )
+        return found
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a resumed audit needs."""
+        kept = {what: getattr(self, what) for what in FOLLOWED if not self.sharded}
+        return {f"{self.id}.{what}": value for what, value in kept.items() if value is not None}
+
+    def inventory(self) -> dict[str, Any]:
+        """This tensor in the manifest."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "group": self.group,
+            "shape": list(self.tensor.shape),
+            "numel": self.tensor.numel(),
+            "recorded": self.recorded,
+            "dtype": str(self.tensor.dtype).removeprefix("torch."),
+            "stored": self.stored,
+            "device": self.tensor.device.type,
+        }
+
+
+def sampled(x: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+    """The coordinates of chosen tiles, one after another; the last tile may be short."""
+    flat = x.reshape(-1)
+    index = (tiles[:, None] * TILE + torch.arange(TILE, device=flat.device)).reshape(-1)
+    return flat[index[index < flat.numel()]]
+
+
+def check_shard(x: torch.Tensor, grids: list[Grid]) -> None:
+    """Refuse a grid whose steps a shard cannot tell."""
+    for g in grids:
+        unsupported_moving(x, g)
+        if is_sharded(x) and g.scaling is not None and g.scaling.moves:
+            shard_offset(x)  # rows must be whole

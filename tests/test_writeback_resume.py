@@ -1,0 +1,84 @@
+"""A run that stops, is saved, and goes on in another process is the run that did not stop, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfulp as hu
+from writeback_resume import CASES, FORMATS, STEPS, STOPS, Run
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Digests of every step of every case: without a stop, and after each checkpoint in a new process."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    whole = {}
+    for case in CASES:
+        run = Run(case)
+        whole[case] = []
+        for number in range(STEPS):
+            if number in STOPS:
+                for kind in FORMATS:
+                    run.save(folder / case / str(number) / kind, kind)
+            whole[case].append(run.step(number))
+    torch.set_num_threads(threads)
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(Path(hu.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "12345"}
+    command = [sys.executable, "-W", "error", str(here / "writeback_resume.py"), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return whole, json.loads((folder / "log.json").read_text())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("case", CASES)
+def test_going_on(logs: tuple[dict[str, list[str]], dict[str, list[str]]], case: str, kind: str) -> None:
+    """Weights, moments, what the policy keeps, events, stream, rate, scale and loss of every later step."""
+    whole, resumed = logs
+    for stop in STOPS:
+        assert resumed[f"{case}/{stop}/{kind}"] == whole[case][stop:], f"stopped before step {stop}"
+
+
+def test_digests_differ(logs: tuple[dict[str, list[str]], dict[str, list[str]]]) -> None:
+    """No two steps and no two policies have the same digest, or the comparison above would say nothing."""
+    every = [d for log in logs[0].values() for d in log]
+    assert len(set(every)) == len(every) == len(CASES) * STEPS
+
+
+@pytest.mark.parametrize("case", ["kahan, container", "master, packed"])
+def test_a_loaded_state_is_not_written_to(case: str) -> None:
+    """What belongs to the write-back is copied, so that one state can be taken up twice."""
+    run = Run(case)
+    run.step(0)
+    loaded = copy.deepcopy(run.opt.state_dict())
+    before = copy.deepcopy(loaded)
+    run.opt.load_state_dict(loaded)
+    run.step(1)
+    for k, entry in before["state"].items():
+        for name in (n for n in entry if n.startswith("halfulp.")):
+            assert torch.equal(loaded["state"][k][name], entry[name]), name
+    assert loaded["param_groups"] == before["param_groups"]
+
+
+def test_loading_goes_back_in_time() -> None:
+    """In one process: a state taken up again gives the same steps again."""
+    run = Run("sr, packed")
+    run.step(0)
+    model, opt = copy.deepcopy((run.model.state_dict(), run.opt.state_dict()))
+    rest = run.schedule.state_dict(), run.scaler.state_dict()
+    first = [run.step(n) for n in (1, 2)]
+    run.opt.load_state_dict(opt)
+    run.model.load_state_dict(model)
+    run.schedule.load_state_dict(rest[0])
+    run.scaler.load_state_dict(rest[1])
+    assert [run.step(n) for n in (1, 2)] == first

@@ -1,0 +1,179 @@
+"""What one rank of test_writeback_distributed.py does, and what a single process does for comparison.
+
+Both ranks see the same batch: the mean of two equal gradients is exact, so every run must be the single one.
+As a program: ``writeback_distributed.py RANK WORLD FOLDER``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import halfulp as hu
+
+STEPS, STOP = 8, 4
+GRIDS = ("bf16", "e4m3@128")
+POLICIES: dict[str, Any] = {
+    "rne": "rne",
+    "sr": "sr",
+    "deadzone-sr": "deadzone-sr",
+    "eco": "eco",
+    "kahan": "kahan",
+    "master": "master",
+    "master from raw": hu.Master("raw"),
+}
+ROWS = {"int8/row": "sr", "mxfp4": "rne"}  # steps that a shard of rows knows
+CASES = [(grid, policy) for grid in GRIDS for policy in POLICIES] + list(ROWS.items())
+
+
+class Uneven(torch.nn.Module):
+    """Numbers of rows that two ranks cannot share evenly: 33, 5 and 1; more than a tile on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(70, 33)
+        self.second = torch.nn.Linear(33, 5)
+        self.last = torch.nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 70, generator=generator), torch.randn(16, 1, generator=generator)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def rule(policy: str) -> Any:
+    return POLICIES.get(policy, policy)
+
+
+def steps(model: torch.nn.Module, opt: hu.WriteBack, first: int, last: int) -> list[tuple[str, ...]]:
+    """Train; the events of every step as text, decay shares to twelve digits."""
+    seen = []
+    for step in range(first, last):
+        x, y = batch(step)
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        opt.step()
+        seen.append(tuple(f"{r.name} {r.numel} {r.frozen} {r.zero_proposal} {r.endpoint} {r.nonfinite} {r.never_moved} "
+                          f"{r.decay_share:.12g}" for r in opt.events.rows))  # fmt: skip
+    return seen
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def outcome(model: torch.nn.Module, opt: hu.WriteBack, events: list[Any]) -> dict[str, Any]:
+    """Everything of a run, gathered."""
+    state = opt.state_dict()["state"]
+    kept = {f"{k}/{n}": whole(v).clone() for k, e in state.items() for n, v in e.items() if not n.endswith("moved")}
+    weights = {n.removeprefix("module."): whole(p.detach()).clone() for n, p in model.named_parameters()}
+    return {"weights": weights, "kept": kept, "events": events, "steps": opt.steps}
+
+
+def single(grid: str, policy: str) -> dict[str, Any]:
+    model = Uneven()
+    opt = hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2)
+    return outcome(model, opt, steps(model, opt, 0, STEPS))
+
+
+def ddp(grid: str, policy: str) -> dict[str, Any]:
+    model = DistributedDataParallel(Uneven())
+    opt = hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2)
+    return outcome(model, opt, steps(model, opt, 0, STEPS))
+
+
+def sharded() -> torch.nn.Module:
+    model = Uneven()
+    for part in (model.first, model.second, model):
+        fully_shard(part)
+    return model
+
+
+def fsdp(grid: str, policy: str) -> dict[str, Any]:
+    model = sharded()
+    opt = hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2)
+    return outcome(model, opt, steps(model, opt, 0, STEPS))
+
+
+def resumed(grid: str, policy: str, folder: Path) -> dict[str, Any]:
+    """Stop half way, save from both ranks, and go on in new objects."""
+    model = sharded()
+    opt = hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2)
+    events = steps(model, opt, 0, STOP)
+    place = folder / f"checkpoint {grid} {policy}"
+    a, b = get_state_dict(model, opt)
+    dcp.save({"model": a, "opt": b}, checkpoint_id=place)
+    model = sharded()
+    opt = hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2)
+    a, b = get_state_dict(model, opt)
+    dcp.load({"model": a, "opt": b}, checkpoint_id=place)
+    set_state_dict(model, opt, model_state_dict=a, optim_state_dict=b)
+    return outcome(model, opt, events + steps(model, opt, STOP, STEPS))
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What sharded tensors do not do, and what it says."""
+    model = sharded()
+
+    def columns() -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        odd = torch.nn.Module()
+        odd.weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+        return hu.WriteBack(adamw(odd), "bf16", "sr", model=odd, project="stochastic")
+
+    tries: dict[str, Callable[[], Any]] = {
+        "step": lambda: hu.WriteBack(adamw(model), "int8", "sr", model=model),
+        "packed": lambda: hu.WriteBack(adamw(model), "e4m3", "sr", model=model, storage="packed"),
+        "tiles": lambda: hu.WriteBack(adamw(model), "e4m3", hu.TileMaster({}), model=model),
+        "columns": columns,
+        "file": lambda: hu.writeback.save(
+            hu.WriteBack(adamw(model), "e4m3", "sr", model=model), folder / "state.safetensors"
+        ),
+    }
+    said = {}
+    for name, call in tries.items():
+        try:
+            call()
+        except hu.HalfulpError as error:
+            said[name] = str(error)
+    return said
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+    )
+    found: dict[str, Any] = {}
+    for grid, policy in CASES:
+        found[f"fsdp {grid} {policy}"] = fsdp(grid, policy)
+        if grid in GRIDS:
+            found[f"ddp {grid} {policy}"] = ddp(grid, policy)
+            found[f"resumed {grid} {policy}"] = resumed(grid, policy, folder)
+    found["refusals"] = refusals(folder)
+    torch.save(found, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
