@@ -126,8 +126,8 @@ class Case:
             g = self.grid.within(dtype)
         except hu.UsageError:
             return None
-        if g.mantissa == 0 and g.emin not in (-126, -1022):
-            return None  # kernels round m0 with the exponents of float32 or float64 only
+        if g.mantissa == 0 and g.emin != (-1022 if dtype == torch.float64 else -126):
+            return None  # kernels round m0 only with the exponents of float64 or float32
         step = self.step
         if g.scaling is not None and not g.scaling.moves:
             step = float(g.steps(torch.ones(1, dtype=dtype))[0])

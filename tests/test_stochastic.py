@@ -19,7 +19,7 @@ from oracle import CASES, ONE, Case, array, assert_same, bits, exact, tensor
 import halfulp as hu
 from halfulp.kernels import reference
 from halfulp.kernels.cpu_tile import stochastic
-from halfulp.kernels.params import masks, params
+from halfulp.kernels.params import SCALED, masks, params
 from halfulp.kernels.simd import exact_up
 
 N = 2**16
@@ -46,6 +46,13 @@ def by_kernel(x: np.ndarray, grid: hu.Grid, words: np.ndarray) -> tuple[np.ndarr
     p, (exponent, sign) = params(grid, x.dtype.name), masks(x.dtype.name)
     out = np.empty_like(x)
     return out, int(stochastic(x, out, words, p.floats, p.ints, exponent, sign))
+
+
+def has_kernel(grid: hu.Grid, real: type) -> bool:
+    """Not those that need a division by their step, nor m0 with another type's exponents."""
+    if grid.mantissa == 0 and real is np.float64:
+        return False
+    return params(grid, np.dtype(real).name).kind != SCALED
 
 
 def strata(seed: int) -> np.ndarray:
@@ -90,11 +97,11 @@ def test_full_sweep_counts_the_fraction(label: str, real: type) -> None:
                 sum(exact(v) * int(n) for v, n in zip(*np.unique(slow, return_counts=True), strict=True))
                 == N * at
             )
-            if params(case.grid, np.dtype(real).name).kind != 2:
+            if has_kernel(case.grid, real):
                 fast, ties = by_kernel(xs, case.grid, words)
                 assert_same(fast, slow)
                 assert ties == int(np.sum(words >> 1 == k << 15))
-    assert tried >= 20
+    assert tried >= 10
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
@@ -176,12 +183,12 @@ def test_the_ends_are_certain(label: str, real: type) -> None:
         ):
             xs = np.full(len(words), np.clip(x, -biggest, biggest), dtype=real)
             assert np.array_equal(by_reference(xs, case.grid, words), np.full(len(words), end))
-            if params(case.grid, np.dtype(real).name).kind != 2:
+            if has_kernel(case.grid, real):
                 assert_same(by_kernel(xs, case.grid, words)[0], np.full(len(words), end, dtype=real))
     for x in (np.nan, -np.nan, np.inf, -np.inf):
         xs = np.full(len(words), x, dtype=real)
         assert_same(by_reference(xs, case.grid, words), xs)
-        if params(case.grid, np.dtype(real).name).kind != 2:
+        if has_kernel(case.grid, real):
             assert np.array_equal(bits(by_kernel(xs, case.grid, words)[0]), bits(xs))
 
 

@@ -1,4 +1,4 @@
-"""Weight decay goes through the policy: 2000 steps of decay alone, where each is an eighth of half a gap or less."""
+"""Weight decay goes through the policy: 2000 steps of decay alone, each a twentieth of half a gap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def decayed(policy: Any, n: int = 64, grid: str = "bf16", **options: Any) -> tor
     """Weights of 1 after STEPS steps with zero gradients."""
     model = torch.nn.Linear(n, n, bias=False)
     torch.nn.init.ones_(model.weight)
-    opt = hu.WriteBack(torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY), grid, policy, model=model, **options)
+    opt = hu.WriteBack(
+        torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY), grid, policy, model=model, **options
+    )
     model.weight.grad = torch.zeros(n, n)
     for _ in range(STEPS):
         opt.step()
@@ -64,8 +66,8 @@ def test_kahan_with_a_short_carry() -> None:
 
 
 def test_stochastic_is_right_on_average() -> None:
-    """Unbiased: the mean over 4096 coordinates is TARGET within five standard errors. A coordinate's variance is
-    below the sum of its steps' (gap * step - step**2, gap in [0.5, 1)), that is GAP * (1 - TARGET)."""
+    """Unbiased: the mean over 4096 coordinates is TARGET within five standard errors. A coordinate's variance
+    is below the sum of its steps' (gap * step - step**2), that is GAP * (1 - TARGET)."""
     w = decayed("sr")
     assert set((w / GAP).frac().unique().tolist()) == {0.0}
     standard_error = math.sqrt(GAP * (1 - TARGET) / w.numel())
@@ -79,8 +81,8 @@ def test_deadzone_stochastic_is_the_same_here() -> None:
 
 
 def test_eco_decays_too() -> None:
-    """With zero gradients v is zero, D = eps and the error is fed back through m / eps: it grows by 1 / b1 a step until
-    it crosses half a gap. The moment leads b1 / (1 - b1) = 9 of the last steps, of half a gap at most."""
+    """With zero gradients v is zero, D = eps and the error is fed back through m / eps: it grows by 1 / b1 a
+    step until it crosses half a gap. The moment leads b1 / (1 - b1) = 9 steps of half a gap at most."""
     w = decayed("eco", n=8)
     assert bool((w < 1.0).all())
     assert bool(((w - TARGET).abs() <= 9 * GAP / 2 + GAP).all())

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from writeback_reference import AdamW, gradients, weights
 
 import halfulp as hu
-from writeback_reference import AdamW, gradients, weights
 
 ULP = 2.0**-24  # a float32 operation's relative error
 
@@ -57,7 +57,9 @@ def test_a_frozen_coordinate_without_decay_has_its_momentum_divided_by_beta() ->
 def test_sgd_momentum_is_divided_by_its_factor() -> None:
     """The same for SGD: m = m~ / b. With powers of two nothing is rounded, so it is exact."""
     model = single(torch.ones(4, 4))
-    opt = hu.WriteBack(torch.optim.SGD(model.parameters(), lr=2.0**-10, momentum=0.5), "e4m3", "eco", model=model)
+    opt = hu.WriteBack(
+        torch.optim.SGD(model.parameters(), lr=2.0**-10, momentum=0.5), "e4m3", "eco", model=model
+    )
     expected = torch.zeros(4, 4)
     for _ in range(4):
         expected = 2 * (expected / 2 + 1)
@@ -180,7 +182,9 @@ def test_exact_decay_needs_decoupled_decay(kind: Any) -> None:
     model = single(weights((4, 4)))
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     with pytest.raises(hu.UsageError, match=f"decay_exact.*{kind.__name__}"):
-        hu.WriteBack(kind(model.parameters(), lr=0.1, **options), "e4m3", hu.ECO(decay_exact=True), model=model)
+        hu.WriteBack(
+            kind(model.parameters(), lr=0.1, **options), "e4m3", hu.ECO(decay_exact=True), model=model
+        )
 
 
 def test_adam_with_coupled_decay_and_maximize() -> None:

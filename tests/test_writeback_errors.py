@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import assert_same
 from safetensors.torch import save_file
+from writeback_models import Tied, adamw, masks, train, values, written_back
 
 import halfulp as hu
 from halfulp.writeback import load, save
-from oracle import assert_same
-from writeback_models import Tied, adamw, masks, train, values, written_back
 
 GRID = "e4m3@16"
 
@@ -44,7 +44,7 @@ def assert_unchanged(before: dict[str, Any], model: torch.nn.Module, opt: hu.Wri
             assert after[key] == value, key
 
 
-# ---- making one -----------------------------------------------------------------------------------------
+# ---- making one -----------------------------------------------------------------------------------
 
 
 def with_parameter(p: torch.nn.Parameter) -> torch.nn.Module:
@@ -110,7 +110,9 @@ MAKING: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an empty mask": (lambda: written_back(Tied(), GRID, hu.TileMaster({})), "no entry.*It knows nothing"),
     "a mask of another size": (
-        lambda: written_back(Tied(), GRID, hu.TileMaster(masks(Tied()) | {"up.weight": torch.ones(9).bool()})),
+        lambda: written_back(
+            Tied(), GRID, hu.TileMaster(masks(Tied()) | {"up.weight": torch.ones(9).bool()})
+        ),
         "the mask of 'up.weight' must be 2 booleans.*but it is 9",
     ),
     "a mask of numbers": (
@@ -134,7 +136,7 @@ def test_a_failure_leaves_the_model_and_the_optimizer_alone() -> None:
         model.down.weight[0, 0] = torch.nan
     before, base = values(model), adamw(model)
     for storage in ("container", "packed"):
-        with pytest.raises(hu.UsageError, match="'down.weight'"):
+        with pytest.raises(hu.UsageError, match=r"'down.weight'"):
             hu.WriteBack(base, GRID, "sr", model=model, storage=storage)
     assert all(torch.equal(p, before[n]) or n == "down.weight" for n, p in model.named_parameters())
     with torch.no_grad():
@@ -150,7 +152,7 @@ def test_weights_on_the_grid_need_no_projection() -> None:
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
-# ---- gradients that are not finite ------------------------------------------------------------------------
+# ---- gradients that are not finite ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -162,7 +164,9 @@ def test_raise(bad: float, storage: str) -> None:
     train(model, opt, 2)
     model.up.weight.grad[3, 5] = bad
     before = everything(model, opt)
-    with pytest.raises(hu.UsageError, match=r"gradient of 'up.weight' is not finite at step 3.*nothing was changed"):
+    with pytest.raises(
+        hu.UsageError, match=r"gradient of 'up.weight' is not finite at step 3.*nothing was changed"
+    ):
         opt.step()
     assert_unchanged(before, model, opt)
     train(model, opt, 1)
@@ -200,7 +204,7 @@ def test_raise_with_sparse_gradients() -> None:
         opt.step()
 
 
-# ---- states -------------------------------------------------------------------------------------------------
+# ---- states ---------------------------------------------------------------------------------------
 
 
 def other_line(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], None]:
@@ -222,9 +226,17 @@ def entry(name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[dict[st
 
 
 STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[hu.HalfulpError], str]] = {
-    "another version": (other_line(lambda s: s.update(version=99)), hu.VersionError, "version 99.*reads version 1"),
+    "another version": (
+        other_line(lambda s: s.update(version=99)),
+        hu.VersionError,
+        "version 99.*reads version 1",
+    ),
     "another seed": (other_line(lambda s: s.update(seed=8)), hu.UsageError, "seed 8, this WriteBack 0"),
-    "another storage": (other_line(lambda s: s.update(storage="packed")), hu.UsageError, "storage 'packed'.*'container'"),
+    "another storage": (
+        other_line(lambda s: s.update(storage="packed")),
+        hu.UsageError,
+        "storage 'packed'.*'container'",
+    ),
     "another grid": (
         other_line(lambda s: s["parameters"]["0"].__setitem__(1, "bf16")),
         hu.UsageError,
@@ -246,7 +258,9 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[hu.HalfulpError], 
         r"'embedding.weight'.*shape \[2, 2\]",
     ),
     "a parameter too few": (
-        other_line(lambda s: s["parameters"].pop("0")), hu.UsageError, "parameter 0 is managed only in this WriteBack",
+        other_line(lambda s: s["parameters"].pop("0")),
+        hu.UsageError,
+        "parameter 0 is managed only in this WriteBack",
     ),
     "a parameter too many": (
         other_line(lambda s: s["parameters"].update({"6": ["x", "bf16", "rne", [2]]})),
@@ -255,37 +269,75 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[hu.HalfulpError], 
     ),
     "no step": (other_line(lambda s: s.pop("step")), hu.CorruptionError, "cannot be read: KeyError.*step"),
     "parameters of another form": (
-        other_line(lambda s: s.update(parameters={"0": ["x"]})), hu.CorruptionError, "cannot be read",
+        other_line(lambda s: s.update(parameters={"0": ["x"]})),
+        hu.CorruptionError,
+        "cannot be read",
     ),
-    "parameters that are a list": (other_line(lambda s: s.update(parameters=[1])), hu.CorruptionError, "cannot be read"),
+    "parameters that are a list": (
+        other_line(lambda s: s.update(parameters=[1])),
+        hu.CorruptionError,
+        "cannot be read",
+    ),
     "a line that is no JSON": (
-        lambda s: s["param_groups"][0].update(halfulp="{]"), hu.CorruptionError, "cannot be read",
+        lambda s: s["param_groups"][0].update(halfulp="{]"),
+        hu.CorruptionError,
+        "cannot be read",
     ),
-    "a line that is a list": (lambda s: s["param_groups"][0].update(halfulp="[]"), hu.CorruptionError, "cannot be read"),
+    "a line that is a list": (
+        lambda s: s["param_groups"][0].update(halfulp="[]"),
+        hu.CorruptionError,
+        "cannot be read",
+    ),
     "a plain optimizer's state": (
-        lambda s: s["param_groups"][0].pop("halfulp"), hu.UsageError, "not saved by a WriteBack.*opt.optimizer.load_state_dict",
+        lambda s: s["param_groups"][0].pop("halfulp"),
+        hu.UsageError,
+        "not saved by a WriteBack.*load_state_dict",
     ),
     "a missing carry": (
-        lambda s: s["state"][0].pop("halfulp.carry"), hu.CorruptionError, "'embedding.weight': the state keeps.*'moved'",
+        lambda s: s["state"][0].pop("halfulp.carry"),
+        hu.CorruptionError,
+        "'embedding.weight': the state keeps.*'moved'",
     ),
-    "a missing entry": (lambda s: s["state"].pop(0), hu.CorruptionError, r"'embedding.weight': the state keeps \[\]"),
+    "a missing entry": (
+        lambda s: s["state"].pop(0),
+        hu.CorruptionError,
+        r"'embedding.weight': the state keeps \[\]",
+    ),
     "something more": (
-        lambda s: s["state"][0].update({"halfulp.extra": torch.ones(1)}), hu.CorruptionError, "'extra'",
+        lambda s: s["state"][0].update({"halfulp.extra": torch.ones(1)}),
+        hu.CorruptionError,
+        "'extra'",
     ),
-    "a carry of another type": (entry("carry", torch.Tensor.double), hu.CorruptionError, "carry.*torch.float64"),
-    "a carry of another shape": (entry("carry", lambda t: t[:3]), hu.CorruptionError, r"saved carry is \(3, 24\)"),
+    "a carry of another type": (
+        entry("carry", torch.Tensor.double),
+        hu.CorruptionError,
+        "carry.*torch.float64",
+    ),
+    "a carry of another shape": (
+        entry("carry", lambda t: t[:3]),
+        hu.CorruptionError,
+        r"saved carry is \(3, 24\)",
+    ),
     "a carry that is a number": (entry("carry", lambda t: 3.0), hu.CorruptionError, "saved carry is a float"),
     "no groups": (lambda s: s.update(param_groups=[]), hu.CorruptionError, "not an optimizer state"),
-    "groups that are a number": (lambda s: s.update(param_groups=3), hu.CorruptionError, "not an optimizer state"),
+    "groups that are a number": (
+        lambda s: s.update(param_groups=3),
+        hu.CorruptionError,
+        "not an optimizer state",
+    ),
     "a group without parameters": (
-        lambda s: s["param_groups"][0].pop("params"), hu.CorruptionError, "not an optimizer state",
+        lambda s: s["param_groups"][0].pop("params"),
+        hu.CorruptionError,
+        "not an optimizer state",
     ),
     "no state": (lambda s: s.pop("state"), hu.CorruptionError, "not an optimizer state"),
     "a state that is a list": (lambda s: s.update(state=[1]), hu.CorruptionError, "not an optimizer state"),
     "another number of groups": (
-        lambda s: s["param_groups"].append({"params": []}), hu.UsageError, "the wrapped AdamW does not take this state",
+        lambda s: s["param_groups"].append({"params": []}),
+        hu.UsageError,
+        "the wrapped AdamW does not take this state",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -304,7 +356,9 @@ def test_states(kind: str) -> None:
     assert_unchanged(before, model, opt)
 
 
-@pytest.mark.parametrize("garbage", [None, 3, "state", [], {}, {"state": {}}, {"param_groups": [{}], "state": {}}])
+@pytest.mark.parametrize(
+    "garbage", [None, 3, "state", [], {}, {"state": {}}, {"param_groups": [{}], "state": {}}]
+)
 def test_garbage(garbage: Any) -> None:
     opt = written_back(Tied())
     with pytest.raises(hu.CorruptionError, match="not an optimizer state"):
@@ -333,7 +387,9 @@ def test_weights_off_the_grid_when_a_state_is_loaded() -> None:
     state = copy.deepcopy(opt.state_dict())
     with torch.no_grad():
         model.up.weight[:2] += 1e-4
-    with pytest.raises(hu.UsageError, match=r"'up.weight' is not on grid e4m3@16: \d+ of 960.*Load the model's weights"):
+    with pytest.raises(
+        hu.UsageError, match=r"'up.weight' is not on grid e4m3@16: \d+ of 960.*Load the model's weights"
+    ):
         opt.load_state_dict(state)
 
 
@@ -343,7 +399,7 @@ def test_a_mask_with_other_tiles() -> None:
     model = torch.nn.Linear(768, 3, bias=False)
     state = hu.WriteBack(adamw(model), GRID, hu.TileMaster(a), model=model).state_dict()
     opt = hu.WriteBack(adamw(model), GRID, hu.TileMaster(b), model=model)
-    with pytest.raises(hu.UsageError, match="'weight': the state has masters for other tiles"):
+    with pytest.raises(hu.UsageError, match=r"'weight': the state has masters for other tiles"):
         opt.load_state_dict(state)
 
 
@@ -354,12 +410,12 @@ def test_packed_codes_that_are_none() -> None:
     state = copy.deepcopy(opt.state_dict())
     state["state"][1]["halfulp.codes"][7] = 0x7F
     before = everything(model, opt)
-    with pytest.raises(hu.CorruptionError, match="'up.weight': not codes of grid"):
+    with pytest.raises(hu.CorruptionError, match=r"'up.weight': not codes of grid"):
         opt.load_state_dict(state)
     assert_unchanged(before, model, opt)
 
 
-# ---- files ----------------------------------------------------------------------------------------------------
+# ---- files ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -386,7 +442,14 @@ def test_a_truncated_file(saved: Saved, share: float) -> None:
 
 @pytest.mark.parametrize(
     "metadata",
-    [None, {"halfulp": "null"}, {"halfulp": "{"}, {"halfulp": "[]"}, {"halfulp": "{}"}, {"halfulp": '{"state": 1}'}],
+    [
+        None,
+        {"halfulp": "null"},
+        {"halfulp": "{"},
+        {"halfulp": "[]"},
+        {"halfulp": "{}"},
+        {"halfulp": '{"state": 1}'},
+    ],
 )
 def test_another_safetensors_file(saved: Saved, metadata: dict[str, str] | None) -> None:
     opt, model, path = saved
@@ -399,7 +462,7 @@ def test_another_safetensors_file(saved: Saved, metadata: dict[str, str] | None)
 
 def test_a_file_that_is_not_there(saved: Saved) -> None:
     opt, _, path = saved
-    with pytest.raises(hu.CorruptionError, match="nothing.safetensors"):
+    with pytest.raises(hu.CorruptionError, match=r"nothing.safetensors"):
         load(opt, path.with_name("nothing.safetensors"))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from writeback_models import TWO_DIMENSIONAL, Tied, adamw, train, values, written_back
 
 import halfulp as hu
-from writeback_models import TWO_DIMENSIONAL, Tied, adamw, train, values, written_back
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,10 @@ def test_counts(policy: str, grid: str) -> None:
     opt = hu.WriteBack(base, grid, policy, model=model)
     g, proposed = hu.grid(grid), {}
     base.register_step_post_hook(lambda *_: proposed.update(z=model.weight.detach().clone()))
-    moved, seen = torch.zeros(50, 64).bool(), dict.fromkeys(("frozen", "zero_proposal", "endpoint", "nonfinite"), 0)
+    moved, seen = (
+        torch.zeros(50, 64).bool(),
+        dict.fromkeys(("frozen", "zero_proposal", "endpoint", "nonfinite"), 0),
+    )
     generator = torch.Generator().manual_seed(0)
     for step in range(6):
         gradient = torch.randn(50, 64, generator=generator)
@@ -98,15 +101,17 @@ def test_the_share_of_decay(policy: str) -> None:
 
 
 def test_the_share_of_decay_of_a_large_tensor_is_sampled() -> None:
-    """Every sixteenth tile of a tensor of 256 tiles or more: 17 tiles here, each of the same distribution, so that
-    the ratio of sums over 13056 of them is right to a few percent."""
+    """Every sixteenth tile of a tensor of 256 tiles or more: 17 tiles here, all of one distribution, so that
+    the ratio of sums over 13056 weights is right to a few percent."""
     torch.manual_seed(0)
     model = torch.nn.Linear(768, 272, bias=False)
     opt = hu.WriteBack(adamw(model, lr=1e-3), "bf16", "sr", model=model)
     before = model.weight.detach().double()
     model.weight.grad = torch.randn(272, 768)
     opt.step()
-    exact = 1e-3 * 0.1 * before.abs().sum() / (1e-3 * before.numel())  # Adam's first step is lr; decay adds 0.2 %
+    exact = (
+        1e-3 * 0.1 * before.abs().sum() / (1e-3 * before.numel())
+    )  # Adam's first step is lr; decay adds 0.2 %
     assert opt.events["weight"].decay_share == pytest.approx(float(exact), rel=0.05)
 
 

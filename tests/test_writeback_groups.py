@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-
-import halfulp as hu
 from oracle import assert_same
 from writeback_models import TWO_DIMENSIONAL, Tied, adamw, train, values, written_back
+
+import halfulp as hu
 
 STEPS = 8
 
@@ -83,7 +83,11 @@ def test_a_predicate_chooses() -> None:
 
 def test_names_choose() -> None:
     """A list of names, or anything that can be gone through once."""
-    for chosen in (["up.weight", "norm.weight"], iter(["up.weight", "norm.weight"]), {"up.weight": 1, "norm.weight": 2}):
+    for chosen in (
+        ["up.weight", "norm.weight"],
+        iter(["up.weight", "norm.weight"]),
+        {"up.weight": 1, "norm.weight": 2},
+    ):
         assert names(written_back(Tied(), params=chosen)) == ["up.weight", "norm.weight"]
 
 
@@ -150,7 +154,11 @@ def test_a_group_added_later(storage: str) -> None:
     opt.add_param_group({"params": model.up.parameters(), "lr": 3e-3})
     opt.add_param_group({"params": list(model.down.parameters()), "policy": "kahan"})
     assert names(opt) == ["embedding.weight", "up.weight", "down.weight"]
-    assert [g["lr"] for g in opt.param_groups] == [g["lr"] for g in opt.optimizer.param_groups] == [1e-2, 3e-3, 1e-2]
+    assert (
+        [g["lr"] for g in opt.param_groups]
+        == [g["lr"] for g in opt.optimizer.param_groups]
+        == [1e-2, 3e-3, 1e-2]
+    )
     before = {n: v.clone() for n, v in model.state_dict().items()}
     train(model, opt, 3, start=2)
     after = model.state_dict()
@@ -199,7 +207,9 @@ def test_the_order_of_parameters(policy: str, storage: str, named: bool) -> None
         parameters: list[Any] = list(model.named_parameters() if named else model.parameters())[::turn]
         base = torch.optim.AdamW(parameters, lr=1e-2)
         model_for_names = model if storage == "packed" or not named else None
-        opt = hu.WriteBack(base, "e4m3@16", policy, model=model_for_names, storage=storage, project="stochastic")
+        opt = hu.WriteBack(
+            base, "e4m3@16", policy, model=model_for_names, storage=storage, project="stochastic"
+        )
         train(model, opt, STEPS)
         runs.append((model.state_dict(), {r.name: r for r in opt.events.rows}))
     assert runs[0][1] == runs[1][1]
@@ -211,10 +221,9 @@ def test_splitting_groups() -> None:
     """One group or one for each parameter."""
     whole, split = Tied(), Tied()
     a = written_back(whole)
-    b = hu.WriteBack(
-        torch.optim.AdamW([{"params": [p]} for p in split.parameters()], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
-        "e4m3@16", "sr", model=split,
-    )  # fmt: skip
+    groups = [{"params": [p]} for p in split.parameters()]
+    base = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    b = hu.WriteBack(base, "e4m3@16", "sr", model=split)
     train(whole, a, STEPS)
     train(split, b, STEPS)
     assert_same_values(whole, split)
@@ -253,7 +262,7 @@ def test_a_seed_and_a_name_make_the_stream() -> None:
 
 
 def test_wrapped_models_keep_their_names() -> None:
-    """Data-parallel wrappers and torch.compile put prefixes into names; streams and states do not have them."""
+    """Data-parallel wrappers and torch.compile put prefixes into names, not into streams."""
     model = Tied()
     assert names(written_back(torch.nn.DataParallel(model))) == list(TWO_DIMENSIONAL)
     inner = torch.nn.Sequential(torch.nn.Linear(4, 4))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import assert_same
 from torch.optim import lr_scheduler
+from writeback_models import VOCABULARY, WIDTH, Tied, adamw, loss_of, train, values, written_back
 
 import halfulp as hu
-from oracle import assert_same
-from writeback_models import VOCABULARY, WIDTH, Tied, adamw, loss_of, train, values, written_back
 
 GRID = "e4m3@16"
 Parameters = Iterable[torch.nn.Parameter]
@@ -82,7 +82,9 @@ def test_no_optimizer_is_missing() -> None:
 @pytest.mark.parametrize("policy", ["rne", "sr"])
 @pytest.mark.parametrize(
     ("name", "scaled"),
-    [(n, scaled) for n in OPTIMIZERS for scaled in (False, True) if not (scaled and n == "LBFGS")],  # no closures
+    [
+        (n, scaled) for n in OPTIMIZERS for scaled in (False, True) if not (scaled and n == "LBFGS")
+    ],  # no closures
 )
 def test_each_step_stores_what_it_should(name: str, scaled: bool, policy: str) -> None:
     """After each step every managed weight is Q of what the optimizer made, and the counts are those of
@@ -94,7 +96,9 @@ def test_each_step_stores_what_it_should(name: str, scaled: bool, policy: str) -
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=2.0**10)
     managed = {n: p for n, p in model.named_parameters() if p.dim() >= 2}
     grid, proposed, moved = hu.grid(GRID), {}, {n: torch.zeros_like(p).bool() for n, p in managed.items()}
-    base.register_step_post_hook(lambda *_: proposed.update({n: p.detach().clone() for n, p in managed.items()}))
+    base.register_step_post_hook(
+        lambda *_: proposed.update({n: p.detach().clone() for n, p in managed.items()})
+    )
     any_moved = False
     for step in range(1, 6):
         before = values(model)
@@ -132,33 +136,37 @@ def test_each_step_stores_what_it_should(name: str, scaled: bool, policy: str) -
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "SparseAdam"])
 def test_on_the_containers_own_grid_it_is_the_plain_optimizer(name: str) -> None:
     """Rounding to float32 changes no float32: with scheduler, clipping and scaler, bit for bit."""
-    runs = []
-    for wrap in (False, True):
-        model = Tied()
-        base = OPTIMIZERS[name](model.parameters())
-        opt = hu.WriteBack(base, "float32", "rne", model=model) if wrap else base
-        schedule = lr_scheduler.CosineAnnealingLR(opt, 5)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        for step in range(5):
-            def closure(step: int = step) -> torch.Tensor:  # fmt: skip
-                opt.zero_grad()
-                loss = loss_of(model, step)
-                loss.backward()
-                return loss
+    plain, wrapped = common_loop(name, wrap=False), common_loop(name, wrap=True)
+    for key, value in plain.items():
+        assert_same(wrapped[key], value, key)
 
-            if name == "LBFGS":
-                opt.step(closure)
-            else:
-                opt.zero_grad()
-                scaler.scale(loss_of(model, step)).backward()
-                scaler.unscale_(opt)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                scaler.step(opt)
-                scaler.update()
-            schedule.step()
-        runs.append(values(model))
-    for key, value in runs[0].items():
-        assert_same(runs[1][key], value, key)
+
+def common_loop(name: str, *, wrap: bool) -> dict[str, torch.Tensor]:
+    """Five steps of what training loops do; the weights."""
+    model = Tied()
+    base = OPTIMIZERS[name](model.parameters())
+    opt: Any = hu.WriteBack(base, "float32", "rne", model=model) if wrap else base
+    schedule = lr_scheduler.CosineAnnealingLR(opt, 5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for step in range(5):
+
+        def closure(step: int = step) -> torch.Tensor:
+            opt.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        if name == "LBFGS":
+            opt.step(closure)
+        else:
+            opt.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            scaler.unscale_(opt)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(opt)
+            scaler.update()
+        schedule.step()
+    return values(model)
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -328,14 +336,19 @@ def test_an_optimizer_that_replaces_parameters(storage: str) -> None:
         train(model, opt, 1)
     after = model.state_dict()
     assert all(torch.equal(after[slot.name], before[slot.name]) for slot in opt.slots)
-    assert all(a is b for a, b in zip([p for g in opt.optimizer.param_groups for p in g["params"]], kept, strict=True))
+    assert all(
+        a is b
+        for a, b in zip([p for g in opt.optimizer.param_groups for p in g["params"]], kept, strict=True)
+    )
     assert opt.steps == 0
 
 
 @pytest.mark.parametrize("materialise", ["tensor", "all"])
 @pytest.mark.parametrize("storage", ["container", "native", "packed"])
 @pytest.mark.parametrize("policy", ["sr", "kahan", "master"])
-def test_an_error_inside_the_step_leaves_weights_as_they_were(policy: str, storage: str, materialise: Any) -> None:
+def test_an_error_inside_the_step_leaves_weights_as_they_were(
+    policy: str, storage: str, materialise: Any
+) -> None:
     """Managed weights, what the policy keeps, the telemetry and the step number; then training goes on."""
     model = Tied().to(torch.bfloat16 if storage == "native" else torch.float32)
     base = Failing(model.parameters())
@@ -392,7 +405,7 @@ def test_a_differentiable_optimizer_is_refused() -> None:
 def test_lbfgs_needs_containers() -> None:
     """It looks at the model while it moves the weights."""
     model = Tied()
-    with pytest.raises(hu.UsageError, match="LBFGS.*storage='packed'"):
+    with pytest.raises(hu.UsageError, match=r"LBFGS.*storage='packed'"):
         hu.WriteBack(torch.optim.LBFGS(model.parameters()), GRID, model=model, storage="packed")
 
 

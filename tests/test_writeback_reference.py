@@ -1,4 +1,4 @@
-"""Every policy against the same in plain NumPy, to the last bit: weights, moments, carries, masters, counts."""
+"""Every policy against the same in plain NumPy, bit for bit: weights, moments, carries, masters, counts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle import assert_same
+from writeback_reference import OPTIMIZERS, AdamW, Momentum, Twin, gradients, weights
 
 import halfulp as hu
 from halfulp.kernels import reference
-from oracle import assert_same
-from writeback_reference import OPTIMIZERS, AdamW, Momentum, Twin, gradients, weights
 
 SHAPE = (37, 45)  # two whole tiles and a part of one
 STEPS = 50
@@ -76,7 +76,9 @@ def test_fifty_steps(base: str, policy: Any, grid: str) -> None:
     assert 0 < frozen.sum() < STEPS * frozen.size
 
 
-@pytest.mark.parametrize("policy", [hu.ECO(decay_exact=True), hu.ECO(rounding="stochastic", decay_exact=True)])
+@pytest.mark.parametrize(
+    "policy", [hu.ECO(decay_exact=True), hu.ECO(rounding="stochastic", decay_exact=True)]
+)
 def test_eco_with_exact_decay(policy: hu.ECO) -> None:
     """The variant multiplies what is fed back by 1 - lr * weight_decay."""
     assert_equal_runs(AdamW(weight_decay=0.5), policy, "bf16")
@@ -156,7 +158,7 @@ def test_dqt_of_an_all_zero_tensor_stays_at_step_one() -> None:
 
 @pytest.mark.parametrize("grid", ["bf16", "e4m3@128", "e5m2", "int4@16"])
 def test_kahan_conserves(grid: str) -> None:
-    """stored + carry == fl32(proposal + old carry), exactly, inside the range; the carry is within half a gap."""
+    """stored + carry == fl32(proposal + old carry), exactly, inside the range; it stays within half a gap."""
     w = weights(SHAPE)
     w = np.clip(w, -0.4, 0.4)
     model, seen = linear(w), {}
@@ -196,7 +198,9 @@ def test_kahan_in_bfloat16() -> None:
     """A carry of two bytes is the exact one rounded to bfloat16."""
     w = weights(SHAPE)
     model, twin = linear(w), Twin(w, "e4m3", "kahan", AdamW())
-    opt = hu.WriteBack(twin.optimizer.torch(model.parameters()), "e4m3", hu.Kahan(torch.bfloat16), model=model)
+    opt = hu.WriteBack(
+        twin.optimizer.torch(model.parameters()), "e4m3", hu.Kahan(torch.bfloat16), model=model
+    )
     for g in gradients(SHAPE, 20):
         model.weight.grad = torch.from_numpy(g)
         opt.step()
@@ -214,7 +218,10 @@ def test_a_master_is_the_unrounded_run(grid: str, start: str) -> None:
     w = np.clip(weights(SHAPE), -0.9, 0.9)
     model, plain = linear(w), linear(w if start == "raw" else reference.round(w, hu.grid(grid)))
     make = AdamW().torch
-    opt, alone = hu.WriteBack(make(model.parameters()), grid, hu.Master(start), model=model), make(plain.parameters())
+    opt, alone = (
+        hu.WriteBack(make(model.parameters()), grid, hu.Master(start), model=model),
+        make(plain.parameters()),
+    )
     for g in gradients(SHAPE, STEPS):
         for m, o in ((model, opt), (plain, alone)):
             m.weight.grad = torch.from_numpy(g.copy())

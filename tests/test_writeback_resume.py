@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from writeback_resume import CASES, FORMATS, STEPS, STOPS, Run
 
 import halfulp as hu
-from writeback_resume import CASES, FORMATS, STEPS, STOPS, Run
+
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]], dict[str, list[str]]]:

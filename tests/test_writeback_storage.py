@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import assert_same
 from torch.utils.checkpoint import checkpoint
+from writeback_models import TWO_DIMENSIONAL, Tied, adamw, loss_of, masks, tokens, train, written_back
+from writeback_reference import gradients, weights
 
 import halfulp as hu
 from halfulp.writeback import Kahan
 from halfulp.writeback.storage import Codes, pack_bits, unpack_bits
-from oracle import assert_same
-from writeback_models import TWO_DIMENSIONAL, Tied, adamw, loss_of, masks, tokens, train, written_back
-from writeback_reference import gradients, weights
 
 POLICIES: dict[str, Any] = {
     "rne": "rne",
@@ -29,10 +29,31 @@ POLICIES: dict[str, Any] = {
     "some tiles": "some tiles",
 }
 # one of every width: 2 to 8 bits, the odd ones above, 16; and steps of every kind
-GRIDS = (
-    "int2@4 int3@8 e2m1@4 int5@16 e2m3@16 int7@64 e4m3@16 m0 m1 m2 m3 m4 m5 m6 bf16 fp16 "
-    "int8 int4/absmean int8/row int4/g128 mxfp8_e4m3 mxfp4 nvfp4"
-).split()
+GRIDS = [
+    "int2@4",
+    "int3@8",
+    "e2m1@4",
+    "int5@16",
+    "e2m3@16",
+    "int7@64",
+    "e4m3@16",
+    "m0",
+    "m1",
+    "m2",
+    "m3",
+    "m4",
+    "m5",
+    "m6",
+    "bf16",
+    "fp16",
+    "int8",
+    "int4/absmean",
+    "int8/row",
+    "int4/g128",
+    "mxfp8_e4m3",
+    "mxfp4",
+    "nvfp4",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +272,7 @@ def test_gradients_accumulate_over_several_backwards() -> None:
 
 
 def test_between_steps_a_packed_parameter_holds_one_number() -> None:
-    """Before, between and after: shape and gradient are there, memory is not; forward leaves nothing behind."""
+    """Before, between and after: shape and gradient are there, memory is not; a forward leaves nothing."""
     model = Tied()
     shapes = {n: p.shape for n, p in model.named_parameters()}
     opt = written_back(model, storage="packed")
@@ -312,7 +333,9 @@ def test_loading_weights_into_a_packed_model() -> None:
     assert a == b
     kept = {k: v.clone() for k, v in model.state_dict().items()}
     for bad in (kept["up.weight"] + 1e-5, torch.full((40, 24), torch.nan)):
-        with pytest.raises(hu.UsageError, match=r"'up.weight' is packed on grid e4m3@16, but 960 of 960 values"):
+        with pytest.raises(
+            hu.UsageError, match=r"'up.weight' is packed on grid e4m3@16, but 960 of 960 values"
+        ):
             model.load_state_dict(kept | {"up.weight": bad})
         assert torch.equal(model.state_dict()["up.weight"], kept["up.weight"])
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -379,7 +402,9 @@ def test_what_policies_cost() -> None:
     for policy in POLICIES:
         model = torch.nn.Linear(768, 64, bias=False)
         mask = hu.TileMaster({"weight": torch.arange(64) < 16})
-        opt = hu.WriteBack(adamw(model), "e4m3", mask if policy == "some tiles" else POLICIES[policy], model=model)
+        opt = hu.WriteBack(
+            adamw(model), "e4m3", mask if policy == "some tiles" else POLICIES[policy], model=model
+        )
         cost[policy] = opt.bytes().per_parameter()["policy"]
     tiles = 16 * 4 / (768 * 64)  # their numbers
     assert cost == {
@@ -415,7 +440,13 @@ def test_scratch_by_request() -> None:
         (torch.float16, "native", "mxfp4", "sr", "'embedding.weight'.*cannot hold the values of grid mxfp4"),
         (torch.bfloat16, "packed", "int8", "sr", "'embedding.weight'.*cannot hold the values of grid int8"),
         (torch.float32, "packed", "m10", "sr", "'embedding.weight'.*19 bits: nothing to pack"),
-        (torch.bfloat16, "container", "e4m3", "kahan", "'embedding.weight'.*'kahan'.*float32.*storage='native'"),
+        (
+            torch.bfloat16,
+            "container",
+            "e4m3",
+            "kahan",
+            "'embedding.weight'.*'kahan'.*float32.*storage='native'",
+        ),
         (torch.bfloat16, "container", "e4m3", "master", "'embedding.weight'.*'master'.*storage='native'"),
         (torch.float16, "container", "e4m3", "eco", "'embedding.weight'.*'eco'.*storage='native'"),
     ],

@@ -47,7 +47,12 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 
 def train(
-    model: torch.nn.Module, opt: torch.optim.Optimizer, steps: int, *, start: int = 0, each: Callable[[], Any] = lambda: None
+    model: torch.nn.Module,
+    opt: torch.optim.Optimizer,
+    steps: int,
+    *,
+    start: int = 0,
+    each: Callable[[], Any] = lambda: None,
 ) -> list[float]:
     """Plain training; the losses."""
     losses = []
@@ -62,10 +67,14 @@ def train(
 
 
 def adamw(model: torch.nn.Module, **options: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), **({"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1} | options))
+    return torch.optim.AdamW(
+        model.parameters(), **({"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1} | options)
+    )
 
 
-def written_back(model: torch.nn.Module, grid: str = "e4m3@16", policy: Any = "sr", **options: Any) -> hu.WriteBack:
+def written_back(
+    model: torch.nn.Module, grid: str = "e4m3@16", policy: Any = "sr", **options: Any
+) -> hu.WriteBack:
     return hu.WriteBack(adamw(model), grid, policy, model=model, **options)
 
 

@@ -116,7 +116,14 @@ class Twin:
     """One stored tensor under a policy."""
 
     def __init__(
-        self, w: Array, grid: str, policy: Any, optimizer: AdamW | Momentum, *, name: str = "weight", seed: int = 0
+        self,
+        w: Array,
+        grid: str,
+        policy: Any,
+        optimizer: AdamW | Momentum,
+        *,
+        name: str = "weight",
+        seed: int = 0,
     ) -> None:
         self.grid, self.policy, self.optimizer = hu.grid(grid), policy, optimizer
         self.name, self.seed, self.steps = name, seed, 0

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from writeback_models import Tied, adamw, loss_of, masks
 
 import halfulp as hu
 from halfulp.writeback import Kahan, load, save
-from writeback_models import Tied, adamw, loss_of, masks
 
 STEPS, STOPS = 20, (1, 11)
 FORMATS = ("torch", "safetensors", "distributed")
@@ -54,7 +54,9 @@ CASES = [
 def alone() -> Iterator[None]:
     """torch warns of a single process even when told of it."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
         yield
 
 
@@ -83,12 +85,26 @@ class Run:
     def digest(self, loss: torch.Tensor) -> str:
         """Weights, moments, what the policy keeps, rates, events, scale and loss."""
         state = self.opt.state_dict()
-        tensors = {**self.model.state_dict(), **{f"{k}/{n}": v for k, e in state["state"].items() for n, v in e.items()}}
+        tensors = {
+            **self.model.state_dict(),
+            **{f"{k}/{n}": v for k, e in state["state"].items() for n, v in e.items()},
+        }
         groups = [{k: v for k, v in sorted(g.items()) if k != "initial_lr"} for g in state["param_groups"]]
-        rest = repr((groups, self.opt.events, self.scaler.state_dict(), self.schedule.state_dict()["last_epoch"], loss.item()))
+        rest = repr(
+            (
+                groups,
+                self.opt.events,
+                self.scaler.state_dict(),
+                self.schedule.state_dict()["last_epoch"],
+                loss.item(),
+            )
+        )
         made = hashlib.sha256(rest.encode())
         for name in sorted(tensors):
-            made.update(name.encode() + tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            made.update(
+                name.encode()
+                + tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
         return made.hexdigest()
 
     def save(self, folder: Path, kind: str) -> None:
@@ -119,7 +135,9 @@ class Run:
                 self.opt.load_state_dict(rest["opt"])
             else:
                 load(self.opt, folder / "state.safetensors")
-            if self.opt.storage == "packed":  # the codes are in the optimizer's state; values alone may not give steps
+            if (
+                self.opt.storage == "packed"
+            ):  # the codes are in the optimizer's state; values alone may not give steps
                 self.model.load_state_dict(rest["model"])
         self.schedule.load_state_dict(rest["schedule"])
         self.scaler.load_state_dict(rest["scaler"])

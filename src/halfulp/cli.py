@@ -12,6 +12,8 @@ from rich.table import Table
 from halfulp import __version__
 from halfulp.errors import HalfulpError
 
+AUDITED = ("bf16", "fp16", "e5m2", "e4m3@128")
+
 app = typer.Typer(
     name="halfulp",
     help="Which weight updates a number format throws away, and what to do about it.",
@@ -82,7 +84,9 @@ def grids(
 def audit(
     context: typer.Context,
     script: Path = typer.Argument(..., help="A training script, unmodified; its own arguments follow."),
-    grids: str = typer.Option("bf16,fp16,e5m2,e4m3@128", help="Grids, separated by commas."),
+    grids: str = typer.Option(
+        "", help=f"Grids, separated by commas; default {','.join(AUDITED)}, as far as they fit the weights."
+    ),
     every: int = typer.Option(1, help="Audit each n-th step."),
     sample: float = typer.Option(1.0, help="Audit this share of every tensor's tiles."),
     decay: bool = typer.Option(False, help="Audit weight decay and gradient part apart as well."),
@@ -97,11 +101,13 @@ def audit(
     from halfulp.audit.script import run_script
     from halfulp.trace import Trace
 
-    folder = _free(Path("runs") / script.stem) if out is None else out
+    usual = Path("runs") / script.stem
+    folder = out if out is not None else usual if resume else _free(usual)
     recorder = Audit(
         None,
-        [g.strip() for g in grids.split(",") if g.strip()],
+        [g.strip() for g in grids.split(",") if g.strip()] if grids else AUDITED,
         out=folder,
+        unfit="raise" if grids else "drop",
         every=every,
         sample=None if sample == 1.0 else sample,
         decay=decay,
@@ -110,7 +116,7 @@ def audit(
     )
     code = run_script(script, context.args, recorder)
     console = Console(stderr=True)
-    if recorder.step:
+    if recorder.writes and (folder / "manifest.json").exists():
         console.rule("halfulp")
         for line in verdict.lines(Trace.open(folder)):
             console.print(line, highlight=False, markup=False)

@@ -45,7 +45,7 @@ def modules_in_frames(depth: int = 100) -> list[torch.nn.Module]:
 
 
 def _modules(value: Any) -> list[torch.nn.Module]:
-    """The modules that a stranger's variable is or holds. Looking at one may fail: proxies do what they like."""
+    """The modules that a stranger's variable is or holds; none where looking fails, as at a dead proxy."""
     try:
         return [x for x in (value, *_inside(value)) if isinstance(x, torch.nn.Module)]
     except Exception:

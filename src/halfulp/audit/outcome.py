@@ -12,13 +12,12 @@ from halfulp.audit.measures import Comparison, compare
 from halfulp.errors import UsageError
 from halfulp.trace import Trace
 
-
 Array = npt.NDArray[Any]
 
 
 def matched(reference: Trace, measured: Trace, scope: str) -> tuple[Array, Array, Array]:
     """The steps that both traces recorded, and where they are in each."""
-    a, b = reference.steps, measured.steps
+    a, b = reference.steps_of(scope), measured.steps_of(scope)
     both, i, j = np.intersect1d(a, b, return_indices=True)
     if not both.size:
         raise UsageError(f"{reference.path} and {measured.path} have no step in common.")
@@ -62,15 +61,19 @@ def compare_traces(
         out += [
             f"{g}, scope {scope}, {c.steps} steps:",
             f"  RMSE {c.rmse:.5f} (centred {c.centred_rmse:.5f}, signed {c.signed_error:+.5f})",
-            f"  baselines: constant {c.constant_rmse:.5f}, one {c.fixed_one_rmse:.5f}, monotone {c.monotone_rmse:.5f}; "
+            f"  baselines: constant {c.constant_rmse:.5f}, one {c.fixed_one_rmse:.5f}, "
+            f"monotone {c.monotone_rmse:.5f}; "
             f"skill against the best constant {'none' if c.skill is None else f'{c.skill:.3f}'}",
             f"  measured range (95-5) {c.measured_range:.4f}: "
-            + ("informative" if c.informative else "not informative: the outcome hardly varies, or a constant does as well"),
+            + ("informative" if c.informative else f"not informative: {_UNINFORMATIVE}"),
             f"  beyond symmetric spacing and rho: {'yes' if c.directional_added_value else 'no'}",
             f"  majority: forecast {_when(pair.predicted.first)}, measured {_when(pair.measured.first)}"
             + (f", ratio {pair.ratio:.3f}" if pair.eligible else " (no timing ratio: not both after step 1)"),
         ]
     return out
+
+
+_UNINFORMATIVE = "the outcome hardly varies, or a constant does as well"
 
 
 def _when(step: int | None) -> str:

@@ -19,16 +19,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import halfulp
 from halfulp import kernels
 from halfulp.audit.groups import Rules, group_of
+from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import name_parameters
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, tables
 from halfulp.audit.watched import Watched, check_shard
@@ -48,14 +47,15 @@ class Audit:
     """Record a reference trace (or a realized one) while training runs.
 
     ``optimizers``: one or several, or None for every optimizer in the process. ``every``: audit each n-th
-    step. ``sample``: audit this share of every tensor's tiles. ``decay``: also audit decoupled weight decay and
-    the rest apart. ``never_moved`` and ``expected_never_moved``: follow every coordinate (a bit, four bytes, per
-    grid). ``keep``: keep all weights, so that any grid can be replayed later (small models). ``scores``: a grid
-    and the steps (first, last) over which to sum allocation scores. ``groups``: your own rule (name, tensor) ->
-    group. ``params``: which tensors, (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's
-    dtype cannot hold, ``raise`` or ``drop``. ``resume`` goes on with a trace; ``first_step`` is the number of
-    the first step that this process takes. ``part_steps`` and ``part_seconds``: how much a crash may lose.
-    ``listeners`` are called with a summary of every audited step, which is ``latest`` as well.
+    step. ``sample``: audit this share of every tensor's tiles. ``decay``: also audit decoupled weight decay
+    and the rest apart. ``never_moved`` and ``expected_never_moved``: follow every coordinate (a bit, four
+    bytes, per grid). ``keep``: keep all weights, so that any grid can be replayed later (small models).
+    ``scores``: a grid and the steps (first, last) over which to sum allocation scores. ``groups``: your own
+    rule (name, tensor) -> group. ``params``: which tensors, (name, tensor) -> bool. ``unfit``: what to do
+    with grids that a parameter's dtype cannot hold, ``raise`` or ``drop``. ``resume`` goes on with a trace;
+    ``first_step`` is the number of the first step that this process takes. ``part_steps`` and
+    ``part_seconds``: how much a crash may lose. ``listeners`` are called with a summary of every audited
+    step, which is ``latest`` as well.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(8, 8)
@@ -103,8 +103,8 @@ class Audit:
             raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
         if keep and out is None:
             raise UsageError("keep=True writes weights into the trace: pass out=.")
-        if scores is not None and not (named(scores[0]) and 1 <= scores[1] <= scores[2]):
-            raise UsageError(f"scores takes a grid, a first and a last step, not {scores}.")
+        if scores is not None:
+            _check_scores(scores, sample)
         if unfit not in ("raise", "drop"):
             raise UsageError(f"unfit must be raise or drop, not {unfit!r}.")
         if isinstance(optimizers, torch.optim.Optimizer):
@@ -126,11 +126,10 @@ class Audit:
         self._told: list[torch.Tensor | float] = []
         self._kept: dict[str, list[torch.Tensor]] = {}
         self._writer: TraceWriter | None = None
-        self._handles: list[Any] = []
-        self._inside: list[tuple[torch.optim.Optimizer, FrameType]] = []
+        self._hooks = StepHooks(self._before, self._after)
         self._stepped: list[torch.optim.Optimizer] = []
         self._seen: list[torch.optim.Optimizer] = []
-        self._opened, self._process = 0.0, 0
+        self._opened = 0.0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
 
@@ -151,19 +150,10 @@ class Audit:
             groups = [group for o in self.optimizers for group in o.param_groups]
             if not any(p.requires_grad for group in groups for p in group["params"]):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
-        self._opened, self._process = time.monotonic(), os.getpid()
+        self._opened = time.monotonic()
         if self.out is not None and _rank() == 0:
             self._open(self.out)
-        # A compiled step must run the hooks as they are, not look into them.
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
-        if self.optimizers is None:
-            self._handles = [
-                register_optimizer_step_pre_hook(before),
-                register_optimizer_step_post_hook(after),
-            ]
-        else:
-            for o in self.optimizers:
-                self._handles += [o.register_step_pre_hook(before), o.register_step_post_hook(after)]
+        self._hooks.attach(self.optimizers)
 
     def _open(self, out: Path) -> None:
         if self.resume and self.unfit == "drop" and (out / "manifest.json").exists():
@@ -185,11 +175,14 @@ class Audit:
 
     def stop(self) -> None:
         """Remove the hooks and make everything durable."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._inside = [], []
+        self._hooks.detach()
         self._finish()
         self.commit()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes the trace: the first rank does."""
+        return self._writer is not None
 
     def discard_if_empty(self) -> bool:
         """Remove the trace's folder if nothing was recorded into it."""
@@ -205,16 +198,9 @@ class Audit:
         elif any(row.step == step for row in self._rows):
             self._losses[step] = [float(loss)]
 
-    # ---- hooks ----
+    # ---- steps ----
 
-    def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if os.getpid() != self._process:
-            return  # a fork: the trace belongs to its parent
-        # A step that raised never came to its second hook.
-        self._inside = [(o, frame) for o, frame in self._inside if _running(frame)]
-        self._inside.append((optimizer, _step_frame()))
-        if len(self._inside) > 1:
-            return  # an optimizer that calls another one: the outer step is the step
+    def _before(self, optimizer: torch.optim.Optimizer) -> None:
         start = time.perf_counter()
         if optimizer in self._stepped:
             self._finish()
@@ -226,13 +212,7 @@ class Audit:
                 w.set_aside()
         self.seconds += time.perf_counter() - start
 
-    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        places = [i for i, (o, _) in enumerate(self._inside) if o is optimizer]
-        if not places:
-            return
-        del self._inside[places[-1] :]
-        if self._inside or _skipped(optimizer):
-            return
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
         start = time.perf_counter()
         if not self._stepped:
             self.step += 1
@@ -351,7 +331,8 @@ class Audit:
         known = {} if self._writer is None else {t["name"]: t for t in self._writer.manifest["tensors"]}
         if name in known and known[name]["shape"] != list(p.shape):
             raise UsageError(
-                f"cannot resume {self.out}: {name!r} has shape {known[name]['shape']} there, but {list(p.shape)} here."
+                f"cannot resume {self.out}: {name!r} has shape {known[name]['shape']} there, but "
+                f"{list(p.shape)} here."
             )
         if name in known:
             return int(known[name]["id"])
@@ -503,6 +484,15 @@ def _checked_grids(grids: Any) -> list[Grid]:
     return found
 
 
+def _check_scores(scores: tuple[str, int, int], sample: float | None) -> None:
+    grid, first, last = scores
+    if not 1 <= first <= last:
+        raise UsageError(f"scores= takes a grid, a first and a last step, not {scores}.")
+    scaling = named(grid).scaling
+    if sample is not None and scaling is not None and scaling.moves:
+        raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
+
+
 def _fits(grid: Grid, dtype: torch.dtype) -> bool:
     try:
         grid.within(dtype)
@@ -529,27 +519,6 @@ def _reduced(seen: list[Watched], found: list[torch.Tensor]) -> np.ndarray[Any, 
         for i, row in zip(places, total, strict=True):
             found[i] = row
     return torch.stack([row.cpu() for row in found]).numpy()
-
-
-def _skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimizer was told by ``GradScaler`` to leave the weights alone."""
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, torch.Tensor) and bool(found)
-
-
-def _step_frame() -> FrameType:
-    """The frame of the ``step()`` that called a hook."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__") != "torch.optim.optimizer":
-        frame = frame.f_back  # torch.compiler.disable puts frames between
-    return frame
-
-
-def _running(frame: FrameType) -> bool:
-    at: FrameType | None = sys._getframe(1)
-    while at is not None and at is not frame:
-        at = at.f_back
-    return at is not None
 
 
 def _rank() -> int:

@@ -15,6 +15,9 @@ from halfulp.errors import UsageError
 from halfulp.grids import grid as named
 from halfulp.trace import KEPT, Trace, TraceWriter, load_tensors
 
+Followed = dict[str, Any]
+"""What :func:`kernels.audit` updates from step to step."""
+
 
 def replay(trace: Trace, grids: Iterable[str], out: Path) -> Trace:
     """Record what other grids would have done to every kept step: a trace like that of a second audit."""
@@ -31,7 +34,7 @@ def replay(trace: Trace, grids: Iterable[str], out: Path) -> Trace:
         for name, on in (("moved", options["never_moved"]), ("stay", options["expected_never_moved"]))
         if on
     ]
-    followed: dict[int, dict[str, torch.Tensor]] = {}
+    followed: dict[int, Followed] = {}
     for part in trace.parts:
         kept = load_tensors(part / KEPT)
         order = pl.read_parquet(part / "tensors.parquet", columns=["step", "tensor", "lr"])
@@ -50,7 +53,7 @@ def replay(trace: Trace, grids: Iterable[str], out: Path) -> Trace:
     return Trace.open(out)
 
 
-def _fresh(x: torch.Tensor, grids: int, follow: list[str]) -> dict[str, Any]:
+def _fresh(x: torch.Tensor, grids: int, follow: list[str]) -> Followed:
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
     made = {
         "moved": torch.zeros((grids, (x.numel() + 7) // 8), dtype=torch.uint8),

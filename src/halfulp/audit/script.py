@@ -33,7 +33,7 @@ class _Losses:
         def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             if tensor.numel() == 1:
                 audit.log(getattr(tensor, "_halfulp_unscaled", tensor))
-            plain_backward(tensor, *args, **kwargs)
+            plain_backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             scaled = plain_scale(scaler, outputs)

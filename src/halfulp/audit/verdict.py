@@ -1,19 +1,22 @@
 """An answer in words: what a run would lose on each grid, where, from when, and what would cure it.
 
-Nothing is said that the evidence does not carry. A realized event (the grid that the weights are stored on) is
-exact. Any other grid is a projection of this run: it assumes that a low-precision run would follow the same path,
-which it does not exactly, and it says nothing about the loss.
+Nothing is said that the evidence does not carry. A realized event (the grid that the weights are stored on)
+is exact. Any other grid is a projection of this run: it assumes that a low-precision run would follow the
+same path, which it does not exactly, and it says nothing about the loss.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
-from halfulp.grids import Grid
+from halfulp.grids import CONTAINERS
 from halfulp.grids import grid as named
 from halfulp.trace import Trace
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in CONTAINERS}
 
 STUCK = 0.99
 """A tensor counts as stuck if this share of its updates is lost."""
@@ -24,7 +27,8 @@ class Finding:
     """One grid."""
 
     grid: str
-    realized: bool
+    stored: float
+    """Share of the weights that are stored on the grid."""
     lost: float
     """Share of updates lost over the run."""
     lost_late: float
@@ -33,6 +37,11 @@ class Finding:
     never_moved: float | None
     stuck: tuple[tuple[str, str, float, float], ...]
     """(name, group, share of updates lost, share that never moved) of tensors that hardly move."""
+
+    @property
+    def realized(self) -> bool:
+        """Whether this happened: every weight is stored on the grid."""
+        return self.stored == 1.0
 
     @property
     def severity(self) -> str:
@@ -69,12 +78,11 @@ def _finding(trace: Trace, grid: str, scope: str) -> Finding:
     }[crossing.category]
     if crossing.category == "later" and crossing.persistent is not None:
         onset += f", for good from step {crossing.persistent}"
-    dtypes = {t["dtype"] for t in trace.tensors}
     followed = trace.manifest["options"]["never_moved"]
     late = f[-max(1, len(f) // 10) :]
     return Finding(
         grid=grid,
-        realized=dtypes == {_container_name(named(grid))},
+        stored=_stored(trace, grid, scope),
         lost=float(f.mean()),
         lost_late=float(late.mean()),
         onset=onset,
@@ -83,8 +91,17 @@ def _finding(trace: Trace, grid: str, scope: str) -> Finding:
     )
 
 
-def _container_name(grid: Grid) -> str:
-    return {"bf16": "bfloat16", "fp16": "float16"}.get(grid.name, grid.name)
+def _stored(trace: Trace, grid: str, scope: str) -> float:
+    """The share of a scope's weights that are stored on a grid."""
+    ids = set(trace.ids(scope))
+    sizes = [(t, float(t["recorded"])) for t in trace.tensors if t["id"] in ids]
+    return sum(n for t, n in sizes if _same_values(t["stored"], grid, t["dtype"])) / sum(n for _, n in sizes)
+
+
+def _same_values(stored: str, grid: str, dtype: str) -> bool:
+    """Whether two names (bf16, bfloat16) mean the same values in a container."""
+    first, second = (replace(named(name).within(DTYPES[dtype]), name="", note="") for name in (stored, grid))
+    return first == second
 
 
 def _stuck(trace: Trace, grid: str, followed: bool) -> tuple[tuple[str, str, float, float], ...]:
@@ -111,7 +128,7 @@ def _stuck(trace: Trace, grid: str, followed: bool) -> tuple[tuple[str, str, flo
 
 
 def cures(grid: str) -> list[tuple[str, float]]:
-    """Policies that keep updates on this grid, with bytes a weight in all (codes and what the policy keeps)."""
+    """Policies that keep updates on this grid, with bytes a weight in all: codes and what a policy keeps."""
     weight = named(grid).bytes_per_weight
     return [
         ("sr", weight),
@@ -130,15 +147,19 @@ def lines(trace: Trace) -> list[str]:
     steps, n = trace.steps, trace.numel("all")
     dtypes = sorted({t["dtype"] for t in trace.tensors})
     out = [
-        f"{len(steps)} steps audited (to step {int(steps[-1])}), {len(trace.tensors)} tensors, {n:,} weights; the "
-        f"optimizer sees {', '.join(dtypes)}."
+        f"{len(steps)} steps audited (to step {int(steps[-1])}), {len(trace.tensors)} tensors, {n:,} "
+        f"weights; the optimizer sees {', '.join(shown(d) for d in dtypes)}."
     ]
     if trace.manifest["options"]["sample"]:
-        out.append(f"A fixed sample of {trace.manifest['options']['sample']:.0%} of the tiles: {_error(trace)}.")
+        share = trace.manifest["options"]["sample"]
+        out.append(f"A fixed sample of {share:.0%} of the tiles: {_error(trace)}.")
     for found in findings(trace, "all"):
         kind = "lost" if found.realized else "would be lost"
         out.append("")
-        out.append(f"{found.grid}: {found.lost:.1%} of updates {kind} ({found.lost_late:.1%} at the end): {found.onset}.")
+        share = f"{found.lost:.1%} of updates {kind} ({found.lost_late:.1%} at the end)"
+        out.append(f"{found.grid}: {share}: {found.onset}.")
+        if 0 < found.stored < 1:
+            out.append(f"  {found.stored:.1%} of the weights are stored on it; the rest is a projection")
         if scope == "core":
             out.append(f"  attention and mlp alone: {float(trace.frozen(found.grid, 'core').mean()):.1%}")
         if found.never_moved is not None:
@@ -147,7 +168,7 @@ def lines(trace: Trace) -> list[str]:
             out.append(f"  {len(found.stuck)} tensor(s) hardly move:")
             for name, group, share, still in found.stuck[:6]:
                 never = "" if np.isnan(still) else f", {still:.0%} never moved"
-                out.append(f"    {shown(name)} ({group}): {share:.1%} of its updates lost{never}")
+                out.append(f"    {shown(name)} ({shown(group)}): {share:.1%} of its updates lost{never}")
             if len(found.stuck) > 6:
                 out.append(f"    and {len(found.stuck) - 6} more")
         if found.severity != "fine":
@@ -155,9 +176,9 @@ def lines(trace: Trace) -> list[str]:
             out.append(f"  would keep them, in bytes a weight: {offers}")
     out += [
         "",
-        "How sure this is: the event at a weight is exact. Grids other than the one the weights are stored on are a "
-        "projection of this run; a run on the grid takes another path. Lost updates are not lost accuracy: what "
-        "they cost must be measured.",
+        "How sure this is: the event at a weight is exact. Grids other than the one the weights are stored "
+        "on are a projection of this run; a run on the grid takes another path. Lost updates are not lost "
+        "accuracy: what they cost must be measured.",
     ]
     return out
 

@@ -1,4 +1,4 @@
-"""One tensor under audit: where its values are, which of them are looked at, and what is followed over steps."""
+"""One tensor under audit: where its values are, which are looked at, and what is followed over steps."""
 
 from __future__ import annotations
 
@@ -93,8 +93,9 @@ class Watched:
         found = saved.pop(f"{self.id}.{what}", fresh)
         if found.shape != fresh.shape or found.dtype != fresh.dtype:
             raise UsageError(
-                f"cannot resume: {what} of {self.name!r} was recorded as {found.dtype} of {tuple(found.shape)}, but "
-                f"the tensor needs {fresh.dtype} of {tuple(fresh.shape)}. Is it the same model?"
+                f"cannot resume: {what} of {self.name!r} was recorded as {found.dtype} of "
+                f"{tuple(found.shape)}, but the tensor needs {fresh.dtype} of {tuple(fresh.shape)}. "
+                "Is it the same model?"
             )
         return found
 

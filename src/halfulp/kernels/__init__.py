@@ -88,9 +88,13 @@ class Written:
 
 
 def steps(x: torch.Tensor, grid: Grid | str | torch.dtype) -> torch.Tensor:
-    """The steps that a grid's rule takes from a tensor, one a segment, float64 on the CPU."""
+    """The steps that a grid's rule takes from a tensor, one a segment, float64."""
     x = checked(x, "x")
     plan = plan_for(grid, x.dtype)
+    if on_gpu(x) and plan.grid.scaling is not None:
+        from halfulp.kernels import gpu
+
+        return gpu.steps(x, plan.grid)
     return torch.from_numpy(steps_of(flat_of(x), plan, tuple(x.shape), x.dtype))
 
 
@@ -306,7 +310,10 @@ def write_back(
             )
     given = given_steps(step, plan, shape)
     if on_gpu(q):
-        return _write_back_gpu(q, z, out, plan.grid, code, stream, moved, bool(sums), given, carry, carry_in)
+        from halfulp.kernels import gpu
+
+        made = gpu.write_back(q, z, out, plan.grid, code, stream, moved, bool(sums), given, carry, carry_in)
+        return Written(out, *made)
     from halfulp.kernels import cpu, cpu_scaled
 
     flat_q, flat_z, result = flat_of(q), flat_of(z), destination(out)
@@ -329,23 +336,6 @@ def write_back(
     else:
         run(cpu.write_tiles, n, flat_q, flat_z, result, code, plan.floats, plan.ints, plan.masks, *key, *tail)
     return Written(deliver(result, out), torch.from_numpy(counts), torch.from_numpy(totals))
-
-
-def _write_back_gpu(
-    q: torch.Tensor, z: torch.Tensor, out: torch.Tensor, grid: Grid, code: int, stream: Stream | None,
-    moved: torch.Tensor | None, sums: bool, given: Array | None, carry: torch.Tensor | None, carry_in: bool,
-) -> Written:  # fmt: skip
-    from halfulp.kernels import gpu
-
-    if carry is None:
-        return Written(out, *gpu.write_back(q, z, out, grid, code, stream, moved, sums, given))
-    fine = torch.isfinite(z)
-    whole = torch.where(torch.isfinite(z + carry), z + carry, z) if carry_in else z.clone()
-    done = Written(out, *gpu.write_back(q, whole, out, grid, code, stream, moved, sums, given))
-    below, above = out.new_tensor([grid.lo, grid._fixed()[1]])
-    beyond = ((out >= above) & (whole > out)) | ((out <= below) & (whole < out))
-    carry.copy_(torch.where(fine, torch.where(beyond, 0, whole - out), carry))
-    return done
 
 
 def score(

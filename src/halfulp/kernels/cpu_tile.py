@@ -311,10 +311,11 @@ def log2_points(x: Any, out: Any) -> None:
     """log2 of positive values in fixed point: reference.log2_ratio's digits."""
     for i in range(x.size):
         v = np.float64(x[i])
-        u = bits_of(v)
+        tiny = v < 2.2250738585072014e-308  # subnormal in float64
+        u = bits_of(v * 18446744073709551616.0 if tiny else v)
         t = np.float32(float_like(v, (u & 0x000FFFFFFFFFFFFF) | (1023 << 52)) - 1.0)
         p = ((((((P7 * t + P6) * t + P5) * t + P4) * t + P3) * t + P2) * t + P1) * t + P0
-        out[i] = np.int32(((u >> 52) - 1023) * 65536) + np.int32(np.rint(p * t * POINT))
+        out[i] = np.int32(((u >> 52) - (1087 if tiny else 1023)) * 65536) + np.int32(np.rint(p * t * POINT))
 
 
 @kernel

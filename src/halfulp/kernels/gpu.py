@@ -40,7 +40,7 @@ from halfulp.streams import Stream
 
 Array = npt.NDArray[Any]
 
-# The fewest warps that keep every value in registers (see compile_report). Told nothing, the assembler
+# So few warps, and yet every value stays in a register (see compile_report). Told nothing, the assembler
 # would spill some values of write_tile to reach a rounder number of registers.
 OPTIONS: dict[str, dict[str, Any]] = {
     name: {"enable_fp_fusion": False, "num_warps": warps, "maxnreg": most}

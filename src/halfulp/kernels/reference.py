@@ -215,10 +215,10 @@ def _round_scaled(x: Array, step: Array, grid: Grid, mode: int, stream: Stream |
     ratio = x / step
     r = round_elements(ratio, grid, mode, stream)
     if mode == NEAREST:
-        a = np.abs(np.where(np.isfinite(ratio), ratio, 0.0))
-        n = index_of(np.minimum(a, _limits(ratio, grid)[1]), grid)
+        a, _ = _limits(np.where(np.isfinite(ratio), ratio, 0.0), grid)
+        n = index_of(a, grid)
         low, high = value_of(n, grid), value_of(n + 1, grid)
-        middle = (a == (low + high) / 2) & np.isfinite(ratio)
+        middle = (a == (low + high) / 2) & (a == np.abs(ratio))
         side = np.abs(x) - a * step
         r = np.where(middle & (side < 0), np.copysign(low, x), r)
         r = np.where(middle & (side > 0), np.copysign(high, x), r)
@@ -514,6 +514,6 @@ def score(w: Array, g: Array, u: Array, grid: Grid) -> Array:
         z = (q + u).astype(w.dtype)
     b = ((written(q, z, resolved) == q) & ok).astype(np.float64)
     w64, g64, u64 = (v.astype(np.float64) for v in (w, g, u))
-    gain = np.maximum(0.0, -(g64 * u64))
+    gain = np.where(g64 * u64 < 0, -(g64 * u64), 0.0)
     columns = (b, gain, b * gain, np.abs(g64), np.abs(u64), np.abs(w64), np.abs(g64 * w64), np.abs(g64 * u64))
     return np.stack([tile_sum(c) for c in columns], axis=1)

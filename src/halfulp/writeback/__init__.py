@@ -3,7 +3,17 @@
 from halfulp.writeback.checkpoint import load, save
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.policies import (
-    DQT, ECO, POLICIES, DeadzoneStochastic, Kahan, Master, Nearest, Policy, Stochastic, TileMaster, policy,
+    DQT,
+    ECO,
+    POLICIES,
+    DeadzoneStochastic,
+    Kahan,
+    Master,
+    Nearest,
+    Policy,
+    Stochastic,
+    TileMaster,
+    policy,
 )  # fmt: skip
 from halfulp.writeback.report import Bytes, Events
 

@@ -29,7 +29,7 @@ VERSION = 1
 PREFIX = "halfulp."
 KEY = "halfulp"
 OURS = ("grid", "policy")
-"""What a group may say to a write-back: objects, which state dictionaries do not hold. The identity has them."""
+"""What a group may tell a write-back: objects, for which the identity has names."""
 
 
 def identity(wb: WriteBack) -> dict[str, Any]:
@@ -114,22 +114,24 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
 def _parsed(line: Any) -> dict[str, Any]:
     if line is None:
         raise UsageError(
-            "this optimizer state was not saved by a WriteBack. To start a write-back from it, load it into the "
-            "wrapped optimizer (opt.optimizer.load_state_dict) and let WriteBack project the weights."
+            "this optimizer state was not saved by a WriteBack. To start a write-back from it, load it into "
+            "the wrapped optimizer (opt.optimizer.load_state_dict) and let WriteBack project the weights."
         )
     try:
         parsed = json.loads(line)
         if parsed["version"] != VERSION:
             raise VersionError(
-                f"this write-back state has version {parsed['version']}; this halfulp reads version {VERSION}. "
-                "Use the halfulp that saved it."
+                f"this write-back state has version {parsed['version']}; this halfulp reads version "
+                f"{VERSION}. Use the halfulp that saved it."
             )
         parameters = {int(k): list(v) for k, v in parsed["parameters"].items()}
         if any(len(v) != 4 for v in parameters.values()):
             raise ValueError("a parameter has a name, grid, policy and shape")
         return {**parsed, "step": int(parsed["step"]), "parameters": parameters}
     except (AttributeError, TypeError, ValueError, KeyError) as error:
-        raise CorruptionError(f"the write-back part of this optimizer state cannot be read: {error!r}.") from None
+        raise CorruptionError(
+            f"the write-back part of this optimizer state cannot be read: {error!r}."
+        ) from None
 
 
 def _check_identity(wb: WriteBack, theirs: dict[str, Any]) -> None:
@@ -140,10 +142,13 @@ def _check_identity(wb: WriteBack, theirs: dict[str, Any]) -> None:
     for k in sorted({*map(int, mine["parameters"]), *theirs["parameters"]}):
         a, b = mine["parameters"].get(str(k)), theirs["parameters"].get(k)
         if a is None or b is None:
-            raise UsageError(f"parameter {k} is managed only in {'the state' if a is None else 'this WriteBack'}: {a or b}.")
+            where = "the state" if a is None else "this WriteBack"
+            raise UsageError(f"parameter {k} is managed only in {where}: {a or b}.")
         for what, x, y in zip(("name", "grid", "policy", "shape"), a, b, strict=True):
             if x != y:
-                raise UsageError(f"parameter {k} ({a[0]!r}): the state has {what} {y!r}, this WriteBack {x!r}.")
+                raise UsageError(
+                    f"parameter {k} ({a[0]!r}): the state has {what} {y!r}, this WriteBack {x!r}."
+                )
 
 
 def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -156,7 +161,9 @@ def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
     out = {}
     for key, have in mine.items():
         if not isinstance(saved[key], torch.Tensor):
-            raise CorruptionError(f"parameter {slot.name!r}: saved {key} is a {type(saved[key]).__name__}, not a tensor.")
+            raise CorruptionError(
+                f"parameter {slot.name!r}: saved {key} is a {type(saved[key]).__name__}, not a tensor."
+            )
         value = local(saved[key]).detach()
         if key == "moved" and is_sharded(slot.p):
             value = packed(value)
@@ -167,7 +174,9 @@ def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
             )
         out[key] = value.to(have.device)
         if key == "tiles" and not torch.equal(out[key], have):
-            raise UsageError(f"parameter {slot.name!r}: the state has masters for other tiles than this mask chooses.")
+            raise UsageError(
+                f"parameter {slot.name!r}: the state has masters for other tiles than this mask chooses."
+            )
     if slot.codes is None:
         _check_on_grid(slot)
     else:
@@ -193,8 +202,8 @@ def _check_on_grid(slot: Slot) -> None:
     off = int((q != p).sum())
     if off:
         raise UsageError(
-            f"parameter {slot.name!r} is not on grid {slot.grid.name}: {off} of {p.numel()} values are off it. Load "
-            "the model's weights that were saved with this state first."
+            f"parameter {slot.name!r} is not on grid {slot.grid.name}: {off} of {p.numel()} values are off "
+            "it. Load the model's weights that were saved with this state first."
         )
 
 
@@ -267,7 +276,10 @@ def load(wb: WriteBack, path: str | Path) -> None:
             k, _, name = key.partition("/")
             state.setdefault(int(k), {})[name] = value
         own = [*wb.param_groups, *({} for _ in meta["param_groups"])]
-        groups = [{k: _like(v, mine.get(k)) for k, v in g.items()} for g, mine in zip(meta["param_groups"], own, strict=False)]
+        groups = [
+            {k: _like(v, mine.get(k)) for k, v in g.items()}
+            for g, mine in zip(meta["param_groups"], own, strict=False)
+        ]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.") from None
     load_state_dict(wb, {"state": state, "param_groups": groups})

@@ -27,7 +27,9 @@ def check_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         if float(group["betas"][0]) <= 0:
-            raise UsageError(f"eco feeds errors back through {kind}'s first moment, which betas[0] = 0 removes.")
+            raise UsageError(
+                f"eco feeds errors back through {kind}'s first moment, which betas[0] = 0 removes."
+            )
         return
     if isinstance(optimizer, torch.optim.SGD):
         if group["momentum"] > 0 and not group["nesterov"]:
@@ -64,4 +66,4 @@ def feed_back(
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[no-any-return]
+    return x.to_local() if hasattr(x, "to_local") else x

@@ -39,7 +39,9 @@ PROJECTION = -1  # the step number of the initial projection's stream
 class Slot:
     """One managed parameter: its grid, policy and what is kept for it."""
 
-    def __init__(self, name: str, p: torch.nn.Parameter, grid: Grid, chosen: Policy, place: tuple[int, int]) -> None:
+    def __init__(
+        self, name: str, p: torch.nn.Parameter, grid: Grid, chosen: Policy, place: tuple[int, int]
+    ) -> None:
         self.name, self.p, self.grid, self.policy, self.place = name, p, grid, chosen, place
         self.state: State = {}
         self.moved: torch.Tensor | None = None
@@ -90,14 +92,16 @@ class WriteBack(torch.optim.Optimizer):
     ``policy``. ``project``: how the first codes are made (``nearest``, ``stochastic``, or ``none`` for
     weights that are on the grid already). ``storage``: where weights live between steps, see
     :mod:`halfulp.writeback.storage`; ``materialise``: whether ``native`` and ``packed`` weights are given to
-    the optimizer one tensor at a time (the default for torch's own) or all at once. ``nonfinite``: ``count`` proposals that are not finite and leave
-    their weights alone, or ``raise`` before anything changes. ``telemetry`` keeps a bit a weight to know
-    which never moved.
+    the optimizer one ``tensor`` at a time (the default for torch's own) or ``all`` at once.
+    ``nonfinite``: ``count`` proposals that are not finite and leave their weights alone, or ``raise``
+    before anything changes where a gradient is not. ``telemetry`` keeps a bit a weight to know which
+    never moved.
 
     >>> model = torch.nn.Linear(4, 4)
     >>> opt = WriteBack(torch.optim.SGD(model.parameters(), lr=1e-4), "e4m3", "rne", model=model)
     >>> _ = model(torch.ones(1, 4)).sum().backward()
-    >>> opt.step(); opt.events.frozen
+    >>> opt.step()
+    >>> opt.events.frozen
     1.0
     """
 
@@ -133,8 +137,8 @@ class WriteBack(torch.optim.Optimizer):
         searching = isinstance(optimizer, torch.optim.LBFGS)
         if searching and storage != "container":
             raise UsageError(
-                f"LBFGS evaluates the model while it moves the weights, which storage={storage!r} hides from it: "
-                "use storage='container'."
+                "LBFGS evaluates the model while it moves the weights, which "
+                f"storage={storage!r} hides from it: use storage='container'."
             )
         self.optimizer = optimizer
         self.seed, self.project, self.storage = int(seed), project, storage
@@ -151,14 +155,16 @@ class WriteBack(torch.optim.Optimizer):
         planned = self._plan(optimizer.param_groups, 0)
         self._check_selection(planned)
         self._groups: list[dict[str, Any]] | None = []
-        super().__init__([{**g, "params": list(g["params"])} for g in optimizer.param_groups], optimizer.defaults)
+        super().__init__(
+            [{**g, "params": list(g["params"])} for g in optimizer.param_groups], optimizer.defaults
+        )
         if storage == "container":
             self._groups = None
         self._adopt(planned)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's own groups; where that has stand-ins, the same with the model's parameters."""
+        """The wrapped optimizer's own groups; where it has stand-ins, the same with the parameters."""
         return self.optimizer.param_groups if self._groups is None else self._groups
 
     @param_groups.setter
@@ -196,8 +202,8 @@ class WriteBack(torch.optim.Optimizer):
                 if draws and p not in from_model and not names:
                     what = f"policy {chosen.name!r}" if chosen.stochastic else "project='stochastic'"
                     raise UsageError(
-                        f"{what} draws random bits by parameter name: pass model=, or make the optimizer from "
-                        "model.named_parameters()."
+                        f"{what} draws random bits by parameter name: pass model=, or make the optimizer "
+                        "from model.named_parameters()."
                     )
                 chosen.check(chosen_grid, self.optimizer, group)
                 planned.append(self._slot(name, p, chosen_grid, chosen, (i, j)))
@@ -211,12 +217,15 @@ class WriteBack(torch.optim.Optimizer):
             return name in self._select
         return p.requires_grad and p.dim() >= 2
 
-    def _slot(self, name: str, p: torch.nn.Parameter, g: Grid, chosen: Policy, place: tuple[int, int]) -> Slot:
+    def _slot(
+        self, name: str, p: torch.nn.Parameter, g: Grid, chosen: Policy, place: tuple[int, int]
+    ) -> Slot:
         try:
             container(p.dtype)
             if self.storage == "native" and p.dtype not in NATIVE:
                 raise UsageError(f"storage='native' takes bfloat16 or float16 parameters, not {p.dtype}.")
             resolved = g.within(p.dtype)
+            shard_offset(p)  # refuses shards that no stream can follow
             unsupported_moving(p, resolved)
             if p.dtype in NATIVE and self.storage == "container" and chosen.precise:
                 raise UsageError(
@@ -229,7 +238,9 @@ class WriteBack(torch.optim.Optimizer):
                     "float32 parameters."
                 )
             if is_sharded(p) and (self.storage != "container" or isinstance(chosen, TileMaster)):
-                what = f"storage={self.storage!r}" if self.storage != "container" else f"policy {chosen.name!r}"
+                what = (
+                    f"storage={self.storage!r}" if self.storage != "container" else f"policy {chosen.name!r}"
+                )
                 raise UsageError(f"{what} is for whole tensors; this one is sharded.")
             if resolved.bits > 16 and self.storage == "packed":
                 raise UsageError(f"grid {g.name} has {resolved.bits} bits: nothing to pack.")
@@ -244,8 +255,8 @@ class WriteBack(torch.optim.Optimizer):
                 raise UsageError(f"params names {missing}, which the optimizer does not have.")
         if not planned:
             raise UsageError(
-                "no parameter to write back: none of the optimizer's is trainable with two or more dimensions. "
-                "Choose with params=lambda name, p: ..."
+                "no parameter to write back: none of the optimizer's is trainable with two or more "
+                "dimensions. Choose with params=lambda name, p: ..."
             )
 
     # ---- adopting -------------------------------------------------------------------------------
@@ -285,7 +296,8 @@ class WriteBack(torch.optim.Optimizer):
         bad = ~torch.isfinite(raw)
         if bool(bad.any()):
             raise UsageError(
-                f"parameter {slot.name!r} has {int(bad.sum())} value(s) that are not finite; they have no code."
+                f"parameter {slot.name!r} has {int(bad.sum())} value(s) that are not finite: they have no "
+                "code."
             )
         stream = self._stream(slot, PROJECTION) if self.project == "stochastic" else None
         g = slot.grid
@@ -323,7 +335,7 @@ class WriteBack(torch.optim.Optimizer):
     # ---- stepping -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step and its write-back. A closure is evaluated at the stored weights."""
         loss = None
         searching = isinstance(self.optimizer, torch.optim.LBFGS)  # evaluates the closure while it moves
@@ -357,7 +369,12 @@ class WriteBack(torch.optim.Optimizer):
             found = self._round(active, closure)
             return found if closure is not None else loss
         shadows = {s.shadow for s in self.slots}
-        others = [p for g in self.optimizer.param_groups for p in g["params"] if p not in shadows and p.grad is not None]
+        others = [
+            p
+            for g in self.optimizer.param_groups
+            for p in g["params"]
+            if p not in shadows and p.grad is not None
+        ]
         grads = [p.grad for p in others]
         if others:
             self._round([])
@@ -405,8 +422,8 @@ class WriteBack(torch.optim.Optimizer):
                 grad = grad.coalesce().values()
             if grad is not None and not bool(torch.isfinite(local(grad)).all()):
                 raise UsageError(
-                    f"the gradient of {slot.name!r} is not finite at step {self.steps + 1}; nothing was changed. "
-                    "Skip the step (GradScaler does), or use nonfinite='count'."
+                    f"the gradient of {slot.name!r} is not finite at step {self.steps + 1}; nothing was "
+                    "changed. Skip the step (GradScaler does), or use nonfinite='count'."
                 )
 
     def _open(self, active: list[Slot]) -> list[torch.Tensor]:
@@ -443,7 +460,9 @@ class WriteBack(torch.optim.Optimizer):
             moments=self.optimizer.state.get(slot.stepped, {}), keep_steps=slot.codes is not None,
         )  # fmt: skip
         written = slot.policy.after(step)
-        slot.events = TensorEvents.of(slot.name, self.steps, slot.p, written, rate * decay, slot.moved is not None)
+        slot.events = TensorEvents.of(
+            slot.name, self.steps, slot.p, written, rate * decay, slot.moved is not None
+        )
         if slot.shadow is not None:
             if slot.codes is None:
                 slot.p.data.copy_(z)
@@ -467,7 +486,9 @@ class WriteBack(torch.optim.Optimizer):
     @property
     def events(self) -> Events:
         """What the last step lost, per tensor that it moved. On sharded parameters every rank must ask."""
-        return Events.gather([s.events for s in self.slots if s.events is not None and s.events.step == self.steps])
+        return Events.gather(
+            [s.events for s in self.slots if s.events is not None and s.events.step == self.steps]
+        )
 
     def bytes(self) -> Bytes:
         """Bytes a managed parameter: what persists for weights and policies, and what a step adds."""
@@ -498,7 +519,12 @@ class WriteBack(torch.optim.Optimizer):
         # One tensor at a time, everything is kept until the last is done, to be put back if it fails.
         step = max(added) + weights + kept + moved if one_by_one else sum(added)
         return Bytes(
-            parameters=numel, weights=weights, policy=kept, telemetry=moved + counts, scratch=scratch, step=step
+            parameters=numel,
+            weights=weights,
+            policy=kept,
+            telemetry=moved + counts,
+            scratch=scratch,
+            step=step,
         )
 
     # ---- state ----------------------------------------------------------------------------------

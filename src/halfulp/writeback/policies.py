@@ -61,7 +61,15 @@ class Step:
         if self.keep_steps and self.grid.scaling is not None:
             self.steps = kernels.steps(self._step_source(**options), self.grid)
         return kernels.write_back(
-            self.q, self.z, self.grid, mode, self.stream, moved=self.moved, sums=self.sums, step=self.steps, **options
+            self.q,
+            self.z,
+            self.grid,
+            mode,
+            self.stream,
+            moved=self.moved,
+            sums=self.sums,
+            step=self.steps,
+            **options,
         )
 
     def _step_source(self, carry: torch.Tensor | None = None, carry_in: bool = True) -> torch.Tensor:
@@ -149,7 +157,8 @@ class ECO(Policy):
         decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
         if self.decay_exact and not decoupled:
             raise UsageError(
-                f"eco's decay_exact is for decoupled weight decay, which {type(optimizer).__name__} has not: use AdamW."
+                "eco's decay_exact is for decoupled weight decay, which "
+                f"{type(optimizer).__name__} has not: use AdamW."
             )
 
     def after(self, step: Step) -> Written:
@@ -243,8 +252,8 @@ class TileMaster(Policy):
         mask, expected = self.mask[name], kernels.tiles_of(numel)
         if mask.dtype != torch.bool or mask.numel() != expected:
             raise UsageError(
-                f"the mask of {name!r} must be {expected} booleans (tiles of {TILE} for {numel} coordinates), "
-                f"but it is {mask.numel()} of {mask.dtype}: it was made for another model."
+                f"the mask of {name!r} must be {expected} booleans (tiles of {TILE} for {numel} "
+                f"coordinates), but it is {mask.numel()} of {mask.dtype}: it was made for another model."
             )
         return mask.reshape(-1).nonzero().reshape(-1)
 

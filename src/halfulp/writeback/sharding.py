@@ -13,7 +13,7 @@ from halfulp.grids import Grid
 
 def local(x: torch.Tensor) -> torch.Tensor:
     """The shard on this rank, sharing memory; an ordinary tensor is its own."""
-    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined, no-any-return]
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def is_sharded(x: Any) -> bool:
@@ -35,8 +35,8 @@ def shard_offset(x: torch.Tensor) -> int:
         whole = isinstance(placement, Replicate)
         if not whole and not (isinstance(placement, Shard) and placement.dim == 0):
             raise UsageError(
-                f"placement {placement} is not supported: random streams need shards that are contiguous in the "
-                "whole tensor, that is Shard(0) or Replicate()."
+                f"placement {placement} is not supported: random streams need shards that are contiguous in "
+                "the whole tensor, that is Shard(0) or Replicate()."
             )
     _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)  # type: ignore[attr-defined]
     return int(offset[0]) * math.prod(x.shape[1:]) if offset else 0
@@ -53,14 +53,14 @@ def unsupported_moving(x: torch.Tensor, grid: Grid) -> None:
         )
 
 
-def wrap_like(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def wrap_like(value: torch.Tensor, x: Any) -> torch.Tensor:
     """A local tensor of the shard's shape as a DTensor placed like x, for distributed checkpoints."""
     if not is_sharded(x) or value.shape != local(x).shape:
         return value
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(  # type: ignore[no-any-return]
-        value, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()  # type: ignore[attr-defined]
+    return DTensor.from_local(
+        value, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
 
 

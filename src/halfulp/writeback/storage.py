@@ -60,7 +60,9 @@ def unpack_bits(packed: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
     if bits == 16:
         return packed.view(torch.int16).to(torch.int32) & 0xFFFF
     if bits > 8:
-        return packed[:numel].to(torch.int32) | (unpack_bits(packed[numel:], bits - 8, numel).to(torch.int32) << 8)
+        return packed[:numel].to(torch.int32) | (
+            unpack_bits(packed[numel:], bits - 8, numel).to(torch.int32) << 8
+        )
     per = 8 // math.gcd(bits, 8)
     size = per * bits // 8
     padded = torch.nn.functional.pad(packed.long(), (0, -packed.numel() % size)).reshape(-1, size)
@@ -80,7 +82,9 @@ class Codes:
 
     @property
     def payload_bytes(self) -> int:
-        return self.packed.numel() + (0 if self.steps is None else self.steps.numel() * self.steps.element_size())
+        return self.packed.numel() + (
+            0 if self.steps is None else self.steps.numel() * self.steps.element_size()
+        )
 
     def put(self, values: torch.Tensor, steps: torch.Tensor | None = None) -> None:
         """Keep grid values. ``steps`` are those they were rounded with: not every rule finds them again."""
@@ -145,10 +149,10 @@ class Shells:
                 self._handles += [
                     module.register_forward_pre_hook(self._before(own)),
                     module.register_forward_hook(self._after(own), always_call=True),
-                    module.register_state_dict_pre_hook(self._reading(own)),
-                    module.register_state_dict_post_hook(self._saved(own)),
-                    module.register_load_state_dict_pre_hook(self._reading(own)),
-                    module.register_load_state_dict_post_hook(self._loaded(own)),
+                    module.register_state_dict_pre_hook(self._reading(own)),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_post_hook(self._saved(own)),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(self._reading(own)),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(self._loaded(own)),  # type: ignore[no-untyped-call]
                 ]
 
     def _before(self, own: Own) -> Callable[..., None]:
@@ -223,8 +227,9 @@ class Shells:
         off = int((fresh.get(p.dtype) != p.data).sum())
         if off:
             raise UsageError(
-                f"parameter {name!r} is packed on grid {codes.grid.name}, but {off} of {p.numel()} values to load are "
-                "off it. Load them before WriteBack is made, or its saved state first, which has the codes."
+                f"parameter {name!r} is packed on grid {codes.grid.name}, but {off} of {p.numel()} values to "
+                "load are off it. Load them before WriteBack is made, or its saved state first, which has "
+                "the codes."
             )
         codes.packed, codes.steps = fresh.packed, fresh.steps
 

@@ -1,0 +1,87 @@
+"""Which calls of ``step()`` are steps.
+
+torch calls a hook before and one after every ``step()``. Not every pair is a step of the run: an optimizer
+may call another one inside (the outer step is the step), a step may raise, a fused optimizer is called for a
+step that ``GradScaler`` skips, a forked process inherits the hooks of its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+Hook = Callable[[torch.optim.Optimizer], None]
+
+
+class StepHooks:
+    """Calls ``before`` and ``after`` around every step of some optimizers, or of all in this process.
+
+    After a ``before`` there may be no ``after``, if the step raised or was skipped.
+    """
+
+    def __init__(self, before: Hook, after: Hook) -> None:
+        self.before, self.after = before, after
+        self._handles: list[Any] = []
+        self._inside: list[tuple[torch.optim.Optimizer, FrameType]] = []
+        self._process = os.getpid()
+
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer] | None) -> None:
+        # A compiled step must run the hooks as they are, not look into them.
+        enter, leave = (torch.compiler.disable(h) for h in (self._enter, self._leave))  # type: ignore[no-untyped-call]
+        self._process = os.getpid()
+        if optimizers is None:
+            self._handles = [
+                register_optimizer_step_pre_hook(enter),
+                register_optimizer_step_post_hook(leave),
+            ]
+        for o in optimizers or ():
+            self._handles += [o.register_step_pre_hook(enter), o.register_step_post_hook(leave)]
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._inside = [], []
+
+    def _enter(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if os.getpid() != self._process:
+            return
+        # A step that raised never came to its second hook.
+        self._inside = [(o, frame) for o, frame in self._inside if _running(frame)]
+        self._inside.append((optimizer, _step_frame()))
+        if len(self._inside) == 1:
+            self.before(optimizer)
+
+    def _leave(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        places = [i for i, (o, _) in enumerate(self._inside) if o is optimizer]
+        if not places:
+            return
+        del self._inside[places[-1] :]
+        if not self._inside and not _skipped(optimizer):
+            self.after(optimizer)
+
+
+def _skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimizer was told by ``GradScaler`` to leave the weights alone."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, torch.Tensor) and bool(found)
+
+
+def _step_frame() -> FrameType:
+    """The frame of the ``step()`` that called a hook."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") != "torch.optim.optimizer":
+        frame = frame.f_back  # torch.compiler.disable puts frames between
+    return frame
+
+
+def _running(frame: FrameType) -> bool:
+    at: FrameType | None = sys._getframe(1)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None

@@ -1,0 +1,106 @@
+"""Two processes are one: data-parallel and sharded training give the weights of one, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import assert_same
+from writeback_distributed import CASES, GRIDS, POLICIES, STEPS, single
+
+import halfulp as hu
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available() or sys.platform == "win32", reason="needs gloo"
+)
+RANKS = 2
+KEYS = [f"fsdp {g} {p}" for g, p in CASES] + [
+    f"{k} e4m3@128 {p}" for k in ("ddp", "resumed") for p in POLICIES
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(Path(hu.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(here / "writeback_distributed.py"), str(rank), str(RANKS), str(folder)],
+            env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": str(rank)} | loopback,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=200)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [p.returncode for p in started] == [0] * RANKS, "\n".join(said)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = {f"{grid} {policy}": single(grid, policy) for grid, policy in CASES}
+    torch.set_num_threads(threads)
+    return found
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_two_processes_are_one(
+    ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]], key: str
+) -> None:
+    """Weights, moments, what the policy keeps, and events summed over the ranks, which every rank knows."""
+    expected = alone[key.partition(" ")[2]]
+    for rank, found in enumerate(ranks):
+        run = found[key]
+        assert run["steps"] == STEPS
+        for name, value in expected["weights"].items():
+            assert_same(run["weights"][name], value, f"{name} on rank {rank}")
+        assert set(run["kept"]) == set(expected["kept"])
+        for name, value in expected["kept"].items():
+            assert_same(run["kept"][name], value, f"{name} on rank {rank}")
+        assert run["events"] == expected["events"]
+
+
+def test_runs_differ(alone: dict[str, dict[str, Any]]) -> None:
+    """Every policy and grid leaves other weights, with something frozen and something moved."""
+    firsts = [run["weights"]["first.weight"] for run in alone.values()]
+    same = [(i, j) for i in range(len(firsts)) for j in range(i) if torch.equal(firsts[i], firsts[j])]
+    assert same == []
+    for grid in GRIDS:
+        rows = [line.split() for line in alone[f"{grid} rne"]["events"][-1]]
+        assert [row[0] for row in rows] == ["first.weight", "second.weight", "last.weight"]
+        assert 0 < sum(int(row[2]) for row in rows) < sum(int(row[1]) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        (
+            "step",
+            "parameter 'first.weight': grid int8 takes its step from the whole tensor",
+        ),
+        ("packed", "parameter 'first.weight': storage='packed' is for whole tensors"),
+        ("tiles", "parameter 'first.weight': policy 'tile-master' is for whole tensors"),
+        ("columns", "parameter 'weight': placement"),
+        ("file", "use torch.distributed.checkpoint"),
+    ],
+)
+def test_what_shards_do_not_do(ranks: list[dict[str, Any]], what: str, says: str) -> None:
+    """Refused when the write-back is made, on every rank."""
+    for found in ranks:
+        assert says in found["refusals"][what]
