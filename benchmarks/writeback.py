@@ -146,8 +146,8 @@ def main() -> None:
         row["bytes_per_parameter"] = kept(params, optimizer)
     base = rows[0]["seconds"]
     lines = [
-        f"AdamW on {SIDE * SIDE * COUNT:,} parameters, milliseconds a step (median), and measured bytes a parameter "
-        "between steps (weights, moments, what a policy keeps; no gradients).",
+        f"AdamW on {SIDE * SIDE * COUNT:,} parameters, milliseconds a step (median), and measured bytes a "
+        "parameter between steps (weights, moments, what a policy keeps; no gradients).",
         "",
         "| contestant | ms | x fused fp32 | bytes |",
         "|---|--:|--:|--:|",

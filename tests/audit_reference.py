@@ -125,7 +125,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-# ---- brute force ----------------------------------------------------------------------------------------
+# ---- brute force -----------------------------------------------------------------------------------------
 
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
 PER_GRID = (*COUNTS, "phase", "expected")
@@ -203,7 +203,9 @@ class Brute:
         for key, expected in self.per_grid.items():
             assert {c: seen[key][c] for c in expected} == expected, key
         names = {t["id"]: t["name"] for t in trace.tensors}
-        shared = {(r["step"], names[r["tensor"]]): r for r in trace.scan("tensors").collect().iter_rows(named=True)}
+        shared = {
+            (r["step"], names[r["tensor"]]): r for r in trace.scan("tensors").collect().iter_rows(named=True)
+        }
         assert shared.keys() == self.shared.keys()
         for place, expected in self.shared.items():
             assert {c: shared[place][c] for c in SHARED} == expected, place

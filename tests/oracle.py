@@ -122,10 +122,9 @@ class Case:
 
     def within(self, dtype: torch.dtype) -> Case | None:
         """The case in a container, or None if it does not fit, or its values under the step do not."""
-        try:
-            g = self.grid.within(dtype)
-        except hu.UsageError:
+        if not fits(self.grid, dtype):
             return None
+        g = self.grid.within(dtype)
         if g.mantissa == 0 and g.emin != (-1022 if dtype == torch.float64 else -126):
             return None  # kernels round m0 only with the exponents of float64 or float32
         step = self.step
@@ -151,6 +150,15 @@ class Case:
         steps = self.steps(x.shape)
         with np.errstate(invalid="ignore"):  # NumPy warns when it converts a signalling NaN
             return reference.round(x, self.grid, step=None if steps is None else steps.numpy())
+
+
+def fits(grid: hu.Grid | str, dtype: torch.dtype) -> bool:
+    """Whether a container can hold a grid."""
+    try:
+        hu.grid(grid).within(dtype)
+    except hu.UsageError:
+        return False
+    return True
 
 
 def _cases() -> list[Case]:

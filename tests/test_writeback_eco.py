@@ -17,6 +17,12 @@ import halfulp as hu
 ULP = 2.0**-24  # a float32 operation's relative error
 
 
+@pytest.fixture(autouse=True)
+def one_thread(threads: None) -> None:
+    """Small tensors: two threads would only wait for each other."""
+    torch.set_num_threads(1)
+
+
 def single(w: Any) -> torch.nn.Linear:
     w = torch.as_tensor(w, dtype=torch.float32)
     model = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)

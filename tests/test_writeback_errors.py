@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,13 @@ def test_weights_on_the_grid_need_no_projection() -> None:
     before = values(model)
     written_back(model, project="none")
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("call", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copying_one(call: Callable[[Any], Any]) -> None:
+    """torch would copy moments and groups only, and the copy would write nothing back."""
+    with pytest.raises(hu.UsageError, match="not copied or pickled"):
+        call(written_back(Tied()))
 
 
 # ---- gradients that are not finite ----------------------------------------------------------------

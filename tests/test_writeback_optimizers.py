@@ -216,6 +216,26 @@ def test_schedulers(name: str) -> None:
         assert_same(weights[3][key], weights[2][key], key)
 
 
+@pytest.mark.parametrize("storage", ["container", "packed"])
+def test_a_scheduler_of_the_wrapped_optimizer(storage: str) -> None:
+    """Made before the write-back, it works on; and a rate set by hand in either place counts."""
+    model = Tied()
+    base = adamw(model)
+    schedule = lr_scheduler.ExponentialLR(base, 0.5)
+    opt = hu.WriteBack(base, GRID, "sr", model=model, storage=storage)
+    used = []
+    base.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
+    for step in range(3):
+        train(model, opt, 1, start=step)
+        schedule.step()
+    opt.param_groups[0]["lr"] = 7.0
+    assert opt.state_dict()["param_groups"][0]["lr"] == base.param_groups[0]["lr"] == 7.0
+    base.param_groups[0]["lr"] = 8.0
+    train(model, opt, 1, start=3)
+    assert sorted(set(used)) == [1e-2 / 4, 1e-2 / 2, 1e-2, 8.0]
+    assert opt.param_groups[0]["lr"] == 8.0
+
+
 def test_a_rate_that_is_a_tensor() -> None:
     """As for compiled loops: torch takes it, the decay share is a number, the state is whole."""
     model, plain = Tied(), Tied()

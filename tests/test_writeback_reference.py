@@ -32,6 +32,12 @@ POLICIES = {
 COUNTS = ("frozen", "zero_proposal", "endpoint", "nonfinite", "never_moved")
 
 
+@pytest.fixture(autouse=True)
+def one_thread(threads: None) -> None:
+    """Small tensors: two threads would only wait for each other."""
+    torch.set_num_threads(1)
+
+
 def linear(w: np.ndarray) -> torch.nn.Linear:
     model = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
     with torch.no_grad():

@@ -436,9 +436,10 @@ def test_scratch_by_request() -> None:
         (torch.float32, "native", "bf16", "sr", "'embedding.weight'.*bfloat16 or float16"),
         (torch.bfloat16, "native", "m10", "sr", "'embedding.weight'.*m10 does not fit bfloat16"),
         (torch.bfloat16, "native", "fp16", "sr", "'embedding.weight'.*fp16 does not fit bfloat16"),
-        (torch.bfloat16, "native", "int8", "sr", "'embedding.weight'.*cannot hold the values of grid int8"),
+        (torch.bfloat16, "native", "int8", "sr", "'embedding.weight': grid int8 does not fit bfloat16"),
+        (torch.float16, "native", "int2", "sr", "'embedding.weight'.*cannot hold the values of grid int2"),
         (torch.float16, "native", "mxfp4", "sr", "'embedding.weight'.*cannot hold the values of grid mxfp4"),
-        (torch.bfloat16, "packed", "int8", "sr", "'embedding.weight'.*cannot hold the values of grid int8"),
+        (torch.float16, "packed", "int2", "sr", "'embedding.weight'.*cannot hold the values of grid int2"),
         (torch.float32, "packed", "m10", "sr", "'embedding.weight'.*19 bits: nothing to pack"),
         (
             torch.bfloat16,

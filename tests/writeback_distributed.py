@@ -95,7 +95,7 @@ def outcome(model: torch.nn.Module, opt: hu.WriteBack, events: list[Any]) -> dic
         for n, v in e.items()
         if not n.endswith("moved")
     }
-    weights = {n.removeprefix("module."): whole(p.detach()).clone() for n, p in model.named_parameters()}
+    weights = {n.removeprefix("module."): whole(v.detach()).clone() for n, v in model.state_dict().items()}
     return {"weights": weights, "kept": kept, "events": events, "steps": opt.steps}
 
 
@@ -105,9 +105,9 @@ def single(grid: str, policy: str) -> dict[str, Any]:
     return outcome(model, opt, steps(model, opt, 0, STEPS))
 
 
-def ddp(grid: str, policy: str) -> dict[str, Any]:
+def ddp(grid: str, policy: str, **options: Any) -> dict[str, Any]:
     model = DistributedDataParallel(Uneven())
-    opt = hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2)
+    opt = hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2, **options)
     return outcome(model, opt, steps(model, opt, 0, STEPS))
 
 
@@ -183,6 +183,7 @@ def main(rank: int, world: int, folder: Path) -> None:
         if grid == "e4m3@128":
             found[f"ddp {grid} {policy}"] = ddp(grid, policy)
             found[f"resumed {grid} {policy}"] = resumed(grid, policy, folder)
+    found["packed e4m3@128 sr"] = ddp("e4m3@128", "sr", storage="packed")
     found["refusals"] = refusals(folder)
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -119,8 +119,8 @@ def audit(
     if recorder.writes and (folder / "manifest.json").exists():
         console.rule("halfulp")
         for line in verdict.lines(Trace.open(folder)):
-            console.print(line, highlight=False, markup=False)
-        console.print(f"\nThe trace is in {folder}.", highlight=False, markup=False)
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"\nThe trace is in {folder}.", highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -145,7 +145,7 @@ def compare(
     from halfulp.trace import Trace
 
     for line in compare_traces(Trace.open(reference), Trace.open(measured), grid or None, scope, warmup):
-        Console().print(line, highlight=False, markup=False)
+        Console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

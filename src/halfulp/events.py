@@ -22,6 +22,7 @@ from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
 from halfulp.kernels import reference
+from halfulp.kernels.plan import checked, same_shape
 
 Array = npt.NDArray[Any]
 GridLike = Grid | str | torch.dtype
@@ -42,12 +43,20 @@ def frozen(q: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
     >>> frozen(q, torch.tensor([0.06, 0.07, -0.04, 0.0]), "e4m3")
     tensor([ True, False, False,  True])
     """
-    z = q.detach() + d.detach()
+    z = _sum(q, d)
     return (written(q, z, grid) == q) & torch.isfinite(z)
+
+
+def _sum(q: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """q + d in the container's arithmetic."""
+    q, d = checked(q, "q"), checked(d, "d")
+    same_shape(q=q, d=d)
+    return (q + d).to(q.dtype)
 
 
 def symmetric_frozen(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
     """The symmetric-spacing approximation: |d| < u(w) / 2, with the spacing above |w| on both sides."""
+    same_shape(w=checked(w, "w"), d=checked(d, "d"))
     g, x, step = _numpy(w, grid)
     unit = reference._unit_at(x.reshape(-1), g, step, x.shape).reshape(x.shape)
     small = np.abs(d.detach().double().cpu().numpy()) < unit / 2
@@ -106,7 +115,7 @@ def margin(q: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
     g = named(grid)
     if g.scaling is not None and g.scaling.moves:
         raise UsageError(f"the cells of grid {g.name} move with the data: a margin has no meaning there.")
-    z = q.detach() + d.detach()
+    z = _sum(q, d)
     landed = kernels.round(z, g)
     resolved, at, step = _numpy(landed, g)
     below, above = _neighbours(at, resolved, step)
@@ -121,6 +130,7 @@ def _numpy(
     x: torch.Tensor, grid: GridLike, step: torch.Tensor | None = None
 ) -> tuple[Grid, Array, Array | None]:
     """The grid resolved for x, x as float64, and the steps that apply."""
+    x = checked(x, "x")
     g = named(grid).within(x.dtype)
     if g.scaling is not None:
         step = kernels.steps(x, g) if step is None else step

@@ -176,6 +176,11 @@ class Grid:
             return replace(self, emin=box.emin, largest=top)
         assert self.largest is not None
         if self.scaling is not None:
+            if self.integer and self.scaling.moves and box.mantissa + 1 - self._needed_bits < 8:
+                raise UsageError(
+                    f"grid {self.name} does not fit {box.name}: code times step must be exact, which leaves "
+                    f"{box.mantissa + 1 - self._needed_bits} bits for the step, too few. Use float32."
+                )
             if self.mantissa > box.mantissa:
                 raise UsageError(f"grid {self.name} does not fit {box.name}: too few mantissa bits.")
             return self

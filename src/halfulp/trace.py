@@ -231,6 +231,7 @@ class Trace:
 
     def table(self) -> pl.DataFrame:
         """One row a step, tensor and grid: names, counts and fractions."""
+        counted = self.scan()
         tensors = pl.DataFrame(self.manifest["tensors"]).select(
             pl.col("id").alias("tensor"), pl.col("name"), pl.col("group"), pl.col("recorded").alias("numel")
         )
@@ -240,8 +241,7 @@ class Trace:
             for c in ("frozen", "symmetric", "never_moved")
         ]
         return (
-            self.scan()
-            .join(tensors.lazy().with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
+            counted.join(tensors.lazy().with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
             .join(grids.lazy().with_columns(pl.col("grid").cast(pl.Int16)), on="grid")
             .with_columns(counts)
             .drop("tensor", "grid")
@@ -289,9 +289,10 @@ class Trace:
         ids = [t["id"] for t in self.tensors if chosen(t)]
         if not ids:
             groups = sorted({t["group"] for t in self.tensors})
+            example = f", such as {self.tensors[0]['name']!r}" if self.tensors else ""
             raise UsageError(
                 f"nothing in scope {scope!r}. Scopes: all, all-2d, core (attention and mlp), the groups "
-                f"{', '.join(groups)}, or a tensor's name such as {self.tensors[0]['name']!r}."
+                f"{', '.join(groups) or '(none yet)'}, or a tensor's name{example}."
             )
         return ids
 
@@ -403,7 +404,9 @@ def _verify(part: Path, *, newest: bool) -> None:
     needed = {f"{t}.parquet" for t in TABLES} | (names.keys() & {KEPT}) | ({STATE} if newest else set())
     for name in sorted(needed):
         file = part / name
-        if name not in names or not file.is_file():
+        if name not in names:
+            raise CorruptionError(f"{part / 'digests.json'} has no digest of {name}.")
+        if not file.is_file():
             raise CorruptionError(f"{file} is missing.")
         if digest(file) != names[name]:
             raise TamperingError(

@@ -256,7 +256,8 @@ class Audit:
             return
         if optimizer not in self._seen:
             self._seen.append(optimizer)
-        found = name_parameters(optimizer, self.models, search=not self.models)
+        known = {p: w.name for p, w in self.watched.items()}
+        found = name_parameters(optimizer, self.models, search=not self.models, known=known)
         chosen = [
             p for p in new if p.is_floating_point() and (self.params is None or self.params(found[p][0], p))
         ]
@@ -264,7 +265,7 @@ class Audit:
             self._drop_unfit(chosen)
         for p in chosen:
             name, module = found[p]
-            self.watched[p] = self._new(self._unused(name), p, module, optimizer)
+            self.watched[p] = self._new(name, p, module, optimizer)
         if not self.watched:
             return
         if any(w.tensor.device.type == "cuda" for w in self.watched.values()):
@@ -280,9 +281,9 @@ class Audit:
             )
         if self._writer is not None:
             manifest = self._writer.manifest
-            known = {t["id"]: t for t in manifest["tensors"]}
-            known.update({w.id: w.inventory() for w in self.watched.values()})
-            manifest["tensors"] = [known[i] for i in sorted(known)]
+            inventory = {t["id"]: t for t in manifest["tensors"]}
+            inventory.update({w.id: w.inventory() for w in self.watched.values()})
+            manifest["tensors"] = [inventory[i] for i in sorted(inventory)]
             manifest["grids"] = [g.name for g in self.grids]
             manifest["optimizers"] = [_described(o) for o in self._seen]
             manifest["options"].update(never_moved=self.never_moved, expected_never_moved=bool(self.expected))
@@ -298,13 +299,6 @@ class Audit:
                 f"halfulp: {left} left out: finer than what the optimizer sees ({dtypes}).", file=sys.stderr
             )
             self.grids = fit
-
-    def _unused(self, name: str) -> str:
-        taken = {w.name for w in self.watched.values()}
-        unique, n = name, 2
-        while unique in taken:
-            unique, n = f"{name}#{n}", n + 1
-        return unique
 
     def _new(
         self, name: str, p: torch.Tensor, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer
@@ -353,8 +347,9 @@ class Audit:
             seen.append(w)
             self._score(w, after)
             if self.keep and self._writer is not None:
-                self._kept.setdefault(f"{w.id}.before", []).append(w.before.clone())
-                self._kept.setdefault(f"{w.id}.after", []).append(after.clone())
+                for what, value in (("before", w.before), ("after", after)):
+                    copy = value.clone(memory_format=torch.contiguous_format)
+                    self._kept.setdefault(f"{w.id}.{what}", []).append(copy)
         if not seen:
             return
         totals = _reduced(seen, found)

@@ -24,6 +24,7 @@ from halfulp.kernels.codes import decode, encode
 from halfulp.kernels.plan import (
     GRAIN_ELEMENTS,
     Plan,
+    as_floats,
     blank_stats,
     checked,
     combine,
@@ -40,6 +41,7 @@ from halfulp.kernels.plan import (
     spans_of,
     steps_of,
     wanted,
+    writable,
 )  # fmt: skip
 from halfulp.kernels.pool import run
 from halfulp.kernels.reference import AUDIT_COUNTS, MODES, SCORES, SHARED_COUNTS, TILE, WRITE_COUNTS, tiles_of
@@ -113,6 +115,7 @@ def round(
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     same_shape(x=x, out=out)
+    writable(out, x)
     shape = tuple(x.shape)
     key = key_of(stochastic, mode, x.numel())
     given = given_steps(step, plan, shape)
@@ -156,6 +159,7 @@ def audit(
     """
     w, d = checked(w, "w"), checked(d, "d")
     same_shape(w=w, d=d)
+    proposals(d, w, "d")
     plans = [plan_for(g, w.dtype) for g in grids]
     _check_followed(w, len(plans), moved, stay)
     work = _params.working(container(w.dtype).name)
@@ -231,13 +235,9 @@ def _steps_of_step(
 
     now = gathered(False, np.ones(1), d, after)
     if s.from_old:  # the steps of Q(w) itself
-        still = np.where(np.isfinite(_as_floats(d)), 0, np.nan).astype(plan.work)
+        still = np.where(np.isfinite(as_floats(d)), 0, np.nan).astype(plan.work)
         return now, gathered(True, now, still, False)
     return now, gathered(True, now, d, after)
-
-
-def _as_floats(x: Array) -> Array:
-    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x
 
 
 def _audit_moving(
@@ -286,6 +286,7 @@ def write_back(
     same_shape(q=q, z=z, out=out)
     if z.dtype != q.dtype or out.dtype != q.dtype:
         raise UsageError(f"q, z and out must have one dtype, not {q.dtype}, {z.dtype} and {out.dtype}.")
+    writable(out, q)
     if mode not in MODES:
         raise UsageError(f"unknown write-back mode {mode!r}: expected one of {', '.join(MODES)}.")
     plan, shape, code = plan_for(grid, q.dtype), tuple(q.shape), MODES[mode]
@@ -352,6 +353,8 @@ def score(
     """
     w, g, u = checked(w, "w"), checked(g, "g"), checked(u, "u")
     same_shape(w=w, g=g, u=u)
+    proposals(g, w, "g")
+    proposals(u, w, "u")
     plan = plan_for(grid, w.dtype)
     if on_gpu(w):
         from halfulp.kernels import gpu

@@ -13,7 +13,16 @@ import torch
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.kernels import reference
-from halfulp.kernels.plan import Plan, checked, flat_of, given_steps, plan_for, same_shape, steps_of
+from halfulp.kernels.plan import (
+    Plan,
+    as_floats,
+    checked,
+    flat_of,
+    given_steps,
+    plan_for,
+    same_shape,
+    steps_of,
+)
 from halfulp.kernels.pool import run
 from halfulp.kernels.reference import tiles_of
 
@@ -43,7 +52,7 @@ def encode(
             x.cpu(), plan.grid, step=None if plan.grid.scaling is None else torch.from_numpy(s)
         )
         each = _expand(s, plan, shape)
-        flat = flat_of(rounded.double().reshape(-1) / torch.from_numpy(each))
+        flat = as_floats(flat_of(rounded)).astype(np.float64) / each
         plan = Plan(replace(plan.grid, scaling=None), "float64", False, plan.floats, plan.ints)
     dtype = torch.uint8 if plan.grid.bits <= 8 else torch.int32
     if out is not None:
@@ -89,6 +98,9 @@ def decode(
     """Values of codes, in a container; codes outside the grid are refused."""
     from halfulp.kernels import cpu
 
+    if not isinstance(codes, torch.Tensor):
+        raise UsageError(f"codes must be a tensor, not {type(codes).__name__}.")
+    with_values(codes, "codes")
     plan = plan_for(grid, dtype)
     shape = tuple(codes.shape)
     g = plan.grid if plan.grid.scaling is None else replace(plan.grid, scaling=None)

@@ -412,8 +412,8 @@ def stay_bits(q: Any, z: Any, stay: Any, cut: Any, odd: Any, keep: Any, top: Any
         high = float_like(v, (a & keep) + gap)
         part = (float_like(v, a) - low) / (high - low) if a != a & keep else one - one
         at = -q[i] if v < 0 else q[i]
-        here = one - part if at == low else one - one
-        stay[i] = stay[i] * (part if at == high else here)
+        here = part if at == high else one - one
+        stay[i] = stay[i] * (one - part if at == low else here)
 
 
 # ---- one tile: write-back ---------------------------------------------------------------------

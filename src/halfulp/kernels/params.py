@@ -69,8 +69,8 @@ def params(grid: Grid, work: str) -> Params:
             kind = BITS
         elif work == "float64":
             raise UsageError(
-                f"grid {grid.name} cannot be rounded in float64: its range is too wide, or it has no mantissa "
-                "bits and not the container's exponents."
+                f"grid {grid.name} cannot be rounded in float64: its range is too wide, or it has no "
+                "mantissa bits and not the container's exponents."
             )
     real: Any = np.float32 if work == "float32" else np.float64
     whole: Any = np.int32 if work == "float32" else np.int64

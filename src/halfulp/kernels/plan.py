@@ -37,9 +37,31 @@ def checked(x: torch.Tensor, what: str) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise UsageError(f"{what} must be a tensor, not {type(x).__name__}.")
     container(x.dtype)
+    with_values(x, what)
+    return x.detach()
+
+
+def with_values(x: torch.Tensor, what: str) -> None:
     if x.device.type == "meta":
         raise UsageError(f"{what} is on the meta device: it has no values to work on.")
-    return x.detach()
+    if x.layout != torch.strided:
+        raise UsageError(f"{what} is {x.layout}: expected a dense tensor. Use x.to_dense().")
+
+
+def writable(out: torch.Tensor, like: torch.Tensor, what: str = "out") -> None:
+    """Refuse a destination that cannot hold the result."""
+    with_values(out, what)
+    if out.dtype != like.dtype:
+        raise UsageError(f"{what} must have the dtype of the values, {like.dtype}, not {out.dtype}.")
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise UsageError(f"{what} is expanded: several of its elements share one place in memory.")
+
+
+def proposals(d: torch.Tensor, w: torch.Tensor, what: str) -> None:
+    """Refuse proposals that the container's arithmetic cannot take: of w's dtype, or float32 for 16 bits."""
+    narrow = w.dtype in (torch.bfloat16, torch.float16)
+    if d.dtype != w.dtype and not (narrow and d.dtype == torch.float32):
+        raise UsageError(f"{what} must have the dtype of the weights, {w.dtype}, not {d.dtype}.")
 
 
 def same_shape(**tensors: torch.Tensor) -> None:
@@ -59,6 +81,11 @@ def flat_of(x: torch.Tensor) -> Array:
     if x.dtype == torch.bfloat16:
         return np.asarray(x.view(torch.int16).numpy().view(np.uint16))
     return np.asarray(x.float().numpy() if x.dtype == torch.float16 else x.numpy())
+
+
+def as_floats(x: Array) -> Array:
+    """A flat array as floats: bfloat16 patterns become float32."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x
 
 
 def deliver(result: Array, out: torch.Tensor) -> torch.Tensor:

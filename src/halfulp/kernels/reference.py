@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from halfulp.errors import UsageError
-from halfulp.grids import Grid, Scaling, container
+from halfulp.grids import Container, Grid, Scaling, container
 from halfulp.streams import Stream
 
 Array = npt.NDArray[Any]
@@ -151,7 +151,7 @@ def steps_from(stats: Array, grid: Grid, dtype: Any) -> Array:
         exponent = np.where(biggest > 0, exponent, -127)
         return np.asarray(np.ldexp(1.0, exponent))
     if s.rule == "nv":
-        return _nv_steps(biggest, top)
+        return _nv_steps(biggest, grid, container(dtype))
     if s.rule == "absmax":
         step = biggest / top
     elif s.rule == "absmean":
@@ -162,24 +162,41 @@ def steps_from(stats: Array, grid: Grid, dtype: Any) -> Array:
 
 
 def _short(step: Array, grid: Grid, dtype: Any) -> Array:
-    """The step rounded (nearest even) to so few bits that element * step is exact in the container."""
-    bits = min(container(dtype).mantissa + 1, 24) - grid._needed_bits
-    fraction, exponent = np.frexp(step)
-    return np.asarray(np.ldexp(np.rint(np.ldexp(fraction, bits)), exponent - bits))
+    """The step rounded (nearest even) to so few bits that element * step is exact in the container.
+
+    Where the container's smallest number leaves fewer bits than that, it is rounded down instead, to at least
+    one: then the largest magnitude still gets the largest code, and rounding twice is rounding once.
+    """
+    box = container(dtype)
+    bits = min(box.mantissa + 1, 24) - grid._needed_bits
+    exponent = np.frexp(step)[1] - bits
+    unit = np.maximum(exponent, box.emin - box.mantissa)
+    scaled = np.ldexp(step, -unit)
+    whole = np.where(exponent == unit, np.rint(scaled), np.maximum(np.floor(scaled), 1.0))
+    return np.asarray(np.ldexp(whole, unit))
 
 
-def _nv_steps(biggest: Array, top: float) -> Array:
+def _nv_steps(biggest: Array, grid: Grid, box: Container) -> Array:
     """e4m3 block scales under a power-of-two tensor scale that lets the largest block just fit."""
     from halfulp.grids import grid as named
 
     e4m3 = named("e4m3")
-    assert e4m3.largest is not None
+    assert e4m3.largest is not None and grid.largest is not None
+    top = grid.largest
     peak = float(np.max(biggest, initial=0.0))
     if peak == 0.0:
         return np.ones(len(biggest))
     scale = math.ldexp(1.0, math.frexp(e4m3.largest * top / peak)[1] - 1)
-    blocks = round_elements(biggest * scale / top, e4m3)
-    return np.where(blocks > 0, blocks, e4m3.quantum) / scale
+    # Two choices make rounding twice rounding once. The tensor scale is the one that the *rounded* largest
+    # block asks for; and a subnormal block scale is rounded down, to at least one quantum, so that the
+    # largest magnitude of a block gets the largest code, as it does with a normal scale.
+    if float(round_elements(np.array(peak * scale / top), e4m3)) <= e4m3.largest / 2:
+        scale *= 2.0
+    finest = math.ldexp(1.0, box.emin - box.mantissa)  # the container must hold every element * step
+    scale = min(scale, e4m3.quantum * grid.quantum / finest)
+    wanted = biggest * scale / top
+    small = np.maximum(np.floor(wanted / e4m3.quantum), 1.0) * e4m3.quantum
+    return np.where(wanted >= e4m3.smallest_normal, round_elements(wanted, e4m3), small) / scale
 
 
 def steps(x: Array, grid: Grid) -> Array:

@@ -7,6 +7,8 @@ start at zero vectorise, so every tile function takes slices.
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,34 @@ from numba.extending import intrinsic
 from halfulp.streams import PARITY
 
 JIT: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "cache": True}
-kernel = njit(**JIT)
-inline = njit(**JIT, inline="always")
+
+
+def _sources() -> str:
+    """A digest of every file that the compiled code is made from."""
+    here = Path(__file__).parent
+    files = sorted([*here.glob("*.py"), here.parent / "streams.py", here.parent / "grids.py"])
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+SOURCES = _sources()
+
+
+def _compiled(function: Any, **options: Any) -> Any:
+    """njit, with a cache that forgets when any of the sources changes. numba itself looks only at the file
+    of the function, not at those whose functions and constants are compiled into it."""
+    made = njit(**JIT, **options)(function)
+    made._cache._cache_file._source_stamp = SOURCES
+    return made
+
+
+def kernel(function: Any) -> Any:
+    """A compiled function."""
+    return _compiled(function)
+
+
+def inline(function: Any) -> Any:
+    """A compiled function that is always inlined."""
+    return _compiled(function, inline="always")
 
 
 @intrinsic

@@ -106,6 +106,7 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
     for mine, loaded, kept_here in zip(wb.param_groups, wb.optimizer.param_groups, own, strict=True):
         loaded.update(kept_here)
         mine.update({k: v for k, v in loaded.items() if k != "params"})
+    wb._pass_on_groups()
     wb.steps = theirs["step"]
     for slot, tensors in taken:
         _take(slot, tensors)

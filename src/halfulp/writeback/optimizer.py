@@ -160,6 +160,7 @@ class WriteBack(torch.optim.Optimizer):
         )
         if storage == "container":
             self._groups = None
+        self._passed_on = [{k: v for k, v in g.items() if k != "params"} for g in self._groups or []]
         self._adopt(planned)
 
     @property
@@ -329,7 +330,7 @@ class WriteBack(torch.optim.Optimizer):
             self.optimizer.add_param_group(param_group)
             self._adopt(self._plan(self.param_groups[known:], known))
         except BaseException:
-            del self.param_groups[known:], self.optimizer.param_groups[known:]
+            del self.param_groups[known:], self.optimizer.param_groups[known:], self._passed_on[known:]
             raise
 
     # ---- stepping -------------------------------------------------------------------------------
@@ -358,9 +359,20 @@ class WriteBack(torch.optim.Optimizer):
         return loss
 
     def _pass_on_groups(self) -> None:
-        """Tell the wrapped optimizer what schedulers and users changed in the groups."""
-        for mine, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            theirs.update({k: v for k, v in mine.items() if k != "params"})
+        """Where there are two sets of groups: what schedulers and users changed in either, in both."""
+        if self._groups is None:
+            return
+        self._passed_on += [{} for _ in self._groups[len(self._passed_on) :]]
+        for mine, theirs, last in zip(
+            self._groups, self.optimizer.param_groups, self._passed_on, strict=True
+        ):
+            for key in (k for k in {**theirs, **mine} if k != "params"):
+                untouched = key not in mine or (key in last and mine[key] is last[key])
+                if untouched and key in theirs:
+                    mine[key] = theirs[key]
+                else:
+                    theirs[key] = mine[key]
+            last.update({k: v for k, v in mine.items() if k != "params"})
 
     def _shadow_rounds(self, active: list[Slot], closure: Any, loss: Any) -> Any:
         """Give the wrapped optimizer float32 stand-ins: all at once, or one tensor at a time."""
@@ -536,6 +548,9 @@ class WriteBack(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a saved state; a different grid, policy, model, seed or version is refused."""
         checkpoint.load_state_dict(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError("a WriteBack is not copied or pickled: save its state_dict(), and make a new one.")
 
     def __repr__(self) -> str:
         grids = ", ".join(sorted({f"{s.policy.name} on {s.grid.name}" for s in self.slots}))

@@ -1,0 +1,56 @@
+"""The summary of a step as named numbers for a dashboard."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+LONGEST = 120
+
+
+class Scalars:
+    """Turns what a listener is called with into tags and values.
+
+    ``halfulp/frozen/GRID`` and ``halfulp/never_moved/GRID`` (shares of all weights), ``halfulp/update_ratio``,
+    and ``halfulp/tensor/NAME/GRID`` for up to ``worst`` tensors a grid: those that lose the majority of their
+    updates, the worst first. A tensor that is shown once is shown from then on.
+    """
+
+    def __init__(self, worst: int = 8) -> None:
+        self.worst = worst
+        self._shown: dict[str, list[str]] = {}
+
+    def of(self, summary: dict[str, Any]) -> dict[str, float]:
+        """Tags and values of one step."""
+        out = {f"halfulp/frozen/{tag(g)}": share for g, share in summary["frozen"].items()}
+        out |= {f"halfulp/never_moved/{tag(g)}": share for g, share in summary["never_moved"].items()}
+        out["halfulp/update_ratio"] = summary["update_ratio"]
+        tensors = summary["tensors"]
+        for grid in summary["frozen"]:
+            shown = self._shown.setdefault(grid, [])
+            lost = sorted(
+                (n for n in tensors if tensors[n][grid] >= 0.5), key=lambda n: (-tensors[n][grid], n)
+            )
+            new = [n for n in lost if n not in shown]
+            shown += new[: max(self.worst - len(shown), 0)]
+            for name in shown:
+                if name in tensors:
+                    out[f"halfulp/tensor/{tag(name)}/{tag(grid)}"] = tensors[name][grid]
+        return out
+
+
+def tag(name: str) -> str:
+    """A name as a part of a tag: letters, digits and ``_ . @ # -``, not too long; what had to change is hashed.
+
+    >>> tag("transformer.h.0.attn.weight"), tag("int8/row")
+    ('transformer.h.0.attn.weight', 'int8-row')
+    >>> tag("a\\nb")
+    'a_b-a5f1d6b2'
+    """
+    plain = name.replace("/", "-") if re.fullmatch(r"[a-z0-9_@]+(/[a-z0-9]+)*", name) else name
+    safe = re.sub(r"[^A-Za-z0-9_.@#-]", "_", plain)
+    if safe == plain and 0 < len(safe) <= LONGEST:
+        return safe
+    mark = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{safe[:LONGEST]}-{mark}"

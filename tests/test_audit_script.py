@@ -1,0 +1,447 @@
+"""``halfulp audit`` on scripts that know nothing of it, and ``halfulp compare`` on what it leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp import cli
+
+TRAIN = """
+    import sys
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+"""
+
+Halfulp = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def halfulp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Halfulp:
+    """The command line in a folder of its own: exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["halfulp", *map(str, args)])
+        before = list(sys.path)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert sys.path == before
+        assert torch.Tensor.backward.__module__ == "torch._tensor"  # nothing stays behind
+        out, err = capfd.readouterr()
+        code = stopped.value.code
+        return (0 if code is None else int(code)), out, err
+
+    return call
+
+
+def script(text: str, name: str = "train.py") -> Path:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(hu.__file__).parent.parent), "COLUMNS": "200", **more}
+
+
+# ---- the script's side -----------------------------------------------------------------------------------
+
+
+def test_a_script_prints_what_it_always_prints(halfulp: Halfulp) -> None:
+    """Its output is its own, to the last digit; the verdict goes to stderr; the losses are in the trace."""
+    path = script(TRAIN)
+    plain = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env=environment(),
+    )
+    code, out, err = halfulp("audit", path)
+    assert code == 0
+    assert out == plain.stdout
+    trace = hu.Trace.open("runs/train")
+    run = trace.scan("run").collect()
+    assert [f"{s} {x}" for s, x in run.iter_rows()] == out.splitlines()
+    assert [t["name"] for t in trace.tensors] == [
+        "0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias",
+    ]  # fmt: skip
+    assert [t["group"] for t in trace.tensors] == ["other", "other", "norm", "norm", "other", "other"]
+    assert trace.grids == ["bf16", "fp16", "e5m2", "e4m3@128"]
+    assert trace.manifest["run"] == {"script": "train.py", "arguments": []}
+    assert "8 steps audited (to step 8), 6 tensors, 451 weights; the optimizer sees float32." in err
+    assert "1.weight (norm): 100.0% of its updates lost, 100% never moved" in err
+    assert "The trace is in runs/train." in err
+
+
+def test_the_script_is_main_and_gets_its_own_arguments(halfulp: Halfulp) -> None:
+    """Options after the script are the script's, even those that halfulp has too."""
+    path = script(
+        """
+        import sys
+        from pathlib import Path
+        from beside import VALUE
+
+        assert __name__ == "__main__"
+        assert Path(__file__).name == "train.py" and sys.argv[0] == __file__
+        assert sys.modules["__main__"].__file__ == __file__
+        assert Path(sys.path[0]) == Path(__file__).resolve().parent
+        print(VALUE, sys.argv[1:])
+        import torch
+        p = torch.nn.Parameter(torch.ones(2, 2))
+        o = torch.optim.SGD([p], lr=1e-3)
+        p.sum().backward()
+        o.step()
+        """,
+        "somewhere/train.py",
+    )
+    script("VALUE = 41", "somewhere/beside.py")
+    args = ["--out", "x", "--grids=none", "-h", "--help", "--", "--resume", "", "a b"]
+    code, out, _ = halfulp("audit", "--grids", "e5m2, bf16", "--out", "mine", path, *args)
+    assert code == 0
+    assert out.strip() == f"41 {args}"
+    trace = hu.Trace.open("mine")
+    assert trace.grids == ["e5m2", "bf16"]
+    assert trace.manifest["run"] == {"script": "train.py", "arguments": args}
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('no data left')", 1, "no data left\n"),
+        ("raise KeyboardInterrupt", 130, "interrupted; the trace keeps what was recorded"),
+    ],
+)
+def test_the_exit_code_is_the_scripts(halfulp: Halfulp, ending: str, code: int, said: str) -> None:
+    found, _, err = halfulp("audit", "--grids", "bf16", script(f"{textwrap.dedent(TRAIN)}\n{ending}"))
+    assert found == code
+    assert said in err
+    assert hu.Trace.open("runs/train").last_step == 8
+    assert "8 steps audited" in err
+
+
+def test_a_script_that_crashes(halfulp: Halfulp) -> None:
+    """Its own traceback, nothing of the runner's; what was recorded stays; exit code 1."""
+    text = TRAIN + "        if step == 5:\n            raise ValueError(f'bad batch at {step}')\n"
+    code, out, err = halfulp("audit", "--grids", "bf16", script(text))
+    assert code == 1
+    assert len(out.splitlines()) == 5
+    traceback, _, rest = err.partition("halfulp: the script failed")
+    assert traceback.startswith("Traceback (most recent call last):\n")
+    assert 'File "train.py", line 15, in <module>' in traceback
+    assert "ValueError: bad batch at 5" in traceback
+    assert "runpy" not in traceback
+    assert "halfulp" not in traceback
+    assert "5 steps audited" in rest
+    assert hu.Trace.open("runs/train").last_step == 5
+
+
+def test_a_script_that_cannot_be_compiled(halfulp: Halfulp) -> None:
+    code, _, err = halfulp("audit", script("def broken(:\n"))
+    assert code == 1
+    assert "SyntaxError" in err
+    assert 'File "train.py", line 1' in err
+    assert not Path("runs/train").exists()  # nothing was recorded
+
+
+def test_names_of_a_script_with_classes(halfulp: Halfulp) -> None:
+    """The model is an attribute of a trainer, the step is inside a method, the loop in a function."""
+    code, _, _ = halfulp(
+        "audit",
+        "--grids",
+        "bf16",
+        script(
+            """
+            import torch
+
+            class Net(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.wte = torch.nn.Embedding(7, 4)
+                    self.attn = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+                    self.norm = torch.nn.LayerNorm(4)
+                    self.lm_head = torch.nn.Linear(4, 7)
+
+                def forward(self, x):
+                    x = self.wte(x)
+                    return self.lm_head(self.norm(self.attn(x, x, x)[0]))
+
+            class Trainer:
+                def __init__(self):
+                    self.net = Net()
+                    self.opt = torch.optim.AdamW(self.net.parameters())
+
+                def update(self):
+                    self.net(torch.randint(0, 7, (2, 5))).square().mean().backward()
+                    self.opt.step()
+
+            def main():
+                Trainer().update()
+
+            if __name__ == "__main__":
+                main()
+            """
+        ),
+    )
+    assert code == 0
+    assert {t["name"]: t["group"] for t in hu.Trace.open("runs/train").tensors} == {
+        "wte.weight": "embedding",
+        "attn.in_proj_weight": "attention",
+        "attn.in_proj_bias": "attention",
+        "attn.out_proj.weight": "attention",
+        "attn.out_proj.bias": "attention",
+        "norm.weight": "norm",
+        "norm.bias": "norm",
+        "lm_head.weight": "head",
+        "lm_head.bias": "head",
+    }
+
+
+def test_the_loss_is_the_one_before_the_scaler(halfulp: Halfulp) -> None:
+    text = TRAIN.replace("loss.backward()", "scaler.scale(loss).backward()")
+    text = text.replace("optimizer.step()", "scaler.step(optimizer); scaler.update()")
+    text = text.replace(
+        "    for step", "    scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)\n    for step"
+    )
+    code, out, _ = halfulp("audit", "--grids", "bf16", script(text))
+    assert code == 0
+    run = hu.Trace.open("runs/train").scan("run").collect()
+    assert [f"{s} {x}" for s, x in run.iter_rows()] == out.splitlines()
+
+
+def test_a_bfloat16_script_needs_no_other_command(halfulp: Halfulp) -> None:
+    """Of the usual grids, what bfloat16 cannot hold is left out, and said to be; asked for, it is refused."""
+    text = TRAIN.replace("optimizer =", "model.bfloat16()\n    optimizer =")
+    text = text.replace("torch.randn(16, 8)", "torch.randn(16, 8).bfloat16()")
+    path = script(text)
+    code, out, err = halfulp("audit", path)
+    assert code == 0
+    assert len(out.splitlines()) == 8
+    assert "fp16 left out: finer than what the optimizer sees (bfloat16)" in err
+    assert "the optimizer sees bfloat16" in err
+    assert "bf16: " in err
+    assert hu.Trace.open("runs/train").grids == ["bf16", "e5m2", "e4m3@128"]
+    code, out, err = halfulp("audit", "--resume", path)
+    assert code == 0
+    assert "8 steps audited" in err
+    code, out, err = halfulp("audit", "--grids", "bf16,fp16", "--out", "other", path)
+    assert code == 2
+    assert out == ""
+    assert "halfulp: parameter '0.weight': grid fp16 does not fit bfloat16" in err
+    assert "Traceback" not in err
+    assert not Path("other").exists()
+
+
+# ---- usage -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "said"),
+    [
+        (None, [], "no script at train.py."),
+        (TRAIN, ["--grids", "bf17"], "unknown grid 'bf17'"),
+        (TRAIN, ["--grids", ","], "at least one grid"),
+        (TRAIN, ["--grids", "bf16,bf16"], "repeat"),
+        (TRAIN, ["--every", "0"], "at least 1"),
+        (TRAIN, ["--sample", "2"], "above 0 and at most 1"),
+        (TRAIN, ["--out", "taken"], "is not an empty folder"),
+        ("import torch", [], "never called an optimizer's step()"),
+        (TRAIN.replace("optimizer.step()", "pass"), [], "never called an optimizer's step()"),
+        (
+            """
+            import torch
+            p = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+            torch.optim.SGD([p], lr=0.1).step()
+            """,
+            [],
+            "have no trainable parameters",
+        ),
+    ],
+)
+def test_wrong_use(halfulp: Halfulp, text: str | None, args: list[str], said: str) -> None:
+    """One clear line, exit code 2, and no folder left behind."""
+    Path("taken").mkdir()
+    Path("taken/file").write_text("")
+    if text is not None:
+        script(text)
+    code, _, err = halfulp("audit", *args, "train.py")
+    assert code == 2
+    assert err.startswith("halfulp: ")
+    assert said in err
+    assert "Traceback" not in err
+    assert not Path("runs/train").exists()
+
+
+def test_folders_are_never_written_twice(halfulp: Halfulp) -> None:
+    path = script(TRAIN)
+    for expected in ("train", "train-2", "train-3"):
+        code, _, err = halfulp("audit", "--grids", "bf16", path)
+        assert code == 0
+        assert f"The trace is in runs/{expected}." in err
+    code, _, err = halfulp("audit", "--grids", "bf16", "--out", "runs/train", path)
+    assert code == 2
+    assert "holds a trace already" in err
+
+
+def test_options_reach_the_audit(halfulp: Halfulp) -> None:
+    code, _, _ = halfulp(
+        "audit", "--grids", "bf16", "--every", "3", "--sample", "0.5", "--decay", script(TRAIN)
+    )
+    assert code == 0
+    trace = hu.Trace.open("runs/train")
+    assert trace.steps.tolist() == [1, 4, 7]
+    assert trace.manifest["options"]["sample"] == 0.5
+    assert trace.table()["frozen_decay"].null_count() == 0
+
+
+def test_resume_after_a_crash(halfulp: Halfulp) -> None:
+    """The second run repeats the first steps without recording them; the trace is that of one run."""
+    path = script(TRAIN)
+    assert halfulp("audit", "--grids", "bf16", "--out", "whole", path)[0] == 0
+    script(TRAIN + "        if step == 5: raise ValueError('node failure')\n")
+    assert halfulp("audit", "--grids", "bf16", path)[0] == 1
+    script(TRAIN)
+    code, _, err = halfulp("audit", "--grids", "bf16", "--resume", path)
+    assert code == 0
+    assert "8 steps audited" in err
+    whole, resumed = hu.Trace.open("whole"), hu.Trace.open("runs/train")
+    assert len(resumed.parts) == 2
+    assert whole.table().equals(resumed.table())
+    assert whole.scan("run").collect().equals(resumed.scan("run").collect())
+    code, _, err = halfulp("audit", "--grids", "e5m2", "--resume", path)
+    assert code == 2
+    assert "it was recorded with grids=['bf16'], not ['e5m2']" in err
+
+
+def test_a_damaged_trace_is_exit_code_3(halfulp: Halfulp) -> None:
+    path = script(TRAIN)
+    halfulp("audit", "--grids", "bf16", path)
+    shutil.copytree("runs/train", "runs/copy")
+    table = Path("runs/copy/parts/000000/grids.parquet")
+    table.write_bytes(table.read_bytes()[:-1])
+    code, _, err = halfulp("audit", "--grids", "bf16", "--out", "runs/copy", "--resume", path)
+    assert code == 3
+    assert f"{table} is not what was written" in err
+    code, _, err = halfulp("compare", "runs/train", "runs/copy")
+    assert code == 3
+
+
+# ---- processes -------------------------------------------------------------------------------------------
+
+
+def test_a_fork_does_not_write(tmp_path: Path) -> None:
+    """A child that trains with the hooks it inherited leaves its parent's trace alone."""
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent(TRAIN)
+        + textwrap.dedent("""
+        import os, warnings
+        warnings.simplefilter("ignore")
+        child = os.fork()
+        if child == 0:
+            for _ in range(30):
+                optimizer.step()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        optimizer.step()
+        """)
+    )
+    command = [sys.executable, "-m", "halfulp.cli", "audit", "--grids", "bf16", "train.py"]
+    place = environment(OMP_NUM_THREADS="1")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=place)
+    assert done.returncode == 0, done.stderr
+    assert hu.Trace.open(tmp_path / "runs" / "train").steps.tolist() == list(range(1, 10))
+
+
+def test_two_ranks_of_a_launcher_leave_one_trace(tmp_path: Path) -> None:
+    """``torchrun --no-python halfulp audit train.py``: ranks are known before there is a process group."""
+    text = TRAIN.replace(
+        "    optimizer = ",
+        """
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = """.lstrip("\n"),
+    )
+    (tmp_path / "train.py").write_text(textwrap.dedent(text) + "\ndist.destroy_process_group()\n")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = [*launcher, "-m", "halfulp.cli", "audit", "--grids", "bf16", "--out", "trace", "train.py"]
+    place = environment(OMP_NUM_THREADS="1")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, env=place)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("8 steps audited") == 1
+    trace = hu.Trace.open(tmp_path / "trace")
+    assert trace.last_step == 8
+    assert trace.tensors[0]["name"] == "0.weight"
+
+
+# ---- compare ---------------------------------------------------------------------------------------------
+
+
+def test_compare_a_forecast_with_its_outcome(halfulp: Halfulp) -> None:
+    """The reference's projection beside the run on the grid, with the measures of the library."""
+    from halfulp.audit.outcome import compare_grid
+
+    reference = script(TRAIN, "reference.py")
+    measured = script(
+        TRAIN.replace(
+            "for step",
+            "import halfulp\n    optimizer = halfulp.WriteBack(optimizer, 'e4m3@128', 'rne', model=model, "
+            "params=lambda n, p: True)\n    for step",
+        ),
+        "measured.py",
+    )
+    for path in (reference, measured):
+        assert halfulp("audit", "--grids", "e4m3@128,bf16", path)[0] == 0
+    code, out, _ = halfulp("compare", "runs/reference", "runs/measured", "--grid", "e4m3@128")
+    assert code == 0
+    a, b = hu.Trace.open("runs/reference"), hu.Trace.open("runs/measured")
+    c = compare_grid(a, b, "e4m3@128")
+    rmse = np.sqrt(np.mean((a.frozen("e4m3@128") - b.frozen("e4m3@128")) ** 2))
+    assert c.rmse == pytest.approx(rmse, rel=1e-12)
+    assert "e4m3@128, scope all, 8 steps:" in out
+    assert f"RMSE {rmse:.5f}" in out
+    assert "majority: forecast step 1, measured step 1" in out
+    assert "bf16" not in out
+    code, out, _ = halfulp("compare", "runs/reference", "runs/measured", "--scope", "norm", "--warmup", "2")
+    assert code == 0
+    assert "bf16, scope norm, 6 steps:" in out
+
+
+def test_traces_that_cannot_be_compared(halfulp: Halfulp) -> None:
+    halfulp("audit", "--grids", "bf16", script(TRAIN, "one.py"))
+    halfulp("audit", "--grids", "bf16", script(TRAIN.replace("32", "31"), "two.py"))
+    halfulp("audit", "--grids", "e5m2", script(TRAIN, "three.py"))
+    for other, said in (("two", "not of the same model"), ("three", "no grid to compare")):
+        code, _, err = halfulp("compare", "runs/one", f"runs/{other}")
+        assert code == 2
+        assert said in err
+    code, _, err = halfulp("compare", "runs/one", "runs/nothing")
+    assert code == 3
+    assert "runs/nothing is not a trace" in err
