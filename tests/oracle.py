@@ -148,7 +148,7 @@ class Case:
 
     def reference(self, x: np.ndarray) -> np.ndarray:
         steps = self.steps(x.shape)
-        with np.errstate(invalid="ignore"):  # NumPy warns when it converts a signalling NaN
+        with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs, and what saturates
             return reference.round(x, self.grid, step=None if steps is None else steps.numpy())
 
 

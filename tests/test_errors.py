@@ -97,7 +97,8 @@ def test_impossible_integer_grids(arguments: dict[str, Any], said: str) -> None:
     ("name", "dtype", "fits"),
     [
         ("m10", torch.bfloat16, False), ("int8", torch.bfloat16, False), ("int8", torch.float16, False),
-        ("int4/g128", torch.float16, True), ("mxfp4", torch.bfloat16, True), ("mxfp8_e5m2", torch.float16, True),
+        ("int4/g128", torch.float16, True), ("mxfp4", torch.bfloat16, True),
+        ("mxfp8_e5m2", torch.float16, True),
         ("fp16", torch.bfloat16, False), ("bf16", torch.float16, False),
         ("e5m2", torch.bfloat16, True), ("e5m2", torch.float16, True),
         ("float8_e5m2fnuz", torch.float16, True), ("e4m3@128", torch.float16, True),

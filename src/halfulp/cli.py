@@ -99,10 +99,10 @@ def audit(
     from halfulp.audit import verdict
     from halfulp.audit.recorder import Audit
     from halfulp.audit.script import run_script
-    from halfulp.trace import Trace
+    from halfulp.trace import Trace, free_folder, newest_folder
 
     usual = Path("runs") / script.stem
-    folder = out if out is not None else usual if resume else _free(usual)
+    folder = out if out is not None else newest_folder(usual) if resume else free_folder(usual)
     recorder = Audit(
         None,
         [g.strip() for g in grids.split(",") if g.strip()] if grids else AUDITED,
@@ -122,14 +122,6 @@ def audit(
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         console.print(f"\nThe trace is in {folder}.", highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(code)
-
-
-def _free(path: Path) -> Path:
-    """The path, or one beside it that is not taken."""
-    taken, n = path, 2
-    while taken.exists():
-        taken, n = path.with_name(f"{path.name}-{n}"), n + 1
-    return taken
 
 
 @app.command()

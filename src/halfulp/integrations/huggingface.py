@@ -1,9 +1,8 @@
 """``transformers.Trainer``: pass ``callbacks=[AuditCallback(["bf16", "e4m3@128"])]``.
 
-The audit is attached to the torch optimizer itself, inside what accelerate puts around it, so a step is a step
-(not one that was skipped for an overflow) and the learning rate is that of the step: the trainer's own
-callbacks are called when the scheduler has moved on already. ``Trainer(optimizers=(hu.WriteBack(...), None))``
-works the same way.
+The audit is attached to the torch optimizer itself, inside what accelerate puts around it, so a step is a
+step (not one that was skipped for an overflow) and the learning rate is that of the step: at the end of a
+step, callbacks see the next one already. ``Trainer(optimizers=(hu.WriteBack(...), None))`` works the same way.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _Base: Any = base_class("transformers:TrainerCallback")
 class AuditCallback(_Base):  # type: ignore[misc]
     """Audit a ``Trainer`` run. ``options`` are those of :class:`halfulp.Audit`.
 
-    The trace goes to ``out``, by default ``halfulp`` in the trainer's output folder (``halfulp-2`` if that is
-    taken). A run that resumes from a checkpoint goes on with its trace. The loss is the one that the trainer
-    logs: set ``logging_steps=1`` for one a step; otherwise it is the mean since the last log. The first process
-    prints the verdict when training ends.
+    The trace goes to ``out``, by default ``halfulp`` in the trainer's output folder (``halfulp-2`` if that
+    is taken). A run that resumes from a checkpoint goes on with its trace. The loss is the one that the
+    trainer logs: set ``logging_steps=1`` for one a step; otherwise it is the mean since the last log. The
+    first process prints the verdict when training ends.
     """
 
     def __init__(

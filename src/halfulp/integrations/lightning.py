@@ -21,8 +21,8 @@ class AuditCallback(_Base):  # type: ignore[misc]
     """Audit a ``Trainer.fit``. ``options`` are those of :class:`halfulp.Audit`.
 
     The trace goes to ``out``, by default ``halfulp`` in the trainer's root folder (``halfulp-2`` if that is
-    taken). A run that resumes from a checkpoint goes on with its trace. The loss is that of the training step,
-    averaged over accumulated batches. The first process prints the verdict when training ends.
+    taken). A run that resumes from a checkpoint goes on with its trace. The loss is that of the training
+    step, averaged over accumulated batches. The first process prints the verdict when training ends.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 
 from halfulp.audit import verdict
 from halfulp.audit.recorder import Audit
-from halfulp.trace import Trace
+from halfulp.trace import Trace, free_folder, newest_folder
 
 
 def base_class(*places: str) -> Any:
@@ -52,7 +52,13 @@ class Running:
         """Begin at the step after ``done``; a run that goes on goes on with its trace."""
         self.stop()
         goes_on = self.options.get("resume", done > 0)
-        self.folder = Path(self.out) if self.out is not None else _newest(usual) if goes_on else _free(usual)
+        self.folder = (
+            Path(self.out)
+            if self.out is not None
+            else newest_folder(usual)
+            if goes_on
+            else free_folder(usual)
+        )
         settings = {"first_step": done + 1, "model": model, **self.options, "resume": goes_on}
         audit = Audit(optimizers, self.grids, out=self.folder, **settings)
         audit.start()
@@ -67,20 +73,3 @@ class Running:
         if self.show_verdict and audit.writes:
             print("\n".join(verdict.lines(Trace.open(self.folder))), file=sys.stderr)
             print(f"\nThe trace is in {self.folder}.", file=sys.stderr)
-
-
-def _places(path: Path) -> list[Path]:
-    """The folder and those beside it that were made because it was taken, up to the first that is free."""
-    found, n = [path], 2
-    while found[-1].exists():
-        found.append(path.with_name(f"{path.name}-{n}"))
-        n += 1
-    return found
-
-
-def _free(path: Path) -> Path:
-    return _places(path)[-1]
-
-
-def _newest(path: Path) -> Path:
-    return _places(path)[-2:][0]

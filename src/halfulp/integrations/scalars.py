@@ -12,9 +12,9 @@ LONGEST = 120
 class Scalars:
     """Turns what a listener is called with into tags and values.
 
-    ``halfulp/frozen/GRID`` and ``halfulp/never_moved/GRID`` (shares of all weights), ``halfulp/update_ratio``,
-    and ``halfulp/tensor/NAME/GRID`` for up to ``worst`` tensors a grid: those that lose the majority of their
-    updates, the worst first. A tensor that is shown once is shown from then on.
+    ``halfulp/frozen/GRID`` and ``halfulp/never_moved/GRID`` (shares of all weights),
+    ``halfulp/update_ratio``, and ``halfulp/tensor/NAME/GRID`` for up to ``worst`` tensors a grid: those that
+    lose the majority of their updates, the worst first. A tensor that is shown once is shown from then on.
     """
 
     def __init__(self, worst: int = 8) -> None:
@@ -41,12 +41,14 @@ class Scalars:
 
 
 def tag(name: str) -> str:
-    """A name as a part of a tag: letters, digits and ``_ . @ # -``, not too long; what had to change is hashed.
+    """A name as a part of a tag: letters, digits and ``_ . @ # -``, and not too long.
+
+    What had to be changed gets a mark, so that different names stay different.
 
     >>> tag("transformer.h.0.attn.weight"), tag("int8/row")
     ('transformer.h.0.attn.weight', 'int8-row')
     >>> tag("a\\nb")
-    'a_b-a5f1d6b2'
+    'a_b-7e18f737'
     """
     plain = name.replace("/", "-") if re.fullmatch(r"[a-z0-9_@]+(/[a-z0-9]+)*", name) else name
     safe = re.sub(r"[^A-Za-z0-9_.@#-]", "_", plain)

@@ -1,4 +1,4 @@
-"""Weights & Biases: pass ``listeners=[WandB()]`` to an audit or to a trainer's callback, after ``wandb.init``."""
+"""Weights & Biases: after ``wandb.init``, pass ``listeners=[WandB()]`` to an audit or a trainer's callback."""
 
 from __future__ import annotations
 

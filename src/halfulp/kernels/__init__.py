@@ -37,12 +37,13 @@ from halfulp.kernels.plan import (
     narrowing,
     on_gpu,
     plan_for,
+    proposals,
     same_shape,
     spans_of,
     steps_of,
     wanted,
     writable,
-)  # fmt: skip
+)
 from halfulp.kernels.pool import run
 from halfulp.kernels.reference import AUDIT_COUNTS, MODES, SCORES, SHARED_COUNTS, TILE, WRITE_COUNTS, tiles_of
 from halfulp.streams import Stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from halfulp.kernels.plan import (
     plan_for,
     same_shape,
     steps_of,
+    with_values,
 )
 from halfulp.kernels.pool import run
 from halfulp.kernels.reference import tiles_of
@@ -129,6 +131,7 @@ def decode(
     return torch.from_numpy(out).to(dtype).reshape(shape).to(codes.device)
 
 
+@lru_cache(maxsize=64)
 def _code_table(g: Grid) -> Array:
     codes = np.arange(2**g.bits, dtype=np.int64)
     values = np.full(codes.size, np.nan)

@@ -1,0 +1,529 @@
+"""Audits inside transformers, Lightning, TensorBoard and W&B, with the libraries themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from audit_reference import STATIC, Brute, assert_same_tables, batches, made, train, weights
+from halfulp.integrations.scalars import Scalars, tag
+
+# Other people's libraries warn as they like.
+pytestmark = pytest.mark.filterwarnings("default")
+
+OPTIONAL = ("transformers", "accelerate", "lightning", "pytorch_lightning", "tensorboard", "wandb")
+
+
+def test_importing_halfulp_imports_none_of_them() -> None:
+    code = (
+        "import sys, halfulp, halfulp.integrations, halfulp.cli\n"
+        f"print([m for m in {OPTIONAL!r} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env=environment(),
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_the_library_there_is_a_clear_error() -> None:
+    """Modules can be imported; using them says what to install."""
+    code = f"""
+import sys
+for name in {OPTIONAL!r}:
+    sys.modules[name] = None
+from halfulp.integrations import huggingface, lightning, tensorboard, wandb
+for make in (
+    lambda: huggingface.AuditCallback(["bf16"]), lambda: lightning.AuditCallback(["bf16"]),
+    lambda: tensorboard.TensorBoard("board"), wandb.WandB,
+):
+    try:
+        make()
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env=environment(),
+    )
+    assert [line.split()[2].rstrip(",") for line in done.stdout.splitlines()] == [
+        "transformers", "lightning", "tensorboard", "wandb",
+    ]  # fmt: skip
+    assert done.stdout.count("pip install") == 4
+
+
+def environment() -> dict[str, str]:
+    places = [str(Path(hu.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in places if p)}
+
+
+# ---- tags ------------------------------------------------------------------------------------------------
+
+
+def summary(step: int = 1, **tensors: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": 1.0,
+        "lr": 0.1,
+        "frozen": {"bf16": 0.25},
+        "never_moved": {"bf16": 0.125},
+        "tensors": {name: {"bf16": share} for name, share in tensors.items()},
+        "update_ratio": 0.001,
+        "nonfinite": 0,
+    }
+
+
+def test_the_worst_tensors_are_shown_and_stay() -> None:
+    scalars = Scalars(worst=2)
+    first = scalars.of(summary(a=0.1, b=0.6, c=0.4))
+    assert first == {
+        "halfulp/frozen/bf16": 0.25,
+        "halfulp/never_moved/bf16": 0.125,
+        "halfulp/update_ratio": 0.001,
+        "halfulp/tensor/b/bf16": 0.6,
+    }
+    second = scalars.of(summary(a=0.9, b=0.2, c=0.95))
+    assert {k: v for k, v in second.items() if "tensor" in k} == {
+        "halfulp/tensor/b/bf16": 0.2,
+        "halfulp/tensor/c/bf16": 0.95,  # the worst comes first; there is no room for a
+    }
+
+
+def test_tags_are_harmless_and_different() -> None:
+    names = [
+        "a/b",
+        "a\\b",
+        "a\nb",
+        "a\x1b[31mb",
+        "\u202ea",
+        "x" * 500,
+        "x" * 501,
+        "",
+        " ",
+        "../..",
+        "lone\udc80",
+    ]
+    tags = [tag(n) for n in names]
+    assert len(set(tags)) == len(names)
+    assert all(t and len(t) <= 130 and t.isascii() and t.isprintable() and "/" not in t for t in tags)
+    assert [tag(g) for g in ("bf16", "e4m3@128", "int4/g128", "int8/row")] == [
+        "bf16", "e4m3@128", "int4-g128", "int8-row",
+    ]  # fmt: skip
+
+
+# ---- TensorBoard and W&B -------------------------------------------------------------------------------------
+
+
+def recorded(listener: Any, folder: Path) -> hu.Trace:
+    model = made("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with hu.Audit(optimizer, ["bf16", "int8/row"], model=model, out=folder, listeners=[listener]) as audit:
+        train(model, optimizer, 5, audit=audit)
+    return hu.Trace.open(folder)
+
+
+@pytest.mark.parametrize("given", ["folder", "writer"])
+def test_tensorboard(given: str, tmp_path: Path) -> None:
+    """What TensorBoard reads is what the trace says, in the single precision that it keeps."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    from halfulp.integrations.tensorboard import TensorBoard
+
+    board = tmp_path / "board"
+    writer = SummaryWriter(str(board)) if given == "writer" else None
+    trace = recorded(TensorBoard(writer or board), tmp_path / "trace")
+    found = EventAccumulator(str(board))
+    found.Reload()
+    tags = found.Tags()["scalars"]
+    assert "halfulp/tensor/norm.weight/bf16" in tags
+    for name, expected in (
+        ("halfulp/frozen/bf16", trace.frozen("bf16")),
+        ("halfulp/frozen/int8-row", trace.frozen("int8/row")),
+        ("halfulp/never_moved/bf16", trace.never_moved("bf16")),
+        ("halfulp/tensor/norm.weight/bf16", trace.frozen("bf16", "norm.weight")),
+    ):
+        events = found.Scalars(name)
+        assert [e.step for e in events] == [1, 2, 3, 4, 5]
+        np.testing.assert_array_equal([e.value for e in events], expected.astype(np.float32))
+    ratios = [e.value for e in found.Scalars("halfulp/update_ratio")]
+    np.testing.assert_allclose(ratios, trace.update_ratio(), rtol=2.0**-23)
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step reaches the run's own file."""
+    wandb = pytest.importorskip("wandb", reason="needs wandb")
+    from halfulp.integrations.wandb import WandB
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
+    with pytest.raises(hu.UsageError, match=r"wandb\.init"):
+        WandB()
+    with wandb.init(project="halfulp", dir=tmp_path) as run:
+        trace = recorded(WandB(), tmp_path / "trace")
+        file = next(Path(run.dir).parent.glob("*.wandb"))
+    logged = history(file)
+    assert [int(row["halfulp/step"]) for row in logged] == [1, 2, 3, 4, 5]
+    for name, expected in (
+        ("halfulp/frozen/bf16", trace.frozen("bf16")),
+        ("halfulp/never_moved/int8-row", trace.never_moved("int8/row")),
+        ("halfulp/tensor/norm.weight/bf16", trace.frozen("bf16", "norm.weight")),
+    ):
+        np.testing.assert_array_equal([row[name] for row in logged], expected)
+
+
+def history(file: Path) -> list[dict[str, float]]:
+    """The rows in a W&B run file."""
+    import json
+
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store = DataStore()
+    store.open_for_scan(str(file))
+    rows = []
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return rows
+
+
+# ---- transformers -----------------------------------------------------------------------------------------------
+
+
+def tiny_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=61, n_positions=16, n_embd=24, n_layer=1, n_head=2, resid_pdrop=0.1, bos_token_id=0,
+                eos_token_id=0,
+            )
+        )  # fmt: skip
+
+
+def trainer(
+    folder: Path, model: Any, callbacks: list[Any], optimizers: Any = (None, None), **changed: Any
+) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    ids = torch.randint(0, 61, (64, 12), generator=batches())
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    settings = {
+        "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear", "logging_steps": 1, "save_strategy": "no", "report_to": [],
+        "use_cpu": True, "disable_tqdm": True, "seed": 1, **changed,
+    }  # fmt: skip
+    return Trainer(
+        model, TrainingArguments(**settings), train_dataset=data, callbacks=callbacks, optimizers=optimizers
+    )
+
+
+@pytest.fixture
+def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    return pytest.importorskip("transformers", reason="needs transformers")
+
+
+def watcher(brute: Brute) -> Any:
+    """A callback that copies weights around every step, for brute force."""
+    from transformers import TrainerCallback
+
+    class Watcher(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+            self.before = weights(kw["model"])
+            self.lr = {n: 1e-3 * (1 - state.global_step / 6) for n in self.before}
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+            self.after = weights(kw["model"])
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kw: Any) -> None:
+            if "loss" in logs:
+                brute.step(state.global_step, self.before, self.after, self.lr, logs["loss"])
+
+    return Watcher()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_trainer_is_audited_as_by_brute_force(
+    transformers: Any, accumulate: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Names from the model, the rate of the step, the loss that is logged; the run itself is unchanged."""
+    from halfulp.integrations.huggingface import AuditCallback
+
+    changed = {"gradient_accumulation_steps": accumulate}
+    plain = tiny_gpt2()
+    trainer(tmp_path / "plain", plain, [], **changed).train()
+    brute, model = Brute(STATIC), tiny_gpt2()
+    audited = trainer(tmp_path / "audited", model, [AuditCallback(STATIC), watcher(brute)], **changed)
+    audited.train()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    trace = hu.Trace.open(tmp_path / "audited" / "halfulp")
+    brute.assert_equal(trace)
+    assert {t["name"] for t in trace.tensors} == {n for n, _ in model.named_parameters()}
+    groups = {t["name"]: t["group"] for t in trace.tensors}
+    assert groups["transformer.wte.weight"] == "embedding"
+    assert groups["transformer.h.0.attn.c_attn.weight"] == "attention"
+    assert groups["transformer.h.0.mlp.c_proj.weight"] == "mlp"
+    assert groups["transformer.ln_f.weight"] == "norm"
+    assert trace.manifest["optimizers"][0]["class"] == "AdamW"
+    said = capfd.readouterr().err
+    assert "6 steps audited (to step 6)" in said
+    assert f"The trace is in {tmp_path / 'audited' / 'halfulp'}." in said
+
+
+def test_a_trainer_with_a_write_back(transformers: Any, tmp_path: Path) -> None:
+    """Its own grid gives the events that the write-back counts."""
+    from transformers import TrainerCallback
+
+    from halfulp.integrations.huggingface import AuditCallback
+
+    model = tiny_gpt2()
+    opt = hu.WriteBack(torch.optim.AdamW(model.parameters(), lr=1e-3), "e4m3@128", "sr", model=model)
+    counted = []
+
+    class Counter(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+            counted.append(opt.events.frozen)
+
+    callbacks = [AuditCallback(["e4m3@128"], params=lambda n, p: p.dim() >= 2, verdict=False), Counter()]
+    trainer(tmp_path, model, callbacks, optimizers=(opt, None)).train()
+    trace = hu.Trace.open(tmp_path / "halfulp")
+    np.testing.assert_array_equal(trace.frozen("e4m3@128"), counted)
+    assert trace.manifest["optimizers"][0]["wraps"] == "AdamW"
+
+
+def test_a_trainer_that_resumes_goes_on_with_its_trace(transformers: Any, tmp_path: Path) -> None:
+    from halfulp.integrations.huggingface import AuditCallback
+
+    saving = {"save_strategy": "steps", "save_steps": 3}
+
+    def run(folder: str, stop: int | None = None, **options: Any) -> None:
+        made = trainer(tmp_path / folder, tiny_gpt2(), [AuditCallback(["bf16"], verdict=False)], **saving)
+        if stop is not None:
+            from transformers import TrainerCallback
+
+            class Stop(TrainerCallback):
+                def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+                    if state.global_step == stop:
+                        raise KeyboardInterrupt  # no on_train_end
+
+            made.add_callback(Stop())
+        made.train(**options)
+
+    run("whole")
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped", stop=5)
+    run("stopped", resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
+    found = hu.Trace.open(tmp_path / "stopped" / "halfulp")
+    assert_same_tables(found, hu.Trace.open(tmp_path / "whole" / "halfulp"))
+    assert not (tmp_path / "stopped" / "halfulp-2").exists()
+    run("whole")  # from the start: another trace
+    assert hu.Trace.open(tmp_path / "whole" / "halfulp-2").last_step == 6
+
+
+def test_optimizers_that_are_not_torchs_are_refused(transformers: Any) -> None:
+    from halfulp.integrations.huggingface import _real
+
+    with pytest.raises(hu.UsageError, match="needs a torch optimizer; this trainer has object"):
+        _real(object())
+
+
+def test_groups_of_known_models(transformers: Any) -> None:
+    """The rules know the names that models on the hub use."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    from halfulp.audit.groups import group_of
+    from halfulp.audit.names import model_names
+
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "vocab_size": 31,
+    }
+    found = {}
+    for kind, auto in (
+        ("llama", AutoModelForCausalLM),
+        ("gpt_neox", AutoModelForCausalLM),
+        ("bert", AutoModel),
+    ):
+        config = getattr(
+            transformers, {"llama": "LlamaConfig", "gpt_neox": "GPTNeoXConfig", "bert": "BertConfig"}[kind]
+        )
+        extra = {"num_key_value_heads": 2} if kind == "llama" else {}
+        model = auto.from_config(config(**small, **extra, pad_token_id=0))
+        for p, (name, module) in model_names(model).items():
+            found.setdefault(f"{kind}:{group_of(name, p, module)}", []).append(name)
+    for kind, groups in (
+        ("llama", {"embedding", "attention", "mlp", "norm", "head"}),
+        ("gpt_neox", {"embedding", "attention", "mlp", "norm", "head"}),
+        ("bert", {"embedding", "attention", "mlp", "norm", "other"}),
+    ):
+        assert {key.split(":")[1] for key in found if key.startswith(kind)} == groups, found
+    assert "model.layers.0.mlp.gate_proj.weight" in found["llama:mlp"]
+    assert "gpt_neox.layers.0.attention.query_key_value.weight" in found["gpt_neox:attention"]
+    assert found["gpt_neox:head"] == ["embed_out.weight"]
+    assert "encoder.layer.0.output.dense.weight" in found["bert:mlp"]
+
+
+# ---- Lightning ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def lightning(request: pytest.FixtureRequest) -> Any:
+    return pytest.importorskip(request.param, reason=f"needs {request.param}")
+
+
+def lit_model(pl: Any, brute: Brute | None = None, *, manual: bool = False, fail_at: int = 0) -> Any:
+    """The MLP as a Lightning module, which copies weights around every step for brute force."""
+
+    class Lit(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = made("mlp")
+            self.automatic_optimization = not manual
+            self.taken = 0
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            x = batch[0]
+            loss = torch.nn.functional.cross_entropy(self.net(x), (x[:, 0] > 0).long())
+            self.losses.append(loss.item())
+            if not manual:
+                return loss
+            for o in self.optimizers():
+                o.zero_grad()
+            self.manual_backward(loss)
+            before = weights(self)
+            lr = {n: 0.1 if p.dim() >= 2 else 1e-3 for n, p in self.named_parameters()}
+            for o in self.optimizers():
+                o.step()
+            self.taken += 1
+            brute.step(self.taken, before, weights(self), lr, loss.item())
+            return None
+
+        def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+            self.losses.clear() if self.trainer.accumulate_grad_batches == 1 else None
+            before, lr = weights(self), optimizer.param_groups[0]["lr"]
+            super().optimizer_step(epoch, index, optimizer, closure)
+            self.taken += 1
+            loss = sum(self.losses) / len(self.losses)
+            self.losses.clear()
+            if brute is not None:
+                brute.step(self.taken, before, weights(self), dict.fromkeys(before, lr), loss)
+            if self.taken == fail_at:
+                raise RuntimeError("no more batches")
+
+        def configure_optimizers(self) -> Any:
+            if manual:
+                matrices = [p for p in self.parameters() if p.dim() >= 2]
+                rest = [p for p in self.parameters() if p.dim() < 2]
+                return [torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(rest, lr=1e-3)]
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+        def train_dataloader(self) -> Any:
+            data = torch.utils.data.TensorDataset(torch.randn(64, 16, generator=batches()))
+            return torch.utils.data.DataLoader(data, batch_size=8)
+
+    return Lit()
+
+
+def lit_trainer(pl: Any, folder: Path, callbacks: list[Any], **changed: Any) -> Any:
+    settings = {
+        "max_steps": 4, "max_epochs": 9, "default_root_dir": str(folder), "accelerator": "cpu", "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "callbacks": callbacks, **changed,
+    }  # fmt: skip
+    return pl.Trainer(**settings)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lightning_is_audited_as_by_brute_force(lightning: Any, accumulate: int, tmp_path: Path) -> None:
+    from halfulp.integrations.lightning import AuditCallback
+
+    plain = lit_model(lightning)
+    lit_trainer(lightning, tmp_path / "plain", [], accumulate_grad_batches=accumulate).fit(plain)
+    brute = Brute(STATIC)
+    model = lit_model(lightning, brute)
+    callback = AuditCallback(STATIC, verdict=False)
+    lit_trainer(lightning, tmp_path / "audited", [callback], accumulate_grad_batches=accumulate).fit(model)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    trace = hu.Trace.open(tmp_path / "audited" / "halfulp")
+    brute.assert_equal(trace)
+    assert trace.last_step == 4
+    assert trace.tensors[0]["name"] == "net.fc1.weight"
+
+
+def test_lightning_with_two_optimizers_by_hand(lightning: Any, tmp_path: Path) -> None:
+    from halfulp.integrations.lightning import AuditCallback
+
+    brute = Brute(STATIC)
+    model = lit_model(lightning, brute, manual=True)
+    lit_trainer(lightning, tmp_path, [AuditCallback(STATIC, verdict=False)], max_steps=8).fit(model)
+    trace = hu.Trace.open(tmp_path / "halfulp")
+    brute.assert_equal(trace)
+    assert trace.steps.tolist() == [1, 2, 3, 4]
+
+
+def test_lightning_that_fails_keeps_its_trace(
+    lightning: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from halfulp.integrations.lightning import AuditCallback
+
+    model = lit_model(lightning, fail_at=3)
+    with pytest.raises(RuntimeError, match="no more batches"):
+        lit_trainer(lightning, tmp_path, [AuditCallback(["bf16"])]).fit(model)
+    assert hu.Trace.open(tmp_path / "halfulp").last_step == 3
+    assert "3 steps audited" in capfd.readouterr().err
+
+
+def test_lightning_that_resumes_goes_on_with_its_trace(lightning: Any, tmp_path: Path) -> None:
+    from halfulp.integrations.lightning import AuditCallback
+
+    def run(folder: str, steps: int, checkpoint: Any = None) -> Any:
+        made = lit_trainer(
+            lightning, tmp_path / folder, [AuditCallback(["bf16"], verdict=False)], max_steps=steps
+        )
+        made.fit(lit_model(lightning), ckpt_path=checkpoint)
+        return made
+
+    run("whole", 6)
+    run("parts", 3).save_checkpoint(tmp_path / "at3.ckpt")
+    run("parts", 6, tmp_path / "at3.ckpt")
+    found, whole = (
+        hu.Trace.open(tmp_path / "parts" / "halfulp"),
+        hu.Trace.open(tmp_path / "whole" / "halfulp"),
+    )
+    assert found.steps.tolist() == whole.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert len(found.parts) == 2
+    assert not (tmp_path / "parts" / "halfulp-2").exists()
