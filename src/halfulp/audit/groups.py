@@ -28,7 +28,7 @@ _ATTENTION = re.compile(
 )
 _MLP = re.compile(
     r"mlp|ffn?$|ff_|feed_?forward|intermediate|^(c_fc|fc_?\d*|fc_in|fc_out|w[123]|gate_proj|up_proj|down_proj|gate|"
-    r"dense_h_to_4h|dense_4h_to_h|linear_?[12]|experts?|moe)$"
+    r"dense_h_to_4h|dense_4h_to_h|linear_?[12]|experts?|moe|dense[a-z]+dense)$"
 )
 
 Rules = Callable[[str, torch.Tensor], str]
@@ -43,6 +43,13 @@ def group_of(name: str, tensor: torch.Tensor, module: torch.nn.Module | None = N
     ['embedding', 'attention', 'mlp']
     >>> group_of("model.layers.1.self_attn.q_norm.weight", torch.empty(4))
     'norm'
+    >>> names = (
+    ...     "encoder.layer.0.output.dense.weight",
+    ...     "layer.0.attention.output.dense.weight",
+    ...     "output.weight",
+    ... )
+    >>> [group_of(n, w) for n in names]
+    ['mlp', 'attention', 'head']
     """
     kind = "" if module is None else type(module).__name__.lower()
     parts = [p.lower() for p in name.split(".")]
@@ -51,9 +58,15 @@ def group_of(name: str, tensor: torch.Tensor, module: torch.nn.Module | None = N
         return "norm"
     if kind.startswith("embedding"):
         return "embedding"
-    for part in reversed(owners):
-        if part.isdigit():
-            continue
+    for i, part in reversed(list(enumerate(owners))):
+        if part == "output":  # of a numbered layer: the second half of BERT's mlp; of the model: Llama's head
+            return (
+                "attention"
+                if "attention" in owners[:i]
+                else "mlp"
+                if i and owners[i - 1].isdigit()
+                else "head"
+            )
         for pattern, group in (
             (_HEAD, "head"),
             (_EMBEDDING, "embedding"),

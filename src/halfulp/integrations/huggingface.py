@@ -2,7 +2,7 @@
 
 The audit is attached to the torch optimizer itself, inside what accelerate puts around it, so a step is a
 step (not one that was skipped for an overflow) and the learning rate is that of the step: at the end of a
-step, callbacks see the next one already. ``Trainer(optimizers=(hu.WriteBack(...), None))`` works the same way.
+step, callbacks see the next one already. ``Trainer(optimizers=(hu.WriteBack(...), None))`` works as well.
 """
 
 from __future__ import annotations

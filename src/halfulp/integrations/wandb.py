@@ -1,4 +1,4 @@
-"""Weights & Biases: after ``wandb.init``, pass ``listeners=[WandB()]`` to an audit or a trainer's callback."""
+"""Weights & Biases: after ``wandb.init``, pass ``listeners=[WandB()]`` to an audit or a callback."""
 
 from __future__ import annotations
 

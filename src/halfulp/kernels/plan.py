@@ -53,7 +53,9 @@ def writable(out: torch.Tensor, like: torch.Tensor, what: str = "out") -> None:
     with_values(out, what)
     if out.dtype != like.dtype:
         raise UsageError(f"{what} must have the dtype of the values, {like.dtype}, not {out.dtype}.")
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+    if out.numel() and any(
+        stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
+    ):
         raise UsageError(f"{what} is expanded: several of its elements share one place in memory.")
 
 

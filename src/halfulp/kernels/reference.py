@@ -69,7 +69,8 @@ def value_of(index: Array, grid: Grid) -> Array:
     m = grid.mantissa
     binade = np.maximum((index >> m) - 1, 0)
     units = index - binade * 2**m
-    return np.asarray(np.ldexp(units.astype(np.float64), (binade + emin - m).astype(np.int64)))
+    with np.errstate(over="ignore"):  # beyond the largest float64 there is nothing
+        return np.asarray(np.ldexp(units.astype(np.float64), (binade + emin - m).astype(np.int64)))
 
 
 def _limits(x: Array, grid: Grid) -> tuple[Array, Array]:
@@ -229,7 +230,10 @@ def round(
 def _round_scaled(x: Array, step: Array, grid: Grid, mode: int, stream: Stream | None) -> Array:
     """Round x to element * step. The float64 quotient can only hide on which side of a midpoint
     x lies by landing on the midpoint itself; there, midpoint * step is exact and decides."""
-    ratio = x / step
+    with np.errstate(over="ignore"):
+        ratio = x / step
+    beyond = np.isfinite(x) & np.isinf(ratio)  # it saturates like any other large value
+    ratio = np.where(beyond, np.copysign(np.finfo(np.float64).max, ratio), ratio)
     r = round_elements(ratio, grid, mode, stream)
     if mode == NEAREST:
         a, _ = _limits(np.where(np.isfinite(ratio), ratio, 0.0), grid)

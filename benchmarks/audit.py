@@ -1,0 +1,200 @@
+"""What an audit costs: time and bytes beside the training it watches, and the kernel alone as models grow.
+
+The run is the paper's character model (4 layers, 4 heads, width 128, context 128, 65 characters, batch 32,
+AdamW). Audited and plain steps alternate in one process, so that drift of the machine hits both alike; a
+result is the median over pairs of neighbours, with quartiles. Writing a part to disk falls on neither: it is
+timed on its own and spread over the thirty seconds between two parts. The bytes are those that the audit
+keeps between steps.
+
+    python benchmarks/audit.py [--steps 120] [--sizes 1e6,1e7,1e8] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kernels import EIGHT, OUT, environment
+from torch import nn
+
+import halfulp as hu
+from halfulp import kernels
+from halfulp.audit.recorder import FOLLOW_LIMIT
+
+LAYERS, HEADS, WIDTH, CONTEXT, VOCABULARY, BATCH = 4, 4, 128, 128, 65, 32
+PART_SECONDS = 30.0
+GRIDS = [g.name for g in EIGHT]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "8 grids": {},
+    "8 grids, coordinates not followed": {"never_moved": False, "expected_never_moved": False},
+    "8 grids, a quarter of the tiles": {"sample": 0.25},
+    "1 grid": {"grids": GRIDS[:1]},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.c_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+        q, k, v = (p.unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in parts)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Decoder(nn.Module):
+    """GPT-2's layout with the embedding tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.ln_f = nn.LayerNorm(WIDTH, bias=False)
+        for p in self.parameters():
+            if p.dim() >= 2:
+                nn.init.normal_(p, std=0.02)
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids[:, :-1]) + self.wpe(torch.arange(ids.shape[1] - 1))
+        for block in self.h:
+            x = block(x)
+        logits = self.ln_f(x) @ self.wte.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+# ---- beside training ------------------------------------------------------------------------------------
+
+
+def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Audited and plain steps in turn."""
+    torch.manual_seed(0)
+    model = Decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(1)
+    options = {"grids": GRIDS, **settings}
+    with tempfile.TemporaryDirectory() as folder:
+        audit = hu.Audit(
+            optimizer, options.pop("grids"), model=model, out=Path(folder) / "trace", every=2, part_steps=10**9,
+            part_seconds=1e9, **options,
+        )  # fmt: skip
+        audit.start()
+        seconds = []
+        for _ in range(2 * (steps + 3)):
+            ids = torch.randint(0, VOCABULARY, (BATCH, CONTEXT + 1), generator=generator)
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = model.loss(ids)
+            loss.backward()
+            audit.log(loss)
+            optimizer.step()
+            seconds.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        audit.stop()
+        commit = time.perf_counter() - start
+    audited, plain = np.array(seconds[6::2]), np.array(seconds[7::2])  # the first compile and warm up
+    share = audited / plain - 1
+    kept = [(w.before, w.moved, w.stay, w.scores) for w in audit.watched.values()]
+    numel = sum(p.numel() for p in model.parameters())
+    return {
+        "setting": name,
+        "parameters": numel,
+        "pairs": len(share),
+        "plain_ms": 1e3 * float(np.median(plain)),
+        "audited_ms": 1e3 * float(np.median(audited)),
+        "overhead": float(np.median(share)),
+        "overhead_quartiles": [float(q) for q in np.percentile(share, (25, 75))],
+        "commit_ms": 1e3 * commit,
+        "commit_share": commit / PART_SECONDS,
+        "bytes_per_parameter": sum(t.nbytes for ts in kept for t in ts if t is not None) / numel,
+    }
+
+
+# ---- the kernel alone -------------------------------------------------------------------------------------
+
+
+def cost(size: int) -> list[dict[str, Any]]:
+    """Eight grids on one tensor: counts only, and with what an audit follows by default."""
+    made = torch.Generator().manual_seed(size)
+    before = torch.randn(size, generator=made).mul_(0.02)
+    after = torch.randn(size, generator=made).mul_(2e-5).add_(before)
+    moved = torch.zeros((len(EIGHT), (size + 7) // 8), dtype=torch.uint8)
+    stay = torch.ones((len(EIGHT), size)) if size <= FOLLOW_LIMIT else None
+    rows = []
+    for what, followed in (("counts", {}), ("as audited by default", {"moved": moved, "stay": stay})):
+        times = []
+        for _ in range(max(5, min(50, int(2e8 / size)))):
+            start = time.perf_counter()
+            kernels.audit(before, after, EIGHT, after=True, **followed)
+            times.append(time.perf_counter() - start)
+        seconds = statistics.median(times[1:])
+        rows.append({"what": what, "size": size, "seconds": seconds, "ns": 1e9 * seconds / size})
+    return rows
+
+
+def markdown(env: dict[str, Any], runs: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
+    lines = [
+        f"Audited beside plain steps of the character model ({runs[0]['parameters']:,} parameters), every step:",
+        "",
+        "| audit | plain step | audited step | overhead (quartiles) | a part every 30 s | bytes a parameter |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for r in runs:
+        low, high = r["overhead_quartiles"]
+        lines.append(
+            f"| {r['setting']} | {r['plain_ms']:.1f} ms | {r['audited_ms']:.1f} ms | {r['overhead']:.1%} "
+            f"({low:.1%} to {high:.1%}) | {r['commit_share']:.2%} | {r['bytes_per_parameter']:.1f} |"
+        )
+    lines += ["", "The kernel alone, 8 grids, nanoseconds a coordinate:", ""]
+    sizes = sorted({c["size"] for c in costs})
+    lines += [
+        f"| | {' | '.join(f'{s:.0e}'.replace('e+0', 'e') for s in sizes)} |",
+        f"|---|{'--:|' * len(sizes)}",
+    ]
+    for what in dict.fromkeys(c["what"] for c in costs):
+        by_size = {c["size"]: c["ns"] for c in costs if c["what"] == what}
+        lines.append(f"| {what} | {' | '.join(f'{by_size[s]:.2f}' for s in sizes)} |")
+    follow = f"Above {FOLLOW_LIMIT:,} coordinates the expected share is not followed unless asked for."
+    return "\n".join([*lines, "", follow, "", "; ".join(f"{k}: {v}" for k, v in env.items()) + "."]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=120, help="pairs of steps")
+    parser.add_argument("--sizes", default="1e6,1e7,1e8", help="coordinates; 1e8 takes 1 GB")
+    parser.add_argument("--json", type=Path, default=OUT / "audit.json", help="results; a .md goes beside it")
+    options = parser.parse_args()
+    env = environment()
+    runs = []
+    for name, settings in SETTINGS.items():
+        print(f"training, {name}", flush=True)
+        runs.append(overhead(name, settings, options.steps))
+    costs = []
+    for size in (int(float(s)) for s in options.sizes.split(",")):
+        print(f"the kernel, {size:,} coordinates", flush=True)
+        costs += cost(size)
+    table = markdown(env, runs, costs)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"environment": env, "runs": runs, "kernel": costs}, indent=1) + "\n")
+    options.json.with_suffix(".md").write_text(table)
+    print("\n" + table, flush=True)
+    print(f"wrote {options.json} and {options.json.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    main()
