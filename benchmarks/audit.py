@@ -90,8 +90,8 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
     options = {"grids": GRIDS, **settings}
     with tempfile.TemporaryDirectory() as folder:
         audit = hu.Audit(
-            optimizer, options.pop("grids"), model=model, out=Path(folder) / "trace", every=2, part_steps=10**9,
-            part_seconds=1e9, **options,
+            optimizer, options.pop("grids"), model=model, out=Path(folder) / "trace", every=2,
+            part_steps=10**9, part_seconds=1e9, **options,
         )  # fmt: skip
         audit.start()
         seconds = []
@@ -149,9 +149,9 @@ def cost(size: int) -> list[dict[str, Any]]:
 
 def markdown(env: dict[str, Any], runs: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
     lines = [
-        f"Audited beside plain steps of the character model ({runs[0]['parameters']:,} parameters), every step:",
+        f"Audited beside plain steps of the character model ({runs[0]['parameters']:,} parameters):",
         "",
-        "| audit | plain step | audited step | overhead (quartiles) | a part every 30 s | bytes a parameter |",
+        "| audit | plain step | audited step | overhead (quartiles) | a part in 30 s | bytes a parameter |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for r in runs:

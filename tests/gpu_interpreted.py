@@ -74,8 +74,10 @@ def same(ours: torch.Tensor, theirs: Any, *where: Any) -> None:
 
 
 def within(names: tuple[str, ...], dtype: Any) -> list[Grid]:
+    """The grids that fit the container; integers with steps do not fit bfloat16."""
     box = tensor(np.zeros(1, dtype=dtype)).dtype
-    return [grid(n).within(box) for n in names]
+    chosen = [grid(n) for n in names]
+    return [g.within(box) for g in chosen if dtype != BF16 or not g.integer or g.scaling is None]
 
 
 # ---- checks -----------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def check_round_strides() -> None:
 
 
 def check_round_scaled() -> None:
-    for dtype, names in ((np.float32, SCALED), (BF16, ("int4/g128", "mxfp4")), (np.float64, ("int8/row",))):
+    for dtype, names in ((np.float32, SCALED), (BF16, ("nvfp4", "mxfp4")), (np.float64, ("int8/row",))):
         x = values((3, 300), dtype, 5, spread=6, odd=False)
         x[1, 3:5] = np.nan, -np.inf
         x[2, :200] = 0

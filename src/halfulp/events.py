@@ -106,7 +106,7 @@ def gap(
 def margin(q: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
     """How far the proposal q + d is from the nearest boundary of the rounding cell it falls into.
 
-    float64, exact. Zero where no finite interior cell defines it: at the ends of the range,
+    float64, correctly rounded. Zero where no finite interior cell defines it: at the ends of the range,
     on a boundary, and for anything not finite.
 
     >>> margin(torch.tensor([1.0, 448.0]), torch.tensor([0.05, 1.0]), "e4m3")

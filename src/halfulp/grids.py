@@ -21,7 +21,7 @@ cast, so the step is 1/128 and the largest value 3.5; it is folded into ``emin``
 number or one taken from the tensor for integer grids, and one per block for block formats.
 A step taken from data is rounded to so few bits that every ``element * step`` is exact in
 the container; then rounding twice is rounding once, which keeps "no proposal" from ever
-looking like a move.
+looking like a move. (Not under ``absmean``: the mean magnitude of rounded values is another one.)
 
 Rules, the same for every grid:
 
@@ -176,7 +176,7 @@ class Grid:
             return replace(self, emin=box.emin, largest=top)
         assert self.largest is not None
         if self.scaling is not None:
-            if self.integer and self.scaling.moves and box.mantissa + 1 - self._needed_bits < 8:
+            if self.integer and box.mantissa + 1 - self._needed_bits < 8:
                 raise UsageError(
                     f"grid {self.name} does not fit {box.name}: code times step must be exact, which leaves "
                     f"{box.mantissa + 1 - self._needed_bits} bits for the step, too few. Use float32."

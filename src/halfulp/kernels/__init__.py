@@ -75,7 +75,7 @@ class Audit:
 
     def frozen(self) -> torch.Tensor:
         """The fraction of coordinates that each grid leaves unchanged."""
-        return self.counts[:, :, 0].sum(dim=0, dtype=torch.int64) / max(self.numel, 1)
+        return self.counts[:, :, 0].sum(dim=0, dtype=torch.float64) / max(self.numel, 1)
 
 
 @dataclass(frozen=True)
