@@ -368,9 +368,11 @@ class Audit:
     ) -> torch.Tensor:
         """Frozen counts of weight decay alone and of the rest alone, per grid; NaN where there are none."""
         out = torch.full((len(self.grids), 2), torch.nan, dtype=torch.float64)
+        if not self.decay or w.before is None:
+            return out
         inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
         rate, decay = _decoupled(inner, group)
-        if self.decay and w.before is not None and decay:
+        if decay:
             shrink = (-rate * decay) * w.before
             for j, d in enumerate((shrink, (after - w.before) - shrink)):
                 found = kernels.audit(w.before, d, w.grids, phase=False)
