@@ -156,7 +156,7 @@ def markdown(env: dict[str, Any], runs: list[dict[str, Any]], costs: list[dict[s
     lines = [
         f"Every step of the character model ({runs[0]['parameters']:,} parameters) audited:",
         "",
-        "| audit | plain step | hooks | overhead | paired (quartiles) | a part every 30 s | bytes a parameter |",
+        "| audit | plain step | hooks | overhead | paired (quartiles) | parts, each 30 s | bytes a weight |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for r in runs:

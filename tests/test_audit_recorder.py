@@ -30,7 +30,8 @@ from audit_reference import (
 
 import halfulp as hu
 from halfulp import kernels
-from halfulp.audit import verdict
+from halfulp.audit import recorder, verdict
+from halfulp.trace import TraceWriter
 
 # ---- every number ----------------------------------------------------------------------------------------
 
@@ -584,6 +585,33 @@ def test_following_can_be_left_out(tmp_path: Path) -> None:
     with pytest.raises(hu.UsageError, match="without expected_never_moved"):
         trace.expected_never_moved("bf16")
     assert "never moved" not in "\n".join(verdict.lines(trace))
+
+
+def test_parts_by_time_cost_a_hundredth_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step with part_seconds=0, unless writing takes long: then the next part waits a hundred times."""
+    commit = TraceWriter.commit
+    parts = []
+    for pause in (0.0, 1.0):
+        clock = [100.0]  # ten seconds a step
+
+        def slow(*args: Any, pause: float = pause, clock: list[float] = clock, **options: Any) -> None:
+            commit(*args, **options)
+            clock[0] += pause
+
+        monkeypatch.setattr(TraceWriter, "commit", slow)
+        monkeypatch.setattr(recorder.time, "monotonic", lambda clock=clock: clock[0])
+        model = made("mlp")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        path = tmp_path / f"{pause}"
+        with hu.Audit(optimizer, ["bf16"], model=model, out=path, part_seconds=0) as audit:
+            for step in range(40):
+                clock[0] += 10
+                train(model, optimizer, 1, audit=audit, seed=step)
+        monkeypatch.undo()
+        trace = hu.Trace.open(path)
+        assert trace.last_step == 40
+        parts.append(len(trace.parts))
+    assert parts == [40, 5]  # to steps 1, 11, 21, 31 and the end
 
 
 def test_listeners_hear_every_audited_step(tmp_path: Path) -> None:

@@ -203,6 +203,8 @@ def records(file: Path) -> list[Any]:
             at += 32768 - at % 32768  # the rest of a block is padding
             continue
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + size > len(data) or kind == 0:
+            break  # not written yet
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # a whole record, or the last piece of one

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +23,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-import halfulp
 from halfulp import kernels
+from halfulp.audit import manifest
 from halfulp.audit.groups import Rules, group_of
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import name_parameters
@@ -34,13 +33,16 @@ from halfulp.audit.watched import Watched, check_shard
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
-from halfulp.trace import FORMAT, Trace, TraceWriter
+from halfulp.trace import Trace, TraceWriter
 from halfulp.writeback.optimizer import WriteBack, _decoupled
 from halfulp.writeback.sharding import is_sharded, reduce_sum
 
 FOLLOW_LIMIT = 20_000_000
 """Coordinates above which the expected never-moved share is not followed unless asked: it takes four bytes a
 coordinate and grid."""
+
+WRITING_SHARE = 0.01
+"""Parts are written less often than every ``part_seconds`` if that took more than this share of the time."""
 
 
 class Audit:
@@ -65,7 +67,7 @@ class Audit:
     ...     for _ in range(3):
     ...         _ = model(torch.ones(1, 8)).sum().backward()
     ...         opt.step()
-    >>> halfulp.Trace.open(folder).frozen("bf16").shape
+    >>> Trace.open(folder).frozen("bf16").shape
     (3,)
     """
 
@@ -129,7 +131,7 @@ class Audit:
         self._hooks = StepHooks(self._before, self._after)
         self._stepped: list[torch.optim.Optimizer] = []
         self._seen: list[torch.optim.Optimizer] = []
-        self._opened = 0.0
+        self._opened, self._writing = 0.0, 0.0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
 
@@ -280,13 +282,13 @@ class Audit:
                 saved=self._loaded,
             )
         if self._writer is not None:
-            manifest = self._writer.manifest
-            inventory = {t["id"]: t for t in manifest["tensors"]}
+            told = self._writer.manifest
+            inventory = {t["id"]: t for t in told["tensors"]}
             inventory.update({w.id: w.inventory() for w in self.watched.values()})
-            manifest["tensors"] = [inventory[i] for i in sorted(inventory)]
-            manifest["grids"] = [g.name for g in self.grids]
-            manifest["optimizers"] = [_described(o) for o in self._seen]
-            manifest["options"].update(never_moved=self.never_moved, expected_never_moved=bool(self.expected))
+            told["tensors"] = [inventory[i] for i in sorted(inventory)]
+            told["grids"] = [g.name for g in self.grids]
+            told["optimizers"] = [manifest.described(o) for o in self._seen]
+            told["options"].update(never_moved=self.never_moved, expected_never_moved=bool(self.expected))
             self._writer.write_manifest()
 
     def _drop_unfit(self, params: list[torch.Tensor]) -> None:
@@ -419,7 +421,8 @@ class Audit:
     # ---- the trace ----
 
     def _commit_if_due(self) -> None:
-        late = time.monotonic() - self._opened > self.part_seconds and _world() == 1
+        enough = max(self.part_seconds, self._writing / WRITING_SHARE)
+        late = time.monotonic() - self._opened > enough and _world() == 1
         if late or len({r.step for r in self._rows}) >= self.part_steps:
             self.commit()
 
@@ -434,40 +437,26 @@ class Audit:
         state: dict[str, torch.Tensor] = {}
         for w in self.watched.values():
             state.update(w.state())
+        start = time.monotonic()
         self._writer.commit(
             tables(rows, losses, len(self.grids)),
             state,
             {name: torch.stack(values) for name, values in kept.items()},
             last_step=rows[-1].step,
         )
+        self._writing = time.monotonic() - start
 
     def _manifest(self) -> dict[str, Any]:
-        return {
-            "kind": "halfulp.trace",
-            "format": FORMAT,
-            "halfulp": halfulp.__version__,
-            "grids": [g.name for g in self.grids],
-            "every": self.every,
-            "options": {
-                "sample": self.sample,
-                "decay": self.decay,
-                "never_moved": self.never_moved,
-                "expected_never_moved": self.expected,
-                "keep": self.keep,
-                "scores": list(self.scores) if self.scores else None,
-                "seed": self.seed,
-            },
-            "tensors": [],
-            "optimizers": [],
-            "environment": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "machine": f"{platform.system()} {platform.machine()}",
-                "threads": torch.get_num_threads(),
-            },
-            "run": self.describe,
+        options = {
+            "sample": self.sample,
+            "decay": self.decay,
+            "never_moved": self.never_moved,
+            "expected_never_moved": self.expected,
+            "keep": self.keep,
+            "scores": list(self.scores) if self.scores else None,
+            "seed": self.seed,
         }
+        return manifest.begun(self.grids, self.every, options, self.describe)
 
 
 def _checked_grids(grids: Any) -> list[Grid]:
@@ -496,13 +485,6 @@ def _fits(grid: Grid, dtype: torch.dtype) -> bool:
     except UsageError:
         return False
     return True
-
-
-def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer in the manifest."""
-    wraps = {"wraps": type(optimizer.optimizer).__name__} if isinstance(optimizer, WriteBack) else {}
-    defaults = {str(k): str(v) for k, v in optimizer.defaults.items()}
-    return {"class": type(optimizer).__name__, **wraps, "defaults": defaults}
 
 
 def _reduced(seen: list[Watched], found: list[torch.Tensor]) -> np.ndarray[Any, Any]:

@@ -35,6 +35,8 @@ class Watched:
     codes: Codes | None = None
     """Where the values are if the parameter is an empty shell."""
     tiles: torch.Tensor | None = None
+    short: bool = False
+    """Whether the last of these tiles is not a whole one."""
     recorded: int = 0
     """Coordinates that are looked at, on all ranks."""
     before: torch.Tensor | None = None
@@ -53,6 +55,7 @@ class Watched:
             order = np.argsort(Stream(seed=seed, name=self.name, step=SAMPLING).words(total), kind="stable")
             chosen = np.sort(order[: max(1, round(total * share))])
             self.tiles = torch.from_numpy(chosen).to(self.tensor.device)
+            self.short = bool((chosen + 1 > local(self.tensor).numel() // TILE).any())
         here = self.values()
         count = torch.tensor(here.numel(), dtype=torch.float64, device=here.device)
         self.recorded = int(reduce_sum(count, self.tensor))
@@ -60,7 +63,7 @@ class Watched:
     def values(self) -> torch.Tensor:
         """The weights that are audited: all of those on this rank, or the sampled tiles."""
         x = local(self.tensor.detach()) if self.codes is None else self.codes.get(self.tensor.dtype)
-        return x if self.tiles is None else sampled(x, self.tiles)
+        return x if self.tiles is None else sampled(x, self.tiles, self.short)
 
     def gradient(self) -> torch.Tensor | None:
         """The gradient of the same weights, in their dtype."""
@@ -68,7 +71,7 @@ class Watched:
             return None
         g = local(self.tensor.grad.detach())
         g = (g.to_dense() if g.is_sparse else g).to(self.tensor.dtype)
-        return g if self.tiles is None else sampled(g, self.tiles)
+        return g if self.tiles is None else sampled(g, self.tiles, self.short)
 
     def set_aside(self) -> None:
         """Keep the weights as they are before a step."""
@@ -119,11 +122,14 @@ class Watched:
         }
 
 
-def sampled(x: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-    """The coordinates of chosen tiles, one after another; the last tile may be short."""
+def sampled(x: torch.Tensor, tiles: torch.Tensor, short: bool) -> torch.Tensor:
+    """The coordinates of chosen tiles, one after another; ``short``: the last one is not a whole tile."""
     flat = x.reshape(-1)
-    index = (tiles[:, None] * TILE + torch.arange(TILE, device=flat.device)).reshape(-1)
-    return flat[index[index < flat.numel()]]
+    whole = flat.numel() // TILE
+    rows = flat[: whole * TILE].view(whole, TILE)
+    if not short:
+        return rows[tiles].reshape(-1)
+    return torch.cat([rows[tiles[:-1]].reshape(-1), flat[whole * TILE :]])
 
 
 def check_shard(x: torch.Tensor, grids: list[Grid]) -> None:

@@ -1,0 +1,44 @@
+"""What a trace says about the run that it is of."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+import halfulp
+from halfulp.grids import Grid
+from halfulp.trace import FORMAT
+from halfulp.writeback.optimizer import WriteBack
+
+
+def begun(grids: Iterable[Grid], every: int, options: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a trace before its first step; tensors and optimizers come with that."""
+    return {
+        "kind": "halfulp.trace",
+        "format": FORMAT,
+        "halfulp": halfulp.__version__,
+        "grids": [g.name for g in grids],
+        "every": every,
+        "options": options,
+        "tensors": [],
+        "optimizers": [],
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "machine": f"{platform.system()} {platform.machine()}",
+            "threads": torch.get_num_threads(),
+        },
+        "run": run,
+    }
+
+
+def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer by its class and defaults."""
+    wraps = {"wraps": type(optimizer.optimizer).__name__} if isinstance(optimizer, WriteBack) else {}
+    defaults = {str(k): str(v) for k, v in optimizer.defaults.items()}
+    return {"class": type(optimizer).__name__, **wraps, "defaults": defaults}
