@@ -1,0 +1,289 @@
+"""How a study is declared: frozen data and four kinds of function.
+
+A `Study` has *stages*; a stage enumerates *cells*; a cell is run by a pure function of its config
+and of the records of stages sealed before it, and leaves one *record*. *Estimands* are numbers
+computed from the records, by scientific unit; *gates* compare an estimand with a threshold fixed
+in advance; *rules* turn gates into a label. Everything that is not a function is data, is printed
+before anything runs, and is sealed.
+
+Functions must be importable (a module's top level, or a study file's), because worker processes
+and the validator find them by name: nothing is pickled. What a function gives back is JSON.
+
+>>> def cells(config):
+...     return [Cell(name=f"seed-{s}", config={"seed": s}) for s in range(config["seeds"])]
+>>> def run(cell):
+...     return {"heads": cell.config["seed"] % 2}
+>>> def heads(records):
+...     return {name: record["heads"] for name, record in records["toss"].items()}
+>>> study = Study(
+...     name="coin",
+...     question="Does the coin land on both sides?",
+...     units="one toss",
+...     not_claimed=("that the coin is fair",),
+...     scales={"smoke": {"seeds": 2}},
+...     stages=(Stage(name="toss", kind="outcome", cells=cells, run=run),),
+...     estimands=(Estimand(name="heads", what="1 for heads, by toss", compute=heads),),
+...     gates=(Gate(name="both", estimand="heads", scope="mean", comparison="==", threshold=0.5),),
+...     rules=(Rule(label="both sides", passed=("both",)), Rule(label="one side")),
+... )
+>>> [cell.name for cell in study.cells("smoke", "toss")]
+['seed-0', 'seed-1']
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from halfulp.errors import UsageError
+
+Json = Any  # None, bool, int, float (finite), str, and lists and string-keyed dicts of them
+Config = Mapping[str, Json]
+Records = Mapping[str, Mapping[str, Mapping[str, Json]]]  # stage -> cell -> what the cell gave back
+Values = Mapping[str, float | None]  # scientific unit -> number; None where it is not defined
+
+SCALES = ("smoke", "small", "paper")
+SCOPES = ("unit", "mean", "all")
+COMPARISONS = ("<", "<=", "==", ">=", ">")
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,119}")
+
+
+class Running(Protocol):
+    """What the function of a cell is given."""
+
+    @property
+    def name(self) -> str:
+        """The cell's name."""
+
+    @property
+    def config(self) -> Config:
+        """The cell's config."""
+
+    def read(self, stage: str, cell: str) -> Mapping[str, Json]:
+        """What a cell of a sealed stage gave back; only of the stages that this one declares."""
+
+    def read_bytes(self, stage: str, cell: str, name: str) -> bytes:
+        """A file that a cell of a sealed stage attached."""
+
+    def attach(self, name: str, content: bytes) -> None:
+        """Keep a file beside the record, which holds its digest."""
+
+    def data(self, name: str) -> Path:
+        """A data set of the study, whose digest is the sealed one."""
+
+    def save(self, state: bytes) -> None:
+        """Replace the cell's checkpoint, so that an interrupted cell goes on from here."""
+
+    def load(self) -> bytes | None:
+        """The checkpoint, if the cell was interrupted."""
+
+    def progress(self, done: float, total: float) -> None:
+        """Say how far the cell is; never changes a record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One unit of execution."""
+
+    name: str
+    config: Config = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_name("cell", self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Cells that may run in any order; the whole stage is sealed before the next one starts."""
+
+    name: str
+    kind: Literal["reference", "prediction", "outcome"]
+    cells: Callable[[Config], Iterable[Cell]]
+    run: Callable[[Running], Mapping[str, Json]]
+    reads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name("stage", self.name)
+        if self.kind not in ("reference", "prediction", "outcome"):
+            raise UsageError(
+                f"Stage {self.name}: kind is reference, prediction or outcome, not {self.kind!r}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimand:
+    """A number, by scientific unit, that is a function of the records alone."""
+
+    name: str
+    what: str
+    compute: Callable[[Records], Values]
+
+    def __post_init__(self) -> None:
+        check_name("estimand", self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A condition fixed before its outcome exists.
+
+    ``scope="all"``: every unit must meet it; ``"mean"``: the mean over units must; ``"unit"``: one
+    decision a unit, which rules name as ``gate[unit]``. A value that is missing or not finite
+    never passes.
+    """
+
+    name: str
+    estimand: str
+    scope: Literal["unit", "mean", "all"]
+    comparison: Literal["<", "<=", "==", ">=", ">"]
+    threshold: float
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        check_name("gate", self.name)
+        if self.scope not in SCOPES:
+            raise UsageError(f"Gate {self.name}: scope is one of {', '.join(SCOPES)}, not {self.scope!r}.")
+        if self.comparison not in COMPARISONS:
+            known = " ".join(COMPARISONS)
+            raise UsageError(f"Gate {self.name}: the comparison is one of {known}, not {self.comparison!r}.")
+        if not math.isfinite(self.threshold):
+            raise UsageError(f"Gate {self.name}: the threshold must be a finite number.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """The label, when these gates passed and those failed. The first rule that fits decides."""
+
+    label: str
+    passed: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of a report: strings, numbers or None."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float | None]]
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A protocol: see the module's docstring.
+
+    `scales` maps a scale's name to its config; `data` names the data sets that cells may open;
+    `retries` is how often a cell that failed may be tried again; `threads` is the number of
+    threads of a worker process, part of the protocol because it may change a floating-point sum.
+    `tables` and `figures` serve reports only and decide nothing.
+    """
+
+    name: str
+    question: str
+    units: str
+    not_claimed: tuple[str, ...]
+    scales: Mapping[str, Config]
+    stages: tuple[Stage, ...]
+    estimands: tuple[Estimand, ...]
+    gates: tuple[Gate, ...]
+    rules: tuple[Rule, ...]
+    data: tuple[str, ...] = ()
+    retries: int = 0
+    threads: int = 1
+    tables: Mapping[str, Callable[[Records], Table]] = field(default_factory=dict)
+    figures: Mapping[str, Callable[[Records], Any]] = field(default_factory=dict)  # a matplotlib figure
+
+    def __post_init__(self) -> None:
+        check_name("study", self.name)
+        if not self.scales or not self.stages or not self.estimands or not self.gates:
+            raise UsageError(f"Study {self.name} needs at least one scale, stage, estimand and gate.")
+        for scale in self.scales:
+            if scale not in SCALES:
+                raise UsageError(f"Study {self.name}: a scale is one of {', '.join(SCALES)}, not {scale!r}.")
+        for kind, things in (
+            ("stage", self.stages), ("estimand", self.estimands), ("gate", self.gates),
+        ):  # fmt: skip
+            _once(f"Study {self.name}: {kind}", [thing.name for thing in things])
+        known = {e.name for e in self.estimands}
+        for gate in self.gates:
+            if gate.estimand not in known:
+                raise UsageError(f"Gate {gate.name}: the study has no estimand {gate.estimand!r}.")
+        self._check_stages()
+        self._check_rules()
+        if self.retries < 0 or self.threads < 1:
+            raise UsageError(f"Study {self.name}: retries must be 0 or more and threads 1 or more.")
+
+    def _check_stages(self) -> None:
+        before: list[str] = []
+        outcome = ""
+        for stage in self.stages:
+            unknown = [name for name in stage.reads if name not in before]
+            if unknown:
+                raise UsageError(
+                    f"Stage {stage.name} reads {', '.join(unknown)}, which is not an earlier stage of the "
+                    f"study; earlier ones: {', '.join(before) or 'none'}."
+                )
+            if stage.kind == "outcome":
+                outcome = stage.name
+            elif stage.kind == "prediction" and outcome:
+                raise UsageError(f"Prediction stage {stage.name} comes after outcome stage {outcome}.")
+            before.append(stage.name)
+
+    def _check_rules(self) -> None:
+        scopes = {gate.name: gate.scope for gate in self.gates}
+        for rule in self.rules:
+            for used in rule.passed + rule.failed:
+                name, _, unit = used.partition("[")
+                if name not in scopes or bool(unit) != (scopes[name] == "unit"):
+                    raise UsageError(
+                        f"The rule for {rule.label!r} names gate {used!r}; gates: {', '.join(scopes)} "
+                        "(a gate of scope unit is named with its unit, as in gate[unit])."
+                    )
+        if not self.rules or self.rules[-1].passed or self.rules[-1].failed:
+            raise UsageError(
+                f"Study {self.name}: the last rule must have no condition, so that a label exists."
+            )
+
+    def stage(self, name: str) -> Stage:
+        """A stage by name."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise UsageError(f"Study {self.name} has no stage {name!r}; stages: {self._names(self.stages)}.")
+
+    def config(self, scale: str) -> Config:
+        """The config of a scale."""
+        if scale not in self.scales:
+            raise UsageError(f"Study {self.name} has no scale {scale!r}; scales: {', '.join(self.scales)}.")
+        return self.scales[scale]
+
+    def cells(self, scale: str, stage: str) -> list[Cell]:
+        """The cells of a stage, in their declared order."""
+        cells = list(self.stage(stage).cells(self.config(scale)))
+        if not cells:
+            raise UsageError(f"Stage {stage} of study {self.name} has no cells at scale {scale}.")
+        _once(f"Stage {stage}: cell", [cell.name.lower() for cell in cells])  # file systems may fold case
+        return cells
+
+    @staticmethod
+    def _names(things: Iterable[Any]) -> str:
+        return ", ".join(thing.name for thing in things)
+
+
+def check_name(kind: str, name: object) -> None:
+    """Names become file names and text on pages; so they are plain, everywhere."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(
+            f"The {kind} name {str(name)[:80]!a} is not plain: 1 to 120 letters, digits and ._=+- "
+            "of ASCII, a letter or digit first."
+        )
+
+
+def _once(what: str, names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise UsageError(f"{what} name used twice: {', '.join(twice[:5])}.")
