@@ -323,7 +323,7 @@ def write_back(
     counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, 2))
     bits = np.empty(0, dtype=np.uint8) if moved is None else moved.numpy()
     rest = np.empty(0, dtype=plan.work) if carry is None else flat_of(carry)
-    tail = (bits, int(sums), rest, carry is not None and carry_in, np.int32(1), counts, totals)
+    tail = (bits, int(sums), rest, carry is not None and carry_in, counts, totals)
     if plan.scaled:
         if given is None:
             old = plan.grid.scaling is not None and plan.grid.scaling.from_old

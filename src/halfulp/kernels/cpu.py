@@ -18,8 +18,8 @@ import numpy as np
 
 from halfulp.kernels.cpu_tile import (
     WORDS,
-    add_carry,
     add_in_container,
+    changes,
     clean,
     clean_three,
     count_ends,
@@ -32,11 +32,11 @@ from halfulp.kernels.cpu_tile import (
     fused_magic,
     keep_stored,
     load,
-    load_write,
     log2_points,
-    mark_moved,
+    merge,
     nearest,
     nonfinite,
+    padded,
     phase_sum,
     prefer_nearest,
     score_sums,
@@ -49,6 +49,7 @@ from halfulp.kernels.cpu_tile import (
     survey,
     take_carry,
     tile_of,
+    whole_proposal,
 )  # fmt: skip
 from halfulp.kernels.params import (
     CUT,
@@ -71,7 +72,7 @@ from halfulp.kernels.params import (
     UP,
 )  # fmt: skip
 from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
-from halfulp.kernels.simd import bits_of, float_like, kernel, shr
+from halfulp.kernels.simd import LANES, bits_of, float_like, kernel, shr, span
 
 
 @kernel
@@ -165,7 +166,7 @@ def audit_tiles(
     w_, d_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype)
     size_, sized_, turned_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype)
     q_, z_, r_ = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
-    flags, s_ = np.empty(TILE + TILE // 8, np.uint8), np.empty(TILE, f.dtype)
+    s_, bits = np.empty(TILE, f.dtype), np.empty(TILE // LANES, np.uint16)
     log_w, log_d = np.empty(TILE, np.int32), np.empty(TILE, np.int32)
     buffer = np.empty(TILE // 2, np.float64)
     for t in range(t0, t1):
@@ -227,7 +228,8 @@ def audit_tiles(
                 symmetric = count_symmetric(size, sized, f[g, UP], k[g, EMIN], exponent)
             if moved.shape[0] > 0:
                 start = t * (TILE // 8)
-                counts[t, o, 5] = mark_moved(q, r, flags, moved[o, start : start + (n + 7) // 8])
+                changes(q_, r_, n, bits)
+                counts[t, o, 5] = n - merge(bits, moved[o, start : start + (n + 7) // 8])
             if stay.shape[0] > 0:
                 odds = stay[o, first:last]
                 if k[g, KIND] == MAGIC:
@@ -252,41 +254,38 @@ def audit_tiles(
 @kernel
 def write_tiles(
     stored: Any, proposed: Any, out: Any, mode: Any, f: Any, k: Any, masks: Any, k0: Any, k1: Any,
-    offset: Any, moved: Any, want_sums: Any, carry: Any, carry_in: Any, one: Any, counts: Any, sums: Any,
+    offset: Any, moved: Any, want_sums: Any, carry: Any, carry_in: Any, counts: Any, sums: Any,
     t0: Any, t1: Any,
 ) -> None:  # fmt: skip
     """Write-back of every tile; ``out`` may be ``proposed``. A carry of any size takes what is not
     written and, with ``carry_in``, is added to the proposal first."""
     exponent, sign = masks[0], masks[1]
-    q_, z_, r_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype), np.empty(TILE, f.dtype)
-    near_, buffer = np.empty(TILE, f.dtype), np.empty(TILE // 2, np.float64)
-    words, flags = np.empty(WORDS, np.uint32), np.empty(TILE + TILE // 8, np.uint8)
+    q_, z_, r = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
+    near, buffer = np.empty(TILE, f.dtype), np.empty(TILE // 2, np.float64)
+    words, bits = np.empty(WORDS, np.uint32), np.empty(TILE // LANES, np.uint16)
     for t in range(t0, t1):
         first = t * TILE
         last = min(first + TILE, stored.size)
         n = last - first
-        q, z, r = q_[:n], z_[:n], r_[:n]
-        bad = load_write(stored[first:last], proposed[first:last], q, z, exponent)
-        if carry_in:
-            add_carry(z, carry[first:last], exponent)
-            if bad > 0:
-                keep_stored(proposed[first:last], q, z, exponent)
+        source = span(proposed, first, last)
+        rest = span(carry, first, last) if carry.size else carry
+        q = padded(span(stored, first, last), q_)
+        z, bad = whole_proposal(source, q, rest, carry_in, z_, exponent)
         if mode == NEAREST:
             nearest(z, r, f, k, exponent, sign)
         else:
             stochastic_exact(z, r, words, f, k, exponent, sign, k0, k1, offset + first)
             if mode == DEADZONE:
-                nearest(z, near_[:n], f, k, exponent, sign)
-                prefer_nearest(q, z, near_[:n], r)
+                nearest(z, near, f, k, exponent, sign)
+                prefer_nearest(q, z, near, r)
         if bad > 0:
-            keep_stored(proposed[first:last], q, r, exponent)
+            keep_stored(source, q, r, exponent)
         if carry.size:
-            take_carry(z, r, f[LO], f[HI], proposed[first:last], bad, exponent, carry[first:last])
+            take_carry(z, r, f[LO], f[HI], source, bad, exponent, rest)
         finish_write(
-            q_, z_, r_, n, bad, proposed[first:last], f[LO], f[HI], exponent, moved, want_sums, flags, buffer,
-            one, counts, sums, t,
-        )  # fmt: skip
-        store(r, out[first:last])
+            q, z, r, n, bad, source, f[LO], f[HI], exponent, moved, want_sums, bits, buffer, counts, sums, t
+        )
+        store(r, span(out, first, last))
 
 
 @kernel

@@ -19,24 +19,35 @@ import numpy as np
 from halfulp.kernels.cpu_tile import (
     ONE,
     WORDS,
-    add_carry,
     add_in_container,
+    changes,
     clean_three,
     count_equal,
     difference,
     finish_write,
     keep_stored,
     load,
-    load_write,
-    mark_moved,
+    merge,
+    padded,
     prefer_nearest,
     score_sums,
     store,
     sum_abs,
+    whole_proposal,
 )  # fmt: skip
 from halfulp.kernels.params import EMIN, HI, INVERSE, LO, MANT, SHIFT, T_SUB, T_ZERO, UP
 from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
-from halfulp.kernels.simd import bits_of, exact_up, fill_words, float_like, greater, kernel, tally, widen
+from halfulp.kernels.simd import (
+    LANES,
+    bits_of,
+    exact_up,
+    fill_words,
+    float_like,
+    greater,
+    kernel,
+    tally,
+    widen,
+)
 
 EXPONENT = np.int64(0x7FF << 52)
 MAGNITUDE, SIGNED, TOTAL = 0, 1, 2  # what a rule wants to know of a segment
@@ -253,7 +264,8 @@ def audit_tiles_scaled(
     masks: Any, to: Any, work: Any, moved: Any, stay: Any, counts: Any, expected: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
     """One moving grid on every tile: reference.audit's counts, without the shared ones."""
-    flags, s_, buffer = np.empty(TILE + TILE // 8, np.uint8), np.zeros(TILE, work.dtype), np.empty(TILE // 2)
+    s_, buffer = np.zeros(TILE, work.dtype), np.empty(TILE // 2)
+    bits = np.empty(TILE // LANES, np.uint16)
     x_, y_, v_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, work.dtype)
     q_, step_, keep_ = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
     cast = np.empty(1, work.dtype)
@@ -281,7 +293,8 @@ def audit_tiles_scaled(
         counts[t, 0] = count_equal(x, q) - bad
         if moved.size > 0:
             start = t * (TILE // 8)
-            counts[t, 5] = mark_moved(q, x, flags, moved[start : start + (n + 7) // 8])
+            changes(q_, x_, n, bits)
+            counts[t, 5] = n - merge(bits, moved[start : start + (n + 7) // 8])
         if stay.size > 0:
             stay_scaled(q, z, step, stay[first : first + n], f, k, cast)
             s_[:n] = stay[first : first + n]
@@ -297,41 +310,37 @@ def audit_tiles_scaled(
 def write_tiles_scaled(
     stored: Any, proposed: Any, out: Any, steps: Any, row: Any, length: Any, mode: Any, f: Any, k: Any,
     masks: Any, work: Any, k0: Any, k1: Any, offset: Any, moved: Any, want_sums: Any, carry: Any,
-    carry_in: Any, one: Any, counts: Any, sums: Any, t0: Any, t1: Any,
+    carry_in: Any, counts: Any, sums: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
     exponent = masks[0]
     q_, z_, r_ = np.zeros(TILE, work.dtype), np.zeros(TILE, work.dtype), np.empty(TILE, work.dtype)
     near_, step_, words = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(WORDS, np.uint32)
-    flags, buffer = np.empty(TILE + TILE // 8, np.uint8), np.empty(TILE // 2, np.float64)
+    bits, buffer = np.empty(TILE // LANES, np.uint16), np.empty(TILE // 2, np.float64)
     cast, inf = np.empty(1, work.dtype), work.dtype.type(np.inf)
     for t in range(t0, t1):
         first = t * TILE
         last = min(first + TILE, stored.size)
         n = last - first
-        q, z, r, step = q_[:n], z_[:n], r_[:n], step_[:n]
-        bad = load_write(stored[first:last], proposed[first:last], q, z, exponent)
-        if carry_in:
-            add_carry(z, carry[first:last], exponent)
-            if bad > 0:
-                keep_stored(proposed[first:last], q, z, exponent)
+        source = proposed[first:last]
+        q, r, step = padded(stored[first:last], q_), r_[:n], step_[:n]
+        z, bad = whole_proposal(source, q, carry[first:last], carry_in, z_, exponent)
         expand(steps, first, row, length, step)
         if mode == NEAREST:
-            nearest_scaled(z, step, r, f, k, cast)
+            nearest_scaled(z[:n], step, r, f, k, cast)
         else:
-            stochastic_scaled(z, step, r, words, f, k, cast, k0, k1, offset + first)
+            stochastic_scaled(z[:n], step, r, words, f, k, cast, k0, k1, offset + first)
             if mode == DEADZONE:
-                nearest_scaled(z, step, near_[:n], f, k, cast)
-                prefer_nearest(q, z, near_[:n], r)
+                nearest_scaled(z[:n], step, near_[:n], f, k, cast)
+                prefer_nearest(q, z, near_, r)
         if bad > 0:
-            keep_stored(proposed[first:last], q, r, exponent)
+            keep_stored(source, q, r, exponent)
         finish_write(
-            q_, z_, r_, n, bad, proposed[first:last], -inf, inf, exponent, moved, want_sums, flags, buffer,
-            one, counts, sums, t,
-        )  # fmt: skip
+            q, z, r_, n, bad, source, -inf, inf, exponent, moved, want_sums, bits, buffer, counts, sums, t
+        )
         ends = 0  # the ends of the range differ from step to step
         for i in range(n):
             element = np.float64(r[i]) / step[i]
-            fine = bad == 0 or (bits_of(widen(proposed[first + i])) & exponent) != exponent
+            fine = bad == 0 or (bits_of(widen(source[i])) & exponent) != exponent
             end = element >= f[HI] or element <= f[LO]
             ends += fine and end
             if carry.size and fine:

@@ -33,7 +33,9 @@ from halfulp.kernels.params import (
 )  # fmt: skip
 from halfulp.kernels.reference import LOG2_POLYNOMIAL, TILE
 from halfulp.kernels.simd import (
+    LANES,
     bits_of,
+    differing,
     exact_up,
     fill_words,
     float_like,
@@ -42,9 +44,11 @@ from halfulp.kernels.simd import (
     kernel,
     lesser,
     narrow,
+    ones,
     round_bits,
     shl,
     shr,
+    span,
     tally,
     widen,
 )  # fmt: skip
@@ -84,6 +88,18 @@ def _tile_of(source: Any, buffer: Any) -> Any:
         return buffer[: source.size]
 
     return widened
+
+
+@kernel
+def padded(source: Any, buffer: Any) -> Any:
+    """A whole tile: the stretch itself if it is one and of the working type, else a copy filled up with
+    zeros in the buffer."""
+    tile = tile_of(source, buffer)
+    if source.size == TILE:
+        return tile
+    buffer[: source.size] = tile
+    buffer[source.size :] = 0
+    return buffer
 
 
 @kernel
@@ -420,38 +436,31 @@ def stay_bits(q: Any, z: Any, stay: Any, cut: Any, odd: Any, keep: Any, top: Any
 
 
 @kernel
-def mark_moved(q: Any, r: Any, flags: Any, moved: Any) -> Any:
-    """Set the bits of coordinates that moved; returns how many never have. ``flags`` is scratch."""
-    n = q.size
-    for i in range(n):
-        flags[i] = np.uint8(q[i] != r[i])
-    flags[n:TILE] = 0
-    groups = flags[:TILE].view(np.uint64)
-    packed = flags[TILE : TILE + TILE // 8]
-    for j in range(TILE // 8):  # eight bytes of 0 or 1 to eight bits, lowest first
-        packed[j] = np.uint8((groups[j] * np.uint64(0x0102040810204080)) >> np.uint64(56))
-    for j in range(moved.size):
-        packed[j] = np.uint8(packed[j] | moved[j])
-        moved[j] = packed[j]
-    still = n
-    bits = packed.view(np.uint64)
-    for j in range(bits.size):
-        v = bits[j]
-        v = v - ((v >> np.uint64(1)) & np.uint64(0x5555555555555555))
-        v = (v & np.uint64(0x3333333333333333)) + ((v >> np.uint64(2)) & np.uint64(0x3333333333333333))
-        v = (v + (v >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-        still -= np.int64((v * np.uint64(0x0101010101010101)) >> np.uint64(56))
-    return still
+def changes(q: Any, r: Any, n: Any, bits: Any) -> Any:
+    """A bit for each of the n values that differ, in whole tiles, lowest first; returns how many."""
+    count = np.int32(0)
+    for g in range(TILE // LANES):
+        bits[g] = differing(q, r, g * LANES)
+    if n < TILE:
+        bits[(n + LANES - 1) // LANES :] = 0
+        if n % LANES:
+            bits[n // LANES] &= np.uint16((1 << (n % LANES)) - 1)
+    for word in bits.view(np.uint64):
+        count += np.int32(ones(word))
+    return count
 
 
 @kernel
-def count_write(q: Any, z: Any, r: Any, lo: Any, hi: Any, one: Any) -> Any:
-    same, still, ends = np.int32(0), np.int32(0), np.int32(0)
-    for i in range(q.size):
-        same = tally(same, r[i] == q[i], one)
-        still = tally(still, z[i] == q[i], one)
-        ends = tally(ends, (r[i] >= hi) | (r[i] <= lo), one)
-    return same, still, ends
+def merge(bits: Any, moved: Any) -> Any:
+    """Add the bits of what moved now to those of what moved before; returns how many have ever."""
+    now = bits.view(np.uint8)
+    for j in range(moved.size):
+        now[j] |= moved[j]
+        moved[j] = now[j]
+    ever = np.int64(0)
+    for word in bits.view(np.uint64):
+        ever += np.int64(ones(word))
+    return ever
 
 
 @kernel
@@ -466,12 +475,13 @@ def sum_changes(q: Any, z: Any, buffer: Any) -> Any:
 
 @kernel
 def finish_write(
-    q_: Any, z_: Any, r_: Any, n: Any, bad: Any, proposed: Any, lo: Any, hi: Any, exponent: Any, moved: Any,
-    want_sums: Any, flags: Any, buffer: Any, one: Any, counts: Any, sums: Any, t: Any,
+    q: Any, z: Any, r: Any, n: Any, bad: Any, proposed: Any, lo: Any, hi: Any, exponent: Any, moved: Any,
+    want_sums: Any, bits: Any, buffer: Any, counts: Any, sums: Any, t: Any,
 ) -> None:  # fmt: skip
     """Counts and sums of one written tile; z and r equal q wherever the proposal was not finite."""
-    q, z, r = q_[:n], z_[:n], r_[:n]
-    same, still, ends = count_write(q, z, r, lo, hi, one)
+    still = n - changes(q, z, n, bits)
+    same = n - changes(q, r, n, bits)
+    ends = count_ends(r[:n], lo, hi)
     if bad > 0:
         for i in range(n):
             if (bits_of(widen(proposed[i])) & exponent) == exponent and (r[i] >= hi or r[i] <= lo):
@@ -483,49 +493,57 @@ def finish_write(
     counts[t, 4] = 0
     if moved.size:
         start = t * (TILE // 8)
-        counts[t, 4] = mark_moved(q, r, flags, moved[start : start + (n + 7) // 8])
+        counts[t, 4] = n - merge(bits, span(moved, start, start + (n + 7) // 8))
     if want_sums and t % want_sums == 0:
-        if n < TILE:
-            q_[n:] = 0
-            z_[n:] = 0
-        sums[t, 1] = sum_changes(q_, z_, buffer)
-        if bad > 0:
-            for i in range(n):
-                if (bits_of(widen(proposed[i])) & exponent) == exponent:
-                    q_[i] = 0
-        sums[t, 0] = sum_abs(q_, buffer)
+        sums[t, 1] = sum_changes(q, z, buffer)
+        sums[t, 0] = sum_abs(q, buffer) if bad == 0 else sum_proposed(q, proposed, exponent, buffer)
 
 
 @kernel
-def load_write(stored: Any, proposed: Any, q: Any, z: Any, exponent: Any) -> Any:
-    """Stored and proposed values of one tile; a proposal that is not finite becomes the stored one."""
-    load(stored, q)
-    load(proposed, z)
+def sum_proposed(q: Any, proposed: Any, exponent: Any, buffer: Any) -> Any:
+    """Sum of |q| where the proposal is finite."""
+    kept = np.zeros(TILE, q.dtype)
+    for i in range(proposed.size):
+        if (bits_of(widen(proposed[i])) & exponent) != exponent:
+            kept[i] = q[i]
+    return sum_abs(kept, buffer)
+
+
+@kernel
+def whole_proposal(proposed: Any, q: Any, carry: Any, carry_in: Any, z_: Any, exponent: Any) -> Any:
+    """What is to be written, with its carry, as a whole tile; and how many proposals were not finite, which
+    become the stored value."""
+    z = padded(proposed, z_)
     bad = nonfinite(z, exponent)
+    if carry_in:
+        add_carry(z[: proposed.size], carry, z_, exponent)
+        z_[proposed.size :] = 0
+        z = z_
+    elif bad > 0:
+        z_[:] = z
+        z = z_
     if bad > 0:
-        for i in range(z.size):
-            if (bits_of(z[i]) & exponent) == exponent:
-                z[i] = q[i]
-    return bad
+        keep_stored(proposed, q, z, exponent)
+    return z, bad
 
 
 @kernel
-def add_carry(z: Any, carry: Any, exponent: Any) -> None:
+def add_carry(z: Any, carry: Any, out: Any, exponent: Any) -> None:
     """z + carry, wherever that is finite."""
     for i in range(z.size):
         whole = z[i] + carry[i]
         fine = (bits_of(whole) & exponent) != exponent
-        z[i] = whole if fine else z[i]
+        out[i] = whole if fine else z[i]
 
 
 @kernel
 def take_carry(z: Any, r: Any, lo: Any, hi: Any, proposed: Any, bad: Any, exponent: Any, carry: Any) -> None:
     """What was not written, z - r: exact, for r is a neighbour of z. Nothing is carried beyond the ends
     of the range (it could never be written), and nothing changes where the proposal was not finite."""
-    for i in range(z.size):
-        beyond = ((r[i] >= hi) & (z[i] > r[i])) | ((r[i] <= lo) & (z[i] < r[i]))
+    for i in range(carry.size):
+        past = ((r[i] >= hi) & (z[i] > r[i])) | ((r[i] <= lo) & (z[i] < r[i]))
         rest = z[i] - r[i]
-        rest = z[i] - z[i] if beyond else rest
+        rest = z[i] - z[i] if past else rest
         if bad == 0 or (bits_of(widen(proposed[i])) & exponent) != exponent:
             carry[i] = rest
 
@@ -533,7 +551,7 @@ def take_carry(z: Any, r: Any, lo: Any, hi: Any, proposed: Any, bad: Any, expone
 @kernel
 def keep_stored(proposed: Any, q: Any, r: Any, exponent: Any) -> None:
     """Put q back, whatever it was, where the proposal was not finite."""
-    for i in range(q.size):
+    for i in range(proposed.size):
         if (bits_of(widen(proposed[i])) & exponent) == exponent:
             r[i] = q[i]
 
@@ -541,7 +559,7 @@ def keep_stored(proposed: Any, q: Any, r: Any, exponent: Any) -> None:
 @kernel
 def prefer_nearest(q: Any, z: Any, near: Any, r: Any) -> None:
     """Dead-zone write-back: the stochastic r only where nearest throws a proposal away."""
-    for i in range(q.size):
+    for i in range(r.size):
         dead = (near[i] == q[i]) & (z[i] != q[i])
         r[i] = r[i] if dead else near[i]
 

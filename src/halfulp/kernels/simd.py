@@ -15,6 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 from halfulp.streams import PARITY
 
@@ -135,6 +136,51 @@ def _shift(op: str) -> Any:
 
 shl, shr = _shift("shl"), _shift("lshr")
 """Shifts in the width of their operands."""
+
+
+@intrinsic
+def span(_ctx: Any, x: Any, first: Any, last: Any) -> Any:
+    """x[first:last] of a contiguous array that the caller keeps alive: a slice without reference counts,
+    whose atomic updates would cost as much as a pass over a tile. Not for arrays that a kernel makes."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        source = context.make_array(sig.args[0])(context, builder, args[0])
+        made = context.make_array(sig.return_type)(context, builder)
+        size = builder.sub(args[2], args[1])
+        place = builder.gep(source.data, [args[1]])
+        populate_array(made, place, [size], source.strides, source.itemsize, None)
+        return made._getvalue()
+
+    return x(x, types.intp, types.intp), build
+
+
+LANES = 16
+
+
+@intrinsic
+def differing(_ctx: Any, x: Any, y: Any, i: Any) -> Any:
+    """Sixteen bits, lowest first: which of x[i:i + 16] and y[i:i + 16] differ."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        def lanes(kind: Any, array: Any) -> Any:
+            place = builder.gep(context.make_array(kind)(context, builder, array).data, [args[2]])
+            wide = ir.VectorType(context.get_value_type(kind.dtype), LANES)
+            return builder.load(builder.bitcast(place, wide.as_pointer()), align=kind.dtype.bitwidth // 8)
+
+        held = builder.fcmp_unordered("!=", lanes(sig.args[0], args[0]), lanes(sig.args[1], args[1]))
+        return builder.bitcast(held, ir.IntType(LANES))
+
+    return types.uint16(x, y, types.intp), build
+
+
+@intrinsic
+def ones(_ctx: Any, bits: Any) -> Any:
+    """How many bits are set."""
+
+    def build(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return bits(bits), build
 
 
 @inline
