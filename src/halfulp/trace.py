@@ -188,9 +188,7 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
 def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Refuse to go on with other settings than those a trace was begun with."""
     pairs = [(key, found[key], wanted[key]) for key in ("grids", "every")]
-    for key, value in wanted["options"].items():
-        if value is not None or key != "expected_never_moved":  # None: whatever it was
-            pairs.append((key, found["options"].get(key), value))
+    pairs += [(key, found["options"].get(key), value) for key, value in wanted["options"].items()]
     for key, old, new in pairs:
         if old != new:
             raise UsageError(f"cannot resume {path}: it was recorded with {key}={old!r}, not {new!r}.")

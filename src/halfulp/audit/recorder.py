@@ -25,10 +25,11 @@ import torch
 
 from halfulp import kernels
 from halfulp.audit import manifest
+from halfulp.audit.batch import Batch, batches
 from halfulp.audit.groups import Rules, group_of
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import name_parameters
-from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, tables
+from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
 from halfulp.audit.watched import Watched, check_shard
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
@@ -36,10 +37,6 @@ from halfulp.grids import grid as named
 from halfulp.trace import Trace, TraceWriter
 from halfulp.writeback.optimizer import WriteBack, _decoupled
 from halfulp.writeback.sharding import is_sharded, reduce_sum
-
-FOLLOW_LIMIT = 20_000_000
-"""Coordinates above which the expected never-moved share is not followed unless asked: it takes four bytes a
-coordinate and grid."""
 
 WRITING_SHARE = 0.01
 """Parts are written less often than every ``part_seconds`` if that took more than this share of the time."""
@@ -50,14 +47,14 @@ class Audit:
 
     ``optimizers``: one or several, or None for every optimizer in the process. ``every``: audit each n-th
     step. ``sample``: audit this share of every tensor's tiles. ``decay``: also audit decoupled weight decay
-    and the rest apart. ``never_moved`` and ``expected_never_moved``: follow every coordinate (a bit, four
-    bytes, per grid). ``keep``: keep all weights, so that any grid can be replayed later (small models).
-    ``scores``: a grid and the steps (first, last) over which to sum allocation scores. ``groups``: your own
-    rule (name, tensor) -> group. ``params``: which tensors, (name, tensor) -> bool. ``unfit``: what to do
-    with grids that a parameter's dtype cannot hold, ``raise`` or ``drop``. ``resume`` goes on with a trace;
-    ``first_step`` is the number of the first step that this process takes. ``part_steps`` and
-    ``part_seconds``: how much a crash may lose. ``listeners`` are called with a summary of every audited
-    step, which is ``latest`` as well.
+    and the rest apart. ``never_moved`` and ``expected_never_moved``: follow every coordinate (a bit per
+    grid; four bytes per grid, which doubles the cost of an audit). ``keep``: keep all weights, so that any
+    grid can be replayed later (small models). ``scores``: a grid and the steps (first, last) over which to
+    sum allocation scores. ``groups``: your own rule (name, tensor) -> group. ``params``: which tensors,
+    (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's dtype cannot hold, ``raise``
+    or ``drop``. ``resume`` goes on with a trace; ``first_step`` is the number of the first step that this
+    process takes. ``part_steps`` and ``part_seconds``: how much a crash may lose. ``listeners`` are called
+    with a summary of every audited step, which is ``latest`` as well.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(8, 8)
@@ -82,7 +79,7 @@ class Audit:
         sample: float | None = None,
         decay: bool = False,
         never_moved: bool = True,
-        expected_never_moved: bool | None = None,
+        expected_never_moved: bool = False,
         keep: bool = False,
         scores: tuple[str, int, int] | None = None,
         groups: Rules | None = None,
@@ -121,6 +118,8 @@ class Audit:
         self.listeners, self.describe = list(listeners), dict(describe or {})
         self.step = first_step - 1
         self.watched: dict[torch.Tensor, Watched] = {}
+        self._left_out: set[torch.Tensor] = set()
+        self._batches: list[Batch] = []
         self.latest: dict[str, Any] = {}
         self.seconds = 0.0
         self._rows: list[Row] = []
@@ -210,8 +209,12 @@ class Audit:
             self._commit_if_due()
         if self._due(self.step if self._stepped else self.step + 1):
             self._watch(optimizer)
-            for w in self._of(optimizer):
-                w.set_aside()
+            here = self._of(optimizer)
+            for batch in self._batches_of(here):
+                batch.set_aside()
+            for w in here:
+                if w.batch is None:
+                    w.set_aside()
         self.seconds += time.perf_counter() - start
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -244,7 +247,10 @@ class Audit:
     def _of(self, optimizer: torch.optim.Optimizer) -> list[Watched]:
         """What this rank looks at: on ranks other than the first, only tensors that it holds a shard of."""
         found = [self.watched[p] for g in optimizer.param_groups for p in g["params"] if p in self.watched]
-        return [w for w in found if _rank() == 0 or w.sharded]
+        return found if _rank() == 0 else [w for w in found if w.sharded]
+
+    def _batches_of(self, watched: list[Watched]) -> list[Batch]:
+        return [b for b in self._batches if any(w.batch is b for w in watched)]
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Take up parameters that were not seen before."""
@@ -252,7 +258,7 @@ class Audit:
             p
             for g in optimizer.param_groups
             for p in g["params"]
-            if p not in self.watched and p.requires_grad
+            if p not in self.watched and p not in self._left_out and p.requires_grad
         ]
         if not new:
             return
@@ -265,22 +271,23 @@ class Audit:
         ]
         if self.unfit == "drop" and not self._rows and not self._skip_until:
             self._drop_unfit(chosen)
+        self._left_out.update(set(new) - set(chosen))
         for p in chosen:
             name, module = found[p]
             self.watched[p] = self._new(name, p, module, optimizer)
-        if not self.watched:
+        if not chosen:
             return
         if any(w.tensor.device.type == "cuda" for w in self.watched.values()):
             self.never_moved, self.expected = False, False  # coordinates are followed on the CPU only
-        if self.expected is None:
-            self.expected = sum(w.recorded for w in self.watched.values()) <= FOLLOW_LIMIT
-        for w in self.watched.values():
-            w.follow(
+        for p in chosen:
+            self.watched[p].follow(
                 moved=self.never_moved,
-                stay=bool(self.expected),
+                stay=self.expected,
                 scores=self.scores is not None,
                 saved=self._loaded,
             )
+        if _rank() == 0:
+            self._batches += batches([self.watched[p] for p in chosen])
         if self._writer is not None:
             told = self._writer.manifest
             inventory = {t["id"]: t for t in told["tensors"]}
@@ -288,7 +295,7 @@ class Audit:
             told["tensors"] = [inventory[i] for i in sorted(inventory)]
             told["grids"] = [g.name for g in self.grids]
             told["optimizers"] = [manifest.described(o) for o in self._seen]
-            told["options"].update(never_moved=self.never_moved, expected_never_moved=bool(self.expected))
+            told["options"].update(never_moved=self.never_moved, expected_never_moved=self.expected)
             self._writer.write_manifest()
 
     def _drop_unfit(self, params: list[torch.Tensor]) -> None:
@@ -339,22 +346,22 @@ class Audit:
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        seen, found = [], []
-        for w in self._of(optimizer):
-            if w.tensor.grad is None or w.before is None:
-                continue  # not part of this step
-            after = w.values()
-            counted = kernels.audit(w.before, after, w.grids, after=True, moved=w.moved, stay=w.stay)
-            found.append(numbers(counted, self._apart(w, after, optimizer, groups[w.tensor])))
-            seen.append(w)
-            self._score(w, after)
-            if self.keep and self._writer is not None:
-                for what, value in (("before", w.before), ("after", after)):
-                    copy = value.clone(memory_format=torch.contiguous_format)
-                    self._kept.setdefault(f"{w.id}.{what}", []).append(copy)
+        seen = [w for w in self._of(optimizer) if w.tensor.grad is not None and w.before is not None]
+        found: dict[Watched, torch.Tensor] = {}
+        for batch in self._batches_of(seen):
+            present = [w for w in seen if w.batch is batch]
+            found.update(zip(present, batch.audit(present), strict=True))
+        for w in seen:
+            if w.batch is None:
+                assert w.before is not None
+                counted = kernels.audit(w.before, w.values(), w.grids, after=True, moved=w.moved, stay=w.stay)
+                on_cpu = counted.counts.device.type == "cpu"
+                found[w] = torch.from_numpy(numbers(counted)[0]) if on_cpu else numbers_on_device(counted)
+            if self.decay or self.keep or w.scores is not None:
+                self._look_closer(w, found[w], optimizer, groups[w.tensor])
         if not seen:
             return
-        totals = _reduced(seen, found)
+        totals = _reduced(seen, [found[w] for w in seen])
         if _rank() != 0:
             return
         rates = [float(groups[w.tensor].get("lr", math.nan)) for w in seen]
@@ -365,29 +372,28 @@ class Audit:
         told = self._losses.get(step)
         return sum(told) / len(told) if told else math.nan
 
-    def _apart(
-        self, w: Watched, after: torch.Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]
-    ) -> torch.Tensor:
-        """Frozen counts of weight decay alone and of the rest alone, per grid; NaN where there are none."""
-        out = torch.full((len(self.grids), 2), torch.nan, dtype=torch.float64)
-        if not self.decay or w.before is None:
-            return out
+    def _look_closer(
+        self, w: Watched, row: torch.Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]
+    ) -> None:
+        """What is recorded of single tensors on request."""
+        assert w.before is not None
+        after = w.values()
         inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
-        rate, decay = _decoupled(inner, group)
+        rate, decay = _decoupled(inner, group) if self.decay else (0.0, 0.0)
         if decay:
             shrink = (-rate * decay) * w.before
-            for j, d in enumerate((shrink, (after - w.before) - shrink)):
-                found = kernels.audit(w.before, d, w.grids, phase=False)
-                out[:, j] = found.counts[:, :, 0].sum(dim=0, dtype=torch.float64).cpu()
-        return out
-
-    def _score(self, w: Watched, after: torch.Tensor) -> None:
-        if self.scores is None or w.scores is None or w.before is None:
-            return
-        grid, first, last = self.scores
-        gradient = w.gradient()
-        if first <= self.step <= last and gradient is not None:
-            w.scores += kernels.score(w.before, gradient, after, grid, after=True).cpu()
+            for j, d in (("frozen_decay", shrink), ("frozen_gradient", (after - w.before) - shrink)):
+                alone = kernels.audit(w.before, d, w.grids, phase=False).counts[:, :, 0]
+                row[PER_GRID.index(j) : -len(SHARED) : len(PER_GRID)] = alone.sum(dim=0, dtype=torch.float64)
+        if self.scores is not None and w.scores is not None:
+            grid, first, last = self.scores
+            gradient = w.gradient()
+            if first <= self.step <= last and gradient is not None:
+                w.scores += kernels.score(w.before, gradient, after, grid, after=True).cpu()
+        if self.keep and self._writer is not None:
+            for what, value in (("before", w.before), ("after", after)):
+                copy = value.clone(memory_format=torch.contiguous_format)
+                self._kept.setdefault(f"{w.id}.{what}", []).append(copy)
 
     def _summary(self, rows: list[Row]) -> dict[str, Any]:
         """The newest step in few numbers, for listeners and live views."""

@@ -47,8 +47,7 @@ def replay(trace: Trace, grids: Iterable[str], out: Path) -> Trace:
             if tensor not in followed:
                 followed[tensor] = _fresh(before, len(wanted), follow)
             found = kernels.audit(before, after, wanted, after=True, **followed[tensor])
-            row = numbers(found, torch.full((len(wanted), 2), torch.nan)).numpy()[None]
-            rows.append(Row(step=step, ids=[tensor], rates=[lr], numbers=row))
+            rows.append(Row(step=step, ids=[tensor], rates=[lr], numbers=numbers(found)))
         writer.commit(tables(rows, losses, len(wanted)), {}, last_step=rows[-1].step)
     return Trace.open(out)
 

@@ -45,20 +45,33 @@ class Row:
         return self.numbers[:, -len(SHARED) :]
 
 
-def numbers(found: kernels.Audit, apart: torch.Tensor) -> torch.Tensor:
-    """Everything about one tensor at one step, float64: PER_GRID grid after grid, then SHARED.
+def numbers(found: kernels.Audit, starts: Sequence[int] = (0,)) -> Array:
+    """Everything about tensors at one step, one row each, float64: PER_GRID grid after grid, then SHARED.
 
-    ``apart`` (grids, 2): frozen counts of weight decay alone and of the rest alone.
+    ``starts``: the first tile of every tensor. Not a number where the frozen counts of weight decay alone
+    and of the rest alone would be.
     """
-    total = {name: getattr(found, name).sum(dim=0, dtype=torch.float64) for name in
-             ("counts", "phase", "expected", "shared", "sums")}  # fmt: skip
-    per_grid = [
-        total["counts"],
-        total["phase"][:, None],
-        total["expected"][:, None],
-        apart.to(total["counts"].device),
-    ]
-    return torch.cat([torch.cat(per_grid, dim=1).reshape(-1), total["shared"], total["sums"]])
+
+    def total(x: torch.Tensor) -> Array:
+        return np.add.reduceat(x.numpy(), starts, axis=0, dtype=np.float64)
+
+    counts = total(found.counts)
+    apart = np.full((*counts.shape[:2], 2), np.nan)
+    per_grid = [counts, total(found.phase)[..., None], total(found.expected)[..., None], apart]
+    laid = np.concatenate(per_grid, axis=2).reshape(len(starts), -1)
+    return np.concatenate([laid, total(found.shared), total(found.sums)], axis=1)
+
+
+def numbers_on_device(found: kernels.Audit) -> torch.Tensor:
+    """The row of one tensor, made where its counts are: those of many tiles are not sent over."""
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(dim=0, dtype=torch.float64)
+
+    counts = total(found.counts)
+    apart = torch.full((len(counts), 2), torch.nan, dtype=torch.float64, device=counts.device)
+    per_grid = [counts, total(found.phase)[:, None], total(found.expected)[:, None], apart]
+    return torch.cat([torch.cat(per_grid, dim=1).reshape(-1), total(found.shared), total(found.sums)])
 
 
 def tables(rows: Sequence[Row], losses: Mapping[int, float], grids: int) -> dict[str, pl.DataFrame]:

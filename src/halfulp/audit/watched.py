@@ -43,6 +43,8 @@ class Watched:
     moved: torch.Tensor | None = None
     stay: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    batch: object | None = None
+    """Where it is audited together with others: :mod:`halfulp.audit.batch`."""
 
     @property
     def sharded(self) -> bool:
@@ -105,7 +107,7 @@ class Watched:
     def state(self) -> dict[str, torch.Tensor]:
         """What a resumed audit needs."""
         kept = {what: getattr(self, what) for what in FOLLOWED if not self.sharded}
-        return {f"{self.id}.{what}": value for what, value in kept.items() if value is not None}
+        return {f"{self.id}.{what}": value.contiguous() for what, value in kept.items() if value is not None}
 
     def inventory(self) -> dict[str, Any]:
         """This tensor in the manifest."""

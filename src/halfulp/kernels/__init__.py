@@ -150,19 +150,26 @@ def audit(
     phase: bool = True,
     moved: torch.Tensor | None = None,
     stay: torch.Tensor | None = None,
+    extents: Array | None = None,
 ) -> Audit:
     """What each grid would do to one step, all grids in one pass: see :class:`Audit`.
 
     ``w`` are the weights before the step; ``d`` the proposals or, with ``after=True``, the
     weights after it. ``phase=False`` skips the uniform-phase sums. ``moved`` (uint8, grids x bytes, a bit
     a coordinate) and ``stay`` (grids x coordinates, of the working type, ones at the start) follow every
-    coordinate over the steps and are updated in place.
+    coordinate over the steps and are updated in place. ``extents`` is for many small tensors in one call:
+    they are laid into ``w`` and ``d`` so that each begins at a tile, and it says (int32) how much of every
+    tile is in use; grids whose steps move with the data, and devices other than the CPU, do not take it.
     """
     w, d = checked(w, "w"), checked(d, "d")
     same_shape(w=w, d=d)
     proposals(d, w, "d")
     plans = [plan_for(g, w.dtype) for g in grids]
     _check_followed(w, len(plans), moved, stay)
+    if extents is not None and (
+        on_gpu(w) or any(p.scaled for p in plans) or w.numel() != extents.size * TILE
+    ):
+        raise UsageError("extents= takes whole tiles on the CPU and grids with fixed steps.")
     work = _params.working(container(w.dtype).name)
     if on_gpu(w):
         from halfulp.kernels import gpu
@@ -183,8 +190,9 @@ def audit(
     # The phase sum depends on the mantissa alone: the row of a moving grid is there for nothing else.
     rows = [i for i, p in enumerate(plans) if phase or not p.scaled]
     floats, ints = _params.table(tuple(plans[i].grid for i in rows), work)
+    used = np.empty(0, dtype=np.int32) if extents is None else extents
     run(
-        cpu.audit_tiles, n, flat_w, flat_d, after, floats, ints, np.array(rows, dtype=np.int64),
+        cpu.audit_tiles, n, flat_w, flat_d, after, used, floats, ints, np.array(rows, dtype=np.int64),
         _params.masks(work), narrowing(w.dtype), phase, bits, odds, np.int32(1), counts, shared, sums, phases,
         expected,
     )  # fmt: skip

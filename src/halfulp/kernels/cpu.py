@@ -23,7 +23,6 @@ from halfulp.kernels.cpu_tile import (
     clean,
     clean_three,
     count_ends,
-    count_equal,
     count_small,
     count_symmetric,
     difference,
@@ -31,6 +30,8 @@ from halfulp.kernels.cpu_tile import (
     fused_bits,
     fused_magic,
     keep_stored,
+    kept_bits,
+    kept_magic,
     load,
     log2_points,
     merge,
@@ -152,7 +153,7 @@ def decode_tiles(codes: Any, values: Any, out: Any, t0: Any, t1: Any) -> Any:
 
 @kernel
 def audit_tiles(
-    w: Any, d: Any, after: Any, f: Any, k: Any, slots: Any, masks: Any, to: Any, phase: Any,
+    w: Any, d: Any, after: Any, extents: Any, f: Any, k: Any, slots: Any, masks: Any, to: Any, phase: Any,
     moved: Any, stay: Any, one: Any, counts: Any, shared: Any, sums: Any, phases: Any, expected: Any,
     t0: Any, t1: Any,
 ) -> None:  # fmt: skip
@@ -160,7 +161,8 @@ def audit_tiles(
 
     ``slots`` says where the results of a table row go; the row of a moving grid is there for the phase
     sum only. ``moved`` (a row of bits a grid) and ``stay`` (a row of probabilities a grid), where not
-    empty, follow every coordinate over the steps.
+    empty, follow every coordinate over the steps. ``extents``, where not empty: how much of every tile is
+    in use, for several tensors that each begin at a tile.
     """
     exponent, sign = masks[0], masks[1]
     w_, d_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype)
@@ -171,8 +173,8 @@ def audit_tiles(
     buffer = np.empty(TILE // 2, np.float64)
     for t in range(t0, t1):
         first = t * TILE
-        last = min(first + TILE, w.size)
-        n = last - first
+        n = extents[t] if extents.size else min(TILE, w.size - first)
+        last = first + n
         if n < TILE:
             size_[:] = 0
             sized_[:] = 0
@@ -208,6 +210,7 @@ def audit_tiles(
                 continue
             follow = moved.shape[0] > 0 or stay.shape[0] > 0
             inside = to == 0 and most + most + widest < f[g, HI] and f[g, LO] == -f[g, HI]
+            ends = 0
             if inside and not follow:
                 if k[g, KIND] == MAGIC:
                     frozen, symmetric = fused_magic(
@@ -218,17 +221,25 @@ def audit_tiles(
                         size, sized, turned, k[g, EMIN], f[g, UP], exponent, k[g, HALF], k[g, CUT], k[g, ODD],
                         k[g, KEEP], one,
                     )  # fmt: skip
-                ends = 0
             else:
-                nearest(x, q, f[g], k[g], exponent, sign)
-                add_in_container(q, y, z, to)
-                ends = count_ends(q, f[g, LO], f[g, HI])
-                nearest(z, r, f[g], k[g], exponent, sign)
-                frozen = count_equal(r, q)
-                symmetric = count_symmetric(size, sized, f[g, UP], k[g, EMIN], exponent)
+                if not inside:
+                    nearest(x, q, f[g], k[g], exponent, sign)
+                    add_in_container(q, y, z, to)
+                    ends = count_ends(q, f[g, LO], f[g, HI])
+                    nearest(z, r, f[g], k[g], exponent, sign)
+                    symmetric = count_symmetric(size, sized, f[g, UP], k[g, EMIN], exponent)
+                elif k[g, KIND] == MAGIC:
+                    symmetric = kept_magic(
+                        size, sized, turned, q, z, r, k[g, EMIN], k[g, SHIFT], f[g, UP], exponent, one
+                    )
+                else:
+                    symmetric = kept_bits(
+                        size, sized, turned, q, z, r, k[g, EMIN], f[g, UP], exponent, k[g, HALF], k[g, CUT],
+                        k[g, ODD], k[g, KEEP], one,
+                    )  # fmt: skip
+                frozen = np.int32(n - changes(q_, r_, n, bits))
             if moved.shape[0] > 0:
                 start = t * (TILE // 8)
-                changes(q_, r_, n, bits)
                 counts[t, o, 5] = n - merge(bits, moved[o, start : start + (n + 7) // 8])
             if stay.shape[0] > 0:
                 odds = stay[o, first:last]
@@ -238,9 +249,7 @@ def audit_tiles(
                     )
                 else:
                     stay_bits(q, z, odds, k[g, CUT], k[g, ODD], k[g, KEEP], k[g, TOP], f[g, UNIT])
-                s_[:n] = odds
-                s_[n:] = 0
-                expected[t, o] = sum_abs(s_, buffer)
+                expected[t, o] = sum_abs(padded(odds, s_), buffer)
             zero, small = np.int32(0), np.int32(0)
             if least < f[g, T_SUB]:
                 zero, small = count_small(size, f[g, T_ZERO], f[g, T_SUB], one)

@@ -38,6 +38,7 @@ from halfulp.kernels.simd import (
     differing,
     exact_up,
     fill_words,
+    float_from,
     float_like,
     greater,
     inline,
@@ -322,16 +323,32 @@ def survey(w: Any, d: Any, size: Any, sized: Any, turned: Any, exponent: Any, si
     return zeros, bad, float_like(w[0], least), float_like(w[0], most), float_like(w[0], widest)
 
 
-@kernel
 def log2_points(x: Any, out: Any) -> None:
-    """log2 of positive values in fixed point: reference.log2_ratio's digits."""
-    for i in range(x.size):
-        v = np.float64(x[i])
-        tiny = v < 2.2250738585072014e-308  # subnormal in float64
-        u = bits_of(v * 18446744073709551616.0 if tiny else v)
-        t = np.float32(float_like(v, (u & 0x000FFFFFFFFFFFFF) | (1023 << 52)) - 1.0)
-        p = ((((((P7 * t + P6) * t + P5) * t + P4) * t + P3) * t + P2) * t + P1) * t + P0
-        out[i] = np.int32(((u >> 52) - (1087 if tiny else 1023)) * 65536) + np.int32(np.rint(p * t * POINT))
+    """log2 of positive values in fixed point: reference.log2_ratio's digits. Of zeros: anything."""
+    raise TypeError("for compiled code only")
+
+
+@overload(log2_points, jit_options={"nogil": True, "error_model": "numpy", "boundscheck": False})
+def _log2_points(x: Any, out: Any) -> Any:
+    """In the integers of the values' own width: a float32 has all its digits there."""
+    single = x.dtype.bitwidth == 32
+    whole, integer = (np.float32, np.int32) if single else (np.float64, np.int64)
+    cut, bias, lift = (23, 127, 24) if single else (52, 1023, 64)
+    normal, scale = whole(np.finfo(whole).smallest_normal), whole(2.0**lift)
+    mantissa, exponent = integer((1 << cut) - 1), integer(bias << cut)
+    shift, one, plain, lifted = integer(cut), whole(1.0), np.int32(bias), np.int32(bias + lift)
+
+    def points(x: Any, out: Any) -> None:
+        for i in range(x.size):
+            v = x[i]
+            tiny = v < normal
+            u = bits_of(v * scale if tiny else v)
+            t = np.float32(float_like(v, (u & mantissa) | exponent) - one)
+            p = ((((((P7 * t + P6) * t + P5) * t + P4) * t + P3) * t + P2) * t + P1) * t + P0
+            e = np.int32(np.int32(shr(u, shift)) - (lifted if tiny else plain))
+            out[i] = np.int32(e * 65536) + np.int32(np.rint(p * t * POINT))
+
+    return points
 
 
 @kernel
@@ -379,6 +396,41 @@ def fused_bits(
 
 
 @kernel
+def kept_magic(
+    size: Any, sized: Any, turned: Any, q: Any, z: Any, r: Any, emin: Any, shift: Any, up: Any, exponent: Any,
+    one: Any,
+) -> Any:  # fmt: skip
+    """As fused_magic, keeping Q(|w|), the proposal from there and what it is rounded to."""
+    symmetric = np.int32(0)
+    for i in range(size.size):
+        a = size[i]
+        e = max(bits_of(a) & exponent, emin)
+        c = float_like(a, e + shift)
+        q[i] = (a + c) - c
+        z[i] = q[i] + turned[i]
+        c = float_like(a, max(bits_of(z[i]) & exponent, emin) + shift)
+        r[i] = (z[i] + c) - c
+        symmetric = tally(symmetric, sized[i] * up < float_like(a, e), one)
+    return symmetric
+
+
+@kernel
+def kept_bits(
+    size: Any, sized: Any, turned: Any, q: Any, z: Any, r: Any, emin: Any, up: Any, exponent: Any, half: Any,
+    cut: Any, odd: Any, keep: Any, one: Any,
+) -> Any:  # fmt: skip
+    symmetric = np.int32(0)
+    for i in range(size.size):
+        a = size[i]
+        u = bits_of(a)
+        q[i] = float_like(a, round_bits(u, half, cut, odd, keep))
+        z[i] = q[i] + turned[i]
+        r[i] = float_like(a, round_bits(bits_of(z[i]), half, cut, odd, keep))
+        symmetric = tally(symmetric, sized[i] * up < float_like(a, max(u & exponent, emin)), one)
+    return symmetric
+
+
+@kernel
 def count_symmetric(size: Any, sized: Any, up: Any, emin: Any, exponent: Any) -> Any:
     count = np.int32(0)
     for i in range(size.size):
@@ -421,12 +473,12 @@ def stay_magic(
 @kernel
 def stay_bits(q: Any, z: Any, stay: Any, cut: Any, odd: Any, keep: Any, top: Any, one: Any) -> None:
     gap = shl(odd, cut)
+    share = one / float_from(one, gap)
     for i in range(q.size):
         v = z[i]
         a = lesser(bits_of(abs(v)), top)
-        low = float_like(v, a & keep)
-        high = float_like(v, (a & keep) + gap)
-        part = (float_like(v, a) - low) / (high - low) if a != a & keep else one - one
+        low, high = float_like(v, a & keep), float_like(v, (a & keep) + gap)
+        part = float_from(v, bits_of(float_like(v, a & ~keep))) * share  # patterns are evenly spaced
         at = -q[i] if v < 0 else q[i]
         here = part if at == high else one - one
         stay[i] = stay[i] * (one - part if at == low else here)

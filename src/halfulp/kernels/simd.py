@@ -76,6 +76,16 @@ def float_like(_ctx: Any, x: Any, i: Any) -> Any:
 
 
 @intrinsic
+def float_from(_ctx: Any, x: Any, i: Any) -> Any:
+    """The integer i as a number of x's type."""
+
+    def build(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.sitofp(args[1], context.get_value_type(x))
+
+    return x(x, i), build
+
+
+@intrinsic
 def widen(_ctx: Any, x: Any) -> Any:
     """A container element as a float: bfloat16 patterns (uint16) become float32."""
     if x == types.uint16:
