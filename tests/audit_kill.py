@@ -31,7 +31,9 @@ def run(folder: Path, progress: mmap.mmap | None = None) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(12, 70), torch.nn.Tanh(), torch.nn.Linear(70, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {"scores": ("e4m3@128", 10, 40), "keep": True, "decay": True, "resume": True}
-    with hu.Audit(optimizer, GRIDS, model=model, out=folder, part_steps=PART, **options) as audit:
+    with hu.Audit(
+        optimizer, GRIDS, model=model, out=folder, part_steps=PART, expected_never_moved=True, **options
+    ) as audit:
         for step in range(1, STEPS + 1):
             optimizer.zero_grad()
             loss = model(torch.randn(8, 12)).square().mean()

@@ -43,7 +43,9 @@ def test_every_number_is_that_of_brute_force(kind: str, name: str, tmp_path: Pat
     model = made(kind)
     optimizer = OPTIMIZERS[name](model.parameters())
     brute = Brute(GRIDS)
-    with hu.Audit(optimizer, GRIDS, model=model, out=tmp_path / "trace", part_steps=2) as audit:
+    with hu.Audit(
+        optimizer, GRIDS, expected_never_moved=True, model=model, out=tmp_path / "trace", part_steps=2
+    ) as audit:
         train(model, optimizer, 4, brute=brute, audit=audit)
     brute.assert_equal(hu.Trace.open(tmp_path / "trace"))
     assert len(brute.informative()) >= 10  # numbers that could have been wrong
@@ -55,7 +57,7 @@ def test_float64_weights(tmp_path: Path) -> None:
     model.loss = lambda _: model(torch.randn(8, 16, generator=generator, dtype=torch.float64)).square().mean()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     brute = Brute(STATIC)
-    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace") as audit:
+    with hu.Audit(optimizer, STATIC, expected_never_moved=True, model=model, out=tmp_path / "trace") as audit:
         train(model, optimizer, 4, brute=brute, audit=audit)
     brute.assert_equal(hu.Trace.open(tmp_path / "trace"))
 
@@ -64,7 +66,7 @@ def test_proposals_that_are_not_finite_are_counted_and_nothing_else(tmp_path: Pa
     model = made("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     brute = Brute(GRIDS)
-    with hu.Audit(optimizer, GRIDS, model=model, out=tmp_path / "trace"):
+    with hu.Audit(optimizer, GRIDS, expected_never_moved=True, model=model, out=tmp_path / "trace"):
         for step, bad in enumerate((torch.inf, torch.nan, 1.0), start=1):
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=batches(step))
@@ -180,7 +182,9 @@ def test_parameters_added_later(tmp_path: Path) -> None:
     model = made("mlp")
     optimizer = torch.optim.AdamW(model.fc1.parameters(), lr=1e-3)
     brute = Brute(STATIC)
-    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace", part_steps=2) as audit:
+    with hu.Audit(
+        optimizer, STATIC, expected_never_moved=True, model=model, out=tmp_path / "trace", part_steps=2
+    ) as audit:
         train(model, optimizer, 3, brute=brute, audit=audit, scheduled=False)
         optimizer.add_param_group({"params": [*model.head.parameters()], "lr": 0.01})
         train(model, optimizer, 3, brute=brute, audit=audit, first=4, seed=1, scheduled=False)
@@ -195,7 +199,7 @@ def test_a_closure_is_part_of_the_step(tmp_path: Path) -> None:
     model = made("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     brute = Brute(STATIC)
-    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace") as audit:
+    with hu.Audit(optimizer, STATIC, expected_never_moved=True, model=model, out=tmp_path / "trace") as audit:
         for step in range(1, 4):
 
             def closure(step: int = step) -> torch.Tensor:
@@ -222,7 +226,7 @@ def test_lbfgs_is_one_step_whatever_it_evaluates(tmp_path: Path) -> None:
         return loss
 
     brute = Brute(STATIC)
-    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace"):
+    with hu.Audit(optimizer, STATIC, expected_never_moved=True, model=model, out=tmp_path / "trace"):
         for step in (1, 2):
             before = weights(model)
             optimizer.step(closure)
@@ -238,7 +242,7 @@ def test_a_step_that_the_scaler_skips_is_no_step(fused: bool, tmp_path: Path) ->
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     brute = Brute(STATIC)
     step = 0
-    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace") as audit:
+    with hu.Audit(optimizer, STATIC, expected_never_moved=True, model=model, out=tmp_path / "trace") as audit:
         for i in range(5):
             optimizer.zero_grad()
             scaler.scale(model.loss(batches(i))).backward()
@@ -259,7 +263,7 @@ def test_accumulated_gradients_are_one_step(tmp_path: Path) -> None:
     model = made("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     brute = Brute(STATIC)
-    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace") as audit:
+    with hu.Audit(optimizer, STATIC, expected_never_moved=True, model=model, out=tmp_path / "trace") as audit:
         for step in (1, 2):
             optimizer.zero_grad()
             losses = []
@@ -279,7 +283,9 @@ def test_every_third_step(tmp_path: Path) -> None:
     model = made("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     brute = Brute(STATIC)
-    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace", every=3) as audit:
+    with hu.Audit(
+        optimizer, STATIC, expected_never_moved=True, model=model, out=tmp_path / "trace", every=3
+    ) as audit:
         for step in range(1, 9):
             optimizer.zero_grad()
             loss = model.loss(batches(step))
@@ -362,7 +368,7 @@ def test_a_compiled_step(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = torch.compile(optimizer.step, backend="eager")
     brute = Brute(STATIC)
-    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace"):
+    with hu.Audit(optimizer, STATIC, expected_never_moved=True, model=model, out=tmp_path / "trace"):
         for step in (1, 2, 3):
             optimizer.zero_grad()
             model.loss(batches(step)).backward()
@@ -443,7 +449,9 @@ def test_a_sample_counts_exactly_the_sampled_tiles(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         path = tmp_path / f"trace{len(chosen)}"
         copies, loss = [], []
-        with hu.Audit(optimizer, STATIC, model=model, out=path, sample=0.25, seed=seed) as audit:
+        with hu.Audit(
+            optimizer, STATIC, expected_never_moved=True, model=model, out=path, sample=0.25, seed=seed
+        ) as audit:
             for step in (1, 2):
                 optimizer.zero_grad()
                 loss.append(model.loss(batches(step)))
@@ -481,7 +489,9 @@ def test_decay_and_gradient_apart(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(groups, lr=3e-3)
     decays = {n: 0.3 if p.dim() >= 2 else 0.0 for n, p in model.named_parameters()}
     brute = Brute(STATIC)
-    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace", decay=True) as audit:
+    with hu.Audit(
+        optimizer, STATIC, expected_never_moved=True, model=model, out=tmp_path / "trace", decay=True
+    ) as audit:
         for step in (1, 2, 3):
             optimizer.zero_grad()
             loss = model.loss(batches(step))
@@ -554,7 +564,7 @@ def test_kept_weights_replay_any_grid(tmp_path: Path) -> None:
     model = made("gpt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     kept = hu.Audit(optimizer, ["bf16"], model=model, out=tmp_path / "kept", keep=True, part_steps=2)
-    direct = hu.Audit(optimizer, GRIDS, model=model, out=tmp_path / "direct")
+    direct = hu.Audit(optimizer, GRIDS, expected_never_moved=True, model=model, out=tmp_path / "direct")
     with kept, direct:
         for step in range(1, 6):
             optimizer.zero_grad()
@@ -725,7 +735,7 @@ def test_a_resumed_audit_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         model = made("gpt")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         options = {"model": model, "out": tmp_path / name, "resume": True, "part_steps": 2}
-        audit = hu.Audit(optimizer, GRIDS, **options)
+        audit = hu.Audit(optimizer, GRIDS, expected_never_moved=True, **options)
         audit.start()
         for step in range(1, 9):
             if step - 1 in stops:
@@ -734,7 +744,9 @@ def test_a_resumed_audit_equals_an_uninterrupted_one(tmp_path: Path) -> None:
                 if again:  # from the start, as a script without checkpoints
                     model = options["model"] = made("gpt")
                     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-                audit = hu.Audit(optimizer, GRIDS, **options, first_step=1 if again else step)
+                audit = hu.Audit(
+                    optimizer, GRIDS, expected_never_moved=True, **options, first_step=1 if again else step
+                )
                 audit.start()
                 for past in range(1, step) if again else ():
                     optimizer.zero_grad()

@@ -34,7 +34,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = made("gpt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {"part_steps": 2, "scores": ("e4m3", 1, 5), "keep": True, "describe": {"note": "seven steps"}}
-    with hu.Audit(optimizer, GRIDS, model=model, out=folder, **options) as audit:
+    with hu.Audit(optimizer, GRIDS, model=model, out=folder, expected_never_moved=True, **options) as audit:
         train(model, optimizer, 7, audit=audit)
     return folder
 
@@ -298,7 +298,9 @@ def test_a_damaged_trace_is_not_gone_on_with(copied: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {"scores": ("e4m3", 1, 5), "keep": True, "resume": True}
     with pytest.raises(hu.TamperingError, match=r"state\.safetensors"):
-        hu.Audit(optimizer, GRIDS, model=model, out=copied, **options).start()
+        hu.Audit(
+            optimizer, GRIDS, model=model, out=copied, **{"expected_never_moved": True, **options}
+        ).start()
 
 
 def test_reading_without_verifying(copied: Path) -> None:

@@ -48,18 +48,26 @@ class Row:
 def numbers(found: kernels.Audit, starts: Sequence[int] = (0,)) -> Array:
     """Everything about tensors at one step, one row each, float64: PER_GRID grid after grid, then SHARED.
 
-    ``starts``: the first tile of every tensor. Not a number where the frozen counts of weight decay alone
-    and of the rest alone would be.
+    ``starts``: the first tile of every tensor; a tensor alone may be empty (a shard). Not a number where the
+    frozen counts of weight decay alone and of the rest alone would be.
     """
 
-    def total(x: torch.Tensor) -> Array:
-        return np.add.reduceat(x.numpy(), starts, axis=0, dtype=np.float64)
+    def count(x: torch.Tensor) -> Array:
+        if not len(x):
+            return np.zeros((1, *x.shape[1:]))
+        return np.add.reduceat(x.numpy(), starts, axis=0, dtype=np.float64)  # whole numbers: in any order
 
-    counts = total(found.counts)
+    def total(x: torch.Tensor) -> Array:
+        if not len(x):
+            return np.zeros((1, *x.shape[1:]))
+        parts = np.split(x.numpy(), starts[1:])
+        return np.stack([np.add.accumulate(part, axis=0)[-1] for part in parts])  # tile after tile
+
+    counts = count(found.counts)
     apart = np.full((*counts.shape[:2], 2), np.nan)
-    per_grid = [counts, total(found.phase)[..., None], total(found.expected)[..., None], apart]
+    per_grid = [counts, count(found.phase)[..., None], total(found.expected)[..., None], apart]
     laid = np.concatenate(per_grid, axis=2).reshape(len(starts), -1)
-    return np.concatenate([laid, total(found.shared), total(found.sums)], axis=1)
+    return np.concatenate([laid, count(found.shared), total(found.sums)], axis=1)
 
 
 def numbers_on_device(found: kernels.Audit) -> torch.Tensor:
