@@ -21,18 +21,22 @@ from halfulp.kernels.cpu_tile import (
     WORDS,
     add_in_container,
     changes,
-    clean_three,
     count_equal,
     difference,
-    finish_write,
-    keep_stored,
     load,
     merge,
     padded,
-    prefer_nearest,
-    score_sums,
     store,
     sum_abs,
+)  # fmt: skip
+from halfulp.kernels.cpu_tile_audit import (
+    clean_three,
+    score_sums,
+)  # fmt: skip
+from halfulp.kernels.cpu_tile_write import (
+    finish_write,
+    keep_stored,
+    prefer_nearest,
     whole_proposal,
 )  # fmt: skip
 from halfulp.kernels.params import EMIN, HI, INVERSE, LO, MANT, SHIFT, T_SUB, T_ZERO, UP
