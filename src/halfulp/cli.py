@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import typer
@@ -11,6 +12,8 @@ from rich.table import Table
 
 from halfulp import __version__
 from halfulp.errors import HalfulpError
+from halfulp.report import commands as report_commands
+from halfulp.study.commands import app as study_app
 
 AUDITED = ("bf16", "fp16", "e5m2", "e4m3@128")
 
@@ -21,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(study_app)
+report_commands.register(app)
 
 
 def _version(wanted: bool) -> None:
@@ -90,19 +95,25 @@ def audit(
     every: int = typer.Option(1, help="Audit each n-th step."),
     sample: float = typer.Option(1.0, help="Audit this share of every tensor's tiles."),
     decay: bool = typer.Option(False, help="Audit weight decay and gradient part apart as well."),
+    expected: bool = typer.Option(
+        False, help="Follow the never-moved share that stochastic rounding would have; doubles the cost."
+    ),
     out: Path | None = typer.Option(None, help="The trace's folder; default runs/NAME."),
     resume: bool = typer.Option(
         False, help="Go on with a trace; steps that it holds are not recorded again."
     ),
+    live: bool = typer.Option(False, help="Show what is being lost while the script runs."),
 ) -> None:
     """Run a training script and record what each grid would throw away."""
     from halfulp.audit import verdict
     from halfulp.audit.recorder import Audit
     from halfulp.audit.script import run_script
+    from halfulp.report.live import LiveView
     from halfulp.trace import Trace, free_folder, newest_folder
 
     usual = Path("runs") / script.stem
     folder = out if out is not None else newest_folder(usual) if resume else free_folder(usual)
+    view = LiveView()
     recorder = Audit(
         None,
         [g.strip() for g in grids.split(",") if g.strip()] if grids else AUDITED,
@@ -111,16 +122,20 @@ def audit(
         every=every,
         sample=None if sample == 1.0 else sample,
         decay=decay,
+        expected_never_moved=expected,
         resume=resume,
+        listeners=[view] if live else [],
         describe={"script": script.name, "arguments": list(context.args)},
     )
-    code = run_script(script, context.args, recorder)
+    with view if live else nullcontext():
+        code = run_script(script, context.args, recorder)
     console = Console(stderr=True)
     if recorder.writes and (folder / "manifest.json").exists():
         console.rule("halfulp")
         for line in verdict.lines(Trace.open(folder)):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"\nThe trace is in {folder}.", highlight=False, markup=False, soft_wrap=True)
+        said = f"\nThe trace is in {folder}. A page of it: halfulp report {folder}"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -141,11 +156,16 @@ def compare(
 
 
 @app.command()
-def demo() -> None:
-    """What each grid does to one update."""
-    from halfulp import demo as story
+def data(
+    name: str = typer.Argument("", help="A data set: find it, download it if needed; none lists them all."),
+) -> None:
+    """List the data sets and whether they are what they should be, or get one."""
+    from halfulp.data import listing
 
-    story.run(Console())
+    if name:
+        listing.one(name, Console())
+    else:
+        Console().print(listing.table())
 
 
 def main() -> None:

@@ -1,80 +1,207 @@
-"""One real optimizer step, seen through every grid.
+"""The whole story in about two minutes on a laptop's CPU, without a download.
 
-A weight matrix at GPT-2's initialisation scale (standard deviation 0.02), a real gradient of a
-real loss, one AdamW step at the usual rate. What that step proposes is then audited for every
-grid at once: the share of the million proposals that storing the weights on the grid would throw
-away, and what stochastic rounding would keep.
+A small decoder learns the text that ships with every Python (``pydoc_data.topics``), once, in fp32. That one
+run is audited on seven grids. The audit is a forecast for runs that store their weights on one of them;
+so four such runs follow, from the same start and on the same data, one for each way of writing back: nearest,
+stochastic, ECO and full masters. Then forecast and outcome stand side by side, on the terminal in a few
+lines and on a page with everything.
+
+What it shows is one seed of one small model. The losses are training losses on one pass over a text; they
+say what these runs did, not what a policy is worth elsewhere.
+
+Everything is durable as it goes: an interrupt leaves the traces so far and a page of them.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+import webbrowser
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from halfulp import kernels
-from halfulp.grids import grid
-from halfulp.streams import Stream
+import halfulp as hu
+from halfulp.errors import UsageError
+from halfulp.models.decoder import Config, Decoder
+from halfulp.models.training import Recipe, Schedule, Training, adamw
+from halfulp.report import words
+from halfulp.report.document import write
+from halfulp.report.page import open_traces, page
+from halfulp.report.runs import Run, arms, forecasts
+from halfulp.trace import Trace, free_folder
 
-GRIDS = (
-    "fp16",
-    "bf16",
-    "e4m3",
-    "e4m3@128",
-    "e3m4",
-    "e5m2",
-    "int8/row",
-    "int4/g128",
-    "mxfp8_e4m3",
-    "mxfp4",
-    "nvfp4",
-)
-SIDE = 1024
-RATE = 6e-4
+GRIDS = ("fp16", "bf16", "int8/row", "e4m3@128", "e5m2", "mxfp8_e4m3", "nvfp4")
+GRID = "e4m3@128"
+ARMS = {"nearest": "rne", "stochastic": "sr", "eco": "eco", "masters": "master"}
+INTERRUPTED = 130
 
 
-def one_step() -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights before and after one AdamW step on a small regression."""
-    made = torch.Generator().manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(SIDE, SIDE, generator=made) * 0.02)
-    x, y = (torch.randn(256, SIDE, generator=made) for _ in range(2))
-    optimizer = torch.optim.AdamW([weight], lr=RATE, weight_decay=0.1)
-    before = weight.detach().clone()
-    torch.nn.functional.mse_loss(torch.tanh(x @ weight), y).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    return before, weight.detach()
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much of it."""
+
+    layers: int
+    width: int
+    context: int
+    batch: int
+    updates: int
+    rate: float = 1e-3
 
 
-def run(console: Console) -> None:
-    """Print the table."""
-    before, after = one_step()
-    kernels.audit(before, after, GRIDS, after=True)  # compiles on the first call ever
-    start = time.perf_counter()
-    audit = kernels.audit(before, after, GRIDS, after=True)
-    seconds = time.perf_counter() - start
-    table = Table(
-        "grid", "bytes a weight", "gap at 0.02", "thrown away", "kept by stochastic rounding",
-        title=f"One AdamW step (rate {RATE:g}) on {before.numel():,} weights of scale 0.02",
-    )  # fmt: skip
-    for name, lost in zip(GRIDS, audit.frozen().tolist(), strict=True):
-        g = grid(name)
-        q = g.round(before)
-        near = q.reshape(-1)[(before.reshape(-1) - 0.02).abs().argmin()]
-        gap = g.gap(q, torch.ones_like(q)).reshape(-1)[(q.reshape(-1) == near).nonzero()[0]]
-        stream = Stream(seed=0, name=name)
-        drawn = kernels.write_back(q, q + (after - before), g, "stochastic", stream, out=torch.empty_like(q))
-        moved = 1 - int(drawn.counts[:, 0].sum()) / before.numel()
-        table.add_row(
-            name, f"{g.bytes_per_weight:g}", f"{float(gap):.2g}", f"{lost:.1%}", f"{moved:.1%} move"
-        )
-    console.print(table)
-    console.print(
-        f"The step moves a weight by about {float((after - before).abs().median()):.2g}. Stored on a grid, a "
-        "move of less than half a gap leaves the weight as it was: thrown away, every step again.\n"
-        "Stochastic rounding moves a few weights by a whole gap instead, so that the step is right on "
-        "average.\n"
-        f"All {len(GRIDS)} grids were audited in one call of {seconds * 1e3:.0f} ms.",
-        highlight=False,
+FULL = Size(layers=4, width=128, context=64, batch=12, updates=320)
+QUICK = Size(layers=2, width=96, context=64, batch=8, updates=120)
+
+
+def corpus() -> tuple[npt.NDArray[np.uint16], int]:
+    """The text as tokens, one a character, and how many different ones there are."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise UsageError(
+            "the demo trains on the help texts of Python (pydoc_data.topics), which this Python came "
+            "without. Use one from python.org, conda or uv, or install your system's full python3 package."
+        ) from None
+    text = "\n".join(topics[key] for key in sorted(topics))
+    letters = sorted(set(text))
+    codes = {letter: i for i, letter in enumerate(letters)}
+    return np.array([codes[letter] for letter in text], dtype=np.uint16), len(letters)
+
+
+def run(
+    console: Console,
+    *,
+    quick: bool = False,
+    out: Path | None = None,
+    browse: bool = True,
+    size: Size | None = None,
+) -> int:
+    """Run it; the exit code. ``size`` is for tests."""
+    folder = free_folder(Path("runs") / "demo") if out is None else out
+    story = Story(console, folder, size or (QUICK if quick else FULL))
+    begun, stopped = time.monotonic(), False
+    try:
+        with story.progress:
+            story.tell()
+    except KeyboardInterrupt:
+        stopped = True
+        console.print("\nStopped. What is there so far:", highlight=False)
+    where = story.finish()
+    if where is None:
+        console.print("No step was taken, so there is nothing to show.", highlight=False)
+        return INTERRUPTED
+    took = time.monotonic() - begun
+    shown = browse and not stopped and _screen() and webbrowser.open(where.resolve().as_uri())
+    opened = ", opened in your browser" if shown else ""
+    console.print(f"\nThe page: {where}{opened} ({took:.0f} s)", highlight=False, soft_wrap=True)
+    return INTERRUPTED if stopped else 0
+
+
+def _screen() -> bool:
+    """Whether somebody is there to look at a page."""
+    graphical = sys.platform in ("darwin", "win32") or bool(
+        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     )
+    return graphical and sys.stdout.isatty()
+
+
+class Story:
+    """One telling: the reference, its forecast, the arms, the verdict."""
+
+    def __init__(self, console: Console, folder: Path, size: Size) -> None:
+        self.console, self.folder, self.size = console, folder, size
+        self.tokens, self.vocabulary = corpus()
+        self.config = Config(
+            layers=size.layers, heads=4, width=size.width, context=size.context, vocabulary=self.vocabulary,
+            hidden=4 * size.width,
+        )  # fmt: skip
+        schedule = Schedule(peak=size.rate, floor=size.rate / 10, warmup=0, horizon=size.updates)
+        self.recipe = Recipe(
+            schedule=schedule, seed=1, updates=size.updates, batch=size.batch, context=size.context
+        )
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+                   TimeRemainingColumn())  # fmt: skip
+        self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.made: list[Path] = []
+
+    def tell(self) -> None:
+        """Everything but the page."""
+        weights = sum(p.numel() for p in Decoder(self.config, device="meta").parameters())
+        self._say(
+            f"A decoder of {weights:,} weights learns {len(self.tokens):,} letters of Python's own help for "
+            f"{self.size.updates} steps in fp32, audited on {len(GRIDS)} grids; then the same run four times "
+            f"with weights stored on {GRID}."
+        )
+        whole = self.progress.add_task("", total=self.size.updates * (1 + len(ARMS)))
+        self._train("reference", None, GRIDS, whole)
+        self._forecast()
+        for name, policy in ARMS.items():
+            self._train(name, policy, (GRID,), whole)
+
+    def _train(self, name: str, policy: str | None, grids: tuple[str, ...], whole: TaskID) -> None:
+        self.progress.update(whole, description=f"{name}: compiling kernels, the first time only")
+        model = Decoder(self.config, seed=0)
+        optimizer: Any = adamw(model, self.recipe)
+        if policy is not None:
+            optimizer = hu.WriteBack(optimizer, GRID, policy, model=model, seed=0)
+        training = Training(model, optimizer, self.tokens, self.recipe)
+        out, begun = self.folder / name, time.monotonic()
+        self.made.append(out)
+        with hu.Audit(optimizer, grids, model=model, out=out, describe={"name": name}) as audit:
+            while not training.done:
+                loss = training.step()
+                audit.log(loss, step=training.update)
+                self.progress.update(whole, advance=1, description=f"{name}: loss {float(loss):.3f}")
+        if not self.console.is_terminal:
+            self._say(f"{name}: {self.size.updates} steps in {time.monotonic() - begun:.0f} s")
+
+    def _forecast(self) -> None:
+        """What the reference says before any other run exists."""
+        (run,) = open_traces([Trace.open(self.folder / "reference")])
+        title = f"The forecast: updates of {words.scope_words(run.scope)} that a grid would throw away"
+        table = Table("grid", "over the run", "at the end", "a majority", "never moved", title=title)
+        for found in run.gathered.findings(run.scope):
+            table.add_row(
+                found.grid, words.percent(found.lost), words.percent(found.lost_late),
+                words.onset(run.gathered.crossing(found.grid, run.scope)), words.percent(found.never_moved),
+            )  # fmt: skip
+        self.console.print(table)
+
+    def finish(self) -> Path | None:
+        """The verdict and the page of what there is; None if there is nothing."""
+        done = [path for path in self.made if (path / "manifest.json").exists() and Trace.open(path).parts]
+        if not done:
+            return None
+        runs = open_traces([Trace.open(path) for path in done])
+        for found in forecasts(runs):
+            self._say(words.outcome_sentence(found))
+        self._policies(runs)
+        return write(page(done), self.folder / "index.html")
+
+    def _policies(self, runs: list[Run]) -> None:
+        for group in arms(runs):
+            table = Table(
+                "write-back", "bytes a weight", "loss", "recovered", "never moved",
+                title=f"The runs on {group.grid}: mean training loss of the last tenth",
+            )  # fmt: skip
+            members = ([group.reference] if group.reference else []) + list(group.runs)
+            for run in members:
+                recovered = group.recovery(run)
+                table.add_row(
+                    run.policy_words if run.grid else "fp32 reference",
+                    f"{run.bytes_per_weight:g}",
+                    "-" if run.final_loss is None else f"{run.final_loss:.3f}",
+                    "-" if recovered is None else f"{recovered:.0%}",
+                    words.percent(run.gathered.never_moved(group.grid, run.scope) if run.grid else None),
+                )
+            self.console.print(table)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)

@@ -5,5 +5,6 @@ alone. Nothing here knows what the studies are about.
 """
 
 from halfulp.study.protocol import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.study.retrospective import Retrospective
 
-__all__ = ["Cell", "Estimand", "Gate", "Rule", "Running", "Stage", "Study", "Table"]
+__all__ = ["Cell", "Estimand", "Gate", "Retrospective", "Rule", "Running", "Stage", "Study", "Table"]

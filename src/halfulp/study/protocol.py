@@ -176,7 +176,8 @@ class Table:
 class Study:
     """A protocol: see the module's docstring.
 
-    `scales` maps a scale's name to its config; `data` names the data sets that cells may open;
+    `scales` maps a scale's name to its config; `data` names the data sets that cells may open,
+    `scale_data` those that one scale alone needs;
     `retries` is how often a cell that failed may be tried again; `threads` is the number of
     threads of a worker process, part of the protocol because it may change a floating-point sum.
     `tables` and `figures` serve reports only and decide nothing.
@@ -192,6 +193,7 @@ class Study:
     gates: tuple[Gate, ...]
     rules: tuple[Rule, ...]
     data: tuple[str, ...] = ()
+    scale_data: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     retries: int = 0
     threads: int = 1
     tables: Mapping[str, Callable[[Records], Table]] = field(default_factory=dict)
@@ -204,16 +206,9 @@ class Study:
         for scale in self.scales:
             if scale not in SCALES:
                 raise UsageError(f"Study {self.name}: a scale is one of {', '.join(SCALES)}, not {scale!r}.")
-        for kind, things in (
-            ("stage", self.stages), ("estimand", self.estimands), ("gate", self.gates),
-        ):  # fmt: skip
-            _once(f"Study {self.name}: {kind}", [thing.name for thing in things])
-        known = {e.name for e in self.estimands}
-        for gate in self.gates:
-            if gate.estimand not in known:
-                raise UsageError(f"Gate {gate.name}: the study has no estimand {gate.estimand!r}.")
+        _once(f"Study {self.name}: stage", [stage.name for stage in self.stages])
         self._check_stages()
-        self._check_rules()
+        check_decisions(f"Study {self.name}", self.estimands, self.gates, self.rules)
         if self.retries < 0 or self.threads < 1:
             raise UsageError(f"Study {self.name}: retries must be 0 or more and threads 1 or more.")
 
@@ -232,21 +227,6 @@ class Study:
             elif stage.kind == "prediction" and outcome:
                 raise UsageError(f"Prediction stage {stage.name} comes after outcome stage {outcome}.")
             before.append(stage.name)
-
-    def _check_rules(self) -> None:
-        scopes = {gate.name: gate.scope for gate in self.gates}
-        for rule in self.rules:
-            for used in rule.passed + rule.failed:
-                name, _, unit = used.partition("[")
-                if name not in scopes or bool(unit) != (scopes[name] == "unit"):
-                    raise UsageError(
-                        f"The rule for {rule.label!r} names gate {used!r}; gates: {', '.join(scopes)} "
-                        "(a gate of scope unit is named with its unit, as in gate[unit])."
-                    )
-        if not self.rules or self.rules[-1].passed or self.rules[-1].failed:
-            raise UsageError(
-                f"Study {self.name}: the last rule must have no condition, so that a label exists."
-            )
 
     def stage(self, name: str) -> Stage:
         """A stage by name."""
@@ -272,6 +252,29 @@ class Study:
     @staticmethod
     def _names(things: Iterable[Any]) -> str:
         return ", ".join(thing.name for thing in things)
+
+
+def check_decisions(
+    what: str, estimands: Sequence[Estimand], gates: Sequence[Gate], rules: Sequence[Rule]
+) -> None:
+    """Gates must name estimands that exist, rules gates that exist, and some rule must always fit."""
+    _once(f"{what}: estimand", [estimand.name for estimand in estimands])
+    _once(f"{what}: gate", [gate.name for gate in gates])
+    known = {estimand.name for estimand in estimands}
+    for gate in gates:
+        if gate.estimand not in known:
+            raise UsageError(f"Gate {gate.name}: there is no estimand {gate.estimand!r}.")
+    scopes = {gate.name: gate.scope for gate in gates}
+    for rule in rules:
+        for used in rule.passed + rule.failed:
+            name, _, unit = used.partition("[")
+            if name not in scopes or bool(unit) != (scopes[name] == "unit"):
+                raise UsageError(
+                    f"The rule for {rule.label!r} names gate {used!r}; gates: {', '.join(scopes)} "
+                    "(a gate of scope unit is named with its unit, as in gate[unit])."
+                )
+    if not rules or rules[-1].passed or rules[-1].failed:
+        raise UsageError(f"{what}: the last rule must have no condition, so that a label exists.")
 
 
 def check_name(kind: str, name: object) -> None:

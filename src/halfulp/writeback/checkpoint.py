@@ -23,7 +23,8 @@ from halfulp.errors import CorruptionError, HalfulpError, UsageError, VersionErr
 from halfulp.writeback.sharding import is_sharded, local, wrap_like
 
 if TYPE_CHECKING:
-    from halfulp.writeback.optimizer import Slot, WriteBack
+    from halfulp.writeback.optimizer import WriteBack
+    from halfulp.writeback.slot import Slot
 
 VERSION = 1
 PREFIX = "halfulp."

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from halfulp.errors import UsageError
+from halfulp.writeback.sharding import local
 
 
 def check_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -57,13 +58,9 @@ def feed_back(
         b1, b2 = (float(b) for b in group["betas"])
         t = float(moments["step"])
         v = moments["max_exp_avg_sq"] if group.get("amsgrad") else moments["exp_avg_sq"]
-        d = _local(v).div(1.0 - b2**t).sqrt_().add_(group["eps"])
+        d = local(v).div(1.0 - b2**t).sqrt_().add_(group["eps"])
         factor = (1.0 - b1**t) / lr * (1.0 - 1.0 / b1) * decay
-        _local(moments["exp_avg"]).add_(d.mul_(error), alpha=factor)
+        local(moments["exp_avg"]).add_(d.mul_(error), alpha=factor)
     elif moments.get("momentum_buffer") is not None:
         b = group["momentum"]
-        _local(moments["momentum_buffer"]).add_(error, alpha=1.0 / lr * (1.0 - 1.0 / b) * decay)
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x
+        local(moments["momentum_buffer"]).add_(error, alpha=1.0 / lr * (1.0 - 1.0 / b) * decay)

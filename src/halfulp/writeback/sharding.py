@@ -20,10 +20,6 @@ def is_sharded(x: Any) -> bool:
     return hasattr(x, "to_local") and hasattr(x, "placements")
 
 
-def full_numel(x: torch.Tensor) -> int:
-    return int(x.numel())
-
-
 def shard_offset(x: torch.Tensor) -> int:
     """The global flat index of the first element of this rank's shard."""
     if not is_sharded(x):

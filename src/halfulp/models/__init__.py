@@ -1,0 +1,1 @@
+"""Models that the studies train: small networks with compiled steps, and a convolutional one in torch."""

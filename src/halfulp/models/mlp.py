@@ -1,0 +1,333 @@
+"""Small tanh networks, trained whole-batch, with every update audited or written to a grid.
+
+A `Net` says what is trained, a `Batch` on what, a `Trainer` how; `Trainer.advance` takes steps at full
+speed and gives back what happened in each (`Series`). One class serves references and measured runs:
+
+    reference   Trainer(net, batch, start, rate=0.1, audit=["m5", "m7"])       weights keep every bit
+    measured    Trainer(net, batch, start, rate=0.1, store="m7")                nearest write-back
+    stochastic  Trainer(net, batch, start, rate=0.1, store="m7", rounding="stochastic", seed=3)
+
+A step is: gradient at the stored weights w, proposal d, events of the audited grids at Q(w) (Eq. 4 of the
+paper), z = w + d, write-back, event of the write-back (new == old). Rounding is that of ``halfulp.grid``,
+in compiled form from ``halfulp.kernels``; stochastic rounding takes its words from
+``Stream(seed=seed, name="weights", step=t)``, with the start projected at step 0 and steps from 1. Sums have
+a fixed order (see :mod:`halfulp.models.mlp_kernels`), so a run is the same on every machine, in whatever
+chunks it is taken, and after `Trainer.state` and `Trainer.restore`.
+
+A run *diverges* when a weight is not a number or exceeds 2**300; it stops after that step.
+
+>>> net = Net(sizes=(2, 3, 1))
+>>> batch = Batch.of([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]], [[1.0], [1.0], [0.0]])
+>>> run = Trainer(net, batch, np.linspace(-1, 1, net.count), rate=0.1, store="m5", audit=["m5"])
+>>> series = run.advance(50)
+>>> bool((series.audited("m5") == series.frozen).all()), run.step
+(True, 50)
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from halfulp.errors import UsageError
+from halfulp.grids import grid as named
+from halfulp.kernels.params import UP, masks, params, table
+from halfulp.models import mlp_kernels as compiled
+from halfulp.streams import Stream
+from halfulp.study.protocol import Running
+
+Array = npt.NDArray[Any]
+Loss = Literal["squared", "cross-entropy"]
+Optimizer = Literal["gd", "adam"]
+Rounding = Literal["nearest", "stochastic"]
+
+CHUNK = 500
+"""Steps between two checkpoints of :func:`run`."""
+STREAM = "weights"
+"""The name under which a trainer's flat weight vector draws random words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Net:
+    """Fully connected layers with tanh between them and nothing after the last.
+
+    Weights are one flat vector: for each layer W (outputs, inputs) by rows, then b. The squared loss is the
+    mean over examples of 1/2 |out - y|**2; cross-entropy takes one-hot targets.
+
+    >>> net = Net(sizes=(8, 64, 1))
+    >>> net.count, net.part("W1"), net.part("b2")
+    (641, slice(0, 512, None), slice(640, 641, None))
+    """
+
+    sizes: tuple[int, ...]
+    loss: Loss = "squared"
+    biased: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) < 2 or min(self.sizes) < 1:
+            raise UsageError(f"Net(sizes=...) takes two or more positive sizes, not {self.sizes}.")
+        if self.loss not in ("squared", "cross-entropy"):
+            raise UsageError(f"Net(loss=...) is 'squared' or 'cross-entropy', not {self.loss!r}.")
+
+    @property
+    def parts(self) -> dict[str, slice]:
+        """Where each tensor lies in the flat vector: W1, b1, W2, ..."""
+        found, at = {}, 0
+        for layer, (n_in, n_out) in enumerate(zip(self.sizes, self.sizes[1:], strict=False), 1):
+            found[f"W{layer}"] = slice(at, at + n_in * n_out)
+            at += n_in * n_out
+            if self.biased:
+                found[f"b{layer}"] = slice(at, at + n_out)
+                at += n_out
+        return found
+
+    def part(self, name: str) -> slice:
+        """Where one tensor lies."""
+        return self.parts[name]
+
+    @property
+    def count(self) -> int:
+        """How many weights there are."""
+        return sum(
+            n_out * (n_in + self.biased) for n_in, n_out in zip(self.sizes, self.sizes[1:], strict=False)
+        )
+
+    @property
+    def units(self) -> int:
+        return sum(self.sizes[1:])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples as the kernels want them: (dimension, examples), padded to whole lanes."""
+
+    x: Array
+    y: Array
+    n: int
+
+    @staticmethod
+    def of(x: npt.ArrayLike, y: npt.ArrayLike, dtype: npt.DTypeLike = np.float64) -> Batch:
+        """From arrays with one example a row."""
+        rows, targets = np.asarray(x, dtype=dtype), np.asarray(y, dtype=dtype)
+        if rows.ndim != 2 or targets.ndim != 2 or len(rows) != len(targets) or not len(rows):
+            raise UsageError(
+                f"a batch is one example a row, x and y alike: found shapes {rows.shape} and {targets.shape}."
+            )
+        pad = -len(rows) % compiled.LANES
+        wide = [np.ascontiguousarray(np.pad(a, ((0, pad), (0, 0))).T) for a in (rows, targets)]
+        return Batch(wide[0], wide[1], len(rows))
+
+    def to(self, dtype: npt.DTypeLike) -> Batch:
+        return Batch(self.x.astype(dtype), self.y.astype(dtype), self.n)
+
+
+@dataclass(frozen=True)
+class Series:
+    """What happened in consecutive steps, one row a step. Counts cover the trainer's span."""
+
+    grids: tuple[str, ...]
+    size: int
+    """Coordinates in the span."""
+    loss: Array
+    """Training loss before the step."""
+    test: Array
+    """Test loss after the step; empty without a test batch."""
+    frozen: Array
+    """Coordinates that the step left unchanged."""
+    counts: Array
+    """(steps, grids, 2): frozen by code at the projected weights, and by symmetric spacing."""
+    squares: Array
+    """(steps, 2): sums of squares of weights and of proposals."""
+    never: Array
+    """Coordinates that no step so far has moved."""
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    def audited(self, grid: str) -> Array:
+        """Counts of the projected event of a grid."""
+        return np.asarray(self.counts[:, self.grids.index(grid), 0])
+
+    def symmetric(self, grid: str) -> Array:
+        """Counts of the symmetric-spacing event of a grid."""
+        return np.asarray(self.counts[:, self.grids.index(grid), 1])
+
+    def then(self, other: Series) -> Series:
+        """This series and the one that follows it."""
+        joined = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in _ARRAYS}
+        return Series(self.grids, self.size, **joined)
+
+
+_ARRAYS = tuple(f.name for f in fields(Series))[2:]
+
+
+class Trainer:
+    """Whole-batch training of a net; see the module's docstring.
+
+    ``weights`` are the stored ones after ``step`` steps, ``proposal`` is the last d (at the weights before
+    it). The dtype of the start decides the arithmetic: float64, or float32. ``span`` limits events and
+    counts to a part of the flat vector, for example ``net.part("W1")``. With ``test`` the test loss is taken
+    after every step.
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        batch: Batch,
+        start: Array,
+        *,
+        rate: float,
+        optimizer: Optimizer = "gd",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        store: str | None = None,
+        rounding: Rounding = "nearest",
+        seed: int = 0,
+        audit: Sequence[str] = (),
+        test: Batch | None = None,
+        span: slice | None = None,
+    ) -> None:
+        if start.shape != (net.count,) or start.dtype.name not in ("float64", "float32"):
+            raise UsageError(
+                f"the start of a net of sizes {net.sizes} is {net.count} float64 or float32 numbers: found "
+                f"shape {start.shape}, {start.dtype}."
+            )
+        if batch.x.shape[0] != net.sizes[0] or batch.y.shape[0] != net.sizes[-1]:
+            raise UsageError(
+                f"a net of sizes {net.sizes} takes x of {net.sizes[0]} and y of {net.sizes[-1]} columns: "
+                f"found {batch.x.shape[0]} and {batch.y.shape[0]}."
+            )
+        if optimizer not in ("gd", "adam") or rounding not in ("nearest", "stochastic"):
+            raise UsageError(f"unknown optimizer {optimizer!r} or rounding {rounding!r}.")
+        work = start.dtype.name
+        self.net, self.grids = net, tuple(audit)
+        self.step, self.diverged = 0, False
+        self._seed, self._betas = seed, betas
+        self._store = None if store is None else named(store).within(start.dtype)
+        how = compiled.KEPT if store is None else 1 + ("nearest", "stochastic").index(rounding)
+        self._masks = masks(work)
+        inner = slice(0, net.count) if span is None else span
+        self._span = np.array([inner.start, inner.stop])
+        self.weights = self._projected(start, how)
+        self.proposal = np.zeros_like(self.weights)
+        self._moments = np.zeros((2, net.count), dtype=start.dtype)
+        self._moved = np.zeros(net.count, dtype=np.bool_)
+
+        sizes = np.array(net.sizes)
+        self._net = (sizes, net.biased, ("squared", "cross-entropy").index(net.loss))
+        self._batch, self._test = batch.to(start.dtype), None if test is None else test.to(start.dtype)
+        empty = Batch(self._batch.x[:, :0], self._batch.y[:, :0], 0)
+        self._tested = self._test or empty
+        self._rule = (("gd", "adam").index(optimizer), start.dtype.type(rate), np.array([*betas, eps]))
+        floats, ints = table(tuple(named(g).within(start.dtype) for g in self.grids), work)
+        self._grids = (ints, np.ascontiguousarray(floats[:, UP]))
+        stored = params(self._store or named("m7").within(start.dtype), work)
+        self._policy = (how, stored.floats, stored.ints)
+        width = self._batch.x.shape[1]
+        self._scratch = (
+            np.zeros((net.units, width), start.dtype),
+            np.zeros((net.units, self._tested.x.shape[1]), start.dtype),
+            np.zeros((max(net.units, 2), width), start.dtype),
+            np.ones((1, width), start.dtype),
+            np.zeros((3, net.count), start.dtype),
+            np.zeros(net.count + 64, np.uint32),
+        )
+        self._gradient, self._sum = np.zeros_like(self.weights), np.zeros_like(self.weights)
+
+    def _projected(self, start: Array, how: int) -> Array:
+        """The start as it is stored."""
+        if self._store is None:
+            return start.copy()
+        stream = Stream(seed=self._seed, name=STREAM) if how == compiled.STOCHASTIC else None
+        return self._store.round(torch.from_numpy(start.copy()), stochastic=stream).numpy()
+
+    def advance(self, steps: int) -> Series:
+        """Take steps; fewer if the run diverges (``diverged`` is then set, and no more can be taken)."""
+        if self.diverged:
+            raise UsageError(f"the run diverged at step {self.step}: no further step can be taken.")
+        coming = range(self.step + 1, self.step + steps + 1)
+        powers = np.array([[b**t for b in self._betas] for t in coming]).reshape(-1, 2)
+        keys = np.zeros((steps, 2), dtype=np.uint32)
+        if self._policy[0] == compiled.STOCHASTIC:
+            for row, t in zip(keys, coming, strict=True):
+                row[:] = Stream(seed=self._seed, name=STREAM, step=t).key
+        out = (
+            np.zeros(steps), np.zeros(steps), np.zeros(steps, np.int32),
+            np.zeros((steps, len(self.grids), 2), np.int32), np.zeros((steps, 2)), np.zeros(steps, np.int32),
+        )  # fmt: skip
+        b, tested = self._batch, self._tested
+        taken = compiled.train(
+            self.weights, self._gradient, self.proposal, self._sum, self._moments[0], self._moments[1],
+            self._moved, self._net, (b.x, b.y, b.n), (tested.x, tested.y, tested.n), self._rule, powers,
+            self._grids, self._policy, self._masks, keys, self._span, self._scratch, out,
+        )  # fmt: skip
+        self.step += taken
+        self.diverged = not bool(np.all(np.abs(self.weights.astype(np.float64)) < compiled.LIMIT))
+        loss, test, *rest = (a[:taken] for a in out)
+        size = int(self._span[1] - self._span[0])
+        return Series(self.grids, size, loss, test if tested.n else test[:0], *rest)
+
+    def gradient(self, weights: Array | None = None) -> Array:
+        """The gradient of the training loss, at the stored weights or at others."""
+        w = self.weights if weights is None else np.ascontiguousarray(weights, self.weights.dtype)
+        b, g = self._batch, np.zeros_like(w)
+        acts, _, deltas, ones, *_ = self._scratch
+        compiled.gradient(w, *self._net, b.x, b.y, b.n, acts, deltas, ones, g)
+        return g
+
+    def error(self, batch: Batch, weights: Array | None = None) -> float:
+        """The loss on a batch, at the stored weights or at others."""
+        w = self.weights if weights is None else np.ascontiguousarray(weights, self.weights.dtype)
+        b = batch.to(w.dtype)
+        acts = np.zeros((self.net.units, b.x.shape[1]), w.dtype)
+        return float(compiled.error(w, *self._net, b.x, b.y, b.n, acts))
+
+    # ---- checkpoints ------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Array]:
+        """All that changes from step to step."""
+        return {
+            "step": np.array(self.step), "weights": self.weights.copy(), "proposal": self.proposal.copy(),
+            "moments": self._moments.copy(), "moved": self._moved.copy(),
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Array]) -> None:
+        """Go on from a state of a trainer that was made alike."""
+        self.step = int(state["step"])
+        for name, mine in (
+            ("weights", self.weights), ("proposal", self.proposal), ("moments", self._moments),
+            ("moved", self._moved),
+        ):  # fmt: skip
+            mine[...] = state[name]
+        self.diverged = not bool(np.all(np.abs(self.weights.astype(np.float64)) < compiled.LIMIT))
+
+
+def run(trainer: Trainer, steps: int, running: Running | None = None, chunk: int = CHUNK) -> Series:
+    """Take steps up to a total, with a checkpoint after every chunk; goes on from one if there is one."""
+    series = trainer.advance(0)
+    kept = None if running is None else running.load()
+    if kept is not None:
+        with np.load(io.BytesIO(kept), allow_pickle=False) as file:
+            trainer.restore({k[6:]: file[k] for k in file.files if k.startswith("state.")})
+            series = Series(series.grids, series.size, *(file[name] for name in _ARRAYS))
+    while trainer.step < steps and not trainer.diverged:
+        series = series.then(trainer.advance(min(chunk, steps - trainer.step)))
+        if running is not None:
+            running.progress(trainer.step, steps)
+            if trainer.step < steps and not trainer.diverged:
+                running.save(_packed(trainer, series))
+    return series
+
+
+def _packed(trainer: Trainer, series: Series) -> bytes:
+    file = io.BytesIO()
+    arrays: dict[str, Any] = {f"state.{name}": value for name, value in trainer.state().items()}
+    arrays |= {name: getattr(series, name) for name in _ARRAYS}
+    np.savez(file, **arrays)
+    return file.getvalue()

@@ -1,0 +1,415 @@
+"""One training step of a small tanh network, compiled, with every sum in a fixed order.
+
+Arrays are ``[unit, example]``: the examples of one unit lie side by side, so every loop runs over
+examples and fills vector registers. Only elementwise loops are left to the compiler, and it may not
+reorder additions (no fastmath, no fused multiply-add), so a result depends neither on the width of the
+registers nor on the processor:
+
+    forward    z[o] = ((b[o] + W[o,0] x[0]) + W[o,1] x[1]) + ...        in the order of the inputs
+    backward   the same over the outputs, from zero
+    gradient   sum over examples of delta[o] x[k]: example i is added to lane i % 32, lanes in the
+               order of examples, then the lanes by halving (16, 8, 4, 2, 1)
+
+The number of examples is padded to whole lanes with examples whose delta is zero.
+
+Why not a BLAS and the C library? At 64 x 8 weights a call costs more than the product, the order of a
+BLAS sum differs between processors, and a vector ``tanh`` between libraries. So ``tanh`` is here, as
+arithmetic: with y = 2 |x| = k ln 2 + r, |r| <= ln(2) / 2,
+
+    expm1(y) = 2**k expm1(r) + (2**k - 1)        tanh |x| = expm1(y) / (expm1(y) + 2)
+
+and expm1(r) by its series to r**13 (the rest is below 2e-17 of it). Relative error below 4e-16.
+
+Weights are one flat vector: for each layer ``W`` (outputs, inputs) by rows, then ``b``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from halfulp.kernels.cpu_tile import nearest, stochastic_exact
+from halfulp.kernels.cpu_tile_audit import fused_bits
+from halfulp.kernels.params import CUT, EMIN, HALF, KEEP, ODD
+from halfulp.kernels.simd import JIT, SOURCES, bits_of, float_like
+
+LANES = 32
+SQUARED, CROSS_ENTROPY = 0, 1
+DESCENT, ADAM = 0, 1
+KEPT, NEAREST, STOCHASTIC = 0, 1, 2
+LIMIT = 2.0**300
+"""A weight beyond this magnitude, or not a number, has diverged; squares of what is below are finite."""
+
+STAMP = hashlib.sha256(SOURCES.encode() + Path(__file__).read_bytes()).hexdigest()
+
+
+def kernel(function: Any) -> Any:
+    """A compiled function whose cache forgets when this file or a kernel it is made from changes."""
+    made = njit(**JIT)(function)
+    made._cache._cache_file._source_stamp = STAMP
+    return made
+
+
+# ---- elementary functions -------------------------------------------------------------------------------
+
+LOG2E, LN2_HI, LN2_LO = 1.4426950408889634, 6.93147180369123816490e-01, 1.90821492927058770002e-10
+ROUND = 6755399441055744.0  # 1.5 * 2**52: adding it leaves the nearest integer in the low bits
+C2, C3, C4, C5, C6, C7 = 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040
+C8, C9, C10, C11 = 1 / 40320, 1 / 362880, 1 / 3628800, 1 / 39916800
+C12, C13 = 1 / 479001600, 1 / 6227020800
+
+
+@kernel
+def fill(x: Any, value: Any) -> None:
+    """Set every element; slice assignment does the same but compiles for seconds."""
+    for i in range(x.size):
+        x[i] = value
+
+
+@kernel
+def tanh_row(x: Any) -> None:
+    """tanh in place."""
+    for i in range(x.size):
+        v = np.float64(x[i])
+        y = 44.0 if abs(v) > 22.0 else abs(v) + abs(v)  # tanh(22) rounds to one
+        t = y * LOG2E + ROUND
+        n = t - ROUND
+        r = (y - n * LN2_HI) - n * LN2_LO
+        p = C7 + r * (C8 + r * (C9 + r * (C10 + r * (C11 + r * (C12 + r * C13)))))
+        p = C2 + r * (C3 + r * (C4 + r * (C5 + r * (C6 + r * p))))
+        p = r + (r * r) * p
+        s = float_like(v, (bits_of(t) + 1023) << 52)
+        e = s * p + (s - 1.0)
+        q = e / (e + 2.0)
+        x[i] = -q if v < 0.0 else q
+
+
+@kernel
+def exp_row(x: Any, out: Any) -> None:
+    """exp of values from -inf up to 0."""
+    for i in range(x.size):
+        v = np.float64(x[i])
+        y = -700.0 if v < -700.0 else v
+        t = y * LOG2E + ROUND
+        n = t - ROUND
+        r = (y - n * LN2_HI) - n * LN2_LO
+        p = C7 + r * (C8 + r * (C9 + r * (C10 + r * (C11 + r * (C12 + r * C13)))))
+        p = C2 + r * (C3 + r * (C4 + r * (C5 + r * (C6 + r * p))))
+        p = r + (r * r) * p
+        s = float_like(v, (bits_of(t) + 1023) << 52)
+        out[i] = s + s * p
+
+
+# ---- sums in a fixed order ------------------------------------------------------------------------------
+
+
+@intrinsic
+def lane_dots(_ctx: Any, x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """The sums of products of x with four rows, in 32 lanes and then by halving; whole lanes only.
+
+    Written as vector instructions, because an accumulator that is an array would live in memory."""
+    real = x.dtype
+    result = types.UniTuple(real, 4)
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        element = context.get_value_type(real)
+        vector = ir.VectorType(element, 8)
+        rows = [
+            cgutils.create_struct_proxy(t)(context, builder, v) for t, v in zip(sig.args, args, strict=True)
+        ]
+        starts = [builder.bitcast(row.data, vector.as_pointer()) for row in rows]
+        zero = ir.Constant(vector, None)
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(4)] for _ in range(4)]
+        word = context.get_value_type(types.intp)
+        vectors = builder.lshr(builder.extract_value(rows[0].shape, 0), ir.Constant(word, 3))
+        with cgutils.for_range_slice(builder, ir.Constant(word, 0), vectors, ir.Constant(word, 4)) as (i, _):
+            for part in range(4):
+                at = builder.add(i, ir.Constant(word, part))
+                first, *others = (
+                    builder.load(builder.gep(start, [at]), align=element_bytes(real)) for start in starts
+                )
+                for lane, other in zip(sums, others, strict=True):
+                    grown = builder.fadd(builder.load(lane[part]), builder.fmul(first, other))
+                    builder.store(grown, lane[part])
+        whole = []
+        for lane in sums:
+            v = [builder.load(part) for part in lane]
+            s = builder.fadd(builder.fadd(v[0], v[2]), builder.fadd(v[1], v[3]))
+            for half in (4, 2, 1):
+                low, high = (
+                    ir.Constant(ir.VectorType(ir.IntType(32), half), [start + j for j in range(half)])
+                    for start in (0, half)
+                )
+                s = builder.fadd(builder.shuffle_vector(s, s, low), builder.shuffle_vector(s, s, high))
+            whole.append(builder.extract_element(s, ir.Constant(ir.IntType(32), 0)))
+        return context.make_tuple(builder, result, whole)
+
+    return result(x, a, b, c, d), build
+
+
+def element_bytes(real: Any) -> int:
+    """Rows of an array need not start at a multiple of a vector."""
+    return int(real.bitwidth // 8)
+
+
+@kernel
+def dots(x: Any, rows: Any, out: Any) -> None:
+    """out[j] = the sum of products of x and rows[j], in the order of :func:`lane_dots`."""
+    n = rows.shape[0]
+    for j in range(0, n, 4):
+        b, c, d = rows[min(j + 1, n - 1)], rows[min(j + 2, n - 1)], rows[min(j + 3, n - 1)]
+        found = lane_dots(x, rows[j], b, c, d)
+        for i in range(min(4, n - j)):
+            out[j + i] = found[i]
+
+
+@kernel
+def mix(out: Any, coefficients: Any, across: Any, along: Any, rows: Any) -> None:
+    """out[o] += sum over j of coefficients[o * across + j * along] * rows[j], in the order of j."""
+    n, m = rows.shape[0], out.shape[0]
+    o = 0
+    while o + 2 <= m:
+        at, to = o * across, (o + 1) * across
+        p, q = out[o], out[o + 1]
+        j = 0
+        while j + 4 <= n:
+            _two_by_four(
+                p, q, coefficients[at + j * along :: along], coefficients[to + j * along :: along],
+                rows[j], rows[j + 1], rows[j + 2], rows[j + 3],
+            )  # fmt: skip
+            j += 4
+        while j < n:
+            _add_scaled(p, coefficients[at + j * along], rows[j])
+            _add_scaled(q, coefficients[to + j * along], rows[j])
+            j += 1
+        o += 2
+    if o < m:
+        for j in range(n):
+            _add_scaled(out[o], coefficients[o * across + j * along], rows[j])
+
+
+@kernel
+def _two_by_four(p: Any, q: Any, a: Any, b: Any, x: Any, y: Any, z: Any, w: Any) -> None:
+    a0, a1, a2, a3 = a[0], a[1], a[2], a[3]
+    b0, b1, b2, b3 = b[0], b[1], b[2], b[3]
+    for i in range(p.size):
+        p[i] = (((p[i] + a0 * x[i]) + a1 * y[i]) + a2 * z[i]) + a3 * w[i]
+        q[i] = (((q[i] + b0 * x[i]) + b1 * y[i]) + b2 * z[i]) + b3 * w[i]
+
+
+@kernel
+def _add_scaled(out: Any, a: Any, x: Any) -> None:
+    for i in range(out.size):
+        out[i] = out[i] + a * x[i]
+
+
+# ---- the network ----------------------------------------------------------------------------------------
+
+
+@kernel
+def forward(w: Any, sizes: Any, biased: Any, x: Any, acts: Any) -> None:
+    """Activations of every layer into ``acts``, one row a unit; the last rows are the outputs."""
+    at, row, before = 0, 0, x
+    for layer in range(sizes.size - 1):
+        n_in, n_out = sizes[layer], sizes[layer + 1]
+        here = acts[row : row + n_out]
+        for o in range(n_out):
+            fill(here[o], w[at + n_out * n_in + o] if biased else w.dtype.type(0))
+        mix(here, w[at:], n_in, 1, before)
+        if layer < sizes.size - 2:
+            tanh_row(here.reshape(here.size))
+        at += n_out * (n_in + biased)
+        row += n_out
+        before = here
+
+
+@kernel
+def softmax(out: Any, y: Any, n: Any, scratch: Any) -> Any:
+    """Outputs to (probability - target) in place; the summed cross-entropy of the first n examples."""
+    classes, top, norm = out.shape[0], scratch[0], scratch[1]
+    for i in range(top.size):
+        top[i] = out[0, i]
+        norm[i] = 0
+    for c in range(1, classes):
+        row = out[c]
+        for i in range(top.size):
+            top[i] = max(top[i], row[i])
+    loss = 0.0
+    for c in range(classes):
+        row = out[c]
+        for i in range(row.size):
+            row[i] = row[i] - top[i]
+        for i in range(n):
+            loss -= y[c, i] * row[i]
+        exp_row(row, row)
+        for i in range(row.size):
+            norm[i] = norm[i] + row[i]
+    for i in range(n):
+        loss += np.log(np.float64(norm[i]))
+    for c in range(classes):
+        row, target = out[c], y[c]
+        for i in range(row.size):
+            row[i] = row[i] / norm[i] - target[i]
+    return loss
+
+
+@kernel
+def output_error(out: Any, y: Any, n: Any, loss: Any, scratch: Any) -> Any:
+    """Outputs to the derivative of the loss by them, in place; the loss. Padding gets zero.
+
+    squared: mean over examples of 1/2 |out - y|**2; cross-entropy: mean of -log p(target)."""
+    if loss == CROSS_ENTROPY:
+        value = softmax(out, y, n, scratch) / n
+    else:
+        value = 0.0
+        for c in range(out.shape[0]):
+            row, target = out[c], y[c]
+            for i in range(row.size):
+                row[i] = row[i] - target[i]
+            fill(row[n:], 0)
+            value += np.float64(lane_dots(row, row, row, row, row)[0])
+        value = 0.5 * value / n
+    count = out.dtype.type(n)
+    for c in range(out.shape[0]):
+        row = out[c]
+        fill(row[n:], 0)
+        for i in range(row.size):
+            row[i] = row[i] / count
+    return value
+
+
+@kernel
+def gradient(
+    w: Any, sizes: Any, biased: Any, loss: Any, x: Any, y: Any, n: Any, acts: Any, deltas: Any, ones: Any,
+    g: Any,
+) -> Any:  # fmt: skip
+    """The gradient at w over the first n examples, into g; returns the loss.
+
+    ``acts`` and ``deltas`` are (units, examples) of scratch and ``ones`` a row of ones."""
+    forward(w, sizes, biased, x, acts)
+    layers = sizes.size - 1
+    row = acts.shape[0] - sizes[layers]
+    value = output_error(acts[row:], y, n, loss, deltas)
+    at, here = w.size, acts[row:]
+    for layer in range(layers - 1, -1, -1):
+        n_in, n_out = sizes[layer], sizes[layer + 1]
+        at -= n_out * (n_in + biased)
+        before = acts[row - n_in : row] if layer > 0 else x
+        for o in range(n_out):
+            dots(here[o], before, g[at + o * n_in :])
+            if biased:
+                dots(here[o], ones, g[at + n_out * n_in + o :])
+        if layer > 0:
+            row -= n_in
+            below = deltas[row : row + n_in]
+            d, a = below.reshape(below.size), before.reshape(below.size)
+            fill(d, 0)
+            mix(below, w[at:], 1, n_in, here)
+            for i in range(d.size):
+                d[i] = d[i] - d[i] * (a[i] * a[i])
+            here = below
+    return value
+
+
+@kernel
+def error(w: Any, sizes: Any, biased: Any, loss: Any, x: Any, y: Any, n: Any, acts: Any) -> Any:
+    """The loss of w on a batch."""
+    forward(w, sizes, biased, x, acts)
+    last = sizes[sizes.size - 1]
+    return output_error(acts[acts.shape[0] - last :], y, n, loss, np.empty((2, x.shape[1]), x.dtype))
+
+
+# ---- optimizers, events and write-back ------------------------------------------------------------------
+
+
+@kernel
+def propose(g: Any, d: Any, optimizer: Any, rate: Any, m: Any, v: Any, betas: Any, powers: Any) -> None:
+    """The proposal d: -rate g, or Adam's (without weight decay); ``powers`` holds beta_1**t and beta_2**t."""
+    if optimizer == ADAM:
+        b1, b2, eps = betas[0], betas[1], betas[2]
+        step, root = rate / (1.0 - powers[0]), np.sqrt(1.0 - powers[1])
+        for i in range(g.size):
+            m[i] = b1 * m[i] + (1.0 - b1) * g[i]
+            v[i] = b2 * v[i] + (1.0 - b2) * (g[i] * g[i])
+            d[i] = -step * m[i] / (np.sqrt(v[i]) / root + eps)
+    else:
+        for i in range(g.size):
+            d[i] = -rate * g[i]
+
+
+@kernel
+def audit(w: Any, d: Any, k: Any, up: Any, exponent: Any, sign: Any, scratch: Any, counts: Any) -> None:
+    """For each grid (a row of k): coordinates frozen by code at Q(w), and by symmetric spacing at w."""
+    size, sized, turned = scratch[0], scratch[1], scratch[2]
+    for i in range(w.size):
+        size[i] = abs(w[i])
+        sized[i] = abs(d[i])
+        turned[i] = float_like(d[i], bits_of(d[i]) ^ (bits_of(w[i]) & sign))
+    for j in range(k.shape[0]):
+        r = k[j]
+        frozen, symmetric = fused_bits(
+            size, sized, turned, r[EMIN], up[j], exponent, r[HALF], r[CUT], r[ODD], r[KEEP], np.int32(1)
+        )
+        counts[j, 0] = frozen
+        counts[j, 1] = symmetric
+
+
+@kernel
+def write(w: Any, d: Any, z: Any, r: Any, how: Any, f: Any, k: Any, masks: Any, words: Any, key: Any) -> None:
+    """z = w + d, and r = z as it is stored."""
+    for i in range(w.size):
+        z[i] = w[i] + d[i]
+    if how == NEAREST:
+        nearest(z, r, f, k, masks[0], masks[1])
+    elif how == STOCHASTIC:
+        stochastic_exact(z, r, words, f, k, masks[0], masks[1], key[0], key[1], 0)
+    else:
+        for i in range(z.size):
+            r[i] = z[i]
+
+
+@kernel
+def train(
+    w: Any, g: Any, d: Any, z: Any, m: Any, v: Any, moved: Any, net: Any, batch: Any, test: Any, rule: Any,
+    powers: Any, grids: Any, store: Any, masks: Any, keys: Any, span: Any, scratch: Any, out: Any,
+) -> Any:  # fmt: skip
+    """Steps until the arrays of ``out`` are full or a weight diverges; returns the steps taken.
+
+    The arguments are tuples of the arrays that :class:`halfulp.models.mlp.Trainer` owns."""
+    sizes, biased, loss = net
+    x, y, n = batch
+    x_test, y_test, n_test = test
+    optimizer, rate, betas = rule
+    audited, up = grids
+    how, f, k = store
+    acts, acts_test, deltas, ones, three, words = scratch
+    losses, tests, frozen, counts, squares, never = out
+    lo, hi = span[0], span[1]
+    for t in range(losses.size):
+        losses[t] = gradient(w, sizes, biased, loss, x, y, n, acts, deltas, ones, g)
+        propose(g, d, optimizer, rate, m, v, betas, powers[t])
+        audit(w[lo:hi], d[lo:hi], audited, up, masks[0], masks[1], three[:, : hi - lo], counts[t])
+        write(w, d, z, g, how, f, k, masks, words, keys[t])  # g has been used: it takes the new weights
+        ww, dd, same, still, fine = 0.0, 0.0, 0, 0, True
+        for i in range(w.size):
+            fine = fine and abs(g[i]) < LIMIT
+            if lo <= i < hi:
+                ww += np.float64(w[i]) * np.float64(w[i])
+                dd += np.float64(d[i]) * np.float64(d[i])
+                same += g[i] == w[i]
+                moved[i] = moved[i] | (g[i] != w[i])
+                still += not moved[i]
+            w[i] = g[i]
+        squares[t, 0], squares[t, 1], frozen[t], never[t] = ww, dd, same, still
+        if n_test > 0:
+            tests[t] = error(w, sizes, biased, loss, x_test, y_test, n_test, acts_test)
+        if not fine:
+            return t + 1
+    return losses.size

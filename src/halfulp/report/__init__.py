@@ -1,0 +1,1 @@
+"""What a person sees: the page, the figures, the live view. Reads files only; decides nothing."""

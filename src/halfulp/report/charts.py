@@ -1,0 +1,157 @@
+"""What the charts of a page are drawn from: curves and heat maps, binned and packed.
+
+A page holds what it shows. A curve has about 600 points however long the run was: the mean of each bin of
+steps, and its least and largest value where a bin holds several. Shares are packed as 16-bit (curves) and
+8-bit (heat maps) fractions, so a point costs 2.7 characters; the largest code stands for "nothing moved".
+Crossings are computed from every recorded step before anything is binned. Names are only ever values of the
+JSON, never keys.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from halfulp.audit.measures import ACCURATE_RMSE
+from halfulp.audit.verdict import shown
+from halfulp.report.gather import BINS, COLUMNS, Array, bins
+from halfulp.report.markup import elided
+from halfulp.report.runs import Arms, Outcome, Run
+
+LABEL = 64
+
+
+def packed(shares: Array, dtype: type[np.uint8] | type[np.uint16]) -> str:
+    """Shares in [0, 1] as base64 of whole numbers, NaN as the largest.
+
+    >>> packed(np.array([0.0, 1.0, np.nan]), np.uint8)
+    'AP7/'
+    """
+    largest = int(np.iinfo(dtype).max)
+    whole = np.where(np.isnan(shares), largest, np.rint(np.nan_to_num(shares) * (largest - 1)))
+    return base64.b64encode(whole.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode("ascii")
+
+
+def binned(values: Array, starts: Array) -> tuple[Array, Array, Array]:
+    """Mean, least and largest value of each bin, over what is not NaN."""
+    if len(starts) == len(values):
+        return values, values, values
+    missing = np.isnan(values)
+    n = np.add.reduceat(~missing, starts, dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        mean = np.add.reduceat(np.where(missing, 0.0, values), starts) / n
+    low = np.minimum.reduceat(np.where(missing, np.inf, values), starts)
+    high = np.maximum.reduceat(np.where(missing, -np.inf, values), starts)
+    return mean, np.where(n == 0, np.nan, low), np.where(n == 0, np.nan, high)
+
+
+def run_data(run: Run) -> dict[str, Any]:
+    """Curves and heat map of one run."""
+    g = run.gathered
+    starts = bins(len(g.steps), BINS)
+    curves: dict[str, Any] = {}
+    for column in (c for c in COLUMNS if c in g.counts):
+        curves[column] = [
+            [_curve(g.share(column, grid, scope), starts) for grid in g.grids] for scope in g.scopes
+        ]
+    return {
+        "name": elided(shown(run.name, 300), LABEL),
+        "grids": g.grids,
+        "scopes": [elided(shown(s, 300), 40) for s in g.scopes],
+        "scope": g.scopes.index(run.scope),
+        "forecast": run.grid is None,
+        "loses": run.loses,
+        "steps": _edges(g.steps, starts),
+        "curves": curves,
+        "marks": [[_mark(run, grid, scope) for grid in g.grids] for scope in g.scopes],
+        "heat": {
+            "steps": _edges(g.steps, g.heat_starts),
+            "rows": [
+                [elided(shown(r.name, 300), LABEL), elided(shown(r.group, 100), 24), r.tensors, r.numel]
+                for r in g.heat_rows
+            ],
+            "labels": [elided(shown(label, 300), LABEL) for label in short([r.name for r in g.heat_rows])],
+            "cells": [packed(g.heat[i], np.uint8) for i in range(len(g.grids))],
+        },
+    }
+
+
+def short(names: Sequence[str]) -> list[str]:
+    """Names without what all of them begin with, and without an ending that says nothing.
+
+    >>> short(["transformer.h.0.attn.weight", "transformer.wte.weight"])
+    ['h.0.attn', 'wte']
+    """
+    parts = [name.split(".") for name in names]
+    same, shortest = 0, min(len(p) for p in parts)
+    while same + 1 < shortest and len({p[same] for p in parts}) == 1 and len(names) > 1:
+        same += 1
+    cut = [".".join(p[same:]) for p in parts]
+    return [name.removesuffix(".weight") for name in cut] if all(c.endswith(".weight") for c in cut) else cut
+
+
+def outcome_data(found: Outcome) -> dict[str, Any]:
+    """Forecast and outcome on the same steps, and the band that the accuracy gate allows."""
+    starts = bins(len(found.steps), BINS)
+    return {
+        "steps": _edges(found.steps, starts),
+        "forecast": packed(binned(found.forecast, starts)[0], np.uint16),
+        "measured": packed(binned(found.outcome, starts)[0], np.uint16),
+        "band": ACCURATE_RMSE,
+    }
+
+
+def arms_data(found: Arms) -> dict[str, Any]:
+    """Loss curves."""
+    members = ([found.reference] if found.reference else []) + list(found.runs)
+    return {"runs": [_loss(run) for run in members if np.isfinite(run.gathered.loss).any()]}
+
+
+def _loss(run: Run) -> dict[str, Any]:
+    loss, steps = run.gathered.loss, run.gathered.steps
+    starts = bins(len(steps), 200)
+    mean = binned(np.where(np.isfinite(loss), loss, np.nan), starts)[0]
+    return {
+        "name": run.policy_words if run.policy else "fp32 reference",
+        "policy": run.policy or "fp32",
+        "steps": _edges(steps, starts),
+        "loss": [None if np.isnan(x) else round(float(x), 4) for x in mean],
+    }
+
+
+def _curve(values: Array, starts: Array) -> list[str]:
+    mean, low, high = binned(values, starts)
+    exact = len(starts) == len(values)
+    return [packed(x, np.uint16) for x in ((mean,) if exact else (mean, low, high))]
+
+
+def _edges(steps: Array, starts: Array) -> list[list[int]]:
+    """The first step of each bin, and its last."""
+    ends = np.append(starts[1:], len(steps)) - 1
+    return [[int(s) for s in steps[starts]], [int(s) for s in steps[ends]]]
+
+
+def _mark(run: Run, grid: str, scope: str) -> list[Any] | None:
+    """[first, value there, persistent, value there] of a majority, as far as they exist."""
+    found = run.gathered.crossing(grid, scope)
+    if found is None or found.first is None:
+        return None
+    f, steps = run.gathered.share("frozen", grid, scope), run.gathered.steps
+    marks: list[Any] = []
+    for step in (found.first, found.persistent):
+        marks += [step, None if step is None else round(float(f[np.searchsorted(steps, step)]), 4)]
+    return marks
+
+
+def page_data(shown_runs: Sequence[Run], outcomes: Sequence[Outcome], arms: Sequence[Arms]) -> dict[str, Any]:
+    """Everything that the charts of a page are drawn from."""
+    shares = [(abs(f.lost - 0.5), f.grid) for run in shown_runs[:1] for f in run.gathered.findings(run.scope)]
+    return {
+        "grid": min(shares)[1] if shares else None,  # the one with most to see
+        "runs": [run_data(run) for run in shown_runs],
+        "outcomes": [outcome_data(found) for found in outcomes],
+        "arms": [arms_data(found) for found in arms],
+    }

@@ -1,0 +1,79 @@
+"""``halfulp report``, ``halfulp figures`` and ``halfulp demo``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+PATHS = typer.Argument(..., help="Folders of traces or studies.", show_default=False)
+
+
+def report(
+    paths: list[Path] = PATHS,
+    out: Path | None = typer.Option(None, "-o", "--out", help="The page; default PATH/report.html."),
+    csv: Path | None = typer.Option(None, help="Write tensors by grid into this CSV file as well."),
+    code: bool = typer.Option(
+        False, help="Run the file that a study of your own carries, for its tables and figures."
+    ),
+    browse: bool = typer.Option(False, "--open", help="Open the page in a browser."),
+) -> None:
+    """One self-contained HTML page of traces and studies; several stand side by side."""
+    from halfulp.report.document import write
+    from halfulp.report.page import open_traces, page
+    from halfulp.report.study import is_study
+    from halfulp.report.tensors_csv import tensors_csv
+    from halfulp.trace import Trace
+
+    where = write(page(paths, code=code), out or default_page(paths[0]))
+    typer.echo(f"The page is {where} ({where.stat().st_size / 1e6:.1f} MB).")
+    if csv is not None:
+        runs = open_traces([Trace.open(p) for p in paths if not is_study(p)])
+        typer.echo(f"The table is {write(tensors_csv(runs), csv)}.")
+    if browse:
+        typer.launch(where.resolve().as_uri())
+
+
+def default_page(path: Path) -> Path:
+    """Beside a study, whose folder holds nothing that was not sealed; inside the folder of a trace."""
+    from halfulp.report.study import is_study
+
+    return path.with_name(f"{path.resolve().name}.html") if is_study(path) else path / "report.html"
+
+
+def figures(
+    paths: list[Path] = PATHS,
+    out: Path = typer.Option(Path("figures"), "-o", "--out", help="The folder for the files."),
+    formats: str = typer.Option("svg,pdf", help="svg, pdf, or both."),
+) -> None:
+    """Figures of traces and studies as vector files. Runs the file that a study of your own carries."""
+    from halfulp.errors import UsageError
+    from halfulp.integrations.optional import require
+
+    kinds = [kind.strip() for kind in formats.split(",")]
+    if not set(kinds) <= {"svg", "pdf"}:
+        raise UsageError(f"formats are svg and pdf, not {formats!r}.")
+    require("matplotlib")
+    from halfulp.report.figures import write_figures
+
+    for file in write_figures(paths, out, kinds):
+        typer.echo(str(file))
+
+
+def demo(
+    quick: bool = typer.Option(False, help="A smaller model and fewer steps: half a minute."),
+    out: Path | None = typer.Option(None, "-o", "--out", help="The folder; default runs/demo."),
+    browse: bool = typer.Option(True, "--open/--no-open", help="Open the page when there is a screen."),
+) -> None:
+    """The whole story on this machine's CPU: audit, forecast, and the runs that it was for."""
+    from rich.console import Console
+
+    from halfulp import demo as story
+
+    raise typer.Exit(story.run(Console(), size=story.QUICK if quick else story.FULL, out=out, browse=browse))
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands."""
+    for command in (report, figures, demo):
+        app.command()(command)

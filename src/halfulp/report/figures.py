@@ -1,0 +1,164 @@
+"""Figures for papers: of traces, and those that a study declares, as SVG and PDF in one style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from halfulp.audit.measures import ACCURATE_RMSE
+from halfulp.errors import UsageError
+from halfulp.integrations.scalars import tag as plain_name
+from halfulp.report.charts import short
+from halfulp.report.gather import Array
+from halfulp.report.page import open_traces
+from halfulp.report.runs import Arms, Outcome, Run, arms, forecasts, shown_first
+from halfulp.report.study import is_study, open_study
+from halfulp.report.style import (
+    BLUE,
+    COLOURS,
+    DASHES,
+    GREY,
+    POLICY_COLOURS,
+    VERMILLION,
+    house_style,
+    label,
+    new_figure,
+    percent,
+    save,
+)
+from halfulp.report.words import scope_words
+from halfulp.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TICKS = 40
+"""Rows of a heat map that are named, at most."""
+
+
+def write_figures(paths: Sequence[Path], out: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
+    """Write every figure of some traces and studies into a folder; what was written."""
+    made: dict[str, Figure] = {}
+    for path in (p for p in paths if is_study(p)):
+        view = open_study(path, code=True)
+        if view.study is None or view.records is None:
+            why = "it is not finished" if view.records is None else "this halfulp does not have its code"
+            raise UsageError(f"{path} has no figures to draw: {why}.")
+        with house_style():
+            for title, draw in view.study.figures.items():
+                made[f"{plain_name(view.protocol.study)}-{plain_name(title)}"] = draw(view.records)
+    traces = [Trace.open(p) for p in paths if not is_study(p)]
+    if traces:
+        with house_style():
+            made |= dict(_of_traces(open_traces(traces)))
+    return [file for stem, figure in made.items() for file in save(figure, out / stem, formats)]
+
+
+def _of_traces(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
+    for run in shown_first(runs):
+        stem = plain_name(run.name)
+        yield f"{stem}-lost", curves(run, "frozen", "updates lost")
+        if "never_moved" in run.gathered.counts:
+            yield f"{stem}-never-moved", curves(run, "never_moved", "never moved so far")
+        for grid in run.gathered.grids:
+            yield f"{stem}-where-{plain_name(grid)}", heat_map(run, grid)
+    for found in forecasts(runs):
+        yield f"{plain_name(found.measured.name)}-forecast-{plain_name(found.grid)}", forecast(found)
+    for group in arms(runs):
+        members = [run for run in _members(group) if run.final_loss is not None]
+        if members:
+            yield f"policies-{plain_name(group.grid)}", losses(members)
+
+
+def curves(run: Run, column: str, what: str) -> Figure:
+    """A share over steps, a line for each grid; a dot where a majority is first lost."""
+    figure, (panel,) = new_figure()
+    g = run.gathered
+    for i, grid in enumerate(g.grids):
+        colour, dash = COLOURS[i % 7], DASHES[i // 7 % len(DASHES)]
+        share = g.share(column, grid, run.scope)
+        panel.plot(g.steps, share, color=colour, linestyle=dash, label=label(grid))
+        found = g.crossing(grid, run.scope) if column == "frozen" else None
+        if found is not None and found.first is not None:
+            at = int(np.searchsorted(g.steps, found.first))
+            panel.plot([found.first], [share[at]], "o", color=colour)
+    panel.axhline(0.5, color=GREY, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
+    panel.set_xlabel("step")
+    panel.set_ylabel(what)
+    panel.set_title(label(f"{run.name}: {scope_words(run.scope)}", 70))
+    percent(panel)
+    panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def heat_map(run: Run, grid: str) -> Figure:
+    """Layers by steps: the share of updates that is lost."""
+    g = run.gathered
+    rows = g.heat_rows
+    figure, (panel,) = new_figure(height=min(7.5, 1.2 + 0.12 * len(rows)))
+    ends = np.append(g.steps[g.heat_starts], g.steps[-1] + 1) - 0.5
+    shares = np.ma.masked_invalid(g.heat[g.grids.index(grid)])
+    # Cells become pixels: as vectors they would be tens of thousands of rectangles.
+    mesh = panel.pcolormesh(
+        ends, np.arange(len(rows) + 1), shares, cmap="cividis", vmin=0, vmax=1, rasterized=True
+    )
+    panel.invert_yaxis()
+    every = -(-len(rows) // TICKS)
+    panel.set_yticks(np.arange(0, len(rows), every) + 0.5)
+    names = short([row.name for row in rows])
+    panel.set_yticklabels([label(name, 28) for name in names[::every]], fontsize=6)
+    panel.grid(False)
+    panel.set_xlabel("step")
+    panel.set_title(label(f"{run.name}: updates lost on {grid}", 70))
+    bar = figure.colorbar(mesh, ax=panel)
+    bar.set_ticks([0, 0.5, 1], labels=["0%", "50%", "100%"])
+    return figure
+
+
+def forecast(found: Outcome) -> Figure:
+    """A forecast with the band that the accuracy gate allows, and what was measured."""
+    figure, (panel,) = new_figure()
+    low, high = (np.clip(found.forecast + d, 0, 1) for d in (-ACCURATE_RMSE, ACCURATE_RMSE))
+    panel.fill_between(found.steps, low, high, color=BLUE, alpha=0.15, linewidth=0)
+    panel.plot(found.steps, found.forecast, color=BLUE, linestyle=DASHES[1], label="forecast")
+    panel.plot(found.steps, found.outcome, color=VERMILLION, label="measured")
+    panel.set_xlabel("step")
+    panel.set_ylabel("updates lost")
+    panel.set_title(label(f"{found.grid}: {scope_words(found.scope)}", 70))
+    percent(panel)
+    panel.legend(loc="best")
+    return figure
+
+
+def losses(members: Sequence[Run]) -> Figure:
+    """Training loss, a line for each policy."""
+    figure, (panel,) = new_figure()
+    for run in members:
+        colour = POLICY_COLOURS.get(run.policy or "", GREY)
+        panel.plot(
+            run.gathered.steps,
+            _smooth(run.gathered.loss),
+            color=colour,
+            linestyle="-" if run.policy else DASHES[2],
+            label=label(run.policy_words if run.policy else "fp32 reference"),
+        )
+    panel.set_xlabel("step")
+    panel.set_ylabel("training loss (nats)")
+    panel.legend(loc="best")
+    return figure
+
+
+def _members(group: Arms) -> list[Run]:
+    return ([group.reference] if group.reference else []) + list(group.runs)
+
+
+def _smooth(loss: Array) -> Array:
+    """A running mean over a fiftieth of the record, shorter at its start."""
+    width = max(1, len(loss) // 50)
+    total = np.cumsum(np.insert(loss, 0, 0.0))
+    last = np.arange(1, len(loss) + 1)
+    first = np.maximum(last - width, 0)
+    return np.asarray((total[last] - total[first]) / (last - first))

@@ -1,0 +1,133 @@
+"""A running audit on the terminal: what is being lost now, and where.
+
+A :class:`LiveView` is a listener of an audit. It is called at every audited step and almost always returns
+at once: a clock is read (50 ns), and a picture is made at most four times a second. On a terminal the
+picture stays in its place; elsewhere it is a plain line now and then, so that a log file stays readable.
+Everything goes to stderr, because stdout is the script's own.
+
+    with LiveView() as view, hu.Audit(optimizer, ["bf16"], model=model, listeners=[view]):
+        train()
+
+On a terminal, what the script prints appears above the picture. A script that draws there itself (a
+progress bar on stderr) gets plain lines instead with ``lines=True``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from halfulp.audit.verdict import shown
+from halfulp.report.words import percent
+
+INTERVAL, LINE_INTERVAL = 0.25, 10.0
+"""Seconds between pictures, and between plain lines."""
+WORST = 5
+BAR = 24
+
+
+class LiveView:
+    """Shows the summaries that an audit gives to its listeners. ``lines``: plain lines even on a terminal."""
+
+    def __init__(self, console: Console | None = None, *, lines: bool = False) -> None:
+        self.console = Console(stderr=True) if console is None else console
+        self.lines = lines or not self.console.is_terminal
+        self.interval = LINE_INTERVAL if self.lines else INTERVAL
+        self.seconds = 0.0
+        """Spent here so far."""
+        self._live: Live | None = None
+        self._latest: dict[str, Any] | None = None
+        self._due = 0.0
+
+    def __enter__(self) -> LiveView:
+        if not self.lines:
+            self._live = Live(
+                console=self.console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __call__(self, summary: dict[str, Any]) -> None:
+        """The listener."""
+        self._latest = summary
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._show()
+        self._due = now + self.interval
+        self.seconds += time.monotonic() - now
+
+    def close(self) -> None:
+        """Take the picture away; plain lines end with the last step."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self.lines and self._latest is not None:
+            self._show()
+        self._latest = None
+
+    def _show(self) -> None:
+        if self._latest is None:
+            return
+        if self._live is not None:
+            self._live.update(picture(self._latest), refresh=True)
+        elif self.lines:
+            self.console.print(Text(line(self._latest)), soft_wrap=True)
+
+
+def line(summary: dict[str, Any]) -> str:
+    """One step in one line."""
+    shares = ", ".join(f"{grid} {percent(share)}" for grid, share in summary["frozen"].items())
+    return f"halfulp: step {summary['step']}: updates lost {shares}; most in {_worst_words(summary)}"
+
+
+def _worst_words(summary: dict[str, Any]) -> str:
+    name, grid, share = worst(summary, 1)[0]
+    return f"{shown(name)} ({grid}, {percent(share)})"
+
+
+def worst(summary: dict[str, Any], most: int) -> list[tuple[str, str, float]]:
+    """(tensor, grid, share) of the tensors that lose most on the grid that loses most."""
+    grid = max(summary["frozen"], key=lambda g: (summary["frozen"][g], g))
+    ranked = sorted(summary["tensors"].items(), key=lambda item: (-item[1][grid], item[0]))
+    return [(name, grid, shares[grid]) for name, shares in ranked[:most]]
+
+
+def picture(summary: dict[str, Any]) -> Table:
+    """One step as a small table: grids with bars, then the worst tensors."""
+    loss = "" if summary["loss"] != summary["loss"] else f", loss {summary['loss']:.4f}"
+    table = Table.grid(padding=(0, 2))
+    table.title = Text(f"halfulp: step {summary['step']:,}{loss}", style="bold", justify="left")
+    table.title_justify = "left"
+    for grid, share in summary["frozen"].items():
+        never = summary["never_moved"].get(grid)
+        still = "" if never is None else f"{percent(never)} never moved"
+        table.add_row(Text(grid), bar(share), Text(f"{percent(share):>6} lost", justify="right"), Text(still))
+    for name, grid, share in worst(summary, WORST):
+        table.add_row(Text(""), Text(shown(name, 40)), Text(f"{percent(share):>6} lost"), Text(f"on {grid}"))
+    return table
+
+
+def bar(share: float) -> Text:
+    """A share as a bar, in eighths of a letter.
+
+    >>> bar(0.5).plain
+    '████████████            '
+    """
+    eighths = round(share * BAR * 8)
+    filled = "█" * (eighths // 8) + ("" if eighths % 8 == 0 else " ▏▎▍▌▋▊▉"[eighths % 8])
+    return Text(f"{filled:{BAR}}", style="dark_orange3" if share >= 0.5 else "default")

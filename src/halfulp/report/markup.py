@@ -1,0 +1,136 @@
+"""HTML that is safe by construction: whatever is not a tag made here is text and is escaped.
+
+There is no template language, because a template is one forgotten filter away from an injection. A page
+is nested calls of :func:`tag`; a string that is not :class:`Html` can only become text or an attribute's
+value. Names that somebody else chose pass through :func:`name` as well, which makes what is invisible
+visible, keeps right-to-left letters from rearranging their surroundings, and shortens.
+
+>>> tag("p", "a < b & ", tag("b", "c"), class_="x")
+Html('<p class="x">a &lt; b &amp; <b>c</b></p>')
+>>> name("<script>")
+Html('<bdi class="name">&lt;script&gt;</bdi>')
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from halfulp.audit.verdict import shown
+
+VOID = {"br", "col", "hr", "img", "input", "link", "meta"}
+DRAWN = {"line", "path"}
+"""Elements of SVG that hold nothing; these must say so."""
+TITLE = 300
+"""As much of a long name as a tooltip shows."""
+
+
+class Html(str):
+    """Markup; everything else is text."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"Html({str(self)!r})"
+
+
+Content = str | float | int | None | Iterable[Any]
+
+
+def text(content: Content) -> str:
+    """Content as markup: escaped unless it is markup already; nothing for None; lists one after another."""
+    if content is None:
+        return ""
+    if isinstance(content, Html):
+        return content
+    if isinstance(content, str | int | float):
+        return html.escape(str(content), quote=True)
+    return "".join(text(part) for part in content)
+
+
+def tag(element: str, *content: Content, **attributes: str | float | int | bool | None) -> Html:
+    """An element. ``class_`` and ``for_`` lose their underscore; True is an attribute without a value.
+
+    >>> tag("input", type="checkbox", checked=True, aria_label='"x"', hidden=None)
+    Html('<input type="checkbox" checked aria-label="&quot;x&quot;">')
+    """
+    made = ""
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        attribute = key.rstrip("_").replace("_", "-")
+        made += f" {attribute}" if value is True else f' {attribute}="{html.escape(str(value), quote=True)}"'
+    if element in VOID | DRAWN:
+        return Html(f"<{element}{made}{'/' if element in DRAWN else ''}>")
+    return Html(f"<{element}{made}>{text(content)}</{element}>")
+
+
+def name(chosen: str, width: int = 48) -> Html:
+    """A name that somebody else chose, elided in the middle; the tooltip has more of it."""
+    whole = shown(chosen, TITLE)
+    return tag(
+        "bdi",
+        elided(shown(chosen, 10**9), width),
+        class_="name",
+        title=None if len(whole) <= width else whole,
+    )
+
+
+def prose(said: str, width: int = 400) -> Html:
+    """Sentences that somebody else wrote."""
+    return tag("bdi", elided(shown(said, 10**9), width))
+
+
+def elided(chosen: str, width: int) -> str:
+    """The beginning and the end of a long string.
+
+    >>> elided("transformer.h.11.attention.weight", 20)
+    'transforme…on.weight'
+    """
+    if len(chosen) <= width:
+        return chosen
+    tail = (width - 1) // 2
+    return f"{chosen[: width - 1 - tail]}…{chosen[len(chosen) - tail :]}"
+
+
+def script_json(data: Any) -> Html:
+    """JSON that can stand inside a script element: no byte of it can end the element or open a comment."""
+    made = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for letter in "<>&":
+        made = made.replace(letter, f"\\u{ord(letter):04x}")
+    return Html(made)
+
+
+def table(
+    head: Iterable[Content],
+    rows: Iterable[Iterable[Content]],
+    *,
+    caption: Content = None,
+    class_: str | None = None,
+) -> Html:
+    """A table in a box that scrolls sideways. A cell may be a ``td`` or ``th`` of its own."""
+
+    def cell(content: Content, element: str, **attributes: str) -> Html:
+        made = isinstance(content, Html) and content.startswith(("<td", "<th"))
+        return content if made else tag(element, content, **attributes)  # type: ignore[return-value]
+
+    inside = tag(
+        "table",
+        tag("thead", tag("tr", *(cell(c, "th", scope="col") for c in head))),
+        tag("tbody", *(tag("tr", *(cell(c, "td") for c in row)) for row in rows)),
+        class_=class_,
+    )
+    box = tag("div", inside, class_="scroll", tabindex=0, role="region", aria_label="Table")
+    return tag("figure", tag("figcaption", caption) if caption else None, box)
+
+
+def number(*content: Content, **attributes: Any) -> Html:
+    """A cell with a number in it."""
+    return tag("td", *content, class_="number", **attributes)
+
+
+def numeric(*content: Content) -> Html:
+    """The head of a column of numbers."""
+    return tag("th", *content, scope="col", class_="number")

@@ -1,0 +1,121 @@
+"""The parts of a page that set a forecast beside its outcome, and policies beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfulp.audit.measures import ACCURATE_RMSE, ADDED_VALUE_RATIO, INFORMATIVE_RANGE, INFORMATIVE_RATIO
+from halfulp.report import words
+from halfulp.report.markup import Content, Html, number, numeric, table, tag
+from halfulp.report.runs import Arms, Outcome, Run
+
+UNTESTED = (
+    "No run on one of these grids was given, so this forecast is untested. Train on one of them with nearest "
+    "write-back, audit that run on its grid, and give both traces: "
+)
+BAND = (
+    f"The shaded band is the forecast plus and minus {words.points(ACCURATE_RMSE)}: what the accuracy gate "
+    "allows, not a confidence interval. The outcome is exact; the forecast was made without it."
+)
+ASKED = "Being close to a flat line is no evidence, so three things are asked of a forecast."
+POLICIES = (
+    "How the next stored value is made of what the optimizer proposes. Recovery is the share of the loss gap "
+    "between nearest write-back and the fp32 reference that a policy wins back: a description of these runs "
+    "against one anchor, on training loss, mean of the last tenth of the steps."
+)
+
+
+def forecast_section(runs: Sequence[Run], found: Sequence[Outcome]) -> Html | None:
+    """Forecast against measured; where nothing was measured, what that means."""
+    if not any(run.grid is None for run in runs):
+        return None
+    if not found:
+        command = tag("code", "halfulp report REFERENCE MEASURED")
+        return tag("section", tag("h2", "Forecast and outcome"), tag("p", UNTESTED, command, "."))
+    parts = [part for i, outcome in enumerate(found) for part in _outcome(i, outcome)]
+    return tag(
+        "section",
+        tag("h2", "Forecast and outcome"),
+        *parts,
+        tag("p", BAND, class_="note"),
+        aria_label="Forecast and outcome",
+    )
+
+
+def _outcome(i: int, found: Outcome) -> list[Html]:
+    c = found.comparison
+    gates: list[tuple[str, str, str, bool | None]] = [
+        ("accurate", f"RMSE {words.points(c.rmse)}", f"at most {words.points(ACCURATE_RMSE)}", c.accurate),
+        (
+            "informative",
+            f"range {words.points(c.measured_range)}; "
+            f"RMSE {_ratio(c.rmse, c.constant_rmse)} of the best constant's",
+            f"range at least {words.points(INFORMATIVE_RANGE)}; at most {INFORMATIVE_RATIO:g}",
+            c.informative,
+        ),
+        (
+            "better than simpler forecasts",
+            f"RMSE {_ratio(c.rmse, min(c.symmetric_rmse or 0.0, c.rho_rmse or 0.0))} of the better one's",
+            f"at most {ADDED_VALUE_RATIO:g}",
+            c.directional_added_value,
+        ),
+    ]
+    rows: list[list[Content]] = [
+        [tag("th", gate, scope="row"), value, threshold, passed_mark(passed)]
+        for gate, value, threshold, passed in gates
+    ]
+    return [
+        tag("p", words.outcome_sentence(found), class_="lead"),
+        tag("div", class_="chart outcome", data_outcome=i),
+        table(["gate", "found", "asked", ""], rows, caption=ASKED),
+    ]
+
+
+def _ratio(a: float, b: float) -> str:
+    return f"{a / b:.2f}" if b else "-"
+
+
+def passed_mark(passed: bool | None) -> Html:
+    """A gate's result as a word with a sign, never as a colour alone."""
+    if passed is None:
+        return tag("td", "not tested", class_="gate")
+    return tag("td", "✓ passed" if passed else "✗ failed", class_=f"gate {'passed' if passed else 'failed'}")
+
+
+def policy_section(found: Sequence[Arms]) -> Html | None:
+    """Policies with their loss, recovery and bytes."""
+    if not found:
+        return None
+    parts: list[Html] = []
+    for i, arms in enumerate(found):
+        parts += [_policies(arms), tag("div", class_="chart loss", data_arms=i)]
+    return tag(
+        "section",
+        tag("h2", "Policies"),
+        tag("p", POLICIES),
+        *parts,
+        aria_label="Policies",
+    )
+
+
+def _policies(found: Arms) -> Html:
+    members = ([found.reference] if found.reference else []) + list(found.runs)
+    rows: list[list[Content]] = []
+    for run in members:
+        grid = run.grid or found.grid
+        never = run.gathered.never_moved(grid, run.scope) if run.grid else None
+        recovered = found.recovery(run)
+        late = run.gathered.findings(run.scope)[run.gathered.grids.index(grid)].lost_late
+        rows.append(
+            [
+                tag("th", run.policy_words if run.grid else "fp32 reference", scope="row"),
+                number(f"{run.bytes_per_weight:g}"),
+                number("-" if run.final_loss is None else f"{run.final_loss:.3f}"),
+                number("-" if recovered is None else f"{recovered:.0%}"),
+                number("-" if run.grid is None else words.percent(late)),
+                number(words.percent(never)),
+            ]
+        )
+    columns = ("bytes a weight", "final loss", "recovery", "code kept at the end", "never moved")
+    caption = f"On {found.grid}. Bytes of stored weights and of what the policy keeps beside them."
+    return table(["policy", *map(numeric, columns)], rows, caption=caption)

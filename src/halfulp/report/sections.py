@@ -1,0 +1,275 @@
+"""The parts of a trace's page: the verdict, when updates die, where, how sure that is, and what was run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from halfulp.audit import verdict
+from halfulp.audit.verdict import Finding
+from halfulp.report import words
+from halfulp.report.gather import Array, bins
+from halfulp.report.markup import Content, Html, name, number, numeric, table, tag
+from halfulp.report.runs import Run
+from halfulp.trace import Trace
+
+WORST = 12
+"""Tensors that are listed, for each grid."""
+SAID = 3
+"""Grids that get a sentence of their own; the others are in the table."""
+NOSCRIPT = tag(
+    "noscript", tag("p", "The charts are drawn by a script; the tables hold the numbers.", class_="note")
+)
+
+WHEN = (
+    "The share of weights that a step leaves unchanged because its update is smaller than half a gap. "
+    "● marks the first step at which a majority is lost, ◆ the step from which it stays so. "
+    "Drag to zoom, double-click to go back; the arrow keys move the cursor."
+)
+WHERE = (
+    "Each row is a tensor, or a layer where there are many, layer by layer. The colour is the share of its "
+    "updates that is lost."
+)
+EXACT = (
+    "whether an update changed a stored weight is arithmetic, Q(q + d) = q. No model and no assumption, in "
+    "the run that was watched and on the grid that it stores."
+)
+FORECAST = (
+    "any other grid is a projection of this run. A run on the grid leaves this path, often within a few "
+    "steps. Its shares can still be close; whether they are must be checked on one such run."
+)
+KEPT = (
+    "stochastic rounding, ECO, Kahan and masters leave most codes unchanged at a step and lose nothing by "
+    "that. For them, look at what never moved, and at the loss."
+)
+NO_ACCURACY = (
+    "that lost updates are lost accuracy. Most weights can be frozen at every step while a changing minority "
+    "learns. What it costs must be measured."
+)
+NO_COORDINATE = (
+    "which single weight freezes. Fractions are forecast, coordinates are not: margins and intervals for "
+    "single weights failed in the paper's locked test."
+)
+
+
+# ---- the verdict ----------------------------------------------------------------------------------------
+
+
+def verdict_section(run: Run, *, alone: bool) -> Html:
+    """The verdict in words, then grid by grid."""
+    findings = run.gathered.findings(run.scope)
+    weights = sum(int(t["numel"]) for t in run.trace.tensors)
+    facts = f"{len(run.gathered.steps):,} steps, {len(run.trace.tensors):,} tensors, {weights:,} weights"
+    stored = f"stored on {run.grid}, {run.policy_words} write-back"
+    kind = "a forecast from this high-precision run" if run.grid is None else stored
+    said = [tag("li", words.sentence(run, f)) for f in _telling(findings)] if len(findings) > 1 else []
+    head: list[Content] = [
+        "grid",
+        numeric("updates lost" if run.loses else "code kept"),
+        "over the run",
+        numeric("at the end"),
+        "majority lost",
+        numeric("never moved"),
+        numeric("stuck tensors"),
+        *(numeric(policy) for policy in words.CURES),
+    ]
+    caption = (
+        f"Shares of {words.scope_words(run.scope)}. Stuck: at least {verdict.STUCK:.0%} of a tensor's "
+        "updates lost. On the right, bytes a weight with a policy that keeps the updates."
+    )
+    return tag(
+        "section",
+        None if alone else tag("p", name(run.name), class_="kicker"),
+        tag("h1", words.headline(run, findings)),
+        tag("p", f"{facts}; {kind}.", _sampled(run.trace), class_="facts"),
+        tag("ul", *said, class_="sentences") if said else None,
+        table(head, [_grid_row(run, finding) for finding in findings], caption=caption),
+        class_="verdict",
+        aria_label="Verdict",
+    )
+
+
+def _telling(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings worth a sentence: those nearest to losing half, in the order of the grids."""
+    nearest = sorted(findings, key=lambda f: abs(f.lost - 0.5))[:SAID]
+    return [f for f in findings if f in nearest]
+
+
+def _sampled(trace: Trace) -> str | None:
+    share = trace.manifest["options"]["sample"]
+    return f" A fixed sample of {share:.0%} of the tiles: {verdict._error(trace)}." if share else None
+
+
+def _grid_row(run: Run, finding: Finding) -> list[Content]:
+    severity = words.SEVERITIES[finding.severity] if run.loses or finding.grid != run.grid else "kept"
+    sign = {"most": "●", "some": "◐", "fine": "○", "kept": "○"}[severity]
+    late = tag("span", sign, class_=f"mark {severity}", aria_hidden="true")
+    lossy = severity in ("most", "some")
+    sizes = [f"{size:.3g}" if lossy else "-" for size in words.cures(finding.grid)]
+    return [
+        tag("th", finding.grid, scope="row"),
+        number(words.percent(finding.lost)),
+        tag("td", sparkline(run.gathered.share("frozen", finding.grid, run.scope)), class_="spark"),
+        number(late, words.percent(finding.lost_late)),
+        tag("td", words.onset(run.gathered.crossing(finding.grid, run.scope)), class_="onset"),
+        number(words.percent(finding.never_moved)),
+        number(len(finding.stuck) or "none"),
+        *(number(size) for size in sizes),
+    ]  # fmt: skip
+
+
+def sparkline(shares: Array, width: int = 120, height: int = 26) -> Html:
+    """A curve of shares so small that it fits a line of text."""
+    there = shares[~np.isnan(shares)]
+    starts = bins(len(there), width)
+    mean = np.add.reduceat(there, starts) / np.diff(np.append(starts, len(there)))
+    if len(mean) == 1:
+        mean = np.repeat(mean, 2)
+    x, y = np.linspace(1, width - 1, len(mean)), 1 + (height - 2) * (1 - mean)
+    path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x, y, strict=True))
+    return tag(
+        "svg",
+        tag("path", d=f"{path}L{width - 1} {height}L1 {height}Z", class_="area"),
+        tag("line", x1=0, x2=width, y1=height / 2, y2=height / 2, class_="half"),
+        tag("path", d=path, class_="line"),
+        width=width,
+        height=height,
+        viewBox=f"0 0 {width} {height}",
+        role="img",
+        aria_label=f"from {words.percent(float(there[0]))} to {words.percent(float(there[-1]))}",
+    )
+
+
+# ---- when and where -------------------------------------------------------------------------------------
+
+
+def when_section(runs: Sequence[Run]) -> Html:
+    """Curves over steps."""
+    measures = [
+        ("frozen", "updates lost at this step"),
+        ("never_moved", "weights never moved so far"),
+        ("expected", "never moved so far, expected with stochastic rounding"),
+    ]
+    known = [(key, what) for key, what in measures if all(key in r.gathered.counts for r in runs)]
+    kinds = [("grids", "grids, a chart for each run"), ("runs", "runs, on one grid")]
+    controls = [
+        _select("measure", "Show", known),
+        _select("scope", "of", []),
+        _select("lines", "Lines are", kinds) if len(runs) > 1 else None,
+        tag("label", tag("input", type="checkbox", id="log"), "logarithmic steps"),
+    ]
+    return tag(
+        "section",
+        tag("h2", "When updates die"),
+        tag("p", WHEN),
+        tag("div", *controls, class_="controls"),
+        tag("div", class_="panels", id="when", data_runs=len(runs)),
+        NOSCRIPT,
+        aria_label="When updates die",
+    )
+
+
+def where_section(runs: Sequence[Run]) -> Html:
+    """Heat maps of layers and steps, and the tensors that lose most."""
+    lists = [tag("div", *(_worst(run, grid) for grid in run.gathered.grids)) for run in runs]
+    ramp = tag("span", class_="ramp", role="img", aria_label="colour scale from none lost to all lost")
+    scale = tag("span", "none lost", ramp, "all", class_="scale")
+    return tag(
+        "section",
+        tag("h2", "Where they die"),
+        tag("p", WHERE),
+        tag("div", _select("grid", "Grid", []), scale, class_="controls"),
+        tag("div", class_="panels", id="where", data_runs=len(runs)),
+        NOSCRIPT,
+        tag("h3", "Tensors that lose most"),
+        tag("div", *lists, class_="panels", data_runs=len(runs)),
+        aria_label="Where updates die",
+    )
+
+
+def _worst(run: Run, grid: str) -> Html:
+    """The tensors of a run that lose most on a grid."""
+    g = run.gathered
+    followed = run.trace.manifest["options"]["never_moved"]
+    never = g.last_never[:, g.grids.index(grid)]
+    moved = [
+        row for row in zip(run.trace.tensors, g.tensor_share(grid), never, strict=True) if row[1] == row[1]
+    ]
+    moved.sort(key=lambda row: (-row[1], -row[0]["recorded"], row[0]["name"]))
+    rows = [
+        [
+            tag("th", name(t["name"], 40), scope="row"),
+            name(t["group"], 20),
+            number(f"{t['numel']:,}"),
+            number(words.percent(float(share))),
+            number(words.percent(still / t["recorded"]) if followed else "-"),
+        ]
+        for t, share, still in moved[:WORST]
+    ]  # fmt: skip
+    more = f", the first {WORST} of {len(moved):,}" if len(moved) > WORST else ""
+    head = ["tensor", "group", numeric("weights"), numeric("updates lost"), numeric("never moved")]
+    return tag("div", table(head, rows, caption=[name(run.name, 32), f" on {grid}{more}"]), data_grid=grid)
+
+
+def _select(identifier: str, label: str, options: Sequence[tuple[str, str]]) -> Html:
+    made = [tag("option", text, value=value) for value, text in options]
+    return tag("label", label, tag("select", *made, id=identifier))
+
+
+# ---- what is behind it ------------------------------------------------------------------------------------
+
+
+def sure_section(runs: Sequence[Run]) -> Html:
+    """What the page claims, and what it does not."""
+    projected = any(r.grid is None or len(r.trace.grids) > 1 for r in runs)
+    said = [
+        ("Exact: ", EXACT, True),
+        ("Forecast: ", FORECAST, projected),
+        ("Kept is not lost: ", KEPT, any(not r.loses for r in runs)),
+        ("Not claimed: ", NO_ACCURACY, True),
+        ("Not claimed: ", NO_COORDINATE, True),
+    ]
+    items = [tag("li", tag("b", what), text) for what, text, wanted in said if wanted]
+    return tag("section", tag("h2", "How sure this is"), tag("ul", *items))
+
+
+def run_section(runs: Sequence[Run]) -> Html:
+    """What was run."""
+    facts = [_facts(run) for run in runs]
+    return tag("section", tag("h2", "What was run"), tag("div", *facts, class_="panels", data_runs=len(runs)))
+
+
+def _facts(run: Run) -> Html:
+    manifest, steps = run.trace.manifest, run.gathered.steps
+    told = manifest.get("run", {})
+    command = " ".join(str(part) for part in (told.get("script", ""), *told.get("arguments", ()))).strip()
+    others = {k: v for k, v in told.items() if k not in ("script", "arguments", "name")}
+    stores = {
+        t["dtype"] if t["dtype"] == t["stored"] else f"{t['dtype']} on {t['stored']}"
+        for t in run.trace.tensors
+    }
+    environment = ", ".join(f"{k} {v}" for k, v in manifest.get("environment", {}).items())
+    every = "every step" if manifest["every"] == 1 else f"every {manifest['every']} steps"
+    facts: list[tuple[str, Content]] = [
+        ("trace", name(run.trace.path.name)),
+        ("script", name(command, 120) if command else None),
+        *((verdict.shown(str(k), 30), name(str(v), 120)) for k, v in others.items()),
+        ("steps", f"{len(steps):,} recorded, to step {int(steps[-1]):,}"),
+        ("audited", f"{every}, on {', '.join(run.trace.grids)}"),
+        ("weights", name(", ".join(sorted(stores)), 120)),
+        ("optimizer", [tag("span", name(_optimizer(o), 200)) for o in manifest.get("optimizers", [])]),
+        ("environment", name(environment, 160)),
+        ("recorded by", name(f"halfulp {manifest.get('halfulp')}")),
+    ]  # fmt: skip
+    listed = [(tag("dt", k), tag("dd", v)) for k, v in facts if v]
+    return tag("div", tag("h3", name(run.name)), tag("dl", *listed))
+
+
+def _optimizer(told: dict[str, Any]) -> str:
+    wraps = f" around {told['wraps']}" if "wraps" in told else ""
+    policies = "".join(f", {policy}" for policy in told.get("policies", ()))
+    wanted = ("lr", "betas", "momentum", "eps", "weight_decay")
+    given = [f"{k}={told['defaults'][k]}" for k in wanted if k in told.get("defaults", {})]
+    return f"{told.get('class')}{wraps}{policies} ({', '.join(given)})"

@@ -1,0 +1,240 @@
+"""The page of a study: its label and gates first, then what they rest on and what is not claimed.
+
+Everything comes from the study's folder, digest by digest: the ledger names the seal, the seal the
+protocol, the ledger every record and the result. A page of a folder that was changed is refused, not made.
+
+Tables and figures are functions of the study. Those of a registered study are this package's own. A user's
+study carries its file in its folder, and a page must not run a file that came in the mail: it does so only
+when told to (``code=True``).
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from halfulp.errors import CorruptionError, TamperingError, UsageError
+from halfulp.report.markup import Content, Html, name, number, numeric, prose, table, tag
+from halfulp.report.outcomes import passed_mark
+from halfulp.report.style import house_style, vector
+from halfulp.study import canonical, files, ledger, loading
+from halfulp.study.declaration import Protocol
+from halfulp.study.ledger import Ledger
+from halfulp.study.protocol import Records, Study
+from halfulp.study.show import SCOPES
+from halfulp.study.store import Store, outcomes
+from halfulp.study.text import number as digits
+from halfulp.study.validate import check_records
+
+OPEN = 60
+"""Estimands with more rows than this are folded."""
+SMOKE = "Not a scientific result: it shows that the study runs, or records were not all its own."
+
+
+@dataclass(frozen=True)
+class StudyView:
+    """What a study's folder says, authenticated."""
+
+    folder: Path
+    protocol: Protocol
+    events: Ledger
+    sealed: Mapping[str, Any]
+    result: Mapping[str, Any] | None
+    """None while the study is not closed."""
+    records: Records | None
+    study: Study | None
+    """The code; None if it may not or cannot be run."""
+
+    @property
+    def label(self) -> str:
+        if self.result is not None:
+            return str(self.result["label"])
+        cells = sum(len(stage.cells) for stage in self.protocol.stages)
+        return f"not finished: {len(self.events.records)} of {cells} cells have records"
+
+
+def is_study(folder: Path) -> bool:
+    """Whether a folder holds a study."""
+    return (folder / "ledger.jsonl").is_file() or (folder / "protocol.json").is_file()
+
+
+def open_study(folder: Path, *, code: bool = False) -> StudyView:
+    """Read a study's folder; ``code``: its own file may be run for tables and figures."""
+    store = Store(folder)
+    events = ledger.read(store.ledger_file)
+    if not events.events:
+        raise CorruptionError(f"{store.ledger_file} is empty.")
+    sealed = store.read_seal(events.seal)
+    protocol = store.read_protocol(sealed)
+    records = check_records(store, protocol, sealed, events)
+    result = None
+    if events.closed is not None:
+        content = files.read(store.result_file)
+        if canonical.sha256(content) != events.closed["result"]:
+            raise TamperingError(
+                f"{store.result_file} is not the result that was recorded: its SHA-256 differs."
+            )
+        result = canonical.loads(content, store.result_file)
+    complete = outcomes(protocol, records) if result is not None else None
+    return StudyView(folder, protocol, events, sealed, result, complete, _code(store, sealed, code))
+
+
+def _code(store: Store, sealed: Mapping[str, Any], code: bool) -> Study | None:
+    identity = sealed["code"]["study"]
+    if not code and "registered" not in identity:
+        return None
+    try:
+        return loading.load_sealed(identity, store.study_file).study
+    except UsageError:  # a study that this halfulp no longer has: its numbers are here all the same
+        return None
+
+
+# ---- the page -------------------------------------------------------------------------------------------
+
+
+def study_sections(view: StudyView) -> list[Html | None]:
+    """The parts of a study's page."""
+    return [_verdict(view), _gates(view), *_own(view), _estimands(view), _claims(view), _protocol(view)]
+
+
+def _verdict(view: StudyView) -> Html:
+    content, stages = view.protocol.content, view.protocol.stages
+    cells = sum(len(stage.cells) for stage in stages)
+    facts = (
+        f"Study {view.protocol.study} at scale {view.protocol.scale}: {cells} cells in {len(stages)} stages."
+    )
+    scientific = view.result is None or view.result["scientific_result"]
+    gates = view.result["gates"] if view.result is not None else []
+    passed = sum(bool(gate["passed"]) for gate in gates)
+    return tag(
+        "section",
+        tag("p", prose(content["question"]), class_="kicker"),
+        tag("h1", prose(view.label, 200)),
+        tag("p", facts, f" {passed} of {len(gates)} gates passed." if gates else None, class_="facts"),
+        None if scientific else tag("p", SMOKE, class_="facts"),
+        class_="verdict",
+        aria_label="Label",
+    )  # fmt: skip
+
+
+def _gates(view: StudyView) -> Html | None:
+    if view.result is None:
+        return None
+    why = {gate.name: gate.why for gate in view.protocol.gates}
+    what = {e["name"]: e["what"] for e in view.protocol.content["estimands"]}
+    rows: list[list[Content]] = []
+    for gate in view.result["gates"]:
+        base = str(gate["name"]).partition("[")[0]
+        at = f"in {gate['unit']}" if gate["unit"] and gate["scope"] == "all" else SCOPES[gate["scope"]]
+        rows.append(
+            [
+                tag("th", name(gate["name"], 60), scope="row"),
+                passed_mark(bool(gate["passed"])),
+                number(digits(gate["value"])),
+                tag("td", f"{gate['comparison']} {digits(gate['threshold'])}", class_="onset"),
+                [prose(what.get(gate["estimand"], gate["estimand"])), ", ", at],
+                prose(why.get(base, "")),
+            ]
+        )
+    head = ["gate", "", numeric("value"), "asked", "of what", "why this threshold"]
+    caption = (
+        "Fixed before the outcome existed. Where every unit must pass, the value is that of the worst one."
+    )
+    return tag(
+        "section", tag("h2", "Gates"), table(head, rows, caption=caption), _rules(view), aria_label="Gates"
+    )
+
+
+def _rules(view: StudyView) -> Html:
+    """How gates become a label."""
+    assert view.result is not None
+    passed = {gate["name"] for gate in view.result["gates"] if gate["passed"]}
+    known = {gate["name"] for gate in view.result["gates"]}
+    items, decided = [], False
+    for rule in view.protocol.rules:
+        fits = set(rule.passed) <= passed and set(rule.failed) <= known - passed
+        when = [f"{gate} passed" for gate in rule.passed] + [f"{gate} failed" for gate in rule.failed]
+        said = [tag("b", prose(rule.label, 120)), f": {', '.join(when) or 'otherwise'}"]
+        items.append(tag("li", *said, class_="fits" if fits and not decided else None))
+        decided = decided or fits
+    return tag("div", tag("h3", "How gates become the label; the first that fits"), tag("ol", *items))
+
+
+def _own(view: StudyView) -> list[Html]:
+    """The study's own tables and figures."""
+    if view.study is None or view.records is None:
+        return []
+    parts: list[Html] = []
+    for title, make_table in view.study.tables.items():
+        made = make_table(view.records)
+        rows = [[_cell(value) for value in row] for row in made.rows]
+        worded = [any(isinstance(row[i], str) for row in made.rows) for i in range(len(made.columns))]
+        head = [
+            prose(column, 60) if words else numeric(prose(column, 60))
+            for column, words in zip(made.columns, worded, strict=True)
+        ]
+        shown = table(head, rows, caption=prose(made.caption) if made.caption else None)
+        parts.append(tag("section", tag("h2", prose(title.replace("-", " "), 80)), shown))
+    if view.study.figures and find_spec("matplotlib") is None:
+        note = "This study has figures; they are drawn where halfulp[figures] is installed."
+        return [*parts, tag("section", tag("h2", "Figures"), tag("p", note))]
+    for title, make_figure in view.study.figures.items():
+        with house_style():
+            image = vector(make_figure(view.records), "svg")
+        source = "data:image/svg+xml;base64," + base64.b64encode(image).decode("ascii")
+        spoken = title.replace("-", " ")
+        figure = tag("img", src=source, alt=spoken, class_="figure")
+        parts.append(tag("section", tag("h2", prose(spoken, 80)), figure))
+    return parts
+
+
+def _cell(value: str | float | None) -> Html:
+    return tag("td", prose(value, 120)) if isinstance(value, str) else number(digits(value))
+
+
+def _estimands(view: StudyView) -> Html | None:
+    if view.result is None:
+        return None
+    values: Mapping[str, Mapping[str, float | None]] = view.result["estimands"]
+    units = list(dict.fromkeys(unit for given in values.values() for unit in given))
+    rows: list[list[Content]] = [
+        [tag("th", name(unit, 60), scope="row"),
+         *(number(digits(given[unit]) if unit in given else "") for given in values.values())]
+        for unit in units
+    ]  # fmt: skip
+    head: Sequence[Content] = ["unit", *(numeric(name(estimand, 40)) for estimand in values)]
+    made = table(head, rows, caption=["One row a unit: ", prose(view.protocol.content["units"]), "."])
+    if len(rows) > OPEN:
+        made = tag("details", tag("summary", f"{len(rows)} units"), made)
+    what = [
+        (tag("dt", name(e["name"], 40)), tag("dd", prose(e["what"])))
+        for e in view.protocol.content["estimands"]
+    ]
+    return tag("section", tag("h2", "Estimands"), tag("dl", *what), made, aria_label="Estimands")
+
+
+def _claims(view: StudyView) -> Html:
+    items = [tag("li", prose(claim, 600)) for claim in view.protocol.content["not_claimed"]]
+    units = tag("p", "The scientific unit is ", prose(view.protocol.content["units"]), ".")
+    return tag("section", tag("h2", "What is not claimed"), tag("ul", *items), units)
+
+
+def _protocol(view: StudyView) -> Html:
+    events = view.events
+    facts: list[tuple[str, Content]] = [
+        ("folder", name(view.folder.name)),
+        *((f"stage {s.name}", f"{s.kind}, {len(s.cells)} cells") for s in view.protocol.stages),
+        ("data", name(", ".join(view.protocol.data), 200) if view.protocol.data else "none"),
+        ("threads", f"{view.protocol.threads} a cell"),
+        ("failed attempts", str(sum(events.failures.values())) if events.failures else None),
+        ("recovered", ", ".join(f"{s}/{c}" for s, c in sorted(events.recovered)) or None),
+        ("deviations", [tag("span", prose(str(d.get("reason")))) for d in events.deviations]),
+        ("seal", tag("code", events.seal, class_="digest")),
+        ("closed", tag("code", events.closed["digest"], class_="digest") if events.closed else "not yet"),
+    ]  # fmt: skip
+    listed = [(tag("dt", k), tag("dd", v)) for k, v in facts if v]
+    return tag("section", tag("h2", "What was run"), tag("dl", *listed))

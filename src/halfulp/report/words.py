@@ -1,0 +1,168 @@
+"""Sentences: what a run would lose, as one would say it to a colleague.
+
+Words follow the evidence. *Would be thrown away* is a forecast from another precision, *were* is what
+happened; a policy that carries what it does not write *keeps codes* and loses nothing by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfulp.audit import verdict
+from halfulp.audit.crossings import Crossing
+from halfulp.audit.verdict import Finding
+from halfulp.report.runs import Outcome, Run
+
+SEVERITIES = {
+    "most updates are lost": "most",
+    "some updates are lost": "some",
+    "fine": "fine",
+}
+
+
+def percent(share: float | None, digits: int | None = None) -> str:
+    """A share as people write it: no false precision, and never 0% or 100% for what is not.
+
+    >>> [percent(x) for x in (0.0, 0.0000004, 0.0042, 0.634, 0.9996, 1.0, None)]
+    ['0%', '<0.1%', '0.4%', '63%', '>99.9%', '100%', '-']
+    """
+    if share is None or share != share:
+        return "-"
+    if digits is None:
+        digits = 0 if 0.1 <= share < 0.9 else 1
+    if share in (0.0, 1.0):
+        return f"{share:.0%}"
+    smallest = 10.0 ** -(digits + 2)
+    if share < smallest:
+        return f"<{smallest:.{digits}%}"
+    if share > 1 - smallest:
+        return f">{1 - smallest:.{digits}%}"
+    return f"{share:.{digits}%}"
+
+
+def points(difference: float, *, signed: bool = False) -> str:
+    """A difference of shares, in percentage points.
+
+    >>> points(0.0123), points(-0.02, signed=True)
+    ('1.2 points', '-2.0 points')
+    """
+    return f"{100 * difference:{'+' if signed else ''}.1f} points"
+
+
+def scope_words(scope: str) -> str:
+    """Whose updates."""
+    known = {
+        "all": "all weights",
+        "all-2d": "the weight matrices",
+        "core": "the attention and MLP weights",
+    }
+    return known.get(scope, f"the {verdict.shown(scope, 40)} weights")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a part of a sentence.
+
+    >>> listed(["a"]), listed(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def headline(run: Run, findings: Sequence[Finding]) -> str:
+    """The whole verdict in one sentence."""
+    if not run.loses:
+        kept = next(f for f in findings if f.grid == run.grid)
+        return (
+            f"On {kept.grid} with {run.policy_words} write-back, {percent(kept.never_moved)} of "
+            f"{scope_words(run.scope)} never moved."
+            if kept.never_moved is not None
+            else f"{kept.grid} with {run.policy_words} write-back."
+        )
+    if len(findings) == 1:
+        return sentence(run, findings[0])
+    parts: list[str] = []
+    for severity, ending in (("most", "most updates"), ("some", "some"), ("fine", "hardly any")):
+        grids = [f.grid for f in findings if SEVERITIES[f.severity] == severity]
+        if grids and not parts:
+            throws = "would throw" if run.grid is None else "throws" if len(grids) == 1 else "throw"
+            parts.append(f"{listed(grids)} {throws} away {ending}")
+        elif grids:
+            parts.append(f"{listed(grids)} {ending}")
+    return "; ".join(parts) + "."
+
+
+def sentence(run: Run, finding: Finding) -> str:
+    """What one grid does to a run."""
+    whose = scope_words(run.scope)
+    if not run.loses and finding.grid == run.grid:
+        return (
+            f"On {finding.grid}, {percent(finding.lost)} of {whose} kept their code at an average step. "
+            f"With {run.policy_words} write-back that is not a loss: {_why(run.policy)}."
+        )
+    verb = "were" if finding.realized else "would be"
+    said = f"On {finding.grid}, {percent(finding.lost)} of the updates of {whose} {verb} thrown away"
+    late = f"{percent(finding.lost_late)} at the end"
+    return f"{said}, {late}{_majority(run.gathered.crossing(finding.grid, run.scope), finding.lost_late)}."
+
+
+def _majority(found: Crossing | None, late: float) -> str:
+    """When a majority is lost, as the end of a sentence."""
+    if found is None or found.category == "absent":
+        return "; never a majority" if late >= 0.05 else ""
+    if found.category == "undecided":
+        return f": most of them already at step {found.first}, the first that was audited"
+    first = "the first step" if found.first == 1 else f"step {found.first}"
+    if found.persistent == found.first:
+        return f": most of them from {first} on"
+    if found.persistent is None:
+        return f": most of them at {first}, but not for good"
+    return f": most of them first at {first}, and for good from step {found.persistent}"
+
+
+def _why(policy: str | None) -> str:
+    if policy in ("sr", "deadzone-sr", "dqt"):
+        return "a small update moves a weight seldom, but by a whole gap, and is right on average"
+    return "what is not written is carried to the next step"
+
+
+CURES = ("stochastic, ECO", "Kahan in bf16", "fp32 masters")
+
+
+def cures(grid: str) -> tuple[float, float, float]:
+    """Bytes a weight on a grid with each of CURES: codes, and what the policy keeps beside them."""
+    offers = dict(verdict.cures(grid))
+    return offers["sr"], offers["kahan in bfloat16"], offers["master"]
+
+
+def onset(found: Crossing | None) -> str:
+    """When a majority of updates is lost, for a cell of a table."""
+    if found is None:
+        return "-"
+    if found.category == "absent":
+        return "never"
+    if found.category == "undecided":
+        return f"step {found.first} or before"
+    first = "from step 1" if found.first == 1 else f"from step {found.first}"
+    if found.persistent == found.first:
+        return first
+    later = "not for good" if found.persistent is None else f"for good from {found.persistent}"
+    return f"{first}, {later}"
+
+
+def outcome_sentence(found: Outcome) -> str:
+    """How a forecast met its outcome."""
+    c, pair = found.comparison, found.timing
+    forecast, measured = (percent(float(x.mean()), 1) for x in (found.forecast, found.outcome))
+    said = (
+        f"The forecast for {found.grid} was {forecast} of the updates of {scope_words(found.scope)} on "
+        f"average, and {measured} were lost: off by {points(c.rmse)} (RMSE over {c.steps} steps). The best "
+        f"constant, chosen afterwards, is off by {points(c.constant_rmse)}."
+    )
+    forecast, measured = (_when(x.first) for x in (pair.predicted, pair.measured))
+    if forecast == measured == "never":
+        return f"{said} A majority was never lost, as forecast."
+    return f"{said} A majority was forecast {forecast}, and lost {measured}."
+
+
+def _when(step: int | None) -> str:
+    return "never" if step is None else "from the first step" if step == 1 else f"from step {step}"

@@ -1,0 +1,191 @@
+"""The runs of the `margin` study, and the ladder on which their events are counted.
+
+A *unit* is one seed, rate and mantissa; a cell holds the units of one rate and mantissa, because their
+events are pooled in one histogram a cell. A unit is resumed where it stopped, in the middle if need be.
+
+Histograms are kept in records as text: base64 of one LEB128 number a level (seven bits a byte, the last byte
+below 128). A general compressor would save a third, and make a record depend on its version.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from halfulp.audit.trust import PRIMARY
+from halfulp.grids import grid as named
+from halfulp.kernels.params import masks, params
+from halfulp.models.mlp_kernels import CROSS_ENTROPY
+from halfulp.models.teacher import classification
+from halfulp.studies import _margin_kernels as compiled
+from halfulp.study.protocol import Config, Running
+
+Array = npt.NDArray[Any]
+
+CHUNK = 500
+"""Steps between two checkpoints."""
+
+
+# ---- runs ---------------------------------------------------------------------------------------------
+
+
+def digest(*arrays: Array) -> str:
+    """SHA-256 of arrays, their types and shapes; -0 is +0."""
+    whole = hashlib.sha256()
+    for a in arrays:
+        whole.update(f"{a.dtype.str}{a.shape}".encode())
+        whole.update(np.ascontiguousarray(a + a.dtype.type(0)).tobytes())
+    return whole.hexdigest()
+
+
+class Unit:
+    """A reference, and if it is measured a quantized run beside it, from the same stored start."""
+
+    def __init__(self, config: Config, seed: int, *, measure: bool) -> None:
+        p = classification(seed, hidden=tuple(config["hidden"]), examples=config["examples"])
+        net, batch = p.net, p.train
+        grid = named(config["grid"]).within(np.float64)
+        stored = grid.round(torch.from_numpy(p.start)).numpy()
+        self.w, self.q = stored.copy(), stored.copy()
+        self.fingerprint = digest(batch.x, batch.y, stored)
+        self.measure = measure
+        self.mistakes = np.zeros(3, np.int64)
+        self._rate, self._net = float(config["rate"]), (np.array(net.sizes), net.biased, CROSS_ENTROPY)
+        self._batch, self._masks = (batch.x, batch.y, batch.n), masks("float64")
+        numbers = params(grid, "float64")
+        self._grid = (numbers.floats, numbers.ints)
+        wide, n = batch.x.shape[1], net.count
+        self._scratch = (
+            np.zeros((net.units, wide)), np.zeros((max(net.units, 2), wide)), np.ones((1, wide)), np.zeros(n),
+            np.zeros(n), np.zeros(n),
+        )  # fmt: skip
+        self._rows, self._levels = np.zeros((5, n)), np.zeros((3, n), np.int64)
+
+    def advance(self, steps: int, total: Array, wrong: Array) -> Array:
+        """Take steps, add their events to the histograms, and give the counts of each step."""
+        out = np.zeros((steps, 6), np.int32)
+        compiled.lockstep(
+            self.w, self.q, self._rate, self._net, self._batch, self._grid, self._masks, level(PRIMARY),
+            self.measure, self._scratch, self._rows, self._levels, out, self.mistakes, total, wrong,
+        )  # fmt: skip
+        return out
+
+
+class Finished:
+    """What a unit left: counts of every step, mistakes, and digests."""
+
+    def __init__(self, unit: Unit, seed: int, steps: Array) -> None:
+        self.seed, self.steps, self.n = seed, steps, unit.w.size
+        self.mistakes = unit.mistakes
+        self.fingerprint, self.end = unit.fingerprint, digest(unit.w)
+        self.forecast = digest(steps[:, [compiled.FORECAST, compiled.SURE, compiled.OPEN]])
+
+    def lower(self) -> Array:
+        return np.asarray(self.steps[:, compiled.SURE] / self.n)
+
+    def upper(self) -> Array:
+        return np.asarray((self.steps[:, compiled.SURE] + self.steps[:, compiled.OPEN]) / self.n)
+
+
+def run_units(cell: Running, *, measure: bool) -> tuple[list[Finished], Array, Array]:
+    """The units of a cell, with checkpoints; and the histograms of all events and of the mistakes."""
+    config, length = cell.config, cell.config["steps"]
+    total, wrong = (np.zeros((2, compiled.LEVELS), np.int64) for _ in range(2))
+    done, kept = [], _unpacked(cell.load())
+    for at, seed in enumerate(config["seeds"]):
+        unit, steps = Unit(config, seed, measure=measure), np.zeros((0, 6), np.int32)
+        if f"steps.{at}" in kept:
+            steps, unit.w, unit.q = kept[f"steps.{at}"], kept[f"w.{at}"], kept[f"q.{at}"]
+            unit.mistakes = kept[f"mistakes.{at}"]
+            total, wrong = kept["total"], kept["wrong"]
+        while len(steps) < length:
+            taken = unit.advance(min(CHUNK, length - len(steps)), total, wrong)
+            steps = np.concatenate([steps, taken])
+            kept |= {
+                f"steps.{at}": steps,
+                f"w.{at}": unit.w,
+                f"q.{at}": unit.q,
+                "total": total,
+                "wrong": wrong,
+            }
+            kept[f"mistakes.{at}"] = unit.mistakes
+            cell.save(_packed(kept))
+            cell.progress(at * length + len(steps), len(config["seeds"]) * length)
+        done.append(Finished(unit, seed, steps))
+    return done, total, wrong
+
+
+def _packed(arrays: dict[str, Array]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    return file.getvalue()
+
+
+def _unpacked(state: bytes | None) -> dict[str, Array]:
+    if state is None:
+        return {}
+    with np.load(io.BytesIO(state), allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+# ---- the ladder ---------------------------------------------------------------------------------------
+
+
+def level(margin: float) -> int:
+    """The level of a margin; margins above it stand on higher levels, for the thresholds of the study.
+
+    >>> from halfulp.audit.trust import THRESHOLDS
+    >>> [level(t) for t in THRESHOLDS]
+    [0, 16, 32, 64, 128, 192, 256, 512, 768]
+    >>> all(level(np.nextafter(t, 1)) == level(t) + 1 for t in THRESHOLDS)
+    True
+    """
+    return int(compiled.level(float(margin)))
+
+
+def answered(histogram: Array, thresholds: Iterable[float]) -> list[int]:
+    """How many events have a margin above each threshold."""
+    return [int(histogram[level(t) + 1 :].sum()) for t in thresholds]
+
+
+def auroc_bound(right: Array, wrong: Array) -> float | None:
+    """How far an AUROC by level may be from the one by margin.
+
+    A right and a wrong event on one level count one half; by margin they count 0, 1/2 or 1. So the two differ
+    by at most half the share of such pairs: sum over levels of right * wrong / (2 * all right * all wrong).
+    Level 0 is left out, because its margins are all zero: there the half is right.
+    """
+    right, wrong = right.tolist(), wrong.tolist()  # Python's integers do not overflow
+    pairs = 2 * sum(right) * sum(wrong)
+    return sum(r * w for r, w in zip(right[1:], wrong[1:], strict=True)) / pairs if pairs else None
+
+
+def to_text(counts: Iterable[int]) -> str:
+    """Counts as text.
+
+    >>> to_text([0, 5, 300]), from_text("AAWsAg==").tolist()
+    ('AAWsAg==', [0, 5, 300])
+    """
+    out = bytearray()
+    for count in counts:
+        rest = int(count)
+        while rest > 127:
+            out.append(rest & 127 | 128)
+            rest >>= 7
+        out.append(rest)
+    return base64.b64encode(bytes(out)).decode()
+
+
+def from_text(text: str) -> Array:
+    """The counts again."""
+    parts = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
+    first = np.flatnonzero(np.concatenate([[True], parts[:-1] < 128]))
+    place = np.arange(len(parts)) - np.repeat(first, np.diff(np.append(first, len(parts))))
+    return np.add.reduceat((parts & 127).astype(np.int64) << (7 * place), first)

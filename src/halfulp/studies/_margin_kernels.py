@@ -1,0 +1,168 @@
+"""A reference and a quantized run in lockstep, every coordinate event judged and counted, compiled.
+
+One step of a network with N weights, at reference weights w and stored codes q:
+
+    d_r = -rate grad(w)     q_hat = Q(w)     z_r = q_hat + d_r     forecast: Q(z_r) == q_hat
+    d_a = -rate grad(q)                      z_a = q + d_a         event:    Q(z_a) == q
+    w <- w + d_r            q <- Q(z_a)
+
+The forecast's confidence is counted, never stored: each event falls on a *level* of a fixed ladder, by its
+relative margin (:func:`halfulp.audit.trust.relative_margin`) and again by the symmetric comparator
+(:func:`halfulp.audit.trust.symmetric_margin`). A level takes in its upper end and not its lower one, so that
+"margin > t" is "level > level of t" for every threshold used, without rounding:
+
+    x <= 1/4          S levels of equal width, after level 0 for x = 0 itself
+    1/4 < x <= 1/2    S levels for each halving of 1/2 - x, down to 2**-13, and one for all beyond
+    x > 1/2           S/8 levels for each doubling of x - 1/2, from 2**-12 to 2**12 (the comparator only)
+
+since nearly all margins crowd towards 1/2, where the proposal is small beside the spacing. Everything else
+is integer counts. Gradients are those of :mod:`halfulp.models.mlp_kernels`, sums in a fixed order, so a count
+is the same on every machine; rounding is that of ``halfulp.kernels``.
+
+What is not finite is never frozen, has margin zero, and counts as a mistake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from halfulp.kernels.cpu_tile import nearest
+from halfulp.kernels.params import CUT, EMIN, MANT, TOP
+from halfulp.kernels.simd import JIT, bits_of, float_like
+from halfulp.models import mlp_kernels
+from halfulp.models.mlp_kernels import gradient
+
+STAMP = hashlib.sha256(mlp_kernels.STAMP.encode() + Path(__file__).read_bytes()).hexdigest()
+
+FINE = 8  # S = 2**FINE
+S = 1 << FINE
+HALVINGS = 11
+COARSE = FINE - 3
+DOUBLINGS = 24
+MIDDLE = 1 + S + HALVINGS * S  # the level of 1/2
+LEVELS = MIDDLE + 1 + DOUBLINGS * (S >> 3)
+
+FORECAST, SURE, OPEN, MEASURED, DIVERGED, VIOLATED = range(6)
+"""Columns of a step: forecast frozen; of those, above the primary threshold; all events not above it;
+measured frozen; current codes differ; codes agree but proposals differ by the margin or more."""
+CODE, TARGET, LANDED, GAMMA, ACTUAL = range(5)
+"""Rows of scratch: q_hat, z_r, where a proposal lands, the margin (-1: not finite), z_a."""
+APART, TOGETHER, CERTIFIED = range(3)
+"""Mistakes where current codes differ, where they agree, and where both premises of the bound hold."""
+
+
+def kernel(function: Any) -> Any:
+    """A compiled function whose cache forgets when this file or one it is made from changes."""
+    made = njit(**JIT)(function)
+    made._cache._cache_file._source_stamp = STAMP
+    return made
+
+
+@kernel
+def level(x: Any) -> Any:
+    """Where a margin stands on the ladder."""
+    if not x > 0.0:
+        return 0
+    if x <= 0.25:
+        return int(np.ceil(x * (4.0 * S)))
+    if x <= 0.5:
+        below = ((1021 << FINE) - 1) - (bits_of(0.5 - x) >> (52 - FINE))  # 1021: the exponent of 1/4
+        return S + 1 + min(below, HALVINGS * S)
+    above = (bits_of(x - 0.5) >> (52 - COARSE)) - (1011 << COARSE)  # 1011: the exponent of 2**-12
+    return MIDDLE + 1 + min(max(above, 0), DOUBLINGS * (S >> 3) - 1)
+
+
+@kernel
+def forecast(
+    w: Any, d: Any, f: Any, k: Any, masks: Any, primary: Any, rows: Any, levels: Any, step: Any, total: Any
+) -> None:
+    """The projected event of every coordinate, its margin and its levels."""
+    code, z, landed, gammas = rows[CODE], rows[TARGET], rows[LANDED], rows[GAMMA]
+    nearest(w, code, f, k, masks[0], masks[1])
+    for i in range(w.size):
+        z[i] = code[i] + d[i]
+    nearest(z, landed, f, k, masks[0], masks[1])
+    one, scale = np.int64(1) << k[CUT], float_like(w[0], (np.int64(1023) << 52) - k[MANT])  # 2**-m
+    for i in range(w.size):
+        x, at = z[i], landed[i]
+        finite = abs(x) < np.inf
+        held = finite and at == code[i]
+        size = bits_of(abs(at))
+        gamma, width = 0.0, 1.0
+        if finite and size + one <= k[TOP]:  # neighbours of a pattern are one unit of its last kept bit away
+            outer, inner = float_like(x, size + one), float_like(x, size - one)
+            if size == 0:
+                inner = -outer
+            low, high = (inner, outer) if bits_of(at) >= 0 else (-outer, -inner)
+            room = min(x - (low + (at - low) / 2.0), (at + (high - at) / 2.0) - x)
+            if room > 0.0:
+                gamma, width = room, (high - low) / 2.0
+        exact, symmetric = level(gamma / width), 0
+        if abs(w[i]) < np.inf and abs(d[i]) < np.inf:
+            ulp = float_like(x, max(bits_of(abs(w[i])) & masks[0], k[EMIN])) * scale
+            symmetric = level(abs(abs(d[i]) - ulp / 2.0) / ulp)
+        gammas[i] = gamma if finite else -1.0
+        levels[0, i], levels[1, i], levels[2, i] = exact, symmetric, held
+        total[0, exact] += 1
+        total[1, symmetric] += 1
+        step[FORECAST] += held
+        step[SURE] += held and exact > primary
+        step[OPEN] += exact <= primary
+
+
+@kernel
+def settle(
+    q: Any, d_a: Any, d_r: Any, f: Any, k: Any, masks: Any, rows: Any, levels: Any, step: Any, mistakes: Any,
+    wrong: Any,
+) -> None:  # fmt: skip
+    """Hold every forecast against the event of the measured run; q moves on to its next codes."""
+    code, z, y, after, gammas = rows[CODE], rows[TARGET], rows[ACTUAL], rows[LANDED], rows[GAMMA]
+    for i in range(q.size):
+        y[i] = q[i] + d_a[i]
+    nearest(y, after, f, k, masks[0], masks[1])
+    for i in range(q.size):
+        fine = abs(y[i]) < np.inf
+        event = fine and after[i] == q[i]
+        same = q[i] == code[i]
+        inside = max(abs(d_a[i] - d_r[i]), abs(y[i] - z[i])) < gammas[i]
+        step[MEASURED] += event
+        step[DIVERGED] += not same
+        step[VIOLATED] += same and not inside
+        if event != (levels[2, i] == 1) or not fine or gammas[i] < 0.0:
+            wrong[0, levels[0, i]] += 1
+            wrong[1, levels[1, i]] += 1
+            mistakes[APART] += not same
+            mistakes[TOGETHER] += same
+            mistakes[CERTIFIED] += same and inside
+        q[i] = after[i]
+
+
+@kernel
+def lockstep(
+    w: Any, q: Any, rate: Any, net: Any, batch: Any, grid: Any, masks: Any, primary: Any, measure: Any,
+    scratch: Any, rows: Any, levels: Any, steps: Any, mistakes: Any, total: Any, wrong: Any,
+) -> None:  # fmt: skip
+    """As many steps as ``steps`` has rows; w moves on and, if the run is measured, q.
+
+    Without ``measure`` only the reference is run: the same w, levels and forecasts, bit for bit."""
+    sizes, biased, loss = net
+    x, y, n = batch
+    f, k = grid
+    acts, deltas, ones, g, d_r, d_a = scratch
+    for t in range(steps.shape[0]):
+        gradient(w, sizes, biased, loss, x, y, n, acts, deltas, ones, g)
+        for i in range(w.size):
+            d_r[i] = -rate * g[i]
+        forecast(w, d_r, f, k, masks, primary, rows, levels, steps[t], total)
+        if measure:
+            gradient(q, sizes, biased, loss, x, y, n, acts, deltas, ones, g)
+            for i in range(w.size):
+                d_a[i] = -rate * g[i]
+            settle(q, d_a, d_r, f, k, masks, rows, levels, steps[t], mistakes, wrong)
+        for i in range(w.size):
+            w[i] = w[i] + d_r[i]

@@ -1,0 +1,253 @@
+"""One arm of a decoder study, as a cell runs it, and how its record is read.
+
+An arm is a model from a seed, a corpus, a recipe and what happens after every optimizer step: nothing
+(a float32 reference, whose proposals may be audited for several grids) or a write-back to a grid under a
+policy. The cell's config says all of it in JSON, so it is printed, sealed and replayed; :func:`declare`
+makes it and :func:`run` runs it, in a worker or anywhere else.
+
+A record keeps counts, not fractions: how many coordinates of each group every update left unchanged, by
+grid. They are exact, and any scope is a sum of groups: ``core`` is attention and mlp, ``all-2d`` every
+tensor that is stored on the grid. For a reference the count is the forecast, Q(Q(w) + d) == Q(w); for a
+write-back it is what happened. At evaluations: held-out loss, coordinates that never moved, and how many
+codes sit at the ends of the range, below the smallest normal number, and at zero.
+
+Two digests say that arms are matched: ``initial`` of the weights as drawn, ``start`` of those that
+training begins from (after a projection, the codes).
+
+A cell saves itself every ``save_every`` updates, counts included, and goes on from there to the same
+record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import halfulp as hu
+from halfulp import kernels
+from halfulp.audit.groups import CORE, group_of
+from halfulp.data import tokens
+from halfulp.errors import UsageError
+from halfulp.models.decoder import Config, Decoder
+from halfulp.models.training import Recipe, Tokens, Training, adamw, project
+from halfulp.study import Running
+
+Json = Any
+Record = Mapping[str, Json]
+Counts = dict[str, int]
+
+OCCUPANCY = ("endpoint", "subnormal", "zero_code")
+
+
+def declare(
+    *,
+    seed: int,
+    model: Config,
+    recipe: Recipe,
+    corpus: Mapping[str, str],
+    grid: str | None = None,
+    policy: str | None = None,
+    stream_seed: int = 0,
+    projected: str | None = None,
+    audit: Sequence[str] = (),
+    device: str = "cpu",
+    save_every: int = 200,
+) -> dict[str, Json]:
+    """The config of an arm.
+
+    ``grid`` and ``policy``: the write-back; neither for float32. ``projected``: the grid to which a
+    float32 arm is rounded once, before it starts. ``audit``: grids to forecast. ``corpus``: see
+    :func:`open_corpus`. ``device``: cpu, or auto for a GPU where there is one.
+    """
+    if (grid is None) != (policy is None):
+        raise UsageError("a write-back needs both a grid and a policy.")
+    return {
+        "seed": seed, "model": asdict(model), "recipe": recipe.to_json(), "corpus": dict(corpus),
+        "grid": grid, "policy": policy, "stream_seed": stream_seed, "projected": projected,
+        "audit": list(audit), "device": device, "save_every": save_every,
+    }  # fmt: skip
+
+
+def open_corpus(running: Running, corpus: Mapping[str, str], vocabulary: int) -> tuple[Tokens, Tokens]:
+    """Training and held-out tokens.
+
+    ``kind``: ``characters`` of the text ``train``, whose last tenth is held out; ``bytes`` of the texts
+    ``train`` and ``held_out``; ``bin`` for token files.
+    """
+    kind, train = corpus["kind"], running.data(corpus["train"])
+    if kind == "characters":
+        found, alphabet = tokens.characters(tokens.read_text(train))
+        if len(alphabet) > vocabulary:
+            raise UsageError(f"{train} has {len(alphabet)} characters, the model knows {vocabulary}.")
+        cut = int(len(found) * 0.9)  # as nanoGPT cuts it
+        return found[:cut], found[cut:]
+    held_out = running.data(corpus["held_out"])
+    if kind == "bytes":
+        return tokens.raw_bytes(tokens.read_raw(train)), tokens.raw_bytes(tokens.read_raw(held_out))
+    if kind == "bin":
+        return tokens.open_bin(train), tokens.open_bin(held_out)
+    raise UsageError(f"a corpus is characters, bytes or bin, not {kind!r}.")
+
+
+# ---- running ----------------------------------------------------------------------------------------
+
+
+def run(running: Running) -> dict[str, Json]:
+    """Train an arm; its record."""
+    config, recipe = running.config, Recipe.from_json(running.config["recipe"])
+    shape = Config(**config["model"])
+    train, held_out = open_corpus(running, config["corpus"], shape.vocabulary)
+    model = Decoder(shape, seed=config["seed"], device=_device(config["device"]))
+    sizes = _grouped({name: p.numel() for name, p in _matrices(model).items()})
+    watched = [config["grid"]] if config["policy"] else config["audit"]
+    record: dict[str, Json] = {
+        "seed": config["seed"], "grid": config["grid"], "policy": config["policy"] or "fp32",
+        "projected": config["projected"], "updates": recipe.updates, "coordinates": sizes,
+        "initial": digest(model), "frozen": {g: {group: [] for group in sizes} for g in watched},
+        "most_endpoint": 0, "evaluations": [],
+    }  # fmt: skip
+    if config["projected"]:
+        project(model, config["projected"])
+    optimizer: torch.optim.Optimizer = adamw(model, recipe)
+    if config["policy"]:
+        optimizer = hu.WriteBack(
+            optimizer, config["grid"], config["policy"], model=model, seed=config["stream_seed"]
+        )
+    record["start"] = digest(model)
+    training = Training(model, optimizer, train, recipe, held_out=held_out)
+    saved = running.load()
+    if saved is not None:
+        record = training.load(saved)
+    with _audit(training, config["audit"], record):
+        while not training.done:
+            training.step()
+            if isinstance(optimizer, hu.WriteBack):
+                _note_events(optimizer, record)
+            if recipe.evaluates(training.update):
+                record["evaluations"].append(_evaluation(training))
+            if training.update % config["save_every"] == 0:
+                running.save(training.save(record))
+            running.progress(training.update, recipe.updates)
+    return record
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted != "auto" or not torch.cuda.is_available():
+        return torch.device("cpu" if wanted == "auto" else wanted)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a worker's process is the cell's own
+    return torch.device("cuda")
+
+
+def _matrices(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.dim() >= 2}
+
+
+def _audit(
+    training: Training, grids: Sequence[str], record: dict[str, Json]
+) -> contextlib.AbstractContextManager[object]:
+    """Forecast grids from the optimizer's proposals, into the record."""
+    if not grids:
+        return contextlib.nullcontext()
+    matrices = _matrices(training.model)
+
+    def note(summary: dict[str, Any]) -> None:
+        for grid in grids:
+            # A share of n coordinates, times n, is within an ulp of the whole number that was counted.
+            found = {n: round(summary["tensors"][n][grid] * p.numel()) for n, p in matrices.items()}
+            _append(record["frozen"][grid], found)
+
+    return hu.Audit(
+        training.optimizer, grids, model=training.model, params=lambda name, p: p.dim() >= 2,
+        never_moved=False, expected_never_moved=False, listeners=[note],
+    )  # fmt: skip
+
+
+def _append(series: dict[str, list[int]], by_tensor: Counts) -> None:
+    for group, total in _grouped(by_tensor).items():
+        series[group].append(total)
+
+
+def _grouped(by_tensor: Counts) -> Counts:
+    out: Counts = {}
+    for name, count in by_tensor.items():
+        out[_group(name)] = out.get(_group(name), 0) + count
+    return out
+
+
+@functools.cache
+def _group(name: str) -> str:
+    return group_of(name, torch.empty(0, 0))
+
+
+def _note_events(optimizer: hu.WriteBack, record: dict[str, Json]) -> None:
+    rows = optimizer.events.rows
+    (series,) = record["frozen"].values()
+    _append(series, {row.name: row.frozen for row in rows})
+    record["most_endpoint"] = max(record["most_endpoint"], sum(row.endpoint for row in rows))
+
+
+def _evaluation(training: Training) -> dict[str, Json]:
+    loss = training.evaluate()
+    found: dict[str, Json] = {"update": training.update, "loss": loss if math.isfinite(loss) else None}
+    optimizer = training.optimizer
+    if isinstance(optimizer, hu.WriteBack):
+        rows = optimizer.events.rows
+        found["never_moved"] = _grouped({row.name: row.never_moved or 0 for row in rows})
+        total = torch.zeros(len(kernels.AUDIT_COUNTS), dtype=torch.int64)
+        for slot in optimizer.slots:
+            q = slot.p.detach()
+            seen = kernels.audit(q, torch.zeros_like(q), [slot.grid], phase=False)
+            total += seen.counts[:, 0].sum(dim=0, dtype=torch.int64).cpu()
+        named = dict(zip(kernels.AUDIT_COUNTS, total.tolist(), strict=True))
+        found["occupancy"] = {kind: named[kind] for kind in OCCUPANCY}
+    return found
+
+
+def digest(model: Decoder) -> str:
+    """SHA-256 over the names and float32 bytes of all parameters."""
+    hashed = hashlib.sha256()
+    for name, p in model.named_parameters():
+        hashed.update(name.encode())
+        hashed.update(p.detach().cpu().contiguous().numpy().data)
+    return hashed.hexdigest()
+
+
+# ---- reading records --------------------------------------------------------------------------------
+
+
+def groups_of(record: Record, scope: str) -> list[str]:
+    """The groups that a scope is the union of."""
+    known = sorted(record["coordinates"])
+    return known if scope == "all-2d" else [g for g in known if g in (CORE if scope == "core" else (scope,))]
+
+
+def frozen(record: Record, grid: str, scope: str) -> npt.NDArray[np.float64]:
+    """The share of a scope's coordinates that every update leaves unchanged, weighted by coordinates."""
+    groups = groups_of(record, scope)
+    counts = np.sum([record["frozen"][grid][g] for g in groups], axis=0)
+    return np.asarray(counts / sum(record["coordinates"][g] for g in groups), dtype=np.float64)
+
+
+def never_moved(record: Record, scope: str) -> float:
+    """The share of a scope's coordinates that no update has moved, at the last evaluation."""
+    groups, last = groups_of(record, scope), record["evaluations"][-1]["never_moved"]
+    return float(sum(last[g] for g in groups) / sum(record["coordinates"][g] for g in groups))
+
+
+def losses(record: Record) -> dict[int, float | None]:
+    """Held-out loss by update."""
+    return {e["update"]: e["loss"] for e in record["evaluations"]}
+
+
+def final_loss(record: Record) -> float | None:
+    """The held-out loss after the last update."""
+    return losses(record).get(record["updates"])

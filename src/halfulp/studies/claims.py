@@ -1,0 +1,36 @@
+"""What the paper says, beside what our records say.
+
+A study's module exports ``PAPER``, a tuple of claims. A claim holds the paper's own number (or
+word) with the place where it is printed, and a function that computes ours *from records alone*;
+the comparison page is made of nothing else, so no number of ours is ever typed in.
+
+`ours` gives None where the records at hand do not define the quantity (a smaller scale leaves
+cells out); the page then shows a dash, never a substitute.
+
+>>> claim = Claim(
+...     claim="cells that crossed",
+...     source="tab:example",
+...     paper=3,
+...     ours=lambda records: sum(r["crossed"] for r in records["outcome"].values()),
+... )
+>>> claim.ours({"outcome": {"a": {"crossed": 1}, "b": {"crossed": 0}}})
+1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from halfulp.study.protocol import Records
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One row of the comparison page."""
+
+    claim: str
+    source: str  # a label or section of the paper
+    paper: float | str
+    ours: Callable[[Records], float | str | None]
+    note: str = ""

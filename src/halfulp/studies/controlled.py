@@ -1,0 +1,213 @@
+"""All that the paper says of its controlled studies, beside what our records say: one page, two figures.
+
+    python -m halfulp.studies.controlled [--studies results/studies] [--scale paper] [--out results]
+
+reads the folders ``NAME-SCALE`` of closed studies and writes ``controlled.md``, ``controlled.svg`` and
+``e4.svg``. No number of ours is typed in: a row is a :class:`~halfulp.studies.claims.Claim` of a study's
+module, computed from records whose digests were checked against the ledger on the way in. Gates are shown
+as they fell. The same records give the same bytes.
+
+Why a page apart from ``halfulp study report``? A report knows its own study and nothing of the paper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfulp.errors import UsageError
+from halfulp.studies import REGISTRY
+from halfulp.studies import _timing as timing
+from halfulp.studies.claims import Claim
+from halfulp.study import canonical, files, ledger
+from halfulp.study.protocol import Json, Records
+from halfulp.study.store import Store, outcomes
+from halfulp.study.text import cell, number
+from halfulp.study.validate import check_order, check_records
+
+STUDIES = (
+    "emulator", "two-layer", "cnn", "finite-size", "phase-diagram", "midpoint", "margin", "theory",
+)  # fmt: skip
+
+INTRODUCTION = """\
+Each row sets a number that the paper prints beside the number that our records give for the same definition.
+The paper does not print its seeds, its starts, its teacher or most of its rates, so the cells are of the same
+design but are not the same cells: counts of cells and edges of windows need not agree, shapes and signs
+should. Two predictors are shown where the paper's archived sweeps use the symmetric spacing proxy. What was
+chosen where the paper is silent is said in the docstring of each study's module and is part of its sealed
+protocol.
+
+This page is made by `python -m halfulp.studies.controlled` from the folders in `studies/`."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A closed study: its records, its result, and the digests to know it by."""
+
+    records: Records
+    result: dict[str, Json]
+    seal: str
+    head: str
+
+
+def read(folder: Path) -> Closed:
+    """A closed study's records, with every digest checked."""
+    store = Store(folder)
+    events = ledger.read(store.ledger_file)
+    if events.closed is None:
+        raise UsageError(f"{folder} is not closed: run the study to its end first.")
+    sealed = store.read_seal(events.seal)
+    protocol = store.read_protocol(sealed)
+    records = check_records(store, protocol, sealed, events)
+    check_order(store, protocol, events)
+    result = canonical.loads(files.read(store.result_file), store.result_file)
+    return Closed(outcomes(protocol, records), result, events.seal, events.head)
+
+
+# ---- the page -------------------------------------------------------------------------------------------
+
+
+def page(studies: Mapping[str, Closed | None]) -> str:
+    """The comparison, as Markdown; a study that is not there is said to be missing."""
+    parts = ["# The controlled studies, beside the paper", INTRODUCTION, _summary(studies)]
+    if studies.get("emulator") and studies.get("two-layer"):
+        parts.append("![Predicted and measured crossings](controlled.svg)")
+    if studies.get("phase-diagram"):
+        parts.append("![Learned fractions by rate and mantissa](e4.svg)")
+    for name, closed in studies.items():
+        parts += [f"## {name}", *(_section(name, closed) if closed else ["This study has not been run."])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(studies: Mapping[str, Closed | None]) -> str:
+    rows = []
+    for name, closed in studies.items():
+        if closed is None:
+            rows.append((name, "not run", "", ""))
+            continue
+        gates = closed.result["gates"]
+        failed = ", ".join(g["name"] for g in gates if not g["passed"]) or "none"
+        rows.append(
+            (name, closed.result["label"], f"{sum(g['passed'] for g in gates)} of {len(gates)}", failed)
+        )
+    return _table(("study", "label", "gates passed", "gates failed"), rows)
+
+
+def _section(name: str, closed: Closed) -> Iterator[str]:
+    if not closed.result["scientific_result"]:
+        yield f"Not a scientific result (scale {closed.result['scale']})."
+    yield f"Label: **{cell(closed.result['label'])}**."
+    yield _table(
+        ("gate", "value", "threshold", "outcome"),
+        [
+            (
+                g["name"], number(g["value"]) + (f" ({g['unit']})" if g["unit"] else ""),
+                f"{g['comparison']} {canonical.number(g['threshold'])}", "pass" if g["passed"] else "FAIL",
+            )
+            for g in closed.result["gates"]
+        ],
+    )  # fmt: skip
+    claims: Sequence[Claim] = importlib.import_module(REGISTRY[name]).PAPER
+    notes = list(dict.fromkeys(c.note for c in claims if c.note))
+    yield _table(
+        ("claim", "paper", "ours", "where", "note"),
+        [
+            (c.claim, _shown(c.paper), _shown(c.ours(closed.records)), c.source,
+             str(notes.index(c.note) + 1) if c.note else "")
+            for c in claims
+        ],
+    )  # fmt: skip
+    yield "\n".join(f"{i}. {cell(note)}" for i, note in enumerate(notes, 1))
+    yield f"Sealed as {closed.seal[:16]}, closed as {closed.head[:16]}."
+
+
+def _shown(value: float | str | None) -> str:
+    return "-" if value is None else value if isinstance(value, str) else number(value)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [list(columns), ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ---- the figure of section 3 ----------------------------------------------------------------------------
+
+
+def figure(emulator: Records, two_layer: Records, cnn: Records | None) -> Any:
+    """Timing of both grids, the event itself, and where in rho crossings lie."""
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(12.0, 3.8), layout="constrained")
+    left, middle, right = fig.subplots(1, 3)
+    principal = timing.only(two_layer, "gd-squared")
+    timing.draw_pairs(left, {"emulator": emulator, "two-layer": principal})
+    left.set_title("(a) forecast and outcome")
+    _draw_event(middle)
+    middle.set_title("(b) the event, around 1 with three mantissa bits")
+    found = {**timing.locations(emulator)}
+    direct = [r["direct"] for r in emulator["bf16"].values() if r["network"] == "frozen-features"]
+    later = [d["rho"] for d in direct if d["crossing"]["category"] == "later"]
+    found |= {"bfloat16": later} if later else {}
+    found |= timing.locations(two_layer) | (timing.locations(cnn) if cnn else {})
+    timing.draw_locations(right, found)
+    right.set_title("(c) where runs cross")
+    return fig
+
+
+def _draw_event(ax: Any) -> None:
+    """Codes, midpoints, and proposals that are thrown away or not; unequal gaps at a power of two."""
+    values = [0.875, 0.9375, 1.0, 1.125, 1.25]  # m3
+    low, high = (values[1] + values[2]) / 2, (values[2] + values[3]) / 2
+    ax.axvspan(low, high, color="0.88", zorder=0)
+    ax.hlines(0, values[0], values[-1], color="0.4", linewidth=0.8)
+    ax.plot(values, [0] * len(values), "|", color="black", markersize=18)
+    ax.plot([low, high], [0, 0], "x", color="C3", markersize=6)
+    for d, moves in ((0.05, False), (0.09, True), (-0.02, False), (-0.05, True)):
+        height, color = (0.65, "C1") if moves else (0.35, "C0")
+        ax.annotate("", (1 + d, height), (1, height), arrowprops={"arrowstyle": "->", "color": color})
+        ax.text(1 + d, height + 0.06, "moves" if moves else "lost", color=color, fontsize="small",
+                ha="left" if d > 0 else "right")  # fmt: skip
+    ax.set(xlabel="stored values (bars) and midpoints (crosses)", ylim=(-0.4, 1.0), yticks=[])
+
+
+def save(fig: Any, path: Path) -> None:
+    """Write an SVG whose bytes depend on the figure alone."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "halfulp", "svg.fonttype": "none"}):
+        fig.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the page and the figures."""
+    parser = argparse.ArgumentParser(
+        prog="python -m halfulp.studies.controlled", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--studies", type=Path, default=Path("results/studies"))
+    parser.add_argument("--scale", default="paper")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    given = parser.parse_args(arguments)
+    folders = {name: given.studies / f"{name}-{given.scale}" for name in STUDIES}
+    studies = {name: read(folder) if folder.is_dir() else None for name, folder in folders.items()}
+    if not any(studies.values()):
+        raise UsageError(f"{given.studies} holds none of {', '.join(f.name for f in folders.values())}.")
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "controlled.md").write_text(page(studies), encoding="utf-8")
+    emulator, two_layer, cnn, diagram = (
+        studies[name] for name in ("emulator", "two-layer", "cnn", "phase-diagram")
+    )
+    if emulator and two_layer:
+        drawn = figure(emulator.records, two_layer.records, cnn.records if cnn else None)
+        save(drawn, given.out / "controlled.svg")
+    if diagram:
+        from halfulp.studies.phase_diagram import figure as e4
+
+        save(e4(diagram.records), given.out / "e4.svg")
+
+
+if __name__ == "__main__":
+    main()

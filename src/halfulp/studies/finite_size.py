@@ -1,0 +1,306 @@
+"""Is the majority crossing a transition that sharpens with size, or an arithmetic crossover that does not?
+
+Students of 16 to 512 units are trained on grids of 6, 7 and 8 mantissa bits; only the input layer is looked
+at (N = 8 inputs x width = 128 to 4096 coordinates). At the first step that freezes at least half of it, every
+coordinate has
+
+    z_i = log2(gap_i / (2 |d_i|))        gap_i: to the adjacent code in the direction of the proposal d_i
+
+which is positive for a frozen coordinate and negative for one that moves (away from ties). The width of the
+crossover is Q0.84(z) - Q0.16(z), in bits. A transition that sharpens would narrow as N grows; a power law
+W ~ N**-a through the means over seeds describes it (a > 0: narrowing) and is no more than a description.
+
+The same step serves to check the uniform-phase approximation of appendix A,
+
+    f_pred = mean of clip(-log2 rho_i, 0, 1),        rho_i = |d_i| / (2**-(m+1) |q_i|)
+
+against the frozen fraction itself. Quantiles interpolate linearly. Left open by the paper and chosen here:
+rate 0.1 at every width, seeds 43000 to 43005 (43003 is the one seed that the paper names), at most 2,000
+steps. A run that has not crossed by then leaves no width and counts as missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfulp import events
+from halfulp.audit.crossings import MAJORITY
+from halfulp.audit.measures import scalar_rho_map
+from halfulp.models.mlp import Array, Trainer
+from halfulp.models.teacher import INPUTS, teacher_student
+from halfulp.studies.claims import Claim
+from halfulp.study.protocol import (
+    Cell,
+    Config,
+    Estimand,
+    Gate,
+    Json,
+    Records,
+    Rule,
+    Running,
+    Stage,
+    Study,
+    Table,
+    Values,
+)
+
+QUANTILES = (0.16, 0.50, 0.84)
+
+
+def cells(config: Config) -> Iterator[Cell]:
+    for width in config["widths"]:
+        for m in config["mantissas"]:
+            for seed in config["seeds"]:
+                c = {"width": width, "mantissa": m, "seed": seed}
+                shared = {key: config[key] for key in ("rate", "steps", "examples")}
+                yield Cell(name=f"H={width}.m{m}.seed={seed}", config={**c, **shared})
+
+
+def cross(cell: Running) -> Mapping[str, Json]:
+    """Train up to the first majority crossing of the input layer, and look at it."""
+    c = cell.config
+    p = teacher_student(c["seed"], width=c["width"], examples=c["examples"], tests=1)
+    grid, layer = f"m{c['mantissa']}", p.net.part("W1")
+    size = layer.stop - layer.start
+    found: dict[str, Json] = {
+        "width": c["width"], "mantissa": c["mantissa"], "seed": c["seed"], "size": size, "step": None,
+    }  # fmt: skip
+    trainer = Trainer(p.net, p.train, p.start, rate=c["rate"], store=grid, span=layer)
+    while trainer.step < c["steps"] and not trainer.diverged:
+        stored = trainer.weights[layer].copy()
+        frozen = int(trainer.advance(1).frozen[0])
+        if frozen >= MAJORITY * size:
+            return {**found, "step": trainer.step, "frozen": frozen,
+                    **look(stored, trainer.proposal[layer], grid)}  # fmt: skip
+    return found
+
+
+def look(q: Array, d: Array, grid: str) -> dict[str, Json]:
+    """Quantiles of z, and the frozen fraction that uniform phases give."""
+    stored, proposal = torch.from_numpy(q), torch.from_numpy(d)
+    gap = events.gap(stored, proposal, grid).numpy()
+    with np.errstate(divide="ignore"):
+        z = np.log2(gap / (2 * np.abs(d)))
+    low, middle, high = (float(v) if np.isfinite(v) else None for v in np.quantile(z, QUANTILES))
+    rho = events.rho(stored, proposal, grid).numpy()
+    uniform = float(scalar_rho_map(np.nan_to_num(rho, nan=0.0)).mean())  # no proposal: frozen
+    return {"z": {"0.16": low, "0.50": middle, "0.84": high}, "uniform_phase": uniform}
+
+
+# ---- estimands ------------------------------------------------------------------------------------------
+
+
+def width_of(r: Mapping[str, Json]) -> float | None:
+    """Q0.84 - Q0.16 of one cell."""
+    if r["step"] is None or r["z"]["0.84"] is None or r["z"]["0.16"] is None:
+        return None
+    return float(r["z"]["0.84"] - r["z"]["0.16"])
+
+
+def widths(records: Records) -> dict[int, dict[int, float | None]]:
+    """Mean width over seeds, by mantissa and size; None if a seed has none."""
+    found: dict[int, dict[int, list[float | None]]] = {}
+    for r in records["crossing"].values():
+        found.setdefault(r["mantissa"], {}).setdefault(r["size"], []).append(width_of(r))
+    return {
+        m: {n: None if None in each else float(np.mean(np.array(each, float))) for n, each in by_size.items()}
+        for m, by_size in found.items()
+    }
+
+
+def mean_width(records: Records) -> Values:
+    return {f"m{m}.N={n}": w for m, by_size in widths(records).items() for n, w in by_size.items()}
+
+
+def growth(records: Records) -> Values:
+    """Mean width at the largest size over that at the smallest, by mantissa."""
+    found: dict[str, float | None] = {}
+    for m, by_size in widths(records).items():
+        small, large = by_size[min(by_size)], by_size[max(by_size)]
+        found[f"m{m}"] = None if small is None or large is None else large / small
+    return found
+
+
+def fits(records: Records) -> dict[int, tuple[float, float] | None]:
+    """(a, R**2) of W ~ N**-a by least squares of log W on log N, over the means."""
+    found: dict[int, tuple[float, float] | None] = {}
+    for m, by_size in widths(records).items():
+        known = [(n, w) for n, w in by_size.items() if w is not None]
+        if len(known) < max(len(by_size), 2):
+            found[m] = None
+            continue
+        x, y = (np.log(np.array(v, float)) for v in zip(*known, strict=True))
+        slope, offset = np.polyfit(x, y, 1)
+        rest = float(np.square(y - slope * x - offset).sum())
+        spread = float(np.square(y - y.mean()).sum())
+        found[m] = float(-slope), 1 - rest / spread if spread else 0.0
+    return found
+
+
+def exponent(records: Records) -> Values:
+    return {f"m{m}": None if fit is None else fit[0] for m, fit in fits(records).items()}
+
+
+def phase_errors(records: Records) -> dict[str, tuple[float, int]]:
+    """|f_pred - f| at the crossing and the number of coordinates, by cell."""
+    return {
+        name: (abs(r["uniform_phase"] - r["frozen"] / r["size"]), r["size"])
+        for name, r in records["crossing"].items()
+        if r["step"] is not None
+    }
+
+
+def phase_error(records: Records) -> Values:
+    found = list(phase_errors(records).values())
+    return {"study": float(np.mean([e for e, _ in found])) if found else None}
+
+
+def weighted_phase_error(records: Records) -> Values:
+    found = list(phase_errors(records).values())
+    total = sum(n for _, n in found)
+    return {"study": sum(e * n for e, n in found) / total if total else None}
+
+
+def crossed(records: Records) -> Values:
+    each = records["crossing"].values()
+    return {"study": sum(r["step"] is not None for r in each) / len(each)}
+
+
+# ---- reports --------------------------------------------------------------------------------------------
+
+
+def table(records: Records) -> Table:
+    """Mean width by size and mantissa, and the fits."""
+    by_mantissa, fitted = widths(records), fits(records)
+    sizes = sorted({n for by_size in by_mantissa.values() for n in by_size})
+    rows: list[Sequence[str | float | None]] = [
+        (f"m{m}", *(by_size[n] for n in sizes), *(fitted[m] or (None, None)))
+        for m, by_size in by_mantissa.items()
+    ]
+    return Table(
+        columns=("grid", *(f"N = {n}" for n in sizes), "a", "R squared"),
+        rows=rows,
+        caption="Q0.84 - Q0.16 of z at the first majority crossing, in bits; mean over seeds.",
+    )
+
+
+def figure(records: Records) -> Any:
+    """Width against size."""
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(5.4, 3.6), layout="constrained")
+    ax = fig.subplots()
+    for color, (m, by_size) in enumerate(widths(records).items()):
+        each = [(r["size"], width_of(r)) for r in records["crossing"].values() if r["mantissa"] == m]
+        points = [(n, w) for n, w in each if w is not None]
+        ax.scatter([n for n, _ in points], [w for _, w in points], s=8, alpha=0.4, color=f"C{color}")
+        means = [(n, w) for n, w in by_size.items() if w is not None]
+        ax.plot([n for n, _ in means], [w for _, w in means], color=f"C{color}", label=f"m = {m}")
+    ax.set(xscale="log", xlabel="coordinates of the input layer", ylabel="Q0.84 - Q0.16 of z (bits)")
+    ax.set_ylim(bottom=0)
+    ax.legend(frameon=False)
+    return fig
+
+
+_PAPER: dict[str, Json] = {
+    "widths": [16, 32, 64, 128, 256, 512], "mantissas": [6, 7, 8], "seeds": list(range(43000, 43006)),
+    "rate": 0.1, "steps": 2000, "examples": 512,
+}  # fmt: skip
+
+STUDY = Study(
+    name="finite-size",
+    question="Does the majority crossing sharpen as the number of coordinates grows?",
+    units="one width, precision and seed",
+    not_claimed=(
+        "a thermodynamic phase transition, or its absence beyond these sizes",
+        "a scaling law: the power fits describe six points each",
+    ),
+    scales={
+        "smoke": {**_PAPER, "widths": [8, 32], "mantissas": [6, 8], "seeds": [43000], "steps": 200,
+                  "examples": 64},
+        "small": {**_PAPER, "seeds": [43000, 43003]},
+        "paper": _PAPER,
+    },
+    stages=(Stage(name="crossing", kind="outcome", cells=cells, run=cross),),
+    estimands=(
+        Estimand(name="width", what="mean over seeds of Q0.84 - Q0.16 of z at the crossing",
+                 compute=mean_width),
+        Estimand(name="growth", what="width at the largest size over the smallest", compute=growth),
+        Estimand(name="exponent", what="a in W ~ N**-a; above zero: narrowing", compute=exponent),
+        Estimand(name="phase-error", what="mean over cells of |f_pred - f| under uniform phases",
+                 compute=phase_error),
+        Estimand(name="weighted-phase-error", what="the same, weighted by coordinates",
+                 compute=weighted_phase_error),
+        Estimand(name="crossed", what="share of cells that crossed", compute=crossed),
+    ),
+    gates=(
+        Gate(name="does-not-narrow", estimand="growth", scope="all", comparison=">=", threshold=1,
+             why="a crossover that sharpens has a smaller width at the largest size"),
+        Gate(name="no-power-of-narrowing", estimand="exponent", scope="all", comparison="<=", threshold=0,
+             why="the same, from all sizes"),
+        Gate(name="uniform-phases", estimand="phase-error", scope="all", comparison="<=", threshold=0.05,
+             why="what the paper calls accurate (appendix C)"),
+        Gate(name="all-crossed", estimand="crossed", scope="all", comparison="==", threshold=1,
+             why="a width of survivors only would be another quantity"),
+    ),
+    rules=(
+        Rule(label="a crossover that does not sharpen",
+             passed=("does-not-narrow", "no-power-of-narrowing", "uniform-phases", "all-crossed")),
+        Rule(label="widths do not narrow", passed=("does-not-narrow", "no-power-of-narrowing")),
+        Rule(label="widths narrow at some precision"),
+    ),
+    tables={"widths": table},
+    figures={"widths": figure},
+)  # fmt: skip
+
+
+# ---- beside the paper -----------------------------------------------------------------------------------
+
+_INPUT = "Rate and start are not printed; the seed that the paper names is among ours, its start is not."
+
+
+def _ends(records: Records, m: int) -> str | None:
+    by_size = widths(records).get(m, {})
+    small, large = by_size.get(INPUTS * 16), by_size.get(INPUTS * 512)
+    return None if small is None or large is None else f"{small:.3f} to {large:.3f}"
+
+
+def _fit(records: Records, m: int, which: int) -> float | None:
+    fit = fits(records).get(m)
+    return None if fit is None else fit[which]
+
+
+def _worst(records: Records) -> str | None:
+    errors = {name: error for name, (error, _) in phase_errors(records).items()}
+    worst = max(errors, key=lambda name: errors[name], default=None)
+    return None if worst is None else f"{errors[worst]:.3f} ({worst})"
+
+
+PAPER = (
+    *(
+        Claim(claim=f"width from N = 128 to 4096, m = {m}", source="app:arithmetic", paper=text,
+              ours=partial(_ends, m=m), note=_INPUT)
+        for m, text in ((6, "2.811 to 4.490"), (7, "3.267 to 4.734"), (8, "3.426 to 4.566"))
+    ),
+    *(
+        Claim(claim=f"exponent a of W ~ N**-a, m = {m}", source="app:arithmetic", paper=a,
+              ours=partial(_fit, m=m, which=0), note=_INPUT)
+        for m, a in ((6, -0.100), (7, -0.075), (8, -0.069))
+    ),
+    *(
+        Claim(claim=f"R squared of that fit, m = {m}", source="app:arithmetic", paper=r,
+              ours=partial(_fit, m=m, which=1), note=_INPUT)
+        for m, r in ((6, 0.67), (7, 0.50), (8, 0.75))
+    ),
+    Claim(claim="uniform phases: mean error over cells", source="app:arithmetic", paper=0.008,
+          ours=lambda records: phase_error(records)["study"]),
+    Claim(claim="uniform phases: error weighted by coordinates", source="app:arithmetic", paper=0.004,
+          ours=lambda records: weighted_phase_error(records)["study"]),
+    Claim(claim="uniform phases: worst cell", source="app:arithmetic",
+          paper="0.090 (H=16, m=8, seed 43003)", ours=_worst),
+)  # fmt: skip

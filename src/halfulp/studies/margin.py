@@ -1,0 +1,467 @@
+"""Does the margin of a forecast tell when to believe it? (Paper, app:margin-transfer: 64 cells, locked.)
+
+A tanh student [8, 48, 48, 4] is trained by full-batch gradient descent in float64 on cross-entropy, from
+weights stored once on the grid. Reference and quantized run start at the same codes. From the reference
+alone every event is forecast, with a margin (how far the proposal lies from the nearest rounding boundary)
+as its confidence: 4 seeds x 4 rates x m = 5, 7, 9, 11, 4,000 updates, 2,980 weights, 762,880,000 events.
+
+Stage ``forecast`` runs references only. It fixes margins, abstention thresholds and, for every step, the
+interval of the frozen fraction, and seals digests of them. Stage ``outcome`` runs both, checks that the
+reference is the sealed one bit for bit, and judges every event. Three decisions, each from its own gates:
+
+    coordinate   answering only above margin 1/8 still answers half of all events, at most half as
+                 wrongly, and the margin ranks mistakes better than the symmetric comparator
+    interval     the frozen fraction lies in its interval on 90% of steps, its onset in 90% of units
+    path         both premises of the posterior bound hold for 95% of events, so that the reference
+                 may stand in for the run
+
+The paper prints the risk rule (at most 0.059, half of 0.118) and none of the other thresholds. Those are
+ours, as are: the testbed (512 examples of :func:`halfulp.models.teacher.classification`), seeds 3101 to 3104,
+and the rates, geometric midpoints of the phase diagram's 0.025 to 0.4. Both scores rank the mistakes of
+the same exact forecast; the paper does not say whether its comparator ranks its own.
+
+What is not open: at updates 1 and 2 the codes agree, because Q(q + d) is at once the projection of the
+second reference state and the second stored code. So 3 is the earliest update at which they can differ.
+
+**Counting.** AUROC is that of the *level*, a place on a fixed ladder of margins (see
+:mod:`halfulp.studies._margin_kernels`), in whole numbers, ties one half. Rounding a margin to its level can
+change nothing but the order of right and wrong events on one level; the estimand ``auroc-error`` is the
+resulting bound, computed from the same counts. Coverage and risk have no such error: the nine thresholds
+are ends of levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from halfulp.audit.crossings import persistent_majority
+from halfulp.audit.trust import PRIMARY, THRESHOLDS, OnsetInterval, auroc_of_counts, onset_interval
+from halfulp.errors import TamperingError
+from halfulp.studies import _margin_kernels as compiled
+from halfulp.studies._margin import Finished, answered, auroc_bound, from_text, run_units, to_text
+from halfulp.studies.claims import Claim
+from halfulp.study.protocol import (
+    Cell,
+    Config,
+    Estimand,
+    Gate,
+    Json,
+    Records,
+    Rule,
+    Running,
+    Stage,
+    Study,
+    Table,
+    Values,
+)
+
+Array = npt.NDArray[Any]
+
+SCORES = ("exact", "symmetric")
+POINTS = 48
+"""Steps of a curve that a record keeps, for figures; every number comes from all of them."""
+
+
+# ---- cells --------------------------------------------------------------------------------------------
+
+
+def cells(config: Config) -> list[Cell]:
+    """A cell holds the seeds of one mantissa and rate: their events share its histograms."""
+    shared = {k: v for k, v in config.items() if k not in ("mantissas", "rates")}
+    return [
+        Cell(name=f"m{m}-rate{i}", config={**shared, "grid": f"m{m}", "rate": rate})
+        for m in config["mantissas"]
+        for i, rate in enumerate(config["rates"], 1)
+    ]
+
+
+def forecast(cell: Running) -> Mapping[str, Json]:
+    """From references alone: what is claimed, and digests that bind the rest."""
+    units, total, _ = run_units(cell, measure=False)
+    rows = []
+    for u in units:
+        onset = onset_interval(u.lower(), u.upper())
+        rows.append(
+            {
+                "seed": u.seed, "data": u.fingerprint, "path": u.end, "forecast": u.forecast,
+                "onset": [onset.earliest, onset.latest],
+            }
+        )  # fmt: skip
+    return {
+        "units": rows,
+        "events": int(total[0].sum()),
+        "levels": {score: to_text(counts) for score, counts in zip(SCORES, total, strict=True)},
+    }
+
+
+def outcome(cell: Running) -> Mapping[str, Json]:
+    """Both runs, every event judged against the sealed forecast."""
+    sealed = cell.read("forecast", cell.name)
+    units, total, wrong = run_units(cell, measure=True)
+    for u, row in zip(units, sealed["units"], strict=True):
+        _check(cell.name, row, {"data": u.fingerprint, "path": u.end, "forecast": u.forecast})
+    _check(cell.name, sealed["levels"], dict(zip(SCORES, map(to_text, total), strict=True)))
+    return {
+        "units": [
+            _judged(u, OnsetInterval(*row["onset"])) for u, row in zip(units, sealed["units"], strict=True)
+        ],
+        "wrong": {score: to_text(counts) for score, counts in zip(SCORES, wrong, strict=True)},
+    }
+
+
+def _check(name: str, sealed: Mapping[str, Json], found: Mapping[str, str]) -> None:
+    for key, value in found.items():
+        if sealed[key] != value:
+            raise TamperingError(
+                f"margin, cell {name}: {key} of the reference is not what the forecast sealed (expected "
+                f"{str(sealed[key])[:16]}..., found {value[:16]}...). The outcome would be held against "
+                "another forecast; run the study again from its seal, in the sealed environment."
+            )
+
+
+def _judged(u: Finished, onset: OnsetInterval) -> dict[str, Json]:
+    forecast, sure, open_, measured, diverged, violated = (u.steps[:, c].astype(np.int64) for c in range(6))
+    apart = np.flatnonzero(diverged)
+    at = np.unique(np.geomspace(1, len(measured), POINTS).round().astype(int)) - 1
+    began = persistent_majority(measured / u.n)
+    return {
+        "seed": u.seed,
+        "steps": len(measured),
+        "weights": u.n,
+        "above": int((measured > sure + open_).sum()),
+        "below": int((measured < sure).sum()),
+        "onset": began,
+        "onset_is": onset.locate(began),
+        "first_divergence": int(apart[0]) + 1 if apart.size else None,
+        "diverged": int(diverged.sum()),
+        "violated": int(violated.sum()),
+        "wrong_diverged": int(u.mistakes[compiled.APART]),
+        "wrong_same": int(u.mistakes[compiled.TOGETHER]),
+        "wrong_certified": int(u.mistakes[compiled.CERTIFIED]),
+        "bound_broken": int((np.abs(measured - forecast) > diverged + violated).sum()),
+        "curve": {
+            "step": (at + 1).tolist(), "measured": measured[at].tolist(), "forecast": forecast[at].tolist(),
+            "lower": sure[at].tolist(), "upper": (sure + open_)[at].tolist(),
+        },
+    }  # fmt: skip
+
+
+# ---- estimands ----------------------------------------------------------------------------------------
+
+
+def _units(records: Records) -> Iterable[tuple[str, Mapping[str, Json]]]:
+    for name, record in records["outcome"].items():
+        for unit in record["units"]:
+            yield f"{name}-{unit['seed']}", unit
+
+
+def _total(records: Records, key: str) -> int:
+    return sum(unit[key] for _, unit in _units(records))
+
+
+def _events(records: Records) -> int:
+    return sum(unit["steps"] * unit["weights"] for _, unit in _units(records))
+
+
+def _mistakes(records: Records) -> int:
+    return _total(records, "wrong_diverged") + _total(records, "wrong_same")
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _levels(records: Records, score: str) -> tuple[Array, Array]:
+    """Right and wrong events on every level, over all cells."""
+    wrong = _pooled(r["wrong"][score] for r in records["outcome"].values())
+    return _pooled(r["levels"][score] for r in records["forecast"].values()) - wrong, wrong
+
+
+def _pooled(histograms: Iterable[str]) -> Array:
+    return np.asarray(sum(from_text(text) for text in histograms))
+
+
+def auroc(records: Records) -> Values:
+    return {score: auroc_of_counts(*_levels(records, score)) for score in SCORES}
+
+
+def auroc_error(records: Records) -> Values:
+    return {score: auroc_bound(*_levels(records, score)) for score in SCORES}
+
+
+def auroc_gain(records: Records) -> Values:
+    """Exact over symmetric, less both error bounds: positive only if the order is certain."""
+    value, error = auroc(records), auroc_error(records)
+    known = [v for v in (*value.values(), *error.values()) if v is not None]
+    if len(known) < 4:
+        return {"study": None}
+    exact, symmetric, *errors = known
+    return {"study": exact - symmetric - sum(errors)}
+
+
+def _unit_of(threshold: float) -> str:
+    return f"above {threshold:g}"
+
+
+def _curve(records: Records) -> list[tuple[float, int, int]]:
+    """(threshold, answered, wrong among them)"""
+    right, wrong = _levels(records, "exact")
+    both = zip(answered(right + wrong, THRESHOLDS), answered(wrong, THRESHOLDS), strict=True)
+    return [(t, n, k) for t, (n, k) in zip(THRESHOLDS, both, strict=True)]
+
+
+def coverage(records: Records) -> Values:
+    return {_unit_of(t): _share(n, _events(records)) for t, n, _ in _curve(records)}
+
+
+def risk(records: Records) -> Values:
+    return {"all": _share(_mistakes(records), _events(records))} | {
+        _unit_of(t): _share(k, n) for t, n, k in _curve(records)
+    }
+
+
+def primary_coverage(records: Records) -> Values:
+    return {"study": coverage(records)[_unit_of(PRIMARY)]}
+
+
+def risk_ratio(records: Records) -> Values:
+    """Risk above the primary threshold over the risk of answering everything."""
+    part, whole = risk(records)[_unit_of(PRIMARY)], risk(records)["all"]
+    return {"study": part / whole if part is not None and whole else None}
+
+
+def containment(records: Records) -> Values:
+    missed, steps = _total(records, "above") + _total(records, "below"), _total(records, "steps")
+    return {"study": _share(steps - missed, steps)}
+
+
+def onset_inside(records: Records) -> Values:
+    where = [unit["onset_is"] for _, unit in _units(records)]
+    return {"study": _share(where.count("inside"), len(where))}
+
+
+def certified(records: Records) -> Values:
+    lost = _total(records, "diverged") + _total(records, "violated")
+    return {"study": _share(_events(records) - lost, _events(records))}
+
+
+def first_divergence(records: Records) -> Values:
+    """By unit; a unit whose codes never differ has the step after its last."""
+    return {name: float(unit["first_divergence"] or unit["steps"] + 1) for name, unit in _units(records)}
+
+
+def wrong_diverged(records: Records) -> Values:
+    return {"study": _share(_total(records, "wrong_diverged"), _mistakes(records))}
+
+
+def refuted(records: Records) -> Values:
+    """Steps that break Eq. 8, and certified events that were mistaken; the theorem says none."""
+    return {name: float(u["bound_broken"] + u["wrong_certified"]) for name, u in _units(records)}
+
+
+def events(records: Records) -> Values:
+    return {"study": float(_events(records))}
+
+
+# ---- reports ------------------------------------------------------------------------------------------
+
+
+def thresholds_table(records: Records) -> Table:
+    covered, wrong = coverage(records), risk(records)
+    rows = [(name, covered.get(name, 1.0), wrong[name]) for name in wrong]
+    return Table(columns=("answered", "coverage", "risk"), rows=rows, caption="Abstention by exact margin.")
+
+
+def units_table(records: Records) -> Table:
+    rows: list[Sequence[str | float | None]] = []
+    for grid in _grids(records):
+        units = [u for name, u in _units(records) if name.startswith(f"{grid}-")]
+        counts = [sum(u[key] for u in units) for key in ("above", "below", "steps")]
+        where = [u["onset_is"] for u in units]
+        rows.append((grid, *counts, *(where.count(w) for w in ("inside", "earlier", "later"))))
+    return Table(
+        columns=("grid", "above", "below", "steps", "onset inside", "earlier", "later"),
+        rows=rows,
+        caption="Steps whose frozen fraction lies outside its interval, and onsets, by mantissa.",
+    )
+
+
+def _grids(records: Records) -> list[str]:
+    return sorted({name.partition("-")[0] for name in records["outcome"]}, key=lambda g: int(g[1:]))
+
+
+def figure(records: Records) -> Any:
+    """Risk against coverage; and one unit a mantissa, its interval and what happened."""
+    from halfulp.report.style import COLOURS, GREY, new_figure
+
+    grids = _grids(records)
+    fig, axes = new_figure(1, 1 + len(grids), width=2 * (1 + len(grids)))
+    left = axes[0]
+    curve = [(n / _events(records), k / n) for _, n, k in _curve(records) if n]
+    left.plot(*zip(*curve, strict=True), "o-", color=COLOURS[0], markersize=3)
+    left.axhline((risk(records)["all"] or 0) / 2, color=GREY, linewidth=0.8)
+    left.set_xlabel("coverage")
+    left.set_ylabel("risk")
+    left.set_ylim(bottom=0)
+    for ax, grid in zip(axes[1:], grids, strict=True):
+        name = [n for n in records["outcome"] if n.startswith(f"{grid}-")][-1]
+        unit = records["outcome"][name]["units"][0]
+        kept, n = unit["curve"], unit["weights"]
+        low, high = ([v / n for v in kept[k]] for k in ("lower", "upper"))
+        ax.fill_between(kept["step"], low, high, color=COLOURS[1], alpha=0.3, linewidth=0)
+        ax.plot(kept["step"], [v / n for v in kept["measured"]], color=COLOURS[0])
+        ax.set_xscale("log")
+        ax.set_ylim(0, 1)
+        ax.set_title(grid)
+        ax.set_xlabel("update")
+    axes[1].set_ylabel("frozen")
+    return fig
+
+
+# ---- the declaration ----------------------------------------------------------------------------------
+
+COORDINATE = ("margin-ranks", "margin-covers", "margin-halves-risk")
+INTERVAL = ("interval-contains", "onset-inside")
+PATH = ("path-premises",)
+
+_RATES = [round(0.025 * 2 ** (k + 0.5), 10) for k in range(4)]
+
+STUDY = Study(
+    name="margin",
+    question="Does the margin of a projected event tell when the forecast can be believed?",
+    units="one seed, rate and mantissa",
+    not_claimed=(
+        "that coordinates or steps are independent replicates",
+        "a calibrated probability of any event",
+        "that another margin would fail as well",
+    ),
+    scales={
+        "smoke": {"hidden": [8, 8], "examples": 64, "steps": 120, "seeds": [3101, 3102],
+                  "mantissas": [5, 9], "rates": _RATES[2:]},
+        "small": {"hidden": [48, 48], "examples": 512, "steps": 1000, "seeds": [3101, 3102],
+                  "mantissas": [5, 7, 9, 11], "rates": _RATES[1:3]},
+        "paper": {"hidden": [48, 48], "examples": 512, "steps": 4000, "seeds": [3101, 3102, 3103, 3104],
+                  "mantissas": [5, 7, 9, 11], "rates": _RATES},
+    },
+    stages=(
+        Stage(name="forecast", kind="prediction", cells=cells, run=forecast),
+        Stage(name="outcome", kind="outcome", cells=cells, run=outcome, reads=("forecast",)),
+    ),
+    estimands=(
+        Estimand(name="events", what="coordinate events judged", compute=events),
+        Estimand(name="auroc", what="P(level of a right event > of a wrong one), ties half", compute=auroc),
+        Estimand(name="auroc-error", what="largest difference to the AUROC of margins", compute=auroc_error),
+        Estimand(name="auroc-gain", what="exact AUROC over symmetric, less both errors", compute=auroc_gain),
+        Estimand(name="coverage", what="share of events above a margin", compute=coverage),
+        Estimand(name="risk", what="mistakes among events above a margin", compute=risk),
+        Estimand(name="primary-coverage", what="coverage above 1/8", compute=primary_coverage),
+        Estimand(name="risk-ratio", what="risk above 1/8 over risk of all", compute=risk_ratio),
+        Estimand(name="containment", what="steps with f inside its interval", compute=containment),
+        Estimand(name="onset-inside", what="units whose onset lies in its interval", compute=onset_inside),
+        Estimand(name="certified", what="events with both premises of the bound", compute=certified),
+        Estimand(name="first-divergence", what="first update at different codes", compute=first_divergence),
+        Estimand(name="wrong-diverged", what="mistakes made at different codes", compute=wrong_diverged),
+        Estimand(name="refuted", what="steps and events against the posterior bound", compute=refuted),
+    ),
+    gates=(
+        Gate(name="margin-ranks", estimand="auroc-gain", scope="all", comparison=">", threshold=0,
+             why="a margin worth having ranks mistakes better than the comparator (ours)"),
+        Gate(name="margin-covers", estimand="primary-coverage", scope="all", comparison=">=", threshold=0.5,
+             why="abstaining from most events would be no forecast (ours)"),
+        Gate(name="margin-halves-risk", estimand="risk-ratio", scope="all", comparison="<=", threshold=0.5,
+             why="the paper's: risk at most half of that at full coverage"),
+        Gate(name="interval-contains", estimand="containment", scope="all", comparison=">=", threshold=0.9,
+             why="an interval that misses one step in ten is none (ours)"),
+        Gate(name="onset-inside", estimand="onset-inside", scope="all", comparison=">=", threshold=0.9,
+             why="the same for onsets (ours)"),
+        Gate(name="path-premises", estimand="certified", scope="all", comparison=">=", threshold=0.95,
+             why="the reference stands in for the run only where it is at the same codes (ours)"),
+        Gate(name="paths-diverge-early", estimand="first-divergence", scope="all", comparison="<=",
+             threshold=5, why="structural: in the paper at update 3, the earliest possible"),
+        Gate(name="mistakes-follow-divergence", estimand="wrong-diverged", scope="all", comparison=">",
+             threshold=0.5, why="structural: in the paper 99.863% of mistakes"),
+        Gate(name="bound-holds", estimand="refuted", scope="all", comparison="==", threshold=0,
+             why="Eqs. 8 and 10 are theorems; a failure is a defect of this program"),
+    ),
+    rules=(
+        Rule(label="coordinate, interval and path supported", passed=COORDINATE + INTERVAL + PATH),
+        Rule(label="coordinate and interval supported", passed=COORDINATE + INTERVAL),
+        Rule(label="coordinate and path supported", passed=COORDINATE + PATH),
+        Rule(label="interval and path supported", passed=INTERVAL + PATH),
+        Rule(label="coordinate supported", passed=COORDINATE),
+        Rule(label="interval supported", passed=INTERVAL),
+        Rule(label="path supported", passed=PATH),
+        Rule(label="no support: coordinate, interval and path negative"),
+    ),
+    tables={"abstention": thresholds_table, "intervals": units_table},
+    figures={"margin": figure},
+)  # fmt: skip
+
+
+# ---- beside the paper ---------------------------------------------------------------------------------
+
+SOURCE = "app:margin-transfer"
+
+
+def _of(estimand: Callable[[Records], Values], unit: str = "study") -> Callable[[Records], float | None]:
+    return lambda records: estimand(records).get(unit)
+
+
+def _outside(grid: str) -> Callable[[Records], str | None]:
+    def ours(records: Records) -> str | None:
+        units = [u for name, u in _units(records) if name.startswith(f"{grid}-")]
+        return f"{sum(u['above'] for u in units)}/{sum(u['below'] for u in units)}" if units else None
+
+    return ours
+
+
+def _onsets(records: Records) -> str:
+    where = [u["onset_is"] for _, u in _units(records)]
+    return "/".join(str(where.count(w)) for w in ("inside", "earlier", "later"))
+
+
+def _rate_same(records: Records) -> float | None:
+    return _share(_total(records, "wrong_same"), _events(records) - _total(records, "diverged"))
+
+
+def _rate_apart(records: Records) -> float | None:
+    return _share(_total(records, "wrong_diverged"), _total(records, "diverged"))
+
+
+def _same(records: Records) -> float | None:
+    return _share(_events(records) - _total(records, "diverged"), _events(records))
+
+
+def _range(records: Records) -> str:
+    steps = sorted(v for v in first_divergence(records).values() if v is not None)
+    return f"{steps[0]:.0f}" if steps[0] == steps[-1] else f"{steps[0]:.0f} to {steps[-1]:.0f}"
+
+
+OTHER_DATA = "Teacher, data, start, seeds and rates are not printed, so the trajectories are others."
+
+PAPER = (
+    Claim(claim="coordinate events", source=SOURCE, paper=762_880_000, ours=_of(events)),
+    Claim(claim="AUROC, exact margin", source=SOURCE, paper=0.722, ours=_of(auroc, "exact"), note=OTHER_DATA),
+    Claim(claim="AUROC, symmetric comparator", source=SOURCE, paper=0.656, ours=_of(auroc, "symmetric"),
+          note="Ours ranks the mistakes of the exact forecast; the paper does not say which it ranks."),
+    Claim(claim="coverage at 1/8", source=SOURCE, paper=0.932, ours=_of(primary_coverage)),
+    Claim(claim="risk at 1/8", source=SOURCE, paper=0.105, ours=_of(risk, _unit_of(PRIMARY))),
+    Claim(claim="risk at full coverage", source=SOURCE, paper=0.118, ours=_of(risk, "all")),
+    Claim(claim="steps inside the interval", source=SOURCE, paper=0.368, ours=_of(containment)),
+    Claim(claim="onsets inside/earlier/later", source=SOURCE, paper="33/15/16", ours=_onsets),
+    Claim(claim="first update at different codes, all cells", source=SOURCE, paper="3", ours=_range,
+          note="3 is the earliest possible: Q(q + d) is both second codes."),
+    Claim(claim="events at the same code", source=SOURCE, paper=0.00797, ours=_same),
+    Claim(claim="events with both premises", source=SOURCE, paper=0.00715, ours=_of(certified)),
+    Claim(claim="mistakes made at different codes", source=SOURCE, paper=0.99863, ours=_of(wrong_diverged)),
+    Claim(claim="mistakes where codes agree", source=SOURCE, paper=0.0202, ours=_rate_same),
+    Claim(claim="mistakes where codes differ", source=SOURCE, paper=0.1186, ours=_rate_apart),
+    *(
+        Claim(claim=f"steps above/below the interval, {g}", source=SOURCE, paper=paper, ours=_outside(g))
+        for g, paper in (("m5", "62722/571"), ("m7", "48294/7518"), ("m9", "7794/20640"), ("m11", "0/14338"))
+    ),
+)  # fmt: skip

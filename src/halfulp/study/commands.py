@@ -1,0 +1,316 @@
+"""``halfulp study``: the commands. Text of studies is printed as it is, never as markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+from halfulp.errors import CorruptionError, UsageError
+from halfulp.study import canonical
+from halfulp.study.protocol import Json, Study
+from halfulp.study.text import number, plain
+
+app = typer.Typer(
+    name="study",
+    help="Studies whose protocol is sealed before their outcomes, and whose verdict can be recomputed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+WHAT = "A study by name (see `halfulp study list`), or a file.py of your own."
+WHERE = "A study's folder, an exported archive, or a study by name or file (then --scale says which run)."
+SCALE = typer.Option("", help="smoke, small or paper; default small, or the only one that the study has.")
+OUT = typer.Option(None, help="The study's folder; default runs/NAME-SCALE.")
+
+
+@app.command("list")
+def list_() -> None:
+    """The studies that come with halfulp."""
+    from halfulp.studies import REGISTRY
+    from halfulp.study import loading
+
+    for name in sorted(REGISTRY):
+        study = loading.load(name).study
+        typer.echo(f"{name}  [{' '.join(study.scales)}]  {plain(study.question)}")
+
+
+@app.command()
+def show(
+    study: str = typer.Argument(..., help=WHAT),
+    scale: str = SCALE,
+    as_json: bool = typer.Option(False, "--json", help="The canonical JSON that would be sealed."),
+) -> None:
+    """Print everything that would be sealed, before anything runs."""
+    from halfulp.study import loading
+    from halfulp.study import show as showing
+    from halfulp.study.declaration import Protocol
+
+    declared = loading.load(study).study
+    protocol = Protocol.of(declared, chosen_scale(declared, scale))
+    if as_json:
+        typer.echo(protocol.bytes.decode())
+    else:
+        for line in showing.lines(protocol):
+            typer.echo(line)
+
+
+@app.command()
+def seal(study: str = typer.Argument(..., help=WHAT), scale: str = SCALE, out: Path | None = OUT) -> None:
+    """Fix protocol, code, data and environment; nothing runs."""
+    from halfulp.study import engine, loading
+    from halfulp.study import seal as seals
+    from halfulp.study.store import Store
+
+    source = loading.load(study)
+    scale = chosen_scale(source.study, scale)
+    folder = out or usual_folder(source.study, scale)
+    digest = engine.seal(source, scale, folder)
+    for line in seals.facts(Store(folder).read_seal(digest)):
+        typer.echo(line)
+    typer.echo(f"sealed in {folder}\nseal sha256 {digest}")
+
+
+@app.command()
+def run(
+    study: str = typer.Argument(..., help=WHAT),
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    executor: str = typer.Option(
+        "local", help="local: worker processes; ray: a Ray cluster; inline: this process."
+    ),
+    workers: int | None = typer.Option(None, min=1, help="Cells at a time; default cores over threads."),
+    deviation: str = typer.Option(
+        "",
+        help="Why to go on although code or environment changed since the seal; the label is not promoted.",
+    ),
+) -> None:
+    """Seal the study if it is not, and run it to its end from wherever it is."""
+    from halfulp.study import engine, ledger, loading, progress
+    from halfulp.study.store import Store
+
+    source = loading.load(study)
+    scale = chosen_scale(source.study, scale)
+    folder = out or usual_folder(source.study, scale)
+    result = engine.run(
+        source, scale, folder, executor=executor, workers=workers, deviation=deviation,
+        progress=progress.for_terminal(),
+    )  # fmt: skip
+    for gate in result["gates"]:
+        typer.echo(gate_line(gate))
+    typer.echo(f"label   {plain(result['label'])}")
+    if not result["scientific_result"]:
+        typer.echo("        (not a scientific result)")
+    typer.echo(f"closed  sha256 {ledger.read(Store(folder).ledger_file).head}")
+    typer.echo(f"The study is in {folder}.")
+
+
+@app.command()
+def status(study: str = typer.Argument(..., help=WHERE), scale: str = SCALE, out: Path | None = OUT) -> None:
+    """How far a study is."""
+    from halfulp.study import files, ledger
+    from halfulp.study.store import Store
+
+    store = Store(found_folder(study, scale, out))
+    events = ledger.read(store.ledger_file)
+    protocol = store.read_protocol(store.read_seal(events.seal))
+    typer.echo(f"{protocol.study} ({protocol.scale}), seal sha256 {events.seal}")
+    for stage in protocol.stages:
+        done = sum((stage.name, cell) in events.records for cell in stage.cells)
+        failed = sum(count for key, count in events.failures.items() if key[0] == stage.name)
+        sealed = ", sealed" if stage.name in events.stages else ""
+        failures = f", {failed} failed attempts" if failed else ""
+        typer.echo(f"  {stage.name} ({stage.kind}): {done} of {len(stage.cells)} cells{failures}{sealed}")
+    for event in events.events:
+        if event["event"] in ("failed", "recovered", "deviation"):
+            where = f" {event['stage']}/{event['cell']}" if "cell" in event else ""
+            typer.echo(f"  {event['event']}{where}: {plain(event.get('error') or event.get('reason') or '')}")
+    holder = files.holder(store.lock_file)
+    if holder:
+        typer.echo(f"process {holder} is running it")
+    if events.closed:
+        typer.echo(f"closed sha256 {events.head}\nlabel {plain(events.closed['label'])}")
+
+
+@app.command()
+def validate(
+    study: str = typer.Argument(..., help=WHERE),
+    cells: list[str] = typer.Argument(None, help="With --replay: the cells to run again; default all."),
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    expect: str = typer.Option("", help="A digest printed when the study was sealed or closed."),
+    strict_code: bool = typer.Option(False, "--strict-code", help="Other code than the sealed is a failure."),
+    replay: bool = typer.Option(False, "--replay", help="Run cells again and compare bit for bit."),
+    data_folder: Path | None = typer.Option(
+        None, "--data-folder", help="Where data files lie that the study file names relative to itself."
+    ),
+    public_key: Path | None = typer.Option(
+        None, "--public-key", help="An ed25519 key (PEM) that must have signed the exported statement."
+    ),
+    registered: Path | None = typer.Option(
+        None, "--of", help="For a retrospective analysis: the folder of the study that it is of."
+    ),
+    no_code: bool = typer.Option(
+        False, "--no-code", help="Run no code of the study: digests, gates and label only."
+    ),
+    workers: int | None = typer.Option(None, min=1, help="Cells replayed at a time."),
+) -> None:
+    """Check every digest, recompute estimands, gates and label, and say what was and was not checked."""
+    from halfulp.study import page, retrospective
+    from halfulp.study.validate import validate as check
+
+    if cells and not replay:
+        raise UsageError("Cells are named for --replay only.")
+    with opened(study, scale, out) as folder:
+        if (folder / retrospective.DECLARATION).exists():
+            if registered is None:
+                raise UsageError(f"{folder} is a retrospective analysis: name the study it is of with --of.")
+            result = retrospective.check(folder, registered)
+            typer.echo(f"recomputed from {registered}, byte for byte\nlabel: {plain(result['label'])}\nvalid")
+            return
+        found = check(
+            folder, expect=expect, strict_code=strict_code, code=not no_code, public_key=public_key,
+            replay=list(cells or []) if replay else None, data_folder=data_folder, workers=workers,
+        )  # fmt: skip
+    for line in page.lines(found):
+        typer.echo(line)
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def recover(
+    out: Path = typer.Argument(..., help="The study's folder."),
+    cell: str = typer.Argument(..., help="The cell, as stage/cell."),
+    record: Path = typer.Option(..., help="A JSON file with what the cell would have given back."),
+    reason: str = typer.Option(..., help="Why there is no record of the cell's own."),
+) -> None:
+    """Put a record made by hand in the place of a missing one. It is marked for ever, and never promoted."""
+    from halfulp.study import recovery
+
+    try:
+        outcome = canonical.parse(record.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CorruptionError(f"{record} cannot be read as JSON: {error}.") from None
+    if not isinstance(outcome, dict):
+        raise UsageError(f"{record} must hold a JSON object: what the cell would have given back.")
+    recovery.recover(out, cell, outcome, reason)
+    typer.echo(f"recovered {cell}; the label of this study will not be promoted")
+
+
+@app.command()
+def report(
+    study: str = typer.Argument(..., help=WHERE),
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    output: Path | None = typer.Option(None, "--output", "-o", help="A Markdown file; default the terminal."),
+) -> None:
+    """One page: question, gates, label, units, what is not claimed, tables, provenance."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from halfulp.study import report as reporting
+
+    with opened(study, scale, out) as folder:
+        text = reporting.page(folder)
+    if output is not None:
+        output.write_text(text, "utf-8")
+        return
+    console = Console()
+    if console.is_terminal:
+        console.print(Markdown(text, hyperlinks=False))
+    else:
+        typer.echo(text, nl=False)
+
+
+@app.command()
+def export(
+    study: str = typer.Argument(..., help=WHERE),
+    target: Path = typer.Argument(..., help="The archive to write (.zip)."),
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    key: Path | None = typer.Option(None, help="An ed25519 private key (PEM) to sign the statement with."),
+    licence: str = typer.Option("", "--licence", help="The address of the licence of these files."),
+) -> None:
+    """Write one archive that others can validate without this machine; the study is validated first."""
+    from halfulp.study import export as exporting
+    from halfulp.study.validate import validate as check
+
+    folder = found_folder(study, scale, out)
+    found = check(folder)
+    if found.exit_code:
+        raise UsageError(f"{folder} is not exported, because it is not valid: {found.problems[0]}")
+    digest = exporting.export(folder, target, key=key, licence=licence)
+    typer.echo(f"wrote {target}\nsha256 {digest}")
+
+
+@app.command()
+def retrospect(
+    out: Path = typer.Argument(..., help="The folder of a closed study."),
+    analysis: str = typer.Argument(..., help="A file.py with a Retrospective, or file.py:attribute."),
+    to: Path = typer.Option(..., help="The folder of the analysis; not inside the study's."),
+) -> None:
+    """Analyse a closed study after the fact, under a label of its own; the study is not touched."""
+    from halfulp.study import retrospective
+
+    name, _, attribute = analysis.partition(":")
+    try:
+        content = Path(name).read_bytes()
+    except OSError as error:
+        raise UsageError(f"The analysis file {name} cannot be read: {error.strerror}.") from None
+    result = retrospective.retrospect(out, content, Path(name).name, to, attribute)
+    for gate in result["gates"]:
+        typer.echo(gate_line(gate))
+    typer.echo(f"label   {plain(result['label'])}\nregistered label  {plain(result['registered']['label'])}")
+
+
+# ---- what the commands share ------------------------------------------------------------------------
+
+
+def chosen_scale(study: Study, scale: str) -> str:
+    """The scale that was asked for, or the usual one."""
+    if not scale:
+        scale = "small" if "small" in study.scales or len(study.scales) > 1 else next(iter(study.scales))
+    study.config(scale)
+    return scale
+
+
+def usual_folder(study: Study, scale: str) -> Path:
+    """Where a study goes if nobody says where."""
+    return Path("runs") / f"{study.name}-{scale}"
+
+
+def found_folder(reference: str, scale: str, out: Path | None) -> Path:
+    """The folder that a folder, name or file stands for."""
+    if out is not None:
+        return out
+    if Path(reference).is_dir():
+        return Path(reference)
+    from halfulp.studies import REGISTRY
+    from halfulp.study import loading
+
+    if reference not in REGISTRY and not reference.partition(":")[0].endswith(".py"):
+        raise UsageError(f"{reference[:200]!a} is neither a study's folder nor a study.")
+    study = loading.load(reference).study
+    return usual_folder(study, chosen_scale(study, scale))
+
+
+@contextmanager
+def opened(reference: str, scale: str, out: Path | None) -> Iterator[Path]:
+    """The folder of a study, or of an archive's content for as long as it is needed."""
+    if out is None and Path(reference).suffix == ".zip":
+        from halfulp.study.export import unpacked
+
+        with unpacked(Path(reference)) as folder:
+            yield folder
+    else:
+        yield found_folder(reference, scale, out)
+
+
+def gate_line(gate: dict[str, Json]) -> str:
+    """A gate of a result in one line."""
+    value = number(gate["value"])
+    unit = f" ({gate['unit']})" if gate["unit"] and gate["scope"] == "all" else ""
+    verdict = "pass" if gate["passed"] else "FAIL"
+    return f"{verdict}    {gate['name']}: {value}{unit} {gate['comparison']} {gate['threshold']}"

@@ -1,0 +1,129 @@
+"""Where a study's functions come from: the registry, or one file of the user's.
+
+A registered study is a module of this package, sealed with it. A user's study is *one file*: its bytes
+are digested, copied into the study's folder, and it is the copy that workers and validators run, after
+its digest was checked. Nothing beside the file is put on the import path, so what is not sealed is not
+imported by accident.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from halfulp.errors import TamperingError, UsageError
+from halfulp.study import canonical, files
+from halfulp.study.protocol import Json, Study
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A study and where it came from; `folder` is what relative names of data files refer to."""
+
+    study: Study
+    registered: str | None = None
+    content: bytes | None = None
+    attribute: str = ""
+    name: str = ""
+    folder: Path | None = None
+
+    @property
+    def identity(self) -> dict[str, Json]:
+        """How the seal names it."""
+        if self.content is None:
+            return {"registered": self.registered}
+        return {"file": self.name, "attribute": self.attribute, "sha256": canonical.sha256(self.content)}
+
+
+def load(reference: str) -> Source:
+    """A study by its registered name, or by ``file.py`` or ``file.py:attribute``."""
+    from halfulp.studies import REGISTRY
+
+    if reference in REGISTRY:
+        return _registered(reference)
+    name, _, attribute = reference.partition(":")
+    path = Path(name)
+    if path.suffix != ".py":
+        known = ", ".join(sorted(REGISTRY)) or "none"
+        raise UsageError(
+            f"There is no study {reference[:120]!a}; known: {known}; or give a file.py of your own."
+        )
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"The study file {path} cannot be read: {error.strerror}.") from None
+    return _from_file(content, path.name, attribute, path.resolve().parent)
+
+
+def load_sealed(identity: dict[str, Json], copy: Path, folder: Path | None = None) -> Source:
+    """The study that a seal names: from the registry, or from the checked copy in its folder."""
+    if "registered" in identity:
+        return _registered(identity["registered"])
+    content = files.read(copy)
+    if canonical.sha256(content) != identity["sha256"]:
+        raise TamperingError(f"{copy} is not the study file that was sealed: its SHA-256 differs.")
+    return _from_file(content, identity["file"], identity["attribute"], folder)
+
+
+def _registered(name: str) -> Source:
+    from halfulp.studies import REGISTRY
+
+    if name not in REGISTRY:
+        raise UsageError(f"This halfulp has no study {name[:120]!a}; known: {', '.join(sorted(REGISTRY))}.")
+    study = getattr(importlib.import_module(REGISTRY[name]), "STUDY", None)
+    if not isinstance(study, Study):
+        raise UsageError(f"{REGISTRY[name]} has no STUDY.")
+    return Source(study, registered=name)
+
+
+def _from_file(content: bytes, name: str, attribute: str, folder: Path | None) -> Source:
+    attribute, study = find(module(content, name), name, attribute, Study, ("study", "STUDY"))
+    return Source(study, content=content, attribute=attribute, name=name, folder=folder)
+
+
+def find(
+    loaded: ModuleType, file: str, attribute: str, kind: type[T], usual: tuple[str, ...]
+) -> tuple[str, T]:
+    """An object of a kind, by its attribute's name or by the usual ones."""
+    for name in (attribute,) if attribute else usual:
+        value = getattr(loaded, name, None)
+        if isinstance(value, kind):
+            return name, value
+    raise UsageError(f"{file} defines no {kind.__name__} called {attribute or ' or '.join(usual)}.")
+
+
+def module(content: bytes, name: str) -> ModuleType:
+    """The module made of these very bytes (a second look at the file might find others)."""
+    full = f"halfulp_file_{canonical.sha256(content)[:16]}"
+    if full in sys.modules:
+        return sys.modules[full]
+    loader = _Bytes(content, name)
+    spec = importlib.util.spec_from_loader(full, loader)
+    assert spec is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[full] = loaded  # dataclasses look their module up while it is being made
+    try:
+        loader.exec_module(loaded)
+    except Exception as error:
+        del sys.modules[full]
+        raise UsageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+    return loaded
+
+
+class _Bytes(importlib.abc.SourceLoader):
+    def __init__(self, content: bytes, name: str) -> None:
+        self.content, self.name = content, name
+
+    def get_filename(self, fullname: str) -> str:
+        return self.name
+
+    def get_data(self, path: str) -> bytes:
+        return self.content

@@ -1,0 +1,116 @@
+"""One Markdown page about a closed study: what was asked, what the gates said, and what is not claimed.
+
+Everything on it comes from files that were checked. `tables` of the study decide nothing; they only show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from halfulp.errors import UsageError
+from halfulp.study import canonical, files, ledger, loading
+from halfulp.study.protocol import Json, Table
+from halfulp.study.seal import code_digest
+from halfulp.study.show import SCOPES
+from halfulp.study.store import Store, outcomes
+from halfulp.study.text import cell, number
+from halfulp.study.validate import check_order, check_records
+
+MOST_UNITS = 24  # of an estimand on the page; files hold all
+
+
+def page(folder: Path) -> str:
+    """The page."""
+    store = Store(folder)
+    events = ledger.read(store.ledger_file)
+    sealed = store.read_seal(events.seal)
+    protocol = store.read_protocol(sealed)
+    if events.closed is None:
+        raise UsageError(f"{folder} is not closed: run the study to its end before reporting on it.")
+    records = check_records(store, protocol, sealed, events)
+    check_order(store, protocol, events)
+    result = canonical.loads(files.read(store.result_file), store.result_file)
+    study = loading.load_sealed(sealed["code"]["study"], store.study_file).study
+    content = protocol.content
+    lines = [
+        f"# {content['study']} ({content['scale']})",
+        f"**{cell(result['label'])}**"
+        + ("" if result["scientific_result"] else " (not a scientific result)"),
+        f"Question: {cell(content['question'])}",
+        f"Scientific units: {cell(content['units'])}",
+        "Not claimed:\n\n" + "\n".join(f"- {cell(claim)}" for claim in content["not_claimed"])
+        if content["not_claimed"]
+        else "",
+        "## Gates",
+        _table(("gate", "estimand", "scope", "value", "threshold", "verdict"), _gates(result["gates"])),
+        "## Labels",
+        "\n".join(_rules(content["rules"])),
+        "## Estimands",
+        *_estimands(content["estimands"], result["estimands"]),
+    ]
+    shown = outcomes(protocol, records)
+    for title, make in study.tables.items():
+        lines += [f"## {cell(title)}", *_study_table(make(shown))]
+    lines += ["## Provenance", "\n".join(_provenance(folder))]
+    return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def _gates(gates: Sequence[dict[str, Json]]) -> Iterator[list[str | float | None]]:
+    for gate in gates:
+        at = f" ({gate['unit']})" if gate["scope"] == "all" and gate["unit"] else ""
+        yield [
+            gate["name"], gate["estimand"], SCOPES[gate["scope"]], number(gate["value"]) + at,
+            f"{gate['comparison']} {canonical.number(gate['threshold'])}",
+            "pass" if gate["passed"] else "FAIL",
+        ]  # fmt: skip
+
+
+def _rules(rules: Sequence[dict[str, Json]]) -> Iterator[str]:
+    for i, rule in enumerate(rules, 1):
+        when = [f"{name} passed" for name in rule["passed"]] + [f"{name} failed" for name in rule["failed"]]
+        yield f"{i}. {cell(rule['label'])}: {cell(' and '.join(when)) if when else 'otherwise'}"
+
+
+def _estimands(
+    declared: Sequence[dict[str, Json]], values: dict[str, dict[str, float | None]]
+) -> Iterator[str]:
+    for estimand in declared:
+        units = values[estimand["name"]]
+        yield f"### {cell(estimand['name'])}"
+        yield cell(estimand["what"])
+        yield _table(("unit", "value"), [[unit, units[unit]] for unit in list(units)[:MOST_UNITS]])
+        if len(units) > MOST_UNITS:
+            yield f"and {len(units) - MOST_UNITS} more units in result.json"
+
+
+def _study_table(table: Table) -> Iterator[str]:
+    yield _table(table.columns, table.rows)
+    if table.caption:
+        yield cell(table.caption)
+
+
+def _table(
+    columns: Sequence[str], rows: Iterator[list[str | float | None]] | Sequence[Sequence[str | float | None]]
+) -> str:
+    lines = [[cell(column) for column in columns], ["---"] * len(columns)]
+    lines += [[cell(value) for value in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _provenance(folder: Path) -> Iterator[str]:
+    store = Store(folder)
+    events = ledger.read(store.ledger_file)
+    sealed = store.read_seal(events.seal)
+    yield f"- sealed {events.events[0]['at']}, sha256 {events.seal}"
+    yield f"- closed {events.events[-1]['at']}, sha256 {events.head}"
+    yield f"- code: halfulp {cell(sealed['code']['version'])}, sha256 {code_digest(sealed)}"
+    for name, identity in sealed["data"].items():
+        yield f"- data: {cell(name)}, sha256 {identity['sha256']}"
+    env = sealed["environment"]
+    yield f"- environment: {cell(env['python'])}, {cell(env['platform'])}, {cell(env['cpu'])}"
+    yield f"- {len(events.records)} records, {sum(events.failures.values())} failed attempts"
+    for (stage, name), reason in sorted(events.recovered.items()):
+        yield f"- record {stage}/{name} was made by hand: {cell(reason)}"
+    for deviation in events.deviations:
+        yield f"- deviation from the seal: {cell(deviation['reason'])}"

@@ -1,0 +1,175 @@
+"""Running one cell: what its function is given, and what must hold before it may start.
+
+A `Session` lives in the process that runs cells. It trusts no one: it reads the sealed protocol itself,
+checks that its own code is the code it is told, and refuses a cell unless every earlier stage is sealed,
+so no coordinator (nor a hand that types a job) can start an outcome before the predictions are fixed.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from halfulp.errors import TamperingError, UsageError
+from halfulp.study import canonical, files, ledger, loading
+from halfulp.study import seal as seals
+from halfulp.study.declaration import changes
+from halfulp.study.protocol import Config, Json, check_name
+from halfulp.study.store import Store
+
+Message = dict[str, Json]
+PROGRESS_SECONDS = 0.5
+
+
+class Stopped(BaseException):
+    """A cell was asked to stop and has just saved. Not an Exception, so that cells do not catch it."""
+
+
+class Session:
+    """The cells of one sealed study, in this process."""
+
+    def __init__(self, out: Path, seal: str, code: str, folder: Path | None, *, replay: bool = False) -> None:
+        self.store = Store(out)
+        self.seal = seal
+        self.sealed = self.store.read_seal(seal)
+        self.protocol = self.store.read_protocol(self.sealed)
+        source = loading.load_sealed(self.sealed["code"]["study"], self.store.study_file, folder)
+        if code:
+            _check_code(code, {"code": seals.code(source)}, self.sealed)
+        self.study = source.study
+        self.folder = folder
+        self.replay = replay
+        self.tell: Callable[[Message], None] = lambda message: None
+        self._data: dict[str, Path] = {}
+        _limit_threads(self.protocol.threads)
+
+    def run(self, stage: str, cell: str, stage_seals: Mapping[str, str]) -> Message:
+        """Run a cell; the answer is ``finished``, ``failed``, ``stopped`` or ``refused``."""
+        answer: Message = {"stage": stage, "cell": cell, "process": ledger.process()}
+        try:
+            running = CellRun(self, stage, cell, self._check_sealed(stage, cell, stage_seals))
+        except (UsageError, TamperingError) as error:
+            return answer | {"answer": "refused", "error": str(error), "exit_code": error.exit_code}
+        try:
+            outcome = self.study.stage(stage).run(running)
+            if not isinstance(outcome, Mapping):
+                raise UsageError(f"A cell gives back a mapping, not a {type(outcome).__name__}.")
+            canonical.dumps(outcome)
+        except Stopped:
+            return answer | {"answer": "stopped"}
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            return answer | {"answer": "failed", "error": text, "traceback": traceback.format_exc()}
+        attached = {name: base64.b64encode(content).decode() for name, content in running.attached.items()}
+        return answer | {"answer": "finished", "outcome": outcome, "attached": attached}
+
+    def _check_sealed(self, stage: str, cell: str, given: Mapping[str, str]) -> dict[str, Message]:
+        """The seals of all earlier stages, or a refusal."""
+        if cell not in self.protocol.stage(stage).cells:
+            raise UsageError(f"Stage {stage} of study {self.protocol.study} has no cell {cell[:120]!a}.")
+        found = {}
+        for earlier in self.protocol.before(stage):
+            path = self.store.stage_seal_file(earlier.name)
+            if earlier.name not in given or not path.exists():
+                raise UsageError(
+                    f"Cell {stage}/{cell} may not start: {earlier.kind} stage {earlier.name} is not sealed."
+                )
+            content = self.store.read_stage_seal(earlier.name, given[earlier.name])
+            if content["seal"] != self.seal:
+                raise TamperingError(f"{path} belongs to another seal of the study.")
+            found[earlier.name] = content
+        return found
+
+    def data(self, name: str) -> Path:
+        """A data set, checked once a process."""
+        if name not in self._data:
+            if name not in self.protocol.data:
+                raise UsageError(f"The study declares no data set {name[:120]!a}.")
+            path = seals.locate(name, self.folder)
+            if canonical.sha256_file(path) != self.sealed["data"][name]["sha256"]:
+                raise TamperingError(
+                    f"{path} is not the data set {name} that was sealed: its SHA-256 differs."
+                )
+            self._data[name] = path
+        return self._data[name]
+
+
+class CellRun:
+    """The :class:`~halfulp.study.protocol.Running` of one cell."""
+
+    def __init__(self, session: Session, stage: str, cell: str, sealed: Mapping[str, Message]) -> None:
+        self.name = cell
+        self.config: Config = session.protocol.stage(stage).cells[cell]
+        self.attached: dict[str, bytes] = {}
+        self._session, self._stage, self._sealed = session, stage, sealed
+        self._reads = session.protocol.stage(stage).reads
+        self._checkpoint = session.store.checkpoint_file(stage, cell)
+        self._told = time.monotonic()
+
+    def _record(self, stage: str, cell: str) -> Message:
+        if stage not in self._reads:
+            raise UsageError(f"Stage {self._stage} does not declare that it reads stage {stage[:120]!a}.")
+        if cell not in self._sealed[stage]["records"]:
+            raise UsageError(f"Stage {stage} has no cell {cell[:120]!a}.")
+        return self._session.store.read_record(stage, cell, self._sealed[stage]["records"][cell])
+
+    def read(self, stage: str, cell: str) -> Mapping[str, Json]:
+        outcome: Mapping[str, Json] = self._record(stage, cell)["outcome"]
+        return outcome
+
+    def read_bytes(self, stage: str, cell: str, name: str) -> bytes:
+        return self._session.store.read_attached(stage, cell, name, self._record(stage, cell))
+
+    def attach(self, name: str, content: bytes) -> None:
+        check_name("attached file", name)
+        self.attached[name] = bytes(content)
+
+    def data(self, name: str) -> Path:
+        return self._session.data(name)
+
+    def save(self, state: bytes) -> None:
+        if not self._session.replay:
+            content = canonical.sha256(state).encode() + state
+            files.put(self._checkpoint, content, self._session.store.work)
+        if self._session.store.stop_file.exists():
+            raise Stopped
+
+    def load(self) -> bytes | None:
+        if self._session.replay or not self._checkpoint.is_file():
+            return None
+        content = self._checkpoint.read_bytes()
+        digest, state = content[:64], content[64:]
+        return state if canonical.sha256(state).encode() == digest else None  # damaged: begin again
+
+    def progress(self, done: float, total: float) -> None:
+        now = time.monotonic()
+        if total > 0 and now - self._told >= PROGRESS_SECONDS:
+            self._told = now
+            share = min(max(float(done) / float(total), 0.0), 1.0)
+            self._session.tell(
+                {"answer": "progress", "stage": self._stage, "cell": self.name, "share": share}
+            )
+
+
+def _check_code(expected: str, own: Message, sealed: Message) -> None:
+    if seals.code_digest(own) != expected:
+        lines = list(changes(sealed["code"], own["code"], "code"))
+        raise TamperingError(
+            f"The halfulp of this worker is not the one that runs the study; changed:\n{seals.listed(lines)}"
+        )
+
+
+def _limit_threads(threads: int) -> None:
+    """The number of threads that the protocol fixes, in libraries that are loaded already."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(threads)
+    if "numba" in sys.modules:
+        import numba
+
+        numba.set_num_threads(min(threads, int(numba.config.NUMBA_NUM_THREADS)))

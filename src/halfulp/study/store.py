@@ -1,0 +1,228 @@
+"""The folder of a study: what lies where, and what a record is.
+
+::
+
+    protocol.json                       what was declared
+    study.py                            the study file, if it is the user's own
+    seal.json                           digests of protocol, code, data, environment
+    ledger.jsonl                        what happened
+    records/STAGE/CELL.json             what a cell gave back, bound to protocol, code and data
+    attached/STAGE/CELL/NAME            files that a cell kept; their digests are in its record
+    seals/STAGE.json                    digests of all records of a stage
+    result.json                         estimands, gates, label
+    work/                               lock, checkpoints, worker output: only while the study is open
+
+Every JSON file is canonical. Records and stage seals depend on what was declared, run and given back, and
+on nothing else (no time, no process, no host), so two runs can be compared byte by byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfulp.errors import CorruptionError, TamperingError, UsageError
+from halfulp.study import canonical, files
+from halfulp.study import seal as seals
+from halfulp.study.declaration import FORMAT, Protocol
+from halfulp.study.ledger import Ledger
+from halfulp.study.protocol import Json, Records, check_name
+
+Record = dict[str, Json]
+
+
+class Store:
+    """A study's folder. Reading checks; nothing is written but by the functions that say so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.protocol_file = folder / "protocol.json"
+        self.study_file = folder / "study.py"
+        self.seal_file = folder / "seal.json"
+        self.ledger_file = folder / "ledger.jsonl"
+        self.result_file = folder / "result.json"
+        self.work = folder / "work"
+        self.lock_file = self.work / "lock"
+        self.stop_file = self.work / "stop"  # while it is there, cells stop when they next save
+
+    def record_file(self, stage: str, cell: str) -> Path:
+        """Where a cell's record lies."""
+        return self.folder / "records" / stage / f"{cell}.json"
+
+    def attached_file(self, stage: str, cell: str, name: str) -> Path:
+        """Where a file lies that a cell attached."""
+        return self.folder / "attached" / stage / cell / name
+
+    def stage_seal_file(self, stage: str) -> Path:
+        """Where a stage's seal lies."""
+        return self.folder / "seals" / f"{stage}.json"
+
+    def checkpoint_file(self, stage: str, cell: str) -> Path:
+        """Where an unfinished cell keeps its state."""
+        return self.work / "checkpoints" / stage / cell
+
+    # ---- what was sealed ----
+
+    def read_seal(self, expected: str) -> dict[str, Json]:
+        """The seal, whose digest the ledger (or whoever asks) knows."""
+        content = files.read(self.seal_file)
+        if canonical.sha256(content) != expected:
+            raise TamperingError(
+                f"{self.seal_file} is not the seal that the ledger names: its SHA-256 differs."
+            )
+        sealed: dict[str, Json] = canonical.loads(content, self.seal_file)
+        if sealed.get("format") != FORMAT:
+            raise CorruptionError(f"{self.seal_file} has a format that this halfulp does not read.")
+        return sealed
+
+    def read_protocol(self, sealed: Mapping[str, Json]) -> Protocol:
+        """The protocol that a seal names."""
+        content = files.read(self.protocol_file)
+        if canonical.sha256(content) != sealed["protocol"]:
+            raise TamperingError(
+                f"{self.protocol_file} is not the protocol that was sealed: its SHA-256 differs."
+            )
+        return Protocol(canonical.loads(content, self.protocol_file), str(self.protocol_file))
+
+    # ---- records ----
+
+    def read_record(self, stage: str, cell: str, digest: str) -> Record:
+        """A record with a known digest."""
+        path = self.record_file(stage, cell)
+        content = files.read(path)
+        if canonical.sha256(content) != digest:
+            raise TamperingError(f"{path} is not the record that was made: its SHA-256 differs.")
+        record: Record = canonical.loads(content, path)
+        return record
+
+    def read_attached(self, stage: str, cell: str, name: str, record: Record) -> bytes:
+        """An attached file, whose digest its record holds."""
+        path = self.attached_file(stage, cell, name)
+        if name not in record["attached"]:
+            raise UsageError(f"Cell {cell} of stage {stage} attached no file {name[:120]!a}.")
+        content = files.read(path)
+        if canonical.sha256(content) != record["attached"][name]["sha256"]:
+            raise TamperingError(f"{path} is not the file that was attached: its SHA-256 differs.")
+        return content
+
+    def read_stage_seal(self, stage: str, digest: str) -> dict[str, Json]:
+        """A stage's seal with a known digest."""
+        path = self.stage_seal_file(stage)
+        content = files.read(path)
+        if canonical.sha256(content) != digest:
+            raise TamperingError(f"{path} is not the seal of the stage that was made: its SHA-256 differs.")
+        sealed: dict[str, Json] = canonical.loads(content, path)
+        return sealed
+
+    def stage_seal(self, stage: str, protocol: Protocol, ledger: Ledger) -> dict[str, Json]:
+        """What a stage's seal says, once every cell of it has a record."""
+        before = protocol.before(stage)
+        return {
+            "format": FORMAT,
+            "study": protocol.study,
+            "stage": stage,
+            "seal": ledger.seal,
+            "before": ledger.stages[before[-1].name] if before else "",
+            "records": {cell: ledger.records[stage, cell] for cell in protocol.stage(stage).cells},
+        }
+
+    # ---- the inventory ----
+
+    def present(self) -> set[str]:
+        """Every file, link and empty folder, by its path from the top; ``work`` is left out."""
+        return set(_present(self.folder, self.folder))
+
+    def expected(
+        self, sealed: Mapping[str, Json], ledger: Ledger, records: Mapping[tuple[str, str], Record]
+    ) -> set[str]:
+        """The files that a study has, given its ledger and records."""
+        paths = [self.protocol_file, self.seal_file, self.ledger_file]
+        paths += [self.study_file] if "sha256" in sealed["code"]["study"] else []
+        paths += [self.stage_seal_file(stage) for stage in ledger.stages]
+        paths += [self.record_file(*key) for key in ledger.records]
+        paths += [
+            self.attached_file(*key, name) for key, record in records.items() for name in record["attached"]
+        ]
+        paths += [self.result_file] if ledger.closed else []
+        return {path.relative_to(self.folder).as_posix() for path in paths}
+
+
+def _present(folder: Path, top: Path) -> Iterator[str]:
+    entries = sorted(folder.iterdir())
+    if not entries and folder != top:
+        yield folder.relative_to(top).as_posix() + "/"
+    for entry in entries:
+        if entry.is_dir() and not entry.is_symlink():
+            if not (folder == top and entry.name == "work"):
+                yield from _present(entry, top)
+        else:
+            yield entry.relative_to(top).as_posix()
+
+
+def outcomes(protocol: Protocol, records: Mapping[tuple[str, str], Record]) -> Records:
+    """Stage -> cell -> what the cell gave back: what estimands are given."""
+    return {
+        stage.name: {cell: records[stage.name, cell]["outcome"] for cell in stage.cells}
+        for stage in protocol.stages
+    }
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a study's records are bound to: digests of its protocol, the code that ran, its data."""
+
+    protocol: Protocol
+    code: str
+    data: str
+
+    @classmethod
+    def of(cls, protocol: Protocol, sealed: Mapping[str, Json], code: str = "") -> Binding:
+        """That of a seal; `code` is given where a recorded deviation lets other code run."""
+        return cls(protocol, code or seals.code_digest(sealed), canonical.digest(sealed["data"]))
+
+    def record(
+        self,
+        stage: str,
+        cell: str,
+        outcome: Mapping[str, Json],
+        attached: Mapping[str, bytes],
+        reason: str = "",
+    ) -> Record:
+        """The record of a cell; one with a reason is a recovered one, and says so for ever."""
+        for name in attached:
+            check_name("attached file", name)
+        return {
+            "format": FORMAT,
+            "study": self.protocol.study,
+            "scale": self.protocol.scale,
+            "stage": stage,
+            "cell": cell,
+            "config": self.protocol.stage(stage).cells[cell],
+            "protocol": self.protocol.digest,
+            "code": self.code,
+            "data": self.data,
+            "outcome": outcome,
+            "attached": {
+                name: {"bytes": len(content), "sha256": canonical.sha256(content)}
+                for name, content in attached.items()
+            },
+            "origin": "recovered" if reason else "run",
+            "reason": reason,
+            "scientific_result": not reason and self.protocol.scale != "smoke",
+        }
+
+    def check(
+        self, record: Record, stage: str, cell: str, reason: str, codes: Container[str], path: Path
+    ) -> None:
+        """Refuse a record that is not one of this cell under this seal."""
+        expected = self.record(stage, cell, {}, {}, reason) | {"code": record.get("code")}
+        free = {"outcome", "attached"}
+        if set(record) != set(expected):
+            wrong = sorted(set(record) ^ set(expected))
+        else:
+            wrong = sorted(key for key in set(expected) - free if record[key] != expected[key])
+        if wrong or record["code"] not in codes:
+            raise TamperingError(
+                f"{path} is not the record of this cell under this seal: {', '.join(wrong or ['code'])}."
+            )

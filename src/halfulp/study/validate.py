@@ -1,0 +1,290 @@
+"""Validation: nothing is trusted but the seal and the raw records.
+
+In order: the ledger (each line has its own digest and follows the one before), the seal that it names, the
+protocol and study file that the seal names, every record that the ledger names, every file that a record
+names, the seals of the stages, the order of events (no cell before the stages ahead of it were sealed),
+the inventory (no file too many or too few), and the result, which is computed again from the records with
+the sealed gates and rules. What is damaged is named and is an error (exit code 3).
+
+What validation cannot do by itself is tell a study from one that was forged as a whole. For that it
+must be given something from outside: a digest that was published at seal or close, or a public key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from halfulp.errors import CorruptionError, TamperingError, UsageError
+from halfulp.study import canonical, files, ledger, loading, result
+from halfulp.study import seal as seals
+from halfulp.study.declaration import Protocol, changes
+from halfulp.study.export import EXPORTED, check_statement
+from halfulp.study.ledger import Ledger
+from halfulp.study.page import Validation, counted
+from halfulp.study.protocol import Json, check_name
+from halfulp.study.store import Binding, Record, Store
+
+# On another processor or with other libraries, sums of the same numbers are taken in another order. A sum of
+# 1e5 doubles is then off by at most about 1e5 * 2**-53 = 1.1e-11 of the sum of magnitudes.
+ROUNDING = 1e-10
+
+
+def validate(
+    folder: Path,
+    *,
+    expect: str = "",
+    strict_code: bool = False,
+    code: bool = True,
+    replay: Sequence[str] | None = None,
+    data_folder: Path | None = None,
+    public_key: Path | None = None,
+    workers: int | None = None,
+) -> Validation:
+    """Check a study's folder. `replay` names cells to run again; an empty list means all."""
+    store = Store(folder)
+    page = Validation()
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not the folder of a study.")
+    if not store.ledger_file.exists() and not store.seal_file.exists():
+        raise CorruptionError(f"{store.ledger_file} is missing: {folder} holds no study, or a damaged one.")
+    running = files.holder(store.lock_file)
+    events = ledger.read(store.ledger_file)
+    if not events.events:
+        raise CorruptionError(f"{store.ledger_file} is empty.")
+    sealed = store.read_seal(events.seal)
+    if expect or public_key is None:
+        _expect(expect, events, page)
+    protocol = store.read_protocol(sealed)
+    page.study, page.scale = protocol.study, protocol.scale
+    _check_study_file(store, sealed)
+    records = check_records(store, protocol, sealed, events)
+    check_order(store, protocol, events)
+    _check_inventory(store, sealed, events, records, page)
+    if public_key is not None or any((folder / name).exists() for name in EXPORTED):
+        page.authenticated.append(check_statement(folder, public_key))
+    page.authenticated += counted(protocol, sealed, events, records)
+    if events.closed is None:
+        done = f"{len(events.records)} of {sum(len(s.cells) for s in protocol.stages)} cells have records"
+        by = f"; process {running} is running it now" if running else ""
+        page.problems.append(f"incomplete: {done}, the study is not closed{by}. Run it again to go on.")
+        return page
+    _check_result(store, sealed, protocol, events, records, page, code=code, strict=strict_code)
+    if replay is not None:
+        from halfulp.study.replay import replay_cells
+
+        replay_cells(store, sealed, protocol, events, records, page, replay, data_folder, workers)
+    else:
+        page.not_checked.append("that the cells give these records: no cell was run again (--replay does)")
+    return page
+
+
+def check_records(
+    store: Store, protocol: Protocol, sealed: Mapping[str, Json], events: Ledger
+) -> dict[tuple[str, str], Record]:
+    """Every record that the ledger names, with the files attached to it; damage is named."""
+    binding = Binding.of(protocol, sealed)
+    codes = {binding.code, *(deviation["code"] for deviation in events.deviations)}
+    known = set(protocol.units())
+    records = {}
+    for key, digest in events.records.items():
+        if key not in known:
+            raise CorruptionError(
+                f"{store.ledger_file} names a cell that the protocol does not have: {key!a}."
+            )
+        record = store.read_record(*key, digest)
+        path = store.record_file(*key)
+        binding.check(record, *key, events.recovered.get(key, ""), codes, path)
+        for name, stated in record["attached"].items():
+            try:
+                check_name("attached file", name)
+            except UsageError as error:
+                raise TamperingError(f"{path}: {error}") from None
+            content = store.read_attached(*key, name, record)
+            if stated != {"bytes": len(content), "sha256": canonical.sha256(content)}:
+                raise TamperingError(f"{path} does not state the size of {name}.")
+        records[key] = record
+    return records
+
+
+def check_order(store: Store, protocol: Protocol, events: Ledger) -> None:
+    """No cell began before the stages ahead of it were sealed; stage seals are those of their records."""
+    sealed: set[str] = set()
+    begun: set[tuple[str, str]] = set()
+    for event in events.events:
+        kind = event["event"]
+        if kind in ("started", "retried", "finished", "recovered"):
+            key = (event["stage"], event["cell"])
+            early = [s.name for s in protocol.before(event["stage"]) if s.name not in sealed]
+            if early or (kind == "finished" and key not in begun):
+                why = f"stage {early[0]} was not sealed" if early else "it had not started"
+                raise TamperingError(f"{store.ledger_file}: cell {'/'.join(key)} {kind} when {why}.")
+            begun.add(key)
+        elif kind == "stage-sealed":
+            stage = event["stage"]
+            content = store.read_stage_seal(stage, event["seal"])
+            missing = [cell for cell in protocol.stage(stage).cells if (stage, cell) not in events.records]
+            if missing or content != store.stage_seal(stage, protocol, events):
+                raise TamperingError(
+                    f"{store.stage_seal_file(stage)} is not the seal of the stage's records."
+                )
+            sealed.add(stage)
+    if events.closed is not None and sealed != {stage.name for stage in protocol.stages}:
+        raise TamperingError(f"{store.ledger_file}: the study was closed before all its stages were sealed.")
+
+
+def _expect(expect: str, events: Ledger, page: Validation) -> None:
+    if not expect:
+        page.not_checked.append(
+            "that this is the study that was published: give the digest printed at seal or close (--expect)"
+        )
+    elif events.closed is not None and expect == events.closed["digest"]:
+        page.authenticated.append("the closing digest is the expected one: history, records and result")
+    elif expect == events.seal:
+        page.authenticated.append("the seal's digest is the expected one: protocol, code, data, environment")
+        page.not_checked.append("records and result against an outside digest: the seal came before them")
+    else:
+        raise TamperingError(
+            f"{events.path.parent} is not the expected study: neither its seal ({events.seal}) nor its "
+            f"closing digest ({events.closed['digest'] if events.closed else 'none'}) is {expect[:80]!a}."
+        )
+
+
+def _check_study_file(store: Store, sealed: Mapping[str, Json]) -> None:
+    stated = sealed["code"]["study"].get("sha256")
+    if stated is not None and canonical.sha256(files.read(store.study_file)) != stated:
+        raise TamperingError(
+            f"{store.study_file} is not the study file that was sealed: its SHA-256 differs."
+        )
+
+
+def _check_inventory(
+    store: Store,
+    sealed: Mapping[str, Json],
+    events: Ledger,
+    records: Mapping[tuple[str, str], Record],
+    page: Validation,
+) -> None:
+    present, expected = store.present(), store.expected(sealed, events, records)
+    present -= set(EXPORTED) if events.closed else set()  # checked with the statement
+    missing, extra = sorted(expected - present), sorted(present - expected)
+    if missing:
+        raise CorruptionError(f"{store.folder / missing[0]} is missing, but the ledger names it.")
+    leftover = [name for name in extra if name.startswith(("records/", "attached/", "seals/"))]
+    if events.closed is None and extra == leftover:
+        if leftover:
+            page.not_checked.append(
+                f"{len(leftover)} files that an interrupted run left and the ledger does not name"
+            )
+    elif events.closed is None and "result.json" in extra:
+        raise CorruptionError(
+            f"{store.result_file} is there, but {store.ledger_file} does not say that the study was closed: "
+            "it was shortened, or the run was stopped at its last step. Run the study again to close it."
+        )
+    elif extra:
+        raise CorruptionError(f"{store.folder / extra[0]!s} does not belong to the study: no event names it.")
+
+
+def _check_result(
+    store: Store, sealed: Mapping[str, Json], protocol: Protocol, events: Ledger,
+    records: Mapping[tuple[str, str], Record], page: Validation, *, code: bool, strict: bool,
+) -> None:  # fmt: skip
+    """Compute the result again; the stored one must be what follows from the records."""
+    assert events.closed is not None
+    content = files.read(store.result_file)
+    if canonical.sha256(content) != events.closed["result"]:
+        raise TamperingError(f"{store.result_file} is not the result that was recorded: its SHA-256 differs.")
+    stored = canonical.loads(content, store.result_file)
+    page.label, page.scientific_result = stored["label"], stored["scientific_result"]
+    if not code:
+        again = result.assemble(protocol, events, stored["estimands"])
+        _same_result(store, stored, again, moved=False)
+        page.recomputed.append("gates and label, from the estimands that result.json states")
+        page.problems.append(
+            "estimands were not recomputed from the records, because no code was run (--no-code)"
+        )
+        return
+    source = loading.load_sealed(sealed["code"]["study"], store.study_file)
+    moved = _compare_code(sealed, source, protocol, page, strict)
+    again = result.compute(source.study, protocol, events, records)
+    rounded = _same_result(store, stored, again, moved=moved)
+    count = sum(len(units) for units in again["estimands"].values())
+    how = (
+        f"; {rounded} of them agree only to {ROUNDING:g}, on other code or hardware"
+        if rounded
+        else ", bit for bit"
+    )
+    page.recomputed.append(f"{count} values of {len(again['estimands'])} estimands{how}")
+    page.recomputed.append(f"{len(again['gates'])} gates and the label, with the sealed thresholds and rules")
+    if events.closed["label"] != stored["label"]:
+        raise TamperingError(
+            f"{store.ledger_file} was closed with another label than {store.result_file} states."
+        )
+
+
+def _compare_code(
+    sealed: Mapping[str, Json], source: loading.Source, protocol: Protocol, page: Validation, strict: bool
+) -> bool:
+    """State how code and environment differ from the sealed ones."""
+    now = {"code": seals.code(source), "data": sealed["data"], "environment": seals.environment()}
+    found = seals.compare(dict(sealed), now)
+    try:
+        declared = Protocol.of(source.study, protocol.scale)
+        redeclared = list(changes(protocol.content, declared.content))
+    except UsageError:
+        redeclared = ["the study no longer has this scale"]
+    if "code" in found:
+        page.not_checked.append(
+            f"the sealed code itself: this halfulp differs in {len(found['code'])} places, "
+            f"{found['code'][0]} ..."
+        )
+        if strict:
+            page.problems.append("the code is not the sealed code (--strict-code)")
+    else:
+        page.authenticated.append("the code that recomputes is the sealed code, file by file")
+    if redeclared:
+        page.not_checked.append(
+            f"the study as the code declares it today, which differs: {redeclared[0]} ..."
+        )
+    if "environment" in found:
+        page.not_checked.append(
+            f"the sealed environment, which is not this one: {found['environment'][0]} ..."
+        )
+    return bool(found)
+
+
+def _same_result(store: Store, stored: dict[str, Json], again: dict[str, Json], *, moved: bool) -> int:
+    """How many values differ by rounding alone (`moved`: on other code or hardware); more is an error."""
+    rounded = 0
+    different = list(changes({k: stored[k] for k in stored if k not in ("estimands", "gates")},
+                             {k: again[k] for k in again if k not in ("estimands", "gates")}))  # fmt: skip
+    for name, units in again["estimands"].items():
+        before = stored["estimands"].get(name, {})
+        if set(before) != set(units):
+            different.append(f"estimands.{name}: the units differ")
+            continue
+        for unit, value in units.items():
+            if before[unit] != value:
+                if (
+                    moved
+                    and None not in (before[unit], value)
+                    and math.isclose(before[unit], value, rel_tol=ROUNDING)
+                ):
+                    rounded += 1
+                else:
+                    different.append(f"estimands.{name}.{unit}: stored {before[unit]}, recomputed {value}")
+    decided = [[{k: g[k] for k in g if k != "value"} for g in r["gates"]] for r in (stored, again)]
+    if decided[0] != decided[1]:
+        different.append("gates: the decisions differ")
+    if different:
+        why = "other code or another environment than the sealed" if moved else "the sealed code"
+        error = f"{store.result_file} does not follow from the records, by {why}: {different[0]}."
+        raise RecomputationError(error) if moved else TamperingError(error)
+    return rounded
+
+
+class RecomputationError(CorruptionError):
+    """Records are intact, but code that moved on computes something else from them."""
+
+    exit_code = 1

@@ -1,0 +1,115 @@
+"""Kills a study at every single operation on the disk, and goes on with it; prints what came of it as JSON.
+
+The imports are paid for once: every trial is a fork of this process, which the test starts on its own so that
+no thread is running.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from study_samples import quick_identity, run, study_file, tree
+
+from halfulp.study import files
+from halfulp.study.executor import Inline
+
+
+def killed_at(operation: int, path: Path, out: Path) -> bool:
+    """Run in a fork that kills itself before its n-th operation; whether it came to its end instead."""
+    child = os.fork()
+    if child == 0:
+        counter = 0
+
+        def hook(name: str, where: Path) -> None:
+            nonlocal counter
+            counter += 1
+            if counter == operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        files.hook = hook
+        try:
+            run(path, out)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return False
+    assert os.WEXITSTATUS(status) == 0, "the run failed"
+    return True
+
+
+def every_operation(path: Path, out: Path, expected: dict[str, str]) -> dict[str, object]:
+    differing = []
+    operation = 0
+    while True:
+        operation += 1
+        shutil.rmtree(out, ignore_errors=True)
+        if killed_at(operation, path, out):
+            break
+        run(path, out)
+        if tree(out) != expected or (out / "work").exists():
+            differing.append(operation)
+    return {"operations": operation - 1, "differing": differing}
+
+
+def in_batches(path: Path, out: Path, expected: dict[str, str]) -> dict[str, object]:
+    """The same, with all records of a stage committed together, as worker processes' are."""
+    Inline.capacity, Inline.patience = 3, 3600.0
+    found = every_operation(path, out, expected)
+    Inline.capacity, Inline.patience = 1, 0.0
+    return found
+
+
+def again_and_again(path: Path, out: Path, expected: dict[str, str], every: int) -> dict[str, object]:
+    """Killed after so many operations, each time, until it is done."""
+    shutil.rmtree(out, ignore_errors=True)
+    runs = 1
+    while not killed_at(every, path, out):
+        runs += 1
+        assert runs < 200, "no progress"
+    return {"runs": runs, "same": tree(out) == expected}
+
+
+def torn_ledger(path: Path, out: Path, whole: Path, expected: dict[str, str]) -> dict[str, object]:
+    """The ledger cut inside its last lines, at every byte of them, and here and there before."""
+    content = (whole / "ledger.jsonl").read_bytes()
+    last = len(content) - len(content.splitlines()[-1]) - 1
+    first = content.index(b"\n") + 1  # before that, nothing but the seal can exist
+    cuts = sorted({*range(first, last, 97), *range(last, len(content), 7)})
+    differing = []
+    for cut in cuts:
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(whole, out)
+        (out / "ledger.jsonl").write_bytes(content[:cut])
+        run(path, out)
+        if tree(out) != expected:
+            differing.append(cut)
+    return {"cuts": len(cuts), "differing": differing}
+
+
+def main(folder: Path) -> None:
+    quick_identity()
+    path = study_file(folder)
+    whole, out = folder / "whole", folder / "out"
+    run(path, whole)
+    expected = tree(whole)
+    tasks: dict[str, Callable[[], dict[str, object]]] = {
+        "every operation": lambda: every_operation(path, out, expected),
+        "in batches": lambda: in_batches(path, out, expected),
+        "again and again": lambda: again_and_again(path, out, expected, 30),
+        "torn ledger": lambda: torn_ledger(path, out, whole, expected),
+    }
+    print(json.dumps({name: task() for name, task in tasks.items()}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
