@@ -42,6 +42,7 @@ docs: $(VENV)/.stamp-dev
 bench: $(VENV)/.stamp-peers
 	$(BIN)/python benchmarks/kernels.py $(BENCH)
 	$(BIN)/python benchmarks/writeback.py
+	$(BIN)/python benchmarks/study.py
 	$(BIN)/python benchmarks/controlled.py
 
 clean:

@@ -56,7 +56,7 @@ def three_layer() -> Problem:
     return classification(0, hidden=(32, 32))
 
 
-WIDE = tuple(f"m{m}" for m in (4, 6, 8, 10, 12, 14))
+WIDE = tuple(f"m{m}" for m in (3, 5, 7, 9, 11, 13))
 CLOSE = tuple(f"m{m}" for m in (6, 7, 8, 9, 10, 11))
 LOW = tuple(f"m{m}" for m in (1, 2, 3, 4, 5))
 
@@ -67,7 +67,7 @@ KINDS = (
          rounding="stochastic", total=180 * 3000),
     Kind(name="phase-diagram, reference", problem=lambda: teacher_student(2021), rate=0.1, audit=LOW,
          tested=True, total=36 * 3000),
-    Kind(name="two-layer, measured", problem=lambda: teacher_student(0), rate=0.1, store="m8",
+    Kind(name="two-layer, measured", problem=lambda: teacher_student(0), rate=0.1, store="m9",
          total=72 * 6000),
     Kind(name="two-layer, reference", problem=lambda: teacher_student(0), rate=0.1, audit=WIDE,
          total=36 * 6000),
@@ -133,7 +133,7 @@ def plain(kind: Kind, p: Problem, steps: int) -> Run:
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         out = model(inputs)
         if p.net.loss == "squared":
-            return 0.5 * (out - targets).square().sum(dim=1).mean()
+            return (out - targets).square().sum(dim=1).mean()
         return cross_entropy(out, targets)
 
     audited = [hu.grid(name) for name in kind.audit]

@@ -105,7 +105,7 @@ def markdown(env: dict[str, Any], found: dict[str, Any]) -> str:
         "",
         f"A study of one cell takes {found['one_cell_seconds']:.2f} s (worker processes import torch); this "
         "is taken off. One small file, written, synchronised and renamed, takes "
-        f"{found['disk_ms_a_file']:.2f} ms here.",
+        f"{found['disk_ms_a_file']:.2f} ms here. Load average of the machine before: {found['load']:.1f}.",
         "",
         "; ".join(f"{key}: {value}" for key, value in env.items()) + ".",
     ]
@@ -122,7 +122,7 @@ def main() -> None:
     env = environment()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        found: dict[str, Any] = {"disk_ms_a_file": disk(folder) * 1e3, "rows": []}
+        found: dict[str, Any] = {"load": os.getloadavg()[0], "disk_ms_a_file": disk(folder) * 1e3, "rows": []}
         one = measure(1, folder, options.workers)["run_seconds"]
         found["one_cell_seconds"] = one
         for cells in (int(c) for c in options.cells.split(",")):

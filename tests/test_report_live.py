@@ -84,6 +84,26 @@ def test_it_draws_at_most_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) 
     assert view.seconds == 0.0
 
 
+def test_slow_pictures_come_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures that take 10 ms are made every two seconds: half a percent of the time."""
+    console, _ = screen(terminal=True)
+    now, drawn = [100.0], []
+
+    def picture(summary: dict[str, Any]) -> str:
+        drawn.append(now[0])
+        now[0] += 0.01
+        return ""
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(live, "picture", picture)
+    with LiveView(console) as view:
+        for _ in range(5000):
+            now[0] += 0.001
+            view(SUMMARY)
+    assert len(drawn) == 3
+    assert view.seconds == pytest.approx(0.03)  # three differences of sums of a thousand roundings each
+
+
 def test_it_listens_to_an_audit() -> None:
     console, out = screen(terminal=False)
     model = made("mlp")

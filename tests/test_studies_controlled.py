@@ -213,7 +213,7 @@ def test_the_lone_seed_is_found() -> None:
 
 def test_direct_is_a_bfloat16_tensor_under_sgd() -> None:
     """Frozen counts of a few steps, from the bits of bfloat16; resumed runs are the same run."""
-    p = frozen_features(1, outputs=3, examples=40, tests=4)
+    p = frozen_features(1, readouts=3, examples=40, tests=4)
     frozen, squares = emulator.direct(p, 0.1, 30)
     network = Trainer(p.net, p.train, p.start, rate=0.1)
     w = torch.from_numpy(p.start).to(torch.bfloat16)

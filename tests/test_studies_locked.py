@@ -141,7 +141,7 @@ def twice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folders = []
     for executor in ("local", "inline"):
         out = tmp_path_factory.mktemp(request.param) / executor
-        engine.run(loading.load(request.param), "smoke", out, executor=executor)
+        engine.run(loading.load(request.param), "smoke", out, executor=executor, workers=1)
         folders.append(out)
     return STUDIES[request.param], folders[0], folders[1]
 

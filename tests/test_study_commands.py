@@ -6,13 +6,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from study_samples import SMALL, invoke, quick_identity, run, study_file
+from study_samples import SMALL, invoke, quick_identity, run, study_file, tree
 
 from halfulp.study import canonical, ledger
 from halfulp.study import seal as seals
 from halfulp.study.validate import validate
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "study_coin.py"
+
+
+def test_the_documentation_shows_the_example() -> None:
+    page = (EXAMPLE.parent.parent / "docs" / "studies.md").read_text()
+    assert EXAMPLE.read_text().split('"""', 2)[2].strip() in page
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +48,7 @@ def test_the_worked_example(
     for digest in (seal, closed):
         assert invoke(capsys, "study", "validate", str(out), "--expect", digest)[0] == 0
     page = invoke(capsys, "study", "report", "study_coin.py")[1]
-    assert "| close | error | in every unit | 0.0135" in page
+    assert "| close | error | in every unit | 0.00263" in page
     assert invoke(capsys, "study", "report", str(out), "-o", "page.md")[0] == 0
     assert Path("page.md").read_text() == page
     assert invoke(capsys, "study", "export", "study_coin.py", "coin.zip")[0] == 0
@@ -81,10 +86,49 @@ def test_other_code_is_stated_and_fails_only_if_asked(
     monkeypatch.setattr(seals, "code", lambda source: real(source) | {"version": "1"})
     code, text, _ = invoke(capsys, "study", "validate", str(out))
     assert code == 0
-    assert 'the sealed code itself: this halfulp differs in 1 places, code.version: was "0", now "1"' in text
+    assert 'the sealed code itself: this halfulp differs in 1 place, code.version: was "0", now "1"' in text
     code, text, _ = invoke(capsys, "study", "validate", str(out), "--strict-code")
     assert code == 1
     assert "the code is not the sealed code" in text
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("compute", lambda records: 1 / 0), ("name", "renamed"), ("compute", lambda records: {})],
+)
+def test_code_that_moved_on_too_far_is_not_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], attribute: str, value: object
+) -> None:
+    """The estimand raises, is gone, or says something else: exit code 1, and the records are not blamed."""
+    from halfulp.study import loading
+
+    path, out = study_file(tmp_path), tmp_path / "out"
+    run(path, out)
+    estimand = loading.load(str(path)).study.estimands[0]
+    with pytest.MonkeyPatch.context() as patch:
+        environment = seals.environment()
+        patch.setattr(seals, "environment", lambda: environment | {"cpu": "another"})
+        original = getattr(estimand, attribute)
+        object.__setattr__(estimand, attribute, value)  # frozen for everybody else
+        try:
+            code, _, error = invoke(capsys, "study", "validate", str(out))
+        finally:
+            object.__setattr__(estimand, attribute, original)
+    assert code == 1
+    assert "result.json" in error
+
+
+def test_running_a_closed_study_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = study_file(tmp_path), tmp_path / "out"
+    run(path, out)
+    before = tree(out, ledger=True)
+    run(path, out)
+    assert tree(out, ledger=True) == before
+    (out / "records" / "mine.txt").write_text("mine")
+    code, _, error = invoke(capsys, "study", "run", str(path), "--out", str(out), "--executor", "inline")
+    assert code == 3
+    assert "mine.txt does not belong" in error
+    assert (out / "records" / "mine.txt").exists()
 
 
 def test_values_may_differ_by_rounding_only_on_another_machine(

@@ -162,6 +162,7 @@ def test_a_folder_that_holds_something_else_is_not_used(tmp_path: Path, quick: N
     (out / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match=r"thesis\.tex"):
         run(study_file(tmp_path), out)
+    assert [p.name for p in out.iterdir()] == ["thesis.tex"]
 
 
 def test_two_runs_leave_the_same_bytes(tmp_path: Path, quick: None) -> None:

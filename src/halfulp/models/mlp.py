@@ -58,7 +58,7 @@ class Net:
     """Fully connected layers with tanh between them and nothing after the last.
 
     Weights are one flat vector: for each layer W (outputs, inputs) by rows, then b. The squared loss is the
-    mean over examples of 1/2 |out - y|**2; cross-entropy takes one-hot targets.
+    mean over examples of |out - y|**2; cross-entropy takes one-hot targets.
 
     >>> net = Net(sizes=(8, 64, 1))
     >>> net.count, net.part("W1"), net.part("b2")
@@ -125,6 +125,18 @@ class Batch:
 
     def to(self, dtype: npt.DTypeLike) -> Batch:
         return Batch(self.x.astype(dtype), self.y.astype(dtype), self.n)
+
+
+def outputs(net: Net, weights: Array, x: npt.ArrayLike) -> Array:
+    """What a net gives for examples, one a row, in the order of sums that training has.
+
+    >>> outputs(Net(sizes=(2, 1), biased=False), np.array([1.0, 2.0]), [[3.0, 4.0]])
+    array([[11.]])
+    """
+    rows = np.asarray(x, dtype=weights.dtype)
+    acts = np.zeros((net.units, len(rows)), weights.dtype)
+    compiled.forward(weights, np.array(net.sizes), net.biased, np.ascontiguousarray(rows.T), acts)
+    return acts[-net.sizes[-1] :].T.copy()
 
 
 @dataclass(frozen=True)

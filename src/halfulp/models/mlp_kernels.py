@@ -264,7 +264,7 @@ def softmax(out: Any, y: Any, n: Any, scratch: Any) -> Any:
 def output_error(out: Any, y: Any, n: Any, loss: Any, scratch: Any) -> Any:
     """Outputs to the derivative of the loss by them, in place; the loss. Padding gets zero.
 
-    squared: mean over examples of 1/2 |out - y|**2; cross-entropy: mean of -log p(target)."""
+    squared: mean over examples of |out - y|**2; cross-entropy: mean of -log p(target)."""
     if loss == CROSS_ENTROPY:
         value = softmax(out, y, n, scratch) / n
     else:
@@ -275,8 +275,8 @@ def output_error(out: Any, y: Any, n: Any, loss: Any, scratch: Any) -> Any:
                 row[i] = row[i] - target[i]
             fill(row[n:], 0)
             value += np.float64(lane_dots(row, row, row, row, row)[0])
-        value = 0.5 * value / n
-    count = out.dtype.type(n)
+        value /= n
+    count = out.dtype.type(n if loss == CROSS_ENTROPY else 0.5 * n)
     for c in range(out.shape[0]):
         row = out[c]
         fill(row[n:], 0)

@@ -106,8 +106,7 @@ def outcome_data(found: Outcome) -> dict[str, Any]:
 
 def arms_data(found: Arms) -> dict[str, Any]:
     """Loss curves."""
-    members = ([found.reference] if found.reference else []) + list(found.runs)
-    return {"runs": [_loss(run) for run in members if np.isfinite(run.gathered.loss).any()]}
+    return {"runs": [_loss(run) for run in found.members if np.isfinite(run.gathered.loss).any()]}
 
 
 def _loss(run: Run) -> dict[str, Any]:

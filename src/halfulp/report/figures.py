@@ -14,7 +14,7 @@ from halfulp.integrations.scalars import tag as plain_name
 from halfulp.report.charts import short
 from halfulp.report.gather import Array
 from halfulp.report.page import open_traces
-from halfulp.report.runs import Arms, Outcome, Run, arms, forecasts, shown_first
+from halfulp.report.runs import Outcome, Run, arms, forecasts, shown_first
 from halfulp.report.study import is_study, open_study
 from halfulp.report.style import (
     BLUE,
@@ -68,7 +68,7 @@ def _of_traces(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
     for found in forecasts(runs):
         yield f"{plain_name(found.measured.name)}-forecast-{plain_name(found.grid)}", forecast(found)
     for group in arms(runs):
-        members = [run for run in _members(group) if run.final_loss is not None]
+        members = [run for run in group.members if run.final_loss is not None]
         if members:
             yield f"policies-{plain_name(group.grid)}", losses(members)
 
@@ -149,10 +149,6 @@ def losses(members: Sequence[Run]) -> Figure:
     panel.set_ylabel("training loss (nats)")
     panel.legend(loc="best")
     return figure
-
-
-def _members(group: Arms) -> list[Run]:
-    return ([group.reference] if group.reference else []) + list(group.runs)
 
 
 def _smooth(loss: Array) -> Array:

@@ -1,9 +1,9 @@
 """A running audit on the terminal: what is being lost now, and where.
 
 A :class:`LiveView` is a listener of an audit. It is called at every audited step and almost always returns
-at once: a clock is read (50 ns), and a picture is made at most four times a second. On a terminal the
-picture stays in its place; elsewhere it is a plain line now and then, so that a log file stays readable.
-Everything goes to stderr, because stdout is the script's own.
+at once, after a look at the clock. A picture is made at most four times a second, and less often if that took
+more than half a percent of the time. On a terminal the picture stays in its place; elsewhere it is a plain
+line now and then, so that a log file stays readable. Everything goes to stderr: stdout is the script's own.
 
     with LiveView() as view, hu.Audit(optimizer, ["bf16"], model=model, listeners=[view]):
         train()
@@ -29,6 +29,8 @@ from halfulp.report.words import percent
 
 INTERVAL, LINE_INTERVAL = 0.25, 10.0
 """Seconds between pictures, and between plain lines."""
+SHARE = 0.005
+"""Of the time, at most, for making pictures."""
 WORST = 5
 BAR = 24
 
@@ -44,7 +46,7 @@ class LiveView:
         """Spent here so far."""
         self._live: Live | None = None
         self._latest: dict[str, Any] | None = None
-        self._due = 0.0
+        self._due, self._cost = 0.0, 0.01
 
     def __enter__(self) -> LiveView:
         if not self.lines:
@@ -68,8 +70,10 @@ class LiveView:
         if now < self._due:
             return
         self._show()
-        self._due = now + self.interval
-        self.seconds += time.monotonic() - now
+        spent = time.monotonic() - now
+        self._cost = min(self._cost, spent)  # the first one is slow, and others may have to wait for a core
+        self._due = now + max(self.interval, self._cost / SHARE)
+        self.seconds += spent
 
     def close(self) -> None:
         """Take the picture away; plain lines end with the last step."""

@@ -122,7 +122,8 @@ def table(
         tag("tbody", *(tag("tr", *(cell(c, "td") for c in row)) for row in rows)),
         class_=class_,
     )
-    box = tag("div", inside, class_="scroll", tabindex=0, role="region", aria_label="Table")
+    spoken = caption if isinstance(caption, str) and not isinstance(caption, Html) else "Table"
+    box = tag("div", inside, class_="scroll", tabindex=0, role="region", aria_label=spoken)
     return tag("figure", tag("figcaption", caption) if caption else None, box)
 
 

@@ -99,9 +99,8 @@ def policy_section(found: Sequence[Arms]) -> Html | None:
 
 
 def _policies(found: Arms) -> Html:
-    members = ([found.reference] if found.reference else []) + list(found.runs)
     rows: list[list[Content]] = []
-    for run in members:
+    for run in found.members:
         grid = run.grid or found.grid
         never = run.gathered.never_moved(grid, run.scope) if run.grid else None
         recovered = found.recovery(run)
@@ -110,7 +109,7 @@ def _policies(found: Arms) -> Html:
             [
                 tag("th", run.policy_words if run.grid else "fp32 reference", scope="row"),
                 number(f"{run.bytes_per_weight:g}"),
-                number("-" if run.final_loss is None else f"{run.final_loss:.3f}"),
+                number(words.loss(run, found)),
                 number("-" if recovered is None else f"{recovered:.0%}"),
                 number("-" if run.grid is None else words.percent(late)),
                 number(words.percent(never)),

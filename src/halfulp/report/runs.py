@@ -123,6 +123,11 @@ class Arms:
     reference: Run | None
     runs: Sequence[Run]
 
+    @property
+    def members(self) -> list[Run]:
+        """The reference, if there is one, and the arms."""
+        return [*([self.reference] if self.reference else []), *self.runs]
+
     def recovery(self, run: Run) -> float | None:
         """R_A; None where it has no meaning: no loss, no nearest arm, no gap, or other steps."""
         nearest = next((r for r in self.runs if r.policy == NEAREST), None)

@@ -62,8 +62,9 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
     findings = run.gathered.findings(run.scope)
     weights = sum(int(t["numel"]) for t in run.trace.tensors)
     facts = f"{len(run.gathered.steps):,} steps, {len(run.trace.tensors):,} tensors, {weights:,} weights"
+    dtypes = ", ".join(sorted({verdict.shown(str(t["stored"]), 20) for t in run.trace.tensors}))
     stored = f"stored on {run.grid}, {run.policy_words} write-back"
-    kind = "a forecast from this high-precision run" if run.grid is None else stored
+    kind = f"a forecast from this run in {dtypes}" if run.grid is None else stored
     said = [tag("li", words.sentence(run, f)) for f in _telling(findings)] if len(findings) > 1 else []
     head: list[Content] = [
         "grid",

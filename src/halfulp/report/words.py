@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from halfulp.audit import verdict
 from halfulp.audit.crossings import Crossing
 from halfulp.audit.verdict import Finding
-from halfulp.report.runs import Outcome, Run
+from halfulp.report.runs import Arms, Outcome, Run
 
 SEVERITIES = {
     "most updates are lost": "most",
@@ -147,6 +147,15 @@ def onset(found: Crossing | None) -> str:
         return first
     later = "not for good" if found.persistent is None else f"for good from {found.persistent}"
     return f"{first}, {later}"
+
+
+def loss(run: Run, group: Arms) -> str:
+    """A run's final loss; of one that ended before the others, with the step."""
+    if run.final_loss is None:
+        return "-"
+    last = int(run.gathered.steps[-1])
+    early = last < max(int(r.gathered.steps[-1]) for r in group.members)
+    return f"{run.final_loss:.3f}" + (f" (step {last})" if early else "")
 
 
 def outcome_sentence(found: Outcome) -> str:

@@ -206,6 +206,8 @@ def draw_locations(ax: Any, values: Mapping[str, Sequence[float]]) -> None:
         ax.plot([middle], [row], "o", color="C0", markersize=5)
     ax.set(xscale="log", xlabel="pooled rho at the first crossing", ylim=(len(values) - 0.5, -0.5))
     ax.set_yticks(range(len(values)), [f"{name} (n = {len(v)})" for name, v in values.items()])
+    ax.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+    ax.set_xticks([], minor=True)
 
 
 def figure(records: Records) -> Any:

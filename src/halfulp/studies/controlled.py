@@ -147,7 +147,7 @@ def figure(emulator: Records, two_layer: Records, cnn: Records | None) -> Any:
     timing.draw_pairs(left, {"emulator": emulator, "two-layer": principal})
     left.set_title("(a) forecast and outcome")
     _draw_event(middle)
-    middle.set_title("(b) the event, around 1 with three mantissa bits")
+    middle.set_title("(b) the event, three mantissa bits")
     found = {**timing.locations(emulator)}
     direct = [r["direct"] for r in emulator["bf16"].values() if r["network"] == "frozen-features"]
     later = [d["rho"] for d in direct if d["crossing"]["category"] == "later"]

@@ -77,7 +77,7 @@ def _shared(config: Config) -> dict[str, Json]:
 
 
 def _features(c: Config) -> Problem:
-    return frozen_features(c["seed"], outputs=c["outputs"], examples=c["examples"], tests=c["examples"])
+    return frozen_features(c["seed"], readouts=c["outputs"], examples=c["examples"], tests=c["examples"])
 
 
 def reference(cell: Running) -> Mapping[str, Json]:
@@ -182,7 +182,7 @@ def curves(records: Records) -> Any:
                 at = 1 + r["curve"]["every"] * np.arange(len(r["curve"]["direct"]))
                 ax.plot(at, np.array(r["curve"]["emulated"]) / r["size"], color="C0", linewidth=1.6)
                 ax.plot(at, np.array(r["curve"]["direct"]) / r["size"], color="C1", linewidth=0.8)
-        ax.set(title=network, xlabel="step", ylim=(0, 1))
+        ax.set(title=network, xlabel="step", xscale="log", ylim=(0, 1))
         ax.set_ylabel("frozen fraction: m7 (thick), bfloat16 (thin)")
     return fig
 

@@ -16,7 +16,7 @@ final loss of it: a majority crossing is no stopping time.
 
 What the paper leaves open is chosen in :mod:`halfulp.models.teacher` (start, teacher, loss) and here: base
 seeds 2021 to 2023, additional ones 2024 to 2026. A run has diverged when a weight exceeds 2**300 or is not a
-number. Test errors are half mean squares; the factor cancels in lambda.
+number. Test errors are mean squares.
 """
 
 from __future__ import annotations
@@ -247,12 +247,13 @@ def figure(records: Records) -> Any:
         measured_in, predicted_in = (v is not None and v >= LEARNED for v in (value, forecast))
         agrees = measured_in == predicted_in
         color = ("#cfe8cf" if measured_in else "#eeeeee") if agrees else "#f4a742"
-        _cell(left, rates.index(rate), mantissas.index(m), color, "" if not agrees else "✓", False)
+        _cell(left, rates.index(rate), mantissas.index(m), color, "✓" if agrees else "")
     for ax, arm, title in ((middle, "nearest", "(b) nearest"), (right, "stochastic", "(c) stochastic")):
         for (m, rate), value in medians(records, arm).items():
             shade = 1 - 0.75 * min(max(value or 0.0, 0.0), 1.0)
-            text = "" if value is None else f"{value:.2f}"
-            _cell(ax, rates.index(rate), mantissas.index(m), (shade, shade, 1.0), text, bad[rate][0] > 0)
+            text, hatched = "" if value is None else f"{value:.2f}", bad[rate][0] > 0
+            x, y = rates.index(rate), mantissas.index(m)
+            _cell(ax, x, y, (shade, shade, 1.0), text, hatched=hatched, dark=shade < 0.5)
         ax.set_title(title)
     left.set_title("(a) forecast agrees at 0.5")
     left.set_ylabel("mantissa bits")
@@ -266,14 +267,17 @@ def figure(records: Records) -> Any:
     return fig
 
 
-def _cell(ax: Any, x: int, y: int, color: Any, text: str, hatched: bool) -> None:
+def _cell(
+    ax: Any, x: int, y: int, color: Any, text: str, *, hatched: bool = False, dark: bool = False
+) -> None:
     from matplotlib.patches import Rectangle
 
     ax.add_patch(
         Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, edgecolor="0.5", linewidth=0.4,
                   hatch="////" if hatched else None)
     )  # fmt: skip
-    ax.text(x, y, text, ha="center", va="center", fontsize="x-small")
+    ink = "white" if dark and not hatched else "black"
+    ax.text(x, y, text, ha="center", va="center", fontsize="x-small", color=ink)
 
 
 # ---- the study ------------------------------------------------------------------------------------------

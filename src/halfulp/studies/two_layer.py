@@ -17,7 +17,7 @@ thousands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from halfulp.study.protocol import (
 
 PRINCIPAL = "gd-squared"
 COARSE_REFERENCE = 16
+PRECISIONS = ["fp32", f"m{COARSE_REFERENCE}"]
 CLEAN_BITS = 4
 
 
@@ -62,7 +63,7 @@ def reference_cells(config: Config) -> Iterator[Cell]:
 def recomputed_cells(config: Config) -> Iterator[Cell]:
     for name, c in _references(config):
         if c["system"] == PRINCIPAL:
-            for precision in ("fp32", f"m{COARSE_REFERENCE}"):
+            for precision in config["precisions"]:
                 yield Cell(name=f"{name}.{precision}", config={**c, "precision": precision})
 
 
@@ -113,13 +114,13 @@ def measure(cell: Running) -> Mapping[str, Json]:
 # ---- the precision of the reference ---------------------------------------------------------------------
 
 
-def clean_comparisons(records: Records) -> dict[str, bool]:
-    """Whether all reference precisions predict the same step, by clean cell."""
+def clean_comparisons(records: Records, precisions: Sequence[str] = PRECISIONS) -> dict[str, bool]:
+    """Whether fp64 and these reference precisions predict the same step, by clean cell."""
     found = {}
     for name, r in records["reference"].items():
         if r["system"] != PRINCIPAL:
             continue
-        others = [records["recomputed"][f"{name}.{p}"] for p in ("fp32", f"m{COARSE_REFERENCE}")]
+        others = [o for o in (records["recomputed"].get(f"{name}.{p}") for p in precisions) if o]
         for grid, predicted in r["predicted"].items():
             clean = int(grid[1:]) <= COARSE_REFERENCE - CLEAN_BITS
             if clean and predicted["symmetric"]["category"] == "later":
@@ -142,7 +143,7 @@ def measured_span(records: Records) -> Values:
 _ALL = {"examples": 512, "seeds": [0, 1, 2, 3]}
 PAPER_SYSTEMS: dict[str, Json] = {
     "gd-squared": {**_ALL, "loss": "squared", "optimizer": "gd", "hidden": [64], "steps": 6000,
-                   "rates": [0.025, 0.1, 0.4], "mantissas": [4, 6, 8, 10, 12, 14]},
+                   "rates": [0.05, 0.1, 0.2], "mantissas": [3, 5, 7, 9, 11, 13]},
     "adam-squared": {**_ALL, "loss": "squared", "optimizer": "adam", "hidden": [64], "steps": 6000,
                      "rates": [0.0003, 0.001, 0.003], "mantissas": [6, 7, 8, 9, 10, 11]},
     "gd-cross-entropy": {**_ALL, "loss": "cross-entropy", "optimizer": "gd", "hidden": [64], "steps": 3000,
@@ -168,9 +169,10 @@ STUDY = Study(
         "that the reference's path stays near the path on the grid",
     ),
     scales={
-        "smoke": {"systems": SMOKE_SYSTEMS},
-        "small": {"systems": {name: {**c, "seeds": c["seeds"][:1]} for name, c in PAPER_SYSTEMS.items()}},
-        "paper": {"systems": PAPER_SYSTEMS},
+        "smoke": {"systems": SMOKE_SYSTEMS, "precisions": [f"m{COARSE_REFERENCE}"]},
+        "small": {"systems": {name: {**c, "seeds": c["seeds"][:1]} for name, c in PAPER_SYSTEMS.items()},
+                  "precisions": PRECISIONS},
+        "paper": {"systems": PAPER_SYSTEMS, "precisions": PRECISIONS},
     },
     stages=(
         Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
@@ -228,8 +230,9 @@ def lone_seed(records: Records) -> str | None:
 
 
 def _same_steps(records: Records) -> str:
-    found = clean_comparisons(records)
-    return f"{sum(found.values())} of {len(found)}"
+    found, single = (clean_comparisons(records, which) for which in (PRECISIONS, ["fp32"]))
+    fp32 = f"fp64 and fp32 alone: {sum(single.values())} of {len(single)}"
+    return f"{sum(found.values())} of {len(found)} ({fp32})"
 
 
 def _principal(quantity: str) -> Callable[[Records], float | str | None]:

@@ -125,12 +125,13 @@ def _write(value: Any, parts: list[str], where: str, depth: int) -> None:
     elif depth >= DEPTH:
         raise UsageError(f"{where} is nested more than {DEPTH} deep.")
     elif isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise UsageError(f"{where}: the key {key!a} is not text.")
+        try:
+            keys = sorted(value) if "".join(value).isascii() else sorted(value, key=_utf16)
+        except TypeError:
+            key = next(key for key in value if not isinstance(key, str))
+            raise UsageError(f"{where}: the key {key!a} is not text.") from None
         parts.append("{")
-        ascii_ = all(key.isascii() for key in value)  # then all orders are the same
-        for i, key in enumerate(sorted(value, key=None if ascii_ else _utf16)):
+        for i, key in enumerate(keys):
             parts.append(("," if i else "") + encode_basestring(key) + ":")
             _write(value[key], parts, f"{where}.{key}" if depth < 4 else where, depth + 1)
         parts.append("}")

@@ -11,7 +11,7 @@ import typer
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.study import canonical
 from halfulp.study.protocol import Json, Study
-from halfulp.study.text import number, plain
+from halfulp.study.text import count, number, plain
 
 app = typer.Typer(
     name="study",
@@ -33,8 +33,12 @@ def list_() -> None:
     from halfulp.study import loading
 
     for name in sorted(REGISTRY):
-        study = loading.load(name).study
-        typer.echo(f"{name}  [{' '.join(study.scales)}]  {plain(study.question)}")
+        try:
+            study = loading.load(name).study
+        except UsageError as error:
+            typer.echo(f"{name}  [-]  {plain(str(error))}")
+        else:
+            typer.echo(f"{name}  [{' '.join(study.scales)}]  {plain(study.question)}")
 
 
 @app.command()
@@ -121,7 +125,7 @@ def status(study: str = typer.Argument(..., help=WHERE), scale: str = SCALE, out
         done = sum((stage.name, cell) in events.records for cell in stage.cells)
         failed = sum(count for key, count in events.failures.items() if key[0] == stage.name)
         sealed = ", sealed" if stage.name in events.stages else ""
-        failures = f", {failed} failed attempts" if failed else ""
+        failures = f", {count(failed, 'failed attempt')}" if failed else ""
         typer.echo(f"  {stage.name} ({stage.kind}): {done} of {len(stage.cells)} cells{failures}{sealed}")
     for event in events.events:
         if event["event"] in ("failed", "recovered", "deviation"):

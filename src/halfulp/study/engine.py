@@ -26,6 +26,7 @@ from halfulp.study import canonical, files, ledger
 from halfulp.study import seal as seals
 from halfulp.study.declaration import Protocol, SealedStage
 from halfulp.study.executor import Executor, Opening, open_executor
+from halfulp.study.export import EXPORTED
 from halfulp.study.interrupts import Interrupted, Interrupts
 from halfulp.study.ledger import Ledger
 from halfulp.study.loading import Source
@@ -63,6 +64,7 @@ class OpenStudy:
 
 def seal(source: Source, scale: str, out: Path) -> str:
     """Seal a study in a folder, or find it sealed there as it is now; gives the seal's digest."""
+    _check_free(Store(out))
     with files.lock(Store(out).lock_file):
         return _open(source, scale, out, "").ledger.seal
 
@@ -79,21 +81,28 @@ def run(
 ) -> dict[str, Json]:
     """Run a study to its end, from wherever it is; gives its result."""
     progress = progress or Silent()
+    _check_free(Store(out))
     with files.lock(Store(out).lock_file):
         study = _open(source, scale, out, deviation)
         if study.ledger.closed is None:
             progress.sealed(study.ledger.seal, study.protocol)
             _run_stages(study, executor, workers, progress)
             _close(study)
-        files.remove_tree(study.store.work / "checkpoints")
-        result: dict[str, Json] = canonical.loads(
-            files.read(study.store.result_file), study.store.result_file
-        )
+        result = study.store.read_result(study.ledger)
         files.remove_tree(study.store.work)
         return result
 
 
 # ---- opening ----------------------------------------------------------------------------------------
+
+
+def _check_free(store: Store) -> None:
+    """Leave a folder alone that holds something else than a study or one that was being sealed."""
+    begun = {"protocol.json", "seal.json", "study.py", "ledger.jsonl"}
+    foreign = sorted(store.present() - begun) if store.folder.is_dir() else []
+    whole = store.ledger_file.is_file() and b"\n" in store.ledger_file.read_bytes()[:4096]
+    if foreign and not whole:
+        raise UsageError(f"{store.folder} holds no study, but {foreign[0]}. Choose another folder (--out).")
 
 
 def _open(source: Source, scale: str, out: Path, deviation: str) -> OpenStudy:
@@ -117,12 +126,10 @@ def _open(source: Source, scale: str, out: Path, deviation: str) -> OpenStudy:
 def _seal(
     source: Source, store: Store, protocol: Protocol, now: dict[str, Json], events: Ledger
 ) -> OpenStudy:
-    allowed = {"protocol.json", "seal.json", "study.py", "ledger.jsonl"}  # what a crash while sealing leaves
-    foreign = sorted(store.present() - allowed)
-    if foreign:
-        raise UsageError(f"{store.folder} holds no study, but {foreign[0]}. Choose another folder (--out).")
     if source.content is not None:
         files.put(store.study_file, source.content, store.work)
+    elif store.study_file.exists():
+        files.remove(store.study_file)
     files.put(store.protocol_file, protocol.bytes, store.work)
     content = canonical.dumps(now)
     files.put(store.seal_file, content, store.work)
@@ -143,14 +150,9 @@ def _deviate(study: OpenStudy, changed: dict[str, list[str]], code: str, reason:
                 "with --deviation: the ledger will hold it, and the label will not be promoted."
             )
         study.ledger.append(
-            {
-                "event": "deviation",
-                "reason": plain(reason),
-                "changes": lines,
-                "code": code,
-                "process": ledger.process(),
-            }
-        )
+            {"event": "deviation", "reason": plain(reason), "changes": lines, "code": code,
+             "process": ledger.process()}
+        )  # fmt: skip
     study.binding = Binding.of(study.protocol, study.sealed, code)
 
 
@@ -165,8 +167,9 @@ def _check_files(study: OpenStudy) -> None:
     missing = sorted(expected - present)
     if missing:
         raise CorruptionError(f"{store.folder / missing[0]} is missing, but the ledger names it.")
-    for name in sorted(present - expected):
-        if name == "result.json" or name.startswith(("records/", "attached/", "seals/")):
+    for name in sorted(present - expected - set(EXPORTED)):
+        unnamed = name == "result.json" or name.startswith(("records/", "attached/", "seals/"))
+        if unnamed and events.closed is None:
             files.remove_any(store.folder / name)
         else:
             raise CorruptionError(
@@ -178,10 +181,9 @@ def _check_files(study: OpenStudy) -> None:
 
 
 def _run_stages(study: OpenStudy, executor: str, workers: int | None, progress: Progress) -> None:
-    code = study.binding.code
     opening = Opening(
-        study.store.folder, study.ledger.seal, code, study.source.folder, study.protocol.threads,
-        logs=study.store.work / "logs",
+        study.store.folder, study.ledger.seal, study.binding.code, study.source.folder,
+        study.protocol.threads, logs=study.store.work / "logs",
     )  # fmt: skip
     running: Executor | None = None
     files.remove(study.store.stop_file)
@@ -314,14 +316,8 @@ def _commit(study: OpenStudy, answers: list[Message], progress: Progress) -> Non
 def _seal_stage(study: OpenStudy, stage: str) -> None:
     content = canonical.dumps(study.store.stage_seal(stage, study.protocol, study.ledger))
     files.put(study.store.stage_seal_file(stage), content, study.store.work)
-    study.ledger.append(
-        {
-            "event": "stage-sealed",
-            "stage": stage,
-            "seal": canonical.sha256(content),
-            "process": ledger.process(),
-        }
-    )
+    digest, identity = canonical.sha256(content), ledger.process()
+    study.ledger.append({"event": "stage-sealed", "stage": stage, "seal": digest, "process": identity})
 
 
 def _close(study: OpenStudy) -> None:

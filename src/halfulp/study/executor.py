@@ -18,7 +18,7 @@ from typing import IO, Protocol
 
 from halfulp.errors import UsageError
 from halfulp.study import canonical, files
-from halfulp.study.running import Message, Session
+from halfulp.study.running import Message, Session, limit_threads
 
 NAMES = ("local", "ray", "inline")
 LAST_LINES = 5
@@ -81,7 +81,11 @@ def open_executor(name: str, opening: Opening, workers: int | None) -> Executor:
 
 def default_workers(threads: int) -> int:
     """As many as fit on the cores that this process may use."""
-    return max(1, len(os.sched_getaffinity(0)) // threads)
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        cores = os.cpu_count() or 1
+    return max(1, cores // threads)
 
 
 def thread_variables(threads: int) -> dict[str, str]:
@@ -101,6 +105,7 @@ class Inline:
 
     def __init__(self, opening: Opening) -> None:
         self.session = opening.session()
+        self.threads = limit_threads(opening.threads, opening.threads)
         self.jobs: list[tuple[str, str, dict[str, str]]] = []
 
     def submit(self, stage: str, cell: str, seals: dict[str, str]) -> None:
@@ -115,6 +120,7 @@ class Inline:
 
     def close(self) -> None:
         self.jobs.clear()
+        limit_threads(*self.threads)
 
 
 class Local:

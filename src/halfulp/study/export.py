@@ -55,7 +55,7 @@ def export(folder: Path, target: Path, *, key: Path | None = None, licence: str 
 def statement(store: Store, members: Mapping[str, bytes]) -> dict[str, Json]:
     """The in-toto statement about a study's files, the crate's description included."""
     events = ledger.read(store.ledger_file)
-    result = canonical.loads(files.read(store.result_file), store.result_file)
+    result = store.read_result(events)
     names = sorted(set(members) - {STATEMENT, ENVELOPE})
     return {
         "_type": "https://in-toto.io/Statement/v1",

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import importlib.util
 import itertools
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from halfulp.errors import CorruptionError, HalfulpError, UsageError
 
+CAN_LOCK = importlib.util.find_spec("fcntl") is not None  # Windows: studies are read and validated, not run
 SYNCING = 16  # files synchronised at the same time
 _counter = itertools.count()
 
@@ -67,13 +69,13 @@ def make_folder(path: Path) -> None:
         os.mkdir(path)
 
 
-def put(path: Path, content: bytes, aside: Path) -> None:
-    """Replace or create one file, durably."""
-    put_all([(path, content)], aside)
+def put(path: Path, content: bytes, aside: Path, *, durable: bool = True) -> None:
+    """Replace or create one file; it appears whole."""
+    put_all([(path, content)], aside, durable=durable)
 
 
-def put_all(items: Sequence[tuple[Path, bytes]], aside: Path) -> None:
-    """Create files, durably; each appears whole.
+def put_all(items: Sequence[tuple[Path, bytes]], aside: Path, *, durable: bool = True) -> None:
+    """Create files; each appears whole, and is on the disk when this returns, if `durable`.
 
     Those of one call are synchronised at the same time, because a journalling file system then commits
     them together: thirty files cost little more than one.
@@ -83,12 +85,14 @@ def put_all(items: Sequence[tuple[Path, bytes]], aside: Path) -> None:
     for part, (_, content) in zip(parts, items, strict=True):
         with _told("write", part):
             part.write_bytes(content)
-    _sync(parts)
+    if durable:
+        _sync(parts)
     for part, (path, _) in zip(parts, items, strict=True):
         make_folder(path.parent)
         with _told("rename", path):
             os.replace(part, path)
-    _sync(sorted({path.parent for path, _ in items}))
+    if durable:
+        _sync(sorted({path.parent for path, _ in items}))
 
 
 def _sync(paths: Sequence[Path]) -> None:
@@ -183,7 +187,11 @@ def lock(path: Path) -> Iterator[None]:
     The lock is the kernel's (flock), so it goes with the process that held it, however that one ended.
     The file may be removed by its holder; whoever locked a file that is no longer there tries again.
     """
-    while True:
+    if not CAN_LOCK:
+        raise UsageError("Studies are run on systems with flock (Linux, macOS); here they can only be read.")
+    import fcntl
+
+    for tries in itertools.count(1):
         make_folder(path.parent)
         with _told("lock", path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -191,6 +199,9 @@ def lock(path: Path) -> Iterator[None]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                if tries < 3:  # somebody may just be looking who holds it
+                    time.sleep(0.05)
+                    continue
                 raise UsageError(
                     f"{path.parent.parent} is in use by process {_holder(handle)}. Wait until it ends, or "
                     "stop it; then run again."
@@ -208,6 +219,10 @@ def lock(path: Path) -> Iterator[None]:
 
 def holder(path: Path) -> str | None:
     """The process that holds a lock now, if one does."""
+    if not CAN_LOCK:
+        return None
+    import fcntl
+
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:

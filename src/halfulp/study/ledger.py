@@ -100,6 +100,8 @@ class Ledger:
             self.records[key] = event["record"]
             if kind == "recovered":
                 self.recovered[key] = event["reason"]
+        elif kind in ("started", "retried") and key in self.records:
+            raise self._wrong(event, "the cell has a record already")
         elif kind == "failed":
             self.failures[key] = self.failures.get(key, 0) + 1
         elif kind == "stage-sealed":

@@ -78,7 +78,10 @@ def _registered(name: str) -> Source:
 
     if name not in REGISTRY:
         raise UsageError(f"This halfulp has no study {name[:120]!a}; known: {', '.join(sorted(REGISTRY))}.")
-    study = getattr(importlib.import_module(REGISTRY[name]), "STUDY", None)
+    try:
+        study = getattr(importlib.import_module(REGISTRY[name]), "STUDY", None)
+    except ImportError as error:
+        raise UsageError(f"Study {name} cannot be loaded: {error}.") from error
     if not isinstance(study, Study):
         raise UsageError(f"{REGISTRY[name]} has no STUDY.")
     return Source(study, registered=name)

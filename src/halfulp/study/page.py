@@ -9,7 +9,7 @@ from halfulp.study.declaration import Protocol
 from halfulp.study.ledger import Ledger
 from halfulp.study.protocol import Json
 from halfulp.study.store import Record
-from halfulp.study.text import plain
+from halfulp.study.text import count, plain
 
 
 @dataclass
@@ -53,22 +53,28 @@ def counted(
 ) -> list[str]:
     """What was authenticated, in numbers, and what the ledger says that a reader must know."""
     attached = sum(len(record["attached"]) for record in records.values())
-    files_ = f" and {attached} attached files" if attached else ""
-    own = " and the study file" if "sha256" in sealed["code"]["study"] else ""
-    lines = [
-        f"{len(events.events)} events of the ledger: their digests, their chain, and the order of stages",
-        f"the seal, the protocol{own}, {len(records)} records{files_}, {len(events.stages)} stage seals: "
-        "all digests, canonical bytes, no file too many or too few",
-    ]
     processes = {event["process"]["nonce"] for event in events.events if event["event"] == "finished"}
-    lines.append(f"records come from {len(processes)} worker processes that the ledger identifies")
+    parts = [
+        "the seal", "the protocol", *(["the study file"] if "sha256" in sealed["code"]["study"] else []),
+        count(len(records), "record"), count(attached, "attached file"),
+        count(len(events.stages), "stage seal"),
+    ]  # fmt: skip
+    lines = [
+        f"{count(len(events.events), 'event')} of the ledger: digests, chain, and the order of stages",
+        f"{', '.join(parts)}: all digests, canonical bytes, no file too many or too few",
+        f"the {len(processes)} processes that made the records are identified in the ledger",
+    ]
     failures = sum(events.failures.values())
     if failures:
-        lines.append(f"{failures} failed attempts (the protocol tries again {protocol.retries} times a run)")
+        lines.append(
+            f"{count(failures, 'failed attempt')} (the protocol tries again {protocol.retries} times a run)"
+        )
     for stage, cell in sorted(events.recovered):
         lines.append(f"record {stage}/{cell} was made by hand: {events.recovered[stage, cell]}")
     for deviation in events.deviations:
-        lines.append(f"deviation from the seal: {deviation['reason']} ({len(deviation['changes'])} changes)")
+        lines.append(
+            f"deviation from the seal: {deviation['reason']} ({count(len(deviation['changes']), 'change')})"
+        )
     for part, state in sealed["git"].items():
         if state is not None and state["dirty"]:
             lines.append(f"the git tree of the {part} was dirty when the study was sealed")

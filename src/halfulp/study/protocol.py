@@ -178,7 +178,7 @@ class Study:
 
     `scales` maps a scale's name to its config; `data` names the data sets that cells may open,
     `scale_data` those that one scale alone needs;
-    `retries` is how often a cell that failed may be tried again; `threads` is the number of
+    `retries` is how often a run tries a cell that failed again by itself; `threads` is the number of
     threads of a worker process, part of the protocol because it may change a floating-point sum.
     `tables` and `figures` serve reports only and decide nothing.
     """

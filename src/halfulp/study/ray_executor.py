@@ -16,7 +16,7 @@ from typing import Any
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.study import canonical
 from halfulp.study.executor import Opening, default_workers, thread_variables
-from halfulp.study.running import Message, Session
+from halfulp.study.running import Message, Session, limit_threads
 
 
 class Ray:
@@ -95,4 +95,6 @@ def run_job(opening: str, job: str) -> str:
 def _session(opening: str) -> Session:
     given = canonical.parse(opening)
     folder = Path(given["folder"]) if given["folder"] else None
-    return Session(Path(given["out"]), given["seal"], given["code"], folder, replay=given["replay"])
+    session = Session(Path(given["out"]), given["seal"], given["code"], folder, replay=given["replay"])
+    limit_threads(session.protocol.threads, session.protocol.threads)
+    return session

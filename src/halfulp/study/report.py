@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from halfulp.errors import UsageError
-from halfulp.study import canonical, files, ledger, loading
+from halfulp.study import canonical, ledger, loading
 from halfulp.study.protocol import Json, Table
 from halfulp.study.seal import code_digest
 from halfulp.study.show import SCOPES
 from halfulp.study.store import Store, outcomes
-from halfulp.study.text import cell, number
+from halfulp.study.text import cell, count, number
 from halfulp.study.validate import check_order, check_records
 
 MOST_UNITS = 24  # of an estimand on the page; files hold all
@@ -30,7 +30,7 @@ def page(folder: Path) -> str:
         raise UsageError(f"{folder} is not closed: run the study to its end before reporting on it.")
     records = check_records(store, protocol, sealed, events)
     check_order(store, protocol, events)
-    result = canonical.loads(files.read(store.result_file), store.result_file)
+    result = store.read_result(events)
     study = loading.load_sealed(sealed["code"]["study"], store.study_file).study
     content = protocol.content
     lines = [
@@ -109,7 +109,8 @@ def _provenance(folder: Path) -> Iterator[str]:
         yield f"- data: {cell(name)}, sha256 {identity['sha256']}"
     env = sealed["environment"]
     yield f"- environment: {cell(env['python'])}, {cell(env['platform'])}, {cell(env['cpu'])}"
-    yield f"- {len(events.records)} records, {sum(events.failures.values())} failed attempts"
+    failures = sum(events.failures.values())
+    yield f"- {count(len(events.records), 'record')}, {count(failures, 'failed attempt')}"
     for (stage, name), reason in sorted(events.recovered.items()):
         yield f"- record {stage}/{name} was made by hand: {cell(reason)}"
     for deviation in events.deviations:

@@ -8,7 +8,6 @@ so no coordinator (nor a hand that types a job) can start an outcome before the 
 from __future__ import annotations
 
 import base64
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from halfulp.study.store import Store
 
 Message = dict[str, Json]
 PROGRESS_SECONDS = 0.5
+DURABLE_SECONDS = 1.0
 
 
 class Stopped(BaseException):
@@ -45,7 +45,7 @@ class Session:
         self.replay = replay
         self.tell: Callable[[Message], None] = lambda message: None
         self._data: dict[str, Path] = {}
-        _limit_threads(self.protocol.threads)
+        self._seals: dict[tuple[str, str], Message] = {}  # those that were checked, by stage and digest
 
     def run(self, stage: str, cell: str, stage_seals: Mapping[str, str]) -> Message:
         """Run a cell; the answer is ``finished``, ``failed``, ``stopped`` or ``refused``."""
@@ -73,16 +73,22 @@ class Session:
             raise UsageError(f"Stage {stage} of study {self.protocol.study} has no cell {cell[:120]!a}.")
         found = {}
         for earlier in self.protocol.before(stage):
-            path = self.store.stage_seal_file(earlier.name)
-            if earlier.name not in given or not path.exists():
+            if earlier.name not in given or not self.store.stage_seal_file(earlier.name).exists():
                 raise UsageError(
                     f"Cell {stage}/{cell} may not start: {earlier.kind} stage {earlier.name} is not sealed."
                 )
-            content = self.store.read_stage_seal(earlier.name, given[earlier.name])
-            if content["seal"] != self.seal:
-                raise TamperingError(f"{path} belongs to another seal of the study.")
-            found[earlier.name] = content
+            found[earlier.name] = self._stage_seal(earlier.name, given[earlier.name])
         return found
+
+    def _stage_seal(self, stage: str, digest: str) -> Message:
+        if (stage, digest) not in self._seals:
+            content = self.store.read_stage_seal(stage, digest)
+            if content["seal"] != self.seal:
+                raise TamperingError(
+                    f"{self.store.stage_seal_file(stage)} belongs to another seal of the study."
+                )
+            self._seals[stage, digest] = content
+        return self._seals[stage, digest]
 
     def data(self, name: str) -> Path:
         """A data set, checked once a process."""
@@ -108,7 +114,7 @@ class CellRun:
         self._session, self._stage, self._sealed = session, stage, sealed
         self._reads = session.protocol.stage(stage).reads
         self._checkpoint = session.store.checkpoint_file(stage, cell)
-        self._told = time.monotonic()
+        self._told = self._saved = time.monotonic()
 
     def _record(self, stage: str, cell: str) -> Message:
         if stage not in self._reads:
@@ -133,8 +139,11 @@ class CellRun:
 
     def save(self, state: bytes) -> None:
         if not self._session.replay:
+            now = time.monotonic()
+            durable = now - self._saved >= DURABLE_SECONDS  # a cell that saves often is not slowed down
+            self._saved = now if durable else self._saved
             content = canonical.sha256(state).encode() + state
-            files.put(self._checkpoint, content, self._session.store.work)
+            files.put(self._checkpoint, content, self._session.store.work, durable=durable)
         if self._session.store.stop_file.exists():
             raise Stopped
 
@@ -163,13 +172,12 @@ def _check_code(expected: str, own: Message, sealed: Message) -> None:
         )
 
 
-def _limit_threads(threads: int) -> None:
-    """The number of threads that the protocol fixes, in libraries that are loaded already."""
-    if "torch" in sys.modules:
-        import torch
+def limit_threads(of_torch: int, of_numba: int) -> tuple[int, int]:
+    """Set the threads of libraries that are loaded already; gives what they were."""
+    import numba
+    import torch
 
-        torch.set_num_threads(threads)
-    if "numba" in sys.modules:
-        import numba
-
-        numba.set_num_threads(min(threads, int(numba.config.NUMBA_NUM_THREADS)))
+    before = torch.get_num_threads(), int(numba.get_num_threads())
+    torch.set_num_threads(of_torch)
+    numba.set_num_threads(min(of_numba, int(numba.config.NUMBA_NUM_THREADS)))
+    return before

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from halfulp.study import canonical
 from halfulp.study.declaration import Protocol
 from halfulp.study.protocol import Json
-from halfulp.study.text import plain
+from halfulp.study.text import count, plain
 
 
 def lines(protocol: Protocol) -> Iterator[str]:
@@ -27,8 +27,8 @@ def lines(protocol: Protocol) -> Iterator[str]:
     for stage in content["stages"]:
         yield ""
         reads = f", reads {', '.join(stage['reads'])}" if stage["reads"] else ""
-        count = f"{len(stage['cells'])} cells by {plain(stage['run'])}"
-        yield f"stage {stage['name']}: {stage['kind']}, {count}{reads}"
+        cells = f"{count(len(stage['cells']), 'cell')} by {plain(stage['run'])}"
+        yield f"stage {stage['name']}: {stage['kind']}, {cells}{reads}"
         for cell in stage["cells"]:
             yield f"  {cell['name']}  {_flat(cell['config'])}".rstrip()
     yield ""

@@ -115,6 +115,17 @@ class Store:
         sealed: dict[str, Json] = canonical.loads(content, path)
         return sealed
 
+    def read_result(self, ledger: Ledger) -> dict[str, Json]:
+        """The result of a closed study, whose digest the ledger holds."""
+        assert ledger.closed is not None
+        content = files.read(self.result_file)
+        if canonical.sha256(content) != ledger.closed["result"]:
+            raise TamperingError(
+                f"{self.result_file} is not the result that was recorded: its SHA-256 differs."
+            )
+        result: dict[str, Json] = canonical.loads(content, self.result_file)
+        return result
+
     def stage_seal(self, stage: str, protocol: Protocol, ledger: Ledger) -> dict[str, Json]:
         """What a stage's seal says, once every cell of it has a record."""
         before = protocol.before(stage)

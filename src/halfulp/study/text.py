@@ -37,6 +37,11 @@ def cell(value: str | float | None) -> str:
     return _MARKDOWN.sub(r"\\\1", safe)
 
 
+def count(number: int, what: str) -> str:
+    """``1 cell``, ``2 cells``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def number(value: float | None) -> str:
     """Six digits, which is enough to read; files hold all of them."""
     if value is None:

@@ -12,7 +12,6 @@ must be given something from outside: a digest that was published at seal or clo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,9 +24,11 @@ from halfulp.study.ledger import Ledger
 from halfulp.study.page import Validation, counted
 from halfulp.study.protocol import Json, check_name
 from halfulp.study.store import Binding, Record, Store
+from halfulp.study.text import count
 
 # On another processor or with other libraries, sums of the same numbers are taken in another order. A sum of
-# 1e5 doubles is then off by at most about 1e5 * 2**-53 = 1.1e-11 of the sum of magnitudes.
+# 1e5 doubles is then off by at most about 1e5 * 2**-53 = 1.1e-11 of the sum of magnitudes. Relative to the
+# estimand's largest value, so that one near zero may differ by what the others do.
 ROUNDING = 1e-10
 
 
@@ -175,7 +176,7 @@ def _check_inventory(
     if events.closed is None and extra == leftover:
         if leftover:
             page.not_checked.append(
-                f"{len(leftover)} files that an interrupted run left and the ledger does not name"
+                f"{count(len(leftover), 'file')} that an interrupted run left and the ledger does not name"
             )
     elif events.closed is None and "result.json" in extra:
         raise CorruptionError(
@@ -192,10 +193,7 @@ def _check_result(
 ) -> None:  # fmt: skip
     """Compute the result again; the stored one must be what follows from the records."""
     assert events.closed is not None
-    content = files.read(store.result_file)
-    if canonical.sha256(content) != events.closed["result"]:
-        raise TamperingError(f"{store.result_file} is not the result that was recorded: its SHA-256 differs.")
-    stored = canonical.loads(content, store.result_file)
+    stored = store.read_result(events)
     page.label, page.scientific_result = stored["label"], stored["scientific_result"]
     if not code:
         again = result.assemble(protocol, events, stored["estimands"])
@@ -205,18 +203,25 @@ def _check_result(
             "estimands were not recomputed from the records, because no code was run (--no-code)"
         )
         return
-    source = loading.load_sealed(sealed["code"]["study"], store.study_file)
-    moved = _compare_code(sealed, source, protocol, page, strict)
-    again = result.compute(source.study, protocol, events, records)
+    try:
+        source = loading.load_sealed(sealed["code"]["study"], store.study_file)
+        moved = _compare_code(sealed, source, protocol, page, strict)
+        again = result.compute(source.study, protocol, events, records)
+    except Exception as error:  # of the study's own code, which may have moved on
+        raise RecomputationError(
+            f"{store.result_file} cannot be recomputed by this halfulp: {type(error).__name__}: {error}"
+        ) from error
     rounded = _same_result(store, stored, again, moved=moved)
-    count = sum(len(units) for units in again["estimands"].values())
+    values = count(sum(len(units) for units in again["estimands"].values()), "value")
     how = (
         f"; {rounded} of them agree only to {ROUNDING:g}, on other code or hardware"
         if rounded
         else ", bit for bit"
     )
-    page.recomputed.append(f"{count} values of {len(again['estimands'])} estimands{how}")
-    page.recomputed.append(f"{len(again['gates'])} gates and the label, with the sealed thresholds and rules")
+    page.recomputed.append(f"{values} of {count(len(again['estimands']), 'estimand')}{how}")
+    page.recomputed.append(
+        f"{count(len(again['gates']), 'gate')} and the label, with the sealed thresholds and rules"
+    )
     if events.closed["label"] != stored["label"]:
         raise TamperingError(
             f"{store.ledger_file} was closed with another label than {store.result_file} states."
@@ -232,11 +237,11 @@ def _compare_code(
     try:
         declared = Protocol.of(source.study, protocol.scale)
         redeclared = list(changes(protocol.content, declared.content))
-    except UsageError:
-        redeclared = ["the study no longer has this scale"]
+    except Exception as error:  # of the study's own code, which may have moved on
+        redeclared = [f"it cannot be declared: {type(error).__name__}: {error}"]
     if "code" in found:
         page.not_checked.append(
-            f"the sealed code itself: this halfulp differs in {len(found['code'])} places, "
+            f"the sealed code itself: this halfulp differs in {count(len(found['code']), 'place')}, "
             f"{found['code'][0]} ..."
         )
         if strict:
@@ -261,6 +266,7 @@ def _same_result(store: Store, stored: dict[str, Json], again: dict[str, Json], 
                              {k: again[k] for k in again if k not in ("estimands", "gates")}))  # fmt: skip
     for name, units in again["estimands"].items():
         before = stored["estimands"].get(name, {})
+        scale = max((abs(value) for value in units.values() if value is not None), default=0.0)
         if set(before) != set(units):
             different.append(f"estimands.{name}: the units differ")
             continue
@@ -269,7 +275,7 @@ def _same_result(store: Store, stored: dict[str, Json], again: dict[str, Json], 
                 if (
                     moved
                     and None not in (before[unit], value)
-                    and math.isclose(before[unit], value, rel_tol=ROUNDING)
+                    and abs(before[unit] - value) <= ROUNDING * scale
                 ):
                     rounded += 1
                 else:

@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 from halfulp.errors import HalfulpError
 from halfulp.study import canonical, ledger
-from halfulp.study.running import Message, Session
+from halfulp.study.running import Message, Session, limit_threads
 
 
 class Worker:
@@ -62,6 +62,7 @@ class Worker:
                     Path(request["out"]), request["seal"], request["code"], folder, replay=request["replay"]
                 )
                 self.session.tell = self.tell
+                limit_threads(self.session.protocol.threads, self.session.protocol.threads)
                 return {"answer": "ready", "process": ledger.process()}
             if self.session is None:
                 return {"answer": "refused", "error": "No study is open.", "exit_code": 2}
