@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +114,23 @@ def test_it_listens_to_an_audit() -> None:
     with LiveView(console) as view, hu.Audit(optimizer, ["bf16"], model=model, listeners=[view]) as audit:
         train(model, optimizer, 3, audit=audit)
     assert out.getvalue().splitlines()[-1].startswith("halfulp: step 3: updates lost bf16 ")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """``halfulp audit --live`` adds lines to stderr and leaves stdout to the script."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
+        "for _ in range(3):\n"
+        "    model(torch.ones(1, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "print('done')\n"
+    )
+    command = [sys.executable, "-m", "halfulp.cli", "audit", "--live", "--grids", "bf16", "train.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout == "done\n"
+    assert "halfulp: step 1: updates lost bf16 " in ran.stderr
+    assert "halfulp: step 3: updates lost bf16 " in ran.stderr
+    assert "halfulp report runs/train" in ran.stderr

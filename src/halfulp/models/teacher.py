@@ -7,12 +7,14 @@ The paper fixes sizes, noise and losses; what it leaves open is chosen here, onc
 * labels of a classification are the teacher's largest output (no noise: the labels are what is learned);
 * students start with weights N(0, 0.1**2) and biases zero; the squared loss is the mean square.
 
-Why these? They decide where windows lie, so they were inferred: of the usual starts, teachers and scales of
-the squared loss, this is the one whose fp64 *references alone* give the predicted windows that the paper
-prints for the effective-mantissa testbed (tab:e4-window, right column), with an optimizer's ceiling between
-0.4 and 1.6. No run on a grid took part in that. Small weights grow in proportion to themselves, so |d| / |w|
-stays near rate x 0.6 until the loss falls, and a mantissa bit less costs a factor of two in rate: the
-pattern of that table. (A start like ``torch.nn.Linear``'s has no such phase; see docs/controlled.md.)
+Why these? They decide where windows lie, so they were inferred from what the paper prints of its *fp64
+references alone*: the predicted windows of the effective-mantissa testbed (tab:e4-window, right column) and
+the optimizer's ceiling. Of 14 combinations of start and teacher with either scale of the squared loss, two
+give all five predicted windows; this is the plainer one (the other divides targets by their spread and
+starts at half the spread). No run on a grid took part in the choice. Small weights grow in proportion to
+themselves, so |d| / |w| stays near rate x 0.6 until the loss falls, and a mantissa bit less costs a factor of
+two in rate: the pattern of that table. (A start like ``torch.nn.Linear``'s has no such phase; see
+docs/controlled.md.)
 
 Each part of a testbed has its own generator, PCG64 seeded with (seed, part), so that a wider student sees
 the same data and the same teacher.

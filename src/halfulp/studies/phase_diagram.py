@@ -361,6 +361,12 @@ def _matched(threshold: float) -> Any:
     return count
 
 
+def _beyond(records: Records, arm: str, other: str) -> int:
+    """(mantissa, rate) pairs in the windows of one but not of the other."""
+    ours, theirs = windows(records, arm), windows(records, other)
+    return sum(len(set(ours[m]) - set(theirs[m])) for m in ours)
+
+
 def _stable(records: Records) -> str:
     return _set([rate for rate, (bad, _) in diverged(records).items() if bad == 0])
 
@@ -397,6 +403,11 @@ PAPER = (
           ours=_matched(0.7), note=_START),
     Claim(claim="windows that the reference predicts, at 0.3", source="app:e4", paper="not universally",
           ours=_matched(0.3), note=_START),
+    Claim(claim="rates and mantissas that the reference promises and runs do not keep",
+          source="tab:e4-window", paper=0, ours=lambda records: _beyond(records, "forecast", "nearest")),
+    Claim(claim="rates and mantissas that learn though the reference does not promise it",
+          source="tab:e4-window", paper=1, ours=lambda records: _beyond(records, "nearest", "forecast"),
+          note="A majority of frozen updates is not the end of learning: what still moves goes on."),
     Claim(claim="references and cells", source="app:e4", paper="36 and 180",
           ours=lambda records: f"{len(records['reference'])} and {len(records['arms'])}"),
     Claim(claim="rates at which no reference diverges", source="app:e4",
