@@ -1,10 +1,11 @@
 """One HTML file that needs nothing else and asks nobody.
 
 Words and tables are in the HTML itself, so they are there without scripts, in a reader mode and on paper;
-charts are drawn from packed numbers (:mod:`halfulp.report.charts`) by uPlot, a library of 50 kB that is
-part of the file. The content security policy allows the one script and the one style sheet of the page by
-their digests, and nothing else: no request, no inline handler, no inline style, no evaluated string. So a
-name that got past every escape would still be inert.
+charts are drawn from packed numbers (:mod:`halfulp.report.charts`) by uPlot, a library of 120 kB that
+becomes part of the file (it comes with the package ``uplot-python``, whose Python part is not used). The
+content security policy allows the one script and the one style sheet of the page by their digests, and
+nothing else: no request, no inline handler, no inline style, no evaluated string. So a name that got past
+every escape would still be inert.
 """
 
 from __future__ import annotations
@@ -12,21 +13,20 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from importlib import resources
+from importlib import resources, util
 from pathlib import Path
 
 import halfulp
 from halfulp.audit.verdict import shown
+from halfulp.errors import UsageError
 from halfulp.report.markup import Html, name, script_json, tag
 from halfulp.trace import write_aside
-
-SCRIPTS = ("uplot-1.6.32.min.js", "page.js")
-STYLES = ("uplot-1.6.32.min.css", "page.css")
 
 
 def document(title: str, sections: Sequence[Html | None], data: object) -> str:
     """A whole HTML document; ``data`` is what its charts are drawn from."""
-    script, style = ("\n".join(_asset(file) for file in files) for files in (SCRIPTS, STYLES))
+    script = "\n".join([_library("uPlot.iife.js"), _asset("page.js")])
+    style = "\n".join([_library("uPlot.min.css"), _asset("page.css")])
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -62,6 +62,15 @@ def write(page: str, out: Path) -> Path:
 
 def _asset(file: str) -> str:
     return resources.files("halfulp.report").joinpath("assets", file).read_text(encoding="utf-8").strip()
+
+
+def _library(file: str) -> str:
+    found = util.find_spec("uplot")  # not imported: it would bring a notebook's machinery along
+    for folder in (found.submodule_search_locations or []) if found else []:
+        path = Path(folder) / "static" / file
+        if path.is_file():
+            return path.read_text(encoding="utf-8").strip()
+    raise UsageError(f"a page needs {file} of the package uplot-python: pip install uplot-python.")
 
 
 def _digest(content: str) -> str:
