@@ -444,15 +444,17 @@ def _range(records: Records) -> str:
 OTHER_DATA = "Teacher, data, start, seeds and rates are not printed, so the trajectories are others."
 
 PAPER = (
-    Claim(claim="coordinate events", source=SOURCE, paper=762_880_000, ours=_of(events)),
+    Claim(claim="coordinate events", source=SOURCE, paper=762_880_000, ours=_events),
     Claim(claim="AUROC, exact margin", source=SOURCE, paper=0.722, ours=_of(auroc, "exact"), note=OTHER_DATA),
     Claim(claim="AUROC, symmetric comparator", source=SOURCE, paper=0.656, ours=_of(auroc, "symmetric"),
           note="Ours ranks the mistakes of the exact forecast; the paper does not say which it ranks."),
     Claim(claim="coverage at 1/8", source=SOURCE, paper=0.932, ours=_of(primary_coverage)),
-    Claim(claim="risk at 1/8", source=SOURCE, paper=0.105, ours=_of(risk, _unit_of(PRIMARY))),
-    Claim(claim="risk at full coverage", source=SOURCE, paper=0.118, ours=_of(risk, "all")),
+    Claim(claim="risk at 1/8", source=SOURCE, paper=0.105, ours=_of(risk, _unit_of(PRIMARY)),
+          note=OTHER_DATA),
+    Claim(claim="risk at full coverage", source=SOURCE, paper=0.118, ours=_of(risk, "all"), note=OTHER_DATA),
     Claim(claim="steps inside the interval", source=SOURCE, paper=0.368, ours=_of(containment)),
-    Claim(claim="onsets inside/earlier/later", source=SOURCE, paper="33/15/16", ours=_onsets),
+    Claim(claim="onsets inside/earlier/later", source=SOURCE, paper="33/15/16", ours=_onsets,
+          note=OTHER_DATA),
     Claim(claim="first update at different codes, all cells", source=SOURCE, paper="3", ours=_range,
           note="3 is the earliest possible: Q(q + d) is both second codes."),
     Claim(claim="events at the same code", source=SOURCE, paper=0.00797, ours=_same),
