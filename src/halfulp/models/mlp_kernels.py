@@ -170,44 +170,70 @@ def dots(x: Any, rows: Any, out: Any) -> None:
             out[j + i] = found[i]
 
 
+@intrinsic
+def mix_rows(
+    _ctx: Any, out: Any, p: Any, q: Any, r: Any, s: Any, c: Any, across: Any, along: Any, x: Any
+) -> Any:
+    """Rows p, q, r and s of out += the sum over j of c[row * across + j * along] * x[j], in the order of j.
+
+    Sixteen examples of four rows stay in registers while j runs. A row may be named twice."""
+    real = out.dtype
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        vector = ir.VectorType(context.get_value_type(real), 8)
+        word = context.get_value_type(types.intp)
+        wide, thin, deep = (
+            cgutils.create_struct_proxy(sig.args[i])(context, builder, args[i]) for i in (0, 5, 8)
+        )
+        across, along = args[6], args[7]
+        columns = builder.extract_value(wide.shape, 1)
+
+        def vectors(base: Any, row: Any, at: Any) -> list[Any]:
+            start = builder.gep(base, [builder.add(builder.mul(row, columns), at)])
+            return [
+                builder.gep(builder.bitcast(start, vector.as_pointer()), [ir.Constant(word, i)])
+                for i in (0, 1)
+            ]
+
+        sums = [[cgutils.alloca_once(builder, vector) for _ in range(2)] for _ in range(4)]
+        align = element_bytes(real)
+        with cgutils.for_range_slice(builder, ir.Constant(word, 0), columns, ir.Constant(word, 16)) as (
+            at,
+            _,
+        ):
+            places = [vectors(wide.data, row, at) for row in args[1:5]]
+            for each, row in zip(sums, places, strict=True):
+                for kept, place in zip(each, row, strict=True):
+                    builder.store(builder.load(place, align=align), kept)
+            with cgutils.for_range(builder, builder.extract_value(deep.shape, 0)) as loop:
+                known = [builder.load(place, align=align) for place in vectors(deep.data, loop.index, at)]
+                for each, row in zip(sums, args[1:5], strict=True):
+                    where = builder.add(builder.mul(row, across), builder.mul(loop.index, along))
+                    one = builder.load(builder.gep(thin.data, [where]))
+                    first = builder.insert_element(
+                        ir.Constant(vector, ir.Undefined), one, ir.Constant(ir.IntType(32), 0)
+                    )
+                    lanes = ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
+                    factor = builder.shuffle_vector(first, first, lanes)
+                    for kept, value in zip(each, known, strict=True):
+                        builder.store(builder.fadd(builder.load(kept), builder.fmul(factor, value)), kept)
+            for each, row in zip(sums, places, strict=True):
+                for kept, place in zip(each, row, strict=True):
+                    builder.store(builder.load(kept), place, align=align)
+        return context.get_dummy_value()
+
+    numbers = (types.intp,) * 4
+    return types.void(out, *numbers, c, types.intp, types.intp, x), build
+
+
 @kernel
 def mix(out: Any, coefficients: Any, across: Any, along: Any, rows: Any) -> None:
-    """out[o] += sum over j of coefficients[o * across + j * along] * rows[j], in the order of j."""
-    n, m = rows.shape[0], out.shape[0]
-    o = 0
-    while o + 2 <= m:
-        at, to = o * across, (o + 1) * across
-        p, q = out[o], out[o + 1]
-        j = 0
-        while j + 4 <= n:
-            _two_by_four(
-                p, q, coefficients[at + j * along :: along], coefficients[to + j * along :: along],
-                rows[j], rows[j + 1], rows[j + 2], rows[j + 3],
-            )  # fmt: skip
-            j += 4
-        while j < n:
-            _add_scaled(p, coefficients[at + j * along], rows[j])
-            _add_scaled(q, coefficients[to + j * along], rows[j])
-            j += 1
-        o += 2
-    if o < m:
-        for j in range(n):
-            _add_scaled(out[o], coefficients[o * across + j * along], rows[j])
-
-
-@kernel
-def _two_by_four(p: Any, q: Any, a: Any, b: Any, x: Any, y: Any, z: Any, w: Any) -> None:
-    a0, a1, a2, a3 = a[0], a[1], a[2], a[3]
-    b0, b1, b2, b3 = b[0], b[1], b[2], b[3]
-    for i in range(p.size):
-        p[i] = (((p[i] + a0 * x[i]) + a1 * y[i]) + a2 * z[i]) + a3 * w[i]
-        q[i] = (((q[i] + b0 * x[i]) + b1 * y[i]) + b2 * z[i]) + b3 * w[i]
-
-
-@kernel
-def _add_scaled(out: Any, a: Any, x: Any) -> None:
-    for i in range(out.size):
-        out[i] = out[i] + a * x[i]
+    """out[o] += the sum over j of coefficients[o * across + j * along] * rows[j], in the order of j."""
+    last = out.shape[0] - 1
+    for o in range(0, last + 1, 4):
+        mix_rows(
+            out, o, min(o + 1, last), min(o + 2, last), min(o + 3, last), coefficients, across, along, rows
+        )  # fmt: skip
 
 
 # ---- the network ----------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ PAPER = (
     Claim(claim="RMSE of m = 7 against a direct bfloat16 update, two-layer", source="app:arithmetic",
           paper=6.7e-3, ours=lambda records: bf16_rmse(records).get("two-layer"), note=_HORIZON),
     Claim(claim="pooled rho at the crossing, emulator, median", source="app:arithmetic", paper=0.707,
-          ours=lambda records: timing.median_location(records).get(SYSTEM)),
+          ours=lambda records: timing.median_location(records).get(SYSTEM), note=timing.POOLED),
     Claim(claim="pooled rho at the crossing, bfloat16, median", source="app:arithmetic", paper=0.72,
           ours=lambda records: bf16_location(records).get("frozen-features"),
           note="The paper says 'on bf16 hardware'; ours is torch.bfloat16 on a CPU, frozen features."),

@@ -255,7 +255,7 @@ PAPER = (
           ours=lambda records: len(timing.locations(records)[PRINCIPAL]), note=timing.OPEN),
     Claim(claim="pooled rho at the crossing, two-layer, median", source="app:arithmetic", paper=0.74,
           ours=lambda records: timing.median_location(records)[PRINCIPAL],
-          note="The paper prints 'approximately 0.74' and does not say how its cells are pooled."),
+          note=timing.POOLED),
     Claim(claim="a seed that freezes long before its siblings", source="app:predictor",
           paper="at 61 (predicted 61), siblings near 1800", ours=lone_seed, note=timing.OPEN),
     Claim(claim="clean cells in which fp64, fp32 and 16-bit references predict the same step",
