@@ -119,9 +119,7 @@ class Batch:
             raise UsageError(
                 f"a batch is one example a row, x and y alike: found shapes {rows.shape} and {targets.shape}."
             )
-        pad = -len(rows) % compiled.LANES
-        wide = [np.ascontiguousarray(np.pad(a, ((0, pad), (0, 0))).T) for a in (rows, targets)]
-        return Batch(wide[0], wide[1], len(rows))
+        return Batch(_lanes(rows), _lanes(targets), len(rows))
 
     def to(self, dtype: npt.DTypeLike) -> Batch:
         return Batch(self.x.astype(dtype), self.y.astype(dtype), self.n)
@@ -134,9 +132,15 @@ def outputs(net: Net, weights: Array, x: npt.ArrayLike) -> Array:
     array([[11.]])
     """
     rows = np.asarray(x, dtype=weights.dtype)
-    acts = np.zeros((net.units, len(rows)), weights.dtype)
-    compiled.forward(weights, np.array(net.sizes), net.biased, np.ascontiguousarray(rows.T), acts)
-    return acts[-net.sizes[-1] :].T.copy()
+    wide = _lanes(rows)
+    acts = np.zeros((net.units, wide.shape[1]), weights.dtype)
+    compiled.forward(weights, np.array(net.sizes), net.biased, wide, acts)
+    return acts[-net.sizes[-1] :, : len(rows)].T.copy()
+
+
+def _lanes(rows: Array) -> Array:
+    """(dimension, examples), padded with zeros to whole lanes."""
+    return np.ascontiguousarray(np.pad(rows, ((0, -len(rows) % compiled.LANES), (0, 0))).T)
 
 
 @dataclass(frozen=True)

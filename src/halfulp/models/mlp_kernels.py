@@ -10,7 +10,7 @@ registers nor on the processor:
     gradient   sum over examples of delta[o] x[k]: example i is added to lane i % 32, lanes in the
                order of examples, then the lanes by halving (16, 8, 4, 2, 1)
 
-The number of examples is padded to whole lanes with examples whose delta is zero.
+The number of examples must be a multiple of 32; padding has delta zero.
 
 Why not a BLAS and the C library? At 64 x 8 weights a call costs more than the product, the order of a
 BLAS sum differs between processors, and a vector ``tanh`` between libraries. So ``tanh`` is here, as

@@ -390,8 +390,8 @@ _PAPER_WINDOWS = {
 }
 _START = "The student's start and the teacher's scale are not printed; edges of windows move with them."
 _INFERRED = (
-    "The start, which is not printed, was inferred from these five windows (halfulp.models.teacher): they agree "
-    "by construction, if at other seeds than were used for that. Measured windows had no part in it."
+    "The start, which is not printed, was inferred from these five windows (halfulp.models.teacher): they "
+    "agree by construction, if at other seeds than were used for that. Measured windows had no part in it."
 )
 
 PAPER = (
