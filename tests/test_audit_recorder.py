@@ -563,8 +563,9 @@ def test_kept_weights_replay_any_grid(tmp_path: Path) -> None:
     """A replay equals the audit that it stands for, followed coordinates, rates and losses included."""
     model = made("gpt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    kept = hu.Audit(optimizer, ["bf16"], model=model, out=tmp_path / "kept", keep=True, part_steps=2)
-    direct = hu.Audit(optimizer, GRIDS, expected_never_moved=True, model=model, out=tmp_path / "direct")
+    options: dict[str, Any] = {"model": model, "expected_never_moved": True}
+    kept = hu.Audit(optimizer, ["bf16"], out=tmp_path / "kept", keep=True, part_steps=2, **options)
+    direct = hu.Audit(optimizer, GRIDS, out=tmp_path / "direct", **options)
     with kept, direct:
         for step in range(1, 6):
             optimizer.zero_grad()

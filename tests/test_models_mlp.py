@@ -58,10 +58,10 @@ def mixed(start: Array, coefficients: Array, rows: Array) -> Array:
 
 
 def summed(products: Array) -> Array:
-    """The sum over the last axis: in 32 lanes, then by halving."""
-    lanes = np.zeros((*products.shape[:-1], 32), products.dtype)
-    for start in range(0, products.shape[-1], 32):
-        lanes = lanes + products[..., start : start + 32]
+    """The sum over the last axis: in eight lanes, then by halving."""
+    lanes = np.zeros((*products.shape[:-1], 8), products.dtype)
+    for start in range(0, products.shape[-1], 8):
+        lanes = lanes + products[..., start : start + 8]
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
@@ -410,3 +410,5 @@ def test_mistakes_are_named() -> None:
         Net(sizes=(2, 1), loss="absolute")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="one example a row"):
         Batch.of([[0.0, 1.0]], [[1.0], [2.0]])
+    with pytest.raises(UsageError, match="multiple of 16: found 17 and 17 columns for 17 examples"):
+        Batch(np.zeros((2, 17)), np.zeros((1, 17)), 17)

@@ -105,11 +105,19 @@ class Net:
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples as the kernels want them: (dimension, examples), padded to whole lanes."""
+    """Examples as the kernels want them: (dimension, examples), padded to whole blocks."""
 
     x: Array
     y: Array
     n: int
+
+    def __post_init__(self) -> None:
+        width = self.x.shape[1]
+        if width % compiled.PADDING or self.y.shape[1] != width or not 0 <= self.n <= width:
+            raise UsageError(
+                f"x and y of a batch have one column an example, padded to a multiple of {compiled.PADDING}: "
+                f"found {width} and {self.y.shape[1]} columns for {self.n} examples. Make it with Batch.of."
+            )
 
     @staticmethod
     def of(x: npt.ArrayLike, y: npt.ArrayLike, dtype: npt.DTypeLike = np.float64) -> Batch:
@@ -119,7 +127,7 @@ class Batch:
             raise UsageError(
                 f"a batch is one example a row, x and y alike: found shapes {rows.shape} and {targets.shape}."
             )
-        return Batch(_lanes(rows), _lanes(targets), len(rows))
+        return Batch(_blocks(rows), _blocks(targets), len(rows))
 
     def to(self, dtype: npt.DTypeLike) -> Batch:
         return Batch(self.x.astype(dtype), self.y.astype(dtype), self.n)
@@ -132,15 +140,15 @@ def outputs(net: Net, weights: Array, x: npt.ArrayLike) -> Array:
     array([[11.]])
     """
     rows = np.asarray(x, dtype=weights.dtype)
-    wide = _lanes(rows)
+    wide = _blocks(rows)
     acts = np.zeros((net.units, wide.shape[1]), weights.dtype)
     compiled.forward(weights, np.array(net.sizes), net.biased, wide, acts)
     return acts[-net.sizes[-1] :, : len(rows)].T.copy()
 
 
-def _lanes(rows: Array) -> Array:
-    """(dimension, examples), padded with zeros to whole lanes."""
-    return np.ascontiguousarray(np.pad(rows, ((0, -len(rows) % compiled.LANES), (0, 0))).T)
+def _blocks(rows: Array) -> Array:
+    """(dimension, examples), padded with zeros to whole blocks."""
+    return np.ascontiguousarray(np.pad(rows, ((0, -len(rows) % compiled.PADDING), (0, 0))).T)
 
 
 @dataclass(frozen=True)

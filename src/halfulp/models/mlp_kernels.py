@@ -7,10 +7,10 @@ registers nor on the processor:
 
     forward    z[o] = ((b[o] + W[o,0] x[0]) + W[o,1] x[1]) + ...        in the order of the inputs
     backward   the same over the outputs, from zero
-    gradient   sum over examples of delta[o] x[k]: example i is added to lane i % 32, lanes in the
-               order of examples, then the lanes by halving (16, 8, 4, 2, 1)
+    gradient   sum over examples of delta[o] x[k]: example i is added to lane i % 8, in the order of
+               examples, then the upper lanes to the lower ones (4, 2, 1)
 
-The number of examples must be a multiple of 32; padding has delta zero.
+The number of examples is a multiple of 16; what is padded has delta zero.
 
 Why not a BLAS and the C library? At 64 x 8 weights a call costs more than the product, the order of a
 BLAS sum differs between processors, and a vector ``tanh`` between libraries. So ``tanh`` is here, as
@@ -40,7 +40,8 @@ from halfulp.kernels.cpu_tile_audit import fused_bits
 from halfulp.kernels.params import CUT, EMIN, HALF, KEEP, ODD
 from halfulp.kernels.simd import JIT, SOURCES, bits_of, float_like
 
-LANES = 32
+PADDING = 16
+"""Examples come in whole blocks of this many."""
 SQUARED, CROSS_ENTROPY = 0, 1
 DESCENT, ADAM = 0, 1
 KEPT, NEAREST, STOCHASTIC = 0, 1, 2
@@ -108,132 +109,132 @@ def exp_row(x: Any, out: Any) -> None:
 
 
 # ---- sums in a fixed order ------------------------------------------------------------------------------
+#
+# Written as vector instructions, because an accumulator that is an array would live in memory.
 
 
-@intrinsic
-def lane_dots(_ctx: Any, x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """The sums of products of x with four rows, in 32 lanes and then by halving; whole lanes only.
+class _Rows:
+    """The rows of a C-ordered matrix as vectors of eight numbers, for building instructions."""
 
-    Written as vector instructions, because an accumulator that is an array would live in memory."""
-    real = x.dtype
-    result = types.UniTuple(real, 4)
+    def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
+        matrix = cgutils.create_struct_proxy(kind)(context, builder, value)
+        self.builder, self.data = builder, matrix.data
+        self.count, self.columns = (builder.extract_value(matrix.shape, i) for i in (0, 1))
+        self.vector = ir.VectorType(context.get_value_type(kind.dtype), 8)
+        self.align = int(kind.dtype.bitwidth // 8)  # rows need not start at a multiple of a vector
 
-    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        element = context.get_value_type(real)
-        vector = ir.VectorType(element, 8)
-        rows = [
-            cgutils.create_struct_proxy(t)(context, builder, v) for t, v in zip(sig.args, args, strict=True)
-        ]
-        starts = [builder.bitcast(row.data, vector.as_pointer()) for row in rows]
-        zero = ir.Constant(vector, None)
-        sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(4)] for _ in range(4)]
-        word = context.get_value_type(types.intp)
-        vectors = builder.lshr(builder.extract_value(rows[0].shape, 0), ir.Constant(word, 3))
-        with cgutils.for_range_slice(builder, ir.Constant(word, 0), vectors, ir.Constant(word, 4)) as (i, _):
-            for part in range(4):
-                at = builder.add(i, ir.Constant(word, part))
-                first, *others = (
-                    builder.load(builder.gep(start, [at]), align=element_bytes(real)) for start in starts
-                )
-                for lane, other in zip(sums, others, strict=True):
-                    grown = builder.fadd(builder.load(lane[part]), builder.fmul(first, other))
-                    builder.store(grown, lane[part])
-        whole = []
-        for lane in sums:
-            v = [builder.load(part) for part in lane]
-            s = builder.fadd(builder.fadd(v[0], v[2]), builder.fadd(v[1], v[3]))
-            for half in (4, 2, 1):
-                low, high = (
-                    ir.Constant(ir.VectorType(ir.IntType(32), half), [start + j for j in range(half)])
-                    for start in (0, half)
-                )
-                s = builder.fadd(builder.shuffle_vector(s, s, low), builder.shuffle_vector(s, s, high))
-            whole.append(builder.extract_element(s, ir.Constant(ir.IntType(32), 0)))
-        return context.make_tuple(builder, result, whole)
+    def from_row(self, first: Any, number: int) -> list[Any]:
+        """So many row numbers from the first on; beyond the last row, the last again."""
+        last = self.builder.sub(self.count, first.type(1))
+        rows = [self.builder.add(first, first.type(i)) for i in range(number)]
+        return [self.builder.select(self.builder.icmp_signed("<", r, last), r, last) for r in rows]
 
-    return result(x, a, b, c, d), build
+    def place(self, row: Any, column: Any) -> Any:
+        at = self.builder.add(self.builder.mul(row, self.columns), column)
+        return self.builder.bitcast(self.builder.gep(self.data, [at]), self.vector.as_pointer())
+
+    def load(self, row: Any, column: Any) -> Any:
+        return self.builder.load(self.place(row, column), align=self.align)
 
 
-def element_bytes(real: Any) -> int:
-    """Rows of an array need not start at a multiple of a vector."""
-    return int(real.bitwidth // 8)
+def _add_product(builder: Any, kept: Any, x: Any, y: Any) -> None:
+    builder.store(builder.fadd(builder.load(kept), builder.fmul(x, y)), kept)
+
+
+def _lane_dots(high: int, low: int) -> Any:
+    @intrinsic
+    def block(_ctx: Any, out: Any, across: Any, x: Any, o: Any, y: Any, k: Any) -> Any:
+        """out[i * across + j] = the sum of products of rows x[i] and y[j], for rows from o and from k on."""
+
+        def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            left, right = (_Rows(context, builder, sig.args[i], args[i]) for i in (2, 4))
+            target = cgutils.create_struct_proxy(sig.args[0])(context, builder, args[0]).data
+            rows, columns = left.from_row(args[3], high), right.from_row(args[5], low)
+            zero = ir.Constant(left.vector, None)
+            sums = [[cgutils.alloca_once(builder, left.vector) for _ in columns] for _ in rows]
+            for kept in (kept for row in sums for kept in row):
+                builder.store(zero, kept)
+            word = left.columns.type
+            with cgutils.for_range_slice(builder, word(0), left.columns, word(8)) as (at, _):
+                ys = [right.load(column, at) for column in columns]
+                for row, each in zip(rows, sums, strict=True):
+                    x = left.load(row, at)
+                    for kept, y in zip(each, ys, strict=True):
+                        _add_product(builder, kept, x, y)
+            for row, each in zip(rows, sums, strict=True):
+                for column, kept in zip(columns, each, strict=True):
+                    at = builder.add(builder.mul(row, args[1]), column)
+                    builder.store(_halved(builder, builder.load(kept)), builder.gep(target, [at]))
+            return context.get_dummy_value()
+
+        return types.void(out, types.intp, x, types.intp, y, types.intp), build
+
+    return block
+
+
+def _halved(builder: Any, v: Any) -> Any:
+    """The sum of eight lanes: the upper half onto the lower, three times."""
+    for half in (4, 2, 1):
+        kind = ir.VectorType(ir.IntType(32), half)
+        low, high = (ir.Constant(kind, [start + j for j in range(half)]) for start in (0, half))
+        v = builder.fadd(builder.shuffle_vector(v, v, low), builder.shuffle_vector(v, v, high))
+    return builder.extract_element(v, ir.IntType(32)(0))
+
+
+four_by_four, four_by_one = _lane_dots(4, 4), _lane_dots(4, 1)
 
 
 @kernel
-def dots(x: Any, rows: Any, out: Any) -> None:
-    """out[j] = the sum of products of x and rows[j], in the order of :func:`lane_dots`."""
-    n = rows.shape[0]
-    for j in range(0, n, 4):
-        b, c, d = rows[min(j + 1, n - 1)], rows[min(j + 2, n - 1)], rows[min(j + 3, n - 1)]
-        found = lane_dots(x, rows[j], b, c, d)
-        for i in range(min(4, n - j)):
-            out[j + i] = found[i]
+def dots(x: Any, y: Any, out: Any) -> None:
+    """out[i, j], flat by rows, = the sum of products of x[i] and y[j]: in eight lanes, then by halving."""
+    n = y.shape[0]
+    for o in range(0, x.shape[0], 4):
+        if n == 1:
+            four_by_one(out, n, x, o, y, 0)
+        else:
+            for k in range(0, n, 4):
+                four_by_four(out, n, x, o, y, k)
 
 
 @intrinsic
-def mix_rows(
-    _ctx: Any, out: Any, p: Any, q: Any, r: Any, s: Any, c: Any, across: Any, along: Any, x: Any
-) -> Any:
-    """Rows p, q, r and s of out += the sum over j of c[row * across + j * along] * x[j], in the order of j.
-
-    Sixteen examples of four rows stay in registers while j runs. A row may be named twice."""
-    real = out.dtype
+def _mix_four(_ctx: Any, out: Any, o: Any, c: Any, across: Any, along: Any, x: Any) -> Any:
+    """Four rows of out from row o on; sixteen examples of each stay in registers while j runs."""
 
     def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        vector = ir.VectorType(context.get_value_type(real), 8)
-        word = context.get_value_type(types.intp)
-        wide, thin, deep = (
-            cgutils.create_struct_proxy(sig.args[i])(context, builder, args[i]) for i in (0, 5, 8)
-        )
-        across, along = args[6], args[7]
-        columns = builder.extract_value(wide.shape, 1)
-
-        def vectors(base: Any, row: Any, at: Any) -> list[Any]:
-            start = builder.gep(base, [builder.add(builder.mul(row, columns), at)])
-            return [
-                builder.gep(builder.bitcast(start, vector.as_pointer()), [ir.Constant(word, i)])
-                for i in (0, 1)
-            ]
-
-        sums = [[cgutils.alloca_once(builder, vector) for _ in range(2)] for _ in range(4)]
-        align = element_bytes(real)
-        with cgutils.for_range_slice(builder, ir.Constant(word, 0), columns, ir.Constant(word, 16)) as (
-            at,
-            _,
-        ):
-            places = [vectors(wide.data, row, at) for row in args[1:5]]
-            for each, row in zip(sums, places, strict=True):
-                for kept, place in zip(each, row, strict=True):
-                    builder.store(builder.load(place, align=align), kept)
-            with cgutils.for_range(builder, builder.extract_value(deep.shape, 0)) as loop:
-                known = [builder.load(place, align=align) for place in vectors(deep.data, loop.index, at)]
-                for each, row in zip(sums, args[1:5], strict=True):
-                    where = builder.add(builder.mul(row, across), builder.mul(loop.index, along))
-                    one = builder.load(builder.gep(thin.data, [where]))
-                    first = builder.insert_element(
-                        ir.Constant(vector, ir.Undefined), one, ir.Constant(ir.IntType(32), 0)
+        left, right = (_Rows(context, builder, sig.args[i], args[i]) for i in (0, 5))
+        factors = cgutils.create_struct_proxy(sig.args[2])(context, builder, args[2]).data
+        rows, word = left.from_row(args[1], 4), left.columns.type
+        sums = [[cgutils.alloca_once(builder, left.vector) for _ in range(2)] for _ in rows]
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
+        with cgutils.for_range_slice(builder, word(0), left.columns, word(16)) as (at, _):
+            halves = [at, builder.add(at, word(8))]
+            for row, each in zip(rows, sums, strict=True):
+                for kept, half in zip(each, halves, strict=True):
+                    builder.store(left.load(row, half), kept)
+            with cgutils.for_range(builder, right.count) as loop:
+                xs = [right.load(loop.index, half) for half in halves]
+                for row, each in zip(rows, sums, strict=True):
+                    where = builder.add(builder.mul(row, args[3]), builder.mul(loop.index, args[4]))
+                    one = builder.load(builder.gep(factors, [where]))
+                    lone = builder.insert_element(
+                        ir.Constant(left.vector, ir.Undefined), one, ir.IntType(32)(0)
                     )
-                    lanes = ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
-                    factor = builder.shuffle_vector(first, first, lanes)
-                    for kept, value in zip(each, known, strict=True):
-                        builder.store(builder.fadd(builder.load(kept), builder.fmul(factor, value)), kept)
-            for each, row in zip(sums, places, strict=True):
-                for kept, place in zip(each, row, strict=True):
-                    builder.store(builder.load(kept), place, align=align)
+                    factor = builder.shuffle_vector(lone, lone, lanes)
+                    for kept, x in zip(each, xs, strict=True):
+                        _add_product(builder, kept, factor, x)
+            for row, each in zip(rows, sums, strict=True):
+                for kept, half in zip(each, halves, strict=True):
+                    builder.store(builder.load(kept), left.place(row, half), align=left.align)
         return context.get_dummy_value()
 
-    numbers = (types.intp,) * 4
-    return types.void(out, *numbers, c, types.intp, types.intp, x), build
+    return types.void(out, types.intp, c, types.intp, types.intp, x), build
 
 
 @kernel
 def mix(out: Any, coefficients: Any, across: Any, along: Any, rows: Any) -> None:
     """out[o] += the sum over j of coefficients[o * across + j * along] * rows[j], in the order of j."""
-    last = out.shape[0] - 1
-    for o in range(0, last + 1, 4):
-        mix_rows(
-            out, o, min(o + 1, last), min(o + 2, last), min(o + 3, last), coefficients, across, along, rows
-        )  # fmt: skip
+    for o in range(0, out.shape[0], 4):
+        _mix_four(out, o, coefficients, across, along, rows)
 
 
 # ---- the network ----------------------------------------------------------------------------------------
@@ -300,7 +301,8 @@ def output_error(out: Any, y: Any, n: Any, loss: Any, scratch: Any) -> Any:
             for i in range(row.size):
                 row[i] = row[i] - target[i]
             fill(row[n:], 0)
-            value += np.float64(lane_dots(row, row, row, row, row)[0])
+            for i in range(n):
+                value += np.float64(row[i]) * np.float64(row[i])
         value /= n
     count = out.dtype.type(n if loss == CROSS_ENTROPY else 0.5 * n)
     for c in range(out.shape[0]):
@@ -328,10 +330,9 @@ def gradient(
         n_in, n_out = sizes[layer], sizes[layer + 1]
         at -= n_out * (n_in + biased)
         before = acts[row - n_in : row] if layer > 0 else x
-        for o in range(n_out):
-            dots(here[o], before, g[at + o * n_in :])
-            if biased:
-                dots(here[o], ones, g[at + n_out * n_in + o :])
+        dots(here, before, g[at:])
+        if biased:
+            dots(here, ones, g[at + n_out * n_in :])
         if layer > 0:
             row -= n_in
             below = deltas[row : row + n_in]
