@@ -205,7 +205,7 @@ def stay_magic(
 @kernel
 def stay_bits(q: Any, z: Any, stay: Any, cut: Any, odd: Any, keep: Any, top: Any, one: Any) -> None:
     gap = shl(odd, cut)
-    share = one / float_from(one, gap)
+    share = one / float_from(one, np.int64(gap) + (gap == 0))  # a grid may cut nothing
     for i in range(q.size):
         v = z[i]
         a = lesser(bits_of(abs(v)), top)
