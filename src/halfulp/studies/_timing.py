@@ -9,7 +9,8 @@ crossings that a high-precision run predicts, by two predictors:
 Stage ``measured`` holds the crossing of a run on the grid, and the pooled rho of Eq. 3 where it crossed.
 Pairs are made and judged by :mod:`halfulp.audit.crossings`; nothing is recomputed here.
 
-The gates were fixed before any measured run existed. A median within 5% of one and 80% of the eligible
+The thresholds were fixed before the first measured run and not changed since; the testbed's start was
+changed once after it (docs/controlled.md). A median within 5% of one and 80% of the eligible
 pairs within 15% are asked of every system by both predictors (80% is the paper's own floor, appendix D);
 at most one category in ten may differ.
 """
