@@ -85,7 +85,11 @@ def neighbours(
     """The nearest codes strictly below and strictly above; infinite where there is none."""
     g, values, own = _numpy(x, grid, step)
     below, above = _neighbours(values, g, own)
-    return tuple(torch.from_numpy(v).to(x.dtype).to(x.device) for v in (below, above))  # type: ignore[return-value]
+
+    def like_x(v: Array) -> torch.Tensor:
+        return torch.from_numpy(v).to(x.dtype).to(x.device)
+
+    return like_x(below), like_x(above)
 
 
 def gap(

@@ -60,13 +60,9 @@ def group_of(name: str, tensor: torch.Tensor, module: torch.nn.Module | None = N
         return "embedding"
     for i, part in reversed(list(enumerate(owners))):
         if part == "output":  # of a numbered layer: the second half of BERT's mlp; of the model: Llama's head
-            return (
-                "attention"
-                if "attention" in owners[:i]
-                else "mlp"
-                if i and owners[i - 1].isdigit()
-                else "head"
-            )
+            if "attention" in owners[:i]:
+                return "attention"
+            return "mlp" if i and owners[i - 1].isdigit() else "head"
         for pattern, group in (
             (_HEAD, "head"),
             (_EMBEDDING, "embedding"),

@@ -33,7 +33,7 @@ class StepHooks:
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer] | None) -> None:
         # A compiled step must run the hooks as they are, not look into them.
-        enter, leave = (torch.compiler.disable(h) for h in (self._enter, self._leave))  # type: ignore[no-untyped-call]
+        enter, leave = (torch.compiler.disable(h) for h in (self._enter, self._leave))  # type: ignore[no-untyped-call]  # torch's
         self._process = os.getpid()
         if optimizers is None:
             self._handles = [

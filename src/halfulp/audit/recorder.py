@@ -498,7 +498,7 @@ def _reduced(seen: list[Watched], found: list[torch.Tensor]) -> np.ndarray[Any, 
     alike: dict[Any, list[int]] = {}
     for i, w in enumerate(seen):
         if w.sharded:
-            alike.setdefault((w.tensor.device_mesh, w.tensor.placements), []).append(i)  # type: ignore[attr-defined]
+            alike.setdefault((w.tensor.device_mesh, w.tensor.placements), []).append(i)  # type: ignore[attr-defined]  # a DTensor
     for places in alike.values():
         total = reduce_sum(torch.stack([found[i] for i in places]), seen[places[0]].tensor)
         for i, row in zip(places, total, strict=True):

@@ -33,20 +33,20 @@ class _Losses:
         def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             if tensor.numel() == 1:
                 audit.log(getattr(tensor, "_halfulp_unscaled", tensor))
-            plain_backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+            plain_backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
 
         def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             scaled = plain_scale(scaler, outputs)
             if isinstance(scaled, torch.Tensor) and scaled is not outputs:
-                scaled._halfulp_unscaled = outputs.detach()  # type: ignore[attr-defined]
+                scaled._halfulp_unscaled = outputs.detach()  # type: ignore[attr-defined]  # a note of ours
             return scaled
 
-        torch.Tensor.backward = backward  # type: ignore[assignment, method-assign]
-        torch.amp.GradScaler.scale = scale  # type: ignore[assignment, method-assign]
+        torch.Tensor.backward = backward  # type: ignore[assignment, method-assign]  # put back on exit
+        torch.amp.GradScaler.scale = scale  # type: ignore[assignment, method-assign]  # put back on exit
 
     def __exit__(self, *_: object) -> None:
-        torch.Tensor.backward = self.backward  # type: ignore[method-assign]
-        torch.amp.GradScaler.scale = self.scale  # type: ignore[method-assign]
+        torch.Tensor.backward = self.backward  # type: ignore[method-assign]  # what was there
+        torch.amp.GradScaler.scale = self.scale  # type: ignore[method-assign]  # what was there
 
 
 def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:

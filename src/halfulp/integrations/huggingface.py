@@ -21,7 +21,7 @@ from halfulp.writeback.optimizer import WriteBack
 _Base: Any = base_class("transformers:TrainerCallback")
 
 
-class AuditCallback(_Base):  # type: ignore[misc]
+class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that may be missing
     """Audit a ``Trainer`` run. ``options`` are those of :class:`halfulp.Audit`.
 
     The trace goes to ``out``, by default ``halfulp`` in the trainer's output folder (``halfulp-2`` if that

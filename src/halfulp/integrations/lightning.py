@@ -17,7 +17,7 @@ from halfulp.integrations.optional import Running, base_class, require
 _Base: Any = base_class("lightning.pytorch.callbacks:Callback", "pytorch_lightning.callbacks:Callback")
 
 
-class AuditCallback(_Base):  # type: ignore[misc]
+class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that may be missing
     """Audit a ``Trainer.fit``. ``options`` are those of :class:`halfulp.Audit`.
 
     The trace goes to ``out``, by default ``halfulp`` in the trainer's root folder (``halfulp-2`` if that is

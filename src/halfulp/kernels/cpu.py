@@ -3,11 +3,11 @@
 A tile (768 coordinates) is loaded once into buffers that stay in the first-level cache; every
 grid then works on the buffers. Threads take ranges of tiles: each function here does the
 tiles [t0, t1) and releases the interpreter lock, and :mod:`halfulp.kernels.pool` runs ranges
-on plain threads. (numba's own thread layers are not used: the default one aborts the process
+on torch's worker threads. (numba's own thread layers are not used: the default one aborts the process
 when two Python threads meet in it, the OpenMP one when a forked worker does.)
 
-The pieces that work on one tile are in :mod:`halfulp.kernels.cpu_tile`. Grids with a fixed step are here;
-those whose step moves with the data are in :mod:`halfulp.kernels.cpu_scaled`.
+The pieces that work on one tile are in ``cpu_tile``, ``cpu_tile_audit`` and ``cpu_tile_write``. Grids with
+a fixed step are here; those whose step moves with the data are in :mod:`halfulp.kernels.cpu_scaled`.
 """
 
 from __future__ import annotations

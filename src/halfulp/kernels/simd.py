@@ -8,6 +8,8 @@ start at zero vectorise, so every tile function takes slices.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +34,23 @@ def _sources() -> str:
 SOURCES = _sources()
 
 
-def _compiled(function: Any, **options: Any) -> Any:
+def _compiled(function: Any, stamp: str = SOURCES, **options: Any) -> Any:
     """njit, with a cache that forgets when any of the sources changes. numba itself looks only at the file
     of the function, not at those whose functions and constants are compiled into it."""
     made = njit(**JIT, **options)(function)
-    made._cache._cache_file._source_stamp = SOURCES
+    made._cache._cache_file._source_stamp = stamp
     return made
 
 
 def kernel(function: Any) -> Any:
     """A compiled function."""
     return _compiled(function)
+
+
+def kernel_of(*files: str) -> Callable[[Any], Any]:
+    """As :func:`kernel`, for code elsewhere: its cache forgets when one of these files changes as well."""
+    parts = [SOURCES.encode(), *(Path(file).read_bytes() for file in files)]
+    return partial(_compiled, stamp=hashlib.sha256(b"\0".join(parts)).hexdigest())
 
 
 def inline(function: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 
 from halfulp import kernels
 from halfulp.errors import CorruptionError

@@ -25,20 +25,18 @@ Weights are one flat vector: for each layer ``W`` (outputs, inputs) by rows, the
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from halfulp.kernels.cpu_tile import nearest, stochastic_exact
 from halfulp.kernels.cpu_tile_audit import fused_bits
 from halfulp.kernels.params import CUT, EMIN, HALF, KEEP, ODD
-from halfulp.kernels.simd import JIT, SOURCES, bits_of, float_like
+from halfulp.kernels.simd import bits_of, float_like, kernel_of
 
 PADDING = 16
 """Examples come in whole blocks of this many."""
@@ -48,14 +46,7 @@ KEPT, NEAREST, STOCHASTIC = 0, 1, 2
 LIMIT = 2.0**300
 """A weight beyond this magnitude, or not a number, has diverged; squares of what is below are finite."""
 
-STAMP = hashlib.sha256(SOURCES.encode() + Path(__file__).read_bytes()).hexdigest()
-
-
-def kernel(function: Any) -> Any:
-    """A compiled function whose cache forgets when this file or a kernel it is made from changes."""
-    made = njit(**JIT)(function)
-    made._cache._cache_file._source_stamp = STAMP
-    return made
+kernel = kernel_of(__file__)
 
 
 # ---- elementary functions -------------------------------------------------------------------------------

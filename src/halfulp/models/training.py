@@ -225,7 +225,7 @@ class Training:
         for part in self._micro(begin):
             x, y = sequences(self.tokens, part, recipe.context, self.device)
             loss = self.model.loss(x, y) * (len(part) / recipe.batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
         self.optimizer.step()

@@ -113,8 +113,9 @@ def table(
     """A table in a box that scrolls sideways. A cell may be a ``td`` or ``th`` of its own."""
 
     def cell(content: Content, element: str, **attributes: str) -> Html:
-        made = isinstance(content, Html) and content.startswith(("<td", "<th"))
-        return content if made else tag(element, content, **attributes)  # type: ignore[return-value]
+        if isinstance(content, Html) and content.startswith(("<td", "<th")):
+            return content
+        return tag(element, content, **attributes)
 
     inside = tag(
         "table",

@@ -133,12 +133,12 @@ class Arms:
         nearest = next((r for r in self.runs if r.policy == NEAREST), None)
         if nearest is None or self.reference is None or run is self.reference:
             return None
-        losses = [r.final_loss for r in (nearest, run, self.reference)]
+        rne, arm, fp32 = (r.final_loss for r in (nearest, run, self.reference))
         same = all(np.array_equal(r.gathered.steps, run.gathered.steps) for r in (nearest, self.reference))
-        if not same or None in losses:
+        if not same or rne is None or arm is None or fp32 is None:
             return None
         try:
-            return recovery(rne=losses[0], arm=losses[1], fp32=losses[2])  # type: ignore[arg-type]
+            return recovery(rne=rne, arm=arm, fp32=fp32)
         except UsageError:
             return None
 

@@ -10,7 +10,6 @@ below 128). A general compressor would save a third, and make a record depend on
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 from collections.abc import Iterable
 from typing import Any
@@ -25,6 +24,7 @@ from halfulp.kernels.params import masks, params
 from halfulp.models.mlp_kernels import CROSS_ENTROPY
 from halfulp.models.teacher import classification
 from halfulp.studies import _margin_kernels as compiled
+from halfulp.studies.digests import digest
 from halfulp.study.protocol import Config, Running
 
 Array = npt.NDArray[Any]
@@ -34,15 +34,6 @@ CHUNK = 500
 
 
 # ---- runs ---------------------------------------------------------------------------------------------
-
-
-def digest(*arrays: Array) -> str:
-    """SHA-256 of arrays, their types and shapes; -0 is +0."""
-    whole = hashlib.sha256()
-    for a in arrays:
-        whole.update(f"{a.dtype.str}{a.shape}".encode())
-        whole.update(np.ascontiguousarray(a + a.dtype.type(0)).tobytes())
-    return whole.hexdigest()
 
 
 class Unit:

@@ -24,20 +24,17 @@ What is not finite is never frozen, has margin zero, and counts as a mistake.
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from halfulp.kernels.cpu_tile import nearest
 from halfulp.kernels.params import CUT, EMIN, MANT, TOP
-from halfulp.kernels.simd import JIT, bits_of, float_like
+from halfulp.kernels.simd import bits_of, float_like, kernel_of
 from halfulp.models import mlp_kernels
 from halfulp.models.mlp_kernels import gradient
 
-STAMP = hashlib.sha256(mlp_kernels.STAMP.encode() + Path(__file__).read_bytes()).hexdigest()
+kernel = kernel_of(mlp_kernels.__file__, __file__)
 
 FINE = 8  # S = 2**FINE
 S = 1 << FINE
@@ -54,13 +51,6 @@ CODE, TARGET, LANDED, GAMMA, ACTUAL = range(5)
 """Rows of scratch: q_hat, z_r, where a proposal lands, the margin (-1: not finite), z_a."""
 APART, TOGETHER, CERTIFIED = range(3)
 """Mistakes where current codes differ, where they agree, and where both premises of the bound hold."""
-
-
-def kernel(function: Any) -> Any:
-    """A compiled function whose cache forgets when this file or one it is made from changes."""
-    made = njit(**JIT)(function)
-    made._cache._cache_file._source_stamp = STAMP
-    return made
 
 
 @kernel

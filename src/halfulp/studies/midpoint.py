@@ -48,6 +48,7 @@ from halfulp.grids import grid as named
 from halfulp.models.mlp import Trainer, run
 from halfulp.models.teacher import Problem, teacher_student
 from halfulp.studies.claims import Claim
+from halfulp.studies.digests import digest
 from halfulp.study.protocol import (
     Cell,
     Config,
@@ -94,10 +95,7 @@ def _problem(c: Config) -> Problem:
 
 def fingerprint(p: Problem) -> str:
     """SHA-256 of every number that a run starts from."""
-    whole = hashlib.sha256()
-    for a in (p.train.x, p.train.y, p.test.x, p.test.y, p.start):
-        whole.update(f"{a.dtype.str}{a.shape}".encode() + np.ascontiguousarray(a).tobytes())
-    return whole.hexdigest()
+    return digest(p.train.x, p.train.y, p.test.x, p.test.y, p.start)
 
 
 def learned(start: float, errors: Array, steps: int, end: float | None) -> float:

@@ -195,7 +195,7 @@ class _Process:
         if opening.logs is not None:
             files.make_folder(opening.logs)
             self.log = opening.logs / f"worker-{os.getpid()}-{len(list(opening.logs.iterdir()))}.log"
-            log = open(self.log, "wb")  # noqa: SIM115
+            log = open(self.log, "wb")  # noqa: SIM115  # closed below, once the child has it
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "halfulp.study.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment,

@@ -149,7 +149,7 @@ class ECO(Policy):
     decay_exact: bool = False
 
     @property
-    def stochastic(self) -> bool:  # type: ignore[override]
+    def stochastic(self) -> bool:  # type: ignore[override]  # an option here
         return self.rounding == "stochastic"
 
     def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from halfulp.grids import Grid
 
 def local(x: torch.Tensor) -> torch.Tensor:
     """The shard on this rank, sharing memory; an ordinary tensor is its own."""
-    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]  # a DTensor
 
 
 def is_sharded(x: Any) -> bool:
@@ -27,14 +27,15 @@ def shard_offset(x: torch.Tensor) -> int:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    for placement in x.placements:  # type: ignore[attr-defined]
+    for placement in x.placements:  # type: ignore[attr-defined]  # a DTensor
         whole = isinstance(placement, Replicate)
         if not whole and not (isinstance(placement, Shard) and placement.dim == 0):
             raise UsageError(
                 f"placement {placement} is not supported: random streams need shards that are contiguous in "
                 "the whole tensor, that is Shard(0) or Replicate()."
             )
-    _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)  # type: ignore[attr-defined]
+    placed = (x.device_mesh, x.placements)  # type: ignore[attr-defined]  # a DTensor
+    _, offset = compute_local_shape_and_global_offset(x.shape, *placed)
     return int(offset[0]) * math.prod(x.shape[1:]) if offset else 0
 
 
