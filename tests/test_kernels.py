@@ -121,33 +121,36 @@ def test_audit(dtype: torch.dtype, shape: tuple[int, ...], bad: bool) -> None:
         assert not without.phase.any()
 
 
-def test_audit_that_follows_coordinates(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("odds", [False, True], ids=["moved", "moved and odds"])
+def test_audit_that_follows_coordinates(dtype: torch.dtype, shape: tuple[int, ...], odds: bool) -> None:
     """Over three steps: what ever moved, and how probably stochastic rounding never moved it."""
     grids, n = grids_for(dtype), math.prod(shape)
     moved = np.zeros((len(grids), (n + 7) // 8), dtype=np.uint8)
     stay = np.ones((len(grids), n), dtype=np.float64 if dtype == torch.float64 else np.float32)
-    followed = {"moved": tensor(moved), "stay": tensor(stay)}
+    followed = {"moved": moved, "stay": stay} if odds else {"moved": moved}
+    kept = {name: tensor(x) for name, x in followed.items()}
     for seed in range(3):
-        w, d, _ = draw(shape, dtype, seed=20 + seed)
-        expected = quiet(reference.audit, w, d, grids, moved=moved, stay=stay)
-        got = kernels.audit(tensor(w), tensor(d), grids, **followed)
+        w, d, _ = draw(shape, dtype, seed=20 + seed, bad=seed > 0)
+        expected = quiet(reference.audit, w, d, grids, **followed)
+        got = kernels.audit(tensor(w), tensor(d), grids, **kept)
         for field, value in expected.items():
             assert_same(getattr(got, field), value, f"{field} at step {seed}")
-        assert_same(followed["moved"], moved)
-        assert_same(followed["stay"], stay)
+        for name, x in followed.items():
+            assert_same(kept[name], x, name)
 
 
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "non-finite"])
 @pytest.mark.parametrize("mode", reference.MODES)
-def test_write_back(dtype: torch.dtype, shape: tuple[int, ...], mode: str) -> None:
+def test_write_back(dtype: torch.dtype, shape: tuple[int, ...], mode: str, bad: bool) -> None:
     """New values, counts, sums and moved bits, over two steps, so that moved bits accumulate."""
-    w, d, _ = draw(shape, dtype, seed=3)
+    w, d, _ = draw(shape, dtype, seed=3, bad=bad)
     for g in grids_for(dtype):
         q = quiet(reference.round, w, g)
         q = np.where(np.isfinite(q), q, 0).astype(q.dtype)
         moved = np.zeros((q.size + 7) // 8, dtype=np.uint8)
         moved_kernel = tensor(moved)
         for step in range(2):
-            stream = hu.Stream(seed=4, name=g.name, step=step, offset=2**33 + 5)
+            stream = hu.Stream(seed=4, name=g.name, step=step, offset=2**33 + 5 * step)
             z = quiet(lambda q, step: (q + (d if step == 0 else -d)).astype(q.dtype), q, step)
             r, facts = quiet(reference.write_back, q, z, g, reference.MODES[mode], stream, moved=moved)
             proposed = tensor(z)
@@ -166,11 +169,25 @@ def test_write_back(dtype: torch.dtype, shape: tuple[int, ...], mode: str) -> No
             q = r
 
 
+@pytest.mark.parametrize("static", [n for n in STATIC if n != "float32"])
+def test_write_back_of_any_finite_value_rounds_it(static: str) -> None:
+    """All bit patterns' kinds, in whole tiles: the one-pass loop writes what rounding alone gives."""
+    bits = np.random.default_rng(5).integers(0, 2**32, 768 * 300, dtype=np.uint32)
+    z = np.where(np.isfinite(bits.view(np.float32)), bits.view(np.float32), np.float32(0.1))
+    q, stream = torch.zeros(z.size), hu.Stream(seed=1, name=static, step=1)
+    for mode, drawn in (("nearest", None), ("stochastic", stream)):
+        expected = kernels.round(tensor(z), static, drawn)
+        assert_same(kernels.write_back(q, tensor(z), static, mode, stream).out, expected.numpy(), mode)
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "non-finite"])
 @pytest.mark.parametrize("carry_in", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_write_back_with_a_carry(dtype: torch.dtype, shape: tuple[int, ...], carry_in: bool) -> None:
+def test_write_back_with_a_carry(
+    dtype: torch.dtype, shape: tuple[int, ...], carry_in: bool, bad: bool
+) -> None:
     """What is not written is kept in the carry and, if asked, proposed again."""
-    w, d, _ = draw(shape, dtype, seed=30)
+    w, d, _ = draw(shape, dtype, seed=30, bad=bad)
     for g in grids_for(dtype):
         q = quiet(reference.round, w, g)
         q = np.where(np.isfinite(q), q, 0).astype(q.dtype)

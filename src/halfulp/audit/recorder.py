@@ -120,7 +120,9 @@ class Audit:
         self.watched: dict[torch.Tensor, Watched] = {}
         self._left_out: set[torch.Tensor] = set()
         self._batches: list[Batch] = []
-        self.latest: dict[str, Any] = {}
+        self._newest: list[Row] = []
+        self._newest_loss = math.nan
+        self._summed: dict[str, Any] = {}
         self.seconds = 0.0
         self._rows: list[Row] = []
         self._losses: dict[int, list[float]] = {}
@@ -237,10 +239,17 @@ class Audit:
         """The step is over for all optimizers."""
         self._stepped.clear()
         rows = [r for r in self._rows if r.step == self.step]
-        if rows and self.latest.get("step") != self.step:
-            self.latest = self._summary(rows)
+        if rows and (not self._newest or self._newest[0].step != self.step):
+            self._newest, self._newest_loss = rows, self._loss(self.step)
             for listener in self.listeners:
                 listener(self.latest)
+
+    @property
+    def latest(self) -> dict[str, Any]:
+        """The newest step in few numbers; empty before the first."""
+        if self._newest and self._summed.get("step") != self._newest[0].step:
+            self._summed = self._summary(self._newest, self._newest_loss)
+        return self._summed
 
     # ---- tensors ----
 
@@ -395,7 +404,7 @@ class Audit:
                 copy = value.clone(memory_format=torch.contiguous_format)
                 self._kept.setdefault(f"{w.id}.{what}", []).append(copy)
 
-    def _summary(self, rows: list[Row]) -> dict[str, Any]:
+    def _summary(self, rows: list[Row], loss: float) -> dict[str, Any]:
         """The newest step in few numbers, for listeners and live views."""
         by_id = {w.id: w for w in self.watched.values()}
         tensors = [by_id[i] for row in rows for i in row.ids]
@@ -415,7 +424,7 @@ class Audit:
 
         return {
             "step": rows[0].step,
-            "loss": self._loss(rows[0].step),
+            "loss": loss,
             "lr": rows[0].rates[0],
             "frozen": shares(frozen.sum(axis=0), sizes.sum()),
             "tensors": {w.name: shares(f, n) for w, f, n in zip(tensors, frozen, sizes, strict=True)},

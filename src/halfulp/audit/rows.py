@@ -17,6 +17,7 @@ import torch
 
 from halfulp import kernels
 from halfulp.kernels import AUDIT_COUNTS
+from halfulp.kernels.simd import kernel_of
 
 Array = npt.NDArray[Any]
 
@@ -52,22 +53,34 @@ def numbers(found: kernels.Audit, starts: Sequence[int] = (0,)) -> Array:
     frozen counts of weight decay alone and of the rest alone would be.
     """
 
-    def count(x: torch.Tensor) -> Array:
-        if not len(x):
-            return np.zeros((1, *x.shape[1:]))
-        return np.add.reduceat(x.numpy(), starts, axis=0, dtype=np.float64)  # whole numbers: in any order
+    counts = found.counts.numpy()
+    made = np.zeros((len(starts), counts.shape[1] * len(PER_GRID) + len(SHARED)))
+    parts = (found.phase.numpy(), found.expected.numpy(), found.shared.numpy(), found.sums.numpy())
+    _add_tiles(counts, *parts, np.array(starts), made)
+    return made
 
-    def total(x: torch.Tensor) -> Array:
-        if not len(x):
-            return np.zeros((1, *x.shape[1:]))
-        parts = np.split(x.numpy(), starts[1:])
-        return np.stack([np.add.accumulate(part, axis=0)[-1] for part in parts])  # tile after tile
 
-    counts = count(found.counts)
-    apart = np.full((*counts.shape[:2], 2), np.nan)
-    per_grid = [counts, count(found.phase)[..., None], total(found.expected)[..., None], apart]
-    laid = np.concatenate(per_grid, axis=2).reshape(len(starts), -1)
-    return np.concatenate([laid, count(found.shared), total(found.sums)], axis=1)
+@kernel_of(__file__)
+def _add_tiles(
+    counts: Any, phase: Any, expected: Any, shared: Any, sums: Any, starts: Any, made: Any
+) -> None:
+    """Tile after tile, into the rows that :func:`numbers` gives."""
+    tiles, grids, kinds = counts.shape
+    for i in range(starts.size):
+        row = made[i]
+        last = starts[i + 1] if i + 1 < starts.size else tiles
+        for t in range(starts[i], last):
+            for g in range(grids):
+                at = g * (kinds + 4)
+                for j in range(kinds):
+                    row[at + j] += counts[t, g, j]
+                row[at + kinds] += phase[t, g]
+                row[at + kinds + 1] += expected[t, g]
+            for j in range(2):
+                row[grids * (kinds + 4) + j] += shared[t, j]
+                row[grids * (kinds + 4) + 2 + j] += sums[t, j]
+        for g in range(grids):
+            row[g * (kinds + 4) + kinds + 2 : (g + 1) * (kinds + 4)] = np.nan
 
 
 def numbers_on_device(found: kernels.Audit) -> torch.Tensor:

@@ -34,14 +34,12 @@ from halfulp.kernels.cpu_tile import (
     tile_of,
 )  # fmt: skip
 from halfulp.kernels.cpu_tile_audit import (
+    audit_inside,
     clean,
     clean_three,
     count_small,
     count_symmetric,
-    fused_bits,
-    fused_magic,
-    kept_bits,
-    kept_magic,
+    kept,
     log2_points,
     phase_sum,
     score_sums,
@@ -50,16 +48,19 @@ from halfulp.kernels.cpu_tile_audit import (
     survey,
 )  # fmt: skip
 from halfulp.kernels.cpu_tile_write import (
+    add_carry,
     finish_write,
     keep_stored,
     prefer_nearest,
+    put_counts,
+    sum_changes,
     take_carry,
     whole_proposal,
+    write_whole,
 )  # fmt: skip
 from halfulp.kernels.params import (
     CUT,
     EMIN,
-    HALF,
     HI,
     INVERSE,
     KEEP,
@@ -69,7 +70,6 @@ from halfulp.kernels.params import (
     ODD,
     POINTS,
     SCALED,
-    SHIFT,
     T_SUB,
     T_ZERO,
     TOP,
@@ -174,7 +174,11 @@ def audit_tiles(
     q_, z_, r_ = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
     s_, bits = np.empty(TILE, f.dtype), np.empty(TILE // LANES, np.uint16)
     log_w, log_d = np.empty(TILE, np.int32), np.empty(TILE, np.int32)
-    buffer = np.empty(TILE // 2, np.float64)
+    buffer, lanes = np.empty(TILE // 2, np.float64), np.empty(LANES, np.int32)
+    rows, columns, wholes = f.shape[0], f.shape[1], k.shape[1]
+    follow, odds = moved.shape[0] > 0, stay.shape[0] > 0
+    moved_row = moved.shape[1] if follow else 0
+    floats, ints, ever = f.reshape(-1), k.reshape(-1), moved.reshape(-1)
     for t in range(t0, t1):
         first = t * TILE
         n = extents[t] if extents.size else min(TILE, w.size - first)
@@ -182,14 +186,15 @@ def audit_tiles(
         if n < TILE:
             size_[:] = 0
             sized_[:] = 0
+            turned_[:] = 0
         size, sized, turned = size_[:n], sized_[:n], turned_[:n]
         q, z, r = q_[:n], z_[:n], r_[:n]
-        x = tile_of(w[first:last], w_)
+        x = tile_of(span(w, first, last), w_)
         if after:
             y = d_[:n]
-            difference(d[first:last], x, y)
+            difference(span(d, first, last), x, y)
         else:
-            y = tile_of(d[first:last], d_)
+            y = tile_of(span(d, first, last), d_)
         zeros, bad, least, most, widest = survey(x, y, size, sized, turned, exponent, sign)
         if bad > 0:
             w_[:n] = x
@@ -206,58 +211,48 @@ def audit_tiles(
             log2_points(sized, log_d[:n])
             for i in range(n):
                 log_w[i] -= log_d[i]
-        for g in range(f.shape[0]):
+        for g in range(rows):
             o = slots[g]
-            if phase:
-                phases[t, o] = phase_sum(size, sized, log_w[:n], k[g, POINTS]) - bad * 65536
-            if k[g, KIND] == SCALED:
+            fg = span(floats, g * columns, (g + 1) * columns)
+            kg = span(ints, g * wholes, (g + 1) * wholes)
+            inside = to == 0 and most + most + widest < fg[HI] and fg[LO] == -fg[HI]
+            plain = inside and kg[KIND] != SCALED and not odds
+            if phase and not plain:
+                phases[t, o] = phase_sum(size, sized, log_w[:n], kg[POINTS]) - bad * 65536
+            if kg[KIND] == SCALED:
                 continue
-            follow = moved.shape[0] > 0 or stay.shape[0] > 0
-            inside = to == 0 and most + most + widest < f[g, HI] and f[g, LO] == -f[g, HI]
-            ends = 0
-            if inside and not follow:
-                if k[g, KIND] == MAGIC:
-                    frozen, symmetric = fused_magic(
-                        size, sized, turned, k[g, EMIN], k[g, SHIFT], f[g, UP], exponent, one
-                    )
-                else:
-                    frozen, symmetric = fused_bits(
-                        size, sized, turned, k[g, EMIN], f[g, UP], exponent, k[g, HALF], k[g, CUT], k[g, ODD],
-                        k[g, KEEP], one,
-                    )  # fmt: skip
+            ends, tiny = 0, least < fg[T_SUB]
+            if plain:
+                changed, symmetric, zero, small, whole = audit_inside(
+                    size_, sized_, turned_, log_w, n, phase, tiny, fg, kg, exponent, q_, z_, r_, bits, lanes,
+                    one,
+                )  # fmt: skip
+                if phase:
+                    phases[t, o] = whole - bad * 65536
             else:
-                if not inside:
-                    nearest(x, q, f[g], k[g], exponent, sign)
+                if inside:
+                    symmetric = kept(size, sized, turned, q, z, r, fg, kg, exponent, one)
+                else:
+                    nearest(x, q, fg, kg, exponent, sign)
                     add_in_container(q, y, z, to)
-                    ends = count_ends(q, f[g, LO], f[g, HI])
-                    nearest(z, r, f[g], k[g], exponent, sign)
-                    symmetric = count_symmetric(size, sized, f[g, UP], k[g, EMIN], exponent)
-                elif k[g, KIND] == MAGIC:
-                    symmetric = kept_magic(
-                        size, sized, turned, q, z, r, k[g, EMIN], k[g, SHIFT], f[g, UP], exponent, one
-                    )
+                    ends = count_ends(q, fg[LO], fg[HI])
+                    nearest(z, r, fg, kg, exponent, sign)
+                    symmetric = count_symmetric(size, sized, fg[UP], kg[EMIN], exponent)
+                changed = changes(q_, r_, n, bits)
+                zero, small = (
+                    count_small(size, fg[T_ZERO], fg[T_SUB], one) if tiny else (np.int32(0), np.int32(0))
+                )
+            if follow:
+                start = o * moved_row + t * (TILE // 8)
+                counts[t, o, 5] = n - merge(bits, span(ever, start, start + (n + 7) // 8))
+            if odds:
+                chance = stay[o, first:last]
+                if kg[KIND] == MAGIC:
+                    stay_magic(q, z, chance, kg[EMIN], kg[INVERSE], fg[LO], fg[HI], fg[UNIT], exponent)
                 else:
-                    symmetric = kept_bits(
-                        size, sized, turned, q, z, r, k[g, EMIN], f[g, UP], exponent, k[g, HALF], k[g, CUT],
-                        k[g, ODD], k[g, KEEP], one,
-                    )  # fmt: skip
-                frozen = np.int32(n - changes(q_, r_, n, bits))
-            if moved.shape[0] > 0:
-                start = t * (TILE // 8)
-                counts[t, o, 5] = n - merge(bits, moved[o, start : start + (n + 7) // 8])
-            if stay.shape[0] > 0:
-                odds = stay[o, first:last]
-                if k[g, KIND] == MAGIC:
-                    stay_magic(
-                        q, z, odds, k[g, EMIN], k[g, INVERSE], f[g, LO], f[g, HI], f[g, UNIT], exponent
-                    )
-                else:
-                    stay_bits(q, z, odds, k[g, CUT], k[g, ODD], k[g, KEEP], k[g, TOP], f[g, UNIT])
-                expected[t, o] = sum_abs(padded(odds, s_), buffer)
-            zero, small = np.int32(0), np.int32(0)
-            if least < f[g, T_SUB]:
-                zero, small = count_small(size, f[g, T_ZERO], f[g, T_SUB], one)
-            counts[t, o, 0] = frozen - bad
+                    stay_bits(q, z, chance, kg[CUT], kg[ODD], kg[KEEP], kg[TOP], fg[UNIT])
+                expected[t, o] = sum_abs(padded(chance, s_), buffer)
+            counts[t, o, 0] = n - changed - bad
             counts[t, o, 1] = symmetric - bad
             counts[t, o, 2] = ends
             counts[t, o, 3] = small - zero
@@ -276,6 +271,7 @@ def write_tiles(
     q_, z_, r = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
     near, buffer = np.empty(TILE, f.dtype), np.empty(TILE // 2, np.float64)
     words, bits = np.empty(WORDS, np.uint32), np.empty(TILE // LANES, np.uint16)
+    kept, held = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
     for t in range(t0, t1):
         first = t * TILE
         last = min(first + TILE, stored.size)
@@ -283,6 +279,19 @@ def write_tiles(
         source = span(proposed, first, last)
         rest = span(carry, first, last) if carry.size else carry
         q = padded(span(stored, first, last), q_)
+        if n == TILE and mode != DEADZONE and offset % 32 == 0:
+            changed, proposals, ends, rare = write_whole(
+                q, source, span(out, first, last), mode, f, k, exponent, sign, rest, carry_in, kept, held,
+                words, bits, k0, k1, offset + first,
+            )  # fmt: skip
+            if rare == 0:
+                put_counts(changed, proposals, ends, 0, n, bits, moved, counts, t)
+                if want_sums and t % want_sums == 0:
+                    if carry_in:
+                        add_carry(kept, held, z_, exponent)
+                    sums[t, 1] = sum_changes(q, z_ if carry_in else kept, buffer)
+                    sums[t, 0] = sum_abs(q, buffer)
+                continue
         z, bad = whole_proposal(source, q, rest, carry_in, z_, exponent)
         if mode == NEAREST:
             nearest(z, r, f, k, exponent, sign)

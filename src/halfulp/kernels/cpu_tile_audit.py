@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 from numba.extending import overload
 
-from halfulp.kernels.cpu_tile import ONE, sum_abs
+from halfulp.kernels import lanes
+from halfulp.kernels.cpu_tile import ONE, changes, sum_abs
+from halfulp.kernels.params import (
+    CUT,
+    EMIN,
+    HALF,
+    KEEP,
+    KIND,
+    MAGIC,
+    ODD,
+    POINTS,
+    SHIFT,
+    T_SUB,
+    T_ZERO,
+    UP,
+)  # fmt: skip
 from halfulp.kernels.reference import LOG2_POLYNOMIAL, TILE
 from halfulp.kernels.simd import (
+    JIT,
     bits_of,
     float_from,
     float_like,
     greater,
+    inline,
     kernel,
     lesser,
+    ones,
     round_bits,
     shl,
     shr,
@@ -94,28 +113,11 @@ def phase_sum(w: Any, d: Any, ratio: Any, points: Any) -> Any:
 
 
 @kernel
-def fused_magic(
-    size: Any, sized: Any, turned: Any, emin: Any, shift: Any, up: Any, exponent: Any, one: Any
-) -> Any:
-    """Frozen by code and by symmetric spacing, where nothing comes near the largest code."""
-    frozen, symmetric = np.int32(0), np.int32(0)
-    for i in range(size.size):
-        a = size[i]
-        e = max(bits_of(a) & exponent, emin)
-        c = float_like(a, e + shift)
-        q = (a + c) - c
-        z = q + turned[i]
-        c = float_like(a, max(bits_of(z) & exponent, emin) + shift)
-        frozen = tally(frozen, (z + c) - c == q, one)
-        symmetric = tally(symmetric, sized[i] * up < float_like(a, e), one)
-    return frozen, symmetric
-
-
-@kernel
 def fused_bits(
     size: Any, sized: Any, turned: Any, emin: Any, up: Any, exponent: Any, half: Any, cut: Any, odd: Any,
     keep: Any, one: Any,
 ) -> Any:  # fmt: skip
+    """Frozen by code and by symmetric spacing, where nothing comes near the largest code."""
     frozen, symmetric = np.int32(0), np.int32(0)
     for i in range(size.size):
         a = size[i]
@@ -132,7 +134,6 @@ def kept_magic(
     size: Any, sized: Any, turned: Any, q: Any, z: Any, r: Any, emin: Any, shift: Any, up: Any, exponent: Any,
     one: Any,
 ) -> Any:  # fmt: skip
-    """As fused_magic, keeping Q(|w|), the proposal from there and what it is rounded to."""
     symmetric = np.int32(0)
     for i in range(size.size):
         a = size[i]
@@ -160,6 +161,128 @@ def kept_bits(
         r[i] = float_like(a, round_bits(bits_of(z[i]), half, cut, odd, keep))
         symmetric = tally(symmetric, sized[i] * up < float_like(a, max(u & exponent, emin)), one)
     return symmetric
+
+
+class Numbers(NamedTuple):
+    """What the audit of lanes needs to know of a grid and its working type: see params."""
+
+    magic: Any
+    emin: Any
+    shift: Any
+    up: Any
+    half: Any
+    cut: Any
+    odd: Any
+    keep: Any
+    points: Any
+    zero: Any
+    normal: Any
+    exponent: Any
+
+
+@inline
+def _greater(a: Any, least: Any) -> Any:
+    return lanes.select(a > least, a, least)
+
+
+@kernel
+def _audit_lanes(
+    size: Any, sized: Any, turned: Any, ratio: Any, phase: Any, tiny: Any, g: Any, bits: Any
+) -> Any:
+    changed, symmetric, zeros, smalls = 0, 0, 0, 0
+    total = lanes.splat(lanes.load(ratio, 0), 0)
+    for j in range(0, TILE, lanes.COUNT):
+        a, b, turn = lanes.load(size, j), lanes.load(sized, j), lanes.load(turned, j)
+        u = lanes.bits_of(a)
+        e = _greater(u & g.exponent, g.emin)
+        if g.magic:
+            c = lanes.floats_of(e + g.shift)
+            q = (a + c) - c
+            z = q + turn
+            c = lanes.floats_of(_greater(lanes.bits_of(z) & g.exponent, g.emin) + g.shift)
+            r = (z + c) - c
+        else:
+            q = lanes.floats_of((u + g.half + ((u >> g.cut) & g.odd)) & g.keep)
+            u = lanes.bits_of(q + turn)
+            r = lanes.floats_of((u + g.half + ((u >> g.cut) & g.odd)) & g.keep)
+        differs = lanes.mask(r != q)
+        bits[j >> 4] = differs
+        changed += ones(differs)
+        symmetric += ones(lanes.mask(b * g.up < lanes.floats_of(e)))
+        if tiny:
+            zeros += ones(lanes.mask(a < g.zero))
+            smalls += ones(lanes.mask(a < g.normal))
+        if phase:
+            v = _greater(lanes.load(ratio, j) - g.points, 0)
+            v = lanes.select(v < 65536, v, 65536)
+            v = lanes.select(a == 0.0, lanes.splat(v, 0), v)
+            total = total + lanes.select(b == 0.0, lanes.splat(v, 65536), v)
+    return changed, symmetric, zeros, smalls, total
+
+
+def audit_inside(
+    size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, f: Any, k: Any,
+    exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, one: Any,
+) -> Any:  # fmt: skip
+    """One grid on a tile, filled up with zeros after n, where nothing comes near its largest code: how many
+    of the n change (and which, as bits), how many are frozen by symmetric spacing, how many weights round to
+    zero and to less than the smallest normal (counted if one is ``tiny``), and the phase sum."""
+    raise TypeError("for compiled code only")
+
+
+@overload(audit_inside, jit_options=JIT)
+def _audit_inside(
+    size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, f: Any, k: Any,
+    exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, one: Any,
+) -> Any:  # fmt: skip
+    if size.dtype == types.float32:
+
+        def in_lanes(
+            size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, f: Any, k: Any,
+            exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, one: Any,
+        ) -> Any:  # fmt: skip
+            g = Numbers(
+                k[KIND] == MAGIC, k[EMIN], k[SHIFT], f[UP], k[HALF], k[CUT], k[ODD], k[KEEP], k[POINTS],
+                f[T_ZERO], f[T_SUB], exponent,
+            )  # fmt: skip
+            changed, symmetric, zeros, smalls, total = _audit_lanes(
+                size, sized, turned, ratio, phase, tiny, g, bits
+            )
+            lanes.store(sums, 0, total)
+            whole = np.int64(0)
+            for i in range(lanes.COUNT):
+                whole += sums[i]
+            rest = TILE - n  # zeros: they do not change, and are frozen by the other measures
+            if tiny:
+                zeros, smalls = zeros - rest, smalls - rest
+            return changed, symmetric - rest, zeros, smalls, whole - rest * 65536
+
+        return in_lanes
+
+    def in_passes(
+        size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, f: Any, k: Any,
+        exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, one: Any,
+    ) -> Any:  # fmt: skip
+        a, b, c = size[:n], sized[:n], turned[:n]
+        symmetric = kept(a, b, c, q[:n], z[:n], r[:n], f, k, exponent, one)
+        total = phase_sum(a, b, ratio[:n], k[POINTS]) if phase else 0
+        zeros, smalls = count_small(a, f[T_ZERO], f[T_SUB], one) if tiny else (np.int32(0), np.int32(0))
+        return changes(q, r, n, bits), symmetric, zeros, smalls, total
+
+    return in_passes
+
+
+@kernel
+def kept(
+    size: Any, sized: Any, turned: Any, q: Any, z: Any, r: Any, f: Any, k: Any, exponent: Any, one: Any
+) -> Any:
+    """Q(|w|), the proposal from there and what it is rounded to, where nothing comes near the largest
+    code; and how many are frozen by symmetric spacing."""
+    if k[KIND] == MAGIC:
+        return kept_magic(size, sized, turned, q, z, r, k[EMIN], k[SHIFT], f[UP], exponent, one)
+    return kept_bits(
+        size, sized, turned, q, z, r, k[EMIN], f[UP], exponent, k[HALF], k[CUT], k[ODD], k[KEEP], one
+    )
 
 
 @kernel

@@ -19,6 +19,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
+from halfulp.kernels import lanes
 from halfulp.streams import PARITY
 
 JIT: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "cache": True}
@@ -227,59 +228,76 @@ lesser, greater = _pick("<"), _pick(">")
 
 @inline
 def _turn(x: Any, r: Any) -> Any:
-    return np.uint32((x << np.uint32(r)) | (x >> np.uint32(32 - r)))
+    return (x << r) | (x >> (32 - r))
 
 
 @inline
 def _four(x0: Any, x1: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    x0 = np.uint32(x0 + x1)
-    x1 = np.uint32(_turn(x1, a) ^ x0)
-    x0 = np.uint32(x0 + x1)
-    x1 = np.uint32(_turn(x1, b) ^ x0)
-    x0 = np.uint32(x0 + x1)
-    x1 = np.uint32(_turn(x1, c) ^ x0)
-    x0 = np.uint32(x0 + x1)
-    x1 = np.uint32(_turn(x1, d) ^ x0)
+    x0 = x0 + x1
+    x1 = _turn(x1, a) ^ x0
+    x0 = x0 + x1
+    x1 = _turn(x1, b) ^ x0
+    x0 = x0 + x1
+    x1 = _turn(x1, c) ^ x0
+    x0 = x0 + x1
+    x1 = _turn(x1, d) ^ x0
     return x0, x1
 
 
 @inline
-def threefry(k0: Any, k1: Any, c0: Any, c1: Any) -> Any:
-    k2 = np.uint32(k0 ^ k1 ^ np.uint32(PARITY))
-    x0, x1 = np.uint32(c0 + k0), np.uint32(c1 + k1)
+def threefry(k0: Any, k1: Any, block: Any, level: Any) -> Any:
+    """The two words of blocks block .. block + 15, a multiple of 16, at a level of digits: in lanes."""
+    k2 = k0 ^ k1 ^ PARITY
+    x0 = lanes.counting(block) + k0
+    x1 = lanes.splat(x0, (block >> 32) | (level << 26)) + k1
     x0, x1 = _four(x0, x1, 13, 15, 26, 6)
-    x0, x1 = np.uint32(x0 + k1), np.uint32(x1 + k2 + np.uint32(1))
+    x0, x1 = x0 + k1, x1 + (k2 + 1)
     x0, x1 = _four(x0, x1, 17, 29, 16, 24)
-    x0, x1 = np.uint32(x0 + k2), np.uint32(x1 + k0 + np.uint32(2))
+    x0, x1 = x0 + k2, x1 + (k0 + 2)
     x0, x1 = _four(x0, x1, 13, 15, 26, 6)
-    x0, x1 = np.uint32(x0 + k0), np.uint32(x1 + k1 + np.uint32(3))
+    x0, x1 = x0 + k0, x1 + (k1 + 3)
     x0, x1 = _four(x0, x1, 17, 29, 16, 24)
-    x0, x1 = np.uint32(x0 + k1), np.uint32(x1 + k2 + np.uint32(4))
+    x0, x1 = x0 + k1, x1 + (k2 + 4)
     x0, x1 = _four(x0, x1, 13, 15, 26, 6)
-    return np.uint32(x0 + k2), np.uint32(x1 + k0 + np.uint32(5))
+    return x0 + k2, x1 + (k0 + 5)
+
+
+@inline
+def two_threefry(k0: Any, k1: Any, first: Any) -> Any:
+    """The words of elements first .. first + 63, a multiple of 32, see halfulp.streams: in four lanes. Two
+    chains side by side keep the processor busier than one."""
+    block = (first >> 5) << 4
+    a, b = threefry(k0, k1, block, 0)
+    c, d = threefry(k0, k1, block + 16, 0)
+    return a, b, c, d
 
 
 @kernel
 def fill_words(words: Any, k0: Any, k1: Any, first: Any, n: Any) -> Any:
-    """Words of elements first .. first + n - 1, at words[first % 32:]; see halfulp.streams."""
-    groups = ((first & 31) + n + 31) >> 5
-    base = (first >> 5) << 4
-    for g in range(groups):
-        block = base + (g << 4)
-        low, high = np.uint32(block), np.uint32(block >> 32)  # low + 15 cannot carry
-        a, b = words[g * 32 : g * 32 + 16], words[g * 32 + 16 : g * 32 + 32]
-        for lane in range(16):
-            x0, x1 = threefry(k0, k1, np.uint32(low + np.uint32(lane)), high)
-            a[lane] = x0
-            b[lane] = x1
+    """Words of elements first .. first + n - 1, at words[first % 32:], in groups of 32."""
+    start = first - (first & 31)
+    groups = (first - start + n + 31) >> 5
+    for g in range(0, groups - 1, 2):
+        a, b, c, d = two_threefry(k0, k1, start + g * 32)
+        lanes.store(words, g * 32, a)
+        lanes.store(words, g * 32 + 16, b)
+        lanes.store(words, g * 32 + 32, c)
+        lanes.store(words, g * 32 + 48, d)
+    if groups & 1:
+        last = groups - 1
+        a, b = threefry(k0, k1, (start >> 5 << 4) + last * 16, 0)
+        lanes.store(words, last * 32, a)
+        lanes.store(words, last * 32 + 16, b)
 
 
 @kernel
 def word_at(k0: Any, k1: Any, i: Any, level: Any) -> Any:
     """One word of one element."""
-    block = ((i >> 5) << 4) + (i & 15)
-    x0, x1 = threefry(k0, k1, np.uint32(block), np.uint32(np.uint32(block >> 32) | np.uint32(level << 26)))
-    return x1 if (i >> 4) & 1 else x0
+    words = np.empty(32, np.uint32)
+    a, b = threefry(k0, k1, (i >> 5) << 4, level)
+    lanes.store(words, 0, a)
+    lanes.store(words, 16, b)
+    return words[i & 31]
 
 
 @kernel
