@@ -7,11 +7,12 @@ or random states is touched.
 
 from __future__ import annotations
 
-import runpy
+import builtins
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -49,6 +50,24 @@ class _Losses:
         torch.amp.GradScaler.scale = self.scale  # type: ignore[method-assign]  # what was there
 
 
+_ENDED: list[ModuleType] = []
+"""Scripts that have run. What they made lives until the process ends, as it would without an audit: torch
+hangs where a data-parallel model goes away while its gloo threads still need the interpreter."""
+
+
+def _run_as_main(script: Path) -> None:
+    main, ours = ModuleType("__main__"), sys.modules["__main__"]
+    main.__file__ = str(script)
+    main.__dict__["__builtins__"] = builtins
+    _ENDED.append(main)
+    sys.modules["__main__"] = main
+    try:
+        code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+        exec(code, main.__dict__)  # noqa: S102  # running the user's script is what this is for
+    finally:
+        sys.modules["__main__"] = ours
+
+
 def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:
     """Run a script under an audit; its exit code. A crash is shown and keeps the trace."""
     if not script.is_file():
@@ -60,7 +79,7 @@ def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:
     try:
         with audit, _Losses(audit):
             try:
-                runpy.run_path(str(script), run_name="__main__")
+                _run_as_main(script)
             except SystemExit as stop:
                 code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
                 if isinstance(stop.code, str):
