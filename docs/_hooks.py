@@ -1,0 +1,58 @@
+"""Pages that are made when the site is built: commands from the command line itself, results from records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add them to the site."""
+    pages = {"reference/commands.md": commands(), **dict(results())}
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    for picture in sorted(RESULTS.glob("*.svg")):
+        files.append(File.generated(config, f"results/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def commands() -> str:
+    """Every command with its arguments and options."""
+    import typer
+    from typer.cli import get_docs_for_click
+
+    from halfulp.cli import app
+
+    command = typer.main.get_command(app)
+    context = typer.Context(command, info_name="halfulp")
+    text = get_docs_for_click(obj=command, ctx=context, name="halfulp")
+    return text.replace("# `halfulp`", "# Commands", 1)
+
+
+def results() -> Iterator[tuple[str, str]]:
+    """The pages of committed studies and benchmarks."""
+    from halfulp.study.report import page
+
+    listed = ["# Results", "", "Every page here is made from records or measurements in the repository."]
+    if (RESULTS / "controlled.md").is_file():
+        yield "results/controlled.md", (RESULTS / "controlled.md").read_text()
+        listed += ["", "- [The controlled studies beside the paper](controlled.md)"]
+    listed += ["", "## Studies", ""]
+    for folder in sorted(p.parent for p in RESULTS.glob("studies/*/result.json")):
+        text = page(folder)
+        label = re.search(r"^\*\*(.+)\*\*$", text, re.MULTILINE)
+        yield f"results/{folder.name}.md", text
+        listed.append(f"- [{folder.name}]({folder.name}.md): {label[1] if label else ''}")
+    listed += ["", "## Benchmarks", ""]
+    for table in sorted(RESULTS.glob("bench/*.md")):
+        title = table.stem.capitalize()
+        yield f"results/bench-{table.name}", f"# {title}\n\n{table.read_text()}"
+        listed.append(f"- [{title}](bench-{table.name})")
+    yield "results/index.md", "\n".join(listed) + "\n"
