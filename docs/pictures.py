@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import halfulp as hu
-from halfulp.report.style import COLOURS, new_figure, save
+from halfulp.report.style import COLOURS, new_figure, percent, save
 
 ASSETS = Path(__file__).parent / "assets"
 GRID = hu.grid("e4m3")
@@ -134,10 +134,60 @@ def visibility(folder: Path) -> None:
     save(figure, folder / "visibility", ("svg",))
 
 
+def learn(policy: str | None) -> tuple[list[float], list[float]]:
+    """The run of docs/start.md: losses, and the share of weights that never moved."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.LayerNorm(256), torch.nn.GELU(), torch.nn.Linear(256, 10)
+    )
+    inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = inner if policy is None else hu.WriteBack(inner, "e4m3@128", policy, model=model)
+    losses, never = [], []
+    for _ in range(200):
+        x = torch.randn(64, 64)
+        loss = torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(dim=1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if policy is not None:
+            never.append(optimizer.events.never_moved)
+    return losses, never
+
+
+def claim(folder: Path) -> None:
+    """One model, one optimizer, weights in fp8: as a cast stores them, and stochastically."""
+    figure, (left, right) = new_figure(1, 2, width=7.2, height=2.7)
+    for policy, colour, name in (
+        (None, EXACT, "fp32"),
+        ("rne", NEAREST, "fp8, nearest (a cast)"),
+        ("sr", STOCHASTIC, "fp8, stochastic"),
+    ):
+        losses, never = learn(policy)
+        smooth = torch.tensor(losses).unfold(0, 10, 1).mean(dim=1)  # ten batches
+        left.plot(
+            range(10, 201),
+            smooth,
+            color=colour,
+            ls="-" if policy else "--",
+            zorder=2 if policy else 3,
+            label=name,
+        )
+        if never:
+            right.plot(range(1, 201), never, color=colour, label=name)
+    left.set_title("training loss", fontsize=9)
+    right.set_title("weights that have never moved", fontsize=9)
+    percent(right)
+    for panel in (left, right):
+        panel.set_xlabel("update")
+        panel.legend(fontsize=8)
+    save(figure, folder / "claim", ("svg",))
+
+
 def main(folder: Path = ASSETS) -> None:
     """Draw all."""
     folder.mkdir(parents=True, exist_ok=True)
-    for picture in (cell, dead_zone, many_steps, visibility):
+    for picture in (claim, cell, dead_zone, many_steps, visibility):
         picture(folder)
 
 
