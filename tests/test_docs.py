@@ -66,8 +66,8 @@ def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 
 def test_pictures_are_what_the_library_gives(tmp_path: Path) -> None:
-    """The committed pictures are those that their script draws; to the byte where nothing is trained, for sums
-    in training may be taken in another order on another machine."""
+    """The committed pictures are those that their script draws: to the byte where nothing is trained. Sums in
+    training may be taken in another order on another machine."""
     pytest.importorskip("matplotlib")
     runpy.run_path(str(ROOT / "docs" / "pictures.py"))["main"](tmp_path)
     assets = ROOT / "docs" / "assets"
