@@ -106,7 +106,7 @@ def test_the_script_is_main_and_gets_its_own_arguments(halfulp: Halfulp) -> None
         from beside import VALUE
 
         assert __name__ == "__main__"
-        assert Path(__file__).name == "train.py" and sys.argv[0] == __file__
+        assert Path(__file__).is_absolute() and Path(__file__) == Path(sys.argv[0]).absolute()
         assert sys.modules["__main__"].__file__ == __file__
         assert Path(sys.path[0]) == Path(__file__).resolve().parent
         print(VALUE, sys.argv[1:])
@@ -127,6 +127,72 @@ def test_the_script_is_main_and_gets_its_own_arguments(halfulp: Halfulp) -> None
     assert trace.grids == ["e5m2", "bf16"]
     assert trace.manifest["run"] == {"script": "train.py", "arguments": args}
     assert not Path("x").exists()
+
+
+def test_a_script_that_changes_its_folder(halfulp: Halfulp, tmp_path: Path) -> None:
+    """The trace is where it was to be, and the verdict is read from there."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path = script(f"import os\nos.chdir({str(elsewhere)!r})\n" + textwrap.dedent(TRAIN), "train.py")
+    here = Path.cwd()
+    try:
+        code, _, err = halfulp("audit", "--grids", "bf16", path)
+    finally:
+        os.chdir(here)
+    assert code == 0
+    assert "8 steps audited" in err
+    assert hu.Trace.open("runs/train").last_step == 8
+
+
+def test_a_proposal_of_zero_is_not_a_lost_update(halfulp: Halfulp) -> None:
+    """Rows of an embedding that no batch uses have nothing to lose, on however fine a grid."""
+    path = script(
+        """
+        import torch
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(1000, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.arange(20)).square().mean().backward()
+            optimizer.step()
+        """,
+        "train.py",
+    )
+    code, _, err = halfulp("audit", "--grids", "m20", path)
+    assert code == 0
+    assert "m20: 0.0% of updates would be lost" in err
+    assert "98.0% of the proposals were zero, with nothing to lose" in err
+    assert hu.Trace.open("runs/train").frozen("m20")[-1] == 0.98  # the event itself counts them
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [("rne", "e4m3@128: 100.0% of updates lost"), ("sr", "e4m3@128, sr write-back: ")],
+)
+def test_the_verdict_of_a_run_on_the_grid(halfulp: Halfulp, policy: str, said: str) -> None:
+    """What happened to the weights on the grid, apart from those that are not; no cure for what is cured."""
+    path = script(
+        f"""
+        import torch
+        import halfulp as hu
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64)
+        inner = torch.optim.SGD(model.parameters(), lr=1e-5)
+        optimizer = hu.WriteBack(inner, "e4m3@128", "{policy}", model=model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+        """,
+        "train.py",
+    )
+    code, _, err = halfulp("audit", "--grids", "e4m3@128", path)
+    assert code == 0
+    assert said in err
+    assert "1 tensor(s) with 1.5% of the weights are not stored on it" in err
+    assert ("would keep them" in err) == (policy == "rne")
+    assert ("not a loss" in err) == (policy == "sr")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +221,7 @@ def test_a_script_that_crashes(halfulp: Halfulp) -> None:
     assert len(out.splitlines()) == 5
     traceback, _, rest = err.partition("halfulp: the script failed")
     assert traceback.startswith("Traceback (most recent call last):\n")
-    assert 'File "train.py", line 15, in <module>' in traceback
+    assert f'File "{Path("train.py").absolute()}", line 15, in <module>' in traceback
     assert "ValueError: bad batch at 5" in traceback
     assert "runpy" not in traceback
     assert "halfulp" not in traceback
@@ -167,7 +233,7 @@ def test_a_script_that_cannot_be_compiled(halfulp: Halfulp) -> None:
     code, _, err = halfulp("audit", script("def broken(:\n"))
     assert code == 1
     assert "SyntaxError" in err
-    assert 'File "train.py", line 1' in err
+    assert f'File "{Path("train.py").absolute()}", line 1' in err
     assert not Path("runs/train").exists()  # nothing was recorded
 
 

@@ -15,6 +15,7 @@ from report_traces import inventory, synthetic, tensors
 
 import halfulp as hu
 from halfulp.audit import verdict
+from halfulp.audit.crossings import crossing
 from halfulp.audit.groups import CORE
 from halfulp.report.charts import binned, packed, short
 from halfulp.report.gather import BINS, GROUPS, HEAT_ROWS, bins, gather
@@ -42,7 +43,9 @@ def test_curves_equal_those_of_the_trace(recorded: hu.Trace) -> None:
         for grid in recorded.grids:
             for column in ("frozen", "never_moved", "expected"):
                 assert np.array_equal(g.share(column, grid, scope), recorded.series(column, grid, scope))
-            assert g.crossing(grid, scope) == recorded.crossing(grid, scope)
+            lost = verdict.lost_updates(recorded.frozen(grid, scope), recorded.zero_proposals(scope))
+            assert np.array_equal(g.lost_share(grid, scope), lost)
+            assert g.crossing(grid, scope) == crossing(lost, steps=recorded.steps_of(scope))
             assert g.never_moved(grid, scope) == recorded.never_moved(grid, scope)[-1]
 
 

@@ -240,10 +240,10 @@ def test_an_arm_alone_does_not_call_kept_codes_lost(matched: list[Path]) -> None
     ("f", "ending"),
     [
         ([0.1, 0.2, 0.3], "; never a majority"),
-        ([0.1, 0.6, 0.7], ": most of them from step 2 on"),
-        ([0.9, 0.9, 0.9], ": most of them from the first step on"),
-        ([0.9, 0.1, 0.9], ": most of them first at the first step, and for good from step 3"),
-        ([0.1, 0.6, 0.4], ": most of them at step 2, but not for good"),
+        ([0.1, 0.6, 0.7], "; more than half of each step's from step 2 on"),
+        ([0.9, 0.9, 0.9], "; more than half of each step's from the first step on"),
+        ([0.9, 0.1, 0.9], "; more than half of a step's first at the first step, and from step 3 to the end"),
+        ([0.1, 0.6, 0.4], "; more than half of a step's first at step 2, and again less at the end"),
     ],
 )
 def test_onsets_in_words(f: list[float], ending: str) -> None:

@@ -157,7 +157,7 @@ def test_totals_and_groups() -> None:
     with pytest.raises(KeyError, match="no tensor 'sideways'"):
         _ = opt.events["sideways"]
     text = str(opt.events)
-    assert text.startswith(f"step 3: {opt.events.frozen:.1%} of updates lost")
+    assert text.startswith(f"step 3: {opt.events.frozen:.1%} of weights unchanged")
     assert all(name in text for name in TWO_DIMENSIONAL)
     assert "never moved" in text
     assert "of the proposal" in text

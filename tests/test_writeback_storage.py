@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from writeback_models import TWO_DIMENSIONAL, Tied, adamw, loss_of, masks, token
 from writeback_reference import gradients, weights
 
 import halfulp as hu
+from halfulp.errors import UsageError
 from halfulp.writeback import Kahan
 from halfulp.writeback.storage import Codes, pack_bits, unpack_bits
 
@@ -481,3 +484,15 @@ def test_other_containers(dtype: torch.dtype, policy: str) -> None:
         w = model.get_parameter(name).detach()
         assert w.dtype == dtype
         assert torch.equal(hu.grid("e4m3@16").round(w), w)
+
+
+def test_a_packed_model_is_not_copied_whole() -> None:
+    """A copy would have shells without codes: NaN, silently. It is refused; its state_dict has the values."""
+    model = torch.nn.Linear(8, 8)
+    hu.WriteBack(
+        torch.optim.SGD(model.parameters(), lr=0.1), "e4m3@128", "rne", model=model, storage="packed"
+    )
+    for whole in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="not copied or pickled whole"):
+            whole(model)
+    assert torch.isfinite(model.state_dict()["weight"]).all()

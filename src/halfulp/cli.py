@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from halfulp import __version__
 from halfulp.errors import HalfulpError
@@ -52,7 +52,9 @@ def grids(
 
     console = Console()
     if not name:
-        table = Table("name", "bits", "mantissa", "smallest normal", "largest", "bytes a weight", "scale")
+        name_column = Column("name", no_wrap=True)  # to be copied
+        others = ("bits", "mantissa", "smallest normal", "largest", "bytes a weight", "scale")
+        table = Table(name_column, *others)
         for known in SHOWN:
             g = grid(known)
             table.add_row(
@@ -130,9 +132,10 @@ def audit(
     with view if live else nullcontext():
         code = run_script(script, context.args, recorder)
     console = Console(stderr=True)
-    if recorder.writes and (folder / "manifest.json").exists():
+    place = recorder.out  # absolute: the script may have changed the folder
+    if recorder.writes and place is not None and (place / "manifest.json").exists():
         console.rule("halfulp")
-        for line in verdict.lines(Trace.open(folder)):
+        for line in verdict.lines(Trace.open(place)):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         said = f"\nThe trace is in {folder}. A page of it: halfulp report {folder}"
         console.print(said, highlight=False, markup=False, soft_wrap=True)

@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ STATE, KEPT = "state.safetensors", "kept.safetensors"
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
 SERIES = (*COUNTS, "phase", "expected", "frozen_decay", "frozen_gradient")
 Array = npt.NDArray[Any]
+Scope = str | Sequence[int]
+"""A scope by name, or the ids of its tensors."""
 
 
 def digest(path: Path) -> str:
@@ -287,15 +289,17 @@ class Trace:
         """The recorded steps."""
         return self.scan("run").select("step").sort("step").collect()["step"].to_numpy()
 
-    def steps_of(self, scope: str = "all") -> Array:
+    def steps_of(self, scope: Scope = "all") -> Array:
         """The recorded steps that moved some tensor of a scope: those that its series have a value for."""
         frame = self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope))).select("step")
         return frame.unique().sort("step").collect()["step"].to_numpy()
 
     # ---- series ----
 
-    def ids(self, scope: str = "all") -> list[int]:
-        """The tensors of a scope: all, all-2d, core, a group, or a tensor's name."""
+    def ids(self, scope: Scope = "all") -> list[int]:
+        """The tensors of a scope: all, all-2d, core, a group, a tensor's name; or ids as they are."""
+        if not isinstance(scope, str):
+            return list(scope)
 
         def chosen(t: dict[str, Any]) -> bool:
             matrix = scope == "all-2d" and len(t["shape"]) >= 2
@@ -312,7 +316,11 @@ class Trace:
             )
         return ids
 
-    def numel(self, scope: str = "all") -> int:
+    def in_full(self) -> list[int]:
+        """The tensors that are stored in full precision."""
+        return [t["id"] for t in self.tensors if t["stored"] in ("float32", "float64")]
+
+    def numel(self, scope: Scope = "all") -> int:
         """Coordinates recorded in a scope."""
         ids = set(self.ids(scope))
         return sum(int(t["recorded"]) for t in self.tensors if t["id"] in ids)
@@ -322,7 +330,7 @@ class Trace:
             raise UsageError(f"grid {grid!r} was not recorded; this trace has {', '.join(self.grids)}.")
         return self.grids.index(grid)
 
-    def series(self, column: str, grid: str, scope: str = "all") -> Array:
+    def series(self, column: str, grid: str, scope: Scope = "all") -> Array:
         """A column of the grids table summed over a scope, as a share of its coordinates, one value a step.
 
         Only tensors that have the column at a step (were part of it, have decay) count there.
@@ -344,7 +352,7 @@ class Trace:
         )
         return np.asarray(frame[column].to_numpy() / frame["numel"].to_numpy())
 
-    def frozen(self, grid: str, scope: str = "all", by: str = "code") -> Array:
+    def frozen(self, grid: str, scope: Scope = "all", by: str = "code") -> Array:
         """f_t: the share of coordinates that a step leaves unchanged, one value a recorded step.
 
         ``by``: ``code`` (the exact event), ``symmetric`` (spacing), ``phase`` (the uniform-phase coordinate
@@ -360,7 +368,27 @@ class Trace:
             return scalar_rho_map(self.update_ratio(scope) / named(grid).epsilon)
         raise UsageError(f"by= takes code, symmetric, phase or rho, not {by!r}.")
 
-    def never_moved(self, grid: str, scope: str = "all") -> Array:
+    def zero_proposals(self, scope: Scope = "all") -> Array:
+        """The share of coordinates that a step was not asked to move, one value a recorded step.
+
+        Known of weights in full precision only: where they are on a grid, a lost update looks like none.
+        """
+        sizes = pl.LazyFrame(
+            {"tensor": [t["id"] for t in self.tensors], "numel": [t["recorded"] for t in self.tensors]}
+        )
+        frame = (
+            self.scan("tensors")
+            .filter(pl.col("tensor").is_in(self.ids(scope)))
+            .join(sizes.with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
+            .with_columns(pl.col("zero_proposal") * pl.col("tensor").is_in(self.in_full()))
+            .group_by("step")
+            .agg(pl.col("zero_proposal").sum(), pl.col("numel").sum())
+            .sort("step")
+            .collect()
+        )
+        return np.asarray(frame["zero_proposal"].to_numpy() / frame["numel"].to_numpy())
+
+    def never_moved(self, grid: str, scope: Scope = "all") -> Array:
         """The share of coordinates that no step so far has moved, under nearest rounding."""
         self._followed("never_moved")
         return self.series("never_moved", grid, scope)
@@ -374,7 +402,7 @@ class Trace:
         if not self.manifest["options"][option]:
             raise UsageError(f"this trace was recorded without {option}.")
 
-    def update_ratio(self, scope: str = "all") -> Array:
+    def update_ratio(self, scope: Scope = "all") -> Array:
         """||d|| / ||w|| over a scope, one value a step."""
         frame = (
             self.scan("tensors")

@@ -38,11 +38,15 @@ def begun(grids: Iterable[Grid], every: int, options: dict[str, Any], run: dict[
 
 
 def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer by its class and defaults."""
+    """An optimizer by its class, its defaults, and what its parameter groups really have."""
     wraps: dict[str, Any] = {}
     if isinstance(optimizer, WriteBack):
         wraps["wraps"] = type(optimizer.optimizer).__name__
         wraps["policies"] = sorted({slot.policy.spec for slot in optimizer.slots})
         wraps["policy_bytes_per_weight"] = optimizer.bytes().per_parameter()["policy"]
     defaults = {str(k): str(v) for k, v in optimizer.defaults.items()}
-    return {"class": type(optimizer).__name__, **wraps, "defaults": defaults}
+    groups = [
+        {str(k): str(v) for k, v in group.items() if k not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__name__, **wraps, "defaults": defaults, "groups": groups}

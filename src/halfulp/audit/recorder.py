@@ -113,7 +113,7 @@ class Audit:
         self.every, self.sample, self.decay, self.keep = every, sample, decay, keep
         self.never_moved, self.expected, self.unfit = never_moved, expected_never_moved, unfit
         self.scores, self.rules, self.params, self.seed = scores, groups, params, seed
-        self.out = None if out is None else Path(out)
+        self.out = None if out is None else Path(out).absolute()  # a script may change its folder
         self.resume, self.part_steps, self.part_seconds = resume, part_steps, part_seconds
         self.listeners, self.describe = list(listeners), dict(describe or {})
         self.step = first_step - 1

@@ -74,6 +74,7 @@ def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:
         raise UsageError(f"no script at {script}.")
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *args]
+    script = script.absolute()  # as Python has it in __file__ and in tracebacks
     sys.path[0] = str(script.resolve().parent)
     code = 0
     try:
@@ -94,15 +95,16 @@ def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:
                 while where is not None and where.tb_frame.f_code.co_filename != str(script):
                     where = where.tb_next  # leave the frames of this runner out
                 traceback.print_exception(kind, error, where)
-                print("halfulp: the script failed; the trace keeps what was recorded.", file=sys.stderr)
+                kept = "the trace keeps what was recorded" if audit.step else "no step was recorded"
+                print(f"halfulp: the script failed; {kept}.", file=sys.stderr)
                 code = 1
     finally:
         sys.argv, sys.path[:] = argv, path
         empty = audit.discard_if_empty()
     if audit.step == 0 and code == 0:
         raise UsageError(
-            f"{script} never called an optimizer's step() in this process, so there was nothing to audit. "
-            "Is it the training script?"
+            f"{script} never called an optimizer's step() in this process, so there was nothing to audit. It "
+            "may train in processes of its own, or change weights itself (p.data) without a torch optimizer."
         )
     if empty and code == 0:
         raise UsageError(f"nothing to audit: the optimizers in {script} have no trainable parameters.")

@@ -87,6 +87,8 @@ class Gathered:
     """(group, whether of two or more dimensions); the groups that are not shown by name are ''."""
     sizes: Array
     """Weights, (steps, classes)."""
+    idle: Array
+    """Proposals of zero, (steps, classes): they are frozen, and have nothing to lose."""
     counts: dict[str, Array]
     heat_starts: Array
     heat_rows: Sequence[HeatRow]
@@ -94,6 +96,8 @@ class Gathered:
     """Share of updates lost, (grids, rows, bins); NaN where nothing moved."""
     lost: Array
     """Updates lost over the run, (tensors, grids)."""
+    asked: Array
+    """Proposals that were not zero, (tensors)."""
     last_never: Array
     """Weights that no step moved, (tensors, grids)."""
     present: Array
@@ -130,9 +134,16 @@ class Gathered:
         with np.errstate(invalid="ignore"):
             return np.asarray(total / self.sizes[:, chosen].sum(axis=1))
 
+    def lost_share(self, grid: str, scope: str = "all") -> Array:
+        """The share of updates, that is of proposals other than zero, that is lost."""
+        chosen, frozen = self._chosen(scope), self.share("frozen", grid, scope)
+        with np.errstate(invalid="ignore"):
+            zero = self.idle[:, chosen].sum(axis=1) / self.sizes[:, chosen].sum(axis=1)
+            return np.where(np.isnan(frozen), np.nan, verdict.lost_updates(frozen, zero))
+
     def crossing(self, grid: str, scope: str = "all") -> Crossing | None:
         """First and persistent majority; None if nothing of the scope ever moved."""
-        f = self.share("frozen", grid, scope)
+        f = self.lost_share(grid, scope)
         there = ~np.isnan(f)
         return crossing(f[there], steps=self.steps[there]) if there.any() else None
 
@@ -145,9 +156,10 @@ class Gathered:
 
     def tensor_share(self, grid: str) -> Array:
         """Of each tensor's updates, the share that is lost over the run."""
-        recorded = np.array([t["recorded"] for t in self.trace.tensors], dtype=np.float64)
+        lost = self.lost[:, self.grids.index(grid)]
         with np.errstate(invalid="ignore"):
-            return np.asarray(self.lost[:, self.grids.index(grid)] / (self.present * recorded))
+            share = np.where(self.asked > 0, lost / np.where(self.asked > 0, self.asked, 1), 0.0)
+        return np.where(self.present > 0, share, np.nan)
 
     def stored(self, grid: str, scope: str = "all") -> float:
         """The share of a scope's weights that are stored on a grid."""
@@ -164,18 +176,24 @@ class Gathered:
         return [self._finding(grid, scope) for grid in self.grids]
 
     def _finding(self, grid: str, scope: str) -> verdict.Finding:
-        f = self.share("frozen", grid, scope)
+        f = self.lost_share(grid, scope)
         f = f[~np.isnan(f)]
         late = f[-max(1, len(f) // 10) :]
         return verdict.Finding(
             grid=grid,
             stored=self.stored(grid, scope),
+            idle=self._idle(scope),
             lost=float(f.mean()),
             lost_late=float(late.mean()),
-            onset=onset_words(self.crossing(grid, scope)),
+            onset=verdict.onset_words(found) if (found := self.crossing(grid, scope)) else "nothing moved",
             never_moved=self.never_moved(grid, scope),
             stuck=self._stuck(grid),
         )
+
+    def _idle(self, scope: str) -> float:
+        chosen = self._chosen(scope)
+        sizes = self.sizes[:, chosen].sum(axis=1)
+        return float((self.idle[:, chosen].sum(axis=1)[sizes > 0] / sizes[sizes > 0]).mean())
 
     def _stuck(self, grid: str) -> tuple[tuple[str, str, float, float], ...]:
         followed = self.trace.manifest["options"]["never_moved"]
@@ -188,21 +206,6 @@ class Gathered:
         return tuple(sorted(rows, key=lambda r: (-r[2], r[0])))
 
 
-def onset_words(found: Crossing | None) -> str:
-    """When a majority of updates is lost, in words."""
-    if found is None:
-        return "nothing moved"
-    words = {
-        "at-initialisation": "from the first step on",
-        "later": f"majority from step {found.first}",
-        "absent": "never a majority",
-        "undecided": f"a majority at the first step that was audited ({found.first})",
-    }[found.category]
-    if found.category == "later" and found.persistent is not None:
-        words += f", for good from step {found.persistent}"
-    return words
-
-
 def gather(trace: Trace) -> Gathered:
     """Read a trace once."""
     run = trace.scan("run").sort("step").collect()
@@ -210,6 +213,7 @@ def gather(trace: Trace) -> Gathered:
     recorded = np.array([t["recorded"] for t in tensors], dtype=np.float64)
     place = np.full(max(t["id"] for t in tensors) + 1, -1)
     place[[t["id"] for t in tensors]] = np.arange(len(tensors))
+    full = np.isin([t["id"] for t in tensors], trace.in_full())
     keys = _classes(tensors)
     classes = list(dict.fromkeys(keys))
     class_of = np.array([classes.index(key) for key in keys])
@@ -222,12 +226,15 @@ def gather(trace: Trace) -> Gathered:
 
     n, k, g, m = len(steps), len(classes), len(trace.grids), len(tensors)
     counts = {c: np.zeros((n, k, g)) for c in columns}
-    sizes, last_never = np.zeros((n, k)), np.zeros((m, g))
-    binned, there = np.zeros((len(starts), m, g)), np.zeros((len(starts), m))
+    sizes, idle, last_never = np.zeros((n, k)), np.zeros((n, k)), np.zeros((m, g))
+    binned, there, zeros = np.zeros((len(starts), m, g)), np.zeros((len(starts), m)), np.zeros(m)
     for part in trace.parts:
-        at, tensor, _ = _rows(part / "tensors.parquet", steps, place, [])
+        at, tensor, frame = _rows(part / "tensors.parquet", steps, place, ["zero_proposal"])
+        zero = frame["zero_proposal"].to_numpy() * full[tensor]
         _add(sizes, at * k + class_of[tensor], recorded[tensor])
+        _add(idle, at * k + class_of[tensor], zero)
         _add(there, bin_of[at] * m + tensor)
+        _add(zeros, tensor, zero)
         at, tensor, frame = _rows(part / "grids.parquet", steps, place, ["grid", *columns])
         grid = frame["grid"].to_numpy()
         cell = (at * k + class_of[tensor]) * g + grid
@@ -243,8 +250,9 @@ def gather(trace: Trace) -> Gathered:
     with np.errstate(invalid="ignore"):
         shares = np.moveaxis(heat / weights[:, :, None], 2, 0)
     return Gathered(
-        trace, steps, run["loss"].to_numpy(), classes, sizes, counts, starts, heat_rows, shares,
-        binned.sum(axis=0), last_never, there.sum(axis=0),
+        trace, steps, run["loss"].to_numpy(), classes, sizes, idle, counts, starts, heat_rows, shares,
+        np.maximum(binned.sum(axis=0) - zeros[:, None], 0), there.sum(axis=0) * recorded - zeros, last_never,
+        there.sum(axis=0),
     )  # fmt: skip
 
 

@@ -76,9 +76,15 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
         numeric("stuck tensors"),
         *(numeric(policy) for policy in words.CURES),
     ]
+    idle = findings[0].idle
+    nothing = (
+        f" {idle:.1%} of the proposals were zero: not counted here, unchanged in the charts."
+        if idle >= verdict.IDLE
+        else ""
+    )
     caption = (
-        f"Shares of {words.scope_words(run.scope)}. Stuck: at least {verdict.STUCK:.0%} of a tensor's "
-        "updates lost. On the right, bytes a weight with a policy that keeps the updates."
+        f"Shares of {words.scope_words(run.scope)}.{nothing} Stuck: at least {verdict.STUCK:.0%} of a "
+        "tensor's updates lost. On the right, bytes a weight, stored packed, with a policy that keeps them."
     )
     return tag(
         "section",
@@ -93,8 +99,9 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
 
 
 def _telling(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings worth a sentence: those nearest to losing half, in the order of the grids."""
-    nearest = sorted(findings, key=lambda f: abs(f.lost - 0.5))[:SAID]
+    """The findings worth a sentence: the worst, and those nearest to losing half, as the grids come."""
+    worst = max(findings, key=lambda f: f.lost)
+    nearest = sorted(findings, key=lambda f: (f is not worst, abs(f.lost - 0.5)))[:SAID]
     return [f for f in findings if f in nearest]
 
 
@@ -272,5 +279,7 @@ def _optimizer(told: dict[str, Any]) -> str:
     wraps = f" around {told['wraps']}" if "wraps" in told else ""
     policies = "".join(f", {policy}" for policy in told.get("policies", ()))
     wanted = ("lr", "betas", "momentum", "eps", "weight_decay")
-    given = [f"{k}={told['defaults'][k]}" for k in wanted if k in told.get("defaults", {})]
+    groups = told.get("groups") or [told.get("defaults", {})]
+    each = {k: list(dict.fromkeys(g[k] for g in groups if k in g)) for k in wanted}
+    given = [f"{k}={' or '.join(values)}" for k, values in each.items() if values]
     return f"{told.get('class')}{wraps}{policies} ({', '.join(given)})"

@@ -81,8 +81,14 @@ def headline(run: Run, findings: Sequence[Finding]) -> str:
     if len(findings) == 1:
         return sentence(run, findings[0])
     parts: list[str] = []
-    for severity, ending in (("most", "most updates"), ("some", "some"), ("fine", "hardly any")):
-        grids = [f.grid for f in findings if SEVERITIES[f.severity] == severity]
+    extents = {
+        "most": "most updates",
+        "late": "most updates by the end",
+        "some": "some",
+        "fine": "hardly any",
+    }
+    for severity, ending in extents.items():
+        grids = [f.grid for f in findings if _extent(f) == severity]
         if grids and not parts:
             throws = "would throw" if run.grid is None else "throws" if len(grids) == 1 else "throw"
             parts.append(f"{listed(grids)} {throws} away {ending}")
@@ -91,13 +97,19 @@ def headline(run: Run, findings: Sequence[Finding]) -> str:
     return "; ".join(parts) + "."
 
 
+def _extent(finding: Finding) -> str:
+    """The severity, with those apart that lose most updates at the end but not over the run."""
+    severity = SEVERITIES[finding.severity]
+    return "late" if severity == "most" and finding.lost < 0.5 else severity
+
+
 def sentence(run: Run, finding: Finding) -> str:
     """What one grid does to a run."""
     whose = scope_words(run.scope)
     if not run.loses and finding.grid == run.grid:
         return (
             f"On {finding.grid}, {percent(finding.lost)} of {whose} kept their code at an average step. "
-            f"With {run.policy_words} write-back that is not a loss: {_why(run.policy)}."
+            f"With {run.policy_words} write-back that is not a loss: {verdict.why_kept(run.policy or '')}."
         )
     verb = "were" if finding.realized else "would be"
     said = f"On {finding.grid}, {percent(finding.lost)} of the updates of {whose} {verb} thrown away"
@@ -110,19 +122,13 @@ def _majority(found: Crossing | None, late: float) -> str:
     if found is None or found.category == "absent":
         return "; never a majority" if late >= 0.05 else ""
     if found.category == "undecided":
-        return f": most of them already at step {found.first}, the first that was audited"
+        return f"; more than half already at step {found.first}, the first that was audited"
     first = "the first step" if found.first == 1 else f"step {found.first}"
     if found.persistent == found.first:
-        return f": most of them from {first} on"
+        return f"; more than half of each step's from {first} on"
     if found.persistent is None:
-        return f": most of them at {first}, but not for good"
-    return f": most of them first at {first}, and for good from step {found.persistent}"
-
-
-def _why(policy: str | None) -> str:
-    if policy in ("sr", "deadzone-sr", "dqt"):
-        return "a small update moves a weight seldom, but by a whole gap, and is right on average"
-    return "what is not written is carried to the next step"
+        return f"; more than half of a step's first at {first}, and again less at the end"
+    return f"; more than half of a step's first at {first}, and from step {found.persistent} to the end"
 
 
 CURES = ("stochastic, ECO", "Kahan in bf16", "fp32 masters")
@@ -145,7 +151,7 @@ def onset(found: Crossing | None) -> str:
     first = "from step 1" if found.first == 1 else f"from step {found.first}"
     if found.persistent == found.first:
         return first
-    later = "not for good" if found.persistent is None else f"for good from {found.persistent}"
+    later = "not to the end" if found.persistent is None else f"to the end from {found.persistent}"
     return f"{first}, {later}"
 
 

@@ -129,11 +129,13 @@ class Events:
 
     def __str__(self) -> str:
         width = max((len(r.name) for r in self.rows), default=4)
-        lines = [f"step {self.step}: {self.frozen:.1%} of updates lost, {self.never_moved:.1%} never moved"]
+        lines = [
+            f"step {self.step}: {self.frozen:.1%} of weights unchanged, {self.never_moved:.1%} never moved"
+        ]
         for r in self.rows:
             never = "" if r.never_moved is None else f"  never moved {r.never_moved / max(r.numel, 1):7.2%}"
             decay = "" if r.decay_share is None else f"  decay {r.decay_share:.2%} of the proposal"
-            lines.append(f"  {r.name:{width}}  frozen {r.frozen_fraction:7.2%}{never}{decay}")
+            lines.append(f"  {r.name:{width}}  unchanged {r.frozen_fraction:7.2%}{never}{decay}")
         return "\n".join(lines)
 
 

@@ -114,6 +114,23 @@ Own = dict[torch.nn.Parameter, str]
 """A module's packed parameters and their names."""
 
 
+class _Hook:
+    """A hook of a model with packed weights. Such a model is neither copied nor pickled whole: the copy would
+    have shells without codes."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._call(*args, **kwargs)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise UsageError(
+            "a model whose weights are packed is not copied or pickled whole, because its codes are in the "
+            "optimizer: save or load model.state_dict(), which has the values."
+        )
+
+
 class Shells:
     """Keeps packed parameters of a model usable: decodes around forwards, backwards and state_dict."""
 
@@ -146,13 +163,15 @@ class Shells:
             reads_children = isinstance(module, torch.nn.MultiheadAttention)
             own = {p: names[p] for p in module.parameters(recurse=reads_children) if p in set(packed)}
             if own:
+                before, after = _Hook(self._before(own)), _Hook(self._after(own))
+                reading, saved, loaded = (_Hook(f(own)) for f in (self._reading, self._saved, self._loaded))
                 self._handles += [
-                    module.register_forward_pre_hook(self._before(own)),
-                    module.register_forward_hook(self._after(own), always_call=True),
-                    module.register_state_dict_pre_hook(self._reading(own)),  # type: ignore[no-untyped-call]
-                    module.register_state_dict_post_hook(self._saved(own)),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(self._reading(own)),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(self._loaded(own)),  # type: ignore[no-untyped-call]
+                    module.register_forward_pre_hook(before),
+                    module.register_forward_hook(after, always_call=True),
+                    module.register_state_dict_pre_hook(reading),  # type: ignore[no-untyped-call]  # torch's
+                    module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]  # torch's
+                    module.register_load_state_dict_pre_hook(reading),  # type: ignore[no-untyped-call]  # torch's
+                    module.register_load_state_dict_post_hook(loaded),  # type: ignore[no-untyped-call]  # torch's
                 ]
 
     def _before(self, own: Own) -> Callable[..., None]:
