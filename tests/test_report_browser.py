@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -203,3 +204,22 @@ def test_the_policy_stops_what_escaping_would_miss(opened: Open) -> None:
     assert "owned" not in w.page.title()
     assert w.said
     assert all("Content Security Policy" in line for line in w.said)
+
+
+def test_marks_are_drawn(browser: Any, files: dict[str, Path]) -> None:
+    """A first majority is a disc of a real size, at a real place, for every grid that has one."""
+    context = browser.new_context()
+    context.add_init_script(
+        "window.discs = [];"
+        "const pen = CanvasRenderingContext2D.prototype, arc = pen.arc;"
+        "pen.arc = function (...a) { window.discs.push(a); arc.apply(this, a); };"
+    )
+    watched = Watched(context, files["plain"])
+    text = watched.page.locator("script[type='application/json']").first.text_content()
+    run = json.loads(text)["runs"][0]
+    marked = [mark for mark in run["marks"][run["scope"]] if mark is not None]
+    discs = watched.page.evaluate("window.discs")
+    assert marked
+    assert len(discs) >= len(marked)
+    assert all(None not in disc[:3] and disc[2] > 1 for disc in discs)  # NaN comes as null
+    context.close()

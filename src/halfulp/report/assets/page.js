@@ -133,8 +133,8 @@
       const y = u.valToPos(0.5, "y", true), { left, width } = u.bbox;
       u.ctx.save();
       u.ctx.strokeStyle = css("--muted");
-      u.ctx.setLineDash([4 * uPlot.pxRatio, 4 * uPlot.pxRatio]);
-      u.ctx.lineWidth = uPlot.pxRatio;
+      u.ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
+      u.ctx.lineWidth = devicePixelRatio;
       u.ctx.beginPath();
       u.ctx.moveTo(left, y);
       u.ctx.lineTo(left + width, y);
@@ -144,12 +144,12 @@
 
     function marks(u, line) {
       if (!line.marks || !u.series[line.place].show) return;
-      const [first, at, persistent, there] = line.marks, r = 4.5 * uPlot.pxRatio;
+      const [first, at, persistent, there] = line.marks, r = 4.5 * devicePixelRatio;
       const inside = (x) => x >= u.scales.x.min && x <= u.scales.x.max;
       u.ctx.save();
       u.ctx.fillStyle = line.stroke;
       u.ctx.strokeStyle = css("--paper");
-      u.ctx.lineWidth = 1.5 * uPlot.pxRatio;
+      u.ctx.lineWidth = 1.5 * devicePixelRatio;
       if (persistent != null && persistent !== first && inside(persistent)) {
         const x = u.valToPos(persistent, "x", true), y = u.valToPos(there, "y", true);
         u.ctx.beginPath();
