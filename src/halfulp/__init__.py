@@ -11,13 +11,14 @@ from halfulp.audit.recorder import Audit
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
 from halfulp.events import frozen, margin, phase, rho, symmetric_frozen
 from halfulp.grids import Grid, float_grid, grid, integer_grid
+from halfulp.masks import Mask, allocate
 from halfulp.streams import Stream
 from halfulp.trace import Trace
 from halfulp.writeback import ECO, Kahan, Master, TileMaster, WriteBack
 
 __all__ = [
-    "ECO", "Audit", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Master", "Stream",
+    "ECO", "Audit", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Mask", "Master", "Stream",
     "TamperingError", "TileMaster", "Trace",
-    "UsageError", "VersionError", "WriteBack", "__version__", "float_grid", "frozen", "grid",
+    "UsageError", "VersionError", "WriteBack", "__version__", "allocate", "float_grid", "frozen", "grid",
     "integer_grid", "margin", "phase", "rho", "symmetric_frozen",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from halfulp import __version__
-from halfulp.errors import HalfulpError
+from halfulp.audit.verdict import shown
+from halfulp.errors import HalfulpError, UsageError
 from halfulp.report import commands as report_commands
 from halfulp.study.commands import app as study_app
 
@@ -100,6 +103,9 @@ def audit(
     expected: bool = typer.Option(
         False, help="Follow the never-moved share that stochastic rounding would have; doubles the cost."
     ),
+    scores: str = typer.Option(
+        "", help="Sum what `halfulp allocate` ranks tiles by: a grid and its steps, such as e5m2:1-600."
+    ),
     out: Path | None = typer.Option(None, help="The trace's folder; default runs/NAME."),
     resume: bool = typer.Option(
         False, help="Go on with a trace; steps that it holds are not recorded again."
@@ -125,6 +131,7 @@ def audit(
         sample=None if sample == 1.0 else sample,
         decay=decay,
         expected_never_moved=expected,
+        scores=_scores(scores) if scores else None,
         resume=resume,
         listeners=[view] if live else [],
         describe={"script": script.name, "arguments": list(context.args)},
@@ -140,6 +147,42 @@ def audit(
         said = f"\nThe trace is in {folder}. A page of it: halfulp report {folder}"
         console.print(said, highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(code)
+
+
+def _scores(text: str) -> tuple[str, int, int]:
+    """A grid and a window of steps, as they are written on the command line."""
+    found = re.fullmatch(r"(.+):(\d+)-(\d+)", text)
+    if found is None:
+        raise UsageError(f"--scores takes a grid and its steps, such as e5m2:1-600, not {text!r}.")
+    return found[1], int(found[2]), int(found[3])
+
+
+@app.command()
+def allocate(
+    trace: Path = typer.Argument(..., help="A trace that was recorded with --scores."),
+    budget: str = typer.Option(..., help="A share of all masters, such as 10%, or bytes."),
+    score: str = typer.Option("P", help="F, L, C, G, U, W, T, P, or random."),
+    seed: int = typer.Option(0, help="Of a random mask."),
+    output: Path = typer.Option(Path("mask.safetensors"), "--output", "-o", help="The mask."),
+) -> None:
+    """Choose the tiles that get an fp32 master, within an exact budget."""
+    from halfulp import masks
+
+    share = re.fullmatch(r"(\d+(?:\.\d*)?)%", budget)
+    if share is None and not budget.isdigit():
+        raise UsageError(f"--budget takes a share such as 10%, or bytes, not {budget!r}.")
+    mask = masks.allocate(trace, float(share[1]) / 100 if share else int(budget), score, seed=seed)
+    mask.save(output)
+    table = Table(Column("tensor", no_wrap=True), "tiles", "of", "bytes of masters")
+    for name, tiles in mask.tiles.items():
+        table.add_row(
+            Text(shown(name)), f"{int(tiles.sum()):,}", f"{len(tiles):,}", f"{mask.payload(name):,}"
+        )
+    Console().print(table)
+    typer.echo(
+        f"{mask.payload_bytes:,} of {mask.budget:,} bytes ({mask.payload_bytes / mask.blanket_bytes:.4%} of "
+        f"{mask.blanket_bytes:,}), by score {mask.score}: {output}"
+    )
 
 
 @app.command()

@@ -53,11 +53,11 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_aside(path: Path, text: str) -> None:
+def write_aside(path: Path, content: str | bytes) -> None:
     """Replace a file in one go."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(aside, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
