@@ -479,6 +479,37 @@ def test_machine_code_follows_every_source(tmp_path: Path) -> None:
 # ---- more than 2**31 elements -----------------------------------------------------------------------
 
 
+ANY_PROCESSOR = """
+import hashlib, torch, halfulp as hu
+from halfulp import kernels
+torch.manual_seed(0)
+w, d = torch.randn(5000) * 0.05, torch.randn(5000) * 0.001
+parts = []
+for name in ("bf16", "e4m3@128"):
+    q, moved, carry = kernels.round(w, name), torch.zeros(625, dtype=torch.uint8), torch.zeros(5000)
+    for mode in ("nearest", "stochastic"):
+        stream = hu.Stream(seed=1, name=name, step=2)
+        got = kernels.write_back(q, q + d, name, mode, stream, moved=moved, carry=carry, sums=True)
+        parts += [got.out, got.counts, got.sums, moved, carry]
+found = kernels.audit(w, d, ["bf16", "e4m3@128"])
+parts += [found.counts, found.sums, found.phase]
+print(hashlib.sha256(b"".join(p.numpy().tobytes() for p in parts)).hexdigest())
+"""
+
+
+def test_a_processor_without_wide_vectors(tmp_path: Path) -> None:
+    """Compiled for the plainest processor, the kernels give the same bits."""
+
+    def digest(**place: str) -> str:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **place}
+        command = [sys.executable, "-c", ANY_PROCESSOR]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True)
+        return done.stdout
+
+    plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    assert digest() == digest(**plain)
+
+
 def test_indices_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels on the last three tiles of tensors of more than 2**31 elements. Elsewhere the tensors
     are zeros that nobody reads or writes, so the system never gives them memory."""
