@@ -41,9 +41,12 @@ def results() -> Iterator[tuple[str, str]]:
     from halfulp.study.report import page
 
     listed = ["# Results", "", "Every page here is made from records or measurements in the repository."]
-    if (RESULTS / "controlled.md").is_file():
-        yield "results/controlled.md", (RESULTS / "controlled.md").read_text()
-        listed += ["", "- [The controlled studies beside the paper](controlled.md)"]
+    listed.append("")
+    for stem, title in (("controlled", "controlled"), ("transformers", "transformer")):
+        file = RESULTS / f"{stem}.md"
+        if file.is_file():
+            yield f"results/{file.name}", file.read_text()
+            listed.append(f"- [The {title} studies beside the paper]({file.name})")
     listed += ["", "## Studies", ""]
     for folder in sorted(p.parent for p in RESULTS.glob("studies/*/result.json")):
         text = page(folder)

@@ -1,11 +1,12 @@
-"""All that the paper says of its controlled studies, beside what our records say: one page, two figures.
+"""All that the paper says of its studies, beside what our records say: two pages, two figures.
 
     python -m halfulp.studies.controlled [--studies results/studies] [--scale paper] [--out results]
 
 reads the folders ``NAME-SCALE`` of closed studies and writes ``controlled.md``, ``controlled.svg`` and
-``e4.svg``. No number of ours is typed in: a row is a :class:`~halfulp.studies.claims.Claim` of a study's
-module, computed from records whose digests were checked against the ledger on the way in. Gates are shown
-as they fell. The same records give the same bytes.
+``e4.svg``; and ``transformers.md`` of the transformer studies, where they are. No number of ours is
+typed in: a row is a :class:`~halfulp.studies.claims.Claim` of a study's module, computed from records whose
+digests were checked against the ledger on the way in. Gates are shown as they fell. The same records give the
+same bytes.
 
 Why a page apart from ``halfulp study report``? A report knows its own study and nothing of the paper.
 """
@@ -43,6 +44,17 @@ protocol.
 
 This page is made by `python -m halfulp.studies.controlled` from the folders in `studies/`."""
 
+TRANSFORMERS = {"char-gpt": "paper", "matched-10k": "small"}
+"""The scale at which each was run."""
+
+TRANSFORMERS_INTRODUCTION = """\
+Each row sets a number that the paper prints beside the number that our records give for the same definition.
+`char-gpt` is the paper's configuration, with our own initial weights and order of data. `matched-10k` is not: the
+paper trains GPT-2 124M for 10,000 updates on OpenWebText, ours is the scale `small`, a decoder of 0.8 million
+weights and 3,000 updates on novels read byte by byte. Its structure is the same, its numbers need not be.
+
+This page is made by `python -m halfulp.studies.controlled` from the folders in `studies/`."""
+
 
 @dataclass(frozen=True)
 class Closed:
@@ -71,9 +83,13 @@ def read(folder: Path) -> Closed:
 # ---- the page -------------------------------------------------------------------------------------------
 
 
-def page(studies: Mapping[str, Closed | None]) -> str:
+def page(
+    studies: Mapping[str, Closed | None],
+    title: str = "The controlled studies, beside the paper",
+    introduction: str = INTRODUCTION,
+) -> str:
     """The comparison, as Markdown; a study that is not there is said to be missing."""
-    parts = ["# The controlled studies, beside the paper", INTRODUCTION, _summary(studies)]
+    parts = [f"# {title}", introduction, _summary(studies)]
     if studies.get("emulator") and studies.get("two-layer"):
         parts.append("![Predicted and measured crossings](controlled.svg)")
     if studies.get("phase-diagram"):
@@ -193,10 +209,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     folders = {name: given.studies / f"{name}-{given.scale}" for name in STUDIES}
     studies = {name: read(folder) if folder.is_dir() else None for name, folder in folders.items()}
+    others = {name: given.studies / f"{name}-{scale}" for name, scale in TRANSFORMERS.items()}
     if not any(studies.values()):
         raise UsageError(f"{given.studies} holds none of {', '.join(f.name for f in folders.values())}.")
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "controlled.md").write_text(page(studies), encoding="utf-8")
+    decoders = {name: read(folder) for name, folder in others.items() if folder.is_dir()}
+    if decoders:
+        title = "The transformer studies, beside the paper"
+        text = page(decoders, title, TRANSFORMERS_INTRODUCTION)
+        (given.out / "transformers.md").write_text(text, encoding="utf-8")
     emulator, two_layer, cnn, diagram = (
         studies[name] for name in ("emulator", "two-layer", "cnn", "phase-diagram")
     )
