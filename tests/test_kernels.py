@@ -169,6 +169,20 @@ def test_write_back(dtype: torch.dtype, shape: tuple[int, ...], mode: str, bad: 
             q = r
 
 
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "non-finite"])
+@pytest.mark.parametrize("mode", reference.MODES)
+def test_write_back_over_what_is_stored(mode: str, bad: bool) -> None:
+    """The result may go where the stored values were."""
+    w, d, _ = draw((2000,), torch.float32, seed=31, bad=bad)
+    q = np.where(np.isfinite(w), quiet(reference.round, w, hu.grid("bf16")), 0).astype(np.float32)
+    stream = hu.Stream(seed=1, name="over", step=1)
+    aside = kernels.write_back(tensor(q), tensor(q + d), "bf16", mode, stream, out=torch.empty(2000))
+    stored = tensor(q)
+    over = kernels.write_back(stored, tensor(q + d), "bf16", mode, stream, out=stored)
+    assert_same(stored, aside.out.numpy(), mode)
+    assert_same(over.counts, aside.counts.numpy(), mode)
+
+
 @pytest.mark.parametrize("static", [n for n in STATIC if n != "float32"])
 def test_write_back_of_any_finite_value_rounds_it(static: str) -> None:
     """All bit patterns' kinds, in whole tiles: the one-pass loop writes what rounding alone gives."""

@@ -327,6 +327,8 @@ def write_back(
     from halfulp.kernels import cpu, cpu_scaled
 
     flat_q, flat_z, result = flat_of(q), flat_of(z), destination(out)
+    if out.data_ptr() == q.data_ptr():
+        result = np.empty_like(flat_q)  # what is stored is still read while results are written
     n = tiles_of(flat_q.size)
     counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, 2))
     bits = np.empty(0, dtype=np.uint8) if moved is None else moved.numpy()
