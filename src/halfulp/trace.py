@@ -338,13 +338,15 @@ class Trace:
         if column not in SERIES:
             raise UsageError(f"a series is one of {', '.join(SERIES)}, not {column!r}.")
         chosen = (pl.col("grid") == self._grid_id(grid)) & pl.col("tensor").is_in(self.ids(scope))
+        return self._share(self.scan().filter(chosen, pl.col(column).is_not_null()), column)
+
+    def _share(self, rows: pl.LazyFrame, column: str) -> Array:
+        """A column summed by step, over the coordinates of the tensors that have a row there."""
         sizes = pl.LazyFrame(
             {"tensor": [t["id"] for t in self.tensors], "numel": [t["recorded"] for t in self.tensors]}
         )
         frame = (
-            self.scan()
-            .filter(chosen, pl.col(column).is_not_null())
-            .join(sizes.with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
+            rows.join(sizes.with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
             .group_by("step")
             .agg(pl.col(column).sum(), pl.col("numel").sum())
             .sort("step")
@@ -373,20 +375,9 @@ class Trace:
 
         Known of weights in full precision only: where they are on a grid, a lost update looks like none.
         """
-        sizes = pl.LazyFrame(
-            {"tensor": [t["id"] for t in self.tensors], "numel": [t["recorded"] for t in self.tensors]}
-        )
-        frame = (
-            self.scan("tensors")
-            .filter(pl.col("tensor").is_in(self.ids(scope)))
-            .join(sizes.with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
-            .with_columns(pl.col("zero_proposal") * pl.col("tensor").is_in(self.in_full()))
-            .group_by("step")
-            .agg(pl.col("zero_proposal").sum(), pl.col("numel").sum())
-            .sort("step")
-            .collect()
-        )
-        return np.asarray(frame["zero_proposal"].to_numpy() / frame["numel"].to_numpy())
+        rows = self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope)))
+        known = pl.col("zero_proposal") * pl.col("tensor").is_in(self.in_full())
+        return self._share(rows.with_columns(known), "zero_proposal")
 
     def never_moved(self, grid: str, scope: Scope = "all") -> Array:
         """The share of coordinates that no step so far has moved, under nearest rounding."""

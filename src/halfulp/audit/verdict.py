@@ -175,10 +175,15 @@ def cures(grid: str) -> list[tuple[str, float]]:
     ]
 
 
+def policies(trace: Trace) -> list[str]:
+    """The write-back policies of a run, by name; none where the optimizer writes weights itself."""
+    specs = [spec for o in trace.manifest.get("optimizers", ()) for spec in o.get("policies", ())]
+    return list(dict.fromkeys(str(spec).partition("(")[0] for spec in specs))
+
+
 def keeping(trace: Trace) -> str | None:
     """The write-back policies of a run, if they keep what they do not write; None if updates are lost."""
-    specs = [spec for o in trace.manifest.get("optimizers", ()) for spec in o.get("policies", ())]
-    names = list(dict.fromkeys(str(spec).partition("(")[0] for spec in specs))
+    names = policies(trace)
     return " and ".join(names) if names and "rne" not in names else None
 
 

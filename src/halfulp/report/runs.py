@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from halfulp.audit import verdict
 from halfulp.audit.crossings import TimingPair, timing_pair
 from halfulp.audit.measures import Comparison, recovery
 from halfulp.audit.outcome import compare_grid, matched
@@ -61,8 +62,7 @@ class Run:
         """How proposals become stored values; nearest where the optimizer writes to a narrow dtype itself."""
         if self.grid is None:
             return None
-        specs = [spec for o in self.trace.manifest.get("optimizers", ()) for spec in o.get("policies", ())]
-        return " and ".join(dict.fromkeys(str(s).partition("(")[0] for s in specs)) if specs else NEAREST
+        return " and ".join(verdict.policies(self.trace)) or NEAREST
 
     @property
     def policy_words(self) -> str:
