@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba.extending import overload
 
+from halfulp.kernels import lanes
 from halfulp.kernels.params import (
     CUT,
     EMIN,
@@ -35,7 +36,6 @@ from halfulp.kernels.reference import TILE
 from halfulp.kernels.simd import (
     LANES,
     bits_of,
-    differing,
     exact_up,
     fill_words,
     float_like,
@@ -297,7 +297,7 @@ def changes(q: Any, r: Any, n: Any, bits: Any) -> Any:
     """A bit for each of the n values that differ, in whole tiles, lowest first; returns how many."""
     count = np.int32(0)
     for g in range(TILE // LANES):
-        bits[g] = differing(q, r, g * LANES)
+        bits[g] = lanes.mask(lanes.load(q, g * LANES) != lanes.load(r, g * LANES))
     if n < TILE:
         bits[(n + LANES - 1) // LANES :] = 0
         if n % LANES:

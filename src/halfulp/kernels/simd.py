@@ -173,23 +173,7 @@ def span(_ctx: Any, x: Any, first: Any, last: Any) -> Any:
     return x(x, types.intp, types.intp), build
 
 
-LANES = 16
-
-
-@intrinsic
-def differing(_ctx: Any, x: Any, y: Any, i: Any) -> Any:
-    """Sixteen bits, lowest first: which of x[i:i + 16] and y[i:i + 16] differ."""
-
-    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        def lanes(kind: Any, array: Any) -> Any:
-            place = builder.gep(context.make_array(kind)(context, builder, array).data, [args[2]])
-            wide = ir.VectorType(context.get_value_type(kind.dtype), LANES)
-            return builder.load(builder.bitcast(place, wide.as_pointer()), align=kind.dtype.bitwidth // 8)
-
-        held = builder.fcmp_unordered("!=", lanes(sig.args[0], args[0]), lanes(sig.args[1], args[1]))
-        return builder.bitcast(held, ir.IntType(LANES))
-
-    return types.uint16(x, y, types.intp), build
+LANES = lanes.COUNT
 
 
 @intrinsic
