@@ -70,7 +70,7 @@ def encode(
         plan.grid.bits,
         plan.grid.integer,
     )
-    bad = sum(run(cpu.encode_tiles, tiles_of(flat.size), *args))
+    bad = run(cpu.encode_tiles, tiles_of(flat.size), *args)
     if bad:
         at = int(torch.nonzero(~torch.isfinite(x.reshape(-1)))[0])
         raise UsageError(
@@ -117,7 +117,7 @@ def decode(
     low, high = (int(flat.min()), int(flat.max())) if flat.size else (0, 0)
     out = np.empty(flat.size)
     if low >= 0 and high < table.size:
-        bad = sum(run(cpu.decode_tiles, tiles_of(flat.size), flat, table, out))
+        bad = run(cpu.decode_tiles, tiles_of(flat.size), flat, table, out)
     else:
         bad = -1
     if bad:

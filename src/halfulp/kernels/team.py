@@ -1,0 +1,115 @@
+"""Compiled code on the threads of an OpenMP team, without the interpreter.
+
+A kernel does the tiles [first, last). :func:`launcher` makes of it a function that gives ranges of them to a
+team: the block that every thread of the team runs is compiled too, so no thread waits for the interpreter's
+lock, which costs a worker that sleeps on it as much as a kernel on 10**5 coordinates takes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from halfulp.kernels.simd import kernel as compiled
+
+WORD = ir.IntType(64)
+DATA = ir.IntType(8).as_pointer()
+BLOCK = ir.FunctionType(ir.VoidType(), [DATA])
+FORK = ir.FunctionType(ir.VoidType(), [BLOCK.as_pointer(), DATA, ir.IntType(32), ir.IntType(32)])
+FIRST, COUNT, RANGES, TAKEN, TOTAL, FAILED, ARGUMENTS = range(7)
+"""What the threads share: the tiles, how many ranges they are cut into, how many are taken, the sum of what
+the kernel returned, whether a call failed, and the kernel's arguments."""
+
+
+def _field(builder: Any, shared: Any, which: int) -> Any:
+    return builder.gep(shared, [ir.Constant(ir.IntType(32), i) for i in (0, which)], inbounds=True)
+
+
+def _block(context: Any, module: Any, shared_type: Any, done: Any, sig: Any, name: str) -> Any:
+    """What every thread runs: it takes ranges until there are none."""
+    block = ir.Function(module, BLOCK, name=name)
+    block.linkage = "internal"
+    entry, take, work, leave = (block.append_basic_block(n) for n in ("entry", "take", "work", "leave"))
+    builder = ir.IRBuilder(entry)
+    shared = builder.bitcast(block.args[0], shared_type.as_pointer())
+    first, count, ranges = (builder.load(_field(builder, shared, i)) for i in (FIRST, COUNT, RANGES))
+    arguments = builder.load(_field(builder, shared, ARGUMENTS))
+    builder.branch(take)
+
+    builder.position_at_end(take)
+    one = ir.Constant(WORD, 1)
+    i = builder.atomic_rmw("add", _field(builder, shared, TAKEN), one, "monotonic")
+    builder.cbranch(builder.icmp_signed("<", i, ranges), work, leave)
+
+    builder.position_at_end(work)
+    ends = [
+        builder.add(first, builder.sdiv(builder.mul(count, k), ranges)) for k in (i, builder.add(i, one))
+    ]
+    given = [builder.extract_value(arguments, j) for j in range(len(sig.args) - 2)]
+    status, result = context.call_internal_no_propagate(builder, done.fndesc, sig, [*given, *ends])
+    if isinstance(sig.return_type, types.Integer):
+        whole = context.cast(builder, result, sig.return_type, types.int64)
+        builder.atomic_rmw("add", _field(builder, shared, TOTAL), whole, "monotonic")
+    failed = builder.zext(status.is_error, WORD)
+    builder.atomic_rmw("or", _field(builder, shared, FAILED), failed, "monotonic")
+    builder.branch(take)
+
+    builder.position_at_end(leave)
+    builder.ret_void()
+    return block
+
+
+@intrinsic
+def fork(typing: Any, kernel: Any, team: Any, ranges: Any, first: Any, last: Any, arguments: Any) -> Any:
+    """kernel(*arguments, start, stop) over [first, last) in ranges, on the team whose ``GOMP_parallel`` is at
+    the address ``team`` (0: on this thread); the sum of what the calls return, and whether one failed."""
+    sig = kernel.get_call_type(typing, (*arguments.types, types.intp, types.intp), {})
+    done = kernel.dispatcher.get_compile_result(sig)
+
+    def build(context: Any, builder: Any, whole: Any, args: Any) -> Any:
+        _, team, ranges, first, last, given = args
+        context.active_code_library.add_linking_library(done.library)
+        shared_type = ir.LiteralStructType([WORD] * ARGUMENTS + [given.type])
+        name = f"{builder.function.name}.block"
+        block = _block(context, builder.module, shared_type, done, sig, name)
+        with builder.goto_entry_block():
+            shared = builder.alloca(shared_type)
+        zero = ir.Constant(WORD, 0)
+        for which, value in (
+            (FIRST, first), (COUNT, builder.sub(last, first)), (RANGES, ranges), (TAKEN, zero),
+            (TOTAL, zero), (FAILED, zero), (ARGUMENTS, given),
+        ):  # fmt: skip
+            builder.store(value, _field(builder, shared, which))
+        data = builder.bitcast(shared, DATA)
+        with builder.if_else(builder.icmp_signed("!=", team, zero)) as (together, alone):
+            with together:
+                parallel = builder.inttoptr(team, FORK.as_pointer())
+                threads = builder.trunc(ranges, ir.IntType(32))
+                builder.call(parallel, [block, data, threads, ir.Constant(ir.IntType(32), 0)])
+            with alone:
+                builder.call(block, [data])
+        found = [builder.load(_field(builder, shared, i)) for i in (TOTAL, FAILED)]
+        return context.make_tuple(builder, whole.return_type, found)
+
+    whole = types.UniTuple(types.int64, 2)
+    return whole(kernel, types.intp, types.intp, types.intp, types.intp, arguments), build
+
+
+def _launch(team: Any, ranges: Any, first: Any, last: Any, *arguments: Any) -> Any:
+    return fork(kernel, team, ranges, first, last, arguments)  # type: ignore[name-defined]  # see launcher
+
+
+@cache
+def launcher(kernel: Any) -> Any:
+    """``launch(team, ranges, first, last, *arguments)`` of a kernel, see :func:`fork`."""
+    function = kernel.py_func
+    made = FunctionType(_launch.__code__, {**_launch.__globals__, "kernel": kernel}, _launch.__name__)
+    # The name is the key of the compiled cache: a kernel's own, so that launchers are told apart.
+    made.__qualname__ = f"{function.__module__}.{function.__qualname__}"
+    made.__module__ = __name__
+    return compiled(made)
