@@ -25,6 +25,8 @@ import torch
 from halfulp.kernels.team import launcher
 
 GRAIN = 32  # tiles, about 25,000 coordinates: less is not worth a thread
+FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+ALONE = (0, 0, 0)
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 _forked = False
@@ -43,29 +45,30 @@ def run(kernel: Any, count: int, *args: Any, grain: int = GRAIN) -> int:
     """Call kernel(*args, start, stop) over [0, count), in ranges; the sum of what the calls returned."""
     launch, threads = launcher(kernel), min(torch.get_num_threads(), max(count // grain, 1))
     if threads == 1:
-        parts = [launch(0, 1, 0, count, *args)]
-    elif (team := 0 if _forked else _team()) != 0:
+        parts = [launch(ALONE, 1, 0, count, *args)]
+    elif not _forked and (team := _team()) != ALONE:
         parts = [launch(team, threads, 0, count, *args)]
     else:
         if threads not in _pools:
             _pools[threads] = ThreadPoolExecutor(threads - 1, thread_name_prefix="halfulp")
         ends = [count * i // threads for i in range(threads + 1)]
-        jobs = [_pools[threads].submit(launch, 0, 1, *ends[i : i + 2], *args) for i in range(1, threads)]
-        parts = [launch(0, 1, *ends[:2], *args), *(job.result() for job in jobs)]
+        jobs = [_pools[threads].submit(launch, ALONE, 1, *ends[i : i + 2], *args) for i in range(1, threads)]
+        parts = [launch(ALONE, 1, *ends[:2], *args), *(job.result() for job in jobs)]
     if any(failed for _, failed in parts):
         raise MemoryError("a kernel could not have the memory for its tile.")
     return sum(total for total, _ in parts)
 
 
 @cache
-def _team() -> int:
-    """The address of ``GOMP_parallel(block, data, threads, flags)`` in torch's OpenMP; 0 if it has none."""
+def _team() -> tuple[int, ...]:
+    """The addresses of torch's OpenMP that :func:`~halfulp.kernels.team.fork` takes, if it has them."""
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
-        return 0
+        return ALONE
     for library in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
         try:
-            found = ctypes.CDLL(str(library)).GOMP_parallel
+            opened = ctypes.CDLL(str(library))
+            found = [getattr(opened, name) for name in FUNCTIONS]
         except (OSError, AttributeError):
-            return 0
-        return ctypes.cast(found, ctypes.c_void_p).value or 0
-    return 0
+            return ALONE
+        return tuple(ctypes.cast(f, ctypes.c_void_p).value or 0 for f in found)
+    return ALONE
