@@ -20,7 +20,8 @@ from oracle import CONTAINERS, NUMPY, array, assert_same, fits, tensor
 
 import halfulp as hu
 from halfulp import kernels
-from halfulp.kernels import reference
+from halfulp.kernels import cpu, pool, reference
+from halfulp.kernels.team import launcher
 
 STATIC = ["bf16", "fp16", "e5m2", "e4m3@128", "e2m1", "m0", "m3", "m10", "float32"]
 STATIC += ["int4@16/asym", "int8@100", "int3@3/asym", "bf16@4"]
@@ -224,6 +225,61 @@ def test_write_back_with_a_carry(
             q = r
 
 
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "non-finite"])
+@pytest.mark.parametrize("n", [1, 767, 768, 5000])
+def test_two_byte_companions(n: int, bad: bool) -> None:
+    """Stored values in bfloat16 are those in float32; a short carry is the exact one, rounded at the end."""
+    w, d, _ = draw((n,), torch.float32, seed=31, bad=bad)
+    tiny = np.float32(1e-39) * np.arange(n, dtype=np.float32)  # subnormal carries are rounded too
+    for name in ("bf16", "e4m3@128", "m3", "int4@16/asym", "mxfp4"):
+        rounded = kernels.round(tensor(np.where(np.isfinite(w), w, 0).astype(np.float32)), name)
+        for mode in reference.MODES:
+            stream, z = hu.Stream(seed=4, name=name), rounded + tensor(d)
+            carries = (torch.float32, torch.bfloat16, torch.float16) if mode == "nearest" else ()
+            for dtype in (None, *carries):
+                start = None if dtype is None else tensor(tiny).to(dtype)
+                exact = None if start is None else start.float().clone()
+                wide = kernels.write_back(rounded, z.clone(), name, mode, stream, sums=True, carry=exact)
+                short = kernels.write_back(
+                    rounded.bfloat16(), z.clone(), name, mode, stream, sums=True, carry=start
+                )
+                for field in ("out", "counts", "sums"):
+                    assert_same(getattr(short, field), getattr(wide, field), f"{name} {mode} {dtype}")
+                if exact is not None and start is not None:
+                    assert_same(start, exact.to(start.dtype), f"{name} {mode} {dtype}")
+
+
+def test_a_queue_is_work_still_to_be_done() -> None:
+    """Everything is checked at once, nothing written before the queue is called."""
+    q, queue = torch.zeros(1000), []
+    z, view = torch.ones(1000), torch.ones(1000, 2)[:, 0]
+    carry = torch.zeros(1000, dtype=torch.float16)
+    written = [kernels.write_back(q, x, "e4m3", carry=carry, queue=queue) for x in (z, view)]
+    with pytest.raises(hu.UsageError, match="must match"):
+        kernels.write_back(q[:5], z, "e4m3", queue=queue)
+    assert not any(w.counts.any() for w in written)
+    for call in queue:
+        call()
+    assert [w.counts[:, 0].sum() for w in written] == [0, 0]
+    assert bool((z == 1).all() and (view == 1).all())
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 768, 100_001])
+def test_set_aside(n: int) -> None:
+    """The bfloat16 values of a tensor, and whether they are all of it: in one value of any position not."""
+    x = torch.randn(n).bfloat16().float()
+    off = x.clone()
+    off[-1:] = 1.0 + 2.0**-9
+    places = [torch.empty(n, dtype=torch.bfloat16), torch.empty(n + 1, dtype=torch.bfloat16)[1:]]
+    assert kernels.set_aside([x, off], places) == [True, n == 0]
+    assert_same(places[0], x.bfloat16())
+    column = torch.stack([x, x], dim=1)[:, 0]
+    assert kernels.set_aside([column], places[1:]) == [True]
+    assert_same(places[1], x.bfloat16())
+    with pytest.raises(hu.UsageError, match="float32 into contiguous bfloat16 of the same shape"):
+        kernels.set_aside([x.double()], places[:1])
+
+
 def test_score(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """The eight sums of every tile."""
     w, u, g = draw(shape, dtype, seed=5)
@@ -423,6 +479,19 @@ def test_one_thread_or_two(threads: None) -> None:
         found.append(everything(inputs(seed=11)))
     for one, two in zip(*found, strict=True):
         assert_same(two, one)
+
+
+def test_ranges_are_shared_out(threads: None) -> None:
+    """Every range is done once, whatever the number of threads: the sums say so."""
+    codes = torch.zeros(100_000, dtype=torch.uint8).numpy()
+    table, out = np.full(1, np.nan, dtype=np.float32), np.empty(100_000, dtype=np.float32)
+    tiles = kernels.tiles_of(codes.size)
+    launch = launcher(cpu.decode_tiles)
+    for team, ranges in ((pool.ALONE, 1), (pool.ALONE, 7), (pool._team(), 1), (pool._team(), 5)):
+        assert launch(team, ranges, 0, tiles, codes, table, out) == (codes.size, 0)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        assert pool.run(cpu.decode_tiles, tiles, codes, table, out, grain=1) == codes.size
 
 
 def test_two_python_threads(threads: None) -> None:

@@ -17,6 +17,7 @@ from writeback_models import Tied, adamw, masks, train, values, written_back
 
 import halfulp as hu
 from halfulp.writeback import load, save
+from halfulp.writeback.policies import Step
 
 GRID = "e4m3@16"
 
@@ -158,6 +159,52 @@ def test_copying_one(call: Callable[[Any], Any]) -> None:
     """torch would copy moments and groups only, and the copy would write nothing back."""
     with pytest.raises(hu.UsageError, match="not copied or pickled"):
         call(written_back(Tied()))
+
+
+@pytest.mark.parametrize("storage", ["container", "packed"])
+def test_a_policy_that_fails(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are called when every policy has been: weights that were to be written are as they were."""
+    model = Tied()
+    opt = written_back(model, GRID, "sr", storage=storage, materialise="all")
+    train(model, opt, 2)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    write = Step.write
+
+    def fail(step: Step, *args: Any, **options: Any) -> Any:
+        if step.name == opt.slots[-1].name:
+            raise RuntimeError("injected")
+        return write(step, *args, **options)
+
+    monkeypatch.setattr(Step, "write", fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        train(model, opt, 1)
+    monkeypatch.undo()
+    after = model.state_dict()
+    assert all(torch.equal(after[s.name], before[s.name]) for s in opt.slots)
+    assert opt.steps == 2
+    train(model, opt, 1)
+
+
+def test_an_interrupt_between_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while tensors are written: the others are written too, so that all weights are on the grid."""
+    model = Tied()
+    opt = written_back(model, GRID, "kahan")
+    train(model, opt, 2)
+    finish, calls = Step.finish, []
+
+    def interrupted(step: Step) -> None:
+        finish(step)
+        calls.append(step.name)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Step, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, opt, 1)
+    monkeypatch.undo()
+    for slot in opt.slots:
+        assert_same(slot.p.detach(), hu.grid(GRID).round(slot.p.detach()))
+    train(model, opt, 1)
 
 
 # ---- gradients that are not finite ----------------------------------------------------------------

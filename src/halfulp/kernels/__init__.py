@@ -8,8 +8,9 @@ and float16 (the last through a float32 copy).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -43,6 +44,7 @@ from halfulp.kernels.plan import (
     steps_of,
     wanted,
     writable,
+    writes_directly,
 )
 from halfulp.kernels.pool import run
 from halfulp.kernels.reference import AUDIT_COUNTS, MODES, SCORES, SHARED_COUNTS, TILE, WRITE_COUNTS, tiles_of
@@ -50,11 +52,13 @@ from halfulp.streams import Stream
 
 __all__ = [
     "AUDIT_COUNTS", "SCORES", "SHARED_COUNTS", "TILE", "WRITE_COUNTS",
-    "Audit", "Written", "audit", "decode", "encode", "round", "score", "steps", "tiles_of", "write_back",
+    "Audit", "Written", "audit", "decode", "encode", "round", "score", "set_aside", "steps", "tiles_of",
+    "write_back",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
 Mode = Literal["nearest", "stochastic", "deadzone"]
+Queue = list[Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -279,6 +283,7 @@ def write_back(
     carry: torch.Tensor | None = None,
     carry_in: bool = True,
     out: torch.Tensor | None = None,
+    queue: Queue | None = None,
 ) -> Written:
     """Replace stored values q by what a policy makes of the proposed ones z, and count.
 
@@ -286,19 +291,27 @@ def write_back(
     non-zero proposal away). The result goes to ``out``, by default over ``z``. A proposal that is
     not finite leaves the stored value as it is and is counted. ``moved`` is a bit a coordinate
     (``torch.zeros((numel + 7) // 8, dtype=torch.uint8)``), updated in place. ``sums`` adds the
-    sums of |q| and |z - q| per tile; a number n asks for every n-th tile only. ``carry`` (of q's
-    shape and dtype) takes what was not written and, with ``carry_in``, is added to the proposal
-    first: compensated summation.
+    sums of |q| and |z - q| per tile; a number n asks for every n-th tile only. ``carry`` takes what was not
+    written and, with ``carry_in``, is added to the proposal first: compensated summation in float32 or
+    float64, whose carry may be kept in another dtype. Beside float32, q may be bfloat16
+    (:func:`set_aside`). With a ``queue`` everything is prepared and checked, and the work itself is put
+    there, to be called: for many tensors, faster than to go back and forth between Python and kernels.
     """
     q, z = checked(q, "q"), checked(z, "z")
-    out = z if out is None else out
-    same_shape(q=q, z=z, out=out)
-    if z.dtype != q.dtype or out.dtype != q.dtype:
+    same_shape(q=q, z=z)
+    if out is None:
+        out = z
+    else:
+        same_shape(z=z, out=out)
+    narrow = q.dtype == torch.bfloat16 and z.dtype == torch.float32
+    if (z.dtype != q.dtype and not narrow) or out.dtype != z.dtype:
         raise UsageError(f"q, z and out must have one dtype, not {q.dtype}, {z.dtype} and {out.dtype}.")
-    writable(out, q)
+    writable(out, z)
     if mode not in MODES:
         raise UsageError(f"unknown write-back mode {mode!r}: expected one of {', '.join(MODES)}.")
-    plan, shape, code = plan_for(grid, q.dtype), tuple(q.shape), MODES[mode]
+    plan, shape, code = plan_for(grid, z.dtype), tuple(q.shape), MODES[mode]
+    if narrow and (plan.scaled or not q.is_cpu):
+        q = q.float()
     key = key_of(stream, code, q.numel())
     size = (q.numel() + 7) // 8
     if moved is not None and (
@@ -310,30 +323,41 @@ def write_back(
     if carry is not None:
         same_shape(q=q, carry=carry)
         if (
-            carry.dtype != q.dtype
+            not carry.is_floating_point()
             or not carry.is_contiguous()
-            or q.dtype not in (torch.float32, torch.float64)
+            or z.dtype not in (torch.float32, torch.float64)
         ):
             raise UsageError(
-                f"carry must be a contiguous tensor of q's dtype, float32 or float64; they are {carry.dtype} "
-                f"and {q.dtype}."
+                "carry must be a contiguous tensor of floats beside float32 or float64; they are "
+                f"{carry.dtype} and {z.dtype}."
             )
+        short = carry.dtype == torch.bfloat16 and z.dtype == torch.float32 and z.is_cpu and not plan.scaled
+        if carry.dtype != z.dtype and not short:
+            wide = carry.to(z.dtype)
+            written = write_back(
+                q, z, grid, mode, stream, moved=moved, sums=sums, step=step, carry=wide, carry_in=carry_in,
+                out=out, queue=queue,
+            )  # fmt: skip
+            _do(partial(carry.copy_, wide), queue)
+            return written
     given = given_steps(step, plan, shape)
     if on_gpu(q):
         from halfulp.kernels import gpu
 
+        # A device has a queue of its own.
         made = gpu.write_back(q, z, out, plan.grid, code, stream, moved, bool(sums), given, carry, carry_in)
         return Written(out, *made)
     from halfulp.kernels import cpu, cpu_scaled
 
-    flat_q, flat_z, result = flat_of(q), flat_of(z), destination(out)
-    if out.data_ptr() == q.data_ptr():
-        result = np.empty_like(flat_q)  # what is stored is still read while results are written
+    flat_q, flat_z = flat_of(q), flat_of(z)
+    # Not over q itself: what is stored is still read while results are written.
+    direct = writes_directly(out) and out.data_ptr() != q.data_ptr()
+    result = (flat_z if out is z else flat_of(out)) if direct else np.empty_like(flat_z)
     n = tiles_of(flat_q.size)
     counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, 2))
     bits = np.empty(0, dtype=np.uint8) if moved is None else moved.numpy()
-    rest = np.empty(0, dtype=plan.work) if carry is None else flat_of(carry)
-    tail = (bits, int(sums), rest, carry is not None and carry_in, counts, totals)
+    rest = plan.empty if carry is None else flat_of(carry)
+    carry_in = carry is not None and carry_in
     if plan.scaled:
         if given is None:
             old = plan.grid.scaling is not None and plan.grid.scaling.from_old
@@ -341,13 +365,46 @@ def write_back(
             if carry is not None and carry_in:
                 source = flat_of(z + torch.where(torch.isfinite(z + carry), carry, 0))
             given = steps_of(flat_q if old else source, plan, shape, q.dtype)
-        run(
-            cpu_scaled.write_tiles_scaled, n, flat_q, flat_z, result, given, *plan.layout(shape), code,
-            plan.floats, plan.ints, plan.masks, plan.empty, *key, *tail,
+        work = partial(
+            run, cpu_scaled.write_tiles_scaled, n, flat_q, flat_z, result, given, *plan.layout(shape), code,
+            plan.floats, plan.ints, plan.masks, plan.empty, *key, bits, int(sums), rest, carry_in, counts,
+            totals,
         )  # fmt: skip
     else:
-        run(cpu.write_tiles, n, flat_q, flat_z, result, code, plan.floats, plan.ints, plan.masks, *key, *tail)
-    return Written(deliver(result, out), torch.from_numpy(counts), torch.from_numpy(totals))
+        kernel = cpu.write_tiles(code, carry is not None, carry_in, z.dtype == torch.float32)
+        work = partial(
+            run, kernel, n, flat_q, flat_z, result, plan.floats, plan.ints, plan.masks, *key, bits, int(sums),
+            rest, counts, totals,
+        )  # fmt: skip
+    _do(work, queue)
+    if not direct:
+        _do(partial(deliver, result, out), queue)
+    return Written(out, torch.from_numpy(counts), torch.from_numpy(totals))
+
+
+def _do(work: Callable[[], Any], queue: Queue | None) -> None:
+    if queue is None:
+        work()
+    else:
+        queue.append(work)
+
+
+def set_aside(x: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> list[bool]:
+    """Copy float32 tensors on the CPU into contiguous bfloat16 ones: of each, whether all its values fit."""
+    from halfulp.kernels import cpu
+
+    work = []
+    for wide, narrow in zip(x, out, strict=True):
+        kinds = wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16 and narrow.is_contiguous()
+        if not (kinds and wide.is_cpu and narrow.is_cpu and wide.shape == narrow.shape):
+            raise UsageError(
+                "set_aside copies float32 into contiguous bfloat16 of the same shape on the CPU, not "
+                f"{wide.dtype} of {tuple(wide.shape)} on {wide.device} into {narrow.dtype} of "
+                f"{tuple(narrow.shape)} on {narrow.device}."
+            )
+        work.append((tiles_of(wide.numel()), flat_of(wide), flat_of(narrow)))
+    # From the last to the first, which whoever comes next then finds in the caches.
+    return [run(cpu.set_aside_tiles, *args) == 0 for args in reversed(work)][::-1]
 
 
 def score(

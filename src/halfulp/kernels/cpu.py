@@ -12,6 +12,7 @@ a fixed step are here; those whose step moves with the data are in :mod:`halfulp
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,16 +49,14 @@ from halfulp.kernels.cpu_tile_audit import (
     survey,
 )  # fmt: skip
 from halfulp.kernels.cpu_tile_write import (
-    add_carry,
     finish_write,
     keep_stored,
     prefer_nearest,
-    put_counts,
-    sum_changes,
+    put_carry,
     take_carry,
     whole_proposal,
-    write_whole,
 )  # fmt: skip
+from halfulp.kernels.cpu_write_run import no_run, upper_halves, write_run
 from halfulp.kernels.params import (
     CUT,
     EMIN,
@@ -77,7 +76,7 @@ from halfulp.kernels.params import (
     UP,
 )  # fmt: skip
 from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
-from halfulp.kernels.simd import LANES, bits_of, float_like, kernel, shr, span
+from halfulp.kernels.simd import LANES, bits_of, float_like, kernel, shr, span, specialised
 
 
 @kernel
@@ -197,8 +196,8 @@ def audit_tiles(
             y = tile_of(span(d, first, last), d_)
         zeros, bad, least, most, widest = survey(x, y, size, sized, turned, exponent, sign)
         if bad > 0:
-            w_[:n] = x
-            d_[:n] = y
+            load(x, w_[:n])
+            load(y, d_[:n])
             x, y = w_[:n], d_[:n]
             clean(x, y, exponent)
             zeros, _, least, most, widest = survey(x, y, size, sized, turned, exponent, sign)
@@ -259,55 +258,76 @@ def audit_tiles(
             counts[t, o, 4] = zero - bad
 
 
-@kernel
-def write_tiles(
-    stored: Any, proposed: Any, out: Any, mode: Any, f: Any, k: Any, masks: Any, k0: Any, k1: Any,
-    offset: Any, moved: Any, want_sums: Any, carry: Any, carry_in: Any, counts: Any, sums: Any,
+MODE, CARRIES, CARRY_IN, RUN = NEAREST, False, False, no_run  # and otherwise, in copies of the function below
+
+
+def _write_tiles(
+    stored: Any, proposed: Any, out: Any, f: Any, k: Any, masks: Any, k0: Any, k1: Any,
+    offset: Any, moved: Any, want_sums: Any, carry: Any, counts: Any, sums: Any,
     t0: Any, t1: Any,
 ) -> None:  # fmt: skip
-    """Write-back of every tile; ``out`` may be ``proposed``. A carry of any size takes what is not
-    written and, with ``carry_in``, is added to the proposal first."""
+    """Write-back of every tile; ``out`` may be ``proposed``. Beside float32, what is stored and the carry may
+    be bfloat16."""
     exponent, sign = masks[0], masks[1]
     q_, z_, r = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
     near, buffer = np.empty(TILE, f.dtype), np.empty(TILE // 2, np.float64)
     words, bits = np.empty(WORDS, np.uint32), np.empty(TILE // LANES, np.uint16)
-    kept, held = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
-    for t in range(t0, t1):
+    kept, held, carry_ = np.empty(TILE, f.dtype), np.empty(TILE, carry.dtype), np.empty(TILE, f.dtype)
+    given = (
+        stored, proposed, out, carry, k0, k1, offset, moved, want_sums, counts, sums,
+        kept, held, z_, q_, words, bits, buffer,
+    )  # fmt: skip
+    whole = min(t1, stored.size // TILE) if offset % 32 == 0 else t0
+    t = t0
+    while t < t1:
+        if t < whole:
+            t = RUN(f, k, masks, given, t, whole)
+            if t == t1:
+                break
         first = t * TILE
         last = min(first + TILE, stored.size)
         n = last - first
         source = span(proposed, first, last)
-        rest = span(carry, first, last) if carry.size else carry
-        q = padded(span(stored, first, last), q_)
-        if n == TILE and mode != DEADZONE and offset % 32 == 0:
-            changed, proposals, ends, rare = write_whole(
-                q, source, span(out, first, last), mode, f, k, exponent, sign, rest, carry_in, kept, held,
-                words, bits, k0, k1, offset + first,
-            )  # fmt: skip
-            if rare == 0:
-                put_counts(changed, proposals, ends, 0, n, bits, moved, counts, t)
-                if want_sums and t % want_sums == 0:
-                    if carry_in:
-                        add_carry(kept, held, z_, exponent)
-                    sums[t, 1] = sum_changes(q, z_ if carry_in else kept, buffer)
-                    sums[t, 0] = sum_abs(q, buffer)
-                continue
-        z, bad = whole_proposal(source, q, rest, carry_in, z_, exponent)
-        if mode == NEAREST:
+        rest = span(carry, first, last) if CARRIES else carry
+        q, held_back = padded(span(stored, first, last), q_), tile_of(rest, carry_)
+        z, bad = whole_proposal(source, q, held_back, CARRY_IN, z_, exponent)
+        if MODE == NEAREST:
             nearest(z, r, f, k, exponent, sign)
         else:
             stochastic_exact(z, r, words, f, k, exponent, sign, k0, k1, offset + first)
-            if mode == DEADZONE:
+            if MODE == DEADZONE:
                 nearest(z, near, f, k, exponent, sign)
                 prefer_nearest(q, z, near, r)
         if bad > 0:
             keep_stored(source, q, r, exponent)
-        if carry.size:
-            take_carry(z, r, f[LO], f[HI], source, bad, exponent, rest)
+        if CARRIES:
+            take_carry(z, r, f[LO], f[HI], source, bad, exponent, held_back)
+            put_carry(held_back, rest)
         finish_write(
             q, z, r, n, bad, source, f[LO], f[HI], exponent, moved, want_sums, bits, buffer, counts, sums, t
         )
         store(r, span(out, first, last))
+        t += 1
+
+
+@cache
+def write_tiles(mode: int, carries: bool, carry_in: bool, in_lanes: bool) -> Any:
+    """The write-back kernel of a mode. With ``carries`` a carry takes what is not written and, with
+    ``carry_in``, is added to the proposal first. ``in_lanes``: proposals are float32."""
+    run = write_run(mode, carries, carry_in) if in_lanes else no_run
+    name = f"{mode}_{carries}_{carry_in}_{in_lanes}"
+    return specialised(_write_tiles, name, MODE=mode, CARRIES=carries, CARRY_IN=carry_in, RUN=run)
+
+
+@kernel
+def set_aside_tiles(x: Any, out: Any, t0: Any, t1: Any) -> Any:
+    """The bfloat16 patterns of float32 values; returns how many tiles have a value that is not one."""
+    off = 0
+    for t in range(t0, t1):
+        first = t * TILE
+        source = span(x, first, min(first + TILE, x.size))
+        off += upper_halves(source, span(out, first, first + source.size))
+    return off
 
 
 @kernel

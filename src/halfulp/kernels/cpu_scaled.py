@@ -301,7 +301,7 @@ def audit_tiles_scaled(
             counts[t, 5] = n - merge(bits, moved[start : start + (n + 7) // 8])
         if stay.size > 0:
             stay_scaled(q, z, step, stay[first : first + n], f, k, cast)
-            s_[:n] = stay[first : first + n]
+            load(stay[first : first + n], s_[:n])
             s_[n:] = 0
             expected[t] = sum_abs(s_, buffer)
         counts[t, 1] = symmetric - bad

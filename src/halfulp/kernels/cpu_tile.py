@@ -61,6 +61,7 @@ WORDS = TILE + 64
 
 @kernel
 def load(source: Any, tile: Any) -> None:
+    """Copy, widened. (Assigning slices would have numba compile the words of an error: seconds.)"""
     for i in range(source.size):
         tile[i] = widen(source[i])
 
@@ -93,7 +94,7 @@ def padded(source: Any, buffer: Any) -> Any:
     tile = tile_of(source, buffer)
     if source.size == TILE:
         return tile
-    buffer[: source.size] = tile
+    load(tile, buffer[: source.size])
     buffer[source.size :] = 0
     return buffer
 

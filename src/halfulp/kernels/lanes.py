@@ -197,6 +197,34 @@ def floats_of(_ctx: Any, x: Any) -> Any:
 
 
 @intrinsic
+def widened(_ctx: Any, x: Any) -> Any:
+    """Container elements as floats: bfloat16 patterns (uint16) become float32."""
+    kind = Lanes(types.float32) if x.dtype == types.uint16 else x
+
+    def build(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        if kind == x:
+            return args[0]
+        wide = context.get_value_type(Lanes(types.int32))
+        patterns = builder.shl(builder.zext(args[0], wide), ir.Constant(wide, [16] * COUNT))
+        return builder.bitcast(patterns, context.get_value_type(kind))
+
+    return kind(x), build
+
+
+@intrinsic
+def upper(_ctx: Any, x: Any) -> Any:
+    """The upper halves of 32-bit lanes, as uint16."""
+    kind = Lanes(types.uint16)
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        wide = context.get_value_type(sig.args[0])
+        halves = builder.lshr(args[0], ir.Constant(wide, [16] * COUNT))
+        return builder.trunc(halves, context.get_value_type(kind))
+
+    return kind(x), build
+
+
+@intrinsic
 def select(_ctx: Any, truth: Any, a: Any, b: Any) -> Any:
     """a where true, else b."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def checked(x: torch.Tensor, what: str) -> torch.Tensor:
         raise UsageError(f"{what} must be a tensor, not {type(x).__name__}.")
     container(x.dtype)
     with_values(x, what)
-    return x.detach()
+    return x.detach() if x.requires_grad else x
 
 
 def with_values(x: torch.Tensor, what: str) -> None:
@@ -53,7 +53,7 @@ def writable(out: torch.Tensor, like: torch.Tensor, what: str = "out") -> None:
     with_values(out, what)
     if out.dtype != like.dtype:
         raise UsageError(f"{what} must have the dtype of the values, {like.dtype}, not {out.dtype}.")
-    if out.numel() and any(
+    if not out.is_contiguous() and any(
         stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
     ):
         raise UsageError(f"{what} is expanded: several of its elements share one place in memory.")
@@ -79,10 +79,16 @@ def same_shape(**tensors: torch.Tensor) -> None:
 def flat_of(x: torch.Tensor) -> Array:
     """A tensor's values as one contiguous array: its own memory where possible. bfloat16 comes as
     bit patterns, float16 as a float32 copy."""
-    x = x.detach().cpu().contiguous().reshape(-1)
+    if x.requires_grad:
+        x = x.detach()
+    if not (x.is_cpu and x.is_contiguous()):
+        x = x.cpu().contiguous()
+    flat: Array
     if x.dtype == torch.bfloat16:
-        return np.asarray(x.view(torch.int16).numpy().view(np.uint16))
-    return np.asarray(x.float().numpy() if x.dtype == torch.float16 else x.numpy())
+        flat = x.view(torch.int16).numpy().view(np.uint16)
+    else:
+        flat = x.float().numpy() if x.dtype == torch.float16 else x.numpy()
+    return flat.reshape(-1)
 
 
 def as_floats(x: Array) -> Array:
@@ -103,10 +109,12 @@ def deliver(result: Array, out: torch.Tensor) -> torch.Tensor:
 
 def destination(out: torch.Tensor) -> Array:
     """A flat array to write results for ``out`` into: its own memory where possible."""
-    direct = out.device.type == "cpu" and out.is_contiguous() and out.dtype != torch.float16
-    if direct:
-        return flat_of(out)
-    return flat_of(torch.empty(out.shape, dtype=out.dtype))
+    return flat_of(out if writes_directly(out) else torch.empty(out.shape, dtype=out.dtype))
+
+
+def writes_directly(out: torch.Tensor) -> bool:
+    """Whether kernels can write into a tensor's own memory."""
+    return out.is_cpu and out.is_contiguous() and out.dtype != torch.float16
 
 
 def key_of(stream: Stream | None, mode: int, numel: int) -> tuple[Any, Any, int]:
@@ -136,11 +144,11 @@ class Plan:
     floats: Array
     ints: Array
 
-    @property
+    @cached_property
     def masks(self) -> Array:
         return _params.masks(self.work)
 
-    @property
+    @cached_property
     def empty(self) -> Array:
         """An array that tells kernels the working type."""
         return np.empty(0, dtype=self.work)

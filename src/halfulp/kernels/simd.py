@@ -8,14 +8,17 @@ start at zero vectorise, so every tile function takes slices.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import event
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
@@ -43,6 +46,26 @@ def _compiled(function: Any, stamp: str = SOURCES, **options: Any) -> Any:
     return made
 
 
+class _FirstCompilation(event.Listener):  # type: ignore[misc]  # numba has no types
+    """Says why the first call of a kernel takes so long."""
+
+    def on_start(self, event: Any) -> None:
+        module = event.data["dispatcher"].py_func.__module__
+        if not self.said and module.partition(".")[0] == __package__.partition(".")[0]:
+            self.said = True
+            logging.getLogger("halfulp").warning(
+                "halfulp: compiling kernels for this processor; they are kept, so this happens once."
+            )
+
+    def on_end(self, event: Any) -> None:
+        """What is compiled is used."""
+
+    said = False
+
+
+event.register("numba:compile", _FirstCompilation())
+
+
 def kernel(function: Any) -> Any:
     """A compiled function."""
     return _compiled(function)
@@ -52,6 +75,15 @@ def kernel_of(*files: str) -> Callable[[Any], Any]:
     """As :func:`kernel`, for code elsewhere: its cache forgets when one of these files changes as well."""
     parts = [SOURCES.encode(), *(Path(file).read_bytes() for file in files)]
     return partial(_compiled, stamp=hashlib.sha256(b"\0".join(parts)).hexdigest())
+
+
+def specialised(function: Any, name: str, **values: Any) -> Any:
+    """A compiled copy of a plain function in which globals have these values. A function of its own for each
+    case is faster than one that asks at run time, and only what is used is compiled. (Values from an
+    enclosing function would do the same, but numba's cache does not know compiled ones among them again.)"""
+    made = FunctionType(function.__code__, {**function.__globals__, **values}, function.__name__)
+    made.__module__, made.__qualname__ = function.__module__, f"{function.__qualname__}.{name}"
+    return kernel(made)
 
 
 def inline(function: Any) -> Any:

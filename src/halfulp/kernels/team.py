@@ -8,14 +8,13 @@ lock, which costs a worker that sleeps on it as much as a kernel on 10**5 coordi
 from __future__ import annotations
 
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from halfulp.kernels.simd import kernel as compiled
+from halfulp.kernels.simd import specialised
 
 WORD = ir.IntType(64)
 DATA = ir.IntType(8).as_pointer()
@@ -122,16 +121,15 @@ def fork(typing: Any, kernel: Any, team: Any, ranges: Any, first: Any, last: Any
     return whole(kernel, team, types.intp, types.intp, types.intp, arguments), build
 
 
+KERNEL: Any = None  # in copies of the function below
+
+
 def _launch(team: Any, ranges: Any, first: Any, last: Any, *arguments: Any) -> Any:
-    return fork(kernel, team, ranges, first, last, arguments)  # type: ignore[name-defined]  # see launcher
+    return fork(KERNEL, team, ranges, first, last, arguments)
 
 
 @cache
 def launcher(kernel: Any) -> Any:
     """``launch(team, ranges, first, last, *arguments)`` of a kernel, see :func:`fork`."""
     function = kernel.py_func
-    made = FunctionType(_launch.__code__, {**_launch.__globals__, "kernel": kernel}, _launch.__name__)
-    # The name is the key of the compiled cache: a kernel's own, so that launchers are told apart.
-    made.__qualname__ = f"{function.__module__}.{function.__qualname__}"
-    made.__module__ = __name__
-    return compiled(made)
+    return specialised(_launch, f"{function.__module__}.{function.__qualname__}", KERNEL=kernel)

@@ -28,12 +28,13 @@ from halfulp.writeback import checkpoint
 from halfulp.writeback.policies import Policy, Step, TileMaster, policy
 from halfulp.writeback.report import Bytes, Events, TensorEvents
 from halfulp.writeback.sharding import is_sharded, local, shard_offset, unsupported_moving
-from halfulp.writeback.slot import Slot, measure
+from halfulp.writeback.slot import Slot, measure, set_aside
 from halfulp.writeback.storage import Codes, Shells
 
 Storage = Literal["container", "native", "packed"]
 Select = Callable[[str, torch.Tensor], bool] | Iterable[str] | None
 NATIVE = {torch.bfloat16, torch.float16}
+DECOUPLED = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
 PROJECTION = -1  # the step number of the initial projection's stream
 
 
@@ -371,13 +372,21 @@ class WriteBack(torch.optim.Optimizer):
                     f"{type(self.optimizer).__name__}.step() replaced its parameters; WriteBack needs an "
                     "optimizer that moves them in place. The weights are as they were."
                 )
+            steps = [self._step_of(slot, q) for slot, q in zip(active, stored, strict=True)]
+            written = [slot.policy.after(step) for slot, step in zip(active, steps, strict=True)]
         except BaseException:
             for group, params in zip(self.optimizer.param_groups, before, strict=False):
                 group["params"] = params
             self._restore(active, stored)
             raise
-        for slot, q in zip(active, stored, strict=True):
-            self._close(slot, q)
+        try:
+            for step in reversed(steps):  # what the optimizer moved last may still be in the caches
+                step.finish()
+        finally:
+            for step in steps:  # an interrupt leaves no weight off the grid
+                step.finish()
+        for slot, step, counted in zip(active, steps, written, strict=True):
+            self._close(slot, step, counted)
         return loss
 
     def _refuse_nonfinite(self, active: list[Slot]) -> None:
@@ -393,7 +402,7 @@ class WriteBack(torch.optim.Optimizer):
 
     def _open(self, active: list[Slot]) -> list[torch.Tensor]:
         """What is stored, set aside; and parameters as the optimizer should find them."""
-        stored = []
+        sources = []
         for slot in active:
             if slot.shadow is None:
                 source = local(slot.p.detach())
@@ -401,12 +410,8 @@ class WriteBack(torch.optim.Optimizer):
                 source = self._values(slot)
                 slot.shadow.data = source
                 slot.shadow.grad = None if slot.p.grad is None else slot.p.grad.float()
-            if slot.scratch is None or slot.scratch.shape != source.shape:
-                slot.scratch = torch.empty_like(source, memory_format=torch.contiguous_format)
-            stored.append(slot.scratch)
-        sources = [local(s.stepped.detach()) for s in active]
-        if stored:
-            torch._foreach_copy_(stored, sources)
+            sources.append(source)
+        stored = set_aside(active, sources)
         for slot, q, p in zip(active, stored, sources, strict=True):
             slot.policy.before(q, p, slot.state)
         return stored
@@ -415,25 +420,27 @@ class WriteBack(torch.optim.Optimizer):
         """The stored values in float32, in a fresh tensor."""
         return slot.p.detach().float() if slot.codes is None else slot.codes.get(torch.float32)
 
-    def _close(self, slot: Slot, q: torch.Tensor) -> None:
+    def _step_of(self, slot: Slot, q: torch.Tensor) -> Step:
         group = self.optimizer.param_groups[slot.place[0]]
         z = local(slot.stepped.detach())
         rate, decay = _decoupled(self.optimizer, group)
-        step = Step(
+        return Step(
             name=slot.name, grid=slot.grid, stream=self._stream(slot, self.steps), q=q, z=z, state=slot.state,
-            moved=slot.moved, sums=_sampling(z) if decay > 0 and self.telemetry else 0, group=group,
-            moments=self.optimizer.state.get(slot.stepped, {}), keep_steps=slot.codes is not None,
+            moved=slot.moved, sums=_sampling(z) if decay > 0 and self.telemetry else 0, decay=rate * decay,
+            group=group, moments=self.optimizer.state.get(slot.stepped, {}),
+            keep_steps=slot.codes is not None,
         )  # fmt: skip
-        written = slot.policy.after(step)
+
+    def _close(self, slot: Slot, step: Step, written: kernels.Written) -> None:
         slot.events = TensorEvents.of(
-            slot.name, self.steps, slot.p, written, rate * decay, slot.moved is not None
+            slot.name, self.steps, slot.p, written, step.decay, slot.moved is not None
         )
         if slot.shadow is not None:
             if slot.codes is None:
-                slot.p.data.copy_(z)
+                slot.p.data.copy_(step.z)
             else:
-                slot.codes.put(z, step.steps)
-            slot.shadow.data = torch.empty(0, dtype=torch.float32, device=z.device)
+                slot.codes.put(step.z, step.steps)
+            slot.shadow.data = torch.empty(0, dtype=torch.float32, device=step.z.device)
             slot.shadow.grad = None
         if not self.keep_scratch:
             slot.scratch = None
@@ -497,7 +504,6 @@ def _unwrapped(model: torch.nn.Module | None) -> torch.nn.Module | None:
 
 def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[float, float]:
     """Rate and decay where weight decay is a part of the proposal of its own, lr * decay * w."""
-    always = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
-    decoupled = isinstance(optimizer, always) or bool(group.get("decoupled_weight_decay"))
+    decoupled = isinstance(optimizer, DECOUPLED) or bool(group.get("decoupled_weight_decay"))
     decay = float(group.get("weight_decay") or 0.0)
     return (float(group["lr"]), decay) if decoupled and math.isfinite(decay) else (0.0, 0.0)

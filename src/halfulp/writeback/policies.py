@@ -2,7 +2,7 @@
 
 A policy sees one tensor at a time: ``q`` what is stored, ``z`` what the optimizer made of it, and
 a dictionary of tensors that it may keep. ``before`` may change what the optimizer is given,
-``after`` writes the stored values over ``z`` and returns what the kernel counted. Rounding,
+``after`` has the stored values written over ``z`` and returns where the kernel counts. Rounding,
 counting and carrying happen in one kernel call, so a policy is a few lines.
 
 ========== ===================================================================== =================
@@ -48,6 +48,8 @@ class Step:
     state: State
     moved: torch.Tensor | None
     sums: int
+    decay: float
+    """Rate times decoupled weight decay."""
     group: dict[str, Any]
     """The optimizer's parameter group."""
     moments: dict[str, Any]
@@ -55,9 +57,11 @@ class Step:
     keep_steps: bool = False
     steps: torch.Tensor | None = None
     """With ``keep_steps``, what a moving grid was rounded with: packed codes need it."""
+    queue: kernels.Queue = field(default_factory=list)
+    """The kernel calls that are still to be made."""
 
     def write(self, mode: kernels.Mode = "nearest", **options: Any) -> Written:
-        """The fused kernel, over z."""
+        """The fused kernel, over z: called when all policies have been, or by :meth:`finish`."""
         if self.keep_steps and self.grid.scaling is not None:
             self.steps = kernels.steps(self._step_source(**options), self.grid)
         return kernels.write_back(
@@ -69,8 +73,14 @@ class Step:
             moved=self.moved,
             sums=self.sums,
             step=self.steps,
+            queue=self.queue,
             **options,
         )
+
+    def finish(self) -> None:
+        """Make the kernel calls that are due."""
+        while self.queue:
+            self.queue.pop(0)()
 
     def _step_source(self, carry: torch.Tensor | None = None, carry_in: bool = True) -> torch.Tensor:
         """The values from which the kernel takes the steps."""
@@ -164,6 +174,7 @@ class ECO(Policy):
     def after(self, step: Step) -> Written:
         error = torch.empty_like(step.z, memory_format=torch.contiguous_format).zero_()
         written = step.write(self.rounding, carry=error, carry_in=False)
+        step.finish()
         feed_back(error, step.group, step.moments, decay_exact=self.decay_exact)
         return written
 
@@ -185,13 +196,7 @@ class Kahan(Policy):
         return {"carry": torch.zeros_like(projected, dtype=self.dtype, memory_format=torch.contiguous_format)}
 
     def after(self, step: Step) -> Written:
-        carry = step.state["carry"]
-        if carry.dtype == step.z.dtype:
-            return step.write(carry=carry)
-        exact = carry.to(step.z.dtype)
-        written = step.write(carry=exact)
-        carry.copy_(exact)
-        return written
+        return step.write(carry=step.state["carry"])
 
     @property
     def spec(self) -> str:

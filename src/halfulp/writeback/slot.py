@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
 from halfulp import kernels
+from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.writeback.policies import Policy, State
 from halfulp.writeback.report import TILE_BYTES, Bytes, TensorEvents
@@ -46,6 +48,13 @@ class Slot:
         return put_back
 
     @property
+    def aside(self) -> torch.dtype:
+        """What the stored values are set aside in during a step: two bytes where they fit those."""
+        wide = self.p.dtype if self.shadow is None else self.shadow.dtype
+        halved = wide == torch.float32 and self.p.device.type == "cpu" and _fits_bfloat16(self.grid)
+        return torch.bfloat16 if halved else wide
+
+    @property
     def stepped(self) -> torch.nn.Parameter:
         """What the wrapped optimizer moves."""
         return self.p if self.shadow is None else self.shadow
@@ -60,6 +69,33 @@ class Slot:
             if self.codes.steps is not None:
                 kept["steps"] = self.codes.steps
         return kept
+
+
+def set_aside(slots: Sequence[Slot], stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of the stored values, in the slots' scratch."""
+    copies = []
+    for slot, values in zip(slots, stored, strict=True):
+        dtype = slot.aside
+        if slot.scratch is None or slot.scratch.shape != values.shape or slot.scratch.dtype != dtype:
+            slot.scratch = torch.empty(values.shape, dtype=dtype, device=values.device)
+        copies.append(slot.scratch)
+    whole = [i for i, values in enumerate(stored) if copies[i].dtype == values.dtype]
+    halved = [i for i, values in enumerate(stored) if copies[i].dtype != values.dtype]
+    if whole:
+        torch._foreach_copy_([copies[i] for i in whole], [stored[i] for i in whole])
+    fits = kernels.set_aside([stored[i] for i in halved], [copies[i] for i in halved])
+    for i in (i for i, fit in zip(halved, fits, strict=True) if not fit):  # somebody put it off the grid
+        copies[i] = slots[i].scratch = stored[i].clone(memory_format=torch.contiguous_format)
+    return copies
+
+
+@cache
+def _fits_bfloat16(grid: Grid) -> bool:
+    """Whether every value of a grid in float32 is one of bfloat16."""
+    try:
+        return grid.scaling is None and grid.within(torch.bfloat16) is not None
+    except UsageError:
+        return False
 
 
 def measure(slots: Sequence[Slot], keep_scratch: bool, one_by_one: bool) -> Bytes:
@@ -80,10 +116,10 @@ def measure(slots: Sequence[Slot], keep_scratch: bool, one_by_one: bool) -> Byte
     moved = sum(0 if s.moved is None else s.moved.numel() for s in slots)
     counts = sum(kernels.tiles_of(local(s.p).numel()) * TILE_BYTES for s in slots)
     # A step sets q aside and, beside other storage, needs a stand-in and a gradient in float32.
-    aside = [local(s.p).numel() * (4 if s.shadow is not None else s.p.element_size()) for s in slots]
+    aside = [local(s.p).numel() * s.aside.itemsize for s in slots]
     extra = [
-        a * (1 + (s.p.dtype != torch.float32)) if s.shadow is not None else 0
-        for a, s in zip(aside, slots, strict=True)
+        local(s.p).numel() * 4 * (1 + (s.p.dtype != torch.float32)) if s.shadow is not None else 0
+        for s in slots
     ]
     scratch = sum(aside) if keep_scratch else 0
     added = [e + (0 if keep_scratch else a) for a, e in zip(aside, extra, strict=True)]
