@@ -18,19 +18,19 @@ from halfulp.audit.rows import numbers
 from halfulp.audit.watched import Watched
 from halfulp.grids import Grid
 from halfulp.kernels import TILE, tiles_of
-from halfulp.writeback.sharding import local
 
 SMALL = 2**20
 """Coordinates; above, the cost of a call is nothing, and the second copy that a batch keeps is not."""
 
 
 class Batch:
-    """Tensors of one dtype on the CPU, whole, audited for the same grids with fixed steps."""
+    """Tensors of one dtype on the CPU, or samples of them, audited for the same grids with fixed steps."""
 
     def __init__(self, members: Sequence[Watched]) -> None:
         self.members = list(members)
         self.grids: list[Grid] = members[0].grids
-        sizes = [w.tensor.numel() for w in members]
+        self.shapes = [w.values().shape for w in members]
+        sizes = [shape.numel() for shape in self.shapes]
         tiles = [tiles_of(n) for n in sizes]
         self.starts: list[int] = np.cumsum([0, *tiles[:-1]]).tolist()
         self.extents = np.full(sum(tiles), TILE, dtype=np.int32)
@@ -55,19 +55,17 @@ class Batch:
                     setattr(w, what, place.copy_(begun))
 
     def _place(self, flat: torch.Tensor, i: int) -> torch.Tensor:
-        x = self.members[i].tensor
-        return flat[self.starts[i] * TILE :][: x.numel()].view(x.shape)
+        return flat[self.starts[i] * TILE :][: self.shapes[i].numel()].view(self.shapes[i])
 
     def set_aside(self) -> None:
         """Keep the weights as they are before a step."""
-        torch._foreach_copy_(self._before, [local(w.tensor.detach()) for w in self.members])
+        torch._foreach_copy_(self._before, [w.values() for w in self.members])
 
     def audit(self, present: Sequence[Watched]) -> list[torch.Tensor]:
         """The numbers of the members that are part of this step."""
         here = set(present)
         now = [
-            local(w.tensor.detach()) if w in here else before
-            for w, before in zip(self.members, self._before, strict=True)
+            w.values() if w in here else before for w, before in zip(self.members, self._before, strict=True)
         ]
         torch._foreach_copy_(self._after, now)
         found = kernels.audit(
@@ -83,7 +81,7 @@ def batches(new: Sequence[Watched]) -> list[Batch]:
     """Batches of those that can be in one; a batch of one would be a copy for nothing."""
     alike: dict[torch.dtype, list[Watched]] = {}
     for w in new:
-        plain = w.tensor.device.type == "cpu" and not w.sharded and w.codes is None and w.tiles is None
-        if plain and 0 < w.tensor.numel() <= SMALL and all(g.scaling is None for g in w.grids):
+        plain = w.tensor.device.type == "cpu" and not w.sharded and w.codes is None
+        if plain and 0 < w.recorded <= SMALL and all(g.scaling is None for g in w.grids):
             alike.setdefault(w.tensor.dtype, []).append(w)
     return [Batch(members) for members in alike.values() if len(members) > 1]
