@@ -60,13 +60,15 @@ def compare_traces(
         pair = timing_pair(reference.crossing(g, scope), measured.crossing(g, scope))
         out += [
             f"{g}, scope {scope}, {c.steps} steps:",
-            f"  RMSE {c.rmse:.5f} (centred {c.centred_rmse:.5f}, signed {c.signed_error:+.5f})",
-            f"  baselines: constant {c.constant_rmse:.5f}, one {c.fixed_one_rmse:.5f}, "
-            f"monotone {c.monotone_rmse:.5f}; "
-            f"skill against the best constant {'none' if c.skill is None else f'{c.skill:.3f}'}",
-            f"  measured range (95-5) {c.measured_range:.4f}: "
-            + ("informative" if c.informative else f"not informative: {_UNINFORMATIVE}"),
-            f"  beyond symmetric spacing and rho: {'yes' if c.directional_added_value else 'no'}",
+            f"  RMSE {c.rmse:.5f} of the share that is lost: {c.signed_error:+.5f} in its level, "
+            f"{c.centred_rmse:.5f} in its shape",
+            f"  known only afterwards: the best constant {c.constant_rmse:.5f}, the best rising curve "
+            f"{c.monotone_rmse:.5f}; known before: all is lost {c.fixed_one_rmse:.5f}",
+            f"  skill against the best constant {'none' if c.skill is None else f'{c.skill:.3f}'}; the "
+            f"outcome ranges over {c.measured_range:.4f} (5th to 95th percentile): "
+            + ("informative" if c.informative else f"not informative, because {_UNINFORMATIVE}"),
+            "  better than symmetric spacing and than rho alone: "
+            + ("yes" if c.directional_added_value else "no"),
             f"  majority: forecast {_when(pair.predicted.first)}, measured {_when(pair.measured.first)}"
             + (f", ratio {pair.ratio:.3f}" if pair.eligible else " (no timing ratio: not both after step 1)"),
         ]
