@@ -84,6 +84,7 @@ CONTESTANTS: dict[str, Callable[[], Any]] = {
     "halfulp sr, e4m3@128 grid": ours("sr", "e4m3@128"),
     "halfulp deadzone-sr, bf16 grid": ours("deadzone-sr"),
     "halfulp kahan, bf16 grid": ours("kahan"),
+    "halfulp kahan, bf16 grid, bf16 carry": ours(hu.Kahan(torch.bfloat16)),
     "halfulp master, bf16 grid": ours("master"),
     "halfulp eco, bf16 grid": ours("eco"),
     "halfulp sr, bf16 native": ours("sr", storage="native"),
