@@ -9,7 +9,7 @@ from numba.extending import overload
 
 from halfulp.kernels.cpu_tile import changes, count_ends, load, merge, nonfinite, padded, sum_abs, tree
 from halfulp.kernels.reference import TILE
-from halfulp.kernels.simd import JIT, bits_of, kernel, span, widen
+from halfulp.kernels.simd import JIT, bits_of, float_like, kernel, narrow, round_bits, span, widen
 
 
 @kernel
@@ -121,10 +121,8 @@ def _put_carry(kept: Any, carry: Any) -> Any:
 
     def rounded(kept: Any, carry: Any) -> None:
         for i in range(carry.size):
-            u = np.uint32(bits_of(kept[i]))
-            carry[i] = np.uint16(
-                (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            )
+            u = round_bits(bits_of(kept[i]), np.int32(0x7FFF), np.int32(16), np.int32(1), np.int32(-0x10000))
+            carry[i] = narrow(carry[i], float_like(kept[i], u))
 
     return rounded
 

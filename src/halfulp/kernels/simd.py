@@ -47,11 +47,13 @@ def _compiled(function: Any, stamp: str = SOURCES, **options: Any) -> Any:
 
 
 class _FirstCompilation(event.Listener):  # type: ignore[misc]  # numba has no types
-    """Says why the first call of a kernel takes so long."""
+    """Says why the first call of a kernel takes so long. It hears of everybody's compilations."""
+
+    said = False
 
     def on_start(self, event: Any) -> None:
-        module = event.data["dispatcher"].py_func.__module__
-        if not self.said and module.partition(".")[0] == __package__.partition(".")[0]:
+        function = getattr(event.data.get("dispatcher"), "py_func", None)
+        if not self.said and str(getattr(function, "__module__", "")).startswith("halfulp."):
             self.said = True
             logging.getLogger("halfulp").warning(
                 "halfulp: compiling kernels for this processor; they are kept, so this happens once."
@@ -59,8 +61,6 @@ class _FirstCompilation(event.Listener):  # type: ignore[misc]  # numba has no t
 
     def on_end(self, event: Any) -> None:
         """What is compiled is used."""
-
-    said = False
 
 
 event.register("numba:compile", _FirstCompilation())
