@@ -107,3 +107,34 @@ def test_what_shards_do_not_do(ranks: list[dict[str, Any]], what: str, says: str
     """Refused when the write-back is made, on every rank."""
     for found in ranks:
         assert says in found["refusals"][what]
+
+
+LAST_ACT = """
+import sys, torch, torch.distributed as dist
+from types import SimpleNamespace as Object
+from torch.distributed.tensor import Shard
+from halfulp.writeback.sharding import reduce_sum
+
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
+group = dist.group.WORLD
+sys.setswitchinterval(10)  # this thread keeps the lock
+sharded = Object(to_local=None, placements=[Shard(0)], device_mesh=Object(get_group=lambda dim: group))
+for _ in range(30):
+    assert reduce_sum(torch.ones(3), sharded).tolist() == [2.0, 2.0, 2.0]
+dist.destroy_process_group()
+"""
+
+
+def test_a_reduction_may_be_the_last_act(tmp_path: Path) -> None:
+    """Of a script: torch by itself aborts now and then when the interpreter shuts down right after it."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    for attempt in range(2):
+        pair = [
+            subprocess.Popen(
+                [sys.executable, "-c", LAST_ACT, str(rank), str(tmp_path / f"store{attempt}")],
+                env=os.environ | loopback, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=100)[1] for process in pair]
+        assert [process.returncode for process in pair] == [0, 0], said
