@@ -168,9 +168,28 @@ def test_on_the_command_line(
     assert halfulp("allocate", "runs/train", "--budget", "50%", "-o", "m") == 0
     assert "of 8,192 bytes" in capsys.readouterr().out
     assert hu.Mask.load("m").payload_bytes <= 8192
+    assert halfulp("allocate", "runs/train", "--budget", "50%", "--shuffle", "3", "-o", "control") == 0
+    assert "by score P shuffled" in capsys.readouterr().out
+    assert hu.Mask.load("control").payload_bytes == hu.Mask.load("m").payload_bytes
     for wrong in (("--budget", "half"), ("--budget", "10%", "--score", "?")):
         assert halfulp("allocate", "runs/train", *wrong) == 2
     assert halfulp("audit", "--scores", "e5m2", "train.py") == 2
+
+
+def test_controls_are_shuffled_within_tensors() -> None:
+    """As many tiles of each tensor, a short last one where it was; a function of the seed."""
+    sizes = {"a": 40 * TILE + 5, "b": 3 * TILE}
+    tiles = {"a": torch.arange(41) % 5 == 0, "b": torch.ones(3, dtype=torch.bool)}
+    mask = hu.Mask(tiles=tiles, sizes=sizes, score="P", budget=10**6)
+    one, same, other = (mask.shuffled(seed) for seed in (1, 1, 2))
+    for name in sizes:
+        assert one.payload(name) == mask.payload(name)
+        assert torch.equal(one.tiles[name], same.tiles[name])
+    assert not torch.equal(one.tiles["a"], tiles["a"])
+    assert not torch.equal(one.tiles["a"], other.tiles["a"])
+    assert all(bool(m.tiles["a"][40]) == bool(tiles["a"][40]) for m in (one, other))
+    drawn = np.mean([mask.shuffled(s).tiles["a"][:40].numpy() for s in range(400)], axis=0)
+    assert abs(drawn - 0.2).max() < 0.09
 
 
 def test_tile_sizes() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoder_cells import Here, Stopped, run_all, write_corpora
 
 import halfulp as hu
 from halfulp.audit.groups import CORE, group_of
@@ -18,10 +19,8 @@ from halfulp.errors import UsageError
 from halfulp.models.decoder import Config, Decoder
 from halfulp.models.training import Recipe, Schedule, Training, adamw
 from halfulp.studies import arms, char_gpt, matched_10k
-from halfulp.study import Study
 from halfulp.study.verdict import decide, evaluate
 
-LETTERS = "".join(chr(i) for i in range(33, 98))  # 65, as many as Shakespeare's
 MODEL = Config(layers=2, heads=2, width=32, context=16, vocabulary=65, hidden=64)
 RECIPE = Recipe(
     schedule=Schedule(peak=6e-3, floor=6e-4, warmup=2, horizon=12), seed=3, updates=12, batch=3, context=16,
@@ -30,57 +29,10 @@ RECIPE = Recipe(
 CORPUS = {"kind": "characters", "train": "tinyshakespeare.txt"}
 
 
-class Stopped(BaseException):
-    """What the engine raises out of ``save`` when a cell is to stop."""
-
-
-class Here:
-    """A cell in this process: data from a folder, a checkpoint in memory, one stop after some saves."""
-
-    def __init__(self, config: Any, folder: Path, name: str = "cell", stop_after: int | None = None) -> None:
-        self.config, self.folder, self.name = json.loads(json.dumps(config)), folder, name
-        self.saved: bytes | None = None
-        self.left = stop_after
-        self.records: dict[str, dict[str, Any]] = {}
-
-    def data(self, name: str) -> Path:
-        return self.folder / name
-
-    def read(self, stage: str, cell: str) -> Mapping[str, Any]:
-        return self.records[stage][cell]
-
-    def save(self, state: bytes) -> None:
-        self.saved = state
-        if self.left is not None:
-            self.left -= 1
-            if self.left == 0:
-                self.left = None
-                raise Stopped
-
-    def load(self) -> bytes | None:
-        return self.saved
-
-    def progress(self, done: float, total: float) -> None:
-        assert 0 < done <= total
-
-    def read_bytes(self, stage: str, cell: str, name: str) -> bytes:
-        raise AssertionError
-
-    def attach(self, name: str, content: bytes) -> None:
-        raise AssertionError
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text with an alphabet of 65, and the same as bytes and as token files."""
-    made = tmp_path_factory.mktemp("data")
-    drawn = np.random.default_rng(0)
-    text = LETTERS + "".join(LETTERS[i] for i in np.minimum(drawn.geometric(0.1, 6000), 65) - 1)
-    (made / "tinyshakespeare.txt").write_text(text)
-    (made / "held-out.txt").write_text(text[:500])
-    for name in ("train.bin", "val.bin"):
-        (np.frombuffer(text.encode(), dtype=np.uint8) - 33).astype(np.uint16).tofile(made / name)
-    return made
+    return write_corpora(tmp_path_factory.mktemp("data"))
 
 
 def arm(**how: Any) -> dict[str, Any]:
@@ -266,18 +218,6 @@ def test_char_gpt_paper_scale_is_the_papers() -> None:
 
 
 # ---- the whole of a smoke run, in this process ------------------------------------------------------------
-
-
-def run_all(study: Study, folder: Path) -> dict[str, dict[str, Any]]:
-    records: dict[str, dict[str, Any]] = {}
-    for stage in study.stages:
-        done = {}
-        for cell in study.cells("smoke", stage.name):
-            here = Here(cell.config, folder, cell.name)
-            here.records = {name: records[name] for name in stage.reads}
-            done[cell.name] = json.loads(json.dumps(stage.run(here), allow_nan=False))
-        records[stage.name] = done
-    return records
 
 
 @pytest.fixture(scope="module")

@@ -163,6 +163,9 @@ def allocate(
     budget: str = typer.Option(..., help="A share of all masters, such as 10%, or bytes."),
     score: str = typer.Option("P", help="F, L, C, G, U, W, T, P, or random."),
     seed: int = typer.Option(0, help="Of a random mask."),
+    shuffle: int | None = typer.Option(
+        None, help="A control: then move the tiles to random places of their tensors, by this seed."
+    ),
     output: Path = typer.Option(Path("mask.safetensors"), "--output", "-o", help="The mask."),
 ) -> None:
     """Choose the tiles that get an fp32 master, within an exact budget."""
@@ -172,6 +175,7 @@ def allocate(
     if share is None and not budget.isdigit():
         raise UsageError(f"--budget takes a share such as 10%, or bytes, not {budget!r}.")
     mask = masks.allocate(trace, float(share[1]) / 100 if share else int(budget), score, seed=seed)
+    mask = mask if shuffle is None else mask.shuffled(shuffle)
     mask.save(output)
     table = Table(Column("tensor", no_wrap=True), "tiles", "of", "bytes of masters")
     for name, tiles in mask.tiles.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from safetensors.torch import save
 
 from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.kernels import SCORES, TILE, tiles_of
+from halfulp.streams import Stream
 from halfulp.trace import Trace, load_tensors, write_aside
 from halfulp.writeback import TileMaster
 
@@ -60,6 +61,20 @@ class Mask:
     def blanket_bytes(self) -> int:
         """What masters for every tile would take."""
         return MASTER_BYTES * sum(self.sizes.values())
+
+    def shuffled(self, seed: int) -> Mask:
+        """A control of the same payload: as many tiles of every tensor, at random places in it.
+
+        A short last tile stays as it was chosen, so that the bytes are the same tensor by tensor.
+        """
+        return replace(
+            self,
+            tiles={
+                n: torch.from_numpy(_shuffled(t.numpy(), self.sizes[n], n, seed))
+                for n, t in self.tiles.items()
+            },
+            score=f"{self.score} shuffled",
+        )
 
     def policy(self, **options: Any) -> TileMaster:
         """The write-back policy with masters for these tiles."""
@@ -142,18 +157,30 @@ def allocate(
     }
     if not sizes:
         raise UsageError("no tensor is eligible: none that was scored has two or more dimensions (params=).")
+    if score == RANDOM:
+        drawn = np.random.default_rng(seed)
+        sums = {name: drawn.random(tiles_of(n)) * tile_sizes(n) for name, n in sizes.items()}
+    else:
+        sums = {name: found[name][:, SCORES.index(score)] for name in sizes}
+    return choose(sums, sizes, budget, score)
+
+
+def choose(sums: Mapping[str, Array], sizes: Mapping[str, int], budget: float | int, score: str) -> Mask:
+    """:func:`allocate` from a score's sums over each tile of each tensor, and the tensors' sizes."""
     spend = _bytes(budget, MASTER_BYTES * sum(sizes.values()))
     lengths = np.concatenate([tile_sizes(n) for n in sizes.values()])
-    if score == RANDOM:
-        ranks = np.random.default_rng(seed).random(len(lengths))
-    else:
-        column = SCORES.index(score)
-        ranks = np.concatenate([found[name][:, column] for name in sizes]) / lengths
+    ranks = np.concatenate([sums[name] for name in sizes]) / lengths
     chosen = _first_that_fit(np.argsort(-ranks, kind="stable"), MASTER_BYTES * lengths, spend)
     bounds = np.cumsum([tiles_of(n) for n in sizes.values()])[:-1]
     parts = np.split(chosen, bounds)
     tiles = {name: torch.from_numpy(part.copy()) for name, part in zip(sizes, parts, strict=True)}
-    return Mask(tiles=tiles, sizes=sizes, score=score, budget=spend)
+    return Mask(tiles=tiles, sizes=dict(sizes), score=score, budget=spend)
+
+
+def _shuffled(chosen: Array, numel: int, name: str, seed: int) -> Array:
+    whole = numel // TILE
+    order = np.argsort(Stream(seed=seed, name=name, step=0).words(whole), kind="stable")
+    return np.concatenate([chosen[:whole][order], chosen[whole:]])
 
 
 def _bytes(budget: float | int, blanket: int) -> int:

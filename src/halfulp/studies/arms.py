@@ -14,6 +14,9 @@ codes sit at the ends of the range, below the smallest normal number, and at zer
 Two digests say that arms are matched: ``initial`` of the weights as drawn, ``start`` of those that
 training begins from (after a projection, the codes).
 
+A float32 arm may also sum allocation scores over its first updates, tile by tile (``scores``), and a
+write-back may give fp32 masters to the tiles that an earlier, sealed stage chose (``mask``).
+
 A cell saves itself every ``save_every`` updates, counts included, and goes on from there to the same
 record.
 """
@@ -24,7 +27,7 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -40,12 +43,21 @@ from halfulp.errors import UsageError
 from halfulp.models.decoder import Config, Decoder
 from halfulp.models.training import Recipe, Tokens, Training, adamw, project
 from halfulp.study import Running
+from halfulp.writeback import TileMaster
 
 Json = Any
 Record = Mapping[str, Json]
 Counts = dict[str, int]
 
+PLAYS = {"kind": "characters", "train": "tinyshakespeare.txt"}
+PROSE = {"kind": "bytes", "train": "se_prose_train.txt.gz", "held_out": "se_prose_val.txt.gz"}
+WEB = {"kind": "bin", "train": "openwebtext/train.bin", "held_out": "openwebtext/val.bin"}
+"""Corpora, as :func:`open_corpus` takes them."""
+
 OCCUPANCY = ("endpoint", "subnormal", "zero_code")
+SCORED = ("F", "P")
+"""How often frozen, and gradient times update: the scores that are summed where an arm asks for scores."""
+COLUMNS = [kernels.SCORES.index(score) for score in SCORED]
 
 
 def declare(
@@ -59,21 +71,28 @@ def declare(
     stream_seed: int = 0,
     projected: str | None = None,
     audit: Sequence[str] = (),
+    scores: tuple[str, int] | None = None,
+    mask: Mapping[str, str] | None = None,
     device: str = "cpu",
     save_every: int = 200,
 ) -> dict[str, Json]:
     """The config of an arm.
 
     ``grid`` and ``policy``: the write-back; neither for float32. ``projected``: the grid to which a
-    float32 arm is rounded once, before it starts. ``audit``: grids to forecast. ``corpus``: see
-    :func:`open_corpus`. ``device``: cpu, or auto for a GPU where there is one.
+    float32 arm is rounded once, before it starts. ``audit``: grids to forecast. ``scores``: a grid and
+    the last update to sum scores over. ``mask``: the stage, cell and name of the tiles that ``tile-master``
+    protects. ``corpus``: see :func:`open_corpus`. ``device``: cpu, or auto for a GPU where there is one.
     """
     if (grid is None) != (policy is None):
         raise UsageError("a write-back needs both a grid and a policy.")
+    if (mask is not None) != (policy == TileMaster.name) or (scores is not None and policy is not None):
+        raise UsageError("a mask is for the policy tile-master, and scores are of a float32 arm.")
+    asked = {"scores": list(scores) if scores else None, "mask": dict(mask) if mask else None}
     return {
         "seed": seed, "model": asdict(model), "recipe": recipe.to_json(), "corpus": dict(corpus),
         "grid": grid, "policy": policy, "stream_seed": stream_seed, "projected": projected,
         "audit": list(audit), "device": device, "save_every": save_every,
+        **{key: value for key, value in asked.items() if value is not None},
     }  # fmt: skip
 
 
@@ -119,24 +138,31 @@ def run(running: Running) -> dict[str, Json]:
         project(model, config["projected"])
     optimizer: torch.optim.Optimizer = adamw(model, recipe)
     if config["policy"]:
-        optimizer = hu.WriteBack(
-            optimizer, config["grid"], config["policy"], model=model, seed=config["stream_seed"]
-        )
+        policy = _tile_master(running, model) if "mask" in config else config["policy"]
+        optimizer = hu.WriteBack(optimizer, config["grid"], policy, model=model, seed=config["stream_seed"])
+        if "mask" in config:
+            record["master_bytes"] = sum(slot.state["master"].nbytes for slot in optimizer.slots)
+    if "scores" in config:
+        record["sizes"] = {name: p.numel() for name, p in _matrices(model).items()}
     record["start"] = digest(model)
     training = Training(model, optimizer, train, recipe, held_out=held_out)
     saved = running.load()
     if saved is not None:
         record = training.load(saved)
+    scores = _Scores(model, config.get("scores"), record.get("scores"))
     with _audit(training, config["audit"], record):
         while not training.done:
-            training.step()
+            with scores.of(training):
+                training.step()
             if isinstance(optimizer, hu.WriteBack):
                 _note_events(optimizer, record)
             if recipe.evaluates(training.update):
                 record["evaluations"].append(_evaluation(training))
             if training.update % config["save_every"] == 0:
+                scores.note(record)
                 running.save(training.save(record))
             running.progress(training.update, recipe.updates)
+    scores.note(record)
     return record
 
 
@@ -169,6 +195,51 @@ def _audit(
         training.optimizer, grids, model=training.model, params=lambda name, p: p.dim() >= 2,
         never_moved=False, expected_never_moved=False, listeners=[note],
     )  # fmt: skip
+
+
+class _Scores:
+    """Sums of the allocation scores in SCORED, by tensor and tile, over the first updates of a run."""
+
+    def __init__(self, model: Decoder, over: tuple[str, int] | None, saved: Json) -> None:
+        self.matrices, (self.grid, self.last) = _matrices(model), over or ("", 0)
+        self.sums = {
+            name: np.array([saved[score][name] for score in SCORED])
+            if saved
+            else np.zeros((len(SCORED), kernels.tiles_of(p.numel())))
+            for name, p in self.matrices.items()
+        }
+
+    @contextlib.contextmanager
+    def of(self, training: Training) -> Iterator[None]:
+        """Add those of the update that is made inside, if it is among the first."""
+        if training.update >= self.last:
+            yield
+            return
+        before = {name: p.clone() for name, p in self.matrices.items()}
+        yield
+        for name, p in training.model.named_parameters():
+            if name in before and p.grad is not None:
+                found = kernels.score(before[name], p.grad, self.matrices[name], self.grid, after=True)
+                self.sums[name] += found.cpu().numpy()[:, COLUMNS].T
+
+    def note(self, record: dict[str, Json]) -> None:
+        """Put the sums into a record, if any were asked for."""
+        if self.last:
+            record["scores"] = {
+                score: {name: sums[i].tolist() for name, sums in self.sums.items()}
+                for i, score in enumerate(SCORED)
+            }
+
+
+def _tile_master(running: Running, model: Decoder) -> TileMaster:
+    """Masters for the tiles that a sealed stage chose: indices, by tensor."""
+    at = running.config["mask"]
+    chosen = running.read(at["stage"], at["cell"])["masks"][at["name"]]
+    mask = {}
+    for name, p in _matrices(model).items():
+        mask[name] = torch.zeros(kernels.tiles_of(p.numel()), dtype=torch.bool)
+        mask[name][chosen[name]] = True
+    return TileMaster(mask)
 
 
 def _append(series: dict[str, list[int]], by_tensor: Counts) -> None:

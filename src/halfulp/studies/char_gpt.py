@@ -44,7 +44,6 @@ from halfulp.study.protocol import Config as Scale
 
 GRID = "m7"
 SEEDS = (1337, 1338)
-CORPUS = {"kind": "characters", "train": "tinyshakespeare.txt"}
 
 
 def _scale(model: Config, updates: int, warmup: int, batch: int, eval_every: int) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def _arms(scale: Scale, **how: Any) -> Iterator[Cell]:
     for seed in scale["seeds"]:
         recipe = Recipe.from_json({**scale["recipe"], "seed": seed})
         config = arms.declare(
-            seed=seed, model=Config(**scale["model"]), recipe=recipe, corpus=CORPUS, save_every=100, **how
+            seed=seed, model=Config(**scale["model"]), recipe=recipe, corpus=arms.PLAYS, save_every=100, **how
         )
         yield Cell(name=f"seed-{seed}", config=config)
 

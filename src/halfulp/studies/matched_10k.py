@@ -33,6 +33,7 @@ from halfulp.audit.measures import ACCURATE_RMSE, RECOVERED, compare
 from halfulp.models.decoder import GPT2, Config
 from halfulp.models.training import Recipe, Schedule
 from halfulp.studies import arms
+from halfulp.studies.arms import PLAYS, PROSE, WEB
 from halfulp.studies.claims import Claim
 from halfulp.study.protocol import Cell, Estimand, Gate, Records, Rule, Running, Stage, Study, Table, Values
 from halfulp.study.protocol import Config as Scale
@@ -45,10 +46,6 @@ SCOPES = ("attention", "mlp", "core", "embedding", "all-2d")
 MATERIAL_NATS = 0.1
 EARLY = 0.3
 """Recovery is also taken at the first evaluation after this share of the run: update 3001 of 10,000."""
-
-PLAYS = {"kind": "characters", "train": "tinyshakespeare.txt"}
-PROSE = {"kind": "bytes", "train": "se_prose_train.txt.gz", "held_out": "se_prose_val.txt.gz"}
-WEB = {"kind": "bin", "train": "openwebtext/train.bin", "held_out": "openwebtext/val.bin"}
 
 
 def _scale(
