@@ -37,10 +37,9 @@ from halfulp.models.decoder import MODERN, Config
 from halfulp.models.training import Recipe, Schedule
 from halfulp.studies import arms
 from halfulp.studies.arms import PLAYS, PROSE, WEB
-from halfulp.studies.claims import Claim
+from halfulp.studies.claims import Claim, label_of, value_of
 from halfulp.study.protocol import Cell, Estimand, Gate, Records, Rule, Running, Stage, Study, Table, Values
 from halfulp.study.protocol import Config as Scale
-from halfulp.study.verdict import decide, evaluate
 
 GRID = "e5m2"
 SHARE = 0.1
@@ -389,15 +388,6 @@ STUDY = Study(
 # ---- beside the paper -------------------------------------------------------------------------------
 
 
-def _ours(name: str, unit: str) -> Callable[[Records], float | None]:
-    compute = next(e.compute for e in STUDY.estimands if e.name == name)
-    return lambda records: compute(records).get(unit)
-
-
-def _label(records: Records) -> str:
-    return decide(STUDY, evaluate(STUDY.estimands, records)).label
-
-
 _TABLE = "tab:prospective-modern-allocation"
 _PRINTED: dict[str, tuple[str, str, tuple[float | str, ...]]] = {
     "gap": ("nearest loss gap, nats", f"{_TABLE}-losses", (1.159, 1.137, 1.186)),
@@ -409,13 +399,13 @@ _PRINTED: dict[str, tuple[str, str, tuple[float | str, ...]]] = {
 }
 
 PAPER = (
-    Claim(claim="the rule", source="appendix E", paper="every gate passes", ours=_label),
+    Claim(claim="the rule", source="appendix E", paper="every gate passes", ours=label_of(STUDY)),
     *(
         Claim(
             claim=f"{what}, target {seed}",
             source=source,
             paper=printed[i],
-            ours=_ours(name, f"target-{seed}"),
+            ours=value_of(STUDY, name, f"target-{seed}"),
             note="162 million weights, 1000 updates; smaller scales have another model, text and horizon",
         )
         for name, (what, source, printed) in _PRINTED.items()

@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from halfulp.study.protocol import Records
+from halfulp.study.protocol import Records, Study
+from halfulp.study.verdict import decide, evaluate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +35,14 @@ class Claim:
     paper: float | str
     ours: Callable[[Records], float | str | None]
     note: str = ""
+
+
+def value_of(study: Study, estimand: str, unit: str) -> Callable[[Records], float | None]:
+    """An estimand of one unit, for :attr:`Claim.ours`."""
+    compute = next(e.compute for e in study.estimands if e.name == estimand)
+    return lambda records: compute(records).get(unit)
+
+
+def label_of(study: Study) -> Callable[[Records], str]:
+    """The label of a study, for :attr:`Claim.ours`."""
+    return lambda records: decide(study, evaluate(study.estimands, records)).label

@@ -34,10 +34,9 @@ from halfulp.models.decoder import GPT2, Config
 from halfulp.models.training import Recipe, Schedule
 from halfulp.studies import arms
 from halfulp.studies.arms import PLAYS, PROSE, WEB
-from halfulp.studies.claims import Claim
+from halfulp.studies.claims import Claim, label_of, value_of
 from halfulp.study.protocol import Cell, Estimand, Gate, Records, Rule, Running, Stage, Study, Table, Values
 from halfulp.study.protocol import Config as Scale
-from halfulp.study.verdict import decide, evaluate
 
 GRIDS = {"e5m2": "e5m2", "e4m3": "e4m3@128"}
 SEEDS = (1337, 1338)
@@ -377,15 +376,6 @@ STUDY = Study(
 # ---- beside the paper -------------------------------------------------------------------------------
 
 
-def _ours(name: str, unit: str) -> Callable[[Records], float | None]:
-    compute = next(e.compute for e in STUDY.estimands if e.name == name)
-    return lambda records: compute(records).get(unit)
-
-
-def _label(records: Records) -> str:
-    return decide(STUDY, evaluate(STUDY.estimands, records)).label
-
-
 _PRINTED: dict[str, tuple[str, str, tuple[float | str, ...]]] = {
     "gap-rne": ("nearest loss gap, nats", "tab:e3-seeds", (2.129, 2.144, 1.427, 1.439)),
     "gap-sr": ("stochastic loss gap, nats", "tab:e3-seeds", (0.229, 0.226, 0.112, 0.114)),
@@ -400,14 +390,14 @@ PAPER = (
         claim="the 90% rule",
         source="section 4",
         paper="e4m3@128 passes and e5m2 fails, in both seeds",
-        ours=_label,
+        ours=label_of(STUDY),
     ),
     *(
         Claim(
             claim=f"{what}, {unit}",
             source=source,
             paper=printed[i],
-            ours=_ours(name, unit),
+            ours=value_of(STUDY, name, unit),
             note="GPT-2 124M, 10,000 updates; smaller scales have another model, text and horizon",
         )
         for name, (what, source, printed) in _PRINTED.items()

@@ -263,18 +263,19 @@ class TileMaster(Policy):
         return mask.reshape(-1).nonzero().reshape(-1)
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
-        source = (projected if self.start_from == "code" else raw).detach().reshape(-1)
-        index = coordinates(self.chosen(name, source.numel()), source.numel()).to(source.device)
-        return {"master": source[index].clone(), "tiles": self.chosen(name, source.numel()).to(torch.int32)}
+        source = (projected if self.start_from == "code" else raw).detach()
+        tiles = self.chosen(name, source.numel())
+        size = int((source.numel() - tiles * TILE).clamp(max=TILE).sum())
+        tiles = tiles.to(source.device, torch.int32)
+        return {"master": take_tiles(source, tiles, size), "tiles": tiles}
 
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
-        index = coordinates(state["tiles"], p.numel()).to(p.device)
-        p.copy_(p.reshape(-1).index_copy(0, index, state["master"]).view(p.shape))
+        put_tiles(p, state["tiles"], state["master"])
 
     def after(self, step: Step) -> Written:
-        index = coordinates(step.state["tiles"], step.z.numel()).to(step.z.device)
-        moved = step.z.reshape(-1)[index]
-        step.state["master"] = torch.where(torch.isfinite(moved), moved, step.state["master"])
+        master = step.state["master"]
+        moved = take_tiles(step.z, step.state["tiles"], master.numel())
+        step.state["master"] = torch.where(torch.isfinite(moved), moved, master)
         return step.write()
 
     @property
@@ -282,10 +283,30 @@ class TileMaster(Policy):
         return f"tile-master(start_from={self.start_from})"
 
 
-def coordinates(tiles: torch.Tensor, numel: int) -> torch.Tensor:
-    """The flat coordinates of chosen tiles, in order; the last tile may be short."""
-    index = (tiles.long()[:, None] * TILE + torch.arange(TILE, device=tiles.device)).reshape(-1)
-    return index[index < numel]
+def _whole(flat: torch.Tensor, tiles: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole tiles of a flat tensor as rows, and which are chosen: all, or all but the short last one.
+
+    ``size``, the number of coordinates that were chosen, tells which without looking at the device.
+    """
+    rows = flat[: flat.numel() // TILE * TILE].view(-1, TILE)
+    return rows, tiles[: size // TILE].long()
+
+
+def take_tiles(x: torch.Tensor, tiles: torch.Tensor, size: int) -> torch.Tensor:
+    """The coordinates of chosen tiles, in order; the last tile of a tensor may be short."""
+    flat = x.reshape(-1)
+    rows, whole = _whole(flat, tiles, size)
+    return torch.cat([rows[whole].view(-1), flat[flat.numel() - size % TILE :]])
+
+
+def put_tiles(x: torch.Tensor, tiles: torch.Tensor, values: torch.Tensor) -> None:
+    """The inverse of :func:`take_tiles`, in place."""
+    flat = x.reshape(-1)
+    rows, whole = _whole(flat, tiles, values.numel())
+    rows.index_copy_(0, whole, values[: whole.numel() * TILE].view(-1, TILE))
+    flat[flat.numel() - values.numel() % TILE :] = values[whole.numel() * TILE :]
+    if not x.is_contiguous():
+        x.copy_(flat.view(x.shape))
 
 
 class DQT(Policy):
