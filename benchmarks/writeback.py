@@ -22,6 +22,7 @@ import torch
 from kernels import OUT, environment
 
 import halfulp as hu
+from halfulp.kernels import tiles_of
 
 SIDE, COUNT = 1000, 10
 RATE, DECAY = 6e-4, 0.1
@@ -61,6 +62,12 @@ def plain(**options: Any) -> Callable[[], Any]:
     return make
 
 
+def tenth() -> hu.TileMaster:
+    """Masters for every tenth tile."""
+    tiles = torch.arange(tiles_of(SIDE * SIDE)) % 10 == 0
+    return hu.TileMaster({str(i): tiles for i in range(COUNT)})
+
+
 def torchao() -> Any:
     from torchao.optim import _AdamW
 
@@ -86,7 +93,9 @@ CONTESTANTS: dict[str, Callable[[], Any]] = {
     "halfulp kahan, bf16 grid": ours("kahan"),
     "halfulp kahan, bf16 grid, bf16 carry": ours(hu.Kahan(torch.bfloat16)),
     "halfulp master, bf16 grid": ours("master"),
+    "halfulp tile-master, a tenth of the tiles, bf16 grid": ours(tenth()),
     "halfulp eco, bf16 grid": ours("eco"),
+    "halfulp dqt, int3/dqt grid": ours("dqt", "int3/dqt"),
     "halfulp sr, bf16 native": ours("sr", storage="native"),
     "halfulp sr, e4m3@128 packed": ours("sr", "e4m3@128", storage="packed"),
     "torchao _AdamW, bf16, stochastic": torchao,
