@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available() or sys.platform == "win32", reason="needs gloo"
 )
 RANKS = 2
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 KEYS = [
     *(f"fsdp {grid} {policy}" for grid, policy in CASES),
     *(f"{kind} e4m3@128 {policy}" for kind in ("ddp", "resumed") for policy in POLICIES),
@@ -33,11 +34,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(Path(hu.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     started = [
         subprocess.Popen(
             [sys.executable, str(here / "writeback_distributed.py"), str(rank), str(RANKS), str(folder)],
-            env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": str(rank)} | loopback,
+            env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": str(rank)} | LOOPBACK,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(RANKS)
@@ -127,12 +127,11 @@ dist.destroy_process_group()
 
 def test_a_reduction_may_be_the_last_act(tmp_path: Path) -> None:
     """Of a script: torch by itself aborts now and then when the interpreter shuts down right after it."""
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     for attempt in range(2):
         pair = [
             subprocess.Popen(
                 [sys.executable, "-c", LAST_ACT, str(rank), str(tmp_path / f"store{attempt}")],
-                env=os.environ | loopback, stderr=subprocess.PIPE, text=True,
+                env=os.environ | LOOPBACK, stderr=subprocess.PIPE, text=True,
             )
             for rank in range(2)
         ]  # fmt: skip

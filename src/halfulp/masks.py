@@ -67,14 +67,11 @@ class Mask:
 
         A short last tile stays as it was chosen, so that the bytes are the same tensor by tensor.
         """
-        return replace(
-            self,
-            tiles={
-                n: torch.from_numpy(_shuffled(t.numpy(), self.sizes[n], n, seed))
-                for n, t in self.tiles.items()
-            },
-            score=f"{self.score} shuffled",
-        )
+        tiles = {
+            name: torch.from_numpy(_shuffled(chosen.numpy(), self.sizes[name], name, seed))
+            for name, chosen in self.tiles.items()
+        }
+        return replace(self, tiles=tiles, score=f"{self.score} shuffled")
 
     def policy(self, **options: Any) -> TileMaster:
         """The write-back policy with masters for these tiles."""
@@ -159,17 +156,17 @@ def allocate(
         raise UsageError("no tensor is eligible: none that was scored has two or more dimensions (params=).")
     if score == RANDOM:
         drawn = np.random.default_rng(seed)
-        sums = {name: drawn.random(tiles_of(n)) * tile_sizes(n) for name, n in sizes.items()}
+        means = {name: drawn.random(tiles_of(n)) for name, n in sizes.items()}
     else:
-        sums = {name: found[name][:, SCORES.index(score)] for name in sizes}
-    return choose(sums, sizes, budget, score)
+        means = {name: found[name][:, SCORES.index(score)] / tile_sizes(n) for name, n in sizes.items()}
+    return choose(means, sizes, budget, score)
 
 
-def choose(sums: Mapping[str, Array], sizes: Mapping[str, int], budget: float | int, score: str) -> Mask:
-    """:func:`allocate` from a score's sums over each tile of each tensor, and the tensors' sizes."""
+def choose(means: Mapping[str, Array], sizes: Mapping[str, int], budget: float | int, score: str) -> Mask:
+    """:func:`allocate` from a score's mean over each tile of each tensor, and the tensors' sizes."""
     spend = _bytes(budget, MASTER_BYTES * sum(sizes.values()))
     lengths = np.concatenate([tile_sizes(n) for n in sizes.values()])
-    ranks = np.concatenate([sums[name] for name in sizes]) / lengths
+    ranks = np.concatenate([means[name] for name in sizes])
     chosen = _first_that_fit(np.argsort(-ranks, kind="stable"), MASTER_BYTES * lengths, spend)
     bounds = np.cumsum([tiles_of(n) for n in sizes.values()])[:-1]
     parts = np.split(chosen, bounds)

@@ -27,18 +27,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from halfulp.masks import Mask, choose
+from halfulp.masks import Mask, choose, tile_sizes
 from halfulp.models.decoder import MODERN, Config
-from halfulp.models.training import Recipe, Schedule
 from halfulp.studies import arms
 from halfulp.studies.arms import PLAYS, PROSE, WEB
 from halfulp.studies.claims import Claim, label_of, value_of
-from halfulp.study.protocol import Cell, Estimand, Gate, Records, Rule, Running, Stage, Study, Table, Values
+from halfulp.study.protocol import Cell, Estimand, Gate, Records, Rule, Running, Stage, Study, Table
 from halfulp.study.protocol import Config as Scale
 
 GRID = "e5m2"
@@ -51,16 +48,9 @@ MASKED = ("source-P", "target-P", *RIVALS)
 ARMS = ("rne", "master", "eco", *MASKED)
 
 
-def _scale(
-    model: Config, corpus: dict[str, str], window: int, updates: int, warmup: int, **how: Any
-) -> dict[str, Any]:
-    device, save_every = how.pop("device", "cpu"), how.pop("save_every", 100)
-    schedule = Schedule(peak=6e-4, floor=6e-5, warmup=warmup, horizon=3 * updates)
-    recipe = Recipe(schedule=schedule, seed=0, updates=updates, context=model.context, **how)
-    return {
-        "source": SOURCE, "targets": list(TARGETS), "window": window, "share": SHARE, "model": asdict(model),
-        "recipe": recipe.to_json(), "corpus": corpus, "device": device, "save_every": save_every,
-    }  # fmt: skip
+def _scale(model: Config, corpus: dict[str, str], window: int, updates: int, **how: Any) -> dict[str, Any]:
+    shared = arms.scale(model, corpus, updates=updates, horizon=3 * updates, **how)
+    return {**shared, "source": SOURCE, "targets": list(TARGETS), "window": window, "share": SHARE}
 
 
 TINY = replace(MODERN, layers=2, heads=2, width=48, context=32, vocabulary=96, hidden=64)
@@ -78,23 +68,12 @@ SCALES = {
 # ---- stages -----------------------------------------------------------------------------------------
 
 
-def _arm(scale: Scale, seed: int, *, updates: int | None = None, **how: Any) -> dict[str, Any]:
-    changes = {"seed": seed, "updates": updates or scale["recipe"]["updates"]}
-    return arms.declare(
-        seed=seed,
-        model=Config(**scale["model"]),
-        recipe=Recipe.from_json({**scale["recipe"], **changes}),
-        corpus=scale["corpus"],
-        device=scale["device"],
-        save_every=scale["save_every"],
-        **how,
-    )
-
-
 def source_cells(scale: Scale) -> Iterator[Cell]:
     """The source's float32 run, as long as its scores are summed."""
     window = scale["window"]
-    yield Cell(name="source", config=_arm(scale, scale["source"], updates=window, scores=(GRID, window)))
+    yield Cell(
+        name="source", config=arms.at_scale(scale, scale["source"], updates=window, scores=(GRID, window))
+    )
 
 
 def source_mask_cells(scale: Scale) -> Iterator[Cell]:
@@ -105,7 +84,7 @@ def source_mask_cells(scale: Scale) -> Iterator[Cell]:
 def reference_cells(scale: Scale) -> Iterator[Cell]:
     """A float32 run a target: the anchor, and scores for the target's own mask."""
     for seed in scale["targets"]:
-        yield Cell(name=f"target-{seed}", config=_arm(scale, seed, scores=(GRID, scale["window"])))
+        yield Cell(name=f"target-{seed}", config=arms.at_scale(scale, seed, scores=(GRID, scale["window"])))
 
 
 def target_mask_cells(scale: Scale) -> Iterator[Cell]:
@@ -125,7 +104,7 @@ def outcome_cells(scale: Scale) -> Iterator[Cell]:
             elif arm in MASKED:
                 at = {"stage": "source-masks", "cell": "source", "name": arm.removeprefix("source-")}
                 how = {"grid": GRID, "policy": "tile-master", "mask": at}
-            yield Cell(name=f"target-{seed}-{arm}", config=_arm(scale, seed, **how))
+            yield Cell(name=f"target-{seed}-{arm}", config=arms.at_scale(scale, seed, **how))
 
 
 def source_masks(running: Running) -> dict[str, Any]:
@@ -142,10 +121,11 @@ def target_masks(running: Running) -> dict[str, Any]:
 
 
 def _chosen(record: arms.Record, share: float, *scores: str) -> dict[str, Mask]:
+    sizes = record["sizes"]
     return {
         score: choose(
-            {name: np.array(sums) for name, sums in record["scores"][score].items()},
-            record["sizes"], share, score,
+            {name: sums / tile_sizes(sizes[name]) for name, sums in record["scores"][score].items()},
+            sizes, share, score,
         )
         for score in scores
     }  # fmt: skip
@@ -164,12 +144,7 @@ def _to_json(masks: Mapping[str, Mask]) -> dict[str, Any]:
 # ---- estimands: one number a target -----------------------------------------------------------------
 
 
-def _by_target(value: Callable[..., float | None], *more: Any) -> Callable[[Records], Values]:
-    @functools.wraps(value)  # a protocol shows the name
-    def compute(records: Records) -> dict[str, float | None]:
-        return {unit: value(records, unit, *more) for unit in records["reference"]}
-
-    return compute
+_by_target = functools.partial(arms.by_cell, "reference")
 
 
 def _loss(records: Records, unit: str, arm: str) -> float | None:

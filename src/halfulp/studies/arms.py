@@ -27,7 +27,7 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -41,8 +41,9 @@ from halfulp.audit.groups import CORE, group_of
 from halfulp.data import tokens
 from halfulp.errors import UsageError
 from halfulp.models.decoder import Config, Decoder
-from halfulp.models.training import Recipe, Tokens, Training, adamw, project
+from halfulp.models.training import Recipe, Schedule, Tokens, Training, adamw, project
 from halfulp.study import Running
+from halfulp.study.protocol import Records, Values
 from halfulp.writeback import TileMaster
 
 Json = Any
@@ -87,13 +88,52 @@ def declare(
         raise UsageError("a write-back needs both a grid and a policy.")
     if (mask is not None) != (policy == TileMaster.name) or (scores is not None and policy is not None):
         raise UsageError("a mask is for the policy tile-master, and scores are of a float32 arm.")
-    asked = {"scores": list(scores) if scores else None, "mask": dict(mask) if mask else None}
-    return {
+    made = {
         "seed": seed, "model": asdict(model), "recipe": recipe.to_json(), "corpus": dict(corpus),
         "grid": grid, "policy": policy, "stream_seed": stream_seed, "projected": projected,
         "audit": list(audit), "device": device, "save_every": save_every,
-        **{key: value for key, value in asked.items() if value is not None},
     }  # fmt: skip
+    if scores is not None:
+        made["scores"] = list(scores)
+    if mask is not None:
+        made["mask"] = dict(mask)
+    return made
+
+
+def scale(
+    model: Config,
+    corpus: Mapping[str, str],
+    *,
+    updates: int,
+    warmup: int,
+    horizon: int,
+    device: str = "cpu",
+    save_every: int = 100,
+    **recipe: Any,
+) -> dict[str, Json]:
+    """What all arms at a scale of a study share, under the paper's schedule; :func:`at_scale` reads it."""
+    schedule = Schedule(peak=6e-4, floor=6e-5, warmup=warmup, horizon=horizon)
+    made = Recipe(schedule=schedule, seed=0, updates=updates, context=model.context, **recipe)
+    return {
+        "model": asdict(model), "recipe": made.to_json(), "corpus": dict(corpus), "device": device,
+        "save_every": save_every,
+    }  # fmt: skip
+
+
+def at_scale(
+    shared: Mapping[str, Json], seed: int, *, updates: int | None = None, **how: Any
+) -> dict[str, Json]:
+    """The config of an arm at a :func:`scale`, from its seed and what :func:`declare` takes."""
+    own = {"seed": seed, "updates": updates or shared["recipe"]["updates"]}
+    return declare(
+        seed=seed,
+        model=Config(**shared["model"]),
+        recipe=Recipe.from_json({**shared["recipe"], **own}),
+        corpus=shared["corpus"],
+        device=shared["device"],
+        save_every=shared["save_every"],
+        **how,
+    )
 
 
 def open_corpus(running: Running, corpus: Mapping[str, str], vocabulary: int) -> tuple[Tokens, Tokens]:
@@ -142,8 +182,6 @@ def run(running: Running) -> dict[str, Json]:
         optimizer = hu.WriteBack(optimizer, config["grid"], policy, model=model, seed=config["stream_seed"])
         if "mask" in config:
             record["master_bytes"] = sum(slot.state["master"].nbytes for slot in optimizer.slots)
-    if "scores" in config:
-        record["sizes"] = {name: p.numel() for name, p in _matrices(model).items()}
     record["start"] = digest(model)
     training = Training(model, optimizer, train, recipe, held_out=held_out)
     saved = running.load()
@@ -198,7 +236,8 @@ def _audit(
 
 
 class _Scores:
-    """Sums of the allocation scores in SCORED, by tensor and tile, over the first updates of a run."""
+    """Sums of the allocation scores in SCORED, by tensor and tile, over the first updates of a run: those
+    of an audit with ``scores=``, in a record, from which an interrupted cell takes them up again."""
 
     def __init__(self, model: Decoder, over: tuple[str, int] | None, saved: Json) -> None:
         self.matrices, (self.grid, self.last) = _matrices(model), over or ("", 0)
@@ -223,8 +262,9 @@ class _Scores:
                 self.sums[name] += found.cpu().numpy()[:, COLUMNS].T
 
     def note(self, record: dict[str, Json]) -> None:
-        """Put the sums into a record, if any were asked for."""
+        """Put the sums, and the sizes of tensors, into a record, if any were asked for."""
         if self.last:
+            record["sizes"] = {name: p.numel() for name, p in self.matrices.items()}
             record["scores"] = {
                 score: {name: sums[i].tolist() for name, sums in self.sums.items()}
                 for i, score in enumerate(SCORED)
@@ -293,6 +333,16 @@ def digest(model: Decoder) -> str:
 
 
 # ---- reading records --------------------------------------------------------------------------------
+
+
+def by_cell(stage: str, value: Callable[..., float | None], *more: Any) -> Callable[[Records], Values]:
+    """An estimand whose units are the cells of a stage: ``value(records, cell, *more)`` of each."""
+
+    @functools.wraps(value)  # a protocol shows the name
+    def compute(records: Records) -> dict[str, float | None]:
+        return {cell: value(records, cell, *more) for cell in records[stage]}
+
+    return compute
 
 
 def groups_of(record: Record, scope: str) -> list[str]:

@@ -98,12 +98,7 @@ def forecast(running: Running) -> dict[str, Any]:
 # ---- estimands --------------------------------------------------------------------------------------
 
 
-def _by_seed(value: Callable[[Records, str], float | None]) -> Callable[[Records], Values]:
-    @functools.wraps(value)  # a protocol shows the name
-    def compute(records: Records) -> dict[str, float | None]:
-        return {cell: value(records, cell) for cell in records["outcome"]}
-
-    return compute
+_by_seed = functools.partial(arms.by_cell, "outcome")
 
 
 def _measured(records: Records, cell: str) -> int | None:

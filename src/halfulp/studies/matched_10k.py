@@ -25,17 +25,15 @@ byte by byte or letter by letter, and a shorter horizon; the structure is the sa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import Any
 
 from halfulp.audit.measures import ACCURATE_RMSE, RECOVERED, compare
 from halfulp.models.decoder import GPT2, Config
-from halfulp.models.training import Recipe, Schedule
 from halfulp.studies import arms
 from halfulp.studies.arms import PLAYS, PROSE, WEB
 from halfulp.studies.claims import Claim, label_of, value_of
-from halfulp.study.protocol import Cell, Estimand, Gate, Records, Rule, Running, Stage, Study, Table, Values
+from halfulp.study.protocol import Cell, Estimand, Gate, Records, Rule, Running, Stage, Study, Table
 from halfulp.study.protocol import Config as Scale
 
 GRIDS = {"e5m2": "e5m2", "e4m3": "e4m3@128"}
@@ -47,18 +45,9 @@ EARLY = 0.3
 """Recovery is also taken at the first evaluation after this share of the run: update 3001 of 10,000."""
 
 
-def _scale(
-    model: Config, corpus: dict[str, str], updates: int, warmup: int, eval_every: int, **how: Any
-) -> dict[str, Any]:
-    device, save_every = how.pop("device", "cpu"), how.pop("save_every", 100)
-    schedule = Schedule(peak=6e-4, floor=6e-5, warmup=warmup, horizon=updates)
-    recipe = Recipe(
-        schedule=schedule, seed=0, updates=updates, context=model.context, eval_every=eval_every, **how
-    )
-    return {
-        "seeds": list(SEEDS), "model": asdict(model), "recipe": recipe.to_json(), "corpus": corpus,
-        "device": device, "save_every": save_every,
-    }  # fmt: skip
+def _scale(model: Config, corpus: dict[str, str], updates: int, **how: Any) -> dict[str, Any]:
+    shared = arms.scale(model, corpus, updates=updates, horizon=updates, **how)
+    return {**shared, "seeds": list(SEEDS)}
 
 
 TINY = Config(layers=2, heads=2, width=32, context=32, vocabulary=65, hidden=128)
@@ -75,22 +64,10 @@ SCALES = {
 # ---- stages -----------------------------------------------------------------------------------------
 
 
-def _arm(scale: Scale, seed: int, **how: Any) -> dict[str, Any]:
-    return arms.declare(
-        seed=seed,
-        model=Config(**scale["model"]),
-        recipe=Recipe.from_json({**scale["recipe"], "seed": seed}),
-        corpus=scale["corpus"],
-        device=scale["device"],
-        save_every=scale["save_every"],
-        **how,
-    )
-
-
 def reference_cells(scale: Scale) -> Iterator[Cell]:
     """A float32 run a seed, from the raw initialisation, audited for both grids."""
     for seed in scale["seeds"]:
-        yield Cell(name=f"fp32-{seed}", config=_arm(scale, seed, audit=list(GRIDS.values())))
+        yield Cell(name=f"fp32-{seed}", config=arms.at_scale(scale, seed, audit=list(GRIDS.values())))
 
 
 def forecast_cells(scale: Scale) -> Iterator[Cell]:
@@ -105,7 +82,7 @@ def outcome_cells(scale: Scale) -> Iterator[Cell]:
     for form, grid in GRIDS.items():
         for seed in scale["seeds"]:
             for policy in ("rne", "sr"):
-                config = _arm(scale, seed, grid=grid, policy=policy, stream_seed=seed + 1)
+                config = arms.at_scale(scale, seed, grid=grid, policy=policy, stream_seed=seed + 1)
                 yield Cell(name=f"{form}-{seed}-{policy}", config=config)
 
 
@@ -131,12 +108,7 @@ def _run(records: Records, unit: str, policy: str) -> arms.Record:
     return records["outcome"][f"{unit}-{policy}"]
 
 
-def _by_unit(value: Callable[..., float | None], *more: Any) -> Callable[[Records], Values]:
-    @functools.wraps(value)  # a protocol shows the name
-    def compute(records: Records) -> dict[str, float | None]:
-        return {unit: value(records, unit, *more) for unit in records["forecast"]}
-
-    return compute
+_by_unit = functools.partial(arms.by_cell, "forecast")
 
 
 def gap(records: Records, unit: str, policy: str, update: int | None = None) -> float | None:

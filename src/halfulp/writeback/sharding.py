@@ -71,8 +71,8 @@ def reduce_sum(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     import torch.distributed as dist
     from torch.distributed.tensor import Shard
 
-    mesh = x.device_mesh  # type: ignore[attr-defined]
-    for dim, placement in enumerate(x.placements):  # type: ignore[attr-defined]
+    mesh = x.device_mesh  # type: ignore[attr-defined]  # a DTensor
+    for dim, placement in enumerate(x.placements):  # type: ignore[attr-defined]  # a DTensor
         if isinstance(placement, Shard):
             dist.all_reduce(values, group=mesh.get_group(dim))
             _leave_time_to_let_go()
