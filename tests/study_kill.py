@@ -16,7 +16,7 @@ from pathlib import Path
 
 from study_samples import quick_identity, run, study_file, tree
 
-from halfulp.study import files
+from halfulp import files
 from halfulp.study.executor import Inline
 
 

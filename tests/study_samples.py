@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from halfulp import cli
-from halfulp.study import canonical, engine, loading
+from halfulp import canonical, cli
+from halfulp.study import engine, loading
 from halfulp.study import seal as seals
 from halfulp.study.validate import validate
 

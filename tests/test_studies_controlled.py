@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp import events
+from halfulp import canonical, events
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.models.cnn import Cnn, mnist, train
 from halfulp.models.mlp import Trainer
@@ -30,7 +30,7 @@ from halfulp.studies import (
     phase_diagram,
     two_layer,
 )
-from halfulp.study import canonical, engine, loading
+from halfulp.study import engine, loading
 from halfulp.study.protocol import Study
 from halfulp.study.store import Store
 from halfulp.study.validate import validate

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from study_samples import SMALL, invoke, quick_identity, run, study_file, tree
 
-from halfulp.study import canonical, ledger
+from halfulp import canonical
+from halfulp.study import ledger
 from halfulp.study import seal as seals
 from halfulp.study.validate import validate
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from study_samples import quick_identity, run, study_file, tree, validate
 
-from halfulp.errors import CorruptionError, HalfulpError, UsageError
-from halfulp.study import files
+from halfulp import files
+from halfulp.errors import CorruptionError, DiskError, HalfulpError, UsageError
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return real(handle, content[: len(content) // 2])
 
     monkeypatch.setattr(os, "write", short)
-    with pytest.raises(files.DiskError, match="full"):
+    with pytest.raises(DiskError, match="full"):
         files.append(path, b"a line of some length\n", durable=True)
     assert path.read_bytes() == b"one\n"
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from study_samples import SMALL, invoke, quick_identity, run, study_file, tree
 
+from halfulp import canonical
 from halfulp.errors import TamperingError, UsageError
-from halfulp.study import canonical, engine, ledger, loading, recovery
+from halfulp.study import engine, ledger, loading, recovery
 from halfulp.study import seal as seals
 from halfulp.study.executor import Opening
 from halfulp.study.store import Store

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from study_samples import SMALL, invoke, run, study_file, tree
 
+from halfulp import canonical
 from halfulp.errors import UsageError
-from halfulp.study import canonical
 from halfulp.study.executor import Opening, default_workers, open_executor, thread_variables
 from halfulp.study.store import Store
 from halfulp.study.validate import validate

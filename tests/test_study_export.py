@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from study_samples import SMALL, invoke, quick_identity, run, study_file, tree
 
+from halfulp import canonical
 from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import canonical, engine, export, ledger, loading, retrospective, signing
+from halfulp.study import engine, export, ledger, loading, retrospective, signing
 from halfulp.study.validate import validate
 
 

@@ -12,11 +12,12 @@ import pytest
 from study_samples import SMALL, invoke, study_file
 
 import halfulp.study
+from halfulp import canonical
 from halfulp.errors import CorruptionError, UsageError
-from halfulp.study import Cell, Gate, Rule, canonical, loading
+from halfulp.study import Cell, Gate, Rule, loading
 from halfulp.study.declaration import Protocol, changes
 from halfulp.study.protocol import Study, check_name
-from halfulp.study.text import cell, plain
+from halfulp.text import cell, plain
 
 HOSTILE = [
     "../up",

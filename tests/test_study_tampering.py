@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from study_samples import SMALL, invoke, quick_identity, run, study_file, tree
 
+from halfulp import canonical
 from halfulp.errors import CorruptionError, TamperingError
-from halfulp.study import canonical, ledger
+from halfulp.study import ledger
 from halfulp.study.store import Store
 from halfulp.study.validate import validate
 

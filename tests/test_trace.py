@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 import halfulp as hu
 from halfulp.audit import verdict
+from halfulp.text import shown
 
 GRIDS = ["bf16", "e4m3@128"]
 
@@ -369,7 +370,7 @@ def test_hostile_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_names_for_a_terminal(name: str, expected: str) -> None:
-    assert verdict.shown(name) == expected
+    assert shown(name) == expected
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------

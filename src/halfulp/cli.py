@@ -13,10 +13,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from halfulp import __version__
-from halfulp.audit.verdict import shown
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.report import commands as report_commands
 from halfulp.study.commands import app as study_app
+from halfulp.text import shown
 
 AUDITED = ("bf16", "fp16", "e5m2", "e4m3@128")
 

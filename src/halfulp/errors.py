@@ -1,16 +1,23 @@
 """The errors that halfulp raises on purpose.
 
 One root, few kinds. A message says what is wrong, where, what was expected, what was
-found and what to do about it. Command-line exit codes follow the kind.
+found and what to do about it. Command-line exit codes follow the kind: 1 is left to gates and
+validations that failed.
 """
 
 from __future__ import annotations
+
+from halfulp.text import plain
 
 
 class HalfulpError(Exception):
     """Something the caller can put right."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        """The message; names in it that came from files cannot move a terminal's cursor."""
+        return "\n".join(plain(line) for line in super().__str__().split("\n"))
 
 
 class UsageError(HalfulpError, ValueError):
@@ -31,3 +38,9 @@ class VersionError(HalfulpError):
     """A file or state written by a version that this one cannot read."""
 
     exit_code = 3
+
+
+class DiskError(HalfulpError):
+    """The operating system refused a change: a full disk, a read-only folder."""
+
+    exit_code = 4

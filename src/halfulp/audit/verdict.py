@@ -20,6 +20,7 @@ from halfulp.audit.crossings import Crossing, crossing
 from halfulp.audit.groups import CORE
 from halfulp.grids import CONTAINERS
 from halfulp.grids import grid as named
+from halfulp.text import shown
 from halfulp.trace import Array, Scope, Trace
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in CONTAINERS}
@@ -60,16 +61,6 @@ class Finding:
         if self.lost_late >= 0.05 or self.stuck:
             return "some updates are lost"
         return "fine"
-
-
-def shown(name: str, width: int = 60) -> str:
-    """A name made safe and short for a terminal.
-
-    >>> shown("a\\x1b[31mb")
-    'a\\\\x1b[31mb'
-    """
-    safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-    return safe if len(safe) <= width else safe[: width - 1] + "…"
 
 
 def findings(trace: Trace, scope: Scope = "all") -> list[Finding]:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from halfulp.audit.measures import ACCURATE_RMSE
-from halfulp.audit.verdict import shown
 from halfulp.report.gather import BINS, COLUMNS, Array, bins
 from halfulp.report.markup import elided
 from halfulp.report.runs import Arms, Outcome, Run
+from halfulp.text import shown
 
 LABEL = 64
 

@@ -17,9 +17,9 @@ from importlib import resources, util
 from pathlib import Path
 
 import halfulp
-from halfulp.audit.verdict import shown
 from halfulp.errors import UsageError
 from halfulp.report.markup import Html, name, script_json, tag
+from halfulp.text import shown
 from halfulp.trace import write_aside
 
 

@@ -24,8 +24,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from halfulp.audit.verdict import shown
 from halfulp.report.words import percent
+from halfulp.text import shown
 
 INTERVAL, LINE_INTERVAL = 0.25, 10.0
 """Seconds between pictures, and between plain lines."""

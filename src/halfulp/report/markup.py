@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from halfulp.audit.verdict import shown
+from halfulp.text import shown
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta"}
 DRAWN = {"line", "path"}

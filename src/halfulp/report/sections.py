@@ -13,6 +13,7 @@ from halfulp.report import words
 from halfulp.report.gather import Array, bins
 from halfulp.report.markup import Content, Html, name, number, numeric, table, tag
 from halfulp.report.runs import Run
+from halfulp.text import shown
 from halfulp.trace import Trace
 
 WORST = 12
@@ -62,7 +63,7 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
     findings = run.gathered.findings(run.scope)
     weights = sum(int(t["numel"]) for t in run.trace.tensors)
     facts = f"{len(run.gathered.steps):,} steps, {len(run.trace.tensors):,} tensors, {weights:,} weights"
-    dtypes = ", ".join(sorted({verdict.shown(str(t["stored"]), 20) for t in run.trace.tensors}))
+    dtypes = ", ".join(sorted({shown(str(t["stored"]), 20) for t in run.trace.tensors}))
     stored = f"stored on {run.grid}, {run.policy_words} write-back"
     kind = f"a forecast from this run in {dtypes}" if run.grid is None else stored
     said = [tag("li", words.sentence(run, f)) for f in _telling(findings)] if len(findings) > 1 else []
@@ -263,7 +264,7 @@ def _facts(run: Run) -> Html:
     facts: list[tuple[str, Content]] = [
         ("trace", name(run.trace.path.name)),
         ("script", name(command, 120) if command else None),
-        *((verdict.shown(str(k), 30), name(str(v), 120)) for k, v in others.items()),
+        *((shown(str(k), 30), name(str(v), 120)) for k, v in others.items()),
         ("steps", f"{len(steps):,} recorded, to step {int(steps[-1]):,}"),
         ("audited", f"{every}, on {', '.join(run.trace.grids)}"),
         ("weights", name(", ".join(sorted(stores)), 120)),

@@ -17,18 +17,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
 from halfulp.report.markup import Content, Html, name, number, numeric, prose, table, tag
 from halfulp.report.outcomes import passed_mark
 from halfulp.report.style import house_style, vector
-from halfulp.study import canonical, files, ledger, loading
+from halfulp.study import ledger, loading
 from halfulp.study.declaration import Protocol
 from halfulp.study.ledger import Ledger
 from halfulp.study.protocol import Records, Study
 from halfulp.study.show import SCOPES
 from halfulp.study.store import Store, outcomes
-from halfulp.study.text import number as digits
 from halfulp.study.validate import check_records
+from halfulp.text import number as digits
 
 OPEN = 60
 """Estimands with more rows than this are folded."""

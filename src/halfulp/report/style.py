@@ -28,7 +28,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfulp.audit.verdict import shown
+from halfulp.text import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,8 @@ import csv
 import io
 from collections.abc import Sequence
 
-from halfulp.audit.verdict import shown
 from halfulp.report.runs import Run
+from halfulp.text import shown
 
 COLUMNS = (
     "run", "tensor", "group", "shape", "weights", "stored_on", "grid", "updates_lost_share",

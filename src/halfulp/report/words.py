@@ -12,6 +12,7 @@ from halfulp.audit import verdict
 from halfulp.audit.crossings import Crossing
 from halfulp.audit.verdict import Finding
 from halfulp.report.runs import Arms, Outcome, Run
+from halfulp.text import shown
 
 SEVERITIES = {
     "most updates are lost": "most",
@@ -56,7 +57,7 @@ def scope_words(scope: str) -> str:
         "all-2d": "the weight matrices",
         "core": "the attention and MLP weights",
     }
-    return known.get(scope, f"the {verdict.shown(scope, 40)} weights")
+    return known.get(scope, f"the {shown(scope, 40)} weights")
 
 
 def listed(names: Sequence[str]) -> str:

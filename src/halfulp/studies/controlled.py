@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfulp import canonical, files
 from halfulp.errors import UsageError
 from halfulp.studies import REGISTRY
 from halfulp.studies import _timing as timing
 from halfulp.studies.claims import Claim
-from halfulp.study import canonical, files, ledger
+from halfulp.study import ledger
 from halfulp.study.protocol import Json, Records
 from halfulp.study.store import Store, outcomes
-from halfulp.study.text import cell, number
 from halfulp.study.validate import check_order, check_records
+from halfulp.text import cell, number
 
 STUDIES = (
     "emulator", "two-layer", "cnn", "finite-size", "phase-diagram", "midpoint", "margin", "theory",

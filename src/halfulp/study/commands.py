@@ -8,10 +8,10 @@ from pathlib import Path
 
 import typer
 
+from halfulp import canonical
 from halfulp.errors import CorruptionError, UsageError
-from halfulp.study import canonical
 from halfulp.study.protocol import Json, Study
-from halfulp.study.text import count, number, plain
+from halfulp.text import count, number, plain
 
 app = typer.Typer(
     name="study",
@@ -114,7 +114,8 @@ def run(
 @app.command()
 def status(study: str = typer.Argument(..., help=WHERE), scale: str = SCALE, out: Path | None = OUT) -> None:
     """How far a study is."""
-    from halfulp.study import files, ledger
+    from halfulp import files
+    from halfulp.study import ledger
     from halfulp.study.store import Store
 
     store = Store(found_folder(study, scale, out))

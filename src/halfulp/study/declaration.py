@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from halfulp import canonical
 from halfulp.errors import CorruptionError, UsageError
-from halfulp.study import canonical
 from halfulp.study.protocol import (
     COMPARISONS,
     SCALES,

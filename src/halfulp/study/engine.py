@@ -21,8 +21,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from halfulp import canonical, files
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError
-from halfulp.study import canonical, files, ledger
+from halfulp.study import ledger
 from halfulp.study import seal as seals
 from halfulp.study.declaration import Protocol, SealedStage
 from halfulp.study.executor import Executor, Opening, open_executor
@@ -35,8 +36,8 @@ from halfulp.study.protocol import Json
 from halfulp.study.result import compute
 from halfulp.study.running import Message
 from halfulp.study.store import Binding, Store
-from halfulp.study.text import plain, quoted
 from halfulp.study.validate import check_records
+from halfulp.text import plain, quoted
 
 WAIT_SECONDS = 0.2
 TOGETHER = 64  # records committed at once, at most

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from halfulp import canonical, files
 from halfulp.errors import UsageError
-from halfulp.study import canonical, files
 from halfulp.study.running import Message, Session, limit_threads
 
 NAMES = ("local", "ray", "inline")

@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import canonical, files, ledger, signing
+from halfulp.study import ledger, signing
 from halfulp.study.protocol import Json
 from halfulp.study.store import Store
 

@@ -18,8 +18,8 @@ import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from halfulp import canonical, files
 from halfulp.errors import CorruptionError
-from halfulp.study import canonical, files
 from halfulp.study.protocol import Json
 
 EVENTS = {  # what an event says, beside its number, time, digest and the digest before it

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+from halfulp import canonical, files
 from halfulp.errors import TamperingError, UsageError
-from halfulp.study import canonical, files
 from halfulp.study.protocol import Json, Study
 
 T = TypeVar("T")

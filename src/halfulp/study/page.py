@@ -9,7 +9,7 @@ from halfulp.study.declaration import Protocol
 from halfulp.study.ledger import Ledger
 from halfulp.study.protocol import Json
 from halfulp.study.store import Record
-from halfulp.study.text import count, plain
+from halfulp.text import count, plain
 
 
 @dataclass

@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from halfulp import canonical
 from halfulp.errors import HalfulpError, UsageError
-from halfulp.study import canonical
 from halfulp.study.executor import Opening, default_workers, thread_variables
 from halfulp.study.running import Message, Session, limit_threads
 

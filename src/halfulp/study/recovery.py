@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from halfulp import canonical, files
 from halfulp.errors import UsageError
-from halfulp.study import canonical, files, ledger
+from halfulp.study import ledger
 from halfulp.study.protocol import Json
 from halfulp.study.store import Binding, Store
-from halfulp.study.text import plain
+from halfulp.text import plain
 
 
 def recover(out: Path, cell: str, outcome: Mapping[str, Json], reason: str) -> None:

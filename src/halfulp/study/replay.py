@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from halfulp.study import canonical
+from halfulp import canonical
 from halfulp.study.declaration import Protocol, changes
 from halfulp.study.executor import Local, Opening
 from halfulp.study.ledger import Ledger

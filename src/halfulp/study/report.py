@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from halfulp import canonical
 from halfulp.errors import UsageError
-from halfulp.study import canonical, ledger, loading
+from halfulp.study import ledger, loading
 from halfulp.study.protocol import Json, Table
 from halfulp.study.seal import code_digest
 from halfulp.study.show import SCOPES
 from halfulp.study.store import Store, outcomes
-from halfulp.study.text import cell, count, number
 from halfulp.study.validate import check_order, check_records
+from halfulp.text import cell, count, number
 
 MOST_UNITS = 24  # of an estimand on the page; files hold all
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import canonical, files, ledger, loading, result
+from halfulp.study import ledger, loading, result
 from halfulp.study.declaration import FORMAT
 from halfulp.study.protocol import Estimand, Gate, Json, Rule, check_decisions, check_name
 from halfulp.study.store import Store, outcomes

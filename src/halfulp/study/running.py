@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from halfulp import canonical, files
 from halfulp.errors import TamperingError, UsageError
-from halfulp.study import canonical, files, ledger, loading
+from halfulp.study import ledger, loading
 from halfulp.study import seal as seals
 from halfulp.study.declaration import changes
 from halfulp.study.protocol import Config, Json, check_name

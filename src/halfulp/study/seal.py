@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import halfulp
+from halfulp import canonical
 from halfulp.errors import TamperingError, UsageError
-from halfulp.study import canonical
 from halfulp.study.declaration import FORMAT, Protocol, changes
 from halfulp.study.loading import Source
 from halfulp.study.protocol import Json

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from halfulp.study import canonical
+from halfulp import canonical
 from halfulp.study.declaration import Protocol
 from halfulp.study.protocol import Json
-from halfulp.study.text import count, plain
+from halfulp.text import count, plain
 
 
 def lines(protocol: Protocol) -> Iterator[str]:

@@ -13,8 +13,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from halfulp import canonical
 from halfulp.errors import TamperingError, UsageError
-from halfulp.study import canonical
 from halfulp.study.protocol import Json
 
 PAYLOAD = "application/vnd.in-toto+json"

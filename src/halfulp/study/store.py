@@ -22,8 +22,8 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import canonical, files
 from halfulp.study import seal as seals
 from halfulp.study.declaration import FORMAT, Protocol
 from halfulp.study.ledger import Ledger

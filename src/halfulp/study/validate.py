@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import canonical, files, ledger, loading, result
+from halfulp.study import ledger, loading, result
 from halfulp.study import seal as seals
 from halfulp.study.declaration import Protocol, changes
 from halfulp.study.export import EXPORTED, check_statement
@@ -24,7 +25,7 @@ from halfulp.study.ledger import Ledger
 from halfulp.study.page import Validation, counted
 from halfulp.study.protocol import Json, check_name
 from halfulp.study.store import Binding, Record, Store
-from halfulp.study.text import count
+from halfulp.text import count
 
 # On another processor or with other libraries, sums of the same numbers are taken in another order. A sum of
 # 1e5 doubles is then off by at most about 1e5 * 2**-53 = 1.1e-11 of the sum of magnitudes. Relative to the

@@ -22,8 +22,9 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
+from halfulp import canonical
 from halfulp.errors import HalfulpError
-from halfulp.study import canonical, ledger
+from halfulp.study import ledger
 from halfulp.study.running import Message, Session, limit_threads
 
 

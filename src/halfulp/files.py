@@ -1,4 +1,4 @@
-"""Every change that the engine makes to a disk goes through here.
+"""Every change that halfulp makes to a disk, and every bounded reading of it, goes through here.
 
 Two patterns cover all of it. A whole file appears at once: its content is written aside in the study's
 ``work`` folder, made durable, and renamed into place. The ledger alone grows, by appending. A process may
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from halfulp.errors import CorruptionError, HalfulpError, UsageError
+from halfulp.errors import CorruptionError, DiskError, UsageError
 
 CAN_LOCK = importlib.util.find_spec("fcntl") is not None  # Windows: studies are read and validated, not run
 SYNCING = 16  # files synchronised at the same time
@@ -33,12 +33,6 @@ def _nothing(operation: str, path: Path) -> None:
 
 
 hook = _nothing
-
-
-class DiskError(HalfulpError):
-    """The operating system refused a change: a full disk, a read-only folder."""
-
-    exit_code = 1
 
 
 @contextlib.contextmanager

@@ -22,6 +22,16 @@ def plain(text: str) -> str:
     return "".join(c if _visible(c) else _escape(c) for c in text)
 
 
+def shown(name: str, width: int = 60) -> str:
+    """A name made harmless, and short.
+
+    >>> print(shown("a\\x1b[31mb"))
+    a\\x1b[31mb
+    """
+    safe = plain(name)
+    return safe if len(safe) <= width else safe[: width - 1] + "…"
+
+
 def quoted(text: str) -> str:
     """Lines from elsewhere (a traceback), each marked as such."""
     return "\n".join(f"  | {plain(line)}" for line in text.rstrip("\n").split("\n"))

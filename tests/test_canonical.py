@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfulp import canonical
 from halfulp.errors import CorruptionError, UsageError
-from halfulp.study import canonical
 
 # RFC 8785, appendix B, and the sample lines of the repository cyberphone/json-canonicalization
 # (testdata/README.md): the bits of a double and how ECMAScript writes it.
