@@ -79,8 +79,12 @@ class Mask:
 
     def save(self, path: str | Path) -> None:
         """One safetensors file; it appears whole."""
+        write_aside(Path(path), self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The content of that file."""
         told = {"format": FORMAT, "score": self.score, "budget": self.budget, "sizes": self.sizes}
-        write_aside(Path(path), save(self.tiles, {"halfulp.mask": json.dumps(told)}))
+        return bytes(save(self.tiles, {"halfulp.mask": json.dumps(told)}))
 
     @classmethod
     def load(cls, path: str | Path) -> Mask:

@@ -107,7 +107,7 @@ class TraceWriter:
                     "(resume=True)."
                 )
             found = Trace.open(path)
-            _check_same(path, found.manifest, manifest)
+            check_same(path, found.manifest, manifest)
             self.manifest = found.manifest
             self.last_step, self.count = found.last_step, len(found.parts)
         elif path.exists() and not _begun(path):
@@ -187,7 +187,7 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
         raise CorruptionError(f"{file} cannot be read: {error}.") from None
 
 
-def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def check_same(path: Path | str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Refuse to go on with other settings than those a trace was begun with."""
     pairs = [(key, found[key], wanted[key]) for key in ("grids", "every")]
     pairs += [(key, found["options"].get(key), value) for key, value in wanted["options"].items()]
@@ -241,11 +241,14 @@ class Trace:
 
     def scan(self, table: str = "grids") -> pl.LazyFrame:
         """A raw table, lazily: ``grids``, ``tensors`` or ``run``."""
+        self._check(table)
+        return pl.scan_parquet([p / f"{table}.parquet" for p in self.parts])
+
+    def _check(self, table: str) -> None:
         if table not in TABLES:
             raise UsageError(f"a trace has tables {', '.join(TABLES)}, not {table!r}.")
         if not self.parts:
             raise UsageError(f"{self.path} holds no complete part yet: no step was committed.")
-        return pl.scan_parquet([p / f"{table}.parquet" for p in self.parts])
 
     def table(self) -> pl.DataFrame:
         """One row a step, tensor and grid: names, counts and fractions."""
@@ -419,9 +422,12 @@ class Trace:
             raise UsageError(
                 f"{self.path} holds no scores: record with scores=(grid, first step, last step)."
             )
-        state = load_tensors(self.parts[-1] / STATE)
+        state = self._state()
         found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
         return {name: value.numpy() for name, value in found.items() if value is not None}
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return load_tensors(self.parts[-1] / STATE)
 
     def replay(self, grids: Iterable[str], out: str | Path) -> Trace:
         """A new trace, of any grids, from the weights that this one kept (``Audit(keep=True)``)."""

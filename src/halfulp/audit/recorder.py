@@ -28,6 +28,7 @@ from halfulp.audit import manifest
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.groups import Rules, group_of
 from halfulp.audit.hooks import StepHooks
+from halfulp.audit.memory import Memory
 from halfulp.audit.names import name_parameters
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
 from halfulp.audit.watched import Watched, check_shard
@@ -74,7 +75,7 @@ class Audit:
         grids: str | Grid | torch.dtype | Iterable[str | Grid | torch.dtype],
         *,
         model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
-        out: str | Path | None = None,
+        out: str | Path | Memory | None = None,
         every: int = 1,
         sample: float | None = None,
         decay: bool = False,
@@ -113,7 +114,9 @@ class Audit:
         self.every, self.sample, self.decay, self.keep = every, sample, decay, keep
         self.never_moved, self.expected, self.unfit = never_moved, expected_never_moved, unfit
         self.scores, self.rules, self.params, self.seed = scores, groups, params, seed
-        self.out = None if out is None else Path(out).absolute()  # a script may change its folder
+        self.out = (
+            Path(out).absolute() if isinstance(out, str | Path) else out
+        )  # a script may change its folder
         self.resume, self.part_steps, self.part_seconds = resume, part_steps, part_seconds
         self.listeners, self.describe = list(listeners), dict(describe or {})
         self.step = first_step - 1
@@ -128,7 +131,7 @@ class Audit:
         self._losses: dict[int, list[float]] = {}
         self._told: list[torch.Tensor | float] = []
         self._kept: dict[str, list[torch.Tensor]] = {}
-        self._writer: TraceWriter | None = None
+        self._writer: TraceWriter | Memory | None = None
         self._hooks = StepHooks(self._before, self._after)
         self._stepped: list[torch.optim.Optimizer] = []
         self._seen: list[torch.optim.Optimizer] = []
@@ -158,11 +161,14 @@ class Audit:
             self._open(self.out)
         self._hooks.attach(self.optimizers)
 
-    def _open(self, out: Path) -> None:
-        if self.resume and self.unfit == "drop" and (out / "manifest.json").exists():
-            known = Trace.open(out).grids
-            self.grids = [g for g in self.grids if g.name in known]
-        self._writer = TraceWriter(out, self._manifest(), resume=self.resume)
+    def _open(self, out: Path | Memory) -> None:
+        if isinstance(out, Memory):
+            self._writer = out.begin(self._manifest())
+        else:
+            if self.resume and self.unfit == "drop" and (out / "manifest.json").exists():
+                known = Trace.open(out).grids
+                self.grids = [g for g in self.grids if g.name in known]
+            self._writer = TraceWriter(out, self._manifest(), resume=self.resume)
         self._skip_until = self._writer.last_step
         if not self._writer.count:
             return

@@ -38,6 +38,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 
 from halfulp import kernels
 from halfulp.errors import CorruptionError, UsageError, VersionError
@@ -105,9 +106,9 @@ class Recipe:
     """Everything about a run but its model, its data and its write-back. Defaults are the paper's."""
 
     schedule: Schedule
-    seed: int
-    """Of the data order."""
     updates: int
+    seed: int = 0
+    """Of the data order."""
     batch: int = 12
     context: int = 1024
     micro: int | None = None
@@ -232,18 +233,24 @@ class Training:
         self.update = update
         return total
 
-    @torch.no_grad()
     def evaluate(self) -> float:
-        """The mean loss over the fixed held-out batches, the same for every run of a recipe's sizes."""
+        """The mean loss over the fixed held-out contexts, the same for every run of a recipe's sizes."""
+        return self.evaluate_contexts()[0]
+
+    @torch.no_grad()
+    def evaluate_contexts(self) -> tuple[float, npt.NDArray[np.float32]]:
+        """The mean held-out loss, and that of every context by itself, in a fixed order."""
         if self.held_out is None:
             raise UsageError("there is no held-out text to evaluate on: pass held_out=.")
-        recipe, total = self.recipe, 0.0
+        recipe, total, apart = self.recipe, 0.0, []
         for i in range(recipe.eval_batches):
             begin = self._starts(self.held_out, recipe.eval_seed, "evaluation", i)
             for part in self._micro(begin):
                 x, y = sequences(self.held_out, part, recipe.context, self.device)
-                total += float(self.model.loss(x, y)) * len(part)
-        return total / (recipe.eval_batches * recipe.batch)
+                logits = self.model(x)
+                total += float(F.cross_entropy(logits.flatten(0, 1), y.flatten())) * len(part)
+                apart.append(F.cross_entropy(logits.transpose(1, 2), y, reduction="none").mean(dim=1).cpu())
+        return total / (recipe.eval_batches * recipe.batch), torch.cat(apart).numpy()
 
     def _starts(self, tokens: Tokens, seed: int, purpose: str, step: int) -> Positions:
         return starts(seed, purpose, step, self.recipe.batch, len(tokens) - self.recipe.context)
@@ -254,8 +261,11 @@ class Training:
 
     # ---- stopping and going on ----
 
-    def save(self, notes: Any = None) -> bytes:
-        """The whole state, as the bytes of a safetensors file; ``notes`` are JSON of the caller's."""
+    def save(self, notes: Any = None, kept: Mapping[str, torch.Tensor] | None = None) -> bytes:
+        """The whole state, as the bytes of a safetensors file.
+
+        ``notes`` are JSON of the caller's, ``kept`` tensors: those of an audit, for example.
+        """
         state = self.optimizer.state_dict()
         groups = [{k: g[k] for k in SAVED if k in g} for g in state["param_groups"]]
         cursor = {
@@ -266,13 +276,17 @@ class Training:
             "notes": notes,
         }
         tensors = {f"model/{name}": t for name, t in self.model.state_dict().items()}
-        for number, kept in state["state"].items():
-            tensors.update({f"optimizer/{number}/{name}": t for name, t in kept.items()})
+        for number, kept_state in state["state"].items():
+            tensors.update({f"optimizer/{number}/{name}": t for name, t in kept_state.items()})
+        tensors.update({f"kept/{name}": t for name, t in (kept or {}).items()})
         tensors[CURSOR] = torch.frombuffer(bytearray(json.dumps(cursor).encode()), dtype=torch.uint8)
         return bytes(save_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
 
-    def load(self, saved: bytes) -> Any:
-        """Take up a saved state; gives back its notes. Model and optimizer must be made as they were."""
+    def load(self, saved: bytes) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Take up a saved state; gives back the caller's notes and tensors.
+
+        Model and optimizer must be made as they were.
+        """
         try:
             # Copies, so that nothing keeps the file's bytes, or their odd alignment, alive.
             tensors = {name: t.clone() for name, t in load_tensors(saved).items()}
@@ -300,4 +314,6 @@ class Training:
         groups = [{**mine, **theirs} for mine, theirs in zip(fresh, cursor["groups"], strict=True)]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.update = update
-        return cursor["notes"]
+        return cursor["notes"], {
+            k.removeprefix("kept/"): t for k, t in tensors.items() if k.startswith("kept/")
+        }

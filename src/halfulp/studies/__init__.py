@@ -9,7 +9,7 @@ from __future__ import annotations
 REGISTRY: dict[str, str] = {
     "char-gpt": "halfulp.studies.char_gpt",
     "matched-10k": "halfulp.studies.matched_10k",
-    "allocation": "halfulp.studies.allocation",
+    "prospective-modern": "halfulp.studies.prospective_modern",
     "margin": "halfulp.studies.margin",
     "midpoint": "halfulp.studies.midpoint",
     "theory": "halfulp.studies.theory",

@@ -19,7 +19,7 @@ cells out); the page then shows a dash, never a substitute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from halfulp.study.protocol import Records, Study
@@ -41,6 +41,20 @@ def value_of(study: Study, estimand: str, unit: str) -> Callable[[Records], floa
     """An estimand of one unit, for :attr:`Claim.ours`."""
     compute = next(e.compute for e in study.estimands if e.name == estimand)
     return lambda records: compute(records).get(unit)
+
+
+Printed = Mapping[str, tuple[str, str, Sequence[float | str]]]
+"""By estimand: what the paper calls it, where it is printed, and its numbers, one a unit."""
+
+
+def printed(study: Study, units: Iterable[str], rows: Printed, note: str = "") -> Iterator[Claim]:
+    """A claim for every estimand and unit that the paper prints."""
+    for estimand, (what, source, numbers) in rows.items():
+        for unit, paper in zip(units, numbers, strict=True):
+            yield Claim(
+                claim=f"{what}, {unit}", source=source, paper=paper, ours=value_of(study, estimand, unit),
+                note=note,
+            )  # fmt: skip
 
 
 def label_of(study: Study) -> Callable[[Records], str]:

@@ -21,7 +21,8 @@ dqt        stochastic on integers whose step is the old maximum                 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -328,15 +329,48 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
+_CHOICES = (("nearest", "stochastic"), ("code", "raw"))
+_SPEC = re.compile(r"([a-z-]+)(?:\(([^()]*)\))?")
+
+
 def policy(spec: str | Policy) -> Policy:
-    """A policy by name, or as it is.
+    """A policy by name, with options as it prints them itself, or as it is.
 
     >>> policy("master").spec
     'master(start_from=code)'
+    >>> policy("master(start_from=raw)")
+    Master(start_from='raw')
     """
     if isinstance(spec, Policy):
         return spec
-    if spec not in POLICIES:
+    kind, options = parsed(spec)
+    if kind is TileMaster:
+        raise UsageError(f"policy {spec!r} needs to know its tiles: pass halfulp.TileMaster(mask).")
+    return kind(**options)
+
+
+def parsed(spec: str) -> tuple[type[Policy], dict[str, Any]]:
+    """The kind of a policy, and the options that its printed form names."""
+    found = _SPEC.fullmatch(spec)
+    kind = {**POLICIES, TileMaster.name: TileMaster}.get(found[1]) if found is not None else None
+    if found is None or kind is None:
         known = ", ".join(POLICIES)
         raise UsageError(f"unknown policy {spec!r}: expected one of {known}, or halfulp.TileMaster(mask).")
-    return POLICIES[spec]()
+    allowed = {f.name: _allowed(f.default) for f in fields(kind) if f.default is not MISSING}
+    options = {}
+    for part in filter(None, (found[2] or "").split(",")):
+        name, _, text = part.partition("=")
+        if text not in allowed.get(name, {}):
+            known = "; ".join(f"{n}={' or '.join(values)}" for n, values in allowed.items()) or "none"
+            raise UsageError(f"policy {spec!r}: {part!r} is not an option of {found[1]}. Options: {known}.")
+        options[name] = allowed[name][text]
+    return kind, options
+
+
+def _allowed(default: Any) -> dict[str, Any]:
+    """The values of an option as a policy prints them, from its default: what they stand for."""
+    if isinstance(default, torch.dtype):
+        return {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16)}
+    if isinstance(default, bool):
+        return {str(value): value for value in (False, True)}
+    return {value: value for values in _CHOICES if default in values for value in values}

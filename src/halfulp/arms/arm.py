@@ -1,0 +1,116 @@
+"""One training run of a decoder study, as data.
+
+An :class:`Arm` says everything about a run: model, recipe, text, seed, and what happens after every
+optimizer step: nothing (float32), or a write-back to a grid under a policy. It is JSON and back, with what is
+left at its default left out, so it is printed, sealed and replayed, and two arms differ where their JSON
+does. A study declares one arm a scale and changes a field or two of it (:mod:`halfulp.arms.bundle`).
+
+>>> from halfulp.models.decoder import CHARACTER
+>>> schedule = Schedule(peak=6e-4, floor=6e-5, warmup=100, horizon=3000)
+>>> shared = Arm(model=CHARACTER, recipe=Recipe(schedule=schedule, updates=3000), corpus=PLAYS)
+>>> nearest = replace(shared, seed=1337, grid="e4m3@128", policy="rne")
+>>> sorted(nearest.to_json())
+['corpus', 'grid', 'model', 'policy', 'recipe', 'seed']
+>>> Arm.from_json(nearest.to_json()) == nearest
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+from halfulp.errors import UsageError
+from halfulp.grids import grid as named_grid
+from halfulp.kernels import TILE
+from halfulp.models.decoder import Config
+from halfulp.models.training import Recipe, Schedule
+from halfulp.writeback import TileMaster
+from halfulp.writeback.policies import parsed
+
+Json = Any
+
+PLAYS = {"kind": "characters", "train": "tinyshakespeare.txt"}
+PROSE = {"kind": "bin", "train": "prose_bpe4096_train.bin", "held_out": "prose_bpe4096_val.bin"}
+WEB = {"kind": "bin", "train": "openwebtext/train.bin", "held_out": "openwebtext/val.bin"}
+"""Texts, as :func:`halfulp.arms.corpus.open_corpus` takes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A run: see the module's docstring."""
+
+    model: Config
+    recipe: Recipe
+    corpus: Mapping[str, str]
+    seed: int = 0
+    """Of the initial weights and of the order of the data."""
+    grid: str | None = None
+    policy: str | None = None
+    """A policy as it prints itself: ``sr``, ``master(start_from=raw)``; with its grid, or neither."""
+    projection: Literal["nearest", "stochastic"] = "nearest"
+    """How the first codes of a write-back are made."""
+    storage: str | None = None
+    stream_seed: int = 0
+    projected: str | None = None
+    """The grid to which a float32 run is rounded once, before it starts."""
+    audit: tuple[str, ...] = ()
+    """Grids that a float32 run forecasts."""
+    scores: tuple[str, int] | None = None
+    """A grid, and the last update over which a float32 run sums allocation scores."""
+    tile: int = TILE
+    """Coordinates of a tile, for scores and masters."""
+    mask: Mapping[str, str] | None = None
+    """The stage, cell and name of the tiles that ``tile-master`` protects."""
+    device: str = "cpu"
+    """cpu, or auto for a GPU where there is one."""
+    save_every: int = 200
+
+    def __post_init__(self) -> None:
+        if (self.grid is None) != (self.policy is None):
+            raise UsageError("a write-back needs both a grid and a policy.")
+        kind = None if self.policy is None else parsed(self.policy)[0]
+        if (self.mask is not None) != (kind is TileMaster):
+            raise UsageError("a mask is for the policy tile-master, which needs one.")
+        if self.policy is not None and (self.scores is not None or self.audit or self.projected):
+            raise UsageError("scores, forecasts and a projected start are of a float32 arm.")
+        for name in (*self.audit, *(x for x in (self.grid, self.projected) if x is not None)):
+            named_grid(name)
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The grids whose events are recorded: those that are forecast, or the one that is written to."""
+        return self.audit if self.grid is None else (self.grid,)
+
+    def to_json(self) -> dict[str, Json]:
+        """What differs from the defaults."""
+        return compact(self)
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Json]) -> Arm:
+        """From :meth:`to_json`; what is left out is at its default."""
+        made = dict(config)
+        made["model"] = Config(**made["model"])
+        recipe = {k: v for k, v in made["recipe"].items() if k != "seed"}
+        recipe["schedule"] = Schedule(**recipe["schedule"])
+        made["recipe"] = Recipe(**{**recipe, "betas": tuple(recipe.get("betas", Recipe.betas))})
+        for name in ("audit", "scores"):
+            if made.get(name) is not None:
+                made[name] = tuple(made[name])
+        return cls(**made)
+
+
+def compact(value: Any) -> dict[str, Json]:
+    """A dataclass as JSON, without the fields that are at their defaults, and so on inside."""
+    made = {}
+    for f in fields(value):
+        found = getattr(value, f.name)
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        if found == default:
+            continue
+        inner = compact(found) if is_dataclass(found) else found
+        made[f.name] = (
+            list(inner) if isinstance(inner, tuple) else dict(inner) if isinstance(inner, Mapping) else inner
+        )
+    return made

@@ -1,0 +1,66 @@
+"""What a float32 reference says of a run on a grid: a cell of a prediction stage."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from halfulp.arms import records
+from halfulp.audit.crossings import crossing
+from halfulp.audit.measures import pooled_rho, scalar_rho_map
+from halfulp.grids import grid as named
+from halfulp.study import Running
+
+PREDICTORS = ("frozen", "symmetric", "rho")
+"""The exact event; the symmetric half-gap; the pooled scalar through the uniform-phase map."""
+
+
+def forecast(running: Running) -> dict[str, Any]:
+    """The frozen fraction of every update on a grid, by scope, as each predictor has it."""
+    config = running.config
+    grid, stage, cell = config["grid"], "reference", config["reference"]
+    record = running.read(stage, cell)
+    by_grid, by_group = (
+        pl.read_parquet(io.BytesIO(running.read_bytes(stage, cell, f"{name}.parquet")))
+        for name in ("grids", "groups")
+    )
+    counted = _series(by_grid.filter(pl.col("grid") == grid), "symmetric")
+    norms = {name: _series(by_group, name) for name in ("proposal_sq", "weight_sq")}
+
+    def rho(scope: str) -> np.ndarray[Any, Any]:
+        if scope == records.DENSE:
+            return np.mean([rho(group) for group in records.CORE], axis=0)
+        d, w = (
+            np.sum([found[g] for g in records.groups_of(record, scope)], axis=0) for found in norms.values()
+        )
+        return scalar_rho_map(pooled_rho(d, w, named(grid).epsilon))
+
+    found = {
+        scope: {
+            "frozen": records.frozen(record, grid, scope),
+            "symmetric": records.share(record, counted, scope),
+            "rho": rho(scope),
+        }
+        for scope in config["scopes"]
+    }
+    series = {p: {scope: told[p].tolist() for scope, told in found.items()} for p in PREDICTORS}
+    crossings = {scope: asdict(crossing(told["frozen"])) for scope, told in found.items()}
+    if len(found) == 1:  # then without the level of scopes
+        (scope,) = found
+        return {
+            "seed": config["seed"],
+            "grid": grid,
+            **{p: series[p][scope] for p in PREDICTORS},
+            **crossings[scope],
+        }
+    return {"seed": config["seed"], "grid": grid, **series, "crossings": crossings}
+
+
+def _series(table: pl.DataFrame, column: str) -> dict[str, np.ndarray[Any, Any]]:
+    """A column by group, one value an update."""
+    parts = table.sort("step").partition_by("group", as_dict=True)
+    return {str(group): rows[column].to_numpy() for (group,), rows in parts.items()}

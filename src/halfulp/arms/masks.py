@@ -1,0 +1,65 @@
+"""Masks of a study: chosen from an arm's scores, sealed as files beside a record, read by later arms.
+
+A recipe for a mask is data: ``{"score": "P", "share": 0.1}`` takes the first tiles by a score;
+``{"of": "P", "shuffle": 3}`` is a control, as many tiles of every tensor as mask ``P``, at random places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from safetensors.torch import load as load_tensors
+
+from halfulp.arms.arm import Arm
+from halfulp.kernels import SCORES
+from halfulp.masks import Mask, choose, tile_sizes
+from halfulp.study import Running
+
+Json = Any
+Recipes = Mapping[str, Mapping[str, Json]]
+
+
+def make_masks(running: Running) -> dict[str, Json]:
+    """Choose masks by the scores of an arm; they are attached, their sizes and budget are the record.
+
+    The config names the arm's ``stage`` and ``cell``, its ``tile`` and the ``masks``; ``beside``, if there,
+    another stage and cell whose masks of the same names are compared with these: the share of tiles that
+    both chose.
+    """
+    config = running.config
+    stage, cell = config["stage"], config["cell"]
+    sizes = running.read(stage, cell)["sizes"]
+    sums = load_tensors(running.read_bytes(stage, cell, "scores.safetensors"))
+    made: dict[str, Mask] = {}
+    for name, recipe in config["masks"].items():
+        if "of" in recipe:
+            made[name] = made[recipe["of"]].shuffled(recipe["shuffle"])
+            continue
+        column = SCORES.index(recipe["score"])
+        means = {
+            n: sums[n][:, column].numpy() / tile_sizes(size, config["tile"]) for n, size in sizes.items()
+        }
+        made[name] = choose(means, sizes, recipe["share"], recipe["score"], tile=config["tile"])
+    for name, mask in made.items():
+        running.attach(f"{name}.safetensors", mask.to_bytes())
+    found: dict[str, Json] = {
+        "budget": {name: mask.budget for name, mask in made.items()},
+        "tiles": {name: {n: int(t.sum()) for n, t in mask.tiles.items()} for name, mask in made.items()},
+    }
+    if "beside" in config:
+        other = config["beside"]
+        found["shared"] = {
+            name: mask.overlap(Mask.from_bytes(running.read_bytes(*other, f"{name}.safetensors"), name))
+            for name, mask in made.items()
+        }
+    return found
+
+
+def read_mask(running: Running, arm: Arm) -> Mask:
+    """The mask that an arm's masters follow."""
+    assert arm.mask is not None
+    at = arm.mask
+    return Mask.from_bytes(
+        running.read_bytes(at["stage"], at["cell"], f"{at['name']}.safetensors"), at["name"]
+    )

@@ -1,0 +1,191 @@
+"""Train an arm; what it leaves.
+
+A record keeps counts, not fractions: how many coordinates of each group every update left unchanged, by
+grid. They are exact, and any scope is a sum of groups. For a float32 run the count is the forecast,
+Q(Q(w) + d) == Q(w); for a write-back it is what happened. At evaluations: held-out loss, coordinates that
+never moved, and how many codes sit at the ends of the range, below the smallest normal number, and at zero.
+Two digests say that arms are matched: ``initial`` of the weights as drawn, ``start`` of those that training
+begins from (after a projection, the codes).
+
+What is long is attached: ``grids.parquet`` and ``groups.parquet`` hold every count and sum of the audit by
+update and group (symmetric, uniform phase, norms, never moved and its expectation, occupancy),
+``contexts.safetensors`` the held-out loss of every context at every evaluation, ``scores.safetensors`` the
+sums behind every allocation score.
+
+A cell saves itself every ``save_every`` updates, counts included, and goes on from there to the same record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from safetensors.torch import save as save_tensors
+
+import halfulp as hu
+from halfulp import kernels
+from halfulp.arms.arm import Arm
+from halfulp.arms.corpus import open_corpus
+from halfulp.arms.masks import read_mask
+from halfulp.audit.memory import Memory
+from halfulp.models.decoder import Decoder
+from halfulp.models.training import Training, adamw, project
+from halfulp.study import Running
+from halfulp.trace import Trace
+from halfulp.writeback.policies import parsed
+
+Json = Any
+
+OCCUPANCY = ("endpoint", "subnormal", "zero_code")
+
+
+def run(running: Running) -> dict[str, Json]:
+    """Train an arm; its record."""
+    arm = Arm.from_json(running.config)
+    recipe = replace(arm.recipe, seed=arm.seed)
+    train, held_out = open_corpus(running, arm.corpus, arm.model.vocabulary)
+    model = Decoder(arm.model, seed=arm.seed, device=_device(arm.device))
+    record: dict[str, Json] = {
+        "seed": arm.seed, "grid": arm.grid, "policy": arm.policy or "fp32", "projected": arm.projected,
+        "updates": recipe.updates, "warmup": recipe.schedule.warmup, "initial": digest(model),
+        "most_endpoint": 0, "evaluations": [],
+    }  # fmt: skip
+    if arm.projected:
+        project(model, arm.projected)
+    optimizer: torch.optim.Optimizer = adamw(model, recipe)
+    if arm.grid is not None:
+        kind, options = parsed(arm.policy or "")
+        policy = read_mask(running, arm).policy(**options) if arm.mask else kind(**options)
+        optimizer = hu.WriteBack(
+            optimizer, arm.grid, policy, model=model, seed=arm.stream_seed, project=arm.projection,
+            storage=arm.storage or "container", telemetry=False,
+        )  # fmt: skip
+        if arm.mask:
+            record["master_bytes"] = sum(slot.state["master"].nbytes for slot in optimizer.slots)
+    record["start"] = digest(model)
+    training = Training(model, optimizer, train, recipe, held_out=held_out)
+    memory, contexts = Memory(), []
+    saved = running.load()
+    if saved is not None:
+        record, kept = training.load(saved)
+        contexts = [kept.pop("contexts")] if "contexts" in kept else []
+        memory = Memory.loaded(kept)
+    with _audit(arm, training, memory) as audit:
+        while not training.done:
+            training.step()
+            if isinstance(optimizer, hu.WriteBack):
+                ends = sum(row.endpoint for row in optimizer.events.rows)
+                record["most_endpoint"] = max(record["most_endpoint"], ends)
+            if recipe.evaluates(training.update):
+                found, apart = _evaluation(training)
+                record["evaluations"].append(found)
+                contexts.append(torch.from_numpy(apart)[None])
+            if training.update % arm.save_every == 0:
+                audit.commit()
+                more = {"contexts": torch.cat(contexts)} if contexts else {}
+                running.save(training.save(record, {**memory.save(), **more}))
+            running.progress(training.update, recipe.updates)
+    if contexts:
+        running.attach("contexts.safetensors", save_tensors({"loss": torch.cat(contexts)}))
+    trace = memory.trace
+    if arm.scores is not None:
+        record["sizes"] = {t["name"]: t["numel"] for t in trace.tensors}
+        sums = {name: torch.from_numpy(found) for name, found in trace.scores().items()}
+        running.attach("scores.safetensors", save_tensors(sums))
+    record.update(_counted(running, trace))
+    if arm.grid is not None:
+        _note_never_moved(record, trace)
+    return record
+
+
+def _audit(arm: Arm, training: Training, memory: Memory) -> hu.Audit:
+    """Every event of the matrices, kept in memory, from where the run is."""
+    scores = None if arm.scores is None else (arm.scores[0], 1, arm.scores[1])
+    return hu.Audit(
+        training.optimizer, arm.watched, model=training.model, out=memory, scores=scores,
+        params=lambda name, p: p.dim() >= 2, expected_never_moved=arm.grid is None,
+        resume=True, first_step=training.update + 1,
+    )  # fmt: skip
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted != "auto" or not torch.cuda.is_available():
+        return torch.device("cpu" if wanted == "auto" else wanted)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a worker's process is the cell's own
+    return torch.device("cuda")
+
+
+def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, Any]]:
+    loss, apart = training.evaluate_contexts()
+    found: dict[str, Json] = {"update": training.update, "loss": loss if math.isfinite(loss) else None}
+    if isinstance(training.optimizer, hu.WriteBack):
+        total = torch.zeros(len(kernels.AUDIT_COUNTS), dtype=torch.int64)
+        for slot in training.optimizer.slots:
+            q = slot.p.detach()
+            seen = kernels.audit(q, torch.zeros_like(q), [slot.grid], phase=False)
+            total += seen.counts[:, 0].sum(dim=0, dtype=torch.int64).cpu()
+        named = dict(zip(kernels.AUDIT_COUNTS, total.tolist(), strict=True))
+        found["occupancy"] = {kind: named[kind] for kind in OCCUPANCY}
+    return found, apart
+
+
+def _counted(running: Running, trace: Trace) -> dict[str, Json]:
+    """What the audit counted: what gates read by group, all of it in attachments."""
+    grids = _by_group(trace, trace.scan("grids").drop("frozen_decay", "frozen_gradient"), "grid")
+    grids = grids.with_columns(pl.col("grid").replace_strict(dict(enumerate(trace.grids))))
+    for name, table in (("grids", grids), ("groups", _by_group(trace, trace.scan("tensors").drop("lr")))):
+        made = io.BytesIO()
+        table.write_parquet(made, compression="zstd")
+        running.attach(f"{name}.parquet", made.getvalue())
+    frozen: dict[str, dict[str, list[int]]] = {grid: {} for grid in trace.grids}
+    for (grid, group), rows in grids.partition_by("grid", "group", as_dict=True).items():
+        frozen[str(grid)][str(group)] = rows["frozen"].to_list()
+    sizes: dict[str, int] = {}
+    for t in trace.tensors:
+        sizes[t["group"]] = sizes.get(t["group"], 0) + t["numel"]
+    return {"coordinates": sizes, "frozen": frozen}
+
+
+def _by_group(trace: Trace, table: pl.LazyFrame, *more: str) -> pl.DataFrame:
+    """Columns summed over the tensors of a group, in their order: a sum of floats may not depend on threads."""
+    tensors = pl.LazyFrame(
+        {"tensor": [t["id"] for t in trace.tensors], "group": [t["group"] for t in trace.tensors]},
+        schema={"tensor": pl.Int32, "group": pl.String},
+    )
+    keys = (*more, "group", "step")
+    rows = table.join(tensors, on="tensor").sort(*keys, "tensor").collect()
+    first = np.flatnonzero(rows.select(pl.struct(keys).is_first_distinct()).to_series().to_numpy())
+    summed = {
+        name: np.add.reduceat(rows[name].to_numpy(), first)
+        for name in rows.columns
+        if name not in (*keys, "tensor")
+    }
+    return rows[first].select(keys).with_columns(**summed)
+
+
+def _note_never_moved(record: dict[str, Json], trace: Trace) -> None:
+    """At every evaluation, by group: counts of the audit of the same update."""
+    table = _by_group(
+        trace,
+        trace.scan("grids")
+        .filter(pl.col("step").is_in([e["update"] for e in record["evaluations"]]))
+        .select("step", "tensor", "never_moved"),
+    )
+    for found in record["evaluations"]:
+        rows = table.filter(pl.col("step") == found["update"])
+        found["never_moved"] = dict(zip(rows["group"], rows["never_moved"], strict=True))
+
+
+def digest(model: Decoder) -> str:
+    """SHA-256 over the names and float32 bytes of all parameters."""
+    hashed = hashlib.sha256()
+    for name, p in model.named_parameters():
+        hashed.update(name.encode())
+        hashed.update(p.detach().cpu().contiguous().numpy().data)
+    return hashed.hexdigest()

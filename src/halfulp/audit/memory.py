@@ -1,0 +1,128 @@
+"""A recording that stays in memory: what ``Audit(out=Memory())`` writes to instead of a folder.
+
+``memory.trace`` is read like a trace that was opened. For a run that saves and resumes itself,
+:meth:`Memory.save` gives everything as tensors, and an audit goes on with ``Memory.loaded(tensors)``,
+``resume=True`` and ``first_step=``.
+
+>>> model = torch.nn.Linear(8, 8)
+>>> opt = torch.optim.SGD(model.parameters(), lr=1e-6)
+>>> memory = Memory()
+>>> import halfulp as hu
+>>> with hu.Audit(opt, "bf16", model=model, out=memory):
+...     _ = model(torch.ones(1, 8)).sum().backward()
+...     opt.step()
+>>> memory.trace.frozen("bf16").shape
+(1,)
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+
+from halfulp.trace import TABLES, Trace, check_same
+
+_MANIFEST, _TABLE, _STATE = "manifest", "table.", "state."
+
+
+@dataclass
+class Memory:
+    """Where an audit's rows go, in this process."""
+
+    manifest: dict[str, Any] = field(default_factory=dict)
+    parts: list[dict[str, pl.DataFrame]] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    last_step: int = 0
+
+    def begin(self, manifest: dict[str, Any]) -> Memory:
+        """Take up recording, under the settings that it was begun with."""
+        if self.manifest:
+            check_same("this memory", self.manifest, manifest)
+        self.manifest = self.manifest or manifest
+        return self
+
+    @property
+    def count(self) -> int:
+        """Parts so far."""
+        return len(self.parts)
+
+    def write_manifest(self) -> None:
+        """It is kept as it is."""
+
+    def commit(
+        self,
+        tables: dict[str, pl.DataFrame],
+        state: dict[str, torch.Tensor],
+        kept: dict[str, torch.Tensor] | None = None,
+        *,
+        last_step: int,
+    ) -> None:
+        """Keep the steps since the last part."""
+        self.parts.append(tables)
+        self.state = {name: value.clone() for name, value in state.items()}
+        self.last_step = last_step
+
+    def load_state(self) -> dict[str, torch.Tensor]:
+        """What a resumed recording needs."""
+        return dict(self.state)
+
+    def discard_if_empty(self) -> bool:
+        """There is no folder to remove."""
+        return not self.parts
+
+    @property
+    def trace(self) -> Trace:
+        """What was recorded, to be read."""
+        return MemoryTrace(Path("memory"), self.manifest, tuple(self.parts), self.state)
+
+    # ---- saving ----
+
+    def save(self) -> dict[str, torch.Tensor]:
+        """Everything, as tensors: the tables as the bytes of Parquet files."""
+        made = {_MANIFEST: _bytes(json.dumps({**self.manifest, "last_step": self.last_step}).encode())}
+        if self.parts:
+            for name in TABLES:
+                buffer = io.BytesIO()
+                pl.concat([part[name] for part in self.parts]).write_parquet(buffer)
+                made[_TABLE + name] = _bytes(buffer.getvalue())
+        return {**made, **{_STATE + name: value for name, value in self.state.items()}}
+
+    @classmethod
+    def loaded(cls, tensors: Mapping[str, torch.Tensor]) -> Memory:
+        """What :meth:`save` gave."""
+        manifest = json.loads(bytes(tensors[_MANIFEST].numpy()))
+        last = manifest.pop("last_step")
+        tables = {n: tensors[_TABLE + n] for n in TABLES if _TABLE + n in tensors}
+        part = {name: pl.read_parquet(io.BytesIO(bytes(t.numpy()))) for name, t in tables.items()}
+        state = {n.removeprefix(_STATE): t.clone() for n, t in tensors.items() if n.startswith(_STATE)}
+        return cls(manifest, [part] if part else [], state, last)
+
+
+@dataclass(frozen=True)
+class MemoryTrace(Trace):
+    """A trace whose parts are frames."""
+
+    parts: Any
+    state: dict[str, torch.Tensor]
+
+    def scan(self, table: str = "grids") -> pl.LazyFrame:
+        self._check(table)
+        return pl.concat([part[table] for part in self.parts]).lazy()
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps[-1])
+
+
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
