@@ -26,7 +26,7 @@ class Here:
         self.saved: bytes | None = None
         self.left = stop_after
         self.records: dict[str, dict[str, Any]] = {}
-        self.files: dict[str, dict[str, dict[str, bytes]]] = {}
+        self.files: Files = {}
         self.attached: dict[str, bytes] = {}
 
     def data(self, name: str) -> Path:
@@ -68,10 +68,19 @@ def write_corpora(made: Path) -> Path:
     return made
 
 
-def run_all(study: Study, folder: Path) -> dict[str, dict[str, Any]]:
+Records = dict[str, dict[str, Any]]
+Files = dict[str, dict[str, dict[str, bytes]]]
+
+
+def run_all(study: Study, folder: Path) -> Records:
     """The records of all stages at the smallest scale."""
-    records: dict[str, dict[str, Any]] = {}
-    files: dict[str, dict[str, dict[str, bytes]]] = {}
+    return run_with_files(study, folder)[0]
+
+
+def run_with_files(study: Study, folder: Path) -> tuple[Records, Files]:
+    """The same, with what was attached to each."""
+    records: Records = {}
+    files: Files = {}
     for stage in study.stages:
         records[stage.name], files[stage.name] = {}, {}
         for cell in study.cells("smoke", stage.name):
@@ -80,4 +89,4 @@ def run_all(study: Study, folder: Path) -> dict[str, dict[str, Any]]:
             here.files = {name: files[name] for name in stage.reads}
             records[stage.name][cell.name] = json.loads(json.dumps(stage.run(here), allow_nan=False))
             files[stage.name][cell.name] = here.attached
-    return records
+    return records, files

@@ -1,177 +1,28 @@
-"""``char-gpt`` and ``matched-10k``: arms, estimands and gates; the paper's rows through the same gates."""
+"""``char-gpt`` and ``matched-10k``: declarations, estimands and gates; the paper's rows through the same gates."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from decoder_cells import Here, Stopped, run_all, write_corpora
+from decoder_cells import run_all, write_corpora
 
-import halfulp as hu
-from halfulp.audit.groups import CORE, group_of
-from halfulp.errors import UsageError
-from halfulp.models.decoder import Config, Decoder
-from halfulp.models.training import Recipe, Schedule, Training, adamw
-from halfulp.studies import arms, char_gpt, matched_10k
+from halfulp.arms import Arm, measures
+from halfulp.arms.bundle import Unit
+from halfulp.models.training import Schedule
+from halfulp.studies import char_gpt, matched_10k
 from halfulp.study.verdict import decide, evaluate
 
-MODEL = Config(layers=2, heads=2, width=32, context=16, vocabulary=65, hidden=64)
-RECIPE = Recipe(
-    schedule=Schedule(peak=6e-3, floor=6e-4, warmup=2, horizon=12), seed=3, updates=12, batch=3, context=16,
-    eval_every=5, eval_batches=2,
-)  # fmt: skip
-CORPUS = {"kind": "characters", "train": "tinyshakespeare.txt"}
+UNITS = tuple(matched_10k.RUNS.units)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text with an alphabet of 65, and the same as bytes and as token files."""
     return write_corpora(tmp_path_factory.mktemp("data"))
-
-
-def arm(**how: Any) -> dict[str, Any]:
-    given = {"seed": 7, "model": MODEL, "recipe": RECIPE, "corpus": CORPUS, "save_every": 1}
-    return arms.declare(**{**given, **how})
-
-
-KINDS = {
-    "fp32": {"audit": ["e5m2", "e4m3@128"]},
-    "projected": {"audit": ["e5m2"], "projected": "e5m2"},
-    "rne": {"grid": "e5m2", "policy": "rne"},
-    "sr": {"grid": "e4m3@128", "policy": "sr", "stream_seed": 8},
-}
-
-
-# ---- arms -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_interrupted_arm_leaves_the_same_record(kind: str, folder: Path) -> None:
-    """Stopped after each of its saves in turn, and taken up again: the record does not know."""
-    whole = arms.run(Here(arm(**KINDS[kind]), folder))
-    json.dumps(whole, allow_nan=False)
-    for k in range(1, RECIPE.updates + 1):
-        cell = Here(arm(**KINDS[kind]), folder, stop_after=k)
-        with pytest.raises(Stopped):
-            arms.run(cell)
-        assert arms.run(cell) == whole, k
-
-
-def test_reference_record_is_the_trace(folder: Path, tmp_path: Path) -> None:
-    """The counts of a float32 arm are those of an audit that writes a trace."""
-    record = arms.run(Here(arm(audit=["e5m2", "e4m3@128"]), folder))
-    model = Decoder(MODEL, seed=7)
-    run = Training(model, adamw(model, RECIPE), arms.open_corpus(Here({}, folder), CORPUS, 65)[0], RECIPE)
-    with hu.Audit(run.optimizer, ["e5m2", "e4m3@128"], model=model, out=tmp_path / "trace"):
-        while not run.done:
-            run.step()
-    trace = hu.Trace.open(tmp_path / "trace")
-    for grid in ("e5m2", "e4m3@128"):
-        for scope in ("attention", "mlp", "core", "embedding", "all-2d"):
-            assert np.array_equal(arms.frozen(record, grid, scope), trace.frozen(grid, scope)), (grid, scope)
-
-
-@pytest.mark.parametrize("kind", ["rne", "sr"])
-def test_outcome_record_is_what_happened(kind: str, folder: Path) -> None:
-    """Frozen, never moved and occupancy, recounted from the weights after every update."""
-    how = KINDS[kind]
-    record = arms.run(Here(arm(**how), folder))
-    train, held_out = arms.open_corpus(Here({}, folder), CORPUS, 65)
-    model = Decoder(MODEL, seed=7)
-    optimizer = hu.WriteBack(
-        adamw(model, RECIPE), how["grid"], how["policy"], model=model, seed=how.get("stream_seed", 0)
-    )
-    run = Training(model, optimizer, train, RECIPE, held_out=held_out)
-    names = [n for n, p in model.named_parameters() if p.dim() >= 2]
-
-    def now() -> dict[str, torch.Tensor]:
-        return {n: p.detach().clone() for n, p in model.named_parameters() if n in names}
-
-    q, ever = now(), {n: torch.zeros_like(p, dtype=torch.bool) for n, p in now().items()}
-    frozen: dict[str, list[int]] = {g: [] for g in record["coordinates"]}
-    grid = hu.grid(how["grid"])
-    most, evaluations = 0, []
-    while not run.done:
-        run.step()
-        after = now()
-        still = {n: q[n] == after[n] for n in names}
-        for group, series in frozen.items():
-            series.append(sum(int(still[n].sum()) for n in names if group_of(n, q[n]) == group))
-        ever = {n: ever[n] | ~still[n] for n in names}
-        q = after
-        ends = sum(int((q[n].abs() == grid.largest).sum()) for n in names)
-        most = max(most, ends)
-        if RECIPE.evaluates(run.update):
-            unmoved = {g: sum(int((~ever[n]).sum()) for n in names if group_of(n, q[n]) == g) for g in frozen}
-            small = sum(int(((q[n].abs() < grid.smallest_normal) & (q[n] != 0)).sum()) for n in names)
-            zero = sum(int((q[n] == 0).sum()) for n in names)
-            evaluations.append(
-                {
-                    "update": run.update, "loss": run.evaluate(), "never_moved": unmoved,
-                    "occupancy": {"endpoint": ends, "subnormal": small, "zero_code": zero},
-                }
-            )  # fmt: skip
-    assert record["frozen"] == {how["grid"]: frozen}
-    assert record["evaluations"] == evaluations
-    assert record["most_endpoint"] == most
-    core = [n for n in names if group_of(n, q[n]) in CORE]
-    share = sum(int((~ever[n]).sum()) for n in core) / sum(q[n].numel() for n in core)
-    assert arms.never_moved(record, "core") == share
-
-
-def test_matched_arms_start_alike(folder: Path) -> None:
-    """The same raw weights everywhere, the same codes in both write-backs and the projected anchor."""
-    found = {
-        kind: arms.run(Here(arm(**how), folder))
-        for kind, how in (
-            ("fp32", {}),
-            ("projected", {"projected": "e5m2"}),
-            ("rne", {"grid": "e5m2", "policy": "rne"}),
-            ("sr", {"grid": "e5m2", "policy": "sr"}),
-        )
-    }
-    assert len({r["initial"] for r in found.values()}) == 1
-    assert found["fp32"]["start"] == found["fp32"]["initial"]
-    codes = {found[kind]["start"] for kind in ("projected", "rne", "sr")}
-    assert len(codes) == 1
-    assert codes != {found["fp32"]["start"]}
-
-
-def test_corpora(folder: Path) -> None:
-    """Letters with a tenth held out, bytes of two files, token files; a small vocabulary is refused."""
-    cell = Here({}, folder)
-    train, held_out = arms.open_corpus(cell, CORPUS, 65)
-    assert (len(train), len(held_out)) == (5458, 607)
-    both = {"train": "tinyshakespeare.txt", "held_out": "held-out.txt"}
-    raw, other = arms.open_corpus(cell, {"kind": "bytes", **both}, 256)
-    assert raw[:5458].tolist() == (train + 33).tolist()
-    assert len(other) == 500
-    mapped, _ = arms.open_corpus(cell, {"kind": "bin", "train": "train.bin", "held_out": "val.bin"}, 65)
-    assert isinstance(mapped, np.memmap)
-    assert np.array_equal(mapped[:5458], train)
-    with pytest.raises(UsageError, match="65 characters, the model knows 64"):
-        arms.open_corpus(cell, CORPUS, 64)
-    with pytest.raises(UsageError, match="not 'words'"):
-        arms.open_corpus(cell, {"kind": "words", **both}, 65)
-
-
-def test_diverged_loss_is_null(folder: Path) -> None:
-    """A record holds no NaN: a loss that is not finite is missing, and no gate passes on it."""
-    recipe = replace(RECIPE, schedule=replace(RECIPE.schedule, peak=1e30, floor=0.0), clip=1e30)
-    record = arms.run(Here(arm(recipe=recipe), folder))
-    json.dumps(record, allow_nan=False)
-    assert arms.final_loss(record) is None
-
-
-def test_half_a_write_back_is_refused() -> None:
-    with pytest.raises(UsageError, match="both a grid and a policy"):
-        arm(grid="e5m2")
 
 
 # ---- declarations ---------------------------------------------------------------------------------------
@@ -182,21 +33,22 @@ def test_matched_cells_differ_only_in_policy(scale: str) -> None:
     study = matched_10k.STUDY
     assert [len(study.cells(scale, stage)) for stage in ("reference", "forecast", "outcome")] == [2, 4, 8]
     outcome = {cell.name: cell.config for cell in study.cells(scale, "outcome")}
-    for unit in matched_10k.UNITS:
+    for unit in UNITS:
         rne, sr = outcome[f"{unit}-rne"], outcome[f"{unit}-sr"]
-        assert {key for key in rne if rne[key] != sr[key]} == {"policy"}
+        assert {key for key in {**rne, **sr} if rne.get(key) != sr.get(key)} == {"policy"}
         seed = int(unit.partition("-")[2])
         assert sr["stream_seed"] == seed + 1
         (fp32,) = [c.config for c in study.cells(scale, "reference") if c.name == f"fp32-{seed}"]
         same = ("seed", "model", "recipe", "corpus", "device")
-        assert all(fp32[key] == rne[key] for key in same)
-        assert fp32["projected"] is None  # the raw anchor
+        assert all(fp32.get(key) == rne.get(key) for key in same)
+        assert "projected" not in fp32  # the raw anchor
+        assert fp32["audit"] == ["e5m2", "e4m3@128"]
 
 
 def test_matched_paper_scale_is_the_papers() -> None:
     """Appendix C: GPT-2 124M, batch 12, context 1024, 10k cosine, evaluations every 250 on 8 batches."""
-    config = matched_10k.STUDY.cells("paper", "outcome")[0].config
-    recipe, model = Recipe.from_json(config["recipe"]), Config(**config["model"])
+    arm = Arm.from_json(matched_10k.STUDY.cells("paper", "outcome")[0].config)
+    recipe, model = arm.recipe, arm.model
     assert (model.layers, model.heads, model.width, model.vocabulary) == (12, 12, 768, 50304)
     assert (recipe.batch, recipe.context, recipe.updates, recipe.eval_every) == (12, 1024, 10_000, 250)
     assert (recipe.eval_batches, recipe.eval_seed, recipe.betas) == (8, 4242, (0.9, 0.95))
@@ -209,8 +61,10 @@ def test_matched_paper_scale_is_the_papers() -> None:
 def test_char_gpt_paper_scale_is_the_papers() -> None:
     """Appendix B: four layers, four heads, 128, context 128, batch 32, 3000 updates."""
     reference, outcome = (char_gpt.STUDY.cells("paper", s)[0].config for s in ("reference", "outcome"))
-    assert {key for key in reference if reference[key] != outcome[key]} == {"audit", "grid", "policy"}
-    recipe, model = Recipe.from_json(outcome["recipe"]), Config(**outcome["model"])
+    both = {*reference, *outcome}
+    differ = {key for key in both if reference.get(key) != outcome.get(key)}
+    assert differ == {"audit", "grid", "policy", "stream_seed"}
+    recipe, model = Arm.from_json(outcome).recipe, Arm.from_json(outcome).model
     assert (model.layers, model.heads, model.width, model.context) == (4, 4, 128, 128)
     assert (recipe.batch, recipe.context, recipe.updates, recipe.clip) == (32, 128, 3000, 1.0)
     assert recipe.schedule == Schedule(peak=6e-4, floor=6e-5, warmup=100, horizon=3000)
@@ -235,15 +89,17 @@ def test_char_gpt_smoke(char_records: dict[str, dict[str, Any]]) -> None:
     assert values["matched"] == {"seed-1337": 1.0, "seed-1338": 1.0}
     assert all(v is not None for v in values["loss-fp32"].values())
     assert decide(char_gpt.STUDY, values).label != "not matched"
-    table = char_gpt.STUDY.tables["crossings"](char_records)
-    assert [len(row) for row in table.rows] == [len(table.columns)] * 2
+    for name, make in char_gpt.STUDY.tables.items():
+        table = make(char_records)
+        assert table.rows, name
+        assert all(len(row) == len(table.columns) for row in table.rows), name
     assert {type(claim.ours(char_records)) for claim in char_gpt.PAPER} <= {float, int, type(None)}
 
 
 def test_matched_smoke(matched_records: dict[str, dict[str, Any]]) -> None:
     values = evaluate(matched_10k.STUDY.estimands, matched_records)
-    assert values["matched"] == dict.fromkeys(sorted(matched_10k.UNITS), 1.0)
-    for unit in matched_10k.UNITS:
+    assert values["matched"] == dict.fromkeys(sorted(UNITS), 1.0)
+    for unit in UNITS:
         rne, sr, r = (values[name][unit] for name in ("gap-rne", "gap-sr", "recovery"))
         assert rne is not None
         assert sr is not None
@@ -271,12 +127,25 @@ def test_figures(char_records: dict[str, Any], matched_records: dict[str, Any], 
 
 def test_recovery_over_time(matched_records: dict[str, dict[str, Any]]) -> None:
     """Early is the first evaluation after 30%: update 11 of 20 here, 3001 of 10,000 in the paper."""
-    run = matched_records["outcome"]["e5m2-1337-rne"]
-    assert matched_10k.early_update(run) == 11
+    unit = Unit(matched_10k.RUNS, matched_records, "e5m2-1337")
+    assert measures.early_update(unit, "rne", 0.3) == 11
     paper = {"updates": 10_000, "evaluations": [{"update": u, "loss": 1.0} for u in range(1, 10_000, 250)]}
-    assert matched_10k.early_update(paper) == 3001
-    at = matched_10k.early_recovery(matched_records, "e5m2-1337")
-    assert at == matched_10k.recovery(matched_records, "e5m2-1337", 11)
+    other = Unit(matched_10k.RUNS, {"outcome": {"e5m2-1337-rne": paper}}, "e5m2-1337")
+    assert measures.early_update(other, "rne", 0.3) == 3001
+    assert measures.early_recovery(unit, "sr", 0.3) == measures.recovery(unit, "sr", 11)
+
+
+def test_added_value_is_of_the_reference(matched_records: dict[str, dict[str, Any]]) -> None:
+    """The symmetric and the scalar forecast are in every forecast, and the gate is computed from them."""
+    found = evaluate(matched_10k.STUDY.estimands, matched_records)["added-value"]
+    for name in UNITS:
+        unit = Unit(matched_10k.RUNS, matched_records, name)
+        told = matched_records["forecast"][name]
+        assert set(told["symmetric"]) == set(told["rho"]) == set(matched_10k.RUNS.scopes)
+        c = measures.comparison(unit, "core")
+        assert c.symmetric_rmse is not None
+        assert c.rho_rmse is not None
+        assert found[name] == c.rmse / min(c.symmetric_rmse, c.rho_rmse)
 
 
 def broken(records: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -352,6 +221,7 @@ def test_paper_rows_give_the_papers_decision() -> None:
         "recovered[e5m2-1337]": False, "recovered[e5m2-1338]": False,
         "recovered[e4m3-1337]": True, "recovered[e4m3-1338]": True,
         "recovered-all": False, "material": True, "accurate": True, "matched": True,
+        "added-value": False,  # the paper's records do not tell
     }  # fmt: skip
     assert decision.label == "90% recovered on e4m3@128 only"
 
@@ -368,9 +238,9 @@ def test_paper_rows_give_the_papers_decision() -> None:
 )
 def test_matched_labels(recoveries: tuple[float | None, ...], label: str) -> None:
     values = {
-        "recovery": dict(zip(matched_10k.UNITS, recoveries, strict=True)),
-        "gap-rne": dict.fromkeys(matched_10k.UNITS, 1.0),
-        "matched": dict.fromkeys(matched_10k.UNITS, 1.0),
+        "recovery": dict(zip(UNITS, recoveries, strict=True)),
+        "gap-rne": dict.fromkeys(UNITS, 1.0),
+        "matched": dict.fromkeys(UNITS, 1.0),
     }
     assert decide(matched_10k.STUDY, values).label == label
     values["gap-rne"]["e5m2-1338"] = 0.1
@@ -386,9 +256,9 @@ def test_char_gpt_paper_rows() -> None:
     told = {"seed-1337": 1640, "seed-1338": 1669}
     seen = {"seed-1337": 1644, "seed-1338": 1666}
     records = {
-        "forecast": {cell: {"persistent": at} for cell, at in told.items()},
+        "forecast": {cell: {"frozen": [x / 10 for x in trajectory(at)]} for cell, at in told.items()},
         "outcome": {
-            cell: {"coordinates": {"mlp": 10}, "frozen": {"m7": {"mlp": trajectory(at)}}}
+            cell: {"coordinates": {"mlp": 10}, "grid": "m7", "frozen": {"m7": {"mlp": trajectory(at)}}}
             for cell, at in seen.items()
         },
     }

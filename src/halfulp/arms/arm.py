@@ -18,7 +18,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from halfulp.errors import UsageError
@@ -68,6 +68,7 @@ class Arm:
     save_every: int = 200
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", replace(self.recipe, seed=self.seed))
         if (self.grid is None) != (self.policy is None):
             raise UsageError("a write-back needs both a grid and a policy.")
         kind = None if self.policy is None else parsed(self.policy)[0]
@@ -84,17 +85,17 @@ class Arm:
         return self.audit if self.grid is None else (self.grid,)
 
     def to_json(self) -> dict[str, Json]:
-        """What differs from the defaults."""
-        return compact(self)
+        """What differs from the defaults; the recipe's seed is the arm's."""
+        return {**compact(self), "recipe": compact(replace(self.recipe, seed=Recipe.seed))}
 
     @classmethod
     def from_json(cls, config: Mapping[str, Json]) -> Arm:
         """From :meth:`to_json`; what is left out is at its default."""
         made = dict(config)
         made["model"] = Config(**made["model"])
-        recipe = {k: v for k, v in made["recipe"].items() if k != "seed"}
-        recipe["schedule"] = Schedule(**recipe["schedule"])
-        made["recipe"] = Recipe(**{**recipe, "betas": tuple(recipe.get("betas", Recipe.betas))})
+        recipe = {"betas": Recipe.betas, **made["recipe"]}
+        recipe.update(schedule=Schedule(**recipe["schedule"]), betas=tuple(recipe["betas"]))
+        made["recipe"] = Recipe(**recipe)
         for name in ("audit", "scores"):
             if made.get(name) is not None:
                 made[name] = tuple(made[name])

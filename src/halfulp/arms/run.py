@@ -17,10 +17,10 @@ A cell saves itself every ``save_every`` updates, counts included, and goes on f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from halfulp import kernels
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import open_corpus
 from halfulp.arms.masks import read_mask
+from halfulp.audit.groups import group_of
 from halfulp.audit.memory import Memory
 from halfulp.models.decoder import Decoder
 from halfulp.models.training import Training, adamw, project
@@ -48,13 +49,13 @@ OCCUPANCY = ("endpoint", "subnormal", "zero_code")
 def run(running: Running) -> dict[str, Json]:
     """Train an arm; its record."""
     arm = Arm.from_json(running.config)
-    recipe = replace(arm.recipe, seed=arm.seed)
+    recipe = arm.recipe
     train, held_out = open_corpus(running, arm.corpus, arm.model.vocabulary)
     model = Decoder(arm.model, seed=arm.seed, device=_device(arm.device))
     record: dict[str, Json] = {
         "seed": arm.seed, "grid": arm.grid, "policy": arm.policy or "fp32", "projected": arm.projected,
         "updates": recipe.updates, "warmup": recipe.schedule.warmup, "initial": digest(model),
-        "most_endpoint": 0, "evaluations": [],
+        "coordinates": _sizes(model), "frozen": {}, "most_endpoint": 0, "evaluations": [],
     }  # fmt: skip
     if arm.projected:
         project(model, arm.projected)
@@ -87,25 +88,42 @@ def run(running: Running) -> dict[str, Json]:
                 record["evaluations"].append(found)
                 contexts.append(torch.from_numpy(apart)[None])
             if training.update % arm.save_every == 0:
-                audit.commit()
+                if audit is not None:
+                    audit.commit()
                 more = {"contexts": torch.cat(contexts)} if contexts else {}
                 running.save(training.save(record, {**memory.save(), **more}))
             running.progress(training.update, recipe.updates)
     if contexts:
         running.attach("contexts.safetensors", save_tensors({"loss": torch.cat(contexts)}))
+    if not arm.watched:
+        return record
     trace = memory.trace
     if arm.scores is not None:
         record["sizes"] = {t["name"]: t["numel"] for t in trace.tensors}
         sums = {name: torch.from_numpy(found) for name, found in trace.scores().items()}
         running.attach("scores.safetensors", save_tensors(sums))
-    record.update(_counted(running, trace))
+    record["frozen"] = _counted(running, trace)
     if arm.grid is not None:
         _note_never_moved(record, trace)
     return record
 
 
-def _audit(arm: Arm, training: Training, memory: Memory) -> hu.Audit:
-    """Every event of the matrices, kept in memory, from where the run is."""
+def _sizes(model: Decoder) -> dict[str, int]:
+    """Coordinates of the matrices, by group."""
+    sizes: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        if p.dim() >= 2:
+            group = group_of(name, p)
+            sizes[group] = sizes.get(group, 0) + p.numel()
+    return sizes
+
+
+def _audit(
+    arm: Arm, training: Training, memory: Memory
+) -> contextlib.AbstractContextManager[hu.Audit | None]:
+    """Every event of the matrices on the watched grids, kept in memory, from where the run is."""
+    if not arm.watched:
+        return contextlib.nullcontext()
     scores = None if arm.scores is None else (arm.scores[0], 1, arm.scores[1])
     return hu.Audit(
         training.optimizer, arm.watched, model=training.model, out=memory, scores=scores,
@@ -135,8 +153,8 @@ def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, An
     return found, apart
 
 
-def _counted(running: Running, trace: Trace) -> dict[str, Json]:
-    """What the audit counted: what gates read by group, all of it in attachments."""
+def _counted(running: Running, trace: Trace) -> dict[str, dict[str, list[int]]]:
+    """What the audit counted, attached; and, for the record, coordinates left unchanged by grid and group."""
     grids = _by_group(trace, trace.scan("grids").drop("frozen_decay", "frozen_gradient"), "grid")
     grids = grids.with_columns(pl.col("grid").replace_strict(dict(enumerate(trace.grids))))
     for name, table in (("grids", grids), ("groups", _by_group(trace, trace.scan("tensors").drop("lr")))):
@@ -146,10 +164,7 @@ def _counted(running: Running, trace: Trace) -> dict[str, Json]:
     frozen: dict[str, dict[str, list[int]]] = {grid: {} for grid in trace.grids}
     for (grid, group), rows in grids.partition_by("grid", "group", as_dict=True).items():
         frozen[str(grid)][str(group)] = rows["frozen"].to_list()
-    sizes: dict[str, int] = {}
-    for t in trace.tensors:
-        sizes[t["group"]] = sizes.get(t["group"], 0) + t["numel"]
-    return {"coordinates": sizes, "frozen": frozen}
+    return frozen
 
 
 def _by_group(trace: Trace, table: pl.LazyFrame, *more: str) -> pl.DataFrame:

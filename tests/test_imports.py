@@ -1,0 +1,97 @@
+"""Imports point one way: every package of halfulp knows only those to its left, lazy imports included."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import halfulp
+
+ROOT = Path(halfulp.__file__).parent
+
+ORDER = (
+    ("text",),
+    ("errors",),
+    ("canonical", "files"),
+    ("documents", "tensors"),
+    ("grids", "streams"),
+    ("kernels",),
+    ("events", "measures", "sharding"),
+    ("trace",),
+    ("writeback",),
+    ("audit",),
+    ("masks",),
+    ("study",),
+    ("drawing",),
+    ("models", "data"),
+    ("arms",),
+    ("studies",),
+    ("report",),
+    ("integrations",),
+    ("demo",),
+    ("cli",),
+)
+"""Leftmost first; those in one place know nothing of each other."""
+PLACE = {name: i for i, names in enumerate(ORDER) for name in names}
+
+
+def package(module: str) -> str:
+    """The package of halfulp that a module belongs to; empty for halfulp itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = ("halfulp", *path.relative_to(ROOT).with_suffix("").parts)
+        found.append((".".join(p for p in parts if p != "__init__"), path))
+    return found
+
+
+def imported(tree: ast.AST, known: set[str]) -> set[str]:
+    """The modules of halfulp that a module imports, anywhere in it but for type checkers."""
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if a.name.split(".")[0] == "halfulp"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "halfulp":
+            for a in node.names:
+                inner = f"{node.module}.{a.name}"
+                found.add(inner if inner in known else str(node.module))
+    return found
+
+
+ALL = modules()
+KNOWN = {name for name, _ in ALL}
+EDGES = [
+    (name, other)
+    for name, path in ALL
+    for other in sorted(imported(ast.parse(path.read_text(encoding="utf-8")), KNOWN))
+]
+
+
+def test_every_package_has_a_place() -> None:
+    assert {package(name) for name in KNOWN} - {""} == set(PLACE)
+
+
+@pytest.mark.parametrize("name", sorted({package(n) for n in KNOWN} - {""}))
+def test_imports_point_one_way(name: str) -> None:
+    """halfulp itself only gathers names, so nothing inside imports it."""
+    wrong = [
+        (here, other)
+        for here, other in EDGES
+        if package(here) == name
+        and package(other) != name
+        and (package(other) == "" or PLACE[package(other)] >= PLACE[name])
+    ]
+    assert not wrong
