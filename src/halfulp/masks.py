@@ -19,18 +19,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 
-from halfulp.errors import CorruptionError, UsageError, VersionError
+from halfulp import files, tensors
+from halfulp.documents import Fields, parsed
+from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
 from halfulp.kernels import SCORES, TILE, tiles_of
 from halfulp.streams import Stream
-from halfulp.trace import Trace, load_tensors, write_aside
+from halfulp.trace import Trace
 from halfulp.writeback import TileMaster
 
 Array = npt.NDArray[Any]
 
-FORMAT = 1
+FORMAT, READ = 2, (1, 2)
+KEY = "halfulp.mask"
 MASTER_BYTES = 4
 RANDOM = "random"
 
@@ -78,37 +79,54 @@ class Mask:
         return TileMaster(self.tiles, **options)
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file; it appears whole."""
+        """One safetensors file with its digest; it appears whole."""
+        wrong = _unfit(self.tiles, self.sizes, self.budget)
+        if wrong:
+            raise UsageError(f"this mask cannot be saved: {wrong}.")
         told = {"format": FORMAT, "score": self.score, "budget": self.budget, "sizes": self.sizes}
-        write_aside(Path(path), save(self.tiles, {"halfulp.mask": json.dumps(told)}))
+        files.put(Path(path), tensors.content(self.tiles, {KEY: json.dumps(told)}))
 
     @classmethod
     def load(cls, path: str | Path) -> Mask:
         """A saved mask; anything else is refused."""
-        tiles = load_tensors(Path(path))
-        with safe_open(path, framework="pt") as file:
-            told = (file.metadata() or {}).get("halfulp.mask")
-        if told is None:
+        tiles, metadata = tensors.read(Path(path), follow=True)
+        if KEY not in metadata:
             raise CorruptionError(f"{path} is a safetensors file, but not a mask of halfulp's.")
-        try:
-            found = json.loads(told)
-            if found["format"] != FORMAT:
-                raise VersionError(
-                    f"{path} is a mask of format {found['format']!r}; this halfulp reads {FORMAT}."
-                )
-            made = cls(tiles=tiles, sizes=found["sizes"], score=found["score"], budget=found["budget"])
-            if set(made.sizes) != set(tiles) or not _fit(tiles, made.sizes):
-                raise ValueError("tiles and sizes do not match")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CorruptionError(f"{path}: what it says of its tensors cannot be read: {error}.") from None
+        found = Fields(parsed(metadata[KEY], path, "a mask of halfulp's"), str(path))
+        version = found.values.get("format")
+        if type(version) is not int or version not in READ:
+            raise VersionError(
+                f"{path} is a mask of format {version!r}; this halfulp reads {' and '.join(map(str, READ))}."
+            )
+        if (tensors.DIGEST in metadata) != (version >= 2):
+            raise TamperingError(f"{path} is a mask of format {version}: its digest was removed or added.")
+        sizes = found.within("sizes")
+        made = cls(
+            tiles=tiles,
+            sizes={name: sizes.whole(name) for name in sizes.values},
+            score=found.text("score", 200),
+            budget=found.whole("budget"),
+        )
+        wrong = _unfit(tiles, made.sizes, made.budget)
+        if wrong:
+            raise CorruptionError(f"{path} is not a whole mask: {wrong}.")
         return made
 
 
-def _fit(tiles: Mapping[str, torch.Tensor], sizes: Mapping[str, Any]) -> bool:
-    return all(
-        isinstance(sizes[name], int) and t.dtype == torch.bool and t.numel() == tiles_of(sizes[name])
-        for name, t in tiles.items()
+def _unfit(tiles: Mapping[str, torch.Tensor], sizes: Mapping[str, int], budget: int) -> str | None:
+    """What is wrong with a mask, if something is."""
+    if set(sizes) != set(tiles):
+        return f"it has tiles of {sorted(tiles)} and sizes of {sorted(sizes)}"
+    for name, t in tiles.items():
+        if t.dtype != torch.bool or t.dim() != 1 or len(t) != tiles_of(sizes[name]):
+            return (
+                f"{name!r} of {sizes[name]:,} coordinates has {tuple(t.shape)} of {t.dtype}, expected "
+                f"{tiles_of(sizes[name])} booleans"
+            )
+    spent = sum(
+        MASTER_BYTES * int(tile_sizes(sizes[name])[t.cpu().numpy()].sum()) for name, t in tiles.items()
     )
+    return None if spent <= budget else f"its tiles take {spent:,} bytes, which is above its budget of {budget:,}"
 
 
 def tile_sizes(numel: int) -> Array:

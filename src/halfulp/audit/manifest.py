@@ -17,7 +17,7 @@ from halfulp.writeback.optimizer import WriteBack
 
 def begun(grids: Iterable[Grid], every: int, options: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """The manifest of a trace before its first step; tensors and optimizers come with that."""
-    return {
+    made = {
         "kind": "halfulp.trace",
         "format": FORMAT,
         "halfulp": halfulp.__version__,
@@ -35,6 +35,18 @@ def begun(grids: Iterable[Grid], every: int, options: dict[str, Any], run: dict[
         },
         "run": run,
     }
+    return {key: _encodable(value) for key, value in made.items()}
+
+
+def _encodable(value: Any) -> Any:
+    """The same with text that UTF-8 can hold: arguments that are no text come as halves of surrogates."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list | tuple):
+        return [_encodable(v) for v in value]
+    if isinstance(value, dict):
+        return {_encodable(k): _encodable(v) for k, v in value.items()}
+    return value
 
 
 def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -49,4 +61,5 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         {str(k): str(v) for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
-    return {"class": type(optimizer).__name__, **wraps, "defaults": defaults, "groups": groups}
+    made = {"class": type(optimizer).__name__, **wraps, "defaults": defaults, "groups": groups}
+    return {key: _encodable(value) for key, value in made.items()}

@@ -31,15 +31,18 @@ from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import name_parameters
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
 from halfulp.audit.watched import Watched, check_shard
-from halfulp.errors import UsageError
+from halfulp.canonical import LARGEST
+from halfulp.errors import HalfulpError, UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
-from halfulp.trace import Trace, TraceWriter
+from halfulp.trace import MOST_ROWS, Trace, TraceWriter
 from halfulp.writeback.optimizer import WriteBack, _decoupled
 from halfulp.writeback.sharding import is_sharded, reduce_sum
 
 WRITING_SHARE = 0.01
 """Parts are written less often than every ``part_seconds`` if that took more than this share of the time."""
+PART_ROWS = MOST_ROWS // 2
+"""A part is written when its largest table has this many rows, however few steps those are."""
 
 
 class Audit:
@@ -135,6 +138,8 @@ class Audit:
         self._opened, self._writing = 0.0, 0.0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
+        self.trouble: str | None = None
+        """Why the trace ends before the run, if it could not be written; the run itself goes on."""
 
     # ---- attaching ----
 
@@ -181,6 +186,8 @@ class Audit:
         self._hooks.detach()
         self._finish()
         self.commit()
+        if self._writer is not None:
+            self._writer.close()
 
     @property
     def writes(self) -> bool:
@@ -188,8 +195,8 @@ class Audit:
         return self._writer is not None
 
     def discard_if_empty(self) -> bool:
-        """Remove the trace's folder if nothing was recorded into it."""
-        return self._writer is not None and self._writer.discard_if_empty()
+        """Remove the trace's folder if nothing was recorded into it; one that says why is kept."""
+        return self._writer is not None and self.trouble is None and self._writer.discard_if_empty()
 
     def log(self, loss: torch.Tensor | float, step: int | None = None) -> None:
         """Tell the audit the loss of the coming step; the mean is recorded if it is told several times.
@@ -233,6 +240,8 @@ class Audit:
         self.seconds += time.perf_counter() - start
 
     def _due(self, step: int) -> bool:
+        if self.trouble is not None and not self.listeners and _world() == 1:
+            return False  # nobody would hear of it; ranks that share a tensor go on together
         return step > self._skip_until and (step - 1) % self.every == 0
 
     def _finish(self) -> None:
@@ -299,13 +308,20 @@ class Audit:
             self._batches += batches([self.watched[p] for p in chosen])
         if self._writer is not None:
             told = self._writer.manifest
-            inventory = {t["id"]: t for t in told["tensors"]}
-            inventory.update({w.id: w.inventory() for w in self.watched.values()})
+            inventory = {w.id: w.inventory() for w in self.watched.values()}
+            for listed in told["tensors"]:  # parts are bound to what is listed, so that stays
+                here = inventory.get(listed["id"], listed)
+                for key in (k for k in listed if k != "device" and listed[k] != here[k]):
+                    raise UsageError(
+                        f"cannot resume {self.out}: {listed['name']!r} has {key} {listed[key]!r} there, but "
+                        f"{here[key]!r} here."
+                    )
+                inventory[listed["id"]] = listed
             told["tensors"] = [inventory[i] for i in sorted(inventory)]
             told["grids"] = [g.name for g in self.grids]
             told["optimizers"] = [manifest.described(o) for o in self._seen]
             told["options"].update(never_moved=self.never_moved, expected_never_moved=self.expected)
-            self._writer.write_manifest()
+            self._written(self._writer.write_manifest)
 
     def _drop_unfit(self, params: list[torch.Tensor]) -> None:
         """Leave out grids that some parameter's dtype cannot hold."""
@@ -399,7 +415,7 @@ class Audit:
             gradient = w.gradient()
             if first <= self.step <= last and gradient is not None:
                 w.scores += kernels.score(w.before, gradient, after, grid, after=True).cpu()
-        if self.keep and self._writer is not None:
+        if self.keep and self._writer is not None and self.trouble is None:
             for what, value in (("before", w.before), ("after", after)):
                 copy = value.clone(memory_format=torch.contiguous_format)
                 self._kept.setdefault(f"{w.id}.{what}", []).append(copy)
@@ -438,7 +454,8 @@ class Audit:
     def _commit_if_due(self) -> None:
         enough = max(self.part_seconds, self._writing / WRITING_SHARE)
         late = time.monotonic() - self._opened > enough and _world() == 1
-        if late or len({r.step for r in self._rows}) >= self.part_steps:
+        many = sum(len(r.ids) for r in self._rows) * len(self.grids) >= PART_ROWS
+        if late or many or len({r.step for r in self._rows}) >= self.part_steps:
             self.commit()
 
     def commit(self) -> None:
@@ -447,19 +464,31 @@ class Audit:
         rows, kept = self._rows, self._kept
         losses = {row.step: self._loss(row.step) for row in rows}
         self._rows, self._losses, self._kept = [], {}, {}
-        if not rows or self._writer is None:
+        if not rows or self._writer is None or self.trouble is not None:
             return
         state: dict[str, torch.Tensor] = {}
         for w in self.watched.values():
             state.update(w.state())
         start = time.monotonic()
-        self._writer.commit(
-            tables(rows, losses, len(self.grids)),
-            state,
-            {name: torch.stack(values) for name, values in kept.items()},
-            last_step=rows[-1].step,
-        )
+        made, weights = tables(rows, losses, len(self.grids)), {n: torch.stack(v) for n, v in kept.items()}
+        self._written(self._writer.commit, made, state, weights, last_step=rows[-1].step)
         self._writing = time.monotonic() - start
+
+    def _written(self, write: Callable[..., None], *what: Any, **options: Any) -> None:
+        """Write to the trace; if that fails, step aside: the training is not the audit's to stop."""
+        if self._writer is None or self.trouble is not None:
+            return
+        try:
+            write(*what, **options)
+        except (HalfulpError, OSError) as error:
+            last = self._writer.last_step
+            self.trouble = (
+                f"the trace {self.out} could not be written at step {self.step}: {error} It ends at step {last}; "
+                "the run went on without it."
+            )
+            print(f"halfulp: {self.trouble}", file=sys.stderr, flush=True)
+            self._writer.note_trouble(self.trouble)
+            self._rows, self._losses, self._kept = [], {}, {}
 
     def _manifest(self) -> dict[str, Any]:
         options = {
@@ -469,7 +498,7 @@ class Audit:
             "expected_never_moved": self.expected,
             "keep": self.keep,
             "scores": list(self.scores) if self.scores else None,
-            "seed": self.seed,
+            "seed": self.seed if abs(self.seed) <= LARGEST else str(self.seed),
         }
         return manifest.begun(self.grids, self.every, options, self.describe)
 

@@ -228,14 +228,14 @@ def gather(trace: Trace) -> Gathered:
     counts = {c: np.zeros((n, k, g)) for c in columns}
     sizes, idle, last_never = np.zeros((n, k)), np.zeros((n, k)), np.zeros((m, g))
     binned, there, zeros = np.zeros((len(starts), m, g)), np.zeros((len(starts), m)), np.zeros(m)
-    for part in trace.parts:
-        at, tensor, frame = _rows(part / "tensors.parquet", steps, place, ["zero_proposal"])
+    for by_tensor, by_grid in zip(trace.table_files("tensors"), trace.table_files("grids"), strict=True):
+        at, tensor, frame = _rows(by_tensor, steps, place, ["zero_proposal"])
         zero = frame["zero_proposal"].to_numpy() * full[tensor]
         _add(sizes, at * k + class_of[tensor], recorded[tensor])
         _add(idle, at * k + class_of[tensor], zero)
         _add(there, bin_of[at] * m + tensor)
         _add(zeros, tensor, zero)
-        at, tensor, frame = _rows(part / "grids.parquet", steps, place, ["grid", *columns])
+        at, tensor, frame = _rows(by_grid, steps, place, ["grid", *columns])
         grid = frame["grid"].to_numpy()
         cell = (at * k + class_of[tensor]) * g + grid
         for column in columns:

@@ -1,29 +1,9 @@
-"""A trace on disk: what every grid would do to every step of a run.
-
-A folder, readable at any moment::
-
-    manifest.json                what was recorded: version, grids, tensors, optimizer, environment
-    parts/000000/                some steps; the folder appears whole, by a rename
-        grids.parquet            step, tensor, grid -> counts
-        tensors.parquet          step, tensor -> sums, rate
-        run.parquet              step -> loss
-        state.safetensors        what a resumed recording needs, and the scores (newest part only)
-        kept.safetensors         weights before and after every step, if they were kept
-        digests.json             SHA-256 of the files beside it
-
-A crash loses at most the steps of the part that was open. Tables open as they are in polars, pandas and
-DuckDB (``parts/*/grids.parquet``). There is no pickle anywhere.
-"""
+"""Reading a trace: opening checks what it says and binds its parts; the rest is questions to its tables."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,171 +12,42 @@ import numpy.typing as npt
 import polars as pl
 import torch
 
+from halfulp import files, tensors
 from halfulp.audit.crossings import Crossing, crossing
 from halfulp.audit.groups import CORE
 from halfulp.audit.measures import scalar_rho_map
-from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
+from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
+from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError
 from halfulp.grids import grid as named
+from halfulp.trace.schema import (
+    DIGESTS,
+    KEPT,
+    MOST_ROWS,
+    STATE,
+    TABLES,
+    TROUBLE_KIND,
+    Part,
+    Parts,
+    listed_parts,
+    read_manifest,
+)
 
-FORMAT = 1
-TABLES = ("grids", "tensors", "run")
-STATE, KEPT = "state.safetensors", "kept.safetensors"
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
 SERIES = (*COUNTS, "phase", "expected", "frozen_decay", "frozen_gradient")
+SCHEMAS: dict[str, dict[str, pl.DataType | type[pl.DataType]]] = {
+    "grids": {
+        "step": pl.Int64, "tensor": pl.Int32, "grid": pl.Int16,
+        **{name: pl.Float64 if name == "expected" else pl.Int64 for name in SERIES},
+    },
+    "tensors": {
+        "step": pl.Int64, "tensor": pl.Int32, "zero_proposal": pl.Int64, "nonfinite": pl.Int64,
+        "weight_sq": pl.Float64, "proposal_sq": pl.Float64, "lr": pl.Float64,
+    },
+    "run": {"step": pl.Int64, "loss": pl.Float64},
+}  # fmt: skip
 Array = npt.NDArray[Any]
 Scope = str | Sequence[int]
 """A scope by name, or the ids of its tensors."""
-
-
-def digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_aside(path: Path, content: str | bytes) -> None:
-    """Replace a file in one go."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(aside, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def free_folder(path: Path) -> Path:
-    """A folder that is not taken: this one, or ``path-2``, ``path-3`` beside it."""
-    return _beside(path)[-1]
-
-
-def newest_folder(path: Path) -> Path:
-    """The last of these that is taken; the first if none is."""
-    return _beside(path)[-2:][0]
-
-
-def _beside(path: Path) -> list[Path]:
-    """The folder and those that were made beside it because it was taken, up to the first that is free."""
-    found = [path]
-    while found[-1].exists():
-        found.append(path.with_name(f"{path.name}-{len(found) + 1}"))
-    return found
-
-
-# ---- writing -----------------------------------------------------------------------------------------
-
-
-class TraceWriter:
-    """Appends parts to a trace folder."""
-
-    def __init__(self, path: Path, manifest: dict[str, Any], *, resume: bool = False) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.last_step, self.count = 0, 0
-        if (path / "manifest.json").exists():
-            if not resume:
-                raise UsageError(
-                    f"{path} holds a trace already. Choose another folder, remove it, or resume it "
-                    "(resume=True)."
-                )
-            found = Trace.open(path)
-            _check_same(path, found.manifest, manifest)
-            self.manifest = found.manifest
-            self.last_step, self.count = found.last_step, len(found.parts)
-        elif path.exists() and not _begun(path):
-            raise UsageError(f"{path} is not an empty folder and holds no trace. Choose another folder.")
-        else:
-            (path / "parts").mkdir(parents=True, exist_ok=True)
-            self.write_manifest()
-        for stale in (path / "parts").glob(".*"):  # what a crash left half written
-            shutil.rmtree(stale, ignore_errors=True)
-        for stale in path.glob(".manifest.json.*"):
-            stale.unlink(missing_ok=True)
-
-    def write_manifest(self) -> None:
-        write_aside(self.path / "manifest.json", json.dumps(self.manifest, indent=1, sort_keys=True) + "\n")
-
-    def commit(
-        self,
-        tables: dict[str, pl.DataFrame],
-        state: dict[str, torch.Tensor],
-        kept: dict[str, torch.Tensor] | None = None,
-        *,
-        last_step: int,
-    ) -> None:
-        """Make the steps since the last part durable."""
-        from safetensors.torch import save_file
-
-        parts = self.path / "parts"
-        aside, final = parts / f".{self.count:06d}.{os.getpid()}", parts / f"{self.count:06d}"
-        aside.mkdir()
-        for name in TABLES:
-            tables[name].write_parquet(aside / f"{name}.parquet", compression="zstd")
-        save_file(state, aside / STATE)
-        if kept:
-            save_file(kept, aside / KEPT)
-        digests = {file.name: digest(file) for file in sorted(aside.iterdir())}
-        (aside / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
-        for file in aside.iterdir():
-            with open(file, "rb+") as handle:
-                os.fsync(handle.fileno())
-        sync_folder(aside)
-        os.rename(aside, final)
-        sync_folder(parts)
-        self.count += 1
-        self.last_step = last_step
-        if self.count > 1:  # only the newest state can be resumed from
-            (parts / f"{self.count - 2:06d}" / STATE).unlink(missing_ok=True)
-
-    def discard_if_empty(self) -> bool:
-        """Leave nothing behind if no part was committed."""
-        if self.count == 0:
-            (self.path / "manifest.json").unlink(missing_ok=True)
-            for folder in (self.path / "parts", self.path):
-                with contextlib.suppress(OSError):  # somebody put something there
-                    folder.rmdir()
-        return self.count == 0
-
-    def load_state(self) -> dict[str, torch.Tensor]:
-        """The state of the newest part."""
-        return load_tensors(self.path / "parts" / f"{self.count - 1:06d}" / STATE)
-
-
-def _begun(path: Path) -> bool:
-    """Whether a folder is empty, or holds no more than what a recording that was killed at once left."""
-    if not path.is_dir() or any((path / "parts").glob("[!.]*")):
-        return False
-    return all(p.name == "parts" or p.name.startswith(".manifest.json.") for p in path.iterdir())
-
-
-def load_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a safetensors file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CorruptionError(f"{file} cannot be read: {error}.") from None
-
-
-def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuse to go on with other settings than those a trace was begun with."""
-    pairs = [(key, found[key], wanted[key]) for key in ("grids", "every")]
-    pairs += [(key, found["options"].get(key), value) for key, value in wanted["options"].items()]
-    for key, old, new in pairs:
-        if old != new:
-            raise UsageError(f"cannot resume {path}: it was recorded with {key}={old!r}, not {new!r}.")
-
-
-# ---- reading -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -206,36 +57,79 @@ class Trace:
     path: Path
     manifest: dict[str, Any]
     parts: tuple[Path, ...]
+    documents: tuple[Part, ...] = field(repr=False)
+    """What each part says of itself."""
+    _checked: set[Path] = field(default_factory=set, repr=False, compare=False)
+    """Files whose digest was found right."""
+    _counted: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> Trace:
-        """Open a trace folder; what is damaged, foreign or newer is refused with its reason."""
+        """Open a trace folder; what is damaged, foreign or newer is refused with its reason.
+
+        Every file is held against its digest now; with ``verify=False`` each only when it is first read, so
+        that a damaged file does not keep one from the others. None is parsed before that.
+        """
         path = Path(path)
         file = path / "manifest.json"
-        if not path.is_dir() or not file.is_file():
-            raise CorruptionError(f"{path} is not a trace: expected a folder with a manifest.json.")
         try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-            kind, version = manifest["kind"], manifest["format"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorruptionError(f"{file} is not the manifest of a trace: {error!r}.") from None
-        if kind != "halfulp.trace":
-            raise CorruptionError(f"{file} is not the manifest of a trace, but of kind {kind!r}.")
-        if version != FORMAT:
-            raise VersionError(
-                f"{file} has trace format {version}; this halfulp reads format {FORMAT}. "
-                "Use the halfulp that wrote it."
+            there = path.is_dir() and (file.is_symlink() or file.exists())
+        except OSError as error:
+            raise files.refused_reading(file, error) from error
+        if not there:
+            raise CorruptionError(f"{path} is not a trace: expected a folder with a manifest.json.")
+        folders = listed_parts(path)  # before the manifest: it is never older than a part that is there
+        manifest = read_manifest(file)
+        reader = Parts(path, manifest)
+        trace = cls(path, manifest, tuple(folders), tuple(reader.next(folder) for folder in folders))
+        if verify:
+            for document in trace.documents:
+                for name in document.files:
+                    trace._check(document, name)
+            if trace.documents:
+                trace._check_state(trace.documents[-1])
+        return trace
+
+    def _check(self, part: Part, name: str) -> None:
+        """Hold a file of a part against its digest, once."""
+        file, entry = part.folder / name, part.files[name]
+        if file in self._checked:
+            return
+        if files.sha256(file, entry.size) != entry.sha256:
+            raise TamperingError(
+                f"{file} is not what was written: its SHA-256 differs from the one that its part states."
             )
-        missing = [key for key in ("grids", "every", "options", "tensors") if key not in manifest]
-        if missing:
-            raise CorruptionError(f"{file} is not a whole manifest: it has no {', '.join(missing)}.")
-        parts = tuple(sorted(p for p in (path / "parts").glob("[0-9]*") if p.is_dir()))
-        for i, part in enumerate(parts):
-            if part.name != f"{i:06d}":
-                raise TamperingError(f"{path}: part {i:06d} is missing; the next one found is {part.name}.")
-            if verify:
-                _verify(part, newest=i == len(parts) - 1)
-        return cls(path, manifest, parts)
+        self._checked.add(file)
+
+    def _check_state(self, newest: Part) -> None:
+        if newest.state is None:
+            raise CorruptionError(f"{newest.folder / DIGESTS} has no digest of {STATE}.")
+        try:
+            found = files.sha256(newest.state_file, newest.state.size)
+        except CorruptionError:
+            if self._superseded(newest):  # a writer is at work: the next part has its own
+                return
+            raise
+        if found != newest.state.sha256 and not self._superseded(newest):
+            raise TamperingError(
+                f"{newest.state_file} is not what was written: its SHA-256 differs from the one that its "
+                "part states."
+            )
+
+    def _superseded(self, part: Part) -> bool:
+        return (self.path / "parts" / f"{part.number + 1:06d}").is_dir()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the recording stopped before the run did, if it did."""
+        file = self.path / "trouble.json"
+        if not file.is_symlink() and not file.exists():
+            return None
+        found = parsed(files.read(file, MOST_BYTES), file, "a note of trouble")
+        check_digest(found, file)
+        said = Fields(found, str(file))
+        said.take("kind", repr(TROUBLE_KIND), lambda v: v == TROUBLE_KIND)
+        return said.text("what")
 
     # ---- tables ----
 
@@ -245,7 +139,36 @@ class Trace:
             raise UsageError(f"a trace has tables {', '.join(TABLES)}, not {table!r}.")
         if not self.parts:
             raise UsageError(f"{self.path} holds no complete part yet: no step was committed.")
-        return pl.scan_parquet([p / f"{table}.parquet" for p in self.parts])
+        return pl.scan_parquet(self.table_files(table))
+
+    def table_files(self, table: str) -> list[Path]:
+        """The Parquet files of a table, one a part, checked: digests first, then columns and rows."""
+        name = f"{table}.parquet"
+        found = [part.folder / name for part in self.documents]
+        if table not in self._counted:
+            for part in self.documents:
+                self._check(part, name)
+            self._count(table, found)
+            self._counted.add(table)
+        return found
+
+    def _count(self, table: str, found: list[Path]) -> None:
+        """Hold a table's columns and rows, which its files state at their ends, against what is expected."""
+        try:
+            frame = pl.scan_parquet(found)
+            columns = dict(frame.collect_schema())
+            rows = int(frame.select(pl.len()).collect().item())
+        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+            raise CorruptionError(f"{self.path}: the table {table} cannot be read: {error}.") from None
+        if columns != SCHEMAS[table]:
+            raise CorruptionError(f"{self.path}: the table {table} has columns {list(columns)}.")
+        stated = [part.files[f"{table}.parquet"].rows for part in self.documents]
+        if None not in stated and rows != sum(n or 0 for n in stated):
+            raise CorruptionError(f"{self.path}: {table} has {rows:,} rows; its parts state another number.")
+        if rows > MOST_ROWS * len(found):
+            raise CorruptionError(
+                f"{self.path}: {table} has {rows:,} rows in {len(found)} files, more than a part may have."
+            )
 
     def table(self) -> pl.DataFrame:
         """One row a step, tensor and grid: names, counts and fractions."""
@@ -280,9 +203,8 @@ class Trace:
     def last_step(self) -> int:
         if not self.parts:
             return 0
-        return int(
-            pl.scan_parquet(self.parts[-1] / "run.parquet").select(pl.col("step").max()).collect().item()
-        )
+        steps = self.documents[-1].steps
+        return int(self.steps[-1]) if steps is None else steps[1]
 
     @property
     def steps(self) -> Array:
@@ -419,31 +341,31 @@ class Trace:
             raise UsageError(
                 f"{self.path} holds no scores: record with scores=(grid, first step, last step)."
             )
-        state = load_tensors(self.parts[-1] / STATE)
+        state = self.state()
         found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
         return {name: value.numpy() for name, value in found.items() if value is not None}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What was followed over steps, as of the newest part; of a newer one if this trace has grown since."""
+        newest = self.documents[-1]
+        if newest.state is None:
+            raise CorruptionError(f"{newest.folder / DIGESTS} has no digest of {STATE}.")
+        try:
+            return tensors.read(newest.state_file, sha256=newest.state.sha256)[0]
+        except CorruptionError:
+            if not self._superseded(newest):
+                raise
+        return Trace.open(self.path, verify=False).state()
+
+    def kept(self, part: Path) -> dict[str, torch.Tensor]:
+        """The weights before and after every step of a part (``Audit(keep=True)``)."""
+        document = self.documents[self.parts.index(part)]
+        if KEPT not in document.files:
+            raise CorruptionError(f"{part} has no {KEPT}, although this trace kept weights.")
+        return tensors.read(part / KEPT, sha256=document.files[KEPT].sha256)[0]
 
     def replay(self, grids: Iterable[str], out: str | Path) -> Trace:
         """A new trace, of any grids, from the weights that this one kept (``Audit(keep=True)``)."""
         from halfulp.audit.replay import replay
 
         return replay(self, grids, Path(out))
-
-
-def _verify(part: Path, *, newest: bool) -> None:
-    try:
-        digests = json.loads((part / "digests.json").read_text(encoding="utf-8"))
-        names = {str(name): str(value) for name, value in digests.items()}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptionError(f"{part / 'digests.json'} cannot be read: {error}.") from None
-    needed = {f"{t}.parquet" for t in TABLES} | (names.keys() & {KEPT}) | ({STATE} if newest else set())
-    for name in sorted(needed):
-        file = part / name
-        if name not in names:
-            raise CorruptionError(f"{part / 'digests.json'} has no digest of {name}.")
-        if not file.is_file():
-            raise CorruptionError(f"{file} is missing.")
-        if digest(file) != names[name]:
-            raise TamperingError(
-                f"{file} is not what was written: its SHA-256 differs from the one in digests.json."
-            )
