@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import halfulp as hu
-from halfulp import cli
+from halfulp import cli, files, tensors
 from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.kernels import SCORES, TILE
 from halfulp.masks import MASTER_BYTES, _first_that_fit, tile_sizes
@@ -116,8 +116,7 @@ def test_what_is_not_a_mask(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "foreign")
     replaced = (tmp_path / "good").read_bytes().replace(b'\\"w\\": 1000', b'\\"w\\": 9000')
     (tmp_path / "other sizes").write_bytes(replaced)
-    newer = (tmp_path / "good").read_bytes().replace(b'\\"format\\": 1', b'\\"format\\": 9')
-    (tmp_path / "newer").write_bytes(newer)
+    files.put(tmp_path / "newer", tensors.content(good.tiles, {"halfulp.mask": '{"format": 9}'}))
     for name in ("garbage", "short", "foreign", "other sizes", "missing"):
         with pytest.raises(CorruptionError, match=name):
             hu.Mask.load(tmp_path / name)

@@ -38,10 +38,10 @@ def sealed(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(stated, indent=1, sort_keys=True) + "\n").encode()
 
 
-def parsed(content: bytes | str, where: str | Path, what: str) -> dict[str, Any]:
-    """The JSON object in some text; anything else is refused."""
+def parsed(content: bytes | str, where: str | Path, what: str, *, exact: bool = False) -> dict[str, Any]:
+    """The JSON object in some text; anything else is refused. ``exact``: with integers of any size."""
     try:
-        found = canonical.parse(content)
+        found = json.loads(content) if exact else canonical.parse(content)
     except (ValueError, RecursionError, OverflowError) as error:
         raise CorruptionError(f"{where} is not {what}: {shown(str(error), 120)}.") from None
     if not isinstance(found, dict):

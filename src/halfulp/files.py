@@ -22,6 +22,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -55,7 +56,7 @@ def _told(operation: str, *paths: Path) -> Iterator[None]:
             errno.EACCES: "the folder may not be written; choose another with --out or allow it",
         }.get(error.errno or 0, error.strerror or str(error))
         raise DiskError(
-            f"Cannot {operation} {paths[0]}: {reason}. What was there before is as it was; run again to go on."
+            f"Cannot {operation} {paths[0]}: {reason}. What was there is as it was; run again to go on."
         ) from error
 
 
@@ -259,7 +260,7 @@ def sha256(path: Path, size: int | None = None) -> str:
             raise TamperingError(
                 f"{path} is not what was written: it has {found:,} bytes, but {size:,} were written."
             )
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(cast(RawIOBase, file), "sha256").hexdigest()
 
 
 class Lock:

@@ -126,7 +126,11 @@ def _unfit(tiles: Mapping[str, torch.Tensor], sizes: Mapping[str, int], budget: 
     spent = sum(
         MASTER_BYTES * int(tile_sizes(sizes[name])[t.cpu().numpy()].sum()) for name, t in tiles.items()
     )
-    return None if spent <= budget else f"its tiles take {spent:,} bytes, which is above its budget of {budget:,}"
+    return (
+        None
+        if spent <= budget
+        else f"its tiles take {spent:,} bytes, which is above its budget of {budget:,}"
+    )
 
 
 def tile_sizes(numel: int) -> Array:

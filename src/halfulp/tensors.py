@@ -45,7 +45,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def content(
@@ -55,7 +55,7 @@ def content(
     if sys.byteorder != "little":
         raise UsageError("safetensors files are little-endian; this machine is not.")
     for name, t in tensors.items():
-        if t.dtype not in NAMES or t.layout != torch.strided:
+        if t.dtype not in NAMES or t.layout != torch.strided or name == METADATA:
             raise UsageError(f"tensor {name!r} is a {t.layout} of {t.dtype}: safetensors cannot hold it.")
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
@@ -77,7 +77,9 @@ def content(
         yield raw(tensors[name])
 
 
-def read(path: Path, *, sha256: str | None = None, follow: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read(
+    path: Path, *, sha256: str | None = None, follow: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors and the metadata of a file; ``sha256``: that of all its bytes, if it is known.
 
     A digest in the metadata is checked, and taken out; whether there must be one is the format's to say.
@@ -95,7 +97,9 @@ def read(path: Path, *, sha256: str | None = None, follow: bool = False) -> tupl
         whole_file = hashlib.sha256(start + text)
         sealed = None
         if stated is not None:
-            told = {k: v for k, v in header.items() if k != METADATA} | ({METADATA: metadata} if metadata else {})
+            told = {k: v for k, v in header.items() if k != METADATA} | (
+                {METADATA: metadata} if metadata else {}
+            )
             sealed = hashlib.sha256(_canonical(told, path))
         runs = [h for h in (sealed, whole_file if sha256 is not None else None) if h is not None]
         tensors = {}
@@ -152,7 +156,9 @@ def _places(
         if name == METADATA:
             continue
         fields = Fields(value, f"{path}: tensor {name!r}")
-        dtype = DTYPES[fields.take("dtype", f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES)]
+        dtype = DTYPES[
+            fields.take("dtype", f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES)
+        ]
         shape = tuple(fields.wholes("shape", MOST_DIMENSIONS))
         begin, end = fields.take(
             "data_offsets", "two places in the file",
@@ -183,7 +189,7 @@ def _tensor(
 ) -> torch.Tensor:
     """One tensor, read into memory of its own."""
     flat = torch.empty(math.prod(shape), dtype=dtype)
-    into = memoryview(flat.view(torch.uint8).numpy())
+    into = memoryview(flat.view(torch.uint8).numpy().data)
     _fill(file, into, path)
     for see in also:
         see(into)

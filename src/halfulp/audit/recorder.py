@@ -483,8 +483,8 @@ class Audit:
         except (HalfulpError, OSError) as error:
             last = self._writer.last_step
             self.trouble = (
-                f"the trace {self.out} could not be written at step {self.step}: {error} It ends at step {last}; "
-                "the run went on without it."
+                f"the trace {self.out} could not be written at step {self.step}: {error} It ends at step "
+                f"{last}; the run went on without it."
             )
             print(f"halfulp: {self.trouble}", file=sys.stderr, flush=True)
             self._writer.note_trouble(self.trouble)

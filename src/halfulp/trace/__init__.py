@@ -2,7 +2,7 @@
 
 A folder, readable at any moment::
 
-    manifest.json                what was recorded: version, grids, tensors, optimizer, environment; its digest
+    manifest.json                what was recorded: grids, tensors, optimizer, environment; its digest
     parts/000000/                some steps; the folder appears whole, by a rename
         grids.parquet            step, tensor, grid -> counts
         tensors.parquet          step, tensor -> sums, rate

@@ -17,7 +17,7 @@ from halfulp.audit.crossings import Crossing, crossing
 from halfulp.audit.groups import CORE
 from halfulp.audit.measures import scalar_rho_map
 from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
-from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError
+from halfulp.errors import CorruptionError, TamperingError, UsageError
 from halfulp.grids import grid as named
 from halfulp.trace.schema import (
     DIGESTS,
@@ -346,7 +346,7 @@ class Trace:
         return {name: value.numpy() for name, value in found.items() if value is not None}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What was followed over steps, as of the newest part; of a newer one if this trace has grown since."""
+        """What was followed over steps, as of the newest part; of a newer one if the trace has grown."""
         newest = self.documents[-1]
         if newest.state is None:
             raise CorruptionError(f"{newest.folder / DIGESTS} has no digest of {STATE}.")

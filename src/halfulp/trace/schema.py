@@ -57,11 +57,11 @@ def _check_manifest(found: Fields) -> None:
     if not names or len(set(names)) != len(names) or not all(_is_grid(name) for name in names):
         raise CorruptionError(f"{found.where}: grids is {names}, expected names of grids that differ.")
     options = found.within("options")
-    options.take("sample", "none or a share", lambda v: v is None or _number(v) and 0 < v <= 1)
+    options.take("sample", "none or a share", lambda v: v is None or (_number(v) and 0 < v <= 1))
     for flag in ("decay", "never_moved", "expected_never_moved", "keep"):
         options.flag(flag)
     options.take("scores", "none, or a grid, a first and a last step", lambda v: v is None or _is_window(v))
-    options.take("seed", "a whole number", lambda v: type(v) is int or isinstance(v, str) and len(v) < 100)
+    options.take("seed", "a whole number", lambda v: type(v) is int or (isinstance(v, str) and len(v) < 100))
     _check_tensors(found)
     for optimizer in found.each("optimizers", 10_000):
         optimizer.text("class")
@@ -90,7 +90,9 @@ def _check_tensors(found: Fields) -> None:
             raise CorruptionError(f"{tensor.where}: a tensor of shape {shape} does not have {numel} numbers.")
         tensor.whole("recorded", 0, numel)
         tensor.take("dtype", f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES)
-        tensor.take("stored", "a dtype or a grid", lambda v: isinstance(v, str) and (v in DTYPES or _is_grid(v)))
+        tensor.take(
+            "stored", "a dtype or a grid", lambda v: isinstance(v, str) and (v in DTYPES or _is_grid(v))
+        )
 
 
 def _is_grid(name: str) -> bool:
@@ -174,9 +176,7 @@ class Parts:
                 raise CorruptionError(f"{file} is not a list of digests: it has {name!r}.")
         entries = {name: Entry(sha256=value) for name, value in found.items()}
         state = entries.pop(STATE, None)
-        return Part(
-            folder=folder, number=number, files=entries, state=state, state_file=folder / STATE
-        )
+        return Part(folder=folder, number=number, files=entries, state=state, state_file=folder / STATE)
 
     def _second(self, folder: Path, number: int) -> Part:
         file = folder / DOCUMENT
@@ -202,7 +202,7 @@ class Parts:
         last = found.whole("last_step", first)
         if before is not None and before.steps is not None and first < before.steps[1]:
             raise TamperingError(f"{file} begins at step {first}, before the end of the part before it.")
-        made = Part(
+        return Part(
             folder=folder,
             number=number,
             files=_entries(found, len(self.manifest["grids"]), last - first + 1),
@@ -211,7 +211,6 @@ class Parts:
             digest=found.sha256(DIGEST),
             steps=(first, last),
         )
-        return made
 
     def _check_inventory(self, found: Fields, file: Path) -> None:
         count = found.whole("tensors")
@@ -264,4 +263,3 @@ def listed_parts(path: Path) -> list[Path]:
         if name != f"{i:06d}":
             raise TamperingError(f"{path}: part {i:06d} is missing; the next one found is {name}.")
     return [parts / name for name in names]
-

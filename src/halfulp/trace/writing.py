@@ -15,8 +15,8 @@ from typing import Any
 import polars as pl
 import torch
 
-from halfulp import documents, files, tensors
-from halfulp.errors import CorruptionError, DiskError, HalfulpError, UsageError
+from halfulp import canonical, documents, files, tensors
+from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.trace.reading import Trace
 from halfulp.trace.schema import (
     DOCUMENT,
@@ -96,7 +96,7 @@ class TraceWriter:
         for name, frame in tables.items():
             if len(frame) > MOST_ROWS:
                 raise UsageError(
-                    f"a part of a trace has at most {MOST_ROWS:,} rows a table, but {name} has {len(frame):,}."
+                    f"a part of a trace has at most {MOST_ROWS:,} rows a table; {name} has {len(frame):,}."
                 )
         place = state_file(self.path, self.count)
         followed = _Measured(tensors.content(state, seal=False))
@@ -120,11 +120,15 @@ class TraceWriter:
                 name: found.entry(len(tables[name.removesuffix(".parquet")]) if name != KEPT else None)
                 for name, found in contents.items()
             }
-            steps = tables["run"]["step"]
             told = part_document(
-                self.manifest, number, self._before, (int(steps.min()), int(steps.max())), entries, state  # type: ignore[arg-type]  # whole numbers
+                self.manifest,
+                number,
+                self._before,
+                _ends(tables["run"]),
+                entries,
+                state,
             )
-            sealed.append(documents.canonical.digest(told))
+            sealed.append(canonical.digest(told))
             yield documents.sealed(told)
 
         sealed: list[str] = []
@@ -213,6 +217,11 @@ def part_document(
     }
 
 
+def _ends(run: pl.DataFrame) -> tuple[int, int]:
+    """The first and the last step of a part."""
+    return int(run["step"][0]), int(run["step"][-1])
+
+
 def upgraded(trace: Trace) -> Trace:
     """A trace of format 1 as one of format 2, in place, so that a recording can go on with it.
 
@@ -221,8 +230,9 @@ def upgraded(trace: Trace) -> Trace:
     manifest = {**trace.manifest, "format": FORMAT, "id": secrets.token_hex(16)}
     before = None
     for part in trace.documents:
-        counted = {name: pl.read_parquet(part.folder / f"{name}.parquet", columns=["step"]) for name in TABLES}
-        steps = counted["run"]["step"]
+        counted = {
+            name: pl.read_parquet(part.folder / f"{name}.parquet", columns=["step"]) for name in TABLES
+        }
         entries = {
             name: Entry(
                 sha256=entry.sha256,
@@ -237,10 +247,15 @@ def upgraded(trace: Trace) -> Trace:
             state = Entry(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
             files.put(state_file(trace.path, part.number), content)
         told = part_document(
-            manifest, part.number, before, (int(steps.min()), int(steps.max())), entries, state  # type: ignore[arg-type]  # whole numbers
+            manifest,
+            part.number,
+            before,
+            _ends(counted["run"]),
+            entries,
+            state,
         )
         files.put(part.folder / DOCUMENT, documents.sealed(told))
-        before = documents.canonical.digest(told)
+        before = canonical.digest(told)
     files.put(trace.path / MANIFEST, documents.sealed(manifest))
     if trace.documents:
         files.remove(trace.documents[-1].folder / STATE)
@@ -284,7 +299,7 @@ def _begun(path: Path) -> bool:
     return all(p.name in ours or p.name.startswith((files.PART, ".manifest.json.")) for p in path.iterdir())
 
 
-def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Refuse to go on with other settings than those a trace was begun with."""
     pairs = [(key, found[key], wanted[key]) for key in ("grids", "every")]
     pairs += [(key, found["options"].get(key), value) for key, value in wanted["options"].items()]
