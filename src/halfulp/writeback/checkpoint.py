@@ -128,6 +128,8 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
         groups = [dict(g) for g in saved["param_groups"]]
         keys = [k for g in groups for k in g["params"]]  # numbers, or names from torch.distributed.checkpoint
         state = {k: dict(entry) for k, entry in saved["state"].items()}
+        if not all(isinstance(k, int | str) for k in keys):
+            raise TypeError("a parameter is a number or a name")
         line = groups[0].pop(KEY, None)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise CorruptionError(
