@@ -6,14 +6,14 @@ or random states. On weights that are stored in low precision already (a bfloat1
 auditing the grid they live on records the *realized* event.
 
 A step is a call of ``step()``; one that ``GradScaler`` skips is no step, accumulated gradients are one.
-Several optimizers share a step: it is over when one of them steps again. On several ranks, rank 0 records;
+A tensor is part of it if it had a gradient when ``step()`` was called or has one when it returns, or if its
+values changed. Several optimizers share a step: it is over when one of them steps again. On several ranks, rank 0 records;
 the counts of sharded tensors are summed over the ranks that share them.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +29,7 @@ from halfulp.audit.batch import Batch, batches
 from halfulp.audit.groups import Rules, group_of
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import name_parameters
+from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
 from halfulp.audit.watched import Watched, check_shard
 from halfulp.errors import UsageError
@@ -36,7 +37,7 @@ from halfulp.grids import Grid
 from halfulp.grids import grid as named
 from halfulp.trace import Trace, TraceWriter
 from halfulp.writeback.optimizer import WriteBack, _decoupled
-from halfulp.writeback.sharding import is_sharded, reduce_sum
+from halfulp.writeback.sharding import is_sharded
 
 WRITING_SHARE = 0.01
 """Parts are written less often than every ``part_seconds`` if that took more than this share of the time."""
@@ -154,7 +155,7 @@ class Audit:
             if not any(p.requires_grad for group in groups for p in group["params"]):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
         self._opened = time.monotonic()
-        if self.out is not None and _rank() == 0:
+        if self.out is not None and rank() == 0:
             self._open(self.out)
         self._hooks.attach(self.optimizers)
 
@@ -215,6 +216,8 @@ class Audit:
             for batch in self._batches_of(here):
                 batch.set_aside()
             for w in here:
+                grad = w.tensor.grad
+                w.asked, w.given = grad is not None, None if w.scores is None else grad
                 if w.batch is None:
                     w.set_aside()
         self.seconds += time.perf_counter() - start
@@ -256,7 +259,7 @@ class Audit:
     def _of(self, optimizer: torch.optim.Optimizer) -> list[Watched]:
         """What this rank looks at: on ranks other than the first, only tensors that it holds a shard of."""
         found = [self.watched[p] for g in optimizer.param_groups for p in g["params"] if p in self.watched]
-        return found if _rank() == 0 else [w for w in found if w.sharded]
+        return found if rank() == 0 else [w for w in found if w.sharded]
 
     def _batches_of(self, watched: list[Watched]) -> list[Batch]:
         return [b for b in self._batches if any(w.batch is b for w in watched)]
@@ -267,7 +270,9 @@ class Audit:
             p
             for g in optimizer.param_groups
             for p in g["params"]
-            if p not in self.watched and p not in self._left_out and p.requires_grad
+            if p not in self.watched
+            and p not in self._left_out
+            and (p.requires_grad or p.grad is not None)
         ]
         if not new:
             return
@@ -275,8 +280,10 @@ class Audit:
             self._seen.append(optimizer)
         known = {p: w.name for p, w in self.watched.items()}
         found = name_parameters(optimizer, self.models, search=not self.models, known=known)
-        chosen = [
-            p for p in new if p.is_floating_point() and (self.params is None or self.params(found[p][0], p))
+        chosen = [  # an empty tensor has nothing to lose
+            p
+            for p in new
+            if p.is_floating_point() and p.numel() and (self.params is None or self.params(found[p][0], p))
         ]
         if self.unfit == "drop" and not self._rows and not self._skip_until:
             self._drop_unfit(chosen)
@@ -295,7 +302,7 @@ class Audit:
                 scores=self.scores is not None,
                 saved=self._loaded,
             )
-        if _rank() == 0:
+        if rank() == 0:
             self._batches += batches([self.watched[p] for p in chosen])
         if self._writer is not None:
             told = self._writer.manifest
@@ -355,7 +362,7 @@ class Audit:
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        seen = [w for w in self._of(optimizer) if w.tensor.grad is not None and w.before is not None]
+        seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
         found: dict[Watched, torch.Tensor] = {}
         for batch in self._batches_of(seen):
             present = [w for w in seen if w.batch is batch]
@@ -370,8 +377,8 @@ class Audit:
                 self._look_closer(w, found[w], optimizer, groups[w.tensor])
         if not seen:
             return
-        totals = _reduced(seen, [found[w] for w in seen])
-        if _rank() != 0:
+        totals = reduced(seen, [found[w] for w in seen])
+        if rank() != 0:
             return
         rates = [float(groups[w.tensor].get("lr", math.nan)) for w in seen]
         self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))
@@ -399,6 +406,7 @@ class Audit:
             gradient = w.gradient()
             if first <= self.step <= last and gradient is not None:
                 w.scores += kernels.score(w.before, gradient, after, grid, after=True).cpu()
+            w.given = None
         if self.keep and self._writer is not None:
             for what, value in (("before", w.before), ("after", after)):
                 copy = value.clone(memory_format=torch.contiguous_format)
@@ -437,7 +445,7 @@ class Audit:
 
     def _commit_if_due(self) -> None:
         enough = max(self.part_seconds, self._writing / WRITING_SHARE)
-        late = time.monotonic() - self._opened > enough and _world() == 1
+        late = time.monotonic() - self._opened > enough and world() == 1
         if late or len({r.step for r in self._rows}) >= self.part_steps:
             self.commit()
 
@@ -500,29 +508,3 @@ def _fits(grid: Grid, dtype: torch.dtype) -> bool:
     except UsageError:
         return False
     return True
-
-
-def _reduced(seen: list[Watched], found: list[torch.Tensor]) -> np.ndarray[Any, Any]:
-    """The rows of all tensors; those of shards summed over ranks, in one reduction a kind of sharding."""
-    alike: dict[Any, list[int]] = {}
-    for i, w in enumerate(seen):
-        if w.sharded:
-            alike.setdefault((w.tensor.device_mesh, w.tensor.placements), []).append(i)  # type: ignore[attr-defined]  # a DTensor
-    for places in alike.values():
-        total = reduce_sum(torch.stack([found[i] for i in places]), seen[places[0]].tensor)
-        for i, row in zip(places, total, strict=True):
-            found[i] = row
-    return torch.stack([row.cpu() for row in found]).numpy()
-
-
-def _rank() -> int:
-    """This process among those that train together; launchers tell it before the process group exists."""
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
-def _world() -> int:
-    dist = torch.distributed
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
