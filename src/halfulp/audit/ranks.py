@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other: who writes, which tensors a step moved, and the sums of shards."""
+"""What the processes of a run tell each other: who writes, what a step moved, and the sums of shards."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def world() -> int:
 def taking_part(watched: Sequence[Watched]) -> list[Watched]:
     """The tensors that are part of a step that is just over.
 
-    Those that had a gradient when ``step()`` was called (an optimizer may drop it inside), or have one now (a
-    closure makes it inside), or are not what they were, by whatever hand. All ranks must agree, or the sums of
-    shards would not match: whether a shard changed is asked of all of them.
+    Those that had a gradient when ``step()`` was called (an optimizer may drop it inside), or have one now
+    (a closure makes it inside), or are not what they were, by whatever hand. All ranks must agree, or the
+    sums of shards would not match: whether a shard changed is asked of all of them.
     """
     known = {w for w in watched if w.asked or w.tensor.grad is not None}
     unsure = [w for w in watched if w not in known]

@@ -7,8 +7,8 @@ auditing the grid they live on records the *realized* event.
 
 A step is a call of ``step()``; one that ``GradScaler`` skips is no step, accumulated gradients are one.
 A tensor is part of it if it had a gradient when ``step()`` was called or has one when it returns, or if its
-values changed. Several optimizers share a step: it is over when one of them steps again. On several ranks, rank 0 records;
-the counts of sharded tensors are summed over the ranks that share them.
+values changed. Several optimizers share a step: it is over when one of them steps again. On several ranks,
+rank 0 records; the counts of sharded tensors are summed over the ranks that share them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from halfulp.audit import manifest
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.groups import Rules, group_of
 from halfulp.audit.hooks import StepHooks
-from halfulp.audit.names import name_parameters
+from halfulp.audit.names import Naming, name_parameters
 from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
 from halfulp.audit.watched import Watched, check_shard
@@ -270,9 +270,7 @@ class Audit:
             p
             for g in optimizer.param_groups
             for p in g["params"]
-            if p not in self.watched
-            and p not in self._left_out
-            and (p.requires_grad or p.grad is not None)
+            if p not in self.watched and p not in self._left_out and (p.requires_grad or p.grad is not None)
         ]
         if not new:
             return
@@ -283,14 +281,13 @@ class Audit:
         chosen = [  # an empty tensor has nothing to lose
             p
             for p in new
-            if p.is_floating_point() and p.numel() and (self.params is None or self.params(found[p][0], p))
+            if p.is_floating_point() and p.numel() and (self.params is None or self.params(found[p].name, p))
         ]
         if self.unfit == "drop" and not self._rows and not self._skip_until:
             self._drop_unfit(chosen)
         self._left_out.update(set(new) - set(chosen))
         for p in chosen:
-            name, module = found[p]
-            self.watched[p] = self._new(name, p, module, optimizer)
+            self.watched[p] = self._new(found[p], p, optimizer)
         if not chosen:
             return
         if any(w.tensor.device.type == "cuda" for w in self.watched.values()):
@@ -325,16 +322,17 @@ class Audit:
             )
             self.grids = fit
 
-    def _new(
-        self, name: str, p: torch.Tensor, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer
-    ) -> Watched:
-        group = group_of(name, p, module) if self.rules is None else self.rules(name, p)
+    def _new(self, naming: Naming, p: torch.Tensor, optimizer: torch.optim.Optimizer) -> Watched:
+        name = naming.name
+        group = group_of(name, p, naming.module) if self.rules is None else self.rules(name, p)
         if not isinstance(group, str):
             raise UsageError(f"groups= must give a string: for {name!r} it gave {group!r}.")
         slots = optimizer.slots if isinstance(optimizer, WriteBack) else []
         slot = next((s for s in slots if s.p is p), None)
         stored = str(p.dtype).removeprefix("torch.") if slot is None else slot.grid.name
-        w = Watched(self._id(name, p), name, group, p, [], stored, None if slot is None else slot.codes)
+        w = Watched(self._id(name, p), name, group, p, [], stored)
+        w.codes = None if slot is None else slot.codes
+        w.copy = None if naming.copy is None else str(naming.copy).removeprefix("torch.")
         try:
             w.grids = [g.within(p.dtype) for g in self.grids]
             check_shard(p, w.grids)

@@ -32,6 +32,8 @@ class Watched:
     grids: list[Grid]
     stored: str
     """The grid or dtype that the weights are stored on."""
+    copy: str | None = None
+    """The narrower dtype of the model's own copy, if this is a master of it."""
     codes: Codes | None = None
     """Where the values are if the parameter is an empty shell."""
     tiles: torch.Tensor | None = None
@@ -131,6 +133,7 @@ class Watched:
             "recorded": self.recorded,
             "dtype": str(self.tensor.dtype).removeprefix("torch."),
             "stored": self.stored,
+            **({} if self.copy is None else {"copy": self.copy}),
             "device": self.tensor.device.type,
         }
 
