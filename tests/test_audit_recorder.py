@@ -911,7 +911,7 @@ def test_a_tensor_keeps_its_number_in_a_resumed_trace(tmp_path: Path) -> None:
         ({"decay": True}, "recorded with decay=False, not True"),
         ({"seed": 1}, "recorded with seed=0, not 1"),
         ({"first_step": 5}, "ends at step 3, but this run goes on after step 4: step 4 would be missing"),
-        ({"resume": False}, "holds a trace already"),
+        ({"resume": False, "exists": "raise"}, "holds a trace already"),
     ],
 )
 def test_a_trace_is_not_gone_on_with_otherwise(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -1085,6 +1085,7 @@ def test_two_models_that_nobody_named_are_called_like_their_variables(tmp_path: 
         (["bf16"], {"scores": ("bf16", 3, 2)}, "a first and a last step"),
         (["bf16"], {"keep": True}, "pass out="),
         (["bf16"], {"unfit": "ignore"}, "raise or drop"),
+        (["bf16"], {"exists": "ignore"}, "number or raise"),
     ],
 )
 def test_what_an_audit_refuses(grids: list[Any], options: dict[str, Any], said: str) -> None:
@@ -1113,6 +1114,25 @@ def test_an_audit_runs_once(tmp_path: Path) -> None:
         audit.start()
     with pytest.raises(hu.UsageError, match="runs once"):
         audit.start()
+
+
+def test_a_cell_that_runs_twice_leaves_two_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second is numbered, and said to be; resume= goes on with the first all the same."""
+    model = made("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for expected in ("run", "run-2", "run-3"):
+        with hu.Audit(optimizer, ["bf16"], model=model, out=tmp_path / "run") as audit:
+            train(model, optimizer, 2, audit=audit)
+        assert audit.out == tmp_path / expected
+        said = capsys.readouterr().err
+        assert (f"run holds a trace already; this one goes to {tmp_path / expected}" in said) == (
+            expected != "run"
+        )
+    options = {"model": model, "out": tmp_path / "run", "resume": True, "first_step": 3}
+    with hu.Audit(optimizer, ["bf16"], **options) as audit:
+        train(model, optimizer, 1, audit=audit)
+    assert hu.Trace.open(tmp_path / "run").steps.tolist() == [1, 2, 3]
+    assert hu.Trace.open(tmp_path / "run-2").steps.tolist() == [1, 2]
 
 
 def test_folders_that_are_not_for_a_trace(tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from halfulp import files
 from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.kernels import SCORES, TILE, tiles_of
 from halfulp.streams import Stream
-from halfulp.trace import Trace, load_tensors, write_aside
+from halfulp.trace import Trace, load_tensors
 from halfulp.writeback import TileMaster
 
 Array = npt.NDArray[Any]
@@ -80,7 +81,8 @@ class Mask:
     def save(self, path: str | Path) -> None:
         """One safetensors file; it appears whole."""
         told = {"format": FORMAT, "score": self.score, "budget": self.budget, "sizes": self.sizes}
-        write_aside(Path(path), save(self.tiles, {"halfulp.mask": json.dumps(told)}))
+        path = Path(path)
+        files.put(path, save(self.tiles, {"halfulp.mask": json.dumps(told)}), path.parent)
 
     @classmethod
     def load(cls, path: str | Path) -> Mask:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from halfulp import kernels
@@ -31,11 +30,12 @@ from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import Naming, name_parameters
 from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
+from halfulp.audit.summary import summary
 from halfulp.audit.watched import Watched, check_shard
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
-from halfulp.trace import Trace, TraceWriter
+from halfulp.trace import Trace, TraceWriter, free_folder
 from halfulp.writeback.optimizer import WriteBack, _decoupled
 from halfulp.writeback.sharding import is_sharded
 
@@ -53,9 +53,14 @@ class Audit:
     grid can be replayed later (small models). ``scores``: a grid and the steps (first, last) over which to
     sum allocation scores. ``groups``: your own rule (name, tensor) -> group. ``params``: which tensors,
     (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's dtype cannot hold, ``raise``
-    or ``drop``. ``resume`` goes on with a trace; ``first_step`` is the number of the first step that this
-    process takes. ``part_steps`` and ``part_seconds``: how much a crash may lose. ``listeners`` are called
-    with a summary of every audited step, which is ``latest`` as well.
+    or ``drop``. ``exists``: what to do where ``out`` holds a trace already, ``number`` the folder (``out-2``;
+    it is said, and the attribute ``out`` tells) or ``raise``. ``resume`` goes on with a trace;
+    ``first_step`` is the number of the first step that this process takes. ``part_steps`` and
+    ``part_seconds``: how much a crash may lose. ``listeners`` are called with a summary of every audited
+    step, which is ``latest`` as well.
+
+    The event is exact for the change that the optimizer made, after minus before in the parameter's own
+    dtype. Where that is bfloat16, the optimizer's own rounding is part of the change.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(8, 8)
@@ -86,6 +91,7 @@ class Audit:
         groups: Rules | None = None,
         params: Callable[[str, torch.Tensor], bool] | None = None,
         unfit: Literal["raise", "drop"] = "raise",
+        exists: Literal["number", "raise"] = "number",
         seed: int = 0,
         resume: bool = False,
         first_step: int = 1,
@@ -107,6 +113,8 @@ class Audit:
             _check_scores(scores, sample)
         if unfit not in ("raise", "drop"):
             raise UsageError(f"unfit must be raise or drop, not {unfit!r}.")
+        if exists not in ("number", "raise"):
+            raise UsageError(f"exists must be number or raise, not {exists!r}.")
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]
         self.optimizers = None if optimizers is None else list(optimizers)
@@ -115,7 +123,8 @@ class Audit:
         self.never_moved, self.expected, self.unfit = never_moved, expected_never_moved, unfit
         self.scores, self.rules, self.params, self.seed = scores, groups, params, seed
         self.out = None if out is None else Path(out).absolute()  # a script may change its folder
-        self.resume, self.part_steps, self.part_seconds = resume, part_steps, part_seconds
+        self.resume, self.exists = resume, exists
+        self.part_steps, self.part_seconds = part_steps, part_seconds
         self.listeners, self.describe = list(listeners), dict(describe or {})
         self.step = first_step - 1
         self.watched: dict[torch.Tensor, Watched] = {}
@@ -156,8 +165,17 @@ class Audit:
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
         self._opened = time.monotonic()
         if self.out is not None and rank() == 0:
+            self.out = self._free(self.out)
             self._open(self.out)
         self._hooks.attach(self.optimizers)
+
+    def _free(self, out: Path) -> Path:
+        """The folder for the trace: a notebook's cell that runs again gets another one."""
+        if self.resume or self.exists == "raise" or not (out / "manifest.json").exists():
+            return out
+        free = free_folder(out)
+        print(f"halfulp: {out} holds a trace already; this one goes to {free}.", file=sys.stderr)
+        return free
 
     def _open(self, out: Path) -> None:
         if self.resume and self.unfit == "drop" and (out / "manifest.json").exists():
@@ -179,9 +197,14 @@ class Audit:
 
     def stop(self) -> None:
         """Remove the hooks and make everything durable."""
-        self._hooks.detach()
-        self._finish()
-        self.commit()
+        with self._hooks.uninterrupted():
+            self._hooks.detach()
+            self._finish()
+            self.commit()
+
+    def when_idle(self, action: Callable[[], None]) -> None:
+        """Do something from a signal handler: now, or as soon as the audit is not in the middle of a step."""
+        self._hooks.when_idle(action)
 
     @property
     def writes(self) -> bool:
@@ -251,7 +274,9 @@ class Audit:
     def latest(self) -> dict[str, Any]:
         """The newest step in few numbers; empty before the first."""
         if self._newest and self._summed.get("step") != self._newest[0].step:
-            self._summed = self._summary(self._newest, self._newest_loss)
+            tensors = {w.id: w for w in self.watched.values()}
+            grids = [g.name for g in self.grids]
+            self._summed = summary(self._newest, self._newest_loss, tensors, grids, self.never_moved)
         return self._summed
 
     # ---- tensors ----
@@ -409,35 +434,6 @@ class Audit:
             for what, value in (("before", w.before), ("after", after)):
                 copy = value.clone(memory_format=torch.contiguous_format)
                 self._kept.setdefault(f"{w.id}.{what}", []).append(copy)
-
-    def _summary(self, rows: list[Row], loss: float) -> dict[str, Any]:
-        """The newest step in few numbers, for listeners and live views."""
-        by_id = {w.id: w for w in self.watched.values()}
-        tensors = [by_id[i] for row in rows for i in row.ids]
-        per_grid, shared = (
-            np.concatenate([r.per_grid() for r in rows]),
-            np.concatenate([r.shared() for r in rows]),
-        )
-        sizes = np.array([w.recorded for w in tensors])
-        frozen, never = (per_grid[:, :, PER_GRID.index(c)] for c in ("frozen", "never_moved"))
-        weight, proposal, bad = (
-            shared[:, SHARED.index(c)].sum() for c in ("weight_sq", "proposal_sq", "nonfinite")
-        )
-        names = [g.name for g in self.grids]
-
-        def shares(counts: np.ndarray[Any, Any], size: int) -> dict[str, float]:
-            return {g: float(c / size) for g, c in zip(names, counts, strict=True)}
-
-        return {
-            "step": rows[0].step,
-            "loss": loss,
-            "lr": rows[0].rates[0],
-            "frozen": shares(frozen.sum(axis=0), sizes.sum()),
-            "tensors": {w.name: shares(f, n) for w, f, n in zip(tensors, frozen, sizes, strict=True)},
-            "never_moved": shares(never.sum(axis=0), sizes.sum()) if self.never_moved else {},
-            "update_ratio": math.sqrt(proposal / max(weight, 1e-300)),
-            "nonfinite": int(bad),
-        }
 
     # ---- the trace ----
 
