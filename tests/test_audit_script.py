@@ -747,6 +747,33 @@ def test_two_ranks_of_a_launcher_leave_one_trace(tmp_path: Path) -> None:
     assert trace.tensors[0]["name"] == "0.weight"
 
 
+def test_that_kernels_are_compiled_is_said_once_a_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ten processes, each with its own listener, beside one cache; where none can be kept, each says it."""
+    from types import SimpleNamespace
+
+    from halfulp.kernels.simd import _FirstCompilation
+
+    def compiles(place: object, module: str = "halfulp.kernels.cpu") -> None:
+        function = SimpleNamespace(__module__=module)
+        cache = SimpleNamespace(cache_path=place)
+        dispatcher = SimpleNamespace(py_func=function, _cache=cache)
+        listener = _FirstCompilation()
+        for _ in range(3):
+            listener.on_start(SimpleNamespace(data={"dispatcher": dispatcher}))
+
+    compiles(str(tmp_path / "cache"), "somebody.else")
+    assert not caplog.records
+    for _ in range(10):
+        compiles(str(tmp_path / "cache"))
+    assert len(caplog.records) == 1
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        compiles(str(tmp_path / "file" / "cache"))
+    assert len(caplog.records) == 3
+
+
 # ---- compare ---------------------------------------------------------------------------------------------
 
 

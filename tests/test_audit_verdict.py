@@ -335,3 +335,17 @@ def test_nothing_that_a_manifest_says_reaches_a_terminal(tmp_path: Path) -> None
     for tensor in trace.manifest["tensors"]:
         tensor["copy"] = "bf16\x1b[2J"
     assert "\x1b" not in said(trace)
+
+
+def test_names_of_tensors_and_groups_cannot_move_a_cursor() -> None:
+    """What a write-back prints of itself and of its last step."""
+    named = [(f"{i}.{text}", torch.nn.Parameter(torch.ones(4, 4))) for i, text in enumerate(HOSTILE)]
+    inner = torch.optim.SGD([{"params": named, "label": HOSTILE[10]}], lr=1e-3)
+    optimizer = hu.WriteBack(inner, "bf16", "rne")
+    for _, p in named:
+        p.grad = torch.ones(4, 4)
+    optimizer.step()
+    for text in (str(optimizer.events), repr(optimizer)):
+        assert not {c for c in text if c != "\n" and not c.isprintable()}
+    assert len(str(optimizer.events).splitlines()) == 1 + len(HOSTILE)
+    assert max(map(len, str(optimizer.events).splitlines())) < 250
