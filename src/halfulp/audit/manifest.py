@@ -10,9 +10,12 @@ import numpy as np
 import torch
 
 import halfulp
+from halfulp.errors import UsageError
 from halfulp.grids import Grid
+from halfulp.grids import grid as named
 from halfulp.trace import FORMAT
 from halfulp.writeback.optimizer import WriteBack
+from halfulp.writeback.policies import POLICIES, Policy
 
 
 def begun(grids: Iterable[Grid], every: int, options: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
@@ -61,5 +64,22 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         {str(k): str(v) for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
-    made = {"class": type(optimizer).__name__, **wraps, "defaults": defaults, "groups": groups}
+    inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
+    made = {
+        "class": type(optimizer).__name__,
+        **wraps,
+        "admits": [name for name, kind in POLICIES.items() if _admits(kind(), inner)],
+        "defaults": defaults,
+        "groups": groups,
+    }
     return {key: _encodable(value) for key, value in made.items()}
+
+
+def _admits(policy: Policy, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a write-back with this policy would take the optimizer: by the policy's own check."""
+    try:
+        for group in optimizer.param_groups:
+            policy.check(named("bf16"), optimizer, group)  # a float grid: dqt's own rule is not one
+    except UsageError:
+        return False
+    return True

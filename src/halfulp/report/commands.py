@@ -6,6 +6,8 @@ from pathlib import Path
 
 import typer
 
+from halfulp.text import plain
+
 PATHS = typer.Argument(..., help="Folders of traces or studies.", show_default=False)
 
 
@@ -26,10 +28,10 @@ def report(
     from halfulp.trace import Trace
 
     where = write(page(paths, code=code), out or default_page(paths[0]))
-    typer.echo(f"The page is {where} ({where.stat().st_size / 1e6:.1f} MB).")
+    typer.echo(f"The page is {plain(str(where))} ({where.stat().st_size / 1e6:.1f} MB).")
     if csv is not None:
         runs = open_traces([Trace.open(p) for p in paths if not is_study(p)])
-        typer.echo(f"The table is {write(tensors_csv(runs), csv)}.")
+        typer.echo(f"The table is {plain(str(write(tensors_csv(runs), csv)))}.")
     if browse:
         typer.launch(where.resolve().as_uri())
 
@@ -57,7 +59,7 @@ def figures(
     from halfulp.report.figures import write_figures
 
     for file in write_figures(paths, out, kinds):
-        typer.echo(str(file))
+        typer.echo(plain(str(file)))
 
 
 def demo(

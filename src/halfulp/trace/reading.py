@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from halfulp.trace.schema import (
     listed_parts,
     read_manifest,
 )
+
+if TYPE_CHECKING:
+    from halfulp.audit.verdict import Verdict
 
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
 SERIES = (*COUNTS, "phase", "expected", "frozen_decay", "frozen_gradient")
@@ -197,7 +200,8 @@ class Trace:
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
-        return list(self.manifest["tensors"])
+        """What the manifest says of each tensor; one without weights has nothing to lose and is left out."""
+        return [t for t in self.manifest["tensors"] if t["recorded"]]
 
     @property
     def last_step(self) -> int:
@@ -240,7 +244,7 @@ class Trace:
 
     def in_full(self) -> list[int]:
         """The tensors that are stored in full precision."""
-        return [t["id"] for t in self.tensors if t["stored"] in ("float32", "float64")]
+        return [t["id"] for t in self.tensors if t["stored"] in ("float32", "fp32", "float64")]
 
     def numel(self, scope: Scope = "all") -> int:
         """Coordinates recorded in a scope."""
@@ -301,6 +305,13 @@ class Trace:
         known = pl.col("zero_proposal") * pl.col("tensor").is_in(self.in_full())
         return self._share(rows.with_columns(known), "zero_proposal")
 
+    def nonfinite(self, scope: Scope = "all") -> Array:
+        """The share of coordinates whose weight or proposal is not finite, one value a recorded step.
+
+        They are in no other count; shares of frozen weights are of all coordinates all the same.
+        """
+        return self._share(self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope))), "nonfinite")
+
     def never_moved(self, grid: str, scope: Scope = "all") -> Array:
         """The share of coordinates that no step so far has moved, under nearest rounding."""
         self._followed("never_moved")
@@ -332,6 +343,12 @@ class Trace:
     def crossing(self, grid: str, scope: str = "all") -> Crossing:
         """First and persistent majority crossing, and the category."""
         return crossing(self.frozen(grid, scope), steps=self.steps_of(scope))
+
+    def verdict(self) -> Verdict:
+        """The answer in words, as the command line prints it: ``print(trace.verdict())``."""
+        from halfulp.audit.verdict import verdict
+
+        return verdict(self)
 
     # ---- tensors ----
 

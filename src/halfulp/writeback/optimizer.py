@@ -24,6 +24,7 @@ from halfulp.errors import HalfulpError, UsageError
 from halfulp.grids import Grid, container, integer_grid
 from halfulp.grids import grid as named
 from halfulp.streams import Stream
+from halfulp.text import plain
 from halfulp.writeback import checkpoint
 from halfulp.writeback.policies import Policy, Step, TileMaster, policy
 from halfulp.writeback.report import Bytes, Events, TensorEvents
@@ -482,7 +483,8 @@ class WriteBack(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         grids = ", ".join(sorted({f"{s.policy.name} on {s.grid.name}" for s in self.slots}))
-        return f"WriteBack({grids}; {len(self.slots)} tensors; {self.optimizer!r})"
+        text = f"WriteBack({grids}; {len(self.slots)} tensors; {self.optimizer!r})"
+        return "\n".join(plain(line) for line in text.split("\n"))  # groups may carry any text
 
 
 def _sampling(x: torch.Tensor) -> int:
