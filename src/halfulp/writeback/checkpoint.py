@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import torch
 
 from halfulp import kernels
 from halfulp.errors import CorruptionError, HalfulpError, UsageError, VersionError
+from halfulp.writeback.consistency import check_consistent
 from halfulp.writeback.sharding import is_sharded, local, wrap_like
 
 if TYPE_CHECKING:
@@ -33,15 +35,16 @@ OURS = ("grid", "policy")
 """What a group may tell a write-back: objects, for which the identity has names."""
 
 
-def identity(wb: WriteBack) -> dict[str, Any]:
-    """What the tensors of a state belong to."""
+def identity(wb: WriteBack, slots: Sequence[Slot]) -> dict[str, Any]:
+    """What the tensors of a state belong to; ``storage`` is one word, or one for each parameter."""
+    kinds = {str(number(wb, s)): s.storage for s in slots}
     return {
         "version": VERSION,
         "seed": wb.seed,
         "step": wb.steps,
-        "storage": wb.storage,
+        "storage": kinds if len(set(kinds.values())) > 1 else next(iter(kinds.values())),
         "parameters": {
-            str(number(wb, s)): [s.name, s.grid.name, s.policy.spec, list(s.p.shape)] for s in wb.slots
+            str(number(wb, s)): [s.name, s.grid.name, s.policy.spec, list(s.p.shape)] for s in slots
         },
     }
 
@@ -56,7 +59,13 @@ def state_dict(wb: WriteBack) -> dict[str, Any]:
     """The wrapped optimizer's state dictionary with the write-back's entries."""
     wb._pass_on_groups()
     base = wb.optimizer.state_dict()
-    state = {k: dict(v) for k, v in base["state"].items()}
+    if "param_groups" not in base:
+        raise UsageError(
+            f"{type(wb.optimizer).__name__}.state_dict() has no 'param_groups', only {sorted(base)}: such a "
+            "state has no place for what a write-back keeps. Save opt.optimizer.state_dict() and "
+            "[slot.kept_tensors() for slot in opt.slots] yourself."
+        )
+    state = {k: dict(v) for k, v in base.get("state", {}).items()}
     for slot in wb.slots:
         kept = slot.kept_tensors()
         if "moved" in kept and is_sharded(slot.p):  # bits do not shard; whole bytes do
@@ -64,8 +73,8 @@ def state_dict(wb: WriteBack) -> dict[str, Any]:
         entry = state.setdefault(number(wb, slot), {})
         entry.update({PREFIX + k: wrap_like(v, slot.p) for k, v in kept.items()})
     groups = [{k: v for k, v in g.items() if k not in OURS} for g in base["param_groups"]]
-    groups[0][KEY] = json.dumps(identity(wb), sort_keys=True)
-    return {"state": state, "param_groups": groups}
+    groups[0][KEY] = json.dumps(identity(wb, wb.slots), sort_keys=True)
+    return {**base, "state": state, "param_groups": groups}  # some optimizers have more
 
 
 def unpacked(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -90,17 +99,23 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
             "not an optimizer state: expected a dictionary with 'state' and 'param_groups'."
         ) from None
     theirs = _parsed(line)
-    _check_identity(wb, theirs)
+    late = _late(wb, theirs)
+    slots = [*wb.slots, *(slot for slot, _ in late)]
+    _check_identity(identity(wb, slots), theirs)
     kept = {
         k: {n.removeprefix(PREFIX): entry.pop(n) for n in list(entry) if str(n).startswith(PREFIX)}
         for k, entry in state.items()
     }
     by_number = {i: kept.get(k, {}) for i, k in enumerate(keys)}
-    taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in wb.slots]
+    taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in slots]
     own = [{k: g[k] for k in OURS if k in g} for g in wb.param_groups]
+    rest = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
+    plain = {"state": {k: entry for k, entry in state.items() if entry}, "param_groups": groups, **rest}
     try:
-        plain = {k: entry for k, entry in state.items() if entry}
-        wb.optimizer.load_state_dict({"state": plain, "param_groups": groups})
+        wb.optimizer.load_state_dict(plain)
+        if late:  # again with their stand-ins, which do not round moments to the parameter's type
+            wb._commit(late, project=False)
+            wb.optimizer.load_state_dict(plain)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         name = type(wb.optimizer).__name__
         raise UsageError(f"the wrapped {name} does not take this state: {error}.") from None
@@ -111,6 +126,12 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
     wb.steps = theirs["step"]
     for slot, tensors in taken:
         _take(slot, tensors)
+
+
+def _late(wb: WriteBack, theirs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:
+    """What the state manages and is frozen here: it was trained when the state was saved."""
+    numbers = {id(p): n for n, p in enumerate(p for g in wb.param_groups for p in g["params"])}
+    return wb._prepared(wb._plan_frozen(lambda _, p: numbers[id(p)] in theirs["parameters"]))
 
 
 def _parsed(line: Any) -> dict[str, Any]:
@@ -136,16 +157,25 @@ def _parsed(line: Any) -> dict[str, Any]:
         ) from None
 
 
-def _check_identity(wb: WriteBack, theirs: dict[str, Any]) -> None:
-    mine = identity(wb)
-    for what in ("seed", "storage"):
-        if mine[what] != theirs.get(what):
-            raise UsageError(f"this state has {what} {theirs.get(what)!r}, this WriteBack {mine[what]!r}.")
+def _check_identity(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    if mine["seed"] != theirs.get("seed"):
+        raise UsageError(f"this state has seed {theirs.get('seed')!r}, this WriteBack {mine['seed']!r}.")
     for k in sorted({*map(int, mine["parameters"]), *theirs["parameters"]}):
         a, b = mine["parameters"].get(str(k)), theirs["parameters"].get(k)
         if a is None or b is None:
             where = "the state" if a is None else "this WriteBack"
-            raise UsageError(f"parameter {k} is managed only in {where}: {a or b}.")
+            raise UsageError(
+                f"parameter {k} is managed only in {where}: {a or b}. If it was frozen when the state was "
+                "saved, make the WriteBack while it is frozen, and train it after loading."
+            )
+        stored = [
+            s.get(str(k)) if isinstance(s, dict) else s for s in (mine["storage"], theirs.get("storage"))
+        ]
+        if stored[0] != stored[1]:
+            raise UsageError(
+                f"parameter {k} ({a[0]!r}): the state has storage {stored[1]!r}, this WriteBack "
+                f"{stored[0]!r}. Give storage= as it was when the state was saved."
+            )
         for what, x, y in zip(("name", "grid", "policy", "shape"), a, b, strict=True):
             if x != y:
                 raise UsageError(
@@ -155,7 +185,8 @@ def _check_identity(wb: WriteBack, theirs: dict[str, Any]) -> None:
 
 def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A parameter's saved tensors, local and of the expected kind."""
-    mine = slot.kept_tensors()
+    mine = {k: v for k, v in slot.kept_tensors().items() if k not in slot.resting}
+    mine.update({k: v for k, v in slot.rested().items() if k in saved})  # saved while others were evaluated
     if set(saved) != set(mine):
         raise CorruptionError(
             f"parameter {slot.name!r}: the state keeps {sorted(saved)}, this WriteBack keeps {sorted(mine)}."
@@ -179,25 +210,27 @@ def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
             raise UsageError(
                 f"parameter {slot.name!r}: the state has masters for other tiles than this mask chooses."
             )
-    if slot.codes is None:
-        _check_on_grid(slot)
-    else:
-        _check_codes(slot, out)
+    q = _values(slot, out, "codes", "steps")
+    if "resting" in out:
+        q = _values(slot, out, "resting", "resting_steps")
+    check_consistent(slot, {k: out[k] for k in slot.state}, q)
     return out
 
 
-def _check_codes(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
-    assert slot.codes is not None
-    saved = replace(slot.codes, packed=tensors["codes"], steps=tensors.get("steps"))
+def _values(slot: Slot, tensors: dict[str, torch.Tensor], key: str, steps: str) -> torch.Tensor:
+    """What is stored by a state, or beside it in the model, in the type that policies work in; checked."""
+    if slot.codes is None:
+        p = tensors.get(key, local(slot.p.detach()))
+        _check_on_grid(slot, p)
+        return p if slot.storage == "container" else p.float()
     try:
-        saved.get()
+        return replace(slot.codes, packed=tensors[key], steps=tensors.get(steps)).get()
     except HalfulpError as error:
         raise CorruptionError(f"parameter {slot.name!r}: {error}") from None
 
 
-def _check_on_grid(slot: Slot) -> None:
+def _check_on_grid(slot: Slot, p: torch.Tensor) -> None:
     """The model's weights must be those that were saved with the state: on the grid, at least."""
-    p = local(slot.p.detach())
     if slot.grid.scaling is not None and slot.grid.scaling.moves:
         return  # any tensor is on some grid of this kind
     q = kernels.round(p, slot.grid)
@@ -210,7 +243,10 @@ def _check_on_grid(slot: Slot) -> None:
 
 
 def _take(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
+    slot.resting = {key: value.clone() for key, value in tensors.items() if key.startswith("resting")}
     for key, value in tensors.items():
+        if key in slot.resting:
+            continue
         if key == "moved":
             slot.moved = value.clone()
         elif key == "codes":
@@ -234,6 +270,9 @@ def save(wb: WriteBack, path: str | Path) -> None:
     if any(is_sharded(slot.p) for slot in wb.slots):
         raise UsageError("one file does not hold a sharded state: use torch.distributed.checkpoint.")
     saved = state_dict(wb)
+    more = sorted(set(saved) - {"state", "param_groups"})
+    if more:
+        raise UsageError(f"one file does not hold {more} of this optimizer's state: use torch.save.")
     tensors, plain = {}, {}
     for k, entry in saved["state"].items():
         for name, value in entry.items():
