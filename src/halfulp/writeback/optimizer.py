@@ -176,6 +176,8 @@ class WriteBack(torch.optim.Optimizer):
         if stand_ins:
             exchange(self.optimizer, stand_ins)
         self.slots += planned
+        managed = {id(slot.p) for slot in planned}
+        self._frozen = [p for p in self._frozen if id(p) not in managed]
         packed = [slot.p for slot in planned if slot.codes is not None]
         if packed:
             assert self._model is not None
