@@ -406,8 +406,9 @@ def test_states(kind: str) -> None:
     opt = written_back(model, GRID, "kahan")
     train(model, opt, 2)
     change, error, match = STATES[kind]
-    state = copy.deepcopy(opt.state_dict())
+    state, weights = copy.deepcopy((opt.state_dict(), model.state_dict()))
     train(model, opt, 1, start=2)
+    model.load_state_dict(weights)  # those that belong to the state
     before = everything(model, opt)
     change(state)
     with pytest.raises(error, match=match):
@@ -528,7 +529,7 @@ def test_a_file_that_is_not_there(saved: Saved) -> None:
 def test_a_failed_save_leaves_the_old_file(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written aside and renamed: a crash in between costs the new state, not the old one."""
     opt, model, path = saved
-    content = path.read_bytes()
+    content, weights = path.read_bytes(), copy.deepcopy(model.state_dict())
     train(model, opt, 1, start=2)
 
     def crash(*_: Any) -> None:
@@ -541,6 +542,7 @@ def test_a_failed_save_leaves_the_old_file(saved: Saved, monkeypatch: pytest.Mon
     assert caught.value.exit_code == 4
     assert path.read_bytes() == content
     assert list(path.parent.iterdir()) == [path]
+    model.load_state_dict(weights)
     load(written_back(model, GRID, "kahan"), path)
 
 

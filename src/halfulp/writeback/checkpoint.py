@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ import torch
 from halfulp import files, kernels, tensors
 from halfulp.documents import Fields, listed, parsed, whole
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
+from halfulp.writeback.consistency import check_consistent
 from halfulp.writeback.sharding import is_sharded, local, wrap_like
 
 if TYPE_CHECKING:
@@ -41,15 +42,16 @@ OURS = ("grid", "policy")
 """What a group may tell a write-back: objects, for which the identity has names."""
 
 
-def identity(wb: WriteBack) -> dict[str, Any]:
-    """What the tensors of a state belong to."""
+def identity(wb: WriteBack, slots: Sequence[Slot]) -> dict[str, Any]:
+    """What the tensors of a state belong to; ``storage`` is one word, or one for each parameter."""
+    kinds = {str(number(wb, s)): s.storage for s in slots}
     return {
         "version": VERSION,
         "seed": wb.seed,
         "step": wb.steps,
-        "storage": wb.storage,
+        "storage": kinds if len(set(kinds.values())) > 1 else next(iter(kinds.values())),
         "parameters": {
-            str(number(wb, s)): [s.name, s.grid.name, s.policy.spec, list(s.p.shape)] for s in wb.slots
+            str(number(wb, s)): [s.name, s.grid.name, s.policy.spec, list(s.p.shape)] for s in slots
         },
     }
 
@@ -65,7 +67,7 @@ def state_dict(wb: WriteBack) -> dict[str, Any]:
     made = _state(wb)
     keys = [k for g in made["param_groups"] for k in g["params"]]
     by_number = {i: made["state"].get(k, {}) for i, k in enumerate(keys)}
-    line = identity(wb)
+    line = identity(wb, wb.slots)
     line["sha256"] = digest(line, by_number)
     made["param_groups"][0][KEY] = json.dumps(line, sort_keys=True)
     return made
@@ -100,7 +102,13 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 def _state(wb: WriteBack) -> dict[str, Any]:
     wb._pass_on_groups()
     base = wb.optimizer.state_dict()
-    state = {k: dict(v) for k, v in base["state"].items()}
+    if "param_groups" not in base:
+        raise UsageError(
+            f"{type(wb.optimizer).__name__}.state_dict() has no 'param_groups', only {sorted(base)}: such a "
+            "state has no place for what a write-back keeps. Save opt.optimizer.state_dict() and "
+            "[slot.kept_tensors() for slot in opt.slots] yourself."
+        )
+    state = {k: dict(v) for k, v in base.get("state", {}).items()}
     for slot in wb.slots:
         kept = slot.kept_tensors()
         if "moved" in kept and is_sharded(slot.p):  # bits do not shard; whole bytes do
@@ -108,8 +116,8 @@ def _state(wb: WriteBack) -> dict[str, Any]:
         entry = state.setdefault(number(wb, slot), {})
         entry.update({PREFIX + k: wrap_like(v, slot.p) for k, v in kept.items()})
     groups = [{k: v for k, v in g.items() if k not in OURS} for g in base["param_groups"]]
-    groups[0][KEY] = json.dumps({**identity(wb), "sha256": None}, sort_keys=True)
-    return {"state": state, "param_groups": groups}
+    groups[0][KEY] = json.dumps({**identity(wb, wb.slots), "sha256": None}, sort_keys=True)
+    return {**base, "state": state, "param_groups": groups}  # some optimizers have more
 
 
 def unpacked(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -136,18 +144,24 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
             "not an optimizer state: expected a dictionary with 'state' and 'param_groups'."
         ) from None
     theirs = _parsed(line)
-    _check_identity(wb, theirs)
+    late = _late(wb, theirs)
+    slots = [*wb.slots, *(slot for slot, _ in late)]
+    _check_identity(identity(wb, slots), theirs)
     kept = {
         k: {n.removeprefix(PREFIX): entry.pop(n) for n in list(entry) if str(n).startswith(PREFIX)}
         for k, entry in state.items()
     }
     by_number = {i: kept.get(k, {}) for i, k in enumerate(keys)}
-    taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in wb.slots]
+    taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in slots]
     _check_digest(theirs, {i: saved["state"].get(k, {}) for i, k in enumerate(keys)})
     own = [{k: g[k] for k in OURS if k in g} for g in wb.param_groups]
+    rest = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
+    plain = {"state": {k: entry for k, entry in state.items() if entry}, "param_groups": groups, **rest}
     try:
-        plain = {k: entry for k, entry in state.items() if entry}
-        wb.optimizer.load_state_dict({"state": plain, "param_groups": groups})
+        wb.optimizer.load_state_dict(plain)
+        if late:  # again with their stand-ins, which do not round moments to the parameter's type
+            wb._commit(late, project=False)
+            wb.optimizer.load_state_dict(plain)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         name = type(wb.optimizer).__name__
         raise UsageError(f"the wrapped {name} does not take this state: {error}.") from None
@@ -158,6 +172,12 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
     wb.steps = theirs["step"]
     for slot, values in taken:
         _take(slot, values)
+
+
+def _late(wb: WriteBack, theirs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:
+    """What the state manages and is frozen here: it was trained when the state was saved."""
+    numbers = {id(p): n for n, p in enumerate(p for g in wb.param_groups for p in g["params"])}
+    return wb._prepared(wb._plan_frozen(lambda _, p: numbers[id(p)] in theirs["parameters"]))
 
 
 def _parsed(line: Any) -> dict[str, Any]:
@@ -218,16 +238,25 @@ def _check_digest(theirs: dict[str, Any], by_number: dict[int, dict[str, Any]]) 
         )
 
 
-def _check_identity(wb: WriteBack, theirs: dict[str, Any]) -> None:
-    mine = identity(wb)
-    for what in ("seed", "storage"):
-        if mine[what] != theirs.get(what):
-            raise UsageError(f"this state has {what} {theirs.get(what)!r}, this WriteBack {mine[what]!r}.")
+def _check_identity(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    if mine["seed"] != theirs.get("seed"):
+        raise UsageError(f"this state has seed {theirs.get('seed')!r}, this WriteBack {mine['seed']!r}.")
     for k in sorted({*map(int, mine["parameters"]), *theirs["parameters"]}):
         a, b = mine["parameters"].get(str(k)), theirs["parameters"].get(k)
         if a is None or b is None:
             where = "the state" if a is None else "this WriteBack"
-            raise UsageError(f"parameter {k} is managed only in {where}: {a or b}.")
+            raise UsageError(
+                f"parameter {k} is managed only in {where}: {a or b}. If it was frozen when the state was "
+                "saved, make the WriteBack while it is frozen, and train it after loading."
+            )
+        stored = [
+            s.get(str(k)) if isinstance(s, dict) else s for s in (mine["storage"], theirs.get("storage"))
+        ]
+        if stored[0] != stored[1]:
+            raise UsageError(
+                f"parameter {k} ({a[0]!r}): the state has storage {stored[1]!r}, this WriteBack "
+                f"{stored[0]!r}. Give storage= as it was when the state was saved."
+            )
         for what, x, y in zip(("name", "grid", "policy", "shape"), a, b, strict=True):
             if x != y:
                 raise UsageError(
@@ -237,7 +266,8 @@ def _check_identity(wb: WriteBack, theirs: dict[str, Any]) -> None:
 
 def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A parameter's saved tensors, local and of the expected kind."""
-    mine = slot.kept_tensors()
+    mine = {k: v for k, v in slot.kept_tensors().items() if k not in slot.resting}
+    mine.update({k: v for k, v in slot.rested().items() if k in saved})  # saved while others were evaluated
     if set(saved) != set(mine):
         raise CorruptionError(
             f"parameter {slot.name!r}: the state keeps {sorted(saved)}, this WriteBack keeps {sorted(mine)}."
@@ -261,25 +291,27 @@ def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
             raise UsageError(
                 f"parameter {slot.name!r}: the state has masters for other tiles than this mask chooses."
             )
-    if slot.codes is None:
-        _check_on_grid(slot)
-    else:
-        _check_codes(slot, out)
+    q = _values(slot, out, "codes", "steps")
+    if "resting" in out:
+        q = _values(slot, out, "resting", "resting_steps")
+    check_consistent(slot, {k: out[k] for k in slot.state}, q)
     return out
 
 
-def _check_codes(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
-    assert slot.codes is not None
-    saved = replace(slot.codes, packed=tensors["codes"], steps=tensors.get("steps"))
+def _values(slot: Slot, tensors: dict[str, torch.Tensor], key: str, steps: str) -> torch.Tensor:
+    """What is stored by a state, or beside it in the model, in the type that policies work in; checked."""
+    if slot.codes is None:
+        p = tensors.get(key, local(slot.p.detach()))
+        _check_on_grid(slot, p)
+        return p if slot.storage == "container" else p.float()
     try:
-        saved.get()
+        return replace(slot.codes, packed=tensors[key], steps=tensors.get(steps)).get()
     except HalfulpError as error:
         raise CorruptionError(f"parameter {slot.name!r}: {error}") from None
 
 
-def _check_on_grid(slot: Slot) -> None:
+def _check_on_grid(slot: Slot, p: torch.Tensor) -> None:
     """The model's weights must be those that were saved with the state: on the grid, at least."""
-    p = local(slot.p.detach())
     if slot.grid.scaling is not None and slot.grid.scaling.moves:
         return  # any tensor is on some grid of this kind
     q = kernels.round(p, slot.grid)
@@ -292,7 +324,10 @@ def _check_on_grid(slot: Slot) -> None:
 
 
 def _take(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
+    slot.resting = {key: value.clone() for key, value in tensors.items() if key.startswith("resting")}
     for key, value in tensors.items():
+        if key in slot.resting:
+            continue
         if key == "moved":
             slot.moved = value.clone()
         elif key == "codes":
@@ -314,6 +349,9 @@ def save(wb: WriteBack, path: str | Path) -> None:
     if any(is_sharded(slot.p) for slot in wb.slots):
         raise UsageError("one file does not hold a sharded state: use torch.distributed.checkpoint.")
     saved = _state(wb)
+    more = sorted(set(saved) - {"state", "param_groups"})
+    if more:
+        raise UsageError(f"one file does not hold {more} of this optimizer's state: use torch.save.")
     held, plain = {}, {}
     for k, entry in saved["state"].items():
         for name, value in entry.items():

@@ -98,8 +98,8 @@ class Policy:
     name: ClassVar[str] = "rne"
     stochastic: ClassVar[bool] = False
     """Whether a stream is used, so that the tensor's name matters."""
-    precise: ClassVar[bool] = False
-    """Whether it keeps what only float32 (or wider) arithmetic leaves to keep."""
+    precise: ClassVar[bool] = True
+    """Whether it saves what only float32 (or wider) arithmetic leaves to save."""
 
     def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         """Refuse what cannot work, before anything is changed."""
@@ -123,6 +123,8 @@ class Policy:
 
 class Nearest(Policy):
     """``rne``."""
+
+    precise: ClassVar[bool] = False
 
 
 class Stochastic(Policy):
@@ -154,7 +156,6 @@ class ECO(Policy):
     """
 
     name: ClassVar[str] = "eco"
-    precise: ClassVar[bool] = True
     rounding: Literal["nearest", "stochastic"] = "nearest"
     decay_exact: bool = False
 
@@ -189,7 +190,6 @@ class Kahan(Policy):
     of the proposal, so it is inside the compensated sum."""
 
     name: ClassVar[str] = "kahan"
-    precise: ClassVar[bool] = True
     dtype: torch.dtype = torch.float32
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
@@ -212,7 +212,6 @@ class Master(Policy):
     """
 
     name: ClassVar[str] = "master"
-    precise: ClassVar[bool] = True
     start_from: Literal["code", "raw"] = "code"
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
@@ -243,7 +242,6 @@ class TileMaster(Policy):
     """
 
     name: ClassVar[str] = "tile-master"
-    precise: ClassVar[bool] = True
     mask: dict[str, torch.Tensor] = field(default_factory=dict)
     start_from: Literal["code", "raw"] = "code"
 
