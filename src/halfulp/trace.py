@@ -35,6 +35,7 @@ import torch
 from halfulp.audit.crossings import Crossing, crossing
 from halfulp.audit.groups import CORE
 from halfulp.audit.measures import scalar_rho_map
+from halfulp.audit.scores import Scores
 from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
 from halfulp.grids import grid as named
 
@@ -422,6 +423,11 @@ class Trace:
         state = load_tensors(self.parts[-1] / STATE)
         found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
         return {name: value.numpy() for name, value in found.items() if value is not None}
+
+    @property
+    def tile(self) -> int:
+        """How many consecutive coordinates the scores are summed over."""
+        return Scores.of(self.manifest["options"]["scores"]).tile
 
     def replay(self, grids: Iterable[str], out: str | Path) -> Trace:
         """A new trace, of any grids, from the weights that this one kept (``Audit(keep=True)``)."""

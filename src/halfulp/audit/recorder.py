@@ -30,6 +30,7 @@ from halfulp.audit.groups import Rules, group_of
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import name_parameters
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
+from halfulp.audit.scores import Scores
 from halfulp.audit.watched import Watched, check_shard
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
@@ -50,7 +51,8 @@ class Audit:
     and the rest apart. ``never_moved`` and ``expected_never_moved``: follow every coordinate (a bit per
     grid; four bytes per grid, which doubles the cost of an audit). ``keep``: keep all weights, so that any
     grid can be replayed later (small models). ``scores``: a grid and the steps (first, last) over which to
-    sum allocation scores. ``groups``: your own rule (name, tensor) -> group. ``params``: which tensors,
+    sum allocation scores, and the size of the tiles that they are summed by, if not 768: the model's width
+    makes a tile one row of an embedding. ``groups``: your own rule (name, tensor) -> group. ``params``: which tensors,
     (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's dtype cannot hold, ``raise``
     or ``drop``. ``resume`` goes on with a trace; ``first_step`` is the number of the first step that this
     process takes. ``part_steps`` and ``part_seconds``: how much a crash may lose. ``listeners`` are called
@@ -81,7 +83,7 @@ class Audit:
         never_moved: bool = True,
         expected_never_moved: bool = False,
         keep: bool = False,
-        scores: tuple[str, int, int] | None = None,
+        scores: Scores | tuple[str, int, int] | tuple[str, int, int, int] | None = None,
         groups: Rules | None = None,
         params: Callable[[str, torch.Tensor], bool] | None = None,
         unfit: Literal["raise", "drop"] = "raise",
@@ -102,8 +104,9 @@ class Audit:
             raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
         if keep and out is None:
             raise UsageError("keep=True writes weights into the trace: pass out=.")
-        if scores is not None:
-            _check_scores(scores, sample)
+        self.scores = None if scores is None else Scores.of(scores)
+        if self.scores is not None:
+            self.scores.check_sample(sample)
         if unfit not in ("raise", "drop"):
             raise UsageError(f"unfit must be raise or drop, not {unfit!r}.")
         if isinstance(optimizers, torch.optim.Optimizer):
@@ -112,7 +115,7 @@ class Audit:
         self.models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
         self.every, self.sample, self.decay, self.keep = every, sample, decay, keep
         self.never_moved, self.expected, self.unfit = never_moved, expected_never_moved, unfit
-        self.scores, self.rules, self.params, self.seed = scores, groups, params, seed
+        self.rules, self.params, self.seed = groups, params, seed
         self.out = None if out is None else Path(out).absolute()  # a script may change its folder
         self.resume, self.part_steps, self.part_seconds = resume, part_steps, part_seconds
         self.listeners, self.describe = list(listeners), dict(describe or {})
@@ -292,7 +295,7 @@ class Audit:
             self.watched[p].follow(
                 moved=self.never_moved,
                 stay=self.expected,
-                scores=self.scores is not None,
+                scores=None if self.scores is None else self.scores.tile,
                 saved=self._loaded,
             )
         if _rank() == 0:
@@ -395,10 +398,10 @@ class Audit:
                 alone = kernels.audit(w.before, d, w.grids, phase=False).counts[:, :, 0]
                 row[PER_GRID.index(j) : -len(SHARED) : len(PER_GRID)] = alone.sum(dim=0, dtype=torch.float64)
         if self.scores is not None and w.scores is not None:
-            grid, first, last = self.scores
-            gradient = w.gradient()
-            if first <= self.step <= last and gradient is not None:
-                w.scores += kernels.score(w.before, gradient, after, grid, after=True).cpu()
+            s, gradient = self.scores, w.gradient()
+            if s.first <= self.step <= s.last and gradient is not None:
+                found = kernels.score(w.before, gradient, after, s.grid, after=True, tile=s.tile)
+                w.scores += found.cpu()
         if self.keep and self._writer is not None:
             for what, value in (("before", w.before), ("after", after)):
                 copy = value.clone(memory_format=torch.contiguous_format)
@@ -468,7 +471,7 @@ class Audit:
             "never_moved": self.never_moved,
             "expected_never_moved": self.expected,
             "keep": self.keep,
-            "scores": list(self.scores) if self.scores else None,
+            "scores": None if self.scores is None else self.scores.told(),
             "seed": self.seed,
         }
         return manifest.begun(self.grids, self.every, options, self.describe)
@@ -483,15 +486,6 @@ def _checked_grids(grids: Any) -> list[Grid]:
     if len(set(names)) != len(names):
         raise UsageError(f"grids must differ, but {sorted({n for n in names if names.count(n) > 1})} repeat.")
     return found
-
-
-def _check_scores(scores: tuple[str, int, int], sample: float | None) -> None:
-    grid, first, last = scores
-    if not 1 <= first <= last:
-        raise UsageError(f"scores= takes a grid, a first and a last step, not {scores}.")
-    scaling = named(grid).scaling
-    if sample is not None and scaling is not None and scaling.moves:
-        raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
 
 
 def _fits(grid: Grid, dtype: torch.dtype) -> bool:

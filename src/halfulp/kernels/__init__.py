@@ -53,7 +53,7 @@ from halfulp.streams import Stream
 
 __all__ = [
     "AUDIT_COUNTS", "SCORES", "SHARED_COUNTS", "TILE", "WRITE_COUNTS",
-    "Audit", "Written", "audit", "decode", "encode", "round", "score", "set_aside", "steps", "tiles_of",
+    "Audit", "Written", "audit", "checked_tile", "decode", "encode", "round", "score", "set_aside", "steps", "tiles_of",
     "write_back",
 ]  # fmt: skip
 

@@ -166,7 +166,7 @@ def _run(
 
 
 def _options(name: str, constants: dict[str, Any]) -> dict[str, Any]:
-    """How a kernel is launched: with more warps for tiles of more than 768, so that values stay in registers."""
+    """How a kernel is launched: with more warps for larger tiles, so that values stay in registers."""
     rows = constants.get("K", 0) * constants.get("MANY", 0)
     more = max(min(rows // 256, 4), 1)  # with still more warps, each has too few registers
     return OPTIONS[name] | {"num_warps": OPTIONS[name]["num_warps"] * more}
