@@ -248,17 +248,17 @@ def test_a_budget_below_one_tile(trace: hu.Trace, tmp_path: Path) -> None:
 def test_tiles_that_do_not_go_together(tmp_path: Path) -> None:
     """Another size is refused when a trace is resumed, a mask misread, or a sample asked for."""
     scored(tmp_path / "trace", 96)
-    with pytest.raises(UsageError, match="96.*not.*100"):
+    with pytest.raises(UsageError, match=r"96.*not.*100"):
         scored(tmp_path / "trace", 100, resume=True)
     with pytest.raises(UsageError, match="a sample is of tiles of 768"):
         scored(tmp_path / "sampled", 96, sample=0.5)
     for wrong in (("e5m2", 1), ("e5m2", 2, 1), ("e5m2", 1, 2, 0), "e5m2:1-2", ("e5m2", 1, 2.0)):
         with pytest.raises(UsageError, match=r"scores=|a tile is"):
             hu.Audit(None, ["e5m2"], scores=wrong)
-    with pytest.raises(UsageError, match="tiles of 96 for 4096 coordinates.*tiles of another size"):
-        model = torch.nn.Linear(64, 64)
-        mask = {"weight": torch.ones(6, dtype=torch.bool)}
-        hu.WriteBack(torch.optim.SGD(model.parameters()), "e5m2", hu.TileMaster(mask, tile=96), model=model)
+    model = torch.nn.Linear(64, 64)
+    policy = hu.TileMaster({"weight": torch.ones(6, dtype=torch.bool)}, tile=96)
+    with pytest.raises(UsageError, match=r"tiles of 96 for 4096 coordinates.*tiles of another size"):
+        hu.WriteBack(torch.optim.SGD(model.parameters()), "e5m2", policy, model=model)
 
 
 def test_old_masks_have_tiles_of_768(tmp_path: Path) -> None:

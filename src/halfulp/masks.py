@@ -143,7 +143,8 @@ def allocate(
     """Choose tiles by a score from a trace that was recorded with ``scores=``, within a budget.
 
     ``budget``: bytes, or a share (a float up to 1.0) of what masters for all eligible tiles would take. Tiles
-    have the size that the scores were summed by. They are taken from the highest mean score of their coordinates down, equal ones in the order of tensors and
+    have the size that the scores were summed by. They are taken from the highest mean score of their
+    coordinates down, equal ones in the order of tensors and
     tiles; one that no longer fits is passed over. ``score``: one of ``halfulp.kernels.SCORES`` (F how often
     frozen, L descent, C both, G gradient, U update, W weight, T gradient times weight, P gradient times
     update, all as magnitudes), or ``random`` with a ``seed``, for controls. ``params``: which tensors are

@@ -49,9 +49,7 @@ class Scores:
         if sample is not None and scaling is not None and scaling.moves:
             raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
         if sample is not None and self.tile != TILE:
-            raise UsageError(
-                f"a sample is of tiles of {TILE}: score all of them to have tiles of {self.tile}."
-            )
+            raise UsageError(f"a sample is of tiles of {TILE}: score all of them for tiles of {self.tile}.")
 
     def told(self) -> list[Any]:
         """What a manifest says: the size of a tile only where it is not 768, as before there were others."""

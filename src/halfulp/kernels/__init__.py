@@ -53,8 +53,8 @@ from halfulp.streams import Stream
 
 __all__ = [
     "AUDIT_COUNTS", "SCORES", "SHARED_COUNTS", "TILE", "WRITE_COUNTS",
-    "Audit", "Written", "audit", "checked_tile", "decode", "encode", "round", "score", "set_aside", "steps", "tiles_of",
-    "write_back",
+    "Audit", "Written", "audit", "checked_tile", "decode", "encode", "round", "score", "set_aside", "steps",
+    "tiles_of", "write_back",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
