@@ -83,7 +83,7 @@ class Watched:
         self.before.copy_(values)
 
     def follow(self, *, moved: bool, stay: bool, scores: int | None, saved: dict[str, torch.Tensor]) -> None:
-        """Begin, or take up from a resumed trace, what is followed over steps; ``scores``: the size of a tile."""
+        """Begin, or take up from a resumed trace, what is followed; ``scores``: the size of a tile."""
         n, g = self.values().numel(), len(self.grids)
         work = torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
         if moved and self.moved is None:
