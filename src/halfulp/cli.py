@@ -148,6 +148,9 @@ def audit(
     scores: str = typer.Option(
         "", help="Sum what `halfulp allocate` ranks tiles by: a grid and its steps, such as e5m2:1-600."
     ),
+    tile: int = typer.Option(
+        768, help="With --scores: weights of a tile; with the model's width, a tile is one token's embedding."
+    ),
     out: Path | None = typer.Option(None, help="The trace's folder; default runs/NAME."),
     resume: bool = typer.Option(
         False, help="Go on with a trace; steps that it holds are not recorded again."
@@ -175,7 +178,7 @@ def audit(
         sample=None if sample == 1.0 else sample,
         decay=decay,
         expected_never_moved=expected,
-        scores=_scores(scores) if scores else None,
+        scores=_scores(scores, tile) if scores else None,
         resume=resume,
         listeners=[view] if live else [],
         describe={
@@ -207,12 +210,12 @@ def _tell(console: Console, *lines: str) -> None:
         console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
 
 
-def _scores(text: str) -> tuple[str, int, int]:
+def _scores(text: str, tile: int) -> tuple[str, int, int, int]:
     """A grid and a window of steps, as they are written on the command line."""
     found = re.fullmatch(r"(.+):([0-9]+)-([0-9]+)", text)
     if found is None:
         raise UsageError(f"--scores takes a grid and its steps, such as e5m2:1-600, not {text!r}.")
-    return found[1], int(found[2]), int(found[3])
+    return found[1], int(found[2]), int(found[3]), tile
 
 
 @app.command()
@@ -240,7 +243,7 @@ def allocate(
     Console().print(table)
     typer.echo(
         f"{mask.payload_bytes:,} of {mask.budget:,} bytes ({mask.payload_bytes / mask.blanket_bytes:.4%} of "
-        f"{mask.blanket_bytes:,}), by score {mask.score}: {plain(str(output))}"
+        f"{mask.blanket_bytes:,}), by score {mask.score}, in tiles of {mask.tile}: {plain(str(output))}"
     )
 
 

@@ -30,6 +30,7 @@ from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import Naming, name_parameters
 from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
+from halfulp.audit.scores import Scores
 from halfulp.audit.summary import summary
 from halfulp.audit.watched import Watched, check_shard
 from halfulp.canonical import LARGEST
@@ -54,10 +55,11 @@ class Audit:
     and the rest apart. ``never_moved`` and ``expected_never_moved``: follow every coordinate (a bit per
     grid; four bytes per grid, which doubles the cost of an audit). ``keep``: keep all weights, so that any
     grid can be replayed later (small models). ``scores``: a grid and the steps (first, last) over which to
-    sum allocation scores. ``groups``: your own rule (name, tensor) -> group. ``params``: which tensors,
-    (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's dtype cannot hold, ``raise``
-    or ``drop``. ``exists``: what to do where ``out`` holds a trace already, ``number`` the folder (``out-2``;
-    it is said, and the attribute ``out`` tells) or ``raise``. ``resume`` goes on with a trace;
+    sum allocation scores, and the size of the tiles that they are summed by, if not 768: the model's width
+    makes a tile one row of an embedding. ``groups``: your own rule (name, tensor) -> group. ``params``: which
+    tensors, (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's dtype cannot hold,
+    ``raise`` or ``drop``. ``exists``: what to do where ``out`` holds a trace already, ``number`` the folder
+    (``out-2``; it is said, and the attribute ``out`` tells) or ``raise``. ``resume`` goes on with a trace;
     ``first_step`` is the number of the first step that this process takes. ``part_steps`` and
     ``part_seconds``: how much a crash may lose. ``listeners`` are called with a summary of every audited
     step, which is ``latest`` as well.
@@ -90,7 +92,7 @@ class Audit:
         never_moved: bool = True,
         expected_never_moved: bool = False,
         keep: bool = False,
-        scores: tuple[str, int, int] | None = None,
+        scores: Scores | tuple[str, int, int] | tuple[str, int, int, int] | None = None,
         groups: Rules | None = None,
         params: Callable[[str, torch.Tensor], bool] | None = None,
         unfit: Literal["raise", "drop"] = "raise",
@@ -112,8 +114,9 @@ class Audit:
             raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
         if keep and out is None:
             raise UsageError("keep=True writes weights into the trace: pass out=.")
-        if scores is not None:
-            _check_scores(scores, sample)
+        self.scores = None if scores is None else Scores.of(scores)
+        if self.scores is not None:
+            self.scores.check_sample(sample)
         if unfit not in ("raise", "drop"):
             raise UsageError(f"unfit must be raise or drop, not {unfit!r}.")
         if exists not in ("number", "raise"):
@@ -124,7 +127,7 @@ class Audit:
         self.models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
         self.every, self.sample, self.decay, self.keep = every, sample, decay, keep
         self.never_moved, self.expected, self.unfit = never_moved, expected_never_moved, unfit
-        self.scores, self.rules, self.params, self.seed = scores, groups, params, seed
+        self.rules, self.params, self.seed = groups, params, seed
         self.out = None if out is None else Path(out).absolute()  # a script may change its folder
         self.resume, self.exists = resume, exists
         self.part_steps, self.part_seconds = part_steps, part_seconds
@@ -330,7 +333,7 @@ class Audit:
             self.watched[p].follow(
                 moved=self.never_moved,
                 stay=self.expected,
-                scores=self.scores is not None,
+                scores=None if self.scores is None else self.scores.tile,
                 saved=self._loaded,
             )
         if rank() == 0:
@@ -441,10 +444,10 @@ class Audit:
                 alone = kernels.audit(w.before, d, w.grids, phase=False).counts[:, :, 0]
                 row[PER_GRID.index(j) : -len(SHARED) : len(PER_GRID)] = alone.sum(dim=0, dtype=torch.float64)
         if self.scores is not None and w.scores is not None:
-            grid, first, last = self.scores
-            gradient = w.gradient()
-            if first <= self.step <= last and gradient is not None:
-                w.scores += kernels.score(w.before, gradient, after, grid, after=True).cpu()
+            s, gradient = self.scores, w.gradient()
+            if s.first <= self.step <= s.last and gradient is not None:
+                found = kernels.score(w.before, gradient, after, s.grid, after=True, tile=s.tile)
+                w.scores += found.cpu()
             w.given = None
         if self.keep and self._writer is not None and self.trouble is None:
             for what, value in (("before", w.before), ("after", after)):
@@ -499,7 +502,7 @@ class Audit:
             "never_moved": self.never_moved,
             "expected_never_moved": self.expected,
             "keep": self.keep,
-            "scores": list(self.scores) if self.scores else None,
+            "scores": None if self.scores is None else self.scores.told(),
             "seed": self.seed if abs(self.seed) <= LARGEST else str(self.seed),
         }
         return manifest.begun(self.grids, self.every, options, self.describe)
@@ -514,15 +517,6 @@ def _checked_grids(grids: Any) -> list[Grid]:
     if len(set(names)) != len(names):
         raise UsageError(f"grids must differ, but {sorted({n for n in names if names.count(n) > 1})} repeat.")
     return found
-
-
-def _check_scores(scores: tuple[str, int, int], sample: float | None) -> None:
-    grid, first, last = scores
-    if not 1 <= first <= last:
-        raise UsageError(f"scores= takes a grid, a first and a last step, not {scores}.")
-    scaling = named(grid).scaling
-    if sample is not None and scaling is not None and scaling.moves:
-        raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
 
 
 def _fits(grid: Grid, dtype: torch.dtype) -> bool:

@@ -95,16 +95,16 @@ class Watched:
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[self.before.element_size()]
         return not torch.equal(self.values().view(bits), self.before.view(bits))
 
-    def follow(self, *, moved: bool, stay: bool, scores: bool, saved: dict[str, torch.Tensor]) -> None:
-        """Begin, or take up from a resumed trace, what is followed over steps."""
+    def follow(self, *, moved: bool, stay: bool, scores: int | None, saved: dict[str, torch.Tensor]) -> None:
+        """Begin, or take up from a resumed trace, what is followed; ``scores``: the size of a tile."""
         n, g = self.values().numel(), len(self.grids)
         work = torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
         if moved and self.moved is None:
             self.moved = self._taken(saved, "moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8))
         if stay and self.stay is None:
             self.stay = self._taken(saved, "stay", torch.ones((g, n), dtype=work))
-        if scores and self.scores is None and self.tensor.dim() >= 2:
-            shape = (tiles_of(n), len(kernels.SCORES))
+        if scores is not None and self.scores is None and self.tensor.dim() >= 2:
+            shape = (tiles_of(n, scores), len(kernels.SCORES))
             self.scores = self._taken(saved, "scores", torch.zeros(shape, dtype=torch.float64))
 
     def _taken(self, saved: dict[str, torch.Tensor], what: str, fresh: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from halfulp import files, tensors
 from halfulp.audit.crossings import Crossing, crossing
 from halfulp.audit.groups import CORE
 from halfulp.audit.measures import scalar_rho_map
+from halfulp.audit.scores import Scores
 from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
 from halfulp.errors import CorruptionError, TamperingError, UsageError
 from halfulp.grids import grid as named
@@ -361,6 +362,11 @@ class Trace:
         state = self.state()
         found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
         return {name: value.numpy() for name, value in found.items() if value is not None}
+
+    @property
+    def tile(self) -> int:
+        """How many consecutive coordinates the scores are summed over."""
+        return Scores.of(self.manifest["options"]["scores"]).tile
 
     def state(self) -> dict[str, torch.Tensor]:
         """What was followed over steps, as of the newest part; of a newer one if the trace has grown."""

@@ -60,7 +60,11 @@ def _check_manifest(found: Fields) -> None:
     options.take("sample", "none or a share", lambda v: v is None or (_number(v) and 0 < v <= 1))
     for flag in ("decay", "never_moved", "expected_never_moved", "keep"):
         options.flag(flag)
-    options.take("scores", "none, or a grid, a first and a last step", lambda v: v is None or _is_window(v))
+    options.take(
+        "scores",
+        "none, or a grid, a first and a last step, and the size of a tile",
+        lambda v: v is None or _is_window(v),
+    )
     options.take("seed", "a whole number", lambda v: type(v) is int or (isinstance(v, str) and len(v) < 100))
     _check_tensors(found)
     for optimizer in found.each("optimizers", 10_000):
@@ -106,8 +110,8 @@ def _is_grid(name: str) -> bool:
 
 
 def _is_window(value: Any) -> bool:
-    whole_ones = isinstance(value, list) and len(value) == 3 and whole(value[1], 1) and whole(value[2], 1)
-    return whole_ones and isinstance(value[0], str) and _is_grid(value[0])
+    window = isinstance(value, list) and len(value) in (3, 4) and all(whole(v, 1) for v in value[1:])
+    return window and isinstance(value[0], str) and _is_grid(value[0])
 
 
 def _number(value: Any) -> bool:
