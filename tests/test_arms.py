@@ -194,8 +194,8 @@ def test_what_is_left_at_its_default_is_left_out() -> None:
     fp32 = replace(plain, seed=3, projected="e5m2", audit=("e5m2", "bf16"), scores=("e5m2", 5), tile=32)
     at = {"stage": "masks", "cell": "source", "name": "P"}
     masked = replace(
-        plain, grid="e5m2", policy="tile-master(start_from=raw)", projection="stochastic", storage="container",
-        stream_seed=4, mask=at, device="auto", save_every=9,
+        plain, grid="e5m2", policy="tile-master(start_from=raw)", projection="stochastic",
+        storage="container", stream_seed=4, mask=at, device="auto", save_every=9,
     )  # fmt: skip
     for made in (plain, fp32, masked):
         assert Arm.from_json(json.loads(json.dumps(made.to_json()))) == made

@@ -1,4 +1,4 @@
-"""``char-gpt`` and ``matched-10k``: declarations, estimands and gates; the paper's rows through the same gates."""
+"""``char-gpt`` and ``matched-10k``: declarations, estimands, gates; the paper's rows through the same."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from decoder_cells import Files, Records, run_with_files, write_corpora
-
 from safetensors.torch import load as load_tensors
 
 from halfulp.arms import Arm
@@ -93,7 +92,9 @@ def test_paper_scale_is_the_papers() -> None:
 
 def test_another_depth_is_one_replace_away() -> None:
     """The paper's migration to 17 layers: 257,280 tiles, of which a tenth is 25,728 with 79,036,416 bytes."""
-    deeper = replace(RUNS, scales={k: replace(a, model=replace(a.model, layers=17)) for k, a in RUNS.scales.items()})
+    deeper = replace(
+        RUNS, scales={k: replace(a, model=replace(a.model, layers=17)) for k, a in RUNS.scales.items()}
+    )
     (cell,) = deeper.source(deeper.configs["paper"])
     model = Decoder(Arm.from_json(cell.config).model, device="meta")
     tiles = sum(p.numel() // 768 for p in model.parameters() if p.dim() >= 2)
@@ -121,7 +122,9 @@ def test_masks_spend_the_budget(finished: tuple[Records, Files]) -> None:
     for score in ("P", "F"):
         column = SCORES.index(score)
         worst = min(float(sums[n][t, column].min()) for n, t in masks[score].tiles.items() if bool(t.any()))
-        assert worst >= max(float(sums[n][~t, column].max()) for n, t in masks[score].tiles.items() if not t.all())
+        assert worst >= max(
+            float(sums[n][~t, column].max()) for n, t in masks[score].tiles.items() if not t.all()
+        )
     for unit in UNITS:
         own = Mask.from_bytes(files["target-masks"][unit]["P.safetensors"], unit)
         both = sum(int((t & own.tiles[n]).sum()) for n, t in masks["P"].tiles.items())

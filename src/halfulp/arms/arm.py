@@ -27,6 +27,7 @@ from halfulp.kernels import TILE
 from halfulp.models.decoder import Config
 from halfulp.models.training import Recipe, Schedule
 from halfulp.writeback import TileMaster
+from halfulp.writeback.choosing import Storage
 from halfulp.writeback.policies import parsed
 
 Json = Any
@@ -51,7 +52,7 @@ class Arm:
     """A policy as it prints itself: ``sr``, ``master(start_from=raw)``; with its grid, or neither."""
     projection: Literal["nearest", "stochastic"] = "nearest"
     """How the first codes of a write-back are made."""
-    storage: str | None = None
+    storage: Storage | None = None
     stream_seed: int = 0
     projected: str | None = None
     """The grid to which a float32 run is rounded once, before it starts."""

@@ -1,8 +1,8 @@
 """The decoders and texts of the decoder studies, by scale: one family for all of them.
 
-``paper``: the paper's own models on OpenWebText. ``small``: three decoders of the same three kinds on prose in
-4096 pieces, small enough that a run takes a minute or two on one core; what they show beside the paper's, and
-what else was tried, is in docs/decoder.md. ``smoke``: that a study runs.
+``paper``: the paper's own models on OpenWebText. ``small``: three decoders of the same three kinds on prose
+in 4096 pieces, small enough that a run takes a minute or two on one core; what they show beside the paper's,
+and what else was tried, is in docs/decoder.md. ``smoke``: that a study runs.
 
 A tile is a row of a width-sized matrix at every scale, as it is in the paper: one token of an embedding.
 """
@@ -37,19 +37,19 @@ def _arm(
 
 
 def at(shared: Arm, *, updates: int, warmup: int, eval_every: int, horizon: int | None = None) -> Arm:
-    """A run of some updates, warmed up over some, with a cosine to the horizon: the last update by default."""
+    """A run of some updates, with a warmup and a cosine to the horizon: the last update by default."""
     schedule = replace(shared.recipe.schedule, warmup=warmup, horizon=horizon or updates)
     return replace(
         shared, recipe=replace(shared.recipe, schedule=schedule, updates=updates, eval_every=eval_every)
     )
 
 
-def _smoke(kind: Config, **sizes: int) -> Arm:
+def _smoke(kind: Config, **sizes: Any) -> Arm:
     made = replace(kind, layers=2, heads=2, context=32, **sizes)
     return _arm(made, PLAYS, batch=4, eval_batches=2)
 
 
-def _small(kind: Config, **sizes: int) -> Arm:
+def _small(kind: Config, **sizes: Any) -> Arm:
     made = replace(kind, layers=3, heads=3, width=96, context=64, vocabulary=4096, **sizes)
     return _arm(made, PROSE)
 

@@ -88,7 +88,7 @@ def recovered(
 
 
 def trajectories(bundle: Bundle, found: Records, scope: str) -> Any:
-    """Frozen fraction over updates, forecast and measured, with their persistent crossings; a panel a unit."""
+    """Frozen fraction over updates, forecast and measured, with persistent crossings; a panel a unit."""
     figure, panels = new_figure(1, len(bundle.units), sharey=True)
     for panel, name in zip(panels, bundle.units, strict=True):
         unit = Unit(bundle, found, name)

@@ -11,6 +11,7 @@ import polars as pl
 
 from halfulp.arms import records
 from halfulp.audit.crossings import crossing
+from halfulp.audit.groups import CORE
 from halfulp.audit.measures import pooled_rho, scalar_rho_map
 from halfulp.grids import grid as named
 from halfulp.study import Running
@@ -33,7 +34,7 @@ def forecast(running: Running) -> dict[str, Any]:
 
     def rho(scope: str) -> np.ndarray[Any, Any]:
         if scope == records.DENSE:
-            return np.mean([rho(group) for group in records.CORE], axis=0)
+            return np.asarray(np.mean([rho(group) for group in CORE], axis=0))
         d, w = (
             np.sum([found[g] for g in records.groups_of(record, scope)], axis=0) for found in norms.values()
         )

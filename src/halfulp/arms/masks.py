@@ -48,10 +48,9 @@ def make_masks(running: Running) -> dict[str, Json]:
         "tiles": {name: {n: int(t.sum()) for n, t in mask.tiles.items()} for name, mask in made.items()},
     }
     if "beside" in config:
-        other = config["beside"]
+        stage, cell = config["beside"]
         found["shared"] = {
-            name: mask.overlap(Mask.from_bytes(running.read_bytes(*other, f"{name}.safetensors"), name))
-            for name, mask in made.items()
+            name: _read(running, stage, cell, name).overlap(mask) for name, mask in made.items()
         }
     return found
 
@@ -59,7 +58,9 @@ def make_masks(running: Running) -> dict[str, Json]:
 def read_mask(running: Running, arm: Arm) -> Mask:
     """The mask that an arm's masters follow."""
     assert arm.mask is not None
-    at = arm.mask
-    return Mask.from_bytes(
-        running.read_bytes(at["stage"], at["cell"], f"{at['name']}.safetensors"), at["name"]
-    )
+    return _read(running, arm.mask["stage"], arm.mask["cell"], arm.mask["name"])
+
+
+def _read(running: Running, stage: str, cell: str, name: str) -> Mask:
+    file = f"{name}.safetensors"
+    return Mask.from_bytes(running.read_bytes(stage, cell, file), f"{stage}/{cell}/{file}")

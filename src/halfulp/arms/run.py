@@ -34,11 +34,10 @@ from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import open_corpus
 from halfulp.arms.masks import read_mask
 from halfulp.audit.groups import group_of
-from halfulp.audit.memory import Memory
 from halfulp.models.decoder import Decoder
 from halfulp.models.training import Training, adamw, project
 from halfulp.study import Running
-from halfulp.trace import Trace
+from halfulp.trace import Memory, Recorded
 from halfulp.writeback.policies import parsed
 
 Json = Any
@@ -65,7 +64,7 @@ def run(running: Running) -> dict[str, Json]:
         policy = read_mask(running, arm).policy(**options) if arm.mask else kind(**options)
         optimizer = hu.WriteBack(
             optimizer, arm.grid, policy, model=model, seed=arm.stream_seed, project=arm.projection,
-            storage=arm.storage or "container", telemetry=False,
+            storage=arm.storage, telemetry=False,
         )  # fmt: skip
         if arm.mask:
             record["master_bytes"] = sum(slot.state["master"].nbytes for slot in optimizer.slots)
@@ -124,7 +123,7 @@ def _audit(
     """Every event of the matrices on the watched grids, kept in memory, from where the run is."""
     if not arm.watched:
         return contextlib.nullcontext()
-    scores = None if arm.scores is None else (arm.scores[0], 1, arm.scores[1])
+    scores = None if arm.scores is None else (arm.scores[0], 1, arm.scores[1], arm.tile)
     return hu.Audit(
         training.optimizer, arm.watched, model=training.model, out=memory, scores=scores,
         params=lambda name, p: p.dim() >= 2, expected_never_moved=arm.grid is None,
@@ -153,7 +152,7 @@ def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, An
     return found, apart
 
 
-def _counted(running: Running, trace: Trace) -> dict[str, dict[str, list[int]]]:
+def _counted(running: Running, trace: Recorded) -> dict[str, dict[str, list[int]]]:
     """What the audit counted, attached; and, for the record, coordinates left unchanged by grid and group."""
     grids = _by_group(trace, trace.scan("grids").drop("frozen_decay", "frozen_gradient"), "grid")
     grids = grids.with_columns(pl.col("grid").replace_strict(dict(enumerate(trace.grids))))
@@ -167,8 +166,8 @@ def _counted(running: Running, trace: Trace) -> dict[str, dict[str, list[int]]]:
     return frozen
 
 
-def _by_group(trace: Trace, table: pl.LazyFrame, *more: str) -> pl.DataFrame:
-    """Columns summed over the tensors of a group, in their order: a sum of floats may not depend on threads."""
+def _by_group(trace: Recorded, table: pl.LazyFrame, *more: str) -> pl.DataFrame:
+    """Columns summed over the tensors of a group, in their order: threads may not decide a sum."""
     tensors = pl.LazyFrame(
         {"tensor": [t["id"] for t in trace.tensors], "group": [t["group"] for t in trace.tensors]},
         schema={"tensor": pl.Int32, "group": pl.String},
@@ -184,7 +183,7 @@ def _by_group(trace: Trace, table: pl.LazyFrame, *more: str) -> pl.DataFrame:
     return rows[first].select(keys).with_columns(**summed)
 
 
-def _note_never_moved(record: dict[str, Json], trace: Trace) -> None:
+def _note_never_moved(record: dict[str, Json], trace: Recorded) -> None:
     """At every evaluation, by group: counts of the audit of the same update."""
     table = _by_group(
         trace,

@@ -70,7 +70,7 @@ def over_time(bundle: Bundle, found: Records) -> Table:
 
 
 def forecasts(bundle: Bundle, found: Records, warmup: bool = True) -> Table:
-    """How well the reference forecast the nearest arm's frozen fraction, beside predictors that cost nothing."""
+    """How well the reference forecast the nearest arm, beside predictors that cost nothing."""
     rows = []
     for unit in _units(bundle, found):
         for scope in bundle.scopes:

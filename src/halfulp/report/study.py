@@ -17,18 +17,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from halfulp import canonical, files
-from halfulp.errors import CorruptionError, TamperingError, UsageError
+from halfulp.errors import UsageError
 from halfulp.report.markup import Content, Html, name, number, numeric, prose, table, tag
 from halfulp.report.outcomes import passed_mark
 from halfulp.report.style import house_style, vector
-from halfulp.study import ledger, loading
+from halfulp.study import loading, reading
 from halfulp.study.declaration import Protocol
 from halfulp.study.ledger import Ledger
 from halfulp.study.protocol import Records, Study
 from halfulp.study.show import SCOPES
-from halfulp.study.store import Store, outcomes
-from halfulp.study.validate import check_records
+from halfulp.study.store import Store
 from halfulp.text import number as digits
 
 OPEN = 60
@@ -65,23 +63,10 @@ def is_study(folder: Path) -> bool:
 
 def open_study(folder: Path, *, code: bool = False) -> StudyView:
     """Read a study's folder; ``code``: its own file may be run for tables and figures."""
-    store = Store(folder)
-    events = ledger.read(store.ledger_file)
-    if not events.events:
-        raise CorruptionError(f"{store.ledger_file} is empty.")
-    sealed = store.read_seal(events.seal)
-    protocol = store.read_protocol(sealed)
-    records = check_records(store, protocol, sealed, events)
-    result = None
-    if events.closed is not None:
-        content = files.read(store.result_file)
-        if canonical.sha256(content) != events.closed["result"]:
-            raise TamperingError(
-                f"{store.result_file} is not the result that was recorded: its SHA-256 differs."
-            )
-        result = canonical.loads(content, store.result_file)
-    complete = outcomes(protocol, records) if result is not None else None
-    return StudyView(folder, protocol, events, sealed, result, complete, _code(store, sealed, code))
+    opened = reading.open_study(folder)
+    records = opened.records if opened.result is not None else None
+    study = _code(opened.store, opened.sealed, code)
+    return StudyView(folder, opened.protocol, opened.events, opened.sealed, opened.result, records, study)
 
 
 def _code(store: Store, sealed: Mapping[str, Any], code: bool) -> Study | None:

@@ -93,7 +93,9 @@ STUDY = Study(
     estimands=(
         RUNS.estimand("gap", "final loss of rne above raw fp32, nats", measures.gap),
         *(
-            RUNS.estimand(f"recovery-{name}", f"share of the gap won back by {arm}", measures.recovery, arm=arm)
+            RUNS.estimand(
+                f"recovery-{name}", f"share of the gap won back by {arm}", measures.recovery, arm=arm
+            )
             for name, arm in _RECOVERIES.items()
         ),
         RUNS.estimand(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import typer
@@ -168,10 +168,15 @@ def validate(
 
     if cells and not replay:
         raise UsageError("Cells are named for --replay only.")
-    with opened(study, scale, out) as folder:
+    with opened(study, scale, out, code=not (no_code or expect or public_key)) as folder:
         if (folder / retrospective.DECLARATION).exists():
             if registered is None:
                 raise UsageError(f"{folder} is a retrospective analysis: name the study it is of with --of.")
+            if no_code or expect or public_key:
+                raise UsageError(
+                    f"{folder} is a retrospective analysis, which is validated by running its file: "
+                    "--no-code, --expect and --public-key are for studies."
+                )
             result = retrospective.check(folder, registered)
             typer.echo(f"recomputed from {registered}, byte for byte\nlabel: {plain(result['label'])}\nvalid")
             return
@@ -210,17 +215,21 @@ def report(
     scale: str = SCALE,
     out: Path | None = OUT,
     output: Path | None = typer.Option(None, "--output", "-o", help="A Markdown file; default the terminal."),
+    no_code: bool = typer.Option(
+        False, "--no-code", help="Run no code of the study: its own tables are left out."
+    ),
 ) -> None:
     """One page: question, gates, label, units, what is not claimed, tables, provenance."""
     from rich.console import Console
     from rich.markdown import Markdown
 
+    from halfulp.study import export as exporting
     from halfulp.study import report as reporting
 
-    with opened(study, scale, out) as folder:
-        text = reporting.page(folder)
+    with opened(study, scale, out, code=not no_code) as folder:
+        text = reporting.page(folder, code=not no_code)
     if output is not None:
-        output.write_text(text, "utf-8")
+        exporting.put(output, text.encode())
         return
     console = Console()
     if console.is_terminal:
@@ -237,16 +246,17 @@ def export(
     out: Path | None = OUT,
     key: Path | None = typer.Option(None, help="An ed25519 private key (PEM) to sign the statement with."),
     licence: str = typer.Option("", "--licence", help="The address of the licence of these files."),
+    expect: str = typer.Option("", help="A digest printed when the study was sealed or closed."),
 ) -> None:
     """Write one archive that others can validate without this machine; the study is validated first."""
     from halfulp.study import export as exporting
     from halfulp.study.validate import validate as check
 
-    folder = found_folder(study, scale, out)
-    found = check(folder)
-    if found.exit_code:
-        raise UsageError(f"{folder} is not exported, because it is not valid: {found.problems[0]}")
-    digest = exporting.export(folder, target, key=key, licence=licence)
+    with opened(study, scale, out, code=not expect, instead="--expect vouches for it first") as folder:
+        found = check(folder, expect=expect)
+        if found.exit_code:
+            raise UsageError(f"{folder} is not exported, because it is not valid: {found.problems[0]}")
+        digest = exporting.export(folder, target, key=key, licence=licence)
     typer.echo(f"wrote {target}\nsha256 {digest}")
 
 
@@ -302,15 +312,31 @@ def found_folder(reference: str, scale: str, out: Path | None) -> Path:
 
 
 @contextmanager
-def opened(reference: str, scale: str, out: Path | None) -> Iterator[Path]:
-    """The folder of a study, or of an archive's content for as long as it is needed."""
-    if out is None and Path(reference).suffix == ".zip":
-        from halfulp.study.export import unpacked
+def opened(
+    reference: str, scale: str, out: Path | None, *, code: bool, instead: str = "--no-code runs none of it"
+) -> Iterator[Path]:
+    """The folder of a study, or of an archive's content for as long as it is needed.
 
-        with unpacked(Path(reference)) as folder:
-            yield folder
-    else:
-        yield found_folder(reference, scale, out)
+    With `code`, a file that it carries is going to be run, which is said.
+    """
+    from halfulp.study.export import unpacked
+
+    archive = out is None and Path(reference).suffix == ".zip"
+    with unpacked(Path(reference)) if archive else nullcontext(found_folder(reference, scale, out)) as folder:
+        if code:
+            say_code(folder, instead)
+        yield folder
+
+
+def say_code(folder: Path, instead: str) -> None:
+    """Say that code is run which a folder carries. Every command that does so says it here."""
+    for name in ("study.py", "analysis.py"):
+        if (folder / name).is_file():
+            typer.echo(
+                f"halfulp: running {name}, code that {plain(str(folder))} carries. If it came from somebody "
+                f"else, read it first; {instead}.",
+                err=True,
+            )
 
 
 def gate_line(gate: dict[str, Json]) -> str:

@@ -15,17 +15,17 @@ from typing import Any
 
 from halfulp import canonical
 from halfulp.errors import CorruptionError, UsageError
+from halfulp.study import shape
 from halfulp.study.protocol import (
-    COMPARISONS,
-    SCALES,
-    SCOPES,
     Cell,
     Config,
     Gate,
     Json,
     Rule,
     Study,
-    check_name,
+    check_cells,
+    check_decisions,
+    check_stages,
 )
 
 FORMAT = 1
@@ -85,37 +85,36 @@ class Protocol:
     """A declaration that was read back; `where` is named in errors."""
 
     def __init__(self, content: Any, where: str) -> None:
-        _check(content, _PROTOCOL, where)
-        self.content: dict[str, Json] = content
-        if content["format"] != FORMAT:
+        if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
             raise CorruptionError(
-                f"{where} has format {content['format']}; this halfulp reads format {FORMAT}."
+                f"{where} has format {str(content['format'])[:40]!a}; this halfulp reads format {FORMAT}."
             )
+        shape.check(content, shape.PROTOCOL, where)
+        self.content: dict[str, Json] = content
         self.study: str = content["study"]
         self.scale: str = content["scale"]
         self.threads: int = content["threads"]
         self.retries: int = content["retries"]
         self.data: tuple[str, ...] = tuple(content["data"])
+        self.estimands: tuple[str, ...] = tuple(e["name"] for e in content["estimands"])
+        self.stages = tuple(
+            SealedStage(s["name"], s["kind"], tuple(s["reads"]), {c["name"]: c["config"] for c in s["cells"]})
+            for s in content["stages"]
+        )
         try:
-            check_name("study", self.study)
-            self.stages = tuple(
-                SealedStage(
-                    s["name"], s["kind"], tuple(s["reads"]), {c["name"]: c["config"] for c in s["cells"]}
-                )
-                for s in content["stages"]
-            )
-            for stage in self.stages:
-                check_name("stage", stage.name)
-                for cell in stage.cells:
-                    check_name("cell", cell)
             self.gates = tuple(Gate(**gate) for gate in content["gates"])
             self.rules = tuple(
                 Rule(label=r["label"], passed=tuple(r["passed"]), failed=tuple(r["failed"]))
                 for r in content["rules"]
             )
+            check_stages("The study", self.stages)
+            for stage in content["stages"]:
+                check_cells(stage["name"], [cell["name"] for cell in stage["cells"]])
+            check_decisions("The study", self.estimands, self.gates, self.rules)
         except UsageError as error:
             raise CorruptionError(f"{where} is not a protocol: {error}") from None
-        self.estimands: tuple[str, ...] = tuple(e["name"] for e in content["estimands"])
+        if not self.stages or self.threads < 1 or self.retries < 0:
+            raise CorruptionError(f"{where} is not a protocol: it has no stage, or no thread to run one.")
 
     @classmethod
     def of(cls, study: Study, scale: str) -> Protocol:
@@ -191,42 +190,3 @@ def _named(items: Any) -> bool:
 def _short(value: Any) -> str:
     text = canonical.dumps(value).decode()
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-# ---- the exact shape of protocol.json ---------------------------------------------------------------
-
-_TEXTS = [str]
-_PROTOCOL: dict[str, Any] = {
-    "format": int, "study": str, "scale": SCALES, "config": dict, "question": str, "units": str,
-    "not_claimed": _TEXTS, "data": _TEXTS, "retries": int, "threads": int,
-    "stages": [{"name": str, "kind": ("reference", "prediction", "outcome"), "reads": _TEXTS, "run": str,
-                "cells": [{"name": str, "config": dict}]}],
-    "estimands": [{"name": str, "what": str, "compute": str}],
-    "gates": [{"name": str, "estimand": str, "scope": SCOPES, "comparison": COMPARISONS, "threshold": float,
-               "why": str}],
-    "rules": [{"label": str, "passed": _TEXTS, "failed": _TEXTS}],
-}  # fmt: skip
-
-
-def _check(value: Any, shape: Any, where: str) -> None:
-    if isinstance(shape, dict):
-        if not isinstance(value, dict) or set(value) != set(shape):
-            found = set(value) if isinstance(value, dict) else set()
-            extra, lacking = sorted(found - set(shape)), sorted(set(shape) - found)
-            raise CorruptionError(
-                f"{where} has unknown fields {extra} and lacks {lacking}: not a protocol of this halfulp."
-            )
-        for key, below in shape.items():
-            _check(value[key], below, f"{where}: {key}")
-    elif isinstance(shape, list):
-        if not isinstance(value, list):
-            raise CorruptionError(f"{where} must be a list.")
-        for item in value:
-            _check(item, shape[0], where)
-    elif isinstance(shape, tuple):
-        if value not in shape:
-            raise CorruptionError(f"{where} is {_short(value)}, not one of {', '.join(shape)}.")
-    else:
-        kinds = (int, float) if shape is float else (shape,)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and shape is not bool):
-            raise CorruptionError(f"{where} must be of kind {shape.__name__}, not {_short(value)}.")

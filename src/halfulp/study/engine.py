@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfulp import canonical, files
-from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError
+from halfulp.errors import CorruptionError, DiskError, HalfulpError, TamperingError, UsageError
 from halfulp.study import ledger
 from halfulp.study import seal as seals
 from halfulp.study.declaration import Protocol, SealedStage
@@ -33,10 +33,10 @@ from halfulp.study.ledger import Ledger
 from halfulp.study.loading import Source
 from halfulp.study.progress import Progress, Silent
 from halfulp.study.protocol import Json
+from halfulp.study.reading import check_records
 from halfulp.study.result import compute
 from halfulp.study.running import Message
 from halfulp.study.store import Binding, Store
-from halfulp.study.validate import check_records
 from halfulp.text import plain, quoted
 
 WAIT_SECONDS = 0.2
@@ -101,7 +101,7 @@ def _check_free(store: Store) -> None:
     """Leave a folder alone that holds something else than a study or one that was being sealed."""
     begun = {"protocol.json", "seal.json", "study.py", "ledger.jsonl"}
     foreign = sorted(store.present() - begun) if store.folder.is_dir() else []
-    whole = store.ledger_file.is_file() and b"\n" in store.ledger_file.read_bytes()[:4096]
+    whole = store.ledger_file.is_file() and b"\n" in files.read(store.ledger_file)[:4096]
     if foreign and not whole:
         raise UsageError(f"{store.folder} holds no study, but {foreign[0]}. Choose another folder (--out).")
 
@@ -262,9 +262,8 @@ def _run_cells(
 
 
 def _refused(answer: Message) -> HalfulpError:
-    return (TamperingError if answer.get("exit_code") == TamperingError.exit_code else UsageError)(
-        answer["error"]
-    )
+    kinds = {kind.exit_code: kind for kind in (UsageError, TamperingError, DiskError)}
+    return kinds.get(answer.get("exit_code", 0), UsageError)(answer["error"])
 
 
 def _begin(study: OpenStudy, stage: str, cell: str, executor: Executor, progress: Progress) -> None:

@@ -115,7 +115,7 @@ def module(content: bytes, name: str) -> ModuleType:
     sys.modules[full] = loaded  # dataclasses look their module up while it is being made
     try:
         loader.exec_module(loaded)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file that ends the process has not been validated by it
         del sys.modules[full]
         raise UsageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     return loaded

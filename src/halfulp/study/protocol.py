@@ -206,27 +206,10 @@ class Study:
         for scale in self.scales:
             if scale not in SCALES:
                 raise UsageError(f"Study {self.name}: a scale is one of {', '.join(SCALES)}, not {scale!r}.")
-        _once(f"Study {self.name}: stage", [stage.name for stage in self.stages])
-        self._check_stages()
-        check_decisions(f"Study {self.name}", self.estimands, self.gates, self.rules)
+        check_stages(f"Study {self.name}", self.stages)
+        check_decisions(f"Study {self.name}", [e.name for e in self.estimands], self.gates, self.rules)
         if self.retries < 0 or self.threads < 1:
             raise UsageError(f"Study {self.name}: retries must be 0 or more and threads 1 or more.")
-
-    def _check_stages(self) -> None:
-        before: list[str] = []
-        outcome = ""
-        for stage in self.stages:
-            unknown = [name for name in stage.reads if name not in before]
-            if unknown:
-                raise UsageError(
-                    f"Stage {stage.name} reads {', '.join(unknown)}, which is not an earlier stage of the "
-                    f"study; earlier ones: {', '.join(before) or 'none'}."
-                )
-            if stage.kind == "outcome":
-                outcome = stage.name
-            elif stage.kind == "prediction" and outcome:
-                raise UsageError(f"Prediction stage {stage.name} comes after outcome stage {outcome}.")
-            before.append(stage.name)
 
     def stage(self, name: str) -> Stage:
         """A stage by name."""
@@ -244,9 +227,7 @@ class Study:
     def cells(self, scale: str, stage: str) -> list[Cell]:
         """The cells of a stage, in their declared order."""
         cells = list(self.stage(stage).cells(self.config(scale)))
-        if not cells:
-            raise UsageError(f"Stage {stage} of study {self.name} has no cells at scale {scale}.")
-        _once(f"Stage {stage}: cell", [cell.name.lower() for cell in cells])  # file systems may fold case
+        check_cells(stage, [cell.name for cell in cells])
         return cells
 
     @staticmethod
@@ -254,15 +235,51 @@ class Study:
         return ", ".join(thing.name for thing in things)
 
 
+class Staged(Protocol):
+    """What a declared and a sealed stage have in common."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+
+
+def check_stages(what: str, stages: Sequence[Staged]) -> None:
+    """Stages read earlier ones only, and no prediction comes after an outcome."""
+    _once(f"{what}: stage", [stage.name.lower() for stage in stages])  # file systems may fold case
+    before: list[str] = []
+    outcome = ""
+    for stage in stages:
+        unknown = [name for name in stage.reads if name not in before]
+        if unknown:
+            raise UsageError(
+                f"Stage {stage.name} reads {', '.join(unknown)}, which is not an earlier stage of the "
+                f"study; earlier ones: {', '.join(before) or 'none'}."
+            )
+        if stage.kind == "outcome":
+            outcome = stage.name
+        elif stage.kind == "prediction" and outcome:
+            raise UsageError(f"Prediction stage {stage.name} comes after outcome stage {outcome}.")
+        before.append(stage.name)
+
+
+def check_cells(stage: str, cells: Sequence[str]) -> None:
+    """A stage has cells, each under a name of its own."""
+    if not cells:
+        raise UsageError(f"Stage {stage} has no cells at this scale.")
+    _once(f"Stage {stage}: cell", [cell.lower() for cell in cells])
+
+
 def check_decisions(
-    what: str, estimands: Sequence[Estimand], gates: Sequence[Gate], rules: Sequence[Rule]
+    what: str, estimands: Sequence[str], gates: Sequence[Gate], rules: Sequence[Rule]
 ) -> None:
     """Gates must name estimands that exist, rules gates that exist, and some rule must always fit."""
-    _once(f"{what}: estimand", [estimand.name for estimand in estimands])
+    _once(f"{what}: estimand", estimands)
     _once(f"{what}: gate", [gate.name for gate in gates])
-    known = {estimand.name for estimand in estimands}
     for gate in gates:
-        if gate.estimand not in known:
+        if gate.estimand not in estimands:
             raise UsageError(f"Gate {gate.name}: there is no estimand {gate.estimand!r}.")
     scopes = {gate.name: gate.scope for gate in gates}
     for rule in rules:

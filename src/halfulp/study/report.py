@@ -9,31 +9,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from halfulp import canonical
-from halfulp.errors import UsageError
-from halfulp.study import ledger, loading
+from halfulp.study import loading
 from halfulp.study.protocol import Json, Table
+from halfulp.study.reading import Opened, open_closed
 from halfulp.study.seal import code_digest
 from halfulp.study.show import SCOPES
-from halfulp.study.store import Store, outcomes
-from halfulp.study.validate import check_order, check_records
+from halfulp.study.validate import RecomputationError
 from halfulp.text import cell, count, number
 
 MOST_UNITS = 24  # of an estimand on the page; files hold all
 
 
-def page(folder: Path) -> str:
-    """The page."""
-    store = Store(folder)
-    events = ledger.read(store.ledger_file)
-    sealed = store.read_seal(events.seal)
-    protocol = store.read_protocol(sealed)
-    if events.closed is None:
-        raise UsageError(f"{folder} is not closed: run the study to its end before reporting on it.")
-    records = check_records(store, protocol, sealed, events)
-    check_order(store, protocol, events)
-    result = store.read_result(events)
-    study = loading.load_sealed(sealed["code"]["study"], store.study_file).study
-    content = protocol.content
+def page(folder: Path, *, code: bool = True) -> str:
+    """The page; without `code`, the study's own tables, which its code makes, are left out."""
+    opened = open_closed(folder)
+    assert opened.result is not None
+    result, content = opened.result, opened.protocol.content
     lines = [
         f"# {content['study']} ({content['scale']})",
         f"**{cell(result['label'])}**"
@@ -50,10 +41,17 @@ def page(folder: Path) -> str:
         "## Estimands",
         *_estimands(content["estimands"], result["estimands"]),
     ]
-    shown = outcomes(protocol, records)
-    for title, make in study.tables.items():
-        lines += [f"## {cell(title)}", *_study_table(make(shown))]
-    lines += ["## Provenance", "\n".join(_provenance(folder))]
+    if code:
+        try:
+            study = loading.load_sealed(opened.sealed["code"]["study"], opened.store.study_file).study
+            for title, make in study.tables.items():
+                lines += [f"## {cell(title)}", *_study_table(make(opened.records))]
+        except (Exception, SystemExit) as error:  # of the study's own code
+            raise RecomputationError(
+                f"The tables of {folder} cannot be made by this halfulp: {type(error).__name__}: {error}. "
+                "Without them: --no-code."
+            ) from error
+    lines += ["## Provenance", "\n".join(_provenance(opened))]
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
@@ -99,10 +97,8 @@ def _table(
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _provenance(folder: Path) -> Iterator[str]:
-    store = Store(folder)
-    events = ledger.read(store.ledger_file)
-    sealed = store.read_seal(events.seal)
+def _provenance(opened: Opened) -> Iterator[str]:
+    events, sealed = opened.events, opened.sealed
     yield f"- sealed {events.events[0]['at']}, sha256 {events.seal}"
     yield f"- closed {events.events[-1]['at']}, sha256 {events.head}"
     yield f"- code: halfulp {cell(sealed['code']['version'])}, sha256 {code_digest(sealed)}"

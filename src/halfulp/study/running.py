@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from halfulp import canonical, files
-from halfulp.errors import TamperingError, UsageError
+from halfulp.errors import DiskError, TamperingError, UsageError
 from halfulp.study import ledger, loading
 from halfulp.study import seal as seals
 from halfulp.study.declaration import changes
@@ -62,6 +62,8 @@ class Session:
             canonical.dumps(outcome)
         except Stopped:
             return answer | {"answer": "stopped"}
+        except DiskError as error:  # the cell did nothing wrong
+            return answer | {"answer": "refused", "error": str(error), "exit_code": error.exit_code}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return answer | {"answer": "failed", "error": text, "traceback": traceback.format_exc()}
@@ -97,7 +99,7 @@ class Session:
             if name not in self.protocol.data:
                 raise UsageError(f"The study declares no data set {name[:120]!a}.")
             path = seals.locate(name, self.folder)
-            if canonical.sha256_file(path) != self.sealed["data"][name]["sha256"]:
+            if seals.data_identity(name, self.folder) != self.sealed["data"][name]:
                 raise TamperingError(
                     f"{path} is not the data set {name} that was sealed: its SHA-256 differs."
                 )

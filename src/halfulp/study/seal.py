@@ -97,7 +97,10 @@ def locate(name: str, folder: Path | None) -> Path:
 def data_identity(name: str, folder: Path | None) -> dict[str, Json]:
     """Size and digest of a data set."""
     path = locate(name, folder)
-    return {"bytes": path.stat().st_size, "sha256": canonical.sha256_file(path)}
+    try:
+        return {"bytes": path.stat().st_size, "sha256": canonical.sha256_file(path)}
+    except OSError as error:
+        raise UsageError(f"The data file {path} cannot be read: {error.strerror}.") from None
 
 
 def git_state(path: Path) -> dict[str, Json] | None:

@@ -7,8 +7,8 @@
 >>> model = torch.nn.Linear(8, 8)
 >>> opt = torch.optim.SGD(model.parameters(), lr=1e-6)
 >>> memory = Memory()
->>> import halfulp as hu
->>> with hu.Audit(opt, "bf16", model=model, out=memory):
+>>> from halfulp.audit import Audit
+>>> with Audit(opt, "bf16", model=model, out=memory):
 ...     _ = model(torch.ones(1, 8)).sum().backward()
 ...     opt.step()
 >>> memory.trace.frozen("bf16").shape
@@ -21,13 +21,15 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import polars as pl
 import torch
 
-from halfulp.trace import TABLES, Trace, check_same
+from halfulp.errors import UsageError
+from halfulp.trace.recorded import Recorded
+from halfulp.trace.schema import TABLES
+from halfulp.trace.writing import check_same
 
 _MANIFEST, _TABLE, _STATE = "manifest", "table.", "state."
 
@@ -77,10 +79,16 @@ class Memory:
         """There is no folder to remove."""
         return not self.parts
 
+    def note_trouble(self, what: str) -> None:
+        """There is no disk that could refuse."""
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
     @property
-    def trace(self) -> Trace:
+    def trace(self) -> MemoryTrace:
         """What was recorded, to be read."""
-        return MemoryTrace(Path("memory"), self.manifest, tuple(self.parts), self.state)
+        return MemoryTrace(self.manifest, tuple(self.parts), self.state)
 
     # ---- saving ----
 
@@ -106,22 +114,30 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class MemoryTrace(Trace):
-    """A trace whose parts are frames."""
+class MemoryTrace(Recorded):
+    """A recording in memory, to be read like a trace."""
 
-    parts: Any
-    state: dict[str, torch.Tensor]
-
-    def scan(self, table: str = "grids") -> pl.LazyFrame:
-        self._check(table)
-        return pl.concat([part[table] for part in self.parts]).lazy()
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        return self.state
+    manifest: dict[str, Any]
+    parts: tuple[dict[str, pl.DataFrame], ...]
+    followed: dict[str, torch.Tensor]
 
     @property
-    def last_step(self) -> int:
-        return int(self.steps[-1])
+    def where(self) -> str:
+        return "this memory"
+
+    @property
+    def recorded(self) -> bool:
+        return bool(self.parts)
+
+    def scan(self, table: str = "grids") -> pl.LazyFrame:
+        if table not in TABLES or not self.parts:
+            raise UsageError(
+                f"{self.where} has {', '.join(TABLES) if self.parts else 'no step'}, not {table!r}."
+            )
+        return pl.concat([part[table] for part in self.parts]).lazy()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.followed
 
 
 def _bytes(content: bytes) -> torch.Tensor:

@@ -1,0 +1,204 @@
+"""Reading a trace: opening checks what it says and binds its parts; the rest is questions to its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+import torch
+
+from halfulp import files, tensors
+from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
+from halfulp.errors import CorruptionError, TamperingError, UsageError
+from halfulp.trace.recorded import SERIES, Recorded
+from halfulp.trace.schema import (
+    DIGESTS,
+    KEPT,
+    MOST_ROWS,
+    STATE,
+    TABLES,
+    TROUBLE_KIND,
+    Part,
+    Parts,
+    listed_parts,
+    read_manifest,
+)
+
+if TYPE_CHECKING:
+    pass
+
+SCHEMAS: dict[str, dict[str, pl.DataType | type[pl.DataType]]] = {
+    "grids": {
+        "step": pl.Int64, "tensor": pl.Int32, "grid": pl.Int16,
+        **{name: pl.Float64 if name == "expected" else pl.Int64 for name in SERIES},
+    },
+    "tensors": {
+        "step": pl.Int64, "tensor": pl.Int32, "zero_proposal": pl.Int64, "nonfinite": pl.Int64,
+        "weight_sq": pl.Float64, "proposal_sq": pl.Float64, "lr": pl.Float64,
+    },
+    "run": {"step": pl.Int64, "loss": pl.Float64},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trace(Recorded):
+    """A recorded run. Open one with :meth:`open`."""
+
+    path: Path
+    manifest: dict[str, Any]
+    parts: tuple[Path, ...]
+    documents: tuple[Part, ...] = field(repr=False)
+    """What each part says of itself."""
+    _checked: set[Path] = field(default_factory=set, repr=False, compare=False)
+    """Files whose digest was found right."""
+    _counted: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = True) -> Trace:
+        """Open a trace folder; what is damaged, foreign or newer is refused with its reason.
+
+        Every file is held against its digest now; with ``verify=False`` each only when it is first read, so
+        that a damaged file does not keep one from the others. None is parsed before that.
+        """
+        path = Path(path)
+        file = path / "manifest.json"
+        try:
+            there = path.is_dir() and (file.is_symlink() or file.exists())
+        except OSError as error:
+            raise files.refused_reading(file, error) from error
+        if not there:
+            raise CorruptionError(f"{path} is not a trace: expected a folder with a manifest.json.")
+        folders = listed_parts(path)  # before the manifest: it is never older than a part that is there
+        manifest = read_manifest(file)
+        reader = Parts(path, manifest)
+        trace = cls(path, manifest, tuple(folders), tuple(reader.next(folder) for folder in folders))
+        if verify:
+            for document in trace.documents:
+                for name in document.files:
+                    trace._check(document, name)
+            if trace.documents:
+                trace._check_state(trace.documents[-1])
+        return trace
+
+    def _check(self, part: Part, name: str) -> None:
+        """Hold a file of a part against its digest, once."""
+        file, entry = part.folder / name, part.files[name]
+        if file in self._checked:
+            return
+        if files.sha256(file, entry.size) != entry.sha256:
+            raise TamperingError(
+                f"{file} is not what was written: its SHA-256 differs from the one that its part states."
+            )
+        self._checked.add(file)
+
+    def _check_state(self, newest: Part) -> None:
+        if newest.state is None:
+            raise CorruptionError(f"{newest.folder / DIGESTS} has no digest of {STATE}.")
+        try:
+            found = files.sha256(newest.state_file, newest.state.size)
+        except CorruptionError:
+            if self._superseded(newest):  # a writer is at work: the next part has its own
+                return
+            raise
+        if found != newest.state.sha256 and not self._superseded(newest):
+            raise TamperingError(
+                f"{newest.state_file} is not what was written: its SHA-256 differs from the one that its "
+                "part states."
+            )
+
+    def _superseded(self, part: Part) -> bool:
+        return (self.path / "parts" / f"{part.number + 1:06d}").is_dir()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the recording stopped before the run did, if it did."""
+        file = self.path / "trouble.json"
+        if not file.is_symlink() and not file.exists():
+            return None
+        found = parsed(files.read(file, MOST_BYTES), file, "a note of trouble")
+        check_digest(found, file)
+        said = Fields(found, str(file))
+        said.take("kind", repr(TROUBLE_KIND), lambda v: v == TROUBLE_KIND)
+        return said.text("what")
+
+    @property
+    def where(self) -> str:
+        return str(self.path)
+
+    @property
+    def recorded(self) -> bool:
+        return bool(self.parts)
+
+    # ---- tables ----
+
+    def scan(self, table: str = "grids") -> pl.LazyFrame:
+        """A raw table, lazily: ``grids``, ``tensors`` or ``run``."""
+        if table not in TABLES:
+            raise UsageError(f"a trace has tables {', '.join(TABLES)}, not {table!r}.")
+        if not self.parts:
+            raise UsageError(f"{self.path} holds no complete part yet: no step was committed.")
+        return pl.scan_parquet(self.table_files(table))
+
+    def table_files(self, table: str) -> list[Path]:
+        """The Parquet files of a table, one a part, checked: digests first, then columns and rows."""
+        name = f"{table}.parquet"
+        found = [part.folder / name for part in self.documents]
+        if table not in self._counted:
+            for part in self.documents:
+                self._check(part, name)
+            self._count(table, found)
+            self._counted.add(table)
+        return found
+
+    def _count(self, table: str, found: list[Path]) -> None:
+        """Hold a table's columns and rows, which its files state at their ends, against what is expected."""
+        try:
+            frame = pl.scan_parquet(found)
+            columns = dict(frame.collect_schema())
+            rows = int(frame.select(pl.len()).collect().item())
+        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+            raise CorruptionError(f"{self.path}: the table {table} cannot be read: {error}.") from None
+        if columns != SCHEMAS[table]:
+            raise CorruptionError(f"{self.path}: the table {table} has columns {list(columns)}.")
+        stated = [part.files[f"{table}.parquet"].rows for part in self.documents]
+        if None not in stated and rows != sum(n or 0 for n in stated):
+            raise CorruptionError(f"{self.path}: {table} has {rows:,} rows; its parts state another number.")
+        if rows > MOST_ROWS * len(found):
+            raise CorruptionError(
+                f"{self.path}: {table} has {rows:,} rows in {len(found)} files, more than a part may have."
+            )
+
+    @property
+    def last_step(self) -> int:
+        if not self.parts:
+            return 0
+        steps = self.documents[-1].steps
+        return int(self.steps[-1]) if steps is None else steps[1]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What was followed over steps, as of the newest part; of a newer one if the trace has grown."""
+        newest = self.documents[-1]
+        if newest.state is None:
+            raise CorruptionError(f"{newest.folder / DIGESTS} has no digest of {STATE}.")
+        try:
+            return tensors.read(newest.state_file, sha256=newest.state.sha256)[0]
+        except CorruptionError:
+            if not self._superseded(newest):
+                raise
+        return Trace.open(self.path, verify=False).state()
+
+    def kept(self, part: Path) -> dict[str, torch.Tensor]:
+        """The weights before and after every step of a part (``Audit(keep=True)``)."""
+        document = self.documents[self.parts.index(part)]
+        if KEPT not in document.files:
+            raise CorruptionError(f"{part} has no {KEPT}, although this trace kept weights.")
+        return tensors.read(part / KEPT, sha256=document.files[KEPT].sha256)[0]
+
+    def replay(self, grids: Iterable[str], out: str | Path) -> Trace:
+        """A new trace, of any grids, from the weights that this one kept (``Audit(keep=True)``)."""
+        from halfulp.audit.replay import replay
+
+        return replay(self, grids, Path(out))

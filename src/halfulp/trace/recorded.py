@@ -1,0 +1,241 @@
+"""What can be asked of a recording, wherever it lies: its tables, series over steps, crossings, scores."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import torch
+
+from halfulp.audit.crossings import Crossing, crossing
+from halfulp.audit.groups import CORE
+from halfulp.audit.measures import scalar_rho_map
+from halfulp.audit.scores import Scores
+from halfulp.errors import UsageError
+from halfulp.grids import grid as named
+
+if TYPE_CHECKING:
+    from halfulp.audit.verdict import Verdict
+
+COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
+SERIES = (*COUNTS, "phase", "expected", "frozen_decay", "frozen_gradient")
+Array = npt.NDArray[Any]
+Scope = str | Sequence[int]
+"""A scope by name, or the ids of its tensors."""
+
+
+class Recorded(ABC):
+    """A recorded run."""
+
+    manifest: dict[str, Any]
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """What to call it in an error."""
+
+    @property
+    @abstractmethod
+    def recorded(self) -> bool:
+        """Whether there is any step."""
+
+    @abstractmethod
+    def scan(self, table: str = "grids") -> pl.LazyFrame:
+        """A raw table, lazily: ``grids``, ``tensors`` or ``run``."""
+
+    @abstractmethod
+    def state(self) -> dict[str, torch.Tensor]:
+        """What was followed over steps, as of the last."""
+
+    # ---- tables ----
+
+    def table(self) -> pl.DataFrame:
+        """One row a step, tensor and grid: names, counts and fractions."""
+        counted = self.scan()
+        tensors = pl.DataFrame(self.manifest["tensors"]).select(
+            pl.col("id").alias("tensor"), pl.col("name"), pl.col("group"), pl.col("recorded").alias("numel")
+        )
+        grids = pl.DataFrame({"grid": range(len(self.grids)), "grid_name": self.grids})
+        counts = [
+            (pl.col(c) / pl.col("numel")).alias(f"{c}_fraction")
+            for c in ("frozen", "symmetric", "never_moved")
+        ]
+        return (
+            counted.join(tensors.lazy().with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
+            .join(grids.lazy().with_columns(pl.col("grid").cast(pl.Int16)), on="grid")
+            .with_columns(counts)
+            .drop("tensor", "grid")
+            .rename({"name": "tensor", "grid_name": "grid"})
+            .sort("step", "tensor", "grid")
+            .collect()
+        )
+
+    @property
+    def grids(self) -> list[str]:
+        return list(self.manifest["grids"])
+
+    @property
+    def tensors(self) -> list[dict[str, Any]]:
+        """What the manifest says of each tensor; one without weights has nothing to lose and is left out."""
+        return [t for t in self.manifest["tensors"] if t["recorded"]]
+
+    @property
+    def steps(self) -> Array:
+        """The recorded steps."""
+        return self.scan("run").select("step").sort("step").collect()["step"].to_numpy()
+
+    def steps_of(self, scope: Scope = "all") -> Array:
+        """The recorded steps that moved some tensor of a scope: those that its series have a value for."""
+        frame = self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope))).select("step")
+        return frame.unique().sort("step").collect()["step"].to_numpy()
+
+    # ---- series ----
+
+    def ids(self, scope: Scope = "all") -> list[int]:
+        """The tensors of a scope: all, all-2d, core, a group, a tensor's name; or ids as they are."""
+        if not isinstance(scope, str):
+            return list(scope)
+
+        def chosen(t: dict[str, Any]) -> bool:
+            matrix = scope == "all-2d" and len(t["shape"]) >= 2
+            core = scope == "core" and t["group"] in CORE
+            return scope == "all" or matrix or core or scope in (t["group"], t["name"])
+
+        ids = [t["id"] for t in self.tensors if chosen(t)]
+        if not ids:
+            groups = sorted({t["group"] for t in self.tensors})
+            example = f", such as {self.tensors[0]['name']!r}" if self.tensors else ""
+            raise UsageError(
+                f"nothing in scope {scope!r}. Scopes: all, all-2d, core (attention and mlp), the groups "
+                f"{', '.join(groups) or '(none yet)'}, or a tensor's name{example}."
+            )
+        return ids
+
+    def in_full(self) -> list[int]:
+        """The tensors that are stored in full precision."""
+        return [t["id"] for t in self.tensors if t["stored"] in ("float32", "fp32", "float64")]
+
+    def numel(self, scope: Scope = "all") -> int:
+        """Coordinates recorded in a scope."""
+        ids = set(self.ids(scope))
+        return sum(int(t["recorded"]) for t in self.tensors if t["id"] in ids)
+
+    def _grid_id(self, grid: str) -> int:
+        if grid not in self.grids:
+            raise UsageError(f"grid {grid!r} was not recorded; this trace has {', '.join(self.grids)}.")
+        return self.grids.index(grid)
+
+    def series(self, column: str, grid: str, scope: Scope = "all") -> Array:
+        """A column of the grids table summed over a scope, as a share of its coordinates, one value a step.
+
+        Only tensors that have the column at a step (were part of it, have decay) count there.
+        """
+        if column not in SERIES:
+            raise UsageError(f"a series is one of {', '.join(SERIES)}, not {column!r}.")
+        chosen = (pl.col("grid") == self._grid_id(grid)) & pl.col("tensor").is_in(self.ids(scope))
+        return self._share(self.scan().filter(chosen, pl.col(column).is_not_null()), column)
+
+    def _share(self, rows: pl.LazyFrame, column: str) -> Array:
+        """A column summed by step, over the coordinates of the tensors that have a row there."""
+        sizes = pl.LazyFrame(
+            {"tensor": [t["id"] for t in self.tensors], "numel": [t["recorded"] for t in self.tensors]}
+        )
+        frame = (
+            rows.join(sizes.with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
+            .group_by("step")
+            .agg(pl.col(column).sum(), pl.col("numel").sum())
+            .sort("step")
+            .collect()
+        )
+        return np.asarray(frame[column].to_numpy() / frame["numel"].to_numpy())
+
+    def frozen(self, grid: str, scope: Scope = "all", by: str = "code") -> Array:
+        """f_t: the share of coordinates that a step leaves unchanged, one value a recorded step.
+
+        ``by``: ``code`` (the exact event), ``symmetric`` (spacing), ``phase`` (the uniform-phase coordinate
+        check), or ``rho`` (the pooled scalar through the uniform-phase map).
+        """
+        if by == "code":
+            return self.series("frozen", grid, scope)
+        if by == "symmetric":
+            return self.series("symmetric", grid, scope)
+        if by == "phase":
+            return self.series("phase", grid, scope) / 2.0**16
+        if by == "rho":
+            return scalar_rho_map(self.update_ratio(scope) / named(grid).epsilon)
+        raise UsageError(f"by= takes code, symmetric, phase or rho, not {by!r}.")
+
+    def zero_proposals(self, scope: Scope = "all") -> Array:
+        """The share of coordinates that a step was not asked to move, one value a recorded step.
+
+        Known of weights in full precision only: where they are on a grid, a lost update looks like none.
+        """
+        rows = self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope)))
+        known = pl.col("zero_proposal") * pl.col("tensor").is_in(self.in_full())
+        return self._share(rows.with_columns(known), "zero_proposal")
+
+    def nonfinite(self, scope: Scope = "all") -> Array:
+        """The share of coordinates whose weight or proposal is not finite, one value a recorded step.
+
+        They are in no other count; shares of frozen weights are of all coordinates all the same.
+        """
+        return self._share(self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope))), "nonfinite")
+
+    def never_moved(self, grid: str, scope: Scope = "all") -> Array:
+        """The share of coordinates that no step so far has moved, under nearest rounding."""
+        self._followed("never_moved")
+        return self.series("never_moved", grid, scope)
+
+    def expected_never_moved(self, grid: str, scope: str = "all") -> Array:
+        """The same share, in expectation, under stochastic rounding."""
+        self._followed("expected_never_moved")
+        return self.series("expected", grid, scope)
+
+    def _followed(self, option: str) -> None:
+        if not self.manifest["options"][option]:
+            raise UsageError(f"this trace was recorded without {option}.")
+
+    def update_ratio(self, scope: Scope = "all") -> Array:
+        """||d|| / ||w|| over a scope, one value a step."""
+        frame = (
+            self.scan("tensors")
+            .filter(pl.col("tensor").is_in(self.ids(scope)))
+            .group_by("step")
+            .agg(pl.col("weight_sq").sum(), pl.col("proposal_sq").sum())
+            .sort("step")
+            .collect()
+        )
+        return np.asarray(
+            np.sqrt(frame["proposal_sq"].to_numpy() / np.maximum(frame["weight_sq"].to_numpy(), 1e-300))
+        )
+
+    def crossing(self, grid: str, scope: str = "all") -> Crossing:
+        """First and persistent majority crossing, and the category."""
+        return crossing(self.frozen(grid, scope), steps=self.steps_of(scope))
+
+    def verdict(self) -> Verdict:
+        """The answer in words, as the command line prints it: ``print(trace.verdict())``."""
+        from halfulp.audit.verdict import verdict
+
+        return verdict(self)
+
+    # ---- tensors ----
+
+    def scores(self) -> dict[str, Array]:
+        """The sums behind every allocation score, by tensor: (tiles, halfulp.kernels.SCORES)."""
+        if not self.manifest["options"]["scores"] or not self.recorded:
+            raise UsageError(
+                f"{self.where} holds no scores: record with scores=(grid, first step, last step)."
+            )
+        state = self.state()
+        found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
+        return {name: value.numpy() for name, value in found.items() if value is not None}
+
+    @property
+    def tile(self) -> int:
+        """How many consecutive coordinates the scores are summed over."""
+        return Scores.of(self.manifest["options"]["scores"]).tile
