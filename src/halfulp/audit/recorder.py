@@ -54,9 +54,9 @@ class Audit:
     sum allocation scores, and the size of the tiles that they are summed by, if not 768: the model's width
     makes a tile one row of an embedding. ``groups``: your own rule (name, tensor) -> group. ``params``: which
     tensors, (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's dtype cannot hold,
-    ``raise`` or ``drop``. ``resume`` goes on with a trace; ``first_step`` is the number of the first step that
-    this process takes. ``part_steps`` and ``part_seconds``: how much a crash may lose. ``listeners`` are called
-    with a summary of every audited step, which is ``latest`` as well.
+    ``raise`` or ``drop``. ``resume`` goes on with a trace; ``first_step`` is the number of the first step
+    that this process takes. ``part_steps`` and ``part_seconds``: how much a crash may lose. ``listeners`` are
+    called with a summary of every audited step, which is ``latest`` as well.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(8, 8)
