@@ -197,7 +197,7 @@ def test_tiles_of_any_size(tile: int, tmp_path: Path) -> None:
         opt.step()
     assert sum(slot.state["master"].nbytes for slot in opt.slots) == mask.payload_bytes
     chosen = sum(int(t.sum()) for t in mask.tiles.values())
-    assert opt.bytes.policy == mask.payload_bytes + 4 * chosen, "which tiles were chosen: four bytes each"
+    assert opt.bytes().policy == mask.payload_bytes + 4 * chosen, "which tiles were chosen: four bytes each"
     assert (f",tile={tile})" in opt.slots[0].policy.spec) == (tile != TILE)
 
 
