@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 
 import halfulp as hu
 from halfulp import kernels as tensor_kernels
-from halfulp.audit.crossings import first_majority
+from halfulp.measures.crossings import first_majority
 from halfulp.models.mlp import Trainer
 from halfulp.models.teacher import Problem, classification, frozen_features, teacher_student
 

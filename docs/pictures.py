@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import halfulp as hu
-from halfulp.report.style import COLOURS, new_figure, percent, save
+from halfulp.drawing import COLOURS, new_figure, percent, save
 
 ASSETS = Path(__file__).parent / "assets"
 GRID = hu.grid("e4m3")

@@ -19,8 +19,8 @@ import halfulp as hu
 from halfulp.arms import Arm, records
 from halfulp.arms.corpus import open_corpus
 from halfulp.arms.run import run as run_arm
-from halfulp.audit.groups import CORE, group_of
 from halfulp.errors import UsageError
+from halfulp.measures.groups import CORE, group_of
 from halfulp.models.decoder import Config, Decoder
 from halfulp.models.training import Recipe, Schedule, Training, adamw
 

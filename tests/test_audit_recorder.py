@@ -691,12 +691,12 @@ def test_kept_weights_replay_any_grid(tmp_path: Path) -> None:
             kept.log(loss)
             direct.log(loss)
             optimizer.step()
-    replayed = hu.Trace.open(tmp_path / "kept").replay(GRIDS, tmp_path / "replayed")
+    replayed = hu.replay(hu.Trace.open(tmp_path / "kept"), GRIDS, tmp_path / "replayed")
     assert replayed.grids == GRIDS
     assert_same_tables(replayed, hu.Trace.open(tmp_path / "direct"))
     assert replayed.crossing("mxfp4") == hu.Trace.open(tmp_path / "direct").crossing("mxfp4")
     with pytest.raises(hu.UsageError, match="kept no weights"):
-        replayed.replay(["bf16"], tmp_path / "again")
+        hu.replay(replayed, ["bf16"], tmp_path / "again")
 
 
 def test_following_can_be_left_out(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import halfulp as hu
 from halfulp.audit import trust
-from halfulp.audit.crossings import persistent_majority
 from halfulp.audit.trust import abstention, auroc, frozen_interval, onset_interval, posterior
 from halfulp.kernels import reference
+from halfulp.measures.crossings import persistent_majority
 
 GRIDS = ["e4m3", "e5m2", "e4m3@128", "e2m1", "m3", "m7", "fp16", "int4@16", "int8@100", "m0"]
 DTYPES = [np.float32, np.float64]

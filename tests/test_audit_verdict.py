@@ -29,14 +29,14 @@ def recorded(out: Path, model: Any, optimizer: Any, steps: int = 4, **options: A
 
 
 def said(trace: hu.Trace) -> str:
-    return str(trace.verdict())
+    return str(hu.verdict(trace))
 
 
 def test_the_verdict_is_one_call_away(tmp_path: Path) -> None:
     """What the command line prints, and the numbers behind it."""
     model = made("mlp")
     trace = recorded(tmp_path / "run", model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    found = trace.verdict()
+    found = hu.verdict(trace)
     assert str(found) == repr(found) == "\n".join(verdict.lines(trace))
     assert [f.grid for f in found.findings] == ["bf16", "e5m2"]
     assert found.findings[0].lost == pytest.approx(trace.frozen("bf16").mean(), abs=0.01)
@@ -132,7 +132,7 @@ def spoilt(out: Path, bad: dict[int, list[str]], steps: int = 6) -> hu.Trace:
 
 def test_what_is_not_finite_comes_first(tmp_path: Path) -> None:
     trace = spoilt(tmp_path / "run", {3: ["fc1.weight"], 4: ["fc1.weight", "fc2.bias"], 5: ["fc1.weight"]})
-    first = trace.verdict().lines[0]
+    first = hu.verdict(trace).lines[0]
     assert first.startswith("NOT FINITE: 2,910 weights or proposals were NaN or infinite at 3 steps, ")
     assert "first at 3, last at 5, in 2 of 9 tensors (fc1.weight, fc2.bias)." in first
     html = page([trace.path])
@@ -142,7 +142,7 @@ def test_what_is_not_finite_comes_first(tmp_path: Path) -> None:
 def test_shares_are_of_finite_updates(tmp_path: Path) -> None:
     """By brute force from the tables; the page says the same."""
     trace = spoilt(tmp_path / "run", {step: ["fc2.weight"] for step in range(4, 7)})
-    assert "from step 4 on, in 1 of 9 tensors (fc2.weight)" in trace.verdict().lines[0]
+    assert "from step 4 on, in 1 of 9 tensors (fc2.weight)" in hu.verdict(trace).lines[0]
     tensors = trace.scan("tensors").collect()
     counts = trace.table().filter(grid="bf16").group_by("step").agg(frozen="frozen").sort("step")
     expected = []
@@ -150,7 +150,7 @@ def test_shares_are_of_finite_updates(tmp_path: Path) -> None:
         zero, bad = tensors.filter(step=step).select("zero_proposal", "nonfinite").sum().row(0)
         expected.append((sum(frozen) - zero) / (trace.numel() - zero - bad))
     np.testing.assert_allclose(verdict.lost_series(trace, "bf16"), expected, rtol=1e-12)
-    assert trace.verdict().findings[0].lost == pytest.approx(np.mean(expected), rel=1e-12)
+    assert hu.verdict(trace).findings[0].lost == pytest.approx(np.mean(expected), rel=1e-12)
     assert gather(trace).findings() == verdict.findings(trace)
     for scope in ("all-2d", "mlp"):
         assert gather(trace).findings(scope) == verdict.findings(trace, scope)
@@ -167,7 +167,7 @@ def test_nothing_is_said_of_a_run_without_a_finite_update(tmp_path: Path) -> Non
     assert "(fc1.weight, fc1.bias, norm.weight and 6 more)" in text
     assert "bf16: nothing can be said, because no proposal was finite." in text
     assert "of updates" not in text.split("How sure")[0].split("\n", 1)[1]
-    assert all(np.isnan(f.lost) and f.severity == verdict.NOT_FINITE for f in trace.verdict().findings)
+    assert all(np.isnan(f.lost) and f.severity == verdict.NOT_FINITE for f in hu.verdict(trace).findings)
     html = page([trace.path])
     assert "No update was finite, so nothing can be said of any grid." in html
     tensors_csv(open_traces([trace]))
@@ -322,7 +322,7 @@ def test_a_leading_scope_is_one_that_exists(
     """Attention and mlp are spoken of where there are any, and where they are not everything."""
     listed = inventory([("a", groups[0], (8, 8)), ("b", groups[1], (8, 8))])
     trace = synthetic(tmp_path / "run", listed=listed, grids=["bf16"], steps=5)
-    alone = [text for text in trace.verdict().lines if "alone:" in text]
+    alone = [text for text in hu.verdict(trace).lines if "alone:" in text]
     assert [text.startswith(line or "") for text in alone] == ([] if line is None else [True])
     data = json.loads(page([trace.path]).split('id="data">')[1].split("</script>")[0])
     (run,) = data["runs"]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.audit.groups import group_of
 from halfulp.errors import UsageError
+from halfulp.measures.groups import group_of
 from halfulp.models import decoder
 from halfulp.models.decoder import (
     CHARACTER,

@@ -58,7 +58,7 @@ def test_a_trace_of_format_1(tmp_path: Path) -> None:
     """Its numbers are those that the release that wrote it gave; its weights can be replayed."""
     trace = hu.Trace.open(FIRST / "trace")
     assert answers(trace) == json.loads((FIRST / "answers.json").read_text())
-    again = trace.replay(GRIDS, tmp_path / "replayed")
+    again = hu.replay(trace, GRIDS, tmp_path / "replayed")
     assert again.manifest["format"] == 2
     assert again.frozen("bf16").tolist() == trace.frozen("bf16").tolist()
 

@@ -373,8 +373,8 @@ def test_groups_of_known_models(transformers: Any) -> None:
     """The rules know the names that models on the hub use."""
     from transformers import AutoModel, AutoModelForCausalLM
 
-    from halfulp.audit.groups import group_of
     from halfulp.audit.names import model_names
+    from halfulp.measures.groups import group_of
 
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     kinds = {

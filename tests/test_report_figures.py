@@ -10,8 +10,8 @@ from report_traces import HOSTILE, inventory, synthetic
 from typer.testing import CliRunner
 
 from halfulp.cli import app
+from halfulp.drawing import COLOURS, POLICY_COLOURS, house_style, label, new_figure, percent, save
 from halfulp.errors import UsageError
-from halfulp.report.style import COLOURS, POLICY_COLOURS, house_style, label, new_figure, percent, save
 
 mpl = pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'halfulp[figures]'")
 from halfulp.report.figures import write_figures  # noqa: E402

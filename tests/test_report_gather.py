@@ -15,8 +15,8 @@ from report_traces import inventory, synthetic, tensors
 
 import halfulp as hu
 from halfulp.audit import verdict
-from halfulp.audit.crossings import crossing
-from halfulp.audit.groups import CORE
+from halfulp.measures.crossings import crossing
+from halfulp.measures.groups import CORE
 from halfulp.report.charts import binned, packed, short
 from halfulp.report.gather import BINS, GROUPS, HEAT_ROWS, bins, gather
 

@@ -20,9 +20,9 @@ from report_traces import HOSTILE, inventory, synthetic
 from typer.testing import CliRunner
 
 import halfulp as hu
-from halfulp.audit.crossings import crossing
 from halfulp.cli import app
 from halfulp.errors import UsageError
+from halfulp.measures.crossings import crossing
 from halfulp.report import words
 from halfulp.report.markup import Html, elided, name, script_json, tag
 from halfulp.report.page import open_traces, page

@@ -38,7 +38,7 @@ def tosses(records):
 
 
 def drawn(records):
-    from halfulp.report.style import new_figure
+    from halfulp.drawing import new_figure
 
     figure, (panel,) = new_figure()
     panel.plot([record["heads"] for record in records["toss"].values()])

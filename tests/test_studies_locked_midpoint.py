@@ -11,8 +11,8 @@ from locked_cells import Alone, InterruptedCellError, run_cell
 
 import halfulp as hu
 from halfulp import events
-from halfulp.audit.crossings import persistent_majority
 from halfulp.errors import TamperingError
+from halfulp.measures.crossings import persistent_majority
 from halfulp.models import mlp
 from halfulp.models.teacher import teacher_student
 from halfulp.studies import midpoint

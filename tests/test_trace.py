@@ -149,7 +149,7 @@ def test_series_are_shares_of_coordinates(recorded: Path) -> None:
 
 
 def test_rho_and_the_update_ratio(recorded: Path) -> None:
-    from halfulp.audit.measures import scalar_rho_map
+    from halfulp.measures.forecasts import scalar_rho_map
 
     trace = hu.Trace.open(recorded)
     sums = (
@@ -353,7 +353,7 @@ def test_hostile_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert set(trace.scores()) == set(names)
     for name in names:
         assert trace.frozen("bf16", name).tolist() == [1.0] or name == ""
-    assert trace.replay(["e5m2"], tmp_path / "inside" / "replayed").frozen("e5m2").tolist() == [1.0]
+    assert hu.replay(trace, ["e5m2"], tmp_path / "inside" / "replayed").frozen("e5m2").tolist() == [1.0]
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert {p.name for p in files} == {
         "manifest.json", "part.json", "grids.parquet", "tensors.parquet", "run.parquet",

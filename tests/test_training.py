@@ -278,14 +278,15 @@ def test_interrupted_at_any_step(arm: str) -> None:
     whole, states = begun(arm), []
     losses = []
     while not whole.done:
-        states.append(whole.save({"at": whole.update}))
+        states.append(whole.save({"at": whole.update}, {"mine": torch.tensor([whole.update])}))
         losses.append(float(whole.step()))
     final = whole.save()
     for k, state in enumerate(states):
         run = begun(arm)
         for _ in range(k % 3):  # whatever it did before is forgotten
             run.step()
-        assert run.load(state) == {"at": k}
+        notes, kept = run.load(state)
+        assert (notes, kept["mine"].tolist()) == ({"at": k}, [k])
         assert [float(run.step()) for _ in range(k, 20)] == losses[k:]
         assert run.done
         assert run.save() == final

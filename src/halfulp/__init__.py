@@ -5,20 +5,21 @@ away: the stored value does not change. This package defines the grids, the exac
 kernels fast enough to watch it.
 """
 
-__version__ = "0.1.0"  # before the imports: traces record it
-
 from halfulp.audit.recorder import Audit
+from halfulp.audit.replay import replay
+from halfulp.audit.verdict import verdict
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
 from halfulp.events import frozen, margin, phase, rho, symmetric_frozen
 from halfulp.grids import Grid, float_grid, grid, integer_grid
 from halfulp.masks import Mask, allocate
 from halfulp.streams import Stream
-from halfulp.trace import Trace
+from halfulp.trace import Memory, Trace
+from halfulp.version import __version__
 from halfulp.writeback import ECO, Kahan, Master, TileMaster, WriteBack
 
 __all__ = [
-    "ECO", "Audit", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Mask", "Master", "Stream",
-    "TamperingError", "TileMaster", "Trace",
+    "ECO", "Audit", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Mask", "Master", "Memory",
+    "Stream", "TamperingError", "TileMaster", "Trace",
     "UsageError", "VersionError", "WriteBack", "__version__", "allocate", "float_grid", "frozen", "grid",
-    "integer_grid", "margin", "phase", "rho", "symmetric_frozen",
+    "integer_grid", "margin", "phase", "replay", "rho", "symmetric_frozen", "verdict",
 ]  # fmt: skip

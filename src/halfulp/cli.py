@@ -20,11 +20,11 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from halfulp import __version__
 from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.report import commands as report_commands
 from halfulp.study.commands import app as study_app
 from halfulp.text import plain, shown
+from halfulp.version import __version__
 
 AUDITED = ("bf16", "fp16", "e5m2", "e4m3@128")
 
@@ -160,6 +160,7 @@ def audit(
     """Run a training script, or a module with -m, and record what each grid would throw away."""
     from halfulp.audit.recorder import Audit
     from halfulp.audit.script import run_script
+    from halfulp.audit.verdict import verdict
     from halfulp.report.live import LiveView
     from halfulp.trace import Trace, free_folder, newest_folder
 
@@ -193,7 +194,7 @@ def audit(
         place = recorder.out  # absolute: the script may have changed the folder
         if recorder.writes and place is not None and (place / "manifest.json").exists():
             console.rule("halfulp")
-            _tell(console, *Trace.open(place).verdict().lines)
+            _tell(console, *verdict(Trace.open(place)).lines)
             _tell(console, "", f"The trace is in {folder}. A page of it: halfulp report {folder}")
 
     with view if live else nullcontext():
@@ -253,6 +254,18 @@ def _budget(text: str) -> float | int:
     if found is None or (found[2] and not found[3]):
         raise UsageError(f"--budget takes a share such as 10% or 2.5%, or bytes such as 4096, not {text!r}.")
     return float(text.rstrip("%")) / 100 if found[3] else int(text)
+
+
+@app.command()
+def demo(
+    quick: bool = typer.Option(False, help="A smaller model and fewer steps: half a minute."),
+    out: Path | None = typer.Option(None, "-o", "--out", help="The folder; default runs/demo."),
+    browse: bool = typer.Option(True, "--open/--no-open", help="Open the page when there is a screen."),
+) -> None:
+    """The whole story on this machine's CPU: audit, forecast, and the runs that it was for."""
+    from halfulp import demo as story
+
+    raise typer.Exit(story.run(Console(), size=story.QUICK if quick else story.FULL, out=out, browse=browse))
 
 
 @app.command()

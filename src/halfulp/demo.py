@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-import halfulp as hu
+from halfulp.audit.recorder import Audit
 from halfulp.errors import UsageError
 from halfulp.models.decoder import Config, Decoder
 from halfulp.models.training import Recipe, Schedule, Training, adamw
@@ -40,6 +40,7 @@ from halfulp.report.document import write
 from halfulp.report.page import open_traces, page
 from halfulp.report.runs import Run, arms, forecasts
 from halfulp.trace import Trace, free_folder
+from halfulp.writeback import WriteBack
 
 GRIDS = ("fp16", "bf16", "int8/row", "e4m3@128", "e5m2", "mxfp8_e4m3", "nvfp4")
 GRID = "e4m3@128"
@@ -157,11 +158,11 @@ class Story:
         model = Decoder(self.config, seed=0)
         optimizer: Any = adamw(model, self.recipe)
         if policy is not None:
-            optimizer = hu.WriteBack(optimizer, GRID, policy, model=model, seed=0)
+            optimizer = WriteBack(optimizer, GRID, policy, model=model, seed=0)
         training = Training(model, optimizer, self.tokens, self.recipe)
         out, begun = self.folder / name, time.monotonic()
         self.made.append(out)
-        with hu.Audit(optimizer, grids, model=model, out=out, describe={"name": name}) as audit:
+        with Audit(optimizer, grids, model=model, out=out, describe={"name": name}) as audit:
             while not training.done:
                 loss = training.step()
                 audit.log(loss, step=training.update)

@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 
 from halfulp import kernels
+from halfulp.elements import index_of, value_of
 from halfulp.errors import UsageError
-from halfulp.grids import Grid
+from halfulp.grids import OPERATIONS, Grid
 from halfulp.grids import grid as named
 from halfulp.kernels import reference
 from halfulp.kernels.plan import checked, same_shape
@@ -156,12 +157,15 @@ def _next(v: Array, g: Grid, *, up: bool) -> Array:
     top = g._fixed()[1] if up else -g.lo
     s = v if up else -v  # look upwards
     a = np.minimum(np.abs(np.where(np.isfinite(s), s, 0.0)), max(g._fixed()[1], -g.lo))
-    n = reference.index_of(a, g)
-    on = reference.value_of(n, g) == a
-    outward = reference.value_of(n + 1, g)  # s >= 0: away from zero
-    inward = -reference.value_of(np.where(on, n - 1, n), g)  # s < 0: towards zero
+    n = index_of(a, g)
+    on = value_of(n, g) == a
+    outward = value_of(n + 1, g)  # s >= 0: away from zero
+    inward = -value_of(np.where(on, n - 1, n), g)  # s < 0: towards zero
     r = np.where(s >= 0, outward, inward)
     r = np.where((s >= top) | (r > top), np.inf, r)
     r = np.where(s < -(-g.lo if up else g._fixed()[1]), -(-g.lo if up else g._fixed()[1]), r)
     r = np.where(np.isnan(s), np.nan, r)
     return np.asarray(r if up else -r)
+
+
+OPERATIONS.neighbours, OPERATIONS.gap = neighbours, gap

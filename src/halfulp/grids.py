@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,12 +49,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from halfulp.elements import index_of, value_of
 from halfulp.errors import UsageError
 
 if TYPE_CHECKING:
     from halfulp.streams import Stream
 
 Array = npt.NDArray[Any]
+
+
+class Operations:
+    """What a grid's methods on tensors call. Kernels and events, which know grids, put themselves here."""
+
+    round: Callable[..., torch.Tensor]
+    steps: Callable[..., torch.Tensor]
+    encode: Callable[..., torch.Tensor]
+    decode: Callable[..., torch.Tensor]
+    gap: Callable[..., torch.Tensor]
+    neighbours: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+OPERATIONS = Operations()
 Rule = Literal["given", "absmax", "absmean", "dqt", "mx", "nv"]
 Per = Literal["tensor", "row", "group"]
 
@@ -232,9 +248,7 @@ class Grid:
     @cached_property
     def last_index(self) -> int:
         """The index of the largest magnitude."""
-        from halfulp.kernels import reference
-
-        return int(reference.index_of(np.array([self._fixed()[1]]), self)[0])
+        return int(index_of(np.array([self._fixed()[1]]), self)[0])
 
     @property
     def lo(self) -> float:
@@ -307,12 +321,10 @@ class Grid:
         >>> grid("e2m1").values()[-8:]
         array([0. , 0.5, 1. , 1.5, 2. , 3. , 4. , 6. ])
         """
-        from halfulp.kernels import reference
-
         self._fixed()
         if self.bits > 24:
             raise UsageError(f"grid {self.name} has 2**{self.bits} codes, too many to list.")
-        up = reference.value_of(np.arange(self.last_index + 1, dtype=np.int64), self)
+        up = value_of(np.arange(self.last_index + 1, dtype=np.int64), self)
         low = up[1:][::-1] * -1.0
         if self.lowest is not None and -self.lowest > up[-1]:
             low = np.concatenate([[self.lowest], low])
@@ -325,9 +337,7 @@ class Grid:
         >>> grid("e4m3").encode(torch.tensor([1.0, -448.0]))
         tensor([ 56, 254], dtype=torch.uint8)
         """
-        from halfulp import kernels
-
-        return kernels.encode(x, self, step=step)
+        return OPERATIONS.encode(x, self, step=step)
 
     def decode(
         self, codes: torch.Tensor, *, step: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
@@ -337,9 +347,7 @@ class Grid:
         >>> grid("e4m3").decode(torch.tensor([56, 254]))
         tensor([   1., -448.])
         """
-        from halfulp import kernels
-
-        return kernels.decode(codes, self, step=step, dtype=dtype)
+        return OPERATIONS.decode(codes, self, step=step, dtype=dtype)
 
     # ---- arithmetic on tensors -----------------------------------------------------------
 
@@ -355,15 +363,11 @@ class Grid:
 
         ``step`` fixes the steps of a grid whose scale moves with the data (see :meth:`steps`).
         """
-        from halfulp import kernels
-
-        return kernels.round(x, self, stochastic=stochastic, step=step, out=out)
+        return OPERATIONS.round(x, self, stochastic=stochastic, step=step, out=out)
 
     def steps(self, x: torch.Tensor) -> torch.Tensor:
         """The steps that this grid's rule takes from a tensor, float64, one a segment."""
-        from halfulp import kernels
-
-        return kernels.steps(x, self)
+        return OPERATIONS.steps(x, self)
 
     def neighbours(
         self, x: torch.Tensor, *, step: torch.Tensor | None = None
@@ -373,9 +377,7 @@ class Grid:
         >>> grid("e4m3").neighbours(torch.tensor([1.0, 448.0]))
         (tensor([  0.9375, 416.0000]), tensor([1.1250,    inf]))
         """
-        from halfulp import events
-
-        return events.neighbours(x, self, step=step)
+        return OPERATIONS.neighbours(x, self, step=step)
 
     def gap(
         self, q: torch.Tensor, direction: torch.Tensor, *, step: torch.Tensor | None = None
@@ -385,9 +387,7 @@ class Grid:
         >>> grid("e4m3").gap(torch.tensor([1.0, 1.0]), torch.tensor([0.1, -0.1]))
         tensor([0.1250, 0.0625])
         """
-        from halfulp import events
-
-        return events.gap(q, direction, self, step=step)
+        return OPERATIONS.gap(q, direction, self, step=step)
 
     @property
     def epsilon(self) -> float:
@@ -473,9 +473,7 @@ def float_grid(*, mantissa: int, emin: int, largest: float, scale: float = 1.0, 
         emin=emin - shift,
         largest=math.ldexp(largest, -shift),
     )
-    from halfulp.kernels import reference
-
-    if float(reference.value_of(np.array([made.last_index]), made)[0]) != made.largest:
+    if float(value_of(np.array([made.last_index]), made)[0]) != made.largest:
         raise UsageError(
             f"largest={largest!r} is not a value of a float with {mantissa} mantissa bits and "
             f"smallest exponent {emin}."

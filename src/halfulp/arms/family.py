@@ -24,12 +24,13 @@ def _arm(
     corpus: dict[str, str],
     *,
     peak: float = PEAK,
+    floor: float = FLOOR,
     device: str = "cpu",
     save_every: int = 100,
     **recipe: Any,
 ) -> Arm:
     """What the runs of a study share, but for its length."""
-    schedule = Schedule(peak=peak, floor=peak / 10, warmup=0, horizon=1)
+    schedule = Schedule(peak=peak, floor=floor, warmup=0, horizon=1)
     made = Recipe(schedule=schedule, updates=1, context=model.context, **recipe)
     return Arm(
         model=model, recipe=made, corpus=corpus, tile=model.width, device=device, save_every=save_every

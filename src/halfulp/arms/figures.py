@@ -7,7 +7,7 @@ from typing import Any
 
 from halfulp.arms import measures, records
 from halfulp.arms.bundle import Bundle, Unit
-from halfulp.report.style import COLOURS, DASHES, GREY, new_figure, percent
+from halfulp.drawing import COLOURS, DASHES, GREY, new_figure, percent
 from halfulp.study.protocol import Records
 
 Curves = Sequence[tuple[int, Sequence[float]]]

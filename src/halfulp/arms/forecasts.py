@@ -10,10 +10,10 @@ import numpy as np
 import polars as pl
 
 from halfulp.arms import records
-from halfulp.audit.crossings import crossing
-from halfulp.audit.groups import CORE
-from halfulp.audit.measures import pooled_rho, scalar_rho_map
 from halfulp.grids import grid as named
+from halfulp.measures.crossings import crossing
+from halfulp.measures.forecasts import pooled_rho, scalar_rho_map
+from halfulp.measures.groups import CORE
 from halfulp.study import Running
 
 PREDICTORS = ("frozen", "symmetric", "rho")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from halfulp.arms import records
-from halfulp.audit.crossings import crossing
-from halfulp.audit.measures import Comparison, compare
+from halfulp.measures.crossings import crossing
+from halfulp.measures.forecasts import Comparison, compare
 
 if TYPE_CHECKING:
     from halfulp.arms.bundle import Unit

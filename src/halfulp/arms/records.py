@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halfulp.audit.groups import CORE
+from halfulp.measures.groups import CORE
 
 Record = Mapping[str, Any]
 Array = npt.NDArray[np.float64]

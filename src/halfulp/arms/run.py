@@ -28,16 +28,17 @@ import polars as pl
 import torch
 from safetensors.torch import save as save_tensors
 
-import halfulp as hu
 from halfulp import kernels
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import open_corpus
 from halfulp.arms.masks import read_mask
-from halfulp.audit.groups import group_of
+from halfulp.audit.recorder import Audit
+from halfulp.measures.groups import group_of
 from halfulp.models.decoder import Decoder
 from halfulp.models.training import Training, adamw, project
 from halfulp.study import Running
 from halfulp.trace import Memory, Recorded
+from halfulp.writeback import WriteBack
 from halfulp.writeback.policies import parsed
 
 Json = Any
@@ -62,7 +63,7 @@ def run(running: Running) -> dict[str, Json]:
     if arm.grid is not None:
         kind, options = parsed(arm.policy or "")
         policy = read_mask(running, arm).policy(**options) if arm.mask else kind(**options)
-        optimizer = hu.WriteBack(
+        optimizer = WriteBack(
             optimizer, arm.grid, policy, model=model, seed=arm.stream_seed, project=arm.projection,
             storage=arm.storage, telemetry=False,
         )  # fmt: skip
@@ -79,7 +80,7 @@ def run(running: Running) -> dict[str, Json]:
     with _audit(arm, training, memory) as audit:
         while not training.done:
             training.step()
-            if isinstance(optimizer, hu.WriteBack):
+            if isinstance(optimizer, WriteBack):
                 ends = sum(row.endpoint for row in optimizer.events.rows)
                 record["most_endpoint"] = max(record["most_endpoint"], ends)
             if recipe.evaluates(training.update):
@@ -117,14 +118,12 @@ def _sizes(model: Decoder) -> dict[str, int]:
     return sizes
 
 
-def _audit(
-    arm: Arm, training: Training, memory: Memory
-) -> contextlib.AbstractContextManager[hu.Audit | None]:
+def _audit(arm: Arm, training: Training, memory: Memory) -> contextlib.AbstractContextManager[Audit | None]:
     """Every event of the matrices on the watched grids, kept in memory, from where the run is."""
     if not arm.watched:
         return contextlib.nullcontext()
     scores = None if arm.scores is None else (arm.scores[0], 1, arm.scores[1], arm.tile)
-    return hu.Audit(
+    return Audit(
         training.optimizer, arm.watched, model=training.model, out=memory, scores=scores,
         params=lambda name, p: p.dim() >= 2, expected_never_moved=arm.grid is None,
         resume=True, first_step=training.update + 1,
@@ -141,7 +140,7 @@ def _device(wanted: str) -> torch.device:
 def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, Any]]:
     loss, apart = training.evaluate_contexts()
     found: dict[str, Json] = {"update": training.update, "loss": loss if math.isfinite(loss) else None}
-    if isinstance(training.optimizer, hu.WriteBack):
+    if isinstance(training.optimizer, WriteBack):
         total = torch.zeros(len(kernels.AUDIT_COUNTS), dtype=torch.int64)
         for slot in training.optimizer.slots:
             q = slot.p.detach()

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import halfulp
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
 from halfulp.trace import FORMAT
+from halfulp.version import __version__
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.policies import POLICIES, Policy
 
@@ -23,7 +23,7 @@ def begun(grids: Iterable[Grid], every: int, options: dict[str, Any], run: dict[
     made = {
         "kind": "halfulp.trace",
         "format": FORMAT,
-        "halfulp": halfulp.__version__,
+        "halfulp": __version__,
         "grids": [g.name for g in grids],
         "every": every,
         "options": options,

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halfulp.audit.crossings import timing_pair
-from halfulp.audit.measures import Comparison, compare
 from halfulp.errors import UsageError
+from halfulp.measures.crossings import timing_pair
+from halfulp.measures.forecasts import Comparison, compare
 from halfulp.trace import Trace
 
 Array = npt.NDArray[Any]

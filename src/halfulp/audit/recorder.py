@@ -25,20 +25,20 @@ import torch
 from halfulp import kernels
 from halfulp.audit import manifest
 from halfulp.audit.batch import Batch, batches
-from halfulp.audit.groups import Rules, group_of
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import Naming, name_parameters
 from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
-from halfulp.audit.scores import Scores
 from halfulp.audit.summary import summary
 from halfulp.audit.watched import Watched, check_shard
 from halfulp.canonical import LARGEST
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
+from halfulp.measures.groups import Rules, group_of
 from halfulp.trace import MOST_ROWS, Memory, Trace, TraceWriter, free_folder
-from halfulp.writeback.optimizer import WriteBack, _decoupled
+from halfulp.trace.scores import Scores
+from halfulp.writeback.optimizer import WriteBack, decoupled
 from halfulp.writeback.sharding import is_sharded
 
 WRITING_SHARE = 0.01
@@ -445,7 +445,7 @@ class Audit:
         assert w.before is not None
         after = w.values()
         inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
-        rate, decay = _decoupled(inner, group) if self.decay else (0.0, 0.0)
+        rate, decay = decoupled(inner, group) if self.decay else (0.0, 0.0)
         if decay:
             shrink = (-rate * decay) * w.before
             for j, d in (("frozen_decay", shrink), ("frozen_gradient", (after - w.before) - shrink)):

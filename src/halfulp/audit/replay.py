@@ -19,8 +19,12 @@ Followed = dict[str, Any]
 """What :func:`kernels.audit` updates from step to step."""
 
 
-def replay(trace: Trace, grids: Iterable[str], out: Path) -> Trace:
-    """Record what other grids would have done to every kept step: a trace like that of a second audit."""
+def replay(trace: Trace, grids: Iterable[str], out: str | Path) -> Trace:
+    """Record what other grids would have done to every step of a run whose weights were kept.
+
+    The new trace is like that of a second audit (``Audit(keep=True)`` keeps the weights).
+    """
+    out = Path(out)
     wanted = [named(g) for g in grids]
     if not trace.manifest["options"]["keep"]:
         raise UsageError(f"{trace.path} kept no weights to replay: record with keep=True.")

@@ -42,12 +42,12 @@ import numpy.typing as npt
 import torch
 
 from halfulp import events, kernels
-from halfulp.audit.crossings import MAJORITY, persistent_majority
 from halfulp.errors import UsageError
 from halfulp.events import GridLike
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
 from halfulp.kernels import reference
+from halfulp.measures.crossings import MAJORITY, persistent_majority
 
 Array = npt.NDArray[Any]
 Values = npt.ArrayLike | torch.Tensor

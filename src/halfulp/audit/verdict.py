@@ -21,10 +21,10 @@ import numpy as np
 import polars as pl
 import torch
 
-from halfulp.audit.crossings import Crossing, crossing
-from halfulp.audit.groups import CORE
 from halfulp.grids import CONTAINERS
 from halfulp.grids import grid as named
+from halfulp.measures.crossings import Crossing, crossing
+from halfulp.measures.groups import CORE
 from halfulp.text import count, plain, shown
 from halfulp.trace import Array, Recorded, Scope
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfulp.audit.recorder import Audit
+from halfulp.audit.verdict import verdict
 from halfulp.text import plain
 from halfulp.trace import Trace, free_folder, newest_folder
 
@@ -71,5 +72,5 @@ class Running:
             return
         audit.stop()
         if self.show_verdict and audit.writes:
-            print(Trace.open(self.folder).verdict(), file=sys.stderr)
+            print(verdict(Trace.open(self.folder)), file=sys.stderr)
             print(f"\nThe trace is in {plain(str(self.folder))}.", file=sys.stderr)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from halfulp.errors import UsageError
-from halfulp.grids import Grid, container
+from halfulp.grids import OPERATIONS, Grid, container
 from halfulp.kernels import params as _params
 from halfulp.kernels import reference
 from halfulp.kernels.codes import decode, encode
@@ -451,3 +451,6 @@ def score(
             plan.floats, plan.ints, plan.masks, to, out, grain=grain,
         )  # fmt: skip
     return torch.from_numpy(out)
+
+
+OPERATIONS.round, OPERATIONS.steps, OPERATIONS.encode, OPERATIONS.decode = round, steps, encode, decode

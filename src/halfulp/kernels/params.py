@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from halfulp.elements import value_of
 from halfulp.errors import UsageError
 from halfulp.grids import CONTAINERS, Grid
 
@@ -113,9 +114,8 @@ def _marks(grid: Grid) -> tuple[int, int, int]:
 
 def first_magnitude(index: int, grid: Grid, real: Any) -> float:
     """The smallest container magnitude that nearest rounding sends to this index or beyond."""
-    from halfulp.kernels import reference
 
-    below, at = (float(v) for v in reference.value_of(np.array([index - 1, index]), grid))
+    below, at = (float(v) for v in value_of(np.array([index - 1, index]), grid))
     middle = below + (at - below) / 2
     candidate = real(middle)
     if float(candidate) < middle or (float(candidate) == middle and index % 2 == 1):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from halfulp.elements import index_of, value_of
 from halfulp.errors import UsageError
 from halfulp.grids import Container, Grid, Scaling, container
 from halfulp.streams import Stream
@@ -50,28 +51,8 @@ PHASE_ONE = 1 << 16
 # ---- the element set ----------------------------------------------------------------------
 
 
-def index_of(magnitude: Array, grid: Grid) -> Array:
-    """The index of the largest element not above a finite magnitude (unbounded by the largest)."""
-    emin, _ = grid._fixed()
-    m = grid.mantissa
-    fraction, exponent = np.frexp(magnitude.astype(np.float64))  # 0.5 <= fraction < 1, or zero
-    binade = np.where(fraction == 0, 0, np.maximum(exponent.astype(np.int64) - 1 - emin, 0))
-    units = np.floor(np.ldexp(fraction, exponent - binade - emin + m)).astype(np.int64)
-    return np.asarray(binade * 2**m + units)
-
-
 def _exponent_of(magnitude: Array) -> Array:
     return np.frexp(magnitude.astype(np.float64))[1].astype(np.int64)
-
-
-def value_of(index: Array, grid: Grid) -> Array:
-    """The element with this index, as float64."""
-    emin, _ = grid._fixed()
-    m = grid.mantissa
-    binade = np.maximum((index >> m) - 1, 0)
-    units = index - binade * 2**m
-    with np.errstate(over="ignore"):  # beyond the largest float64 there is nothing
-        return np.asarray(np.ldexp(units.astype(np.float64), (binade + emin - m).astype(np.int64)))
 
 
 def _limits(x: Array, grid: Grid) -> tuple[Array, Array]:

@@ -32,9 +32,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 
-from halfulp.audit.groups import CORE, group_of
 from halfulp.errors import UsageError
 from halfulp.kernels import tiles_of
+from halfulp.measures.groups import CORE, group_of
 
 STD = 0.02
 

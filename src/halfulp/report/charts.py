@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from halfulp.audit.measures import ACCURATE_RMSE
+from halfulp.measures.forecasts import ACCURATE_RMSE
 from halfulp.report.gather import BINS, COLUMNS, Array, bins
 from halfulp.report.markup import elided
 from halfulp.report.runs import Arms, Outcome, Run

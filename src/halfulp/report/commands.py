@@ -1,4 +1,4 @@
-"""``halfulp report``, ``halfulp figures`` and ``halfulp demo``."""
+"""``halfulp report`` and ``halfulp figures``."""
 
 from __future__ import annotations
 
@@ -68,20 +68,7 @@ def figures(
         typer.echo(plain(str(file)))
 
 
-def demo(
-    quick: bool = typer.Option(False, help="A smaller model and fewer steps: half a minute."),
-    out: Path | None = typer.Option(None, "-o", "--out", help="The folder; default runs/demo."),
-    browse: bool = typer.Option(True, "--open/--no-open", help="Open the page when there is a screen."),
-) -> None:
-    """The whole story on this machine's CPU: audit, forecast, and the runs that it was for."""
-    from rich.console import Console
-
-    from halfulp import demo as story
-
-    raise typer.Exit(story.run(Console(), size=story.QUICK if quick else story.FULL, out=out, browse=browse))
-
-
 def register(app: typer.Typer) -> None:
     """Add these commands."""
-    for command in (report, figures, demo):
+    for command in (report, figures):
         app.command()(command)

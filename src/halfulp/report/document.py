@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from importlib import resources, util
 from pathlib import Path
 
-import halfulp
 from halfulp import files
 from halfulp.errors import UsageError
 from halfulp.report.markup import Html, name, script_json, tag
 from halfulp.text import shown
+from halfulp.version import __version__
 
 
 def document(title: str, sections: Sequence[Html | None], data: object) -> str:
@@ -41,7 +41,7 @@ def document(title: str, sections: Sequence[Html | None], data: object) -> str:
         tag("title", f"{shown(title, 80)} - halfulp"),
         Html(f"<style>{style}</style>"),
     )
-    colophon = f"Made by halfulp {halfulp.__version__}. One file; it asks nobody for anything."
+    colophon = f"Made by halfulp {__version__}. One file; it asks nobody for anything."
     body = tag(
         "body",
         tag("header", tag("p", "halfulp", class_="brand"), tag("p", name(title, 80), class_="run")),

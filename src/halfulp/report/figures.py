@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halfulp.audit.measures import ACCURATE_RMSE
-from halfulp.errors import UsageError
-from halfulp.integrations.scalars import tag as plain_name
-from halfulp.report.charts import short
-from halfulp.report.gather import Array
-from halfulp.report.page import open_traces
-from halfulp.report.runs import Outcome, Run, arms, forecasts, shown_first
-from halfulp.report.study import is_study, open_study
-from halfulp.report.style import (
+from halfulp.drawing import (
     BLUE,
     COLOURS,
     DASHES,
@@ -29,6 +21,14 @@ from halfulp.report.style import (
     percent,
     save,
 )
+from halfulp.errors import UsageError
+from halfulp.integrations.scalars import tag as plain_name
+from halfulp.measures.forecasts import ACCURATE_RMSE
+from halfulp.report.charts import short
+from halfulp.report.gather import Array
+from halfulp.report.page import open_traces
+from halfulp.report.runs import Outcome, Run, arms, forecasts, shown_first
+from halfulp.report.study import is_study, open_study
 from halfulp.report.words import scope_words
 from halfulp.trace import Trace
 

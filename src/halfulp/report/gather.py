@@ -26,8 +26,8 @@ import numpy.typing as npt
 import polars as pl
 
 from halfulp.audit import verdict
-from halfulp.audit.crossings import Crossing, crossing
-from halfulp.audit.groups import CORE
+from halfulp.measures.crossings import Crossing, crossing
+from halfulp.measures.groups import CORE
 from halfulp.trace import Trace
 
 Array = npt.NDArray[Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halfulp.audit.measures import ACCURATE_RMSE, ADDED_VALUE_RATIO, INFORMATIVE_RANGE, INFORMATIVE_RATIO
+from halfulp.measures.forecasts import ACCURATE_RMSE, ADDED_VALUE_RATIO, INFORMATIVE_RANGE, INFORMATIVE_RATIO
 from halfulp.report import words
 from halfulp.report.markup import Content, Html, number, numeric, table, tag
 from halfulp.report.runs import Arms, Outcome, Run

@@ -18,11 +18,11 @@ from functools import cached_property
 import numpy as np
 
 from halfulp.audit import verdict
-from halfulp.audit.crossings import TimingPair, timing_pair
-from halfulp.audit.measures import Comparison, recovery
 from halfulp.audit.outcome import compare_grid, matched
 from halfulp.errors import UsageError
 from halfulp.grids import grid as named
+from halfulp.measures.crossings import TimingPair, timing_pair
+from halfulp.measures.forecasts import Comparison, recovery
 from halfulp.report.gather import Array, Gathered, gather
 from halfulp.trace import Trace
 

@@ -17,10 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from halfulp.drawing import house_style, vector
 from halfulp.errors import UsageError
 from halfulp.report.markup import Content, Html, name, number, numeric, prose, table, tag
 from halfulp.report.outcomes import passed_mark
-from halfulp.report.style import house_style, vector
 from halfulp.study import loading, reading
 from halfulp.study.declaration import Protocol
 from halfulp.study.ledger import Ledger

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfulp.audit import verdict
-from halfulp.audit.crossings import Crossing
 from halfulp.audit.verdict import Finding
+from halfulp.measures.crossings import Crossing
 from halfulp.report.runs import Arms, Outcome, Run
 from halfulp.text import shown
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from halfulp.audit.certificates import Certificate, certify_hessian, certify_quadratic
+from halfulp.elements import index_of
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
-from halfulp.kernels import reference
 
 Array = npt.NDArray[Any]
 
@@ -120,7 +120,7 @@ def nearest(x: Fraction, grid: Grid) -> float:
     start = grid.round(torch.tensor([float(x)], dtype=torch.float64))
     around = [float(v) for v in (start, *grid.neighbours(start))]
     finite = [v for v in around if np.isfinite(v)]
-    odd = [int(reference.index_of(np.array([abs(v)]), grid)[0]) % 2 for v in finite]
+    odd = [int(index_of(np.array([abs(v)]), grid)[0]) % 2 for v in finite]
     return min(zip(finite, odd, strict=True), key=lambda c: (abs(Fraction(c[0]) - x), c[1]))[0]
 
 

@@ -7,7 +7,7 @@ crossings that a high-precision run predicts, by two predictors:
     symmetric   |d| < u(w) / 2, the spacing proxy of the paper's archived sweeps (appendix A)
 
 Stage ``measured`` holds the crossing of a run on the grid, and the pooled rho of Eq. 3 where it crossed.
-Pairs are made and judged by :mod:`halfulp.audit.crossings`; nothing is recomputed here.
+Pairs are made and judged by :mod:`halfulp.measures.crossings`; nothing is recomputed here.
 
 The thresholds were fixed before the first measured run and not changed since; the testbed's start was
 changed once after it (docs/controlled.md). A median within 5% of one and 80% of the eligible
@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halfulp.audit.crossings import Crossing, TimingPair, TimingSummary, crossing, summarise, timing_pair
-from halfulp.audit.measures import pooled_rho
 from halfulp.grids import grid as named
+from halfulp.measures.crossings import Crossing, TimingPair, TimingSummary, crossing, summarise, timing_pair
+from halfulp.measures.forecasts import pooled_rho
 from halfulp.studies.claims import Claim
 from halfulp.study.protocol import Estimand, Gate, Json, Records, Table, Values
 

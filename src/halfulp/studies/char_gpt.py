@@ -21,8 +21,8 @@ from functools import partial
 
 from halfulp.arms import Arm, Bundle, figures, measures, tables
 from halfulp.arms.arm import PLAYS
-from halfulp.audit.crossings import TOLERANCE
-from halfulp.audit.measures import ACCURATE_RMSE
+from halfulp.measures.crossings import TOLERANCE
+from halfulp.measures.forecasts import ACCURATE_RMSE
 from halfulp.models.decoder import CHARACTER, Config
 from halfulp.models.training import Recipe, Schedule
 from halfulp.studies.claims import Printed, printed

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
-from halfulp.audit.measures import ACCURATE_RMSE
+from halfulp.measures.forecasts import ACCURATE_RMSE
 from halfulp.models.cnn import Cnn, mnist, train
 from halfulp.studies import _timing as timing
 from halfulp.studies.claims import Claim

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfulp.audit.measures import ACCURATE_RMSE
+from halfulp.measures.forecasts import ACCURATE_RMSE
 from halfulp.models.mlp import CHUNK, Trainer, run
 from halfulp.models.teacher import Problem, frozen_features, teacher_student
 from halfulp.studies import _timing as timing

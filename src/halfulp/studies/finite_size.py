@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from halfulp import events
-from halfulp.audit.crossings import MAJORITY
-from halfulp.audit.measures import scalar_rho_map
+from halfulp.measures.crossings import MAJORITY
+from halfulp.measures.forecasts import scalar_rho_map
 from halfulp.models.mlp import Array, Trainer
 from halfulp.models.teacher import INPUTS, teacher_student
 from halfulp.studies.claims import Claim

@@ -38,9 +38,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halfulp.audit.crossings import persistent_majority
 from halfulp.audit.trust import PRIMARY, THRESHOLDS, OnsetInterval, auroc_of_counts, onset_interval
 from halfulp.errors import TamperingError
+from halfulp.measures.crossings import persistent_majority
 from halfulp.studies import _margin_kernels as compiled
 from halfulp.studies._margin import Finished, answered, auroc_bound, from_text, run_units, to_text
 from halfulp.studies.claims import Claim
@@ -296,7 +296,7 @@ def _grids(records: Records) -> list[str]:
 
 def figure(records: Records) -> Any:
     """Risk against coverage; and one unit a mantissa, its interval and what happened."""
-    from halfulp.report.style import COLOURS, GREY, new_figure
+    from halfulp.drawing import COLOURS, GREY, new_figure
 
     grids = _grids(records)
     fig, axes = new_figure(1, 1 + len(grids), width=2 * (1 + len(grids)))

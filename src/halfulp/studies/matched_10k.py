@@ -29,7 +29,7 @@ from functools import partial
 
 from halfulp.arms import Bundle, figures, measures, tables
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
-from halfulp.audit.measures import ACCURATE_RMSE, ADDED_VALUE_RATIO, RECOVERED
+from halfulp.measures.forecasts import ACCURATE_RMSE, ADDED_VALUE_RATIO, RECOVERED
 from halfulp.studies.claims import Claim, Printed, label_of, printed
 from halfulp.study.protocol import Gate, Rule, Study
 

@@ -41,10 +41,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halfulp.audit.crossings import TOLERANCE, crossing, persistent_majority
-from halfulp.audit.measures import pooled_rho, scalar_rho_map
 from halfulp.errors import TamperingError
 from halfulp.grids import grid as named
+from halfulp.measures.crossings import TOLERANCE, crossing, persistent_majority
+from halfulp.measures.forecasts import pooled_rho, scalar_rho_map
 from halfulp.models.mlp import Trainer, run
 from halfulp.models.teacher import Problem, teacher_student
 from halfulp.studies.claims import Claim
@@ -309,7 +309,7 @@ def misses_table(records: Records) -> Table:
 
 def figure(records: Records) -> Any:
     """Learned share against rate, by mantissa: measured and as the directional predictor has it."""
-    from halfulp.report.style import COLOURS, GREY, new_figure
+    from halfulp.drawing import COLOURS, GREY, new_figure
 
     mantissas = sorted({cell["m"] for cell in records["outcome"].values()})
     fig, axes = new_figure(1, len(mantissas), width=2 * len(mantissas), sharey=True)

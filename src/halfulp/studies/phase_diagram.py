@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from halfulp.audit.crossings import persistent_majority
+from halfulp.measures.crossings import persistent_majority
 from halfulp.models.mlp import Rounding, Trainer, run
 from halfulp.models.teacher import Problem, teacher_student
 from halfulp.studies.claims import Claim

@@ -281,7 +281,7 @@ def table(records: Records) -> Table:
 
 def figure(records: Records) -> Any:
     """Promised horizon against how long the run stayed at the projected codes."""
-    from halfulp.report.style import GREY, new_figure
+    from halfulp.drawing import GREY, new_figure
 
     fig, axes = new_figure(1, len(FAMILIES), sharex=True, sharey=True)
     top = 1 + max(max(r["stayed"]) for r in records["execute"].values())

@@ -13,14 +13,14 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import halfulp
 from halfulp import canonical
 from halfulp.errors import TamperingError, UsageError
 from halfulp.study.declaration import FORMAT, Protocol, changes
 from halfulp.study.loading import Source
 from halfulp.study.protocol import Json
+from halfulp.version import __version__
 
-PACKAGE = Path(halfulp.__file__).parent
+PACKAGE = Path(__file__).parent.parent
 LIBRARIES = ("torch", "numpy", "numba")
 
 
@@ -49,7 +49,7 @@ def code(source: Source) -> dict[str, Json]:
         if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
         and path.suffix not in (".pyc", ".nbi", ".nbc")
     }  # fmt: skip
-    return {"version": halfulp.__version__, "package": package, "study": source.identity}
+    return {"version": __version__, "package": package, "study": source.identity}
 
 
 def environment() -> dict[str, Json]:

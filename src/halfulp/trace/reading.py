@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,9 +195,3 @@ class Trace(Recorded):
         if KEPT not in document.files:
             raise CorruptionError(f"{part} has no {KEPT}, although this trace kept weights.")
         return tensors.read(part / KEPT, sha256=document.files[KEPT].sha256)[0]
-
-    def replay(self, grids: Iterable[str], out: str | Path) -> Trace:
-        """A new trace, of any grids, from the weights that this one kept (``Audit(keep=True)``)."""
-        from halfulp.audit.replay import replay
-
-        return replay(self, grids, Path(out))

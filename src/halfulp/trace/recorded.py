@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 import torch
 
-from halfulp.audit.crossings import Crossing, crossing
-from halfulp.audit.groups import CORE
-from halfulp.audit.measures import scalar_rho_map
-from halfulp.audit.scores import Scores
 from halfulp.errors import UsageError
 from halfulp.grids import grid as named
-
-if TYPE_CHECKING:
-    from halfulp.audit.verdict import Verdict
+from halfulp.measures.crossings import Crossing, crossing
+from halfulp.measures.forecasts import scalar_rho_map
+from halfulp.measures.groups import CORE
+from halfulp.trace.scores import Scores
 
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
 SERIES = (*COUNTS, "phase", "expected", "frozen_decay", "frozen_gradient")
@@ -216,12 +213,6 @@ class Recorded(ABC):
     def crossing(self, grid: str, scope: str = "all") -> Crossing:
         """First and persistent majority crossing, and the category."""
         return crossing(self.frozen(grid, scope), steps=self.steps_of(scope))
-
-    def verdict(self) -> Verdict:
-        """The answer in words, as the command line prints it: ``print(trace.verdict())``."""
-        from halfulp.audit.verdict import verdict
-
-        return verdict(self)
 
     # ---- tensors ----
 

@@ -394,7 +394,7 @@ class WriteBack(torch.optim.Optimizer):
     def _step_of(self, slot: Slot, q: torch.Tensor) -> Step:
         group = self.optimizer.param_groups[slot.place[0]]
         z = local(slot.stepped.detach())
-        rate, decay = _decoupled(self.optimizer, group)
+        rate, decay = decoupled(self.optimizer, group)
         return Step(
             name=slot.name, grid=slot.grid, stream=self._stream(slot, self.steps), q=q, z=z, state=slot.state,
             moved=slot.moved, sums=_sampling(z) if decay > 0 and self.telemetry else 0, decay=rate * decay,
@@ -458,7 +458,7 @@ def _sampling(x: torch.Tensor) -> int:
     return 16 if kernels.tiles_of(x.numel()) >= 256 else 1
 
 
-def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[float, float]:
+def decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[float, float]:
     """Rate and decay where weight decay is a part of the proposal of its own, lr * decay * w."""
     decoupled = isinstance(optimizer, DECOUPLED) or bool(group.get("decoupled_weight_decay"))
     decay = float(group.get("weight_decay") or 0.0)

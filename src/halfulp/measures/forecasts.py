@@ -36,8 +36,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halfulp.audit.crossings import recorded_steps
 from halfulp.errors import UsageError
+from halfulp.measures.crossings import recorded_steps
 
 Array = npt.NDArray[Any]
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import halfulp as hu
-from halfulp.audit import measures
-from halfulp.audit.measures import compare, monotone_fit, recovered, recovery, scalar_rho_map, time_effect
+from halfulp.measures import forecasts as measures
+from halfulp.measures.forecasts import compare, monotone_fit, recovered, recovery, scalar_rho_map, time_effect
 
 # range, directional, constant, symmetric, scalar rho; the paper's tab:modern-forecast, all "No / No"
 MODERN = {

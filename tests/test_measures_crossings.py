@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfulp as hu
-from halfulp.audit.crossings import (
+from halfulp.measures.crossings import (
     Crossing,
     TimingPair,
     category,
