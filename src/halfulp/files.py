@@ -219,7 +219,7 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     flags |= getattr(os, "O_BINARY", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
     try:
-        if not follow and path.is_symlink():
+        if not follow and not hasattr(os, "O_NOFOLLOW") and path.is_symlink():
             raise CorruptionError(f"{path} is not a plain file.")
         with os.fdopen(os.open(path, flags), "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
