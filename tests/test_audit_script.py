@@ -560,6 +560,40 @@ def test_a_signal_leaves_a_trace_and_a_verdict(number: int, tmp_path: Path) -> N
     assert "Traceback" not in said
 
 
+def test_a_signal_to_a_whole_job_leaves_a_trace_and_a_verdict(tmp_path: Path) -> None:
+    """A cluster signals every process: workers of a DataLoader die, about which torch would raise."""
+    loader = """
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self): return 10**6
+        def __getitem__(self, i):
+            if i > 20:
+                import time
+                time.sleep(0.05)
+            return torch.ones(8)
+    for i, x in enumerate(torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=2)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if i == 5:
+            print("stepped", flush=True)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN + loader))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "halfulp.cli", "audit", "--grids", "bf16", "train.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=environment(OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    assert process.stdout is not None
+    while "stepped" not in process.stdout.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGTERM)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == -signal.SIGTERM, said
+    assert "steps audited" in said
+    assert "The trace is in runs/train." in said
+    assert hu.Trace.open(tmp_path / "runs" / "train").last_step >= 13
+
+
 def test_a_signal_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
     process = started(tmp_path, WAIT)
     ended(process, signal.SIGTERM)

@@ -20,6 +20,7 @@ import os
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import RawIOBase
@@ -218,7 +219,7 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     flags |= getattr(os, "O_BINARY", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
     try:
-        if not follow and path.is_symlink():
+        if not follow and not hasattr(os, "O_NOFOLLOW") and path.is_symlink():
             raise CorruptionError(f"{path} is not a plain file.")
         with os.fdopen(os.open(path, flags), "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -268,30 +269,28 @@ class Lock:
 
     def __init__(self, path: Path, handle: int) -> None:
         self.path, self._handle = path, handle
-        _held.add(handle)
+        _held.add(self)
 
     def release(self, *, remove: bool = False) -> None:
         """Let go; with ``remove``, the file goes too. Once is enough."""
-        if self._handle in _held:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
             if remove:
                 with contextlib.suppress(OSError):
                     self.path.unlink(missing_ok=True)
-            _held.discard(self._handle)
-            os.close(self._handle)
+            os.close(handle)
 
     def __del__(self) -> None:
         self.release()
 
 
-_held: set[int] = set()
-"""Open locks of this process. A fork closes its copies: it would hold them on when its parent is gone."""
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+"""Locks of this process. A fork closes its copies: it would hold them on when its parent is gone."""
 
 
 def _let_go() -> None:
-    for handle in _held:
-        with contextlib.suppress(OSError):
-            os.close(handle)
-    _held.clear()
+    for held in list(_held):
+        held.release()
 
 
 if hasattr(os, "register_at_fork"):

@@ -30,6 +30,7 @@ class Termination:
         self.audit, self.farewell = audit, farewell
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
+        self._ending = False
         self._mine = {signal.SIGTERM: self._asked, signal.SIGINT: self._interrupted}
 
     def __enter__(self) -> None:
@@ -50,6 +51,11 @@ class Termination:
     def _asked(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker that inherited the handler
             end_by(number)
+        if self._ending:
+            return
+        self._ending = True
+        if hasattr(signal, "SIGCHLD"):  # workers that got the signal, too, must not raise in the midst of it
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.audit.when_idle(lambda: self._end(number))
 
     def _end(self, number: int) -> None:

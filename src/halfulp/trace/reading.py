@@ -11,7 +11,7 @@ import torch
 
 from halfulp import files, tensors
 from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
-from halfulp.errors import CorruptionError, TamperingError, UsageError
+from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
 from halfulp.trace.recorded import SERIES, Recorded
 from halfulp.trace.schema import (
     DIGESTS,
@@ -40,6 +40,8 @@ SCHEMAS: dict[str, dict[str, pl.DataType | type[pl.DataType]]] = {
     },
     "run": {"step": pl.Int64, "loss": pl.Float64},
 }  # fmt: skip
+RACES = 1000
+"""How often a reader looks again for a state that a writer has just replaced."""
 
 
 @dataclass(frozen=True)
@@ -180,14 +182,17 @@ class Trace(Recorded):
     def state(self) -> dict[str, torch.Tensor]:
         """What was followed over steps, as of the newest part; of a newer one if the trace has grown."""
         newest = self.documents[-1]
-        if newest.state is None:
-            raise CorruptionError(f"{newest.folder / DIGESTS} has no digest of {STATE}.")
-        try:
-            return tensors.read(newest.state_file, sha256=newest.state.sha256)[0]
-        except CorruptionError:
-            if not self._superseded(newest):
-                raise
-        return Trace.open(self.path, verify=False).state()
+        for _ in range(RACES):
+            if newest.state is None:
+                raise CorruptionError(f"{newest.folder / DIGESTS} has no digest of {STATE}.")
+            try:
+                return tensors.read(newest.state_file, sha256=newest.state.sha256)[0]
+            except CorruptionError:
+                if not self._superseded(newest):
+                    raise
+            folder = listed_parts(self.path)[-1]
+            newest = Parts(self.path, read_manifest(self.path / "manifest.json")).alone(folder)
+        raise DiskError(f"{self.path} is written faster than it can be read: try again when it is not.")
 
     def kept(self, part: Path) -> dict[str, torch.Tensor]:
         """The weights before and after every step of a part (``Audit(keep=True)``)."""

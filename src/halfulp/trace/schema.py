@@ -92,7 +92,7 @@ def _check_tensors(found: Fields) -> None:
         shape = tensor.wholes("shape", 64)
         if math.prod(shape) != numel:
             raise CorruptionError(f"{tensor.where}: a tensor of shape {shape} does not have {numel} numbers.")
-        tensor.whole("recorded", 0, numel)
+        tensor.whole("recorded", min(1, numel), numel)
         tensor.take("dtype", f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES)
         tensor.take(
             "stored", "a dtype or a grid", lambda v: isinstance(v, str) and (v in DTYPES or _is_grid(v))
@@ -165,9 +165,17 @@ class Parts:
     def next(self, folder: Path) -> Part:
         """The next part, from its folder."""
         number = 0 if self.before is None else self.before.number + 1
-        made = self._first(folder, number) if self.manifest["format"] == 1 else self._second(folder, number)
-        self.before = made
-        return made
+        before = None if self.before is None else self.before.digest
+        self.before = self._read(folder, {"number": number, "before": before})
+        return self.before
+
+    def alone(self, folder: Path) -> Part:
+        """A part from its folder, whatever is before it."""
+        return self._read(folder, {"number": int(folder.name)})
+
+    def _read(self, folder: Path, place: Mapping[str, Any]) -> Part:
+        first = self.manifest["format"] == 1
+        return self._first(folder, place["number"]) if first else self._second(folder, place)
 
     def _first(self, folder: Path, number: int) -> Part:
         file = folder / DIGESTS
@@ -182,7 +190,7 @@ class Parts:
         state = entries.pop(STATE, None)
         return Part(folder=folder, number=number, files=entries, state=state, state_file=folder / STATE)
 
-    def _second(self, folder: Path, number: int) -> Part:
+    def _second(self, folder: Path, place: Mapping[str, Any]) -> Part:
         file = folder / DOCUMENT
         document = parsed(files.read(file, MOST_BYTES), file, "the document of a part")
         found = Fields(document, str(file))
@@ -190,12 +198,8 @@ class Parts:
         found.whole("format", 2, 2)
         check_digest(document, file)
         before = self.before
-        for key, expected in (
-            ("trace", self.manifest["id"]),
-            ("number", number),
-            ("before", None if before is None else before.digest),
-            ("grids", self.manifest["grids"]),
-        ):
+        expected_here = {"trace": self.manifest["id"], "grids": self.manifest["grids"], **place}
+        for key, expected in expected_here.items():
             if found.take(key, "", lambda _: True) != expected:
                 raise TamperingError(
                     f"{file} does not belong here: its {key} is {document[key]!r}, expected {expected!r}. "
@@ -208,10 +212,10 @@ class Parts:
             raise TamperingError(f"{file} begins at step {first}, before the end of the part before it.")
         return Part(
             folder=folder,
-            number=number,
+            number=place["number"],
             files=_entries(found, len(self.manifest["grids"]), last - first + 1),
             state=_entry(found.within("state")),
-            state_file=state_file(self.path, number),
+            state_file=state_file(self.path, place["number"]),
             digest=found.sha256(DIGEST),
             steps=(first, last),
         )

@@ -103,12 +103,13 @@ class TraceWriter:
         try:
             files.put(place, followed)
             self._put(self.count, _contents(tables, kept), tables, followed.entry())
-        except BaseException:
-            with contextlib.suppress(OSError):
-                place.unlink(missing_ok=True)
-            raise
-        self.count += 1
-        self.last_step = last_step
+        finally:
+            if self._part(self.count).is_dir():  # it is there, though perhaps not yet on the disk
+                self.count += 1
+                self.last_step = last_step
+            else:
+                with contextlib.suppress(OSError):
+                    place.unlink(missing_ok=True)
         if self.count > 1:  # only the newest state can be resumed from
             files.remove(state_file(self.path, self.count - 2))
 
@@ -132,8 +133,11 @@ class TraceWriter:
             yield documents.sealed(told)
 
         sealed: list[str] = []
-        files.put_folder(self.path / "parts" / f"{number:06d}", {**contents, DOCUMENT: document()})
+        files.put_folder(self._part(number), {**contents, DOCUMENT: document()})
         self._before = sealed[0]
+
+    def _part(self, number: int) -> Path:
+        return self.path / "parts" / f"{number:06d}"
 
     def discard_if_empty(self) -> bool:
         """Leave nothing behind if no part was committed."""
