@@ -80,8 +80,9 @@ def _check_manifest(found: Fields) -> None:
 
 def _check_tensors(found: Fields) -> None:
     seen: set[str] = set()
-    for i, tensor in enumerate(found.each("tensors")):
-        tensor.whole("id", i, i)
+    ids: set[int] = set()
+    for tensor in found.each("tensors"):
+        ids.add(tensor.whole("id", 0, len(found.values["tensors"]) - 1))
         name = tensor.text("name")
         if name in seen:
             raise CorruptionError(f"{tensor.where}: the name {name!r} is there twice.")
@@ -97,6 +98,8 @@ def _check_tensors(found: Fields) -> None:
         tensor.take(
             "stored", "a dtype or a grid", lambda v: isinstance(v, str) and (v in DTYPES or _is_grid(v))
         )
+    if len(ids) != len(seen):
+        raise CorruptionError(f"{found.where}: tensors do not have an id each.")
 
 
 def _is_grid(name: str) -> bool:
