@@ -261,11 +261,13 @@ def test_tiles_that_do_not_go_together(tmp_path: Path) -> None:
 
 
 def test_old_masks_have_tiles_of_768(tmp_path: Path) -> None:
-    """The first format, which says no size, is still read, and still written for those tiles."""
+    """The first format says no size; the second always does, and is sealed."""
+    old = Path(__file__).parent / "fixtures" / "format_1" / "mask.safetensors"
+    assert b"tile" not in old.read_bytes()
+    assert hu.Mask.load(old).tile == 768
     mask = hu.Mask(tiles={"w": torch.ones(2, dtype=torch.bool)}, sizes={"w": 1000}, score="P", budget=4000)
-    mask.save(tmp_path / "old")
-    assert b"tile" not in (tmp_path / "old").read_bytes()
-    assert hu.Mask.load(tmp_path / "old").tile == 768
+    mask.save(tmp_path / "new")
+    assert hu.Mask.load(tmp_path / "new").tile == 768
     sized = hu.Mask(tiles=mask.tiles, sizes=mask.sizes, score="P", budget=4000, tile=500)
     sized.save(tmp_path / "sized")
     said = (tmp_path / "sized").read_bytes()

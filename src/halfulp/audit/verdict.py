@@ -302,8 +302,9 @@ def why_kept(policy: str) -> str:
 
 def lines(trace: Recorded) -> list[str]:
     """The verdict, for a terminal."""
+    missing = [f"INCOMPLETE: {trace.trouble}"] if trace.trouble else []
     if not trace.recorded:
-        return ["No step was recorded."]
+        return [*missing, "No step was recorded."]
     if not trace.tensors:
         return ["Nothing was recorded: none of the tensors has a weight."]
     steps, n = trace.steps, trace.numel("all")
@@ -314,6 +315,7 @@ def lines(trace: Recorded) -> list[str]:
     ]
     if bad := nonfinite_words(trace):
         out.insert(0, bad)
+    out[:0] = missing
     if there := copies_words(trace):
         out.append(there)
     if trace.manifest["options"]["sample"]:

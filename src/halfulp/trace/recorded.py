@@ -40,6 +40,11 @@ class Recorded(ABC):
     def recorded(self) -> bool:
         """Whether there is any step."""
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the recording stopped before the run did, if it did."""
+        return None
+
     @abstractmethod
     def scan(self, table: str = "grids") -> pl.LazyFrame:
         """A raw table, lazily: ``grids``, ``tensors`` or ``run``."""
