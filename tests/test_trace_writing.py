@@ -173,6 +173,8 @@ def test_the_training_goes_on(
         assert trace.last_step in (0, 2, 4, 6)
         assert f"It ends at step {trace.last_step};" in audit.trouble
         assert trace.trouble == (audit.trouble if count == 1 else None)
+        assert hu.verdict(trace, audit.trouble).lines[0] == f"INCOMPLETE: {audit.trouble}"
+        assert (hu.verdict(trace).lines[0] == f"INCOMPLETE: {audit.trouble}") == (count == 1)
         assert not list(folder.rglob(".*"))
         assert not audit.discard_if_empty()
         run(folder, resume=True)

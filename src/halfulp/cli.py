@@ -194,7 +194,7 @@ def audit(
         place = recorder.out  # absolute: the script may have changed the folder
         if recorder.writes and place is not None and (place / "manifest.json").exists():
             console.rule("halfulp")
-            _tell(console, *verdict(Trace.open(place)).lines)
+            _tell(console, *verdict(Trace.open(place), recorder.trouble).lines)
             _tell(console, "", f"The trace is in {folder}. A page of it: halfulp report {folder}")
 
     with view if live else nullcontext():

@@ -88,9 +88,11 @@ class Verdict:
     __repr__ = __str__
 
 
-def verdict(trace: Recorded) -> Verdict:
+def verdict(trace: Recorded, trouble: str | None = None) -> Verdict:
     """What :meth:`halfulp.Trace.verdict` gives."""
-    return Verdict(tuple(lines(trace)), tuple(findings(trace)) if trace.recorded and trace.tensors else ())
+    return Verdict(
+        tuple(lines(trace, trouble)), tuple(findings(trace)) if trace.recorded and trace.tensors else ()
+    )
 
 
 def findings(trace: Recorded, scope: Scope = "all") -> list[Finding]:
@@ -300,9 +302,10 @@ def why_kept(policy: str) -> str:
     return "what is not written is carried to the next step"
 
 
-def lines(trace: Recorded) -> list[str]:
-    """The verdict, for a terminal."""
-    missing = [f"INCOMPLETE: {trace.trouble}"] if trace.trouble else []
+def lines(trace: Recorded, trouble: str | None = None) -> list[str]:
+    """The verdict, for a terminal; ``trouble``: what a disk that was full could not note."""
+    trouble = trouble or trace.trouble
+    missing = [f"INCOMPLETE: {trouble}"] if trouble else []
     if not trace.recorded:
         return [*missing, "No step was recorded."]
     if not trace.tensors:
