@@ -15,7 +15,7 @@ stores on a grid, or a norm's weight, which stays in float32. Names are nanoGPT'
 matrix is not registered a second time, so whoever enumerates parameters meets it once, under its first
 name ``transformer.wte.weight``, with the gradient of both its roles.
 
-Initial weights are a function of config and seed: a normal distribution of 0.02, narrower by the root of
+Initial weights are a function of config and seed: a normal distribution of 0.02 by default, narrower by the root of
 the number of residual additions for the matrices that write into the residual stream. They are drawn
 on the CPU by a generator of their own, whatever the device, in the order of the parameters.
 
@@ -35,8 +35,6 @@ from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 from halfulp.errors import UsageError
 from halfulp.kernels import tiles_of
 from halfulp.measures.groups import CORE, group_of
-
-STD = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,8 @@ class Config:
     tied: bool = True
     activations: Literal["float", "int8"] = "float"
     """int8: what enters a block's matrices is rounded to 8 bits a token, as DQT does."""
+    std: float = 0.02
+    """Of the initial weights."""
     epsilon: float = 1e-5
     rotary_base: float = 10000.0
 
@@ -124,7 +124,7 @@ class Decoder(nn.Module):
                 p.fill_(1.0)
                 continue
             residual = name.endswith("c_proj.weight")
-            std = STD / (2 * self.config.layers) ** 0.5 if residual else STD
+            std = self.config.std / (2 * self.config.layers) ** 0.5 if residual else self.config.std
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ EARLY = 0.3
 RUNS = Bundle(
     scales={
         "smoke": at(SMOKE_GPT2, updates=20, warmup=2, eval_every=5),
-        "small": at(SMALL_GPT2, updates=1000, warmup=10, eval_every=25),
+        "small": at(SMALL_GPT2, updates=1000, warmup=20, eval_every=50),
         "paper": at(PAPER_GPT2, updates=10_000, warmup=100, eval_every=250),
     },
     targets=(1337, 1338),

@@ -46,7 +46,7 @@ def _masked(whose: str, name: str) -> dict[str, object]:
 RUNS = Bundle(
     scales={
         "smoke": at(SMOKE_MODERN, updates=10, warmup=2, eval_every=5, horizon=30),
-        "small": at(SMALL_MODERN, updates=500, warmup=50, eval_every=100, horizon=1500),
+        "small": at(SMALL_MODERN, updates=200, warmup=20, eval_every=50, horizon=600),
         "paper": at(PAPER_MODERN, updates=1000, warmup=100, eval_every=200, horizon=3000),
     },
     targets=(1249306074, 1629484925, 695340460),
