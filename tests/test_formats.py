@@ -274,7 +274,7 @@ def test_one_bit_in_a_checkpoint(tmp_path: Path) -> None:
 def test_masks_that_cannot_be(
     tmp_path: Path, tiles: torch.Tensor, sizes: int, budget: int, said: str
 ) -> None:
-    told = {"format": 2, "score": "P", "budget": budget, "sizes": {"w": sizes}}
+    told = {"format": 2, "score": "P", "budget": budget, "sizes": {"w": sizes}, "tile": 768}
     files.put(tmp_path / "mask", tensors.content({"w": tiles}, {"halfulp.mask": json.dumps(told)}))
     with pytest.raises(hu.CorruptionError, match=said):
         hu.Mask.load(tmp_path / "mask")

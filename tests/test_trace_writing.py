@@ -202,7 +202,7 @@ def test_a_script_is_not_blamed(
         disk.first = disk.seen + 1  # full from the first step on
 
     monkeypatch.setattr(audit, "start", started)
-    assert run_script(script, [], audit) == 5
+    assert run_script(script, [], audit, lambda: None) == 5
     out, err = capsys.readouterr()
     assert out == "done\n"
     assert err.count("halfulp:") == 1

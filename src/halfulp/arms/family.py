@@ -6,8 +6,8 @@ weights (0.02 times the root of 768 / 128) and learns at three times the paper's
 recovery and freezing look like the paper's; what it shows beside the paper, and what else was tried, is in
 docs/decoder.md. ``smoke``: that a study runs.
 
-A tile is a row of a width-sized matrix at every scale, as it is in the paper: one token of an embedding. Sizes
-are such that a tenth of the tiles is a whole number of them.
+A tile is a row of a width-sized matrix at every scale, as it is in the paper: one token of an embedding.
+Sizes are such that a tenth of the tiles is a whole number of them.
 """
 
 from __future__ import annotations

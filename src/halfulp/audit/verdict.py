@@ -89,10 +89,12 @@ class Verdict:
 
 
 def verdict(trace: Recorded, trouble: str | None = None) -> Verdict:
-    """What :meth:`halfulp.Trace.verdict` gives."""
-    return Verdict(
-        tuple(lines(trace, trouble)), tuple(findings(trace)) if trace.recorded and trace.tensors else ()
-    )
+    """The answer in words, as the command line prints it: ``print(hu.verdict(trace))``.
+
+    ``trouble``: what a disk that was full could not note in the trace (``audit.trouble``).
+    """
+    found = tuple(findings(trace)) if trace.recorded and trace.tensors else ()
+    return Verdict(tuple(lines(trace, trouble)), found)
 
 
 def findings(trace: Recorded, scope: Scope = "all") -> list[Finding]:

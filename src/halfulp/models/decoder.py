@@ -15,8 +15,8 @@ stores on a grid, or a norm's weight, which stays in float32. Names are nanoGPT'
 matrix is not registered a second time, so whoever enumerates parameters meets it once, under its first
 name ``transformer.wte.weight``, with the gradient of both its roles.
 
-Initial weights are a function of config and seed: a normal distribution of 0.02 by default, narrower by the root of
-the number of residual additions for the matrices that write into the residual stream. They are drawn
+Initial weights are a function of config and seed: a normal distribution (0.02 by default), narrower by the
+root of the number of residual additions for the matrices that write into the residual stream. They are drawn
 on the CPU by a generator of their own, whatever the device, in the order of the parameters.
 
 >>> inventory(Decoder(GPT2, device="meta"))

@@ -91,8 +91,8 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
     )
     return tag(
         "section",
-        tag("p", f"Incomplete: {shown(run.trace.trouble, 400)}", class_="banner", role="alert")
-        if run.trace.trouble
+        tag("p", f"Incomplete: {shown(why, 400)}", class_="banner", role="alert")
+        if (why := run.trace.trouble)
         else None,
         tag("p", bad, MOVED, class_="banner", role="alert") if bad else None,
         None if alone else tag("p", name(run.name), class_="kicker"),

@@ -152,8 +152,8 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
         for k, entry in state.items()
     }
     by_number = {i: kept.get(k, {}) for i, k in enumerate(keys)}
-    taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in slots]
     _check_digest(theirs, {i: saved["state"].get(k, {}) for i, k in enumerate(keys)})
+    taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in slots]
     own = [{k: g[k] for k in OURS if k in g} for g in wb.param_groups]
     rest = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
     plain = {"state": {k: entry for k, entry in state.items() if entry}, "param_groups": groups, **rest}
