@@ -213,11 +213,11 @@ class Bundle:
 
     # ---- records ----
 
-    def each(self, measure: Callable[..., float | None], **arguments: Any) -> Callable[[Records], Values]:
+    def each(self, measure: Callable[..., float | None]) -> Callable[..., Values]:
         """What computes a measure of every unit; a protocol shows its name."""
 
         @functools.wraps(measure)
-        def compute(found: Records) -> Values:
+        def compute(found: Records, **arguments: Any) -> Values:
             return {unit: measure(Unit(self, found, unit), **arguments) for unit in self.units}
 
         return compute
@@ -225,8 +225,8 @@ class Bundle:
     def estimand(
         self, name: str, what: str, measure: Callable[..., float | None], **arguments: Any
     ) -> Estimand:
-        """A measure of every unit, as an estimand."""
-        return Estimand(name=name, what=what, compute=self.each(measure, **arguments))
+        """A measure of every unit, as an estimand; its arguments are sealed."""
+        return Estimand(name=name, what=what, compute=self.each(measure), args=arguments)
 
 
 @dataclass(frozen=True)

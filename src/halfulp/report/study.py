@@ -25,7 +25,7 @@ from halfulp.study import loading, reading
 from halfulp.study.declaration import Protocol
 from halfulp.study.ledger import Ledger
 from halfulp.study.protocol import Records, Study
-from halfulp.study.show import SCOPES
+from halfulp.study.show import SCOPES, condition
 from halfulp.study.store import Store
 from halfulp.text import number as digits
 
@@ -100,6 +100,7 @@ def _verdict(view: StudyView) -> Html:
         "section",
         tag("p", prose(content["question"]), class_="kicker"),
         tag("h1", prose(view.label, 200)),
+        tag("p", prose(view.result["says"])) if view.result and "says" in view.result else None,
         tag("p", facts, f" {passed} of {len(gates)} gates passed." if gates else None, class_="facts"),
         None if scientific else tag("p", SMOKE, class_="facts"),
         class_="verdict",
@@ -143,8 +144,9 @@ def _rules(view: StudyView) -> Html:
     items, decided = [], False
     for rule in view.protocol.rules:
         fits = set(rule.passed) <= passed and set(rule.failed) <= known - passed
-        when = [f"{gate} passed" for gate in rule.passed] + [f"{gate} failed" for gate in rule.failed]
-        said = [tag("b", prose(rule.label, 120)), f": {', '.join(when) or 'otherwise'}"]
+        fits = fits and set(rule.not_run) <= view.events.not_run
+        says = [" (", prose(rule.says, 300), ")"] if rule.says else []
+        said = [tag("b", prose(rule.label, 120)), *says, f": {condition(rule)}"]
         items.append(tag("li", *said, class_="fits" if fits and not decided else None))
         decided = decided or fits
     return tag("div", tag("h3", "How gates become the label; the first that fits"), tag("ol", *items))
@@ -213,7 +215,16 @@ def _protocol(view: StudyView) -> Html:
     events = view.events
     facts: list[tuple[str, Content]] = [
         ("folder", name(view.folder.name)),
-        *((f"stage {s.name}", f"{s.kind}, {len(s.cells)} cells") for s in view.protocol.stages),
+        *(
+            (f"stage {s.name}", "not authorised" if s.name in events.not_run
+             else f"{s.kind}, {len(s.cells)} cells")
+            for s in view.protocol.stages
+        ),
+        *(
+            (f"evidence {key}", [f"{one['study']} ({one['scale']}), ",
+                                 tag("code", one["closed"], class_="digest")])
+            for key, one in view.sealed.get("evidence", {}).items()
+        ),
         ("data", name(", ".join(view.protocol.data), 200) if view.protocol.data else "none"),
         ("threads", f"{view.protocol.threads} a cell"),
         ("failed attempts", str(sum(events.failures.values())) if events.failures else None),

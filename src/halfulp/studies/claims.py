@@ -39,8 +39,8 @@ class Claim:
 
 def value_of(study: Study, estimand: str, unit: str) -> Callable[[Records], float | None]:
     """An estimand of one unit, for :attr:`Claim.ours`."""
-    compute = next(e.compute for e in study.estimands if e.name == estimand)
-    return lambda records: compute(records).get(unit)
+    found = next(e for e in study.estimands if e.name == estimand)
+    return lambda records: found.compute(records, **found.args).get(unit)
 
 
 Printed = Mapping[str, tuple[str, str, Sequence[float | str]]]

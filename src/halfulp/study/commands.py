@@ -24,6 +24,9 @@ WHAT = "A study by name (see `halfulp study list`), or a file.py of your own."
 WHERE = "A study's folder, an exported archive, or a study by name or file (then --scale says which run)."
 SCALE = typer.Option("", help="smoke, small or paper; default small, or the only one that the study has.")
 OUT = typer.Option(None, help="The study's folder; default runs/NAME-SCALE.")
+EVIDENCE = typer.Option(
+    [], metavar="NAME=FOLDER", help="The closed study that a study declares as evidence; once for each."
+)
 
 
 @app.command("list")
@@ -62,8 +65,13 @@ def show(
 
 
 @app.command()
-def seal(study: str = typer.Argument(..., help=WHAT), scale: str = SCALE, out: Path | None = OUT) -> None:
-    """Fix protocol, code, data and environment; nothing runs."""
+def seal(
+    study: str = typer.Argument(..., help=WHAT),
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    evidence: list[str] = EVIDENCE,
+) -> None:
+    """Fix protocol, code, data, evidence and environment; nothing runs."""
     from halfulp.study import engine, loading
     from halfulp.study import seal as seals
     from halfulp.study.store import Store
@@ -71,7 +79,7 @@ def seal(study: str = typer.Argument(..., help=WHAT), scale: str = SCALE, out: P
     source = loading.load(study)
     scale = chosen_scale(source.study, scale)
     folder = out or usual_folder(source.study, scale)
-    digest = engine.seal(source, scale, folder)
+    digest = engine.seal(source, scale, folder, evidence=named_folders(evidence))
     for line in seals.facts(Store(folder).read_seal(digest)):
         typer.echo(line)
     typer.echo(f"sealed in {folder}\nseal sha256 {digest}")
@@ -90,6 +98,7 @@ def run(
         "",
         help="Why to go on although code or environment changed since the seal; the label is not promoted.",
     ),
+    evidence: list[str] = EVIDENCE,
 ) -> None:
     """Seal the study if it is not, and run it to its end from wherever it is."""
     from halfulp.study import engine, ledger, loading, progress
@@ -100,11 +109,16 @@ def run(
     folder = out or usual_folder(source.study, scale)
     result = engine.run(
         source, scale, folder, executor=executor, workers=workers, deviation=deviation,
-        progress=progress.for_terminal(),
+        progress=progress.for_terminal(), evidence=named_folders(evidence),
     )  # fmt: skip
     for gate in result["gates"]:
         typer.echo(gate_line(gate))
+    for stage, decision in result.get("decisions", {}).items():
+        if not decision["authorised"]:
+            typer.echo(f"stage {stage} was not authorised: none of its cells was run")
     typer.echo(f"label   {plain(result['label'])}")
+    if "says" in result:
+        typer.echo(f"        {plain(result['says'])}")
     if not result["scientific_result"]:
         typer.echo("        (not a scientific result)")
     typer.echo(f"closed  sha256 {ledger.read(Store(folder).ledger_file).head}")
@@ -126,6 +140,7 @@ def status(study: str = typer.Argument(..., help=WHERE), scale: str = SCALE, out
         done = sum((stage.name, cell) in events.records for cell in stage.cells)
         failed = sum(count for key, count in events.failures.items() if key[0] == stage.name)
         sealed = ", sealed" if stage.name in events.stages else ""
+        sealed = ", not authorised" if stage.name in events.not_run else sealed
         failures = f", {count(failed, 'failed attempt')}" if failed else ""
         typer.echo(f"  {stage.name} ({stage.kind}): {done} of {len(stage.cells)} cells{failures}{sealed}")
     for event in events.events:
@@ -289,6 +304,18 @@ def chosen_scale(study: Study, scale: str) -> str:
         scale = "small" if "small" in study.scales or len(study.scales) > 1 else next(iter(study.scales))
     study.config(scale)
     return scale
+
+
+def named_folders(given: list[str]) -> dict[str, Path]:
+    """``NAME=FOLDER``, as often as it was given."""
+    folders: dict[str, Path] = {}
+    for one in given:
+        name, equals, folder = one.partition("=")
+        if not (name and equals and folder) or name in folders:
+            raise UsageError(f"--evidence takes NAME=FOLDER, each name once, not {one[:200]!a}.")
+        folders[name] = Path(folder)
+        say_code(folders[name], "evidence is validated, so that it can be sealed")
+    return folders
 
 
 def usual_folder(study: Study, scale: str) -> Path:

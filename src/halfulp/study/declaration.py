@@ -19,6 +19,7 @@ from halfulp.study import shape
 from halfulp.study.protocol import (
     Cell,
     Config,
+    Estimand,
     Gate,
     Json,
     Rule,
@@ -53,22 +54,43 @@ def declare(study: Study, scale: str) -> dict[str, Json]:
                 "cells": [
                     {"name": cell.name, "config": cell.config} for cell in study.cells(scale, stage.name)
                 ],
+                **_given(only_if=list(stage.only_if)),
             }
             for stage in study.stages
         ],
         "estimands": [
-            {"name": e.name, "what": e.what, "compute": _called(e.compute)} for e in study.estimands
+            {"name": e.name, "what": e.what, "compute": _called(e.compute), **declared_args(e)}
+            for e in study.estimands
         ],
         "gates": [asdict(gate) for gate in study.gates],
-        "rules": [
-            {"label": rule.label, "passed": list(rule.passed), "failed": list(rule.failed)}
-            for rule in study.rules
-        ],
+        "rules": [declared_rule(rule) for rule in study.rules],
+        **_given(evidence=[asdict(one) | {"scale": one.scale or scale} for one in study.evidence]),
     }
+
+
+def declared_rule(rule: Rule) -> dict[str, Json]:
+    """A rule, as it is sealed."""
+    gates = {"label": rule.label, "passed": list(rule.passed), "failed": list(rule.failed)}
+    return gates | _given(not_run=list(rule.not_run), says=rule.says)
+
+
+def declared_args(estimand: Estimand) -> dict[str, Json]:
+    """The arguments of an estimand, as they are sealed, if it has any."""
+    return _given(args={key: sealed_argument(value) for key, value in estimand.args.items()})
+
+
+def _given(**fields: Json) -> dict[str, Json]:
+    """Fields that are left out where nothing is said: a study that needs none of them is as it was."""
+    return {key: value for key, value in fields.items() if value}
 
 
 def _called(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def sealed_argument(value: Json) -> Json:
+    """An estimand's argument, as it is sealed: a function is called by its name."""
+    return {"function": _called(value)} if callable(value) else value
 
 
 @dataclass(frozen=True)
@@ -79,6 +101,7 @@ class SealedStage:
     kind: str
     reads: tuple[str, ...]
     cells: Mapping[str, Config]
+    only_if: tuple[str, ...] = ()
 
 
 class Protocol:
@@ -97,20 +120,34 @@ class Protocol:
         self.retries: int = content["retries"]
         self.data: tuple[str, ...] = tuple(content["data"])
         self.estimands: tuple[str, ...] = tuple(e["name"] for e in content["estimands"])
+        self.args: dict[str, dict[str, Json]] = {e["name"]: e.get("args", {}) for e in content["estimands"]}
+        self.evidence: tuple[dict[str, Json], ...] = tuple(content.get("evidence", ()))
         self.stages = tuple(
-            SealedStage(s["name"], s["kind"], tuple(s["reads"]), {c["name"]: c["config"] for c in s["cells"]})
+            SealedStage(
+                s["name"],
+                s["kind"],
+                tuple(s["reads"]),
+                {c["name"]: c["config"] for c in s["cells"]},
+                tuple(s.get("only_if", ())),
+            )
             for s in content["stages"]
         )
         try:
             self.gates = tuple(Gate(**gate) for gate in content["gates"])
             self.rules = tuple(
-                Rule(label=r["label"], passed=tuple(r["passed"]), failed=tuple(r["failed"]))
+                Rule(
+                    label=r["label"],
+                    passed=tuple(r["passed"]),
+                    failed=tuple(r["failed"]),
+                    not_run=tuple(r.get("not_run", ())),
+                    says=r.get("says", ""),
+                )
                 for r in content["rules"]
             )
             check_stages("The study", self.stages)
             for stage in content["stages"]:
                 check_cells(stage["name"], [cell["name"] for cell in stage["cells"]])
-            check_decisions("The study", self.estimands, self.gates, self.rules)
+            check_decisions("The study", self.estimands, self.gates, self.rules, self.stages)
         except UsageError as error:
             raise CorruptionError(f"{where} is not a protocol: {error}") from None
         if not self.stages or self.threads < 1 or self.retries < 0:
@@ -143,6 +180,17 @@ class Protocol:
         """The stages that must be sealed before this one starts."""
         names = [stage.name for stage in self.stages]
         return self.stages[: names.index(self.stage(name).name)]
+
+    def judged_from(self, estimand: str) -> tuple[str, ...]:
+        """The stages whose records an estimand is given: all, or those before the first that it decides on.
+
+        So a gate that decides whether a stage runs has one value, then and at the end.
+        """
+        gates = {gate.name for gate in self.gates if gate.estimand == estimand}
+        for i, stage in enumerate(self.stages):
+            if gates & {name.partition("[")[0] for name in stage.only_if}:
+                return tuple(earlier.name for earlier in self.stages[:i])
+        return tuple(stage.name for stage in self.stages)
 
     def cell(self, name: str) -> tuple[str, str]:
         """Stage and cell of ``stage/cell``, or of a cell's name that only one stage has."""

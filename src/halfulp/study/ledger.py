@@ -49,6 +49,7 @@ class Ledger:
         self.recovered: dict[tuple[str, str], str] = {}  # -> reason
         self.failures: dict[tuple[str, str], int] = {}
         self.stages: dict[str, str] = {}  # sealed stage -> digest of its seal
+        self.decided: dict[str, Event] = {}  # stage -> the decision whether it runs, where there is one
         self.deviations: list[Event] = []
         self.closed: Event | None = None
         for event in events:
@@ -58,6 +59,11 @@ class Ledger:
     def head(self) -> str:
         """The digest of the last event."""
         return str(self.events[-1]["digest"]) if self.events else ""
+
+    @property
+    def not_run(self) -> frozenset[str]:
+        """The stages that were not authorised."""
+        return frozenset(stage for stage, event in self.decided.items() if not event["authorised"])
 
     @property
     def seal(self) -> str:
@@ -99,14 +105,19 @@ class Ledger:
             self.failures[key] = self.failures.get(key, 0) + 1
         elif kind == "stage-sealed":
             self.stages[event["stage"]] = event["seal"]
+        elif kind == "decided":
+            self.decided[event["stage"]] = event
         elif kind == "deviation":
             self.deviations.append(event)
         elif kind == "closed":
             if last is None or (last["event"], last.get("result")) != ("validated", event["result"]):
                 raise self._wrong(event, "a study is closed with the result that was validated just before")
             self.closed = event
-        if kind in ("started", "retried", "finished", "recovered") and key[0] in self.stages:
-            raise self._wrong(event, f"stage {key[0]} was sealed before")
+        if kind in ("started", "retried", "finished", "recovered"):
+            if key[0] in self.stages:
+                raise self._wrong(event, f"stage {key[0]} was sealed before")
+            if key[0] in self.not_run:
+                raise self._wrong(event, f"stage {key[0]} was not authorised")
         self.events.append(event)
 
     def _wrong(self, event: Event, why: str) -> CorruptionError:

@@ -36,6 +36,13 @@ class Source:
     folder: Path | None = None
 
     @property
+    def module(self) -> str:
+        """The module of this package that a registered study is in; of a user's own, none."""
+        from halfulp.studies import REGISTRY
+
+        return REGISTRY.get(self.registered or "", "")
+
+    @property
     def identity(self) -> dict[str, Json]:
         """How the seal names it."""
         if self.content is None:

@@ -2,9 +2,9 @@
 
 In order: the ledger (each line has its own digest and follows the one before), the seal that it names, the
 protocol and study file that the seal names, every record that the ledger names, every file that a record
-names, the seals of the stages, the order of events (no cell before the stages ahead of it were sealed), and
-the result. What is damaged is named and is an error (exit code 3). Nothing is recomputed and no code of the
-study is run: that is `validate`.
+names, the seals of the stages, the order of events (no cell before the stages ahead of it were sealed), the
+evidence, and the result. What is damaged is named and is an error (exit code 3). Nothing is recomputed and no
+code of the study is run: that is `validate`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from pathlib import Path
 
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import ledger
+from halfulp.study import evidence, ledger
 from halfulp.study.declaration import Protocol
 from halfulp.study.ledger import Ledger
-from halfulp.study.protocol import Json, Records
-from halfulp.study.store import Binding, Record, Store, outcomes
+from halfulp.study.order import check_names, check_order
+from halfulp.study.outcomes import Outcomes
+from halfulp.study.protocol import Json
+from halfulp.study.store import Binding, Record, Store
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,26 @@ class Opened:
     protocol: Protocol
     by_cell: Mapping[tuple[str, str], Record]
     """Whole records, by stage and cell."""
+    evidence: Mapping[str, evidence.Used]
     result: dict[str, Json] | None
 
     @property
-    def records(self) -> Records:
-        """Stage -> cell -> what the cell gave back; of a closed study."""
-        return outcomes(self.protocol, self.by_cell)
+    def records(self) -> Outcomes:
+        """What estimands are given: stage -> cell -> what the cell gave back, of stages that are sealed."""
+        cells = {
+            stage.name: {cell: self.by_cell[stage.name, cell]["outcome"] for cell in stage.cells}
+            for stage in self.protocol.stages
+            if stage.name in self.events.stages
+        }
+        used = {name: one.outcomes() for name, one in self.evidence.items()}
+        return Outcomes(cells, attached=self.attached, evidence=used, not_run=self.events.not_run)
+
+    @property
+    def files(self) -> set[str]:
+        """The files that the folder must hold, by their paths from the top."""
+        paths = [path for one in self.evidence.values() for path in one.paths]
+        named = self.store.expected(self.sealed, self.events, self.by_cell)
+        return named | {path.relative_to(self.store.folder).as_posix() for path in paths}
 
     @property
     def digest(self) -> str:
@@ -66,8 +82,19 @@ def open_study(folder: Path) -> Opened:
     _check_study_file(store, sealed)
     records = check_records(store, protocol, sealed, events)
     check_order(store, protocol, events)
+    for stage, digest in events.stages.items():
+        store.read_stage_seal(stage, digest)
+    used = open_evidence(store, protocol, sealed)
     result = store.read_result(events) if events.closed is not None else None
-    return Opened(store, events, sealed, protocol, records, result)
+    return Opened(store, events, sealed, protocol, records, used, result)
+
+
+def open_evidence(store: Store, protocol: Protocol, sealed: Mapping[str, Json]) -> dict[str, evidence.Used]:
+    """The evidence of a study, from its own folder."""
+    return {
+        one["name"]: evidence.opened(store.folder, one, sealed["evidence"][one["name"]])
+        for one in protocol.evidence
+    }
 
 
 def open_closed(folder: Path) -> Opened:
@@ -84,7 +111,7 @@ def check_records(
     """Every record that the ledger names, with the files attached to it; damage is named."""
     binding = Binding.of(protocol, sealed)
     codes = {binding.code, *(deviation["code"] for deviation in events.deviations)}
-    _check_names(store, protocol, events)
+    check_names(store, protocol, events)
     records = {}
     for key, digest in events.records.items():
         record = store.read_record(*key, digest)
@@ -96,49 +123,6 @@ def check_records(
                 raise TamperingError(f"{path} does not state the size of {name}.")
         records[key] = record
     return records
-
-
-def _check_names(store: Store, protocol: Protocol, events: Ledger) -> None:
-    """Events are of stages and cells that were declared."""
-    cells = {stage.name: stage.cells for stage in protocol.stages}
-    for event in events.events:
-        if "stage" in event and event["stage"] not in cells:
-            raise CorruptionError(
-                f"{store.ledger_file} names a stage that the protocol does not have: {event['stage']!a}."
-            )
-        if "cell" in event and event["cell"] not in cells[event["stage"]]:
-            raise CorruptionError(
-                f"{store.ledger_file} names a cell that the protocol does not have: "
-                f"{event['stage']}/{event['cell']}."
-            )
-
-
-def check_order(store: Store, protocol: Protocol, events: Ledger) -> None:
-    """No cell began before the stages ahead of it were sealed; stage seals are those of their records."""
-    sealed: set[str] = set()
-    begun: set[tuple[str, str]] = set()
-    for event in events.events:
-        kind = event["event"]
-        if kind in ("started", "retried", "finished", "recovered"):
-            key = (event["stage"], event["cell"])
-            early = [s.name for s in protocol.before(event["stage"]) if s.name not in sealed]
-            if early or (kind == "finished" and key not in begun):
-                why = f"stage {early[0]} was not sealed" if early else "it had not started"
-                raise TamperingError(f"{store.ledger_file}: cell {'/'.join(key)} {kind} when {why}.")
-            begun.add(key)
-        elif kind == "stage-sealed":
-            stage = event["stage"]
-            early = [s.name for s in protocol.before(stage) if s.name not in sealed]
-            missing = [cell for cell in protocol.stage(stage).cells if (stage, cell) not in events.records]
-            if early or missing or stage in sealed:
-                raise TamperingError(f"{store.ledger_file}: stage {stage} was sealed out of turn.")
-            if store.read_stage_seal(stage, event["seal"]) != store.stage_seal(stage, protocol, events):
-                raise TamperingError(
-                    f"{store.stage_seal_file(stage)} is not the seal of the stage's records."
-                )
-            sealed.add(stage)
-    if events.closed is not None and sealed != {stage.name for stage in protocol.stages}:
-        raise TamperingError(f"{store.ledger_file}: the study was closed before all its stages were sealed.")
 
 
 def _check_study_file(store: Store, sealed: Mapping[str, Json]) -> None:

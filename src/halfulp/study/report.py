@@ -5,15 +5,16 @@ Everything on it comes from files that were checked. `tables` of the study decid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from halfulp import canonical
 from halfulp.study import loading
+from halfulp.study.declaration import Protocol
 from halfulp.study.protocol import Json, Table
 from halfulp.study.reading import Opened, open_closed
-from halfulp.study.seal import code_digest
-from halfulp.study.show import SCOPES
+from halfulp.study.seal import code_digest, version
+from halfulp.study.show import SCOPES, condition
 from halfulp.study.validate import RecomputationError
 from halfulp.text import cell, count, number
 
@@ -29,6 +30,7 @@ def page(folder: Path, *, code: bool = True) -> str:
         f"# {content['study']} ({content['scale']})",
         f"**{cell(result['label'])}**"
         + ("" if result["scientific_result"] else " (not a scientific result)"),
+        cell(result.get("says", "")),
         f"Question: {cell(content['question'])}",
         f"Scientific units: {cell(content['units'])}",
         "Not claimed:\n\n" + "\n".join(f"- {cell(claim)}" for claim in content["not_claimed"])
@@ -36,8 +38,9 @@ def page(folder: Path, *, code: bool = True) -> str:
         else "",
         "## Gates",
         _table(("gate", "estimand", "scope", "value", "threshold", "verdict"), _gates(result["gates"])),
+        "\n".join(_not_run(result.get("decisions", {}))),
         "## Labels",
-        "\n".join(_rules(content["rules"])),
+        "\n".join(_rules(opened.protocol)),
         "## Estimands",
         *_estimands(content["estimands"], result["estimands"]),
     ]
@@ -65,10 +68,18 @@ def _gates(gates: Sequence[dict[str, Json]]) -> Iterator[list[str | float | None
         ]  # fmt: skip
 
 
-def _rules(rules: Sequence[dict[str, Json]]) -> Iterator[str]:
-    for i, rule in enumerate(rules, 1):
-        when = [f"{name} passed" for name in rule["passed"]] + [f"{name} failed" for name in rule["failed"]]
-        yield f"{i}. {cell(rule['label'])}: {cell(' and '.join(when)) if when else 'otherwise'}"
+def _not_run(decisions: Mapping[str, Mapping[str, Json]]) -> Iterator[str]:
+    for stage, decision in decisions.items():
+        if not decision["authorised"]:
+            failed = [name for name, passed in decision["gates"].items() if not passed]
+            why = f"failed: {cell(', '.join(failed))}" if failed else "it reads a stage that was not run"
+            yield f"Stage {stage} was not authorised ({why}); none of its cells was run."
+
+
+def _rules(protocol: Protocol) -> Iterator[str]:
+    for i, rule in enumerate(protocol.rules, 1):
+        says = f" ({cell(rule.says)})" if rule.says else ""
+        yield f"{i}. {cell(rule.label)}{says}: {cell(condition(rule))}"
 
 
 def _estimands(
@@ -101,9 +112,12 @@ def _provenance(opened: Opened) -> Iterator[str]:
     events, sealed = opened.events, opened.sealed
     yield f"- sealed {events.events[0]['at']}, sha256 {events.seal}"
     yield f"- closed {events.events[-1]['at']}, sha256 {events.head}"
-    yield f"- code: halfulp {cell(sealed['code']['version'])}, sha256 {code_digest(sealed)}"
+    yield f"- code: halfulp {cell(version(sealed))}, sha256 {code_digest(sealed)}"
     for name, identity in sealed["data"].items():
         yield f"- data: {cell(name)}, sha256 {identity['sha256']}"
+    for name, one in sealed.get("evidence", {}).items():
+        study = f"{cell(one['study'])} ({one['scale']})"
+        yield f"- evidence: {cell(name)}, {study}, {cell(one['label'])}, closed sha256 {one['closed']}"
     env = sealed["environment"]
     yield f"- environment: {cell(env['python'])}, {cell(env['platform'])}, {cell(env['cpu'])}"
     failures = sum(events.failures.values())

@@ -14,7 +14,7 @@ from pathlib import Path
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
 from halfulp.study import loading, result, shape
-from halfulp.study.declaration import FORMAT
+from halfulp.study.declaration import FORMAT, declared_args, declared_rule
 from halfulp.study.protocol import Estimand, Gate, Json, Rule, check_decisions, check_name
 from halfulp.study.reading import open_closed
 from halfulp.study.store import Store
@@ -77,9 +77,9 @@ def analyse(out: Path, content: bytes, name: str, attribute: str = "") -> dict[s
             "why": analysis.why,
             "attribute": attribute,
             "analysis": canonical.sha256(content),
-            "estimands": [{"name": e.name, "what": e.what} for e in analysis.estimands],
+            "estimands": [{"name": e.name, "what": e.what, **declared_args(e)} for e in analysis.estimands],
             "gates": [asdict(gate) for gate in analysis.gates],
-            "rules": [asdict(rule) for rule in analysis.rules],
+            "rules": [declared_rule(rule) for rule in analysis.rules],
         }
     )
     computed = canonical.dumps(

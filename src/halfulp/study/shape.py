@@ -146,22 +146,27 @@ PROTOCOL: dict[str, Any] = {
     "format": int, "study": NAME, "scale": SCALES, "config": dict, "question": str, "units": str,
     "not_claimed": TEXTS, "data": TEXTS, "retries": int, "threads": int,
     "stages": [{"name": NAME, "kind": ("reference", "prediction", "outcome"), "reads": TEXTS, "run": str,
-                "cells": [{"name": NAME, "config": dict}]}],
-    "estimands": [{"name": NAME, "what": str, "compute": str}],
+                "cells": [{"name": NAME, "config": dict}], "only_if?": TEXTS}],
+    "estimands": [{"name": NAME, "what": str, "compute": str, "args?": dict}],
     "gates": [{"name": NAME, "estimand": NAME, "scope": SCOPES, "comparison": COMPARISONS, "threshold": float,
                "why": str}],
-    "rules": [{"label": str, "passed": TEXTS, "failed": TEXTS}],
+    "rules": [{"label": str, "passed": TEXTS, "failed": TEXTS, "not_run?": TEXTS, "says?": str}],
+    "evidence?": [{"name": NAME, "study": NAME, "scale": SCALES, "records": TEXTS, "attached": TEXTS,
+                   "estimands": TEXTS}],
 }  # fmt: skip
 
 FILE = {"file": str, "attribute": str, "sha256": DIGEST}
+EVIDENCE = {"study": NAME, "scale": SCALES, "closed": DIGEST, "label": str, "promoted": bool}
 GIT = Maybe({"commit": str, "dirty": bool})
 SEAL: dict[str, Any] = {
     "format": int, "study": NAME, "scale": SCALES, "protocol": DIGEST,
-    "code": {"version": str, "package": Each(DIGEST),
+    "code": {"version?": str, "package": Each(DIGEST),  # all files with the version, else those behind it
              "study": Either("registered", {"registered": str}, FILE)},
     "data": Each(IDENTITY),
     "environment": {"python": str, "libraries": Each(str), "platform": str, "cpu": str, "cpu_features": str},
     "git": {"package": GIT, "study": GIT},
+    "noted?": {"version": str, "files": Each(DIGEST)},
+    "evidence?": Each(EVIDENCE, NAME),
 }  # fmt: skip
 
 PROCESS = {"pid": int, "start": int, "boot": str, "nonce": str}
@@ -174,6 +179,7 @@ EVENTS: dict[str, dict[str, Any]] = {  # what an event says, beside what all of 
     "finished": {**CELL, "record": DIGEST, "process": PROCESS},
     "failed": {**CELL, "error": str},
     "recovered": {**CELL, "record": DIGEST, "reason": str, "process": PROCESS},
+    "decided": {"stage": NAME, "authorised": bool, "gates": Each(bool), "process": PROCESS},
     "stage-sealed": {"stage": NAME, "seal": DIGEST, "process": PROCESS},
     "deviation": {"reason": str, "changes": TEXTS, "code": DIGEST, "process": PROCESS},
     "validated": {"result": DIGEST, "process": PROCESS},
@@ -198,7 +204,8 @@ GATE_RESULT = {
 RESULT: dict[str, Any] = {
     "format": int, "study": NAME, "scale": SCALES, "seal": DIGEST, "stages": Each(DIGEST, NAME),
     "estimands": Each(Each(Maybe(float), UNIT), NAME), "gates": [GATE_RESULT], "label": str,
-    "not_promoted": TEXTS, "scientific_result": bool,
+    "not_promoted": TEXTS, "scientific_result": bool, "says?": str,
+    "decisions?": Each({"authorised": bool, "gates": Each(bool)}, NAME),
 }  # fmt: skip
 
 STATEMENT: dict[str, Any] = {
@@ -208,5 +215,6 @@ STATEMENT: dict[str, Any] = {
 }  # fmt: skip
 RETROSPECTIVE: dict[str, Any] = {
     "format": int, "name": NAME, "study": NAME, "why": str, "attribute": str, "analysis": DIGEST,
-    "estimands": [{"name": NAME, "what": str}], "gates": PROTOCOL["gates"], "rules": PROTOCOL["rules"],
+    "estimands": [{"name": NAME, "what": str, "args?": dict}], "gates": PROTOCOL["gates"],
+    "rules": PROTOCOL["rules"],
 }  # fmt: skip

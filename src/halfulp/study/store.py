@@ -9,6 +9,7 @@
     records/STAGE/CELL.json             what a cell gave back, bound to protocol, code and data
     attached/STAGE/CELL/NAME            files that a cell kept; their digests are in its record
     seals/STAGE.json                    digests of all records of a stage
+    evidence/NAME/                      what is used of another, closed study, as it lay there
     result.json                         estimands, gates, label
     work/                               lock, checkpoints, worker output: only while the study is open
 
@@ -28,7 +29,7 @@ from halfulp.study import seal as seals
 from halfulp.study import shape
 from halfulp.study.declaration import FORMAT, Protocol
 from halfulp.study.ledger import Ledger
-from halfulp.study.protocol import Json, Records, check_name
+from halfulp.study.protocol import Json, check_name
 
 Record = dict[str, Json]
 
@@ -75,7 +76,9 @@ class Store:
         content = self._read(path, sealed["protocol"], "the protocol that was sealed", dict)
         protocol = Protocol(content, str(path))
         same = (sealed["study"], sealed["scale"]) == (protocol.study, protocol.scale)
-        if not same or set(sealed["data"]) != set(protocol.data):
+        evidence = {one["name"] for one in protocol.evidence}
+        same = same and set(sealed["data"]) == set(protocol.data)
+        if not same or set(sealed.get("evidence", {})) != evidence:
             raise TamperingError(f"{self.seal_file} is not the seal of the study in {path}.")
         return protocol
 
@@ -125,13 +128,13 @@ class Store:
 
     def stage_seal(self, stage: str, protocol: Protocol, ledger: Ledger) -> dict[str, Json]:
         """What a stage's seal says, once every cell of it has a record."""
-        before = protocol.before(stage)
+        before = [earlier.name for earlier in protocol.before(stage) if earlier.name in ledger.stages]
         return {
             "format": FORMAT,
             "study": protocol.study,
             "stage": stage,
             "seal": ledger.seal,
-            "before": ledger.stages[before[-1].name] if before else "",
+            "before": ledger.stages[before[-1]] if before else "",
             "records": {cell: ledger.records[stage, cell] for cell in protocol.stage(stage).cells},
         }
 
@@ -171,14 +174,6 @@ def _present(folder: Path, top: Path) -> Iterator[str]:
             yield entry.relative_to(top).as_posix()
 
 
-def outcomes(protocol: Protocol, records: Mapping[tuple[str, str], Record]) -> Records:
-    """Stage -> cell -> what the cell gave back: what estimands are given."""
-    return {
-        stage.name: {cell: records[stage.name, cell]["outcome"] for cell in stage.cells}
-        for stage in protocol.stages
-    }
-
-
 @dataclass(frozen=True)
 class Binding:
     """What a study's records are bound to: digests of its protocol, the code that ran, its data."""
@@ -190,7 +185,10 @@ class Binding:
     @classmethod
     def of(cls, protocol: Protocol, sealed: Mapping[str, Json], code: str = "") -> Binding:
         """That of a seal; `code` is given where a recorded deviation lets other code run."""
-        return cls(protocol, code or seals.code_digest(sealed), canonical.digest(sealed["data"]))
+        data = sealed["data"]
+        if "evidence" in sealed:
+            data = {"data": data, "evidence": sealed["evidence"]}
+        return cls(protocol, code or seals.code_digest(sealed), canonical.digest(data))
 
     def record(
         self,

@@ -23,7 +23,7 @@ from halfulp.study.ledger import Ledger
 from halfulp.study.page import Validation, counted
 from halfulp.study.protocol import Json
 from halfulp.study.reading import Opened, open_study
-from halfulp.study.store import Record, Store
+from halfulp.study.store import Store
 from halfulp.text import count
 
 # On another processor or with other libraries, sums of the same numbers are taken in another order. A sum of
@@ -51,7 +51,7 @@ def validate(
     page = Validation(study=protocol.study, scale=protocol.scale)
     if expect or public_key is None:
         _expect(expect, events, page)
-    _check_inventory(store, sealed, events, records, page)
+    _check_inventory(opened, page)
     if public_key is not None or any((folder / name).exists() for name in EXPORTED):
         page.authenticated.append(check_statement(folder, public_key))
     page.authenticated += counted(protocol, sealed, events, records)
@@ -87,14 +87,9 @@ def _expect(expect: str, events: Ledger, page: Validation) -> None:
         )
 
 
-def _check_inventory(
-    store: Store,
-    sealed: Mapping[str, Json],
-    events: Ledger,
-    records: Mapping[tuple[str, str], Record],
-    page: Validation,
-) -> None:
-    present, expected = store.present(), store.expected(sealed, events, records)
+def _check_inventory(opened: Opened, page: Validation) -> None:
+    store, events = opened.store, opened.events
+    present, expected = store.present(), opened.files
     present -= set(EXPORTED) if events.closed else set()  # checked with the statement
     missing, extra = sorted(expected - present), sorted(present - expected)
     if missing:
@@ -120,8 +115,9 @@ def _check_result(
     """Compute the result again; the stored one must be what follows from the records."""
     store, events, sealed, protocol = opened.store, opened.events, opened.sealed, opened.protocol
     page.label, page.scientific_result = stored["label"], stored["scientific_result"]
+    page.says = stored.get("says", "")
     if not code:
-        again = result.assemble(protocol, events, stored["estimands"])
+        again = result.assemble(protocol, events, sealed.get("evidence", {}), stored["estimands"])
         _same_result(store, stored, again, moved=False)
         page.recomputed.append("gates and label, from the estimands that result.json states")
         page.problems.append(
@@ -131,11 +127,12 @@ def _check_result(
     try:
         source = loading.load_sealed(sealed["code"]["study"], store.study_file)
         moved = _compare_code(sealed, source, protocol, page, strict)
-        again = result.compute(source.study, protocol, events, opened.by_cell)
+        numbers = result.values(source.study, protocol, opened.records)
     except (Exception, SystemExit) as error:  # of the study's own code, which may have moved on
         raise RecomputationError(
             f"{store.result_file} cannot be recomputed by this halfulp: {type(error).__name__}: {error}"
         ) from error
+    again = result.assemble(protocol, events, sealed.get("evidence", {}), numbers)
     rounded = _same_result(store, stored, again, moved=moved)
     values = count(sum(len(units) for units in again["estimands"].values()), "value")
     how = (
@@ -153,7 +150,11 @@ def _compare_code(
     sealed: Mapping[str, Json], source: loading.Source, protocol: Protocol, page: Validation, strict: bool
 ) -> bool:
     """State how code and environment differ from the sealed ones."""
-    now = {"code": seals.code(source), "data": sealed["data"], "environment": seals.environment()}
+    now = {
+        "code": seals.as_sealed(sealed, source),
+        "data": sealed["data"],
+        "environment": seals.environment(),
+    }
     found = seals.compare(dict(sealed), now)
     try:
         declared = Protocol.of(source.study, protocol.scale)
