@@ -187,7 +187,7 @@ def paper_values(**changes: float) -> dict[str, Mapping[str, float | None]]:
         made["reference"][unit] = record(fp32)
         made["outcome"].update({f"{unit}-{n}": record(changes.get(n, loss)) for n, loss in losses.items()})
     rest = ("shared-tiles", "bytes-off", "matched")
-    values = {e.name: e.compute(made) for e in STUDY.estimands if e.name not in rest}
+    values = {e.name: e.compute(made, **e.args) for e in STUDY.estimands if e.name not in rest}
     return {**values, "bytes-off": dict.fromkeys(ROWS, 0.0), "matched": dict.fromkeys(ROWS, 1.0)}
 
 

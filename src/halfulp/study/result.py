@@ -29,7 +29,8 @@ def values(
         if name not in functions:
             raise UsageError(f"The code of study {protocol.study} no longer computes {name}.")
         own, sealed = functions[name].args, protocol.args[name]
-        args = {key: own[key] if callable(own.get(key)) else value for key, value in sealed.items()}
+        # The first release sealed no arguments: what the code gives must then lead to the stored values.
+        args = {key: own[key] if callable(own.get(key)) else value for key, value in sealed.items()} or own
         if any(sealed_argument(args[key]) != value for key, value in sealed.items()):
             raise UsageError(f"The code of study {protocol.study} computes {name} with another function.")
         found |= evaluate([replace(functions[name], args=args)], records.of(protocol.judged_from(name)))
