@@ -21,7 +21,6 @@ from halfulp.models.cnn import Cnn, mnist, train
 from halfulp.models.mlp import Trainer
 from halfulp.models.teacher import frozen_features
 from halfulp.studies import (
-    REGISTRY,
     _timing,
     cnn,
     controlled,
@@ -31,6 +30,7 @@ from halfulp.studies import (
     two_layer,
 )
 from halfulp.study import engine, loading
+from halfulp.study.loading import REGISTRY
 from halfulp.study.protocol import Study
 from halfulp.study.store import Store
 from halfulp.study.validate import validate

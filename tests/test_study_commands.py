@@ -71,7 +71,7 @@ def test_usage_errors_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_list_prints_every_study(capsys: pytest.CaptureFixture[str]) -> None:
-    from halfulp.studies import REGISTRY
+    from halfulp.study.loading import REGISTRY
 
     code, text, _ = invoke(capsys, "study", "list")
     assert code == 0

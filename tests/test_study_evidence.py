@@ -614,7 +614,7 @@ def test_partials_are_taken_apart() -> None:
 
 def test_studies_that_use_none_of_this_are_sealed_as_before() -> None:
     """The protocols of committed studies, byte for byte, wherever the study still declares the same."""
-    from halfulp.studies import REGISTRY
+    from halfulp.study.loading import REGISTRY
 
     same = 0
     for folder in sorted((Path(__file__).parent.parent / "results" / "studies").iterdir()):
@@ -768,7 +768,7 @@ stage outcome: outcome, 3 cells by outcome, reads forecast
   arm-3  3
 """
     )
-    from halfulp.studies import REGISTRY
+    from halfulp.study.loading import REGISTRY
 
     for name in REGISTRY:
         study = loading.load(name).study

@@ -22,9 +22,9 @@ from typing import Any
 
 from halfulp import canonical
 from halfulp.errors import UsageError
-from halfulp.studies import REGISTRY
 from halfulp.studies import _timing as timing
 from halfulp.studies.claims import Claim
+from halfulp.study.loading import REGISTRY
 from halfulp.study.protocol import Json, Records
 from halfulp.study.reading import open_closed
 from halfulp.text import cell, number

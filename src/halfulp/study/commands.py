@@ -32,8 +32,8 @@ EVIDENCE = typer.Option(
 @app.command("list")
 def list_() -> None:
     """The studies that come with halfulp."""
-    from halfulp.studies import REGISTRY
     from halfulp.study import loading
+    from halfulp.study.loading import REGISTRY
 
     for name in sorted(REGISTRY):
         try:
@@ -329,8 +329,8 @@ def found_folder(reference: str, scale: str, out: Path | None) -> Path:
         return out
     if Path(reference).is_dir():
         return Path(reference)
-    from halfulp.studies import REGISTRY
     from halfulp.study import loading
+    from halfulp.study.loading import REGISTRY
 
     if reference not in REGISTRY and not reference.partition(":")[0].endswith(".py"):
         raise UsageError(f"{reference[:200]!a} is neither a study's folder nor a study.")

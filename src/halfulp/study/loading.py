@@ -24,6 +24,14 @@ from halfulp.study.protocol import Json, Study
 T = TypeVar("T")
 
 
+REGISTRY: dict[str, str] = dict(
+    line.split("\t")
+    for line in Path(__file__).with_name("registered.tsv").read_text(encoding="utf-8").splitlines()[1:]
+)
+"""The studies that come with halfulp: by name, the module whose ``STUDY`` it is. A module is imported when
+its study is asked for, so the engine knows none of them, and listing them costs nothing."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A study and where it came from; `folder` is what relative names of data files refer to."""
@@ -38,8 +46,6 @@ class Source:
     @property
     def module(self) -> str:
         """The module of this package that a registered study is in; of a user's own, none."""
-        from halfulp.studies import REGISTRY
-
         return REGISTRY.get(self.registered or "", "")
 
     @property
@@ -52,8 +58,6 @@ class Source:
 
 def load(reference: str) -> Source:
     """A study by its registered name, or by ``file.py`` or ``file.py:attribute``."""
-    from halfulp.studies import REGISTRY
-
     if reference in REGISTRY:
         return _registered(reference)
     name, _, attribute = reference.partition(":")
@@ -81,8 +85,6 @@ def load_sealed(identity: dict[str, Json], copy: Path, folder: Path | None = Non
 
 
 def _registered(name: str) -> Source:
-    from halfulp.studies import REGISTRY
-
     if name not in REGISTRY:
         raise UsageError(f"This halfulp has no study {name[:120]!a}; known: {', '.join(sorted(REGISTRY))}.")
     try:
