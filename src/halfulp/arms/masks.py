@@ -15,9 +15,27 @@ from halfulp.arms.arm import Arm
 from halfulp.kernels import SCORES
 from halfulp.masks import Mask, choose, tile_sizes
 from halfulp.study import Running
+from halfulp.writeback import TileMaster
 
 Json = Any
 Recipes = Mapping[str, Mapping[str, Json]]
+
+
+def recipes(share: float, *scores: str, controls: int = 0) -> dict[str, dict[str, Json]]:
+    """Masks by scores, named after them, and ``control-1``, ``control-2`` ... of the first."""
+    made: dict[str, dict[str, Json]] = {score: {"score": score, "share": share} for score in scores}
+    return made | {f"control-{i + 1}": {"of": scores[0], "shuffle": i} for i in range(controls)}
+
+
+def masters(whose: str, *names: str) -> dict[str, dict[str, Json]]:
+    """Arms with masters where masks of the ``source`` or the ``target`` say, named ``source-P`` and so on."""
+    return {
+        name if name.startswith("control") else f"{whose}-{name}": {
+            "policy": TileMaster.name,
+            "mask": (whose, name),
+        }
+        for name in names
+    }
 
 
 def make_masks(running: Running) -> dict[str, Json]:

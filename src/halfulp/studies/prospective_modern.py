@@ -29,19 +29,13 @@ from functools import partial
 
 from halfulp.arms import Bundle, Masked, figures, measures, tables
 from halfulp.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, at
+from halfulp.arms.masks import masters, recipes
 from halfulp.studies.claims import Claim, Printed, label_of, printed
 from halfulp.study.protocol import Gate, Rule, Study
 
-SHARE = 0.1
 CONTROLS = tuple(f"control-{i}" for i in range(1, 6))
 RIVALS = ("source-F", *CONTROLS)
 MASKED = ("source-P", "target-P", *RIVALS)
-BY_P = {"P": {"score": "P", "share": SHARE}}
-
-
-def _masked(whose: str, name: str) -> dict[str, object]:
-    return {"policy": "tile-master", "mask": (whose, name)}
-
 
 RUNS = Bundle(
     scales={
@@ -52,31 +46,24 @@ RUNS = Bundle(
     targets=(1249306074, 1629484925, 695340460),
     conditions={"e5m2": {"grid": "e5m2"}},
     arms={
-        "rne": {"policy": "rne"},
-        "master": {"policy": "master"},
-        "eco": {"policy": "eco"},
-        "source-P": _masked("source", "P"),
-        "target-P": _masked("target", "P"),
-        "source-F": _masked("source", "F"),
-        **{control: _masked("source", control) for control in CONTROLS},
+        **{policy: {"policy": policy} for policy in ("rne", "master", "eco")},
+        **masters("source", "P"), **masters("target", "P"), **masters("source", "F", *CONTROLS),
     },
     masked=Masked(
-        source=58709217,
-        window=0.6,
-        of_source={
-            **BY_P,
-            "F": {"score": "F", "share": SHARE},
-            **{control: {"of": "P", "shuffle": i} for i, control in enumerate(CONTROLS)},
-        },
-        of_target=BY_P,
+        source=58709217, window=0.6, of_source=recipes(0.1, "P", "F", controls=5), of_target=recipes(0.1, "P")
     ),
     unit="target-{seed}",
     reference="target-{seed}",
-)
+)  # fmt: skip
 
-_RECOVERIES = {
-    "all": "master", "source": "source-P", "target": "target-P", "freeze": "source-F", "eco": "eco",
-}  # fmt: skip
+_WON = {"all": "master", "source": "source-P", "target": "target-P", "freeze": "source-F", "eco": "eco"}
+
+_ABOVE = (("rivals", "best-rival", RIVALS), ("target", "that of target-P", ("target-P",)))
+_FLOORS: tuple[tuple[str, str, float, float], ...] = (  # in every target, and in the mean
+    ("source", "recovery-source", 0.5, 0.6),
+    ("rivals", "above-rivals", 0.15, 0.25),
+    ("target", "above-target", -0.1, -0.05),
+)
 
 STUDY = Study(
     name="prospective-modern",
@@ -93,21 +80,16 @@ STUDY = Study(
     estimands=(
         RUNS.estimand("gap", "final loss of rne above raw fp32, nats", measures.gap),
         *(
-            RUNS.estimand(
-                f"recovery-{name}", f"share of the gap won back by {arm}", measures.recovery, arm=arm
-            )
-            for name, arm in _RECOVERIES.items()
+            RUNS.estimand(f"recovery-{k}", f"share of the gap won back by {arm}", measures.recovery, arm=arm)
+            for k, arm in _WON.items()
         ),
         RUNS.estimand(
             "best-rival", "largest recovery of source-F and controls", measures.best_recovery, arms=RIVALS
         ),
-        RUNS.estimand(
-            "above-rivals", "recovery of source-P less best-rival", measures.advantage, arm="source-P",
-            over=RIVALS,
-        ),
-        RUNS.estimand(
-            "above-target", "recovery of source-P less that of target-P", measures.advantage, arm="source-P",
-            over=("target-P",),
+        *(
+            RUNS.estimand(f"above-{name}", f"recovery of source-P less {what}", measures.advantage,
+                          arm="source-P", over=over)
+            for name, what, over in _ABOVE
         ),
         RUNS.estimand(
             "shared-tiles", "share of source-P's tiles that target-P has too", measures.shared_tiles, mask="P"
@@ -126,12 +108,14 @@ STUDY = Study(
             name="blanket", estimand="recovery-all", scope="all", comparison=">=", threshold=0.9,
             why="masters everywhere must win the gap back, or masters somewhere say nothing",
         ),
-        Gate(name="source", estimand="recovery-source", scope="all", comparison=">=", threshold=0.5),
-        Gate(name="source-mean", estimand="recovery-source", scope="mean", comparison=">=", threshold=0.6),
-        Gate(name="rivals", estimand="above-rivals", scope="all", comparison=">=", threshold=0.15),
-        Gate(name="rivals-mean", estimand="above-rivals", scope="mean", comparison=">=", threshold=0.25),
-        Gate(name="target", estimand="above-target", scope="all", comparison=">=", threshold=-0.1),
-        Gate(name="target-mean", estimand="above-target", scope="mean", comparison=">=", threshold=-0.05),
+        *(
+            gate
+            for name, estimand, each, mean in _FLOORS
+            for gate in (
+                Gate(name=name, estimand=estimand, scope="all", comparison=">=", threshold=each),
+                Gate(name=f"{name}-mean", estimand=estimand, scope="mean", comparison=">=", threshold=mean),
+            )
+        ),
         Gate(name="exact", estimand="bytes-off", scope="all", comparison="==", threshold=0.0),
         Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
     ),
