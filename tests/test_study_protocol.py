@@ -148,7 +148,7 @@ def test_show_prints_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 0
     for part in (
         "Is it close?", "one arm", "not claimed  anything", "forecast=0.2", "cell   seed", "arm-3  3",
-        "reads forecast",
+            "reads forecast",
         "gate close: error <= 0.15, in every unit", "label close: close passed", "label not close: otherwise",
         "retries      0", "threads      1", protocol.digest,
     ):  # fmt: skip
@@ -177,7 +177,7 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
 
 
 def test_registered_studies_load() -> None:
-    from halfulp.study.loading import REGISTRY
+    from halfulp.studies import REGISTRY
 
     for name in REGISTRY:
         study = loading.load(name).study
