@@ -18,4 +18,6 @@ REGISTRY: dict[str, str] = {
     "finite-size": "halfulp.studies.finite_size",
     "phase-diagram": "halfulp.studies.phase_diagram",
     "two-layer": "halfulp.studies.two_layer",
+    "testbed": "halfulp.studies.testbed",
+    "ce-transfer": "halfulp.studies.ce_transfer",
 }

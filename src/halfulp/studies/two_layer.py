@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from halfulp.models.mlp import Trainer, run
-from halfulp.models.teacher import Problem, classification, teacher_student
+from halfulp.models.teacher import CHOSEN, Problem, Testbed, classification, teacher_student
 from halfulp.studies import _timing as timing
 from halfulp.studies.claims import Claim
 from halfulp.study.protocol import (
@@ -49,7 +49,8 @@ def _references(config: Config) -> Iterator[tuple[str, Config]]:
     for system, c in config["systems"].items():
         for rate in c["rates"]:
             for seed in c["seeds"]:
-                shared = {key: c[key] for key in ("loss", "optimizer", "hidden", "examples", "steps")}
+                keys = ("testbed", "loss", "optimizer", "hidden", "examples", "steps")
+                shared = {key: c[key] for key in keys}
                 yield f"{system}.rate={rate}.seed={seed}", {
                     "system": system, **shared, "rate": rate, "seed": seed, "mantissas": c["mantissas"],
                 }  # fmt: skip
@@ -75,10 +76,11 @@ def measured_cells(config: Config) -> Iterator[Cell]:
 
 def problem(c: Config) -> Problem:
     """The testbed of a cell."""
+    testbed, n = Testbed.of(c["testbed"]), c["examples"]
     if c["loss"] == "squared":
         (width,) = c["hidden"]
-        return teacher_student(c["seed"], width=width, examples=c["examples"], tests=c["examples"])
-    return classification(c["seed"], hidden=tuple(c["hidden"]), examples=c["examples"], tests=c["examples"])
+        return teacher_student(c["seed"], width=width, examples=n, tests=n, testbed=testbed)
+    return classification(c["seed"], hidden=tuple(c["hidden"]), examples=n, tests=n, testbed=testbed)
 
 
 def reference(cell: Running) -> Mapping[str, Json]:
@@ -87,7 +89,7 @@ def reference(cell: Running) -> Mapping[str, Json]:
     p, grids = problem(c), [f"m{m}" for m in c["mantissas"]]
     trainer = Trainer(
         p.net, p.train, p.start.astype(np.float32 if c["precision"] == "fp32" else np.float64),
-        rate=c["rate"], optimizer=c["optimizer"], audit=grids,
+        rate=p.factor * c["rate"], optimizer=c["optimizer"], audit=grids,
         store=f"m{COARSE_REFERENCE}" if c["precision"].startswith("m") else None,
     )  # fmt: skip
     series = run(trainer, c["steps"], cell)
@@ -102,7 +104,9 @@ def measure(cell: Running) -> Mapping[str, Json]:
     """The crossing of one run on a grid."""
     c = cell.config
     p = problem(c)
-    trainer = Trainer(p.net, p.train, p.start, rate=c["rate"], optimizer=c["optimizer"], store=c["grid"])
+    trainer = Trainer(
+        p.net, p.train, p.start, rate=p.factor * c["rate"], optimizer=c["optimizer"], store=c["grid"]
+    )
     series = run(trainer, c["steps"], cell)
     return {
         "system": c["system"], "rate": c["rate"], "seed": c["seed"], "reference": c["reference"],
@@ -140,7 +144,7 @@ def measured_span(records: Records) -> Values:
 
 # ---- the study ------------------------------------------------------------------------------------------
 
-_ALL = {"examples": 512, "seeds": [0, 1, 2, 3]}
+_ALL = {"testbed": CHOSEN.json(), "examples": 512, "seeds": [0, 1, 2, 3]}
 PAPER_SYSTEMS: dict[str, Json] = {
     "gd-squared": {**_ALL, "loss": "squared", "optimizer": "gd", "hidden": [64], "steps": 6000,
                    "rates": [0.05, 0.1, 0.2], "mantissas": [3, 5, 7, 9, 11, 13]},
