@@ -200,6 +200,10 @@ def test_reference_precision_compares_clean_cells_only() -> None:
         },
     }
     assert two_layer.clean_comparisons(records) == {"a.m12": True, "b.m12": False}
+    again = {"first": 50, "persistent": 70, "category": "later"}  # crosses one half more than once
+    records["reference"]["a"]["predicted"]["m12"]["symmetric"] = again
+    assert two_layer.clean_comparisons(records) == {"b.m12": False}
+    records["reference"]["a"] = reference(50)
     assert two_layer.same_prediction(records) == {"study": 0.5}
 
 

@@ -4,9 +4,9 @@ The paper archived a transfer of the learned-fraction forecast to cross-entropy.
 to a loss needs a reference that made progress, so positive progress of all 48 references was an integrity
 condition; 12 failed it, the protocol stopped before any run on a grid, and it has no outcome
 (app:margin-transfer, end). This is that protocol. A tanh student [8, 64, 4] learns noisy labels by whole
-batches, descending on cross-entropy at the eight rates of the phase diagram and six seeds. Progress is that of
-the test error, E_0 - E_T > 0. If every reference makes some, stage ``nearest`` runs one to five mantissa bits
-and the forecasts are judged as in `midpoint`; if one makes none, no cell of that stage trains anything.
+batches, descending on cross-entropy at the eight rates of the phase diagram and six seeds. Progress is that
+of the test error, E_0 - E_T > 0. If every reference makes some, stage ``nearest`` runs one to five mantissa
+bits and the forecasts are judged as in `midpoint`; if one makes none, no cell of that stage trains anything.
 
 Why references fail: labels are noisy, a high rate fits the noise within the 3,000 updates, and the test
 cross-entropy of a network that is sure of wrong labels ends above that of one that knows nothing.
@@ -200,8 +200,8 @@ _PAPER: dict[str, Json] = {
 
 STUDY = Study(
     name="ce-transfer",
-    question="Does a reference's freezing say which rates still learn under cross-entropy, if every reference "
-    "makes progress?",
+    question="Does a reference's freezing say which rates still learn under cross-entropy, if every "
+    "reference makes progress?",
     units="one seed, rate and mantissa; cells that share a reference are paired",
     not_claimed=(
         "any outcome, where a reference made no progress",
@@ -242,7 +242,7 @@ STUDY = Study(
 
 SOURCE = "app:margin-transfer"
 _NOISE = (
-    "The share of noisy labels, the rates and the seeds are ours; with two seeds of other numbers it was seen on "
+    "The share of noisy labels, the rates and the seeds are ours; with two other seeds it was seen on "
     "references that the two highest rates fail."
 )
 

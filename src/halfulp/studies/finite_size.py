@@ -264,8 +264,8 @@ STUDY = Study(
 # ---- beside the paper -----------------------------------------------------------------------------------
 
 _INPUT = (
-    "Rate and start are not printed; the seed that the paper names is among ours, its start is not. Widths at "
-    "both ends, where references cross, were among the facts that chose the testbed."
+    "Rate and start are not printed; the seed that the paper names is among ours, its start is not. Widths "
+    "at both ends, where references cross, were among the facts that chose the testbed."
 )
 
 
