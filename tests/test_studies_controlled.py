@@ -87,7 +87,7 @@ class Fake:
         ("ce-transfer", {"reference": 48, "nearest": 240}),
         ("emulator", {"reference": 3, "measured": 18, "bf16": 7}),
         ("two-layer", {"reference": 42, "recomputed": 24, "measured": 252}),
-        ("cnn", {"reference": 3, "measured": 15, "bf16": 2}),
+        ("cnn", {"reference": 3, "measured": 15, "bf16": 1}),
         ("finite-size", {"crossing": 108}),
         ("phase-diagram", {"reference": 36, "arms": 180}),
     ],
