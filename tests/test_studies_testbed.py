@@ -132,6 +132,20 @@ def test_the_best_is_chosen_and_ties_go_to_the_first() -> None:
     assert testbed.choice(records) == ("x", "before")
 
 
+def test_facts_that_cannot_be_met_together_are_named() -> None:
+    """The chosen misses one; who meets it misses two others, and the table says which."""
+    best, other = as_printed(), as_printed()
+    best["timing"] = [{**row, "rho": 0.9} for row in best["timing"]]
+    for r in other["references"]:
+        r["diverged"] = r["rate"] > 0.5
+    records = {
+        "screen": {},
+        "whole": {"rank1": {**best, "candidate": "x"}, "former": {**other, "candidate": "former"}},
+    }
+    assert testbed.choice(records)[0] == "x"
+    assert testbed.conflicts(records).rows == [("rho", "former whole", "stable, half-at-0.8")]
+
+
 def test_the_side_of_the_error_is_part_of_the_choice() -> None:
     """Where only the error after an onset fits, that side is chosen."""
     record = as_printed()
