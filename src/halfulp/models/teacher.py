@@ -74,7 +74,7 @@ class Testbed:
         return [float(s / np.sqrt(n)) for s, n in zip(each, net.sizes, strict=False)]
 
 
-CHOSEN = Testbed(hidden=0.012, output=0.02, teacher_hidden=0.5, teacher_output=8**-0.5)
+CHOSEN = Testbed(hidden=0.018, output=0.036, teacher_hidden=0.5, teacher_output=8**-0.5)
 """What study `testbed` chose."""
 
 

@@ -40,7 +40,7 @@ Array = npt.NDArray[Any]
 PREDICTORS = ("directional", "symmetric", "scalar")
 SIDES = ("before", "after")
 """Where the error at an onset may be taken."""
-SIDE = "before"
+SIDE = "after"
 """Where every study takes it: what `testbed` chose."""
 LEARNED = 0.5
 """A run or a forecast is positive from this share on."""
