@@ -524,7 +524,7 @@ def test_the_page_is_made_of_records_alone(smoke: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_refuses_what_is_not_there(smoke: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds none of emulator-paper"):
+    with pytest.raises(UsageError, match="holds none of testbed-paper"):
         controlled.main(["--studies", str(smoke), "--out", str(tmp_path)])
     source = loading.load("finite-size")
     engine.seal(source, "smoke", tmp_path / "finite-size-smoke")
