@@ -144,6 +144,18 @@ def check_round_scaled() -> None:
     rounded(values(900, np.float32, 6), WIDE, STOCHASTIC, STREAM)
 
 
+def check_round_at_the_top() -> None:
+    """Where a step that was rounded up would make the largest code infinite."""
+    for dtype in (np.float32, BF16, np.float64):
+        top = float(np.finfo(dtype).max) if dtype != BF16 else 255 * 2.0**120
+        for share in (1.0, 0.995, 0.97, 0.92, 0.6):
+            x = np.zeros((2, 48), dtype=dtype)
+            x[0, ::5], x[1, ::7] = top * share, -top * share
+            for g in within((*SCALED[:-1], "int2", "int4/asym"), dtype):
+                rounded(x, g, NEAREST, None)
+                rounded(x, g, STOCHASTIC, STREAM)
+
+
 def check_round_given_steps() -> None:
     """Steps with all their bits: the quotient can land on a midpoint that the value is not on."""
     rng = np.random.default_rng(7)

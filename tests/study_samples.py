@@ -89,12 +89,16 @@ def quick_identity(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
     package = {"one.py": canonical.sha256(b"one")}
 
     def code(source: loading.Source) -> dict[str, Any]:
-        return {"version": "0", "package": dict(package), "study": source.identity}
+        return {"package": dict(package), "study": source.identity}
+
+    def noted(behind: dict[str, Any]) -> dict[str, Any]:
+        return {"version": "0", "files": {}}
 
     if monkeypatch is None:
-        seals.code, seals.git_state = code, lambda path: None
+        seals.code, seals.noted, seals.git_state = code, noted, lambda path: None
     else:
         monkeypatch.setattr(seals, "code", code)
+        monkeypatch.setattr(seals, "noted", noted)
         monkeypatch.setattr(seals, "git_state", lambda path: None)
 
 

@@ -149,3 +149,27 @@ def test_decode_of_encode_is_round(name: str, dtype: torch.dtype, shape: tuple[i
     assert torch.equal(g.decode(codes, step=steps, dtype=dtype), g.round(x))
     out = torch.zeros(shape, dtype=torch.int64)
     assert torch.equal(hu.kernels.encode(x, g, step=steps, out=out), codes.long())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "m07", "m00", "m-1", "m\uff17", "m7\n", "m7 ", " m7", "M7", "bf16\n", "bf16 ", "\nbf16",
+        "bf\uff1116", "e4m3@128\n", "e4m3@ 128", "e4m3@128 ", "e4m3@\uff11\uff12\uff18",
+        "e4m3@\u0661\u0662\u0668", "e4m3@0128", "e4m3@+128", "e4m3@1_28", "e4m3@128@128", "e4m3@",
+        "e4m3@0x80", "e4m3@1e", "e4m3@.5", "e4m3@inf", "e4m3@nan", "e4m3@0", "int08", "int\uff18",
+        "int8\n", "int8/", "int8/row\n", "int4/g016", "int4/g\uff11\uff16", "int4/g16\n", "int4/g0",
+        "int8/row/row", "int8/row/g16", "int8/absmax/absmean", "int8/sym/asym", "int8@16/row/g4",
+        "mxfp4\n", "nvfp4 ",
+        "bf16/", "bf16/row", "",
+    ],
+)  # fmt: skip
+def test_one_spelling_a_name(name: str) -> None:
+    """Zeros in front, other digits than ASCII's, spaces, line breaks and options said twice are no names."""
+    with pytest.raises(hu.UsageError):
+        hu.grid(name)
+
+
+def test_scales_are_written_as_python_prints_them() -> None:
+    for scale in (128, 128.0, 0.5, 2.0**-20, 2.0**70, 1):
+        assert hu.grid(f"e4m3@{scale}").largest == 448 / scale

@@ -14,6 +14,8 @@ from oracle import CONTAINERS, NUMPY, assert_same, fits, tensor
 
 import halfulp as hu
 from halfulp import kernels
+from halfulp.grids import container
+from halfulp.kernels import reference
 
 BLOCKS = {
     "mxfp8_e4m3": 8,
@@ -121,6 +123,57 @@ def test_nv_scales() -> None:
         biggest = x.abs().amax(dim=1)
         codes = hu.grid("nvfp4").round(x).abs().amax(dim=1).double() / steps
         assert bool((codes[biggest * 4096 > peak] == 6).all())
+
+
+TOP = [*IDEMPOTENT, "int4/absmean", "int8/absmean/row", "int4/g16/asym", "int3/dqt/row"]
+
+
+@fitting(TOP)
+def test_finite_values_stay_finite(name: str, dtype: torch.dtype) -> None:
+    """At the container's largest numbers, where a step that was rounded up would make the largest code
+    infinite: every leading bit pattern of the last four binades, alone and among smaller ones."""
+    g = hu.grid(name)
+    box = container(dtype)
+    kinds = np.array([1 + i / 256 for i in range(256)]), np.array([0, 2.0**-20, 2.0**-8, 1 - 2.0**-9])
+    fine = np.unique((kinds[0][:, None] + kinds[1] / 256).reshape(-1))
+    sizes = np.concatenate([np.ldexp(fine, e) for e in range(box.emax - 3, box.emax + 1)] + [[box.largest]])
+    with np.errstate(over="ignore"):  # what is not a number of the container is its largest
+        x = np.minimum(sizes, box.largest).astype(NUMPY[dtype])
+    x = np.where(np.isfinite(x.astype(np.float64)), x, NUMPY[dtype].type(box.largest))
+    rows = np.zeros((3 * len(x), 16), dtype=NUMPY[dtype])
+    rows[:, 0] = np.concatenate([x, -x, x])
+    rows[2 * len(x) :, 1:] = -x[:, None]
+    rows[: len(x), 5] = x / 3
+    stream = hu.Stream(seed=1, name="top")
+    assert g.scaling is not None
+    parts = [rows]
+    if (
+        g.scaling.per == "tensor" or g.scaling.rule == "nv"
+    ):  # the largest of all decides, so one row at a time
+        last = np.abs(rows[:, 0].astype(np.float64)) >= 0.95 * box.largest
+        parts = [row[None] for row in (*rows[:: len(rows) // 50], *rows[last])]
+    for part in parts:
+        t = tensor(part)
+        steps = g.steps(t)
+        assert bool((steps > 0).all() and steps.isfinite().all())
+        with np.errstate(over="ignore"):
+            expected = reference.round(part, g.within(dtype))
+        assert bool(np.isfinite(expected.astype(np.float64)).all())
+        q = g.round(t)
+        assert_same(q, tensor(expected), name)
+        assert bool(g.round(t, stream).isfinite().all())
+        if "absmean" not in name:  # the mean of rounded values is another one
+            assert_same(g.round(q), q, name)
+            assert bool(hu.frozen(q, torch.zeros_like(q), g).all())
+        assert bool(g.decode(g.encode(t, step=steps), step=steps, dtype=dtype).isfinite().all())
+
+
+def test_a_given_step_must_leave_the_largest_code_finite() -> None:
+    """With @S the step is the user's: a grid whose largest code the container does not hold does not fit."""
+    for name in ("int4@1e-38", "int8@3e-37", "int4@2.2e-38/asym"):
+        with pytest.raises(hu.UsageError, match="does not fit float32: its largest magnitude"):
+            hu.grid(name).round(torch.ones(3))
+        assert bool(hu.grid(name).round(torch.ones(3).double()).isfinite().all())
 
 
 @fitting(["int8", "int4", "int2/row", "int8/row", "int4/g16", "int4/absmean", "int8/absmean/row"])

@@ -126,7 +126,8 @@ def test_other_package_files_are_named(tmp_path: Path, monkeypatch: pytest.Monke
     path, out = study_file(tmp_path), tmp_path / "out"
     engine.seal(loading.load(str(path)), "small", out)
     real = seals.code(loading.load(str(path)))
-    assert "study/engine.py" in real["package"]
+    assert "study/verdict.py" in real["package"]
+    assert "study/engine.py" not in real["package"]  # it writes, and computes nothing
     assert not any("__pycache__" in name for name in real["package"])
     other = real["package"] | {"study/engine.py": "0" * 64}
     monkeypatch.setattr(seals, "code", lambda source: real | {"package": other})

@@ -326,7 +326,7 @@ def test_what_a_retrospective_may_not_do(closed: Path, tmp_path: Path) -> None:
         retrospective.retrospect(closed, silent, "late.py", tmp_path / "late")
     opened = tmp_path / "open"
     engine.seal(loading.load(str(study_file(tmp_path, SMALL))), "small", opened)
-    with pytest.raises(UsageError, match="a study that is over"):
+    with pytest.raises(UsageError, match="is not closed"):
         retrospective.retrospect(opened, content, "late.py", tmp_path / "late")
     record = closed / "records" / "outcome" / "arm-1.json"
     record.write_bytes(record.read_bytes().replace(b"0.1", b"0.2"))

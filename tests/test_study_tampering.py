@@ -198,7 +198,7 @@ def test_an_outcome_before_the_prediction_was_sealed_never_passes(finished: Path
     sealed = next(e for e in told if e["event"] == "stage-sealed")
     told.remove(sealed)
     last = max(i for i, e in enumerate(told) if e["event"] == "finished")
-    told.insert(last + 1, sealed)
+    told.insert(last + 1, sealed | {"at": told[last]["at"]})  # he moves its time as well
     rechained(out, told)
     with pytest.raises(TamperingError, match="stage forecast was not sealed"):
         validate(out)

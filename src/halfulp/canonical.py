@@ -54,7 +54,10 @@ def loads(content: bytes, where: str | Path) -> Any:
 def parse(content: bytes | str) -> Any:
     """The value of JSON in any form; large doubles, which look like integers, are read as doubles."""
     text = content.decode() if isinstance(content, bytes) else content
-    return json.loads(text, parse_int=_integer, parse_constant=_refuse)
+    try:
+        return json.loads(text, parse_int=_integer, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def digest(value: Any) -> str:

@@ -183,6 +183,12 @@ class Grid:
                 )
             if self.mantissa > box.mantissa:
                 raise UsageError(f"grid {self.name} does not fit {box.name}: too few mantissa bits.")
+            if self.scaling.step * max(self.largest, -self.lo) > box.largest:
+                raise UsageError(
+                    f"grid {self.name} does not fit {box.name}: its largest magnitude is "
+                    f"{max(self.largest, -self.lo):g} times {self.scaling.step:g}, the container's "
+                    f"{box.largest:g}. Use a wider container."
+                )
             return self
         quantum = self.emin - self.mantissa
         if (
@@ -442,8 +448,12 @@ SHOWN = (
 )  # fmt: skip
 """One example of every kind of name, for lists and error messages."""
 
+# One spelling a name: ASCII digits (\\d knows others), no zeros in front, and always fullmatch ($ lets a line
+# break pass). A scale is written as Python prints a number.
 _INTEGER = re.compile(r"int([2-8])")
-_WIDE = re.compile(r"m([0-9]{1,2})")
+_WIDE = re.compile(r"m(0|[1-9][0-9]?)")
+_GROUP = re.compile(r"g([1-9][0-9]{0,5})")
+_SCALE = re.compile(r"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?")
 
 
 def float_grid(*, mantissa: int, emin: int, largest: float, scale: float = 1.0, name: str = "") -> Grid:
@@ -569,20 +579,29 @@ def _integer_by_name(bits: int, scale: float | None, options: list[str], spec: s
     per: Per = "tensor"
     size = 0
     symmetric: bool | None = None
+    said: list[str] = []
     for option in options:
         if option in ("absmax", "absmean", "dqt") and scale is None:
             rule = option  # type: ignore[assignment]  # narrowed by the line above
+            said.append("rule")
         elif option == "row":
             per = "row"
-        elif re.fullmatch(r"g[1-9][0-9]{0,5}", option):
-            per, size = "group", int(option[1:])
+            said.append("per")
+        elif match := _GROUP.fullmatch(option):
+            per, size = "group", int(match[1])
+            said.append("per")
         elif option in ("asym", "sym"):
             symmetric = option == "sym"
+            said.append("symmetric")
         else:
             raise UsageError(
                 f"unknown option {option!r} in grid {spec!r}: expected absmax, absmean, dqt "
                 "(not with @), row, gN, sym or asym."
             )
+    if len(set(said)) < len(said):
+        raise UsageError(
+            f"grid {spec!r} says the same thing twice: give a rule, row or gN, and sym or asym once."
+        )
     return integer_grid(
         bits, rule=rule, per=per, size=size, step=0.0 if scale is None else 1.0 / scale,
         symmetric=symmetric, name=spec,
@@ -590,10 +609,7 @@ def _integer_by_name(bits: int, scale: float | None, options: list[str], spec: s
 
 
 def _scale(text: str, spec: str) -> float:
-    try:
-        scale = float(text)
-    except ValueError:
-        scale = math.nan
+    scale = float(text) if _SCALE.fullmatch(text) else math.nan
     if not (math.isfinite(scale) and scale > 0):
         raise UsageError(f"the scale in grid {spec!r} must be a positive number, not {text!r}.")
     return scale

@@ -155,8 +155,8 @@ def steps_from(stats: Array, grid: Grid, dtype: Any) -> Array:
         return _nv_steps(biggest, grid, container(dtype))
     if s.rule == "absmax":
         step = biggest / top
-    elif s.rule == "absmean":
-        step = total / np.maximum(count, 1.0) / top
+    elif s.rule == "absmean":  # a mean is at most the largest, also where a sum of doubles has no room
+        step = np.where(np.isinf(total), biggest, total / np.maximum(count, 1.0)) / top
     else:  # dqt: the signed maximum; where it is not positive, the largest magnitude
         step = np.where(signed > 0, signed, biggest) / top
     return np.where(step > 0, _short(step, grid, dtype), 1.0)
@@ -166,14 +166,20 @@ def _short(step: Array, grid: Grid, dtype: Any) -> Array:
     """The step rounded (nearest even) to so few bits that element * step is exact in the container.
 
     Where the container's smallest number leaves fewer bits than that, it is rounded down instead, to at least
-    one: then the largest magnitude still gets the largest code, and rounding twice is rounding once.
+    one: then the largest magnitude still gets the largest code, and rounding twice is rounding once. So it is
+    where the largest code would be beyond the container's largest number: finite values stay finite.
     """
     box = container(dtype)
+    assert grid.largest is not None
+    most = box.largest / max(grid.largest, -grid.lo)
+    step = np.minimum(step, most)
     bits = min(box.mantissa + 1, 24) - grid._needed_bits
     exponent = np.frexp(step)[1] - bits
     unit = np.maximum(exponent, box.emin - box.mantissa)
-    scaled = np.ldexp(step, -unit)
-    whole = np.where(exponent == unit, np.rint(scaled), np.maximum(np.floor(scaled), 1.0))
+    scaled, nearest = np.ldexp(step, -unit), np.rint(np.ldexp(step, -unit))
+    with np.errstate(over="ignore"):
+        near = (exponent == unit) & (np.ldexp(nearest, unit) <= most)
+    whole = np.where(near, nearest, np.maximum(np.floor(scaled), 1.0))
     return np.asarray(np.ldexp(whole, unit))
 
 
@@ -197,7 +203,12 @@ def _nv_steps(biggest: Array, grid: Grid, box: Container) -> Array:
     scale = min(scale, e4m3.quantum * grid.quantum / finest)
     wanted = biggest * scale / top
     small = np.maximum(np.floor(wanted / e4m3.quantum), 1.0) * e4m3.quantum
-    return np.where(wanted >= e4m3.smallest_normal, round_elements(wanted, e4m3), small) / scale
+    normal = round_elements(wanted, e4m3)
+    # Near the container's largest number, a block scale that was rounded up would make the largest code
+    # infinite; the one below never does.
+    below = value_of(np.maximum(index_of(normal, e4m3) - 1, 0), e4m3)
+    normal = np.where(normal * top > box.largest * scale, below, normal)
+    return np.where(wanted >= e4m3.smallest_normal, normal, small) / scale
 
 
 def steps(x: Array, grid: Grid) -> Array:

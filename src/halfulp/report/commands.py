@@ -23,8 +23,11 @@ def report(
     from halfulp.report.page import open_traces, page
     from halfulp.report.study import is_study
     from halfulp.report.tensors_csv import tensors_csv
+    from halfulp.study.commands import say_code
     from halfulp.trace import Trace
 
+    for path in paths if code else ():
+        say_code(path, "without --code none of it is run")
     where = write(page(paths, code=code), out or default_page(paths[0]))
     typer.echo(f"The page is {where} ({where.stat().st_size / 1e6:.1f} MB).")
     if csv is not None:
@@ -55,7 +58,10 @@ def figures(
         raise UsageError(f"formats are svg and pdf, not {formats!r}.")
     require("matplotlib")
     from halfulp.report.figures import write_figures
+    from halfulp.study.commands import say_code
 
+    for path in paths:
+        say_code(path, "`halfulp report` runs none of it")
     for file in write_figures(paths, out, kinds):
         typer.echo(str(file))
 

@@ -17,18 +17,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from halfulp import canonical, files
-from halfulp.errors import CorruptionError, TamperingError, UsageError
+from halfulp.errors import UsageError
 from halfulp.report.markup import Content, Html, name, number, numeric, prose, table, tag
 from halfulp.report.outcomes import passed_mark
 from halfulp.report.style import house_style, vector
-from halfulp.study import ledger, loading
+from halfulp.study import loading, reading
 from halfulp.study.declaration import Protocol
 from halfulp.study.ledger import Ledger
 from halfulp.study.protocol import Records, Study
-from halfulp.study.show import SCOPES
-from halfulp.study.store import Store, outcomes
-from halfulp.study.validate import check_records
+from halfulp.study.show import SCOPES, condition
+from halfulp.study.store import Store
 from halfulp.text import number as digits
 
 OPEN = 60
@@ -65,23 +63,10 @@ def is_study(folder: Path) -> bool:
 
 def open_study(folder: Path, *, code: bool = False) -> StudyView:
     """Read a study's folder; ``code``: its own file may be run for tables and figures."""
-    store = Store(folder)
-    events = ledger.read(store.ledger_file)
-    if not events.events:
-        raise CorruptionError(f"{store.ledger_file} is empty.")
-    sealed = store.read_seal(events.seal)
-    protocol = store.read_protocol(sealed)
-    records = check_records(store, protocol, sealed, events)
-    result = None
-    if events.closed is not None:
-        content = files.read(store.result_file)
-        if canonical.sha256(content) != events.closed["result"]:
-            raise TamperingError(
-                f"{store.result_file} is not the result that was recorded: its SHA-256 differs."
-            )
-        result = canonical.loads(content, store.result_file)
-    complete = outcomes(protocol, records) if result is not None else None
-    return StudyView(folder, protocol, events, sealed, result, complete, _code(store, sealed, code))
+    opened = reading.open_study(folder)
+    records = opened.records if opened.result is not None else None
+    study = _code(opened.store, opened.sealed, code)
+    return StudyView(folder, opened.protocol, opened.events, opened.sealed, opened.result, records, study)
 
 
 def _code(store: Store, sealed: Mapping[str, Any], code: bool) -> Study | None:
@@ -115,6 +100,7 @@ def _verdict(view: StudyView) -> Html:
         "section",
         tag("p", prose(content["question"]), class_="kicker"),
         tag("h1", prose(view.label, 200)),
+        tag("p", prose(view.result["says"])) if view.result and "says" in view.result else None,
         tag("p", facts, f" {passed} of {len(gates)} gates passed." if gates else None, class_="facts"),
         None if scientific else tag("p", SMOKE, class_="facts"),
         class_="verdict",
@@ -158,8 +144,9 @@ def _rules(view: StudyView) -> Html:
     items, decided = [], False
     for rule in view.protocol.rules:
         fits = set(rule.passed) <= passed and set(rule.failed) <= known - passed
-        when = [f"{gate} passed" for gate in rule.passed] + [f"{gate} failed" for gate in rule.failed]
-        said = [tag("b", prose(rule.label, 120)), f": {', '.join(when) or 'otherwise'}"]
+        fits = fits and set(rule.not_run) <= view.events.not_run
+        says = [" (", prose(rule.says, 300), ")"] if rule.says else []
+        said = [tag("b", prose(rule.label, 120)), *says, f": {condition(rule)}"]
         items.append(tag("li", *said, class_="fits" if fits and not decided else None))
         decided = decided or fits
     return tag("div", tag("h3", "How gates become the label; the first that fits"), tag("ol", *items))
@@ -228,7 +215,16 @@ def _protocol(view: StudyView) -> Html:
     events = view.events
     facts: list[tuple[str, Content]] = [
         ("folder", name(view.folder.name)),
-        *((f"stage {s.name}", f"{s.kind}, {len(s.cells)} cells") for s in view.protocol.stages),
+        *(
+            (f"stage {s.name}", "not authorised" if s.name in events.not_run
+             else f"{s.kind}, {len(s.cells)} cells")
+            for s in view.protocol.stages
+        ),
+        *(
+            (f"evidence {key}", [f"{one['study']} ({one['scale']}), ",
+                                 tag("code", one["closed"], class_="digest")])
+            for key, one in view.sealed.get("evidence", {}).items()
+        ),
         ("data", name(", ".join(view.protocol.data), 200) if view.protocol.data else "none"),
         ("threads", f"{view.protocol.threads} a cell"),
         ("failed attempts", str(sum(events.failures.values())) if events.failures else None),

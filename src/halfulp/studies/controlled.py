@@ -20,15 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfulp import canonical, files
+from halfulp import canonical
 from halfulp.errors import UsageError
 from halfulp.studies import REGISTRY
 from halfulp.studies import _timing as timing
 from halfulp.studies.claims import Claim
-from halfulp.study import ledger
 from halfulp.study.protocol import Json, Records
-from halfulp.study.store import Store, outcomes
-from halfulp.study.validate import check_order, check_records
+from halfulp.study.reading import open_closed
 from halfulp.text import cell, number
 
 STUDIES = (
@@ -73,16 +71,9 @@ class Closed:
 
 def read(folder: Path) -> Closed:
     """A closed study's records, with every digest checked."""
-    store = Store(folder)
-    events = ledger.read(store.ledger_file)
-    if events.closed is None:
-        raise UsageError(f"{folder} is not closed: run the study to its end first.")
-    sealed = store.read_seal(events.seal)
-    protocol = store.read_protocol(sealed)
-    records = check_records(store, protocol, sealed, events)
-    check_order(store, protocol, events)
-    result = canonical.loads(files.read(store.result_file), store.result_file)
-    return Closed(outcomes(protocol, records), result, events.seal, events.head)
+    opened = open_closed(folder)
+    assert opened.result is not None
+    return Closed(opened.records, opened.result, opened.events.seal, opened.digest)
 
 
 # ---- the page -------------------------------------------------------------------------------------------

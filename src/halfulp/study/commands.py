@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import typer
@@ -24,6 +24,9 @@ WHAT = "A study by name (see `halfulp study list`), or a file.py of your own."
 WHERE = "A study's folder, an exported archive, or a study by name or file (then --scale says which run)."
 SCALE = typer.Option("", help="smoke, small or paper; default small, or the only one that the study has.")
 OUT = typer.Option(None, help="The study's folder; default runs/NAME-SCALE.")
+EVIDENCE = typer.Option(
+    [], metavar="NAME=FOLDER", help="The closed study that a study declares as evidence; once for each."
+)
 
 
 @app.command("list")
@@ -62,8 +65,13 @@ def show(
 
 
 @app.command()
-def seal(study: str = typer.Argument(..., help=WHAT), scale: str = SCALE, out: Path | None = OUT) -> None:
-    """Fix protocol, code, data and environment; nothing runs."""
+def seal(
+    study: str = typer.Argument(..., help=WHAT),
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    evidence: list[str] = EVIDENCE,
+) -> None:
+    """Fix protocol, code, data, evidence and environment; nothing runs."""
     from halfulp.study import engine, loading
     from halfulp.study import seal as seals
     from halfulp.study.store import Store
@@ -71,7 +79,7 @@ def seal(study: str = typer.Argument(..., help=WHAT), scale: str = SCALE, out: P
     source = loading.load(study)
     scale = chosen_scale(source.study, scale)
     folder = out or usual_folder(source.study, scale)
-    digest = engine.seal(source, scale, folder)
+    digest = engine.seal(source, scale, folder, evidence=named_folders(evidence))
     for line in seals.facts(Store(folder).read_seal(digest)):
         typer.echo(line)
     typer.echo(f"sealed in {folder}\nseal sha256 {digest}")
@@ -90,6 +98,7 @@ def run(
         "",
         help="Why to go on although code or environment changed since the seal; the label is not promoted.",
     ),
+    evidence: list[str] = EVIDENCE,
 ) -> None:
     """Seal the study if it is not, and run it to its end from wherever it is."""
     from halfulp.study import engine, ledger, loading, progress
@@ -100,11 +109,16 @@ def run(
     folder = out or usual_folder(source.study, scale)
     result = engine.run(
         source, scale, folder, executor=executor, workers=workers, deviation=deviation,
-        progress=progress.for_terminal(),
+        progress=progress.for_terminal(), evidence=named_folders(evidence),
     )  # fmt: skip
     for gate in result["gates"]:
         typer.echo(gate_line(gate))
+    for stage, decision in result.get("decisions", {}).items():
+        if not decision["authorised"]:
+            typer.echo(f"stage {stage} was not authorised: none of its cells was run")
     typer.echo(f"label   {plain(result['label'])}")
+    if "says" in result:
+        typer.echo(f"        {plain(result['says'])}")
     if not result["scientific_result"]:
         typer.echo("        (not a scientific result)")
     typer.echo(f"closed  sha256 {ledger.read(Store(folder).ledger_file).head}")
@@ -126,6 +140,7 @@ def status(study: str = typer.Argument(..., help=WHERE), scale: str = SCALE, out
         done = sum((stage.name, cell) in events.records for cell in stage.cells)
         failed = sum(count for key, count in events.failures.items() if key[0] == stage.name)
         sealed = ", sealed" if stage.name in events.stages else ""
+        sealed = ", not authorised" if stage.name in events.not_run else sealed
         failures = f", {count(failed, 'failed attempt')}" if failed else ""
         typer.echo(f"  {stage.name} ({stage.kind}): {done} of {len(stage.cells)} cells{failures}{sealed}")
     for event in events.events:
@@ -168,10 +183,15 @@ def validate(
 
     if cells and not replay:
         raise UsageError("Cells are named for --replay only.")
-    with opened(study, scale, out) as folder:
+    with opened(study, scale, out, code=not (no_code or expect or public_key)) as folder:
         if (folder / retrospective.DECLARATION).exists():
             if registered is None:
                 raise UsageError(f"{folder} is a retrospective analysis: name the study it is of with --of.")
+            if no_code or expect or public_key:
+                raise UsageError(
+                    f"{folder} is a retrospective analysis, which is validated by running its file: "
+                    "--no-code, --expect and --public-key are for studies."
+                )
             result = retrospective.check(folder, registered)
             typer.echo(f"recomputed from {registered}, byte for byte\nlabel: {plain(result['label'])}\nvalid")
             return
@@ -210,17 +230,21 @@ def report(
     scale: str = SCALE,
     out: Path | None = OUT,
     output: Path | None = typer.Option(None, "--output", "-o", help="A Markdown file; default the terminal."),
+    no_code: bool = typer.Option(
+        False, "--no-code", help="Run no code of the study: its own tables are left out."
+    ),
 ) -> None:
     """One page: question, gates, label, units, what is not claimed, tables, provenance."""
     from rich.console import Console
     from rich.markdown import Markdown
 
+    from halfulp.study import export as exporting
     from halfulp.study import report as reporting
 
-    with opened(study, scale, out) as folder:
-        text = reporting.page(folder)
+    with opened(study, scale, out, code=not no_code) as folder:
+        text = reporting.page(folder, code=not no_code)
     if output is not None:
-        output.write_text(text, "utf-8")
+        exporting.put(output, text.encode())
         return
     console = Console()
     if console.is_terminal:
@@ -237,16 +261,17 @@ def export(
     out: Path | None = OUT,
     key: Path | None = typer.Option(None, help="An ed25519 private key (PEM) to sign the statement with."),
     licence: str = typer.Option("", "--licence", help="The address of the licence of these files."),
+    expect: str = typer.Option("", help="A digest printed when the study was sealed or closed."),
 ) -> None:
     """Write one archive that others can validate without this machine; the study is validated first."""
     from halfulp.study import export as exporting
     from halfulp.study.validate import validate as check
 
-    folder = found_folder(study, scale, out)
-    found = check(folder)
-    if found.exit_code:
-        raise UsageError(f"{folder} is not exported, because it is not valid: {found.problems[0]}")
-    digest = exporting.export(folder, target, key=key, licence=licence)
+    with opened(study, scale, out, code=not expect, instead="--expect vouches for it first") as folder:
+        found = check(folder, expect=expect)
+        if found.exit_code:
+            raise UsageError(f"{folder} is not exported, because it is not valid: {found.problems[0]}")
+        digest = exporting.export(folder, target, key=key, licence=licence)
     typer.echo(f"wrote {target}\nsha256 {digest}")
 
 
@@ -281,6 +306,18 @@ def chosen_scale(study: Study, scale: str) -> str:
     return scale
 
 
+def named_folders(given: list[str]) -> dict[str, Path]:
+    """``NAME=FOLDER``, as often as it was given."""
+    folders: dict[str, Path] = {}
+    for one in given:
+        name, equals, folder = one.partition("=")
+        if not (name and equals and folder) or name in folders:
+            raise UsageError(f"--evidence takes NAME=FOLDER, each name once, not {one[:200]!a}.")
+        folders[name] = Path(folder)
+        say_code(folders[name], "evidence is validated, so that it can be sealed")
+    return folders
+
+
 def usual_folder(study: Study, scale: str) -> Path:
     """Where a study goes if nobody says where."""
     return Path("runs") / f"{study.name}-{scale}"
@@ -302,15 +339,31 @@ def found_folder(reference: str, scale: str, out: Path | None) -> Path:
 
 
 @contextmanager
-def opened(reference: str, scale: str, out: Path | None) -> Iterator[Path]:
-    """The folder of a study, or of an archive's content for as long as it is needed."""
-    if out is None and Path(reference).suffix == ".zip":
-        from halfulp.study.export import unpacked
+def opened(
+    reference: str, scale: str, out: Path | None, *, code: bool, instead: str = "--no-code runs none of it"
+) -> Iterator[Path]:
+    """The folder of a study, or of an archive's content for as long as it is needed.
 
-        with unpacked(Path(reference)) as folder:
-            yield folder
-    else:
-        yield found_folder(reference, scale, out)
+    With `code`, a file that it carries is going to be run, which is said.
+    """
+    from halfulp.study.export import unpacked
+
+    archive = out is None and Path(reference).suffix == ".zip"
+    with unpacked(Path(reference)) if archive else nullcontext(found_folder(reference, scale, out)) as folder:
+        if code:
+            say_code(folder, instead)
+        yield folder
+
+
+def say_code(folder: Path, instead: str) -> None:
+    """Say that code is run which a folder carries. Every command that does so says it here."""
+    for name in ("study.py", "analysis.py"):
+        if (folder / name).is_file():
+            typer.echo(
+                f"halfulp: running {name}, code that {plain(str(folder))} carries. If it came from somebody "
+                f"else, read it first; {instead}.",
+                err=True,
+            )
 
 
 def gate_line(gate: dict[str, Json]) -> str:

@@ -15,17 +15,18 @@ from typing import Any
 
 from halfulp import canonical
 from halfulp.errors import CorruptionError, UsageError
+from halfulp.study import shape
 from halfulp.study.protocol import (
-    COMPARISONS,
-    SCALES,
-    SCOPES,
     Cell,
     Config,
+    Estimand,
     Gate,
     Json,
     Rule,
     Study,
-    check_name,
+    check_cells,
+    check_decisions,
+    check_stages,
 )
 
 FORMAT = 1
@@ -53,22 +54,43 @@ def declare(study: Study, scale: str) -> dict[str, Json]:
                 "cells": [
                     {"name": cell.name, "config": cell.config} for cell in study.cells(scale, stage.name)
                 ],
+                **_given(only_if=list(stage.only_if)),
             }
             for stage in study.stages
         ],
         "estimands": [
-            {"name": e.name, "what": e.what, "compute": _called(e.compute)} for e in study.estimands
+            {"name": e.name, "what": e.what, "compute": _called(e.compute), **declared_args(e)}
+            for e in study.estimands
         ],
         "gates": [asdict(gate) for gate in study.gates],
-        "rules": [
-            {"label": rule.label, "passed": list(rule.passed), "failed": list(rule.failed)}
-            for rule in study.rules
-        ],
+        "rules": [declared_rule(rule) for rule in study.rules],
+        **_given(evidence=[asdict(one) | {"scale": one.scale or scale} for one in study.evidence]),
     }
+
+
+def declared_rule(rule: Rule) -> dict[str, Json]:
+    """A rule, as it is sealed."""
+    gates = {"label": rule.label, "passed": list(rule.passed), "failed": list(rule.failed)}
+    return gates | _given(not_run=list(rule.not_run), says=rule.says)
+
+
+def declared_args(estimand: Estimand) -> dict[str, Json]:
+    """The arguments of an estimand, as they are sealed, if it has any."""
+    return _given(args={key: sealed_argument(value) for key, value in estimand.args.items()})
+
+
+def _given(**fields: Json) -> dict[str, Json]:
+    """Fields that are left out where nothing is said: a study that needs none of them is as it was."""
+    return {key: value for key, value in fields.items() if value}
 
 
 def _called(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def sealed_argument(value: Json) -> Json:
+    """An estimand's argument, as it is sealed: a function is called by its name."""
+    return {"function": _called(value)} if callable(value) else value
 
 
 @dataclass(frozen=True)
@@ -79,43 +101,57 @@ class SealedStage:
     kind: str
     reads: tuple[str, ...]
     cells: Mapping[str, Config]
+    only_if: tuple[str, ...] = ()
 
 
 class Protocol:
     """A declaration that was read back; `where` is named in errors."""
 
     def __init__(self, content: Any, where: str) -> None:
-        _check(content, _PROTOCOL, where)
-        self.content: dict[str, Json] = content
-        if content["format"] != FORMAT:
+        if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
             raise CorruptionError(
-                f"{where} has format {content['format']}; this halfulp reads format {FORMAT}."
+                f"{where} has format {str(content['format'])[:40]!a}; this halfulp reads format {FORMAT}."
             )
+        shape.check(content, shape.PROTOCOL, where)
+        self.content: dict[str, Json] = content
         self.study: str = content["study"]
         self.scale: str = content["scale"]
         self.threads: int = content["threads"]
         self.retries: int = content["retries"]
         self.data: tuple[str, ...] = tuple(content["data"])
-        try:
-            check_name("study", self.study)
-            self.stages = tuple(
-                SealedStage(
-                    s["name"], s["kind"], tuple(s["reads"]), {c["name"]: c["config"] for c in s["cells"]}
-                )
-                for s in content["stages"]
+        self.estimands: tuple[str, ...] = tuple(e["name"] for e in content["estimands"])
+        self.args: dict[str, dict[str, Json]] = {e["name"]: e.get("args", {}) for e in content["estimands"]}
+        self.evidence: tuple[dict[str, Json], ...] = tuple(content.get("evidence", ()))
+        self.stages = tuple(
+            SealedStage(
+                s["name"],
+                s["kind"],
+                tuple(s["reads"]),
+                {c["name"]: c["config"] for c in s["cells"]},
+                tuple(s.get("only_if", ())),
             )
-            for stage in self.stages:
-                check_name("stage", stage.name)
-                for cell in stage.cells:
-                    check_name("cell", cell)
+            for s in content["stages"]
+        )
+        try:
             self.gates = tuple(Gate(**gate) for gate in content["gates"])
             self.rules = tuple(
-                Rule(label=r["label"], passed=tuple(r["passed"]), failed=tuple(r["failed"]))
+                Rule(
+                    label=r["label"],
+                    passed=tuple(r["passed"]),
+                    failed=tuple(r["failed"]),
+                    not_run=tuple(r.get("not_run", ())),
+                    says=r.get("says", ""),
+                )
                 for r in content["rules"]
             )
+            check_stages("The study", self.stages)
+            for stage in content["stages"]:
+                check_cells(stage["name"], [cell["name"] for cell in stage["cells"]])
+            check_decisions("The study", self.estimands, self.gates, self.rules, self.stages)
         except UsageError as error:
             raise CorruptionError(f"{where} is not a protocol: {error}") from None
-        self.estimands: tuple[str, ...] = tuple(e["name"] for e in content["estimands"])
+        if not self.stages or self.threads < 1 or self.retries < 0:
+            raise CorruptionError(f"{where} is not a protocol: it has no stage, or no thread to run one.")
 
     @classmethod
     def of(cls, study: Study, scale: str) -> Protocol:
@@ -144,6 +180,17 @@ class Protocol:
         """The stages that must be sealed before this one starts."""
         names = [stage.name for stage in self.stages]
         return self.stages[: names.index(self.stage(name).name)]
+
+    def judged_from(self, estimand: str) -> tuple[str, ...]:
+        """The stages whose records an estimand is given: all, or those before the first that it decides on.
+
+        So a gate that decides whether a stage runs has one value, then and at the end.
+        """
+        gates = {gate.name for gate in self.gates if gate.estimand == estimand}
+        for i, stage in enumerate(self.stages):
+            if gates & {name.partition("[")[0] for name in stage.only_if}:
+                return tuple(earlier.name for earlier in self.stages[:i])
+        return tuple(stage.name for stage in self.stages)
 
     def cell(self, name: str) -> tuple[str, str]:
         """Stage and cell of ``stage/cell``, or of a cell's name that only one stage has."""
@@ -191,42 +238,3 @@ def _named(items: Any) -> bool:
 def _short(value: Any) -> str:
     text = canonical.dumps(value).decode()
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-# ---- the exact shape of protocol.json ---------------------------------------------------------------
-
-_TEXTS = [str]
-_PROTOCOL: dict[str, Any] = {
-    "format": int, "study": str, "scale": SCALES, "config": dict, "question": str, "units": str,
-    "not_claimed": _TEXTS, "data": _TEXTS, "retries": int, "threads": int,
-    "stages": [{"name": str, "kind": ("reference", "prediction", "outcome"), "reads": _TEXTS, "run": str,
-                "cells": [{"name": str, "config": dict}]}],
-    "estimands": [{"name": str, "what": str, "compute": str}],
-    "gates": [{"name": str, "estimand": str, "scope": SCOPES, "comparison": COMPARISONS, "threshold": float,
-               "why": str}],
-    "rules": [{"label": str, "passed": _TEXTS, "failed": _TEXTS}],
-}  # fmt: skip
-
-
-def _check(value: Any, shape: Any, where: str) -> None:
-    if isinstance(shape, dict):
-        if not isinstance(value, dict) or set(value) != set(shape):
-            found = set(value) if isinstance(value, dict) else set()
-            extra, lacking = sorted(found - set(shape)), sorted(set(shape) - found)
-            raise CorruptionError(
-                f"{where} has unknown fields {extra} and lacks {lacking}: not a protocol of this halfulp."
-            )
-        for key, below in shape.items():
-            _check(value[key], below, f"{where}: {key}")
-    elif isinstance(shape, list):
-        if not isinstance(value, list):
-            raise CorruptionError(f"{where} must be a list.")
-        for item in value:
-            _check(item, shape[0], where)
-    elif isinstance(shape, tuple):
-        if value not in shape:
-            raise CorruptionError(f"{where} is {_short(value)}, not one of {', '.join(shape)}.")
-    else:
-        kinds = (int, float) if shape is float else (shape,)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and shape is not bool):
-            raise CorruptionError(f"{where} must be of kind {shape.__name__}, not {_short(value)}.")

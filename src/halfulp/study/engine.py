@@ -18,25 +18,28 @@ from __future__ import annotations
 import base64
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfulp import canonical, files
-from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError
+from halfulp.errors import CorruptionError, DiskError, HalfulpError, TamperingError, UsageError
 from halfulp.study import ledger
 from halfulp.study import seal as seals
 from halfulp.study.declaration import Protocol, SealedStage
+from halfulp.study.evidence import gather
 from halfulp.study.executor import Executor, Opening, open_executor
 from halfulp.study.export import EXPORTED
 from halfulp.study.interrupts import Interrupted, Interrupts
 from halfulp.study.ledger import Ledger
 from halfulp.study.loading import Source
+from halfulp.study.order import conditional
 from halfulp.study.progress import Progress, Silent
 from halfulp.study.protocol import Json
-from halfulp.study.result import compute
+from halfulp.study.reading import open_study
+from halfulp.study.result import assemble, authorise, values
 from halfulp.study.running import Message
 from halfulp.study.store import Binding, Store
-from halfulp.study.validate import check_records
 from halfulp.text import plain, quoted
 
 WAIT_SECONDS = 0.2
@@ -63,11 +66,11 @@ class OpenStudy:
     attempts: dict[tuple[str, str], int] = field(default_factory=dict)  # of this run
 
 
-def seal(source: Source, scale: str, out: Path) -> str:
+def seal(source: Source, scale: str, out: Path, *, evidence: Mapping[str, Path] | None = None) -> str:
     """Seal a study in a folder, or find it sealed there as it is now; gives the seal's digest."""
     _check_free(Store(out))
     with files.lock(Store(out).lock_file):
-        return _open(source, scale, out, "").ledger.seal
+        return _open(source, scale, out, "", evidence or {}).ledger.seal
 
 
 def run(
@@ -79,12 +82,13 @@ def run(
     workers: int | None = None,
     deviation: str = "",
     progress: Progress | None = None,
+    evidence: Mapping[str, Path] | None = None,
 ) -> dict[str, Json]:
     """Run a study to its end, from wherever it is; gives its result."""
     progress = progress or Silent()
     _check_free(Store(out))
     with files.lock(Store(out).lock_file):
-        study = _open(source, scale, out, deviation)
+        study = _open(source, scale, out, deviation, evidence or {})
         if study.ledger.closed is None:
             progress.sealed(study.ledger.seal, study.protocol)
             _run_stages(study, executor, workers, progress)
@@ -100,23 +104,27 @@ def run(
 def _check_free(store: Store) -> None:
     """Leave a folder alone that holds something else than a study or one that was being sealed."""
     begun = {"protocol.json", "seal.json", "study.py", "ledger.jsonl"}
-    foreign = sorted(store.present() - begun) if store.folder.is_dir() else []
-    whole = store.ledger_file.is_file() and b"\n" in store.ledger_file.read_bytes()[:4096]
+    present = store.present() if store.folder.is_dir() else set()
+    foreign = sorted(name for name in present - begun if not name.startswith("evidence/"))
+    whole = store.ledger_file.is_file() and b"\n" in files.read(store.ledger_file)[:4096]
     if foreign and not whole:
         raise UsageError(f"{store.folder} holds no study, but {foreign[0]}. Choose another folder (--out).")
 
 
-def _open(source: Source, scale: str, out: Path, deviation: str) -> OpenStudy:
+def _open(source: Source, scale: str, out: Path, deviation: str, given: Mapping[str, Path]) -> OpenStudy:
     """Seal the folder if it is new; otherwise check that everything is still what was sealed."""
     store = Store(out)
     protocol = Protocol.of(source.study, scale)
-    now = seals.make(source, protocol)
     events = ledger.reopen(store.ledger_file)
     if not events.events:
-        return _seal(source, store, protocol, now, events)
+        return _seal(source, store, protocol, events, given)
     sealed = store.read_seal(events.seal)
+    now = seals.make(source, protocol, sealed.get("evidence", {}), whole="noted" not in sealed)
     sealed_protocol = store.read_protocol(sealed)
     changed = seals.refuse_changes(out, sealed, sealed_protocol, now, protocol)
+    for name, identity in gather(protocol.evidence, given)[0].items() if given else ():
+        if identity != sealed["evidence"][name]:
+            raise TamperingError(f"{given[name]} is not the evidence {name} that {out} was sealed with.")
     study = OpenStudy(source, store, events, sealed, protocol, Binding.of(protocol, sealed))
     if changed and events.closed is None:
         _deviate(study, changed, seals.code_digest(now), deviation)
@@ -125,8 +133,13 @@ def _open(source: Source, scale: str, out: Path, deviation: str) -> OpenStudy:
 
 
 def _seal(
-    source: Source, store: Store, protocol: Protocol, now: dict[str, Json], events: Ledger
+    source: Source, store: Store, protocol: Protocol, events: Ledger, given: Mapping[str, Path]
 ) -> OpenStudy:
+    evidence, copies = gather(protocol.evidence, given)
+    now = seals.make(source, protocol, evidence)
+    files.remove_tree(store.folder / "evidence")  # of a sealing that was interrupted
+    if copies:
+        files.put_all([(store.folder / "evidence" / name, copies[name]) for name in copies], store.work)
     if source.content is not None:
         files.put(store.study_file, source.content, store.work)
     elif store.study_file.exists():
@@ -160,10 +173,7 @@ def _deviate(study: OpenStudy, changed: dict[str, list[str]], code: str, reason:
 def _check_files(study: OpenStudy) -> None:
     """What the ledger names must be there, unharmed; a record that it does not name is not a record."""
     store, events = study.store, study.ledger
-    records = check_records(store, study.protocol, study.sealed, events)
-    for stage, digest in events.stages.items():
-        store.read_stage_seal(stage, digest)
-    expected = store.expected(study.sealed, events, records)
+    expected = open_study(store.folder).files
     present = store.present()
     missing = sorted(expected - present)
     if missing:
@@ -191,7 +201,7 @@ def _run_stages(study: OpenStudy, executor: str, workers: int | None, progress: 
     try:
         with progress, Interrupts() as interrupts:
             for stage in study.protocol.stages:
-                if stage.name in study.ledger.stages:
+                if stage.name in study.ledger.stages or not _authorised(study, stage, progress):
                     continue
                 waiting = [cell for cell in stage.cells if (stage.name, cell) not in study.ledger.records]
                 progress.stage(stage, len(stage.cells) - len(waiting))
@@ -202,6 +212,24 @@ def _run_stages(study: OpenStudy, executor: str, workers: int | None, progress: 
     finally:
         if running is not None:
             running.close()
+
+
+def _authorised(study: OpenStudy, stage: SealedStage, progress: Progress) -> bool:
+    """Whether a stage may run; where gates decide on that, the ledger holds what they said."""
+    if conditional(stage, study.ledger) and stage.name not in study.ledger.decided:
+        opened = open_study(study.store.folder)
+        gates = authorise(study.source.study, study.protocol, stage, opened.records)
+        authorised = all(gates.values()) and not study.ledger.not_run & set(stage.reads)
+        study.ledger.append(
+            {"event": "decided", "stage": stage.name, "authorised": authorised, "gates": gates,
+             "process": ledger.process()}
+        )  # fmt: skip
+    if stage.name in study.ledger.not_run:
+        failed = [name for name, passed in study.ledger.decided[stage.name]["gates"].items() if not passed]
+        why = f"failed: {', '.join(failed)}" if failed else "it reads a stage that was not run"
+        progress.say(f"stage {stage.name} is not authorised ({why}): none of its cells runs")
+        return False
+    return True
 
 
 def _run_cells(
@@ -262,9 +290,8 @@ def _run_cells(
 
 
 def _refused(answer: Message) -> HalfulpError:
-    return (TamperingError if answer.get("exit_code") == TamperingError.exit_code else UsageError)(
-        answer["error"]
-    )
+    kinds = {kind.exit_code: kind for kind in (UsageError, TamperingError, DiskError)}
+    return kinds.get(answer.get("exit_code", 0), UsageError)(answer["error"])
 
 
 def _begin(study: OpenStudy, stage: str, cell: str, executor: Executor, progress: Progress) -> None:
@@ -323,8 +350,9 @@ def _seal_stage(study: OpenStudy, stage: str) -> None:
 
 def _close(study: OpenStudy) -> None:
     """Judge what was recorded, from the disk; the ledger's last line binds the result."""
-    records = check_records(study.store, study.protocol, study.sealed, study.ledger)
-    result = compute(study.source.study, study.protocol, study.ledger, records)
+    opened = open_study(study.store.folder)
+    numbers = values(study.source.study, study.protocol, opened.records)
+    result = assemble(study.protocol, study.ledger, study.sealed.get("evidence", {}), numbers)
     content = canonical.dumps(result)
     files.put(study.store.result_file, content, study.store.work)
     digest, identity = canonical.sha256(content), ledger.process()

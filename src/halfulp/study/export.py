@@ -9,20 +9,24 @@ without times, so that the same study always makes the same bytes.
 
 from __future__ import annotations
 
+import errno
 import io
 import shutil
 import stat
+import struct
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from halfulp import canonical, files
-from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import ledger, signing
+from halfulp.errors import CorruptionError, DiskError, TamperingError
+from halfulp.study import ledger, shape, signing
 from halfulp.study.protocol import Json
+from halfulp.study.reading import open_closed
 from halfulp.study.store import Store
 
 CRATE, STATEMENT, ENVELOPE = "ro-crate-metadata.json", "statement.json", "statement.dsse.json"
@@ -35,22 +39,25 @@ TIME = (1980, 1, 1, 0, 0, 0)  # the first that the format knows
 
 def export(folder: Path, target: Path, *, key: Path | None = None, licence: str = "") -> str:
     """Write the archive of a closed study; gives its digest. The study is to be validated before."""
-    store = Store(folder)
-    if ledger.read(store.ledger_file).closed is None:
-        raise UsageError(f"{folder} is not closed: run the study to its end before exporting it.")
+    store = open_closed(folder).store
     members = {name: files.read(folder / name) for name in sorted(store.present() - set(EXPORTED))}
     members[CRATE] = canonical.dumps(crate(store, members, licence))
     members[STATEMENT] = canonical.dumps(statement(store, members))
     if key is not None:
         members[ENVELOPE] = canonical.dumps(signing.envelope(members[STATEMENT], key))
     content = _zip(members)
+    put(target, content)
+    return canonical.sha256(content)
+
+
+def put(target: Path, content: bytes) -> None:
+    """Write a file that is not part of a study; it appears whole or not at all."""
     files.make_folder(target.resolve().parent)
     aside = target.with_name(f".{target.name}.work")
     try:
         files.put(target, content, aside)
     finally:
         files.remove_tree(aside)
-    return canonical.sha256(content)
 
 
 def statement(store: Store, members: Mapping[str, bytes]) -> dict[str, Json]:
@@ -121,11 +128,10 @@ def check_statement(folder: Path, public_key: Path | None) -> str:
     if STATEMENT not in present:
         raise CorruptionError(f"{folder / STATEMENT} is missing.")
     stated = canonical.loads(members[STATEMENT], folder / STATEMENT)
+    shape.check(stated, shape.STATEMENT, str(folder / STATEMENT))
     expected = statement(store, members)
     if stated != expected:
-        subjects = {
-            s["name"]: s["digest"] for s in stated.get("subject", []) if "name" in s and "digest" in s
-        }
+        subjects = {s["name"]: s["digest"] for s in stated["subject"]}
         wrong = [s["name"] for s in expected["subject"] if subjects.get(s["name"]) != s["digest"]]
         wrong += sorted(set(subjects) - present)
         named = folder / wrong[0] if wrong else folder / STATEMENT
@@ -164,7 +170,12 @@ def unpacked(path: Path) -> Iterator[Path]:
         try:
             with zipfile.ZipFile(path) as archive:
                 _unpack(archive, folder, path)
-        except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise DiskError(f"{path} cannot be unpacked in {place}: {error.strerror}.") from None
+            raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
+        except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, ArithmeticError, LookupError,
+                zlib.error, struct.error) as error:  # fmt: skip
             raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
         yield folder
 
@@ -185,6 +196,8 @@ def _unpack(archive: zipfile.ZipFile, folder: Path, path: Path) -> None:
             )
         if entry.filename.lower() in seen:
             raise CorruptionError(f"{path} holds {entry.filename[:200]!a} twice.")
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise CorruptionError(f"{path} holds {entry.filename[:200]!a} in a form that is not read.")
         seen.add(entry.filename.lower())
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

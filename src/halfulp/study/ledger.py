@@ -20,21 +20,9 @@ from pathlib import Path
 
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError
+from halfulp.study import shape
 from halfulp.study.protocol import Json
 
-EVENTS = {  # what an event says, beside its number, time, digest and the digest before it
-    "sealed": {"seal", "process"},
-    "started": {"stage", "cell"},
-    "retried": {"stage", "cell"},  # started again after it failed
-    "finished": {"stage", "cell", "record", "process"},
-    "failed": {"stage", "cell", "error"},
-    "recovered": {"stage", "cell", "record", "reason", "process"},
-    "stage-sealed": {"stage", "seal", "process"},
-    "deviation": {"reason", "changes", "code", "process"},
-    "validated": {"result", "process"},
-    "closed": {"result", "label", "process"},
-}
-_ALWAYS = {"n", "previous", "at", "event", "digest"}
 Event = dict[str, Json]
 
 _NONCE: dict[int, str] = {}  # by process: a fork is another process
@@ -61,6 +49,7 @@ class Ledger:
         self.recovered: dict[tuple[str, str], str] = {}  # -> reason
         self.failures: dict[tuple[str, str], int] = {}
         self.stages: dict[str, str] = {}  # sealed stage -> digest of its seal
+        self.decided: dict[str, Event] = {}  # stage -> the decision whether it runs, where there is one
         self.deviations: list[Event] = []
         self.closed: Event | None = None
         for event in events:
@@ -72,6 +61,11 @@ class Ledger:
         return str(self.events[-1]["digest"]) if self.events else ""
 
     @property
+    def not_run(self) -> frozenset[str]:
+        """The stages that were not authorised."""
+        return frozenset(stage for stage, event in self.decided.items() if not event["authorised"])
+
+    @property
     def seal(self) -> str:
         """The digest of seal.json that the first event names."""
         return str(self.events[0]["seal"]) if self.events else ""
@@ -80,6 +74,8 @@ class Ledger:
         """Add events. They are on disk when this returns, if `durable`; otherwise with the next that is."""
         lines = []
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        if self.events:  # a clock that was set back does not turn history round
+            now = max(now, self.events[-1]["at"])
         for event in events:
             body: Event = {"n": len(self.events), "previous": self.head, "at": now, **event}
             body["digest"] = canonical.digest(body)
@@ -89,7 +85,10 @@ class Ledger:
 
     def _take(self, event: Event) -> None:
         """Follow the protocol of events; what could not have happened in this order is damage."""
-        kind, key = event["event"], (str(event.get("stage", "")), str(event.get("cell", "")))
+        kind, key = event["event"], (event.get("stage", ""), event.get("cell", ""))
+        last = self.events[-1] if self.events else None
+        if last is not None and event["at"] < last["at"]:
+            raise self._wrong(event, f"its time, {event['at']}, is before that of the event ahead of it")
         if self.closed is not None:
             raise self._wrong(event, "comes after the study was closed")
         if (kind == "sealed") == bool(self.events):
@@ -106,12 +105,19 @@ class Ledger:
             self.failures[key] = self.failures.get(key, 0) + 1
         elif kind == "stage-sealed":
             self.stages[event["stage"]] = event["seal"]
+        elif kind == "decided":
+            self.decided[event["stage"]] = event
         elif kind == "deviation":
             self.deviations.append(event)
         elif kind == "closed":
+            if last is None or (last["event"], last.get("result")) != ("validated", event["result"]):
+                raise self._wrong(event, "a study is closed with the result that was validated just before")
             self.closed = event
-        if kind in ("started", "retried", "finished", "recovered") and key[0] in self.stages:
-            raise self._wrong(event, f"stage {key[0]} was sealed before")
+        if kind in ("started", "retried", "finished", "recovered"):
+            if key[0] in self.stages:
+                raise self._wrong(event, f"stage {key[0]} was sealed before")
+            if key[0] in self.not_run:
+                raise self._wrong(event, f"stage {key[0]} was not authorised")
         self.events.append(event)
 
     def _wrong(self, event: Event, why: str) -> CorruptionError:
@@ -144,8 +150,10 @@ def _events(path: Path, lines: Iterable[bytes]) -> list[Event]:
     previous = ""
     for n, line in enumerate(lines):
         event = canonical.loads(line, f"{path}, line {n + 1},")
-        if not isinstance(event, dict) or set(event) - _ALWAYS != EVENTS.get(str(event.get("event"))):
+        kind = event.get("event") if isinstance(event, dict) else None
+        if not isinstance(kind, str) or kind not in shape.EVENTS:
             raise CorruptionError(f"{path} is damaged: line {n + 1} is not an event.")
+        shape.check(event, shape.ALWAYS | shape.EVENTS[kind], f"{path}, line {n + 1}")
         body = {key: value for key, value in event.items() if key != "digest"}
         if canonical.digest(body) != event["digest"]:
             raise CorruptionError(

@@ -36,6 +36,13 @@ class Source:
     folder: Path | None = None
 
     @property
+    def module(self) -> str:
+        """The module of this package that a registered study is in; of a user's own, none."""
+        from halfulp.studies import REGISTRY
+
+        return REGISTRY.get(self.registered or "", "")
+
+    @property
     def identity(self) -> dict[str, Json]:
         """How the seal names it."""
         if self.content is None:
@@ -115,7 +122,7 @@ def module(content: bytes, name: str) -> ModuleType:
     sys.modules[full] = loaded  # dataclasses look their module up while it is being made
     try:
         loader.exec_module(loaded)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file that ends the process has not been validated by it
         del sys.modules[full]
         raise UsageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     return loaded

@@ -19,6 +19,7 @@ class Validation:
     study: str = ""
     scale: str = ""
     label: str = ""
+    says: str = ""
     scientific_result: bool = False
     authenticated: list[str] = field(default_factory=list)
     recomputed: list[str] = field(default_factory=list)
@@ -45,6 +46,8 @@ def lines(page: Validation) -> Iterator[str]:
     yield ""
     if page.label:
         yield f"label: {plain(page.label)}{'' if page.scientific_result else ' (not a scientific result)'}"
+    if page.says:
+        yield f"       {plain(page.says)}"
     yield "valid" if not page.problems else "NOT valid: see the problems above"
 
 
@@ -57,13 +60,17 @@ def counted(
     parts = [
         "the seal", "the protocol", *(["the study file"] if "sha256" in sealed["code"]["study"] else []),
         count(len(records), "record"), count(attached, "attached file"),
-        count(len(events.stages), "stage seal"),
+        count(len(events.stages), "stage seal"), *(f"evidence {name}" for name in sealed.get("evidence", {})),
     ]  # fmt: skip
     lines = [
         f"{count(len(events.events), 'event')} of the ledger: digests, chain, and the order of stages",
         f"{', '.join(parts)}: all digests, canonical bytes, no file too many or too few",
         f"the {len(processes)} processes that made the records are identified in the ledger",
     ]
+    for name, one in sealed.get("evidence", {}).items():
+        lines.append(f"evidence {name} is of {one['study']} ({one['scale']}), closed with {one['closed']}")
+    for stage in sorted(events.not_run):
+        lines.append(f"stage {stage} was not authorised by its gates, and none of its cells ran")
     failures = sum(events.failures.values())
     if failures:
         lines.append(

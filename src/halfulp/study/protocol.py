@@ -32,6 +32,7 @@ and the validator find them by name: nothing is pickled. What a function gives b
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,6 +41,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from halfulp.errors import UsageError
+from halfulp.study.outcomes import Outcomes
 
 Json = Any  # None, bool, int, float (finite), str, and lists and string-keyed dicts of them
 Config = Mapping[str, Json]
@@ -72,6 +74,9 @@ class Running(Protocol):
 
     def attach(self, name: str, content: bytes) -> None:
         """Keep a file beside the record, which holds its digest."""
+
+    def evidence(self, name: str) -> Outcomes:
+        """Another study that this one declares as evidence: its records, files and values."""
 
     def data(self, name: str) -> Path:
         """A data set of the study, whose digest is the sealed one."""
@@ -106,6 +111,9 @@ class Stage:
     cells: Callable[[Config], Iterable[Cell]]
     run: Callable[[Running], Mapping[str, Json]]
     reads: tuple[str, ...] = ()
+    only_if: tuple[str, ...] = ()
+    """Gates that must have passed, judged from the stages before this one. If one failed, the stage is
+    recorded as not authorised and none of its cells runs."""
 
     def __post_init__(self) -> None:
         check_name("stage", self.name)
@@ -117,14 +125,25 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimand:
-    """A number, by scientific unit, that is a function of the records alone."""
+    """A number, by scientific unit, that is a function of the records alone.
+
+    It is computed as ``compute(records, **args)``. Arguments are sealed, and what was sealed is what the
+    function is given: JSON values as JSON gives them back (a tuple is a list), functions by their names. A
+    `functools.partial` is taken apart; its arguments must have names.
+    """
 
     name: str
     what: str
-    compute: Callable[[Records], Values]
+    compute: Callable[..., Values]
+    args: Mapping[str, Json] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_name("estimand", self.name)
+        if isinstance(self.compute, functools.partial):
+            if self.compute.args:
+                raise UsageError(f"Estimand {self.name}: give the arguments of a partial by name.")
+            object.__setattr__(self, "args", {**self.compute.keywords, **self.args})
+            object.__setattr__(self, "compute", self.compute.func)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +175,44 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The label, when these gates passed and those failed. The first rule that fits decides."""
+    """The label, when these gates passed and those failed. The first rule that fits decides.
+
+    `not_run` names stages that were not authorised. A label may be a registered string, to the letter; `says`
+    is then the sentence that a reader understands.
+    """
 
     label: str
     passed: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    not_run: tuple[str, ...] = ()
+    says: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Another study, closed, that this one builds on; the user points at its folder when sealing.
+
+    `records` are patterns (``*`` for anything) of ``stage/cell``, `attached` of ``stage/cell/file`` (their
+    records come with them), `estimands` names: what is used is copied, checked, and all that cells and
+    estimands see. `scale` is that of the study itself unless it is given.
+    """
+
+    name: str
+    study: str
+    scale: str = ""
+    records: tuple[str, ...] = ()
+    attached: tuple[str, ...] = ()
+    estimands: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name("evidence", self.name)
+        check_name("study", self.study)
+        if not self.records + self.attached + self.estimands:
+            raise UsageError(f"Evidence {self.name} must say which records, files or estimands it uses.")
+        if self.scale and self.scale not in SCALES:
+            raise UsageError(
+                f"Evidence {self.name}: a scale is one of {', '.join(SCALES)}, not {self.scale!r}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +250,7 @@ class Study:
     threads: int = 1
     tables: Mapping[str, Callable[[Records], Table]] = field(default_factory=dict)
     figures: Mapping[str, Callable[[Records], Any]] = field(default_factory=dict)  # a matplotlib figure
+    evidence: tuple[Evidence, ...] = ()
 
     def __post_init__(self) -> None:
         check_name("study", self.name)
@@ -206,27 +259,12 @@ class Study:
         for scale in self.scales:
             if scale not in SCALES:
                 raise UsageError(f"Study {self.name}: a scale is one of {', '.join(SCALES)}, not {scale!r}.")
-        _once(f"Study {self.name}: stage", [stage.name for stage in self.stages])
-        self._check_stages()
-        check_decisions(f"Study {self.name}", self.estimands, self.gates, self.rules)
+        check_stages(f"Study {self.name}", self.stages)
+        estimands = [estimand.name for estimand in self.estimands]
+        check_decisions(f"Study {self.name}", estimands, self.gates, self.rules, self.stages)
+        _once(f"Study {self.name}: evidence", [one.name.lower() for one in self.evidence])
         if self.retries < 0 or self.threads < 1:
             raise UsageError(f"Study {self.name}: retries must be 0 or more and threads 1 or more.")
-
-    def _check_stages(self) -> None:
-        before: list[str] = []
-        outcome = ""
-        for stage in self.stages:
-            unknown = [name for name in stage.reads if name not in before]
-            if unknown:
-                raise UsageError(
-                    f"Stage {stage.name} reads {', '.join(unknown)}, which is not an earlier stage of the "
-                    f"study; earlier ones: {', '.join(before) or 'none'}."
-                )
-            if stage.kind == "outcome":
-                outcome = stage.name
-            elif stage.kind == "prediction" and outcome:
-                raise UsageError(f"Prediction stage {stage.name} comes after outcome stage {outcome}.")
-            before.append(stage.name)
 
     def stage(self, name: str) -> Stage:
         """A stage by name."""
@@ -244,9 +282,7 @@ class Study:
     def cells(self, scale: str, stage: str) -> list[Cell]:
         """The cells of a stage, in their declared order."""
         cells = list(self.stage(stage).cells(self.config(scale)))
-        if not cells:
-            raise UsageError(f"Stage {stage} of study {self.name} has no cells at scale {scale}.")
-        _once(f"Stage {stage}: cell", [cell.name.lower() for cell in cells])  # file systems may fold case
+        check_cells(stage, [cell.name for cell in cells])
         return cells
 
     @staticmethod
@@ -254,26 +290,81 @@ class Study:
         return ", ".join(thing.name for thing in things)
 
 
+class Staged(Protocol):
+    """What a declared and a sealed stage have in common."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+    @property
+    def only_if(self) -> tuple[str, ...]: ...
+
+
+def check_stages(what: str, stages: Sequence[Staged]) -> None:
+    """Stages read earlier ones only, and no prediction comes after an outcome."""
+    _once(f"{what}: stage", [stage.name.lower() for stage in stages])  # file systems may fold case
+    before: list[str] = []
+    outcome = ""
+    for stage in stages:
+        unknown = [name for name in stage.reads if name not in before]
+        if unknown:
+            raise UsageError(
+                f"Stage {stage.name} reads {', '.join(unknown)}, which is not an earlier stage of the "
+                f"study; earlier ones: {', '.join(before) or 'none'}."
+            )
+        if stage.kind == "outcome":
+            outcome = stage.name
+        elif stage.kind == "prediction" and outcome:
+            raise UsageError(f"Prediction stage {stage.name} comes after outcome stage {outcome}.")
+        before.append(stage.name)
+
+
+def check_cells(stage: str, cells: Sequence[str]) -> None:
+    """A stage has cells, each under a name of its own."""
+    if not cells:
+        raise UsageError(f"Stage {stage} has no cells at this scale.")
+    _once(f"Stage {stage}: cell", [cell.lower() for cell in cells])
+
+
 def check_decisions(
-    what: str, estimands: Sequence[Estimand], gates: Sequence[Gate], rules: Sequence[Rule]
+    what: str,
+    estimands: Sequence[str],
+    gates: Sequence[Gate],
+    rules: Sequence[Rule],
+    stages: Sequence[Staged] = (),
 ) -> None:
     """Gates must name estimands that exist, rules gates that exist, and some rule must always fit."""
-    _once(f"{what}: estimand", [estimand.name for estimand in estimands])
+    _once(f"{what}: estimand", estimands)
     _once(f"{what}: gate", [gate.name for gate in gates])
-    known = {estimand.name for estimand in estimands}
     for gate in gates:
-        if gate.estimand not in known:
+        if gate.estimand not in estimands:
             raise UsageError(f"Gate {gate.name}: there is no estimand {gate.estimand!r}.")
     scopes = {gate.name: gate.scope for gate in gates}
-    for rule in rules:
-        for used in rule.passed + rule.failed:
+    named = [(f"The rule for {rule.label!r}", rule.passed + rule.failed) for rule in rules]
+    for who, names in [*named, *((f"Stage {stage.name}", stage.only_if) for stage in stages)]:
+        for used in names:
             name, _, unit = used.partition("[")
             if name not in scopes or bool(unit) != (scopes[name] == "unit"):
                 raise UsageError(
-                    f"The rule for {rule.label!r} names gate {used!r}; gates: {', '.join(scopes)} "
+                    f"{who} names gate {used!r}; gates: {', '.join(scopes)} "
                     "(a gate of scope unit is named with its unit, as in gate[unit])."
                 )
-    if not rules or rules[-1].passed or rules[-1].failed:
+    if stages and stages[0].only_if:
+        raise UsageError(f"Stage {stages[0].name} is the first: no gate can be judged before it.")
+    conditional: set[str] = set()
+    for stage in stages:
+        conditional |= {stage.name} if stage.only_if or conditional & set(stage.reads) else set()
+    for rule in rules:
+        unknown = sorted(set(rule.not_run) - conditional)
+        if unknown:
+            raise UsageError(
+                f"The rule for {rule.label!r} asks whether stage {unknown[0]!r} was not run, but no gate "
+                "decides on that."
+            )
+    if not rules or rules[-1].passed or rules[-1].failed or rules[-1].not_run:
         raise UsageError(f"{what}: the last rule must have no condition, so that a label exists.")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from halfulp import canonical, files
 from halfulp.errors import UsageError
 from halfulp.study import ledger
+from halfulp.study.order import conditional
 from halfulp.study.protocol import Json
 from halfulp.study.store import Binding, Store
 from halfulp.text import plain
@@ -28,11 +29,14 @@ def recover(out: Path, cell: str, outcome: Mapping[str, Json], reason: str) -> N
         sealed = store.read_seal(events.seal)
         protocol = store.read_protocol(sealed)
         stage, name = protocol.cell(cell)
-        unsealed = [earlier.name for earlier in protocol.before(stage) if earlier.name not in events.stages]
+        settled = {*events.stages, *events.not_run}
+        unsealed = [earlier.name for earlier in protocol.before(stage) if earlier.name not in settled]
         if unsealed:
             raise UsageError(
                 f"Cell {stage}/{name} cannot be recovered: stage {unsealed[0]} is not sealed yet."
             )
+        if conditional(protocol.stage(stage), events) and not events.decided.get(stage, {}).get("authorised"):
+            raise UsageError(f"Cell {stage}/{name} cannot be recovered: its stage is not authorised.")
         if events.closed or (stage, name) in events.records:
             raise UsageError(f"Cell {stage}/{name} has a record; records are not replaced.")
         record = Binding.of(protocol, sealed).record(stage, name, outcome, {}, plain(reason))

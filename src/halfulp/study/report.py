@@ -5,39 +5,32 @@ Everything on it comes from files that were checked. `tables` of the study decid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from halfulp import canonical
-from halfulp.errors import UsageError
-from halfulp.study import ledger, loading
+from halfulp.study import loading
+from halfulp.study.declaration import Protocol
 from halfulp.study.protocol import Json, Table
-from halfulp.study.seal import code_digest
-from halfulp.study.show import SCOPES
-from halfulp.study.store import Store, outcomes
-from halfulp.study.validate import check_order, check_records
+from halfulp.study.reading import Opened, open_closed
+from halfulp.study.seal import code_digest, version
+from halfulp.study.show import SCOPES, condition
+from halfulp.study.validate import RecomputationError
 from halfulp.text import cell, count, number
 
 MOST_UNITS = 24  # of an estimand on the page; files hold all
 
 
-def page(folder: Path) -> str:
-    """The page."""
-    store = Store(folder)
-    events = ledger.read(store.ledger_file)
-    sealed = store.read_seal(events.seal)
-    protocol = store.read_protocol(sealed)
-    if events.closed is None:
-        raise UsageError(f"{folder} is not closed: run the study to its end before reporting on it.")
-    records = check_records(store, protocol, sealed, events)
-    check_order(store, protocol, events)
-    result = store.read_result(events)
-    study = loading.load_sealed(sealed["code"]["study"], store.study_file).study
-    content = protocol.content
+def page(folder: Path, *, code: bool = True) -> str:
+    """The page; without `code`, the study's own tables, which its code makes, are left out."""
+    opened = open_closed(folder)
+    assert opened.result is not None
+    result, content = opened.result, opened.protocol.content
     lines = [
         f"# {content['study']} ({content['scale']})",
         f"**{cell(result['label'])}**"
         + ("" if result["scientific_result"] else " (not a scientific result)"),
+        cell(result.get("says", "")),
         f"Question: {cell(content['question'])}",
         f"Scientific units: {cell(content['units'])}",
         "Not claimed:\n\n" + "\n".join(f"- {cell(claim)}" for claim in content["not_claimed"])
@@ -45,15 +38,23 @@ def page(folder: Path) -> str:
         else "",
         "## Gates",
         _table(("gate", "estimand", "scope", "value", "threshold", "verdict"), _gates(result["gates"])),
+        "\n".join(_not_run(result.get("decisions", {}))),
         "## Labels",
-        "\n".join(_rules(content["rules"])),
+        "\n".join(_rules(opened.protocol)),
         "## Estimands",
         *_estimands(content["estimands"], result["estimands"]),
     ]
-    shown = outcomes(protocol, records)
-    for title, make in study.tables.items():
-        lines += [f"## {cell(title)}", *_study_table(make(shown))]
-    lines += ["## Provenance", "\n".join(_provenance(folder))]
+    if code:
+        try:
+            study = loading.load_sealed(opened.sealed["code"]["study"], opened.store.study_file).study
+            for title, make in study.tables.items():
+                lines += [f"## {cell(title)}", *_study_table(make(opened.records))]
+        except (Exception, SystemExit) as error:  # of the study's own code
+            raise RecomputationError(
+                f"The tables of {folder} cannot be made by this halfulp: {type(error).__name__}: {error}. "
+                "Without them: --no-code."
+            ) from error
+    lines += ["## Provenance", "\n".join(_provenance(opened))]
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
@@ -67,10 +68,18 @@ def _gates(gates: Sequence[dict[str, Json]]) -> Iterator[list[str | float | None
         ]  # fmt: skip
 
 
-def _rules(rules: Sequence[dict[str, Json]]) -> Iterator[str]:
-    for i, rule in enumerate(rules, 1):
-        when = [f"{name} passed" for name in rule["passed"]] + [f"{name} failed" for name in rule["failed"]]
-        yield f"{i}. {cell(rule['label'])}: {cell(' and '.join(when)) if when else 'otherwise'}"
+def _not_run(decisions: Mapping[str, Mapping[str, Json]]) -> Iterator[str]:
+    for stage, decision in decisions.items():
+        if not decision["authorised"]:
+            failed = [name for name, passed in decision["gates"].items() if not passed]
+            why = f"failed: {cell(', '.join(failed))}" if failed else "it reads a stage that was not run"
+            yield f"Stage {stage} was not authorised ({why}); none of its cells was run."
+
+
+def _rules(protocol: Protocol) -> Iterator[str]:
+    for i, rule in enumerate(protocol.rules, 1):
+        says = f" ({cell(rule.says)})" if rule.says else ""
+        yield f"{i}. {cell(rule.label)}{says}: {cell(condition(rule))}"
 
 
 def _estimands(
@@ -99,15 +108,16 @@ def _table(
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _provenance(folder: Path) -> Iterator[str]:
-    store = Store(folder)
-    events = ledger.read(store.ledger_file)
-    sealed = store.read_seal(events.seal)
+def _provenance(opened: Opened) -> Iterator[str]:
+    events, sealed = opened.events, opened.sealed
     yield f"- sealed {events.events[0]['at']}, sha256 {events.seal}"
     yield f"- closed {events.events[-1]['at']}, sha256 {events.head}"
-    yield f"- code: halfulp {cell(sealed['code']['version'])}, sha256 {code_digest(sealed)}"
+    yield f"- code: halfulp {cell(version(sealed))}, sha256 {code_digest(sealed)}"
     for name, identity in sealed["data"].items():
         yield f"- data: {cell(name)}, sha256 {identity['sha256']}"
+    for name, one in sealed.get("evidence", {}).items():
+        study = f"{cell(one['study'])} ({one['scale']})"
+        yield f"- evidence: {cell(name)}, {study}, {cell(one['label'])}, closed sha256 {one['closed']}"
     env = sealed["environment"]
     yield f"- environment: {cell(env['python'])}, {cell(env['platform'])}, {cell(env['cpu'])}"
     failures = sum(events.failures.values())

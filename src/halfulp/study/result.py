@@ -6,46 +6,75 @@ environment. Otherwise the label says that it is not, and why; the gates are sti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from halfulp.errors import UsageError
-from halfulp.study.declaration import FORMAT, Protocol
+from halfulp.errors import TamperingError, UsageError
+from halfulp.study.declaration import FORMAT, Protocol, SealedStage, sealed_argument
 from halfulp.study.ledger import Ledger
+from halfulp.study.outcomes import Outcomes
 from halfulp.study.protocol import Json, Study
-from halfulp.study.store import Record, outcomes
 from halfulp.study.verdict import Decision, evaluate, judge
 
+Numbers = dict[str, dict[str, float | None]]
 
-def compute(
-    study: Study, protocol: Protocol, ledger: Ledger, records: Mapping[tuple[str, str], Record]
-) -> dict[str, Json]:
-    """The content of result.json: functions from the study's code, everything else from what was sealed."""
+
+def values(
+    study: Study, protocol: Protocol, records: Outcomes, names: Iterable[str] | None = None
+) -> Numbers:
+    """Estimands by unit: functions from the study's code, their arguments and all else from the seal."""
     functions = {estimand.name: estimand for estimand in study.estimands}
-    gone = [name for name in protocol.estimands if name not in functions]
-    if gone:
-        raise UsageError(f"The code of study {protocol.study} no longer computes {', '.join(gone)}.")
-    values = evaluate([functions[name] for name in protocol.estimands], outcomes(protocol, records))
-    return assemble(protocol, ledger, values)
+    found: Numbers = {}
+    for name in protocol.estimands if names is None else names:
+        if name not in functions:
+            raise UsageError(f"The code of study {protocol.study} no longer computes {name}.")
+        own, sealed = functions[name].args, protocol.args[name]
+        args = {key: own[key] if callable(own.get(key)) else value for key, value in sealed.items()}
+        if any(sealed_argument(args[key]) != value for key, value in sealed.items()):
+            raise UsageError(f"The code of study {protocol.study} computes {name} with another function.")
+        found |= evaluate([replace(functions[name], args=args)], records.of(protocol.judged_from(name)))
+    return found
+
+
+def authorise(study: Study, protocol: Protocol, stage: SealedStage, records: Outcomes) -> dict[str, bool]:
+    """Whether the gates passed on which a stage depends, judged from the records of earlier stages."""
+    wanted = {name.partition("[")[0] for name in stage.only_if}
+    gates = [gate for gate in protocol.gates if gate.name in wanted]
+    numbers = values(study, protocol, records, sorted({gate.estimand for gate in gates}))
+    decision = judge(gates, protocol.rules[-1:], numbers)
+    return {name: decision.passed(name) for name in stage.only_if}
 
 
 def assemble(
-    protocol: Protocol, ledger: Ledger, values: Mapping[str, Mapping[str, float | None]]
+    protocol: Protocol, ledger: Ledger, evidence: Mapping[str, Mapping[str, Json]], numbers: Numbers
 ) -> dict[str, Json]:
     """The result that follows from the estimands' values."""
-    decision = judge(protocol.gates, protocol.rules, values)
+    decision = judge(protocol.gates, protocol.rules, numbers, ledger.not_run)
+    for stage, event in ledger.decided.items():
+        if event["gates"] != {name: decision.passed(name) for name in event["gates"]}:
+            raise TamperingError(f"{ledger.path}: the gates that decided on stage {stage} say otherwise.")
     reasons = not_promoted(ledger)
-    return {
+    reasons += [f"evidence that was not ({name})" for name, one in evidence.items() if not one["promoted"]]
+    result: dict[str, Json] = {
         "format": FORMAT,
         "study": protocol.study,
         "scale": protocol.scale,
         "seal": ledger.seal,
         "stages": dict(ledger.stages),
-        "estimands": values,
+        "estimands": numbers,
         "gates": gates_json(decision),
         "label": f"not promoted: {'; '.join(reasons)}" if reasons else decision.label,
         "not_promoted": reasons,
         "scientific_result": not reasons and protocol.scale != "smoke",
     }
+    if decision.says and not reasons:
+        result["says"] = decision.says
+    if ledger.decided:
+        result["decisions"] = {
+            stage: {"authorised": event["authorised"], "gates": event["gates"]}
+            for stage, event in ledger.decided.items()
+        }
+    return result
 
 
 def gates_json(decision: Decision) -> list[dict[str, Json]]:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import ledger, loading, result
-from halfulp.study.declaration import FORMAT
+from halfulp.study import loading, result, shape
+from halfulp.study.declaration import FORMAT, declared_args, declared_rule
 from halfulp.study.protocol import Estimand, Gate, Json, Rule, check_decisions, check_name
-from halfulp.study.store import Store, outcomes
-from halfulp.study.validate import check_order, check_records
+from halfulp.study.reading import open_closed
+from halfulp.study.store import Store
 from halfulp.study.verdict import evaluate, judge
 
 DECLARATION, ANALYSIS, RESULT = "retrospective.json", "analysis.py", "result.json"
@@ -38,7 +38,8 @@ class Retrospective:
         check_name("retrospective", self.name)
         if not self.why.strip():
             raise UsageError(f"Retrospective {self.name} must say why it is made.")
-        check_decisions(f"Retrospective {self.name}", self.estimands, self.gates, self.rules)
+        estimands = [estimand.name for estimand in self.estimands]
+        check_decisions(f"Retrospective {self.name}", estimands, self.gates, self.rules)
 
 
 def retrospect(out: Path, content: bytes, name: str, folder: Path, attribute: str = "") -> dict[str, Json]:
@@ -61,17 +62,12 @@ def analyse(out: Path, content: bytes, name: str, attribute: str = "") -> dict[s
     attribute, analysis = loading.find(
         module, name, attribute, Retrospective, ("retrospective", "RETROSPECTIVE")
     )
-    store = Store(out)
-    events = ledger.read(store.ledger_file)
-    sealed = store.read_seal(events.seal)
-    protocol = store.read_protocol(sealed)
-    if events.closed is None:
-        raise UsageError(f"{out} is not closed: a retrospective analysis is of a study that is over.")
+    opened = open_closed(out)
+    assert opened.result is not None
+    protocol = opened.protocol
     if analysis.study != protocol.study:
         raise UsageError(f"{name} analyses study {analysis.study}, but {out} is study {protocol.study}.")
-    records = check_records(store, protocol, sealed, events)
-    check_order(store, protocol, events)
-    values = evaluate(analysis.estimands, outcomes(protocol, records))
+    values = evaluate(analysis.estimands, opened.records)
     decision = judge(analysis.gates, analysis.rules, values)
     declaration = canonical.dumps(
         {
@@ -81,9 +77,9 @@ def analyse(out: Path, content: bytes, name: str, attribute: str = "") -> dict[s
             "why": analysis.why,
             "attribute": attribute,
             "analysis": canonical.sha256(content),
-            "estimands": [{"name": e.name, "what": e.what} for e in analysis.estimands],
+            "estimands": [{"name": e.name, "what": e.what, **declared_args(e)} for e in analysis.estimands],
             "gates": [asdict(gate) for gate in analysis.gates],
-            "rules": [asdict(rule) for rule in analysis.rules],
+            "rules": [declared_rule(rule) for rule in analysis.rules],
         }
     )
     computed = canonical.dumps(
@@ -93,9 +89,9 @@ def analyse(out: Path, content: bytes, name: str, attribute: str = "") -> dict[s
             "registered": {
                 "study": protocol.study,
                 "scale": protocol.scale,
-                "seal": events.seal,
-                "closed": events.head,
-                "label": events.closed["label"],
+                "seal": opened.events.seal,
+                "closed": opened.digest,
+                "label": opened.result["label"],
             },
             "estimands": values,
             "gates": result.gates_json(decision),
@@ -109,13 +105,14 @@ def analyse(out: Path, content: bytes, name: str, attribute: str = "") -> dict[s
 def check(folder: Path, out: Path) -> dict[str, Json]:
     """Recompute an analysis from the registered study; gives its result, or names the file that differs."""
     declared = canonical.loads(files.read(folder / DECLARATION), folder / DECLARATION)
+    shape.check(declared, shape.RETROSPECTIVE, str(folder / DECLARATION))
     content = files.read(folder / ANALYSIS)
-    if canonical.sha256(content) != declared.get("analysis"):
+    if canonical.sha256(content) != declared["analysis"]:
         raise TamperingError(
             f"{folder / ANALYSIS} is not the file that {DECLARATION} names: its SHA-256 differs."
         )
     try:
-        made = analyse(out, content, ANALYSIS, declared.get("attribute", ""))
+        made = analyse(out, content, ANALYSIS, declared["attribute"])
     except UsageError as error:
         raise TamperingError(f"{folder / DECLARATION} does not fit {ANALYSIS} and {out}: {error}") from None
     for file, expected in made.items():

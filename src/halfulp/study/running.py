@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from halfulp import canonical, files
-from halfulp.errors import TamperingError, UsageError
-from halfulp.study import ledger, loading
+from halfulp.errors import DiskError, TamperingError, UsageError
+from halfulp.study import evidence, ledger, loading
 from halfulp.study import seal as seals
-from halfulp.study.declaration import changes
+from halfulp.study.declaration import SealedStage, changes
+from halfulp.study.outcomes import Outcomes
 from halfulp.study.protocol import Config, Json, check_name
+from halfulp.study.result import authorise
 from halfulp.study.store import Store
 
 Message = dict[str, Json]
@@ -40,13 +42,15 @@ class Session:
         self.protocol = self.store.read_protocol(self.sealed)
         source = loading.load_sealed(self.sealed["code"]["study"], self.store.study_file, folder)
         if code:
-            _check_code(code, {"code": seals.code(source)}, self.sealed)
+            _check_code(code, {"code": seals.as_sealed(self.sealed, source)}, self.sealed)
         self.study = source.study
         self.folder = folder
         self.replay = replay
         self.tell: Callable[[Message], None] = lambda message: None
         self._data: dict[str, Path] = {}
         self._seals: dict[tuple[str, str], Message] = {}  # those that were checked, by stage and digest
+        self._evidence: dict[str, Outcomes] = {}
+        self._settled: dict[str, bool] = {}  # stage -> whether it was authorised, as this process finds
 
     def run(self, stage: str, cell: str, stage_seals: Mapping[str, str]) -> Message:
         """Run a cell; the answer is ``finished``, ``failed``, ``stopped`` or ``refused``."""
@@ -62,6 +66,8 @@ class Session:
             canonical.dumps(outcome)
         except Stopped:
             return answer | {"answer": "stopped"}
+        except DiskError as error:  # the cell did nothing wrong
+            return answer | {"answer": "refused", "error": str(error), "exit_code": error.exit_code}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return answer | {"answer": "failed", "error": text, "traceback": traceback.format_exc()}
@@ -72,14 +78,52 @@ class Session:
         """The seals of all earlier stages, or a refusal."""
         if cell not in self.protocol.stage(stage).cells:
             raise UsageError(f"Stage {stage} of study {self.protocol.study} has no cell {cell[:120]!a}.")
-        found = {}
+        found: dict[str, Message] = {}
         for earlier in self.protocol.before(stage):
+            if not self._authorised(earlier, found):
+                continue
             if earlier.name not in given or not self.store.stage_seal_file(earlier.name).exists():
                 raise UsageError(
                     f"Cell {stage}/{cell} may not start: {earlier.kind} stage {earlier.name} is not sealed."
                 )
             found[earlier.name] = self._stage_seal(earlier.name, given[earlier.name])
+        if not self._authorised(self.protocol.stage(stage), found):
+            raise UsageError(f"Cell {stage}/{cell} may not start: its stage is not authorised.")
         return found
+
+    def _authorised(self, stage: SealedStage, sealed: Mapping[str, Message]) -> bool:
+        """Whether a stage's gates passed; worked out here, from the records of the stages before it."""
+        if stage.name not in self._settled:
+            not_run = {name for name, authorised in self._settled.items() if not authorised}
+            authorised = not not_run & set(stage.reads)
+            if stage.only_if:
+                cells = {
+                    name: {cell: self._record(name, cell, one)["outcome"] for cell in one["records"]}
+                    for name, one in sealed.items()
+                }
+                evidence = {one["name"]: self.evidence(one["name"]) for one in self.protocol.evidence}
+
+                def attached(stage: str, cell: str, name: str) -> bytes:
+                    record = self._record(stage, cell, sealed[stage])
+                    return self.store.read_attached(stage, cell, name, record)
+
+                records = Outcomes(cells, attached=attached, evidence=evidence, not_run=not_run)
+                authorised &= all(authorise(self.study, self.protocol, stage, records).values())
+            self._settled[stage.name] = authorised
+        return self._settled[stage.name]
+
+    def _record(self, stage: str, cell: str, sealed: Message) -> Message:
+        return self.store.read_record(stage, cell, sealed["records"][cell])
+
+    def evidence(self, name: str) -> Outcomes:
+        """Evidence, checked once a process."""
+        if name not in self._evidence:
+            declared = [one for one in self.protocol.evidence if one["name"] == name]
+            if not declared:
+                raise UsageError(f"The study declares no evidence {name[:120]!a}.")
+            used = evidence.opened(self.store.folder, declared[0], self.sealed["evidence"][name])
+            self._evidence[name] = used.outcomes()
+        return self._evidence[name]
 
     def _stage_seal(self, stage: str, digest: str) -> Message:
         if (stage, digest) not in self._seals:
@@ -97,7 +141,7 @@ class Session:
             if name not in self.protocol.data:
                 raise UsageError(f"The study declares no data set {name[:120]!a}.")
             path = seals.locate(name, self.folder)
-            if canonical.sha256_file(path) != self.sealed["data"][name]["sha256"]:
+            if seals.data_identity(name, self.folder) != self.sealed["data"][name]:
                 raise TamperingError(
                     f"{path} is not the data set {name} that was sealed: its SHA-256 differs."
                 )
@@ -123,6 +167,9 @@ class CellRun:
         if cell not in self._sealed[stage]["records"]:
             raise UsageError(f"Stage {stage} has no cell {cell[:120]!a}.")
         return self._session.store.read_record(stage, cell, self._sealed[stage]["records"][cell])
+
+    def evidence(self, name: str) -> Outcomes:
+        return self._session.evidence(name)
 
     def read(self, stage: str, cell: str) -> Mapping[str, Json]:
         outcome: Mapping[str, Json] = self._record(stage, cell)["outcome"]

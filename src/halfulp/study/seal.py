@@ -1,8 +1,9 @@
 """What a seal fixes: the protocol, the code, the data and the environment, each by its digest.
 
-The code is every file of this package and, for a study of the user's own, his study file. A study that
-was sealed refuses to go on when any of them differs, and says which. The state of a git tree is noted,
-and flagged when it is dirty, but decides nothing: files do.
+The code is every file of this package that the study can depend on (`closure`) and, for a study of the user's
+own, his study file. A study that was sealed refuses to go on when any of them differs, and says which. The
+other files of the package are noted with their digests, and so is the state of a git tree, flagged when it is
+dirty; they decide nothing. (Seals of the first release hold every file as code, and are compared so.)
 """
 
 from __future__ import annotations
@@ -16,40 +17,66 @@ from pathlib import Path
 import halfulp
 from halfulp import canonical
 from halfulp.errors import TamperingError, UsageError
+from halfulp.study.closure import PACKAGE, closure
 from halfulp.study.declaration import FORMAT, Protocol, changes
 from halfulp.study.loading import Source
 from halfulp.study.protocol import Json
 
-PACKAGE = Path(halfulp.__file__).parent
 LIBRARIES = ("torch", "numpy", "numba")
 
 
-def make(source: Source, protocol: Protocol) -> dict[str, Json]:
-    """The content of seal.json for a study as it is now."""
+def make(
+    source: Source, protocol: Protocol, evidence: Mapping[str, Json], *, whole: bool = False
+) -> dict[str, Json]:
+    """The content of seal.json for a study as it is now; `whole`: as the first release wrote it."""
+    behind = None if whole else code(source)
     return {
         "format": FORMAT,
         "study": protocol.study,
         "scale": protocol.scale,
         "protocol": protocol.digest,
-        "code": code(source),
+        "code": whole_code(source) if behind is None else behind,
         "data": {name: data_identity(name, source.folder) for name in protocol.data},
         "environment": environment(),
         "git": {
             "package": git_state(PACKAGE),
             "study": git_state(source.folder / source.name) if source.folder else None,
         },
+        **({"noted": noted(behind)} if behind is not None else {}),
+        **({"evidence": dict(evidence)} if protocol.evidence else {}),
     }
 
 
+def as_sealed(sealed: Mapping[str, Json], source: Source) -> dict[str, Json]:
+    """The code as it is now, in the form of a seal."""
+    return code(source) if "noted" in sealed else whole_code(source)
+
+
 def code(source: Source) -> dict[str, Json]:
-    """The package's version and the digest of each of its files, and how the study is found."""
-    package = {
+    """The digest of each file that the study can depend on, and how the study is found."""
+    files = closure(source.content, source.module)
+    package = {path.relative_to(PACKAGE).as_posix(): canonical.sha256_file(path) for path in sorted(files)}
+    return {"package": package, "study": source.identity}
+
+
+def noted(behind: Mapping[str, Json]) -> dict[str, Json]:
+    """The package's version, and its files that no number of the study depends on."""
+    others = {name: digest for name, digest in _package().items() if name not in behind["package"]}
+    return {"version": halfulp.__version__, "files": others}
+
+
+def whole_code(source: Source) -> dict[str, Json]:
+    """What the first release sealed: every file of the package, and its version."""
+    return {"version": halfulp.__version__, "package": _package(), "study": source.identity}
+
+
+def _package() -> dict[str, str]:
+    return {
         path.relative_to(PACKAGE).as_posix(): canonical.sha256_file(path)
         for path in sorted(PACKAGE.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
         and path.suffix not in (".pyc", ".nbi", ".nbc")
     }  # fmt: skip
-    return {"version": halfulp.__version__, "package": package, "study": source.identity}
 
 
 def environment() -> dict[str, Json]:
@@ -97,7 +124,10 @@ def locate(name: str, folder: Path | None) -> Path:
 def data_identity(name: str, folder: Path | None) -> dict[str, Json]:
     """Size and digest of a data set."""
     path = locate(name, folder)
-    return {"bytes": path.stat().st_size, "sha256": canonical.sha256_file(path)}
+    try:
+        return {"bytes": path.stat().st_size, "sha256": canonical.sha256_file(path)}
+    except OSError as error:
+        raise UsageError(f"The data file {path} cannot be read: {error.strerror}.") from None
 
 
 def git_state(path: Path) -> dict[str, Json] | None:
@@ -151,11 +181,18 @@ def code_digest(seal: Mapping[str, Json]) -> str:
     return canonical.digest(seal["code"])
 
 
+def version(seal: Mapping[str, Json]) -> str:
+    """The version of halfulp that sealed."""
+    return str(seal["noted"]["version"] if "noted" in seal else seal["code"]["version"])
+
+
 def facts(seal: Mapping[str, Json]) -> Iterator[str]:
     """The seal in a few lines."""
     env = seal["environment"]
     code = seal["code"]
-    yield f"code         halfulp {code['version']}, {len(code['package'])} files, sha256 {code_digest(seal)}"
+    yield f"code         halfulp {version(seal)}, {len(code['package'])} files, sha256 {code_digest(seal)}"
+    for name, one in seal.get("evidence", {}).items():
+        yield f"evidence     {name}: {one['study']} ({one['scale']}), closed sha256 {one['closed']}"
     for part, state in seal["git"].items():
         if state is not None:
             yield f"git          {part}: {state['commit'][:12]}{', DIRTY' if state['dirty'] else ''}"

@@ -8,7 +8,6 @@ that a signature cannot be taken for one of something else.
 from __future__ import annotations
 
 import base64
-import binascii
 import importlib
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def verify(content: Json, payload: bytes, key: Path, where: Path) -> str:
         signed = base64.b64decode(content["payload"], validate=True)
         signatures = [base64.b64decode(s["sig"], validate=True) for s in content["signatures"]]
         kind = content["payloadType"]
-    except (KeyError, TypeError, binascii.Error):
+    except (KeyError, TypeError, ValueError):  # of base64, or text that is not ASCII
         raise TamperingError(f"{where} is not a DSSE envelope.") from None
     if kind != PAYLOAD or signed != payload:
         raise TamperingError(f"{where} signs something else than the statement beside it.")

@@ -9,6 +9,7 @@
     records/STAGE/CELL.json             what a cell gave back, bound to protocol, code and data
     attached/STAGE/CELL/NAME            files that a cell kept; their digests are in its record
     seals/STAGE.json                    digests of all records of a stage
+    evidence/NAME/                      what is used of another, closed study, as it lay there
     result.json                         estimands, gates, label
     work/                               lock, checkpoints, worker output: only while the study is open
 
@@ -25,9 +26,10 @@ from pathlib import Path
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
 from halfulp.study import seal as seals
+from halfulp.study import shape
 from halfulp.study.declaration import FORMAT, Protocol
 from halfulp.study.ledger import Ledger
-from halfulp.study.protocol import Json, Records, check_name
+from halfulp.study.protocol import Json, check_name
 
 Record = dict[str, Json]
 
@@ -66,35 +68,37 @@ class Store:
 
     def read_seal(self, expected: str) -> dict[str, Json]:
         """The seal, whose digest the ledger (or whoever asks) knows."""
-        content = files.read(self.seal_file)
-        if canonical.sha256(content) != expected:
-            raise TamperingError(
-                f"{self.seal_file} is not the seal that the ledger names: its SHA-256 differs."
-            )
-        sealed: dict[str, Json] = canonical.loads(content, self.seal_file)
-        if sealed.get("format") != FORMAT:
-            raise CorruptionError(f"{self.seal_file} has a format that this halfulp does not read.")
-        return sealed
+        return self._read(self.seal_file, expected, "the seal that the ledger names", shape.SEAL)
 
     def read_protocol(self, sealed: Mapping[str, Json]) -> Protocol:
-        """The protocol that a seal names."""
-        content = files.read(self.protocol_file)
-        if canonical.sha256(content) != sealed["protocol"]:
-            raise TamperingError(
-                f"{self.protocol_file} is not the protocol that was sealed: its SHA-256 differs."
-            )
-        return Protocol(canonical.loads(content, self.protocol_file), str(self.protocol_file))
+        """The protocol that a seal names; the two must be of one study."""
+        path = self.protocol_file
+        content = self._read(path, sealed["protocol"], "the protocol that was sealed", dict)
+        protocol = Protocol(content, str(path))
+        same = (sealed["study"], sealed["scale"]) == (protocol.study, protocol.scale)
+        evidence = {one["name"] for one in protocol.evidence}
+        same = same and set(sealed["data"]) == set(protocol.data)
+        if not same or set(sealed.get("evidence", {})) != evidence:
+            raise TamperingError(f"{self.seal_file} is not the seal of the study in {path}.")
+        return protocol
+
+    def _read(self, path: Path, digest: str, what: str, expected: Json) -> dict[str, Json]:
+        """A JSON file with a known digest, of the shape that it must have."""
+        content = files.read(path)
+        if canonical.sha256(content) != digest:
+            raise TamperingError(f"{path} is not {what}: its SHA-256 differs.")
+        value = canonical.loads(content, path)
+        if isinstance(value, dict) and value.get("format", FORMAT) != FORMAT:
+            raise CorruptionError(f"{path} has a format that this halfulp does not read.")
+        shape.check(value, expected, str(path))
+        found: dict[str, Json] = value
+        return found
 
     # ---- records ----
 
     def read_record(self, stage: str, cell: str, digest: str) -> Record:
         """A record with a known digest."""
-        path = self.record_file(stage, cell)
-        content = files.read(path)
-        if canonical.sha256(content) != digest:
-            raise TamperingError(f"{path} is not the record that was made: its SHA-256 differs.")
-        record: Record = canonical.loads(content, path)
-        return record
+        return self._read(self.record_file(stage, cell), digest, "the record that was made", shape.RECORD)
 
     def read_attached(self, stage: str, cell: str, name: str, record: Record) -> bytes:
         """An attached file, whose digest its record holds."""
@@ -108,33 +112,29 @@ class Store:
 
     def read_stage_seal(self, stage: str, digest: str) -> dict[str, Json]:
         """A stage's seal with a known digest."""
-        path = self.stage_seal_file(stage)
-        content = files.read(path)
-        if canonical.sha256(content) != digest:
-            raise TamperingError(f"{path} is not the seal of the stage that was made: its SHA-256 differs.")
-        sealed: dict[str, Json] = canonical.loads(content, path)
-        return sealed
+        what = "the seal of the stage that was made"
+        return self._read(self.stage_seal_file(stage), digest, what, shape.STAGE_SEAL)
 
     def read_result(self, ledger: Ledger) -> dict[str, Json]:
         """The result of a closed study, whose digest the ledger holds."""
         assert ledger.closed is not None
-        content = files.read(self.result_file)
-        if canonical.sha256(content) != ledger.closed["result"]:
+        what = "the result that was recorded"
+        result = self._read(self.result_file, ledger.closed["result"], what, shape.RESULT)
+        if ledger.closed["label"] != result["label"]:
             raise TamperingError(
-                f"{self.result_file} is not the result that was recorded: its SHA-256 differs."
+                f"{self.ledger_file} was closed with another label than {self.result_file} states."
             )
-        result: dict[str, Json] = canonical.loads(content, self.result_file)
         return result
 
     def stage_seal(self, stage: str, protocol: Protocol, ledger: Ledger) -> dict[str, Json]:
         """What a stage's seal says, once every cell of it has a record."""
-        before = protocol.before(stage)
+        before = [earlier.name for earlier in protocol.before(stage) if earlier.name in ledger.stages]
         return {
             "format": FORMAT,
             "study": protocol.study,
             "stage": stage,
             "seal": ledger.seal,
-            "before": ledger.stages[before[-1].name] if before else "",
+            "before": ledger.stages[before[-1]] if before else "",
             "records": {cell: ledger.records[stage, cell] for cell in protocol.stage(stage).cells},
         }
 
@@ -160,7 +160,10 @@ class Store:
 
 
 def _present(folder: Path, top: Path) -> Iterator[str]:
-    entries = sorted(folder.iterdir())
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise CorruptionError(f"{folder} cannot be read: {error.strerror}.") from None
     if not entries and folder != top:
         yield folder.relative_to(top).as_posix() + "/"
     for entry in entries:
@@ -169,14 +172,6 @@ def _present(folder: Path, top: Path) -> Iterator[str]:
                 yield from _present(entry, top)
         else:
             yield entry.relative_to(top).as_posix()
-
-
-def outcomes(protocol: Protocol, records: Mapping[tuple[str, str], Record]) -> Records:
-    """Stage -> cell -> what the cell gave back: what estimands are given."""
-    return {
-        stage.name: {cell: records[stage.name, cell]["outcome"] for cell in stage.cells}
-        for stage in protocol.stages
-    }
 
 
 @dataclass(frozen=True)
@@ -190,7 +185,10 @@ class Binding:
     @classmethod
     def of(cls, protocol: Protocol, sealed: Mapping[str, Json], code: str = "") -> Binding:
         """That of a seal; `code` is given where a recorded deviation lets other code run."""
-        return cls(protocol, code or seals.code_digest(sealed), canonical.digest(sealed["data"]))
+        data = sealed["data"]
+        if "evidence" in sealed:
+            data = {"data": data, "evidence": sealed["evidence"]}
+        return cls(protocol, code or seals.code_digest(sealed), canonical.digest(data))
 
     def record(
         self,

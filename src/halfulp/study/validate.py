@@ -1,10 +1,8 @@
 """Validation: nothing is trusted but the seal and the raw records.
 
-In order: the ledger (each line has its own digest and follows the one before), the seal that it names, the
-protocol and study file that the seal names, every record that the ledger names, every file that a record
-names, the seals of the stages, the order of events (no cell before the stages ahead of it were sealed),
-the inventory (no file too many or too few), and the result, which is computed again from the records with
-the sealed gates and rules. What is damaged is named and is an error (exit code 3).
+The folder is read with every digest checked (`reading`), its inventory is taken (no file too many or too
+few), and its result is computed again from the records with the sealed gates and rules. What is damaged is
+named and is an error (exit code 3).
 
 What validation cannot do by itself is tell a study from one that was forged as a whole. For that it
 must be given something from outside: a digest that was published at seal or close, or a public key.
@@ -15,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from halfulp import canonical, files
-from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import ledger, loading, result
+from halfulp import files
+from halfulp.errors import CorruptionError, TamperingError
+from halfulp.study import loading, result
 from halfulp.study import seal as seals
 from halfulp.study.declaration import Protocol, changes
 from halfulp.study.export import EXPORTED, check_statement
 from halfulp.study.ledger import Ledger
 from halfulp.study.page import Validation, counted
-from halfulp.study.protocol import Json, check_name
-from halfulp.study.store import Binding, Record, Store
+from halfulp.study.protocol import Json
+from halfulp.study.reading import Opened, open_study
+from halfulp.study.store import Store
 from halfulp.text import count
 
 # On another processor or with other libraries, sums of the same numbers are taken in another order. A sum of
@@ -45,34 +44,23 @@ def validate(
     workers: int | None = None,
 ) -> Validation:
     """Check a study's folder. `replay` names cells to run again; an empty list means all."""
-    store = Store(folder)
-    page = Validation()
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not the folder of a study.")
-    if not store.ledger_file.exists() and not store.seal_file.exists():
-        raise CorruptionError(f"{store.ledger_file} is missing: {folder} holds no study, or a damaged one.")
-    running = files.holder(store.lock_file)
-    events = ledger.read(store.ledger_file)
-    if not events.events:
-        raise CorruptionError(f"{store.ledger_file} is empty.")
-    sealed = store.read_seal(events.seal)
+    running = files.holder(Store(folder).lock_file)
+    opened = open_study(folder)
+    store, events, sealed, protocol = opened.store, opened.events, opened.sealed, opened.protocol
+    records = opened.by_cell
+    page = Validation(study=protocol.study, scale=protocol.scale)
     if expect or public_key is None:
         _expect(expect, events, page)
-    protocol = store.read_protocol(sealed)
-    page.study, page.scale = protocol.study, protocol.scale
-    _check_study_file(store, sealed)
-    records = check_records(store, protocol, sealed, events)
-    check_order(store, protocol, events)
-    _check_inventory(store, sealed, events, records, page)
+    _check_inventory(opened, page)
     if public_key is not None or any((folder / name).exists() for name in EXPORTED):
         page.authenticated.append(check_statement(folder, public_key))
     page.authenticated += counted(protocol, sealed, events, records)
-    if events.closed is None:
+    if opened.result is None:
         done = f"{len(events.records)} of {sum(len(s.cells) for s in protocol.stages)} cells have records"
         by = f"; process {running} is running it now" if running else ""
         page.problems.append(f"incomplete: {done}, the study is not closed{by}. Run it again to go on.")
         return page
-    _check_result(store, sealed, protocol, events, records, page, code=code, strict=strict_code)
+    _check_result(opened, opened.result, page, code=code, strict=strict_code)
     if replay is not None:
         from halfulp.study.replay import replay_cells
 
@@ -80,60 +68,6 @@ def validate(
     else:
         page.not_checked.append("that the cells give these records: no cell was run again (--replay does)")
     return page
-
-
-def check_records(
-    store: Store, protocol: Protocol, sealed: Mapping[str, Json], events: Ledger
-) -> dict[tuple[str, str], Record]:
-    """Every record that the ledger names, with the files attached to it; damage is named."""
-    binding = Binding.of(protocol, sealed)
-    codes = {binding.code, *(deviation["code"] for deviation in events.deviations)}
-    known = set(protocol.units())
-    records = {}
-    for key, digest in events.records.items():
-        if key not in known:
-            raise CorruptionError(
-                f"{store.ledger_file} names a cell that the protocol does not have: {key!a}."
-            )
-        record = store.read_record(*key, digest)
-        path = store.record_file(*key)
-        binding.check(record, *key, events.recovered.get(key, ""), codes, path)
-        for name, stated in record["attached"].items():
-            try:
-                check_name("attached file", name)
-            except UsageError as error:
-                raise TamperingError(f"{path}: {error}") from None
-            content = store.read_attached(*key, name, record)
-            if stated != {"bytes": len(content), "sha256": canonical.sha256(content)}:
-                raise TamperingError(f"{path} does not state the size of {name}.")
-        records[key] = record
-    return records
-
-
-def check_order(store: Store, protocol: Protocol, events: Ledger) -> None:
-    """No cell began before the stages ahead of it were sealed; stage seals are those of their records."""
-    sealed: set[str] = set()
-    begun: set[tuple[str, str]] = set()
-    for event in events.events:
-        kind = event["event"]
-        if kind in ("started", "retried", "finished", "recovered"):
-            key = (event["stage"], event["cell"])
-            early = [s.name for s in protocol.before(event["stage"]) if s.name not in sealed]
-            if early or (kind == "finished" and key not in begun):
-                why = f"stage {early[0]} was not sealed" if early else "it had not started"
-                raise TamperingError(f"{store.ledger_file}: cell {'/'.join(key)} {kind} when {why}.")
-            begun.add(key)
-        elif kind == "stage-sealed":
-            stage = event["stage"]
-            content = store.read_stage_seal(stage, event["seal"])
-            missing = [cell for cell in protocol.stage(stage).cells if (stage, cell) not in events.records]
-            if missing or content != store.stage_seal(stage, protocol, events):
-                raise TamperingError(
-                    f"{store.stage_seal_file(stage)} is not the seal of the stage's records."
-                )
-            sealed.add(stage)
-    if events.closed is not None and sealed != {stage.name for stage in protocol.stages}:
-        raise TamperingError(f"{store.ledger_file}: the study was closed before all its stages were sealed.")
 
 
 def _expect(expect: str, events: Ledger, page: Validation) -> None:
@@ -153,22 +87,9 @@ def _expect(expect: str, events: Ledger, page: Validation) -> None:
         )
 
 
-def _check_study_file(store: Store, sealed: Mapping[str, Json]) -> None:
-    stated = sealed["code"]["study"].get("sha256")
-    if stated is not None and canonical.sha256(files.read(store.study_file)) != stated:
-        raise TamperingError(
-            f"{store.study_file} is not the study file that was sealed: its SHA-256 differs."
-        )
-
-
-def _check_inventory(
-    store: Store,
-    sealed: Mapping[str, Json],
-    events: Ledger,
-    records: Mapping[tuple[str, str], Record],
-    page: Validation,
-) -> None:
-    present, expected = store.present(), store.expected(sealed, events, records)
+def _check_inventory(opened: Opened, page: Validation) -> None:
+    store, events = opened.store, opened.events
+    present, expected = store.present(), opened.files
     present -= set(EXPORTED) if events.closed else set()  # checked with the statement
     missing, extra = sorted(expected - present), sorted(present - expected)
     if missing:
@@ -189,15 +110,14 @@ def _check_inventory(
 
 
 def _check_result(
-    store: Store, sealed: Mapping[str, Json], protocol: Protocol, events: Ledger,
-    records: Mapping[tuple[str, str], Record], page: Validation, *, code: bool, strict: bool,
-) -> None:  # fmt: skip
+    opened: Opened, stored: dict[str, Json], page: Validation, *, code: bool, strict: bool
+) -> None:
     """Compute the result again; the stored one must be what follows from the records."""
-    assert events.closed is not None
-    stored = store.read_result(events)
+    store, events, sealed, protocol = opened.store, opened.events, opened.sealed, opened.protocol
     page.label, page.scientific_result = stored["label"], stored["scientific_result"]
+    page.says = stored.get("says", "")
     if not code:
-        again = result.assemble(protocol, events, stored["estimands"])
+        again = result.assemble(protocol, events, sealed.get("evidence", {}), stored["estimands"])
         _same_result(store, stored, again, moved=False)
         page.recomputed.append("gates and label, from the estimands that result.json states")
         page.problems.append(
@@ -207,11 +127,12 @@ def _check_result(
     try:
         source = loading.load_sealed(sealed["code"]["study"], store.study_file)
         moved = _compare_code(sealed, source, protocol, page, strict)
-        again = result.compute(source.study, protocol, events, records)
-    except Exception as error:  # of the study's own code, which may have moved on
+        numbers = result.values(source.study, protocol, opened.records)
+    except (Exception, SystemExit) as error:  # of the study's own code, which may have moved on
         raise RecomputationError(
             f"{store.result_file} cannot be recomputed by this halfulp: {type(error).__name__}: {error}"
         ) from error
+    again = result.assemble(protocol, events, sealed.get("evidence", {}), numbers)
     rounded = _same_result(store, stored, again, moved=moved)
     values = count(sum(len(units) for units in again["estimands"].values()), "value")
     how = (
@@ -223,22 +144,22 @@ def _check_result(
     page.recomputed.append(
         f"{count(len(again['gates']), 'gate')} and the label, with the sealed thresholds and rules"
     )
-    if events.closed["label"] != stored["label"]:
-        raise TamperingError(
-            f"{store.ledger_file} was closed with another label than {store.result_file} states."
-        )
 
 
 def _compare_code(
     sealed: Mapping[str, Json], source: loading.Source, protocol: Protocol, page: Validation, strict: bool
 ) -> bool:
     """State how code and environment differ from the sealed ones."""
-    now = {"code": seals.code(source), "data": sealed["data"], "environment": seals.environment()}
+    now = {
+        "code": seals.as_sealed(sealed, source),
+        "data": sealed["data"],
+        "environment": seals.environment(),
+    }
     found = seals.compare(dict(sealed), now)
     try:
         declared = Protocol.of(source.study, protocol.scale)
         redeclared = list(changes(protocol.content, declared.content))
-    except Exception as error:  # of the study's own code, which may have moved on
+    except (Exception, SystemExit) as error:  # of the study's own code, which may have moved on
         redeclared = [f"it cannot be declared: {type(error).__name__}: {error}"]
     if "code" in found:
         page.not_checked.append(
@@ -249,7 +170,14 @@ def _compare_code(
             page.problems.append("the code is not the sealed code (--strict-code)")
     else:
         page.authenticated.append("the code that recomputes is the sealed code, file by file")
-    if redeclared:
+    if redeclared and (
+        strict or not found
+    ):  # what runs is what was sealed, so it must declare what was sealed
+        page.problems.append(
+            f"the sealed protocol is not what the code declares: {redeclared[0]}"
+            + (" (--strict-code)" if found else "")
+        )
+    elif redeclared:
         page.not_checked.append(
             f"the study as the code declares it today, which differs: {redeclared[0]} ..."
         )
@@ -263,6 +191,10 @@ def _compare_code(
 def _same_result(store: Store, stored: dict[str, Json], again: dict[str, Json], *, moved: bool) -> int:
     """How many values differ by rounding alone (`moved`: on other code or hardware); more is an error."""
     rounded = 0
+
+    def near(old: float | None, new: float | None, scale: float) -> bool:
+        return moved and old is not None and new is not None and abs(old - new) <= ROUNDING * scale
+
     different = list(changes({k: stored[k] for k in stored if k not in ("estimands", "gates")},
                              {k: again[k] for k in again if k not in ("estimands", "gates")}))  # fmt: skip
     for name, units in again["estimands"].items():
@@ -272,15 +204,14 @@ def _same_result(store: Store, stored: dict[str, Json], again: dict[str, Json], 
             different.append(f"estimands.{name}: the units differ")
             continue
         for unit, value in units.items():
-            if before[unit] != value:
-                if (
-                    moved
-                    and None not in (before[unit], value)
-                    and abs(before[unit] - value) <= ROUNDING * scale
-                ):
-                    rounded += 1
-                else:
-                    different.append(f"estimands.{name}.{unit}: stored {before[unit]}, recomputed {value}")
+            if near(before[unit], value, scale):
+                rounded += before[unit] != value
+            elif before[unit] != value:
+                different.append(f"estimands.{name}.{unit}: stored {before[unit]}, recomputed {value}")
+        for old, new in zip(stored["gates"], again["gates"], strict=False):
+            same = old["value"] == new["value"] or near(old["value"], new["value"], scale)
+            if new["estimand"] == name and not same:
+                different.append(f"gates.{new['name']}: stored {old['value']}, recomputed {new['value']}")
     decided = [[{k: g[k] for k in g if k != "value"} for g in r["gates"]] for r in (stored, again)]
     if decided[0] != decided[1]:
         different.append("gates: the decisions differ")

@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from halfulp.errors import UsageError
+from halfulp.study.outcomes import NotRun
 from halfulp.study.protocol import Estimand, Gate, Records, Rule, Study, Values
 
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
@@ -49,20 +50,31 @@ class Decision:
 
     gates: Mapping[str, GateResult]
     label: str
+    says: str = ""
+
+    def passed(self, gate: str) -> bool:
+        """Whether a gate passed, by the name that rules use; one of a unit that has no value did not."""
+        return gate in self.gates and self.gates[gate].passed
 
 
-def decide(study: Study, values: Mapping[str, Values]) -> Decision:
+def decide(study: Study, values: Mapping[str, Values], not_run: Collection[str] = ()) -> Decision:
     """The gates and the label of a study, given its estimands' values by unit.
 
     An estimand left out counts as missing, so its gates fail; one that the study does not have is an error.
+    `not_run` names stages that were not authorised.
     """
     unknown = sorted(set(values) - {estimand.name for estimand in study.estimands})
     if unknown:
         raise UsageError(f"Study {study.name} has no estimand {', '.join(unknown)}.")
-    return judge(study.gates, study.rules, values)
+    return judge(study.gates, study.rules, values, not_run)
 
 
-def judge(gates: Iterable[Gate], rules: Iterable[Rule], values: Mapping[str, Values]) -> Decision:
+def judge(
+    gates: Iterable[Gate],
+    rules: Iterable[Rule],
+    values: Mapping[str, Values],
+    not_run: Collection[str] = (),
+) -> Decision:
     """As :func:`decide`, for gates and rules that come from a sealed protocol."""
     results: dict[str, GateResult] = {}
     for gate in gates:
@@ -70,8 +82,9 @@ def judge(gates: Iterable[Gate], rules: Iterable[Rule], values: Mapping[str, Val
         results.update(_judge_gate(gate, units))
     passed = {name for name, result in results.items() if result.passed}
     for rule in rules:
-        if passed.issuperset(rule.passed) and passed.isdisjoint(rule.failed):
-            return Decision(results, rule.label)
+        run = set(rule.not_run) - set(not_run)
+        if passed.issuperset(rule.passed) and passed.isdisjoint(rule.failed) and not run:
+            return Decision(results, rule.label, rule.says)
     raise UsageError("No rule fits: the last rule of a study must have no condition.")
 
 
@@ -119,10 +132,16 @@ def check_unit(estimand: str, unit: object) -> None:
 
 
 def evaluate(estimands: Iterable[Estimand], records: Records) -> dict[str, dict[str, float | None]]:
-    """Every estimand's values by unit, sorted by unit; what is not finite becomes None."""
+    """Every estimand's values by unit, sorted by unit; what is not finite becomes None.
+
+    One that reads a stage which was not authorised has no values.
+    """
     values: dict[str, dict[str, float | None]] = {}
     for estimand in estimands:
-        computed = estimand.compute(records)
+        try:
+            computed = estimand.compute(records, **estimand.args)
+        except NotRun:
+            computed = {}
         for unit in computed:
             check_unit(estimand.name, unit)
         values[estimand.name] = {unit: finite(computed[unit]) for unit in sorted(computed)}
