@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from locked_cells import Alone, run_cell, run_study
+from locked_cells import run_study
 
 from halfulp.models import mlp
 from halfulp.models.teacher import CHOSEN, Testbed, teacher_student
@@ -26,6 +26,7 @@ from halfulp.studies import (
     two_layer,
 )
 from halfulp.studies._forecast import follow, forecasts
+from halfulp.study import engine, loading
 from halfulp.study.protocol import Study
 from halfulp.study.verdict import decide, evaluate
 
@@ -249,30 +250,29 @@ def test_the_papers_stopped_transfer_has_no_outcome() -> None:
     values: dict[str, dict[str, float | None]] = {
         "progress": {f"reference {k}": 0.5 if k < 36 else -0.2 for k in range(48)},
         "failed": {"study": 12},
-        "directional-windows": {"directional": None},
     }
-    decision = decide(ce_transfer.STUDY, values)
+    decision = decide(ce_transfer.STUDY, values, not_run=("nearest",))
     assert decision.label.startswith("stopped before any run on a grid")
     assert not decision.gates["integrity"].passed
+    assert not decision.gates["windows"].passed
 
 
-CE = {**ce_transfer.STUDY.config("smoke"), "steps": 30}
+@pytest.mark.parametrize("stops", [True, False])
+def test_one_reference_without_progress_stops_every_run(
+    stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the engine, at scale smoke: one of four references ends above its start, and none is run."""
 
+    def worse(p: Any, rate: float, steps: int, running: Any, **how: Any) -> Any:
+        found = follow(p, rate, steps, running, **how)
+        return replace(found, start=0.0) if stops and running.name == "rate=0.4.seed=2042" else found
 
-def test_one_reference_without_progress_stops_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = list(ce_transfer.reference_cells(CE))
-    references = {c.name: run_cell(ce_transfer.reference, Alone(c.name, c.config, {})) for c in cells}
-    first = next(iter(ce_transfer.nearest_cells(CE)))
-    for record in references.values():
-        record["error"] |= {"start": 1.4, "end": 0.9}
-    ran = run_cell(ce_transfer.nearest, Alone(first.name, first.config, {"reference": references}))
-    assert ran["ran"]
-    references[cells[-1].name]["error"]["end"] = 1.4
-    monkeypatch.setattr(ce_transfer, "follow", None)  # whoever trains now fails
-    stopped = run_cell(ce_transfer.nearest, Alone(first.name, first.config, {"reference": references}))
-    assert stopped == {"ran": False}
-    records = {"reference": references, "nearest": {first.name: stopped}}
-    values = evaluate(ce_transfer.STUDY.estimands, records)
-    assert values["accuracy"] == dict.fromkeys(_forecast.PREDICTORS)
-    assert values["failed"] == {"study": 1}
-    assert decide(ce_transfer.STUDY, values).label.startswith("stopped before any run on a grid")
+    monkeypatch.setattr(ce_transfer, "follow", worse)
+    engine.run(loading.load("ce-transfer"), "smoke", tmp_path / "out", executor="inline")
+    closed = controlled.read(tmp_path / "out")
+    assert closed.result["label"].startswith("stopped before any run") == stops
+    assert (tmp_path / "out" / "records" / "nearest").exists() != stops
+    assert ce_transfer.failed(closed.records) == {"study": float(stops)}
+    assert ce_transfer.runs(closed.records) == {"study": 0.0 if stops else 8.0}
+    ours = [claim.ours(closed.records) for claim in ce_transfer.PAPER]
+    assert ours == [4, float(stops), 0.0 if stops else 8.0]
