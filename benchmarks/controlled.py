@@ -56,7 +56,7 @@ def three_layer() -> Problem:
     return classification(0, hidden=(32, 32))
 
 
-WIDE = tuple(f"m{m}" for m in (3, 5, 7, 9, 11, 13))
+WIDE = tuple(f"m{m}" for m in (1, 3, 5, 7, 9, 11))
 CLOSE = tuple(f"m{m}" for m in (6, 7, 8, 9, 10, 11))
 LOW = tuple(f"m{m}" for m in (1, 2, 3, 4, 5))
 
@@ -81,7 +81,7 @@ KINDS = (
          total=12 * 3000),
     Kind(name="three-layer, measured", problem=three_layer, rate=0.2, store="m8", total=36 * 3000),
     Kind(name="three-layer, reference", problem=three_layer, rate=0.2, audit=CLOSE, total=6 * 3000),
-    Kind(name="emulator, measured", problem=lambda: frozen_features(0), rate=0.1, store="m7",
+    Kind(name="emulator, measured", problem=lambda: frozen_features(0, features=128), rate=0.05, store="m7",
          total=18 * 3000),
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from halfulp.errors import UsageError
 from halfulp.kernels.params import masks, params
 from halfulp.models import mlp_kernels as compiled
 from halfulp.models.mlp import Batch, Net, Series, Trainer, run
-from halfulp.models.teacher import classification, frozen_features, teacher_student
+from halfulp.models.teacher import Testbed, classification, frozen_features, teacher_student
 
 Array = npt.NDArray[Any]
 
@@ -380,19 +381,49 @@ def test_float32_is_float32() -> None:
 
 
 def test_testbeds() -> None:
-    p = teacher_student(3)
+    p, bed = teacher_student(3), Testbed(hidden=0.1, output=0.3, teacher_hidden=1.0, teacher_output=1.0)
     assert (p.net.sizes, p.train.n, p.test.n) == ((8, 64, 1), 512, 512)
-    assert 0.09 < p.start[p.net.part("W1")].std() < 0.11  # 512 draws: 0.1 to 3%
-    assert not p.start[p.net.part("b1")].any()
+    start = teacher_student(3, testbed=bed).start
+    assert 0.09 < start[p.net.part("W1")].std() < 0.11  # 512 draws: 0.1 to 3%
+    assert 0.22 < start[p.net.part("W2")].std() < 0.38  # 64 draws: 0.3 to 9%
+    assert not start[p.net.part("b1")].any()
+    wide = teacher_student(3, testbed=replace(bed, by_inputs=True)).start
+    np.testing.assert_allclose(wide[p.net.part("W1")] * np.sqrt(8), start[p.net.part("W1")], rtol=1e-15)
+    np.testing.assert_allclose(wide[p.net.part("W2")] * 8, start[p.net.part("W2")], rtol=1e-15)
     c = classification(3, hidden=(32, 32))
     assert c.net.sizes == (8, 32, 32, 4)
     np.testing.assert_array_equal(c.train.y.sum(axis=0), np.ones(512))
     np.testing.assert_array_equal(c.train.x, p.train.x)  # the same data under another teacher
     f = frozen_features(3)
-    assert f.net.sizes == (8, 16)
+    assert f.net.sizes == (64, 8)
     assert not f.net.biased
     assert np.abs(f.train.x).max() < 1
     assert not np.array_equal(teacher_student(4).start, p.start)
+
+
+def test_what_a_testbed_says_is_done() -> None:
+    """Each field changes what it names, and nothing else."""
+    bed = Testbed(hidden=0.1, output=0.1, teacher_hidden=1.0, teacher_output=1.0)
+    assert Testbed.of(bed.json()) == bed
+    plain = teacher_student(5, testbed=bed)
+    quiet = teacher_student(5, testbed=replace(bed, quiet_tests=True))
+    np.testing.assert_array_equal(quiet.train.y, plain.train.y)
+    apart = (quiet.test.y - plain.test.y)[:, :512]
+    assert 0.09 < apart.std() < 0.11  # the noise of 512 tests: 0.1 to 3%
+    scaled = teacher_student(5, noise=0.0, testbed=replace(bed, standardised=True))
+    both = np.concatenate([scaled.train.y[0, :512], scaled.test.y[0, :512]])
+    assert both.std() == pytest.approx(1.0)
+    assert np.abs(teacher_student(5, testbed=replace(bed, inputs="uniform")).train.x).max() <= 1
+    assert teacher_student(5, testbed=replace(bed, outputs=4)).net.sizes == (8, 64, 4)
+    assert teacher_student(5, testbed=replace(bed, factor=0.5)).factor == 0.5
+
+
+def test_noisy_labels() -> None:
+    """A share of labels is drawn anew, so three in four of it change; the others are the teacher's."""
+    clean, noisy = (classification(3, label_noise=share).train.y[:, :512] for share in (0.0, 0.4))
+    np.testing.assert_array_equal(noisy.sum(axis=0), np.ones(512))
+    changed = float((clean != noisy).any(axis=0).mean())
+    assert 0.24 < changed < 0.36  # 512 draws at 0.3: 2% either way
 
 
 def test_mistakes_are_named() -> None:

@@ -25,12 +25,13 @@ from halfulp.audit.trust import (
 from halfulp.errors import TamperingError
 from halfulp.kernels.params import masks, params
 from halfulp.models.mlp import Trainer
-from halfulp.models.teacher import classification
+from halfulp.models.teacher import CHOSEN, classification
 from halfulp.studies import _margin as runs
 from halfulp.studies import _margin_kernels as compiled
 from halfulp.studies import margin
 
 GRIDS = ("m1", "m5", "m11")
+BED = {"testbed": CHOSEN.json(), "label_noise": 0.1}
 
 
 def levels(x: np.ndarray) -> np.ndarray:
@@ -59,8 +60,8 @@ def hard_values(grid: str, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def arrays(n: int) -> dict[str, Any]:
     return {
-        "rows": np.zeros((5, n)), "levels": np.zeros((3, n), np.int64), "step": np.zeros(6, np.int32),
-        "total": np.zeros((2, compiled.LEVELS), np.int64), "wrong": np.zeros((2, compiled.LEVELS), np.int64),
+        "rows": np.zeros((5, n)), "levels": np.zeros((4, n), np.int64), "step": np.zeros(6, np.int32),
+        "total": np.zeros((2, compiled.LEVELS), np.int64), "wrong": np.zeros((3, compiled.LEVELS), np.int64),
         "mistakes": np.zeros(3, np.int64),
     }  # fmt: skip
 
@@ -106,7 +107,11 @@ def test_every_event_is_judged_as_the_library_judges_it(grid: str) -> None:
     ]  # fmt: skip
     assert a["mistakes"].tolist() == [p.wrong_diverged, p.wrong_same, 0]
     assert (a["total"] == [histogram(margins), histogram(comparator)]).all()
-    assert (a["wrong"] == [histogram(margins[wrong]), histogram(comparator[wrong])]).all()
+    own = events.symmetric_frozen(torch.from_numpy(w), by, g).numpy() != came
+    assert (
+        a["wrong"] == [histogram(margins[wrong]), histogram(comparator[wrong]), histogram(comparator[own])]
+    ).all()
+    assert (own != wrong).sum() > 100  # the two forecasts err apart
     assert (
         min(p.wrong_diverged, p.wrong_same, p.violated, n - p.diverged - p.violated) > 100
     )  # all kinds occur
@@ -139,13 +144,13 @@ def test_what_is_not_finite_is_a_mistake() -> None:
 @pytest.mark.parametrize("grid", ["m3", "m9"])
 def test_both_paths_are_the_trainers(grid: str) -> None:
     """Lockstep follows, bit for bit, a reference and a stored run of the trainer, and counts their events."""
-    config = {"hidden": [6, 6], "examples": 40, "grid": grid, "rate": 0.3}
-    p, g = classification(5, hidden=(6, 6), examples=40), hu.grid(grid)
+    config = {**BED, "hidden": [6, 6], "examples": 40, "grid": grid, "rate": 0.3}
+    p, g = classification(5, hidden=(6, 6), examples=40, label_noise=0.1), hu.grid(grid)
     start = g.round(torch.from_numpy(p.start)).numpy()
     reference = Trainer(p.net, p.train, start, rate=0.3)
     stored = Trainer(p.net, p.train, start, rate=0.3, store=grid)
     unit = runs.Unit(config, 5, measure=True)
-    total, wrong = (np.zeros((2, compiled.LEVELS), np.int64) for _ in range(2))
+    total, wrong = (np.zeros((rows, compiled.LEVELS), np.int64) for rows in (2, 3))
     rows = unit.advance(40, total, wrong)
     added = np.zeros((40, 6), int)
     for t in range(40):
@@ -233,7 +238,7 @@ def test_histograms_survive_their_text() -> None:
 
 # ---- cells --------------------------------------------------------------------------------------------
 
-CONFIG = {"hidden": [5, 5], "examples": 32, "steps": 90, "seeds": [7, 8], "grid": "m5", "rate": 0.2}
+CONFIG = {**BED, "hidden": [5, 5], "examples": 32, "steps": 90, "seeds": [7, 8], "grid": "m5", "rate": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +281,7 @@ def test_estimands_are_those_of_the_events_themselves() -> None:
     config = {**CONFIG, "seeds": [7], "steps": 60}
     records = {"forecast": {"m5-rate1": run_cell(margin.forecast, Alone("m5-rate1", config, {}))}}
     records["outcome"] = {"m5-rate1": run_cell(margin.outcome, Alone("m5-rate1", config, records))}
-    p, g = classification(7, hidden=(5, 5), examples=32), hu.grid("m5")
+    p, g = classification(7, hidden=(5, 5), examples=32, label_noise=0.1), hu.grid("m5")
     start = g.round(torch.from_numpy(p.start)).numpy()
     reference = Trainer(p.net, p.train, start, rate=0.2)
     stored = Trainer(p.net, p.train, start, rate=0.2, store="m5")
@@ -296,3 +301,4 @@ def test_estimands_are_those_of_the_events_themselves() -> None:
     assert margin.wrong_diverged(records)["study"] == (mistakes & differ).sum() / mistakes.sum()
     exact, bound = margin.auroc(records)["exact"], margin.auroc_error(records)["exact"]
     assert abs(exact - auroc(x, ~mistakes)) <= bound
+    assert 0.0 <= margin.auroc_own(records)["symmetric"] <= 1.0

@@ -177,7 +177,7 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
 
 
 def test_registered_studies_load() -> None:
-    from halfulp.studies import REGISTRY
+    from halfulp.study.loading import REGISTRY
 
     for name in REGISTRY:
         study = loading.load(name).study

@@ -22,7 +22,7 @@ from halfulp.audit.trust import PRIMARY
 from halfulp.grids import grid as named
 from halfulp.kernels.params import masks, params
 from halfulp.models.mlp_kernels import CROSS_ENTROPY
-from halfulp.models.teacher import classification
+from halfulp.models.teacher import Testbed, classification
 from halfulp.studies import _margin_kernels as compiled
 from halfulp.studies.digests import digest
 from halfulp.study.protocol import Config, Running
@@ -40,7 +40,10 @@ class Unit:
     """A reference, and if it is measured a quantized run beside it, from the same stored start."""
 
     def __init__(self, config: Config, seed: int, *, measure: bool) -> None:
-        p = classification(seed, hidden=tuple(config["hidden"]), examples=config["examples"])
+        p = classification(
+            seed, hidden=tuple(config["hidden"]), examples=config["examples"],
+            label_noise=config["label_noise"], testbed=Testbed.of(config["testbed"]),
+        )  # fmt: skip
         net, batch = p.net, p.train
         grid = named(config["grid"]).within(np.float64)
         stored = grid.round(torch.from_numpy(p.start)).numpy()
@@ -57,7 +60,7 @@ class Unit:
             np.zeros((net.units, wide)), np.zeros((max(net.units, 2), wide)), np.ones((1, wide)), np.zeros(n),
             np.zeros(n), np.zeros(n),
         )  # fmt: skip
-        self._rows, self._levels = np.zeros((5, n)), np.zeros((3, n), np.int64)
+        self._rows, self._levels = np.zeros((5, n)), np.zeros((4, n), np.int64)
 
     def advance(self, steps: int, total: Array, wrong: Array) -> Array:
         """Take steps, add their events to the histograms, and give the counts of each step."""
@@ -88,7 +91,7 @@ class Finished:
 def run_units(cell: Running, *, measure: bool) -> tuple[list[Finished], Array, Array]:
     """The units of a cell, with checkpoints; and the histograms of all events and of the mistakes."""
     config, length = cell.config, cell.config["steps"]
-    total, wrong = (np.zeros((2, compiled.LEVELS), np.int64) for _ in range(2))
+    total, wrong = (np.zeros((rows, compiled.LEVELS), np.int64) for rows in (2, 3))
     done, kept = [], _unpacked(cell.load())
     for at, seed in enumerate(config["seeds"]):
         unit, steps = Unit(config, seed, measure=measure), np.zeros((0, 6), np.int32)

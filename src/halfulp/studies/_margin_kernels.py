@@ -8,7 +8,9 @@ One step of a network with N weights, at reference weights w and stored codes q:
 
 The forecast's confidence is counted, never stored: each event falls on a *level* of a fixed ladder, by its
 relative margin (:func:`halfulp.audit.trust.relative_margin`) and again by the symmetric comparator
-(:func:`halfulp.audit.trust.symmetric_margin`). A level takes in its upper end and not its lower one, so that
+(:func:`halfulp.audit.trust.symmetric_margin`). Mistakes are counted three times: those of the exact forecast
+by either score, and those of the symmetric forecast (|d| < u(w) / 2) by its own. A level takes in its upper
+end and not its lower one, so that
 "margin > t" is "level > level of t" for every threshold used, without rounding:
 
     x <= 1/4          S levels of equal width, after level 0 for x = 0 itself
@@ -92,12 +94,13 @@ def forecast(
             room = min(x - (low + (at - low) / 2.0), (at + (high - at) / 2.0) - x)
             if room > 0.0:
                 gamma, width = room, (high - low) / 2.0
-        exact, symmetric = level(gamma / width), 0
+        exact, symmetric, small = level(gamma / width), 0, False
         if abs(w[i]) < np.inf and abs(d[i]) < np.inf:
             ulp = float_like(x, max(bits_of(abs(w[i])) & masks[0], k[EMIN])) * scale
             symmetric = level(abs(abs(d[i]) - ulp / 2.0) / ulp)
+            small = abs(d[i]) < ulp / 2.0
         gammas[i] = gamma if finite else -1.0
-        levels[0, i], levels[1, i], levels[2, i] = exact, symmetric, held
+        levels[0, i], levels[1, i], levels[2, i], levels[3, i] = exact, symmetric, held, small
         total[0, exact] += 1
         total[1, symmetric] += 1
         step[FORECAST] += held
@@ -123,6 +126,8 @@ def settle(
         step[MEASURED] += event
         step[DIVERGED] += not same
         step[VIOLATED] += same and not inside
+        if event != (levels[3, i] == 1) or not fine or gammas[i] < 0.0:
+            wrong[2, levels[1, i]] += 1  # the mistakes of the symmetric forecast itself
         if event != (levels[2, i] == 1) or not fine or gammas[i] < 0.0:
             wrong[0, levels[0, i]] += 1
             wrong[1, levels[1, i]] += 1

@@ -1,12 +1,13 @@
 """The same question as `two-layer`, in a convolutional network on real images.
 
-A network of 105,866 weights (:mod:`halfulp.models.cnn`) learns 256 digits of MNIST by whole-batch descent on
-cross-entropy. References predict the first majority crossing on every grid; then every grid is run; and
-the frozen-fraction curve of m = 7 is held against a direct bfloat16 update, as in the `emulator` study.
+A network of 105,866 weights (:mod:`halfulp.models.cnn`) learns 128 digits of MNIST by whole-batch descent on
+cross-entropy, in fp64 as the other testbeds. References predict the first majority crossing on every grid;
+then every grid is run; and the frozen-fraction curve of m = 7 is held against a direct bfloat16 update, as in
+the `emulator` study.
 
-Arithmetic is float32 here, where the other testbeds have fp64: the grids have at most nine mantissa bits,
-and a network of this size in fp64 costs four times as much. Left open by the paper and chosen here: the
-first 256 training digits, rates 0.05, 0.1 and 0.2, mantissas 5 to 9, seeds 0 and 1, 400 steps.
+Left open by the paper and chosen here: the first 128 training digits, and on references (which then cross
+between updates 50 and 180, in all 15 cells) rate 0.05, mantissas 9 to 13, seeds 0 to 2, 200 steps; the
+comparison with bfloat16 at seed 0.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def measured_cells(config: Config) -> Iterator[Cell]:
 
 def bf16_cells(config: Config) -> Iterator[Cell]:
     for name, c in _references(config):
-        if c["rate"] == config["bf16_rate"]:
+        if c["seed"] in config["bf16_seeds"]:
             yield Cell(name=name, config=c)
 
 
@@ -79,23 +80,23 @@ def reference(cell: Running) -> Mapping[str, Json]:
 
 
 def measure(cell: Running) -> Mapping[str, Json]:
-    """The crossing of one run on a grid; at m = 7 its frozen counts too, for the bfloat16 comparison."""
+    """The crossing of one run on a grid."""
     c = cell.config
     series = train(
         Cnn(c["seed"]), *_digits(cell), rate=c["rate"], steps=c["steps"], store=c["grid"], running=cell
     )
-    kept = {"counts": series.frozen.tolist()} if c["grid"] == BF16 else {}
     return {
         "system": SYSTEM, "rate": c["rate"], "seed": c["seed"], "reference": c["reference"],
-        "loss": [float(series.loss[0]), float(series.loss[-1])], **kept,
+        "loss": [float(series.loss[0]), float(series.loss[-1])],
         **timing.measured(c["grid"], series.frozen, series.squares, series.size),
     }  # fmt: skip
 
 
 def bf16(cell: Running) -> Mapping[str, Json]:
-    """A bfloat16 tensor under torch.optim.SGD, beside the measured run at m = 7."""
+    """A bfloat16 tensor under torch.optim.SGD, beside a run at m = 7."""
     c = cell.config
-    emulated = np.array(cell.read("measured", f"{cell.name}.{BF16}")["counts"], dtype=np.int64)
+    again = train(Cnn(c["seed"]), *_digits(cell), rate=c["rate"], steps=c["steps"], store=BF16)
+    emulated = again.frozen.astype(np.int64)
     series = train(
         Cnn(c["seed"]), *_digits(cell), rate=c["rate"], steps=c["steps"], storage="bfloat16", running=cell
     )
@@ -110,8 +111,8 @@ def bf16(cell: Running) -> Mapping[str, Json]:
 
 
 _PAPER: dict[str, Json] = {
-    "rates": [0.05, 0.1, 0.2], "seeds": [0, 1], "mantissas": [5, 6, 7, 8, 9], "digits": 256, "steps": 400,
-    "bf16_rate": 0.1,
+    "rates": [0.05], "seeds": [0, 1, 2], "mantissas": [9, 10, 11, 12, 13], "digits": 128, "steps": 200,
+    "bf16_seeds": [0],
 }  # fmt: skip
 
 STUDY = Study(
@@ -119,19 +120,19 @@ STUDY = Study(
     question="Does a reference predict when a convolutional network's updates freeze, on real images?",
     units="one precision, rate and seed; cells that share a reference are paired coverage tests",
     not_claimed=(
-        "that the network generalises: it learns 256 digits",
+        "that the network generalises: it learns 128 digits",
         "that cells which share a reference are independent",
     ),
     scales={
         "smoke": {**_PAPER, "rates": [0.2], "seeds": [0], "mantissas": [6, 7], "digits": 16, "steps": 20,
-                  "bf16_rate": 0.2},
-        "small": {**_PAPER, "rates": [0.1], "seeds": [0]},
+                  "bf16_seeds": [0]},
+        "small": {**_PAPER, "seeds": [0], "bf16_seeds": [0]},
         "paper": _PAPER,
     },
     stages=(
         Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
         Stage(name="measured", kind="outcome", cells=measured_cells, run=measure),
-        Stage(name="bf16", kind="outcome", cells=bf16_cells, run=bf16, reads=("measured",)),
+        Stage(name="bf16", kind="outcome", cells=bf16_cells, run=bf16),
     ),
     data=(IMAGES, LABELS),
     estimands=(

@@ -8,15 +8,15 @@ error, an arm has learned
 
     lambda = (E_0 - E_T) / (E_0 - E_T,fp64)
 
-and the reference-only forecast of a nearest arm puts the reference's own error before update tau, its
-predicted persistent majority crossing, in place of E_T, or lambda = 1 where it predicts none. A rate is *in
-the window* of a mantissa when the median over seeds is at least 1/2. The **robust** convention counts a
-diverged reference or arm as zero; the **survivor** convention leaves it out. Neither makes a forecast of the
-final loss of it: a majority crossing is no stopping time.
+and the reference-only forecast of a nearest arm puts the reference's own error at update tau, its predicted
+persistent majority crossing, in place of E_T, or lambda = 1 where it predicts none. A rate is *in the window*
+of a mantissa when the median over seeds is at least 1/2. The **robust** convention counts a diverged
+reference or arm as zero; the **survivor** convention leaves it out. Neither makes a forecast of the final
+loss of it: a majority crossing is no stopping time.
 
-What the paper leaves open is chosen in :mod:`halfulp.models.teacher` (start, teacher, loss) and here: base
-seeds 2021 to 2023, additional ones 2024 to 2026. A run has diverged when a weight exceeds 2**300 or is not a
-number. Test errors are mean squares.
+What the paper leaves open is chosen by study `testbed` (start, teacher, loss, and the side of update tau on
+which the error is taken; both are recorded and shown) and here: base seeds 2021 to 2023, additional ones 2024
+to 2026. What has diverged is defined in :mod:`halfulp.studies._forecast`. Test errors are mean squares.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from typing import Any
 
 from halfulp.measures.crossings import persistent_majority
 from halfulp.models.mlp import Rounding, Trainer, run
-from halfulp.models.teacher import Problem, teacher_student
+from halfulp.models.teacher import CHOSEN, Problem, Testbed, teacher_student
+from halfulp.studies._forecast import LEARNED, SIDE, SIDES, arm_learned, follow, forecasts
 from halfulp.studies.claims import Claim
 from halfulp.study.protocol import (
     Cell,
@@ -45,8 +46,6 @@ from halfulp.study.protocol import (
     Values,
 )
 
-LEARNED = 0.5
-"""A rate is in the window when the median learned fraction is at least this."""
 ARMS: tuple[Rounding, ...] = ("nearest", "stochastic")
 
 
@@ -60,21 +59,24 @@ def _pairs(config: Config) -> Iterator[tuple[float, int]]:
 
 def reference_cells(config: Config) -> Iterator[Cell]:
     for rate, seed in _pairs(config):
-        c = {key: config[key] for key in ("width", "examples", "steps", "mantissas")}
+        c = {key: config[key] for key in ("testbed", "width", "examples", "steps", "mantissas")}
         yield Cell(name=f"rate={rate}.seed={seed}", config={**c, "rate": rate, "seed": seed})
 
 
 def arm_cells(config: Config) -> Iterator[Cell]:
     for rate, seed in _pairs(config):
         for m in config["mantissas"]:
-            c = {key: config[key] for key in ("width", "examples", "steps")}
+            c = {key: config[key] for key in ("testbed", "width", "examples", "steps")}
             yield Cell(
                 name=f"rate={rate}.seed={seed}.m{m}", config={**c, "rate": rate, "seed": seed, "mantissa": m}
             )
 
 
 def _problem(c: Config) -> Problem:
-    return teacher_student(c["seed"], width=c["width"], examples=c["examples"], tests=c["examples"])
+    testbed = Testbed.of(c["testbed"])
+    return teacher_student(
+        c["seed"], width=c["width"], examples=c["examples"], tests=c["examples"], testbed=testbed
+    )
 
 
 def _finite(x: float) -> float | None:
@@ -82,19 +84,14 @@ def _finite(x: float) -> float | None:
 
 
 def reference(cell: Running) -> Mapping[str, Json]:
-    """An fp64 run: its errors, and for each mantissa the predicted crossing and the error there."""
+    """An fp64 run: its errors, and for each mantissa the predicted crossing and what is learned by then."""
     c = cell.config
-    p, grids = _problem(c), [f"m{m}" for m in c["mantissas"]]
-    trainer = Trainer(p.net, p.train, p.start, rate=c["rate"], audit=grids, test=p.test)
-    at_start = trainer.error(p.test)
-    series = run(trainer, c["steps"], cell)
-    errors, forecast = [at_start, *series.test], {}
-    for grid in grids:
-        at = persistent_majority(series.audited(grid) / series.size)
-        forecast[grid] = {"crossing": at, "error": None if at is None else _finite(errors[at - 1])}
+    grids = [f"m{m}" for m in c["mantissas"]]
+    found = follow(_problem(c), c["rate"], c["steps"], cell, audit=grids)
+    said = {grid: each["directional"] for grid, each in forecasts(found, c["mantissas"]).items()}
     return {
-        "rate": c["rate"], "seed": c["seed"], "diverged": trainer.diverged, "steps": len(series),
-        "error": {"start": at_start, "end": _finite(errors[-1])}, "forecast": forecast,
+        "rate": c["rate"], "seed": c["seed"], "diverged": found.diverged, "slow": found.slow,
+        "steps": len(found.series), "error": {"start": found.start, "end": found.end}, "forecast": said,
     }  # fmt: skip
 
 
@@ -105,12 +102,15 @@ def arms(cell: Running) -> Mapping[str, Json]:
     found: dict[str, Json] = {}
     for arm in ARMS:
         trainer = Trainer(
-            p.net, p.train, p.start, rate=c["rate"], store=f"m{c['mantissa']}", rounding=arm, seed=c["seed"]
+            p.net, p.train, p.start, rate=p.factor * c["rate"], store=f"m{c['mantissa']}", rounding=arm,
+            seed=c["seed"],
         )  # fmt: skip
+        start = trainer.error(p.test)
         series = run(trainer, c["steps"])
         cell.progress(1 + ARMS.index(arm), len(ARMS))
+        error = _finite(trainer.error(p.test))
         found[arm] = {
-            "diverged": trainer.diverged, "error": _finite(trainer.error(p.test)),
+            "diverged": trainer.diverged or error is None or error > start, "error": error,
             "crossing": persistent_majority(series.frozen / series.size),
             "never_moved": int(series.never[-1]) / series.size,
         }  # fmt: skip
@@ -120,45 +120,36 @@ def arms(cell: Running) -> Mapping[str, Json]:
 # ---- learned fractions ----------------------------------------------------------------------------------
 
 
-def learned(reference: Mapping[str, Json], error: float | None, diverged: bool) -> float | None:
-    """Eq. 18; None for what has diverged."""
-    if reference["diverged"] or diverged or error is None:
-        return None
-    start, end = reference["error"]["start"], reference["error"]["end"]
-    return float((start - error) / (start - end))
-
-
-def fractions(records: Records) -> dict[str, dict[tuple[int, float], list[float | None]]]:
+def fractions(records: Records, side: str = SIDE) -> dict[str, dict[tuple[int, float], list[float | None]]]:
     """Learned fractions of every seed by (mantissa, rate), of both arms and of the forecast."""
     found: dict[str, dict[tuple[int, float], list[float | None]]] = {k: {} for k in (*ARMS, "forecast")}
     for r in records["arms"].values():
         reference = records["reference"][f"rate={r['rate']}.seed={r['seed']}"]
         key = (r["mantissa"], r["rate"])
         for arm in ARMS:
-            value = learned(reference, r[arm]["error"], r[arm]["diverged"])
+            value = arm_learned(reference, r[arm]["error"], r[arm]["diverged"])
             found[arm].setdefault(key, []).append(value)
-        told = reference["forecast"][f"m{r['mantissa']}"]
-        none = told["crossing"] is None and not reference["diverged"]
-        value = 1.0 if none else learned(reference, told["error"], False)
-        found["forecast"].setdefault(key, []).append(value)
+        found["forecast"].setdefault(key, []).append(reference["forecast"][f"m{r['mantissa']}"][side])
     return found
 
 
-def medians(records: Records, arm: str, *, robust: bool = True) -> dict[tuple[int, float], float | None]:
+def medians(
+    records: Records, arm: str, *, robust: bool = True, side: str = SIDE
+) -> dict[tuple[int, float], float | None]:
     """The median over seeds: diverged ones count as zero (robust) or not at all (survivors)."""
     found = {}
-    for key, values in fractions(records)[arm].items():
+    for key, values in fractions(records, side)[arm].items():
         each = [0.0 if v is None else v for v in values] if robust else [v for v in values if v is not None]
         found[key] = median(each) if each else None
     return found
 
 
 def windows(
-    records: Records, arm: str, threshold: float = LEARNED, *, robust: bool = True
+    records: Records, arm: str, threshold: float = LEARNED, *, robust: bool = True, side: str = SIDE
 ) -> dict[int, list[float]]:
     """The rates in the window of each mantissa."""
     found: dict[int, list[float]] = {}
-    for (m, rate), value in medians(records, arm, robust=robust).items():
+    for (m, rate), value in medians(records, arm, robust=robust, side=side).items():
         found.setdefault(m, []).extend([rate] if value is not None and value >= threshold else [])
     return {m: sorted(rates) for m, rates in sorted(found.items())}
 
@@ -200,8 +191,19 @@ def compression(records: Records) -> Values:
 
 def matches(records: Records) -> Values:
     """Mantissas whose predicted window is the measured one, as a share."""
-    real, told = windows(records, "nearest"), windows(records, "forecast")
-    return {"study": sum(real[m] == told[m] for m in real) / len(real)}
+    return {"study": matches_by_side(records)[SIDE]}
+
+
+def matches_by_side(records: Records) -> Values:
+    """The same, with the error before and after the crossing."""
+    real = windows(records, "nearest")
+    told = {side: windows(records, "forecast", side=side) for side in SIDES}
+    return {side: sum(real[m] == each[m] for m in real) / len(real) for side, each in told.items()}
+
+
+def slow_divergence(records: Records) -> Values:
+    """References that ended at or above their start though no weight left its range."""
+    return {"study": float(sum(r["slow"] for r in records["reference"].values()))}
 
 
 def stochastic_at_stable_rates(records: Records) -> Values:
@@ -283,7 +285,8 @@ def _cell(
 # ---- the study ------------------------------------------------------------------------------------------
 
 _PAPER: dict[str, Json] = {
-    "rates": [0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6], "boundary_rates": [0.1, 0.2, 0.4, 0.8],
+    "testbed": CHOSEN.json(), "rates": [0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6],
+    "boundary_rates": [0.1, 0.2, 0.4, 0.8],
     "seeds": [2021, 2022, 2023], "more_seeds": [2024, 2025, 2026], "mantissas": [1, 2, 3, 4, 5],
     "width": 64, "examples": 512, "steps": 3000,
 }  # fmt: skip
@@ -320,6 +323,10 @@ STUDY = Study(
                  compute=compression),
         Estimand(name="windows-matched", what="share of mantissas whose predicted window is the measured one",
                  compute=matches),
+        Estimand(name="windows-matched-by-side", what="the same, with the reference's error before and after "
+                 "the crossing", compute=matches_by_side),
+        Estimand(name="slow-divergence", what="references that end at or above their starting error with "
+                 "finite weights; they count as diverged", compute=slow_divergence),
         Estimand(name="stochastic-stable", what="median learned fraction, stochastic, at rates where no "
                  "reference diverged", compute=stochastic_at_stable_rates),
     ),
@@ -353,9 +360,9 @@ def _window(arm: str, m: int) -> Any:
     return lambda records: _set(windows(records, arm).get(m, []))
 
 
-def _matched(threshold: float) -> Any:
+def _matched(threshold: float, side: str = SIDE) -> Any:
     def count(records: Records) -> str:
-        real, told = (windows(records, arm, threshold) for arm in ("nearest", "forecast"))
+        real, told = (windows(records, arm, threshold, side=side) for arm in ("nearest", "forecast"))
         return f"{sum(real[m] == told[m] for m in real)} of {len(real)}"
 
     return count
@@ -389,9 +396,12 @@ _PAPER_WINDOWS = {
     5: ("{0.025, 0.05, 0.1, 0.2, 0.4}", "{0.025, 0.05, 0.1, 0.2, 0.4}"),
 }
 _START = "The student's start and the teacher's scale are not printed; edges of windows move with them."
+_SIDES = (
+    "The paper takes the reference's error 'at' the crossing and does not say on which side of the update."
+)
 _INFERRED = (
-    "The start, which is not printed, was inferred from these five windows (halfulp.models.teacher): they "
-    "agree by construction, if at other seeds than were used for that. Measured windows had no part in it."
+    "Start and teacher, which are not printed, were chosen by study testbed, on these very references: where "
+    "predicted windows agree, they do by construction. Measured windows had no part in it."
 )
 
 PAPER = (
@@ -404,6 +414,11 @@ PAPER = (
     ),
     Claim(claim="windows that the reference predicts, at 0.5", source="tab:e4-window", paper="4 of 5",
           ours=_matched(0.5), note=_START),
+    *(
+        Claim(claim=f"the same, with the error {side} the crossing", source="tab:e4-window", paper="4 of 5",
+              ours=_matched(0.5, side), note=_SIDES)
+        for side in SIDES
+    ),
     Claim(claim="windows that the reference predicts, at 0.7", source="app:e4", paper="5 of 5",
           ours=_matched(0.7), note=_START),
     Claim(claim="windows that the reference predicts, at 0.3", source="app:e4", paper="not universally",
@@ -422,6 +437,8 @@ PAPER = (
           ours=lambda records: min(v for v in stochastic_at_stable_rates(records).values() if v is not None)),
     Claim(claim="rates that the survivor convention adds", source="app:e4",
           paper="m1: {0.8}; m2: {0.8}; m3: {0.8}; m4: {0.8}; m5: {0.8}", ours=_survivors_add, note=_START),
+    Claim(claim="references that end at or above their start with finite weights", source="app:predictor",
+          paper="not printed", ours=lambda records: slow_divergence(records)["study"]),
     Claim(claim="references that diverge at 0.8, and at 1.6", source="fig:e4", paper="3 of 6, and 3 of 3",
           ours=_diverged_at_the_top),
     Claim(claim="median learned fraction, nearest, m = 1, rate 0.2", source="app:e4", paper=0.5195,
