@@ -152,8 +152,10 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
         for k, entry in state.items()
     }
     by_number = {i: kept.get(k, {}) for i, k in enumerate(keys)}
-    _check_digest(theirs, {i: saved["state"].get(k, {}) for i, k in enumerate(keys)})
     taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in slots]
+    _check_digest(theirs, {i: saved["state"].get(k, {}) for i, k in enumerate(keys)})
+    for slot, values in taken:
+        _check_values(slot, values)
     own = [{k: g[k] for k in OURS if k in g} for g in wb.param_groups]
     rest = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
     plain = {"state": {k: entry for k, entry in state.items() if entry}, "param_groups": groups, **rest}
@@ -291,11 +293,15 @@ def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
             raise UsageError(
                 f"parameter {slot.name!r}: the state has masters for other tiles than this mask chooses."
             )
+    return out
+
+
+def _check_values(slot: Slot, out: dict[str, torch.Tensor]) -> None:
+    """What is stored must be on the grid, and what a policy keeps must belong to it."""
     q = _values(slot, out, "codes", "steps")
     if "resting" in out:
         q = _values(slot, out, "resting", "resting_steps")
     check_consistent(slot, {k: out[k] for k in slot.state}, q)
-    return out
 
 
 def _values(slot: Slot, tensors: dict[str, torch.Tensor], key: str, steps: str) -> torch.Tensor:
