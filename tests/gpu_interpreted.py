@@ -375,6 +375,22 @@ def check_score() -> None:
             for g in within(names, dtype):
                 expected = reference.score(w, g_, proposal, g) + 0.0  # a sum of zeros may come as -0
                 same(gpu.score(tensor(w), tensor(g_), tensor(u), after, g) + 0.0, expected, g.name, dtype)
+    for dtype, name in (
+        (np.float32, "e4m3"),
+        (np.float32, "int4/g128"),
+        (BF16, "e4m3"),
+        (np.float64, "bf16"),
+    ):
+        (g,) = within((name,), dtype)
+        w, g_, u = (values((3, 601), dtype, s, spread=12) for s in (46, 47, 48))
+        for tile in (1, 5, 96, 100, 768, 1000, 1536):
+            for after in (False, True):
+                with np.errstate(over="ignore", invalid="ignore"):
+                    work = np.float64 if dtype == np.float64 else np.float32
+                    proposal = u.astype(work) - w.astype(work) if after else u
+                    expected = reference.score(w, g_, proposal, g, tile) + 0.0
+                    found = gpu.score(tensor(w), tensor(g_), tensor(u), after, g, tile) + 0.0
+                same(found, expected, g.name, dtype, tile, after)
     (g,) = within(("e4m3",), np.float32)
     for n in (0, 1, 768):
         w, g_, u = (values(n, np.float32, s) for s in (43, 44, 45))

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 STRANGE: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2, 2**31, 2**53, 2**63, -(2**63), 10**400, 0.5, -0.0, 1e308, float("nan"), float("-inf"), "", "x",
-    "bf16", "../../etc/passwd", "\x00\x1b[31m", "\ud800", [], {}, [[]], [None], {"": None}, "9" * 5000,
+    None, True, False, 0, -1, 1, 2, 2**31, 2**53, 2**63, -(2**63), 10**400, 0.5, -0.0, 1e308,
+    float("nan"), float("-inf"), "", "x", "bf16", "../../etc/passwd", "\x00\x1b[31m", "\ud800", [], {},
+    [[]], [None], {"": None}, "9" * 5000,
 )  # fmt: skip
 
 

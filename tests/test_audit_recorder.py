@@ -378,6 +378,121 @@ def test_a_compiled_step(tmp_path: Path) -> None:
     brute.assert_equal(hu.Trace.open(tmp_path / "trace"))
 
 
+class Dropping(torch.optim.SGD):
+    """An optimizer that gives gradients up inside its step; ``early``: before it moves anything."""
+
+    early = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        group = self.param_groups[0]
+        held = [(p, p.grad) for p in group["params"] if p.grad is not None]
+        if self.early:
+            self.zero_grad()
+        for p, grad in held:
+            p.add_(grad, alpha=-group["lr"])
+            p.grad = None
+
+
+class Shrinking(torch.optim.Optimizer):
+    """Decays matrices, gradient or none."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.dim() >= 2:
+                p.mul_(0.9)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("by", ["backward", "closure"])
+def test_gradients_that_are_dropped_inside_the_step(by: str, early: bool, tmp_path: Path) -> None:
+    """Whether they were there before it, or were made and dropped inside; scores are of those gradients."""
+    model = made("gpt")
+    model.unused.data[2] = torch.nan  # neither moved nor asked to: not part of a step, NaN or not
+    optimizer = Dropping(model.parameters(), lr=0.1)
+    optimizer.early = early
+    brute = Brute(STATIC)
+    scores = ("e4m3@128", 1, 3) if by == "backward" else None
+    expected = {n: 0.0 for n, p in model.named_parameters() if p.dim() >= 2}
+    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace", scores=scores):
+        for step in (1, 2, 3):
+
+            def closure(step: int = step) -> None:
+                model.loss(batches(step)).backward()
+
+            probe = made("gpt")
+            probe.load_state_dict(model.state_dict())
+            probe.loss(batches(step)).backward()
+            lr, grads = rates(probe, torch.optim.SGD(probe.parameters(), lr=0.1)), probe.named_parameters()
+            before = weights(model)
+            if by == "backward":
+                closure()
+                optimizer.step()
+            else:
+                optimizer.step(closure)
+            assert all(p.grad is None for p in model.parameters())
+            brute.step(step, before, weights(model), lr)
+            for name, p in grads if scores else ():
+                if name in expected:
+                    after = model.get_parameter(name).detach()
+                    expected[name] += kernels.score(before[name], p.grad, after, "e4m3@128", after=True)
+    trace = hu.Trace.open(tmp_path / "trace")
+    brute.assert_equal(trace)
+    assert "unused" not in set(trace.table()["tensor"])
+    for name, found in trace.scores().items() if scores else ():
+        np.testing.assert_array_equal(found, expected[name].numpy())
+
+
+def test_tensors_that_move_without_a_gradient_are_part_of_the_step(tmp_path: Path) -> None:
+    model = made("mlp")
+    optimizer = Shrinking(model.parameters())
+    brute = Brute(STATIC)
+    with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace"):
+        for step in (1, 2):
+            before = weights(model)
+            optimizer.step()
+            moved = {n: 0.1 for n, p in model.named_parameters() if p.dim() >= 2}
+            brute.step(step, before, weights(model), moved)
+    brute.assert_equal(hu.Trace.open(tmp_path / "trace"))
+
+
+def test_gradients_that_are_released_in_backward(tmp_path: Path) -> None:
+    """An optimizer a tensor, stepped by a hook as soon as its gradient is there: one step a backward."""
+    model = made("mlp")
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def release(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(release)
+    brute = Brute(STATIC)
+    with hu.Audit(None, STATIC, model=model, out=tmp_path / "trace"):
+        for step in (1, 2, 3):
+            before = weights(model)
+            model.loss(batches(step)).backward()
+            brute.step(step, before, weights(model), dict.fromkeys(before, 0.1))
+    brute.assert_equal(hu.Trace.open(tmp_path / "trace"))
+
+
+def test_tensors_that_ask_for_no_gradient_but_are_given_one(tmp_path: Path) -> None:
+    """Master copies are often made so: the optimizer moves what has a gradient."""
+    master = torch.ones(8, 8)
+    optimizer = torch.optim.SGD([master, torch.nn.Parameter(torch.ones(2))], lr=1e-4)
+    with hu.Audit(optimizer, ["bf16"], out=tmp_path / "trace"):
+        master.grad = torch.ones(8, 8)
+        optimizer.step()
+    assert hu.Trace.open(tmp_path / "trace").frozen("bf16").tolist() == [1.0]
+
+
 # ---- which tensors, which numbers ------------------------------------------------------------------------
 
 
@@ -796,7 +911,7 @@ def test_a_tensor_keeps_its_number_in_a_resumed_trace(tmp_path: Path) -> None:
         ({"decay": True}, "recorded with decay=False, not True"),
         ({"seed": 1}, "recorded with seed=0, not 1"),
         ({"first_step": 5}, "ends at step 3, but this run goes on after step 4: step 4 would be missing"),
-        ({"resume": False}, "holds a trace already"),
+        ({"resume": False, "exists": "raise"}, "holds a trace already"),
     ],
 )
 def test_a_trace_is_not_gone_on_with_otherwise(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -970,6 +1085,7 @@ def test_two_models_that_nobody_named_are_called_like_their_variables(tmp_path: 
         (["bf16"], {"scores": ("bf16", 3, 2)}, "a first and a last step"),
         (["bf16"], {"keep": True}, "pass out="),
         (["bf16"], {"unfit": "ignore"}, "raise or drop"),
+        (["bf16"], {"exists": "ignore"}, "number or raise"),
     ],
 )
 def test_what_an_audit_refuses(grids: list[Any], options: dict[str, Any], said: str) -> None:
@@ -998,6 +1114,25 @@ def test_an_audit_runs_once(tmp_path: Path) -> None:
         audit.start()
     with pytest.raises(hu.UsageError, match="runs once"):
         audit.start()
+
+
+def test_a_cell_that_runs_twice_leaves_two_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second is numbered, and said to be; resume= goes on with the first all the same."""
+    model = made("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for expected in ("run", "run-2", "run-3"):
+        with hu.Audit(optimizer, ["bf16"], model=model, out=tmp_path / "run") as audit:
+            train(model, optimizer, 2, audit=audit)
+        assert audit.out == tmp_path / expected
+        said = capsys.readouterr().err
+        assert (f"run holds a trace already; this one goes to {tmp_path / expected}" in said) == (
+            expected != "run"
+        )
+    options = {"model": model, "out": tmp_path / "run", "resume": True, "first_step": 3}
+    with hu.Audit(optimizer, ["bf16"], **options) as audit:
+        train(model, optimizer, 1, audit=audit)
+    assert hu.Trace.open(tmp_path / "run").steps.tolist() == [1, 2, 3]
+    assert hu.Trace.open(tmp_path / "run-2").steps.tolist() == [1, 2]
 
 
 def test_folders_that_are_not_for_a_trace(tmp_path: Path) -> None:

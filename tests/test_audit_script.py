@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +46,7 @@ def halfulp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["halfulp", *map(str, args)])
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # the script stays __main__
         before = list(sys.path)
         with pytest.raises(SystemExit) as stopped:
             cli.main()
@@ -202,7 +206,6 @@ def test_the_verdict_of_a_run_on_the_grid(halfulp: Halfulp, policy: str, said: s
         ("sys.exit(0)", 0, ""),
         ("sys.exit()", 0, ""),
         ("sys.exit('no data left')", 1, "no data left\n"),
-        ("raise KeyboardInterrupt", 130, "interrupted; the trace keeps what was recorded"),
     ],
 )
 def test_the_exit_code_is_the_scripts(halfulp: Halfulp, ending: str, code: int, said: str) -> None:
@@ -338,6 +341,18 @@ def test_a_bfloat16_script_needs_no_other_command(halfulp: Halfulp) -> None:
         (TRAIN, ["--every", "0"], "at least 1"),
         (TRAIN, ["--sample", "2"], "above 0 and at most 1"),
         (TRAIN, ["--out", "taken"], "is not an empty folder"),
+        (TRAIN, ["--scores", "e5m2:\u0661-\u0662"], "--scores takes a grid and its steps"),
+        (
+            """
+            import torch
+            class Still(torch.optim.SGD):
+                def step(self): pass
+            p = torch.nn.Parameter(torch.ones(2))
+            Still([p], lr=0.1).step()
+            """,
+            [],
+            "called step() 1 times, but no weight had a gradient or changed there",
+        ),
         ("import torch", [], "never called an optimizer's step()"),
         (TRAIN.replace("optimizer.step()", "pass"), [], "never called an optimizer's step()"),
         (
@@ -419,6 +434,305 @@ def test_a_damaged_trace_is_exit_code_3(halfulp: Halfulp) -> None:
     assert code == 3
 
 
+# ---- modules, and what belongs to the script -------------------------------------------------------------
+
+
+def test_a_module_runs_as_by_python(halfulp: Halfulp, tmp_path: Path) -> None:
+    """Its name, package, spec, arguments and path are those that ``python -m`` gives it."""
+    script("VALUE = 41", "package/beside.py")
+    script("", "package/__init__.py")
+    text = """
+        import sys
+        from .beside import VALUE
+
+        print(__name__, __package__, __spec__.name, __file__, sys.argv, sys.path[0], VALUE)
+        print(sys.modules["__main__"].__dict__ is globals(), __loader__ is __spec__.loader)
+        import torch
+        p = torch.nn.Parameter(torch.ones(2, 2))
+        o = torch.optim.SGD([p], lr=1e-3)
+        p.sum().backward()
+        o.step()
+        """
+    script(text, "package/train.py")
+    script(text, "package/__main__.py")
+    for module in ("package.train", "package"):
+        plain = subprocess.run(
+            [sys.executable, "-m", module, "--out", "x", "-m", "--help"],
+            capture_output=True, text=True, check=True, timeout=120, env=environment(),
+        )  # fmt: skip
+        sys.modules.pop("package", None)
+        code, out, err = halfulp("audit", "--grids", "bf16", "-m", module, "--out", "x", "-m", "--help")
+        sys.modules.pop("package.beside", None)
+        assert code == 0, err
+        assert out == plain.stdout
+        trace = hu.Trace.open(f"runs/{module}")
+        told = {"script": f"-m {module}", "arguments": ["--out", "x", "-m", "--help"]}
+        assert trace.manifest["run"] == told
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize("module", ["nothing.at.all", "nothing", "json", "..x", "os.path.x"])
+def test_a_module_that_cannot_be_run(halfulp: Halfulp, module: str) -> None:
+    code, _, err = halfulp("audit", "-m", module)
+    assert code == 2
+    assert err.startswith("halfulp: no module named ")
+    assert "Traceback" not in err
+
+
+def test_a_package_that_fails_to_import_is_the_scripts_failure(halfulp: Halfulp) -> None:
+    script("import nothing_of_this_name", "broken/__init__.py")
+    script("", "broken/train.py")
+    code, _, err = halfulp("audit", "-m", "broken.train")
+    assert code == 1
+    assert "No module named 'nothing_of_this_name'" in err
+    assert "the script failed; no step was recorded" in err
+
+
+def test_help_after_the_script_is_the_scripts(halfulp: Halfulp) -> None:
+    """And its exit code, although no step was taken."""
+    path = script("import argparse\nargparse.ArgumentParser(prog='mine').parse_args()")
+    code, out, err = halfulp("audit", "--grids", "bf16", path, "--help")
+    assert code == 0
+    assert out.startswith("usage: mine")
+    assert "never called an optimizer's step()" in err
+    assert not Path("runs/train").exists()
+    code, out, err = halfulp("audit", path, "--nonsense")
+    assert code == 2
+    assert "mine: error: unrecognized arguments: --nonsense" in err
+
+
+def test_options_before_the_script_are_halfulps(halfulp: Halfulp) -> None:
+    path = script(TRAIN)
+    code, out, err = halfulp("audit", "--nonsense", path)
+    assert code == 2
+    assert "No such option: --nonsense" in err
+    code, out, _ = halfulp("audit", "--help", path)
+    assert code == 0
+    assert "-m" in out
+    code, _, err = halfulp("audit", "--grids", "bf16")
+    assert code == 2
+    assert "give a training script, or -m and a module" in err
+    assert halfulp("audit", "--grids=bf16", "--every=4", "--", path)[0] == 0
+    assert hu.Trace.open("runs/train").steps.tolist() == [1, 5]
+
+
+# ---- endings ---------------------------------------------------------------------------------------------
+
+WAIT = """
+    print("stepped", flush=True)
+    import time
+    while True:
+        time.sleep(0.1)
+"""
+
+
+def started(folder: Path, text: str, *args: str) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(textwrap.dedent(text))
+    command = [sys.executable, "-m", "halfulp.cli", "audit", "--grids", "bf16", *args, "train.py"]
+    place = environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=place
+    )
+
+
+def ended(process: subprocess.Popen[str], number: int) -> str:
+    """Send a signal when the script has stepped; what is on stderr in the end."""
+    assert process.stdout is not None
+    try:
+        while "stepped" not in (line := process.stdout.readline()):
+            assert line or process.poll() is None, process.communicate()[1]
+        process.send_signal(number)
+        return process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_a_trace_and_a_verdict(number: int, tmp_path: Path) -> None:
+    """Long before a part is due; the exit status is that of the signal."""
+    process = started(tmp_path, TRAIN + WAIT)
+    said = ended(process, number)
+    assert process.returncode == -number
+    assert hu.Trace.open(tmp_path / "runs" / "train").last_step == 8
+    assert "the trace keeps what was recorded" in said
+    assert "8 steps audited (to step 8)" in said
+    assert "The trace is in runs/train." in said
+    assert "Traceback" not in said
+
+
+def test_a_signal_to_a_whole_job_leaves_a_trace_and_a_verdict(tmp_path: Path) -> None:
+    """A cluster signals every process: workers of a DataLoader die, about which torch would raise."""
+    loader = """
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self): return 10**6
+        def __getitem__(self, i):
+            if i > 20:
+                import time
+                time.sleep(0.05)
+            return torch.ones(8)
+    for i, x in enumerate(torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=2)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if i == 5:
+            print("stepped", flush=True)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN + loader))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "halfulp.cli", "audit", "--grids", "bf16", "train.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=environment(OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    assert process.stdout is not None
+    while "stepped" not in process.stdout.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGTERM)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == -signal.SIGTERM, said
+    assert "steps audited" in said
+    assert "The trace is in runs/train." in said
+    assert hu.Trace.open(tmp_path / "runs" / "train").last_step >= 13
+
+
+def test_a_signal_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
+    process = started(tmp_path, WAIT)
+    ended(process, signal.SIGTERM)
+    assert process.returncode == -signal.SIGTERM
+    assert not (tmp_path / "runs" / "train").exists()
+
+
+def test_a_handler_of_the_scripts_own_stays(tmp_path: Path) -> None:
+    handler = """
+    import signal
+    def stop(number, frame):
+        print("asked to stop", flush=True)
+        sys.exit(7)
+    signal.signal(signal.SIGTERM, stop)
+    """
+    process = started(tmp_path, TRAIN + handler + WAIT)
+    said = ended(process, signal.SIGTERM)
+    assert process.returncode == 7
+    assert "8 steps audited" in said
+    assert hu.Trace.open(tmp_path / "runs" / "train").last_step == 8
+
+
+def test_a_signal_waits_until_the_audit_has_recorded_its_step(tmp_path: Path) -> None:
+    """Sent from a listener, in the middle of the audit's own work: the step is recorded, and the last."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done: list[int] = []
+
+    def listen(summary: dict[str, Any]) -> None:
+        if summary["step"] == 2:
+            audit.when_idle(lambda: done.append(audit.step))
+            assert not done
+
+    with hu.Audit(optimizer, ["bf16"], model=model, listeners=[listen]) as audit:
+        for _ in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    assert done == [2]
+
+
+def test_the_script_is_main_until_the_interpreter_ends(tmp_path: Path) -> None:
+    """Exit handlers find their own module, and pickles their classes."""
+    late = """
+    import atexit, pickle
+    class Mine: pass
+    def at_the_end():
+        assert sys.modules["__main__"].Mine is Mine
+        assert type(pickle.loads(pickle.dumps(Mine()))) is Mine
+        print("found", flush=True)
+    atexit.register(at_the_end)
+    """
+    for ending, code in (("", 0), ("    raise KeyboardInterrupt", -signal.SIGINT)):
+        process = started(tmp_path, f"{TRAIN}{late}\n{ending}\n")
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == code, err
+        assert out.endswith("found\n"), err
+
+
+# ---- exit codes of the command line ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (hu.UsageError("wrong"), 2, "halfulp: wrong\n"),
+        (hu.CorruptionError("bad \x1b[31m"), 3, "halfulp: bad \\x1b[31m\n"),
+        (PermissionError(13, "Permission denied", "/x\x1b"), 4, "refused at /x\\x1b: Permission denied.\n"),
+        (OSError(28, "No space left on device"), 4, "the system refused: No space left on device.\n"),
+        (BrokenPipeError(32, "Broken pipe"), 4, "halfulp: whoever read the output has closed it.\n"),
+        (ZeroDivisionError("no"), 4, "this is a fault of halfulp's"),
+        (RuntimeError("no"), 4, "this is a fault of halfulp's"),
+    ],
+)
+def test_exit_codes(
+    halfulp: Halfulp, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, said: str
+) -> None:
+    """1 is left to gates and validations."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    monkeypatch.setattr(hu.Trace, "open", fail)
+    found, _, err = halfulp("compare", "a", "b")
+    assert found == code
+    assert said in err
+    assert ("Traceback" in err) == ("fault" in said)
+
+
+def test_an_interrupt_is_handed_to_the_interpreter(halfulp: Halfulp, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hu.Trace, "open", fail)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", ["halfulp", "compare", "a", "b"])
+    with pytest.raises(KeyboardInterrupt):
+        cli.main()
+
+
+def test_odd_budgets(halfulp: Halfulp) -> None:
+    """Digits are the ten that everybody types, and a number is written in one way."""
+    halfulp("audit", "--grids", "bf16", "--scores", "bf16:1-8", script(TRAIN))
+    arabic = ("\u0661\u0660\u066a", "\u0661\u0660%", "\u00b2")
+    for odd in (*arabic, "1e3%", "007", "01%", "1.%", ".5%", "1.5", "-1", "+1", "1_0", "", "%", "ten"):
+        code, _, err = halfulp("allocate", "runs/train", f"--budget={odd}")
+        assert code == 2, odd
+        assert "Traceback" not in err
+        assert "--budget takes a share such as 10%" in err, odd
+    for budget in ("50%", "2.5%", "400"):
+        assert halfulp("allocate", "runs/train", f"--budget={budget}")[0] == 0
+
+
+def test_a_full_disk_leaves_nothing_of_a_page_or_a_mask(
+    halfulp: Halfulp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files go through one place, which says what was refused."""
+    from halfulp import files
+
+    halfulp("audit", "--grids", "bf16", "--scores", "bf16:1-8", script(TRAIN))
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "rename":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = sorted(Path("runs/train").iterdir())
+    monkeypatch.setattr(files, "hook", full)
+    for command in (
+        ("report", "runs/train", "-o", "page.html"),
+        ("figures", "runs/train", "-o", "drawn"),
+        ("allocate", "runs/train", "--budget", "50%", "-o", "mask.safetensors"),
+    ):
+        code, _, err = halfulp(*command)
+        assert code == 4, err
+        assert "the disk is full" in err
+        assert not Path(command[-1]).is_file()
+    assert sorted(Path("runs/train").iterdir()) == before
+
+
 # ---- processes -------------------------------------------------------------------------------------------
 
 
@@ -465,6 +779,33 @@ def test_two_ranks_of_a_launcher_leave_one_trace(tmp_path: Path) -> None:
     trace = hu.Trace.open(tmp_path / "trace")
     assert trace.last_step == 8
     assert trace.tensors[0]["name"] == "0.weight"
+
+
+def test_that_kernels_are_compiled_is_said_once_a_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ten processes, each with its own listener, beside one cache; where none can be kept, each says it."""
+    from types import SimpleNamespace
+
+    from halfulp.kernels.simd import _FirstCompilation
+
+    def compiles(place: object, module: str = "halfulp.kernels.cpu") -> None:
+        function = SimpleNamespace(__module__=module)
+        cache = SimpleNamespace(cache_path=place)
+        dispatcher = SimpleNamespace(py_func=function, _cache=cache)
+        listener = _FirstCompilation()
+        for _ in range(3):
+            listener.on_start(SimpleNamespace(data={"dispatcher": dispatcher}))
+
+    compiles(str(tmp_path / "cache"), "somebody.else")
+    assert not caplog.records
+    for _ in range(10):
+        compiles(str(tmp_path / "cache"))
+    assert len(caplog.records) == 1
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        compiles(str(tmp_path / "file" / "cache"))
+    assert len(caplog.records) == 3
 
 
 # ---- compare ---------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import halfulp as hu
-from halfulp import cli
+from halfulp import cli, files, tensors
 from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.kernels import SCORES, TILE
 from halfulp.masks import MASTER_BYTES, _first_that_fit, tile_sizes
+from halfulp.writeback.policies import put_tiles, take_tiles
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +117,7 @@ def test_what_is_not_a_mask(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "foreign")
     replaced = (tmp_path / "good").read_bytes().replace(b'\\"w\\": 1000', b'\\"w\\": 9000')
     (tmp_path / "other sizes").write_bytes(replaced)
-    newer = (tmp_path / "good").read_bytes().replace(b'\\"format\\": 1', b'\\"format\\": 9')
-    (tmp_path / "newer").write_bytes(newer)
+    files.put(tmp_path / "newer", tensors.content(good.tiles, {"halfulp.mask": '{"format": 9}'}))
     for name in ("garbage", "short", "foreign", "other sizes", "missing"):
         with pytest.raises(CorruptionError, match=name):
             hu.Mask.load(tmp_path / name)
@@ -146,6 +146,135 @@ def test_nothing_eligible(trace: hu.Trace) -> None:
         hu.allocate(trace, 0.1, params=lambda name, shape: False)
 
 
+TILES = [1, 5, 96, 100, 768, 1000, 10_000]
+
+
+def scored(out: Path, tile: int, **options: object) -> hu.Trace:
+    """A matrix of 64 by 100 and one of 100 by 48, scored by tiles of a size."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.GELU(), torch.nn.Linear(100, 48))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with hu.Audit(optimizer, ["e5m2"], model=model, out=out, scores=("e5m2", 1, 2, tile), **options):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
+    return hu.Trace.open(out)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_tiles_of_any_size(tile: int, tmp_path: Path) -> None:
+    """From scores to masters: as brute force chooses, within the budget, and to the byte what is kept."""
+    trace = scored(tmp_path / "trace", tile)
+    assert trace.tile == tile
+    fine = scored(tmp_path / "fine", 1).scores()
+    for name, sums in trace.scores().items():
+        parts = [fine[name][i : i + tile].sum(axis=0) for i in range(0, len(fine[name]), tile)]
+        np.testing.assert_allclose(sums, parts, rtol=1e-12)  # sums in another order, of positive numbers
+    mask = hu.allocate(trace, 0.9)
+    rows = []
+    for t in trace.tensors:
+        if len(t["shape"]) == 2:
+            sums = trace.scores()[t["name"]][:, SCORES.index("P")]
+            lengths = [min(tile, t["numel"] - i * tile) for i in range(len(sums))]
+            rows += [(s / n, t["name"], i, n) for i, (s, n) in enumerate(zip(sums, lengths, strict=True))]
+    left, wanted = mask.budget, set()
+    for _, name, i, n in sorted(rows, key=lambda r: -r[0]):
+        if MASTER_BYTES * n <= left:
+            left -= MASTER_BYTES * n
+            wanted.add((name, i))
+    assert {(name, i) for name, t in mask.tiles.items() for i in t.nonzero().flatten().tolist()} == wanted
+    assert mask.payload_bytes == mask.budget - left <= mask.budget
+    assert (mask.shuffled(1).payload_bytes, mask.shuffled(1).tile) == (mask.payload_bytes, tile)
+
+    mask.save(tmp_path / "mask")
+    back = hu.Mask.load(tmp_path / "mask")
+    assert (back.tile, back.payload_bytes) == (tile, mask.payload_bytes)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.GELU(), torch.nn.Linear(100, 48))
+    opt = hu.WriteBack(torch.optim.AdamW(model.parameters()), "e5m2", back.policy(), model=model)
+    for _ in range(2):
+        model(torch.randn(2, 64)).sum().backward()
+        opt.step()
+    assert sum(slot.state["master"].nbytes for slot in opt.slots) == mask.payload_bytes
+    chosen = sum(int(t.sum()) for t in mask.tiles.values())
+    assert opt.bytes().policy == mask.payload_bytes + 4 * chosen, "which tiles were chosen: four bytes each"
+    assert (f",tile={tile})" in opt.slots[0].policy.spec) == (tile != TILE)
+
+
+def test_masters_of_small_tiles_are_masters() -> None:
+    """With all tiles chosen, whatever their size, training is that of full masters, bit for bit."""
+
+    def trained(policy: object) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = torch.nn.Linear(30, 41)
+        opt = hu.WriteBack(torch.optim.AdamW(model.parameters(), lr=1e-3), "e5m2", policy, model=model)
+        for _ in range(4):
+            opt.zero_grad()
+            model(torch.randn(8, 30)).square().sum().backward()
+            opt.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    full = trained("master")
+    for tile in TILES:
+        every = {"weight": torch.ones(-(-1230 // tile), dtype=torch.bool)}
+        assert all(map(torch.equal, trained(hu.TileMaster(every, tile=tile)), full))
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_taken_and_put_back(tile: int) -> None:
+    """Chosen tiles of any size, against plain slices."""
+    x = torch.arange(2345.0)
+    tiles = (torch.arange(-(-2345 // tile)) % 3 != 1).nonzero().flatten()
+    expected = torch.cat([x[i * tile : (i + 1) * tile] for i in tiles.tolist()])
+    assert torch.equal(take_tiles(x, tiles, expected.numel(), tile), expected)
+    y = x.clone()
+    put_tiles(y, tiles, -expected, tile)
+    for i in range(-(-2345 // tile)):
+        part = slice(i * tile, (i + 1) * tile)
+        assert torch.equal(y[part], -x[part] if i in tiles.tolist() else x[part])
+
+
+def test_a_budget_below_one_tile(trace: hu.Trace, tmp_path: Path) -> None:
+    """It buys nothing: the smallest that buys something is said."""
+    with pytest.raises(UsageError, match="smallest take 768 bytes"):  # 4,800 = 6 * 768 + 192 coordinates
+        hu.allocate(trace, 100)
+    small = scored(tmp_path / "small", 96)
+    with pytest.raises(UsageError, match=r"a budget of 0\.001 is 44 bytes.*256 bytes.*96 coordinates"):
+        hu.allocate(small, 0.001)
+    assert hu.allocate(small, 256).payload_bytes == 256
+
+
+def test_tiles_that_do_not_go_together(tmp_path: Path) -> None:
+    """Another size is refused when a trace is resumed, a mask misread, or a sample asked for."""
+    scored(tmp_path / "trace", 96)
+    with pytest.raises(UsageError, match=r"96.*not.*100"):
+        scored(tmp_path / "trace", 100, resume=True)
+    with pytest.raises(UsageError, match="a sample is of tiles of 768"):
+        scored(tmp_path / "sampled", 96, sample=0.5)
+    for wrong in (("e5m2", 1), ("e5m2", 2, 1), ("e5m2", 1, 2, 0), "e5m2:1-2", ("e5m2", 1, 2.0)):
+        with pytest.raises(UsageError, match=r"scores=|a tile is"):
+            hu.Audit(None, ["e5m2"], scores=wrong)
+    model = torch.nn.Linear(64, 64)
+    policy = hu.TileMaster({"weight": torch.ones(6, dtype=torch.bool)}, tile=96)
+    with pytest.raises(UsageError, match=r"tiles of 96 for 4096 coordinates.*tiles of another size"):
+        hu.WriteBack(torch.optim.SGD(model.parameters()), "e5m2", policy, model=model)
+
+
+def test_old_masks_have_tiles_of_768(tmp_path: Path) -> None:
+    """The first format, which says no size, is still read, and still written for those tiles."""
+    mask = hu.Mask(tiles={"w": torch.ones(2, dtype=torch.bool)}, sizes={"w": 1000}, score="P", budget=4000)
+    mask.save(tmp_path / "old")
+    assert b"tile" not in (tmp_path / "old").read_bytes()
+    assert hu.Mask.load(tmp_path / "old").tile == 768
+    sized = hu.Mask(tiles=mask.tiles, sizes=mask.sizes, score="P", budget=4000, tile=500)
+    sized.save(tmp_path / "sized")
+    said = (tmp_path / "sized").read_bytes()
+    for wrong in (b"400", b'\\"a', b"-10", b"1.5", b"  0"):
+        (tmp_path / "wrong").write_bytes(said.replace(b": 500", b": " + wrong))
+        with pytest.raises(CorruptionError, match="wrong"):
+            hu.Mask.load(tmp_path / "wrong")
+
+
 def test_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +300,13 @@ def test_on_the_command_line(
     assert halfulp("allocate", "runs/train", "--budget", "50%", "--shuffle", "3", "-o", "control") == 0
     assert "by score P shuffled" in capsys.readouterr().out
     assert hu.Mask.load("control").payload_bytes == hu.Mask.load("m").payload_bytes
+    assert halfulp("audit", "--grids", "e5m2", "--scores", "e5m2:1-3", "--tile", "64", "train.py") == 0
+    capsys.readouterr()
+    assert halfulp("allocate", "runs/train-2", "--budget", "1%", "-o", "rows") == 2
+    assert "take 256 bytes" in capsys.readouterr().err
+    assert halfulp("allocate", "runs/train-2", "--budget", "10%", "-o", "rows") == 0
+    assert "in tiles of 64" in capsys.readouterr().out
+    assert hu.Mask.load("rows").tile == 64
     for wrong in (("--budget", "half"), ("--budget", "10%", "--score", "?")):
         assert halfulp("allocate", "runs/train", *wrong) == 2
     assert halfulp("audit", "--scores", "e5m2", "train.py") == 2

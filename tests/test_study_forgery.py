@@ -7,6 +7,8 @@ that what is left to refuse him is the shape and the sense of what he wrote.
 from __future__ import annotations
 
 import copy
+import functools
+import os
 import random
 import shutil
 import zipfile
@@ -329,16 +331,16 @@ def test_forged_analyses(finished: Path, tmp_path: Path) -> None:
 )
 def test_files_that_cannot_be_read(out: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests may run as root, who reads everything: so the refusal is made."""
-    real_bytes, real_iter, hidden = Path.read_bytes, Path.iterdir, out / name
+    real_open, real_iter, hidden = os.open, Path.iterdir, out / name
 
-    def refuse(path: Path, real: Any) -> Any:
+    def refuse(real: Any, path: Path, *rest: Any) -> Any:
         if path == hidden:
             raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
+        return real(path, *rest)
 
-    monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path, real_bytes))
-    monkeypatch.setattr(Path, "iterdir", lambda path: refuse(path, real_iter))
-    with pytest.raises(CorruptionError, match="cannot be read"):
+    monkeypatch.setattr(os, "open", functools.partial(refuse, real_open))
+    monkeypatch.setattr(Path, "iterdir", lambda path: refuse(real_iter, path))
+    with pytest.raises(DiskError, match="cannot be read"):
         validate(out)
 
 

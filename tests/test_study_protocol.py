@@ -147,7 +147,8 @@ def test_show_prints_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     protocol = Protocol.of(loading.load(str(path)).study, "small")
     assert code == 0
     for part in (
-        "Is it close?", "one arm", "not claimed  anything", "forecast=0.2", "arm-3  seed=3", "reads forecast",
+        "Is it close?", "one arm", "not claimed  anything", "forecast=0.2", "cell   seed", "arm-3  3",
+            "reads forecast",
         "gate close: error <= 0.15, in every unit", "label close: close passed", "label not close: otherwise",
         "retries      0", "threads      1", protocol.digest,
     ):  # fmt: skip

@@ -22,6 +22,7 @@ from audit_reference import assert_same_tables, made, tables, train
 from safetensors import safe_open
 
 import halfulp as hu
+from halfulp import canonical
 from halfulp.audit import verdict
 from halfulp.text import shown
 
@@ -52,9 +53,9 @@ def copied(recorded: Path, tmp_path: Path) -> Path:
 def test_the_files_of_a_trace(recorded: Path) -> None:
     """The layout that the documentation gives; state in the newest part only; nothing left aside."""
     files = sorted(str(p.relative_to(recorded)) for p in recorded.rglob("*") if p.is_file())
-    each = ["digests.json", "grids.parquet", "kept.safetensors", "run.parquet", "tensors.parquet"]
+    each = ["grids.parquet", "kept.safetensors", "part.json", "run.parquet", "tensors.parquet"]
     expected = [f"parts/{i:06d}/{name}" for i in range(4) for name in each]
-    assert files == sorted([*expected, "parts/000003/state.safetensors", "manifest.json"])
+    assert files == sorted([*expected, "state/000003.safetensors", "manifest.json"])
     assert not [p for p in recorded.rglob("*") if p.suffix in (".pkl", ".pt", ".npy")]
 
 
@@ -95,7 +96,9 @@ def test_reading_needs_no_pandas(recorded: Path) -> None:
 def test_the_manifest(recorded: Path) -> None:
     manifest = json.loads((recorded / "manifest.json").read_text())
     assert manifest["kind"] == "halfulp.trace"
-    assert manifest["format"] == 1
+    assert manifest["format"] == 2
+    assert len(manifest["id"]) == 32
+    assert manifest.pop("sha256") == canonical.digest(manifest)
     assert manifest["halfulp"] == hu.__version__
     assert manifest["grids"] == GRIDS
     assert manifest["every"] == 1
@@ -236,19 +239,22 @@ def changed(key: str, value: Any) -> Callable[[Path], None]:
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any], type[hu.HalfulpError], str]] = {
     "truncated table": ("parts/000001/grids.parquet", truncate, hu.TamperingError, "not what was written"),
-    "empty table": ("parts/000001/run.parquet", lambda f: f.write_bytes(b""), hu.TamperingError, "SHA-256"),
+    "empty table": ("parts/000001/run.parquet", lambda f: f.write_bytes(b""), hu.TamperingError, "0 bytes"),
     "flipped bit": ("parts/000002/tensors.parquet", flip, hu.TamperingError, "SHA-256 differs"),
     "flipped bit of kept weights": ("parts/000000/kept.safetensors", flip, hu.TamperingError, "SHA-256"),
-    "flipped bit of the state": ("parts/000003/state.safetensors", flip, hu.TamperingError, "SHA-256"),
+    "flipped bit of the state": ("state/000003.safetensors", flip, hu.TamperingError, "SHA-256"),
     "missing table": ("parts/000001/grids.parquet", Path.unlink, hu.CorruptionError, "is missing"),
-    "missing state": ("parts/000003/state.safetensors", Path.unlink, hu.CorruptionError, "is missing"),
-    "missing digests": ("parts/000001/digests.json", Path.unlink, hu.CorruptionError, "cannot be read"),
-    "garbage digests": ("parts/000001/digests.json", garbage, hu.CorruptionError, "cannot be read"),
-    "list of digests": (
-        "parts/000001/digests.json", lambda f: f.write_text("[]"), hu.CorruptionError, "cannot be read",
+    "missing state": ("state/000003.safetensors", Path.unlink, hu.CorruptionError, "is missing"),
+    "missing document": ("parts/000001/part.json", Path.unlink, hu.CorruptionError, "is missing"),
+    "garbage document": ("parts/000001/part.json", garbage, hu.CorruptionError, "not the document of a part"),
+    "a list for a document": (
+        "parts/000001/part.json", lambda f: f.write_text("[]"), hu.CorruptionError, "not the document of a p",
     ),
-    "no digests": (
-        "parts/000001/digests.json", lambda f: f.write_text("{}"), hu.CorruptionError, "no digest of grids",
+    "an empty document": (
+        "parts/000001/part.json", lambda f: f.write_text("{}"), hu.CorruptionError, "it has no kind",
+    ),
+    "an edited document": (
+        "parts/000001/part.json", changed("last_step", 5), hu.TamperingError, "is not what was written",
     ),
     "missing manifest": ("manifest.json", Path.unlink, hu.CorruptionError, "is not a trace"),
     "garbage manifest": ("manifest.json", garbage, hu.CorruptionError, "not the manifest of a trace"),
@@ -261,7 +267,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], type[hu.HalfulpError], str]]
     ),
     "another kind": ("manifest.json", changed("kind", "tensorboard"), hu.CorruptionError, "'tensorboard'"),
     "no tensors": ("manifest.json", changed("tensors", None), hu.CorruptionError, "it has no tensors"),
-    "newer format": ("manifest.json", changed("format", 2), hu.VersionError, "has trace format 2"),
+    "newer format": ("manifest.json", changed("format", 3), hu.VersionError, "has trace format 3"),
+    "older format": ("manifest.json", changed("format", 1), hu.TamperingError, "format 1 does not"),
+    "swapped grids": (
+        "manifest.json", changed("grids", GRIDS[::-1]), hu.TamperingError, "is not what was written",
+    ),
 }  # fmt: skip
 
 
@@ -294,20 +304,26 @@ def test_a_foreign_folder(tmp_path: Path) -> None:
 
 
 def test_a_damaged_trace_is_not_gone_on_with(copied: Path) -> None:
-    flip(copied / "parts" / "000003" / "state.safetensors")
+    flip(copied / "state" / "000003.safetensors")
     model = made("gpt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {"scores": ("e4m3", 1, 5), "keep": True, "resume": True}
-    with pytest.raises(hu.TamperingError, match=r"state\.safetensors"):
+    with pytest.raises(hu.TamperingError, match=r"000003\.safetensors"):
         hu.Audit(
             optimizer, GRIDS, model=model, out=copied, **{"expected_never_moved": True, **options}
         ).start()
 
 
 def test_reading_without_verifying(copied: Path) -> None:
-    """The numbers of an intact table can be had although another file is damaged."""
+    """The numbers of an intact table can be had although another file is damaged; of that one, none."""
     flip(copied / "parts" / "000000" / "kept.safetensors")
-    assert len(hu.Trace.open(copied, verify=False).frozen("bf16")) == 7
+    flip(copied / "parts" / "000002" / "tensors.parquet")
+    trace = hu.Trace.open(copied, verify=False)
+    assert len(trace.frozen("bf16")) == 7
+    with pytest.raises(hu.TamperingError, match=r"tensors\.parquet is not what was written"):
+        trace.update_ratio()
+    with pytest.raises(hu.TamperingError, match=r"kept\.safetensors is not what was written"):
+        trace.kept(trace.parts[0])
 
 
 # ---- names are inert -------------------------------------------------------------------------------------
@@ -340,8 +356,8 @@ def test_hostile_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert trace.replay(["e5m2"], tmp_path / "inside" / "replayed").frozen("e5m2").tolist() == [1.0]
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert {p.name for p in files} == {
-        "manifest.json", "digests.json", "grids.parquet", "tensors.parquet", "run.parquet",
-        "state.safetensors", "kept.safetensors",
+        "manifest.json", "part.json", "grids.parquet", "tensors.parquet", "run.parquet",
+        "000000.safetensors", "kept.safetensors",
     }  # fmt: skip
     for file in (f for f in files if f.suffix == ".safetensors"):
         with safe_open(str(file), framework="pt") as opened:
@@ -474,5 +490,5 @@ def test_what_a_kill_at_once_leaves_can_be_gone_on_with(tmp_path: Path) -> None:
         optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
         optimizer.step()
     assert hu.Trace.open(folder).steps.tolist() == [1]
-    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "parts"]
+    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "parts", "state"]
     assert [p.name for p in (folder / "parts").iterdir()] == ["000000"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import assert_same
-from writeback_distributed import CASES, GRIDS, POLICIES, STEPS, single
+from writeback_distributed import CASES, GRIDS, NARROW, POLICIES, STEPS, single, single_narrow
 
 import halfulp as hu
 
@@ -25,6 +25,7 @@ KEYS = [
     *(f"fsdp {grid} {policy}" for grid, policy in CASES),
     *(f"{kind} e4m3@128 {policy}" for kind in ("ddp", "resumed") for policy in POLICIES),
     "packed e4m3@128 sr",  # data-parallel, from packed codes
+    *(f"{kind} narrow {policy}" for kind in ("fsdp", "resumed") for policy in NARROW),
 ]
 
 
@@ -57,6 +58,7 @@ def alone() -> dict[str, dict[str, Any]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     found = {f"{grid} {policy}": single(grid, policy) for grid, policy in CASES}
+    found |= {f"narrow {policy}": single_narrow(policy) for policy in NARROW}
     torch.set_num_threads(threads)
     return found
 
@@ -84,7 +86,7 @@ def test_runs_differ(alone: dict[str, dict[str, Any]]) -> None:
     firsts = [run["weights"]["first.weight"] for run in alone.values()]
     same = [(i, j) for i in range(len(firsts)) for j in range(i) if torch.equal(firsts[i], firsts[j])]
     assert same == []
-    for grid in GRIDS:
+    for grid in (*GRIDS, "narrow"):
         rows = [line.split() for line in alone[f"{grid} rne"]["events"][-1]]
         assert [row[0] for row in rows] == ["first.weight", "second.weight", "last.weight"]
         assert 0 < sum(int(row[2]) for row in rows) < sum(int(row[1]) for row in rows)
@@ -98,7 +100,9 @@ def test_runs_differ(alone: dict[str, dict[str, Any]]) -> None:
             "parameter 'first.weight': grid int8 takes its step from the whole tensor",
         ),
         ("packed", "parameter 'first.weight': storage='packed' is for whole tensors"),
+        ("packed", "Leave storage= out"),
         ("tiles", "parameter 'first.weight': policy 'tile-master' is for whole tensors"),
+        ("tiles", "Use 'master'"),
         ("columns", "parameter 'weight': placement"),
         ("file", "use torch.distributed.checkpoint"),
     ],

@@ -35,6 +35,7 @@ POLICIES: dict[str, Any] = {
     "master from raw": hu.Master("raw"),
 }
 ROWS = {"int8/row": "sr", "mxfp4": "rne"}  # steps that a shard of rows knows
+NARROW = ("rne", "sr", "deadzone-sr", "eco", "kahan", "master")  # of bfloat16 parameters
 CASES = [(grid, policy) for grid in GRIDS for policy in POLICIES] + list(ROWS.items())
 
 
@@ -57,8 +58,13 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(16, 70, generator=generator), torch.randn(16, 1, generator=generator)
 
 
-def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+def adamw(model: torch.nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1, **options)
+
+
+def narrow(model: torch.nn.Module, policy: str) -> hu.WriteBack:
+    """Around an optimizer that steps all tensors of a list at once."""
+    return hu.WriteBack(adamw(model, foreach=True), "bf16", rule(policy), model=model, seed=2)
 
 
 def rule(policy: str) -> Any:
@@ -69,7 +75,8 @@ def steps(model: torch.nn.Module, opt: hu.WriteBack, first: int, last: int) -> l
     """Train; the events of every step as text, decay shares to twelve digits."""
     seen = []
     for step in range(first, last):
-        x, y = batch(step)
+        dtype = next(model.parameters()).dtype
+        x, y = (t.to(dtype) for t in batch(step))
         opt.zero_grad()
         (model(x) - y).square().mean().backward()
         opt.step()
@@ -105,14 +112,20 @@ def single(grid: str, policy: str) -> dict[str, Any]:
     return outcome(model, opt, steps(model, opt, 0, STEPS))
 
 
+def single_narrow(policy: str) -> dict[str, Any]:
+    model = Uneven().bfloat16()
+    opt = narrow(model, policy)
+    return outcome(model, opt, steps(model, opt, 0, STEPS))
+
+
 def ddp(grid: str, policy: str, **options: Any) -> dict[str, Any]:
     model = DistributedDataParallel(Uneven())
     opt = hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2, **options)
     return outcome(model, opt, steps(model, opt, 0, STEPS))
 
 
-def sharded() -> torch.nn.Module:
-    model = Uneven()
+def sharded(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model = Uneven().to(dtype)
     for part in (model.first, model.second, model):
         fully_shard(part)
     return model
@@ -125,15 +138,40 @@ def fsdp(grid: str, policy: str) -> dict[str, Any]:
 
 
 def resumed(grid: str, policy: str, folder: Path) -> dict[str, Any]:
+    def make() -> tuple[torch.nn.Module, hu.WriteBack]:
+        model = sharded()
+        return model, hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2)
+
+    return stopped(make, folder / f"checkpoint {grid} {policy}")
+
+
+def fsdp_narrow(policy: str, folder: Path | None = None) -> dict[str, Any]:
+    """Shards that are bfloat16: the wrapped optimizer has float32 shards in their place."""
+
+    def make() -> tuple[torch.nn.Module, hu.WriteBack]:
+        model = sharded(torch.bfloat16)
+        return model, narrow(model, policy)
+
+    if folder is not None:
+        return stopped(make, folder / f"checkpoint narrow {policy}")
+    model, opt = make()
+    events = steps(model, opt, 0, STEPS)
+    for slot in opt.slots:
+        assert isinstance(slot.shadow, DTensor)
+        assert (slot.p.dtype, slot.shadow.dtype) == (torch.bfloat16, torch.float32)
+        moment = opt.optimizer.state[slot.shadow]["exp_avg"]
+        assert moment.placements == slot.p.placements == slot.shadow.placements
+        assert moment.dtype == torch.float32
+    return outcome(model, opt, events)
+
+
+def stopped(make: Callable[[], tuple[torch.nn.Module, hu.WriteBack]], place: Path) -> dict[str, Any]:
     """Stop half way, save from both ranks, and go on in new objects."""
-    model = sharded()
-    opt = hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2)
+    model, opt = make()
     events = steps(model, opt, 0, STOP)
-    place = folder / f"checkpoint {grid} {policy}"
     a, b = get_state_dict(model, opt)
     dcp.save({"model": a, "opt": b}, checkpoint_id=place)
-    model = sharded()
-    opt = hu.WriteBack(adamw(model), grid, rule(policy), model=model, seed=2)
+    model, opt = make()
     a, b = get_state_dict(model, opt)
     dcp.load({"model": a, "opt": b}, checkpoint_id=place)
     set_state_dict(model, opt, model_state_dict=a, optim_state_dict=b)
@@ -184,6 +222,9 @@ def main(rank: int, world: int, folder: Path) -> None:
             found[f"ddp {grid} {policy}"] = ddp(grid, policy)
             found[f"resumed {grid} {policy}"] = resumed(grid, policy, folder)
     found["packed e4m3@128 sr"] = ddp("e4m3@128", "sr", storage="packed")
+    for policy in NARROW:
+        found[f"fsdp narrow {policy}"] = fsdp_narrow(policy)
+        found[f"resumed narrow {policy}"] = fsdp_narrow(policy, folder)
     found["refusals"] = refusals(folder)
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -1,27 +1,67 @@
-"""The command line. Exit codes: 0 done; 1 a gate or validation failed; 2 usage; 3 corrupted input."""
+"""The command line.
+
+Exit codes: 0 done; 1 a gate or validation failed; 2 usage; 3 corrupted input; 4 the system refused, or a
+fault of halfulp's. A script under ``audit`` keeps its own; an interrupt ends by its signal.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from contextlib import nullcontext
+import traceback
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 from halfulp import __version__
-from halfulp.errors import HalfulpError, UsageError
+from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.report import commands as report_commands
 from halfulp.study.commands import app as study_app
-from halfulp.text import shown
+from halfulp.text import plain, shown
 
 AUDITED = ("bf16", "fp16", "e5m2", "e4m3@128")
 
+
+class _Ended(BaseException):
+    """An interrupt or a closed pipe on its way past typer, for which both are exit code 1 or 130."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, BrokenPipeError) as error:
+            raise _Ended from error
+
+
+class _Script(TyperCommand):
+    """Where the script, or ``-m MODULE``, begins, halfulp's own options end: all that follows is its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {o: p.is_flag for p in self.params for o in p.opts if hasattr(p, "is_flag")}
+        at = 0
+        while at < len(args) and args[at].startswith("-") and args[at] != "--":
+            module = args[at].startswith("-m")
+            at += 1 if flags.get(args[at], True) else 2
+            if module:
+                break
+        else:
+            at += 2 if args[at : at + 1] == ["--"] else 1
+        super().parse_args(ctx, args[:at])
+        ctx.args = args[at:]
+        return args[at:]
+
+
 app = typer.Typer(
     name="halfulp",
+    cls=_Commands,
     help="Which weight updates a number format throws away, and what to do about it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -84,16 +124,18 @@ def grids(
         )
 
 
-@app.command(
-    context_settings={
-        "allow_extra_args": True,
-        "allow_interspersed_args": False,
-        "ignore_unknown_options": True,
-    }
-)
+@app.command(cls=_Script)
 def audit(
     context: typer.Context,
-    script: Path = typer.Argument(..., help="A training script, unmodified; its own arguments follow."),
+    script: Path | None = typer.Argument(
+        None,
+        help="A training script, unmodified; all that follows is its own.",
+        metavar="SCRIPT [ARGS]...",
+        show_default=False,
+    ),
+    module: str = typer.Option(
+        "", "-m", help="Instead of a script, a module, as by `python -m`; all that follows is its own."
+    ),
     grids: str = typer.Option(
         "", help=f"Grids, separated by commas; default {','.join(AUDITED)}, as far as they fit the weights."
     ),
@@ -106,55 +148,74 @@ def audit(
     scores: str = typer.Option(
         "", help="Sum what `halfulp allocate` ranks tiles by: a grid and its steps, such as e5m2:1-600."
     ),
+    tile: int = typer.Option(
+        768, help="With --scores: weights of a tile; with the model's width, a tile is one token's embedding."
+    ),
     out: Path | None = typer.Option(None, help="The trace's folder; default runs/NAME."),
     resume: bool = typer.Option(
         False, help="Go on with a trace; steps that it holds are not recorded again."
     ),
     live: bool = typer.Option(False, help="Show what is being lost while the script runs."),
 ) -> None:
-    """Run a training script and record what each grid would throw away."""
-    from halfulp.audit import verdict
+    """Run a training script, or a module with -m, and record what each grid would throw away."""
     from halfulp.audit.recorder import Audit
     from halfulp.audit.script import run_script
     from halfulp.report.live import LiveView
     from halfulp.trace import Trace, free_folder, newest_folder
 
-    usual = Path("runs") / script.stem
+    if script is None and not module:
+        raise UsageError("nothing to audit: give a training script, or -m and a module. See --help.")
+    usual = Path("runs") / (module if script is None else script.stem)
     folder = out if out is not None else newest_folder(usual) if resume else free_folder(usual)
     view = LiveView()
     recorder = Audit(
         None,
         [g.strip() for g in grids.split(",") if g.strip()] if grids else AUDITED,
         out=folder,
+        exists="raise",
         unfit="raise" if grids else "drop",
         every=every,
         sample=None if sample == 1.0 else sample,
         decay=decay,
         expected_never_moved=expected,
-        scores=_scores(scores) if scores else None,
+        scores=_scores(scores, tile) if scores else None,
         resume=resume,
         listeners=[view] if live else [],
-        describe={"script": script.name, "arguments": list(context.args)},
-    )
+        describe={
+            "script": f"-m {module}" if script is None else script.name, "arguments": list(context.args)
+        },
+    )  # fmt: skip
+
+    def say() -> None:
+        """The verdict; the view is taken away first."""
+        view.close()
+        console = Console(stderr=True)
+        place = recorder.out  # absolute: the script may have changed the folder
+        if recorder.writes and place is not None and (place / "manifest.json").exists():
+            console.rule("halfulp")
+            _tell(console, *Trace.open(place).verdict().lines)
+            _tell(console, "", f"The trace is in {folder}. A page of it: halfulp report {folder}")
+
     with view if live else nullcontext():
-        code = run_script(script, context.args, recorder)
-    console = Console(stderr=True)
-    place = recorder.out  # absolute: the script may have changed the folder
-    if recorder.writes and place is not None and (place / "manifest.json").exists():
-        console.rule("halfulp")
-        for line in verdict.lines(Trace.open(place)):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        said = f"\nThe trace is in {folder}. A page of it: halfulp report {folder}"
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        code = run_script(script, context.args, recorder, say, module)
+    say()
+    if code < 0:
+        raise KeyboardInterrupt
     raise typer.Exit(code)
 
 
-def _scores(text: str) -> tuple[str, int, int]:
+def _tell(console: Console, *lines: str) -> None:
+    """Lines as they are, harmless whatever names are in them."""
+    for line in lines:
+        console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def _scores(text: str, tile: int) -> tuple[str, int, int, int]:
     """A grid and a window of steps, as they are written on the command line."""
-    found = re.fullmatch(r"(.+):(\d+)-(\d+)", text)
+    found = re.fullmatch(r"(.+):([0-9]+)-([0-9]+)", text)
     if found is None:
         raise UsageError(f"--scores takes a grid and its steps, such as e5m2:1-600, not {text!r}.")
-    return found[1], int(found[2]), int(found[3])
+    return found[1], int(found[2]), int(found[3]), tile
 
 
 @app.command()
@@ -171,10 +232,7 @@ def allocate(
     """Choose the tiles that get an fp32 master, within an exact budget."""
     from halfulp import masks
 
-    share = re.fullmatch(r"(\d+(?:\.\d*)?)%", budget)
-    if share is None and not budget.isdigit():
-        raise UsageError(f"--budget takes a share such as 10%, or bytes, not {budget!r}.")
-    mask = masks.allocate(trace, float(share[1]) / 100 if share else int(budget), score, seed=seed)
+    mask = masks.allocate(trace, _budget(budget), score, seed=seed)
     mask = mask if shuffle is None else mask.shuffled(shuffle)
     mask.save(output)
     table = Table(Column("tensor", no_wrap=True), "tiles", "of", "bytes of masters")
@@ -185,8 +243,16 @@ def allocate(
     Console().print(table)
     typer.echo(
         f"{mask.payload_bytes:,} of {mask.budget:,} bytes ({mask.payload_bytes / mask.blanket_bytes:.4%} of "
-        f"{mask.blanket_bytes:,}), by score {mask.score}: {output}"
+        f"{mask.blanket_bytes:,}), by score {mask.score}, in tiles of {mask.tile}: {plain(str(output))}"
     )
+
+
+def _budget(text: str) -> float | int:
+    """A share or a number of bytes, as they are written on the command line."""
+    found = re.fullmatch(r"(0|[1-9][0-9]*)(\.[0-9]+)?(%?)", text)
+    if found is None or (found[2] and not found[3]):
+        raise UsageError(f"--budget takes a share such as 10% or 2.5%, or bytes such as 4096, not {text!r}.")
+    return float(text.rstrip("%")) / 100 if found[3] else int(text)
 
 
 @app.command()
@@ -201,8 +267,10 @@ def compare(
     from halfulp.audit.outcome import compare_traces
     from halfulp.trace import Trace
 
-    for line in compare_traces(Trace.open(reference), Trace.open(measured), grid or None, scope, warmup):
-        Console().print(line, highlight=False, markup=False, soft_wrap=True)
+    _tell(
+        Console(),
+        *compare_traces(Trace.open(reference), Trace.open(measured), grid or None, scope, warmup),
+    )
 
 
 @app.command()
@@ -219,12 +287,34 @@ def data(
 
 
 def main() -> None:
-    """The entry point: a halfulp error is one clear line and an exit code, not a traceback."""
+    """The entry point: what can be put right is one clear line and an exit code, not a traceback."""
     try:
         app()
     except HalfulpError as error:
-        typer.echo(f"halfulp: {error}", err=True)
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code)
+    except _Ended as ended:
+        if isinstance(ended.__cause__, BrokenPipeError):
+            with suppress(OSError):  # what is still in the buffer has nowhere to go
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _fail("whoever read the output has closed it.", DiskError.exit_code)
+        # The interpreter ends by the signal, after exit handlers; it need not say where it was interrupted.
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt from None
+    except OSError as error:
+        where = "" if error.filename is None else f" at {error.filename}"
+        _fail(plain(f"the system refused{where}: {error.strerror or error}."), DiskError.exit_code)
+    except Exception:
+        traceback.print_exc()
+        _fail(
+            f"this is a fault of halfulp's ({__version__}), not yours. Please report it to the project, "
+            "with the lines above and the command.",
+            DiskError.exit_code,
+        )
+
+
+def _fail(said: str, code: int) -> NoReturn:
+    typer.echo(f"halfulp: {said}", err=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,6 @@ class VersionError(HalfulpError):
 
 
 class DiskError(HalfulpError):
-    """The operating system refused a change: a full disk, a read-only folder."""
+    """The operating system refused: a full disk, a read-only folder, a file that may not be read."""
 
     exit_code = 4

@@ -1,7 +1,7 @@
 """Every change that halfulp makes to a disk, and every bounded reading of it, goes through here.
 
-Two patterns cover all of it. A whole file appears at once: its content is written aside in the study's
-``work`` folder, made durable, and renamed into place. The ledger alone grows, by appending. A process may
+Two patterns cover all of it. A whole file (or folder) appears at once: its content is written aside, made
+durable, and renamed into place. The ledger of a study alone grows, by appending. A process may
 die before or after any single operation; what it leaves is then either the old state or the new one, or a
 last line of the ledger that is cut short.
 
@@ -13,18 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import importlib.util
 import itertools
 import os
+import shutil
+import stat
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
+from typing import BinaryIO, cast
 
-from halfulp.errors import CorruptionError, DiskError, UsageError
+from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
 
 CAN_LOCK = importlib.util.find_spec("fcntl") is not None  # Windows: studies are read and validated, not run
 SYNCING = 16  # files synchronised at the same time
+PART = ".part-"  # how the names of files and folders begin that are not yet in place
 _counter = itertools.count()
 
 
@@ -50,7 +57,7 @@ def _told(operation: str, *paths: Path) -> Iterator[None]:
             errno.EACCES: "the folder may not be written; choose another with --out or allow it",
         }.get(error.errno or 0, error.strerror or str(error))
         raise DiskError(
-            f"Cannot {operation} {paths[0]}: {reason}. Nothing that was recorded is lost; run again to go on."
+            f"Cannot {operation} {paths[0]}: {reason}. What was there is as it was; run again to go on."
         ) from error
 
 
@@ -63,30 +70,69 @@ def make_folder(path: Path) -> None:
         os.mkdir(path)
 
 
-def put(path: Path, content: bytes, aside: Path, *, durable: bool = True) -> None:
-    """Replace or create one file; it appears whole."""
+Content = bytes | Iterable[bytes | memoryview]
+"""What a file is to hold: at once, or piece after piece."""
+
+
+def put(path: Path, content: Content, aside: Path | None = None, *, durable: bool = True) -> None:
+    """Replace or create one file; it appears whole. It is written in `aside` first, or beside its place."""
     put_all([(path, content)], aside, durable=durable)
 
 
-def put_all(items: Sequence[tuple[Path, bytes]], aside: Path, *, durable: bool = True) -> None:
+def put_all(
+    items: Sequence[tuple[Path, Content]], aside: Path | None = None, *, durable: bool = True
+) -> None:
     """Create files; each appears whole, and is on the disk when this returns, if `durable`.
 
     Those of one call are synchronised at the same time, because a journalling file system then commits
-    them together: thirty files cost little more than one.
+    them together: thirty files cost little more than one. What was written aside goes if this fails.
     """
-    make_folder(aside)
-    parts = [aside / f"part-{os.getpid()}-{next(_counter)}" for _ in items]
-    for part, (_, content) in zip(parts, items, strict=True):
-        with _told("write", part):
-            part.write_bytes(content)
-    if durable:
-        _sync(parts)
-    for part, (path, _) in zip(parts, items, strict=True):
-        make_folder(path.parent)
-        with _told("rename", path):
-            os.replace(part, path)
+    parts = [(path.parent if aside is None else aside) / _part() for path, _ in items]
+    try:
+        for part, (_, content) in zip(parts, items, strict=True):
+            make_folder(part.parent)
+            _write(part, content)
+        if durable:
+            _sync(parts)
+        for part, (path, _) in zip(parts, items, strict=True):
+            make_folder(path.parent)
+            with _told("rename", path):
+                os.replace(part, path)
+    except BaseException:
+        for part in parts:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+        raise
     if durable:
         _sync(sorted({path.parent for path, _ in items}))
+
+
+def put_folder(path: Path, items: Mapping[str, Content]) -> None:
+    """Create a folder of files; it appears whole, by a rename, and is on the disk when this returns."""
+    aside = path.parent / _part()
+    try:
+        make_folder(aside)
+        for name, content in items.items():
+            _write(aside / name, content)
+        _sync([*(aside / name for name in items), aside])
+        with _told("rename", path):
+            os.rename(aside, path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    _sync([path.parent])
+
+
+def _part() -> str:
+    return f"{PART}{os.getpid()}-{next(_counter)}"
+
+
+def _write(path: Path, content: Content) -> None:
+    with _told("write", path), open(path, "wb", buffering=0) as file:
+        for piece in (content,) if isinstance(content, bytes) else content:
+            left = memoryview(piece).cast("B")
+            while left:
+                left = left[file.write(left) :]
 
 
 def _sync(paths: Sequence[Path]) -> None:
@@ -163,52 +209,144 @@ def remove_tree(folder: Path) -> None:
         folder.rmdir()
 
 
-def read(path: Path) -> bytes:
-    """The content of a regular file; a link, a folder or a missing file is named as damage."""
+@contextlib.contextmanager
+def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
+    """A regular file, to be read. A device, a pipe, a folder or a missing file is named as damage.
+
+    So is a link, unless it may be followed: that is for a file that a person named, not for those in a
+    folder that came from elsewhere. Nothing here waits: a pipe is opened without its other end.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags |= getattr(os, "O_BINARY", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
     try:
-        if path.is_symlink() or not path.is_file():
-            what = "is not a plain file" if path.is_symlink() or path.exists() else "is missing"
-            raise CorruptionError(f"{path} {what}.")
-        return path.read_bytes()
+        if not follow and not hasattr(os, "O_NOFOLLOW") and path.is_symlink():
+            raise CorruptionError(f"{path} is not a plain file.")
+        with os.fdopen(os.open(path, flags), "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CorruptionError(f"{path} is not a plain file.")
+            yield cast(BinaryIO, file)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CorruptionError(f"{path} is missing.") from None
+    except (IsADirectoryError, ValueError):  # a name with a zero byte is a ValueError
+        raise CorruptionError(f"{path} is not a plain file.") from None
     except OSError as error:
-        raise CorruptionError(f"{path} cannot be read: {error.strerror}.") from None
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
+            raise CorruptionError(f"{path} is not a plain file.") from None
+        raise refused_reading(path, error) from error
+
+
+def refused_reading(path: Path, error: OSError) -> DiskError:
+    """What to raise where the system does not let a file or folder be read."""
+    return DiskError(f"{path} cannot be read: {error.strerror or error}.")
+
+
+def read(path: Path, most: int | None = None, *, follow: bool = False) -> bytes:
+    """The content of a regular file, of no more than `most` bytes; see :func:`opened`."""
+    with opened(path, follow=follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise CorruptionError(f"{path} has {size:,} bytes; at most {most:,} are expected there.")
+        pieces = [b""]
+        while size > 0 and (piece := file.read(size)):
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)
+
+
+def sha256(path: Path, size: int | None = None) -> str:
+    """SHA-256 of a regular file; if it has another size than expected, nothing of it is read."""
+    with opened(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if size is not None and found != size:
+            raise TamperingError(
+                f"{path} is not what was written: it has {found:,} bytes, but {size:,} were written."
+            )
+        return hashlib.file_digest(cast(RawIOBase, file), "sha256").hexdigest()
+
+
+class Lock:
+    """A lock that is held: until it is released, or its process ends."""
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self.path, self._handle = path, handle
+        _held.add(self)
+
+    def release(self, *, remove: bool = False) -> None:
+        """Let go; with ``remove``, the file goes too. Once is enough."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            if remove:
+                with contextlib.suppress(OSError):
+                    self.path.unlink(missing_ok=True)
+            os.close(handle)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+"""Locks of this process. A fork closes its copies: it would hold them on when its parent is gone."""
+
+
+def _let_go() -> None:
+    for held in list(_held):
+        held.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold a study's lock: one process at a time; another is told who holds it.
+    """Hold a study's lock: one process at a time; another is told who holds it."""
+    if not CAN_LOCK:
+        raise UsageError("Studies are run on systems with flock (Linux, macOS); here they can only be read.")
+    held = hold(path, path.parent.parent)
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def hold(path: Path, what: Path) -> Lock:
+    """Take a lock on a folder, in a file of it; somebody else who wants it is told who holds it.
 
     The lock is the kernel's (flock), so it goes with the process that held it, however that one ended.
     The file may be removed by its holder; whoever locked a file that is no longer there tries again.
     """
-    if not CAN_LOCK:
-        raise UsageError("Studies are run on systems with flock (Linux, macOS); here they can only be read.")
     import fcntl
 
     for tries in itertools.count(1):
         make_folder(path.parent)
         with _told("lock", path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        held = Lock(path, handle)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if tries < 3:  # somebody may just be looking who holds it
-                    time.sleep(0.05)
-                    continue
+            with _told("lock", path):
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    busy = True
+                else:
+                    busy = False
+            if busy and tries >= 3:  # before that, somebody may just be looking who holds it
                 raise UsageError(
-                    f"{path.parent.parent} is in use by process {_holder(handle)}. Wait until it ends, or "
+                    f"{what} is in use by process {_holder(handle)}. Wait until it ends, or "
                     "stop it; then run again."
-                ) from None
-            if not _is(handle, path):
-                continue
-            with _told("write", path):
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, str(os.getpid()).encode(), 0)
-            yield
-            return
-        finally:
-            os.close(handle)
+                )
+            if not busy and _is(handle, path):
+                with _told("write", path):
+                    os.ftruncate(handle, 0)
+                    os.pwrite(handle, str(os.getpid()).encode(), 0)
+                return held
+        except BaseException:
+            held.release()
+            raise
+        held.release()
+        if busy:
+            time.sleep(0.05)
+    raise AssertionError("not reached")
 
 
 def holder(path: Path) -> str | None:

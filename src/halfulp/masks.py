@@ -19,18 +19,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 
-from halfulp.errors import CorruptionError, UsageError, VersionError
-from halfulp.kernels import SCORES, TILE, tiles_of
+from halfulp import files, tensors
+from halfulp.documents import Fields, parsed
+from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
+from halfulp.kernels import SCORES, TILE, checked_tile, tiles_of
 from halfulp.streams import Stream
-from halfulp.trace import Trace, load_tensors, write_aside
+from halfulp.trace import Trace
 from halfulp.writeback import TileMaster
 
 Array = npt.NDArray[Any]
 
-FORMAT = 1
+FORMAT, READ = 2, (1, 2)
+KEY = "halfulp.mask"
 MASTER_BYTES = 4
 RANDOM = "random"
 
@@ -46,11 +47,13 @@ class Mask:
     score: str
     budget: int
     """Bytes that were to be spent."""
+    tile: int = TILE
+    """Coordinates of a tile."""
 
     def payload(self, name: str) -> int:
         """Bytes of masters for one tensor: the last tile may be short."""
         chosen = self.tiles[name]
-        return MASTER_BYTES * int(tile_sizes(self.sizes[name])[chosen.numpy()].sum())
+        return MASTER_BYTES * int(tile_sizes(self.sizes[name], self.tile)[chosen.numpy()].sum())
 
     @property
     def payload_bytes(self) -> int:
@@ -68,58 +71,86 @@ class Mask:
         A short last tile stays as it was chosen, so that the bytes are the same tensor by tensor.
         """
         tiles = {
-            name: torch.from_numpy(_shuffled(chosen.numpy(), self.sizes[name], name, seed))
+            name: torch.from_numpy(_shuffled(chosen.numpy(), self.sizes[name] // self.tile, name, seed))
             for name, chosen in self.tiles.items()
         }
         return replace(self, tiles=tiles, score=f"{self.score} shuffled")
 
     def policy(self, **options: Any) -> TileMaster:
         """The write-back policy with masters for these tiles."""
-        return TileMaster(self.tiles, **options)
+        return TileMaster(self.tiles, tile=self.tile, **options)
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file; it appears whole."""
-        told = {"format": FORMAT, "score": self.score, "budget": self.budget, "sizes": self.sizes}
-        write_aside(Path(path), save(self.tiles, {"halfulp.mask": json.dumps(told)}))
+        """One safetensors file with its digest; it appears whole."""
+        files.put(Path(path), self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The content of such a file."""
+        wrong = _unfit(self)
+        if wrong:
+            raise UsageError(f"this mask cannot be saved: {wrong}.")
+        told = {
+            "format": FORMAT, "score": self.score, "budget": self.budget, "sizes": self.sizes,
+            "tile": self.tile,
+        }  # fmt: skip
+        return b"".join(tensors.content(self.tiles, {KEY: json.dumps(told)}))
 
     @classmethod
     def load(cls, path: str | Path) -> Mask:
         """A saved mask; anything else is refused."""
-        tiles = load_tensors(Path(path))
-        with safe_open(path, framework="pt") as file:
-            told = (file.metadata() or {}).get("halfulp.mask")
-        if told is None:
+        tiles, metadata = tensors.read(Path(path), follow=True)
+        if KEY not in metadata:
             raise CorruptionError(f"{path} is a safetensors file, but not a mask of halfulp's.")
-        try:
-            found = json.loads(told)
-            if found["format"] != FORMAT:
-                raise VersionError(
-                    f"{path} is a mask of format {found['format']!r}; this halfulp reads {FORMAT}."
-                )
-            made = cls(tiles=tiles, sizes=found["sizes"], score=found["score"], budget=found["budget"])
-            if set(made.sizes) != set(tiles) or not _fit(tiles, made.sizes):
-                raise ValueError("tiles and sizes do not match")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CorruptionError(f"{path}: what it says of its tensors cannot be read: {error}.") from None
+        found = Fields(parsed(metadata[KEY], path, "a mask of halfulp's"), str(path))
+        version = found.values.get("format")
+        if type(version) is not int or version not in READ:
+            raise VersionError(
+                f"{path} is a mask of format {version!r}; this halfulp reads {' and '.join(map(str, READ))}."
+            )
+        if (tensors.DIGEST in metadata) != (version >= 2):
+            raise TamperingError(f"{path} is a mask of format {version}: its digest was removed or added.")
+        sizes = found.within("sizes")
+        made = cls(
+            tiles=tiles,
+            sizes={name: sizes.whole(name) for name in sizes.values},
+            score=found.text("score", 200),
+            budget=found.whole("budget"),
+            tile=TILE if version == 1 else found.whole("tile", 1),
+        )
+        wrong = _unfit(made)
+        if wrong:
+            raise CorruptionError(f"{path} is not a whole mask: {wrong}.")
         return made
 
 
-def _fit(tiles: Mapping[str, torch.Tensor], sizes: Mapping[str, Any]) -> bool:
-    return all(
-        isinstance(sizes[name], int) and t.dtype == torch.bool and t.numel() == tiles_of(sizes[name])
-        for name, t in tiles.items()
+def _unfit(mask: Mask) -> str | None:
+    """What is wrong with a mask, if something is."""
+    if set(mask.sizes) != set(mask.tiles):
+        return f"it has tiles of {sorted(mask.tiles)} and sizes of {sorted(mask.sizes)}"
+    for name, t in mask.tiles.items():
+        expected = tiles_of(mask.sizes[name], mask.tile)
+        if t.dtype != torch.bool or t.dim() != 1 or len(t) != expected:
+            return (
+                f"{name!r} of {mask.sizes[name]:,} coordinates has {tuple(t.shape)} of {t.dtype}, expected "
+                f"{expected} booleans"
+            )
+    spent = mask.payload_bytes
+    return (
+        None
+        if spent <= mask.budget
+        else f"its tiles take {spent:,} bytes, which is above its budget of {mask.budget:,}"
     )
 
 
-def tile_sizes(numel: int) -> Array:
+def tile_sizes(numel: int, tile: int = TILE) -> Array:
     """Coordinates of each tile of a tensor.
 
-    >>> tile_sizes(1000).tolist()
-    [768, 232]
+    >>> tile_sizes(1000).tolist(), tile_sizes(200, tile=96).tolist()
+    ([768, 232], [96, 96, 8])
     """
-    sizes = np.full(tiles_of(numel), TILE)
-    if numel % TILE:
-        sizes[-1] = numel % TILE
+    sizes = np.full(tiles_of(numel, tile), tile)
+    if numel % tile:
+        sizes[-1] = numel % tile
     return sizes
 
 
@@ -134,7 +165,8 @@ def allocate(
     """Choose tiles by a score from a trace that was recorded with ``scores=``, within a budget.
 
     ``budget``: bytes, or a share (a float up to 1.0) of what masters for all eligible tiles would take. Tiles
-    are taken from the highest mean score of their coordinates down, equal ones in the order of tensors and
+    have the size that the scores were summed by. They are taken from the highest mean score of their
+    coordinates down, equal ones in the order of tensors and
     tiles; one that no longer fits is passed over. ``score``: one of ``halfulp.kernels.SCORES`` (F how often
     frozen, L descent, C both, G gradient, U update, W weight, T gradient times weight, P gradient times
     update, all as magnitudes), or ``random`` with a ``seed``, for controls. ``params``: which tensors are
@@ -146,7 +178,7 @@ def allocate(
     if trace.manifest["options"]["sample"]:
         raise UsageError(f"{trace.path} holds a sample of tiles only: record all of them to rank them.")
     wanted = params if params is not None else lambda name, shape: len(shape) >= 2
-    found = trace.scores()
+    found, tile = trace.scores(), trace.tile
     sizes = {
         str(t["name"]): int(t["numel"])
         for t in trace.tensors
@@ -156,26 +188,37 @@ def allocate(
         raise UsageError("no tensor is eligible: none that was scored has two or more dimensions (params=).")
     if score == RANDOM:
         drawn = np.random.default_rng(seed)
-        means = {name: drawn.random(tiles_of(n)) for name, n in sizes.items()}
+        means = {name: drawn.random(tiles_of(n, tile)) for name, n in sizes.items()}
     else:
-        means = {name: found[name][:, SCORES.index(score)] / tile_sizes(n) for name, n in sizes.items()}
-    return choose(means, sizes, budget, score)
+        means = {name: found[name][:, SCORES.index(score)] / tile_sizes(n, tile) for name, n in sizes.items()}
+    return choose(means, sizes, budget, score, tile)
 
 
-def choose(means: Mapping[str, Array], sizes: Mapping[str, int], budget: float | int, score: str) -> Mask:
+def choose(
+    means: Mapping[str, Array],
+    sizes: Mapping[str, int],
+    budget: float | int,
+    score: str,
+    tile: int = TILE,
+) -> Mask:
     """:func:`allocate` from a score's mean over each tile of each tensor, and the tensors' sizes."""
     spend = _bytes(budget, MASTER_BYTES * sum(sizes.values()))
-    lengths = np.concatenate([tile_sizes(n) for n in sizes.values()])
+    lengths = np.concatenate([tile_sizes(n, checked_tile(tile)) for n in sizes.values()])
+    least = MASTER_BYTES * int(lengths.min())
+    if spend < least:
+        raise UsageError(
+            f"a budget of {budget!r} is {spend:,} bytes, less than any tile takes: masters for the smallest "
+            f"take {least:,} bytes (tiles have {tile} coordinates). Give at least that."
+        )
     ranks = np.concatenate([means[name] for name in sizes])
     chosen = _first_that_fit(np.argsort(-ranks, kind="stable"), MASTER_BYTES * lengths, spend)
-    bounds = np.cumsum([tiles_of(n) for n in sizes.values()])[:-1]
+    bounds = np.cumsum([tiles_of(n, tile) for n in sizes.values()])[:-1]
     parts = np.split(chosen, bounds)
     tiles = {name: torch.from_numpy(part.copy()) for name, part in zip(sizes, parts, strict=True)}
-    return Mask(tiles=tiles, sizes=dict(sizes), score=score, budget=spend)
+    return Mask(tiles=tiles, sizes=dict(sizes), score=score, budget=spend, tile=tile)
 
 
-def _shuffled(chosen: Array, numel: int, name: str, seed: int) -> Array:
-    whole = numel // TILE
+def _shuffled(chosen: Array, whole: int, name: str, seed: int) -> Array:
     order = np.argsort(Stream(seed=seed, name=name, step=0).words(whole), kind="stable")
     return np.concatenate([chosen[:whole][order], chosen[whole:]])
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,8 @@ class StepHooks:
     def __init__(self, before: Hook, after: Hook) -> None:
         self.before, self.after = before, after
         self._handles: list[Any] = []
+        self._busy = False
+        self._waiting: Callable[[], None] | None = None
         self._inside: list[tuple[torch.optim.Optimizer, FrameType]] = []
         self._process = os.getpid()
 
@@ -48,6 +51,25 @@ class StepHooks:
             handle.remove()
         self._handles, self._inside = [], []
 
+    def when_idle(self, action: Callable[[], None]) -> None:
+        """Do something now, or, from a signal handler that interrupted a hook, when the hook is over."""
+        if self._busy:
+            self._waiting = action
+        else:
+            action()
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """What must not be cut in two by something that waits for :meth:`when_idle`."""
+        outer, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = outer
+            if not outer and self._waiting is not None:
+                action, self._waiting = self._waiting, None
+                action()
+
     def _enter(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if os.getpid() != self._process:
             return
@@ -55,7 +77,8 @@ class StepHooks:
         self._inside = [(o, frame) for o, frame in self._inside if _running(frame)]
         self._inside.append((optimizer, _step_frame()))
         if len(self._inside) == 1:
-            self.before(optimizer)
+            with self.uninterrupted():
+                self.before(optimizer)
 
     def _leave(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         places = [i for i, (o, _) in enumerate(self._inside) if o is optimizer]
@@ -63,7 +86,8 @@ class StepHooks:
             return
         del self._inside[places[-1] :]
         if not self._inside and not _skipped(optimizer):
-            self.after(optimizer)
+            with self.uninterrupted():
+                self.after(optimizer)
 
 
 def _skipped(optimizer: torch.optim.Optimizer) -> bool:

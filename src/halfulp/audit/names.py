@@ -3,16 +3,33 @@
 In order: the names in the model that was given; the names that the optimizer itself was given
 (``AdamW(model.named_parameters())``); the names in a module found in the frames that called ``step``, for
 scripts that know nothing of halfulp; at last the place in the optimizer, ``0.3``.
+
+An optimizer may hold masters: tensors that are in no module, whose values the model has in a narrower dtype.
+They are called like the model's own.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 import torch
+
+from halfulp.writeback.sharding import is_sharded
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What is known of one tensor of an optimizer."""
+
+    name: str
+    module: torch.nn.Module | None = None
+    copy: torch.dtype | None = None
+    """The narrower dtype in which the model itself holds these weights."""
+
 
 Named = dict[torch.Tensor, tuple[str, torch.nn.Module]]
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -66,13 +83,29 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
     return []
 
 
+def held_copies(masters: Iterable[torch.Tensor], held: Named) -> dict[torch.Tensor, torch.Tensor]:
+    """The model's own tensor of each master: of its shape, and what a cast of it to a narrower dtype gives.
+
+    Among equal ones, the first that is not taken: both sides list their tensors in the same order.
+    """
+    free = [q for q in held if q.is_floating_point() and not is_sharded(q)]
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    for p in masters:
+        for i, q in enumerate(free):
+            alike = q.shape == p.shape and q.device == p.device and q.element_size() < p.element_size()
+            if alike and torch.equal(p.detach().to(q.dtype), q.detach()):
+                found[p] = free.pop(i)
+                break
+    return found
+
+
 def name_parameters(
     optimizer: torch.optim.Optimizer,
     models: list[torch.nn.Module],
     *,
     search: bool = False,
     known: Mapping[torch.Tensor, str] | None = None,
-) -> dict[torch.Tensor, tuple[str, torch.nn.Module | None]]:
+) -> dict[torch.Tensor, Naming]:
     """Names and owning modules of an optimizer's parameters; what is known already keeps its name.
 
     Names are unique. If a second model has the same ones, all of its names begin with the variable that holds
@@ -91,24 +124,27 @@ def name_parameters(
         for label, candidate in candidates:
             labels = {**dict.fromkeys(candidate, label), **labels}
             around = {**candidate, **around}
-    found: dict[torch.Tensor, tuple[str, torch.nn.Module | None]] = {}
+    held = {**around, **given}
+    masters = [p for p in params if p not in held and p.is_floating_point() and not is_sharded(p)]
+    copies = held_copies(masters, {q: at for q, at in held.items() if q not in set(params)})
+    labels.update({p: labels[q] for p, q in copies.items() if q in labels})
+    found: dict[torch.Tensor, Naming] = {}
     for i, group in enumerate(optimizer.param_groups):
         own = group.get("param_names", [])
         for j, p in enumerate(group["params"]):
-            name, module = given.get(p) or around.get(p) or (f"{i}.{j}", None)
+            copy = copies.get(p)
+            name, module = held.get(p if copy is None else copy) or (f"{i}.{j}", None)
             if p not in given and j < len(own):
                 name = own[j]
-            found[p] = (
-                name.encode("utf-8", "backslashreplace").decode(),
-                module,
-            )  # tables hold valid text only
+            text = name.encode("utf-8", "backslashreplace").decode()  # tables hold valid text only
+            found[p] = Naming(text, module, None if copy is None else copy.dtype)
     used = set(known.values())
-    twice = any(name in used for p, (name, _) in found.items() if p not in known)
-    for p, (name, module) in found.items():
+    twice = any(naming.name in used for p, naming in found.items() if p not in known)
+    for p, naming in found.items():
         label = f"{labels[p]}." if twice and p in labels else ""
-        unique, n = known.get(p, label + name), 2
+        unique, n = known.get(p, label + naming.name), 2
         while unique in used and p not in known:
-            unique, n = f"{label}{name}#{n}", n + 1
+            unique, n = f"{label}{naming.name}#{n}", n + 1
         used.add(unique)
-        found[p] = (unique, module)
+        found[p] = replace(naming, name=unique)
     return found

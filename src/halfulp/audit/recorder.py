@@ -6,21 +6,20 @@ or random states. On weights that are stored in low precision already (a bfloat1
 auditing the grid they live on records the *realized* event.
 
 A step is a call of ``step()``; one that ``GradScaler`` skips is no step, accumulated gradients are one.
-Several optimizers share a step: it is over when one of them steps again. On several ranks, rank 0 records;
-the counts of sharded tensors are summed over the ranks that share them.
+A tensor is part of it if it had a gradient when ``step()`` was called or has one when it returns, or if its
+values changed. Several optimizers share a step: it is over when one of them steps again. On several ranks,
+rank 0 records; the counts of sharded tensors are summed over the ranks that share them.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from halfulp import kernels
@@ -28,18 +27,24 @@ from halfulp.audit import manifest
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.groups import Rules, group_of
 from halfulp.audit.hooks import StepHooks
-from halfulp.audit.names import name_parameters
+from halfulp.audit.names import Naming, name_parameters
+from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
+from halfulp.audit.scores import Scores
+from halfulp.audit.summary import summary
 from halfulp.audit.watched import Watched, check_shard
-from halfulp.errors import UsageError
+from halfulp.canonical import LARGEST
+from halfulp.errors import HalfulpError, UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
-from halfulp.trace import Trace, TraceWriter
+from halfulp.trace import MOST_ROWS, Trace, TraceWriter, free_folder
 from halfulp.writeback.optimizer import WriteBack, _decoupled
-from halfulp.writeback.sharding import is_sharded, reduce_sum
+from halfulp.writeback.sharding import is_sharded
 
 WRITING_SHARE = 0.01
 """Parts are written less often than every ``part_seconds`` if that took more than this share of the time."""
+PART_ROWS = MOST_ROWS // 2
+"""A part is written when its largest table has this many rows, however few steps those are."""
 
 
 class Audit:
@@ -50,11 +55,17 @@ class Audit:
     and the rest apart. ``never_moved`` and ``expected_never_moved``: follow every coordinate (a bit per
     grid; four bytes per grid, which doubles the cost of an audit). ``keep``: keep all weights, so that any
     grid can be replayed later (small models). ``scores``: a grid and the steps (first, last) over which to
-    sum allocation scores. ``groups``: your own rule (name, tensor) -> group. ``params``: which tensors,
-    (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's dtype cannot hold, ``raise``
-    or ``drop``. ``resume`` goes on with a trace; ``first_step`` is the number of the first step that this
-    process takes. ``part_steps`` and ``part_seconds``: how much a crash may lose. ``listeners`` are called
-    with a summary of every audited step, which is ``latest`` as well.
+    sum allocation scores, and the size of the tiles that they are summed by, if not 768: the model's width
+    makes a tile one row of an embedding. ``groups``: your own rule (name, tensor) -> group. ``params``: which
+    tensors, (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's dtype cannot hold,
+    ``raise`` or ``drop``. ``exists``: what to do where ``out`` holds a trace already, ``number`` the folder
+    (``out-2``; it is said, and the attribute ``out`` tells) or ``raise``. ``resume`` goes on with a trace;
+    ``first_step`` is the number of the first step that this process takes. ``part_steps`` and
+    ``part_seconds``: how much a crash may lose. ``listeners`` are called with a summary of every audited
+    step, which is ``latest`` as well.
+
+    The event is exact for the change that the optimizer made, after minus before in the parameter's own
+    dtype. Where that is bfloat16, the optimizer's own rounding is part of the change.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(8, 8)
@@ -81,10 +92,11 @@ class Audit:
         never_moved: bool = True,
         expected_never_moved: bool = False,
         keep: bool = False,
-        scores: tuple[str, int, int] | None = None,
+        scores: Scores | tuple[str, int, int] | tuple[str, int, int, int] | None = None,
         groups: Rules | None = None,
         params: Callable[[str, torch.Tensor], bool] | None = None,
         unfit: Literal["raise", "drop"] = "raise",
+        exists: Literal["number", "raise"] = "number",
         seed: int = 0,
         resume: bool = False,
         first_step: int = 1,
@@ -102,19 +114,23 @@ class Audit:
             raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
         if keep and out is None:
             raise UsageError("keep=True writes weights into the trace: pass out=.")
-        if scores is not None:
-            _check_scores(scores, sample)
+        self.scores = None if scores is None else Scores.of(scores)
+        if self.scores is not None:
+            self.scores.check_sample(sample)
         if unfit not in ("raise", "drop"):
             raise UsageError(f"unfit must be raise or drop, not {unfit!r}.")
+        if exists not in ("number", "raise"):
+            raise UsageError(f"exists must be number or raise, not {exists!r}.")
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]
         self.optimizers = None if optimizers is None else list(optimizers)
         self.models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
         self.every, self.sample, self.decay, self.keep = every, sample, decay, keep
         self.never_moved, self.expected, self.unfit = never_moved, expected_never_moved, unfit
-        self.scores, self.rules, self.params, self.seed = scores, groups, params, seed
+        self.rules, self.params, self.seed = groups, params, seed
         self.out = None if out is None else Path(out).absolute()  # a script may change its folder
-        self.resume, self.part_steps, self.part_seconds = resume, part_steps, part_seconds
+        self.resume, self.exists = resume, exists
+        self.part_steps, self.part_seconds = part_steps, part_seconds
         self.listeners, self.describe = list(listeners), dict(describe or {})
         self.step = first_step - 1
         self.watched: dict[torch.Tensor, Watched] = {}
@@ -135,6 +151,8 @@ class Audit:
         self._opened, self._writing = 0.0, 0.0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
+        self.trouble: str | None = None
+        """Why the trace ends before the run, if it could not be written; the run itself goes on."""
 
     # ---- attaching ----
 
@@ -154,9 +172,18 @@ class Audit:
             if not any(p.requires_grad for group in groups for p in group["params"]):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
         self._opened = time.monotonic()
-        if self.out is not None and _rank() == 0:
+        if self.out is not None and rank() == 0:
+            self.out = self._free(self.out)
             self._open(self.out)
         self._hooks.attach(self.optimizers)
+
+    def _free(self, out: Path) -> Path:
+        """The folder for the trace: a notebook's cell that runs again gets another one."""
+        if self.resume or self.exists == "raise" or not (out / "manifest.json").exists():
+            return out
+        free = free_folder(out)
+        print(f"halfulp: {out} holds a trace already; this one goes to {free}.", file=sys.stderr)
+        return free
 
     def _open(self, out: Path) -> None:
         if self.resume and self.unfit == "drop" and (out / "manifest.json").exists():
@@ -178,9 +205,16 @@ class Audit:
 
     def stop(self) -> None:
         """Remove the hooks and make everything durable."""
-        self._hooks.detach()
-        self._finish()
-        self.commit()
+        with self._hooks.uninterrupted():
+            self._hooks.detach()
+            self._finish()
+            self.commit()
+            if self._writer is not None:
+                self._writer.close()
+
+    def when_idle(self, action: Callable[[], None]) -> None:
+        """Do something from a signal handler: now, or as soon as the audit is not in the middle of a step."""
+        self._hooks.when_idle(action)
 
     @property
     def writes(self) -> bool:
@@ -188,8 +222,8 @@ class Audit:
         return self._writer is not None
 
     def discard_if_empty(self) -> bool:
-        """Remove the trace's folder if nothing was recorded into it."""
-        return self._writer is not None and self._writer.discard_if_empty()
+        """Remove the trace's folder if nothing was recorded into it; one that says why is kept."""
+        return self._writer is not None and self.trouble is None and self._writer.discard_if_empty()
 
     def log(self, loss: torch.Tensor | float, step: int | None = None) -> None:
         """Tell the audit the loss of the coming step; the mean is recorded if it is told several times.
@@ -215,6 +249,8 @@ class Audit:
             for batch in self._batches_of(here):
                 batch.set_aside()
             for w in here:
+                grad = w.tensor.grad
+                w.asked, w.given = grad is not None, None if w.scores is None else grad
                 if w.batch is None:
                     w.set_aside()
         self.seconds += time.perf_counter() - start
@@ -233,6 +269,8 @@ class Audit:
         self.seconds += time.perf_counter() - start
 
     def _due(self, step: int) -> bool:
+        if self.trouble is not None and not self.listeners and world() == 1:
+            return False  # nobody would hear of it; ranks that share a tensor go on together
         return step > self._skip_until and (step - 1) % self.every == 0
 
     def _finish(self) -> None:
@@ -248,7 +286,9 @@ class Audit:
     def latest(self) -> dict[str, Any]:
         """The newest step in few numbers; empty before the first."""
         if self._newest and self._summed.get("step") != self._newest[0].step:
-            self._summed = self._summary(self._newest, self._newest_loss)
+            tensors = {w.id: w for w in self.watched.values()}
+            grids = [g.name for g in self.grids]
+            self._summed = summary(self._newest, self._newest_loss, tensors, grids, self.never_moved)
         return self._summed
 
     # ---- tensors ----
@@ -256,7 +296,7 @@ class Audit:
     def _of(self, optimizer: torch.optim.Optimizer) -> list[Watched]:
         """What this rank looks at: on ranks other than the first, only tensors that it holds a shard of."""
         found = [self.watched[p] for g in optimizer.param_groups for p in g["params"] if p in self.watched]
-        return found if _rank() == 0 else [w for w in found if w.sharded]
+        return found if rank() == 0 else [w for w in found if w.sharded]
 
     def _batches_of(self, watched: list[Watched]) -> list[Batch]:
         return [b for b in self._batches if any(w.batch is b for w in watched)]
@@ -267,7 +307,7 @@ class Audit:
             p
             for g in optimizer.param_groups
             for p in g["params"]
-            if p not in self.watched and p not in self._left_out and p.requires_grad
+            if p not in self.watched and p not in self._left_out and (p.requires_grad or p.grad is not None)
         ]
         if not new:
             return
@@ -275,15 +315,16 @@ class Audit:
             self._seen.append(optimizer)
         known = {p: w.name for p, w in self.watched.items()}
         found = name_parameters(optimizer, self.models, search=not self.models, known=known)
-        chosen = [
-            p for p in new if p.is_floating_point() and (self.params is None or self.params(found[p][0], p))
+        chosen = [  # an empty tensor has nothing to lose
+            p
+            for p in new
+            if p.is_floating_point() and p.numel() and (self.params is None or self.params(found[p].name, p))
         ]
         if self.unfit == "drop" and not self._rows and not self._skip_until:
             self._drop_unfit(chosen)
         self._left_out.update(set(new) - set(chosen))
         for p in chosen:
-            name, module = found[p]
-            self.watched[p] = self._new(name, p, module, optimizer)
+            self.watched[p] = self._new(found[p], p, optimizer)
         if not chosen:
             return
         if any(w.tensor.device.type == "cuda" for w in self.watched.values()):
@@ -292,20 +333,27 @@ class Audit:
             self.watched[p].follow(
                 moved=self.never_moved,
                 stay=self.expected,
-                scores=self.scores is not None,
+                scores=None if self.scores is None else self.scores.tile,
                 saved=self._loaded,
             )
-        if _rank() == 0:
+        if rank() == 0:
             self._batches += batches([self.watched[p] for p in chosen])
         if self._writer is not None:
             told = self._writer.manifest
-            inventory = {t["id"]: t for t in told["tensors"]}
-            inventory.update({w.id: w.inventory() for w in self.watched.values()})
+            inventory = {w.id: w.inventory() for w in self.watched.values()}
+            for listed in told["tensors"]:  # parts are bound to what is listed, so that stays
+                here = inventory.get(listed["id"], listed)
+                for key in (k for k in listed if k != "device" and listed[k] != here[k]):
+                    raise UsageError(
+                        f"cannot resume {self.out}: {listed['name']!r} has {key} {listed[key]!r} there, but "
+                        f"{here[key]!r} here."
+                    )
+                inventory[listed["id"]] = listed
             told["tensors"] = [inventory[i] for i in sorted(inventory)]
             told["grids"] = [g.name for g in self.grids]
             told["optimizers"] = [manifest.described(o) for o in self._seen]
             told["options"].update(never_moved=self.never_moved, expected_never_moved=self.expected)
-            self._writer.write_manifest()
+            self._written(self._writer.write_manifest)
 
     def _drop_unfit(self, params: list[torch.Tensor]) -> None:
         """Leave out grids that some parameter's dtype cannot hold."""
@@ -318,16 +366,17 @@ class Audit:
             )
             self.grids = fit
 
-    def _new(
-        self, name: str, p: torch.Tensor, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer
-    ) -> Watched:
-        group = group_of(name, p, module) if self.rules is None else self.rules(name, p)
+    def _new(self, naming: Naming, p: torch.Tensor, optimizer: torch.optim.Optimizer) -> Watched:
+        name = naming.name
+        group = group_of(name, p, naming.module) if self.rules is None else self.rules(name, p)
         if not isinstance(group, str):
             raise UsageError(f"groups= must give a string: for {name!r} it gave {group!r}.")
         slots = optimizer.slots if isinstance(optimizer, WriteBack) else []
         slot = next((s for s in slots if s.p is p), None)
         stored = str(p.dtype).removeprefix("torch.") if slot is None else slot.grid.name
-        w = Watched(self._id(name, p), name, group, p, [], stored, None if slot is None else slot.codes)
+        w = Watched(self._id(name, p), name, group, p, [], stored)
+        w.codes = None if slot is None else slot.codes
+        w.copy = None if naming.copy is None else str(naming.copy).removeprefix("torch.")
         try:
             w.grids = [g.within(p.dtype) for g in self.grids]
             check_shard(p, w.grids)
@@ -355,7 +404,7 @@ class Audit:
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        seen = [w for w in self._of(optimizer) if w.tensor.grad is not None and w.before is not None]
+        seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
         found: dict[Watched, torch.Tensor] = {}
         for batch in self._batches_of(seen):
             present = [w for w in seen if w.batch is batch]
@@ -370,8 +419,8 @@ class Audit:
                 self._look_closer(w, found[w], optimizer, groups[w.tensor])
         if not seen:
             return
-        totals = _reduced(seen, [found[w] for w in seen])
-        if _rank() != 0:
+        totals = reduced(seen, [found[w] for w in seen])
+        if rank() != 0:
             return
         rates = [float(groups[w.tensor].get("lr", math.nan)) for w in seen]
         self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))
@@ -395,50 +444,23 @@ class Audit:
                 alone = kernels.audit(w.before, d, w.grids, phase=False).counts[:, :, 0]
                 row[PER_GRID.index(j) : -len(SHARED) : len(PER_GRID)] = alone.sum(dim=0, dtype=torch.float64)
         if self.scores is not None and w.scores is not None:
-            grid, first, last = self.scores
-            gradient = w.gradient()
-            if first <= self.step <= last and gradient is not None:
-                w.scores += kernels.score(w.before, gradient, after, grid, after=True).cpu()
-        if self.keep and self._writer is not None:
+            s, gradient = self.scores, w.gradient()
+            if s.first <= self.step <= s.last and gradient is not None:
+                found = kernels.score(w.before, gradient, after, s.grid, after=True, tile=s.tile)
+                w.scores += found.cpu()
+            w.given = None
+        if self.keep and self._writer is not None and self.trouble is None:
             for what, value in (("before", w.before), ("after", after)):
                 copy = value.clone(memory_format=torch.contiguous_format)
                 self._kept.setdefault(f"{w.id}.{what}", []).append(copy)
-
-    def _summary(self, rows: list[Row], loss: float) -> dict[str, Any]:
-        """The newest step in few numbers, for listeners and live views."""
-        by_id = {w.id: w for w in self.watched.values()}
-        tensors = [by_id[i] for row in rows for i in row.ids]
-        per_grid, shared = (
-            np.concatenate([r.per_grid() for r in rows]),
-            np.concatenate([r.shared() for r in rows]),
-        )
-        sizes = np.array([w.recorded for w in tensors])
-        frozen, never = (per_grid[:, :, PER_GRID.index(c)] for c in ("frozen", "never_moved"))
-        weight, proposal, bad = (
-            shared[:, SHARED.index(c)].sum() for c in ("weight_sq", "proposal_sq", "nonfinite")
-        )
-        names = [g.name for g in self.grids]
-
-        def shares(counts: np.ndarray[Any, Any], size: int) -> dict[str, float]:
-            return {g: float(c / size) for g, c in zip(names, counts, strict=True)}
-
-        return {
-            "step": rows[0].step,
-            "loss": loss,
-            "lr": rows[0].rates[0],
-            "frozen": shares(frozen.sum(axis=0), sizes.sum()),
-            "tensors": {w.name: shares(f, n) for w, f, n in zip(tensors, frozen, sizes, strict=True)},
-            "never_moved": shares(never.sum(axis=0), sizes.sum()) if self.never_moved else {},
-            "update_ratio": math.sqrt(proposal / max(weight, 1e-300)),
-            "nonfinite": int(bad),
-        }
 
     # ---- the trace ----
 
     def _commit_if_due(self) -> None:
         enough = max(self.part_seconds, self._writing / WRITING_SHARE)
-        late = time.monotonic() - self._opened > enough and _world() == 1
-        if late or len({r.step for r in self._rows}) >= self.part_steps:
+        late = time.monotonic() - self._opened > enough and world() == 1
+        many = sum(len(r.ids) for r in self._rows) * len(self.grids) >= PART_ROWS
+        if late or many or len({r.step for r in self._rows}) >= self.part_steps:
             self.commit()
 
     def commit(self) -> None:
@@ -447,19 +469,31 @@ class Audit:
         rows, kept = self._rows, self._kept
         losses = {row.step: self._loss(row.step) for row in rows}
         self._rows, self._losses, self._kept = [], {}, {}
-        if not rows or self._writer is None:
+        if not rows or self._writer is None or self.trouble is not None:
             return
         state: dict[str, torch.Tensor] = {}
         for w in self.watched.values():
             state.update(w.state())
         start = time.monotonic()
-        self._writer.commit(
-            tables(rows, losses, len(self.grids)),
-            state,
-            {name: torch.stack(values) for name, values in kept.items()},
-            last_step=rows[-1].step,
-        )
+        made, weights = tables(rows, losses, len(self.grids)), {n: torch.stack(v) for n, v in kept.items()}
+        self._written(self._writer.commit, made, state, weights, last_step=rows[-1].step)
         self._writing = time.monotonic() - start
+
+    def _written(self, write: Callable[..., None], *what: Any, **options: Any) -> None:
+        """Write to the trace; if that fails, step aside: the training is not the audit's to stop."""
+        if self._writer is None or self.trouble is not None:
+            return
+        try:
+            write(*what, **options)
+        except (HalfulpError, OSError) as error:
+            last = self._writer.last_step
+            self.trouble = (
+                f"the trace {self.out} could not be written at step {self.step}: {error} It ends at step "
+                f"{last}; the run went on without it."
+            )
+            print(f"halfulp: {self.trouble}", file=sys.stderr, flush=True)
+            self._writer.note_trouble(self.trouble)
+            self._rows, self._losses, self._kept = [], {}, {}
 
     def _manifest(self) -> dict[str, Any]:
         options = {
@@ -468,8 +502,8 @@ class Audit:
             "never_moved": self.never_moved,
             "expected_never_moved": self.expected,
             "keep": self.keep,
-            "scores": list(self.scores) if self.scores else None,
-            "seed": self.seed,
+            "scores": None if self.scores is None else self.scores.told(),
+            "seed": self.seed if abs(self.seed) <= LARGEST else str(self.seed),
         }
         return manifest.begun(self.grids, self.every, options, self.describe)
 
@@ -485,44 +519,9 @@ def _checked_grids(grids: Any) -> list[Grid]:
     return found
 
 
-def _check_scores(scores: tuple[str, int, int], sample: float | None) -> None:
-    grid, first, last = scores
-    if not 1 <= first <= last:
-        raise UsageError(f"scores= takes a grid, a first and a last step, not {scores}.")
-    scaling = named(grid).scaling
-    if sample is not None and scaling is not None and scaling.moves:
-        raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
-
-
 def _fits(grid: Grid, dtype: torch.dtype) -> bool:
     try:
         grid.within(dtype)
     except UsageError:
         return False
     return True
-
-
-def _reduced(seen: list[Watched], found: list[torch.Tensor]) -> np.ndarray[Any, Any]:
-    """The rows of all tensors; those of shards summed over ranks, in one reduction a kind of sharding."""
-    alike: dict[Any, list[int]] = {}
-    for i, w in enumerate(seen):
-        if w.sharded:
-            alike.setdefault((w.tensor.device_mesh, w.tensor.placements), []).append(i)  # type: ignore[attr-defined]  # a DTensor
-    for places in alike.values():
-        total = reduce_sum(torch.stack([found[i] for i in places]), seen[places[0]].tensor)
-        for i, row in zip(places, total, strict=True):
-            found[i] = row
-    return torch.stack([row.cpu() for row in found]).numpy()
-
-
-def _rank() -> int:
-    """This process among those that train together; launchers tell it before the process group exists."""
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
-def _world() -> int:
-    dist = torch.distributed
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

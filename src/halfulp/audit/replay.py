@@ -11,9 +11,9 @@ import torch
 
 from halfulp import kernels
 from halfulp.audit.rows import Row, numbers, tables
-from halfulp.errors import UsageError
+from halfulp.errors import CorruptionError, UsageError
 from halfulp.grids import grid as named
-from halfulp.trace import KEPT, Trace, TraceWriter, load_tensors
+from halfulp.trace import KEPT, Trace, TraceWriter
 
 Followed = dict[str, Any]
 """What :func:`kernels.audit` updates from step to step."""
@@ -35,21 +35,29 @@ def replay(trace: Trace, grids: Iterable[str], out: Path) -> Trace:
         if on
     ]
     followed: dict[int, Followed] = {}
-    for part in trace.parts:
-        kept = load_tensors(part / KEPT)
-        order = pl.read_parquet(part / "tensors.parquet", columns=["step", "tensor", "lr"])
-        losses = dict(pl.read_parquet(part / "run.parquet").iter_rows())
+    listed = zip(trace.parts, trace.table_files("tensors"), trace.table_files("run"), strict=True)
+    for part, by_tensor, by_step in listed:
+        kept = trace.kept(part)
+        order = pl.read_parquet(by_tensor, columns=["step", "tensor", "lr"])
+        losses = dict(pl.read_parquet(by_step).iter_rows())
         place: dict[int, int] = {}
         rows = []
         for step, tensor, lr in order.iter_rows():
             at = place[tensor] = place.get(tensor, -1) + 1
-            before, after = kept[f"{tensor}.before"][at], kept[f"{tensor}.after"][at]
+            before, after = (_kept(part, kept, f"{tensor}.{what}", at) for what in ("before", "after"))
             if tensor not in followed:
                 followed[tensor] = _fresh(before, len(wanted), follow)
             found = kernels.audit(before, after, wanted, after=True, **followed[tensor])
             rows.append(Row(step=step, ids=[tensor], rates=[lr], numbers=numbers(found)))
         writer.commit(tables(rows, losses, len(wanted)), {}, last_step=rows[-1].step)
+    writer.close()
     return Trace.open(out)
+
+
+def _kept(part: Path, kept: dict[str, torch.Tensor], name: str, at: int) -> torch.Tensor:
+    if name not in kept or at >= len(kept[name]):
+        raise CorruptionError(f"{part / KEPT} does not have the weights {name} of every step of its part.")
+    return kept[name][at]
 
 
 def _fresh(x: torch.Tensor, grids: int, follow: list[str]) -> Followed:

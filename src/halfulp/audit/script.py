@@ -1,22 +1,26 @@
-"""Run somebody's training script, unmodified, under an audit.
+"""Run somebody's training script or module, unmodified, under an audit.
 
-The script runs as ``__main__`` with its own arguments. torch's global optimizer hooks see every step; the
-loss is what ``backward`` was called on, before a ``GradScaler`` scaled it. Nothing in the script's arithmetic
-or random states is touched.
+It runs as ``__main__`` with its own arguments, as ``python script.py`` or ``python -m module`` would run it.
+torch's global optimizer hooks see every step; the loss is what ``backward`` was called on, before a
+``GradScaler`` scaled it. Nothing in the script's arithmetic or random states is touched.
 """
 
 from __future__ import annotations
 
 import builtins
+import importlib.util
+import os
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 
+from halfulp.audit.endings import Termination
 from halfulp.audit.recorder import Audit
 from halfulp.errors import HalfulpError, UsageError
 
@@ -51,61 +55,117 @@ class _Losses:
 
 
 _ENDED: list[ModuleType] = []
-"""Scripts that have run. What they made lives until the process ends, as it would without an audit: torch
-hangs where a data-parallel model goes away while its gloo threads still need the interpreter."""
+"""What has run. It lives until the process ends, as it would without an audit: torch hangs where a
+data-parallel model goes away while its gloo threads still need the interpreter."""
 
 
-def _run_as_main(script: Path) -> None:
-    main, ours = ModuleType("__main__"), sys.modules["__main__"]
-    main.__file__ = str(script)
-    main.__dict__["__builtins__"] = builtins
+def _script(path: Path) -> tuple[CodeType, dict[str, Any]]:
+    """The code of a script, and what ``python path`` tells it about itself."""
+    sys.argv[0] = str(path)
+    path = path.absolute()  # as Python has it in __file__ and in tracebacks
+    sys.path[0] = str(path.resolve().parent)
+    code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    return code, {"__file__": str(path)}
+
+
+def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
+    """The code of a module, or of a package's ``__main__``, and what ``python -m name`` tells it."""
+    sys.argv[0], sys.path[0] = "-m", os.getcwd()
+    try:
+        spec = importlib.util.find_spec(name)  # imports the packages that it is in
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that its packages need
+        spec = None
+    except (ImportError, ValueError):
+        if not name.startswith("."):
+            raise
+        spec = None  # relative to nothing
+    loader = None if spec is None else spec.loader
+    code = getattr(loader, "get_code", lambda _: None)(name)
+    if spec is None or code is None:
+        raise UsageError(f"no module named {name} to run: it is looked for as by `python -m`.")
+    sys.argv[0] = str(spec.origin)
+    told = {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": spec.loader, "__spec__": spec}
+    return code, {**told, "__package__": spec.parent}
+
+
+def _run_as_main(script: Path | None, module: str) -> None:
+    """Run it. It stays ``__main__`` until the process ends: exit handlers and pickles look for it there."""
+    code, told = _module(module) if script is None else _script(script)
+    main = ModuleType("__main__")
+    main.__dict__.update(told, __builtins__=builtins)
     _ENDED.append(main)
     sys.modules["__main__"] = main
-    try:
-        code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
-        exec(code, main.__dict__)  # noqa: S102  # running the user's script is what this is for
-    finally:
-        sys.modules["__main__"] = ours
+    exec(code, main.__dict__)  # noqa: S102  # running the user's script is what this is for
 
 
-def run_script(script: Path, args: Sequence[str], audit: Audit) -> int:
-    """Run a script under an audit; its exit code. A crash is shown and keeps the trace."""
-    if not script.is_file():
+def run_script(
+    script: Path | None, args: Sequence[str], audit: Audit, farewell: Callable[[], None], module: str = ""
+) -> int:
+    """Run a script, or a module, under an audit; its exit code. A crash is shown and keeps the trace.
+
+    A negative code is the signal by which this process should end. SIGTERM ends it here, after ``farewell``.
+    """
+    if script is not None and not script.is_file():
         raise UsageError(f"no script at {script}.")
     argv, path = sys.argv, list(sys.path)
-    sys.argv = [str(script), *args]
-    script = script.absolute()  # as Python has it in __file__ and in tracebacks
-    sys.path[0] = str(script.resolve().parent)
-    code = 0
+    sys.argv = ["", *args]
+    code, left = 0, False
     try:
-        with audit, _Losses(audit):
+        with Termination(audit, farewell), audit, _Losses(audit):
             try:
-                _run_as_main(script)
+                _run_as_main(script, module)
             except SystemExit as stop:
+                left = True
                 code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-                if isinstance(stop.code, str):
+                if stop.code is not None and not isinstance(stop.code, int):
                     print(stop.code, file=sys.stderr)
             except KeyboardInterrupt:
                 print("halfulp: interrupted; the trace keeps what was recorded.", file=sys.stderr)
-                code = 130
+                code = -signal.SIGINT
             except HalfulpError:
                 raise  # the audit's own: a clear line of its own
             except Exception:
-                kind, error, where = sys.exc_info()
-                while where is not None and where.tb_frame.f_code.co_filename != str(script):
-                    where = where.tb_next  # leave the frames of this runner out
-                traceback.print_exception(kind, error, where)
+                _show_error()
                 kept = "the trace keeps what was recorded" if audit.step else "no step was recorded"
                 print(f"halfulp: the script failed; {kept}.", file=sys.stderr)
                 code = 1
     finally:
         sys.argv, sys.path[:] = argv, path
         empty = audit.discard_if_empty()
-    if audit.step == 0 and code == 0:
-        raise UsageError(
-            f"{script} never called an optimizer's step() in this process, so there was nothing to audit. It "
+    if code == 0:
+        _say_if_nothing(module or str(script), audit, empty, left)
+    return code
+
+
+def _show_error() -> None:
+    """The script's own traceback, without the frames of this runner."""
+    kind, error, where = sys.exc_info()
+    while where is not None and where.tb_frame.f_code.co_filename == __file__:
+        where = where.tb_next
+    traceback.print_exception(kind, error, where)
+
+
+def _say_if_nothing(name: str, audit: Audit, empty: bool, left: bool) -> None:
+    """Why nothing was recorded. Not an error of a script that ends itself (``--help``) before any step."""
+    if audit.step == 0:
+        said = (
+            f"{name} never called an optimizer's step() in this process, so there was nothing to audit. It "
             "may train in processes of its own, or change weights itself (p.data) without a torch optimizer."
         )
-    if empty and code == 0:
-        raise UsageError(f"nothing to audit: the optimizers in {script} have no trainable parameters.")
-    return code
+    elif empty and audit.watched:
+        said = (
+            f"nothing to audit: {name} called step() {audit.step} times, but no weight had a gradient or "
+            "changed there. Weights may be changed elsewhere, such as in hooks of backward."
+        )
+    elif empty:
+        said = f"nothing to audit: the optimizers in {name} have no trainable parameters."
+    else:
+        return
+    if not left:
+        raise UsageError(said)
+    print(f"halfulp: {said}", file=sys.stderr)

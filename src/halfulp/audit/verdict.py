@@ -4,7 +4,12 @@ Nothing is said that the evidence does not carry. A realized event (the grid tha
 is exact. Any other grid is a projection of this run: it assumes that a low-precision run would follow the
 same path, which it does not exactly, and it says nothing about the loss. A proposal of zero has nothing to
 lose, so shares of *lost updates* are of those that were not zero; the event itself, and every table, counts
-it as frozen. Under a policy that keeps what it does not write, an unchanged code is not a loss.
+it as frozen. One that is not finite has no meaning at all: it comes first in the verdict, and no share counts
+it. Under a policy that keeps what it does not write, an unchanged code is not a loss.
+
+The change d is the one that the optimizer made, after minus before in the parameter's own dtype. Where that
+dtype is coarse itself, the optimizer's own rounding is in d: on a grid coarser still, the event is exact for
+the change that was left, not for the one that a float32 optimizer would have made.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from halfulp.audit.crossings import Crossing, crossing
 from halfulp.audit.groups import CORE
 from halfulp.grids import CONTAINERS
 from halfulp.grids import grid as named
-from halfulp.text import shown
+from halfulp.text import count, plain, shown
 from halfulp.trace import Array, Scope, Trace
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in CONTAINERS}
@@ -29,6 +34,11 @@ IDLE = 0.005
 """From this share on, proposals of zero are mentioned."""
 STUCK = 0.99
 """A tensor counts as stuck if this share of its updates is lost."""
+NOT_FINITE = "no proposal was finite"
+NAMED = 3
+"""Tensors that are named in a sentence."""
+ALWAYS = ("sr", "kahan", "master")
+"""Policies that every optimizer admits: known without asking it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +51,7 @@ class Finding:
     idle: float
     """Share of the proposals that were zero: nothing to lose, and not counted as updates."""
     lost: float
-    """Share of updates lost over the run."""
+    """Share of updates lost over the run; NaN if none was finite."""
     lost_late: float
     """Over its last tenth."""
     onset: str
@@ -56,6 +66,8 @@ class Finding:
 
     @property
     def severity(self) -> str:
+        if self.lost != self.lost:
+            return NOT_FINITE
         if self.lost_late >= 0.5:
             return "most updates are lost"
         if self.lost_late >= 0.05 or self.stuck:
@@ -63,19 +75,54 @@ class Finding:
         return "fine"
 
 
+@dataclass(frozen=True, repr=False)
+class Verdict:
+    """A verdict in words: ``str()`` is what the command line prints."""
+
+    lines: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
+
+
+def verdict(trace: Trace) -> Verdict:
+    """What :meth:`halfulp.Trace.verdict` gives."""
+    return Verdict(tuple(lines(trace)), tuple(findings(trace)) if trace.parts and trace.tensors else ())
+
+
 def findings(trace: Trace, scope: Scope = "all") -> list[Finding]:
     """What a trace says of each of its grids."""
     return [_finding(trace, g, scope) for g in trace.grids]
 
 
-def lost_updates(frozen: Array, zero: Array) -> Array:
-    """The share of non-zero proposals that is lost, from the shares of frozen weights and zero proposals.
+def lost_updates(frozen: Array, zero: Array, bad: Array | float = 0.0) -> Array:
+    """The share of updates that is lost, from the shares of weights that are frozen, not asked, not finite.
+
+    An update is a finite proposal other than zero. NaN where nothing was asked and something was not finite.
 
     >>> lost_updates(np.array([0.9, 1.0]), np.array([0.8, 1.0])).round(6).tolist()
     [0.5, 0.0]
+    >>> lost_updates(np.array([0.2, 0.0]), np.zeros(2), np.array([0.6, 1.0])).round(6).tolist()
+    [0.5, nan]
     """
-    asked = 1 - zero
-    return np.where(asked > 0, np.maximum(frozen - zero, 0) / np.where(asked > 0, asked, 1), 0.0)
+    asked = 1 - zero - bad
+    some = asked > 2.0**-51  # three roundings of 2**-53 are nothing; one of fewer than 2**51 weights is
+    none = np.where(np.asarray(bad) > 0, np.nan, 0.0)
+    return np.where(some, np.maximum(frozen - zero, 0) / np.where(some, asked, 1), none)
+
+
+def lost_series(trace: Trace, grid: str, scope: Scope = "all") -> Array:
+    """The share of a scope's updates that is lost, one value a recorded step."""
+    return lost_updates(trace.frozen(grid, scope), trace.zero_proposals(scope), trace.nonfinite(scope))
+
+
+def average(shares: Array) -> float:
+    """The mean over the steps that have a value; NaN if none has."""
+    known = shares[~np.isnan(shares)]
+    return float(known.mean()) if len(known) else float("nan")
 
 
 def onset_words(found: Crossing) -> str:
@@ -94,17 +141,17 @@ def onset_words(found: Crossing) -> str:
 
 
 def _finding(trace: Trace, grid: str, scope: Scope) -> Finding:
-    zero = trace.zero_proposals(scope)
-    f = lost_updates(trace.frozen(grid, scope), zero)
+    f, steps = lost_series(trace, grid, scope), trace.steps_of(scope)
+    there = ~np.isnan(f)
+    f, steps = f[there], steps[there]
     followed = trace.manifest["options"]["never_moved"]
-    late = f[-max(1, len(f) // 10) :]
     return Finding(
         grid=grid,
         stored=_stored(trace, grid, scope),
-        idle=float(zero.mean()),
-        lost=float(f.mean()),
-        lost_late=float(late.mean()),
-        onset=onset_words(crossing(f, steps=trace.steps_of(scope))),
+        idle=float(trace.zero_proposals(scope).mean()),
+        lost=average(f),
+        lost_late=average(f[-max(1, len(f) // 10) :]),
+        onset=onset_words(crossing(f, steps=steps)) if len(f) else NOT_FINITE,
         never_moved=float(trace.never_moved(grid, scope)[-1]) if followed else None,
         stuck=_stuck(trace, grid, followed, trace.ids("all" if isinstance(scope, str) else scope)),
     )
@@ -123,7 +170,8 @@ def on_grid(trace: Trace, grid: str) -> list[int]:
 
 def _same_values(stored: str, grid: str, dtype: str) -> bool:
     """Whether two names (bf16, bfloat16) mean the same values in a container."""
-    first, second = (replace(named(name).within(DTYPES[dtype]), name="", note="") for name in (stored, grid))
+    names = ("m52" if stored == "float64" else stored, grid)  # no grid is called like the widest container
+    first, second = (replace(named(name).within(DTYPES[dtype]), name="", note="") for name in names)
     return first == second
 
 
@@ -133,7 +181,7 @@ def _stuck(
     size = {t["id"]: t for t in trace.tensors if t["id"] in ids}
     steps = len(trace.steps)
     known = pl.col("zero_proposal") * pl.col("tensor").is_in(trace.in_full())
-    zero = trace.scan("tensors").group_by("tensor").agg(known.sum())
+    zero = trace.scan("tensors").group_by("tensor").agg(known.sum(), pl.col("nonfinite").sum())
     frame = (
         trace.scan()
         .filter(pl.col("grid") == trace.grids.index(grid), pl.col("tensor").is_in(list(size)))
@@ -143,9 +191,9 @@ def _stuck(
         .collect()
     )
     rows = []
-    for tensor, frozen, n, never, idle in frame.iter_rows():
+    for tensor, frozen, n, never, idle, bad in frame.iter_rows():
         t = size[tensor]
-        asked = n * t["recorded"] - idle
+        asked = n * t["recorded"] - idle - bad
         share = (frozen - idle) / asked if asked else 0.0
         still = never / t["recorded"] if followed else float("nan")
         if share >= STUCK and n >= steps / 2:
@@ -154,16 +202,83 @@ def _stuck(
     return tuple(rows)
 
 
-def cures(grid: str) -> list[tuple[str, float]]:
-    """Policies that keep updates on this grid, with bytes a weight in all: codes and what a policy keeps."""
+def cures(trace: Trace, grid: str) -> list[tuple[str, float]]:
+    """Policies that keep updates on this grid, with bytes a weight in all: codes and what a policy keeps.
+
+    Only those that the optimizers of the run admit, and no masters where the optimizer steps them already.
+    """
     weight = named(grid).bytes_per_weight
-    return [
+    offers = [
         ("sr", weight),
         ("eco", weight),
         ("kahan in bfloat16", weight + 2),
         ("kahan", weight + 4),
         ("master", weight + 4),
     ]
+    there = len(copies(trace)) == len(trace.tensors)
+    return [o for o in offers if admitted(trace, o[0].split()[0]) and not (there and o[0] == "master")]
+
+
+def admitted(trace: Trace, policy: str) -> bool:
+    """Whether every optimizer of a run can be wrapped with a policy, as they said when it was recorded."""
+    optimizers = trace.manifest.get("optimizers") or [{}]
+    return all(policy in o.get("admits", ALWAYS) for o in optimizers)
+
+
+def copies(trace: Trace) -> list[int]:
+    """The tensors of which the model holds a copy in a narrower dtype: the optimizer steps masters."""
+    return [t["id"] for t in trace.tensors if t.get("copy")]
+
+
+def copies_words(trace: Trace) -> str | None:
+    """What it means that the optimizer steps masters; None where it does not."""
+    held = set(copies(trace))
+    if not held:
+        return None
+    there = [t for t in trace.tensors if t["id"] in held]
+    narrow = " and ".join(sorted({shown(str(t["copy"]), 20) for t in there}))
+    some = "" if len(there) == len(trace.tensors) else f" of {len(there)} of {len(trace.tensors)} tensors"
+    return (
+        f"The optimizer steps a {' and '.join(sorted({shown(t['dtype'], 20) for t in there}))} copy{some}; "
+        f"the model holds {narrow}. Masters are there already: nothing stored in {narrow} accumulates. What "
+        "follows says what would be lost without that copy."
+    )
+
+
+def nonfinite_words(trace: Trace) -> str | None:
+    """How many proposals or weights were not finite, where and since when; None if all were."""
+    mine = pl.col("tensor").is_in([t["id"] for t in trace.tensors])
+    bad = trace.scan("tensors").filter(mine, pl.col("nonfinite") > 0)
+    frame = bad.select("step", "tensor", "nonfinite").sort("step").collect()
+    if not len(frame):
+        return None
+    hit = set(frame["tensor"])
+    names = [shown(str(t["name"]), 40) for t in trace.tensors if t["id"] in hit]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    steps, all_steps = frame["step"].unique().sort(), trace.steps
+    first, last = int(steps[0]), int(steps[-1])
+    if len(steps) == int((all_steps >= first).sum()):
+        when = f"from step {first} on"
+    else:
+        when = f"at {count(len(steps), 'step')}, first at {first}, last at {last}"
+    return (
+        f"NOT FINITE: {int(frame['nonfinite'].sum()):,} weights or proposals were NaN or infinite {when}, in "
+        f"{len(names)} of {count(len(trace.tensors), 'tensor')} ({', '.join(names[:NAMED])}{more}). Shares "
+        "of lost updates are of the finite ones."
+    )
+
+
+def rounded_words(trace: Trace) -> str | None:
+    """What a grid says of weights that are stored on another one that is coarse; None if there are none."""
+    full = set(trace.in_full())
+    coarse = {t["id"]: shown(str(t["stored"]), 20) for t in trace.tensors if t["id"] not in full}
+    if not any(set(coarse) - set(on_grid(trace, grid)) for grid in trace.grids):
+        return None
+    stored = " and ".join(sorted(set(coarse.values())))
+    return (
+        f"Weights are stored in {stored}: the change is the one that was left after that rounding, so on "
+        "another grid the event is that of this change, not of what a float32 optimizer would have made."
+    )
 
 
 def policies(trace: Trace) -> list[str]:
@@ -189,24 +304,32 @@ def lines(trace: Trace) -> list[str]:
     """The verdict, for a terminal."""
     if not trace.parts:
         return ["No step was recorded."]
+    if not trace.tensors:
+        return ["Nothing was recorded: none of the tensors has a weight."]
     steps, n = trace.steps, trace.numel("all")
     dtypes = sorted({t["dtype"] for t in trace.tensors})
     out = [
         f"{len(steps)} steps audited (to step {int(steps[-1])}), {len(trace.tensors)} tensors, {n:,} "
         f"weights; the optimizer sees {', '.join(shown(d) for d in dtypes)}."
     ]
+    if bad := nonfinite_words(trace):
+        out.insert(0, bad)
+    if there := copies_words(trace):
+        out.append(there)
     if trace.manifest["options"]["sample"]:
         share = trace.manifest["options"]["sample"]
         out.append(f"A fixed sample of {share:.0%} of the tiles: {_error(trace)}.")
     for grid in trace.grids:
         out += ["", *_grid_lines(trace, grid)]
+    rounded = rounded_words(trace)
     out += [
         "",
-        "How sure this is: the event at a weight is exact. Grids other than the one the weights are stored "
-        "on are a projection of this run; a run on the grid takes another path. Lost updates are not lost "
-        "accuracy: what they cost must be measured.",
+        "How sure this is: the event at a weight is exact, for the change that the optimizer made. "
+        + (f"{rounded} " if rounded else "")
+        + "Grids other than the one the weights are stored on are a projection of this run; a run on the "
+        "grid takes another path. Lost updates are not lost accuracy: what they cost must be measured.",
     ]
-    return out
+    return [plain(line) for line in out]
 
 
 def _grid_lines(trace: Trace, grid: str) -> list[str]:
@@ -214,7 +337,8 @@ def _grid_lines(trace: Trace, grid: str) -> list[str]:
     home = on_grid(trace, grid)
     scope: Scope = home or "all"
     found, policy = _finding(trace, grid, scope), keeping(trace) if home else None
-    rest = sorted({t["id"] for t in trace.tensors} - set(home)) if home else []
+    if found.severity == NOT_FINITE:
+        return [f"{grid}: nothing can be said, because {NOT_FINITE}."]
     out = []
     if policy is None:
         kind = "lost" if found.realized else "would be lost"
@@ -222,39 +346,50 @@ def _grid_lines(trace: Trace, grid: str) -> list[str]:
         out.append(f"{grid}: {found.lost:.1%} of updates {kind} ({late}): {found.onset}.")
         if found.idle >= IDLE:
             out.append(f"  {found.idle:.1%} of the proposals were zero, with nothing to lose: not counted")
+        out += _core_lines(trace, grid, trace.ids(scope))
     else:
         out.append(f"{grid}, {policy} write-back: {found.lost:.1%} of codes stayed at an average step.")
         out.append(f"  not a loss: {why_kept(policy)}")
-    core = [t["id"] for t in trace.tensors if t["group"] in CORE and (not home or t["id"] in home)]
-    if core and policy is None:
-        share = lost_updates(trace.frozen(grid, core), trace.zero_proposals(core)).mean()
-        out.append(f"  attention and mlp alone: {share:.1%}")
     if found.never_moved is not None:
         out.append(f"  never moved: {found.never_moved:.1%} of the weights")
     if trace.manifest["options"]["decay"] and policy is None:
         out += _decay_lines(trace, grid, scope)
     if found.stuck and policy is None:
-        out.append(f"  {len(found.stuck)} tensor(s) hardly move:")
-        for name, group, lost, still in found.stuck[:6]:
-            never = "" if np.isnan(still) else f", {still:.0%} never moved"
-            out.append(f"    {shown(name)} ({shown(group)}): {lost:.1%} of its updates lost{never}")
-        if len(found.stuck) > 6:
-            out.append(f"    and {len(found.stuck) - 6} more")
-        flat = {t["name"] for t in trace.tensors if len(t["shape"]) < 2}
-        if not home and any(name in flat for name, *_ in found.stuck):
-            out.append(
-                "    (WriteBack leaves tensors of one dimension in full precision, unless told otherwise)"
-            )
-    if rest:
-        share = lost_updates(trace.frozen(grid, rest), trace.zero_proposals(rest)).mean()
-        part = trace.numel(rest) / trace.numel("all")
+        out += _stuck_lines(trace, found, bool(home))
+    if home and (rest := sorted({t["id"] for t in trace.tensors} - set(home))):
+        share, part = average(lost_series(trace, grid, rest)), trace.numel(rest) / trace.numel("all")
+        there = NOT_FINITE if share != share else f"{share:.1%} would be lost"
         out.append(
-            f"  {len(rest)} tensor(s) with {part:.1%} of the weights are not stored on it; there {share:.1%} "
-            "would be lost"
+            f"  {len(rest)} tensor(s) with {part:.1%} of the weights are not stored on it; there {there}"
         )
     if policy is None and found.severity != "fine":
-        offers = "; ".join(f"{name} {size:g}" for name, size in cures(grid))
+        offers = "; ".join(f"{name} {size:g}" for name, size in cures(trace, grid))
         out.append(f"  would keep them, in bytes a weight when stored packed: {offers}")
+        if any(t["stored"] in ("bfloat16", "float16") for t in trace.tensors if t["id"] in home):
+            out.append(f'  in one line: optimizer = hu.WriteBack(optimizer, "{grid}", "sr", model=model)')
+    return out
+
+
+def _core_lines(trace: Trace, grid: str, ids: Sequence[int]) -> list[str]:
+    """Attention and mlp alone, as far as there are any beside other tensors."""
+    core = [t for t in trace.tensors if t["group"] in CORE and t["id"] in ids]
+    if not core or len(core) == len(ids):
+        return []
+    groups = " and ".join(group for group in CORE if any(t["group"] == group for t in core))
+    share = average(lost_series(trace, grid, [t["id"] for t in core]))
+    return [f"  {groups} alone: {NOT_FINITE if share != share else f'{share:.1%}'}"]
+
+
+def _stuck_lines(trace: Trace, found: Finding, home: bool) -> list[str]:
+    out = [f"  {len(found.stuck)} tensor(s) hardly move:"]
+    for name, group, lost, still in found.stuck[:6]:
+        never = "" if np.isnan(still) else f", {still:.0%} never moved"
+        out.append(f"    {shown(name)} ({shown(group)}): {lost:.1%} of its updates lost{never}")
+    if len(found.stuck) > 6:
+        out.append(f"    and {len(found.stuck) - 6} more")
+    flat = {t["name"] for t in trace.tensors if len(t["shape"]) < 2}
+    if not home and any(name in flat for name, *_ in found.stuck):
+        out.append("    (WriteBack leaves tensors of one dimension in full precision, unless told otherwise)")
     return out
 
 

@@ -32,6 +32,8 @@ class Watched:
     grids: list[Grid]
     stored: str
     """The grid or dtype that the weights are stored on."""
+    copy: str | None = None
+    """The narrower dtype of the model's own copy, if this is a master of it."""
     codes: Codes | None = None
     """Where the values are if the parameter is an empty shell."""
     tiles: torch.Tensor | None = None
@@ -40,6 +42,10 @@ class Watched:
     recorded: int = 0
     """Coordinates that are looked at, on all ranks."""
     before: torch.Tensor | None = None
+    asked: bool = False
+    """Whether there was a gradient when the step began."""
+    given: torch.Tensor | None = None
+    """That gradient, where it is scored: the step may drop it."""
     moved: torch.Tensor | None = None
     stay: torch.Tensor | None = None
     scores: torch.Tensor | None = None
@@ -68,10 +74,11 @@ class Watched:
         return x if self.tiles is None else sampled(x, self.tiles, self.short)
 
     def gradient(self) -> torch.Tensor | None:
-        """The gradient of the same weights, in their dtype."""
-        if self.tensor.grad is None:
+        """The gradient of the same weights, in their dtype; None if a step moved them without one."""
+        given = self.given if self.tensor.grad is None else self.tensor.grad
+        if given is None:
             return None
-        g = local(self.tensor.grad.detach())
+        g = local(given.detach())
         g = (g.to_dense() if g.is_sparse else g).to(self.tensor.dtype)
         return g if self.tiles is None else sampled(g, self.tiles, self.short)
 
@@ -82,16 +89,22 @@ class Watched:
             self.before = torch.empty_like(values, memory_format=torch.contiguous_format)
         self.before.copy_(values)
 
-    def follow(self, *, moved: bool, stay: bool, scores: bool, saved: dict[str, torch.Tensor]) -> None:
-        """Begin, or take up from a resumed trace, what is followed over steps."""
+    def changed(self) -> bool:
+        """Whether any weight on this rank differs from what was set aside, by its bits: NaN equals NaN."""
+        assert self.before is not None
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[self.before.element_size()]
+        return not torch.equal(self.values().view(bits), self.before.view(bits))
+
+    def follow(self, *, moved: bool, stay: bool, scores: int | None, saved: dict[str, torch.Tensor]) -> None:
+        """Begin, or take up from a resumed trace, what is followed; ``scores``: the size of a tile."""
         n, g = self.values().numel(), len(self.grids)
         work = torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
         if moved and self.moved is None:
             self.moved = self._taken(saved, "moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8))
         if stay and self.stay is None:
             self.stay = self._taken(saved, "stay", torch.ones((g, n), dtype=work))
-        if scores and self.scores is None and self.tensor.dim() >= 2:
-            shape = (tiles_of(n), len(kernels.SCORES))
+        if scores is not None and self.scores is None and self.tensor.dim() >= 2:
+            shape = (tiles_of(n, scores), len(kernels.SCORES))
             self.scores = self._taken(saved, "scores", torch.zeros(shape, dtype=torch.float64))
 
     def _taken(self, saved: dict[str, torch.Tensor], what: str, fresh: torch.Tensor) -> torch.Tensor:
@@ -120,6 +133,7 @@ class Watched:
             "recorded": self.recorded,
             "dtype": str(self.tensor.dtype).removeprefix("torch."),
             "stored": self.stored,
+            **({} if self.copy is None else {"copy": self.copy}),
             "device": self.tensor.device.type,
         }
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from halfulp.audit import verdict
 from halfulp.audit.recorder import Audit
+from halfulp.text import plain
 from halfulp.trace import Trace, free_folder, newest_folder
 
 
@@ -62,7 +62,7 @@ class Running:
         settings = {"first_step": done + 1, "model": model, **self.options, "resume": goes_on}
         audit = Audit(optimizers, self.grids, out=self.folder, **settings)
         audit.start()
-        self.audit = audit
+        self.audit, self.folder = audit, audit.out  # numbered, if it was taken
 
     def stop(self) -> None:
         """Make everything durable and say what was found; nothing if it is not running."""
@@ -71,5 +71,5 @@ class Running:
             return
         audit.stop()
         if self.show_verdict and audit.writes:
-            print("\n".join(verdict.lines(Trace.open(self.folder))), file=sys.stderr)
-            print(f"\nThe trace is in {self.folder}.", file=sys.stderr)
+            print(Trace.open(self.folder).verdict(), file=sys.stderr)
+            print(f"\nThe trace is in {plain(str(self.folder))}.", file=sys.stderr)

@@ -28,6 +28,7 @@ from halfulp.kernels.plan import (
     as_floats,
     blank_stats,
     checked,
+    checked_tile,
     combine,
     deliver,
     destination,
@@ -46,14 +47,14 @@ from halfulp.kernels.plan import (
     writable,
     writes_directly,
 )
-from halfulp.kernels.pool import run
+from halfulp.kernels.pool import GRAIN, run
 from halfulp.kernels.reference import AUDIT_COUNTS, MODES, SCORES, SHARED_COUNTS, TILE, WRITE_COUNTS, tiles_of
 from halfulp.streams import Stream
 
 __all__ = [
     "AUDIT_COUNTS", "SCORES", "SHARED_COUNTS", "TILE", "WRITE_COUNTS",
-    "Audit", "Written", "audit", "decode", "encode", "round", "score", "set_aside", "steps", "tiles_of",
-    "write_back",
+    "Audit", "Written", "audit", "checked_tile", "decode", "encode", "round", "score", "set_aside", "steps",
+    "tiles_of", "write_back",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -414,43 +415,39 @@ def score(
     grid: Grid | str | torch.dtype,
     *,
     after: bool = False,
+    tile: int = TILE,
 ) -> torch.Tensor:
     """The per-tile sums behind every allocation score of one step: (tiles, SCORES), float64.
 
     ``w`` weights, ``g`` gradients, ``u`` proposals (or, with ``after=True``, weights after the step).
+    ``tile``: how many consecutive coordinates are one tile; the last one may be short.
     """
     w, g, u = checked(w, "w"), checked(g, "g"), checked(u, "u")
     same_shape(w=w, g=g, u=u)
     proposals(g, w, "g")
     proposals(u, w, "u")
     plan = plan_for(grid, w.dtype)
+    tile = min(checked_tile(tile), max(w.numel(), 1))  # zeros behind the end would change no sum
     if on_gpu(w):
         from halfulp.kernels import gpu
 
-        return gpu.score(w, g, u, after, plan.grid)
+        return gpu.score(w, g, u, after, plan.grid, tile)
     from halfulp.kernels import cpu, cpu_scaled
 
     flat_w, flat_g, flat_u = flat_of(w), flat_of(g), flat_of(u)
-    out = np.zeros((tiles_of(flat_w.size), len(SCORES)))
-    to = narrowing(w.dtype)
+    out = np.zeros((tiles_of(flat_w.size, tile), len(SCORES)))
+    to, half = narrowing(w.dtype), max(reference.tree_size(tile) // 2, 3)
+    grain = max(GRAIN * TILE // tile, 1)
     if plan.scaled:
         now, then = _steps_of_step(flat_w, flat_g, flat_u, after, plan, w)
         run(
-            cpu_scaled.score_tiles_scaled, len(out), flat_w, flat_g, flat_u, after, now, then,
+            cpu_scaled.score_tiles_scaled, len(out), flat_w, flat_g, flat_u, after, tile, half, now, then,
             *plan.layout(tuple(w.shape)), plan.floats, plan.ints, plan.masks, to, plan.empty, out,
+            grain=grain,
         )  # fmt: skip
     else:
         run(
-            cpu.score_tiles,
-            len(out),
-            flat_w,
-            flat_g,
-            flat_u,
-            after,
-            plan.floats,
-            plan.ints,
-            plan.masks,
-            to,
-            out,
-        )
+            cpu.score_tiles, len(out), flat_w, flat_g, flat_u, after, tile, half,
+            plan.floats, plan.ints, plan.masks, to, out, grain=grain,
+        )  # fmt: skip
     return torch.from_numpy(out)

@@ -37,17 +37,16 @@ from halfulp.kernels.cpu_tile import (
 from halfulp.kernels.cpu_tile_audit import (
     audit_inside,
     clean,
-    clean_three,
     count_small,
     count_symmetric,
     kept,
     log2_points,
     phase_sum,
-    score_sums,
     stay_bits,
     stay_magic,
     survey,
 )  # fmt: skip
+from halfulp.kernels.cpu_tile_score import clean_three, score_sums
 from halfulp.kernels.cpu_tile_write import (
     finish_write,
     keep_stored,
@@ -332,35 +331,42 @@ def set_aside_tiles(x: Any, out: Any, t0: Any, t1: Any) -> Any:
 
 @kernel
 def score_tiles(
-    w: Any, g: Any, u: Any, after: Any, f: Any, k: Any, masks: Any, to: Any, out: Any, t0: Any, t1: Any
-) -> None:
+    w: Any, g: Any, u: Any, after: Any, tile: Any, half: Any, f: Any, k: Any, masks: Any, to: Any, out: Any,
+    t0: Any, t1: Any,
+) -> None:  # fmt: skip
+    """Scores of tiles of any size; ``half``: half of what a tile is padded to in sums."""
+    many = max(TILE // tile, 1)
+    room = many * tile
+    floats, flags, sums = np.empty(6 * room, f.dtype), np.empty(2 * room, np.uint8), np.empty(room + half)
+    for t in range(t0, t1, many):
+        first, last = t * tile, min(min(t + many, t1) * tile, w.size)
+        score_stretch(
+            span(w, first, last), span(g, first, last), span(u, first, last), after, tile, half, f, k, masks,
+            to, room, floats, flags, sums, out[t : min(t + many, t1)],
+        )  # fmt: skip
+
+
+@kernel
+def score_stretch(
+    w: Any, g: Any, u: Any, after: Any, tile: Any, half: Any, f: Any, k: Any, masks: Any, to: Any, room: Any,
+    floats: Any, flags: Any, sums: Any, out: Any,
+) -> None:  # fmt: skip
     exponent, sign = masks[0], masks[1]
-    w_, g_, u_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype)
-    q_, z_, r_ = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
-    b_ = np.zeros(TILE, np.uint8)
-    keep_ = np.ones(TILE, np.uint8)
-    product, buffer = np.empty(TILE, np.float64), np.empty(TILE // 2, np.float64)
-    for t in range(t0, t1):
-        first = t * TILE
-        last = min(first + TILE, w.size)
-        n = last - first
-        if n < TILE:
-            w_[:] = 0
-            g_[:] = 0
-            u_[:] = 0
-            b_[:] = 0
-        x, y, v, q, z, b, keep = w_[:n], g_[:n], u_[:n], q_[:n], z_[:n], b_[:n], keep_[:n]
-        load(w[first:last], x)
-        load(g[first:last], y)
-        if after:
-            difference(u[first:last], x, v)
-        else:
-            load(u[first:last], v)
-        clean_three(x, y, v, keep, exponent)
-        nearest(x, q, f, k, exponent, sign)
-        add_in_container(q, v, z, to)
-        r = r_[:n]
-        nearest(z, r, f, k, exponent, sign)
-        for i in range(n):
-            b[i] = np.uint8(r[i] == q[i]) & keep[i]
-        score_sums(b_, w_, g_, u_, product, buffer, out[t])
+    n = w.size
+    x, y, v = span(floats, 0, n), span(floats, room, room + n), span(floats, 2 * room, 2 * room + n)
+    q, z = span(floats, 3 * room, 3 * room + n), span(floats, 4 * room, 4 * room + n)
+    r = span(floats, 5 * room, 5 * room + n)
+    b, keep = span(flags, 0, n), span(flags, room, room + n)
+    load(w, x)
+    load(g, y)
+    if after:
+        difference(u, x, v)
+    else:
+        load(u, v)
+    clean_three(x, y, v, keep, exponent)
+    nearest(x, q, f, k, exponent, sign)
+    add_in_container(q, v, z, to)
+    nearest(z, r, f, k, exponent, sign)
+    for i in range(n):
+        b[i] = np.uint8(r[i] == q[i]) & keep[i]
+    score_sums(b, x, y, v, tile, half, span(sums, half, half + n), span(sums, 0, half), out)

@@ -29,10 +29,7 @@ from halfulp.kernels.cpu_tile import (
     store,
     sum_abs,
 )  # fmt: skip
-from halfulp.kernels.cpu_tile_audit import (
-    clean_three,
-    score_sums,
-)  # fmt: skip
+from halfulp.kernels.cpu_tile_score import clean_three, score_sums
 from halfulp.kernels.cpu_tile_write import (
     finish_write,
     keep_stored,
@@ -355,24 +352,21 @@ def write_tiles_scaled(
 
 @kernel
 def score_tiles_scaled(
-    w: Any, g: Any, u: Any, after: Any, steps: Any, next_steps: Any, row: Any, length: Any, f: Any, k: Any,
-    masks: Any, to: Any, work: Any, out: Any, t0: Any, t1: Any,
+    w: Any, g: Any, u: Any, after: Any, tile: Any, half: Any, steps: Any, next_steps: Any, row: Any,
+    length: Any, f: Any, k: Any, masks: Any, to: Any, work: Any, out: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
-    w_, g_, u_ = np.zeros(TILE, work.dtype), np.zeros(TILE, work.dtype), np.zeros(TILE, work.dtype)
-    q_, z_, r_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, work.dtype)
-    b_ = np.zeros(TILE, np.uint8)
-    step_, keep_ = np.empty(TILE, np.float64), np.ones(TILE, np.uint8)
-    product, buffer = np.empty(TILE, np.float64), np.empty(TILE // 2, np.float64)
+    many = max(TILE // tile, 1)
+    room = many * tile
+    w_, g_, u_ = np.empty(room, work.dtype), np.empty(room, work.dtype), np.empty(room, work.dtype)
+    q_, z_, r_ = np.empty(room, work.dtype), np.empty(room, work.dtype), np.empty(room, work.dtype)
+    b_, step_, keep_ = np.empty(room, np.uint8), np.empty(room, np.float64), np.empty(room, np.uint8)
+    product, sums = np.empty(room, np.float64), np.empty(half, np.float64)
     cast = np.empty(1, work.dtype)
-    for t in range(t0, t1):
-        first = t * TILE
-        last = min(first + TILE, w.size)
+    for t in range(t0, t1, many):
+        end = min(t + many, t1)
+        first = t * tile
+        last = min(end * tile, w.size)
         n = last - first
-        if n < TILE:
-            w_[:] = 0
-            g_[:] = 0
-            u_[:] = 0
-            b_[:] = 0
         x, y, v, q, z, b, keep = w_[:n], g_[:n], u_[:n], q_[:n], z_[:n], b_[:n], keep_[:n]
         load_step(w, g, u, after, first, last, x, y, v, keep, masks[0])
         step = step_[:n]
@@ -384,4 +378,4 @@ def score_tiles_scaled(
         nearest_scaled(z, step, r, f, k, cast)
         for i in range(n):
             b[i] = np.uint8(r[i] == q[i]) & keep[i]
-        score_sums(b_, w_, g_, u_, product, buffer, out[t])
+        score_sums(b, x, y, v, tile, half, product[:n], sums, out[t:end])

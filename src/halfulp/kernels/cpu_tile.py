@@ -250,6 +250,29 @@ def tree(buffer: Any) -> Any:
 
 
 @kernel
+def tree_from(buffer: Any, length: Any) -> Any:
+    """The halving tree from any 3 * 2**k entries down."""
+    while length > 384:
+        length >>= 1
+        _halve(buffer, length)
+    if length > 192:
+        _halve(buffer, 192)
+    if length > 96:
+        _halve(buffer, 96)
+    if length > 48:
+        _halve(buffer, 48)
+    if length > 24:
+        _halve(buffer, 24)
+    if length > 12:
+        _halve(buffer, 12)
+    if length > 6:
+        _halve(buffer, 6)
+    if length > 3:
+        _halve(buffer, 3)
+    return float(buffer[0] + buffer[1] + buffer[2])
+
+
+@kernel
 def sum_squares(x: Any, buffer: Any) -> Any:
     a, b = x[: TILE // 2], x[TILE // 2 :]
     for i in range(TILE // 2):

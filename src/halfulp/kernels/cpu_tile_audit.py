@@ -1,4 +1,4 @@
-"""One tile under audit: what each grid would do to a step, and what scores sum up."""
+"""One tile under audit: what each grid would do to a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import overload
 
 from halfulp.kernels import lanes
-from halfulp.kernels.cpu_tile import ONE, changes, sum_abs
+from halfulp.kernels.cpu_tile import ONE, changes
 from halfulp.kernels.params import (
     CUT,
     EMIN,
@@ -337,45 +337,3 @@ def stay_bits(q: Any, z: Any, stay: Any, cut: Any, odd: Any, keep: Any, top: Any
         at = -q[i] if v < 0 else q[i]
         here = part if at == high else one - one
         stay[i] = stay[i] * (one - part if at == low else here)
-
-
-# ---- one tile: scores -------------------------------------------------------------------------
-
-
-@kernel
-def score_sums(b_: Any, w_: Any, g_: Any, u_: Any, product: Any, buffer: Any, out: Any) -> None:
-    """The eight sums of one padded tile, from the freeze flags and the three vectors."""
-    flagged = 0
-    for i in range(TILE):
-        flagged += b_[i]
-    out[0] = flagged
-    out[3] = sum_abs(g_, buffer)
-    out[4] = sum_abs(u_, buffer)
-    out[5] = sum_abs(w_, buffer)
-    for i in range(TILE):
-        product[i] = np.float64(g_[i]) * np.float64(w_[i])
-    out[6] = sum_abs(product, buffer)
-    for i in range(TILE):
-        product[i] = np.float64(g_[i]) * np.float64(u_[i])
-    out[7] = sum_abs(product, buffer)
-    for i in range(TILE):
-        product[i] = -product[i] if product[i] < 0 else 0.0
-    out[1] = sum_abs(product, buffer)
-    for i in range(TILE):
-        product[i] = product[i] if b_[i] else 0.0
-    out[2] = sum_abs(product, buffer)
-
-
-@kernel
-def clean_three(w: Any, g: Any, u: Any, keep: Any, exponent: Any) -> None:
-    for i in range(w.size):
-        ok = (
-            (bits_of(w[i]) & exponent) != exponent
-            and (bits_of(g[i]) & exponent) != exponent
-            and (bits_of(u[i]) & exponent) != exponent
-        )
-        keep[i] = ok
-        if not ok:
-            w[i] = 0
-            g[i] = 0
-            u[i] = 0

@@ -156,11 +156,26 @@ def _key(stream: Stream | None, mode: int) -> tuple[int, int, int]:
     return k0, k1, stream.offset
 
 
-def _run(kernel: Any, like: torch.Tensor, *arguments: Any, **constants: Any) -> None:
-    tiles = reference.tiles_of(like.numel())
-    if tiles:
+def _run(
+    kernel: Any, like: torch.Tensor, *arguments: Any, programs: int | None = None, **constants: Any
+) -> None:
+    programs = reference.tiles_of(like.numel()) if programs is None else programs
+    if programs:
         with torch.cuda.device_of(like):
-            kernel[(tiles,)](*arguments, **constants, **OPTIONS[kernel.__name__])
+            kernel[(programs,)](*arguments, **constants, **_options(kernel.__name__, constants))
+
+
+def _options(name: str, constants: dict[str, Any]) -> dict[str, Any]:
+    """How a kernel is launched: with more warps for larger tiles, so that values stay in registers."""
+    rows = constants.get("K", 0) * constants.get("MANY", 0)
+    more = max(min(rows // 256, 4), 1)  # with still more warps, each has too few registers
+    return OPTIONS[name] | {"num_warps": OPTIONS[name]["num_warps"] * more}
+
+
+def score_shape(tile: int) -> dict[str, int]:
+    """How a program that scores tiles of a size lays them out: see :mod:`~halfulp.kernels.gpu_tiles`."""
+    rows = reference.tree_size(tile) // 3
+    return {"SIZE": tile, "K": rows, "LEVELS": rows.bit_length() - 1, "MANY": max(256 // rows, 1)}
 
 
 # ---- the operations -----------------------------------------------------------------------------
@@ -282,20 +297,22 @@ def audit(
     return counts, shared, sums, phases, torch.zeros_like(phases, dtype=torch.float64)
 
 
-def score(w: torch.Tensor, g: torch.Tensor, u: torch.Tensor, after: bool, grid: Grid) -> torch.Tensor:
+def score(
+    w: torch.Tensor, g: torch.Tensor, u: torch.Tensor, after: bool, grid: Grid, tile: int = reference.TILE
+) -> torch.Tensor:
     """The sums behind every allocation score, (tiles, 8); ``after``: u is the weights after the step."""
     scaled = _has_steps(grid, w)
     f, k = _row(grid, w)
     q, z, then = w, w, f
     if scaled:
         q, z, _, then = _project(w, u, after, grid, g)
-    tiles = reference.tiles_of(w.numel())
+    tiles, shape = reference.tiles_of(w.numel(), tile), score_shape(tile)
     scores = torch.empty((tiles, len(reference.SCORES)), dtype=torch.float64, device=w.device)
     _run(
         device.score_tile, w,
         _memory(w), _memory(g), _memory(u), _memory(q), _memory(z), f, k, then, *_segments(w, grid),
         scores, w.numel(),
-        AFTER=after, STEPS=scaled, TO=TO[w.dtype],
+        programs=-(-tiles // shape["MANY"]), **shape, AFTER=after, STEPS=scaled, TO=TO[w.dtype],
     )  # fmt: skip
     return scores
 
@@ -329,8 +346,11 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("round_tile", "float32", _ROUND | {"ALIGNED": False, "STEPS": True}),
     ("write_tile", "float32", _WRITE | {"STEPS": True}),
     ("audit_scaled_tile", "bfloat16", {"AFTER": True}),
-    ("score_tile", "float32", {"AFTER": True, "STEPS": False}),
-    ("score_tile", "float32", {"AFTER": True, "STEPS": True}),
+    *(
+        ("score_tile", "float32", {"AFTER": True, "STEPS": steps} | score_shape(tile))
+        for tile in (1, 96, reference.TILE, 1536)
+        for steps in (False, True)
+    ),
 )
 
 
@@ -350,7 +370,7 @@ def compile_ptx(name: str, holder: str, constants: dict[str, Any], arch: int, **
     made = triton.compile(
         ASTSource(kernel, signature, constants, aligned),
         target=GPUTarget("cuda", arch, 32),
-        options=OPTIONS[name] | options,
+        options=_options(name, constants) | options,
     )
     return str(made.asm["ptx"])
 
@@ -395,7 +415,11 @@ def compile_report(archs: tuple[int, ...] = (80, 90, 100, 120)) -> list[dict[str
             ptx = compile_ptx(name, holder, constants, arch)
             registers, spilled = _assemble(ptx, arch)
             row = {"kernel": name, "container": holder, "constants": constants, "arch": arch}
-            row |= {"warps": OPTIONS[name]["num_warps"], "registers": registers, "spill_bytes": spilled}
+            row |= {
+                "warps": _options(name, constants)["num_warps"],
+                "registers": registers,
+                "spill_bytes": spilled,
+            }
             rows.append(row | count_hazards(ptx))
     return rows
 

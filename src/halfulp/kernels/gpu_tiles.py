@@ -11,6 +11,9 @@ compiler can do in another order, and then three columns from left to right.
 own the two words of the same sixteen Threefry blocks (:mod:`halfulp.streams`). A program takes the
 halves of a run as two 8 x 16 blocks, so that no Threefry block is computed twice.
 
+*For scores*, whose tiles have any size, a program does one tile, or as many small ones as take no more room
+than a tile of 768: :func:`columns` with K in the place of 256, several blocks of it one above the other.
+
 Counts travel packed, ten bits each (768 < 2**10): one reduction for three of them.
 """
 
@@ -88,6 +91,29 @@ def tree(x: tl.tensor) -> Any:
     first = tl.sum(tl.where(j == 0, x, 0.0), axis=0)
     second = tl.sum(tl.where(j == 1, x, 0.0), axis=0)
     third = tl.sum(tl.where(j == 2, x, 0.0), axis=0)
+    return first + second + third
+
+
+@triton.jit
+def parts(n: tl.tensor, SIZE: tl.constexpr, K: tl.constexpr, MANY: tl.constexpr) -> Any:
+    """The coordinates of MANY tiles of SIZE, each laid out for sums in K rows, and which of them exist."""
+    r, j = tl.arange(0, MANY * K)[:, None], tl.arange(0, 4)[None, :]
+    at = 3 * (r % K) + j
+    i = (this_tile() * MANY + r // K) * SIZE + at
+    return i, (i < n) & (j < 3) & (at < SIZE)
+
+
+@triton.jit
+def trees(x: tl.tensor, K: tl.constexpr, LEVELS: tl.constexpr, MANY: tl.constexpr) -> Any:
+    """The halving trees of tiles that are laid out by :func:`parts`, in float64."""
+    x = tl.reshape(x, (MANY, K, 4))
+    for level in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, (MANY, 2, K >> (level + 1), 4)), axis=1)
+    x = tl.reshape(x, (MANY, 4))
+    j = tl.arange(0, 4)[None, :]
+    first = tl.sum(tl.where(j == 0, x, 0.0), axis=1)
+    second = tl.sum(tl.where(j == 1, x, 0.0), axis=1)
+    third = tl.sum(tl.where(j == 2, x, 0.0), axis=1)
     return first + second + third
 
 
@@ -369,12 +395,12 @@ def score_tile(
     f: tl.tensor, k: tl.tensor,
     next_steps: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
     scores: tl.tensor, n: tl.tensor,
+    SIZE: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, MANY: tl.constexpr,
     AFTER: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
     """The eight sums; ``stored`` and ``proposed`` are read only for a grid with steps."""
-    tile = this_tile()
     f, k = floats_at(f, 0), ints_at(k, 0)
-    i, mask = columns(tile, n)
+    i, mask = parts(n, SIZE, K, MANY)
     x, y = pair_at(w, u, i, mask, AFTER)
     slope = load(g, i, mask).to(x.dtype)
     ok = mask & finite(x) & finite(y) & finite(slope)
@@ -390,12 +416,13 @@ def score_tile(
     x, y, slope = x.to(tl.float64), y.to(tl.float64), slope.to(tl.float64)
     product = slope * y
     gain = tl.where(product < 0, -product, 0.0)
-    at = scores + 8 * tile
-    tl.store(at, tree(b))
-    tl.store(at + 1, tree(gain))
-    tl.store(at + 2, tree(b * gain))
-    tl.store(at + 3, tree(tl.abs(slope)))
-    tl.store(at + 4, tree(tl.abs(y)))
-    tl.store(at + 5, tree(tl.abs(x)))
-    tl.store(at + 6, tree(tl.abs(slope * x)))
-    tl.store(at + 7, tree(tl.abs(product)))
+    tile = this_tile() * MANY + tl.arange(0, MANY)
+    at, there = scores + 8 * tile, tile * SIZE < n
+    tl.store(at, trees(b, K, LEVELS, MANY), there)
+    tl.store(at + 1, trees(gain, K, LEVELS, MANY), there)
+    tl.store(at + 2, trees(b * gain, K, LEVELS, MANY), there)
+    tl.store(at + 3, trees(tl.abs(slope), K, LEVELS, MANY), there)
+    tl.store(at + 4, trees(tl.abs(y), K, LEVELS, MANY), there)
+    tl.store(at + 5, trees(tl.abs(x), K, LEVELS, MANY), there)
+    tl.store(at + 6, trees(tl.abs(slope * x), K, LEVELS, MANY), there)
+    tl.store(at + 7, trees(tl.abs(product), K, LEVELS, MANY), there)

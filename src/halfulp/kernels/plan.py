@@ -66,6 +66,15 @@ def proposals(d: torch.Tensor, w: torch.Tensor, what: str) -> None:
         raise UsageError(f"{what} must have the dtype of the weights, {w.dtype}, not {d.dtype}.")
 
 
+def checked_tile(tile: Any) -> int:
+    """The size of a tile, if it is one."""
+    if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
+        raise UsageError(
+            f"a tile is a whole number of coordinates, 1 or more (such as the model's width), not {tile!r}."
+        )
+    return tile
+
+
 def same_shape(**tensors: torch.Tensor) -> None:
     first, *rest = tensors.items()
     for name, x in rest:

@@ -5,10 +5,9 @@ value are ``value_of(n)`` and ``value_of(n + 1)`` with ``n = index_of(value)``. 
 in float64, in which every step below is exact for float32, bfloat16 and float16 containers,
 and for float64 containers wherever the element set itself is used (no moving step).
 
-Tiles are runs of ``TILE`` consecutive coordinates; counts and sums come per tile. A float
-sum over a tile is a *halving tree* over the tile padded with zeros (:func:`tile_sum`): a
-fixed order that NumPy, a CPU vector unit and a GPU can all follow, so results are equal to
-the last bit everywhere.
+Tiles are runs of consecutive coordinates; counts and sums come per tile. A float sum over a
+tile is a *halving tree* over the tile padded with zeros (:func:`tile_sum`): a fixed order that
+NumPy, a CPU vector unit and a GPU can all follow, so results are equal to the last bit everywhere.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from halfulp.streams import Stream
 Array = npt.NDArray[Any]
 
 TILE = 768
+"""Coordinates of a tile: of those that audits and write-backs count by, always, since there it is only a unit
+of work; of those that are scored, chosen by a mask and given masters, unless another size is asked for."""
 
 NEAREST, STOCHASTIC, DEADZONE = 0, 1, 2
 MODES = {"nearest": NEAREST, "stochastic": STOCHASTIC, "deadzone": DEADZONE}
@@ -307,22 +308,33 @@ def decode(codes: Array, grid: Grid, step: Array | None = None) -> Array:
 # ---- sums over tiles --------------------------------------------------------------------------
 
 
-def tiles_of(n: int) -> int:
+def tiles_of(n: int, tile: int = TILE) -> int:
     """How many tiles cover n coordinates."""
-    return -(-n // TILE)
+    return -(-n // tile)
 
 
-def tiled(x: Array) -> Array:
-    """A flattened array as (tiles, TILE), padded with zeros."""
+def tree_size(tile: int) -> int:
+    """What a tile is padded to before it is summed: the next 3 * 2**k.
+
+    >>> [tree_size(n) for n in (1, 5, 96, 100, 768)]
+    [3, 6, 96, 192, 768]
+    """
+    return int(3 * 2 ** (-(-tile // 3) - 1).bit_length())
+
+
+def tiled(x: Array, tile: int = TILE) -> Array:
+    """A flattened array as (tiles, tile), padded with zeros."""
     flat = x.reshape(-1)
-    padded = np.zeros(tiles_of(flat.size) * TILE, dtype=x.dtype)
+    padded = np.zeros(tiles_of(flat.size, tile) * tile, dtype=x.dtype)
     padded[: flat.size] = flat
-    return padded.reshape(-1, TILE)
+    return padded.reshape(-1, tile)
 
 
-def tile_sum(x: Array) -> Array:
-    """Sum of every tile in float64: halve and add from 768 down to 3, then left to right."""
-    t = tiled(x.astype(np.float64))
+def tile_sum(x: Array, tile: int = TILE) -> Array:
+    """Sum of every tile in float64: halve and add from 3 * 2**k down to 3, then left to right."""
+    rows = tiled(x.astype(np.float64), tile)
+    t = np.zeros((len(rows), tree_size(tile)))  # more zeros would change nothing: the first half stays
+    t[:, :tile] = rows
     while t.shape[1] > 3:
         half = t.shape[1] // 2
         t = t[:, :half] + t[:, half:]
@@ -533,7 +545,7 @@ def write_back(
 # ---- scores ---------------------------------------------------------------------------------------
 
 
-def score(w: Array, g: Array, u: Array, grid: Grid) -> Array:
+def score(w: Array, g: Array, u: Array, grid: Grid, tile: int = TILE) -> Array:
     """The per-tile sums behind every allocation score (paper, appendix E): (tiles, SCORES).
 
     A coordinate with a non-finite weight, gradient or proposal contributes nothing.
@@ -548,4 +560,4 @@ def score(w: Array, g: Array, u: Array, grid: Grid) -> Array:
     w64, g64, u64 = (v.astype(np.float64) for v in (w, g, u))
     gain = np.where(g64 * u64 < 0, -(g64 * u64), 0.0)
     columns = (b, gain, b * gain, np.abs(g64), np.abs(u64), np.abs(w64), np.abs(g64 * w64), np.abs(g64 * u64))
-    return np.stack([tile_sum(c) for c in columns], axis=1)
+    return np.stack([tile_sum(c, tile) for c in columns], axis=1)

@@ -47,17 +47,31 @@ def _compiled(function: Any, stamp: str = SOURCES, **options: Any) -> Any:
 
 
 class _FirstCompilation(event.Listener):  # type: ignore[misc]  # numba has no types
-    """Says why the first call of a kernel takes so long. It hears of everybody's compilations."""
+    """Says why the first call of a kernel takes so long. It hears of everybody's compilations.
+
+    Once a machine and version: whoever can make a mark beside the compiled code says it, so that ten workers
+    that start at once, and runs that need one kernel more, do not say it again. The mark goes with the code.
+    """
 
     said = False
 
     def on_start(self, event: Any) -> None:
-        function = getattr(event.data.get("dispatcher"), "py_func", None)
-        if not self.said and str(getattr(function, "__module__", "")).startswith("halfulp."):
-            self.said = True
-            logging.getLogger("halfulp").warning(
-                "halfulp: compiling kernels for this processor; they are kept, so this happens once."
-            )
+        dispatcher = event.data.get("dispatcher")
+        function = getattr(dispatcher, "py_func", None)
+        if self.said or not str(getattr(function, "__module__", "")).startswith("halfulp."):
+            return
+        self.said = True
+        try:
+            place = Path(dispatcher._cache.cache_path)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"halfulp-{SOURCES[:16]}.told").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except (OSError, AttributeError):
+            pass  # nothing is kept here: then every process compiles, and says so
+        logging.getLogger("halfulp").warning(
+            "halfulp: compiling kernels for this processor; they are kept, so this happens once."
+        )
 
     def on_end(self, event: Any) -> None:
         """What is compiled is used."""

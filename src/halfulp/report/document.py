@@ -17,10 +17,10 @@ from importlib import resources, util
 from pathlib import Path
 
 import halfulp
+from halfulp import files
 from halfulp.errors import UsageError
 from halfulp.report.markup import Html, name, script_json, tag
 from halfulp.text import shown
-from halfulp.trace import write_aside
 
 
 def document(title: str, sections: Sequence[Html | None], data: object) -> str:
@@ -55,8 +55,7 @@ def document(title: str, sections: Sequence[Html | None], data: object) -> str:
 
 def write(page: str, out: Path) -> Path:
     """Put a page where it belongs, in one go."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(out, page)
+    files.put(out, page.encode())
     return out
 
 

@@ -89,6 +89,8 @@ class Gathered:
     """Weights, (steps, classes)."""
     idle: Array
     """Proposals of zero, (steps, classes): they are frozen, and have nothing to lose."""
+    bad: Array
+    """Weights and proposals that are not finite, (steps, classes): they are in no other count."""
     counts: dict[str, Array]
     heat_starts: Array
     heat_rows: Sequence[HeatRow]
@@ -97,11 +99,13 @@ class Gathered:
     lost: Array
     """Updates lost over the run, (tensors, grids)."""
     asked: Array
-    """Proposals that were not zero, (tensors)."""
+    """Proposals that were finite and not zero, (tensors)."""
     last_never: Array
     """Weights that no step moved, (tensors, grids)."""
     present: Array
     """Steps that each tensor was part of."""
+    spoilt: Array
+    """Whether any weight or proposal of a tensor was not finite."""
 
     @property
     def grids(self) -> list[str]:
@@ -138,11 +142,12 @@ class Gathered:
         """The share of updates, that is of proposals other than zero, that is lost."""
         chosen, frozen = self._chosen(scope), self.share("frozen", grid, scope)
         with np.errstate(invalid="ignore"):
-            zero = self.idle[:, chosen].sum(axis=1) / self.sizes[:, chosen].sum(axis=1)
-            return np.where(np.isnan(frozen), np.nan, verdict.lost_updates(frozen, zero))
+            sizes = self.sizes[:, chosen].sum(axis=1)
+            zero, bad = (x[:, chosen].sum(axis=1) / sizes for x in (self.idle, self.bad))
+            return np.where(np.isnan(frozen), np.nan, verdict.lost_updates(frozen, zero, bad))
 
     def crossing(self, grid: str, scope: str = "all") -> Crossing | None:
-        """First and persistent majority; None if nothing of the scope ever moved."""
+        """First and persistent majority; None if no update of the scope was finite."""
         f = self.lost_share(grid, scope)
         there = ~np.isnan(f)
         return crossing(f[there], steps=self.steps[there]) if there.any() else None
@@ -155,11 +160,10 @@ class Gathered:
         return float(f[~np.isnan(f)][-1])
 
     def tensor_share(self, grid: str) -> Array:
-        """Of each tensor's updates, the share that is lost over the run."""
+        """Of each tensor's updates, the share that is lost over the run; NaN if none was finite."""
         lost = self.lost[:, self.grids.index(grid)]
-        with np.errstate(invalid="ignore"):
-            share = np.where(self.asked > 0, lost / np.where(self.asked > 0, self.asked, 1), 0.0)
-        return np.where(self.present > 0, share, np.nan)
+        share = np.where(self.asked > 0, lost / np.where(self.asked > 0, self.asked, 1), 0.0)
+        return np.where((self.present > 0) & ~((self.asked <= 0) & self.spoilt), share, np.nan)
 
     def stored(self, grid: str, scope: str = "all") -> float:
         """The share of a scope's weights that are stored on a grid."""
@@ -177,15 +181,14 @@ class Gathered:
 
     def _finding(self, grid: str, scope: str) -> verdict.Finding:
         f = self.lost_share(grid, scope)
-        f = f[~np.isnan(f)]
-        late = f[-max(1, len(f) // 10) :]
+        f, found = f[~np.isnan(f)], self.crossing(grid, scope)
         return verdict.Finding(
             grid=grid,
             stored=self.stored(grid, scope),
             idle=self._idle(scope),
-            lost=float(f.mean()),
-            lost_late=float(late.mean()),
-            onset=verdict.onset_words(found) if (found := self.crossing(grid, scope)) else "nothing moved",
+            lost=verdict.average(f),
+            lost_late=verdict.average(f[-max(1, len(f) // 10) :]),
+            onset=verdict.NOT_FINITE if found is None else verdict.onset_words(found),
             never_moved=self.never_moved(grid, scope),
             stuck=self._stuck(grid),
         )
@@ -211,7 +214,7 @@ def gather(trace: Trace) -> Gathered:
     run = trace.scan("run").sort("step").collect()
     steps, tensors = run["step"].to_numpy(), trace.tensors
     recorded = np.array([t["recorded"] for t in tensors], dtype=np.float64)
-    place = np.full(max(t["id"] for t in tensors) + 1, -1)
+    place = np.full(max(t["id"] for t in trace.manifest["tensors"]) + 1, -1)  # -1: a tensor without weights
     place[[t["id"] for t in tensors]] = np.arange(len(tensors))
     full = np.isin([t["id"] for t in tensors], trace.in_full())
     keys = _classes(tensors)
@@ -226,16 +229,19 @@ def gather(trace: Trace) -> Gathered:
 
     n, k, g, m = len(steps), len(classes), len(trace.grids), len(tensors)
     counts = {c: np.zeros((n, k, g)) for c in columns}
-    sizes, idle, last_never = np.zeros((n, k)), np.zeros((n, k)), np.zeros((m, g))
-    binned, there, zeros = np.zeros((len(starts), m, g)), np.zeros((len(starts), m)), np.zeros(m)
-    for part in trace.parts:
-        at, tensor, frame = _rows(part / "tensors.parquet", steps, place, ["zero_proposal"])
-        zero = frame["zero_proposal"].to_numpy() * full[tensor]
+    sizes, idle, bad, last_never = np.zeros((n, k)), np.zeros((n, k)), np.zeros((n, k)), np.zeros((m, g))
+    binned, there = np.zeros((len(starts), m, g)), np.zeros((len(starts), m))
+    zeros, spoilt = np.zeros(m), np.zeros(m)
+    for by_tensor, by_grid in zip(trace.table_files("tensors"), trace.table_files("grids"), strict=True):
+        at, tensor, frame = _rows(by_tensor, steps, place, ["zero_proposal", "nonfinite"])
+        zero, lame = frame["zero_proposal"].to_numpy() * full[tensor], frame["nonfinite"].to_numpy()
         _add(sizes, at * k + class_of[tensor], recorded[tensor])
         _add(idle, at * k + class_of[tensor], zero)
+        _add(bad, at * k + class_of[tensor], lame)
         _add(there, bin_of[at] * m + tensor)
         _add(zeros, tensor, zero)
-        at, tensor, frame = _rows(part / "grids.parquet", steps, place, ["grid", *columns])
+        _add(spoilt, tensor, lame)
+        at, tensor, frame = _rows(by_grid, steps, place, ["grid", *columns])
         grid = frame["grid"].to_numpy()
         cell = (at * k + class_of[tensor]) * g + grid
         for column in columns:
@@ -250,17 +256,18 @@ def gather(trace: Trace) -> Gathered:
     with np.errstate(invalid="ignore"):
         shares = np.moveaxis(heat / weights[:, :, None], 2, 0)
     return Gathered(
-        trace, steps, run["loss"].to_numpy(), classes, sizes, idle, counts, starts, heat_rows, shares,
-        np.maximum(binned.sum(axis=0) - zeros[:, None], 0), there.sum(axis=0) * recorded - zeros, last_never,
-        there.sum(axis=0),
+        trace, steps, run["loss"].to_numpy(), classes, sizes, idle, bad, counts, starts, heat_rows, shares,
+        np.maximum(binned.sum(axis=0) - zeros[:, None], 0), there.sum(axis=0) * recorded - zeros - spoilt,
+        last_never, there.sum(axis=0), spoilt > 0,
     )  # fmt: skip
 
 
 def _rows(file: Any, steps: Array, place: Array, columns: list[str]) -> tuple[Array, Array, pl.DataFrame]:
     """Of every row of a table: the position of its step and of its tensor; and more columns."""
-    frame = pl.read_parquet(file, columns=["step", "tensor", *columns]).with_columns(
-        pl.col("step").rle_id().alias("run")
-    )
+    there = pl.Series(np.flatnonzero(place >= 0))
+    frame = pl.read_parquet(file, columns=["step", "tensor", *columns])
+    frame = frame.filter(pl.col("tensor").is_in(there.implode()) | (len(there) == len(place)))
+    frame = frame.with_columns(pl.col("step").rle_id().alias("run"))
     run = frame["run"].to_numpy()
     first = np.searchsorted(run, np.arange(int(run[-1]) + 1)) if len(run) else np.zeros(0, dtype=int)
     of_run = np.searchsorted(steps, frame["step"].to_numpy()[first])

@@ -96,7 +96,8 @@ class LiveView:
 def line(summary: dict[str, Any]) -> str:
     """One step in one line."""
     shares = ", ".join(f"{grid} {percent(share)}" for grid, share in summary["frozen"].items())
-    return f"halfulp: step {summary['step']}: updates lost {shares}; most in {_worst_words(summary)}"
+    bad = f"{summary['nonfinite']:,} weights NOT FINITE, " if summary.get("nonfinite") else ""
+    return f"halfulp: step {summary['step']}: {bad}updates lost {shares}; most in {_worst_words(summary)}"
 
 
 def _worst_words(summary: dict[str, Any]) -> str:
@@ -115,7 +116,8 @@ def picture(summary: dict[str, Any]) -> Table:
     """One step as a small table: grids with bars, then the worst tensors."""
     loss = "" if summary["loss"] != summary["loss"] else f", loss {summary['loss']:.4f}"
     table = Table.grid(padding=(0, 2))
-    table.title = Text(f"halfulp: step {summary['step']:,}{loss}", style="bold", justify="left")
+    bad = f", {summary['nonfinite']:,} weights NOT FINITE" if summary.get("nonfinite") else ""
+    table.title = Text(f"halfulp: step {summary['step']:,}{loss}{bad}", style="bold", justify="left")
     table.title_justify = "left"
     for grid, share in summary["frozen"].items():
         never = summary["never_moved"].get(grid)

@@ -38,6 +38,8 @@ def open_traces(traces: Sequence[Trace]) -> list[Run]:
     for trace in traces:
         if not trace.parts:
             raise UsageError(f"{trace.path} holds no complete part yet: there is nothing to show.")
+        if not trace.tensors:
+            raise UsageError(f"{trace.path} holds no tensor with a weight in it: there is nothing to show.")
     return open_runs(traces)
 
 

@@ -29,13 +29,14 @@ WHEN = (
     "● marks the first step at which a majority is lost, ◆ the step from which it stays so. "
     "Drag to zoom, double-click to go back; the arrow keys move the cursor."
 )
+MOVED = " The charts count them as weights that changed."
 WHERE = (
     "Each row is a tensor, or a layer where there are many, layer by layer. The colour is the share of its "
     "updates that is lost."
 )
 EXACT = (
-    "whether an update changed a stored weight is arithmetic, Q(q + d) = q. No model and no assumption, in "
-    "the run that was watched and on the grid that it stores."
+    "whether an update changed a stored weight is arithmetic, Q(q + d) = q, for the change d that the "
+    "optimizer made. No model and no assumption, in the run that was watched and on the grid that it stores."
 )
 FORECAST = (
     "any other grid is a projection of this run. A run on the grid leaves this path, often within a few "
@@ -66,7 +67,8 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
     dtypes = ", ".join(sorted({shown(str(t["stored"]), 20) for t in run.trace.tensors}))
     stored = f"stored on {run.grid}, {run.policy_words} write-back"
     kind = f"a forecast from this run in {dtypes}" if run.grid is None else stored
-    said = [tag("li", words.sentence(run, f)) for f in _telling(findings)] if len(findings) > 1 else []
+    spoken = len(findings) > 1 and findings[0].severity != verdict.NOT_FINITE
+    said = [tag("li", words.sentence(run, f)) for f in _telling(findings)] if spoken else []
     head: list[Content] = [
         "grid",
         numeric("updates lost" if run.loses else "code kept"),
@@ -75,9 +77,9 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
         "majority lost",
         numeric("never moved"),
         numeric("stuck tensors"),
-        *(numeric(policy) for policy in words.CURES),
+        *(numeric(head) for head, _ in words.cures(run)),
     ]
-    idle = findings[0].idle
+    idle, bad = findings[0].idle, verdict.nonfinite_words(run.trace)
     nothing = (
         f" {idle:.1%} of the proposals were zero: not counted here, unchanged in the charts."
         if idle >= verdict.IDLE
@@ -89,9 +91,11 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
     )
     return tag(
         "section",
+        tag("p", bad, MOVED, class_="banner", role="alert") if bad else None,
         None if alone else tag("p", name(run.name), class_="kicker"),
         tag("h1", words.headline(run, findings)),
         tag("p", f"{facts}; {kind}.", _sampled(run.trace), class_="facts"),
+        tag("p", there, class_="facts") if (there := verdict.copies_words(run.trace)) else None,
         tag("ul", *said, class_="sentences") if said else None,
         table(head, [_grid_row(run, finding) for finding in findings], caption=caption),
         class_="verdict",
@@ -113,10 +117,11 @@ def _sampled(trace: Trace) -> str | None:
 
 def _grid_row(run: Run, finding: Finding) -> list[Content]:
     severity = words.SEVERITIES[finding.severity] if run.loses or finding.grid != run.grid else "kept"
-    sign = {"most": "●", "some": "◐", "fine": "○", "kept": "○"}[severity]
+    sign = {"most": "●", "some": "◐", "fine": "○", "kept": "○", "unknown": ""}[severity]
     late = tag("span", sign, class_=f"mark {severity}", aria_hidden="true")
     lossy = severity in ("most", "some")
-    sizes = [f"{size:.3g}" if lossy else "-" for size in words.cures(finding.grid)]
+    offers = dict(verdict.cures(run.trace, finding.grid))
+    sizes = [f"{offers[policy]:.3g}" if lossy else "-" for _, policy in words.cures(run)]
     return [
         tag("th", finding.grid, scope="row"),
         number(words.percent(finding.lost)),
@@ -233,8 +238,10 @@ def _select(identifier: str, label: str, options: Sequence[tuple[str, str]]) -> 
 def sure_section(runs: Sequence[Run]) -> Html:
     """What the page claims, and what it does not."""
     projected = any(r.grid is None or len(r.trace.grids) > 1 for r in runs)
+    rounded = dict.fromkeys(text for r in runs if (text := verdict.rounded_words(r.trace)))
     said = [
         ("Exact: ", EXACT, True),
+        *(("Rounded before: ", text, True) for text in rounded),
         ("Forecast: ", FORECAST, projected),
         ("Kept is not lost: ", KEPT, any(not r.loses for r in runs)),
         ("Not claimed: ", NO_ACCURACY, True),

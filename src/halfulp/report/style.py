@@ -28,6 +28,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfulp import files
 from halfulp.text import shown
 
 if TYPE_CHECKING:
@@ -130,12 +131,10 @@ def vector(figure: Figure, kind: str) -> bytes:
 
 
 def save(figure: Figure, stem: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
-    """Write a figure as ``stem.svg`` and ``stem.pdf``; what was written."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    written = [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
-    for file, kind in zip(written, formats, strict=True):
-        file.write_bytes(vector(figure, kind))
-    return written
+    """Write a figure as ``stem.svg`` and ``stem.pdf``, each whole or not at all; what was written."""
+    made = [(stem.with_name(f"{stem.name}.{kind}"), vector(figure, kind)) for kind in formats]
+    files.put_all(made, stem.parent)
+    return [file for file, _ in made]
 
 
 def percent(axes: Axes, axis: str = "y", *, full: bool = True) -> None:

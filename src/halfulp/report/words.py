@@ -18,6 +18,7 @@ SEVERITIES = {
     "most updates are lost": "most",
     "some updates are lost": "some",
     "fine": "fine",
+    verdict.NOT_FINITE: "unknown",
 }
 
 
@@ -71,7 +72,7 @@ def listed(names: Sequence[str]) -> str:
 
 def headline(run: Run, findings: Sequence[Finding]) -> str:
     """The whole verdict in one sentence."""
-    if not run.loses:
+    if not run.loses and not all(f.severity == verdict.NOT_FINITE for f in findings):
         kept = next(f for f in findings if f.grid == run.grid)
         return (
             f"On {kept.grid} with {run.policy_words} write-back, {percent(kept.never_moved)} of "
@@ -79,6 +80,8 @@ def headline(run: Run, findings: Sequence[Finding]) -> str:
             if kept.never_moved is not None
             else f"{kept.grid} with {run.policy_words} write-back."
         )
+    if all(f.severity == verdict.NOT_FINITE for f in findings):
+        return "No update was finite, so nothing can be said of any grid."
     if len(findings) == 1:
         return sentence(run, findings[0])
     parts: list[str] = []
@@ -132,13 +135,15 @@ def _majority(found: Crossing | None, late: float) -> str:
     return f"; more than half of a step's first at {first}, and from step {found.persistent} to the end"
 
 
-CURES = ("stochastic, ECO", "Kahan in bf16", "fp32 masters")
-
-
-def cures(grid: str) -> tuple[float, float, float]:
-    """Bytes a weight on a grid with each of CURES: codes, and what the policy keeps beside them."""
-    offers = dict(verdict.cures(grid))
-    return offers["sr"], offers["kahan in bfloat16"], offers["master"]
+def cures(run: Run) -> list[tuple[str, str]]:
+    """The policies that a page offers: (a column's head, the policy whose bytes it shows)."""
+    offers = dict(verdict.cures(run.trace, run.trace.grids[0]))
+    heads = [
+        ("stochastic, ECO" if "eco" in offers else "stochastic", "sr"),
+        ("Kahan in bf16", "kahan in bfloat16"),
+        ("fp32 masters", "master"),
+    ]
+    return [(head, policy) for head, policy in heads if policy in offers]
 
 
 def onset(found: Crossing | None) -> str:

@@ -238,13 +238,13 @@ def report(
     from rich.console import Console
     from rich.markdown import Markdown
 
-    from halfulp.study import export as exporting
+    from halfulp import files
     from halfulp.study import report as reporting
 
     with opened(study, scale, out, code=not no_code) as folder:
         text = reporting.page(folder, code=not no_code)
     if output is not None:
-        exporting.put(output, text.encode())
+        files.put(output, text.encode())
         return
     console = Console()
     if console.is_terminal:

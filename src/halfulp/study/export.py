@@ -46,18 +46,8 @@ def export(folder: Path, target: Path, *, key: Path | None = None, licence: str 
     if key is not None:
         members[ENVELOPE] = canonical.dumps(signing.envelope(members[STATEMENT], key))
     content = _zip(members)
-    put(target, content)
+    files.put(target, content)
     return canonical.sha256(content)
-
-
-def put(target: Path, content: bytes) -> None:
-    """Write a file that is not part of a study; it appears whole or not at all."""
-    files.make_folder(target.resolve().parent)
-    aside = target.with_name(f".{target.name}.work")
-    try:
-        files.put(target, content, aside)
-    finally:
-        files.remove_tree(aside)
 
 
 def statement(store: Store, members: Mapping[str, bytes]) -> dict[str, Json]:

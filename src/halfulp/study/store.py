@@ -163,7 +163,7 @@ def _present(folder: Path, top: Path) -> Iterator[str]:
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
-        raise CorruptionError(f"{folder} cannot be read: {error.strerror}.") from None
+        raise files.refused_reading(folder, error) from error
     if not entries and folder != top:
         yield folder.relative_to(top).as_posix() + "/"
     for entry in entries:

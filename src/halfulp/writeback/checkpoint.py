@@ -5,43 +5,53 @@ The state dictionary has torch's own form, ``state`` by parameter number and ``p
 entries ``halfulp.*`` of a parameter's state; what they belong to (version, seed, step, and the name, grid
 and policy of every managed parameter) is a line of JSON in the first group.
 
-``save`` and ``load`` keep the same in one safetensors file, written aside and renamed.
+The line has a digest over itself and over every tensor of the state, ours and the optimizer's, so that a bit
+that flipped on some disk is not trained on with. Rates and other settings of groups are the user's to change
+and are not part of it. Shards are not either: no rank has the whole; a state that was saved or is loaded in
+shards is checked by type and shape alone.
+
+``save`` and ``load`` keep the same in one safetensors file, written aside and renamed, whose digest covers
+all of it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfulp import kernels
-from halfulp.errors import CorruptionError, HalfulpError, UsageError, VersionError
+from halfulp import files, kernels, tensors
+from halfulp.documents import Fields, listed, parsed, whole
+from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
+from halfulp.writeback.consistency import check_consistent
 from halfulp.writeback.sharding import is_sharded, local, wrap_like
 
 if TYPE_CHECKING:
     from halfulp.writeback.optimizer import WriteBack
     from halfulp.writeback.slot import Slot
 
-VERSION = 1
+VERSION, READ = 2, (1, 2)
 PREFIX = "halfulp."
 KEY = "halfulp"
 OURS = ("grid", "policy")
 """What a group may tell a write-back: objects, for which the identity has names."""
 
 
-def identity(wb: WriteBack) -> dict[str, Any]:
-    """What the tensors of a state belong to."""
+def identity(wb: WriteBack, slots: Sequence[Slot]) -> dict[str, Any]:
+    """What the tensors of a state belong to; ``storage`` is one word, or one for each parameter."""
+    kinds = {str(number(wb, s)): s.storage for s in slots}
     return {
         "version": VERSION,
         "seed": wb.seed,
         "step": wb.steps,
-        "storage": wb.storage,
+        "storage": kinds if len(set(kinds.values())) > 1 else next(iter(kinds.values())),
         "parameters": {
-            str(number(wb, s)): [s.name, s.grid.name, s.policy.spec, list(s.p.shape)] for s in wb.slots
+            str(number(wb, s)): [s.name, s.grid.name, s.policy.spec, list(s.p.shape)] for s in slots
         },
     }
 
@@ -53,10 +63,52 @@ def number(wb: WriteBack, slot: Slot) -> int:
 
 
 def state_dict(wb: WriteBack) -> dict[str, Any]:
-    """The wrapped optimizer's state dictionary with the write-back's entries."""
+    """The wrapped optimizer's state dictionary with the write-back's entries, and their digest."""
+    made = _state(wb)
+    keys = [k for g in made["param_groups"] for k in g["params"]]
+    by_number = {i: made["state"].get(k, {}) for i, k in enumerate(keys)}
+    line = identity(wb, wb.slots)
+    line["sha256"] = digest(line, by_number)
+    made["param_groups"][0][KEY] = json.dumps(line, sort_keys=True)
+    return made
+
+
+def digest(line: dict[str, Any], by_number: dict[int, dict[str, Any]]) -> str | None:
+    """SHA-256 over what a state says of itself and its tensors; None if some are shards, or not dense.
+
+    Tensors are taken by their parameter's number and their name, as they lie in memory, from any device: what
+    ``torch.save`` and ``torch.distributed.checkpoint`` give back is the same.
+    """
+    found = sorted((t for n, entry in by_number.items() for t in _tensors(entry, str(n))), key=lambda t: t[0])
+    if any(is_sharded(t) or t.layout != torch.strided for _, t in found):
+        return None
+    told = {k: v for k, v in line.items() if k != "sha256"}  # a seed may be beyond canonical JSON
+    running = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    for name, t in found:
+        running.update(f"\0{name}\0{t.dtype}\0{list(t.shape)}\0".encode("utf-8", "backslashreplace"))
+        running.update(tensors.raw(t))
+    return running.hexdigest()
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a state, wherever they are in it, with their places."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    items = value.items() if isinstance(value, dict) else ()
+    for key, inner in enumerate(value) if isinstance(value, list | tuple) else items:
+        yield from _tensors(inner, f"{name}/{key}")
+
+
+def _state(wb: WriteBack) -> dict[str, Any]:
     wb._pass_on_groups()
     base = wb.optimizer.state_dict()
-    state = {k: dict(v) for k, v in base["state"].items()}
+    if "param_groups" not in base:
+        raise UsageError(
+            f"{type(wb.optimizer).__name__}.state_dict() has no 'param_groups', only {sorted(base)}: such a "
+            "state has no place for what a write-back keeps. Save opt.optimizer.state_dict() and "
+            "[slot.kept_tensors() for slot in opt.slots] yourself."
+        )
+    state = {k: dict(v) for k, v in base.get("state", {}).items()}
     for slot in wb.slots:
         kept = slot.kept_tensors()
         if "moved" in kept and is_sharded(slot.p):  # bits do not shard; whole bytes do
@@ -64,8 +116,8 @@ def state_dict(wb: WriteBack) -> dict[str, Any]:
         entry = state.setdefault(number(wb, slot), {})
         entry.update({PREFIX + k: wrap_like(v, slot.p) for k, v in kept.items()})
     groups = [{k: v for k, v in g.items() if k not in OURS} for g in base["param_groups"]]
-    groups[0][KEY] = json.dumps(identity(wb), sort_keys=True)
-    return {"state": state, "param_groups": groups}
+    groups[0][KEY] = json.dumps({**identity(wb, wb.slots), "sha256": None}, sort_keys=True)
+    return {**base, "state": state, "param_groups": groups}  # some optimizers have more
 
 
 def unpacked(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -84,23 +136,32 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
         groups = [dict(g) for g in saved["param_groups"]]
         keys = [k for g in groups for k in g["params"]]  # numbers, or names from torch.distributed.checkpoint
         state = {k: dict(entry) for k, entry in saved["state"].items()}
+        if not all(isinstance(k, int | str) for k in keys):
+            raise TypeError("a parameter is a number or a name")
         line = groups[0].pop(KEY, None)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise CorruptionError(
             "not an optimizer state: expected a dictionary with 'state' and 'param_groups'."
         ) from None
     theirs = _parsed(line)
-    _check_identity(wb, theirs)
+    late = _late(wb, theirs)
+    slots = [*wb.slots, *(slot for slot, _ in late)]
+    _check_identity(identity(wb, slots), theirs)
     kept = {
         k: {n.removeprefix(PREFIX): entry.pop(n) for n in list(entry) if str(n).startswith(PREFIX)}
         for k, entry in state.items()
     }
     by_number = {i: kept.get(k, {}) for i, k in enumerate(keys)}
-    taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in wb.slots]
+    taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in slots]
+    _check_digest(theirs, {i: saved["state"].get(k, {}) for i, k in enumerate(keys)})
     own = [{k: g[k] for k in OURS if k in g} for g in wb.param_groups]
+    rest = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
+    plain = {"state": {k: entry for k, entry in state.items() if entry}, "param_groups": groups, **rest}
     try:
-        plain = {k: entry for k, entry in state.items() if entry}
-        wb.optimizer.load_state_dict({"state": plain, "param_groups": groups})
+        wb.optimizer.load_state_dict(plain)
+        if late:  # again with their stand-ins, which do not round moments to the parameter's type
+            wb._commit(late, project=False)
+            wb.optimizer.load_state_dict(plain)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         name = type(wb.optimizer).__name__
         raise UsageError(f"the wrapped {name} does not take this state: {error}.") from None
@@ -109,8 +170,14 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
         mine.update({k: v for k, v in loaded.items() if k != "params"})
     wb._pass_on_groups()
     wb.steps = theirs["step"]
-    for slot, tensors in taken:
-        _take(slot, tensors)
+    for slot, values in taken:
+        _take(slot, values)
+
+
+def _late(wb: WriteBack, theirs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:
+    """What the state manages and is frozen here: it was trained when the state was saved."""
+    numbers = {id(p): n for n, p in enumerate(p for g in wb.param_groups for p in g["params"])}
+    return wb._prepared(wb._plan_frozen(lambda _, p: numbers[id(p)] in theirs["parameters"]))
 
 
 def _parsed(line: Any) -> dict[str, Any]:
@@ -120,32 +187,76 @@ def _parsed(line: Any) -> dict[str, Any]:
             "the wrapped optimizer (opt.optimizer.load_state_dict) and let WriteBack project the weights."
         )
     try:
-        parsed = json.loads(line)
-        if parsed["version"] != VERSION:
-            raise VersionError(
-                f"this write-back state has version {parsed['version']}; this halfulp reads version "
-                f"{VERSION}. Use the halfulp that saved it."
-            )
-        parameters = {int(k): list(v) for k, v in parsed["parameters"].items()}
-        if any(len(v) != 4 for v in parameters.values()):
-            raise ValueError("a parameter has a name, grid, policy and shape")
-        return {**parsed, "step": int(parsed["step"]), "parameters": parameters}
-    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        return _read_line(line)
+    except (TamperingError, VersionError):
+        raise
+    except CorruptionError as error:
         raise CorruptionError(
-            f"the write-back part of this optimizer state cannot be read: {error!r}."
+            f"the write-back part of this optimizer state cannot be read: {error}"
         ) from None
 
 
-def _check_identity(wb: WriteBack, theirs: dict[str, Any]) -> None:
-    mine = identity(wb)
-    for what in ("seed", "storage"):
-        if mine[what] != theirs.get(what):
-            raise UsageError(f"this state has {what} {theirs.get(what)!r}, this WriteBack {mine[what]!r}.")
+def _read_line(line: Any) -> dict[str, Any]:
+    if not isinstance(line, str):
+        raise CorruptionError(f"it is a {type(line).__name__}, not a line of JSON.")
+    found = Fields(parsed(line, "it", "a JSON object", exact=True), "it")
+    version = found.values.get("version")
+    if not whole(version) or version not in READ:
+        raise VersionError(
+            f"this write-back state has version {version!r}; this halfulp reads version "
+            f"{' and '.join(map(str, READ))}. Use the halfulp that saved it."
+        )
+    if ("sha256" in found.values) != (version >= 2):
+        raise TamperingError(f"this write-back state has version {version}: its digest was removed or added.")
+    found.whole("step")
+    parameters = found.within("parameters")
+    for key in parameters.values:
+        parameters.take(key, "a name, grid, policy and shape", _is_parameter)
+    if not all(key.isdecimal() and len(key) < 10 for key in parameters.values):
+        raise CorruptionError("its parameters are not by number.")
+    return {
+        **found.values,
+        "parameters": {int(k): v for k, v in parameters.values.items()},
+        "told": found.values,
+    }
+
+
+def _is_parameter(value: Any) -> bool:
+    named = listed(value, object, 4) and len(value) == 4 and listed(value[:3], str, 3)
+    return named and listed(value[3], int, 64)
+
+
+def _check_digest(theirs: dict[str, Any], by_number: dict[int, dict[str, Any]]) -> None:
+    """Hold the state against its digest, if it has one and is whole here."""
+    if theirs.get("sha256") is None:
+        return
+    found = digest(theirs["told"], by_number)
+    if found is not None and found != theirs["sha256"]:
+        raise TamperingError(
+            "this optimizer state is not what was saved: its SHA-256 differs from the one that it states. "
+            "A tensor or the step was changed, or the file was damaged; load another checkpoint."
+        )
+
+
+def _check_identity(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    if mine["seed"] != theirs.get("seed"):
+        raise UsageError(f"this state has seed {theirs.get('seed')!r}, this WriteBack {mine['seed']!r}.")
     for k in sorted({*map(int, mine["parameters"]), *theirs["parameters"]}):
         a, b = mine["parameters"].get(str(k)), theirs["parameters"].get(k)
         if a is None or b is None:
             where = "the state" if a is None else "this WriteBack"
-            raise UsageError(f"parameter {k} is managed only in {where}: {a or b}.")
+            raise UsageError(
+                f"parameter {k} is managed only in {where}: {a or b}. If it was frozen when the state was "
+                "saved, make the WriteBack while it is frozen, and train it after loading."
+            )
+        stored = [
+            s.get(str(k)) if isinstance(s, dict) else s for s in (mine["storage"], theirs.get("storage"))
+        ]
+        if stored[0] != stored[1]:
+            raise UsageError(
+                f"parameter {k} ({a[0]!r}): the state has storage {stored[1]!r}, this WriteBack "
+                f"{stored[0]!r}. Give storage= as it was when the state was saved."
+            )
         for what, x, y in zip(("name", "grid", "policy", "shape"), a, b, strict=True):
             if x != y:
                 raise UsageError(
@@ -155,7 +266,8 @@ def _check_identity(wb: WriteBack, theirs: dict[str, Any]) -> None:
 
 def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A parameter's saved tensors, local and of the expected kind."""
-    mine = slot.kept_tensors()
+    mine = {k: v for k, v in slot.kept_tensors().items() if k not in slot.resting}
+    mine.update({k: v for k, v in slot.rested().items() if k in saved})  # saved while others were evaluated
     if set(saved) != set(mine):
         raise CorruptionError(
             f"parameter {slot.name!r}: the state keeps {sorted(saved)}, this WriteBack keeps {sorted(mine)}."
@@ -179,25 +291,27 @@ def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
             raise UsageError(
                 f"parameter {slot.name!r}: the state has masters for other tiles than this mask chooses."
             )
-    if slot.codes is None:
-        _check_on_grid(slot)
-    else:
-        _check_codes(slot, out)
+    q = _values(slot, out, "codes", "steps")
+    if "resting" in out:
+        q = _values(slot, out, "resting", "resting_steps")
+    check_consistent(slot, {k: out[k] for k in slot.state}, q)
     return out
 
 
-def _check_codes(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
-    assert slot.codes is not None
-    saved = replace(slot.codes, packed=tensors["codes"], steps=tensors.get("steps"))
+def _values(slot: Slot, tensors: dict[str, torch.Tensor], key: str, steps: str) -> torch.Tensor:
+    """What is stored by a state, or beside it in the model, in the type that policies work in; checked."""
+    if slot.codes is None:
+        p = tensors.get(key, local(slot.p.detach()))
+        _check_on_grid(slot, p)
+        return p if slot.storage == "container" else p.float()
     try:
-        saved.get()
+        return replace(slot.codes, packed=tensors[key], steps=tensors.get(steps)).get()
     except HalfulpError as error:
         raise CorruptionError(f"parameter {slot.name!r}: {error}") from None
 
 
-def _check_on_grid(slot: Slot) -> None:
+def _check_on_grid(slot: Slot, p: torch.Tensor) -> None:
     """The model's weights must be those that were saved with the state: on the grid, at least."""
-    p = local(slot.p.detach())
     if slot.grid.scaling is not None and slot.grid.scaling.moves:
         return  # any tensor is on some grid of this kind
     q = kernels.round(p, slot.grid)
@@ -210,7 +324,10 @@ def _check_on_grid(slot: Slot) -> None:
 
 
 def _take(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
+    slot.resting = {key: value.clone() for key, value in tensors.items() if key.startswith("resting")}
     for key, value in tensors.items():
+        if key in slot.resting:
+            continue
         if key == "moved":
             slot.moved = value.clone()
         elif key == "codes":
@@ -228,33 +345,26 @@ def _take(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def save(wb: WriteBack, path: str | Path) -> None:
-    """Write the state to one safetensors file: aside first, then renamed, so never half."""
-    from safetensors.torch import save_file
-
+    """Write the state to one safetensors file with its digest: aside first, then renamed, so never half."""
     if any(is_sharded(slot.p) for slot in wb.slots):
         raise UsageError("one file does not hold a sharded state: use torch.distributed.checkpoint.")
-    saved = state_dict(wb)
-    tensors, plain = {}, {}
+    saved = _state(wb)
+    more = sorted(set(saved) - {"state", "param_groups"})
+    if more:
+        raise UsageError(f"one file does not hold {more} of this optimizer's state: use torch.save.")
+    held, plain = {}, {}
     for k, entry in saved["state"].items():
         for name, value in entry.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"{k}/{name}"] = value.detach().cpu().contiguous().clone()
+                held[f"{k}/{name}"] = value
             else:
                 plain[f"{k}/{name}"] = value
     groups = [{k: _number(v) for k, v in g.items()} for g in saved["param_groups"]]
     try:
-        text = json.dumps({"state": plain, "param_groups": groups})
-    except TypeError as error:
+        text = json.dumps({"format": VERSION, "state": plain, "param_groups": groups})
+    except (TypeError, ValueError) as error:
         raise UsageError(f"this optimizer's state has something that JSON cannot hold: {error}.") from None
-    target = Path(path)
-    aside = target.with_name(target.name + f".{os.getpid()}.part")
-    try:
-        save_file(tensors, aside, metadata={"halfulp": text})
-        with open(aside, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, target)
-    finally:
-        aside.unlink(missing_ok=True)
+    files.put(Path(path), tensors.content(held, {KEY: text}))
 
 
 def _number(value: Any) -> Any:
@@ -264,17 +374,23 @@ def _number(value: Any) -> Any:
 
 def load(wb: WriteBack, path: str | Path) -> None:
     """Take up a state that :func:`save` wrote."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            meta = json.loads((file.metadata() or {}).get("halfulp", "null"))
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a dict
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CorruptionError(f"{path} is not a write-back state: {error}.") from None
+    held, metadata = tensors.read(Path(path), follow=True)
+    if KEY not in metadata:
+        raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.")
+    meta = _parsed_file(metadata[KEY], path)
+    version = meta.get("format", 1)
+    if not whole(version) or version not in READ:
+        raise VersionError(
+            f"{path} is a write-back state of format {version!r}; this halfulp reads "
+            f"{' and '.join(map(str, READ))}. Use the halfulp that saved it."
+        )
+    if (tensors.DIGEST in metadata) != (version >= 2):
+        raise TamperingError(
+            f"{path} is a write-back state of format {version}: its digest was removed or added."
+        )
     state: dict[int, dict[str, Any]] = {}
     try:
-        for key, value in [*meta["state"].items(), *tensors.items()]:
+        for key, value in [*meta["state"].items(), *held.items()]:
             k, _, name = key.partition("/")
             state.setdefault(int(k), {})[name] = value
         own = [*wb.param_groups, *({} for _ in meta["param_groups"])]
@@ -285,6 +401,16 @@ def load(wb: WriteBack, path: str | Path) -> None:
     except (AttributeError, KeyError, TypeError, ValueError):
         raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.") from None
     load_state_dict(wb, {"state": state, "param_groups": groups})
+
+
+def _parsed_file(text: str, path: str | Path) -> dict[str, Any]:
+    try:
+        meta = json.loads(text)  # with NaN and infinity, which a rate may be
+    except (ValueError, RecursionError):
+        meta = None
+    if not isinstance(meta, dict):
+        raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.")
+    return meta
 
 
 def _like(value: Any, mine: Any) -> Any:

@@ -14,26 +14,25 @@ of the one it wraps, so schedulers, ``GradScaler`` and trainers need not know.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
 from halfulp import kernels
-from halfulp.errors import HalfulpError, UsageError
-from halfulp.grids import Grid, container, integer_grid
-from halfulp.grids import grid as named
+from halfulp.errors import UsageError
+from halfulp.grids import Grid, integer_grid
 from halfulp.streams import Stream
-from halfulp.writeback import checkpoint
-from halfulp.writeback.policies import Policy, Step, TileMaster, policy
+from halfulp.text import plain
+from halfulp.writeback import checkpoint, passing
+from halfulp.writeback.choosing import Chooser, Select, Storage, unwrapped
+from halfulp.writeback.policies import Policy, Step
 from halfulp.writeback.report import Bytes, Events, TensorEvents
-from halfulp.writeback.sharding import is_sharded, local, shard_offset, unsupported_moving
+from halfulp.writeback.sharding import local, shard_offset
 from halfulp.writeback.slot import Slot, measure, set_aside
+from halfulp.writeback.standin import NARROW, drop, exchange, fill, stand_in
 from halfulp.writeback.storage import Codes, Shells
 
-Storage = Literal["container", "native", "packed"]
-Select = Callable[[str, torch.Tensor], bool] | Iterable[str] | None
-NATIVE = {torch.bfloat16, torch.float16}
 DECOUPLED = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
 PROJECTION = -1  # the step number of the initial projection's stream
 
@@ -45,8 +44,10 @@ class WriteBack(torch.optim.Optimizer):
     trainable tensor of two or more dimensions. A parameter group may carry its own ``grid`` and
     ``policy``. ``project``: how the first codes are made (``nearest``, ``stochastic``, or ``none`` for
     weights that are on the grid already). ``storage``: where weights live between steps, see
-    :mod:`halfulp.writeback.storage`; ``materialise``: whether ``native`` and ``packed`` weights are given to
-    the optimizer one ``tensor`` at a time (the default for torch's own) or ``all`` at once.
+    :mod:`halfulp.writeback.storage`; by default each parameter's own type says it: bfloat16 and float16 are
+    ``native``, others a ``container``. ``materialise``: whether ``native`` and ``packed`` weights are given
+    to the optimizer one ``tensor`` at a time (the default for torch's own) or ``all`` at once. A parameter
+    that is frozen now and trained later is taken up at the first step that has a gradient for it.
     ``nonfinite``: ``count`` proposals that are not finite and leave their weights alone, or ``raise``
     before anything changes where a gradient is not. ``telemetry`` keeps a bit a weight to know which
     never moved.
@@ -69,7 +70,7 @@ class WriteBack(torch.optim.Optimizer):
         params: Select = None,
         seed: int = 0,
         project: Literal["nearest", "stochastic", "none"] = "nearest",
-        storage: Storage = "container",
+        storage: Storage | None = None,
         nonfinite: Literal["count", "raise"] = "count",
         telemetry: bool = True,
         keep_scratch: bool | None = None,
@@ -81,41 +82,39 @@ class WriteBack(torch.optim.Optimizer):
             raise UsageError(f"WriteBack wraps a torch optimizer, not {type(optimizer).__name__}.")
         for value, allowed, what in (
             (project, ("nearest", "stochastic", "none"), "project"),
-            (storage, ("container", "native", "packed"), "storage"),
+            (storage, (None, "container", "native", "packed"), "storage"),
             (nonfinite, ("count", "raise"), "nonfinite"),
         ):
             if value not in allowed:
-                raise UsageError(f"{what} must be one of {', '.join(allowed)}, not {value!r}.")
+                raise UsageError(f"{what} must be one of {', '.join(filter(None, allowed))}, not {value!r}.")
         if storage == "packed" and model is None:
             raise UsageError("storage='packed' decodes weights around forwards: pass model=.")
-        searching = isinstance(optimizer, torch.optim.LBFGS)
-        if searching and storage != "container":
-            raise UsageError(
-                "LBFGS evaluates the model while it moves the weights, which "
-                f"storage={storage!r} hides from it: use storage='container'."
-            )
         self.optimizer = optimizer
         self.seed, self.project, self.storage = int(seed), project, storage
         self.nonfinite, self.telemetry = nonfinite, telemetry
-        self.keep_scratch = storage == "container" if keep_scratch is None else keep_scratch
-        # torch's optimizers keep all their state by parameter, so they can be given one at a time.
-        apart = type(optimizer).__module__.startswith("torch.optim")
-        self.materialise = materialise or ("tensor" if apart else "all")
+        # torch's optimizers keep all their state by parameter, so they can be given one at a time; and they
+        # leave parameters without a gradient alone.
+        self._torchs_own = type(optimizer).__module__.startswith("torch.optim")
+        self.materialise = materialise or ("tensor" if self._torchs_own else "all")
         self.steps = 0
         self.slots: list[Slot] = []
-        self._default = (grid, policy)
-        self._model, self._select = _unwrapped(model), params
+        self._model = unwrapped(model)
+        self._chooser = Chooser(
+            optimizer=optimizer, grid=grid, policy=policy, model=self._model, select=params, storage=storage,
+            draws_projection=project == "stochastic", keep_scratch=keep_scratch,
+        )  # fmt: skip
         self._shells = Shells()
-        planned = self._plan(optimizer.param_groups, 0)
-        self._check_selection(planned)
+        planned = self._chooser.plan(optimizer.param_groups)
+        self._chooser.check(planned)
         self._groups: list[dict[str, Any]] | None = []
-        super().__init__(
-            [{**g, "params": list(g["params"])} for g in optimizer.param_groups], optimizer.defaults
-        )
-        if storage == "container":
-            self._groups = None
-        self._passed_on = [{k: v for k, v in g.items() if k != "params"} for g in self._groups or []]
-        self._adopt(planned)
+        defaults = getattr(optimizer, "defaults", {})  # some wrappers have none
+        super().__init__([{**g, "params": list(g["params"])} for g in optimizer.param_groups], defaults)
+        self._groups = None
+        self._passed_on: list[dict[str, Any]] = []
+        self._frozen: list[torch.nn.Parameter] = []
+        self._commit(self._prepared(planned))
+        self._watch_frozen(self.param_groups)
+        self.register_step_pre_hook(lambda *_: self._take_up_unfrozen())  # before an audit looks
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -135,116 +134,76 @@ class WriteBack(torch.optim.Optimizer):
     def state(self, state: Any) -> None:
         """Takes no notice of the empty state that ``Optimizer.__init__`` sets."""
 
-    # ---- choosing -------------------------------------------------------------------------------
-
-    def _plan(self, groups: list[dict[str, Any]], first: int) -> list[Slot]:
-        """Which parameters to manage and how; changes nothing."""
-        from_model = {}
-        if self._model is not None:  # torch.compile puts a part of its own into names
-            from_model = {p: n.replace("_orig_mod.", "") for n, p in self._model.named_parameters()}
-        planned = []
-        for i, group in enumerate(groups, start=first):
-            if group.get("differentiable"):
-                raise UsageError("differentiable=True is not supported: a write-back has no gradient.")
-            names = group.get("param_names", [])
-            chosen_grid = named(group.get("grid", self._default[0]))
-            chosen = policy(group.get("policy", self._default[1]))
-            for j, p in enumerate(group["params"]):
-                name = from_model.get(p) or (names[j] if names else f"{i}.{j}")
-                if not self._wanted(name, p):
-                    continue
-                draws = chosen.stochastic or self.project == "stochastic"
-                if draws and p not in from_model and not names:
-                    what = f"policy {chosen.name!r}" if chosen.stochastic else "project='stochastic'"
-                    raise UsageError(
-                        f"{what} draws random bits by parameter name: pass model=, or make the optimizer "
-                        "from model.named_parameters()."
-                    )
-                chosen.check(chosen_grid, self.optimizer, group)
-                planned.append(self._slot(name, p, chosen_grid, chosen, (i, j)))
-        return planned
-
-    def _wanted(self, name: str, p: torch.Tensor) -> bool:
-        if callable(self._select):
-            return bool(self._select(name, p))
-        if self._select is not None:
-            self._select = list(self._select)
-            return name in self._select
-        return p.requires_grad and p.dim() >= 2
-
-    def _slot(
-        self, name: str, p: torch.nn.Parameter, g: Grid, chosen: Policy, place: tuple[int, int]
-    ) -> Slot:
-        try:
-            container(p.dtype)
-            if self.storage == "native" and p.dtype not in NATIVE:
-                raise UsageError(f"storage='native' takes bfloat16 or float16 parameters, not {p.dtype}.")
-            resolved = g.within(p.dtype)
-            shard_offset(p)  # refuses shards that no stream can follow
-            unsupported_moving(p, resolved)
-            if p.dtype in NATIVE and self.storage == "container" and chosen.precise:
-                raise UsageError(
-                    f"policy {chosen.name!r} needs the optimizer to work in float32, but this parameter is "
-                    f"{p.dtype}: use storage='native'."
-                )
-            if p.dtype in NATIVE and self.storage != "container" and not _fits_any_step(resolved, p.dtype):
-                raise UsageError(
-                    f"{p.dtype} cannot hold the values of grid {g.name}, whose steps come from float32: use "
-                    "float32 parameters."
-                )
-            if is_sharded(p) and (self.storage != "container" or isinstance(chosen, TileMaster)):
-                what = (
-                    f"storage={self.storage!r}" if self.storage != "container" else f"policy {chosen.name!r}"
-                )
-                raise UsageError(f"{what} is for whole tensors; this one is sharded.")
-            if resolved.bits > 16 and self.storage == "packed":
-                raise UsageError(f"grid {g.name} has {resolved.bits} bits: nothing to pack.")
-        except HalfulpError as error:
-            raise type(error)(f"parameter {name!r}: {error}") from None
-        return Slot(name, p, g if self.storage == "container" else resolved, chosen, place)
-
-    def _check_selection(self, planned: list[Slot]) -> None:
-        if isinstance(self._select, list):
-            missing = sorted(set(self._select) - {s.name for s in planned})
-            if missing:
-                raise UsageError(f"params names {missing}, which the optimizer does not have.")
-        if not planned:
-            raise UsageError(
-                "no parameter to write back: none of the optimizer's is trainable with two or more "
-                "dimensions. Choose with params=lambda name, p: ..."
-            )
+    def __getattr__(self, name: str) -> Any:
+        """What else the wrapped optimizer has: :mod:`halfulp.writeback.passing`."""
+        if name.startswith("_") or "optimizer" not in self.__dict__:  # torch asks for its own by such names
+            raise AttributeError(name)
+        return passing.attribute(self, name)
 
     # ---- adopting -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _adopt(self, planned: list[Slot]) -> None:
-        """Project, start the policies' state, and move parameters to their storage."""
+    def _prepared(self, planned: list[Slot]) -> list[tuple[Slot, torch.Tensor]]:
+        """First stored values and the policies' state: all that can fail, and nothing else is changed."""
         starts = []
-        for slot in planned:  # everything that can fail comes before anything changes
-            raw = local(slot.p.detach()).float() if self.storage == "native" else local(slot.p.detach())
+        for slot in planned:
+            raw = local(slot.p.detach())
+            raw = raw.float() if slot.storage != "container" and raw.dtype in NARROW else raw
             q, steps = self._projected(slot, raw)
-            starts.append((slot, q, steps, slot.policy.start(raw, q, slot.name)))
-        for slot, q, steps, state in starts:
-            slot.state = state
+            slot.state = slot.policy.start(raw, q, slot.name)
             if self.telemetry:
                 slot.moved = torch.zeros((q.numel() + 7) // 8, dtype=torch.uint8, device=q.device)
-            local(slot.p.detach()).copy_(q)
-            if self.storage != "container":
-                self._shadow(slot)
-            if self.storage == "packed":
+            if slot.storage == "packed":
                 slot.codes = Codes(grid=slot.grid, shape=tuple(slot.p.shape))
                 slot.codes.put(q, steps)
-                self._shells.add(slot.p, slot.codes)
-        self.slots += planned
-        if self.storage == "packed":
-            assert self._model is not None
-            self._shells.attach(self._model, [slot.p for slot in planned])
+            starts.append((slot, q))
+        return starts
 
-    def _shadow(self, slot: Slot) -> None:
-        """The wrapped optimizer moves a float32 stand-in that exists only during a step."""
-        slot.shadow = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=slot.p.device))
-        i, j = slot.place
-        self.optimizer.param_groups[i]["params"][j] = slot.shadow
+    @torch.no_grad()
+    def _commit(self, prepared: list[tuple[Slot, torch.Tensor]], *, project: bool = True) -> None:
+        """Store the first values, and give the optimizer stand-ins where it must not have the parameter."""
+        planned = [slot for slot, _ in prepared]
+        for slot, q in prepared:
+            if project:
+                local(slot.p.detach()).copy_(q)
+            if slot.storage != "container":
+                slot.shadow = stand_in(slot.p)
+            if slot.codes is not None:
+                self._shells.add(slot.p, slot.codes)
+        stand_ins = {slot.p: slot.shadow for slot in planned if slot.shadow is not None}
+        if stand_ins and self._groups is None:
+            self._groups = [{**g, "params": list(g["params"])} for g in self.optimizer.param_groups]
+            self._passed_on = [{k: v for k, v in g.items() if k != "params"} for g in self._groups]
+        if stand_ins:
+            exchange(self.optimizer, stand_ins)
+        self.slots += planned
+        managed = {id(slot.p) for slot in planned}
+        self._frozen = [p for p in self._frozen if id(p) not in managed]
+        packed = [slot.p for slot in planned if slot.codes is not None]
+        if packed:
+            assert self._model is not None
+            self._shells.attach(self._model, packed)
+
+    def _watch_frozen(self, groups: list[dict[str, Any]]) -> None:
+        managed = {slot.p for slot in self.slots}
+        here = [p for g in groups for p in g["params"]]
+        self._frozen += [p for p in here if not p.requires_grad and p not in managed]
+
+    def _take_up_unfrozen(self) -> None:
+        """Put parameters on their grids that were frozen so far and have a gradient now."""
+        thawed = [p for p in self._frozen if p.requires_grad and p.grad is not None]
+        if not thawed:
+            return
+        fresh = {id(p) for p in thawed}
+        self._commit(
+            self._prepared(self._plan_frozen(lambda n, p: id(p) in fresh and self._chooser.wanted(n, p)))
+        )
+        self._frozen = [p for p in self._frozen if id(p) not in fresh]
+
+    def _plan_frozen(self, wanted: Callable[[str, torch.nn.Parameter], bool]) -> list[Slot]:
+        """Slots for some of the parameters that are frozen so far."""
+        frozen = {id(p) for p in self._frozen}
+        return self._chooser.plan(self.param_groups, wanted=lambda n, p: id(p) in frozen and wanted(n, p))
 
     def _projected(self, slot: Slot, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first stored values, and the steps that they were rounded with."""
@@ -282,7 +241,8 @@ class WriteBack(torch.optim.Optimizer):
                 super().add_param_group(param_group)
                 param_group = {**param_group, "params": list(param_group["params"])}
             self.optimizer.add_param_group(param_group)
-            self._adopt(self._plan(self.param_groups[known:], known))
+            self._commit(self._prepared(self._chooser.plan(self.param_groups[known:], known)))
+            self._watch_frozen(self.param_groups[known:])
         except BaseException:
             del self.param_groups[known:], self.optimizer.param_groups[known:], self._passed_on[known:]
             raise
@@ -297,20 +257,21 @@ class WriteBack(torch.optim.Optimizer):
         if closure is not None and not searching:
             with torch.enable_grad():
                 loss = closure()
+        self._take_up_unfrozen()  # a closure may have made the gradients
+        if any(s.resting for s in self.slots):
+            raise UsageError(
+                "the model holds the weights for evaluation: call train() on the optimizer before step()."
+            )
         active = [s for s in self.slots if s.p.grad is not None or (searching and s.p.requires_grad)]
         if self.nonfinite == "raise":
             self._refuse_nonfinite(active)
         self.steps += 1
         try:
-            if self.storage == "container":
-                found = self._round(active, closure if searching else None)
-                loss = found if searching else loss
-            else:
-                loss = self._shadow_rounds(active, closure if searching else None, loss)
+            found = self._rounds(active, closure if searching else None)
         except BaseException:
             self.steps -= 1
             raise
-        return loss
+        return found if searching else loss
 
     def _pass_on_groups(self) -> None:
         """Where there are two sets of groups: what schedulers and users changed in either, in both."""
@@ -328,27 +289,24 @@ class WriteBack(torch.optim.Optimizer):
                     theirs[key] = mine[key]
             last.update({k: v for k, v in mine.items() if k != "params"})
 
-    def _shadow_rounds(self, active: list[Slot], closure: Any, loss: Any) -> Any:
-        """Give the wrapped optimizer float32 stand-ins: all at once, or one tensor at a time."""
+    def _rounds(self, active: list[Slot], closure: Any = None) -> Any:
+        """The wrapped optimizer's step: in one call, or with one stand-in after another."""
         self._pass_on_groups()
-        if self.materialise == "all":
-            found = self._round(active, closure)
-            return found if closure is not None else loss
-        shadows = {s.shadow for s in self.slots}
-        others = [
-            p
-            for g in self.optimizer.param_groups
-            for p in g["params"]
-            if p not in shadows and p.grad is not None
-        ]
+        apart = [s for s in active if s.shadow is not None] if self.materialise == "tensor" else []
+        if not apart:
+            loss = self._round(active, closure)
+            self._pass_on_groups()
+            return loss
+        others = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
         grads = [p.grad for p in others]
-        if others:
-            self._round([])
-        undo: list[Callable[[], None]] = []
+        together = [s for s in active if s.shadow is None]
+        undo = [slot.snapshot() for slot in together]
         try:
+            if others:
+                self._round(together)
             for p in others:
                 p.grad = None
-            for slot in active:
+            for slot in apart:
                 undo.append(slot.snapshot())
                 self._round([slot])
         except BaseException:
@@ -358,11 +316,21 @@ class WriteBack(torch.optim.Optimizer):
         finally:
             for p, grad in zip(others, grads, strict=True):
                 p.grad = grad
-        return loss
+        self._pass_on_groups()
+        return None
+
+    def _idle(self, active: list[Slot]) -> list[Slot]:
+        """Weights without a gradient, within the reach of an optimizer that may move them all the same."""
+        if self._torchs_own:
+            return []
+        return [s for s in self.slots if s not in active and (s.shadow is None or self.materialise == "all")]
 
     def _round(self, active: list[Slot], closure: Any = None) -> Any:
         """One call of the wrapped optimizer, and the write-back of what it moved."""
-        stored = self._open(active)
+        idle = self._idle(active)
+        opened = [*active, *idle]
+        stored = self._open(opened)
+        given = [local(slot.stepped.detach()).clone() for slot in idle]
         before = [list(g["params"]) for g in self.optimizer.param_groups]
         try:
             loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -372,12 +340,18 @@ class WriteBack(torch.optim.Optimizer):
                     f"{type(self.optimizer).__name__}.step() replaced its parameters; WriteBack needs an "
                     "optimizer that moves them in place. The weights are as they were."
                 )
-            steps = [self._step_of(slot, q) for slot, q in zip(active, stored, strict=True)]
-            written = [slot.policy.after(step) for slot, step in zip(active, steps, strict=True)]
+            still = {
+                slot
+                for slot, was in zip(idle, given, strict=True)
+                if torch.equal(local(slot.stepped.detach()), was)
+            }
+            moved = [(s, q) for s, q in zip(opened, stored, strict=True) if s not in still]
+            steps = [self._step_of(slot, q) for slot, q in moved]
+            written = [slot.policy.after(step) for (slot, _), step in zip(moved, steps, strict=True)]
         except BaseException:
             for group, params in zip(self.optimizer.param_groups, before, strict=False):
                 group["params"] = params
-            self._restore(active, stored)
+            self._restore(opened, stored)
             raise
         try:
             for step in reversed(steps):  # what the optimizer moved last may still be in the caches
@@ -385,8 +359,12 @@ class WriteBack(torch.optim.Optimizer):
         finally:
             for step in steps:  # an interrupt leaves no weight off the grid
                 step.finish()
-        for slot, step, counted in zip(active, steps, written, strict=True):
+        for (slot, _), step, counted in zip(moved, steps, written, strict=True):
             self._close(slot, step, counted)
+        if still:
+            self._restore(
+                *zip(*((s, q) for s, q in zip(opened, stored, strict=True) if s in still), strict=True)
+            )
         return loss
 
     def _refuse_nonfinite(self, active: list[Slot]) -> None:
@@ -404,21 +382,14 @@ class WriteBack(torch.optim.Optimizer):
         """What is stored, set aside; and parameters as the optimizer should find them."""
         sources = []
         for slot in active:
-            if slot.shadow is None:
-                source = local(slot.p.detach())
-            else:
-                source = self._values(slot)
-                slot.shadow.data = source
-                slot.shadow.grad = None if slot.p.grad is None else slot.p.grad.float()
+            source = slot.values()
+            if slot.shadow is not None:
+                fill(slot.shadow, source, slot.p.grad)
             sources.append(source)
         stored = set_aside(active, sources)
         for slot, q, p in zip(active, stored, sources, strict=True):
             slot.policy.before(q, p, slot.state)
         return stored
-
-    def _values(self, slot: Slot) -> torch.Tensor:
-        """The stored values in float32, in a fresh tensor."""
-        return slot.p.detach().float() if slot.codes is None else slot.codes.get(torch.float32)
 
     def _step_of(self, slot: Slot, q: torch.Tensor) -> Step:
         group = self.optimizer.param_groups[slot.place[0]]
@@ -436,22 +407,19 @@ class WriteBack(torch.optim.Optimizer):
             slot.name, self.steps, slot.p, written, step.decay, slot.moved is not None
         )
         if slot.shadow is not None:
-            if slot.codes is None:
-                slot.p.data.copy_(step.z)
-            else:
-                slot.codes.put(step.z, step.steps)
-            slot.shadow.data = torch.empty(0, dtype=torch.float32, device=step.z.device)
-            slot.shadow.grad = None
-        if not self.keep_scratch:
+            slot.store(step.z, step.steps)
+            drop(slot.shadow)
+        if not slot.keep_scratch:
             slot.scratch = None
 
-    def _restore(self, active: list[Slot], stored: list[torch.Tensor]) -> None:
-        for slot, q in zip(active, stored, strict=True):
+    def _restore(self, slots: Sequence[Slot], stored: Sequence[torch.Tensor]) -> None:
+        for slot, q in zip(slots, stored, strict=True):
             if slot.shadow is None:
                 local(slot.p.detach()).copy_(q)
             else:
-                slot.shadow.data = torch.empty(0, dtype=torch.float32, device=q.device)
-                slot.shadow.grad = None
+                drop(slot.shadow)
+            if not slot.keep_scratch:
+                slot.scratch = None
 
     # ---- what happened, what it costs ------------------------------------------------------------
 
@@ -464,8 +432,7 @@ class WriteBack(torch.optim.Optimizer):
 
     def bytes(self) -> Bytes:
         """Bytes a managed parameter: what persists for weights and policies, and what a step adds."""
-        one_by_one = self.storage != "container" and self.materialise == "tensor"
-        return measure(self.slots, self.keep_scratch, one_by_one)
+        return measure(self.slots, one_by_one=self.materialise == "tensor")
 
     # ---- state ----------------------------------------------------------------------------------
 
@@ -482,24 +449,13 @@ class WriteBack(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         grids = ", ".join(sorted({f"{s.policy.name} on {s.grid.name}" for s in self.slots}))
-        return f"WriteBack({grids}; {len(self.slots)} tensors; {self.optimizer!r})"
+        text = f"WriteBack({grids}; {len(self.slots)} tensors; {self.optimizer!r})"
+        return "\n".join(plain(line) for line in text.split("\n"))  # groups may carry any text
 
 
 def _sampling(x: torch.Tensor) -> int:
     """Which tiles tell how much of a proposal is decay: all of a small tensor, every sixteenth of a large."""
     return 16 if kernels.tiles_of(x.numel()) >= 256 else 1
-
-
-def _fits_any_step(grid: Grid, dtype: torch.dtype) -> bool:
-    """Whether a narrow dtype holds a grid's values under whatever step float32 gives it."""
-    return grid.scaling is None or (grid.scaling.rule in ("mx", "nv") and dtype == torch.bfloat16)
-
-
-def _unwrapped(model: torch.nn.Module | None) -> torch.nn.Module | None:
-    """The module inside data-parallel wrappers, so that names and streams are the same without them."""
-    while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        model = model.module
-    return model
 
 
 def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[float, float]:

@@ -98,8 +98,8 @@ class Policy:
     name: ClassVar[str] = "rne"
     stochastic: ClassVar[bool] = False
     """Whether a stream is used, so that the tensor's name matters."""
-    precise: ClassVar[bool] = False
-    """Whether it keeps what only float32 (or wider) arithmetic leaves to keep."""
+    precise: ClassVar[bool] = True
+    """Whether it saves what only float32 (or wider) arithmetic leaves to save."""
 
     def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         """Refuse what cannot work, before anything is changed."""
@@ -123,6 +123,8 @@ class Policy:
 
 class Nearest(Policy):
     """``rne``."""
+
+    precise: ClassVar[bool] = False
 
 
 class Stochastic(Policy):
@@ -154,7 +156,6 @@ class ECO(Policy):
     """
 
     name: ClassVar[str] = "eco"
-    precise: ClassVar[bool] = True
     rounding: Literal["nearest", "stochastic"] = "nearest"
     decay_exact: bool = False
 
@@ -189,7 +190,6 @@ class Kahan(Policy):
     of the proposal, so it is inside the compensated sum."""
 
     name: ClassVar[str] = "kahan"
-    precise: ClassVar[bool] = True
     dtype: torch.dtype = torch.float32
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
@@ -212,7 +212,6 @@ class Master(Policy):
     """
 
     name: ClassVar[str] = "master"
-    precise: ClassVar[bool] = True
     start_from: Literal["code", "raw"] = "code"
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
@@ -237,15 +236,19 @@ class Master(Policy):
 
 @dataclass(frozen=True, eq=False)
 class TileMaster(Policy):
-    """fp32 masters for chosen tiles of 768 coordinates, packed; nearest write-back elsewhere.
+    """fp32 masters for chosen tiles, packed; nearest write-back elsewhere.
 
-    ``mask`` maps tensor names to boolean tensors, one entry a tile.
+    ``mask`` maps tensor names to boolean tensors, one entry a tile. ``tile``: consecutive coordinates of a
+    tile, as in the mask; the model's width makes a tile one row of an embedding.
     """
 
     name: ClassVar[str] = "tile-master"
-    precise: ClassVar[bool] = True
     mask: dict[str, torch.Tensor] = field(default_factory=dict)
     start_from: Literal["code", "raw"] = "code"
+    tile: int = TILE
+
+    def __post_init__(self) -> None:
+        kernels.checked_tile(self.tile)
 
     def chosen(self, name: str, numel: int) -> torch.Tensor:
         """The chosen tiles of a tensor, as sorted indices."""
@@ -254,57 +257,61 @@ class TileMaster(Policy):
                 f"the mask has no entry for {name!r}: it was made for another model. It knows "
                 f"{', '.join(list(self.mask)[:5]) or 'nothing'}{' ...' if len(self.mask) > 5 else ''}."
             )
-        mask, expected = self.mask[name], kernels.tiles_of(numel)
+        mask, expected = self.mask[name], kernels.tiles_of(numel, self.tile)
         if mask.dtype != torch.bool or mask.numel() != expected:
             raise UsageError(
-                f"the mask of {name!r} must be {expected} booleans (tiles of {TILE} for {numel} "
-                f"coordinates), but it is {mask.numel()} of {mask.dtype}: it was made for another model."
+                f"the mask of {name!r} must be {expected} booleans (tiles of {self.tile} for {numel} "
+                f"coordinates), but it is {mask.numel()} of {mask.dtype}: it was made for another model, "
+                "or for tiles of another size (tile=)."
             )
         return mask.reshape(-1).nonzero().reshape(-1)
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
         source = (projected if self.start_from == "code" else raw).detach()
         tiles = self.chosen(name, source.numel())
-        size = int((source.numel() - tiles * TILE).clamp(max=TILE).sum())
+        size = int((source.numel() - tiles * self.tile).clamp(max=self.tile).sum())
         tiles = tiles.to(source.device, torch.int32)
-        return {"master": take_tiles(source, tiles, size), "tiles": tiles}
+        return {"master": take_tiles(source, tiles, size, self.tile), "tiles": tiles}
 
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
-        put_tiles(p, state["tiles"], state["master"])
+        put_tiles(p, state["tiles"], state["master"], self.tile)
 
     def after(self, step: Step) -> Written:
         master = step.state["master"]
-        moved = take_tiles(step.z, step.state["tiles"], master.numel())
+        moved = take_tiles(step.z, step.state["tiles"], master.numel(), self.tile)
         step.state["master"] = torch.where(torch.isfinite(moved), moved, master)
         return step.write()
 
     @property
     def spec(self) -> str:
-        return f"tile-master(start_from={self.start_from})"
+        size = "" if self.tile == TILE else f",tile={self.tile}"
+        return f"tile-master(start_from={self.start_from}{size})"
 
 
-def _whole(flat: torch.Tensor, tiles: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole(
+    flat: torch.Tensor, tiles: torch.Tensor, size: int, tile: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole tiles of a flat tensor as rows, and which are chosen: all, or all but the short last one.
 
     ``size``, the number of coordinates that were chosen, tells which without looking at the device.
     """
-    rows = flat[: flat.numel() // TILE * TILE].view(-1, TILE)
-    return rows, tiles[: size // TILE].long()
+    rows = flat[: flat.numel() // tile * tile].view(-1, tile)
+    return rows, tiles[: size // tile].long()
 
 
-def take_tiles(x: torch.Tensor, tiles: torch.Tensor, size: int) -> torch.Tensor:
+def take_tiles(x: torch.Tensor, tiles: torch.Tensor, size: int, tile: int = TILE) -> torch.Tensor:
     """The coordinates of chosen tiles, in order; the last tile of a tensor may be short."""
     flat = x.reshape(-1)
-    rows, whole = _whole(flat, tiles, size)
-    return torch.cat([rows[whole].view(-1), flat[flat.numel() - size % TILE :]])
+    rows, whole = _whole(flat, tiles, size, tile)
+    return torch.cat([rows[whole].view(-1), flat[flat.numel() - size % tile :]])
 
 
-def put_tiles(x: torch.Tensor, tiles: torch.Tensor, values: torch.Tensor) -> None:
+def put_tiles(x: torch.Tensor, tiles: torch.Tensor, values: torch.Tensor, tile: int = TILE) -> None:
     """The inverse of :func:`take_tiles`, in place."""
     flat = x.reshape(-1)
-    rows, whole = _whole(flat, tiles, values.numel())
-    rows.index_copy_(0, whole, values[: whole.numel() * TILE].view(-1, TILE))
-    flat[flat.numel() - values.numel() % TILE :] = values[whole.numel() * TILE :]
+    rows, whole = _whole(flat, tiles, values.numel(), tile)
+    rows.index_copy_(0, whole, values[: whole.numel() * tile].view(-1, tile))
+    flat[flat.numel() - values.numel() % tile :] = values[whole.numel() * tile :]
     if not x.is_contiguous():
         x.copy_(flat.view(x.shape))
 

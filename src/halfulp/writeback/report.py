@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from halfulp.kernels import WRITE_COUNTS, Written
+from halfulp.text import shown
 from halfulp.writeback.sharding import is_sharded, reduce_sum
 
 TILE_BYTES = 4 * len(WRITE_COUNTS) + 8 * 2
@@ -128,14 +129,15 @@ class Events:
         return {g: f / max(n, 1) for g, (f, n) in totals.items()}
 
     def __str__(self) -> str:
-        width = max((len(r.name) for r in self.rows), default=4)
+        names = [shown(r.name, 120) for r in self.rows]
+        width = max(map(len, names), default=4)
         lines = [
             f"step {self.step}: {self.frozen:.1%} of weights unchanged, {self.never_moved:.1%} never moved"
         ]
-        for r in self.rows:
+        for name, r in zip(names, self.rows, strict=True):
             never = "" if r.never_moved is None else f"  never moved {r.never_moved / max(r.numel, 1):7.2%}"
             decay = "" if r.decay_share is None else f"  decay {r.decay_share:.2%} of the proposal"
-            lines.append(f"  {r.name:{width}}  unchanged {r.frozen_fraction:7.2%}{never}{decay}")
+            lines.append(f"  {name:{width}}  unchanged {r.frozen_fraction:7.2%}{never}{decay}")
         return "\n".join(lines)
 
 

@@ -20,37 +20,80 @@ class Slot:
     """One managed parameter: its grid, policy and what is kept for it."""
 
     def __init__(
-        self, name: str, p: torch.nn.Parameter, grid: Grid, chosen: Policy, place: tuple[int, int]
+        self,
+        name: str,
+        p: torch.nn.Parameter,
+        grid: Grid,
+        chosen: Policy,
+        place: tuple[int, int],
+        *,
+        storage: str = "container",
+        keep_scratch: bool = True,
     ) -> None:
         self.name, self.p, self.grid, self.policy, self.place = name, p, grid, chosen, place
+        self.storage, self.keep_scratch = storage, keep_scratch
         self.state: State = {}
         self.moved: torch.Tensor | None = None
         self.scratch: torch.Tensor | None = None
         self.codes: Codes | None = None
         self.shadow: torch.nn.Parameter | None = None
+        self.resting: dict[str, torch.Tensor] = {}
+        """The training weights while the model holds others, those for evaluation."""
         self.events: TensorEvents | None = None
 
     def snapshot(self) -> Callable[[], None]:
         """What puts the stored values, the policy's state and the telemetry back as they are now."""
         state = {k: t.clone() for k, t in self.state.items()}
         moved = None if self.moved is None else self.moved.clone()
-        values = self.p.detach().clone() if self.codes is None else None
+        values = local(self.p.detach()).clone() if self.codes is None else None
         packed, steps = (None, None) if self.codes is None else (self.codes.packed, self.codes.steps)
         events = self.events
 
         def put_back() -> None:
             self.state, self.moved, self.events = state, moved, events
             if values is not None:
-                self.p.data.copy_(values)
+                local(self.p.detach()).copy_(values)
             if self.codes is not None and packed is not None:
                 self.codes.packed, self.codes.steps = packed, steps
 
         return put_back
 
+    def values(self) -> torch.Tensor:
+        """What is stored here, in the type in which the optimizer is given it; fresh beside a container."""
+        if self.codes is not None:
+            return self.codes.get(torch.float32)
+        p = local(self.p.detach())
+        return p if self.storage == "container" else p.float()
+
+    def store(self, values: torch.Tensor, steps: torch.Tensor | None = None) -> None:
+        """Keep grid values."""
+        if self.codes is None:
+            local(self.p.detach()).copy_(values)
+        else:
+            self.codes.put(values, steps)
+
+    def rested(self) -> dict[str, torch.Tensor]:
+        """The weights that are stored now, under the names that they wait by while the model holds others."""
+        if self.codes is None:
+            return {"resting": local(self.p.detach()).clone()}
+        steps = self.codes.steps
+        return {"resting": self.codes.packed} | ({} if steps is None else {"resting_steps": steps})
+
+    def wake(self) -> None:
+        """Put the training weights back."""
+        if self.codes is None:
+            local(self.p.detach()).copy_(self.resting["resting"])
+        else:
+            self.codes.packed, self.codes.steps = (
+                self.resting["resting"],
+                self.resting.get("resting_steps"),
+            )
+        self.resting = {}
+
     @property
     def aside(self) -> torch.dtype:
         """What the stored values are set aside in during a step: two bytes where they fit those."""
-        wide = self.p.dtype if self.shadow is None else self.shadow.dtype
+        wide = self.p.dtype if self.storage == "container" else torch.float32
         halved = wide == torch.float32 and self.p.device.type == "cpu" and _fits_bfloat16(self.grid)
         return torch.bfloat16 if halved else wide
 
@@ -61,7 +104,7 @@ class Slot:
 
     def kept_tensors(self) -> dict[str, torch.Tensor]:
         """Everything that persists for this parameter beside the parameter itself."""
-        kept = dict(self.state)
+        kept = {**self.state, **self.resting}
         if self.moved is not None:
             kept["moved"] = self.moved
         if self.codes is not None:
@@ -98,8 +141,8 @@ def _fits_bfloat16(grid: Grid) -> bool:
         return False
 
 
-def measure(slots: Sequence[Slot], keep_scratch: bool, one_by_one: bool) -> Bytes:
-    """Bytes for these parameters: between steps, and what a step adds, for all or one after another."""
+def measure(slots: Sequence[Slot], one_by_one: bool) -> Bytes:
+    """Bytes for these parameters: between steps, and what a step adds, with stand-ins one by one or not."""
     numel = sum(local(s.p).numel() for s in slots)
     weights = sum(
         local(s.p).numel() * s.p.element_size()
@@ -116,15 +159,17 @@ def measure(slots: Sequence[Slot], keep_scratch: bool, one_by_one: bool) -> Byte
     moved = sum(0 if s.moved is None else s.moved.numel() for s in slots)
     counts = sum(kernels.tiles_of(local(s.p).numel()) * TILE_BYTES for s in slots)
     # A step sets q aside and, beside other storage, needs a stand-in and a gradient in float32.
-    aside = [local(s.p).numel() * s.aside.itemsize for s in slots]
-    extra = [
-        local(s.p).numel() * 4 * (1 + (s.p.dtype != torch.float32)) if s.shadow is not None else 0
+    aside = {s: local(s.p).numel() * s.aside.itemsize for s in slots}
+    added = {
+        s: (0 if s.keep_scratch else aside[s])
+        + (0 if s.storage == "container" else local(s.p).numel() * 4 * (1 + (s.p.dtype != torch.float32)))
         for s in slots
-    ]
-    scratch = sum(aside) if keep_scratch else 0
-    added = [e + (0 if keep_scratch else a) for a, e in zip(aside, extra, strict=True)]
+    }
+    apart = [s for s in slots if s.storage != "container"] if one_by_one else []
+    together = sum(added[s] for s in slots if s not in apart)
     # One tensor at a time, everything is kept until the last is done, to be put back if it fails.
-    step = max(added) + weights + kept + moved if one_by_one else sum(added)
+    step = max([together, *(added[s] for s in apart)]) + (weights + kept + moved if apart else 0)
+    scratch = sum(aside[s] for s in slots if s.keep_scratch)
     return Bytes(
         parameters=numel,
         weights=weights,

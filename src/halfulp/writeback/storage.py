@@ -1,10 +1,10 @@
 """Where stored weights live between steps.
 
 ``container``
-    The parameter itself (float32, float64 or bfloat16) holds grid values, as in the paper.
+    The parameter itself (float32, float64) holds grid values, as in the paper.
 ``native``
-    The parameter has the grid's own torch dtype (bfloat16, float16); the optimizer is given a
-    float32 copy for the length of a step.
+    The parameter is bfloat16 or float16 itself; the optimizer is given a float32 stand-in for the
+    length of a step (:mod:`halfulp.writeback.standin`), or it would round before a policy sees anything.
 ``packed``
     The persistent state is codes, packed to the bit; the parameter is an empty shell of the right
     shape. A module's weights are decoded when its forward runs and dropped when it ends; what

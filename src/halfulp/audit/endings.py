@@ -1,0 +1,80 @@
+"""How an audited script ends: by itself, by an error, or by a signal.
+
+A cluster ends a job with SIGTERM. Its default is to die at once, with the open part of the trace; so, if the
+script did not ask for the signal itself, the part is written and the verdict said first, and then the process
+ends by the same signal, so that whoever sent it sees what it expects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from halfulp.audit.recorder import Audit
+
+
+class Termination:
+    """While it is entered, SIGTERM first ends an audit and then the process; SIGINT waits for its writing.
+
+    Only in the main thread, and only where nobody else handles the signals. A handler that the script
+    installs takes the place of this one, and stays.
+    """
+
+    def __init__(self, audit: Audit, farewell: Callable[[], None]) -> None:
+        self.audit, self.farewell = audit, farewell
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+        self._ending = False
+        self._mine = {signal.SIGTERM: self._asked, signal.SIGINT: self._interrupted}
+
+    def __enter__(self) -> None:
+        usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._mine.items():
+                if signal.getsignal(number) == usual[number]:
+                    self._before[number] = signal.signal(number, handler)
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._mine[signal.Signals(number)]:
+                signal.signal(number, before)
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        self.audit.when_idle(lambda: signal.default_int_handler(number, frame))
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker that inherited the handler
+            end_by(number)
+        if self._ending:
+            return
+        self._ending = True
+        if hasattr(signal, "SIGCHLD"):  # workers that got the signal, too, must not raise in the midst of it
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.audit.when_idle(lambda: self._end(number))
+
+    def _end(self, number: int) -> None:
+        try:
+            # What the signal interrupted may hold a lock on a stream: then less is said.
+            with contextlib.suppress(RuntimeError):
+                print("\nhalfulp: terminated; the trace keeps what was recorded.", file=sys.stderr)
+            self.audit.stop()
+            self.audit.discard_if_empty()
+            with contextlib.suppress(RuntimeError):
+                self.farewell()
+        finally:
+            end_by(number)
+
+
+def end_by(number: int) -> None:
+    """End this process by a signal, so that its exit status is that of the signal."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

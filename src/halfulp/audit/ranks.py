@@ -1,0 +1,55 @@
+"""What the processes of a run tell each other: who writes, what a step moved, and the sums of shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfulp.audit.watched import Watched
+from halfulp.writeback.sharding import reduce_sum
+
+
+def rank() -> int:
+    """This process among those that train together; launchers tell it before the process group exists."""
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def taking_part(watched: Sequence[Watched]) -> list[Watched]:
+    """The tensors that are part of a step that is just over.
+
+    Those that had a gradient when ``step()`` was called (an optimizer may drop it inside), or have one now
+    (a closure makes it inside), or are not what they were, by whatever hand. All ranks must agree, or the
+    sums of shards would not match: whether a shard changed is asked of all of them.
+    """
+    known = {w for w in watched if w.asked or w.tensor.grad is not None}
+    unsure = [w for w in watched if w not in known]
+    if unsure:
+        flags = [torch.tensor([float(w.changed())], device=w.values().device) for w in unsure]
+        known.update(w for w, moved in zip(unsure, reduced(unsure, flags), strict=True) if moved[0] > 0)
+    return [w for w in watched if w in known]
+
+
+def reduced(seen: Sequence[Watched], found: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
+    """The rows of all tensors; those of shards summed over ranks, in one reduction a kind of sharding."""
+    rows = list(found)
+    alike: dict[Any, list[int]] = {}
+    for i, w in enumerate(seen):
+        if w.sharded:
+            alike.setdefault((w.tensor.device_mesh, w.tensor.placements), []).append(i)  # type: ignore[attr-defined]  # a DTensor
+    for places in alike.values():
+        total = reduce_sum(torch.stack([rows[i] for i in places]), seen[places[0]].tensor)
+        for i, row in zip(places, total, strict=True):
+            rows[i] = row
+    return torch.stack([row.cpu() for row in rows]).numpy()

@@ -1,0 +1,57 @@
+"""Which allocation scores an audit sums: the grid, the window of steps, and the size of a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halfulp.errors import UsageError
+from halfulp.grids import grid as named
+from halfulp.kernels import TILE, checked_tile
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Sum allocation scores on a grid over the steps from first to last, by tiles of a size.
+
+    A tile is a run of consecutive coordinates of one tensor: with the model's width for its size, one row of
+    an embedding, so one token.
+
+    >>> Scores.of(("e5m2", 1, 600)).tile, Scores.of(("e5m2", 1, 600, 96)).tile
+    (768, 96)
+    """
+
+    grid: str
+    first: int
+    last: int
+    tile: int = TILE
+
+    def __post_init__(self) -> None:
+        steps = (self.first, self.last)
+        if not all(type(step) is int for step in steps) or not 1 <= self.first <= self.last:
+            raise UsageError(f"scores= takes a grid, a first and a last step, not {self}.")
+        named(self.grid)
+        checked_tile(self.tile)
+
+    @classmethod
+    def of(cls, given: Scores | Sequence[Any]) -> Scores:
+        """Scores as they are, or from (grid, first, last) or (grid, first, last, tile)."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) not in (3, 4):
+            raise UsageError(f"scores= takes (grid, first step, last step) or (..., tile), not {given!r}.")
+        return cls(*given)
+
+    def check_sample(self, sample: float | None) -> None:
+        """Refuse what a sample of an audit's own tiles cannot tell."""
+        scaling = named(self.grid).scaling
+        if sample is not None and scaling is not None and scaling.moves:
+            raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
+        if sample is not None and self.tile != TILE:
+            raise UsageError(f"a sample is of tiles of {TILE}: score all of them for tiles of {self.tile}.")
+
+    def told(self) -> list[Any]:
+        """What a manifest says: the size of a tile only where it is not 768, as before there were others."""
+        made = [self.grid, self.first, self.last]
+        return made if self.tile == TILE else [*made, self.tile]

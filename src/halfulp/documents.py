@@ -1,0 +1,126 @@
+"""JSON documents that carry their own digest, and typed reading of what one says.
+
+A document of ours has a key ``sha256``: the digest of the canonical form (RFC 8785) of all the rest. So its
+layout is free, and any other value in it is noticed. A digest tells damage and careless edits; it is no
+signature: whoever changes a file on purpose can compute it anew.
+
+:class:`Fields` then gives out values of the expected type and range, or says what was found instead. Every
+reader of manifests, parts, masks and checkpoints goes through it, also where an old format has no digest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from halfulp import canonical
+from halfulp.errors import CorruptionError, TamperingError
+from halfulp.text import shown
+
+DIGEST = "sha256"
+MOST_BYTES = 64 << 20
+"""Of a document: a manifest of a hundred thousand tensors has some 20 MB."""
+T = TypeVar("T")
+
+
+def sealed(document: Mapping[str, Any]) -> bytes:
+    """A document with its digest, laid out for people.
+
+    >>> print(sealed({"kind": "example"}).decode(), end="")
+    {
+     "kind": "example",
+     "sha256": "1225823a37dc3a3f61268c5eb889c7c0fbdd4c811871795d51a46bdefee73372"
+    }
+    """
+    stated = {**document, DIGEST: canonical.digest(document)}
+    return (json.dumps(stated, indent=1, sort_keys=True) + "\n").encode()
+
+
+def parsed(content: bytes | str, where: str | Path, what: str, *, exact: bool = False) -> dict[str, Any]:
+    """The JSON object in some text; anything else is refused. ``exact``: with integers of any size."""
+    try:
+        found = json.loads(content) if exact else canonical.parse(content)
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise CorruptionError(f"{where} is not {what}: {shown(str(error), 120)}.") from None
+    if not isinstance(found, dict):
+        raise CorruptionError(f"{where} is not {what}: it is no JSON object.")
+    return found
+
+
+def check_digest(document: Mapping[str, Any], where: str | Path) -> None:
+    """Refuse a document that is not what was written."""
+    rest = {key: value for key, value in document.items() if key != DIGEST}
+    try:
+        found = canonical.digest(rest)
+    except (ValueError, RecursionError) as error:  # of which UsageError is a kind
+        raise CorruptionError(f"{where} is damaged: {error}") from None
+    if document.get(DIGEST) != found:
+        raise TamperingError(
+            f"{where} is not what was written: its SHA-256 differs from the one that it states."
+        )
+
+
+class Fields:
+    """The values of a JSON object, each of the type and range that is expected there."""
+
+    def __init__(self, values: Any, where: str) -> None:
+        if not isinstance(values, dict):
+            raise CorruptionError(f"{where} is {_short(values)}, expected a JSON object.")
+        self.values, self.where = values, where
+
+    def take(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+        """A value that fits; otherwise it is said what was expected and found."""
+        if key not in self.values:
+            raise CorruptionError(f"{self.where} is not whole: it has no {key}.")
+        value = self.values[key]
+        if not fits(value):
+            raise CorruptionError(f"{self.where}: {key} is {_short(value)}, expected {expected}.")
+        return value
+
+    def text(self, key: str, most: int = 100_000) -> str:
+        return str(self.take(key, "text", lambda v: isinstance(v, str) and len(v) <= most))
+
+    def flag(self, key: str) -> bool:
+        return bool(self.take(key, "true or false", lambda v: isinstance(v, bool)))
+
+    def whole(self, key: str, low: int = 0, high: int = canonical.LARGEST) -> int:
+        return int(self.take(key, f"a whole number from {low} to {high}", lambda v: whole(v, low, high)))
+
+    def sha256(self, key: str) -> str:
+        return str(self.take(key, "a SHA-256 in hexadecimal", is_sha256))
+
+    def texts(self, key: str, most: int = 10_000) -> list[str]:
+        return list(self.take(key, "a list of text", lambda v: listed(v, str, most)))
+
+    def wholes(self, key: str, most: int) -> list[int]:
+        expected = f"a list of at most {most} whole numbers from 0"
+        return list(self.take(key, expected, lambda v: listed(v, int, most) and all(whole(x) for x in v)))
+
+    def within(self, key: str) -> Fields:
+        """The fields of an object in this one."""
+        return Fields(self.take(key, "a JSON object", lambda v: isinstance(v, dict)), f"{self.where}: {key}")
+
+    def each(self, key: str, most: int = 1_000_000) -> Iterator[Fields]:
+        """The fields of every object in a list."""
+        found = self.take(key, "a list of JSON objects", lambda v: listed(v, dict, most))
+        return (Fields(value, f"{self.where}: {key}[{i}]") for i, value in enumerate(found))
+
+
+def whole(value: Any, low: int = 0, high: int = canonical.LARGEST) -> bool:
+    """Whether a value is an integer of a range; True and 1.0 are not."""
+    return type(value) is int and low <= value <= high
+
+
+def listed(value: Any, kind: type, most: int) -> bool:
+    """Whether a value is a list of one kind, and not too long."""
+    return isinstance(value, list) and len(value) <= most and all(isinstance(v, kind) for v in value)
+
+
+def is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and not set(value) - set("0123456789abcdef")
+
+
+def _short(value: Any) -> str:
+    return shown(repr(value) if not isinstance(value, list | dict) else f"a {type(value).__name__}")

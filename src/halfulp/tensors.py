@@ -1,0 +1,196 @@
+"""safetensors files, streamed: written with a digest, and believed only after every check.
+
+The format is eight bytes of length, a JSON header (name -> dtype, shape, place; ``__metadata__``: text by
+text), and the tensors' bytes one after the other. Read here rather than by its library, because a file that
+came from elsewhere is checked in a certain order: the size of the header against the file, every tensor's
+size and place against its shape and the file, and only then is memory taken, tensor by tensor, while the
+digest runs along.
+
+The digest of a file that stands alone is in its metadata (``halfulp.sha256``): SHA-256 over the canonical
+JSON of the header without it, then over the tensors' bytes. Files in a part of a trace have theirs in the
+part's document instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from halfulp import canonical, files
+from halfulp.documents import Fields, parsed, whole
+from halfulp.errors import CorruptionError, TamperingError, UsageError
+
+DIGEST = "halfulp.sha256"
+METADATA = "__metadata__"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MOST_HEADER = 100_000_000  # as in safetensors' own reader
+MOST_DIMENSIONS = 64
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, in order; a view of it where it lies so on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+def content(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None, *, seal: bool = True
+) -> Iterator[bytes | memoryview]:
+    """The pieces of a file; with ``seal``, its digest is in it. Larger elements first, then by name."""
+    if sys.byteorder != "little":
+        raise UsageError("safetensors files are little-endian; this machine is not.")
+    for name, t in tensors.items():
+        if t.dtype not in NAMES or t.layout != torch.strided or name == METADATA:
+            raise UsageError(f"tensor {name!r} is a {t.layout} of {t.dtype}: safetensors cannot hold it.")
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    at = 0
+    for name in order:
+        t = tensors[name]
+        end = at + t.numel() * t.element_size()
+        header[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [at, end]}
+        at = end
+    if seal:
+        running = hashlib.sha256(canonical.dumps(header))
+        for name in order:
+            running.update(raw(tensors[name]))
+        header[METADATA] = {**header.get(METADATA, {}), DIGEST: running.hexdigest()}
+    text = canonical.dumps(header)
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        yield raw(tensors[name])
+
+
+def read(
+    path: Path, *, sha256: str | None = None, follow: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file; ``sha256``: that of all its bytes, if it is known.
+
+    A digest in the metadata is checked, and taken out; whether there must be one is the format's to say.
+    """
+    with files.opened(path, follow=follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = _exactly(file, min(8, size), path)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(MOST_HEADER, size - 8):
+            raise CorruptionError(f"{path} is not a safetensors file, or cut short: it has {size:,} bytes.")
+        text = _exactly(file, length, path)
+        header = parsed(text, path, "a safetensors file")
+        metadata = _metadata(header, path)
+        stated = metadata.pop(DIGEST, None)
+        whole_file = hashlib.sha256(start + text)
+        sealed = None
+        if stated is not None:
+            told = {k: v for k, v in header.items() if k != METADATA} | (
+                {METADATA: metadata} if metadata else {}
+            )
+            sealed = hashlib.sha256(_canonical(told, path))
+        runs = [h for h in (sealed, whole_file if sha256 is not None else None) if h is not None]
+        tensors = {}
+        for name, dtype, shape in _places(header, size - 8 - length, path):
+            tensors[name] = _tensor(file, dtype, shape, path, [h.update for h in runs])
+    if sha256 is not None and whole_file.hexdigest() != sha256:
+        raise TamperingError(f"{path} is not what was written: its SHA-256 differs from the one recorded.")
+    if sealed is not None and sealed.hexdigest() != stated:
+        raise TamperingError(
+            f"{path} is not what was written: its SHA-256 differs from the one in its header."
+        )
+    for name, t in tensors.items():
+        if t.dtype == torch.bool and bool((t.view(torch.uint8) > 1).any()):
+            raise CorruptionError(f"{path}: {name!r} has a byte that is neither true nor false.")
+    if stated is not None:
+        metadata[DIGEST] = stated
+    return tensors, metadata
+
+
+def _exactly(file: BinaryIO, count: int, path: Path) -> bytes:
+    out = bytearray(count)
+    _fill(file, memoryview(out), path)
+    return bytes(out)
+
+
+def _fill(file: BinaryIO, into: memoryview, path: Path) -> None:
+    while into:
+        got = file.readinto(into)  # type: ignore[attr-defined]  # a raw file has it
+        if not got:
+            raise CorruptionError(f"{path} was cut short while it was read.")
+        into = into[got:]
+
+
+def _canonical(header: Mapping[str, Any], path: Path) -> bytes:
+    try:
+        return canonical.dumps(header)
+    except (UsageError, RecursionError) as error:
+        raise CorruptionError(f"{path} is damaged: {error}") from None
+
+
+def _metadata(header: Mapping[str, Any], path: Path) -> dict[str, str]:
+    found = header.get(METADATA, {})
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise CorruptionError(f"{path} is not a safetensors file: its metadata is not text by text.")
+    return dict(found)
+
+
+def _places(
+    header: Mapping[str, Any], size: int, path: Path
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """The tensors in the order of their bytes, which lie one after the other and fill the file."""
+    found = []
+    for name, value in header.items():
+        if name == METADATA:
+            continue
+        fields = Fields(value, f"{path}: tensor {name!r}")
+        dtype = DTYPES[
+            fields.take("dtype", f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES)
+        ]
+        shape = tuple(fields.wholes("shape", MOST_DIMENSIONS))
+        begin, end = fields.take(
+            "data_offsets", "two places in the file",
+            lambda v: isinstance(v, list) and len(v) == 2 and all(whole(x, 0, size) for x in v),
+        )  # fmt: skip
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise CorruptionError(
+                f"{path}: tensor {name!r} of shape {list(shape)} does not have {end - begin:,} bytes."
+            )
+        found.append((begin, end, name, dtype, shape))
+    at = 0
+    found.sort(key=lambda f: f[:3])
+    for begin, end, name, _, _ in found:
+        if begin != at:
+            raise CorruptionError(f"{path}: tensor {name!r} begins at {begin}, expected {at}.")
+        at = end
+    if at != size:
+        raise CorruptionError(f"{path} is cut short or too long: its tensors take {at:,} of {size:,} bytes.")
+    return [(name, dtype, shape) for _, _, name, dtype, shape in found]
+
+
+def _tensor(
+    file: BinaryIO,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    path: Path,
+    also: list[Callable[[memoryview], object]],
+) -> torch.Tensor:
+    """One tensor, read into memory of its own."""
+    flat = torch.empty(math.prod(shape), dtype=dtype)
+    into = memoryview(flat.view(torch.uint8).numpy().data)
+    _fill(file, into, path)
+    for see in also:
+        see(into)
+    return flat.reshape(shape)

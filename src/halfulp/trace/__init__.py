@@ -1,0 +1,29 @@
+"""A trace on disk: what every grid would do to every step of a run.
+
+A folder, readable at any moment::
+
+    manifest.json                what was recorded: grids, tensors, optimizer, environment; its digest
+    parts/000000/                some steps; the folder appears whole, by a rename
+        grids.parquet            step, tensor, grid -> counts
+        tensors.parquet          step, tensor -> sums, rate
+        run.parquet              step -> loss
+        kept.safetensors         weights before and after every step, if they were kept
+        part.json                which trace and place it belongs to; bytes, rows and SHA-256 of the files
+    state/000000.safetensors     what a resumed recording needs, and the scores, as of the newest part
+    trouble.json                 why the recording stopped before the run, if it did
+    .lock                        held by the process that records, while it does
+
+A crash loses at most the steps of the part that was open. Parts never change, so a trace can be read while it
+is written. Tables open as they are in polars, pandas and DuckDB (``parts/*/grids.parquet``). There is no
+pickle anywhere. :mod:`~halfulp.trace.schema` says what is believed.
+"""
+
+from halfulp.trace.folders import free_folder, newest_folder
+from halfulp.trace.reading import Array, Scope, Trace
+from halfulp.trace.schema import FORMAT, KEPT, MOST_ROWS, STATE, TABLES
+from halfulp.trace.writing import TraceWriter
+
+__all__ = [
+    "FORMAT", "KEPT", "MOST_ROWS", "STATE", "TABLES", "Array", "Scope", "Trace", "TraceWriter", "free_folder",
+    "newest_folder",
+]  # fmt: skip

@@ -1,0 +1,276 @@
+"""What the manifest of a trace and the documents of its parts may say; every reader goes through here.
+
+Format 2 binds a trace together: the manifest has a digest and a random id; a part's document names that id,
+its own number, the digest of the document before it, the grids and tensors it was recorded with, and bytes
+and SHA-256 of each of its files. So a manifest that was edited or replaced, and a part that was edited,
+copied, moved or left out, do not fit. Format 1 has a digest for each file of a part and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfulp import canonical, files
+from halfulp.documents import DIGEST, MOST_BYTES, Fields, check_digest, is_sha256, parsed, whole
+from halfulp.errors import CorruptionError, HalfulpError, TamperingError, VersionError
+from halfulp.grids import grid as named
+
+KIND, PART_KIND, TROUBLE_KIND = "halfulp.trace", "halfulp.part", "halfulp.trouble"
+FORMAT, READ = 2, (1, 2)
+TABLES = ("grids", "tensors", "run")
+KEPT, STATE, DOCUMENT, DIGESTS = "kept.safetensors", "state.safetensors", "part.json", "digests.json"
+MOST_ROWS = 1 << 22
+"""Of one table of a part: some 400 MB when it is read."""
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def read_manifest(file: Path) -> dict[str, Any]:
+    """The manifest of a trace, checked from its digest to its last tensor."""
+    found = parsed(files.read(file, MOST_BYTES), file, "the manifest of a trace")
+    kind, version = found.get("kind"), found.get("format")
+    if kind != KIND:
+        raise CorruptionError(f"{file} is not the manifest of a trace, but of kind {kind!r}.")
+    if not whole(version) or version not in READ:
+        raise VersionError(
+            f"{file} has trace format {version}; this halfulp reads format {' and '.join(map(str, READ))}. "
+            "Use the halfulp that wrote it."
+        )
+    _check_manifest(Fields(found, str(file)))
+    if version == 1 and DIGEST in found:
+        raise TamperingError(f"{file} has a digest, which format 1 does not: its format was changed.")
+    if version == 2:
+        check_digest(found, file)
+    found.pop(DIGEST, None)
+    return found
+
+
+def _check_manifest(found: Fields) -> None:
+    if found.values["format"] == 2:
+        found.text("id", 100)
+    found.text("halfulp")
+    found.whole("every", 1)
+    names = found.texts("grids", 1000)
+    if not names or len(set(names)) != len(names) or not all(_is_grid(name) for name in names):
+        raise CorruptionError(f"{found.where}: grids is {names}, expected names of grids that differ.")
+    options = found.within("options")
+    options.take("sample", "none or a share", lambda v: v is None or (_number(v) and 0 < v <= 1))
+    for flag in ("decay", "never_moved", "expected_never_moved", "keep"):
+        options.flag(flag)
+    options.take(
+        "scores",
+        "none, or a grid, a first and a last step, and the size of a tile",
+        lambda v: v is None or _is_window(v),
+    )
+    options.take("seed", "a whole number", lambda v: type(v) is int or (isinstance(v, str) and len(v) < 100))
+    _check_tensors(found)
+    for optimizer in found.each("optimizers", 10_000):
+        optimizer.text("class")
+        optimizer.within("defaults")
+        if "policies" in optimizer.values:
+            optimizer.texts("policies")
+        if "groups" in optimizer.values:
+            list(optimizer.each("groups"))
+    found.within("environment")
+    found.within("run")
+
+
+def _check_tensors(found: Fields) -> None:
+    seen: set[str] = set()
+    ids: set[int] = set()
+    for tensor in found.each("tensors"):
+        ids.add(tensor.whole("id", 0, len(found.values["tensors"]) - 1))
+        name = tensor.text("name")
+        if name in seen:
+            raise CorruptionError(f"{tensor.where}: the name {name!r} is there twice.")
+        seen.add(name)
+        tensor.text("group")
+        tensor.text("device", 100)
+        numel = tensor.whole("numel")
+        shape = tensor.wholes("shape", 64)
+        if math.prod(shape) != numel:
+            raise CorruptionError(f"{tensor.where}: a tensor of shape {shape} does not have {numel} numbers.")
+        tensor.whole("recorded", min(1, numel), numel)
+        tensor.take("dtype", f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES)
+        tensor.take(
+            "stored", "a dtype or a grid", lambda v: isinstance(v, str) and (v in DTYPES or _is_grid(v))
+        )
+    if len(ids) != len(seen):
+        raise CorruptionError(f"{found.where}: tensors do not have an id each.")
+
+
+def _is_grid(name: str) -> bool:
+    if "(" in name:  # a grid that somebody made, whose name is no recipe
+        return True
+    try:
+        named(name)
+    except HalfulpError:
+        return False
+    return len(name) <= 100
+
+
+def _is_window(value: Any) -> bool:
+    window = isinstance(value, list) and len(value) in (3, 4) and all(whole(v, 1) for v in value[1:])
+    return window and isinstance(value[0], str) and _is_grid(value[0])
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# ---- parts -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a part says of one file; format 1 knows its digest only."""
+
+    sha256: str
+    size: int | None = None
+    rows: int | None = None
+
+    def told(self) -> dict[str, Any]:
+        found = {"bytes": self.size, "sha256": self.sha256, "rows": self.rows}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part by its document."""
+
+    folder: Path
+    number: int
+    files: Mapping[str, Entry]
+    state: Entry | None
+    """Of the file that a resumed recording needs; only the newest part's is there."""
+    state_file: Path
+    digest: str = ""
+    steps: tuple[int, int] | None = None
+    """The first and the last; format 1 does not say."""
+
+
+def inventory_digest(tensors: Sequence[Mapping[str, Any]]) -> str:
+    """What a part is bound to: the tensors as they were listed when it was written."""
+    return canonical.digest(list(tensors))
+
+
+class Parts:
+    """Reads the parts of one trace, one after the other, each bound to the one before."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        self.path, self.manifest = path, manifest
+        self.before: Part | None = None
+        self._inventories: dict[int, str] = {}
+
+    def next(self, folder: Path) -> Part:
+        """The next part, from its folder."""
+        number = 0 if self.before is None else self.before.number + 1
+        before = None if self.before is None else self.before.digest
+        self.before = self._read(folder, {"number": number, "before": before})
+        return self.before
+
+    def alone(self, folder: Path) -> Part:
+        """A part from its folder, whatever is before it."""
+        return self._read(folder, {"number": int(folder.name)})
+
+    def _read(self, folder: Path, place: Mapping[str, Any]) -> Part:
+        first = self.manifest["format"] == 1
+        return self._first(folder, place["number"]) if first else self._second(folder, place)
+
+    def _first(self, folder: Path, number: int) -> Part:
+        file = folder / DIGESTS
+        found = parsed(files.read(file, MOST_BYTES), file, "a list of digests")
+        known = {f"{t}.parquet" for t in TABLES}
+        for name in sorted(known - found.keys()):
+            raise CorruptionError(f"{file} has no digest of {name}.")
+        for name, value in found.items():
+            if name not in known | {KEPT, STATE} or not is_sha256(value):
+                raise CorruptionError(f"{file} is not a list of digests: it has {name!r}.")
+        entries = {name: Entry(sha256=value) for name, value in found.items()}
+        state = entries.pop(STATE, None)
+        return Part(folder=folder, number=number, files=entries, state=state, state_file=folder / STATE)
+
+    def _second(self, folder: Path, place: Mapping[str, Any]) -> Part:
+        file = folder / DOCUMENT
+        document = parsed(files.read(file, MOST_BYTES), file, "the document of a part")
+        found = Fields(document, str(file))
+        found.take("kind", repr(PART_KIND), lambda v: v == PART_KIND)
+        found.whole("format", 2, 2)
+        check_digest(document, file)
+        before = self.before
+        expected_here = {"trace": self.manifest["id"], "grids": self.manifest["grids"], **place}
+        for key, expected in expected_here.items():
+            if found.take(key, "", lambda _: True) != expected:
+                raise TamperingError(
+                    f"{file} does not belong here: its {key} is {document[key]!r}, expected {expected!r}. "
+                    "It is a part of another trace or another place, or the manifest was replaced."
+                )
+        self._check_inventory(found, file)
+        first = found.whole("first_step", 1)
+        last = found.whole("last_step", first)
+        if before is not None and before.steps is not None and first < before.steps[1]:
+            raise TamperingError(f"{file} begins at step {first}, before the end of the part before it.")
+        return Part(
+            folder=folder,
+            number=place["number"],
+            files=_entries(found, len(self.manifest["grids"]), last - first + 1),
+            state=_entry(found.within("state")),
+            state_file=state_file(self.path, place["number"]),
+            digest=found.sha256(DIGEST),
+            steps=(first, last),
+        )
+
+    def _check_inventory(self, found: Fields, file: Path) -> None:
+        count = found.whole("tensors")
+        listed_now = self.manifest["tensors"]
+        if count not in self._inventories and count <= len(listed_now):
+            self._inventories[count] = inventory_digest(listed_now[:count])
+        if self._inventories.get(count) != found.sha256("inventory"):
+            raise TamperingError(
+                f"{file} was recorded with {count} tensors that are not those of the manifest, which has "
+                f"{len(listed_now)}: the manifest was replaced."
+            )
+
+
+def state_file(path: Path, number: int) -> Path:
+    """Where the state of a part is: apart from the parts, because it goes when the next one is there."""
+    return path / "state" / f"{number:06d}.safetensors"
+
+
+def _entry(found: Fields, rows: bool = False) -> Entry:
+    return Entry(
+        sha256=found.sha256("sha256"),
+        size=found.whole("bytes"),
+        rows=found.whole("rows", 0, MOST_ROWS) if rows else None,
+    )
+
+
+def _entries(found: Fields, grids: int, most_steps: int) -> dict[str, Entry]:
+    files = found.within("files")
+    tables = [f"{t}.parquet" for t in TABLES]
+    if not set(tables) <= files.values.keys() <= {*tables, KEPT}:
+        raise CorruptionError(f"{files.where} is of {sorted(files.values)}, expected {', '.join(tables)}.")
+    entries = {name: _entry(files.within(name), rows=name != KEPT) for name in files.values}
+    rows = [entries[name].rows or 0 for name in tables]
+    if rows[0] != rows[1] * grids or not 0 < rows[2] <= min(most_steps, rows[1]):
+        raise CorruptionError(f"{files.where}: rows {rows} do not fit {grids} grids and {most_steps} steps.")
+    return entries
+
+
+def listed_parts(path: Path) -> list[Path]:
+    """The folders of parts, which must be numbered without a gap; what begins with a dot is not there yet."""
+    parts = path / "parts"
+    try:
+        names = [e.name for e in parts.iterdir() if not e.name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError):
+        raise CorruptionError(f"{parts} is missing: expected a folder with the parts of the trace.") from None
+    except OSError as error:
+        raise files.refused_reading(parts, error) from error
+    names.sort(key=lambda name: (len(name), name))
+    for i, name in enumerate(names):
+        if name != f"{i:06d}":
+            raise TamperingError(f"{path}: part {i:06d} is missing; the next one found is {name}.")
+    return [parts / name for name in names]

@@ -1,0 +1,312 @@
+"""Writing a trace: one process at a time, part after part, each of which appears whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import secrets
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+
+from halfulp import canonical, documents, files, tensors
+from halfulp.errors import DiskError, HalfulpError, UsageError
+from halfulp.trace.reading import Trace
+from halfulp.trace.schema import (
+    DOCUMENT,
+    FORMAT,
+    KEPT,
+    MOST_ROWS,
+    PART_KIND,
+    STATE,
+    TABLES,
+    TROUBLE_KIND,
+    Entry,
+    inventory_digest,
+    state_file,
+)
+
+LOCK, MANIFEST, TROUBLE = ".lock", "manifest.json", "trouble.json"
+UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""What file systems without locks say."""
+
+
+class TraceWriter:
+    """Appends parts to a trace folder, which it holds until it is closed."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any], *, resume: bool = False) -> None:
+        self.path = path
+        self.last_step, self.count = 0, 0
+        self._before: str | None = None
+        _check_free(path, resume)
+        self._lock = _held(path)
+        try:
+            _check_free(path, resume)  # it may have been taken meanwhile
+            if (path / MANIFEST).exists():
+                self._take_up(manifest)
+            else:
+                self.manifest = {**manifest, "format": FORMAT, "id": secrets.token_hex(16)}
+                self.manifest.pop(documents.DIGEST, None)
+                files.make_folder(path / "parts")
+                self.write_manifest()
+            self._clear()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_up(self, wanted: Mapping[str, Any]) -> None:
+        found = Trace.open(self.path)
+        _check_same(self.path, found.manifest, wanted)
+        if found.manifest["format"] == 1:
+            found = upgraded(found)
+        self.manifest = found.manifest
+        self.last_step, self.count = found.last_step, len(found.parts)
+        self._before = found.documents[-1].digest if found.documents else None
+
+    def _clear(self) -> None:
+        """Remove what a crash left: files aside, states that no part names, and a note of old trouble."""
+        for folder in (self.path, self.path / "parts", self.path / "state"):
+            for stale in (*folder.glob(f"{files.PART}*"), *folder.glob(".manifest.json.*")):
+                files.remove_any(stale)
+        for stale in (self.path / "parts").glob(".[0-9]*"):
+            files.remove_any(stale)
+        for stale in (self.path / "state").glob("*.safetensors"):
+            if stale != state_file(self.path, self.count - 1):
+                files.remove(stale)
+        files.remove(self.path / TROUBLE)
+
+    def write_manifest(self) -> None:
+        files.put(self.path / MANIFEST, documents.sealed(self.manifest))
+
+    def commit(
+        self,
+        tables: dict[str, pl.DataFrame],
+        state: dict[str, torch.Tensor],
+        kept: dict[str, torch.Tensor] | None = None,
+        *,
+        last_step: int,
+    ) -> None:
+        """Make the steps since the last part durable."""
+        for name, frame in tables.items():
+            if len(frame) > MOST_ROWS:
+                raise UsageError(
+                    f"a part of a trace has at most {MOST_ROWS:,} rows a table; {name} has {len(frame):,}."
+                )
+        place = state_file(self.path, self.count)
+        followed = _Measured(tensors.content(state, seal=False))
+        try:
+            files.put(place, followed)
+            self._put(self.count, _contents(tables, kept), tables, followed.entry())
+        finally:
+            if self._part(self.count).is_dir():  # it is there, though perhaps not yet on the disk
+                self.count += 1
+                self.last_step = last_step
+            else:
+                with contextlib.suppress(OSError):
+                    place.unlink(missing_ok=True)
+        if self.count > 1:  # only the newest state can be resumed from
+            files.remove(state_file(self.path, self.count - 2))
+
+    def _put(
+        self, number: int, contents: dict[str, _Measured], tables: Mapping[str, pl.DataFrame], state: Entry
+    ) -> None:
+        def document() -> Iterator[bytes]:  # drawn last, when the others are written and measured
+            entries = {
+                name: found.entry(len(tables[name.removesuffix(".parquet")]) if name != KEPT else None)
+                for name, found in contents.items()
+            }
+            told = part_document(
+                self.manifest,
+                number,
+                self._before,
+                _ends(tables["run"]),
+                entries,
+                state,
+            )
+            sealed.append(canonical.digest(told))
+            yield documents.sealed(told)
+
+        sealed: list[str] = []
+        files.put_folder(self._part(number), {**contents, DOCUMENT: document()})
+        self._before = sealed[0]
+
+    def _part(self, number: int) -> Path:
+        return self.path / "parts" / f"{number:06d}"
+
+    def discard_if_empty(self) -> bool:
+        """Leave nothing behind if no part was committed."""
+        if self.count == 0:
+            with contextlib.suppress(OSError):  # somebody put something there, or it cannot be changed
+                (self.path / MANIFEST).unlink(missing_ok=True)
+                (self.path / LOCK).unlink(missing_ok=True)
+                for folder in (self.path / "parts", self.path / "state", self.path):
+                    with contextlib.suppress(FileNotFoundError):
+                        folder.rmdir()
+        return self.count == 0
+
+    def load_state(self) -> dict[str, torch.Tensor]:
+        """The state of the newest part."""
+        return Trace.open(self.path, verify=False).state()
+
+    def note_trouble(self, what: str) -> None:
+        """Leave a note of why the recording stopped, if the disk still takes one."""
+        told = {"kind": TROUBLE_KIND, "format": FORMAT, "what": what, "last_step": self.last_step}
+        with contextlib.suppress(HalfulpError):
+            files.put(self.path / TROUBLE, documents.sealed(told))
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            self._lock.release(remove=True)
+
+
+class _Measured:
+    """Pieces of a file, whose bytes and digest are known when they have been drawn."""
+
+    def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
+        self._pieces, self._size, self._digest = pieces, 0, hashlib.sha256()
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for piece in self._pieces:
+            self._size += memoryview(piece).nbytes
+            self._digest.update(piece)
+            yield piece
+
+    def entry(self, rows: int | None = None) -> Entry:
+        return Entry(sha256=self._digest.hexdigest(), size=self._size, rows=rows)
+
+
+def _contents(
+    tables: Mapping[str, pl.DataFrame], kept: Mapping[str, torch.Tensor] | None
+) -> dict[str, _Measured]:
+    def parquet(frame: pl.DataFrame) -> Iterator[memoryview]:
+        into = BytesIO()
+        frame.write_parquet(into, compression="zstd")
+        yield into.getbuffer()
+
+    made = {f"{name}.parquet": _Measured(parquet(tables[name])) for name in TABLES}
+    if kept:
+        made[KEPT] = _Measured(tensors.content(kept, seal=False))
+    return made
+
+
+def part_document(
+    manifest: Mapping[str, Any],
+    number: int,
+    before: str | None,
+    steps: tuple[int, int],
+    entries: Mapping[str, Entry],
+    state: Entry,
+) -> dict[str, Any]:
+    """What a part says of itself, before its digest; :class:`halfulp.trace.schema.Parts` reads it."""
+    return {
+        "kind": PART_KIND,
+        "format": FORMAT,
+        "trace": manifest["id"],
+        "number": number,
+        "before": before,
+        "grids": manifest["grids"],
+        "tensors": len(manifest["tensors"]),
+        "inventory": inventory_digest(manifest["tensors"]),
+        "first_step": steps[0],
+        "last_step": steps[1],
+        "files": {name: entry.told() for name, entry in entries.items()},
+        "state": state.told(),
+    }
+
+
+def _ends(run: pl.DataFrame) -> tuple[int, int]:
+    """The first and the last step of a part."""
+    return int(run["step"][0]), int(run["step"][-1])
+
+
+def upgraded(trace: Trace) -> Trace:
+    """A trace of format 1 as one of format 2, in place, so that a recording can go on with it.
+
+    The manifest is replaced last: until then it is the trace of format 1 that it was.
+    """
+    manifest = {**trace.manifest, "format": FORMAT, "id": secrets.token_hex(16)}
+    before = None
+    for part in trace.documents:
+        counted = {
+            name: pl.read_parquet(part.folder / f"{name}.parquet", columns=["step"]) for name in TABLES
+        }
+        entries = {
+            name: Entry(
+                sha256=entry.sha256,
+                size=(part.folder / name).stat().st_size,
+                rows=len(counted[name.removesuffix(".parquet")]) if name != KEPT else None,
+            )
+            for name, entry in part.files.items()
+        }
+        state = Entry(sha256="0" * 64, size=0)  # only the newest part has one
+        if part is trace.documents[-1]:
+            content = files.read(part.state_file)
+            state = Entry(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+            files.put(state_file(trace.path, part.number), content)
+        told = part_document(
+            manifest,
+            part.number,
+            before,
+            _ends(counted["run"]),
+            entries,
+            state,
+        )
+        files.put(part.folder / DOCUMENT, documents.sealed(told))
+        before = canonical.digest(told)
+    files.put(trace.path / MANIFEST, documents.sealed(manifest))
+    if trace.documents:
+        files.remove(trace.documents[-1].folder / STATE)
+    return Trace.open(trace.path)
+
+
+def _held(path: Path) -> files.Lock | None:
+    """The lock of a trace folder; none where the system has no locks."""
+    if not files.CAN_LOCK:
+        return None
+    try:
+        return files.hold(path / LOCK, path)
+    except DiskError as error:
+        if getattr(error.__cause__, "errno", None) not in UNLOCKABLE:
+            raise
+        print(f"halfulp: {path} is on a file system without locks: record into it once at a time.",
+              file=sys.stderr)  # fmt: skip
+        return None
+
+
+def _check_free(path: Path, resume: bool) -> None:
+    """Refuse a folder that holds something else, before anything in it is touched."""
+    try:
+        if (path / MANIFEST).exists():
+            if not resume:
+                raise UsageError(
+                    f"{path} holds a trace already. Choose another folder, remove it, or resume it "
+                    "(resume=True)."
+                )
+        elif path.exists() and not _begun(path):
+            raise UsageError(f"{path} is not an empty folder and holds no trace. Choose another folder.")
+    except OSError as error:
+        raise files.refused_reading(path, error) from error
+
+
+def _begun(path: Path) -> bool:
+    """Whether a folder is empty, or holds no more than what a recording that was killed at once left."""
+    if not path.is_dir() or any((path / "parts").glob("[!.]*")):
+        return False
+    ours = ("parts", "state", LOCK)
+    return all(p.name in ours or p.name.startswith((files.PART, ".manifest.json.")) for p in path.iterdir())
+
+
+def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse to go on with other settings than those a trace was begun with."""
+    pairs = [(key, found[key], wanted[key]) for key in ("grids", "every")]
+    pairs += [(key, found["options"].get(key), value) for key, value in wanted["options"].items()]
+    for key, old, new in pairs:
+        if old != new:
+            raise UsageError(f"cannot resume {path}: it was recorded with {key}={old!r}, not {new!r}.")

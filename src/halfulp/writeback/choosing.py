@@ -1,0 +1,154 @@
+"""Which parameters a write-back manages, by which rules, and where each is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from halfulp.errors import HalfulpError, UsageError
+from halfulp.grids import Grid, container
+from halfulp.grids import grid as named
+from halfulp.writeback.policies import Policy, TileMaster, policy
+from halfulp.writeback.sharding import is_sharded, shard_offset, unsupported_moving
+from halfulp.writeback.slot import Slot
+from halfulp.writeback.standin import NARROW
+
+Storage = Literal["container", "native", "packed"]
+Select = Callable[[str, torch.Tensor], bool] | Iterable[str] | None
+
+
+@dataclass(kw_only=True)
+class Chooser:
+    """The arguments of a write-back that say which and how."""
+
+    optimizer: torch.optim.Optimizer
+    grid: str | Grid | torch.dtype
+    policy: str | Policy
+    model: torch.nn.Module | None
+    select: Select
+    storage: Storage | None
+    draws_projection: bool
+    keep_scratch: bool | None
+
+    def plan(
+        self,
+        groups: list[dict[str, Any]],
+        first: int = 0,
+        wanted: Callable[[str, torch.nn.Parameter], bool] | None = None,
+    ) -> list[Slot]:
+        """Which parameters of these groups to manage and how; changes nothing."""
+        wanted = wanted or self.wanted
+        from_model = {}
+        if self.model is not None:  # torch.compile puts a part of its own into names
+            from_model = {p: n.replace("_orig_mod.", "") for n, p in self.model.named_parameters()}
+        planned = []
+        for i, group in enumerate(groups, start=first):
+            if group.get("differentiable"):
+                raise UsageError("differentiable=True is not supported: a write-back has no gradient.")
+            names = group.get("param_names", [])
+            chosen_grid = named(group.get("grid", self.grid))
+            chosen = policy(group.get("policy", self.policy))
+            for j, p in enumerate(group["params"]):
+                name = from_model.get(p) or (names[j] if names else f"{i}.{j}")
+                if not wanted(name, p):
+                    continue
+                if (chosen.stochastic or self.draws_projection) and p not in from_model and not names:
+                    what = f"policy {chosen.name!r}" if chosen.stochastic else "project='stochastic'"
+                    raise UsageError(
+                        f"{what} draws random bits by parameter name: pass model=, or make the optimizer "
+                        "from model.named_parameters()."
+                    )
+                chosen.check(chosen_grid, self.optimizer, group)
+                planned.append(self._slot(name, p, chosen_grid, chosen, (i, j)))
+        return planned
+
+    def wanted(self, name: str, p: torch.Tensor) -> bool:
+        if callable(self.select):
+            return bool(self.select(name, p))
+        if self.select is not None:
+            self.select = list(self.select)
+            return name in self.select
+        return p.requires_grad and p.dim() >= 2
+
+    def check(self, planned: list[Slot]) -> None:
+        """Refuse a choice that names what is not there, or nothing."""
+        if isinstance(self.select, list):
+            missing = sorted(set(self.select) - {s.name for s in planned})
+            if missing:
+                raise UsageError(f"params names {missing}, which the optimizer does not have.")
+        if not planned:
+            raise UsageError(
+                "no parameter to write back: none of the optimizer's is trainable with two or more "
+                "dimensions. Choose with params=lambda name, p: ..."
+            )
+
+    def _slot(
+        self, name: str, p: torch.nn.Parameter, g: Grid, chosen: Policy, place: tuple[int, int]
+    ) -> Slot:
+        try:
+            container(p.dtype)
+            storage = self.storage or ("native" if p.dtype in NARROW else "container")
+            self._check_type(p, chosen, storage)
+            resolved = g.within(p.dtype)
+            shard_offset(p)  # refuses shards that no stream can follow
+            unsupported_moving(p, resolved)
+            if p.dtype in NARROW and storage != "container" and not _fits_any_step(resolved, p.dtype):
+                raise UsageError(
+                    f"{p.dtype} cannot hold the values of grid {g.name}, whose steps come from float32: use "
+                    "float32 parameters."
+                )
+            if is_sharded(p) and storage == "packed":
+                raise UsageError(
+                    "storage='packed' is for whole tensors; this one is sharded. Leave storage= out: "
+                    "float32 shards then hold grid values, bfloat16 shards are stepped in float32."
+                )
+            if is_sharded(p) and isinstance(chosen, TileMaster):
+                raise UsageError(
+                    f"policy {chosen.name!r} is for whole tensors; this one is sharded. Use 'master' or "
+                    "hu.Kahan(torch.bfloat16), which shards take."
+                )
+            if resolved.bits > 16 and storage == "packed":
+                raise UsageError(f"grid {g.name} has {resolved.bits} bits: nothing to pack.")
+        except HalfulpError as error:
+            raise type(error)(f"parameter {name!r}: {error}") from None
+        keep = storage == "container" if self.keep_scratch is None else self.keep_scratch
+        return Slot(
+            name, p, g if storage == "container" else resolved, chosen, place,
+            storage=storage, keep_scratch=keep,
+        )  # fmt: skip
+
+    def _check_type(self, p: torch.nn.Parameter, chosen: Policy, storage: str) -> None:
+        """Refuse a storage that this parameter's type does not have, or that would undo the policy."""
+        searching = isinstance(self.optimizer, torch.optim.LBFGS)
+        if searching and storage != "container":
+            why = "" if self.storage else f", and {p.dtype} needs storage={storage!r}"
+            raise UsageError(
+                f"LBFGS evaluates the model while it moves the weights, which storage={storage!r} hides "
+                f"from it{why}: use float32 parameters with storage='container'."
+            )
+        if storage == "native" and p.dtype not in NARROW:
+            raise UsageError(
+                f"storage='native' takes bfloat16 or float16 parameters, not {p.dtype}. Leave storage= out: "
+                "each parameter is then stored by its own type."
+            )
+        if p.dtype in NARROW and storage == "container" and chosen.precise:
+            raise UsageError(
+                f"policy {chosen.name!r} needs the optimizer to work in float32, but this parameter is "
+                f"{p.dtype}, to which the optimizer rounds before the policy sees anything: leave storage= "
+                "out, or use storage='native'. Only 'rne' takes storage='container' here."
+            )
+
+
+def _fits_any_step(grid: Grid, dtype: torch.dtype) -> bool:
+    """Whether a narrow dtype holds a grid's values under whatever step float32 gives it."""
+    return grid.scaling is None or (grid.scaling.rule in ("mx", "nv") and dtype == torch.bfloat16)
+
+
+def unwrapped(model: torch.nn.Module | None) -> torch.nn.Module | None:
+    """The module inside data-parallel wrappers, so that names and streams are the same without them."""
+    while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        model = model.module
+    return model

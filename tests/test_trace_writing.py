@@ -1,0 +1,254 @@
+"""Writing a trace: one process at a time, readable meanwhile, and never in the way of the training."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp import files, tensors
+from halfulp.audit.script import run_script
+from halfulp.errors import DiskError
+from halfulp.trace import Trace
+
+HOLDER = """
+import sys, time, torch
+import halfulp as hu
+from test_trace_writing import run
+run(sys.argv[1], int(sys.argv[2]), pause=float(sys.argv[3]), part_steps=1, resume=True)
+"""
+
+
+def run(
+    out: Any, steps: int = 6, *, pause: float = 0.0, audited: bool = True, **options: Any
+) -> tuple[Any, Any]:
+    """A small training under an audit; the audit and the weights at the end."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    settings: dict[str, Any] = {"part_steps": 2, "scores": ("bf16", 1, 10**6), **options}
+    audit = hu.Audit(optimizer, ["bf16"], model=model, out=out, **settings) if audited else None
+    if audit is not None:
+        audit.start()
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((2, 6), 0.1 * step)).square().mean().backward()
+        optimizer.step()
+        if pause:
+            print(step, flush=True)
+            time.sleep(pause)
+    if audit is not None:
+        audit.stop()
+    return audit, [p.detach().clone() for p in model.parameters()]
+
+
+def in_another_process(folder: Path, steps: int, pause: float) -> subprocess.Popen[str]:
+    place = os.pathsep.join([str(Path(hu.__file__).parent.parent), str(Path(__file__).parent)])
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder), str(steps), str(pause)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": place},
+    )  # fmt: skip
+
+
+# ---- one writer, any readers -------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not files.CAN_LOCK, reason="needs flock")
+def test_one_writer_and_any_readers(tmp_path: Path) -> None:
+    """A trace is whole whenever it is read; a second writer is told who writes; a kill frees the folder."""
+    folder = tmp_path / "trace"
+    with in_another_process(folder, 10**6, 0.003) as writer:
+        assert writer.stdout is not None
+        for _ in range(3):
+            writer.stdout.readline()
+        before = sorted(p.name for p in folder.iterdir())
+        with pytest.raises(hu.UsageError, match=f"trace is in use by process {writer.pid}"):
+            run(folder, resume=True)
+        assert sorted(p.name for p in folder.iterdir()) == before
+        lengths = []
+        for _ in range(60):
+            trace = Trace.open(folder)
+            lengths.append(len(trace.frozen("bf16")))
+            assert len(trace.scores()) == 2
+        assert lengths == sorted(lengths)
+        assert lengths[-1] > lengths[0] + 20  # there was somebody writing
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+    last = Trace.open(folder).last_step
+    run(folder, last + 3, resume=True)
+    assert Trace.open(folder).last_step == last + 3
+    assert not (folder / ".lock").exists()
+
+
+@pytest.mark.skipif(not files.CAN_LOCK, reason="needs flock")
+def test_two_audits_of_one_process(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    first = hu.Audit(optimizer, "bf16", out=tmp_path / "trace")
+    first.start()
+    with pytest.raises(hu.UsageError, match=f"trace is in use by process {os.getpid()}"):
+        run(tmp_path / "trace", resume=True)
+    first.stop()
+    assert first.discard_if_empty()
+    run(tmp_path / "trace")
+
+
+@pytest.mark.skipif(not files.CAN_LOCK or not hasattr(os, "fork"), reason="needs flock and fork")
+def test_a_fork_does_not_hold_a_lock(tmp_path: Path) -> None:
+    """A worker that outlives its parent must not keep the folder."""
+    held = files.hold(tmp_path / "lock", tmp_path)
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    assert files.holder(tmp_path / "lock") == str(os.getpid())
+    held.release()
+    assert files.holder(tmp_path / "lock") is None  # although the child still lives
+    os.write(go[1], b"x")
+    os.waitpid(child, 0)
+    for end in (*ready, *go):
+        os.close(end)
+
+
+# ---- a disk that does not take it --------------------------------------------------------------------
+
+
+class Full:
+    """A disk that refuses its operations from some number on: one of them, or all that follow."""
+
+    def __init__(self, first: int, count: int, code: int) -> None:
+        self.first, self.last, self.code, self.seen = first, first + count, code, 0
+
+    def __call__(self, operation: str, path: Path) -> None:
+        self.seen += 1
+        if self.first <= self.seen < self.last and operation != "unlink":
+            raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize("count", [1, 10**9])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, count: int
+) -> None:
+    """Whichever operation the disk refuses: the weights are those of a run without an audit, and the trace is
+    whole as far as it goes, says why it ends, and has nothing half written beside it."""
+    _, expected = run(None, audited=False)
+    whole = run(tmp_path / "whole")[0]
+    assert whole.trouble is None
+    assert Trace.open(tmp_path / "whole").trouble is None
+    stepped_aside = 0
+    for k in range(1, 1000):
+        folder, disk = tmp_path / f"{k}", Full(k, count, code)
+        monkeypatch.setattr(files, "hook", disk)
+        try:
+            audit, weights = run(folder)
+        except DiskError:  # before the first step
+            assert not stepped_aside
+            continue
+        finally:
+            monkeypatch.setattr(files, "hook", lambda *_: None)
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+        said = capsys.readouterr().err
+        if audit.trouble is None:
+            if disk.seen < k:
+                break
+            continue  # the refused one was a removal, which is let pass
+        stepped_aside += 1
+        assert said == f"halfulp: {audit.trouble}\n"
+        assert (not audit._rows, not audit._kept) == (True, True)
+        trace = Trace.open(folder)
+        assert trace.last_step in (0, 2, 4, 6)
+        assert f"It ends at step {trace.last_step};" in audit.trouble
+        assert trace.trouble == (audit.trouble if count == 1 else None)
+        assert not list(folder.rglob(".*"))
+        assert not audit.discard_if_empty()
+        run(folder, resume=True)
+        assert Trace.open(folder).steps.tolist() == list(range(1, 7))
+        assert Trace.open(folder).trouble is None
+    assert stepped_aside > 10
+
+
+def test_a_script_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs to its end with its own exit code; with no part at all, too."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\np = torch.nn.Parameter(torch.ones(3))\no = torch.optim.SGD([p], lr=0.1)\n"
+        "for _ in range(4):\n    p.sum().backward(); o.step()\nprint('done')\nraise SystemExit(5)\n"
+    )
+    disk = Full(10**9, 10**9, errno.ENOSPC)
+    monkeypatch.setattr(files, "hook", disk)
+    audit = hu.Audit(None, ["bf16"], out=tmp_path / "trace")
+    start = audit.start
+
+    def started() -> None:
+        start()
+        disk.first = disk.seen + 1  # full from the first step on
+
+    monkeypatch.setattr(audit, "start", started)
+    assert run_script(script, [], audit) == 5
+    out, err = capsys.readouterr()
+    assert out == "done\n"
+    assert err.count("halfulp:") == 1
+    assert "the disk is full" in err
+    assert audit.step == 4
+    assert Trace.open(tmp_path / "trace").parts == ()
+
+
+def test_listeners_still_hear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is kept for the disk does not grow."""
+    heard: list[int] = []
+    disk = Full(10**9, 10**9, errno.ENOSPC)
+    monkeypatch.setattr(files, "hook", disk)
+
+    def listen(summary: dict[str, Any]) -> None:
+        heard.append(summary["step"])
+        disk.first = min(disk.first, disk.seen + 1)
+
+    audit, _ = run(tmp_path / "trace", 9, listeners=[listen], keep=True)
+    assert audit.trouble is not None
+    assert heard == list(range(1, 10))
+    assert audit._kept == {}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda f: files.put(f, b"content"),
+        lambda f: files.put_folder(f, {"a": b"1", "b": b"2"}),
+        lambda f: hu.Mask(
+            tiles={"w": torch.ones(1, dtype=torch.bool)}, sizes={"w": 3}, score="P", budget=12
+        ).save(f),
+        lambda f: files.put(f, tensors.content({"w": torch.ones(3)})),
+    ],
+)
+def test_nothing_is_left_beside_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
+) -> None:
+    """Whichever operation is refused: an error of ours, and the folder as it was, or with the whole file."""
+    for k in range(1, 100):
+        disk = Full(k, 10**9, errno.ENOSPC)
+        monkeypatch.setattr(files, "hook", disk)
+        try:
+            write(tmp_path / f"{k}")
+        except DiskError:
+            pass
+        else:
+            assert (tmp_path / f"{k}").exists()
+            break
+    assert k > 2
+    assert not list(tmp_path.glob(".*"))
