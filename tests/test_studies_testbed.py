@@ -144,7 +144,7 @@ def test_facts_that_cannot_be_met_together_are_named() -> None:
         "whole": {"rank1": {**best, "candidate": "x"}, "former": {**other, "candidate": "former"}},
     }
     assert testbed.choice(records)[0] == "x"
-    assert testbed.conflicts(records).rows == [("rho", "former whole", "stable, half-at-0.8")]
+    assert testbed.conflicts(records).rows == [("rho", "former", "stable, half-at-0.8", "none", "-")]
 
 
 def test_the_side_of_the_error_is_part_of_the_choice() -> None:

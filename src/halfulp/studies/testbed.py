@@ -200,8 +200,12 @@ def lead(records: Records) -> Values:
 # ---- reports --------------------------------------------------------------------------------------------
 
 
+def _holds(count: Count) -> bool:
+    return count[0] == count[1]
+
+
 def _shown(count: Count) -> str:
-    return "yes" if count[0] == count[1] else "{}/{}".format(*count)
+    return "yes" if _holds(count) else "{}/{}".format(*count)
 
 
 def facts_table(records: Records) -> Table:
@@ -253,7 +257,7 @@ def before_after(records: Records) -> Table:
     ]
     totals = [f"{sum(a == b for a, b in counts.values())} of {len(counts)}" for counts in each]
     return Table(
-        columns=("printed about references", "where", "before", f"after ({new['candidate']})"),
+        columns=("printed about references", "where", "former choice", f"chosen ({new['candidate']})"),
         rows=[*rows, ("facts met", "", *totals)],
         caption="On every reference of the studies; cells as printed of all cells where not all are.",
     )
@@ -266,20 +270,21 @@ def conflicts(records: Records) -> Table:
     missed = [name for name, (a, b) in met(chosen, best_side(chosen)).items() if a < b]
     rows: list[Sequence[str | float | None]] = []
     for fact in missed:
-        meeting = []
-        for name, record in _each(records):
-            counts = met(record, best_side(record))
-            if fact in counts and counts[fact][0] == counts[fact][1]:
-                meeting.append((name, {other for other, (a, b) in counts.items() if a < b}))
-        common = set.intersection(*(failed for _, failed in meeting)) if meeting else set()
-        instead = ", ".join(f.name for f in FACTS if f.name in common) or "nothing in common"
-        names = ", ".join(name for name, _ in meeting) or "none"
-        rows.append((fact, names, instead if meeting else "-"))
+        shown: list[str] = []
+        for stage in ("whole", "screen"):
+            counts = {r["candidate"]: met(r, best_side(r)) for r in records[stage].values()}
+            meeting = {name: each for name, each in counts.items() if fact in each and _holds(each[fact])}
+            failed = [{other for other in each if not _holds(each[other])} for each in meeting.values()]
+            common = set.intersection(*failed) if failed else set()
+            instead = ", ".join(f.name for f in FACTS if f.name in common)
+            shown += [", ".join(meeting) or "none", instead or "-"]
+        rows.append((fact, *shown))
     return Table(
-        columns=("fact that the chosen testbed misses", "met by", "and all of those miss"),
-        rows=rows or [("none", "-", "-")],
-        caption="What could not be met together. Candidates on references of the screen, and on all.",
-    )
+        columns=("fact that the chosen testbed misses", "met on all references by", "and all of those miss",
+                 "met on the references of the screen by", "and all of those miss there"),
+        rows=rows or [("none", *["-"] * 4)],
+        caption="What could not be met together.",
+    )  # fmt: skip
 
 
 # ---- the study ------------------------------------------------------------------------------------------
