@@ -13,7 +13,7 @@ import pytest
 import torch
 from oracle import assert_same
 from safetensors.torch import save_file
-from writeback_models import Tied, adamw, masks, train, values, written_back
+from writeback_models import Tied, adamw, masks, train, unsealed, values, written_back
 
 import halfulp as hu
 from halfulp.writeback import load, save
@@ -467,7 +467,7 @@ def test_packed_codes_that_are_none() -> None:
     """float8_e4m3fn has no infinity: 0x7f is no code of it."""
     model = Tied()
     opt = written_back(model, storage="packed")
-    state = copy.deepcopy(opt.state_dict())
+    state = unsealed(opt.state_dict())
     state["state"][1]["halfulp.codes"][7] = 0x7F
     before = everything(model, opt)
     with pytest.raises(hu.CorruptionError, match=r"'up.weight': not codes of grid"):

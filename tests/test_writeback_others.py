@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_same
-from writeback_models import TWO_DIMENSIONAL, Tied, adamw, loss_of, masks, train, values
+from writeback_models import TWO_DIMENSIONAL, Tied, adamw, loss_of, masks, train, unsealed, values
 
 import halfulp as hu
 
@@ -321,7 +321,7 @@ def test_a_state_that_was_saved_for_evaluation(stored: str) -> None:
     resumed.load_state_dict(state)
     for name, value in again.state_dict().items():
         assert_same(value, weights[name], name)
-    damaged = copy.deepcopy(state)
+    damaged = unsealed(state)
     damaged["state"][0].pop("halfulp.resting")
     with pytest.raises(hu.CorruptionError, match=r"'embedding.weight'.*does not round to the stored weight"):
         resumed.load_state_dict(damaged)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -92,3 +94,11 @@ def masks(model: torch.nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters."""
     return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def unsealed(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a state without its digest, as shards have it: then what is wrong must be seen in values."""
+    made = copy.deepcopy(state)
+    line = json.loads(made["param_groups"][0]["halfulp"])
+    made["param_groups"][0]["halfulp"] = json.dumps({**line, "sha256": None})
+    return made

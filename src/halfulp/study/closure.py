@@ -6,7 +6,8 @@ import as well; ``import halfulp``, or a name that ``__init__`` defines, does. I
 are left out.
 
 Of the engine, every study depends on the modules that make a record and turn records into a label
-(`ENGINE`), and on no others: the registry grows, reports change, and neither is a study's business. A
+(`ENGINE`), and on no others: the registry grows, reports and figures change their looks, and neither is a
+study's business. A
 module's data (a table beside it in its package) goes with the package's ``__init__``.
 """
 
@@ -24,6 +25,11 @@ ENGINE = tuple(
     for name in ("declaration", "evidence", "outcomes", "protocol", "result", "running", "verdict")
 )
 
+IMPLIED = {"halfulp.grids": ("halfulp.kernels", "halfulp.events")}
+"""What puts itself behind a module's methods without being imported by it (``grids.OPERATIONS``)."""
+LOOKS = ("halfulp.drawing", "halfulp.report")
+"""How numbers are shown: no number depends on it."""
+
 
 def closure(content: bytes | None, module: str) -> set[Path]:
     """The files behind a study: from the bytes of its own file, or the module of this package."""
@@ -32,9 +38,11 @@ def closure(content: bytes | None, module: str) -> set[Path]:
     while waiting:
         name = waiting.pop()
         path = _file(name)
-        if path is None or name in found or (f"{name}.".startswith("halfulp.study.") and name not in ENGINE):
+        engine = f"{name}.".startswith("halfulp.study.") and name not in ENGINE
+        if path is None or name in found or engine or name.startswith(LOOKS):
             continue
         found[name] = path
+        waiting += IMPLIED.get(name, ())
         if name not in ENGINE:
             waiting += _imports(path, name if path.name == "__init__.py" else name.rpartition(".")[0])
     tables = {
