@@ -206,6 +206,7 @@ class Audit:
         self.never_moved, self.expected = options["never_moved"], options["expected_never_moved"]
         missing = -(-self._skip_until // self.every) * self.every + 1
         if missing <= self.step:
+            writer.close()  # this audit will not write: another may
             raise UsageError(
                 f"{self.out or 'this memory'} ends at step {self._skip_until}, but this run goes on after "
                 f"step {self.step}: step {missing} would be missing. Resume from an earlier checkpoint."
