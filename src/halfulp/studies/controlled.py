@@ -54,7 +54,8 @@ Each row sets a number that the paper prints beside the number that our records 
 `char-gpt` is the paper's configuration, with our own initial weights and order of data. The others are not:
 where the paper trains GPT-2 124M for 10,000 updates (`matched-10k`) and a decoder of 162 million weights for
 1,000 (`prospective-modern`) on OpenWebText, ours are the scales `small`, decoders of 1.3 and 1.8 million
-weights for 1,000 and 200 updates on novels in 4096 pieces. The structure is the same, the numbers need not be.
+weights for 1,000 and 200 updates on novels in 4096 pieces. The structure is the same, the numbers need not
+be.
 
 This page is made by `python -m halfulp.studies.controlled` from the folders in `studies/`."""
 
