@@ -703,7 +703,7 @@ def test_odd_budgets(halfulp: Halfulp) -> None:
         assert code == 2, odd
         assert "Traceback" not in err
         assert "--budget takes a share such as 10%" in err, odd
-    for budget in ("50%", "2.5%", "400"):
+    for budget in ("50%", "32.5%", "400"):
         assert halfulp("allocate", "runs/train", f"--budget={budget}")[0] == 0
 
 
