@@ -169,6 +169,8 @@ def _options(name: str, constants: dict[str, Any]) -> dict[str, Any]:
     """How a kernel is launched: with more warps for larger tiles, so that values stay in registers."""
     rows = constants.get("K", 0) * constants.get("MANY", 0)
     more = max(min(rows // 256, 4), 1)  # with still more warps, each has too few registers
+    if constants.get("MANY", 1) > 1 and constants.get("STEPS"):  # several small tiles, each with its steps
+        more *= 2
     return OPTIONS[name] | {"num_warps": OPTIONS[name]["num_warps"] * more}
 
 
