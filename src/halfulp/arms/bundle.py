@@ -213,6 +213,10 @@ class Bundle:
 
     # ---- records ----
 
+    def over(self, found: Records, condition: str | None = None) -> list[Unit]:
+        """The units, or those of a condition, with their records."""
+        return [Unit(self, found, u) for u, (c, _) in self.units.items() if condition in (None, c)]
+
     def each(self, measure: Callable[..., float | None]) -> Callable[..., Values]:
         """What computes a measure of every unit; a protocol shows its name."""
 

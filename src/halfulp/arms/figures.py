@@ -13,10 +13,6 @@ from halfulp.study.protocol import Records
 Curves = Sequence[tuple[int, Sequence[float]]]
 
 
-def _units(bundle: Bundle, found: Records, condition: str) -> list[Unit]:
-    return [Unit(bundle, found, name) for name, (c, _) in bundle.units.items() if c == condition]
-
-
 def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: float | None = None) -> Any:
     """Loss gaps, recovery and never-moved shares of every condition (the paper's fig:causal).
 
@@ -26,7 +22,7 @@ def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: fl
     figure, (gaps, shares, moved) = new_figure(1, 3)
     others = [arm for arm in bundle.arms if arm != "rne"]
     for condition, colour in zip(bundle.conditions, (COLOURS[1], COLOURS[0], *COLOURS[2:]), strict=False):
-        units = _units(bundle, found, condition)
+        units = bundle.over(found, condition)
         updates = list(records.losses(units[0].run("rne")))
         late = [u for u in updates if u >= measures.early_update(units[0], "rne", after)]
         for arm, dash in zip(bundle.arms, DASHES, strict=False):
@@ -73,7 +69,7 @@ def recovered(
 ) -> Any:
     """Recovery by arm; a line spans the targets (the paper's fig:allocation)."""
     figure, (panel,) = new_figure(1, 1)
-    units = [Unit(bundle, found, name) for name in bundle.units]
+    units = bundle.over(found)
     for place, arm in enumerate(arms):
         known = _known(measures.recovery(unit, arm) for unit in units)
         if known:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from halfulp.arms import measures, records
-from halfulp.arms.bundle import Bundle, Unit
+from halfulp.arms.bundle import Bundle
 from halfulp.arms.measures import FP32
 from halfulp.study.protocol import Records, Table
 
@@ -25,10 +25,6 @@ def tables(bundle: Bundle, *, warmup: bool = True, scopes: Sequence[str] = ()) -
     return made
 
 
-def _units(bundle: Bundle, found: Records) -> list[Unit]:
-    return [Unit(bundle, found, name) for name in bundle.units]
-
-
 def _anchor(bundle: Bundle) -> str:
     kind = "raw (not projected)" if bundle.anchor == "raw" else "projected"
     return f"the float32 run of the same seed from its {kind} initial weights"
@@ -37,7 +33,7 @@ def _anchor(bundle: Bundle) -> str:
 def losses(bundle: Bundle, found: Records) -> Table:
     """Held-out loss after the last update."""
     columns = (FP32, *bundle.arms)
-    rows = [(u.name, *(measures.loss(u, arm) for arm in columns)) for u in _units(bundle, found)]
+    rows = [(u.name, *(measures.loss(u, arm) for arm in columns)) for u in bundle.over(found)]
     return Table(
         columns=("unit", *columns), rows=rows,
         caption=f"Held-out loss in nats after the last update; fp32 is {_anchor(bundle)}.",
@@ -48,8 +44,7 @@ def recovery(bundle: Bundle, found: Records) -> Table:
     """Share of the nearest arm's gap that every other arm wins back."""
     others = [arm for arm in bundle.arms if arm != "rne"]
     rows = [
-        (u.name, measures.gap(u), *(measures.recovery(u, arm) for arm in others))
-        for u in _units(bundle, found)
+        (u.name, measures.gap(u), *(measures.recovery(u, arm) for arm in others)) for u in bundle.over(found)
     ]
     return Table(
         columns=("unit", "gap of rne, nats", *others), rows=rows,
@@ -60,7 +55,7 @@ def recovery(bundle: Bundle, found: Records) -> Table:
 def over_time(bundle: Bundle, found: Records) -> Table:
     """Recovery at every evaluation, of the first arm beside nearest."""
     arm = next(arm for arm in bundle.arms if arm != "rne")
-    units = _units(bundle, found)
+    units = bundle.over(found)
     updates = list(records.losses(units[0].run("rne")))
     rows = [(u, *(measures.recovery(unit, arm, u) for unit in units)) for u in updates]
     return Table(
@@ -72,7 +67,7 @@ def over_time(bundle: Bundle, found: Records) -> Table:
 def forecasts(bundle: Bundle, found: Records, warmup: bool = True) -> Table:
     """How well the reference forecast the nearest arm, beside predictors that cost nothing."""
     rows = []
-    for unit in _units(bundle, found):
+    for unit in bundle.over(found):
         for scope in bundle.scopes:
             c = measures.comparison(unit, scope, warmup)
             rows.append(
@@ -95,7 +90,7 @@ def visibility(bundle: Bundle, found: Records, scopes: Sequence[str] = ("core",)
     """Never-moved shares, and where the codes of the nearest arm lie at the end."""
     kinds = ("endpoint", "subnormal", "zero_code")
     rows = []
-    for unit in _units(bundle, found):
+    for unit in bundle.over(found):
         nearest = unit.run("rne")
         total = sum(nearest["coordinates"].values())
         last = nearest["evaluations"][-1]["occupancy"]
