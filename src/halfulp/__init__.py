@@ -15,11 +15,11 @@ from halfulp.masks import Mask, allocate
 from halfulp.streams import Stream
 from halfulp.trace import Memory, Trace
 from halfulp.version import __version__
-from halfulp.writeback import ECO, Kahan, Master, TileMaster, WriteBack
+from halfulp.writeback import ECO, Adam, AdamW, Kahan, Master, TileMaster, WriteBack
 
 __all__ = [
-    "ECO", "Audit", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Mask", "Master", "Memory",
-    "Stream", "TamperingError", "TileMaster", "Trace",
+    "ECO", "Adam", "AdamW", "Audit", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Mask", "Master",
+    "Memory", "Stream", "TamperingError", "TileMaster", "Trace",
     "UsageError", "VersionError", "WriteBack", "__version__", "allocate", "float_grid", "frozen", "grid",
     "integer_grid", "margin", "phase", "replay", "rho", "symmetric_frozen", "verdict",
 ]  # fmt: skip

@@ -109,6 +109,7 @@ def _comparison(op: Any, sign: str) -> None:
 _arithmetic(operator.add, "add", "fadd")
 _arithmetic(operator.sub, "sub", "fsub")
 _arithmetic(operator.mul, "mul", "fmul")
+_arithmetic(operator.truediv, "sdiv", "fdiv")
 _arithmetic(operator.and_, "and_")
 _arithmetic(operator.or_, "or_")
 _arithmetic(operator.xor, "xor")
@@ -267,8 +268,34 @@ def _floor(builder: Any, x: Any, wide: Any) -> Any:
     return builder.call(found, [x])
 
 
+def _sqrt(builder: Any, x: Any, wide: Any) -> Any:
+    found = get_or_insert_function(builder.module, ir.FunctionType(wide, [wide]), f"llvm.sqrt.v{COUNT}f32")
+    return builder.call(found, [x])
+
+
 floor = _unary("The floats rounded down.", types.float32, _floor)
+sqrt = _unary("Square roots, correctly rounded.", types.float32, _sqrt)
 to_int = _unary(
     "Floats as 32-bit integers, rounded towards zero.", types.int32, lambda b, x, wide: b.fptosi(x, wide)
 )
+to_float = _unary("Signed integers as floats.", types.float32, lambda b, x, wide: b.sitofp(x, wide))
+bytes_of = _unary("The low bytes of 32-bit lanes.", types.uint8, lambda b, x, wide: b.trunc(x, wide))
+chars_of = _unary("The low bytes of lanes, signed.", types.int8, lambda b, x, wide: b.trunc(x, wide))
+shorts_of = _unary("The low halves of lanes, signed.", types.int16, lambda b, x, wide: b.trunc(x, wide))
+from_unsigned = _unary("Unsigned bytes as integers.", types.int32, lambda b, x, wide: b.zext(x, wide))
+from_signed = _unary("Signed bytes and halves as integers.", types.int32, lambda b, x, wide: b.sext(x, wide))
 signed = _unary("Unsigned lanes, taken as signed.", types.int32, lambda b, x, wide: b.bitcast(x, wide))
+
+
+@intrinsic
+def fma(_ctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once. One of them is lanes at least; scalars are spread."""
+    kind = next(k for k in (a, b, c) if isinstance(k, Lanes))
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        wide = context.get_value_type(kind)
+        each = [_spread(builder, k, wide, v) for k, v in zip(sig.args, args, strict=True)]
+        shape = ir.FunctionType(wide, [wide] * 3)
+        return builder.call(get_or_insert_function(builder.module, shape, f"llvm.fma.v{COUNT}f32"), each)
+
+    return kind(a, b, c), build

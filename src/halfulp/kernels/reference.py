@@ -78,13 +78,13 @@ def round_elements(x: Array, grid: Grid, mode: int = NEAREST, stream: Stream | N
 
 
 def _stochastic_up(fraction: Array, stream: Stream) -> Array:
-    """U < fraction, digit by digit of base 2**32: see :mod:`halfulp.streams`."""
+    """U < fraction, digit by digit of the stream's base: see :mod:`halfulp.streams`."""
     up = np.zeros(fraction.shape, dtype=bool)
     open_ = np.flatnonzero(fraction > 0)
     rest = fraction.reshape(-1)[open_]
     level = 0
     while open_.size:
-        scaled = rest * 2.0**32
+        scaled = rest * 2.0**stream.bits
         digit = np.floor(scaled)
         words = stream.words_of(open_, level).astype(np.float64)
         up.reshape(-1)[open_[words < digit]] = True

@@ -1,5 +1,6 @@
 """Write-back: what happens between an optimizer's proposal and the stored weight."""
 
+from halfulp.writeback.adamw import Adam, AdamW
 from halfulp.writeback.checkpoint import load, save
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.policies import (
@@ -18,6 +19,6 @@ from halfulp.writeback.policies import (
 from halfulp.writeback.report import Bytes, Events
 
 __all__ = [
-    "DQT", "ECO", "POLICIES", "Bytes", "DeadzoneStochastic", "Events", "Kahan", "Master", "Nearest", "Policy",
-    "Stochastic", "TileMaster", "WriteBack", "load", "policy", "save",
+    "DQT", "ECO", "POLICIES", "Adam", "AdamW", "Bytes", "DeadzoneStochastic", "Events", "Kahan",
+    "Master", "Nearest", "Policy", "Stochastic", "TileMaster", "WriteBack", "load", "policy", "save",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.grids import Grid, container
 from halfulp.grids import grid as named
-from halfulp.writeback.policies import Policy, TileMaster, policy
+from halfulp.writeback.policies import Policy, Remainder, TileMaster, policy
 from halfulp.writeback.sharding import is_sharded, shard_offset, unsupported_moving
 from halfulp.writeback.slot import Slot
 from halfulp.writeback.standin import NARROW
@@ -71,7 +71,7 @@ class Chooser:
         if self.select is not None:
             self.select = list(self.select)
             return name in self.select
-        return p.requires_grad and p.dim() >= 2
+        return p.requires_grad and (p.dim() >= 2 or p.dtype in NARROW)
 
     def check(self, planned: list[Slot]) -> None:
         """Refuse a choice that names what is not there, or nothing."""
@@ -82,7 +82,7 @@ class Chooser:
         if not planned:
             raise UsageError(
                 "no parameter to write back: none of the optimizer's is trainable with two or more "
-                "dimensions. Choose with params=lambda name, p: ..."
+                "dimensions, or bfloat16. Choose with params=lambda name, p: ..."
             )
 
     def _slot(
@@ -122,6 +122,11 @@ class Chooser:
 
     def _check_type(self, p: torch.nn.Parameter, chosen: Policy, storage: str) -> None:
         """Refuse a storage that this parameter's type does not have, or that would undo the policy."""
+        if isinstance(chosen, Remainder) and (storage != "native" or p.dtype != torch.bfloat16):
+            raise UsageError(
+                f"policy {chosen.name!r} keeps what a bfloat16 weight lacks to its master; this parameter is "
+                f"{p.dtype}, storage={storage!r}: use 'master', or bfloat16 parameters."
+            )
         searching = isinstance(self.optimizer, torch.optim.LBFGS)
         if searching and storage != "container":
             why = "" if self.storage else f", and {p.dtype} needs storage={storage!r}"

@@ -15,8 +15,10 @@ the same; Adagrad and RMSprop without momentum have none; Nesterov's look-ahead 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from halfulp.errors import UsageError
@@ -45,6 +47,17 @@ def check_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
     )
 
 
+def _root(v: torch.Tensor) -> torch.Tensor:
+    """Square roots, correctly rounded as in the one-pass step: torch's own on a CPU are not."""
+    if v.device.type != "cpu":
+        return v.sqrt()
+    return torch.from_numpy(np.sqrt(v.detach().numpy()))
+
+
+def _like(v: torch.Tensor, x: float) -> torch.Tensor:
+    return torch.tensor(x, dtype=v.dtype, device=v.device)
+
+
 @torch.no_grad()
 def feed_back(
     error: torch.Tensor, group: dict[str, Any], moments: dict[str, Any], *, decay_exact: bool = False
@@ -58,9 +71,9 @@ def feed_back(
         b1, b2 = (float(b) for b in group["betas"])
         t = float(moments["step"])
         v = moments["max_exp_avg_sq"] if group.get("amsgrad") else moments["exp_avg_sq"]
-        d = local(v).div(1.0 - b2**t).sqrt_().add_(group["eps"])
+        d = _root(local(v)).div_(_like(v, math.sqrt(1.0 - b2**t))).add_(_like(v, group["eps"]))
         factor = (1.0 - b1**t) / lr * (1.0 - 1.0 / b1) * decay
-        local(moments["exp_avg"]).add_(d.mul_(error), alpha=factor)
+        local(moments["exp_avg"]).add_(d.mul_(error).mul_(_like(v, factor)))
     elif moments.get("momentum_buffer") is not None:
         b = group["momentum"]
         local(moments["momentum_buffer"]).add_(error, alpha=1.0 / lr * (1.0 - 1.0 / b) * decay)

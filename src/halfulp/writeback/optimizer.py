@@ -13,6 +13,7 @@ of the one it wraps, so schedulers, ``GradScaler`` and trainers need not know.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -24,7 +25,8 @@ from halfulp.errors import UsageError
 from halfulp.grids import Grid, integer_grid
 from halfulp.streams import Stream
 from halfulp.text import plain
-from halfulp.writeback import checkpoint, passing
+from halfulp.writeback import checkpoint, onepass, passing
+from halfulp.writeback.backward import InBackward
 from halfulp.writeback.choosing import Chooser, Select, Storage, unwrapped
 from halfulp.writeback.policies import Policy, Step
 from halfulp.writeback.report import Bytes, Events, TensorEvents
@@ -41,13 +43,17 @@ class WriteBack(torch.optim.Optimizer):
     """Keep weights on a grid while any optimizer trains them.
 
     ``params``: which tensors, as a predicate ``(name, tensor) -> bool`` or names; by default every
-    trainable tensor of two or more dimensions. A parameter group may carry its own ``grid`` and
-    ``policy``. ``project``: how the first codes are made (``nearest``, ``stochastic``, or ``none`` for
+    trainable tensor of two or more dimensions, and every one that is bfloat16 or float16. A parameter group
+    may
+    carry its own ``grid`` and ``policy``. ``project``: how the first codes are made (``nearest``,
+    ``stochastic``, or ``none`` for
     weights that are on the grid already). ``storage``: where weights live between steps, see
     :mod:`halfulp.writeback.storage`; by default each parameter's own type says it: bfloat16 and float16 are
     ``native``, others a ``container``. ``materialise``: whether ``native`` and ``packed`` weights are given
     to the optimizer one ``tensor`` at a time (the default for torch's own) or ``all`` at once. A parameter
     that is frozen now and trained later is taken up at the first step that has a gradient for it.
+    ``one_pass``: whether a step may be made in one sweep over memory where that gives the same bits, see
+    :mod:`halfulp.writeback.onepass`.
     ``nonfinite``: ``count`` proposals that are not finite and leave their weights alone, or ``raise``
     before anything changes where a gradient is not. ``telemetry`` keeps a bit a weight to know which
     never moved.
@@ -59,6 +65,11 @@ class WriteBack(torch.optim.Optimizer):
     >>> opt.events.frozen
     1.0
     """
+
+    like_torch = True
+    """Whether one pass has torch's arithmetic to the last element, and draws of 32 bits, as two passes do."""
+    moments = torch.float32
+    """The type of the optimizer's moments in one pass."""
 
     def __init__(
         self,
@@ -75,6 +86,7 @@ class WriteBack(torch.optim.Optimizer):
         telemetry: bool = True,
         keep_scratch: bool | None = None,
         materialise: Literal["tensor", "all"] | None = None,
+        one_pass: bool = True,
     ) -> None:
         if isinstance(optimizer, WriteBack):
             raise UsageError("the optimizer is a WriteBack already: wrap the optimizer inside it instead.")
@@ -91,7 +103,9 @@ class WriteBack(torch.optim.Optimizer):
             raise UsageError("storage='packed' decodes weights around forwards: pass model=.")
         self.optimizer = optimizer
         self.seed, self.project, self.storage = int(seed), project, storage
-        self.nonfinite, self.telemetry = nonfinite, telemetry
+        self.nonfinite, self.telemetry, self.one_pass = nonfinite, telemetry, one_pass
+        self._told = False
+        self._backward: InBackward | None = None
         # torch's optimizers keep all their state by parameter, so they can be given one at a time; and they
         # leave parameters without a gradient alone.
         self._torchs_own = type(optimizer).__module__.startswith("torch.optim")
@@ -156,6 +170,7 @@ class WriteBack(torch.optim.Optimizer):
             if slot.storage == "packed":
                 slot.codes = Codes(grid=slot.grid, shape=tuple(slot.p.shape))
                 slot.codes.put(q, steps)
+            slot.two_passes = onepass.unsuited_tensor(slot)
             starts.append((slot, q))
         return starts
 
@@ -271,7 +286,18 @@ class WriteBack(torch.optim.Optimizer):
         except BaseException:
             self.steps -= 1
             raise
+        if self._backward is not None:
+            self._backward.done.clear()
         return found if searching else loss
+
+    def in_backward(self) -> InBackward:
+        """Move every managed parameter as its gradient arrives, and free the gradient: from now on a backward
+        makes the step, and ``step()`` moves what is not managed and ends it. ``remove()`` of what is returned
+        ends that."""
+        if self._backward is not None:
+            self._backward.remove()
+        self._backward = InBackward(self)
+        return self._backward
 
     def _pass_on_groups(self) -> None:
         """Where there are two sets of groups: what schedulers and users changed in either, in both."""
@@ -290,8 +316,44 @@ class WriteBack(torch.optim.Optimizer):
             last.update({k: v for k, v in mine.items() if k != "params"})
 
     def _rounds(self, active: list[Slot], closure: Any = None) -> Any:
-        """The wrapped optimizer's step: in one call, or with one stand-in after another."""
+        """The step: in one pass where that is the same, else by the wrapped optimizer."""
         self._pass_on_groups()
+        once = self._suited(active) if closure is None else []
+        if not once:
+            return self._wrapped_rounds(active, closure)
+        rest = [s for s in active if s not in once]
+        hidden = [s.p for s in once if s.shadow is None]
+        grads = [p.grad for p in hidden]
+        try:
+            for p in hidden:
+                p.grad = None
+            if rest or any(p.grad is not None for g in self.optimizer.param_groups for p in g["params"]):
+                self._wrapped_rounds(rest)
+        finally:
+            for p, grad in zip(hidden, grads, strict=True):
+                p.grad = grad
+        for slot in once:
+            onepass.move(self, slot, self.steps)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask
+        return None
+
+    def _suited(self, active: list[Slot]) -> list[Slot]:
+        """What can be moved in one pass; the first time that something cannot, the log says why."""
+        if not self.one_pass:
+            return []
+        once, reason = onepass.suited(self, active)
+        if reason is not None and not self._told:
+            self._told = True
+            asked = any(g.get("fused") for g in self.param_groups)
+            logging.getLogger("halfulp").log(
+                logging.WARNING if asked else logging.INFO,
+                "halfulp: %s of %s tensors are stepped in two passes, which takes longer: %s.",
+                len(active) - len(once), len(active), reason,
+            )  # fmt: skip
+        return once
+
+    def _wrapped_rounds(self, active: list[Slot], closure: Any = None) -> Any:
+        """The wrapped optimizer's step: in one call, or with one stand-in after another."""
         apart = [s for s in active if s.shadow is not None] if self.materialise == "tensor" else []
         if not apart:
             loss = self._round(active, closure)
@@ -397,8 +459,8 @@ class WriteBack(torch.optim.Optimizer):
         rate, decay = decoupled(self.optimizer, group)
         return Step(
             name=slot.name, grid=slot.grid, stream=self._stream(slot, self.steps), q=q, z=z, state=slot.state,
-            moved=slot.moved, sums=_sampling(z) if decay > 0 and self.telemetry else 0, decay=rate * decay,
-            group=group, moments=self.optimizer.state.get(slot.stepped, {}),
+            moved=slot.moved, sums=onepass.sampling(z.numel()) if decay > 0 and self.telemetry else 0,
+            decay=rate * decay, group=group, moments=self.optimizer.state.get(slot.stepped, {}),
             keep_steps=slot.codes is not None,
         )  # fmt: skip
 
@@ -432,7 +494,10 @@ class WriteBack(torch.optim.Optimizer):
 
     def bytes(self) -> Bytes:
         """Bytes a managed parameter: what persists for weights and policies, and what a step adds."""
-        return measure(self.slots, one_by_one=self.materialise == "tensor")
+        groups = [onepass.unsuited_group(g) for g in self.param_groups]
+        able = self.one_pass and onepass.unsuited(self.optimizer) is None
+        once = [s for s in self.slots if able and s.two_passes is None and groups[s.place[0]] is None]
+        return measure(self.slots, one_by_one=self.materialise == "tensor", at_once=once)
 
     # ---- state ----------------------------------------------------------------------------------
 
@@ -451,11 +516,6 @@ class WriteBack(torch.optim.Optimizer):
         grids = ", ".join(sorted({f"{s.policy.name} on {s.grid.name}" for s in self.slots}))
         text = f"WriteBack({grids}; {len(self.slots)} tensors; {self.optimizer!r})"
         return "\n".join(plain(line) for line in text.split("\n"))  # groups may carry any text
-
-
-def _sampling(x: torch.Tensor) -> int:
-    """Which tiles tell how much of a proposal is decay: all of a small tensor, every sixteenth of a large."""
-    return 16 if kernels.tiles_of(x.numel()) >= 256 else 1
 
 
 def decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[float, float]:

@@ -14,6 +14,8 @@ deadzone-sr Q(z), but stochastic where that would throw a non-zero proposal away
 eco        Q(z); the error goes into the optimizer's first moment                0
 kahan      Q(z + c); the error c is kept                                         4 (2 in bfloat16)
 master     Q(master); the optimizer moves an fp32 master                         4
+remainder16 as master, whose bits beyond the bfloat16 weight are kept apart       2
+remainder8 the same with 8 of those 16 bits, the last of them drawn               1
 TileMaster as master, for chosen tiles only; nearest elsewhere                   4 x chosen share
 dqt        stochastic on integers whose step is the old maximum                  0
 ========== ===================================================================== =================
@@ -30,7 +32,9 @@ import torch
 from halfulp import kernels
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
+from halfulp.grids import grid as named
 from halfulp.kernels import TILE, Written
+from halfulp.kernels.onepass_reference import LARGEST
 from halfulp.streams import Stream
 from halfulp.writeback.moments import check_moments, feed_back
 
@@ -235,6 +239,64 @@ class Master(Policy):
         return f"master(start_from={self.start_from})"
 
 
+@dataclass(frozen=True)
+class Remainder(Policy):
+    """``remainder16``, ``remainder8``: what a bfloat16 weight lacks to its fp32 master, beside it.
+
+    The pattern of the master is that of the weight plus the remainder. With 16 bits nothing is lost, so that
+    the master is that of ``master``, bit for bit, as long as the gradients are. The weight is the nearest
+    bfloat16, *ties away from zero*: under ties to even a weight of even pattern has 65,537 masters, one too
+    many for 16
+    bits. So it differs from that of ``master`` where a master is exactly between two weights and the lower
+    one is even, and nowhere else (but a master beyond bfloat16's range is cut to it).
+
+    With 8 bits the master is rounded stochastically to 16 significant bits: right on average, and off by less
+    than 2**-15 of its magnitude in one step (normal numbers).
+    """
+
+    bits: ClassVar[int] = 16
+
+    def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        if grid.within(torch.float32) != named("bf16").within(torch.float32):
+            raise UsageError(
+                f"policy {self.name!r} is for grid bf16, not {grid.name}: use 'master' or 'kahan'."
+            )
+
+    def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
+        dtype = torch.int16 if self.bits == 16 else torch.int8
+        return {"remainder": torch.zeros(projected.shape, dtype=dtype, device=projected.device)}
+
+    def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
+        p.view(torch.int32).add_(state["remainder"].int() << (16 - self.bits))
+
+    def after(self, step: Step) -> Written:
+        master = step.z
+        if self.bits == 8:
+            master = kernels.round(master, named("m15"), step.stream)
+        u = master.view(torch.int32)
+        largest = LARGEST & (0x7FFFFFFF << (16 - self.bits))
+        u = torch.where(torch.isfinite(master), (u & 0x7FFFFFFF).clamp(max=largest) | (u & -(2**31)), u)
+        # The nearest even of a tie that is nudged is the one away from zero.
+        step.z.view(torch.int32).copy_(torch.where((u & 0xFFFF) == 0x8000, u | 1, u))
+        fine = torch.isfinite(step.z)
+        written = step.write()
+        step.finish()
+        rest = (u - step.z.view(torch.int32)) >> (16 - self.bits)
+        kept = step.state["remainder"]
+        kept.copy_(torch.where(fine, rest.to(kept.dtype), kept))
+        return written
+
+
+class Remainder16(Remainder):
+    name: ClassVar[str] = "remainder16"
+
+
+class Remainder8(Remainder):
+    name: ClassVar[str] = "remainder8"
+    bits: ClassVar[int] = 8
+    stochastic: ClassVar[bool] = True
+
+
 @dataclass(frozen=True, eq=False)
 class TileMaster(Policy):
     """fp32 masters for chosen tiles, packed; nearest write-back elsewhere.
@@ -332,7 +394,8 @@ class DQT(Policy):
 
 
 POLICIES: dict[str, type[Policy]] = {
-    p.name: p for p in (Nearest, Stochastic, DeadzoneStochastic, ECO, Kahan, Master, DQT)
+    p.name: p
+    for p in (Nearest, Stochastic, DeadzoneStochastic, ECO, Kahan, Master, Remainder16, Remainder8, DQT)
 }
 
 

@@ -40,6 +40,8 @@ class Slot:
         self.resting: dict[str, torch.Tensor] = {}
         """The training weights while the model holds others, those for evaluation."""
         self.events: TensorEvents | None = None
+        self.two_passes: str | None = None
+        """Why this tensor cannot be moved in one pass."""
 
     def snapshot(self) -> Callable[[], None]:
         """What puts the stored values, the policy's state and the telemetry back as they are now."""
@@ -141,8 +143,9 @@ def _fits_bfloat16(grid: Grid) -> bool:
         return False
 
 
-def measure(slots: Sequence[Slot], one_by_one: bool) -> Bytes:
-    """Bytes for these parameters: between steps, and what a step adds, with stand-ins one by one or not."""
+def measure(slots: Sequence[Slot], one_by_one: bool, at_once: Sequence[Slot] = ()) -> Bytes:
+    """Bytes for these parameters: between steps, and what a step adds, with stand-ins one by one or not.
+    ``at_once``: those that are moved in one pass, which sets nothing aside."""
     numel = sum(local(s.p).numel() for s in slots)
     weights = sum(
         local(s.p).numel() * s.p.element_size()
@@ -159,13 +162,17 @@ def measure(slots: Sequence[Slot], one_by_one: bool) -> Bytes:
     moved = sum(0 if s.moved is None else s.moved.numel() for s in slots)
     counts = sum(kernels.tiles_of(local(s.p).numel()) * TILE_BYTES for s in slots)
     # A step sets q aside and, beside other storage, needs a stand-in and a gradient in float32.
-    aside = {s: local(s.p).numel() * s.aside.itemsize for s in slots}
+    aside = {s: 0 if s in at_once else local(s.p).numel() * s.aside.itemsize for s in slots}
     added = {
         s: (0 if s.keep_scratch else aside[s])
-        + (0 if s.storage == "container" else local(s.p).numel() * 4 * (1 + (s.p.dtype != torch.float32)))
+        + (
+            0
+            if s.storage == "container" or s in at_once
+            else local(s.p).numel() * 4 * (1 + (s.p.dtype != torch.float32))
+        )
         for s in slots
     }
-    apart = [s for s in slots if s.storage != "container"] if one_by_one else []
+    apart = [s for s in slots if s.storage != "container" and s not in at_once] if one_by_one else []
     together = sum(added[s] for s in slots if s not in apart)
     # One tensor at a time, everything is kept until the last is done, to be put back if it fails.
     step = max([together, *(added[s] for s in apart)]) + (weights + kept + moved if apart else 0)

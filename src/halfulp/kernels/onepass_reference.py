@@ -1,0 +1,234 @@
+"""The obvious one-pass step: NumPy, one idea a line. It defines the fast ones.
+
+Adam and AdamW as torch's *fused* step on the CPU has them (``fused=True``, float32), bit for bit::
+
+    g  = g + wd w           (Adam)        or   w = (1 - lr wd) w      (AdamW)
+    m  = m + (1 - b1) (g - m)             v  = b2 v + ((1 - b2) g) g
+    z  = w - (lr / c1) m / (sqrt(v) / sqrt(c2) + eps)
+
+where c = 1 - b**t, every operation is rounded to float32 and a product that is added is not rounded before
+(an FMA). Numbers such as lr / c1 are computed in double precision first. torch's vectors take the last
+``numel % 8`` elements otherwise: there b2 v is the product that is not rounded. ``plain`` says where that
+begins; :class:`halfulp.AdamW` has no such end, so that its results do not depend on how a tensor is sharded.
+
+(torch's other steps, ``foreach`` and the plain loop, take a square root that is not correctly rounded.)
+
+Then the policy makes stored values of z as :func:`halfulp.kernels.reference.write_back` does. Moments in
+bfloat16 are rounded stochastically, with the short streams of their own names. The step itself uses them
+before they are rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from halfulp.grids import Grid
+from halfulp.kernels import reference
+from halfulp.streams import Stream
+
+Array = npt.NDArray[Any]
+real = np.float32
+
+ADAMW, ADAM = 0, 1
+"""Rules: decay of the weight itself, or as a part of the gradient."""
+NOTHING, CARRY, ERROR, MASTER, REMAINDER = 0, 1, 2, 3, 4
+"""What a policy keeps of what it does not write: nothing; a carry beside the weight; the error, in the first
+moment; a master; what a bfloat16 weight lacks to its master, in 16 or 8 bits."""
+BFLOAT, FLOAT, WHOLE = 0, 1, 2
+"""How stored values are made: bfloat16's patterns; sign and index; two's complement times a quantum."""
+
+LARGEST = 0x7F7F7FFF
+"""The largest master whose nearest bfloat16, ties away from zero, is finite."""
+
+RATES = ("decay", "share", "beta2", "rest2", "root", "inverse", "eps", "step", "feed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A parameter group's numbers at one step. ``t``: the number of this step, from 1."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    rule: int = ADAMW
+    t: int = 1
+    decay_exact: bool = False
+
+
+def rates(s: Settings) -> Array:
+    """The numbers of a step, float32: RATES."""
+    b1, b2 = s.betas
+    c1, c2 = 1 - b1**s.t, 1 - b2**s.t
+    share = real(1 - b1)
+    root = real(math.sqrt(c2))
+    feed = 0.0 if s.lr == 0 or b1 == 0 else c1 / s.lr * (1 - 1 / b1)
+    feed *= 1 - s.lr * s.weight_decay if s.decay_exact else 1
+    made = {
+        "decay": real(1 - s.lr * s.weight_decay) if s.rule == ADAMW else real(s.weight_decay),
+        "share": share if small(s) else share - real(1),
+        "beta2": real(b2),
+        "rest2": real(1 - b2),
+        "root": root,
+        "inverse": _nearest(1 / Fraction(float(root))) if root else real(np.inf),
+        "eps": real(s.eps),
+        "step": real(-(s.lr / c1)) if c1 else real(-np.inf),
+        "feed": real(feed),
+    }
+    return np.array([made[name] for name in RATES], dtype=real)
+
+
+def small(s: Settings) -> bool:
+    """Whether the moment moves from m towards g, or back from g: by the smaller of the two steps."""
+    return bool(abs(real(1 - s.betas[0])) < real(0.5))
+
+
+def _nearest(x: Fraction) -> np.float32:
+    """A positive rational to the nearest float32, without rounding twice."""
+    near = real(float(x))
+    around = (np.nextafter(near, real(0)), near, np.nextafter(near, real(np.inf)))
+    return min(around, key=lambda y: (abs(Fraction(float(y)) - x), int(y.view(np.int32)) & 1))
+
+
+def fma(a: Any, b: Any, c: Any) -> Array:
+    """a * b + c of float32 values, rounded once. The product is exact in float64; the sum is rounded to odd
+    there, so that rounding it again to float32 is as rounding once."""
+    with np.errstate(all="ignore"):
+        p = np.asarray(a, dtype=np.float64) * np.asarray(b, dtype=np.float64)
+        c = np.asarray(c, dtype=np.float64)
+        s = np.asarray(p + c)
+        t = s - p
+        rest = (p - (s - t)) + (c - t)
+        bits = s.view(np.int64)
+        towards = np.where((rest > 0) == (s > 0), 1, -1)
+        odd = np.where((rest != 0) & np.isfinite(rest) & (bits & 1 == 0) & (s != 0), bits + towards, bits)
+        return odd.view(np.float64).astype(real)
+
+
+def moments(w: Array, g: Array, m: Array, v: Array, s: Settings, plain: int) -> tuple[Array, Array, Array]:
+    """The weight as it is decayed, and the next moments."""
+    a = dict(zip(RATES, rates(s), strict=True))
+    with np.errstate(all="ignore"):
+        if s.rule == ADAM:
+            g = fma(w, a["decay"], g)
+        else:
+            w = w * a["decay"]
+        m = fma(a["share"], g - m, m if small(s) else g)
+        weighted = a["rest2"] * g
+        v = np.where(
+            np.arange(g.size).reshape(g.shape) < plain,
+            fma(weighted, g, v * a["beta2"]),
+            fma(v, a["beta2"], weighted * g),
+        )
+    return w, m, v
+
+
+def denominator(v: Array, s: Settings) -> Array:
+    a = dict(zip(RATES, rates(s), strict=True))
+    with np.errstate(all="ignore"):
+        return np.asarray(np.sqrt(v) / a["root"] + a["eps"])
+
+
+def proposed(w: Array, m: Array, v: Array, s: Settings) -> Array:
+    """z, from what :func:`moments` gave."""
+    a = dict(zip(RATES, rates(s), strict=True))
+    with np.errstate(all="ignore"):
+        return np.asarray(w + a["step"] * m / denominator(v, s))
+
+
+def composed(q: Array, remainder: Array) -> Array:
+    """The masters of bfloat16 weights and their remainders, which count in units of the last bits."""
+    unit = 8 if remainder.dtype == np.int8 else 0
+    return (q.view(np.int32) + (remainder.astype(np.int32) << unit)).view(real)
+
+
+def kept_master(z: Array, remainder: Any, stream: Stream | None) -> Array:
+    """What remainders can keep of masters: all of it in 16 bits, 16 significant bits in 8. The largest are
+    cut where their nearest bfloat16 would be infinite."""
+    u = z.view(np.int32) & 0x7FFFFFFF
+    most = LARGEST
+    if remainder == np.int8:
+        most = LARGEST & ~255
+        assert stream is not None
+        u = (u & ~255) + 256 * reference._stochastic_up((u & 255) / 256.0, stream)
+    return np.asarray(
+        (np.minimum(u, most).astype(np.int32) | (z.view(np.int32) & np.int32(-(2**31)))).view(real)
+    )
+
+
+def away(z: Array) -> Array:
+    """The nearest bfloat16 of masters, ties away from zero."""
+    return ((z.view(np.int32) + 0x8000) & -65536).view(real)
+
+
+def drawn(x: Array, stream: Stream) -> Array:
+    """Moments as bfloat16's patterns, stochastically; beyond its largest number they may become infinite."""
+    u = np.ascontiguousarray(x, dtype=real).view(np.uint32)
+    lower = (u & 0xFFFF).astype(np.float64) / 65536.0
+    up = reference._stochastic_up(lower.reshape(-1), stream).reshape(x.shape)
+    quiet = (u | np.where(np.isnan(x), 0x400000, 0).astype(np.uint32)) >> 16
+    return np.where(np.isfinite(x), (u >> 16) + up, quiet).astype(np.uint16)
+
+
+def step(
+    q: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    grid: Grid,
+    s: Settings,
+    *,
+    mode: int = reference.NEAREST,
+    keeps: int = NOTHING,
+    kept: Array | None = None,
+    stream: Stream | None = None,
+    drawing: tuple[Stream, Stream] | None = None,
+    plain: int | None = None,
+    moved: Array | None = None,
+) -> tuple[Array, Array, Array, dict[str, Array]]:
+    """One step of one tensor: the next stored values, both moments, and counts and sums per tile.
+
+    All float32, moments as bfloat16 patterns with ``drawing``. ``kept`` is updated in place.
+    """
+    plain = q.size if plain is None else plain
+    if drawing is not None:
+        m, v = ((x.astype(np.uint32) << 16).view(real) for x in (m, v))
+    master = kept if keeps == MASTER else composed(q, kept) if keeps == REMAINDER and kept is not None else q
+    assert master is not None
+    w, m, v = moments(master, g, m, v, s, plain)
+    z = proposed(w, m, v, s)
+    ok = np.isfinite(z)
+    if keeps == REMAINDER:
+        assert kept is not None
+        z = np.where(ok, kept_master(np.where(ok, z, 0), kept.dtype, stream), z)
+        tie = (z.view(np.int32) & 0xFFFF) == 0x8000  # nearest even of a nudged tie is away from zero
+        nudged = np.where(tie, z.view(np.int32) | 1, z.view(np.int32)).view(real)
+        r, found = reference.write_back(q, nudged, grid, moved=moved)
+        kept[ok] = ((z.view(np.int32) - r.view(np.int32)) >> (8 if kept.dtype == np.int8 else 0))[ok]
+    else:
+        carry = np.zeros_like(q) if keeps == ERROR else kept if keeps == CARRY else None
+        wide = None
+        if carry is not None:
+            wide = (carry.astype(np.uint32) << 16).view(real) if carry.dtype == np.uint16 else carry
+        r, found = reference.write_back(q, z, grid, mode, stream, moved, carry=wide, carry_in=keeps == CARRY)
+        if keeps == CARRY and kept is not None and kept.dtype == np.uint16:
+            assert wide is not None
+            u = wide.view(np.uint32)
+            kept[...] = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
+        if keeps == MASTER:
+            assert kept is not None
+            kept[ok] = z[ok]
+        feed = rates(s)[RATES.index("feed")]
+        if keeps == ERROR and feed != 0:
+            assert wide is not None
+            with np.errstate(all="ignore"):
+                m = m + denominator(v, s) * wide * feed
+    if drawing is not None:
+        m, v = drawn(m, drawing[0]), drawn(v, drawing[1])
+    return r, m, v, found

@@ -1,0 +1,110 @@
+"""``AdamW`` and ``Adam`` for weights on a grid, in one pass, for those who start afresh.
+
+A write-back around torch's own, so that schedulers, checkpoints, events and bytes are those of
+:class:`~halfulp.WriteBack`. What it may do because no earlier run has to be continued bit for bit: draws of
+16 bits, refined where they do not decide; one arithmetic for every element, so that shards give what the
+whole tensor gives; and moments of two bytes, rounded stochastically. (With beta2 = .999 a second moment in
+bfloat16 does not move under nearest rounding.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from halfulp.errors import UsageError
+from halfulp.grids import Grid
+from halfulp.writeback import onepass
+from halfulp.writeback.choosing import Select, Storage
+from halfulp.writeback.optimizer import WriteBack
+from halfulp.writeback.policies import Policy
+
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class _OnePass(WriteBack):
+    """What both have in common."""
+
+    like_torch = False
+    kind: Any
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        grid: str | Grid | torch.dtype = "bf16",
+        policy: str | Policy = "sr",
+        moments: Literal["fp32", "bf16"] = "fp32",
+        model: torch.nn.Module | None = None,
+        select: Select = None,
+        seed: int = 0,
+        storage: Storage | None = None,
+        nonfinite: Literal["count", "raise"] = "count",
+        telemetry: bool = True,
+    ) -> None:
+        if moments not in MOMENTS:
+            raise UsageError(f"moments must be one of {', '.join(MOMENTS)}, not {moments!r}.")
+        self.moments = MOMENTS[moments]
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(
+            self.kind(params, fused=True, **options), grid, policy, model=model, params=select, seed=seed,
+            storage=storage, nonfinite=nonfinite, telemetry=telemetry,
+        )  # fmt: skip
+
+    def _prepared(self, planned: Any) -> Any:
+        made = super()._prepared(planned)
+        for slot, _ in made:
+            why = slot.two_passes or onepass.unsuited_group(self.param_groups[slot.place[0]])
+            if why is not None:
+                raise UsageError(
+                    f"halfulp.{type(self).__name__} makes its steps in one pass, and parameter {slot.name!r} "
+                    f"cannot have one: {why}. Use halfulp.WriteBack(torch.optim.{self.kind.__name__}(...))."
+                )
+        return made
+
+    def _suited(self, active: Any) -> Any:
+        once, reason = onepass.suited(self, active)
+        if reason is not None:
+            raise UsageError(f"{type(self).__name__} cannot make this step in one pass: {reason}.")
+        return once
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a saved state; torch gives moments the parameter's type, they get theirs again."""
+        super().load_state_dict(state_dict)
+        for slot in self.slots:
+            state = self.optimizer.state.get(slot.stepped, {})
+            for key in (onepass.FIRST, onepass.SECOND):
+                if key in state:
+                    state[key] = state[key].to(self.moments)
+
+
+class AdamW(_OnePass):
+    """AdamW with weights on a grid, in one pass.
+
+    ``params``, ``lr``, ``betas``, ``eps``, ``weight_decay`` as torch has them; names
+    (``model.named_parameters()``) or ``model=`` where something is drawn. ``moments``: ``fp32`` or
+    ``bf16``, the latter rounded
+    stochastically. ``select``: which tensors are on the grid, by default those of two or more dimensions and
+    all that are bfloat16; the others are moved by torch's fused step. The rest as in
+    :class:`~halfulp.WriteBack`.
+
+    >>> model = torch.nn.Linear(64, 64).bfloat16()
+    >>> opt = AdamW(model.named_parameters(), lr=3e-4, moments="bf16")
+    >>> model(torch.ones(1, 64).bfloat16()).sum().backward()
+    >>> opt.step()
+    >>> [state["exp_avg"].dtype for state in opt.state.values()]
+    [torch.bfloat16, torch.bfloat16]
+    """
+
+    kind = torch.optim.AdamW
+
+
+class Adam(_OnePass):
+    """As :class:`AdamW`, with weight decay as a part of the gradient."""
+
+    kind = torch.optim.Adam

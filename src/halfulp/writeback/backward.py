@@ -1,0 +1,61 @@
+"""Steps inside the backward: each parameter moves as its gradient arrives, and the gradient is freed.
+
+The memory of all gradients at once is saved. What needs all of them at once cannot be had: clipping by a norm
+over all tensors, gradient accumulation, a scaler that skips steps.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfulp.errors import UsageError
+from halfulp.writeback import onepass
+from halfulp.writeback.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from halfulp.writeback.optimizer import WriteBack
+    from halfulp.writeback.slot import Slot
+
+
+class InBackward:
+    """The hooks of a write-back whose parameters are moved while gradients are made."""
+
+    def __init__(self, wb: WriteBack) -> None:
+        self.wb = wb
+        self.done: list[Slot] = []
+        reason = onepass.unsuited(wb.optimizer)
+        for slot in wb.slots:
+            why = reason or onepass.unsuited_group(wb.param_groups[slot.place[0]]) or slot.two_passes
+            why = why or ("it is sharded" if is_sharded(slot.p) else None)
+            if why is not None:
+                raise UsageError(
+                    f"in_backward() needs steps in one pass, and parameter {slot.name!r} cannot have one: "
+                    f"{why}."
+                )
+        if wb.nonfinite == "raise":
+            raise UsageError(
+                "in_backward() moves weights before all gradients are known, so nonfinite='raise' could not "
+                "leave them as they were: use nonfinite='count'."
+            )
+        self._handles: list[Any] = [
+            slot.p.register_post_accumulate_grad_hook(partial(self._arrived, slot))  # type: ignore[no-untyped-call]
+            for slot in wb.slots
+        ]
+
+    def _arrived(self, slot: Slot, p: torch.Tensor) -> None:
+        if slot in self.done:
+            raise UsageError(
+                f"parameter {slot.name!r} has a second gradient before step(): with in_backward() every "
+                "backward is a step, so gradients are not accumulated over several."
+            )
+        onepass.move(self.wb, slot, self.wb.steps + 1)
+        p.grad = None
+        self.done.append(slot)
+
+    def remove(self) -> None:
+        """Go back to steps at step()."""
+        for handle in self._handles:
+            handle.remove()
