@@ -1,10 +1,11 @@
 """What a write-back costs beside other low-precision optimizers: time and bytes, in one run.
 
-Ten matrices of a million weights each, gradients given. Every contestant steps once in each repetition, in
-shuffled order; the result is the median. Bytes are measured: the storage of parameters and of everything that
+Ten matrices of a million weights each (``--matrices``), gradients given in the type of the parameters. Every
+contestant steps once in each repetition, in shuffled order; the result is the median. Bytes are measured: the storage of
+parameters and of everything that
 the optimizer keeps, divided by the parameters.
 
-    python benchmarks/writeback.py [--json OUT]
+    python benchmarks/writeback.py [--json OUT] [--matrices 10] [--only one-pass]
 """
 
 from __future__ import annotations
@@ -46,6 +47,17 @@ def adamw(params: torch.nn.ParameterList, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(params.parameters(), lr=RATE, weight_decay=DECAY, **options)
 
 
+def one(policy: Any = "sr", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[], Any]:
+    """One pass, for those who start afresh."""
+
+    def make() -> Any:
+        params = parameters(dtype)
+        given = {"lr": RATE, "weight_decay": DECAY, "policy": policy, "model": params, **options}
+        return params, hu.AdamW(params.named_parameters(), **given)
+
+    return make
+
+
 def ours(policy: Any, grid: str = "bf16", **options: Any) -> Callable[[], Any]:
     def make() -> Any:
         params = parameters(torch.bfloat16 if options.get("storage") == "native" else torch.float32)
@@ -82,8 +94,22 @@ def optimi() -> Any:
     return params, AdamW(params.parameters(), lr=RATE, weight_decay=DECAY, kahan_sum=True)
 
 
-CONTESTANTS: dict[str, Callable[[], Any]] = {
+ONE_PASS: dict[str, Callable[[], Any]] = {
     "torch AdamW, fp32, fused": plain(fused=True),
+    "halfulp AdamW sr, bf16, fp32 moments": one(),
+    "halfulp AdamW sr, bf16, fp32 moments, no telemetry": one(telemetry=False),
+    "halfulp AdamW sr, bf16, bf16 moments": one(moments="bf16"),
+    "halfulp AdamW sr, e4m3@128 packed, bf16 moments": one(
+        moments="bf16", dtype=torch.float32, grid="e4m3@128", storage="packed"
+    ),
+    "halfulp AdamW rne, bf16, fp32 moments": one("rne"),
+    "halfulp AdamW deadzone-sr, bf16, fp32 moments": one("deadzone-sr"),
+    "halfulp AdamW eco, bf16, fp32 moments": one("eco"),
+    "halfulp AdamW kahan (bf16 carry), bf16, fp32 moments": one(hu.Kahan(torch.bfloat16)),
+    "halfulp AdamW remainder16, bf16, fp32 moments": one("remainder16"),
+    "halfulp AdamW remainder8, bf16, bf16 moments": one("remainder8", moments="bf16"),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
     "torch AdamW, fp32, foreach": plain(foreach=True),
     "halfulp rne, bf16 grid": ours("rne"),
     "halfulp sr, bf16 grid": ours("sr"),
@@ -101,6 +127,7 @@ CONTESTANTS: dict[str, Callable[[], Any]] = {
     "torchao _AdamW, bf16, stochastic": torchao,
     "optimi AdamW, bf16, kahan": optimi,
 }
+CONTESTANTS = {**ONE_PASS, **OTHERS}
 
 
 def storage_bytes(*tensors: Any) -> int:
@@ -129,12 +156,16 @@ def kept(params: Any, optimizer: Any) -> float:
 
 
 def main() -> None:
+    global COUNT
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, default=OUT / "writeback.json")
     parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--matrices", type=int, default=COUNT, help="how many million weights")
+    parser.add_argument("--only", choices=["one-pass"], help="torch's fused step and one-pass contestants")
     options = parser.parse_args()
+    COUNT = options.matrices
     env, rows, ready = environment(), [], []
-    for name, make in CONTESTANTS.items():
+    for name, make in (ONE_PASS if options.only else CONTESTANTS).items():
         row: dict[str, Any] = {"contestant": name}
         rows.append(row)
         try:

@@ -23,7 +23,6 @@ from numba.extending import overload
 from halfulp.kernels import lanes
 from halfulp.kernels.cpu_tile import sum_abs
 from halfulp.kernels.cpu_tile_write import sum_changes
-from halfulp.kernels.cpu_write_run import put_lanes
 from halfulp.kernels.onepass_rare import EXPONENT, MAGNITUDE, NEAR_END, TO_END, slowly
 from halfulp.kernels.onepass_reference import ADAM, BFLOAT, CARRY, ERROR, NOTHING, REMAINDER, WHOLE
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE
@@ -65,7 +64,7 @@ class Coding(NamedTuple):
 
 RULE, MODE, KEEPS, GRID, SHORT, SMALL, DRAWN = 0, STOCHASTIC, NOTHING, BFLOAT, True, True, False
 RESTS, BESIDE = False, False  # whether something is not written; whether something is kept beside weights
-DRAW: Any = None
+WORDS: Any = None
 RUN: Any = None
 """And otherwise, in copies of the functions below."""
 
@@ -109,36 +108,33 @@ def _drawn(v: Any, word: Any, g: Any, grid: Any, short: Any) -> Any:
 
 
 @kernel
-def short_words(words: Any, at: Any, k0: Any, k1: Any, first: Any) -> None:
+def short_words(k0: Any, k1: Any, first: Any) -> Any:
     """Draws of elements first .. first + 63, a multiple of 64, of the stream with 16 digits."""
     a, b = threefry(k0, k1, (first >> 6) << 4, 0)
-    lanes.store(words, at, a & 0xFFFF)
-    lanes.store(words, at + 16, a >> 16)
-    lanes.store(words, at + 32, b & 0xFFFF)
-    lanes.store(words, at + 48, b >> 16)
+    return a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
 
 
 @kernel
-def long_words(words: Any, at: Any, k0: Any, k1: Any, first: Any) -> None:
+def long_words(k0: Any, k1: Any, first: Any) -> Any:
     """Draws of elements first .. first + 63, a multiple of 32, of the stream with 32."""
-    a, b, c, d = two_threefry(k0, k1, first)
-    lanes.store(words, at, a)
-    lanes.store(words, at + 16, b)
-    lanes.store(words, at + 32, c)
-    lanes.store(words, at + 48, d)
+    return two_threefry(k0, k1, first)
 
 
-def get_values(stored: Any, j: Any, g: Any, whole: Any) -> Any:
-    """stored[j:j + 16] as floats: codes, bfloat16 or float32."""
+# Functions of lanes alone: arrays as arguments would cost atomic counts of references. ``like`` are lanes as
+# they were loaded, whose type says how values are stored.
+
+
+def values_of(like: Any, g: Any, whole: Any) -> Any:
+    """Stored lanes as floats: codes, bfloat16 or float32."""
     raise TypeError("for compiled code only")
 
 
-@overload(get_values, jit_options=JIT)
-def _get_values(stored: Any, j: Any, g: Any, whole: Any) -> Any:
-    if stored.dtype == types.uint8:
+@overload(values_of, jit_options=JIT)
+def _values_of(like: Any, g: Any, whole: Any) -> Any:
+    if like.dtype == types.uint8:
 
-        def decoded(stored: Any, j: Any, g: Any, whole: Any) -> Any:
-            c = lanes.from_unsigned(lanes.load(stored, j))
+        def decoded(like: Any, g: Any, whole: Any) -> Any:
+            c = lanes.from_unsigned(like)
             if whole == WHOLE:
                 return lanes.to_float((c ^ g.top) - g.top) * g.quantum
             a = c & (g.top - 1)
@@ -148,133 +144,127 @@ def _get_values(stored: Any, j: Any, g: Any, whole: Any) -> Any:
 
         return decoded
 
-    def plain(stored: Any, j: Any, g: Any, whole: Any) -> Any:
-        return lanes.widened(lanes.load(stored, j))
+    def plain(like: Any, g: Any, whole: Any) -> Any:
+        return lanes.widened(like)
 
     return plain
 
 
-def put_values(stored: Any, j: Any, r: Any, g: Any, whole: Any) -> None:
-    """stored[j:j + 16] = r, values that fit it."""
+def stored_of(like: Any, r: Any, g: Any, whole: Any) -> Any:
+    """Values that fit them as lanes to be stored."""
     raise TypeError("for compiled code only")
 
 
-@overload(put_values, jit_options=JIT)
-def _put_values(stored: Any, j: Any, r: Any, g: Any, whole: Any) -> Any:
-    if stored.dtype == types.uint8:
+@overload(stored_of, jit_options=JIT)
+def _stored_of(like: Any, r: Any, g: Any, whole: Any) -> Any:
+    if like.dtype == types.uint8:
 
-        def encoded(stored: Any, j: Any, r: Any, g: Any, whole: Any) -> None:
+        def encoded(like: Any, r: Any, g: Any, whole: Any) -> Any:
             if whole == WHOLE:
-                lanes.store(stored, j, lanes.bytes_of(lanes.to_int(r * g.unit) & (g.top + g.top - 1)))
-            else:
-                u = lanes.bits_of(r)
-                a = u & MAGNITUDE
-                small = lanes.to_int(lanes.floats_of(a) * g.unit)
-                code = lanes.select(a < g.emin, small, (a - (g.emin - 0x800000)) >> g.cut)
-                lanes.store(stored, j, lanes.bytes_of(code | ((u >> g.left) & g.top)))
+                return lanes.bytes_of(lanes.to_int(r * g.unit) & (g.top + g.top - 1))
+            u = lanes.bits_of(r)
+            a = u & MAGNITUDE
+            small = lanes.to_int(lanes.floats_of(a) * g.unit)
+            code = lanes.select(a < g.emin, small, (a - (g.emin - 0x800000)) >> g.cut)
+            return lanes.bytes_of(code | ((u >> g.left) & g.top))
 
         return encoded
 
-    if stored.dtype == types.uint16:
+    if like.dtype == types.uint16:
 
-        def halves(stored: Any, j: Any, r: Any, g: Any, whole: Any) -> None:
-            lanes.store(stored, j, lanes.upper(lanes.bits_of(r)))
+        def halves(like: Any, r: Any, g: Any, whole: Any) -> Any:
+            return lanes.upper(lanes.bits_of(r))
 
         return halves
 
-    def plain(stored: Any, j: Any, r: Any, g: Any, whole: Any) -> None:
-        lanes.store(stored, j, r)
+    def plain(like: Any, r: Any, g: Any, whole: Any) -> Any:
+        return r
 
     return plain
 
 
-def put_moment(out: Any, j: Any, x: Any, words: Any, at: Any, rare: Any) -> None:
-    """out[j:j + 16] = x: float32, or bfloat16 by the draws at words[at:]."""
+def moment_of(like: Any, x: Any, word: Any, rare: Any) -> Any:
+    """Moments as they are stored: float32, or bfloat16 by draws."""
     raise TypeError("for compiled code only")
 
 
-@overload(put_moment, jit_options=JIT)
-def _put_moment(out: Any, j: Any, x: Any, words: Any, at: Any, rare: Any) -> Any:
-    if out.dtype == types.uint16:
+@overload(moment_of, jit_options=JIT)
+def _moment_of(like: Any, x: Any, word: Any, rare: Any) -> Any:
+    if like.dtype == types.uint16:
 
-        def drawn(out: Any, j: Any, x: Any, words: Any, at: Any, rare: Any) -> None:
+        def drawn(like: Any, x: Any, word: Any, rare: Any) -> Any:
             u = lanes.bits_of(x)
-            r = u + lanes.signed(lanes.load(words, at))
+            r = u + lanes.signed(word)
             if rare:
                 quiet = u | lanes.select(x != x, lanes.splat(u, 0x400000), 0)
                 r = lanes.select((u & EXPONENT) == EXPONENT, quiet, r)
-            lanes.store(out, j, lanes.upper(r))
+            return lanes.upper(r)
 
         return drawn
 
-    def plain(out: Any, j: Any, x: Any, words: Any, at: Any, rare: Any) -> None:
-        lanes.store(out, j, x)
+    def plain(like: Any, x: Any, word: Any, rare: Any) -> Any:
+        return x
 
     return plain
 
 
-def get_kept(kept: Any, j: Any, q: Any) -> Any:
+def kept_of(like: Any, q: Any) -> Any:
     """What is kept beside weights: a carry or master as it is, a master from its remainder."""
     raise TypeError("for compiled code only")
 
 
-@overload(get_kept, jit_options=JIT)
-def _get_kept(kept: Any, j: Any, q: Any) -> Any:
-    if kept.dtype == types.int16:
+@overload(kept_of, jit_options=JIT)
+def _kept_of(like: Any, q: Any) -> Any:
+    if like.dtype == types.int16:
 
-        def from_16(kept: Any, j: Any, q: Any) -> Any:
-            return lanes.floats_of(lanes.bits_of(q) + lanes.from_signed(lanes.load(kept, j)))
+        def from_16(like: Any, q: Any) -> Any:
+            return lanes.floats_of(lanes.bits_of(q) + lanes.from_signed(like))
 
         return from_16
-    if kept.dtype == types.int8:
+    if like.dtype == types.int8:
 
-        def from_8(kept: Any, j: Any, q: Any) -> Any:
-            return lanes.floats_of(lanes.bits_of(q) + (lanes.from_signed(lanes.load(kept, j)) << 8))
+        def from_8(like: Any, q: Any) -> Any:
+            return lanes.floats_of(lanes.bits_of(q) + (lanes.from_signed(like) << 8))
 
         return from_8
 
-    def plain(kept: Any, j: Any, q: Any) -> Any:
-        return lanes.widened(lanes.load(kept, j))
+    def plain(like: Any, q: Any) -> Any:
+        return lanes.widened(like)
 
     return plain
 
 
-def put_kept(kept: Any, j: Any, x: Any, r: Any) -> None:
-    """Keep a carry or master x, or what a master x lacks to the weight r."""
+def to_keep(like: Any, x: Any, r: Any) -> Any:
+    """A carry (nearest, in bfloat16) or master x, or what a master x lacks to the weight r."""
     raise TypeError("for compiled code only")
 
 
-@overload(put_kept, jit_options=JIT)
-def _put_kept(kept: Any, j: Any, x: Any, r: Any) -> Any:
-    if kept.dtype == types.int16:
+@overload(to_keep, jit_options=JIT)
+def _to_keep(like: Any, x: Any, r: Any) -> Any:
+    if like.dtype == types.int16:
 
-        def as_16(kept: Any, j: Any, x: Any, r: Any) -> None:
-            lanes.store(kept, j, lanes.shorts_of(lanes.bits_of(x) - lanes.bits_of(r)))
+        def as_16(like: Any, x: Any, r: Any) -> Any:
+            return lanes.shorts_of(lanes.bits_of(x) - lanes.bits_of(r))
 
         return as_16
-    if kept.dtype == types.int8:
+    if like.dtype == types.int8:
 
-        def as_8(kept: Any, j: Any, x: Any, r: Any) -> None:
-            lanes.store(kept, j, lanes.chars_of((lanes.bits_of(x) - lanes.bits_of(r)) >> 8))
+        def as_8(like: Any, x: Any, r: Any) -> Any:
+            return lanes.chars_of((lanes.bits_of(x) - lanes.bits_of(r)) >> 8)
 
         return as_8
+    if like.dtype == types.uint16:
 
-    def plain(kept: Any, j: Any, x: Any, r: Any) -> None:
-        put_lanes(kept, j, x)
+        def rounded(like: Any, x: Any, r: Any) -> Any:
+            u = lanes.bits_of(x)
+            return lanes.upper(u + 0x7FFF + ((u >> 16) & 1))
+
+        return rounded
+
+    def plain(like: Any, x: Any, r: Any) -> Any:
+        return x
 
     return plain
-
-
-def _draw(words: Any, at: Any, words_m: Any, words_v: Any, keys: Any, first: Any) -> None:
-    """The draws that a step needs for elements first .. first + 63, a multiple of 64."""
-    if MODE != NEAREST:
-        if SHORT:
-            short_words(words, at, keys[0], keys[1], first)
-        else:
-            long_words(words, at, keys[0], keys[1], first)
-    if DRAWN:
-        short_words(words_m, at, keys[2], keys[3], first)
-        short_words(words_v, at, keys[4], keys[5], first)
 
 
 def _run(given: Any, t0: Any, t1: Any) -> None:
@@ -285,6 +275,7 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
     now, packed = bits.view(np.uint8), bits.view(np.uint64)
     a = Rates(rates[0], rates[1], rates[2], rates[3], rates[4], rates[5], rates[6], rates[7], rates[8])
     g = Coding(f[0], f[1], f[2], f[3], f[4], k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7])
+    k0, k1, k2, k3, k4, k5 = keys[0], keys[1], keys[2], keys[3], keys[4], keys[5]
     for t in range(t0, t1):
         first = t * TILE
         changed, proposals, ends, bad, wrong = 0, 0, 0, 0, 0
@@ -293,24 +284,42 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
         shift = (offset + first) & 63
         fill = (offset + first) - shift
         ahead = 64 if shift else 0
-        if ahead:
-            DRAW(words, 64, words_m, words_v, keys, fill)
-        for start in range(0, TILE, 64):
+        for start in range(-ahead, TILE, 64):
             if ahead:
                 for i in range(0, 64, lanes.COUNT):
                     lanes.store(words, i, lanes.load(words, 64 + i))
                     lanes.store(words_m, i, lanes.load(words_m, 64 + i))
                     lanes.store(words_v, i, lanes.load(words_v, 64 + i))
-            DRAW(words, ahead, words_m, words_v, keys, fill + start + ahead)
+            if MODE != NEAREST:
+                four = WORDS(k0, k1, fill + start + ahead)
+                lanes.store(words, ahead, four[0])
+                lanes.store(words, ahead + 16, four[1])
+                lanes.store(words, ahead + 32, four[2])
+                lanes.store(words, ahead + 48, four[3])
+            if DRAWN:
+                four = short_words(k2, k3, fill + start + ahead)
+                lanes.store(words_m, ahead, four[0])
+                lanes.store(words_m, ahead + 16, four[1])
+                lanes.store(words_m, ahead + 32, four[2])
+                lanes.store(words_m, ahead + 48, four[3])
+                four = short_words(k4, k5, fill + start + ahead)
+                lanes.store(words_v, ahead, four[0])
+                lanes.store(words_v, ahead + 16, four[1])
+                lanes.store(words_v, ahead + 32, four[2])
+                lanes.store(words_v, ahead + 48, four[3])
+            if start < 0:
+                continue
             for at in range(0, 64, lanes.COUNT):
                 i, j = start + at, first + start + at
-                q = get_values(stored, j, g, GRID)
+                coded = lanes.load(stored, j)
+                q = values_of(coded, g, GRID)
                 d = lanes.widened(lanes.load(grad, j))
-                m = lanes.widened(lanes.load(first_, j))
-                v = lanes.widened(lanes.load(second, j))
+                old_m, old_v = lanes.load(first_, j), lanes.load(second, j)
+                m, v = lanes.widened(old_m), lanes.widened(old_v)
                 w = q
                 if BESIDE:
-                    before = get_kept(kept, j, q)
+                    old = lanes.load(kept, j)
+                    before = kept_of(old, q)
                     if KEEPS != CARRY:
                         w = before
                 if RULE == ADAM:
@@ -393,11 +402,11 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     x = lanes.load(sixteen, 48)
                 if KEEPS == ERROR and a.feed != 0:
                     m = m + (x * rest) * a.feed
-                put_moment(first_, j, m, words_m, shift + at, odd)
-                put_moment(second, j, v, words_v, shift + at, odd)
+                lanes.store(first_, j, moment_of(old_m, m, lanes.load(words_m, shift + at), odd))
+                lanes.store(second, j, moment_of(old_v, v, lanes.load(words_v, shift + at), odd))
                 if BESIDE:
-                    put_kept(kept, j, rest, r)
-                put_values(stored, j, r, g, GRID)
+                    lanes.store(kept, j, to_keep(old, rest, r))
+                lanes.store(stored, j, stored_of(coded, r, g, GRID))
                 if sampled:
                     if KEEPS == REMAINDER:  # as the two-pass policy has it
                         u = lanes.bits_of(z)
@@ -505,5 +514,5 @@ def tiles(rule: int, mode: int, keeps: int, grid: int, short: bool, small: bool,
     values = (rule, mode, keeps, grid, short, small, drawn)
     case, name = dict(zip(names, values, strict=True)), "_".join(str(int(v)) for v in values)
     case |= {"RESTS": keeps in (CARRY, ERROR), "BESIDE": keeps not in (NOTHING, ERROR)}
-    run = specialised(_run, name, DRAW=specialised(_draw, name, **case), **case)
+    run = specialised(_run, name, WORDS=short_words if short else long_words, **case)
     return specialised(_tiles, name, RUN=run)

@@ -1,0 +1,448 @@
+"""One pass: the fast step equals the reference, torch's fused step and the two-pass write-back, bit for
+bit."""
+
+from __future__ import annotations
+
+import logging
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp import kernels
+from halfulp.kernels import onepass, onepass_reference, reference
+from halfulp.kernels.plan import plan_for
+from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC
+from halfulp.streams import Stream
+from halfulp.writeback import onepass as passes
+
+real = np.float32
+SIZE = 768 * 2 + 101
+
+
+def patterns(x: Any) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x).view(np.int16).copy()).view(torch.bfloat16)
+
+
+def flat(x: torch.Tensor) -> Any:
+    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+class Case:
+    """One tensor, stepped by the reference and by the kernel side by side."""
+
+    def __init__(
+        self, grid: str, storage: str, mode: int, keeps: int = onepass.NOTHING, **options: Any
+    ) -> None:
+        self.rng = np.random.default_rng(0)
+        self.grid = plan_for(hu.grid(grid), torch.float32).grid
+        self.mode, self.keeps, self.options = mode, keeps, options
+        self.n, self.offset = options.get("n", SIZE), options.get("offset", 0)
+        self.q = reference.round((self.rng.standard_normal(self.n) * 0.02).astype(real), self.grid)
+        kind = options.get("moments", np.float32)
+        self.m, self.v = np.zeros(self.n, kind), np.zeros(self.n, kind)
+        self.kept = None
+        if keeps == onepass.MASTER:
+            self.kept = self.q.copy()
+        elif keeps in (onepass.CARRY, onepass.REMAINDER):
+            self.kept = np.zeros(self.n, options.get("kept", real))
+        self.moved = np.zeros((self.n + 7) // 8, np.uint8)
+        self.fast = self._copies(storage)
+
+    def _copies(self, storage: str) -> dict[str, Any]:
+        stored = torch.from_numpy(self.q.copy())
+        if storage == "bfloat16":
+            stored = stored.bfloat16()
+        elif storage == "codes":
+            stored = kernels.encode(stored, self.grid)
+        made = {"m": self.m, "v": self.v, "kept": self.kept, "moved": self.moved}
+        copies = {
+            k: None if x is None else patterns(x) if x.dtype == np.uint16 else torch.from_numpy(x.copy())
+            for k, x in made.items()
+        }
+        return {"stored": stored, **copies}
+
+    def gradient(self, evil: bool) -> Any:
+        g = (self.rng.standard_normal(self.n) * 1e-3).astype(real)
+        if evil:
+            for value, count in ((np.nan, 5), (np.inf, 3), (3e25, 3), (0, 30)):
+                g[self.rng.integers(0, self.n, count)] = value
+        return g
+
+    def step(self, t: int, evil: bool = False) -> None:
+        g = torch.from_numpy(self.gradient(evil))
+        if self.options.get("narrow"):
+            g = g.bfloat16()
+        betas = (self.options.get("beta", 0.9), 0.999)
+        s = onepass.Settings(
+            lr=6e-4, betas=betas, weight_decay=0.1, rule=self.options.get("rule", onepass.ADAMW), t=t
+        )
+        bits = self.options.get("bits", 16)
+        stream = Stream(seed=3, name="w", step=t, offset=self.offset, bits=bits)
+        drawing = None
+        if self.m.dtype == np.uint16:
+            drawing = tuple(Stream(seed=3, name=x, step=t, offset=self.offset, bits=16) for x in ("m", "v"))
+        plain = self.n - self.n % 8
+        own = {"mode": self.mode, "keeps": self.keeps, "drawing": drawing, "plain": plain}
+        self.q, self.m, self.v, found = onepass_reference.step(
+            self.q, g.float().numpy(), self.m, self.v, self.grid, s, kept=self.kept, stream=stream,
+            moved=self.moved, **own,
+        )  # fmt: skip
+        f = self.fast
+        counts, sums = onepass.step(
+            f["stored"], g, f["m"], f["v"], self.grid, s, kept=f["kept"],
+            stream=stream if self.mode != NEAREST else None, moved=f["moved"], sums=1, **own,
+        )  # fmt: skip
+        values = f["stored"]
+        values = kernels.decode(values, self.grid) if values.dtype == torch.uint8 else values.float()
+        for name, a, b in (
+            ("weights", self.q, values.numpy()), ("first", self.m, flat(f["m"])), ("second", self.v,
+            flat(f["v"])),
+            ("kept", self.kept, None if f["kept"] is None else flat(f["kept"])),
+            ("moved", self.moved, f["moved"].numpy()), ("counts", found["counts"], counts.numpy()),
+            ("sums", found["sums"], sums.numpy()),
+        ):  # fmt: skip
+            if a is not None:
+                np.testing.assert_array_equal(a, b, err_msg=f"{name} at step {t}")
+
+
+CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "bf16 sr, bf16 moments": (("bf16", "bfloat16", STOCHASTIC), {"moments": np.uint16, "narrow": True}),
+    "bf16 sr, bf16 moments, a shard": (
+        ("bf16", "bfloat16", STOCHASTIC), {"moments": np.uint16, "narrow": True, "offset": 37},
+    ),
+    "bf16 sr, draws of 32": (("bf16", "float32", STOCHASTIC), {"bits": 32}),
+    "bf16 sr, draws of 32, a shard": (("bf16", "float32", STOCHASTIC), {"bits": 32, "offset": 37}),
+    "bf16 rne": (("bf16", "bfloat16", NEAREST), {}),
+    "bf16 rne, beta1 below a half": (("bf16", "bfloat16", NEAREST), {"beta": 0.3}),
+    "e4m3 sr codes, bf16 moments": (("e4m3@128", "codes", STOCHASTIC), {"moments": np.uint16}),
+    "e4m3 deadzone": (("e4m3@128", "float32", DEADZONE), {"bits": 32}),
+    "int4 codes": (("int4@64", "codes", NEAREST), {}),
+    "kahan": (("bf16", "float32", NEAREST, onepass.CARRY), {}),
+    "kahan, bf16 carry": (("bf16", "bfloat16", NEAREST, onepass.CARRY), {"kept": np.uint16}),
+    "eco on e4m3": (("e4m3@128", "float32", NEAREST, onepass.ERROR), {}),
+    "master, Adam": (("bf16", "float32", NEAREST, onepass.MASTER), {"rule": onepass.ADAM}),
+    "remainder16": (("bf16", "bfloat16", NEAREST, onepass.REMAINDER), {"kept": np.int16}),
+    "remainder8": (("bf16", "bfloat16", STOCHASTIC, onepass.REMAINDER), {"kept": np.int8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_equals_the_reference(name: str) -> None:
+    """Weights, moments, what is kept, counts and sums; with gradients that are not finite, too."""
+    given, options = CASES[name]
+    for evil in (False, True):
+        case = Case(*given, **options)
+        for t in range(1, 4):
+            case.step(t, evil)
+
+
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("size", [5, 31, 1000, 999])
+def test_the_reference_equals_torchs_fused_step(size: int, adam: bool) -> None:
+    """Ends of tensors included, over steps; on a torch whose arithmetic is known."""
+    width = onepass.torchs_end()
+    if width is None:
+        pytest.skip("this torch has another arithmetic; write-backs are made in two passes")
+    made = torch.Generator().manual_seed(size)
+    p = torch.nn.Parameter(torch.randn(size, generator=made) * 0.02)
+    optimizer = (torch.optim.Adam if adam else torch.optim.AdamW)([p], lr=6e-4, weight_decay=0.1, fused=True)
+    w, m, v = p.detach().numpy().copy(), np.zeros(size, real), np.zeros(size, real)
+    for t in range(1, 12):
+        p.grad = torch.randn(size, generator=made) * 1e-3
+        optimizer.step()
+        s = onepass.Settings(lr=6e-4, weight_decay=0.1, rule=onepass.ADAM if adam else onepass.ADAMW, t=t)
+        w, m, v = onepass_reference.moments(w, p.grad.numpy(), m, v, s, size - size % width)
+        w = onepass_reference.proposed(w, m, v, s)
+        state = optimizer.state[p]
+        for mine, theirs in ((w, p.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+            np.testing.assert_array_equal(mine.view(np.int32), theirs.numpy().view(np.int32))
+
+
+def test_an_fma_is_rounded_once() -> None:
+    """Against rational arithmetic, near ties as well."""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 2000)).astype(real)
+    near = -(a.astype(np.float64) * b).astype(real)
+    c = np.where(np.arange(2000) % 2 == 0, near, rng.standard_normal(2000).astype(real)).astype(real)
+    made = onepass_reference.fma(a, b, c)
+    for x, y, z, r in zip(a, b, c, made, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        below, above = np.nextafter(r, real(-np.inf)), np.nextafter(r, real(np.inf))
+        error = abs(Fraction(float(r)) - exact)
+        assert error <= min(abs(Fraction(float(n)) - exact) for n in (below, above))
+
+
+# ---- write-backs ------------------------------------------------------------------------------------
+
+
+def model_of(dtype: torch.dtype) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(40, 50), torch.nn.LayerNorm(50), torch.nn.Linear(50, 33)]
+    return torch.nn.Sequential(*parts).to(dtype)
+
+
+def give_gradients(model: torch.nn.Module, step: int) -> None:
+    made = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        p.grad = (torch.randn(p.shape, generator=made) * 1e-2).to(p.dtype)
+
+
+def kept_of(opt: hu.WriteBack) -> list[dict[str, torch.Tensor]]:
+    found = [dict(s.kept_tensors()) for s in opt.slots]
+    return found + [dict(opt.optimizer.state[s.stepped]) for s in opt.slots]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert x.keys() == y.keys()
+        for key in x:
+            assert x[key].dtype == y[key].dtype, key
+            assert torch.equal(x[key], y[key]), key
+
+
+WRITE_BACKS: dict[str, tuple[Any, str, str | None, torch.dtype]] = {
+    "sr": ("sr", "bf16", None, torch.float32),
+    "rne": ("rne", "bf16", None, torch.float32),
+    "eco": ("eco", "e4m3@128", None, torch.float32),
+    "kahan": ("kahan", "bf16", None, torch.float32),
+    "master": ("master", "bf16", None, torch.float32),
+    "deadzone-sr": ("deadzone-sr", "e4m3@128", None, torch.float32),
+    "sr native": ("sr", "bf16", None, torch.bfloat16),
+    "sr packed": ("sr", "e4m3@128", "packed", torch.float32),
+    "remainder16": ("remainder16", "bf16", None, torch.bfloat16),
+    "remainder8": ("remainder8", "bf16", None, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", WRITE_BACKS)
+def test_one_pass_equals_two(name: str) -> None:
+    """Weights, the optimizer's state, what policies keep, events; fifty steps, resumed in the middle."""
+    policy, grid, storage, dtype = WRITE_BACKS[name]
+
+    def write_back(model: torch.nn.Module, once: bool) -> hu.WriteBack:
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+        return hu.WriteBack(inner, grid, policy, model=model, storage=storage, one_pass=once)
+
+    models = [model_of(dtype), model_of(dtype)]
+    one, two = write_back(models[0], True), write_back(models[1], False)
+    for step in range(50):
+        if step == 20:
+            weights, state = models[0].state_dict(), one.state_dict()
+            models[0] = model_of(dtype)
+            models[0].load_state_dict(weights)
+            one = write_back(models[0], True)
+            one.load_state_dict(state)
+        for model, opt in ((models[0], one), (models[1], two)):
+            give_gradients(model, step)
+            opt.step()
+        assert not passes.suited(one, one.slots)[1]
+        assert one.events.rows == two.events.rows
+    assert_same([models[0].state_dict()], [models[1].state_dict()])
+    assert_same(kept_of(one), kept_of(two))
+
+
+def test_what_cannot_be_one_pass_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """The step is made all the same, in two passes, and the log says so once."""
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    def reason(made: Any, **options: Any) -> str | None:
+        model = model_of(torch.float32)
+        opt = hu.WriteBack(made(model.parameters(), lr=1e-3, **options), "bf16", "rne", model=model)
+        give_gradients(model, 0)
+        return passes.suited(opt, opt.slots)[1]
+
+    assert "not torch's" in str(reason(Mine, fused=True))
+    assert "not torch's" in str(reason(torch.optim.SGD))
+    assert "fused=True" in str(reason(torch.optim.AdamW))
+    assert "amsgrad" in str(reason(torch.optim.AdamW, fused=True, amsgrad=True))
+    assert "maximize" in str(reason(torch.optim.AdamW, fused=True, maximize=True))
+    assert "plain finite" in str(reason(torch.optim.AdamW, fused=True, eps=math.inf))
+    model = model_of(torch.float32)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    inner.register_step_pre_hook(lambda *_: None)
+    opt = hu.WriteBack(inner, "bf16", "rne", model=model)
+    with caplog.at_level(logging.WARNING, logger="halfulp"):
+        for step in range(2):
+            give_gradients(model, step)
+            opt.step()
+    told = [r.getMessage() for r in caplog.records if "two passes" in r.getMessage()]
+    assert len(told) == 1
+    assert "step hooks" in told[0]
+
+
+# ---- AdamW ------------------------------------------------------------------------------------------
+
+
+def adamw(model: torch.nn.Module, **options: Any) -> hu.AdamW:
+    return hu.AdamW(model.named_parameters(), lr=1e-3, weight_decay=0.1, moments="bf16", **options)
+
+
+def test_a_resumed_adamw_goes_on_bit_for_bit() -> None:
+    models = [model_of(torch.bfloat16), model_of(torch.bfloat16)]
+    opts = [adamw(m) for m in models]
+    for step in range(6):
+        if step == 3:
+            weights, state = models[1].state_dict(), opts[1].state_dict()
+            models[1] = model_of(torch.bfloat16)
+            models[1].load_state_dict(weights)
+            opts[1] = adamw(models[1])
+            opts[1].load_state_dict(state)
+        for model, opt in zip(models, opts, strict=True):
+            give_gradients(model, step)
+            opt.step()
+    assert_same([models[0].state_dict()], [models[1].state_dict()])
+    assert_same(kept_of(opts[0]), kept_of(opts[1]))
+    assert {x.dtype for s in kept_of(opts[0])[len(opts[0].slots) :] for k, x in s.items() if k != "step"} == {
+        torch.bfloat16
+    }
+
+
+def test_steps_inside_the_backward_are_those_of_step() -> None:
+    """And no gradient is left."""
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(5)).bfloat16()
+    models = [model_of(torch.bfloat16), model_of(torch.bfloat16)]
+    opts = [adamw(m) for m in models]
+    opts[1].in_backward()
+    for _ in range(3):
+        for model, opt in zip(models, opts, strict=True):
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            if opt is opts[1]:
+                assert all(p.grad is None for p in model.parameters())
+            opt.step()
+        assert opts[0].events.rows
+        assert len(opts[0].events.rows) == len(opts[1].events.rows)
+    assert_same([models[0].state_dict()], [models[1].state_dict()])
+    model, opt = models[1], opts[1]
+    model(x).square().mean().backward()
+    with pytest.raises(hu.UsageError, match="second gradient"):
+        model(x).square().mean().backward()
+
+
+def test_shards_of_a_tensor_give_the_whole() -> None:
+    """Cut anywhere, streams of weights and moments included."""
+    n, cut = 768 * 2 + 101, 701
+    made = torch.Generator().manual_seed(0)
+    whole = [
+        (torch.randn(n, generator=made) * 0.02).bfloat16(),
+        *(torch.zeros(n).bfloat16() for _ in range(2)),
+    ]
+    parts = [[x[:cut].clone(), x[cut:].clone()] for x in whole]
+    grid = plan_for(hu.grid("bf16"), torch.float32).grid
+    for t in range(1, 4):
+        g = (torch.randn(n, generator=made) * 1e-3).bfloat16()
+        s = onepass.Settings(lr=1e-3, weight_decay=0.1, t=t)
+
+        def step(x: list[torch.Tensor], g: torch.Tensor, offset: int, s: Any = s, t: int = t) -> None:
+            streams = [Stream(seed=0, name=k, step=t, offset=offset, bits=16) for k in "wmv"]
+            onepass.step(
+                x[0],
+                g,
+                x[1],
+                x[2],
+                grid,
+                s,
+                mode=STOCHASTIC,
+                stream=streams[0],
+                drawing=(streams[1], streams[2]),
+            )
+
+        step(whole, g, 0)
+        for i, (a, b) in enumerate(((0, cut), (cut, n))):
+            step([p[i] for p in parts], g[a:b].clone(), a)
+    for x, (a, b) in zip(whole, parts, strict=True):
+        assert torch.equal(x, torch.cat([a, b]))
+
+
+def test_a_bfloat16_model_has_its_norms_on_the_grid() -> None:
+    """Gains of exactly 1 do not move under nearest at a small rate; under sr they do."""
+    still, moving = {}, {}
+    for policy, found in (("rne", still), ("sr", moving)):
+        model = torch.nn.Sequential(torch.nn.LayerNorm(768)).bfloat16()
+        opt = hu.AdamW(model.named_parameters(), lr=6e-4, grid="bf16", policy=policy, select=["0.weight"])
+        for step in range(100):
+            give_gradients(model, step)
+            opt.step()
+        found["moved"] = int((model[0].weight != 1).sum())
+    assert still["moved"] == 0
+    assert moving["moved"] > 500
+
+
+def test_second_moments_in_bfloat16_need_draws() -> None:
+    """Ten thousand steps at beta2 = .999: nearest stays far below the float32 moment, draws match it."""
+    n, steps = 768, 10_000
+    rng = np.random.default_rng(0)
+    grid = plan_for(hu.grid("bf16"), torch.float32).grid
+    w = (torch.randn(n, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    drawn = [w.clone(), torch.zeros(n).bfloat16(), torch.zeros(n).bfloat16()]
+    wide, narrow = np.zeros(n, real), np.zeros(n, real)
+    for t in range(1, steps + 1):
+        g = rng.standard_normal(n).astype(real)
+        wide = wide * real(0.999) + real(0.001) * g * g
+        u = (narrow * real(0.999) + real(0.001) * g * g).view(np.uint32)
+        narrow = ((u + 0x7FFF + ((u >> 16) & 1)) & np.uint32(0xFFFF0000)).view(real)
+        streams = [Stream(seed=0, name=k, step=t, bits=16) for k in "wmv"]
+        onepass.step(
+            drawn[0], torch.from_numpy(g), drawn[1], drawn[2], grid, onepass.Settings(lr=1e-5, t=t),
+            mode=STOCHASTIC, stream=streams[0], drawing=(streams[1], streams[2]),
+        )  # fmt: skip
+    exact = float(wide.mean())
+    assert abs(float(drawn[2].float().mean()) - exact) < 0.02 * exact
+    assert abs(float(narrow.mean()) - exact) > 0.15 * exact
+
+
+# ---- remainders -------------------------------------------------------------------------------------
+
+
+def test_remainders_keep_masters() -> None:
+    """Every upper half with lower halves around its ends and middle: the master comes back exactly, the
+    weight is
+    the nearest, ties away from zero; nearest even differs where a tie lies above an even weight."""
+    upper = np.arange(0x7F7F, dtype=np.uint32)
+    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        master = ((upper << 16) | np.uint32(low)).view(real)
+        weight = onepass_reference.away(master)
+        rest = (master.view(np.int32) - weight.view(np.int32)).astype(np.int16)
+        assert np.array_equal(
+            onepass_reference.composed(weight, rest).view(np.uint32), master.view(np.uint32)
+        )
+        even = reference.round(master, hu.grid("bf16"))
+        differs = (weight != even) & np.isfinite(weight)
+        expected = (upper % 2 == 0) if low == 0x8000 else np.zeros(upper.size, bool)
+        assert np.array_equal(differs, expected & np.isfinite(weight))
+
+
+def test_remainder16_has_the_masters_of_master() -> None:
+    """The same gradients give the same masters, bit for bit; weights differ in ties only."""
+    models = [model_of(torch.bfloat16), model_of(torch.bfloat16)]
+    opts = [
+        hu.WriteBack(torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True), "bf16", p, model=m)
+        for m, p in zip(models, ("remainder16", "master"), strict=True)
+    ]
+    for step in range(20):
+        for model, opt in zip(models, opts, strict=True):
+            give_gradients(model, step)
+            opt.step()
+    for a, b in zip(opts[0].slots, opts[1].slots, strict=True):
+        q = a.p.detach().float().numpy()
+        masters = onepass_reference.composed(q, a.state["remainder"].numpy())
+        assert np.array_equal(masters, b.state["master"].numpy())
+        tie = (masters.view(np.uint32) & 0xFFFF) == 0x8000
+        assert np.array_equal((q != b.p.detach().float().numpy()) & ~tie, np.zeros_like(tie))
+
+
+def test_remainder8_stays_within_its_bound() -> None:
+    """One step is off by less than 2**-15 of the master, and right on average."""
+    rng = np.random.default_rng(0)
+    z = (rng.standard_normal(200_000) * 0.02).astype(real)
+    kept = onepass_reference.kept_master(z, np.dtype(np.int8), Stream(seed=0, name="x", bits=16))
+    error = (kept.astype(np.float64) - z) / np.abs(z)
+    assert np.max(np.abs(error)) < 2.0**-15
+    assert abs(error.mean()) < 4 * error.std() / math.sqrt(z.size)
