@@ -11,6 +11,7 @@ import pytest
 from locked_cells import run_study
 
 from halfulp.models import mlp
+from halfulp.models.following import follow, forecasts
 from halfulp.models.teacher import CHOSEN, Testbed, teacher_student
 from halfulp.studies import _facts as facts
 from halfulp.studies import (
@@ -25,7 +26,6 @@ from halfulp.studies import (
     testbed,
     two_layer,
 )
-from halfulp.studies._forecast import follow, forecasts
 from halfulp.study import engine, loading
 from halfulp.study.protocol import Study
 from halfulp.study.verdict import decide, evaluate

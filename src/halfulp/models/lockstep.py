@@ -21,10 +21,10 @@ import torch
 from halfulp.audit.trust import PRIMARY
 from halfulp.grids import grid as named
 from halfulp.kernels.params import masks, params
+from halfulp.models import lockstep_kernels as compiled
+from halfulp.models.digests import digest
 from halfulp.models.mlp_kernels import CROSS_ENTROPY
 from halfulp.models.teacher import Testbed, classification
-from halfulp.studies import _margin_kernels as compiled
-from halfulp.studies.digests import digest
 from halfulp.study.protocol import Config, Running
 
 Array = npt.NDArray[Any]
