@@ -98,8 +98,8 @@ def outcome(cell: Running) -> Mapping[str, Json]:
     sealed = cell.read("forecast", cell.name)
     units, total, wrong = run_units(cell, measure=True)
     for u, row in zip(units, sealed["units"], strict=True):
-        _check(cell.name, row, {"data": u.fingerprint, "path": u.end, "forecast": u.forecast})
-    _check(cell.name, sealed["levels"], dict(zip(SCORES, map(to_text, total), strict=True)))
+        check(cell, row, {"data": u.fingerprint, "path": u.end, "forecast": u.forecast})
+    check(cell, sealed["levels"], dict(zip(SCORES, map(to_text, total), strict=True)))
     return {
         "units": [
             _judged(u, OnsetInterval(*row["onset"])) for u, row in zip(units, sealed["units"], strict=True)
@@ -108,12 +108,13 @@ def outcome(cell: Running) -> Mapping[str, Json]:
     }
 
 
-def _check(name: str, sealed: Mapping[str, Json], found: Mapping[str, str]) -> None:
+def check(cell: Running, sealed: Mapping[str, Json], found: Mapping[str, Json]) -> None:
+    """Refuse to judge another forecast than the sealed one."""
     for key, value in found.items():
         if sealed[key] != value:
             raise TamperingError(
-                f"margin, cell {name}: {key} of the reference is not what the forecast sealed (expected "
-                f"{str(sealed[key])[:16]}..., found {value[:16]}...). The outcome would be held against "
+                f"cell {cell.name}: {key} of the reference is not what the forecast sealed (expected "
+                f"{str(sealed[key])[:16]}..., found {str(value)[:16]}...). The outcome would be held against "
                 "another forecast; run the study again from its seal, in the sealed environment."
             )
 
@@ -148,18 +149,18 @@ def _judged(u: Finished, onset: OnsetInterval) -> dict[str, Json]:
 # ---- estimands ----------------------------------------------------------------------------------------
 
 
-def _units(records: Records) -> Iterable[tuple[str, Mapping[str, Json]]]:
+def units_of(records: Records) -> Iterable[tuple[str, Mapping[str, Json]]]:
     for name, record in records["outcome"].items():
         for unit in record["units"]:
             yield f"{name}-{unit['seed']}", unit
 
 
 def _total(records: Records, key: str) -> int:
-    return sum(unit[key] for _, unit in _units(records))
+    return sum(unit[key] for _, unit in units_of(records))
 
 
-def _events(records: Records) -> int:
-    return sum(unit["steps"] * unit["weights"] for _, unit in _units(records))
+def events_of(records: Records) -> int:
+    return sum(unit["steps"] * unit["weights"] for _, unit in units_of(records))
 
 
 def _mistakes(records: Records) -> int:
@@ -219,12 +220,12 @@ def _curve(records: Records) -> list[tuple[float, int, int]]:
 
 def coverage(records: Records) -> Values:
     """Share of events above a margin."""
-    return {_unit_of(t): _share(n, _events(records)) for t, n, _ in _curve(records)}
+    return {_unit_of(t): _share(n, events_of(records)) for t, n, _ in _curve(records)}
 
 
 def risk(records: Records) -> Values:
     """Mistakes among events above a margin."""
-    return {"all": _share(_mistakes(records), _events(records))} | {
+    return {"all": _share(_mistakes(records), events_of(records))} | {
         _unit_of(t): _share(k, n) for t, n, k in _curve(records)
     }
 
@@ -248,19 +249,19 @@ def containment(records: Records) -> Values:
 
 def onset_inside(records: Records) -> Values:
     """Units whose onset lies in its interval."""
-    where = [unit["onset_is"] for _, unit in _units(records)]
+    where = [unit["onset_is"] for _, unit in units_of(records)]
     return {"study": _share(where.count("inside"), len(where))}
 
 
 def certified(records: Records) -> Values:
     """Events with both premises of the bound."""
     lost = _total(records, "diverged") + _total(records, "violated")
-    return {"study": _share(_events(records) - lost, _events(records))}
+    return {"study": _share(events_of(records) - lost, events_of(records))}
 
 
 def first_divergence(records: Records) -> Values:
     """By unit; a unit whose codes never differ has the step after its last."""
-    return {name: float(unit["first_divergence"] or unit["steps"] + 1) for name, unit in _units(records)}
+    return {name: float(unit["first_divergence"] or unit["steps"] + 1) for name, unit in units_of(records)}
 
 
 def wrong_diverged(records: Records) -> Values:
@@ -270,12 +271,12 @@ def wrong_diverged(records: Records) -> Values:
 
 def refuted(records: Records) -> Values:
     """Steps that break Eq. 8, and certified events that were mistaken; the theorem says none."""
-    return {name: float(u["bound_broken"] + u["wrong_certified"]) for name, u in _units(records)}
+    return {name: float(u["bound_broken"] + u["wrong_certified"]) for name, u in units_of(records)}
 
 
 def events(records: Records) -> Values:
     """Coordinate events judged."""
-    return {"study": float(_events(records))}
+    return {"study": float(events_of(records))}
 
 
 # ---- reports ------------------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def thresholds_table(records: Records) -> Table:
 def units_table(records: Records) -> Table:
     rows: list[Sequence[str | float | None]] = []
     for grid in _grids(records):
-        units = [u for name, u in _units(records) if name.startswith(f"{grid}-")]
+        units = [u for name, u in units_of(records) if name.startswith(f"{grid}-")]
         counts = [sum(u[key] for u in units) for key in ("above", "below", "steps")]
         where = [u["onset_is"] for u in units]
         rows.append((grid, *counts, *(where.count(w) for w in ("inside", "earlier", "later"))))
@@ -307,7 +308,7 @@ def _grids(records: Records) -> list[str]:
 
 def figure(records: Records) -> Any:
     """Risk against coverage; and one unit a mantissa, its interval and what happened."""
-    curve = [(n / _events(records), k / n) for _, n, k in _curve(records) if n]
+    curve = [(n / events_of(records), k / n) for _, n, k in _curve(records) if n]
     last = {g: [n for n in records["outcome"] if n.startswith(f"{g}-")][-1] for g in _grids(records)}
     units = {g: records["outcome"][name]["units"][0] for g, name in last.items()}
     return panels.margins({"projection": curve}, (risk(records)["all"] or 0) / 2, units)
@@ -391,19 +392,19 @@ SOURCE = "app:margin-transfer"
 
 def _outside(grid: str) -> Callable[[Records], str | None]:
     def ours(records: Records) -> str | None:
-        units = [u for name, u in _units(records) if name.startswith(f"{grid}-")]
+        units = [u for name, u in units_of(records) if name.startswith(f"{grid}-")]
         return f"{sum(u['above'] for u in units)}/{sum(u['below'] for u in units)}" if units else None
 
     return ours
 
 
 def _onsets(records: Records) -> str:
-    where = [u["onset_is"] for _, u in _units(records)]
+    where = [u["onset_is"] for _, u in units_of(records)]
     return "/".join(str(where.count(w)) for w in ("inside", "earlier", "later"))
 
 
 def _rate_same(records: Records) -> float | None:
-    return _share(_total(records, "wrong_same"), _events(records) - _total(records, "diverged"))
+    return _share(_total(records, "wrong_same"), events_of(records) - _total(records, "diverged"))
 
 
 def _rate_apart(records: Records) -> float | None:
@@ -411,7 +412,7 @@ def _rate_apart(records: Records) -> float | None:
 
 
 def _same(records: Records) -> float | None:
-    return _share(_events(records) - _total(records, "diverged"), _events(records))
+    return _share(events_of(records) - _total(records, "diverged"), events_of(records))
 
 
 def _range(records: Records) -> str:
@@ -423,7 +424,7 @@ RANKED = "The paper does not say whether its comparator ranks the exact forecast
 OTHER_DATA = "Teacher, data, start, seeds and rates are not printed, so the trajectories are others."
 
 PAPER = (
-    Claim("coordinate events", SOURCE, 762_880_000, _events),
+    Claim("coordinate events", SOURCE, 762_880_000, events_of),
     Claim("AUROC, exact margin", SOURCE, 0.722, of(auroc, "exact"), OTHER_DATA),
     Claim("AUROC, symmetric comparator", SOURCE, 0.656, of(auroc, "symmetric"), RANKED),
     Claim("AUROC, symmetric comparator over its own mistakes", SOURCE, 0.656, of(auroc_own, "symmetric"),
