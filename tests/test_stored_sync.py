@@ -11,7 +11,7 @@ import torch
 
 import halfulp as hu
 from halfulp.stored import sync as module
-from halfulp.stored.sync import STEPS
+from halfulp.stored.sync import SCALES
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]
 
@@ -80,7 +80,7 @@ def test_a_device_gives_the_same_as_the_compiled_loop() -> None:
 
 @pytest.mark.parametrize("grid", ["e4m3@128", "nvfp4", "mxfp8_e4m3", "bf16"])
 def test_codes_of_a_grid(grid: str) -> None:
-    """The trainer holds float32; codes and steps are synced, from which a copy gives the same values."""
+    """The trainer holds float32; codes and scales are synced, from which a copy gives the same values."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(48, 32), torch.nn.Linear(32, 16))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -102,9 +102,9 @@ def test_codes_of_a_grid(grid: str) -> None:
             assert (bits(x) == bits(replica[name])).all()
     g = hu.grid(grid)
     w, name = model[0].weight.detach(), "0.weight"
-    steps = replica.get(name + STEPS)
+    scales = replica.get(name + SCALES)
     codes = replica[name] if replica[name].dtype == torch.uint8 else replica[name].int() & 0xFFFF
-    values = g.decode(codes, step=None if steps is None else steps.double())
+    values = g.decode(codes, scale=None if scales is None else scales.double())
     assert torch.equal(values, g.round(w))
 
 

@@ -9,7 +9,7 @@ did.
     trainer:  change = sync.take();  change.save("17.safetensors")
     sampler:  hu.Change.load("17.safetensors").apply(model)
 
-With ``grid=``, what is stored elsewhere are the codes of a grid, and the steps of its blocks (``nvfp4``), to
+With ``grid=``, what is stored elsewhere are the codes of a grid, and the scales of its blocks (``nvfp4``), to
 which the trainer's weights are rounded. A change names the places of a tensor
 that changed as indices or as a bit mask, whichever takes fewer bytes; what it says is the same.
 """
@@ -41,8 +41,8 @@ Form = Literal["indices", "mask", "all"]
 Held = torch.nn.Module | Mapping[str, torch.Tensor]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FORMAT = "halfulp.change"
-STEPS = ".steps"
-"""How the name of a tensor's steps ends, where a grid has them."""
+SCALES = ".scales"
+"""How the name of a tensor's scales ends, where a grid has them."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Change:
 class Sync:
     """Follows the stored values of a model, or of tensors by name.
 
-    ``grid``: compare the codes of a grid (one byte a weight; the steps of its blocks apart), to which float
+    ``grid``: compare the codes of a grid (one byte a weight; the scales of its blocks apart), to which float
     tensors of two or more dimensions are rounded; None: compare the tensors as they are. It keeps a copy of
     what was taken last: as many bytes as what is stored.
 
@@ -238,17 +238,17 @@ class Sync:
             raise UsageError("nothing to follow: there is no tensor with values.")
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """What is stored now: the tensors themselves, or their codes and steps on the grid."""
+        """What is stored now: the tensors themselves, or their codes and scales on the grid."""
         found: dict[str, torch.Tensor] = {}
         for name, x in _named(self.held).items():
             if self.grid is None or not x.is_floating_point() or x.dim() < 2:
                 found[name] = x
                 continue
-            steps = self.grid.steps(x) if self.grid.scaling is not None else None
-            codes = self.grid.encode(x, step=steps)
+            scales = self.grid.scales(x) if self.grid.scaling is not None else None
+            codes = self.grid.encode(x, scale=scales)
             found[name] = codes if codes.dtype == torch.uint8 else codes.to(torch.int16)
-            if steps is not None:
-                found[name + STEPS] = steps.float()
+            if scales is not None:
+                found[name + SCALES] = scales.float()
         return found
 
     def density(self) -> float:
