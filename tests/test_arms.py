@@ -21,10 +21,10 @@ from halfulp.arms.corpus import open_corpus
 from halfulp.arms.run import run as run_arm
 from halfulp.errors import UsageError
 from halfulp.measures.groups import CORE, group_of
-from halfulp.models.decoder import Config, Decoder
+from halfulp.models.decoder import Decoder, DecoderConfig
 from halfulp.models.training import Recipe, Schedule, Training, adamw
 
-MODEL = Config(layers=2, heads=2, width=32, context=16, vocabulary=65, hidden=64)
+MODEL = DecoderConfig(layers=2, heads=2, width=32, context=16, vocabulary=65, hidden=64)
 RECIPE = Recipe(
     schedule=Schedule(peak=6e-3, floor=6e-4, warmup=2, horizon=12), seed=7, updates=12, batch=3, context=16,
     eval_every=5, eval_batches=2,
@@ -89,7 +89,7 @@ def test_reference_record_is_the_trace(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["rne", "sr"])
 def test_outcome_record_is_what_happened(kind: str, folder: Path) -> None:
     """Frozen, never moved and occupancy, recounted from the weights after every update."""
-    how = KINDS[kind]
+    how: dict[str, Any] = KINDS[kind]
     record = run_arm(Here(arm(**how), folder))
     train, held_out = open_corpus(Here({}, folder), CORPUS, 65)
     model = Decoder(MODEL, seed=7)
