@@ -35,7 +35,7 @@ def _legacy(arm: Arm) -> Arm:
 RUNS = Bundle(
     scales={
         "smoke": _legacy(at(SMOKE_GPT2, updates=12, warmup=2, eval_every=4)),
-        "small": _legacy(at(SMALL_GPT2, updates=600, warmup=6, eval_every=50)),
+        "small": _legacy(at(SMALL_GPT2, updates=400, warmup=4, eval_every=40)),
         "paper": _legacy(at(PAPER_GPT2, updates=10_000, warmup=100, eval_every=250)),
     },
     targets=(1337, 1338),
