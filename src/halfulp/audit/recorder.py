@@ -116,7 +116,7 @@ class Audit(Showing):
         if sample is not None and not 0 < sample <= 1:
             raise UsageError(f"sample is a share of the tiles, above 0 and at most 1, not {sample}.")
         if sample is not None and any(g.scaling is not None and g.scaling.moves for g in self.grids):
-            raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
+            raise UsageError("a sample of tiles cannot tell the scale of a grid that moves with the data.")
         if keep and out is None:
             raise UsageError("keep=True writes weights into the trace: pass out=.")
         self.scores = None if scores is None else Scores.of(scores)

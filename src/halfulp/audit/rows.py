@@ -48,7 +48,7 @@ class Row:
         return self.numbers[:, -len(SHARED) :]
 
 
-def numbers(found: kernels.Audit, starts: Sequence[int] = (0,)) -> Array:
+def numbers(found: kernels.Audited, starts: Sequence[int] = (0,)) -> Array:
     """Everything about tensors at one step, one row each, float64: PER_GRID grid after grid, then SHARED.
 
     ``starts``: the first tile of every tensor; a tensor alone may be empty (a shard). Not a number where the
@@ -85,7 +85,7 @@ def _add_tiles(
             row[g * (kinds + 4) + kinds + 2 : (g + 1) * (kinds + 4)] = np.nan
 
 
-def numbers_on_device(found: kernels.Audit) -> torch.Tensor:
+def numbers_on_device(found: kernels.Audited) -> torch.Tensor:
     """The row of one tensor, made where its counts are: those of many tiles are not sent over."""
 
     def total(x: torch.Tensor) -> torch.Tensor:

@@ -153,7 +153,7 @@ def sampled(x: torch.Tensor, tiles: torch.Tensor, short: bool) -> torch.Tensor:
 
 
 def check_shard(x: torch.Tensor, grids: list[Grid]) -> None:
-    """Refuse a grid whose steps a shard cannot tell."""
+    """Refuse a grid whose scales a shard cannot tell."""
     for g in grids:
         unsupported_moving(x, g)
         if is_sharded(x) and g.scaling is not None and g.scaling.moves:
