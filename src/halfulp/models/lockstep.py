@@ -84,9 +84,9 @@ class Unit:
 class RehearsedUnit(Unit):
     """The same, forecast by the projection and by rehearsals beside it, under a pull each.
 
-    A rehearsal moves codes of its own by the reference's proposals, as in
-    :mod:`halfulp.kernels.rehearse.reference`: z = s + ((w' - w) + k (w - s)), s <- Q(z). It forecasts an event
-    where Q(z) is s, and its margin is that of z. Of every count there is one a predictor, the projection first.
+    A rehearsal moves codes of its own by the reference's proposals, as
+    :mod:`halfulp.kernels.rehearse.reference` does: z = s + ((w' - w) + k (w - s)), s <- Q(z). It forecasts an
+    event where Q(z) is s, and its margin is that of z. Every count is one a predictor, the projection first.
     """
 
     kept = (*Unit.kept, "s")

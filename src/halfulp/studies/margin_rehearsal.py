@@ -12,8 +12,8 @@ again beside the rehearsals, on the same events; the protocol of `margin` is not
 
     projection   as in `margin`
     open         k = 0: the reference's proposals alone
-    point        the product's rule, k = min(1, 30 x rate). It was found for Adam, whose proposals are about as
-                 large as its rate; descent has rates near one here, so k is 1 and z the reference's next weight
+    point        the product's rule, k = min(1, 30 x rate). It was found for Adam, whose proposals are about
+                 as large as its rate; descent has rates near one here, so k is 1 and z the next reference
     pull-0.001, pull-0.01, pull-0.1   fixed, to see what lies between; they decide nothing
 
 Stage ``forecast`` runs references only and seals what every predictor says; stage ``outcome`` runs both and
@@ -82,8 +82,9 @@ def _judged(u: Finished) -> dict[str, Json]:
     for j, name in enumerate(PREDICTORS):
         forecast, apart = (u.steps[:, j, c].astype(np.int64) for c in (compiled.FORECAST, compiled.DIVERGED))
         said[name] = {
-            "crossing": crossing_json(forecast, u.n), "squared_difference": int(((forecast - measured) ** 2).sum()),
-            "diverged": int(apart.sum()), "wrong_diverged": int(u.mistakes[j, compiled.APART]),
+            "crossing": crossing_json(forecast, u.n), "diverged": int(apart.sum()),
+            "squared_difference": int(((forecast - measured) ** 2).sum()),
+            "wrong_diverged": int(u.mistakes[j, compiled.APART]),
             "wrong_same": int(u.mistakes[j, compiled.TOGETHER]),
         }  # fmt: skip
     return {
