@@ -8,8 +8,8 @@ contexts. A bundle says which there are and yields the study's stages:
     float32 runs, audited for the grids of the conditions: anchors, and what forecasts are made of. One a
     target from its raw weights, or, for ``anchor="projected"``, one a unit from the arms' own first codes.
 ``forecast``
-    what the reference says of the nearest arm, by scope: directional, symmetric and scalar rho; sealed
-    before any outcome.
+    what the reference says of the nearest arm, by scope: directional, symmetric and scalar rho; and of every
+    arm that it rehearses: the loss, between its bounds; sealed before any outcome.
 ``source``, ``source-masks``, ``target-masks``
     with masks: a source run's scores, the masks that they give, those of each target's own reference.
 ``outcome``
@@ -66,6 +66,8 @@ class Bundle:
     anchor: Literal["raw", "projected"] = "raw"
     scopes: tuple[str, ...] = ()
     """Scopes that are forecast; none for no forecast."""
+    rehearse: tuple[str, ...] = ()
+    """Arms that the references rehearse, so that a forecast has their losses."""
     masked: Masked | None = None
     unit: str = "{condition}-{seed}"
     reference: str = "fp32-{seed}"
@@ -89,6 +91,12 @@ class Bundle:
     def cell(self, unit: str, arm: str) -> str:
         """The cell of an arm; where there is one arm, the unit's name says it."""
         return unit if len(self.arms) == 1 else f"{unit}-{arm}"
+
+    def rehearsals(self, condition: str) -> dict[str, str]:
+        """What a reference rehearses of a condition, by arm."""
+        grid = self.conditions[condition]["grid"]
+        policies = {arm: self.arms[arm]["policy"] for arm in self.rehearse}
+        return {arm: grid if policy == "rne" else f"{grid}:{policy}" for arm, policy in policies.items()}
 
     # ---- runs ----
 
@@ -117,14 +125,18 @@ class Bundle:
         for unit, (condition, seed) in self.units.items():
             changes = dict(self.conditions[condition])
             grid, name = changes.pop("grid"), self.reference_of(unit)
+            rehearse = tuple(self.rehearsals(condition).values())
             if name in made:  # one raw anchor for several grids
-                made[name] = replace(made[name], audit=(*made[name].audit, grid))
+                so_far = made[name]
+                made[name] = replace(
+                    so_far, audit=(*so_far.audit, grid), rehearse=(*so_far.rehearse, *rehearse)
+                )
                 continue
             if self.anchor == "projected":
                 changes["projected"] = grid
             if self.masked is not None:
                 changes["scores"] = (grid, self._window(config))
-            made[name] = self._run(config, seed, audit=(grid,), **changes)
+            made[name] = self._run(config, seed, audit=(grid,), rehearse=rehearse, **changes)
         return (Cell(name=name, config=arm.to_json()) for name, arm in made.items())
 
     def forecasts(self, config: Config) -> Iterator[Cell]:
@@ -135,6 +147,7 @@ class Bundle:
                 config={
                     "seed": seed, "grid": self.conditions[condition]["grid"],
                     "reference": self.reference_of(unit), "scopes": list(self.scopes),
+                    **({"rehearse": self.rehearsals(condition)} if self.rehearse else {}),
                 },
             )  # fmt: skip
 
@@ -256,6 +269,12 @@ class Unit:
         found = self.found["forecast"][self.name].get(predictor)
         found = found[scope] if isinstance(found, Mapping) else found
         return None if found is None else np.asarray(found)
+
+    def forecast_loss(self, arm: str, bound: str, update: int | None = None) -> float | None:
+        """The loss of an arm after an update, as its rehearsal has it; the last by default."""
+        told = self.found["forecast"][self.name]["losses"][arm]
+        at = str(self.run(FP32)["updates"] if update is None else update)
+        return told[at][bound] if at in told else None
 
     @property
     def masks(self) -> records.Record:
