@@ -21,10 +21,10 @@ from halfulp.arms.corpus import open_corpus
 from halfulp.arms.run import run as run_arm
 from halfulp.errors import UsageError
 from halfulp.measures.groups import CORE, group_of
-from halfulp.models.decoder import Config, Decoder
+from halfulp.models.decoder import Decoder, DecoderConfig
 from halfulp.models.training import Recipe, Schedule, Training, adamw
 
-MODEL = Config(layers=2, heads=2, width=32, context=16, vocabulary=65, hidden=64)
+MODEL = DecoderConfig(layers=2, heads=2, width=32, context=16, vocabulary=65, hidden=64)
 RECIPE = Recipe(
     schedule=Schedule(peak=6e-3, floor=6e-4, warmup=2, horizon=12), seed=7, updates=12, batch=3, context=16,
     eval_every=5, eval_batches=2,

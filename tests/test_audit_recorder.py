@@ -1250,7 +1250,7 @@ def test_shards_refuse_what_they_cannot_do(ranks: Path) -> None:
     for rank in (0, 1):
         said = (ranks / "of-fsdp" / f"refused.{rank}").read_text().splitlines()
         assert len(said) == 4
-        assert "grid int8 takes its step from the whole tensor" in said[0]
-        assert "grid nvfp4 takes its step from the whole tensor" in said[1]
+        assert "grid int8 takes its scale from the whole tensor" in said[0]
+        assert "grid nvfp4 takes its scale from the whole tensor" in said[1]
         assert "resume=, keep= and scores= are for whole tensors" in said[2]
         assert "resume=, keep= and scores= are for whole tensors" in said[3]

@@ -88,7 +88,7 @@ def shape(request: pytest.FixtureRequest) -> tuple[int, ...]:
 
 
 def test_round(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Nearest and stochastic rounding, and the steps, of every kind of grid."""
+    """Nearest and stochastic rounding, and the scales, of every kind of grid."""
     w, _, _ = draw(shape, dtype, seed=1)
     for g in grids_for(dtype):
         stream = hu.Stream(seed=1, name=g.name, step=2, offset=37)
@@ -96,7 +96,7 @@ def test_round(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         expected = quiet(reference.round, w, g, reference.STOCHASTIC, stream)
         assert_same(kernels.round(tensor(w), g, stream), expected, f"{g.name} stochastic")
         if g.scaling is not None:
-            assert_same(kernels.steps(tensor(w), g), reference.steps(w, g), f"{g.name} steps")
+            assert_same(kernels.scales(tensor(w), g), reference.scales(w, g), f"{g.name} scales")
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "non-finite"])
@@ -517,7 +517,7 @@ def everything(x: dict[str, Any]) -> list[np.ndarray]:
             q, z, name, "deadzone", stream, moved=torch.from_numpy(moved), sums=True, out=out
         )
         found += [written.out, written.counts, written.sums, torch.from_numpy(moved)]
-        found += [kernels.round(w, name), kernels.round(w, name, stream), kernels.steps(w, name)]
+        found += [kernels.round(w, name), kernels.round(w, name, stream), kernels.scales(w, name)]
         found += [kernels.score(w, x["g"], x["d"], name), kernels.encode(q, name)]
     audit = kernels.audit(w, x["d"], list(MANY))
     return [array(v) for v in (*found, audit.counts, audit.shared, audit.sums, audit.phase)]

@@ -143,7 +143,7 @@ def test_digits_decide_level_by_level(label: str) -> None:
     digits = np.array(
         [[int(f * 2 ** (32 * (k + 1))) % 2**32 for f in fraction] for k in range(4)], dtype=np.int64
     )
-    step = case.steps(x.shape)
+    scale = case.scales(x.shape)
     shifts = np.zeros(4, dtype=np.int64)
     for level in range(4):
         for delta in (-1, 1):
@@ -153,14 +153,14 @@ def test_digits_decide_level_by_level(label: str) -> None:
             fits = (words[level] >= 0) & (words[level] < 2**32)
             got = reference.round(
                 x, g, reference.STOCHASTIC, Sweep(*(words % 2**32).astype(np.uint32)),  # type: ignore[arg-type]
-                step=None if step is None else step.numpy(),
+                scale=None if scale is None else scale.numpy(),
             )  # fmt: skip
             open_ = fits & np.array([(f * 2 ** (32 * level)).denominator > 1 for f in fraction])
             assert open_[:3].any() or level > 1
             assert np.array_equal(got[open_] == high, np.full(open_.sum(), delta < 0))
     equal = reference.round(
         x, g, reference.STOCHASTIC, Sweep(*digits.astype(np.uint32)),  # type: ignore[arg-type]
-        step=None if step is None else step.numpy(),
+        scale=None if scale is None else scale.numpy(),
     )  # fmt: skip
     assert np.array_equal(equal, np.full(len(x), low))  # U == f is not below it
 
@@ -234,7 +234,7 @@ def test_forced_ties_are_settled(label: str, dtype: torch.dtype, digits: int) ->
             exactly = [low + ((high - low) * ((v >> (96 - digits)) + extra) >> digits) for v in u]
             x = torch.tensor([v / ONE for v in exactly], dtype=torch.float64).to(dtype)
             assert [exact(v) for v in x.double().tolist()] == exactly
-            got = case.grid.round(x, stream, step=case.steps((n,)))
+            got = case.grid.round(x, stream, scale=case.scales((n,)))
             assert torch.equal(got, torch.full((n,), end / ONE, dtype=dtype))
 
 
@@ -252,12 +252,12 @@ def test_stochastic_stays_beside_the_value(label: str) -> None:
     scale = min(case.exact.values[-1] / ONE, 2.0**100)
     x = (np.random.default_rng(9).standard_normal(20_000) * scale).astype(np.float32)
     stream = hu.Stream(seed=0, name="w")
-    got = array(case.grid.round(tensor(x), stream, step=case.steps(x.shape)))
+    got = array(case.grid.round(tensor(x), stream, scale=case.scales(x.shape)))
     values = case.exact.floats()
     i = np.searchsorted(values, got.astype(np.float64))
     assert np.array_equal(values[i], got.astype(np.float64))
     inside = np.clip(x.astype(np.float64), values[0], values[-1])
     assert np.all(np.concatenate([[-np.inf], values])[i] < inside)
     assert np.all(np.concatenate([values, [np.inf]])[i + 1] > inside)
-    again = case.grid.round(tensor(got), stream.at(7), step=case.steps(x.shape))
+    again = case.grid.round(tensor(got), stream.at(7), scale=case.scales(x.shape))
     assert_same(again, got)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from halfulp.errors import UsageError
 from halfulp.grids import grid as named_grid
 from halfulp.kernels import TILE
-from halfulp.models.decoder import Config
+from halfulp.models.decoder import DecoderConfig
 from halfulp.models.training import Recipe, Schedule
 from halfulp.writeback import TileMaster
 from halfulp.writeback.choosing import Storage
@@ -42,7 +42,7 @@ WEB = {"kind": "bin", "train": "openwebtext/train.bin", "held_out": "openwebtext
 class Arm:
     """A run: see the module's docstring."""
 
-    model: Config
+    model: DecoderConfig
     recipe: Recipe
     corpus: Mapping[str, str]
     seed: int = 0
@@ -104,7 +104,7 @@ class Arm:
     def from_json(cls, config: Mapping[str, Json]) -> Arm:
         """From :meth:`to_json`; what is left out is at its default."""
         made = dict(config)
-        made["model"] = Config(**made["model"])
+        made["model"] = DecoderConfig(**made["model"])
         recipe = {"betas": Recipe.betas, **made["recipe"]}
         recipe.update(schedule=Schedule(**recipe["schedule"]), betas=tuple(recipe["betas"]))
         made["recipe"] = Recipe(**recipe)

@@ -23,16 +23,16 @@ from halfulp.arms import Arm, Bundle, figures, measures, tables
 from halfulp.arms.arm import PLAYS
 from halfulp.measures.crossings import TOLERANCE
 from halfulp.measures.forecasts import ACCURATE_RMSE
-from halfulp.models.decoder import CHARACTER, Config
+from halfulp.models.decoder import CHARACTER, DecoderConfig
 from halfulp.models.training import Recipe, Schedule
 from halfulp.studies.claims import Printed, printed
 from halfulp.study.protocol import Gate, Rule, Study
 
 SCOPE = "all-2d"
-TINY = Config(layers=2, heads=2, width=32, context=32, vocabulary=65, hidden=128)
+TINY = DecoderConfig(layers=2, heads=2, width=32, context=32, vocabulary=65, hidden=128)
 
 
-def _scale(model: Config, updates: int, warmup: int, batch: int, eval_every: int) -> Arm:
+def _scale(model: DecoderConfig, updates: int, warmup: int, batch: int, eval_every: int) -> Arm:
     schedule = Schedule(peak=6e-4, floor=6e-5, warmup=warmup, horizon=updates)
     recipe = Recipe(
         schedule=schedule, updates=updates, batch=batch, context=model.context, eval_every=eval_every
