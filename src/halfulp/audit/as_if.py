@@ -124,9 +124,7 @@ class Showing:
             for optimizer in self.optimizers or ():
                 self._watch(optimizer)
         if not self.rehearsing.tensors:
-            raise UsageError(
-                "nothing is rehearsed yet: no tensor that is to be has been part of a step."
-            )
+            raise UsageError("nothing is rehearsed yet: no tensor that is to be has been part of a step.")
         return self.rehearsing
 
     @contextmanager

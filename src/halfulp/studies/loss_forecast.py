@@ -83,7 +83,9 @@ KINDS = {
     "neox": {"smoke": SMOKE_NEOX, "small": SMALL_NEOX, "paper": PAPER_NEOX},
 }
 NARROW = {"gpt2": 384, "modern": 256, "neox": 384}
-"""Hidden widths at the scale small: a smaller member of that family, so that 3000 updates can be made."""
+"""Hidden widths at the scale small: a smaller member of that family, on bytes, so that there is time for
+runs of 3000 updates."""
+BYTES = {"kind": "bytes", "train": "se_prose_train.txt.gz", "held_out": "se_prose_val.txt.gz"}
 RATES = {"low": 9e-4, "middle": 1.8e-3, "high": 3.6e-3}
 """The small family's own rate, half of it, and twice."""
 PAPER_RATES = {"low": 3e-4, "middle": 6e-4, "high": 1.2e-3}
@@ -106,9 +108,16 @@ def _arm(kind: str, scale: str, rate: str, place: int) -> Arm:
     shared, updates = KINDS[kind][scale], HORIZONS[scale][place]
     peak = (PAPER_RATES if scale == "paper" else RATES)[rate]
     if scale == "small":
-        model = replace(shared.model, layers=3, width=96, hidden=NARROW[kind], context=64, std=0.0566)
-        recipe = replace(shared.recipe, batch=8, context=64)
-        shared = replace(shared, model=model, recipe=recipe, tile=model.width)
+        sizes: dict[str, Any] = {
+            "layers": 3,
+            "width": 96,
+            "hidden": NARROW[kind],
+            "context": 64,
+            "vocabulary": 256,
+        }
+        model = replace(shared.model, **sizes, std=0.0566)
+        recipe = replace(shared.recipe, batch=4, context=64, eval_batches=32)
+        shared = replace(shared, model=model, recipe=recipe, corpus=BYTES, tile=96, save_every=250)
     schedule = replace(shared.recipe.schedule, peak=peak, floor=peak / 10)
     shared = replace(shared, recipe=replace(shared.recipe, schedule=schedule))
     return at(shared, updates=updates, warmup=min(100, updates // 10), eval_every=max(updates // 3, 2))
