@@ -74,6 +74,8 @@ class Arm:
     device: str = "cpu"
     """cpu, or auto for a GPU where there is one."""
     save_every: int = 200
+    tables: bool = True
+    """Whether what the audit counted is attached; a record has what measures need."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", replace(self.recipe, seed=self.seed))

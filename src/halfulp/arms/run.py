@@ -104,7 +104,7 @@ def run(running: Running) -> dict[str, Json]:
                 more = {"contexts": torch.cat(contexts)} if contexts else {}
                 running.save(training.save(record, {**memory.save(), **more}))
             running.progress(training.update, recipe.updates)
-    if contexts:
+    if contexts and arm.tables:
         running.attach("contexts.safetensors", save_tensors({"loss": torch.cat(contexts)}))
     if not arm.watched:
         return record
@@ -114,9 +114,9 @@ def run(running: Running) -> dict[str, Json]:
     if arm.scores is not None:
         sums = {name: torch.from_numpy(found) for name, found in trace.scores().items()}
         running.attach("scores.safetensors", save_tensors(sums))
-    record["frozen"] = _counted(running, trace)
+    record["frozen"] = _counted(running, trace, attached=arm.tables)
     if rehearse:
-        _count_rehearsals(running, record, trace, list(rehearse))
+        _count_rehearsals(running, record, trace, list(rehearse), attached=arm.tables)
     if arm.attribute is not None:
         found = {
             f"{i}.{tensor}": torch.from_numpy(sums)
@@ -235,29 +235,29 @@ def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, An
     return found, apart
 
 
-def _counted(running: Running, trace: Recorded) -> dict[str, dict[str, list[int]]]:
+def _counted(running: Running, trace: Recorded, *, attached: bool) -> dict[str, dict[str, list[int]]]:
     """What the audit counted, attached; and, for the record, coordinates left unchanged by grid and group."""
     grids = _by_group(trace, trace.scan("grids").drop("frozen_decay", "frozen_gradient"), "grid")
     grids = grids.with_columns(pl.col("grid").replace_strict(dict(enumerate(trace.grids))))
-    for name, table in (("grids", grids), ("groups", _by_group(trace, trace.scan("tensors").drop("lr")))):
-        made = io.BytesIO()
-        table.write_parquet(made, compression="zstd")
-        running.attach(f"{name}.parquet", made.getvalue())
+    if attached:
+        _attach(running, "grids", grids)
+        _attach(running, "groups", _by_group(trace, trace.scan("tensors").drop("lr")))
     frozen: dict[str, dict[str, list[int]]] = {grid: {} for grid in trace.grids}
     for (grid, group), rows in grids.partition_by("grid", "group", as_dict=True).items():
         frozen[str(grid)][str(group)] = rows["frozen"].to_list()
     return frozen
 
 
-def _count_rehearsals(running: Running, record: dict[str, Json], trace: Recorded, specs: list[str]) -> None:
+def _count_rehearsals(
+    running: Running, record: dict[str, Json], trace: Recorded, specs: list[str], *, attached: bool
+) -> None:
     """The counts of rehearsals, attached; for the record, those of the point forecast."""
     table = _by_group(trace, trace.scan("rehearsals"), "rehearsal", "bound")
     numbers = {"rehearsal": specs, "bound": BOUNDS}
     for column, names in numbers.items():
         table = table.with_columns(pl.col(column).replace_strict(dict(enumerate(names))))
-    made = io.BytesIO()
-    table.write_parquet(made, compression="zstd")
-    running.attach("rehearsals.parquet", made.getvalue())
+    if attached:
+        _attach(running, "rehearsals", table)
     point = table.filter(pl.col("bound") == "point")
     record["rehearsed"] = {spec: {} for spec in specs}
     for (spec, group), rows in point.partition_by("rehearsal", "group", as_dict=True).items():
@@ -265,6 +265,12 @@ def _count_rehearsals(running: Running, record: dict[str, Json], trace: Recorded
         never = dict(zip(rows["step"], rows["never_moved"], strict=True))
         for found in record["evaluations"]:
             found["rehearsed"][spec].setdefault("never_moved", {})[group] = never[found["update"]]
+
+
+def _attach(running: Running, name: str, table: pl.DataFrame) -> None:
+    made = io.BytesIO()
+    table.write_parquet(made, compression="zstd")
+    running.attach(f"{name}.parquet", made.getvalue())
 
 
 def _by_group(trace: Recorded, table: pl.LazyFrame, *more: str) -> pl.DataFrame:

@@ -74,7 +74,7 @@ NEAR = 0.1
 """Nats: what a forecast of a policy that loses (nearly) nothing may be off."""
 SCOPE = "all-2d"
 BUDGET = 0.1
-ROUNDS = {"of": ["e5m2"], "moments": 3, "points": 4, "batches": 2}
+ROUNDS = {"of": ["e5m2"], "moments": 3, "points": 4, "batches": 32}
 """How a rehearsal is attributed: by the mean of three moments of the run."""
 
 KINDS = {
@@ -119,7 +119,7 @@ def _arm(kind: str, scale: str, rate: str, place: int) -> Arm:
         recipe = replace(shared.recipe, batch=4, context=64, eval_batches=32)
         shared = replace(shared, model=model, recipe=recipe, corpus=BYTES, tile=96, save_every=250)
     schedule = replace(shared.recipe.schedule, peak=peak, floor=peak / 10)
-    shared = replace(shared, recipe=replace(shared.recipe, schedule=schedule))
+    shared = replace(shared, recipe=replace(shared.recipe, schedule=schedule), tables=False)
     return at(shared, updates=updates, warmup=min(100, updates // 10), eval_every=max(updates // 3, 2))
 
 
