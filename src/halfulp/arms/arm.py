@@ -73,6 +73,8 @@ class Arm:
     """The stage, cell and name of the tiles that ``tile-master`` protects."""
     device: str = "cpu"
     """cpu, or auto for a GPU where there is one."""
+    attention: Literal["fastest", "math"] = "fastest"
+    """``math``: plain matrix products, no fused kernel; the same sums in another order."""
     save_every: int = 200
     tables: bool = True
     """Whether what the audit counted is attached; a record has what measures need."""

@@ -30,6 +30,7 @@ import numpy as np
 import polars as pl
 import torch
 from safetensors.torch import save as save_tensors
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp import kernels
 from halfulp.arms.arm import Arm
@@ -83,7 +84,7 @@ def run(running: Running) -> dict[str, Json]:
         contexts = [kept.pop("contexts")] if "contexts" in kept else []
         memory = Memory.loaded(kept)
     rehearse = rehearsals(running, arm)
-    with _audit(arm, training, memory, list(rehearse.values())) as audit:
+    with _attention(arm.attention), _audit(arm, training, memory, list(rehearse.values())) as audit:
         named = {} if audit is None else dict(zip(rehearse, audit.rehearsals, strict=True))
         while not training.done:
             training.step()
@@ -212,6 +213,10 @@ def _attribute(audit: Audit, training: Training, arm: Arm, named: Mapping[str, s
             with audit.as_if(name):
                 found["gap"][spec] = float(loss()) - here
     return found
+
+
+def _attention(kind: str) -> contextlib.AbstractContextManager[Any]:
+    return sdpa_kernel(SDPBackend.MATH) if kind == "math" else contextlib.nullcontext()
 
 
 def _device(wanted: str) -> torch.device:
