@@ -6,6 +6,7 @@ kernels fast enough to watch it.
 """
 
 from halfulp.audit.recorder import Audit
+from halfulp.audit.rehearsal import Rehearse
 from halfulp.audit.replay import replay
 from halfulp.audit.verdict import verdict
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
@@ -20,7 +21,7 @@ from halfulp.writeback import ECO, Kahan, Master, TileMaster, WriteBack
 
 __all__ = [
     "ECO", "Audit", "Change", "Check", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Mask", "Master",
-    "Memory", "Stream", "Sync", "TamperingError", "TileMaster", "Trace",
+    "Memory", "Rehearse", "Stream", "Sync", "TamperingError", "TileMaster", "Trace",
     "UsageError", "VersionError", "WriteBack", "__version__", "allocate", "check", "float_grid", "frozen",
     "grid", "integer_grid", "margin", "phase", "replay", "rho", "symmetric_frozen", "verdict",
 ]  # fmt: skip

@@ -30,6 +30,8 @@ class Naming:
     module: torch.nn.Module | None = None
     copy: torch.dtype | None = None
     """The narrower dtype in which the model itself holds these weights."""
+    held: torch.Tensor | None = None
+    """And the tensor in which it does."""
 
 
 Named = dict[torch.Tensor, tuple[str, torch.nn.Module]]
@@ -140,7 +142,7 @@ def name_parameters(
             if p not in given and j < len(own):
                 name = own[j]
             text = name.encode("utf-8", "backslashreplace").decode()  # tables hold valid text only
-            found[p] = Naming(text, module, None if copy is None else copy.dtype)
+            found[p] = Naming(text, module, None if copy is None else copy.dtype, copy)
     used = set(known.values())
     twice = any(naming.name in used for p, naming in found.items() if p not in known)
     for p, naming in found.items():

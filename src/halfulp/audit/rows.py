@@ -18,6 +18,8 @@ import torch
 from halfulp import kernels
 from halfulp.kernels import AUDIT_COUNTS
 from halfulp.kernels.simd import kernel_of
+from halfulp.trace.reading import SCHEMAS
+from halfulp.trace.schema import TABLES
 
 Array = npt.NDArray[Any]
 
@@ -97,6 +99,8 @@ def numbers_on_device(found: kernels.Audited) -> torch.Tensor:
 
 def tables(rows: Sequence[Row], losses: Mapping[int, float], grids: int) -> dict[str, pl.DataFrame]:
     """The tables of a part: ``grids``, ``tensors`` and ``run``."""
+    if not rows:  # a part of evaluations alone
+        return {name: pl.DataFrame(schema=SCHEMAS[name]) for name in TABLES}
     step = np.concatenate([np.full(len(r.ids), r.step, dtype=np.int64) for r in rows])
     ids = np.concatenate([np.asarray(r.ids, dtype=np.int32) for r in rows])
     per_grid = np.concatenate([r.per_grid() for r in rows]).reshape(-1, len(PER_GRID))
