@@ -191,7 +191,9 @@ def test_what_is_left_at_its_default_is_left_out() -> None:
     plain = Arm(model=MODEL, recipe=RECIPE, corpus=CORPUS)
     assert set(plain.to_json()) == {"model", "recipe", "corpus"}
     assert "seed" not in plain.to_json()["recipe"]
-    fp32 = replace(plain, seed=3, projected="e5m2", audit=("e5m2", "bf16"), scores=("e5m2", 5), tile=32)
+    fp32 = replace(
+        plain, seed=3, projected="e5m2", audit=("e5m2", "bf16"), scores=("e5m2", 5), tile=32, attention="math"
+    )
     at = {"stage": "masks", "cell": "source", "name": "P"}
     masked = replace(
         plain, grid="e5m2", policy="tile-master(start_from=raw)", projection="stochastic",

@@ -66,6 +66,8 @@ class Arm:
     """The stage, cell and name of the tiles that ``tile-master`` protects."""
     device: str = "cpu"
     """cpu, or auto for a GPU where there is one."""
+    attention: Literal["fastest", "math"] = "fastest"
+    """``math``: plain matrix products, no fused kernel; the same sums in another order."""
     save_every: int = 200
 
     def __post_init__(self) -> None:

@@ -21,15 +21,19 @@ PREDICTORS = ("frozen", "symmetric", "rho")
 
 
 def forecast(running: Running) -> dict[str, Any]:
-    """The frozen fraction of every update on a grid, by scope, as each predictor has it."""
+    """The frozen fraction of every update on a grid, by scope, as each predictor has it.
+
+    ``stays`` is the share of coordinates that stochastic rounding is expected never to move, at the end.
+    """
     config = running.config
-    grid, stage, cell = config["grid"], "reference", config["reference"]
+    grid, stage, cell = config["grid"], config.get("stage", "reference"), config["reference"]
     record = running.read(stage, cell)
     by_grid, by_group = (
         pl.read_parquet(io.BytesIO(running.read_bytes(stage, cell, f"{name}.parquet")))
         for name in ("grids", "groups")
     )
-    counted = _series(by_grid.filter(pl.col("grid") == grid), "symmetric")
+    by_grid = by_grid.filter(pl.col("grid") == grid)
+    counted, expected = (_series(by_grid, name) for name in ("symmetric", "expected"))
     norms = {name: _series(by_group, name) for name in ("proposal_sq", "weight_sq")}
 
     def rho(scope: str) -> np.ndarray[Any, Any]:
@@ -49,6 +53,7 @@ def forecast(running: Running) -> dict[str, Any]:
         for scope in config["scopes"]
     }
     series = {p: {scope: told[p].tolist() for scope, told in found.items()} for p in PREDICTORS}
+    stays = {scope: float(records.share(record, expected, scope)[-1]) for scope in found}
     crossings = {scope: asdict(crossing(told["frozen"])) for scope, told in found.items()}
     if len(found) == 1:  # then without the level of scopes
         (scope,) = found
@@ -56,9 +61,10 @@ def forecast(running: Running) -> dict[str, Any]:
             "seed": config["seed"],
             "grid": grid,
             **{p: series[p][scope] for p in PREDICTORS},
+            "stays": stays[scope],
             **crossings[scope],
         }
-    return {"seed": config["seed"], "grid": grid, **series, "crossings": crossings}
+    return {"seed": config["seed"], "grid": grid, **series, "stays": stays, "crossings": crossings}
 
 
 def _series(table: pl.DataFrame, column: str) -> dict[str, np.ndarray[Any, Any]]:

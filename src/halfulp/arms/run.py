@@ -27,6 +27,7 @@ import numpy as np
 import polars as pl
 import torch
 from safetensors.torch import save as save_tensors
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp import kernels
 from halfulp.arms.arm import Arm
@@ -77,7 +78,7 @@ def run(running: Running) -> dict[str, Json]:
         record, kept = training.load(saved)
         contexts = [kept.pop("contexts")] if "contexts" in kept else []
         memory = Memory.loaded(kept)
-    with _audit(arm, training, memory) as audit:
+    with _attention(arm.attention), _audit(arm, training, memory) as audit:
         while not training.done:
             training.step()
             if isinstance(optimizer, WriteBack):
@@ -128,6 +129,10 @@ def _audit(arm: Arm, training: Training, memory: Memory) -> contextlib.AbstractC
         params=lambda name, p: p.dim() >= 2, expected_never_moved=arm.grid is None,
         resume=True, first_step=training.update + 1,
     )  # fmt: skip
+
+
+def _attention(kind: str) -> contextlib.AbstractContextManager[Any]:
+    return sdpa_kernel(SDPBackend.MATH) if kind == "math" else contextlib.nullcontext()
 
 
 def _device(wanted: str) -> torch.device:

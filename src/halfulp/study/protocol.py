@@ -194,7 +194,8 @@ class Evidence:
 
     `records` are patterns (``*`` for anything) of ``stage/cell``, `attached` of ``stage/cell/file`` (their
     records come with them), `estimands` names: what is used is copied, checked, and all that cells and
-    estimands see. `scale` is that of the study itself unless it is given.
+    estimands see. `scale` is that of the study itself unless it is given. `after` names a stage that must be
+    sealed before a cell may open it: predictions that are made without knowing an outcome which exists.
     """
 
     name: str
@@ -203,6 +204,7 @@ class Evidence:
     records: tuple[str, ...] = ()
     attached: tuple[str, ...] = ()
     estimands: tuple[str, ...] = ()
+    after: str = ""
 
     def __post_init__(self) -> None:
         check_name("evidence", self.name)
@@ -263,6 +265,8 @@ class Study:
         estimands = [estimand.name for estimand in self.estimands]
         check_decisions(f"Study {self.name}", estimands, self.gates, self.rules, self.stages)
         _once(f"Study {self.name}: evidence", [one.name.lower() for one in self.evidence])
+        for one in self.evidence:
+            check_opened(f"Evidence {one.name}", one.after, self.stages)
         if self.retries < 0 or self.threads < 1:
             raise UsageError(f"Study {self.name}: retries must be 0 or more and threads 1 or more.")
 
@@ -320,6 +324,20 @@ def check_stages(what: str, stages: Sequence[Staged]) -> None:
         elif stage.kind == "prediction" and outcome:
             raise UsageError(f"Prediction stage {stage.name} comes after outcome stage {outcome}.")
         before.append(stage.name)
+
+
+def check_opened(what: str, after: str, stages: Sequence[Staged]) -> None:
+    """Evidence is opened after a stage that there is, and no gate is judged before that."""
+    if not after:
+        return
+    names = [stage.name for stage in stages]
+    if after not in names:
+        raise UsageError(f"{what} is opened after stage {after!r}; stages: {', '.join(names)}.")
+    for stage in stages[: names.index(after) + 1]:
+        if stage.only_if:
+            raise UsageError(
+                f"{what} is opened after stage {after}; no gate may decide on {stage.name} then."
+            )
 
 
 def check_cells(stage: str, cells: Sequence[str]) -> None:
