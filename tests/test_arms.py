@@ -155,7 +155,7 @@ def test_outcome_record_is_what_happened(kind: str, folder: Path) -> None:
             series.append(sum(int(still[n].sum()) for n in names if group_of(n, q[n]) == group))
         ever = {n: ever[n] | ~still[n] for n in names}
         q = after
-        ends = sum(int((q[n].abs() == grid.largest).sum()) for n in names)
+        ends = sum(int((q[n].abs() == grid.largest).sum()) for n in names)  # type: ignore[attr-defined]
         most = max(most, ends)
         if RECIPE.evaluates(run.update):
             unmoved = {g: sum(int((~ever[n]).sum()) for n in names if group_of(n, q[n]) == g) for g in frozen}

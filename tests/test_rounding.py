@@ -46,7 +46,7 @@ def test_a_code_is_itself(case: Case, dtype: torch.dtype) -> None:
         assert torch.equal(back, q)
         if not g.integer:
             assert_same(back, q)
-    if case.step is None:
+    if case.scale is None:
         assert np.array_equal(g.values(), values)
     others = sorted(set(range(-1, 2**g.bits + 1)) - seen)
     for code in [*others[:3], *others[-3:]]:
