@@ -9,7 +9,7 @@ size. The convolutional network is not here: its cells are a PyTorch loop.
 Trajectories are compared too. They cannot be equal bit for bit in float64: torch's matrix product adds in
 another order and its tanh differs in the last digit. On a grid both disappear unless a proposal lies within
 1e-15 of a midpoint, so stored weights and frozen counts are expected to be *equal at every step*; for
-unrounded references the largest deviation is shown, and the predicted crossings are compared.
+unrounded references the largest deviation is shown, and the forecast crossings are compared.
 
     python benchmarks/controlled.py [--steps N] [--repetitions N] [--json OUT]
 """
