@@ -201,7 +201,7 @@ def main() -> None:
         print(f"{kind.name}: {1e6 * ours:.0f} us, {1e6 * theirs:.0f} us, {theirs / ours:.1f}x", flush=True)
     total = [sum(row["total_steps"] * row[key] for row in rows) for key in ("fused_seconds", "torch_seconds")]
     lines = [
-        f"Processor time: microseconds a step, one thread, median of {options.repetitions} x {options.steps}.",
+        f"Processor time in microseconds a step, one thread; {options.repetitions} runs of {options.steps}.",
         "",
         "| cell | fused | PyTorch loop | ratio | counts equal | largest difference of weights | crossings |",
         "|---|--:|--:|--:|--:|--:|---|",
