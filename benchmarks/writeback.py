@@ -1,7 +1,8 @@
 """What a write-back costs beside other low-precision optimizers: time and bytes, in one run.
 
 Ten matrices of a million weights each (``--matrices``), gradients given in the type of the parameters. Every
-contestant steps once in each repetition, in shuffled order; the result is the median. Bytes are measured: the storage of
+contestant steps once in each repetition, in shuffled order; the result is the median. Bytes are measured:
+the storage of
 parameters and of everything that
 the optimizer keeps, divided by the parameters.
 

@@ -74,7 +74,7 @@ def same(ours: torch.Tensor, theirs: Any, *where: Any) -> None:
 
 
 def within(names: tuple[str, ...], dtype: Any) -> list[Grid]:
-    """The grids that fit the container; integers with steps do not fit bfloat16."""
+    """The grids that fit the container; integers with scales do not fit bfloat16."""
     box = tensor(np.zeros(1, dtype=dtype)).dtype
     chosen = [grid(n) for n in names]
     return [g.within(box) for g in chosen if dtype != BF16 or not g.integer or g.scaling is None]
@@ -83,12 +83,12 @@ def within(names: tuple[str, ...], dtype: Any) -> list[Grid]:
 # ---- checks -----------------------------------------------------------------------------------------
 
 
-def rounded(x: Any, g: Grid, mode: int, stream: Stream | None, step: Any = None) -> None:
+def rounded(x: Any, g: Grid, mode: int, stream: Stream | None, scale: Any = None) -> None:
     from halfulp.kernels import gpu
 
     t = tensor(x)
-    expected = reference.round(x, g, mode, stream, step)
-    same(gpu.round_(t, torch.empty_like(t), g, mode, stream, step), expected, g.name, mode, x.dtype)
+    expected = reference.round(x, g, mode, stream, scale)
+    same(gpu.round_(t, torch.empty_like(t), g, mode, stream, scale), expected, g.name, mode, x.dtype)
 
 
 def check_round_float32() -> None:
@@ -145,7 +145,7 @@ def check_round_scaled() -> None:
 
 
 def check_round_at_the_top() -> None:
-    """Where a step that was rounded up would make the largest code infinite."""
+    """Where a scale that was rounded up would make the largest code infinite."""
     for dtype in (np.float32, BF16, np.float64):
         top = float(np.finfo(dtype).max) if dtype != BF16 else 255 * 2.0**120
         for share in (1.0, 0.995, 0.97, 0.92, 0.6):
@@ -156,23 +156,23 @@ def check_round_at_the_top() -> None:
                 rounded(x, g, STOCHASTIC, STREAM)
 
 
-def check_round_given_steps() -> None:
-    """Steps with all their bits: the quotient can land on a midpoint that the value is not on."""
+def check_round_given_scales() -> None:
+    """Scales with all their bits: the quotient can land on a midpoint that the value is not on."""
     rng = np.random.default_rng(7)
-    step = rng.uniform(0.001, 1.0, 3)
-    middle = (rng.integers(-64, 64, (3, 4000)) + 0.5) * step[:, None]
+    scale = rng.uniform(0.001, 1.0, 3)
+    middle = (rng.integers(-64, 64, (3, 4000)) + 0.5) * scale[:, None]
     for dtype in (np.float32, np.float64):
         x = middle.astype(dtype)
         x = np.concatenate([x, np.nextafter(x, dtype(9e9)), np.nextafter(x, dtype(-9e9))], axis=1)
-        side = np.abs(x) - np.abs(x / step[:, None]) * step[:, None]
-        hidden = (np.abs(x / step[:, None]) % 1 == 0.5) & (side != 0)
+        side = np.abs(x) - np.abs(x / scale[:, None]) * scale[:, None]
+        hidden = (np.abs(x / scale[:, None]) % 1 == 0.5) & (side != 0)
         x = np.concatenate([x[:, :50], np.where(hidden, x, 0)[:, hidden.any(axis=0)][:, :200]], axis=1)
         assert dtype == np.float32 or ((side[hidden] > 0).any() and (side[hidden] < 0).any())
         (g,) = within(("int8/row",), dtype)
-        rounded(x, g, NEAREST, None, step)
+        rounded(x, g, NEAREST, None, scale)
 
 
-def check_steps() -> None:
+def check_scales() -> None:
     from halfulp.kernels import gpu
 
     for dtype in (np.float32, BF16, np.float64):
@@ -180,20 +180,20 @@ def check_steps() -> None:
             x = values(shape, dtype, 8, spread=8)
             for g in within((*SCALED, "int8/row", "int8/absmean"), dtype):
                 with np.errstate(over="ignore"):
-                    expected = reference.steps(np.asarray(x), g)
-                same(gpu.steps(tensor(x), g), expected, g.name, dtype, shape)
+                    expected = reference.scales(np.asarray(x), g)
+                same(gpu.scales(tensor(x), g), expected, g.name, dtype, shape)
 
 
-def check_steps_from_a_sum() -> None:
+def check_scales_from_a_sum() -> None:
     """A mean that rounds one way if added from left to right, and the other way if added exactly."""
     from halfulp.kernels import gpu
 
     (g,) = within(("int4/absmean",), np.float32)
     x = np.full(4096, 2.0**-31, np.float32)
-    x[0] = 7 * (2**21 + 1)  # in the middle between two steps of 21 bits; the others vanish one by one
-    (expected,), exact = reference.steps(x, g), float(np.sum(x.astype(np.float64)[::-1])) / 4096 / 7
+    x[0] = 7 * (2**21 + 1)  # in the middle between two scales of 21 bits; the others vanish one by one
+    (expected,), exact = reference.scales(x, g), float(np.sum(x.astype(np.float64)[::-1])) / 4096 / 7
     assert expected < exact
-    same(gpu.steps(tensor(x), g), np.array([expected]))
+    same(gpu.scales(tensor(x), g), np.array([expected]))
 
 
 def check_ties() -> None:
@@ -223,10 +223,10 @@ def check_ties() -> None:
         expected = reference.round(y, g, STOCHASTIC, stream)
         assert expected[at % 32] == up
         same(gpu.round_(tensor(y), torch.empty(32), g, STOCHASTIC, stream), expected)
-        moving, step = replace(g, scaling=grid("int4@10").scaling), np.ones(1)
-        expected = reference.round(y, moving, STOCHASTIC, stream, step)
+        moving, scale = replace(g, scaling=grid("int4@10").scaling), np.ones(1)
+        expected = reference.round(y, moving, STOCHASTIC, stream, scale)
         assert expected[at % 32] == up
-        same(gpu.round_(tensor(y), torch.empty(32), moving, STOCHASTIC, stream, step), expected)
+        same(gpu.round_(tensor(y), torch.empty(32), moving, STOCHASTIC, stream, scale), expected)
 
 
 def audited(w: Any, d: Any, grids: list[Grid], after: bool = False, phase: bool = True) -> None:

@@ -44,7 +44,7 @@ def exact(x: float) -> int:
 class Exact:
     """A grid's values, from its declared mantissa, exponent and limits alone."""
 
-    def __init__(self, grid: hu.Grid, step: float = 1.0) -> None:
+    def __init__(self, grid: hu.Grid, scale: float = 1.0) -> None:
         assert grid.emin is not None
         assert grid.largest is not None
         gap = ONE * 2**grid.emin // 2**grid.mantissa if grid.emin >= 0 else ONE >> (grid.mantissa - grid.emin)
@@ -56,9 +56,9 @@ class Exact:
             if value == gap << (grid.mantissa + 1):  # a binade is full
                 gap *= 2
             value += gap
-        scale = exact(step)
-        self.up = [v * scale // ONE for v in sizes if v <= top]
-        self.down = [v * scale // ONE for v in sizes if v <= low]
+        factor = exact(scale)
+        self.up = [v * factor // ONE for v in sizes if v <= top]
+        self.down = [v * factor // ONE for v in sizes if v <= low]
         self.values = [-v for v in self.down[:0:-1]] + self.up
 
     def nearest(self, x: float) -> float:
@@ -105,8 +105,8 @@ class Table:
 
 
 @cache
-def oracle_of(grid: hu.Grid, step: float = 1.0) -> Exact:
-    return Exact(grid, step)
+def oracle_of(grid: hu.Grid, scale: float = 1.0) -> Exact:
+    return Exact(grid, scale)
 
 
 # ---- grids to try -----------------------------------------------------------------------------
@@ -114,42 +114,42 @@ def oracle_of(grid: hu.Grid, step: float = 1.0) -> Exact:
 
 @dataclass(frozen=True)
 class Case:
-    """A grid whose values are fixed: without a step of its own, or with one given for all of it."""
+    """A grid whose values are fixed: without a scale of its own, or with one given for all of it."""
 
     label: str
     grid: hu.Grid
-    step: float | None = None
+    scale: float | None = None
 
     def within(self, dtype: torch.dtype) -> Case | None:
-        """The case in a container, or None if it does not fit, or its values under the step do not."""
+        """The case in a container, or None if it does not fit, or its values under the scale do not."""
         if not fits(self.grid, dtype):
             return None
         g = self.grid.within(dtype)
         if g.mantissa == 0 and g.emin != (-1022 if dtype == torch.float64 else -126):
             return None  # kernels round m0 only with the exponents of float64 or float32
-        step = self.step
+        scale = self.scale
         if g.scaling is not None and not g.scaling.moves:
-            step = float(g.steps(torch.ones(1, dtype=dtype))[0])
-        case = Case(self.label, g, step)
+            scale = float(g.scales(torch.ones(1, dtype=dtype))[0])
+        case = Case(self.label, g, scale)
         values = torch.from_numpy(case.exact.floats())
         return case if torch.equal(values.to(dtype).double(), values) else None
 
     @property
     def exact(self) -> Exact:
-        return oracle_of(self.grid, 1.0 if self.step is None else self.step)
+        return oracle_of(self.grid, 1.0 if self.scale is None else self.scale)
 
-    def steps(self, shape: tuple[int, ...]) -> torch.Tensor | None:
-        if self.step is None or self.grid.scaling is None:
+    def scales(self, shape: tuple[int, ...]) -> torch.Tensor | None:
+        if self.scale is None or self.grid.scaling is None:
             return None
-        return torch.full((self.grid.scaling.segments(shape),), self.step, dtype=torch.float64)
+        return torch.full((self.grid.scaling.segments(shape),), self.scale, dtype=torch.float64)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        return self.grid.round(x, step=self.steps(tuple(x.shape)))
+        return self.grid.round(x, scale=self.scales(tuple(x.shape)))
 
     def reference(self, x: np.ndarray) -> np.ndarray:
-        steps = self.steps(x.shape)
+        scales = self.scales(x.shape)
         with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs, and what saturates
-            return reference.round(x, self.grid, step=None if steps is None else steps.numpy())
+            return reference.round(x, self.grid, scale=None if scales is None else scales.numpy())
 
 
 def fits(grid: hu.Grid | str, dtype: torch.dtype) -> bool:
@@ -177,19 +177,19 @@ def _cases() -> list[Case]:
         "near float32's smallest": hu.float_grid(mantissa=9, emin=-124, largest=1.5 * 2.0**-100),
         "near float32's largest": hu.float_grid(mantissa=3, emin=-60, largest=1.875 * 2.0**127),
     }
-    # the element sets of grids whose steps move, under steps that their rules could give
-    steps = [("mxfp8_e4m3", 2.0**-7), ("mxfp8_e5m2", 2.0**-20), ("mxfp6_e2m3", 1.0), ("mxfp6_e3m2", 2.0**9)]
-    steps += [
+    # the element sets of grids whose scales move, under scales that their rules could give
+    scales = [("mxfp8_e4m3", 2.0**-7), ("mxfp8_e5m2", 2.0**-20), ("mxfp6_e2m3", 1.0), ("mxfp6_e3m2", 2.0**9)]
+    scales += [
         ("mxfp4", 2.0**-5),
         ("nvfp4", 13 * 2.0**-12),
         ("int4/g128", 0.3046875),
         ("int8", 40503 * 2.0**-20),
     ]
-    steps += [("int3/dqt", 77777 * 2.0**-21)]
+    scales += [("int3/dqt", 77777 * 2.0**-21)]
     return [
         *(Case(n, hu.grid(n)) for n in f"{floats} {integers}".split()),
         *(Case(n, g) for n, g in made.items()),
-        *(Case(f"{n} step {s:g}", hu.grid(n), s) for n, s in steps),
+        *(Case(f"{n} scale {s:g}", hu.grid(n), s) for n, s in scales),
     ]
 
 

@@ -420,7 +420,7 @@ def test_gradients_that_are_dropped_inside_the_step(by: str, early: bool, tmp_pa
     optimizer.early = early
     brute = Brute(STATIC)
     scores = ("e4m3@128", 1, 3) if by == "backward" else None
-    expected = {n: 0.0 for n, p in model.named_parameters() if p.dim() >= 2}
+    expected: dict[str, Any] = {n: 0.0 for n, p in model.named_parameters() if p.dim() >= 2}
     with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace", scores=scores):
         for step in (1, 2, 3):
 
@@ -1250,7 +1250,7 @@ def test_shards_refuse_what_they_cannot_do(ranks: Path) -> None:
     for rank in (0, 1):
         said = (ranks / "of-fsdp" / f"refused.{rank}").read_text().splitlines()
         assert len(said) == 4
-        assert "grid int8 takes its step from the whole tensor" in said[0]
-        assert "grid nvfp4 takes its step from the whole tensor" in said[1]
+        assert "grid int8 takes its scale from the whole tensor" in said[0]
+        assert "grid nvfp4 takes its scale from the whole tensor" in said[1]
         assert "resume=, keep= and scores= are for whole tensors" in said[2]
         assert "resume=, keep= and scores= are for whole tensors" in said[3]

@@ -76,7 +76,7 @@ def test_the_bound_never_fails(name: str, dtype: type, seed: int, drift: float) 
     assert p.n == 64
     assert p.wrong_same <= p.violated
     assert p.wrong_diverged <= p.diverged
-    each = [posterior(*(x[i : i + 1] for x in (q_a, d_a, q_hat, d_r)), g) for i in range(64)]
+    each = [posterior(q_a[i : i + 1], d_a[i : i + 1], q_hat[i : i + 1], d_r[i : i + 1], g) for i in range(64)]
     for one in each:
         assert one.holds
         if one.certified:
@@ -166,7 +166,7 @@ def test_first_divergence() -> None:
 def test_relative_margins_over_a_whole_range(name: str) -> None:
     """Zero on every boundary and beyond the ends, one half at the centre of every cell, never more."""
     g = hu.grid(name)
-    x = g.values() * float(g.steps(torch.ones(1))[0]) if g.scaling is not None else g.values()
+    x = g.values() * float(g.scales(torch.ones(1))[0]) if g.scaling is not None else g.values()
     edges = (x[1:] + x[:-1]) / 2
     centres = (edges[1:] + edges[:-1]) / 2
     for points, expected in ((edges, 0.0), (centres, 0.5), (x[[0, -1]], 0.0)):

@@ -19,8 +19,8 @@ from halfulp.models.decoder import (
     MODERN,
     MODERN_17,
     NEOX,
-    Config,
     Decoder,
+    DecoderConfig,
     Inventory,
     inventory,
 )
@@ -34,7 +34,7 @@ FAMILIES = {
 }
 
 
-def on_meta(config: Config) -> Inventory:
+def on_meta(config: DecoderConfig) -> Inventory:
     return inventory(Decoder(config, device="meta"))
 
 
@@ -52,7 +52,7 @@ def on_meta(config: Config) -> Inventory:
         (LLAMA, Inventory(134_105_856, 134_086_656, 84_934_656, 174_592)),
     ],
 )
-def test_inventory(config: Config, expected: Inventory) -> None:
+def test_inventory(config: DecoderConfig, expected: Inventory) -> None:
     assert on_meta(config) == expected
 
 
@@ -66,7 +66,7 @@ def test_inventory(config: Config, expected: Inventory) -> None:
     ],
 )
 def test_budgets_are_whole_tiles(
-    config: Config, share: int, tiles: int, coordinates: int, payload_bytes: int
+    config: DecoderConfig, share: int, tiles: int, coordinates: int, payload_bytes: int
 ) -> None:
     """Every tensor is a whole number of tiles, so a share of them is an exact number of bytes."""
     model = Decoder(config, device="meta")
@@ -110,7 +110,7 @@ def test_groups(family: str) -> None:
 # ---- against Hugging Face -------------------------------------------------------------------------------
 
 
-def hugging_face(family: str, config: Config) -> Any:
+def hugging_face(family: str, config: DecoderConfig) -> Any:
     """Their model of the same sizes; its biases are zeroed, as ours has none."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {"vocab_size": config.vocabulary, "attn_implementation": "eager"}

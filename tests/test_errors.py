@@ -68,8 +68,8 @@ def test_unknown_grids(name: Any, said: list[str]) -> None:
         ({"mantissa": 2, "emin": 0, "largest": math.inf}, "largest"),
         ({"mantissa": 2, "emin": 0, "largest": 0.1}, "largest"),
         ({"mantissa": 2, "emin": 0, "largest": 1.1}, "1.1"),
-        ({"mantissa": 2, "emin": 0, "largest": 1.0, "scale": 3.0}, "power of two"),
-        ({"mantissa": 2, "emin": 0, "largest": 1.0, "scale": -2.0}, "power of two"),
+        ({"mantissa": 2, "emin": 0, "largest": 1.0, "factor": 3.0}, "power of two"),
+        ({"mantissa": 2, "emin": 0, "largest": 1.0, "factor": -2.0}, "power of two"),
     ],
 )
 def test_impossible_float_grids(arguments: dict[str, Any], said: str) -> None:
@@ -83,12 +83,12 @@ def test_impossible_float_grids(arguments: dict[str, Any], said: str) -> None:
     [
         ({"bits": 1}, "2 to 8 bits"), ({"bits": 9}, "9"), ({"bits": 4, "rule": "mx"}, "mx"),
         ({"bits": 4, "per": "group"}, "group"), ({"bits": 4, "size": 3}, "size=3"),
-        ({"bits": 4, "rule": "given"}, "step"), ({"bits": 4, "step": 0.1}, "step=0.1"),
-        ({"bits": 4, "rule": "given", "step": math.inf}, "inf"),
+        ({"bits": 4, "rule": "given"}, "scale"), ({"bits": 4, "scale": 0.1}, "scale=0.1"),
+        ({"bits": 4, "rule": "given", "scale": math.inf}, "inf"),
     ],
 )  # fmt: skip
 def test_impossible_integer_grids(arguments: dict[str, Any], said: str) -> None:
-    """Bits, rules and steps that do not go together."""
+    """Bits, rules and scales that do not go together."""
     with pytest.raises(hu.UsageError, match=said):
         hu.integer_grid(**arguments)
 
@@ -122,7 +122,7 @@ def test_grids_that_do_not_fit(name: str, dtype: torch.dtype, fits: bool) -> Non
 
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "round": lambda x: kernels.round(x, "e4m3"),
-    "steps": lambda x: kernels.steps(x, "int8"),
+    "scales": lambda x: kernels.scales(x, "int8"),
     "audit": lambda x: kernels.audit(x, x, ["e4m3"]),
     "write_back": lambda x: kernels.write_back(x, x, "e4m3"),
     "score": lambda x: kernels.score(x, x, x, "e4m3"),
@@ -183,8 +183,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no stream": (lambda: kernels.write_back(ONES, ONES, "e4m3", "stochastic"), ["stream", "None"]),
     "bad stream": (lambda: kernels.round(ONES, "e4m3", stochastic=42), ["stream", "42"]),  # type: ignore[arg-type]
     "generator": (lambda: hu.grid("e4m3").round(ONES, torch.Generator()), ["stream", "Generator"]),  # type: ignore[arg-type]
-    "step for none": (lambda: kernels.round(ONES, "e4m3", step=torch.ones(1)), ["e4m3", "step"]),
-    "steps, too many": (lambda: kernels.round(ONES, "int8", step=torch.ones(2)), ["int8", "1 step", "2"]),
+    "scale for none": (lambda: kernels.round(ONES, "e4m3", scale=torch.ones(1)), ["e4m3", "scale"]),
+    "scales, too many": (lambda: kernels.round(ONES, "int8", scale=torch.ones(2)), ["int8", "1 scale", "2"]),
     "frozen shape": (lambda: hu.frozen(ONES, torch.ones(3), "e4m3"), ["d", "(3,)", "(4,)"]),
     "symmetric shape": (lambda: hu.symmetric_frozen(ONES, torch.ones(3), "e4m3"), ["d", "(3,)", "(4,)"]),
     "margin shape": (lambda: hu.margin(ONES, torch.ones(3), "e4m3"), ["d", "(3,)", "(4,)"]),
@@ -204,7 +204,7 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "decode negative": (lambda: hu.grid("e4m3").decode(torch.tensor([-1])), ["e4m3", "-1"]),
     "decode asymmetric": (lambda: hu.grid("int4@16").decode(torch.tensor([8])), ["int4@16"]),
     "decode floats": (lambda: hu.grid("e4m3").decode(torch.ones(1)), ["integers", "float32"]),
-    "decode without steps": (lambda: hu.grid("mxfp4").decode(torch.tensor([1])), ["mxfp4", "steps"]),
+    "decode without scales": (lambda: hu.grid("mxfp4").decode(torch.tensor([1])), ["mxfp4", "scales"]),
     "decode wide": (lambda: hu.grid("float32").decode(torch.tensor([1])), ["float32", "16"]),
     "decode meta": (lambda: hu.grid("e4m3").decode(META.to(torch.uint8)), ["meta"]),
     "decode a list": (lambda: hu.grid("e4m3").decode([1]), ["list"]),  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_mismatches(what: str) -> None:
-    """Shapes, types, streams, steps and codes that do not belong together."""
+    """Shapes, types, streams, scales and codes that do not belong together."""
     call, said = MISMATCHES[what]
     with pytest.raises(hu.UsageError) as caught:
         call()

@@ -22,7 +22,7 @@ from halfulp import documents, files, tensors
 from halfulp.trace import MOST_ROWS
 from halfulp.writeback import load, save
 
-FIRST = Path(__file__).parent / "fixtures" / "format_1"
+FIRST, SECOND = (Path(__file__).parent / "fixtures" / f"format_{n}" for n in (1, 2))
 OPTIONS: dict[str, Any] = {"scores": ("e4m3", 1, 4), "keep": True, "expected_never_moved": True}
 
 
@@ -59,7 +59,7 @@ def test_a_trace_of_format_1(tmp_path: Path) -> None:
     trace = hu.Trace.open(FIRST / "trace")
     assert answers(trace) == json.loads((FIRST / "answers.json").read_text())
     again = hu.replay(trace, GRIDS, tmp_path / "replayed")
-    assert again.manifest["format"] == 2
+    assert again.manifest["format"] == 3
     assert again.frozen("bf16").tolist() == trace.frozen("bf16").tolist()
 
 
@@ -97,15 +97,39 @@ def test_checkpoints_of_version_1(case: str) -> None:
 
 
 def test_recording_goes_on_with_a_trace_of_format_1(first: Path) -> None:
-    """It becomes one of format 2, with the parts that it had; cut off anywhere, it is one or the other."""
+    """It becomes one of today's, with the parts that it had; cut off anywhere, it is one or the other."""
     before = hu.Trace.open(first)
     old = before.table()
     record(first, 7, resume=True)
     trace = hu.Trace.open(first)
-    assert trace.manifest["format"] == 2
+    assert trace.manifest["format"] == 3
     assert trace.steps.tolist() == list(range(1, 8))
     assert trace.table().filter(pl.col("step") <= 5).equals(old)
     assert not list(first.rglob("state.safetensors"))
+
+
+def test_a_trace_of_format_2(tmp_path: Path) -> None:
+    """It says what it said, and a recording goes on with it: then the trace is of format 3, not its parts."""
+    folder = Path(shutil.copytree(SECOND / "trace", tmp_path / "trace"))
+    assert answers(hu.Trace.open(folder)) == json.loads((SECOND / "answers.json").read_text())
+    old = hu.Trace.open(folder).table()
+    record(folder, 7, resume=True)
+    trace = hu.Trace.open(folder)
+    assert trace.manifest["format"] == 3
+    assert trace.table().filter(pl.col("step") <= 5).equals(old)
+    formats = [json.loads((part / "part.json").read_text())["format"] for part in trace.parts]
+    assert formats == [2, 2, 2, 3]
+    assert trace.rehearsals == []
+    with pytest.raises(hu.UsageError, match="rehearse=None"):
+        record(folder, 8, resume=True, rehearse="e5m2")
+
+
+def test_format_2_knows_nothing_of_rehearsals(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(SECOND / "trace", tmp_path / "trace"))
+    told = {"specs": ["e5m2"], "bounds": ["point"], "pull": 30.0}
+    resealed(folder / "manifest.json", lambda m: m["options"].update(rehearse=told))
+    with pytest.raises(hu.CorruptionError, match="rehearse"):
+        hu.Trace.open(folder)
 
 
 class StopError(Exception):

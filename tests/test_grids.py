@@ -58,7 +58,7 @@ def test_shown_names(name: str) -> None:
     g = hu.grid(name)
     assert g.name == name
     assert name in str(g)
-    assert set(g.rules) == {"ties", "subnormals", "overflow", "zero", "non-finite", "step"}
+    assert set(g.rules) == {"ties", "subnormals", "overflow", "zero", "non-finite", "scale"}
     assert g.bytes_per_weight >= g.bits / 8
 
 
@@ -116,7 +116,7 @@ def test_values_are_the_definition() -> None:
     ],
 )  # fmt: skip
 def test_payload_bytes(name: str, shape: tuple[int, ...], expected: int) -> None:
-    """Packed codes and the steps that move: the bytes a tensor takes."""
+    """Packed codes and the scales that move: the bytes a tensor takes."""
     assert hu.grid(name).payload_bytes(shape) == expected
 
 
@@ -140,15 +140,15 @@ CODED = [
 @pytest.mark.parametrize(("name", "dtype"), CODED, ids=[f"{name} in {dtype}" for name, dtype in CODED])
 @pytest.mark.parametrize("shape", [(), (0,), (50,), (7, 90), (2, 3, 40)])
 def test_decode_of_encode_is_round(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Codes and steps hold exactly what rounding gives, in any container and shape."""
+    """Codes and scales hold exactly what rounding gives, in any container and shape."""
     g = hu.grid(name)
     x = (torch.from_numpy(np.asarray(np.random.default_rng(2).standard_normal(shape))) * 0.1).to(dtype)
-    steps = g.steps(x) if g.scaling is not None else None
-    codes = g.encode(x, step=steps)
+    scales = g.scales(x) if g.scaling is not None else None
+    codes = g.encode(x, scale=scales)
     assert codes.dtype == (torch.uint8 if g.bits <= 8 else torch.int32)
-    assert torch.equal(g.decode(codes, step=steps, dtype=dtype), g.round(x))
+    assert torch.equal(g.decode(codes, scale=scales, dtype=dtype), g.round(x))
     out = torch.zeros(shape, dtype=torch.int64)
-    assert torch.equal(hu.kernels.encode(x, g, step=steps, out=out), codes.long())
+    assert torch.equal(hu.kernels.encode(x, g, scale=scales, out=out), codes.long())
 
 
 @pytest.mark.parametrize(

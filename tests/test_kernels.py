@@ -88,7 +88,7 @@ def shape(request: pytest.FixtureRequest) -> tuple[int, ...]:
 
 
 def test_round(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Nearest and stochastic rounding, and the steps, of every kind of grid."""
+    """Nearest and stochastic rounding, and the scales, of every kind of grid."""
     w, _, _ = draw(shape, dtype, seed=1)
     for g in grids_for(dtype):
         stream = hu.Stream(seed=1, name=g.name, step=2, offset=37)
@@ -96,7 +96,7 @@ def test_round(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         expected = quiet(reference.round, w, g, reference.STOCHASTIC, stream)
         assert_same(kernels.round(tensor(w), g, stream), expected, f"{g.name} stochastic")
         if g.scaling is not None:
-            assert_same(kernels.steps(tensor(w), g), reference.steps(w, g), f"{g.name} steps")
+            assert_same(kernels.scales(tensor(w), g), reference.scales(w, g), f"{g.name} scales")
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "non-finite"])
@@ -517,7 +517,7 @@ def everything(x: dict[str, Any]) -> list[np.ndarray]:
             q, z, name, "deadzone", stream, moved=torch.from_numpy(moved), sums=True, out=out
         )
         found += [written.out, written.counts, written.sums, torch.from_numpy(moved)]
-        found += [kernels.round(w, name), kernels.round(w, name, stream), kernels.steps(w, name)]
+        found += [kernels.round(w, name), kernels.round(w, name, stream), kernels.scales(w, name)]
         found += [kernels.score(w, x["g"], x["d"], name), kernels.encode(q, name)]
     audit = kernels.audit(w, x["d"], list(MANY))
     return [array(v) for v in (*found, audit.counts, audit.shared, audit.sums, audit.phase)]
@@ -638,7 +638,7 @@ def test_a_processor_without_wide_vectors(tmp_path: Path) -> None:
     def digest(**place: str) -> str:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **place}
         command = [sys.executable, "-c", ANY_PROCESSOR]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580, check=True)
         return done.stdout
 
     plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
@@ -690,7 +690,7 @@ def test_indices_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 4  # none of them went over the whole tensors
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_more_than_two_to_the_31_elements() -> None:
     """The public calls on more than 2**31 bfloat16 values (nine gigabytes in all): beginning, middle, end."""
     n = 2**31 + 10_000

@@ -15,7 +15,7 @@ from halfulp import events
 from halfulp.errors import UsageError
 from halfulp.kernels.params import masks, params
 from halfulp.models import mlp_kernels as compiled
-from halfulp.models.mlp import Batch, Net, Series, Trainer, run
+from halfulp.models.mlp import Examples, Net, Series, Trainer, run
 from halfulp.models.teacher import Testbed, classification, frozen_features, teacher_student
 
 Array = npt.NDArray[Any]
@@ -69,7 +69,7 @@ def summed(products: Array) -> Array:
     return np.asarray(lanes[..., 0])
 
 
-def gradient(net: Net, w: Array, batch: Batch) -> tuple[Array, Array]:
+def gradient(net: Net, w: Array, batch: Examples) -> tuple[Array, Array]:
     """Outputs and gradient."""
     n, dtype = batch.n, w.dtype
     acts, before = [batch.x], batch.x
@@ -113,13 +113,13 @@ NETS = [
 ]
 
 
-def problem(net: Net, n: int, *seed: int, dtype: npt.DTypeLike = np.float64) -> tuple[Batch, Array]:
+def problem(net: Net, n: int, *seed: int, dtype: npt.DTypeLike = np.float64) -> tuple[Examples, Array]:
     rng = draw(*seed)
     x = rng.standard_normal((n, net.sizes[0]))
     y = rng.standard_normal((n, net.sizes[-1]))
     if net.loss == "cross-entropy":
         y = np.eye(net.sizes[-1])[y.argmax(axis=1)]
-    return Batch.of(x, y, dtype), (rng.standard_normal(net.count) / 2).astype(dtype)
+    return Examples.of(x, y, dtype), (rng.standard_normal(net.count) / 2).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -226,7 +226,9 @@ def test_audit_counts_are_the_events(dtype: Any) -> None:
     d[4000:4100] = 0
     net = Net(sizes=(199, 200), biased=True)
     assert net.count == w.size
-    trainer = Trainer(net, Batch.of(np.zeros((1, 199)), np.zeros((1, 200)), dtype), w, rate=0.0, audit=names)
+    trainer = Trainer(
+        net, Examples.of(np.zeros((1, 199)), np.zeros((1, 200)), dtype), w, rate=0.0, audit=names
+    )
     counts = np.zeros((len(names), 2), np.int32)
     audited, up = trainer._grids
     both = masks(np.dtype(dtype).name)
@@ -428,11 +430,11 @@ def test_noisy_labels() -> None:
 
 def test_mistakes_are_named() -> None:
     net = Net(sizes=(2, 3, 1))
-    batch = Batch.of([[0.0, 1.0]], [[1.0]])
+    batch = Examples.of([[0.0, 1.0]], [[1.0]])
     with pytest.raises(UsageError, match=r"is 13 float64 or float32 numbers: found shape \(12,\)"):
         Trainer(net, batch, np.zeros(12), rate=0.1)
     with pytest.raises(UsageError, match="takes x of 2 and y of 1 columns: found 2 and 2"):
-        Trainer(net, Batch.of([[0.0, 1.0]], [[1.0, 2.0]]), np.zeros(13), rate=0.1)
+        Trainer(net, Examples.of([[0.0, 1.0]], [[1.0, 2.0]]), np.zeros(13), rate=0.1)
     with pytest.raises(UsageError, match="unknown optimizer 'sgd'"):
         Trainer(net, batch, np.zeros(13), rate=0.1, optimizer="sgd")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="two or more positive sizes"):
@@ -440,6 +442,6 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(UsageError, match="'squared' or 'cross-entropy'"):
         Net(sizes=(2, 1), loss="absolute")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="one example a row"):
-        Batch.of([[0.0, 1.0]], [[1.0], [2.0]])
-    with pytest.raises(UsageError, match="multiple of 16: found 17 and 17 columns for 17 examples"):
-        Batch(np.zeros((2, 17)), np.zeros((1, 17)), 17)
+        Examples.of([[0.0, 1.0]], [[1.0], [2.0]])
+    with pytest.raises(UsageError, match="padded to whole 16s: found 17 and 17 columns for 17 of them"):
+        Examples(np.zeros((2, 17)), np.zeros((1, 17)), 17)

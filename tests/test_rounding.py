@@ -39,19 +39,19 @@ def test_a_code_is_itself(case: Case, dtype: torch.dtype) -> None:
         q = torch.where(x == 0, sign * 0.0, x)
         assert_same(case.round(q), q, "kernel")
         assert_same(case.reference(q.numpy()), q.numpy(), "reference")
-        codes = g.encode(q, step=case.steps(tuple(q.shape)))
+        codes = g.encode(q, scale=case.scales(tuple(q.shape)))
         assert len(set(codes.tolist())) == len(values)
         seen |= set(codes.tolist())
-        back = g.decode(codes, step=case.steps(tuple(q.shape)))
+        back = g.decode(codes, scale=case.scales(tuple(q.shape)))
         assert torch.equal(back, q)
         if not g.integer:
             assert_same(back, q)
-    if case.step is None:
+    if case.scale is None:
         assert np.array_equal(g.values(), values)
     others = sorted(set(range(-1, 2**g.bits + 1)) - seen)
     for code in [*others[:3], *others[-3:]]:
         with pytest.raises(hu.UsageError, match="not codes of grid"):
-            g.decode(torch.tensor([code]), step=case.steps((1,)))
+            g.decode(torch.tensor([code]), scale=case.scales((1,)))
 
 
 @cases(*WIDE)
@@ -125,7 +125,7 @@ def test_float64_patterns() -> None:
         "two bits",
         "int8@100",
         "int3@8/asym",
-        "nvfp4 step 0.00317383",
+        "nvfp4 scale 0.00317383",
     ):
         case = CASES[label].within(torch.float64)
         assert case is not None

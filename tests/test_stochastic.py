@@ -49,7 +49,7 @@ def by_kernel(x: np.ndarray, grid: hu.Grid, words: np.ndarray) -> tuple[np.ndarr
 
 
 def has_kernel(grid: hu.Grid, real: type) -> bool:
-    """Not those that need a division by their step, nor m0 with another type's exponents."""
+    """Not those that need a division by their scale, nor m0 with another type's exponents."""
     if grid.mantissa == 0 and real is np.float64:
         return False
     return params(grid, np.dtype(real).name).kind != SCALED
@@ -128,7 +128,7 @@ def test_any_value_any_words(label: str, real: type) -> None:
     assert_same(by_reference(x, case.grid, *words), expected)
 
 
-@pytest.mark.parametrize("label", ["e4m3", "bf16", "int8@128", "mxfp4 step 0.03125"])
+@pytest.mark.parametrize("label", ["e4m3", "bf16", "int8@128", "mxfp4 scale 0.03125"])
 def test_digits_decide_level_by_level(label: str) -> None:
     """With words equal to the first digits of f, one less goes up, one more stays, and equality asks
     the next level, to the last digit; so P(up) = d0/2**32 + d1/2**64 + ... = f."""
@@ -143,7 +143,7 @@ def test_digits_decide_level_by_level(label: str) -> None:
     digits = np.array(
         [[int(f * 2 ** (32 * (k + 1))) % 2**32 for f in fraction] for k in range(4)], dtype=np.int64
     )
-    step = case.steps(x.shape)
+    scale = case.scales(x.shape)
     shifts = np.zeros(4, dtype=np.int64)
     for level in range(4):
         for delta in (-1, 1):
@@ -153,14 +153,14 @@ def test_digits_decide_level_by_level(label: str) -> None:
             fits = (words[level] >= 0) & (words[level] < 2**32)
             got = reference.round(
                 x, g, reference.STOCHASTIC, Sweep(*(words % 2**32).astype(np.uint32)),  # type: ignore[arg-type]
-                step=None if step is None else step.numpy(),
+                scale=None if scale is None else scale.numpy(),
             )  # fmt: skip
             open_ = fits & np.array([(f * 2 ** (32 * level)).denominator > 1 for f in fraction])
             assert open_[:3].any() or level > 1
             assert np.array_equal(got[open_] == high, np.full(open_.sum(), delta < 0))
     equal = reference.round(
         x, g, reference.STOCHASTIC, Sweep(*digits.astype(np.uint32)),  # type: ignore[arg-type]
-        step=None if step is None else step.numpy(),
+        scale=None if scale is None else scale.numpy(),
     )  # fmt: skip
     assert np.array_equal(equal, np.full(len(x), low))  # U == f is not below it
 
@@ -216,9 +216,9 @@ def test_exact_up(fraction: float, index: int, seed: int) -> None:
     ("label", "dtype", "digits"),
     [
         ("e4m3", torch.float64, 48), ("fp16", torch.float64, 41), ("int4@16", torch.float64, 44),
-        ("mxfp8_e4m3 step 0.0078125", torch.float64, 48), ("bf16", torch.float64, 44),
+        ("mxfp8_e4m3 scale 0.0078125", torch.float64, 48), ("bf16", torch.float64, 44),
         ("e4m3", torch.float32, 19), ("bf16", torch.float32, 16), ("e4m3", torch.bfloat16, 3),
-        ("int8@128", torch.float32, 16), ("mxfp8_e4m3 step 0.0078125", torch.float32, 19),
+        ("int8@128", torch.float32, 16), ("mxfp8_e4m3 scale 0.0078125", torch.float32, 19),
     ],
 )  # fmt: skip
 def test_forced_ties_are_settled(label: str, dtype: torch.dtype, digits: int) -> None:
@@ -234,7 +234,7 @@ def test_forced_ties_are_settled(label: str, dtype: torch.dtype, digits: int) ->
             exactly = [low + ((high - low) * ((v >> (96 - digits)) + extra) >> digits) for v in u]
             x = torch.tensor([v / ONE for v in exactly], dtype=torch.float64).to(dtype)
             assert [exact(v) for v in x.double().tolist()] == exactly
-            got = case.grid.round(x, stream, step=case.steps((n,)))
+            got = case.grid.round(x, stream, scale=case.scales((n,)))
             assert torch.equal(got, torch.full((n,), end / ONE, dtype=dtype))
 
 
@@ -244,7 +244,7 @@ def test_ties_that_need_settling_occur() -> None:
     assert int(np.sum(stream.words(16_000) >> 1 & 0xFFF == 0)) > 0
 
 
-@pytest.mark.parametrize("label", ["e4m3", "bf16", "int4@10", "mxfp4 step 0.03125"])
+@pytest.mark.parametrize("label", ["e4m3", "bf16", "int4@10", "mxfp4 scale 0.03125"])
 def test_stochastic_stays_beside_the_value(label: str) -> None:
     """A stochastic result is one of the two codes around the value, and a code stays where it is."""
     case = CASES[label].within(torch.float32)
@@ -252,12 +252,12 @@ def test_stochastic_stays_beside_the_value(label: str) -> None:
     scale = min(case.exact.values[-1] / ONE, 2.0**100)
     x = (np.random.default_rng(9).standard_normal(20_000) * scale).astype(np.float32)
     stream = hu.Stream(seed=0, name="w")
-    got = array(case.grid.round(tensor(x), stream, step=case.steps(x.shape)))
+    got = array(case.grid.round(tensor(x), stream, scale=case.scales(x.shape)))
     values = case.exact.floats()
     i = np.searchsorted(values, got.astype(np.float64))
     assert np.array_equal(values[i], got.astype(np.float64))
     inside = np.clip(x.astype(np.float64), values[0], values[-1])
     assert np.all(np.concatenate([[-np.inf], values])[i] < inside)
     assert np.all(np.concatenate([values, [np.inf]])[i + 1] > inside)
-    again = case.grid.round(tensor(got), stream.at(7), step=case.steps(x.shape))
+    again = case.grid.round(tensor(got), stream.at(7), scale=case.scales(x.shape))
     assert_same(again, got)

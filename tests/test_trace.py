@@ -96,7 +96,7 @@ def test_reading_needs_no_pandas(recorded: Path) -> None:
 def test_the_manifest(recorded: Path) -> None:
     manifest = json.loads((recorded / "manifest.json").read_text())
     assert manifest["kind"] == "halfulp.trace"
-    assert manifest["format"] == 2
+    assert manifest["format"] == 3
     assert len(manifest["id"]) == 32
     assert manifest.pop("sha256") == canonical.digest(manifest)
     assert manifest["halfulp"] == hu.__version__
@@ -267,7 +267,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], type[hu.HalfulpError], str]]
     ),
     "another kind": ("manifest.json", changed("kind", "tensorboard"), hu.CorruptionError, "'tensorboard'"),
     "no tensors": ("manifest.json", changed("tensors", None), hu.CorruptionError, "it has no tensors"),
-    "newer format": ("manifest.json", changed("format", 3), hu.VersionError, "has trace format 3"),
+    "newer format": ("manifest.json", changed("format", 4), hu.VersionError, "has trace format 4"),
     "older format": ("manifest.json", changed("format", 1), hu.TamperingError, "format 1 does not"),
     "swapped grids": (
         "manifest.json", changed("grids", GRIDS[::-1]), hu.TamperingError, "is not what was written",

@@ -18,10 +18,10 @@ from safetensors.torch import save as save_tensors
 import halfulp as hu
 from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.models import training
-from halfulp.models.decoder import MODERN, Config, Decoder
+from halfulp.models.decoder import MODERN, Decoder, DecoderConfig
 from halfulp.models.training import Recipe, Schedule, Training, adamw, constant_mid, cosine_restart
 
-TINY = Config(layers=2, heads=2, width=16, context=8, vocabulary=30, hidden=32)
+TINY = DecoderConfig(layers=2, heads=2, width=16, context=8, vocabulary=30, hidden=32)
 RECIPE = Recipe(
     schedule=Schedule(peak=6e-3, floor=6e-4, warmup=3, horizon=20), seed=5, updates=20, batch=4, context=8,
     eval_every=6, eval_batches=2,
@@ -38,7 +38,9 @@ ARMS: dict[str, Callable[[torch.optim.Optimizer, Decoder], torch.optim.Optimizer
 }
 
 
-def begun(arm: str = "fp32", recipe: Recipe = RECIPE, config: Config = TINY, seed: int = 1) -> Training:
+def begun(
+    arm: str = "fp32", recipe: Recipe = RECIPE, config: DecoderConfig = TINY, seed: int = 1
+) -> Training:
     model = Decoder(config, seed=seed)
     return Training(model, ARMS[arm](adamw(model, recipe), model), TEXT, recipe, held_out=TEXT[:200])
 
@@ -141,7 +143,7 @@ def test_last_sequence_fits() -> None:
 # ---- the loop -------------------------------------------------------------------------------------------
 
 
-def by_hand(recipe: Recipe, config: Config, updates: int) -> tuple[list[torch.Tensor], list[float]]:
+def by_hand(recipe: Recipe, config: DecoderConfig, updates: int) -> tuple[list[torch.Tensor], list[float]]:
     """The same run as a nanoGPT-style loop, without halfulp's."""
     model = Decoder(config, seed=1)
     decay = [p for p in model.parameters() if p.dim() >= 2]
@@ -167,7 +169,7 @@ def by_hand(recipe: Recipe, config: Config, updates: int) -> tuple[list[torch.Te
 @pytest.mark.parametrize(
     "config", [TINY, replace(MODERN, layers=2, heads=2, width=16, context=8, vocabulary=30, hidden=40)]
 )
-def test_a_run_is_the_plain_loop(config: Config) -> None:
+def test_a_run_is_the_plain_loop(config: DecoderConfig) -> None:
     """To the bit: weights and losses, over warmup and decay."""
     run = begun(config=config)
     losses = [float(run.step()) for _ in range(12)]

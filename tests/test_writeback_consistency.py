@@ -133,7 +133,7 @@ def test_what_runs_leave_is_taken(policy: str, kind: str, project: str) -> None:
 
 @pytest.mark.parametrize("grid", ["mxfp4", "int8/row", "int4/absmean"])
 @pytest.mark.parametrize("policy", ["master", "kahan", "master from raw"])
-def test_steps_that_move(grid: str, policy: str) -> None:
+def test_scales_that_move(grid: str, policy: str) -> None:
     """Only what is not finite is refused: the step of a weight need not be found again."""
     model, opt = make("float32", NAMED.get(policy, policy), grid)
     train(model, opt, 3)

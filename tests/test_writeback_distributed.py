@@ -97,7 +97,7 @@ def test_runs_differ(alone: dict[str, dict[str, Any]]) -> None:
     [
         (
             "step",
-            "parameter 'first.weight': grid int8 takes its step from the whole tensor",
+            "parameter 'first.weight': grid int8 takes its scale from the whole tensor",
         ),
         ("packed", "parameter 'first.weight': storage='packed' is for whole tensors"),
         ("packed", "Leave storage= out"),

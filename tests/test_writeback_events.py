@@ -21,14 +21,14 @@ def one_thread(threads: None) -> None:
 GRIDS = ["bf16", "e4m3@16", "e2m1@4", "int3@4/asym", "int8", "int4/g128", "mxfp4", "nvfp4"]
 
 
-def ends_of(grid: hu.Grid, q: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
+def ends_of(grid: hu.Grid, q: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """Which stored values are the first or last of their grid."""
     each: Any = 1.0
     if grid.scaling is not None:
-        assert steps is not None
+        assert scales is not None
         row, length = grid.scaling.segment_length(tuple(q.shape))
         i = torch.arange(q.numel())
-        each = steps[i // row * -(-row // length) + i % row // length].reshape(q.shape)
+        each = scales[i // row * -(-row // length) + i % row // length].reshape(q.shape)
     element = q.double() / each
     return (element == grid.largest) | (element == grid.lo)
 
@@ -63,11 +63,11 @@ def test_counts(policy: str, grid: str) -> None:
         whole = torch.where(torch.isfinite(z + carry), z + carry, z)
         assert torch.equal(stored[~fine], q[~fine])
         moved |= fine & (stored != q)
-        steps = None if g.scaling is None else g.steps(whole)
+        scales = None if g.scaling is None else g.scales(whole)
         expected = {
             "frozen": int((fine & (stored == q)).sum()),
             "zero_proposal": int((fine & (whole == q)).sum()),
-            "endpoint": int((fine & ends_of(g, stored, steps)).sum()),
+            "endpoint": int((fine & ends_of(g, stored, scales)).sum()),
             "nonfinite": int((~fine).sum()),
         }
         row = opt.events["weight"]

@@ -32,7 +32,7 @@ POLICIES: dict[str, Any] = {
     "master from raw": hu.Master("raw"),
     "some tiles": "some tiles",
 }
-# one of every width: 2 to 8 bits, the odd ones above, 16; and steps of every kind
+# one of every width: 2 to 8 bits, the odd ones above, 16; and scales of every kind
 GRIDS = [
     "int2@4",
     "int3@8",
@@ -138,13 +138,13 @@ def test_packed_on_every_width(grid: str) -> None:
 
 @pytest.mark.parametrize("policy", ["rne", "kahan", "master"])
 @pytest.mark.parametrize("grid", ["int8", "int4/absmean", "mxfp4"])
-def test_packed_with_moving_steps(grid: str, policy: str) -> None:
-    """The steps that codes were made with are kept: not every rule finds them in the rounded values."""
+def test_packed_with_moving_scales(grid: str, policy: str) -> None:
+    """The scales that codes were made with are kept: not every rule finds them in the rounded values."""
     assert_equal_training(grid, policy)
 
 
 def test_packed_dqt_whose_maximum_shrinks() -> None:
-    """No weight is left at the largest code: the step cannot be taken from the codes any more."""
+    """No weight is left at the largest code: the scale cannot be taken from the codes any more."""
     runs = []
     for storage in ("container", "packed"):
         model = torch.nn.Linear(8, 6, bias=False)
@@ -389,15 +389,15 @@ def test_persistent_bytes_are_those_alive(policy: str, storage: str) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_packed_bytes_of_every_grid(grid: str) -> None:
-    """Codes take their bits, rounded up to bytes for each tensor, and the steps what they take."""
+    """Codes take their bits, rounded up to bytes for each tensor, and the scales what they take."""
     model = Tied()
     opt = written_back(model, grid, "sr", storage="packed", telemetry=False)
     train(model, opt, 1)
     assert opt.bytes().persistent == live_bytes(opt)
     bits = hu.grid(grid).within(torch.float32).bits
-    steps = sum(8 * g.segments(tuple(s.p.shape)) for s in opt.slots if (g := s.grid.scaling) is not None)
+    scales = sum(8 * g.segments(tuple(s.p.shape)) for s in opt.slots if (g := s.grid.scaling) is not None)
     codes = sum(-(-s.p.numel() * bits // 8) for s in opt.slots)
-    assert opt.bytes().weights == codes + steps + 4 * len(opt.slots)
+    assert opt.bytes().weights == codes + scales + 4 * len(opt.slots)
 
 
 def test_what_policies_cost() -> None:
@@ -484,8 +484,8 @@ def test_what_does_not_fit(dtype: torch.dtype, storage: Any, grid: str, policy: 
 
 
 @pytest.mark.parametrize("grid", ["mxfp8_e4m3", "mxfp4", "nvfp4"])
-def test_native_bf16_with_block_steps(grid: str) -> None:
-    """A block format's element times its step is exact in bfloat16."""
+def test_native_bf16_with_block_scales(grid: str) -> None:
+    """A block format's element times its scale is exact in bfloat16."""
     model = Tied().to(torch.bfloat16)
     opt = written_back(model, grid, "rne", storage="native")
     train(model, opt, 3)

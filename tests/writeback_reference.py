@@ -137,7 +137,7 @@ class Twin:
             self.has_master = np.repeat(policy.mask[name].numpy(), reference.TILE)[: w.size].reshape(w.shape)
 
     def round(self, z: Array, stochastic: bool = False) -> Array:
-        """Q(z); a moving grid takes its step from z."""
+        """Q(z); a moving grid takes its scale from z."""
         stream = hu.Stream(seed=self.seed, name=self.name, step=self.steps)
         mode = reference.STOCHASTIC if stochastic else reference.NEAREST
         return reference.round(z, self.grid, mode, stream if stochastic else None)
@@ -149,10 +149,10 @@ class Twin:
 
     def largest(self, z: Array) -> Array:
         g = self.grid.within(z.dtype)
-        step = 1.0
+        scale = 1.0
         if g.scaling is not None:
-            step = reference.steps(z, g)[reference.segment_ids(z.shape, g.scaling)].reshape(z.shape)
-        return np.asarray(g.largest * step)
+            scale = reference.scales(z, g)[reference.segment_ids(z.shape, g.scaling)].reshape(z.shape)
+        return np.asarray(g.largest * scale)
 
     def step(self, g: Array) -> dict[str, int]:
         """One step; the counts that ``opt.events`` should have."""

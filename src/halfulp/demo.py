@@ -33,7 +33,7 @@ from rich.table import Table
 
 from halfulp.audit.recorder import Audit
 from halfulp.errors import UsageError
-from halfulp.models.decoder import Config, Decoder
+from halfulp.models.decoder import Decoder, DecoderConfig
 from halfulp.models.training import Recipe, Schedule, Training, adamw
 from halfulp.report import words
 from halfulp.report.document import write
@@ -126,7 +126,7 @@ class Story:
     def __init__(self, console: Console, folder: Path, size: Size) -> None:
         self.console, self.folder, self.size = console, folder, size
         self.tokens, self.vocabulary = corpus()
-        self.config = Config(
+        self.config = DecoderConfig(
             layers=size.layers, heads=4, width=size.width, context=size.context, vocabulary=self.vocabulary,
             hidden=4 * size.width,
         )  # fmt: skip

@@ -33,8 +33,8 @@ def written(q: torch.Tensor, z: torch.Tensor, grid: GridLike) -> torch.Tensor:
     """What nearest write-back of z stores over q."""
     g = named(grid)
     moving = g.scaling is not None and g.scaling.moves
-    steps = kernels.steps(q if g.scaling is not None and g.scaling.from_old else z, g) if moving else None
-    return kernels.round(z, g, step=steps)
+    scales = kernels.scales(q if g.scaling is not None and g.scaling.from_old else z, g) if moving else None
+    return kernels.round(z, g, scale=scales)
 
 
 def frozen(q: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
@@ -58,8 +58,8 @@ def _sum(q: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
 def symmetric_frozen(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
     """The symmetric-spacing approximation: |d| < u(w) / 2, with the spacing above |w| on both sides."""
     same_shape(w=checked(w, "w"), d=checked(d, "d"))
-    g, x, step = _numpy(w, grid)
-    unit = reference._unit_at(x.reshape(-1), g, step, x.shape).reshape(x.shape)
+    g, x, scale = _numpy(w, grid)
+    unit = reference._unit_at(x.reshape(-1), g, scale, x.shape).reshape(x.shape)
     small = np.abs(d.detach().double().cpu().numpy()) < unit / 2
     return torch.from_numpy(small).to(w.device)
 
@@ -81,10 +81,10 @@ def phase(w: torch.Tensor) -> torch.Tensor:
 
 
 def neighbours(
-    x: torch.Tensor, grid: GridLike, *, step: torch.Tensor | None = None
+    x: torch.Tensor, grid: GridLike, *, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest codes strictly below and strictly above; infinite where there is none."""
-    g, values, own = _numpy(x, grid, step)
+    g, values, own = _numpy(x, grid, scale)
     below, above = _neighbours(values, g, own)
 
     def like_x(v: Array) -> torch.Tensor:
@@ -94,10 +94,10 @@ def neighbours(
 
 
 def gap(
-    q: torch.Tensor, direction: torch.Tensor, grid: GridLike, *, step: torch.Tensor | None = None
+    q: torch.Tensor, direction: torch.Tensor, grid: GridLike, *, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The distance to the adjacent code in the direction of a proposal (upwards for zero)."""
-    g, values, own = _numpy(q, grid, step)
+    g, values, own = _numpy(q, grid, scale)
     below, above = _neighbours(values, g, own)
     down = (
         direction.detach().cpu().numpy() < 0
@@ -122,8 +122,8 @@ def margin(q: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
         raise UsageError(f"the cells of grid {g.name} move with the data: a margin has no meaning there.")
     z = _sum(q, d)
     landed = kernels.round(z, g)
-    resolved, at, step = _numpy(landed, g)
-    below, above = _neighbours(at, resolved, step)
+    resolved, at, scale = _numpy(landed, g)
+    below, above = _neighbours(at, resolved, scale)
     x = z.double().cpu().numpy()
     with np.errstate(invalid="ignore"):
         room = np.minimum(x - (below + (at - below) / 2), at + (above - at) / 2 - x)
@@ -132,21 +132,21 @@ def margin(q: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
 
 
 def _numpy(
-    x: torch.Tensor, grid: GridLike, step: torch.Tensor | None = None
+    x: torch.Tensor, grid: GridLike, scale: torch.Tensor | None = None
 ) -> tuple[Grid, Array, Array | None]:
-    """The grid resolved for x, x as float64, and the steps that apply."""
+    """The grid resolved for x, x as float64, and the scales that apply."""
     x = checked(x, "x")
     g = named(grid).within(x.dtype)
     if g.scaling is not None:
-        step = kernels.steps(x, g) if step is None else step
-    steps = None if step is None else np.asarray(step.double().cpu().numpy())
-    return g, np.asarray(x.detach().double().cpu().numpy()), steps
+        scale = kernels.scales(x, g) if scale is None else scale
+    scales = None if scale is None else np.asarray(scale.double().cpu().numpy())
+    return g, np.asarray(x.detach().double().cpu().numpy()), scales
 
 
-def _neighbours(x: Array, g: Grid, step: Array | None) -> tuple[Array, Array]:
+def _neighbours(x: Array, g: Grid, scale: Array | None) -> tuple[Array, Array]:
     each: Any = 1.0
-    if step is not None and g.scaling is not None:
-        each = step[reference.segment_ids(x.shape, g.scaling)].reshape(x.shape)
+    if scale is not None and g.scaling is not None:
+        each = scale[reference.segment_ids(x.shape, g.scaling)].reshape(x.shape)
     v = x / each
     low = _next(v, g, up=False)
     return low * each, _next(v, g, up=True) * each

@@ -1,8 +1,8 @@
 """What a stored weight may be: grids, their names, their codes and their rules.
 
-A grid is a set of real numbers. Every grid here is an *element* set times a *step*:
+A grid is a set of real numbers. Every grid here is an *element* set times a *scale*:
 
-    value = element * step
+    value = element * scale
 
 The element set is that of a small binary float: with ``m`` mantissa bits and smallest
 normal exponent ``emin``, the magnitudes are
@@ -16,10 +16,10 @@ that hardware knows, ``n`` is the bit pattern without its sign. Integers are the
 with every magnitude below the first normal one (``m = emin = bits - 1``, so the spacing
 is 1); that is why one rounding routine serves them all.
 
-The step is 1 or a power of two for float grids (``e4m3@128``: the value times 128 is
-cast, so the step is 1/128 and the largest value 3.5; it is folded into ``emin``), a given
+The scale is 1 or a power of two for float grids (``e4m3@128``: the value times 128 is
+cast, so the scale is 1/128 and the largest value 3.5; it is folded into ``emin``), a given
 number or one taken from the tensor for integer grids, and one per block for block formats.
-A step taken from data is rounded to so few bits that every ``element * step`` is exact in
+A scale taken from data is rounded to so few bits that every ``element * scale`` is exact in
 the container; then rounding twice is rounding once, which keeps "no proposal" from ever
 looking like a move. (Not under ``absmean``: the mean magnitude of rounded values is another one.)
 
@@ -62,7 +62,7 @@ class Operations:
     """What a grid's methods on tensors call. Kernels and events, which know grids, put themselves here."""
 
     round: Callable[..., torch.Tensor]
-    steps: Callable[..., torch.Tensor]
+    scales: Callable[..., torch.Tensor]
     encode: Callable[..., torch.Tensor]
     decode: Callable[..., torch.Tensor]
     gap: Callable[..., torch.Tensor]
@@ -109,20 +109,20 @@ def container(dtype: torch.dtype | npt.DTypeLike) -> Container:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Where the step of a grid comes from, when it is not folded into the element set.
+    """Where the scale of a grid comes from, when it is not folded into the element set.
 
-    ``rule``: ``given`` (``step``), ``absmax`` (largest magnitude / largest code), ``absmean``
+    ``rule``: ``given`` (``scale``), ``absmax`` (largest magnitude / largest code), ``absmean``
     (mean magnitude / largest code), ``dqt`` (largest *signed* value of the old weights / largest
     code), ``mx`` (a power of two a block, OCP MX), ``nv`` (an e4m3 number a block).
-    ``per``: one step a ``tensor``, a ``row`` (the last dimension), or a ``group`` of ``size``
-    consecutive values of a row. ``from_old``: the step of a write-back comes from the weights
+    ``per``: one scale a ``tensor``, a ``row`` (the last dimension), or a ``group`` of ``size``
+    consecutive values of a row. ``from_old``: the scale of a write-back comes from the weights
     before it; otherwise from the values being written.
     """
 
     rule: Rule
     per: Per = "tensor"
     size: int = 0
-    step: float = 0.0
+    scale: float = 0.0
 
     @property
     def moves(self) -> bool:
@@ -133,11 +133,11 @@ class Scaling:
         return self.rule == "dqt"
 
     @property
-    def bytes_per_step(self) -> int:
+    def bytes_per_scale(self) -> int:
         return 1 if self.rule in ("mx", "nv") else 4
 
     def segment_length(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """(row length, segment length): which consecutive values share a step."""
+        """(row length, segment length): which consecutive values share a scale."""
         numel = math.prod(shape)
         if self.per == "tensor" or numel == 0:
             return max(numel, 1), max(numel, 1)
@@ -145,7 +145,7 @@ class Scaling:
         return row, row if self.per == "row" else min(self.size, row)
 
     def segments(self, shape: tuple[int, ...]) -> int:
-        """How many steps a tensor of this shape has."""
+        """How many scales a tensor of this shape has."""
         row, length = self.segment_length(shape)
         return math.prod(shape) // row * math.ceil(row / length)
 
@@ -194,15 +194,15 @@ class Grid:
         if self.scaling is not None:
             if self.integer and box.mantissa + 1 - self._needed_bits < 8:
                 raise UsageError(
-                    f"grid {self.name} does not fit {box.name}: code times step must be exact, which leaves "
-                    f"{box.mantissa + 1 - self._needed_bits} bits for the step, too few. Use float32."
+                    f"grid {self.name} does not fit {box.name}: code times scale must be exact, which leaves "
+                    f"{box.mantissa + 1 - self._needed_bits} bits for the scale, too few. Use float32."
                 )
             if self.mantissa > box.mantissa:
                 raise UsageError(f"grid {self.name} does not fit {box.name}: too few mantissa bits.")
-            if self.scaling.step * max(self.largest, -self.lo) > box.largest:
+            if self.scaling.scale * max(self.largest, -self.lo) > box.largest:
                 raise UsageError(
                     f"grid {self.name} does not fit {box.name}: its largest magnitude is "
-                    f"{max(self.largest, -self.lo):g} times {self.scaling.step:g}, the container's "
+                    f"{max(self.largest, -self.lo):g} times {self.scaling.scale:g}, the container's "
                     f"{box.largest:g}. Use a wider container."
                 )
             return self
@@ -237,12 +237,12 @@ class Grid:
 
     @property
     def smallest_normal(self) -> float:
-        """2**emin, the first magnitude with a full mantissa (times the step)."""
+        """2**emin, the first magnitude with a full mantissa (times the scale)."""
         return math.ldexp(1.0, self._fixed()[0])
 
     @property
     def quantum(self) -> float:
-        """The smallest gap, 2**(emin - m) (times the step)."""
+        """The smallest gap, 2**(emin - m) (times the scale)."""
         return math.ldexp(1.0, self._fixed()[0] - self.mantissa)
 
     @cached_property
@@ -257,31 +257,31 @@ class Grid:
 
     @property
     def bits(self) -> int:
-        """Bits a code takes, sign included, steps not."""
+        """Bits a code takes, sign included, scales not."""
         if self.emin is None:
             return 1 + 8 + self.mantissa  # as stored with an eight-bit exponent
         return 1 + self.last_index.bit_length()
 
     def payload_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes that a tensor of this shape takes as packed codes with its steps.
+        """Bytes that a tensor of this shape takes as packed codes with its scales.
 
         >>> grid("mxfp4").payload_bytes((768, 768)) * 8 / 768**2
         4.25
         """
-        steps = 0
+        scales = 0
         if self.scaling is not None and self.scaling.moves:
-            steps = self.scaling.segments(shape) * self.scaling.bytes_per_step
+            scales = self.scaling.segments(shape) * self.scaling.bytes_per_scale
             if self.scaling.rule == "nv":
-                steps += 4
-        return math.ceil(math.prod(shape) * self.bits / 8) + steps
+                scales += 4
+        return math.ceil(math.prod(shape) * self.bits / 8) + scales
 
     @property
     def bytes_per_weight(self) -> float:
         """Bytes a weight, in the limit of a large tensor."""
-        steps = 0.0
+        scales = 0.0
         if self.scaling is not None and self.scaling.per == "group":
-            steps = self.scaling.bytes_per_step / self.scaling.size
-        return self.bits / 8 + steps
+            scales = self.scaling.bytes_per_scale / self.scaling.size
+        return self.bits / 8 + scales
 
     @property
     def rules(self) -> dict[str, str]:
@@ -294,18 +294,18 @@ class Grid:
             small = "evenly spaced"
         else:
             small = f"gradual below 2**{self.emin}, spacing 2**{self.emin - self.mantissa}"
-        steps = "1 (folded into the limits)"
+        scales = "1 (folded into the limits)"
         if self.scaling is not None:
             s = self.scaling
             unit = {"tensor": "tensor", "row": "row", "group": f"{s.size} values"}[s.per]
-            steps = f"{s.step:g}" if not s.moves else f"{s.rule}, one per {unit}, moves with the data"
+            scales = f"{s.scale:g}" if not s.moves else f"{s.rule}, one per {unit}, moves with the data"
         return {
             "ties": "to the even code",
             "subnormals": small,
             "overflow": f"finite values saturate at {span}",
             "zero": "-0 equals +0",
             "non-finite": "no code: handed back unchanged by round, counted by kernels, refused by encode",
-            "step": steps,
+            "scale": scales,
         }
 
     def __str__(self) -> str:
@@ -330,24 +330,24 @@ class Grid:
             low = np.concatenate([[self.lowest], low])
         return np.concatenate([low, up])
 
-    def encode(self, x: torch.Tensor, *, step: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(self, x: torch.Tensor, *, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Codes of the nearest grid values, uint8 (int32 above eight bits): sign and index for
         floats, which is the bit pattern hardware uses; two's complement for integers.
 
         >>> grid("e4m3").encode(torch.tensor([1.0, -448.0]))
         tensor([ 56, 254], dtype=torch.uint8)
         """
-        return OPERATIONS.encode(x, self, step=step)
+        return OPERATIONS.encode(x, self, scale=scale)
 
     def decode(
-        self, codes: torch.Tensor, *, step: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
+        self, codes: torch.Tensor, *, scale: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """The values of codes, in a container.
 
         >>> grid("e4m3").decode(torch.tensor([56, 254]))
         tensor([   1., -448.])
         """
-        return OPERATIONS.decode(codes, self, step=step, dtype=dtype)
+        return OPERATIONS.decode(codes, self, scale=scale, dtype=dtype)
 
     # ---- arithmetic on tensors -----------------------------------------------------------
 
@@ -356,38 +356,38 @@ class Grid:
         x: torch.Tensor,
         stochastic: Stream | None = None,
         *,
-        step: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The nearest grid value, or a stochastic neighbour; keeps shape, dtype and device.
 
-        ``step`` fixes the steps of a grid whose scale moves with the data (see :meth:`steps`).
+        ``scale`` fixes the scales of a grid whose scale moves with the data (see :meth:`scales`).
         """
-        return OPERATIONS.round(x, self, stochastic=stochastic, step=step, out=out)
+        return OPERATIONS.round(x, self, stochastic=stochastic, scale=scale, out=out)
 
-    def steps(self, x: torch.Tensor) -> torch.Tensor:
-        """The steps that this grid's rule takes from a tensor, float64, one a segment."""
-        return OPERATIONS.steps(x, self)
+    def scales(self, x: torch.Tensor) -> torch.Tensor:
+        """The scales that this grid's rule takes from a tensor, float64, one a segment."""
+        return OPERATIONS.scales(x, self)
 
     def neighbours(
-        self, x: torch.Tensor, *, step: torch.Tensor | None = None
+        self, x: torch.Tensor, *, scale: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The nearest codes strictly below and strictly above; infinite where there is none.
 
         >>> grid("e4m3").neighbours(torch.tensor([1.0, 448.0]))
         (tensor([  0.9375, 416.0000]), tensor([1.1250,    inf]))
         """
-        return OPERATIONS.neighbours(x, self, step=step)
+        return OPERATIONS.neighbours(x, self, scale=scale)
 
     def gap(
-        self, q: torch.Tensor, direction: torch.Tensor, *, step: torch.Tensor | None = None
+        self, q: torch.Tensor, direction: torch.Tensor, *, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The distance to the adjacent code in the direction of a proposal (up for zero).
 
         >>> grid("e4m3").gap(torch.tensor([1.0, 1.0]), torch.tensor([0.1, -0.1]))
         tensor([0.1250, 0.0625])
         """
-        return OPERATIONS.gap(q, direction, self, step=step)
+        return OPERATIONS.gap(q, direction, self, scale=scale)
 
     @property
     def epsilon(self) -> float:
@@ -449,22 +449,22 @@ SHOWN = (
 """One example of every kind of name, for lists and error messages."""
 
 # One spelling a name: ASCII digits (\\d knows others), no zeros in front, and always fullmatch ($ lets a line
-# break pass). A scale is written as Python prints a number.
+# break pass). A factor is written as Python prints a number.
 _INTEGER = re.compile(r"int([2-8])")
 _WIDE = re.compile(r"m(0|[1-9][0-9]?)")
 _GROUP = re.compile(r"g([1-9][0-9]{0,5})")
-_SCALE = re.compile(r"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?")
+_FACTOR = re.compile(r"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?")
 
 
-def float_grid(*, mantissa: int, emin: int, largest: float, scale: float = 1.0, name: str = "") -> Grid:
-    """A binary float grid of any width, range and power-of-two scale.
+def float_grid(*, mantissa: int, emin: int, largest: float, factor: float = 1.0, name: str = "") -> Grid:
+    """A binary float grid of any width, range and power-of-two factor.
 
-    >>> float_grid(mantissa=3, emin=-6, largest=448.0, scale=128).largest
+    >>> float_grid(mantissa=3, emin=-6, largest=448.0, factor=128).largest
     3.5
     """
     if not 1 <= mantissa <= 52:
         raise UsageError(f"mantissa must be 1 to 52 bits, not {mantissa} (m0 is there without a range).")
-    shift = _log2(scale, f"the scale of {name or 'a float grid'}")
+    shift = _log2(factor, f"the factor of {name or 'a float grid'}")
     if not (math.isfinite(largest) and largest >= math.ldexp(1.0, emin - mantissa)):
         raise UsageError(f"largest must be finite and at least one quantum, not {largest!r}.")
     made = Grid(
@@ -487,11 +487,11 @@ def integer_grid(
     rule: Rule = "absmax",
     per: Per = "tensor",
     size: int = 0,
-    step: float = 0.0,
+    scale: float = 0.0,
     symmetric: bool | None = None,
     name: str = "",
 ) -> Grid:
-    """Signed integers times a step that is given (``rule="given"``) or taken from the tensor.
+    """Signed integers times a scale that is given (``rule="given"``) or taken from the tensor.
 
     ``symmetric=False`` adds the code -2**(bits-1), as DQT does; it is the default of ``dqt``.
     """
@@ -501,17 +501,17 @@ def integer_grid(
         raise UsageError(f"rule {rule!r} belongs to block formats, not to integers.")
     if (per == "group") != (size > 0):
         raise UsageError(f"per='group' takes a size, and only it does (per={per!r}, size={size}).")
-    if (rule == "given") != (step > 0) or not math.isfinite(step):
+    if (rule == "given") != (scale > 0) or not math.isfinite(scale):
         raise UsageError(
-            f"rule='given' takes a positive step, and only it does (rule={rule!r}, step={step!r})."
+            f"rule='given' takes a positive scale, and only it does (rule={rule!r}, scale={scale!r})."
         )
     top = 2 ** (bits - 1) - 1
     if symmetric is None:
         symmetric = rule != "dqt"
     low = None if symmetric else float(-top - 1)
     label = name or f"int{bits}/{rule}/{per}{size or ''}" + ("" if symmetric else "/asym")
-    emin, largest, scaling = bits - 1, float(top), Scaling(rule=rule, per=per, size=size, step=step)
-    fraction, exponent = math.frexp(step)
+    emin, largest, scaling = bits - 1, float(top), Scaling(rule=rule, per=per, size=size, scale=scale)
+    fraction, exponent = math.frexp(scale)
     if rule == "given" and fraction == 0.5:  # a power of two folds into the limits
         shift = exponent - 1
         return Grid(
@@ -531,7 +531,7 @@ def grid(spec: str | torch.dtype | Grid) -> Grid:
     """A grid by name or torch dtype.
 
     ``bf16`` ``fp16`` ``e5m2`` ``e4m3`` ``e3m4`` ``e2m1`` ..., with ``@S`` for a power-of-two
-    scale; ``mK`` for K mantissa bits and the container's exponents; ``intB`` with ``/absmax``
+    factor; ``mK`` for K mantissa bits and the container's exponents; ``intB`` with ``/absmax``
     (default) ``/absmean`` ``/dqt`` or ``@S``, ``/row`` or ``/gN``, ``/asym``; ``mxfp8_e4m3``
     and the other block formats.
 
@@ -545,15 +545,15 @@ def grid(spec: str | torch.dtype | Grid) -> Grid:
     if not isinstance(spec, str):
         raise UsageError(f"a grid is a name or a torch dtype, not {type(spec).__name__}.")
     head, *options = spec.split("/")
-    base, _, scale_text = head.partition("@")
-    scale = _scale(scale_text, spec) if "@" in head else 1.0
+    base, _, factor_text = head.partition("@")
+    factor = _factor(factor_text, spec) if "@" in head else 1.0
     base = _ALIASES.get(base, base)
     if match := _INTEGER.fullmatch(base):
-        return _integer_by_name(int(match[1]), scale if "@" in head else None, options, spec)
+        return _integer_by_name(int(match[1]), factor if "@" in head else None, options, spec)
     if not options:
         if base in _FLOATS:
             mantissa, emin, largest = _FLOATS[base]
-            return float_grid(mantissa=mantissa, emin=emin, largest=largest, scale=scale, name=spec)
+            return float_grid(mantissa=mantissa, emin=emin, largest=largest, factor=factor, name=spec)
         if (match := _WIDE.fullmatch(base)) and int(match[1]) <= 52 and "@" not in head:
             return Grid(name=spec, mantissa=int(match[1]), emin=None, largest=None, note="wide exponent")
         if base in _BLOCKS and "@" not in head:
@@ -572,14 +572,14 @@ def grid(spec: str | torch.dtype | Grid) -> Grid:
     )
 
 
-def _integer_by_name(bits: int, scale: float | None, options: list[str], spec: str) -> Grid:
-    rule: Rule = "absmax" if scale is None else "given"
+def _integer_by_name(bits: int, factor: float | None, options: list[str], spec: str) -> Grid:
+    rule: Rule = "absmax" if factor is None else "given"
     per: Per = "tensor"
     size = 0
     symmetric: bool | None = None
     said: list[str] = []
     for option in options:
-        if option in ("absmax", "absmean", "dqt") and scale is None:
+        if option in ("absmax", "absmean", "dqt") and factor is None:
             rule = option  # type: ignore[assignment]  # narrowed by the line above
             said.append("rule")
         elif option == "row":
@@ -601,20 +601,20 @@ def _integer_by_name(bits: int, scale: float | None, options: list[str], spec: s
             f"grid {spec!r} says the same thing twice: give a rule, row or gN, and sym or asym once."
         )
     return integer_grid(
-        bits, rule=rule, per=per, size=size, step=0.0 if scale is None else 1.0 / scale,
+        bits, rule=rule, per=per, size=size, scale=0.0 if factor is None else 1.0 / factor,
         symmetric=symmetric, name=spec,
     )  # fmt: skip
 
 
-def _scale(text: str, spec: str) -> float:
-    scale = float(text) if _SCALE.fullmatch(text) else math.nan
-    if not (math.isfinite(scale) and scale > 0):
-        raise UsageError(f"the scale in grid {spec!r} must be a positive number, not {text!r}.")
-    return scale
+def _factor(text: str, spec: str) -> float:
+    factor = float(text) if _FACTOR.fullmatch(text) else math.nan
+    if not (math.isfinite(factor) and factor > 0):
+        raise UsageError(f"the factor in grid {spec!r} must be a positive number, not {text!r}.")
+    return factor
 
 
-def _log2(scale: float, what: str) -> int:
-    fraction, exponent = math.frexp(scale) if scale > 0 and math.isfinite(scale) else (0.0, 0)
+def _log2(factor: float, what: str) -> int:
+    fraction, exponent = math.frexp(factor) if factor > 0 and math.isfinite(factor) else (0.0, 0)
     if fraction != 0.5:
-        raise UsageError(f"{what} must be a power of two, not {scale!r}.")
+        raise UsageError(f"{what} must be a power of two, not {factor!r}.")
     return exponent - 1

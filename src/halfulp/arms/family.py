@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from halfulp.arms.arm import PLAYS, PROSE, WEB, Arm
-from halfulp.models.decoder import GPT2, MODERN, NEOX, Config
+from halfulp.models.decoder import GPT2, MODERN, NEOX, DecoderConfig
 from halfulp.models.training import Recipe, Schedule
 
 PAPER_RATES = (6e-4, 6e-5)
@@ -32,8 +32,21 @@ def at(shared: Arm, *, updates: int, warmup: int, eval_every: int, horizon: int 
     )
 
 
+def three_thousand(smoke: Arm, small: Arm, paper: Arm) -> dict[str, Arm]:
+    """The scales of the studies that run for 3000 updates: a warmup of a thirtieth, a cosine to the end."""
+    return {
+        "smoke": replace(at(smoke, updates=8, warmup=2, eval_every=4), save_every=3),
+        "small": at(small, updates=210, warmup=7, eval_every=21),
+        "paper": at(paper, updates=3000, warmup=100, eval_every=250),
+    }
+
+
 def _arm(
-    model: Config, corpus: dict[str, str], rates: tuple[float, float], recipe: dict[str, Any], **how: Any
+    model: DecoderConfig,
+    corpus: dict[str, str],
+    rates: tuple[float, float],
+    recipe: dict[str, Any],
+    **how: Any,
 ) -> Arm:
     """What the runs of a study share, but for their length (:func:`at`)."""
     schedule = Schedule(peak=rates[0], floor=rates[1], warmup=0, horizon=1)
@@ -41,17 +54,17 @@ def _arm(
     return Arm(model=model, recipe=made, corpus=corpus, tile=model.width, **how)
 
 
-def _smoke(kind: Config, **sizes: Any) -> Arm:
+def _smoke(kind: DecoderConfig, **sizes: Any) -> Arm:
     model = replace(kind, layers=2, heads=2, context=32, **sizes)
     return _arm(model, PLAYS, PAPER_RATES, {"batch": 4, "eval_batches": 2}, save_every=100)
 
 
-def _small(kind: Config, **sizes: Any) -> Arm:
+def _small(kind: DecoderConfig, **sizes: Any) -> Arm:
     shape = {"layers": 4, "heads": 4, "width": 128, "context": 64, "vocabulary": 4096, "std": 0.049, **sizes}
     return _arm(replace(kind, **shape), PROSE, SMALL_RATES, {}, save_every=100)
 
 
-def _paper(kind: Config) -> Arm:
+def _paper(kind: DecoderConfig) -> Arm:
     return _arm(kind, WEB, PAPER_RATES, {"micro": 4}, device="auto", save_every=250)
 
 

@@ -24,7 +24,7 @@ SMALL = 2**20
 
 
 class Batch:
-    """Tensors of one dtype on the CPU, or samples of them, audited for the same grids with fixed steps."""
+    """Tensors of one dtype on the CPU, or samples of them, audited for the same grids with fixed scales."""
 
     def __init__(self, members: Sequence[Watched]) -> None:
         self.members = list(members)

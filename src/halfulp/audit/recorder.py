@@ -24,10 +24,12 @@ import torch
 
 from halfulp import kernels
 from halfulp.audit import manifest
+from halfulp.audit.attribution import Attributed, Attributing
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import Naming, name_parameters
 from halfulp.audit.ranks import rank, reduced, taking_part, world
+from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
 from halfulp.audit.summary import summary
 from halfulp.audit.watched import Watched, check_shard
@@ -47,7 +49,7 @@ PART_ROWS = MOST_ROWS // 2
 """A part is written when its largest table has this many rows, however few steps those are."""
 
 
-class Audit:
+class Audit(Attributing):
     """Record a reference trace (or a realized one) while training runs.
 
     ``optimizers``: one or several, or None for every optimizer in the process. ``every``: audit each n-th
@@ -62,7 +64,9 @@ class Audit:
     (``out-2``; it is said, and the attribute ``out`` tells) or ``raise``. ``resume`` goes on with a trace;
     ``first_step`` is the number of the first step that this process takes. ``part_steps`` and
     ``part_seconds``: how much a crash may lose. ``listeners`` are called with a summary of every audited
-    step, which is ``latest`` as well.
+    step, which is ``latest`` as well. ``rehearse``: grids with policies (``"e4m3@128"``, ``"e4m3@128:sr"``),
+    or a :class:`~halfulp.Rehearse`, whose runs are rehearsed on the proposals of this one, at every step also
+    where ``every`` records fewer; :meth:`as_if`, :meth:`evaluate` and :meth:`save_as_if` show them.
 
     The event is exact for the change that the optimizer made, after minus before in the parameter's own
     dtype. Where that is bfloat16, the optimizer's own rounding is part of the change.
@@ -95,6 +99,7 @@ class Audit:
         scores: Scores | tuple[str, int, int] | tuple[str, int, int, int] | None = None,
         groups: Rules | None = None,
         params: Callable[[str, torch.Tensor], bool] | None = None,
+        rehearse: Rehearse | Spec | Iterable[Spec] | None = None,
         unfit: Literal["raise", "drop"] = "raise",
         exists: Literal["number", "raise"] = "number",
         seed: int = 0,
@@ -111,12 +116,16 @@ class Audit:
         if sample is not None and not 0 < sample <= 1:
             raise UsageError(f"sample is a share of the tiles, above 0 and at most 1, not {sample}.")
         if sample is not None and any(g.scaling is not None and g.scaling.moves for g in self.grids):
-            raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
+            raise UsageError("a sample of tiles cannot tell the scale of a grid that moves with the data.")
         if keep and out is None:
             raise UsageError("keep=True writes weights into the trace: pass out=.")
         self.scores = None if scores is None else Scores.of(scores)
         if self.scores is not None:
             self.scores.check_sample(sample)
+        asked = Rehearse.given(rehearse)
+        if asked is not None and sample is not None:
+            raise UsageError("rehearse= needs every weight: leave sample= out.")
+        self.rehearsing = None if asked is None else Rehearsals(asked, seed)
         if unfit not in ("raise", "drop"):
             raise UsageError(f"unfit must be raise or drop, not {unfit!r}.")
         if exists not in ("number", "raise"):
@@ -153,6 +162,7 @@ class Audit:
         self._opened, self._writing = 0.0, 0.0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
+        self.attributed = Attributed()
         self.trouble: str | None = None
         """Why the trace ends before the run, if it could not be written; the run itself goes on."""
 
@@ -202,13 +212,16 @@ class Audit:
         if not self._writer.count:
             return
         self._loaded = self._writer.load_state()
+        self.attributed.take_up(self._loaded)
         options = self._writer.manifest["options"]
         self.never_moved, self.expected = options["never_moved"], options["expected_never_moved"]
         missing = -(-self._skip_until // self.every) * self.every + 1
+        if self.rehearsing is not None:
+            missing = self.rehearsing.begin_at(self._loaded) + 1
         if missing <= self.step:
             writer.close()  # this audit will not write: another may
             raise UsageError(
-                f"{self.out or 'this memory'} ends at step {self._skip_until}, but this run goes on after "
+                f"{self.out or 'this memory'} ends at step {missing - 1}, but this run goes on after "
                 f"step {self.step}: step {missing} would be missing. Resume from an earlier checkpoint."
             )
 
@@ -252,7 +265,8 @@ class Audit:
             self._finish()
         if not self._stepped:
             self._commit_if_due()
-        if self._due(self.step if self._stepped else self.step + 1):
+        coming = self.step if self._stepped else self.step + 1
+        if self._due(coming) or self._rehearses(coming):
             self._watch(optimizer)
             here = self._of(optimizer)
             for batch in self._batches_of(here):
@@ -269,7 +283,7 @@ class Audit:
         if not self._stepped:
             self.step += 1
         self._stepped.append(optimizer)
-        if self._due(self.step):
+        if self._due(self.step) or self._rehearses(self.step):
             with torch.no_grad():
                 self._record(optimizer)
         self._told.clear()
@@ -281,6 +295,10 @@ class Audit:
         if self.trouble is not None and not self.listeners and world() == 1:
             return False  # nobody would hear of it; ranks that share a tensor go on together
         return step > self._skip_until and (step - 1) % self.every == 0
+
+    def _rehearses(self, step: int) -> bool:
+        """Whether a step is still to be rehearsed: several optimizers may share the newest."""
+        return self.rehearsing is not None and step > self.rehearsing.begun
 
     def _finish(self) -> None:
         """The step is over for all optimizers."""
@@ -305,7 +323,7 @@ class Audit:
     def _of(self, optimizer: torch.optim.Optimizer) -> list[Watched]:
         """What this rank looks at: on ranks other than the first, only tensors that it holds a shard of."""
         found = [self.watched[p] for g in optimizer.param_groups for p in g["params"] if p in self.watched]
-        return found if rank() == 0 else [w for w in found if w.sharded]
+        return found if rank() == 0 else [w for w in found if w.sharded or w.rehearsed]
 
     def _batches_of(self, watched: list[Watched]) -> list[Batch]:
         return [b for b in self._batches if any(w.batch is b for w in watched)]
@@ -345,6 +363,10 @@ class Audit:
                 scores=None if self.scores is None else self.scores.tile,
                 saved=self._loaded,
             )
+        if self.rehearsing is not None:
+            groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+            for p in (p for p in chosen if self.rehearsing.wants(self.watched[p].name, p)):
+                self.rehearsing.take_up(self.watched[p], optimizer, groups[p], self._loaded)
         if rank() == 0:
             self._batches += batches([self.watched[p] for p in chosen])
         if self._writer is not None:
@@ -386,6 +408,7 @@ class Audit:
         w = Watched(self._id(name, p), name, group, p, [], stored)
         w.codes = None if slot is None else slot.codes
         w.copy = None if naming.copy is None else str(naming.copy).removeprefix("torch.")
+        w.shown = naming.held
         try:
             w.grids = [g.within(p.dtype) for g in self.grids]
             check_shard(p, w.grids)
@@ -414,6 +437,11 @@ class Audit:
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
+        if self.rehearsing is not None and self._rehearses(self.step):
+            self._rehearse(seen, groups)
+        if not self._due(self.step):
+            return
+        seen = seen if rank() == 0 else [w for w in seen if w.sharded]
         found: dict[Watched, torch.Tensor] = {}
         for batch in self._batches_of(seen):
             present = [w for w in seen if w.batch is batch]
@@ -434,6 +462,15 @@ class Audit:
         rates = [float(groups[w.tensor].get("lr", math.nan)) for w in seen]
         self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))
         self._losses.setdefault(self.step, []).extend(float(x) for x in self._told)
+
+    def _rehearse(self, seen: list[Watched], groups: dict[torch.Tensor, dict[str, Any]]) -> None:
+        assert self.rehearsing is not None
+        moved, counts = self.rehearsing.follow(seen, groups, self.step)
+        if not moved:
+            return
+        totals = reduced(moved, counts)
+        if rank() == 0 and self._due(self.step):
+            self.rehearsing.rows.append(Moved(step=self.step, ids=[w.id for w in moved], numbers=totals))
 
     def _loss(self, step: int) -> float:
         told = self._losses.get(step)
@@ -468,7 +505,8 @@ class Audit:
     def _commit_if_due(self) -> None:
         enough = max(self.part_seconds, self._writing / WRITING_SHARE)
         late = time.monotonic() - self._opened > enough and world() == 1
-        many = sum(len(r.ids) for r in self._rows) * len(self.grids) >= PART_ROWS
+        each = len(self.grids) if self.rehearsing is None else max(len(self.grids), self.rehearsing.each)
+        many = sum(len(r.ids) for r in self._rows) * each >= PART_ROWS
         if late or many or len({r.step for r in self._rows}) >= self.part_steps:
             self.commit()
 
@@ -478,14 +516,18 @@ class Audit:
         rows, kept = self._rows, self._kept
         losses = {row.step: self._loss(row.step) for row in rows}
         self._rows, self._losses, self._kept = [], {}, {}
-        if not rows or self._writer is None or self.trouble is not None:
+        extra = {} if self.rehearsing is None else self.rehearsing.tables()
+        evaluated = extra["losses"]["step"].to_list() if extra else []
+        if not any((rows, *evaluated)) or self._writer is None or self.trouble is not None:
             return
-        state: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {} if self.rehearsing is None else self.rehearsing.state()
+        state.update(self.attributed.state())
         for w in self.watched.values():
             state.update(w.state())
         start = time.monotonic()
         made, weights = tables(rows, losses, len(self.grids)), {n: torch.stack(v) for n, v in kept.items()}
-        self._written(self._writer.commit, made, state, weights, last_step=rows[-1].step)
+        last = rows[-1].step if rows else evaluated[-1]
+        self._written(self._writer.commit, {**made, **extra}, state, weights, last_step=last)
         self._writing = time.monotonic() - start
 
     def _written(self, write: Callable[..., None], *what: Any, **options: Any) -> None:
@@ -512,6 +554,7 @@ class Audit:
             "expected_never_moved": self.expected,
             "keep": self.keep,
             "scores": None if self.scores is None else self.scores.told(),
+            "rehearse": None if self.rehearsing is None else self.rehearsing.asked.told(),
             "seed": self.seed if abs(self.seed) <= LARGEST else str(self.seed),
         }
         return manifest.begun(self.grids, self.every, options, self.describe)

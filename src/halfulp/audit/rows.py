@@ -18,6 +18,8 @@ import torch
 from halfulp import kernels
 from halfulp.kernels import AUDIT_COUNTS
 from halfulp.kernels.simd import kernel_of
+from halfulp.trace.reading import SCHEMAS
+from halfulp.trace.schema import TABLES
 
 Array = npt.NDArray[Any]
 
@@ -46,7 +48,7 @@ class Row:
         return self.numbers[:, -len(SHARED) :]
 
 
-def numbers(found: kernels.Audit, starts: Sequence[int] = (0,)) -> Array:
+def numbers(found: kernels.Audited, starts: Sequence[int] = (0,)) -> Array:
     """Everything about tensors at one step, one row each, float64: PER_GRID grid after grid, then SHARED.
 
     ``starts``: the first tile of every tensor; a tensor alone may be empty (a shard). Not a number where the
@@ -83,7 +85,7 @@ def _add_tiles(
             row[g * (kinds + 4) + kinds + 2 : (g + 1) * (kinds + 4)] = np.nan
 
 
-def numbers_on_device(found: kernels.Audit) -> torch.Tensor:
+def numbers_on_device(found: kernels.Audited) -> torch.Tensor:
     """The row of one tensor, made where its counts are: those of many tiles are not sent over."""
 
     def total(x: torch.Tensor) -> torch.Tensor:
@@ -97,6 +99,8 @@ def numbers_on_device(found: kernels.Audit) -> torch.Tensor:
 
 def tables(rows: Sequence[Row], losses: Mapping[int, float], grids: int) -> dict[str, pl.DataFrame]:
     """The tables of a part: ``grids``, ``tensors`` and ``run``."""
+    if not rows:  # a part of evaluations alone
+        return {name: pl.DataFrame(schema=SCHEMAS[name]) for name in TABLES}
     step = np.concatenate([np.full(len(r.ids), r.step, dtype=np.int64) for r in rows])
     ids = np.concatenate([np.asarray(r.ids, dtype=np.int32) for r in rows])
     per_grid = np.concatenate([r.per_grid() for r in rows]).reshape(-1, len(PER_GRID))

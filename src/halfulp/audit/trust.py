@@ -187,8 +187,8 @@ def symmetric_margin(w: Values, d: Values, grid: GridLike) -> Array:
     g = _fixed(grid).within(at.dtype)
     finite = (torch.isfinite(at) & torch.isfinite(by)).numpy()
     x, size = (np.where(finite, v.double().numpy(), 0.0) for v in (at, by))
-    steps = kernels.steps(at, g).numpy() if g.scaling is not None else None
-    unit = reference._unit_at(x.reshape(-1), g, steps, x.shape).reshape(x.shape)
+    scales = kernels.scales(at, g).numpy() if g.scaling is not None else None
+    unit = reference._unit_at(x.reshape(-1), g, scales, x.shape).reshape(x.shape)
     return np.where(finite, np.abs(np.abs(size) - unit / 2) / unit, 0.0)
 
 
@@ -342,7 +342,7 @@ def _fixed(grid: GridLike) -> Grid:
     if g.scaling is not None and g.scaling.moves:
         raise UsageError(
             f"the cells of grid {g.name} move with the data: margins and bounds have no meaning there. "
-            "Use a grid with a given step."
+            "Use a grid with a given scale."
         )
     return g
 

@@ -51,6 +51,9 @@ class Watched:
     scores: torch.Tensor | None = None
     batch: object | None = None
     """Where it is audited together with others: :mod:`halfulp.audit.batch`."""
+    rehearsed: bool = False
+    shown: torch.Tensor | None = None
+    """The model's own copy, if this is a master of it."""
 
     @property
     def sharded(self) -> bool:
@@ -134,6 +137,7 @@ class Watched:
             "dtype": str(self.tensor.dtype).removeprefix("torch."),
             "stored": self.stored,
             **({} if self.copy is None else {"copy": self.copy}),
+            **({"rehearsed": True} if self.rehearsed else {}),
             "device": self.tensor.device.type,
         }
 
@@ -149,7 +153,7 @@ def sampled(x: torch.Tensor, tiles: torch.Tensor, short: bool) -> torch.Tensor:
 
 
 def check_shard(x: torch.Tensor, grids: list[Grid]) -> None:
-    """Refuse a grid whose steps a shard cannot tell."""
+    """Refuse a grid whose scales a shard cannot tell."""
     for g in grids:
         unsupported_moving(x, g)
         if is_sharded(x) and g.scaling is not None and g.scaling.moves:

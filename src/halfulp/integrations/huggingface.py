@@ -15,7 +15,7 @@ import torch
 
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
-from halfulp.integrations.optional import Running, base_class, require
+from halfulp.integrations.optional import AuditedRun, base_class, require
 from halfulp.writeback.optimizer import WriteBack
 
 _Base: Any = base_class("transformers:TrainerCallback")
@@ -40,7 +40,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     ) -> None:
         require("transformers")
         super().__init__()
-        self.running = Running(grids, out, verdict, options)
+        self.running = AuditedRun(grids, out, verdict, options)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any

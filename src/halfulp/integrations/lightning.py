@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from halfulp.grids import Grid
-from halfulp.integrations.optional import Running, base_class, require
+from halfulp.integrations.optional import AuditedRun, base_class, require
 
 _Base: Any = base_class("lightning.pytorch.callbacks:Callback", "pytorch_lightning.callbacks:Callback")
 
@@ -35,7 +35,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     ) -> None:
         require("lightning.pytorch", "pytorch_lightning")
         super().__init__()
-        self.running = Running(grids, out, verdict, options)
+        self.running = AuditedRun(grids, out, verdict, options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizers; Lightning counts the steps of all of them together."""

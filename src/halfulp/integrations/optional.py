@@ -39,7 +39,7 @@ def require(*modules: str) -> Any:
     raise ImportError(f"this needs {names}, which is not installed: pip install {names.split()[0]}")
 
 
-class Running:
+class AuditedRun:
     """An audit that lives from the start of a trainer's run to its end."""
 
     def __init__(

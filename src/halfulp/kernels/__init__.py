@@ -32,17 +32,17 @@ from halfulp.kernels.plan import (
     combine,
     deliver,
     destination,
-    fixed_steps,
+    fixed_scales,
     flat_of,
-    given_steps,
+    given_scales,
     key_of,
     narrowing,
     on_gpu,
     plan_for,
     proposals,
     same_shape,
+    scales_of,
     spans_of,
-    steps_of,
     wanted,
     writable,
     writes_directly,
@@ -53,8 +53,8 @@ from halfulp.streams import Stream
 
 __all__ = [
     "AUDIT_COUNTS", "SCORES", "SHARED_COUNTS", "TILE", "WRITE_COUNTS",
-    "Audit", "Written", "audit", "checked_tile", "decode", "encode", "round", "score", "set_aside", "steps",
-    "tiles_of", "write_back",
+    "Audited", "Written", "audit", "checked_tile", "decode", "encode", "round", "scales", "score",
+    "set_aside", "tiles_of", "write_back",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -63,7 +63,7 @@ Queue = list[Callable[[], Any]]
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audited:
     """What :func:`audit` found, per tile.
 
     ``counts`` (tiles, grids, AUDIT_COUNTS) and ``shared`` (tiles, SHARED_COUNTS) are int32,
@@ -95,15 +95,15 @@ class Written:
 # ---- the four kernels -------------------------------------------------------------------------------
 
 
-def steps(x: torch.Tensor, grid: Grid | str | torch.dtype) -> torch.Tensor:
-    """The steps that a grid's rule takes from a tensor, one a segment, float64."""
+def scales(x: torch.Tensor, grid: Grid | str | torch.dtype) -> torch.Tensor:
+    """The scales that a grid's rule takes from a tensor, one a segment, float64."""
     x = checked(x, "x")
     plan = plan_for(grid, x.dtype)
     if on_gpu(x) and plan.grid.scaling is not None:
         from halfulp.kernels import gpu
 
-        return gpu.steps(x, plan.grid)
-    return torch.from_numpy(steps_of(flat_of(x), plan, tuple(x.shape), x.dtype))
+        return gpu.scales(x, plan.grid)
+    return torch.from_numpy(scales_of(flat_of(x), plan, tuple(x.shape), x.dtype))
 
 
 def round(
@@ -111,7 +111,7 @@ def round(
     grid: Grid | str | torch.dtype,
     stochastic: Stream | None = None,
     *,
-    step: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Round to the nearest grid value, or stochastically with a stream; non-finite values stay."""
@@ -124,7 +124,7 @@ def round(
     writable(out, x)
     shape = tuple(x.shape)
     key = key_of(stochastic, mode, x.numel())
-    given = given_steps(step, plan, shape)
+    given = given_scales(scale, plan, shape)
     if on_gpu(x):
         from halfulp.kernels import gpu
 
@@ -134,7 +134,7 @@ def round(
     flat, result = flat_of(x), destination(out)
     n = tiles_of(flat.size)
     if plan.scaled:
-        s = steps_of(flat, plan, shape, x.dtype) if given is None else given
+        s = scales_of(flat, plan, shape, x.dtype) if given is None else given
         run(
             cpu_scaled.round_tiles_scaled, n, flat, result, s, *plan.layout(shape), mode,
             plan.floats, plan.ints, plan.empty, *key,
@@ -156,15 +156,15 @@ def audit(
     moved: torch.Tensor | None = None,
     stay: torch.Tensor | None = None,
     extents: Array | None = None,
-) -> Audit:
-    """What each grid would do to one step, all grids in one pass: see :class:`Audit`.
+) -> Audited:
+    """What each grid would do to one step, all grids in one pass: see :class:`Audited`.
 
     ``w`` are the weights before the step; ``d`` the proposals or, with ``after=True``, the
     weights after it. ``phase=False`` skips the uniform-phase sums. ``moved`` (uint8, grids x bytes, a bit
     a coordinate) and ``stay`` (grids x coordinates, of the working type, ones at the start) follow every
     coordinate over the steps and are updated in place. ``extents`` is for many small tensors in one call:
     they are laid into ``w`` and ``d`` so that each begins at a tile, and it says (int32) how much of every
-    tile is in use; grids whose steps move with the data, and devices other than the CPU, do not take it.
+    tile is in use; grids whose scales move with the data, and devices other than the CPU, do not take it.
     """
     w, d = checked(w, "w"), checked(d, "d")
     same_shape(w=w, d=d)
@@ -174,7 +174,7 @@ def audit(
     if extents is not None and (
         on_gpu(w) or any(p.scaled for p in plans) or w.numel() != extents.size * TILE
     ):
-        raise UsageError("extents= takes whole tiles on the CPU and grids with fixed steps.")
+        raise UsageError("extents= takes whole tiles on the CPU and grids with fixed scales.")
     work = _params.working(container(w.dtype).name)
     if on_gpu(w):
         from halfulp.kernels import gpu
@@ -182,7 +182,7 @@ def audit(
         if moved is not None or stay is not None:
             raise UsageError("following coordinates over steps is a CPU feature: move the tensors there.")
         made = gpu.audit(w, d, after, [p.grid for p in plans], phase)
-        return Audit(made[0], made[1], made[2], made[3], made[4], w.numel())
+        return Audited(made[0], made[1], made[2], made[3], made[4], w.numel())
     from halfulp.kernels import cpu
 
     flat_w, flat_d = flat_of(w), flat_of(d)
@@ -206,7 +206,7 @@ def audit(
             own = (bits[i] if bits.size else bits.reshape(-1), odds[i] if odds.size else odds.reshape(-1))
             counts[:, i], expected[:, i] = _audit_moving(flat_w, flat_d, after, plan, w, *own)
     parts = [torch.from_numpy(a) for a in (counts, shared, sums, phases, expected)]
-    return Audit(parts[0], parts[1], parts[2], parts[3], parts[4], flat_w.size)
+    return Audited(parts[0], parts[1], parts[2], parts[3], parts[4], flat_w.size)
 
 
 def _check_followed(
@@ -224,14 +224,14 @@ def _check_followed(
             )
 
 
-def _steps_of_step(
+def _scales_of_step(
     w: Array, g: Array, d: Array, after: bool, plan: Plan, like: torch.Tensor
 ) -> tuple[Array, Array]:
-    """The steps under which w is stored, and those of the write-back of Q(w) + d."""
+    """The scales under which w is stored, and those of the write-back of Q(w) + d."""
     from halfulp.kernels import cpu_scaled
 
     shape = tuple(like.shape)
-    fixed = fixed_steps(plan, shape, like.dtype)
+    fixed = fixed_scales(plan, shape, like.dtype)
     if fixed is not None:
         return fixed, fixed
     s = plan.grid.scaling
@@ -245,10 +245,10 @@ def _steps_of_step(
             plan.floats, plan.ints, plan.masks, narrowing(like.dtype), wanted(plan.grid), plan.empty, stats,
             grain=max(GRAIN_ELEMENTS // span, 1),
         )  # fmt: skip
-        return reference.steps_from(combine(stats, s.segments(shape)), plan.grid, like.dtype)
+        return reference.scales_from(combine(stats, s.segments(shape)), plan.grid, like.dtype)
 
     now = gathered(False, np.ones(1), d, after)
-    if s.from_old:  # the steps of Q(w) itself
+    if s.from_old:  # the scales of Q(w) itself
         still = np.where(np.isfinite(as_floats(d)), 0, np.nan).astype(plan.work)
         return now, gathered(True, now, still, False)
     return now, gathered(True, now, d, after)
@@ -259,7 +259,7 @@ def _audit_moving(
 ) -> tuple[Array, Array]:
     from halfulp.kernels import cpu_scaled
 
-    now, then = _steps_of_step(w, w, d, after, plan, like)
+    now, then = _scales_of_step(w, w, d, after, plan, like)
     counts, expected = (
         np.zeros((tiles_of(w.size), len(AUDIT_COUNTS)), dtype=np.int32),
         np.zeros(tiles_of(w.size)),
@@ -280,7 +280,7 @@ def write_back(
     *,
     moved: torch.Tensor | None = None,
     sums: bool | int = False,
-    step: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     carry: torch.Tensor | None = None,
     carry_in: bool = True,
     out: torch.Tensor | None = None,
@@ -336,12 +336,12 @@ def write_back(
         if carry.dtype != z.dtype and not short:
             wide = carry.to(z.dtype)
             written = write_back(
-                q, z, grid, mode, stream, moved=moved, sums=sums, step=step, carry=wide, carry_in=carry_in,
+                q, z, grid, mode, stream, moved=moved, sums=sums, scale=scale, carry=wide, carry_in=carry_in,
                 out=out, queue=queue,
             )  # fmt: skip
             _do(partial(carry.copy_, wide), queue)
             return written
-    given = given_steps(step, plan, shape)
+    given = given_scales(scale, plan, shape)
     if on_gpu(q):
         from halfulp.kernels import gpu
 
@@ -365,7 +365,7 @@ def write_back(
             source = flat_z
             if carry is not None and carry_in:
                 source = flat_of(z + torch.where(torch.isfinite(z + carry), carry, 0))
-            given = steps_of(flat_q if old else source, plan, shape, q.dtype)
+            given = scales_of(flat_q if old else source, plan, shape, q.dtype)
         work = partial(
             run, cpu_scaled.write_tiles_scaled, n, flat_q, flat_z, result, given, *plan.layout(shape), code,
             plan.floats, plan.ints, plan.masks, plan.empty, *key, bits, int(sums), rest, carry_in, counts,
@@ -439,7 +439,7 @@ def score(
     to, half = narrowing(w.dtype), max(reference.tree_size(tile) // 2, 3)
     grain = max(GRAIN * TILE // tile, 1)
     if plan.scaled:
-        now, then = _steps_of_step(flat_w, flat_g, flat_u, after, plan, w)
+        now, then = _scales_of_step(flat_w, flat_g, flat_u, after, plan, w)
         run(
             cpu_scaled.score_tiles_scaled, len(out), flat_w, flat_g, flat_u, after, tile, half, now, then,
             *plan.layout(tuple(w.shape)), plan.floats, plan.ints, plan.masks, to, plan.empty, out,
@@ -453,4 +453,4 @@ def score(
     return torch.from_numpy(out)
 
 
-OPERATIONS.round, OPERATIONS.steps, OPERATIONS.encode, OPERATIONS.decode = round, steps, encode, decode
+OPERATIONS.round, OPERATIONS.scales, OPERATIONS.encode, OPERATIONS.decode = round, scales, encode, decode

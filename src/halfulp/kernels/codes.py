@@ -19,10 +19,10 @@ from halfulp.kernels.plan import (
     as_floats,
     checked,
     flat_of,
-    given_steps,
+    given_scales,
     plan_for,
     same_shape,
-    steps_of,
+    scales_of,
     with_values,
 )
 from halfulp.kernels.pool import run
@@ -35,7 +35,7 @@ def encode(
     x: torch.Tensor,
     grid: Grid | str | torch.dtype,
     *,
-    step: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Codes of the nearest grid values: uint8 for grids of at most eight bits, int32 otherwise."""
@@ -44,14 +44,14 @@ def encode(
     x = checked(x, "x")
     plan = plan_for(grid, x.dtype)
     shape = tuple(x.shape)
-    given = given_steps(step, plan, shape)
+    given = given_scales(scale, plan, shape)
     flat = flat_of(x)
     if plan.scaled:
-        s = steps_of(flat, plan, shape, x.dtype) if given is None else given
+        s = scales_of(flat, plan, shape, x.dtype) if given is None else given
         from halfulp.kernels import round as rounded_to
 
         rounded = rounded_to(
-            x.cpu(), plan.grid, step=None if plan.grid.scaling is None else torch.from_numpy(s)
+            x.cpu(), plan.grid, scale=None if plan.grid.scaling is None else torch.from_numpy(s)
         )
         each = _expand(s, plan, shape)
         flat = as_floats(flat_of(rounded)).astype(np.float64) / each
@@ -82,11 +82,11 @@ def encode(
     return out if codes is out else out.copy_(codes)
 
 
-def _expand(steps: Array, plan: Plan, shape: tuple[int, ...]) -> Array:
+def _expand(scales: Array, plan: Plan, shape: tuple[int, ...]) -> Array:
     from halfulp.kernels import cpu_scaled
 
     each = np.empty(math.prod(shape))
-    cpu_scaled.expand(steps, 0, *plan.layout(shape), each)
+    cpu_scaled.expand(scales, 0, *plan.layout(shape), each)
     return each
 
 
@@ -94,7 +94,7 @@ def decode(
     codes: torch.Tensor,
     grid: Grid | str | torch.dtype,
     *,
-    step: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Values of codes, in a container; codes outside the grid are refused."""
@@ -108,8 +108,8 @@ def decode(
     g = plan.grid if plan.grid.scaling is None else replace(plan.grid, scaling=None)
     if g.bits > 16:
         raise UsageError(f"grid {g.name} has {g.bits} bits; codes are for grids of at most 16.")
-    if g.scaling is None and plan.grid.scaling is not None and step is None:
-        raise UsageError(f"grid {g.name} needs the steps that its codes were made with.")
+    if g.scaling is None and plan.grid.scaling is not None and scale is None:
+        raise UsageError(f"grid {g.name} needs the scales that its codes were made with.")
     table = _code_table(g)
     flat = codes.detach().cpu().contiguous().reshape(-1).numpy()
     if flat.dtype not in (np.uint8, np.int16, np.int32, np.int64):
@@ -125,7 +125,7 @@ def decode(
             f"not codes of grid {g.name}: they lie in [{low}, {high}], the grid's are those of "
             f"{g.bits} bits that decode to {g.lo:g} .. {g.largest:g}."
         )
-    given = given_steps(step, plan, shape)
+    given = given_scales(scale, plan, shape)
     if given is not None:
         out = out * _expand(given, plan, shape)
     return torch.from_numpy(out).to(dtype).reshape(shape).to(codes.device)

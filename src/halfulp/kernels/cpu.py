@@ -7,7 +7,7 @@ on torch's worker threads. (numba's own thread layers are not used: the default 
 when two Python threads meet in it, the OpenMP one when a forked worker does.)
 
 The pieces that work on one tile are in ``cpu_tile``, ``cpu_tile_audit`` and ``cpu_tile_write``. Grids with
-a fixed step are here; those whose step moves with the data are in :mod:`halfulp.kernels.cpu_scaled`.
+a fixed scale are here; those whose scale moves with the data are in :mod:`halfulp.kernels.cpu_scaled`.
 """
 
 from __future__ import annotations

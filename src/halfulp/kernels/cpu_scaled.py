@@ -1,11 +1,11 @@
-"""CPU kernels for grids whose step is not folded away: moving integers and block formats.
+"""CPU kernels for grids whose scale is not folded away: moving integers and block formats.
 
-The value is divided by its step in float64 and rounded there. For float32 and bfloat16
+The value is divided by its scale in float64 and rounded there. For float32 and bfloat16
 containers the quotient can never be mistaken for a midpoint that it is not; for float64
-containers it can, and then midpoint * step, which is exact, decides (see
+containers it can, and then midpoint * scale, which is exact, decides (see
 :func:`halfulp.kernels.reference._round_scaled`).
 
-Steps come from statistics of *segments* (runs of values that share a step). Statistics are
+Scales come from statistics of *segments* (runs of values that share a scale). Statistics are
 gathered over *spans*: the segments themselves, or, when one segment is the whole tensor,
 pieces of it that threads can share; maxima then combine exactly.
 """
@@ -62,16 +62,16 @@ def span_bounds(s: Any, row: Any, length: Any) -> Any:
 
 
 @kernel
-def expand(steps: Any, first: Any, row: Any, length: Any, out: Any) -> None:
-    """The step of every coordinate of a tile."""
+def expand(scales: Any, first: Any, row: Any, length: Any, out: Any) -> None:
+    """The scale of every coordinate of a tile."""
     per_row = (row + length - 1) // length
     i = 0
     while i < out.size:
         at = first + i
         column = at % row
         stop = i + min(length - column % length, row - column)
-        step = steps[at // row * per_row + column // length]
-        out[i : min(stop, out.size)] = step
+        scale = scales[at // row * per_row + column // length]
+        out[i : min(stop, out.size)] = scale
         i = stop
 
 
@@ -116,12 +116,12 @@ def span_stats(
 
 
 @kernel
-def nearest_scaled(x: Any, step: Any, out: Any, f: Any, k: Any, cast: Any) -> None:
-    """Nearest element * step; ``f`` and ``k`` are the element set in float64, ``cast`` the working type."""
+def nearest_scaled(x: Any, scale: Any, out: Any, f: Any, k: Any, cast: Any) -> None:
+    """Nearest element * scale; ``f`` and ``k`` are the element set in float64, ``cast`` the working type."""
     lo, hi, emin, shift, mant = f[LO], f[HI], k[EMIN], k[SHIFT], k[MANT]
     for i in range(x.size):
         v = np.float64(x[i])
-        ratio = v / step[i]
+        ratio = v / scale[i]
         a = lo if ratio < lo else ratio
         a = hi if a > hi else a
         e = max(bits_of(a) & EXPONENT, emin)
@@ -129,19 +129,19 @@ def nearest_scaled(x: Any, step: Any, out: Any, f: Any, k: Any, cast: Any) -> No
         r = (a + c) - c
         half = float_like(a, e - mant) * 0.5
         middle = (abs(a - r) == half) & (a == ratio)
-        side = v - a * step[i]
+        side = v - a * scale[i]
         r = a + half if middle & (side > 0.0) else r
         r = a - half if middle & (side < 0.0) else r
-        r = np.copysign(r * step[i], v)
+        r = np.copysign(r * scale[i], v)
         cast[0] = r
         out[i] = cast[0] if abs(v) < np.inf else x[i]
 
 
 @kernel
 def stochastic_scaled(
-    x: Any, step: Any, out: Any, words: Any, f: Any, k: Any, cast: Any, k0: Any, k1: Any, first: Any
+    x: Any, scale: Any, out: Any, words: Any, f: Any, k: Any, cast: Any, k0: Any, k1: Any, first: Any
 ) -> None:
-    """Stochastic element * step; the first 31 digits of U decide, the rare rest one by one.
+    """Stochastic element * scale; the first 31 digits of U decide, the rare rest one by one.
     ``out`` must not be ``x``."""
     fill_words(words, k0, k1, first, x.size)
     words = words[first & 31 :]
@@ -150,7 +150,7 @@ def stochastic_scaled(
     for i in range(x.size):
         v = np.float64(x[i])
         limit = low if v < 0 else hi
-        a = abs(v / step[i])
+        a = abs(v / scale[i])
         a = limit if a > limit else a
         e = max(bits_of(a) & EXPONENT, emin)
         s = a * float_like(a, inverse - e)
@@ -159,38 +159,38 @@ def stochastic_scaled(
         drawn = np.int32(words[i] >> np.uint32(1))
         ties = tally(ties, drawn == digits, ONE)
         r = (n + 1.0 if drawn < digits else n) * float_like(a, e - mant)
-        cast[0] = np.copysign(r * step[i], v)
+        cast[0] = np.copysign(r * scale[i], v)
         out[i] = cast[0] if abs(v) < np.inf else x[i]
     if ties > 0:
         for i in range(x.size):
             v = np.float64(x[i])
             if abs(v) < np.inf:
-                a = min(abs(v / step[i]), low if v < 0 else hi)
+                a = min(abs(v / scale[i]), low if v < 0 else hi)
                 e = max(bits_of(a) & EXPONENT, emin)
                 s = a * float_like(a, inverse - e)
                 n = np.floor(s)
                 up = exact_up(s - n, k0, k1, first + i)
-                out[i] = np.copysign((n + 1.0 if up else n) * float_like(a, e - mant) * step[i], v)
+                out[i] = np.copysign((n + 1.0 if up else n) * float_like(a, e - mant) * scale[i], v)
 
 
 @kernel
 def round_tiles_scaled(
-    x: Any, out: Any, steps: Any, row: Any, length: Any, mode: Any, f: Any, k: Any, work: Any,
+    x: Any, out: Any, scales: Any, row: Any, length: Any, mode: Any, f: Any, k: Any, work: Any,
     k0: Any, k1: Any, offset: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
-    a_, r_, step_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, np.float64)
+    a_, r_, scale_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, np.float64)
     words, cast = np.empty(WORDS, np.uint32), np.empty(1, work.dtype)
     for t in range(t0, t1):
         first = t * TILE
         source = x[first : min(first + TILE, x.size)]
         n = source.size
-        a, r, step = a_[:n], r_[:n], step_[:n]
+        a, r, scale = a_[:n], r_[:n], scale_[:n]
         load(source, a)
-        expand(steps, first, row, length, step)
+        expand(scales, first, row, length, scale)
         if mode == NEAREST:
-            nearest_scaled(a, step, r, f, k, cast)
+            nearest_scaled(a, scale, r, f, k, cast)
         else:
-            stochastic_scaled(a, step, r, words, f, k, cast, k0, k1, offset + first)
+            stochastic_scaled(a, scale, r, words, f, k, cast, k0, k1, offset + first)
         store(r, out[first : first + n])
 
 
@@ -225,79 +225,79 @@ def load_step(
 
 @kernel
 def step_stats(
-    w: Any, g: Any, d: Any, after: Any, proposed: Any, steps: Any, row: Any, length: Any, span: Any,
+    w: Any, g: Any, d: Any, after: Any, proposed: Any, scales: Any, row: Any, length: Any, span: Any,
     f: Any, k: Any, masks: Any, to: Any, want: Any, work: Any, stats: Any, s0: Any, s1: Any,
 ) -> None:  # fmt: skip
     """Statistics per span of the weights w, or of what is written next, z = Q(w) + d (``proposed``)."""
     x_, y_, v_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, work.dtype)
-    q_, step_, keep_ = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
+    q_, scale_, keep_ = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
     cast = np.empty(1, work.dtype)
     for s in range(s0, s1):
         start, stop = span_bounds(s, row, span)
         for a in range(start, stop, TILE):
             n = min(TILE, stop - a)
-            x, y, v, q, step = x_[:n], y_[:n], v_[:n], q_[:n], step_[:n]
+            x, y, v, q, scale = x_[:n], y_[:n], v_[:n], q_[:n], scale_[:n]
             load_step(w, g, d, after, a, a + n, x, y, v, keep_[:n], masks[0])
             if proposed:
-                expand(steps, a, row, length, step)
-                nearest_scaled(x, step, q, f, k, cast)
+                expand(scales, a, row, length, scale)
+                nearest_scaled(x, scale, q, f, k, cast)
                 add_in_container(q, v, x, to)
             gather(x, masks[0], stats[s], want)
 
 
 @kernel
-def stay_scaled(q: Any, z: Any, step: Any, stay: Any, f: Any, k: Any, cast: Any) -> None:
-    """As cpu_tile.stay_magic, on the grid of the next steps; a q that is not on it cannot stay."""
+def stay_scaled(q: Any, z: Any, scale: Any, stay: Any, f: Any, k: Any, cast: Any) -> None:
+    """As cpu_tile.stay_magic, on the grid of the next scales; a q that is not on it cannot stay."""
     for i in range(q.size):
-        v = np.float64(z[i]) / step[i]
+        v = np.float64(z[i]) / scale[i]
         a = min(abs(v), -f[LO] if v < 0 else f[HI])
         gaps = float_like(a, k[INVERSE] - max(bits_of(a) & EXPONENT, k[EMIN]))
         s = a * gaps
         n = np.floor(s)
-        at = (-np.float64(q[i]) if v < 0 else np.float64(q[i])) / step[i] * gaps
+        at = (-np.float64(q[i]) if v < 0 else np.float64(q[i])) / scale[i] * gaps
         cast[0] = s - n if at == n + 1.0 else (1.0 - (s - n) if at == n else 0.0)
         stay[i] = stay[i] * cast[0]
 
 
 @kernel
 def audit_tiles_scaled(
-    w: Any, d: Any, after: Any, steps: Any, next_steps: Any, row: Any, length: Any, f: Any, k: Any,
+    w: Any, d: Any, after: Any, scales: Any, next_scales: Any, row: Any, length: Any, f: Any, k: Any,
     masks: Any, to: Any, work: Any, moved: Any, stay: Any, counts: Any, expected: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
     """One moving grid on every tile: reference.audit's counts, without the shared ones."""
     s_, buffer = np.zeros(TILE, work.dtype), np.empty(TILE // 2)
     bits = np.empty(TILE // LANES, np.uint16)
     x_, y_, v_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, work.dtype)
-    q_, step_, keep_ = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
+    q_, scale_, keep_ = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
     cast = np.empty(1, work.dtype)
     emin, up, lo, hi = k[EMIN], f[UP], f[LO], f[HI]
     normal = float_like(hi, emin) if f[T_SUB] > f[T_ZERO] else 0.0  # integers have no subnormals
     for t in range(t0, t1):
         first = t * TILE
         n = min(TILE, w.size - first)
-        x, z, d_, q, step = x_[:n], y_[:n], v_[:n], q_[:n], step_[:n]
+        x, z, d_, q, scale = x_[:n], y_[:n], v_[:n], q_[:n], scale_[:n]
         bad = load_step(w, w, d, after, first, first + n, x, z, d_, keep_[:n], masks[0])
-        expand(steps, first, row, length, step)
-        nearest_scaled(x, step, q, f, k, cast)
+        expand(scales, first, row, length, scale)
+        nearest_scaled(x, scale, q, f, k, cast)
         add_in_container(q, d_, z, to)
         symmetric, ends, zeros, smalls = 0, 0, 0, 0
         for i in range(n):
-            a = abs(np.float64(x[i]) / step[i])
+            a = abs(np.float64(x[i]) / scale[i])
             e = float_like(a, max(bits_of(a) & EXPONENT, emin))
-            symmetric += abs(np.float64(d_[i])) * up < e * step[i]
-            element = np.float64(q[i]) / step[i]
+            symmetric += abs(np.float64(d_[i])) * up < e * scale[i]
+            element = np.float64(q[i]) / scale[i]
             ends += (element >= hi) | (element <= lo)
             zeros += q[i] == 0
             smalls += (q[i] != 0) & (abs(element) < normal)
-        expand(next_steps, first, row, length, step)
-        nearest_scaled(z, step, x, f, k, cast)
+        expand(next_scales, first, row, length, scale)
+        nearest_scaled(z, scale, x, f, k, cast)
         counts[t, 0] = count_equal(x, q) - bad
         if moved.size > 0:
             start = t * (TILE // 8)
             changes(q_, x_, n, bits)
             counts[t, 5] = n - merge(bits, moved[start : start + (n + 7) // 8])
         if stay.size > 0:
-            stay_scaled(q, z, step, stay[first : first + n], f, k, cast)
+            stay_scaled(q, z, scale, stay[first : first + n], f, k, cast)
             load(stay[first : first + n], s_[:n])
             s_[n:] = 0
             expected[t] = sum_abs(s_, buffer)
@@ -309,13 +309,13 @@ def audit_tiles_scaled(
 
 @kernel
 def write_tiles_scaled(
-    stored: Any, proposed: Any, out: Any, steps: Any, row: Any, length: Any, mode: Any, f: Any, k: Any,
+    stored: Any, proposed: Any, out: Any, scales: Any, row: Any, length: Any, mode: Any, f: Any, k: Any,
     masks: Any, work: Any, k0: Any, k1: Any, offset: Any, moved: Any, want_sums: Any, carry: Any,
     carry_in: Any, counts: Any, sums: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
     exponent = masks[0]
     q_, z_, r_ = np.zeros(TILE, work.dtype), np.zeros(TILE, work.dtype), np.empty(TILE, work.dtype)
-    near_, step_, words = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(WORDS, np.uint32)
+    near_, scale_, words = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(WORDS, np.uint32)
     bits, buffer = np.empty(TILE // LANES, np.uint16), np.empty(TILE // 2, np.float64)
     cast, inf = np.empty(1, work.dtype), work.dtype.type(np.inf)
     for t in range(t0, t1):
@@ -323,24 +323,24 @@ def write_tiles_scaled(
         last = min(first + TILE, stored.size)
         n = last - first
         source = proposed[first:last]
-        q, r, step = padded(stored[first:last], q_), r_[:n], step_[:n]
+        q, r, scale = padded(stored[first:last], q_), r_[:n], scale_[:n]
         z, bad = whole_proposal(source, q, carry[first:last], carry_in, z_, exponent)
-        expand(steps, first, row, length, step)
+        expand(scales, first, row, length, scale)
         if mode == NEAREST:
-            nearest_scaled(z[:n], step, r, f, k, cast)
+            nearest_scaled(z[:n], scale, r, f, k, cast)
         else:
-            stochastic_scaled(z[:n], step, r, words, f, k, cast, k0, k1, offset + first)
+            stochastic_scaled(z[:n], scale, r, words, f, k, cast, k0, k1, offset + first)
             if mode == DEADZONE:
-                nearest_scaled(z[:n], step, near_[:n], f, k, cast)
+                nearest_scaled(z[:n], scale, near_[:n], f, k, cast)
                 prefer_nearest(q, z, near_, r)
         if bad > 0:
             keep_stored(source, q, r, exponent)
         finish_write(
             q, z, r_, n, bad, source, -inf, inf, exponent, moved, want_sums, bits, buffer, counts, sums, t
         )
-        ends = 0  # the ends of the range differ from step to step
+        ends = 0  # the ends of the range differ from scale to scale
         for i in range(n):
-            element = np.float64(r[i]) / step[i]
+            element = np.float64(r[i]) / scale[i]
             fine = bad == 0 or (bits_of(widen(source[i])) & exponent) != exponent
             end = element >= f[HI] or element <= f[LO]
             ends += fine and end
@@ -352,14 +352,14 @@ def write_tiles_scaled(
 
 @kernel
 def score_tiles_scaled(
-    w: Any, g: Any, u: Any, after: Any, tile: Any, half: Any, steps: Any, next_steps: Any, row: Any,
+    w: Any, g: Any, u: Any, after: Any, tile: Any, half: Any, scales: Any, next_scales: Any, row: Any,
     length: Any, f: Any, k: Any, masks: Any, to: Any, work: Any, out: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
     many = max(TILE // tile, 1)
     room = many * tile
     w_, g_, u_ = np.empty(room, work.dtype), np.empty(room, work.dtype), np.empty(room, work.dtype)
     q_, z_, r_ = np.empty(room, work.dtype), np.empty(room, work.dtype), np.empty(room, work.dtype)
-    b_, step_, keep_ = np.empty(room, np.uint8), np.empty(room, np.float64), np.empty(room, np.uint8)
+    b_, scale_, keep_ = np.empty(room, np.uint8), np.empty(room, np.float64), np.empty(room, np.uint8)
     product, sums = np.empty(room, np.float64), np.empty(half, np.float64)
     cast = np.empty(1, work.dtype)
     for t in range(t0, t1, many):
@@ -369,13 +369,13 @@ def score_tiles_scaled(
         n = last - first
         x, y, v, q, z, b, keep = w_[:n], g_[:n], u_[:n], q_[:n], z_[:n], b_[:n], keep_[:n]
         load_step(w, g, u, after, first, last, x, y, v, keep, masks[0])
-        step = step_[:n]
-        expand(steps, first, row, length, step)
-        nearest_scaled(x, step, q, f, k, cast)
+        scale = scale_[:n]
+        expand(scales, first, row, length, scale)
+        nearest_scaled(x, scale, q, f, k, cast)
         add_in_container(q, v, z, to)
-        expand(next_steps, first, row, length, step)
+        expand(next_scales, first, row, length, scale)
         r = r_[:n]
-        nearest_scaled(z, step, r, f, k, cast)
+        nearest_scaled(z, scale, r, f, k, cast)
         for i in range(n):
             b[i] = np.uint8(r[i] == q[i]) & keep[i]
         score_sums(b, x, y, v, tile, half, product[:n], sums, out[t:end])

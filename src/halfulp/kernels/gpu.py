@@ -1,14 +1,14 @@
 """The GPU kernels, seen from the host: Triton on CUDA tensors, equal to the reference bit by bit.
 
 Same operations as :mod:`halfulp.kernels.reference`, whose results define these: ``round_``, ``audit``,
-``write_back``, ``score``, and ``steps`` for grids whose step moves with the data. What one program
+``write_back``, ``score``, and ``scales`` for grids whose scale moves with the data. What one program
 does to one tile is in :mod:`~halfulp.kernels.gpu_tiles`, the arithmetic in
 :mod:`~halfulp.kernels.gpu_maths`. Tensors are float32, bfloat16, float16 or float64, all on one
 device; grids are resolved (``grid.within(x.dtype)``).
 
-Grids without a moving step share one compiled kernel: their numbers (:mod:`halfulp.kernels.params`)
+Grids without a moving scale share one compiled kernel: their numbers (:mod:`halfulp.kernels.params`)
 are rows of a small table in device memory, so an audit of eight grids reads the weights once. A
-moving step needs a reduction between the proposal and its rounding, hence passes of its own.
+moving scale needs a reduction between the proposal and its rounding, hence passes of its own.
 
 The invariant is equality, so nothing here may depend on the device: no fused multiply-add, no
 approximate division, no atomics, no reduction whose order the compiler picks. Why not
@@ -56,24 +56,24 @@ PTXAS = ("--fmad=false", "--regAllocOptLevel=2")  # what Triton passes to the as
 TO = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-# ---- steps --------------------------------------------------------------------------------------
+# ---- scales --------------------------------------------------------------------------------------
 
 
-def steps(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The steps of a tensor, one a segment, float64 on its device: the reference's, exactly."""
+def scales(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The scales of a tensor, one a segment, float64 on its device: the reference's, exactly."""
     assert grid.scaling is not None
     stats = _stats(x, grid.scaling)
-    found = reference.steps_from(stats, grid, x.dtype)
+    found = reference.scales_from(stats, grid, x.dtype)
     if grid.scaling.rule == "absmean":
         # The reference adds from left to right. If all sums within the rounding errors of both
-        # orders give one step, that is the reference's step; otherwise the reference must tell.
+        # orders give one scale, that is the reference's scale; otherwise the reference must tell.
         error = stats[:, 3] * 2.0**-51
         low, high = stats.copy(), stats.copy()
         low[:, 2] *= 1.0 - error
         high[:, 2] *= 1.0 + error
-        if (reference.steps_from(low, grid, x.dtype) != reference.steps_from(high, grid, x.dtype)).any():
+        if (reference.scales_from(low, grid, x.dtype) != reference.scales_from(high, grid, x.dtype)).any():
             exact = reference.segment_stats(x.double().cpu().numpy(), grid.scaling)
-            found = reference.steps_from(exact, grid, x.dtype)
+            found = reference.scales_from(exact, grid, x.dtype)
     return torch.from_numpy(found).to(x.device)
 
 
@@ -112,13 +112,13 @@ def _work(x: torch.Tensor) -> str:
     return working(str(x.dtype).removeprefix("torch."))
 
 
-def _has_steps(grid: Grid, x: torch.Tensor) -> bool:
+def _has_scales(grid: Grid, x: torch.Tensor) -> bool:
     """Whether the grid is rounded as a quotient, in float64."""
     return params(grid, _work(x)).kind == SCALED
 
 
 def _row(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _tables((grid,), "float64" if _has_steps(grid, x) else _work(x), x.device)
+    return _tables((grid,), "float64" if _has_scales(grid, x) else _work(x), x.device)
 
 
 def _memory(x: torch.Tensor) -> torch.Tensor:
@@ -135,12 +135,12 @@ def _segments(x: torch.Tensor, grid: Grid) -> tuple[int, int, int]:
     return row, math.ceil(row / length), length
 
 
-def _steps_or(given: Array | torch.Tensor | None, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+def _scales_or(given: Array | torch.Tensor | None, x: torch.Tensor, grid: Grid) -> torch.Tensor:
     if given is not None:
         return torch.as_tensor(given, dtype=torch.float64, device=x.device).contiguous()
     if grid.scaling is None:  # a static grid that the working type cannot round
         return torch.ones(1, dtype=torch.float64, device=x.device)
-    return steps(x, grid)
+    return scales(x, grid)
 
 
 def _from_old(grid: Grid) -> bool:
@@ -169,7 +169,7 @@ def _options(name: str, constants: dict[str, Any]) -> dict[str, Any]:
     """How a kernel is launched: with more warps for larger tiles, so that values stay in registers."""
     rows = constants.get("K", 0) * constants.get("MANY", 0)
     more = max(min(rows // 256, 4), 1)  # with still more warps, each has too few registers
-    if constants.get("MANY", 1) > 1 and constants.get("STEPS"):  # several small tiles, each with its steps
+    if constants.get("MANY", 1) > 1 and constants.get("SCALES"):  # several small tiles, each with its scales
         more *= 2
     return OPTIONS[name] | {"num_warps": OPTIONS[name]["num_warps"] * more}
 
@@ -189,18 +189,18 @@ def round_(
     grid: Grid,
     mode: int = reference.NEAREST,
     stream: Stream | None = None,
-    steps: Array | torch.Tensor | None = None,
+    scales: Array | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Round x into ``out`` (which may be x)."""
-    scaled = _has_steps(grid, x)
+    scaled = _has_scales(grid, x)
     f, k = _row(grid, x)
     k0, k1, offset = _key(stream, mode)
     target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     _run(
         device.round_tile, x,
-        _memory(x), _memory(target), f, k, _steps_or(steps, x, grid) if scaled else f, *_segments(x, grid),
+        _memory(x), _memory(target), f, k, _scales_or(scales, x, grid) if scaled else f, *_segments(x, grid),
         x.numel(), k0, k1, offset,
-        MODE=mode, STEPS=scaled, TO=TO[x.dtype], ALIGNED=offset % 32 == 0,
+        MODE=mode, SCALES=scaled, TO=TO[x.dtype], ALIGNED=offset % 32 == 0,
     )  # fmt: skip
     return out if target is out else out.copy_(target)
 
@@ -214,7 +214,7 @@ def write_back(
     stream: Stream | None = None,
     moved: torch.Tensor | None = None,
     want_sums: bool = True,
-    steps: Array | torch.Tensor | None = None,
+    scales: Array | torch.Tensor | None = None,
     carry: torch.Tensor | None = None,
     carry_in: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,14 +223,14 @@ def write_back(
     ``moved`` (uint8, one bit a coordinate) and ``carry`` (of q's type, float32 or float64) are
     contiguous and updated in place. Sums that are not wanted are zero.
     """
-    scaled = _has_steps(grid, q)
+    scaled = _has_scales(grid, q)
     f, k = _row(grid, q)
     each = f
     if scaled:
         whole = z
         if carry is not None and carry_in:
             whole = torch.where(torch.isfinite(z + carry), z + carry, z)
-        each = _steps_or(steps, q if _from_old(grid) else whole, grid)
+        each = _scales_or(scales, q if _from_old(grid) else whole, grid)
     k0, k1, offset = _key(stream, mode)
     tiles = reference.tiles_of(q.numel())
     counts = torch.empty((tiles, len(reference.WRITE_COUNTS)), dtype=torch.int32, device=q.device)
@@ -241,7 +241,7 @@ def write_back(
         _memory(q), _memory(z), _memory(target), f, k, each, *_segments(q, grid),
         counts if moved is None else moved, counts if carry is None else carry, counts, sums,
         q.numel(), k0, k1, offset,
-        MODE=mode, STEPS=scaled, TO=TO[q.dtype], ALIGNED=offset % 32 == 0,
+        MODE=mode, SCALES=scaled, TO=TO[q.dtype], ALIGNED=offset % 32 == 0,
         MARK=moved is not None, CARRY=0 if carry is None else 2 if carry_in else 1, SUMS=want_sums,
     )  # fmt: skip
     if target is not out:
@@ -252,7 +252,7 @@ def write_back(
 def _project(
     w: torch.Tensor, d: torch.Tensor, after: bool, grid: Grid, *others: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For a grid with steps: stored and proposed values, and the steps of both.
+    """For a grid with scales: stored and proposed values, and the scales of both.
 
     Zero where a weight, a proposal or one of the others is not finite.
     """
@@ -262,10 +262,10 @@ def _project(
     for x in others:
         ok &= torch.isfinite(x)
     safe = torch.where(ok, w, 0)
-    first = _steps_or(None, safe, grid)
-    q = round_(safe, torch.empty_like(safe), grid, steps=first)
+    first = _scales_or(None, safe, grid)
+    q = round_(safe, torch.empty_like(safe), grid, scales=first)
     z = (q.to(work) + torch.where(ok, proposal, 0)).to(w.dtype)
-    return q, z, first, _steps_or(None, q if _from_old(grid) else z, grid)
+    return q, z, first, _scales_or(None, q if _from_old(grid) else z, grid)
 
 
 def audit(
@@ -288,7 +288,7 @@ def audit(
         AFTER=after, PHASE=phase, TO=TO[w.dtype],
     )  # fmt: skip
     for number, grid in enumerate(grids):
-        if _has_steps(grid, w):
+        if _has_scales(grid, w):
             q, z, now, then = _project(w, d, after, grid)
             _run(
                 device.audit_scaled_tile, w,
@@ -303,7 +303,7 @@ def score(
     w: torch.Tensor, g: torch.Tensor, u: torch.Tensor, after: bool, grid: Grid, tile: int = reference.TILE
 ) -> torch.Tensor:
     """The sums behind every allocation score, (tiles, 8); ``after``: u is the weights after the step."""
-    scaled = _has_steps(grid, w)
+    scaled = _has_scales(grid, w)
     f, k = _row(grid, w)
     q, z, then = w, w, f
     if scaled:
@@ -314,7 +314,7 @@ def score(
         device.score_tile, w,
         _memory(w), _memory(g), _memory(u), _memory(q), _memory(z), f, k, then, *_segments(w, grid),
         scores, w.numel(),
-        programs=-(-tiles // shape["MANY"]), **shape, AFTER=after, STEPS=scaled, TO=TO[w.dtype],
+        programs=-(-tiles // shape["MANY"]), **shape, AFTER=after, SCALES=scaled, TO=TO[w.dtype],
     )  # fmt: skip
     return scores
 
@@ -328,7 +328,7 @@ _CONTAINERS = {
     "float64": ("*fp64", "*fp64", "*i64", 0),
 }
 _TYPES = {
-    "steps": "*fp64", "next_steps": "*fp64", "sums": "*fp64", "scores": "*fp64", "counts": "*i32",
+    "scales": "*fp64", "next_scales": "*fp64", "sums": "*fp64", "scores": "*fp64", "counts": "*i32",
     "shared": "*i32", "phases": "*i64", "moved": "*u8", "row": "i64", "per_row": "i64", "length": "i64",
     "n": "i64", "offset": "i64", "k0": "i32", "k1": "i32", "n_grids": "i32", "number": "i32",
 }  # fmt: skip
@@ -339,19 +339,19 @@ _AUDIT: dict[str, Any] = {"AFTER": True, "PHASE": True}
 # The largest form of every kernel (kernel, container, constants), and the commonest.
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *(
-        ("write_tile", c, _WRITE | {"STEPS": False, "CARRY": 0 if c == "bfloat16" else 2})
+        ("write_tile", c, _WRITE | {"SCALES": False, "CARRY": 0 if c == "bfloat16" else 2})
         for c in _CONTAINERS
     ),
     *(("audit_tile", c, _AUDIT) for c in _CONTAINERS),
-    ("round_tile", "float32", _ROUND | {"STEPS": False}),
-    ("round_tile", "float32", _ROUND | {"MODE": reference.NEAREST, "STEPS": False}),
-    ("round_tile", "float32", _ROUND | {"ALIGNED": False, "STEPS": True}),
-    ("write_tile", "float32", _WRITE | {"STEPS": True}),
+    ("round_tile", "float32", _ROUND | {"SCALES": False}),
+    ("round_tile", "float32", _ROUND | {"MODE": reference.NEAREST, "SCALES": False}),
+    ("round_tile", "float32", _ROUND | {"ALIGNED": False, "SCALES": True}),
+    ("write_tile", "float32", _WRITE | {"SCALES": True}),
     ("audit_scaled_tile", "bfloat16", {"AFTER": True}),
     *(
-        ("score_tile", "float32", {"AFTER": True, "STEPS": steps} | score_shape(tile))
+        ("score_tile", "float32", {"AFTER": True, "SCALES": scales} | score_shape(tile))
         for tile in (1, 96, reference.TILE, 1536)
-        for steps in (False, True)
+        for scales in (False, True)
     ),
 )
 
@@ -364,7 +364,7 @@ def compile_ptx(name: str, holder: str, constants: dict[str, Any], arch: int, **
 
     kernel: Any = getattr(device, name)
     values, floats, ints, to = _CONTAINERS[holder]
-    scaled = constants.get("STEPS", name == "audit_scaled_tile")
+    scaled = constants.get("SCALES", name == "audit_scaled_tile")
     constants = constants | {"TO": to}
     types = _TYPES | {"f": "*fp64" if scaled else floats, "k": "*i64" if scaled else ints}
     signature = {a: "constexpr" if a in constants else types.get(a, values) for a in kernel.arg_names}

@@ -2,7 +2,7 @@
 
 The arithmetic is that of :mod:`halfulp.kernels.params`, for float32 and float64 as working types:
 ``f`` and ``k`` are a grid's row of the float and of the integer table, indexed by the names of their
-columns. Grids with steps are rounded as quotients, in float64.
+columns. Grids with scales are rounded as quotients, in float64.
 
 Results must not depend on the device, so: a multiplication is never fused with an addition (every
 launch says so); the one division is in float64, where Triton's is IEEE's (in float32 it is not); a
@@ -299,42 +299,42 @@ def stochastic(v: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple, key: tl
     return tl.where(finite(v), signed(tl.where(up, high, low), v), v)
 
 
-# ---- with steps, in float64 ----------------------------------------------------------------------
+# ---- with scales, in float64 ----------------------------------------------------------------------
 
 
 @triton.jit
-def steps_at(segments: tl.tuple, i: tl.tensor, mask: tl.tensor) -> Any:
-    """The step of each element: reference.segment_ids. Steps, row length, segments a row, their length."""
-    steps, row, per_row, length = segments
-    return tl.load(steps + (i // row * per_row + i % row // length), mask=mask, other=1.0)
+def scales_at(segments: tl.tuple, i: tl.tensor, mask: tl.tensor) -> Any:
+    """The scale of each element: reference.segment_ids. Scales, row length, segments a row, their length."""
+    scales, row, per_row, length = segments
+    return tl.load(scales + (i // row * per_row + i % row // length), mask=mask, other=1.0)
 
 
 @triton.jit
-def nearest_scaled(x: tl.tensor, step: tl.tensor, f: tl.tuple, k: tl.tuple) -> Any:
-    """Nearest element * step. Where the quotient lands on a midpoint, the product decides."""
-    ratio = x / step
+def nearest_scaled(x: tl.tensor, scale: tl.tensor, f: tl.tuple, k: tl.tuple) -> Any:
+    """Nearest element * scale. Where the quotient lands on a midpoint, the product decides."""
+    ratio = x / scale
     a = clamped(ratio, f)
     low, high, _ = around(a, k)
     middle = a == (low + high) * 0.5
-    side = tl.abs(x) - a * step
+    side = tl.abs(x) - a * scale
     r = nearest(ratio, f, k)
     r = tl.where(middle & (side < 0), low, r)
     r = tl.where(middle & (side > 0), high, r)
-    return tl.where(finite(x), signed(r, x) * step, x)
+    return tl.where(finite(x), signed(r, x) * scale, x)
 
 
 @triton.jit
 def place(
-    v: tl.tensor, step: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple, key: tl.tuple, i: tl.tensor,
-    MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr,
+    v: tl.tensor, scale: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple, key: tl.tuple, i: tl.tensor,
+    MODE: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Any of the roundings, to values that the container has."""
-    if STEPS:
+    if SCALES:
         x = v.to(tl.float64)
         if MODE == NEAREST:
-            r = nearest_scaled(x, step, f, k)
+            r = nearest_scaled(x, scale, f, k)
         else:
-            r = tl.where(finite(x), stochastic(x / step, drawn, f, k, key, i) * step, x)
+            r = tl.where(finite(x), stochastic(x / scale, drawn, f, k, key, i) * scale, x)
         return fit(r.to(v.dtype), TO)
     elif MODE == NEAREST:
         return nearest(v, f, k)

@@ -43,7 +43,7 @@ from halfulp.kernels.gpu_maths import (
     load,
     nearest,
     place,
-    steps_at,
+    scales_at,
     store,
     words,
 )
@@ -151,31 +151,31 @@ def store_three(p: tl.tensor, packed: tl.tensor) -> None:
 def round_some(
     x: tl.tensor, out: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple, segments: tl.tuple,
     start: tl.tensor, n: tl.tensor, key: tl.tuple, offset: tl.tensor,
-    MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr,
+    MODE: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
     i = half_run(start)
     mask = i < n
-    step = steps_at(segments, i, mask) if STEPS else 1.0
-    store(out, i, place(load(x, i, mask), step, drawn, f, k, key, offset + i, MODE, STEPS, TO), mask)
+    scale = scales_at(segments, i, mask) if SCALES else 1.0
+    store(out, i, place(load(x, i, mask), scale, drawn, f, k, key, offset + i, MODE, SCALES, TO), mask)
 
 
 @triton.jit(do_not_specialize=["row", "per_row", "length", "k0", "k1", "offset"])
 def round_tile(
     x: tl.tensor, out: tl.tensor, f: tl.tensor, k: tl.tensor,
-    steps: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
+    scales: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
     n: tl.tensor, k0: tl.tensor, k1: tl.tensor, offset: tl.tensor,
-    MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr,
+    MODE: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr,
 ) -> None:  # fmt: skip
     """``out`` may be ``x``."""
     tile = this_tile()
     f, k = floats_at(f, 0), ints_at(k, 0)
-    segments, key = (steps, row, per_row, length), (k0, k1)
+    segments, key = (scales, row, per_row, length), (k0, k1)
     for run in range(3):
         start = tile * TILE + 256 * run
         i = offset + half_run(start)
         one, two = (i, i) if MODE == NEAREST else words(key, i, ALIGNED)
-        round_some(x, out, one, f, k, segments, start, n, key, offset, MODE, STEPS, TO)
-        round_some(x, out, two, f, k, segments, start + 16, n, key, offset, MODE, STEPS, TO)
+        round_some(x, out, one, f, k, segments, start, n, key, offset, MODE, SCALES, TO)
+        round_some(x, out, two, f, k, segments, start + 16, n, key, offset, MODE, SCALES, TO)
 
 
 # ---- write-back ----------------------------------------------------------------------------------
@@ -205,26 +205,26 @@ def write_some(
     stored: tl.tensor, proposed: tl.tensor, out: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple,
     segments: tl.tuple, moved: tl.tensor, carry: tl.tensor, start: tl.tensor, n: tl.tensor,
     key: tl.tuple, offset: tl.tensor,
-    MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr, MARK: tl.constexpr, CARRY: tl.constexpr,
+    MODE: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr, MARK: tl.constexpr, CARRY: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Write half a run back; returns its counts, packed."""
     i = half_run(start)
     mask = i < n
-    step = steps_at(segments, i, mask) if STEPS else 1.0
+    scale = scales_at(segments, i, mask) if SCALES else 1.0
     q, z = load(stored, i, mask), load(proposed, i, mask)
     ok = finite(z)
     if CARRY == CARRY_IN:
         z = carried(z, load(carry, i, mask))
     if MODE == DEADZONE:
-        r = place(z, step, drawn, f, k, key, offset + i, NEAREST, STEPS, TO)
+        r = place(z, scale, drawn, f, k, key, offset + i, NEAREST, SCALES, TO)
         dead = (r == q) & (z != q)
-        r = tl.where(dead, place(z, step, drawn, f, k, key, offset + i, STOCHASTIC, STEPS, TO), r)
+        r = tl.where(dead, place(z, scale, drawn, f, k, key, offset + i, STOCHASTIC, SCALES, TO), r)
     else:
-        r = place(z, step, drawn, f, k, key, offset + i, MODE, STEPS, TO)
+        r = place(z, scale, drawn, f, k, key, offset + i, MODE, SCALES, TO)
     r = tl.where(ok, r, q)
     store(out, i, r, mask)
     ok = ok & mask
-    element = r.to(tl.float64) / step if STEPS else r
+    element = r.to(tl.float64) / scale if SCALES else r
     end = (element >= f[HI]) | (element <= f[LO])
     if CARRY:  # beyond the ends of the range, what is not written never could be
         beyond = end & (tl.abs(z) >= tl.abs(r))
@@ -253,17 +253,17 @@ def sum_sizes(
 @triton.jit(do_not_specialize=["row", "per_row", "length", "k0", "k1", "offset"])
 def write_tile(
     stored: tl.tensor, proposed: tl.tensor, out: tl.tensor, f: tl.tensor, k: tl.tensor,
-    steps: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
+    scales: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
     moved: tl.tensor, carry: tl.tensor, counts: tl.tensor, sums: tl.tensor,
     n: tl.tensor, k0: tl.tensor, k1: tl.tensor, offset: tl.tensor,
-    MODE: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr,
+    MODE: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr,
     MARK: tl.constexpr, CARRY: tl.constexpr, SUMS: tl.constexpr,
 ) -> None:  # fmt: skip
     """``out`` may be ``proposed`` or ``stored``. ``carry`` takes what is not written (CARRY_OUT) and is
     first added to the proposal (CARRY_IN)."""
     tile = this_tile()
     f, k = floats_at(f, 0), ints_at(k, 0)
-    segments, key = (steps, row, per_row, length), (k0, k1)
+    segments, key = (scales, row, per_row, length), (k0, k1)
     if SUMS:
         sum_sizes(stored, proposed, carry, sums + 2 * tile, tile, n, CARRY)
         tl.debug_barrier()  # before anything is written over what other threads still read
@@ -275,11 +275,11 @@ def write_tile(
         first, second = (i, i) if MODE == NEAREST else words(key, i, ALIGNED)
         a, b = write_some(
             stored, proposed, out, first, f, k, segments, moved, carry, start, n, key, offset,
-            MODE, STEPS, TO, MARK, CARRY,
+            MODE, SCALES, TO, MARK, CARRY,
         )  # fmt: skip
         c, d = write_some(
             stored, proposed, out, second, f, k, segments, moved, carry, start + 16, n, key, offset,
-            MODE, STEPS, TO, MARK, CARRY,
+            MODE, SCALES, TO, MARK, CARRY,
         )  # fmt: skip
         three += a + c
         two += b + d
@@ -325,7 +325,7 @@ def audit_tile(
     n: tl.tensor, n_grids: tl.tensor,
     AFTER: tl.constexpr, PHASE: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Shared counts and sums; phases of every grid; counts of those that need no steps."""
+    """Shared counts and sums; phases of every grid; counts of those that need no scales."""
     tile = this_tile()
     i, mask = columns(tile, n)
     x, y = pair_at(w, d, i, mask, AFTER)
@@ -360,23 +360,23 @@ def audit_tile(
 @triton.jit(do_not_specialize=["row", "per_row", "length", "n_grids", "number"])
 def audit_scaled_tile(
     w: tl.tensor, d: tl.tensor, stored: tl.tensor, proposed: tl.tensor, f: tl.tensor, k: tl.tensor,
-    steps: tl.tensor, next_steps: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
+    scales: tl.tensor, next_scales: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
     counts: tl.tensor, n: tl.tensor, n_grids: tl.tensor, number: tl.tensor,
     AFTER: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Counts of one grid, which has steps: those of the ``stored`` values, and of the ``proposed``."""
+    """Counts of one grid, which has scales: those of the ``stored`` values, and of the ``proposed``."""
     tile = this_tile()
     f, k = floats_at(f, 0), ints_at(k, 0)
     i, mask = columns(tile, n)
     x, y = pair_at(w, d, i, mask, AFTER)
     ok = mask & finite(x) & finite(y)
     q, z = load(stored, i, mask), load(proposed, i, mask)
-    step = steps_at((steps, row, per_row, length), i, mask)
-    later = steps_at((next_steps, row, per_row, length), i, mask)
+    scale = scales_at((scales, row, per_row, length), i, mask)
+    later = scales_at((next_scales, row, per_row, length), i, mask)
     frozen = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO) == q
-    e = tl.maximum(exponent(bits(x.to(tl.float64) / step)), k[EMIN])
-    symmetric = tl.abs(y).to(tl.float64) < as_float(e - k[MANT]) * step * 0.5
-    element = q.to(tl.float64) / step
+    e = tl.maximum(exponent(bits(x.to(tl.float64) / scale)), k[EMIN])
+    symmetric = tl.abs(y).to(tl.float64) < as_float(e - k[MANT]) * scale * 0.5
+    element = q.to(tl.float64) / scale
     end = (element >= f[HI]) | (element <= f[LO])
     zero = element == 0
     normal = tl.where(f[T_ZERO] < f[T_SUB], as_float(k[EMIN]), 0.0)  # integers have no subnormals
@@ -393,21 +393,21 @@ def audit_scaled_tile(
 def score_tile(
     w: tl.tensor, g: tl.tensor, u: tl.tensor, stored: tl.tensor, proposed: tl.tensor,
     f: tl.tensor, k: tl.tensor,
-    next_steps: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
+    next_scales: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
     scores: tl.tensor, n: tl.tensor,
     SIZE: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, MANY: tl.constexpr,
-    AFTER: tl.constexpr, STEPS: tl.constexpr, TO: tl.constexpr,
+    AFTER: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The eight sums; ``stored`` and ``proposed`` are read only for a grid with steps."""
+    """The eight sums; ``stored`` and ``proposed`` are read only for a grid with scales."""
     f, k = floats_at(f, 0), ints_at(k, 0)
     i, mask = parts(n, SIZE, K, MANY)
     x, y = pair_at(w, u, i, mask, AFTER)
     slope = load(g, i, mask).to(x.dtype)
     ok = mask & finite(x) & finite(y) & finite(slope)
     x, y, slope = tl.where(ok, x, 0.0), tl.where(ok, y, 0.0), tl.where(ok, slope, 0.0)
-    if STEPS:
+    if SCALES:
         q, z = load(stored, i, mask), load(proposed, i, mask)
-        later = steps_at((next_steps, row, per_row, length), i, mask)
+        later = scales_at((next_scales, row, per_row, length), i, mask)
         frozen = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO) == q
     else:
         q = nearest(x, f, k)

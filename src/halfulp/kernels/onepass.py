@@ -56,7 +56,7 @@ Array = npt.NDArray[Any]
 
 @lru_cache(maxsize=256)
 def kind_of(grid: Grid) -> int | None:
-    """How lanes round to a grid in float32; None where they do not (steps that move, other exponents)."""
+    """How lanes round to a grid in float32; None where they do not (scales that move, other exponents)."""
     if grid.scaling is not None:
         return None
     found = params(grid, "float32")

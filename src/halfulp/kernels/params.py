@@ -10,7 +10,7 @@ Three ways to round, all exact:
     Integer rounding of the bit pattern, for grids that share the container's exponent range
     (bf16 and m7 in float32): there subnormals are rounded by the same addition.
 ``SCALED``
-    The value divided by its step, in float64, then ``MAGIC`` there. For moving steps, and for
+    The value divided by its scale, in float64, then ``MAGIC`` there. For moving scales, and for
     the rare static grid that neither of the others takes.
 """
 

@@ -183,14 +183,14 @@ def narrowing(dtype: torch.dtype) -> int:
     return {torch.bfloat16: 1, torch.float16: 2}.get(dtype, 0)
 
 
-def fixed_steps(plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -> Array | None:
-    """Steps that need no data."""
+def fixed_scales(plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -> Array | None:
+    """Scales that need no data."""
     s = plan.grid.scaling
     if s is None:
         return np.ones(1)
     if s.moves:
         return None
-    return reference.steps_from(np.zeros((s.segments(shape), 4)), plan.grid, dtype)
+    return reference.scales_from(np.zeros((s.segments(shape), 4)), plan.grid, dtype)
 
 
 def spans_of(plan: Plan, shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -223,10 +223,10 @@ def blank_stats(spans: int) -> Array:
     return stats
 
 
-def steps_of(x: Array, plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+def scales_of(x: Array, plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
     from halfulp.kernels import cpu_scaled
 
-    fixed = fixed_steps(plan, shape, dtype)
+    fixed = fixed_scales(plan, shape, dtype)
     if fixed is not None:
         return fixed
     assert plan.grid.scaling is not None
@@ -235,19 +235,19 @@ def steps_of(x: Array, plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -
     want = wanted(plan.grid)
     grain = max(GRAIN_ELEMENTS // span, 1)
     run(cpu_scaled.span_stats, spans, x, row, span, want, plan.masks, plan.empty, stats, grain=grain)
-    return reference.steps_from(combine(stats, plan.grid.scaling.segments(shape)), plan.grid, dtype)
+    return reference.scales_from(combine(stats, plan.grid.scaling.segments(shape)), plan.grid, dtype)
 
 
-def given_steps(step: torch.Tensor | None, plan: Plan, shape: tuple[int, ...]) -> Array | None:
-    if step is None:
+def given_scales(scale: torch.Tensor | None, plan: Plan, shape: tuple[int, ...]) -> Array | None:
+    if scale is None:
         return None
     if plan.grid.scaling is None:
-        raise UsageError(f"grid {plan.grid.name} has no steps of its own; leave step out.")
+        raise UsageError(f"grid {plan.grid.name} has no scales of its own; leave scale out.")
     expected = plan.grid.scaling.segments(shape)
-    given = np.asarray(step.detach().double().cpu().numpy()).reshape(-1)
+    given = np.asarray(scale.detach().double().cpu().numpy()).reshape(-1)
     if given.size != expected:
         raise UsageError(
-            f"grid {plan.grid.name} has {expected} step(s) for shape {shape}, but {given.size} were given."
+            f"grid {plan.grid.name} has {expected} scale(s) for shape {shape}, but {given.size} were given."
         )
     return given
 

@@ -3,7 +3,7 @@
 Everything is done on magnitudes by *index* (see :mod:`halfulp.grids`): the codes around a
 value are ``value_of(n)`` and ``value_of(n + 1)`` with ``n = index_of(value)``. Arithmetic is
 in float64, in which every step below is exact for float32, bfloat16 and float16 containers,
-and for float64 containers wherever the element set itself is used (no moving step).
+and for float64 containers wherever the element set itself is used (no moving scale).
 
 Tiles are runs of consecutive coordinates; counts and sums come per tile. A float sum over a
 tile is a *halving tree* over the tile padded with zeros (:func:`tile_sum`): a fixed order that
@@ -93,7 +93,7 @@ def _stochastic_up(fraction: Array, stream: Stream) -> Array:
     return up
 
 
-# ---- steps ----------------------------------------------------------------------------------
+# ---- scales ----------------------------------------------------------------------------------
 
 
 def segment_ids(shape: tuple[int, ...], scaling: Scaling) -> Array:
@@ -118,34 +118,34 @@ def segment_stats(x: Array, scaling: Scaling) -> Array:
     return stats
 
 
-def steps_from(stats: Array, grid: Grid, dtype: Any) -> Array:
-    """The rule of a moving grid: statistics of segments to steps. Every kernel calls this one.
+def scales_from(stats: Array, grid: Grid, dtype: Any) -> Array:
+    """The rule of a moving grid: statistics of segments to scales. Every kernel calls this one.
 
-    A segment without a non-zero value has step 1: all its codes are zero.
+    A segment without a non-zero value has scale 1: all its codes are zero.
     """
     assert grid.scaling is not None and grid.largest is not None
     s, top = grid.scaling, grid.largest
     biggest, signed, total, count = stats.T
     if s.rule == "given":
-        return np.full(len(stats), _short(np.array(s.step), grid, dtype))
+        return np.full(len(stats), _short(np.array(s.scale), grid, dtype))
     if s.rule == "mx":
         emax = math.frexp(top)[1] - 1
         exponent = np.clip(_exponent_of(biggest) - 1 - emax, -127, 127)
         exponent = np.where(biggest > 0, exponent, -127)
         return np.asarray(np.ldexp(1.0, exponent))
     if s.rule == "nv":
-        return _nv_steps(biggest, grid, container(dtype))
+        return _nv_scales(biggest, grid, container(dtype))
     if s.rule == "absmax":
-        step = biggest / top
+        scale = biggest / top
     elif s.rule == "absmean":  # a mean is at most the largest, also where a sum of doubles has no room
-        step = np.where(np.isinf(total), biggest, total / np.maximum(count, 1.0)) / top
+        scale = np.where(np.isinf(total), biggest, total / np.maximum(count, 1.0)) / top
     else:  # dqt: the signed maximum; where it is not positive, the largest magnitude
-        step = np.where(signed > 0, signed, biggest) / top
-    return np.where(step > 0, _short(step, grid, dtype), 1.0)
+        scale = np.where(signed > 0, signed, biggest) / top
+    return np.where(scale > 0, _short(scale, grid, dtype), 1.0)
 
 
-def _short(step: Array, grid: Grid, dtype: Any) -> Array:
-    """The step rounded (nearest even) to so few bits that element * step is exact in the container.
+def _short(scale: Array, grid: Grid, dtype: Any) -> Array:
+    """The scale rounded (nearest even) to so few bits that element * scale is exact in the container.
 
     Where the container's smallest number leaves fewer bits than that, it is rounded down instead, to at least
     one: then the largest magnitude still gets the largest code, and rounding twice is rounding once. So it is
@@ -154,19 +154,19 @@ def _short(step: Array, grid: Grid, dtype: Any) -> Array:
     box = container(dtype)
     assert grid.largest is not None
     most = box.largest / max(grid.largest, -grid.lo)
-    step = np.minimum(step, most)
+    scale = np.minimum(scale, most)
     bits = min(box.mantissa + 1, 24) - grid._needed_bits
-    exponent = np.frexp(step)[1] - bits
+    exponent = np.frexp(scale)[1] - bits
     unit = np.maximum(exponent, box.emin - box.mantissa)
-    scaled, nearest = np.ldexp(step, -unit), np.rint(np.ldexp(step, -unit))
+    scaled, nearest = np.ldexp(scale, -unit), np.rint(np.ldexp(scale, -unit))
     with np.errstate(over="ignore"):
         near = (exponent == unit) & (np.ldexp(nearest, unit) <= most)
     whole = np.where(near, nearest, np.maximum(np.floor(scaled), 1.0))
     return np.asarray(np.ldexp(whole, unit))
 
 
-def _nv_steps(biggest: Array, grid: Grid, box: Container) -> Array:
-    """e4m3 block scales under a power-of-two tensor scale that lets the largest block just fit."""
+def _nv_scales(biggest: Array, grid: Grid, box: Container) -> Array:
+    """e4m3 block scales under a power-of-two tensor factor that lets the largest block just fit."""
     from halfulp.grids import grid as named
 
     e4m3 = named("e4m3")
@@ -175,28 +175,28 @@ def _nv_steps(biggest: Array, grid: Grid, box: Container) -> Array:
     peak = float(np.max(biggest, initial=0.0))
     if peak == 0.0:
         return np.ones(len(biggest))
-    scale = math.ldexp(1.0, math.frexp(e4m3.largest * top / peak)[1] - 1)
-    # Two choices make rounding twice rounding once. The tensor scale is the one that the *rounded* largest
+    factor = math.ldexp(1.0, math.frexp(e4m3.largest * top / peak)[1] - 1)
+    # Two choices make rounding twice rounding once. The tensor factor is the one that the *rounded* largest
     # block asks for; and a subnormal block scale is rounded down, to at least one quantum, so that the
     # largest magnitude of a block gets the largest code, as it does with a normal scale.
-    if float(round_elements(np.array(peak * scale / top), e4m3)) <= e4m3.largest / 2:
-        scale *= 2.0
-    finest = math.ldexp(1.0, box.emin - box.mantissa)  # the container must hold every element * step
-    scale = min(scale, e4m3.quantum * grid.quantum / finest)
-    wanted = biggest * scale / top
+    if float(round_elements(np.array(peak * factor / top), e4m3)) <= e4m3.largest / 2:
+        factor *= 2.0
+    finest = math.ldexp(1.0, box.emin - box.mantissa)  # the container must hold every element * scale
+    factor = min(factor, e4m3.quantum * grid.quantum / finest)
+    wanted = biggest * factor / top
     small = np.maximum(np.floor(wanted / e4m3.quantum), 1.0) * e4m3.quantum
     normal = round_elements(wanted, e4m3)
     # Near the container's largest number, a block scale that was rounded up would make the largest code
     # infinite; the one below never does.
     below = value_of(np.maximum(index_of(normal, e4m3) - 1, 0), e4m3)
-    normal = np.where(normal * top > box.largest * scale, below, normal)
-    return np.where(wanted >= e4m3.smallest_normal, normal, small) / scale
+    normal = np.where(normal * top > box.largest * factor, below, normal)
+    return np.where(wanted >= e4m3.smallest_normal, normal, small) / factor
 
 
-def steps(x: Array, grid: Grid) -> Array:
-    """The steps of a tensor, one a segment."""
+def scales(x: Array, grid: Grid) -> Array:
+    """The scales of a tensor, one a segment."""
     assert grid.scaling is not None
-    return steps_from(segment_stats(x, grid.scaling), grid, x.dtype)
+    return scales_from(segment_stats(x, grid.scaling), grid, x.dtype)
 
 
 # ---- rounding -------------------------------------------------------------------------------
@@ -207,24 +207,24 @@ def round(
     grid: Grid,
     mode: int = NEAREST,
     stream: Stream | None = None,
-    step: Array | None = None,
+    scale: Array | None = None,
 ) -> Array:
     """Round a tensor; same shape and dtype."""
     g = grid.within(x.dtype)
     if g.scaling is None:
         r = round_elements(x.astype(np.float64), g, mode, stream)
     else:
-        step = steps(x, g) if step is None else step
-        each = step[segment_ids(x.shape, g.scaling)].reshape(x.shape)
+        scale = scales(x, g) if scale is None else scale
+        each = scale[segment_ids(x.shape, g.scaling)].reshape(x.shape)
         r = _round_scaled(x.astype(np.float64), each, g, mode, stream)
     return r.astype(x.dtype)
 
 
-def _round_scaled(x: Array, step: Array, grid: Grid, mode: int, stream: Stream | None) -> Array:
-    """Round x to element * step. The float64 quotient can only hide on which side of a midpoint
-    x lies by landing on the midpoint itself; there, midpoint * step is exact and decides."""
+def _round_scaled(x: Array, scale: Array, grid: Grid, mode: int, stream: Stream | None) -> Array:
+    """Round x to element * scale. The float64 quotient can only hide on which side of a midpoint
+    x lies by landing on the midpoint itself; there, midpoint * scale is exact and decides."""
     with np.errstate(over="ignore"):
-        ratio = x / step
+        ratio = x / scale
     beyond = np.isfinite(x) & np.isinf(ratio)  # it saturates like any other large value
     ratio = np.where(beyond, np.copysign(np.finfo(np.float64).max, ratio), ratio)
     r = round_elements(ratio, grid, mode, stream)
@@ -233,13 +233,13 @@ def _round_scaled(x: Array, step: Array, grid: Grid, mode: int, stream: Stream |
         n = index_of(a, grid)
         low, high = value_of(n, grid), value_of(n + 1, grid)
         middle = (a == (low + high) / 2) & (a == np.abs(ratio))
-        side = np.abs(x) - a * step
+        side = np.abs(x) - a * scale
         r = np.where(middle & (side < 0), np.copysign(low, x), r)
         r = np.where(middle & (side > 0), np.copysign(high, x), r)
-    return np.where(np.isfinite(x), r * step, x)
+    return np.where(np.isfinite(x), r * scale, x)
 
 
-def encode(x: Array, grid: Grid, step: Array | None = None) -> Array:
+def encode(x: Array, grid: Grid, scale: Array | None = None) -> Array:
     """Codes as int64: sign and index for floats, two's complement for integers."""
     bad = ~np.isfinite(x)
     if bad.any():
@@ -248,8 +248,8 @@ def encode(x: Array, grid: Grid, step: Array | None = None) -> Array:
             f"{int(np.flatnonzero(bad)[0])}: grid {grid.name} has no code for them."
         )
     if grid.scaling is not None:
-        step = steps(x, grid) if step is None else step
-        x = x / step[segment_ids(x.shape, grid.scaling)].reshape(x.shape)
+        scale = scales(x, grid) if scale is None else scale
+        x = x / scale[segment_ids(x.shape, grid.scaling)].reshape(x.shape)
     r = round_elements(x, grid)
     if grid.integer:
         return np.asarray(np.rint(r / grid.quantum).astype(np.int64) & (2**grid.bits - 1))
@@ -270,7 +270,7 @@ def _decoded(codes: Array, grid: Grid) -> Array:
     return value_of(codes & (half - 1), grid) * np.where(codes & half, -1.0, 1.0)
 
 
-def decode(codes: Array, grid: Grid, step: Array | None = None) -> Array:
+def decode(codes: Array, grid: Grid, scale: Array | None = None) -> Array:
     """Values as float64; a code outside the grid is refused."""
     codes = codes.astype(np.int64)
     wrong = ~is_code(codes, grid)
@@ -281,8 +281,8 @@ def decode(codes: Array, grid: Grid, step: Array | None = None) -> Array:
             f"{int(codes.reshape(-1)[at])} at flat index {at}."
         )
     x = _decoded(codes, grid)
-    if grid.scaling is not None and step is not None:
-        x = x * step[segment_ids(x.shape, grid.scaling)].reshape(x.shape)
+    if grid.scaling is not None and scale is not None:
+        x = x * scale[segment_ids(x.shape, grid.scaling)].reshape(x.shape)
     return np.asarray(x)
 
 
@@ -329,12 +329,12 @@ def tile_count(x: Array) -> Array:
 # ---- audit ------------------------------------------------------------------------------------
 
 
-def written(q: Array, z: Array, grid: Grid, step: Array | None = None) -> Array:
-    """Nearest write-back of z over q: the step of a moving grid follows its rule."""
+def written(q: Array, z: Array, grid: Grid, scale: Array | None = None) -> Array:
+    """Nearest write-back of z over q: the scale of a moving grid follows its rule."""
     g = grid.within(q.dtype)
-    if g.scaling is not None and step is None:
-        step = steps(q if g.scaling.from_old else z, g)
-    return round(z, g, step=step)
+    if g.scaling is not None and scale is None:
+        scale = scales(q if g.scaling.from_old else z, g)
+    return round(z, g, scale=scale)
 
 
 def audit(
@@ -365,14 +365,14 @@ def audit(
     for k, grid in enumerate(grids):
         g = grid.within(w.dtype)
         shaped = safe_w.reshape(w.shape)
-        step = None if g.scaling is None else steps(shaped, g)
-        q = round(shaped, g, step=step)
+        scale = None if g.scaling is None else scales(shaped, g)
+        q = round(shaped, g, scale=scale)
         with np.errstate(over="ignore"):
             z = (q + safe_d.reshape(w.shape)).astype(w.dtype)
         r = written(q, z, g)
         frozen = r.reshape(-1) == q.reshape(-1)
-        unit = _unit_at(safe_w, g, step, w.shape)
-        element = np.abs(q.reshape(-1).astype(np.float64)) / _each(step, g, w.shape)
+        unit = _unit_at(safe_w, g, scale, w.shape)
+        element = np.abs(q.reshape(-1).astype(np.float64)) / _each(scale, g, w.shape)
         top = np.where(np.signbit(q.reshape(-1)), -g.lo, g._fixed()[1])
         columns = (
             frozen,
@@ -406,8 +406,8 @@ def stay_probability(q: Array, z: Array, grid: Grid) -> Array:
     g = grid.within(q.dtype)
     each: Any = 1.0
     if g.scaling is not None:
-        step = steps(q if g.scaling.from_old else z, g)
-        each = step[segment_ids(q.shape, g.scaling)].reshape(q.shape)
+        scale = scales(q if g.scaling.from_old else z, g)
+        each = scale[segment_ids(q.shape, g.scaling)].reshape(q.shape)
     v = z.astype(np.float64) / each
     a, _ = _limits(v, g)
     n = index_of(a, g)
@@ -417,14 +417,14 @@ def stay_probability(q: Array, z: Array, grid: Grid) -> Array:
     return np.where(at == low, 1.0 - part, np.where(at == high, part, 0.0))
 
 
-def _each(step: Array | None, grid: Grid, shape: tuple[int, ...]) -> Array | float:
-    return 1.0 if step is None or grid.scaling is None else step[segment_ids(shape, grid.scaling)]
+def _each(scale: Array | None, grid: Grid, shape: tuple[int, ...]) -> Array | float:
+    return 1.0 if scale is None or grid.scaling is None else scale[segment_ids(shape, grid.scaling)]
 
 
-def _unit_at(w: Array, grid: Grid, step: Array | None, shape: tuple[int, ...]) -> Array:
-    """The symmetric spacing u(w) = 2**(max(floor(log2 |w|), emin) - m), times the step."""
+def _unit_at(w: Array, grid: Grid, scale: Array | None, shape: tuple[int, ...]) -> Array:
+    """The symmetric spacing u(w) = 2**(max(floor(log2 |w|), emin) - m), times the scale."""
     emin, _ = grid._fixed()
-    each = _each(step, grid, shape)
+    each = _each(scale, grid, shape)
     exponent = _exponent_of(w.astype(np.float64) / each) - 1
     exponent = np.where(w == 0, emin, np.maximum(exponent, emin))
     return np.asarray(np.ldexp(1.0, exponent - grid.mantissa) * each)
@@ -477,7 +477,7 @@ def write_back(
     mode: int = NEAREST,
     stream: Stream | None = None,
     moved: Array | None = None,
-    step: Array | None = None,
+    scale: Array | None = None,
     carry: Array | None = None,
     carry_in: bool = True,
 ) -> tuple[Array, dict[str, Array]]:
@@ -495,13 +495,13 @@ def write_back(
     if carry is not None and carry_in:
         with np.errstate(over="ignore", invalid="ignore"):
             z = np.where(np.isfinite(z + carry), z + carry, z)
-    if g.scaling is not None and step is None:
-        step = steps(q if g.scaling.from_old else z, g)
+    if g.scaling is not None and scale is None:
+        scale = scales(q if g.scaling.from_old else z, g)
     safe = np.where(ok, z, q)
-    r = round(safe, g, NEAREST if mode == DEADZONE else mode, stream, step)
+    r = round(safe, g, NEAREST if mode == DEADZONE else mode, stream, scale)
     if mode == DEADZONE:
         dead = (r == q) & (safe != q)
-        r = np.where(dead, round(safe, g, STOCHASTIC, stream, step), r)
+        r = np.where(dead, round(safe, g, STOCHASTIC, stream, scale), r)
     r = np.where(ok, r, q)
     flat_q, flat_r, flat_ok = q.reshape(-1), r.reshape(-1), ok.reshape(-1)
     same = flat_r == flat_q
@@ -510,7 +510,7 @@ def write_back(
     else:
         moved |= np.packbits(~same & flat_ok, bitorder="little")
         never = np.unpackbits(moved, count=flat_q.size, bitorder="little") == 0
-    element = np.abs(flat_r.astype(np.float64)) / _each(step, g, q.shape)
+    element = np.abs(flat_r.astype(np.float64)) / _each(scale, g, q.shape)
     top = np.where(np.signbit(flat_r), -g.lo, g._fixed()[1])
     if carry is not None:
         end = ((element >= top) & (np.abs(safe) >= np.abs(r)).reshape(-1)).reshape(q.shape)

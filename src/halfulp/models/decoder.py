@@ -38,7 +38,7 @@ from halfulp.measures.groups import CORE, group_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class DecoderConfig:
     """What a decoder is: sizes and one choice for each part."""
 
     layers: int
@@ -90,14 +90,14 @@ class Config:
         return int(self.width // self.heads * self.rotary_share) if self.positions == "rotary" else 0
 
 
-CHARACTER = Config(layers=4, heads=4, width=128, context=128, vocabulary=65, hidden=512)
-GPT2 = Config(layers=12, heads=12, width=768, context=1024, vocabulary=50304, hidden=3072)
-MODERN = Config(
+CHARACTER = DecoderConfig(layers=4, heads=4, width=128, context=128, vocabulary=65, hidden=512)
+GPT2 = DecoderConfig(layers=12, heads=12, width=768, context=1024, vocabulary=50304, hidden=3072)
+MODERN = DecoderConfig(
     layers=12, heads=12, width=768, context=1024, vocabulary=50304, hidden=2048,
     norm="rms", positions="rotary", mlp="swiglu", tied=False,
 )  # fmt: skip
 MODERN_17 = replace(MODERN, layers=17)
-NEOX = Config(
+NEOX = DecoderConfig(
     layers=12, heads=12, width=768, context=1024, vocabulary=50304, hidden=3072,
     positions="rotary", rotary_share=0.25, parallel=True, tied=False,
 )  # fmt: skip
@@ -108,7 +108,7 @@ LLAMA = replace(MODERN, vocabulary=32000, activations="int8", epsilon=1e-6)
 class Decoder(nn.Module):
     """Logits for every position: ``model(tokens)`` of (batch, length) is (batch, length, vocabulary)."""
 
-    def __init__(self, config: Config, *, seed: int = 0, device: str | torch.device = "cpu") -> None:
+    def __init__(self, config: DecoderConfig, *, seed: int = 0, device: str | torch.device = "cpu") -> None:
         super().__init__()
         self.config = config
         self.transformer = Trunk(config, device)
@@ -143,7 +143,7 @@ class Trunk(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, config: Config, device: str | torch.device) -> None:
+    def __init__(self, config: DecoderConfig, device: str | torch.device) -> None:
         super().__init__()
         self.context, learned = config.context, config.positions == "learned"
         self.wte = Embedding(config.vocabulary, config.width, device)
@@ -170,7 +170,7 @@ class Trunk(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward network, added to the residual stream."""
 
-    def __init__(self, config: Config, device: str | torch.device) -> None:
+    def __init__(self, config: DecoderConfig, device: str | torch.device) -> None:
         super().__init__()
         self.parallel = config.parallel
         self.ln_1, self.attn = Norm(config, device), Attention(config, device)
@@ -185,7 +185,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal attention with several heads; queries, keys and values are one matrix."""
 
-    def __init__(self, config: Config, device: str | torch.device) -> None:
+    def __init__(self, config: DecoderConfig, device: str | torch.device) -> None:
         super().__init__()
         self.heads, self.rotated = config.heads, config.rotated
         self.c_attn = Matrix(config.width, 3 * config.width, device, config.activations)
@@ -211,7 +211,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """The feed-forward network: GELU, or SiLU of one matrix times another."""
 
-    def __init__(self, config: Config, device: str | torch.device) -> None:
+    def __init__(self, config: DecoderConfig, device: str | torch.device) -> None:
         super().__init__()
         self.c_fc = Matrix(config.width, config.hidden, device, config.activations)
         gated = config.mlp == "swiglu"
@@ -227,7 +227,7 @@ class Mlp(nn.Module):
 class Norm(nn.Module):
     """Layer norm or RMS norm, with a weight and no bias."""
 
-    def __init__(self, config: Config, device: str | torch.device) -> None:
+    def __init__(self, config: DecoderConfig, device: str | torch.device) -> None:
         super().__init__()
         self.kind, self.epsilon = config.norm, config.epsilon
         self.weight = nn.Parameter(torch.empty(config.width, device=device))
@@ -277,7 +277,7 @@ def int8_activations(x: torch.Tensor) -> torch.Tensor:
     return (still * scale).round().clamp(-128, 127) / scale + (x - still)
 
 
-def _angles(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def _angles(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine for every position and rotated dimension; empty where positions are learned."""
     pairs = torch.arange(0, config.rotated, 2, dtype=torch.float32)
     speed = 1.0 / config.rotary_base ** (pairs / max(config.rotated, 1))

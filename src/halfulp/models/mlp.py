@@ -1,6 +1,6 @@
 """Small tanh networks, trained whole-batch, with every update audited or written to a grid.
 
-A `Net` says what is trained, a `Batch` on what, a `Trainer` how; `Trainer.advance` takes steps at full
+A `Net` says what is trained, `Examples` on what, a `Trainer` how; `Trainer.advance` takes steps at full
 speed and gives back what happened in each (`Series`). One class serves references and measured runs:
 
     reference   Trainer(net, batch, start, rate=0.1, audit=["m5", "m7"])       weights keep every bit
@@ -17,7 +17,7 @@ chunks it is taken, and after `Trainer.state` and `Trainer.restore`.
 A run *diverges* when a weight is not a number or exceeds 2**300; it stops after that step.
 
 >>> net = Net(sizes=(2, 3, 1))
->>> batch = Batch.of([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]], [[1.0], [1.0], [0.0]])
+>>> batch = Examples.of([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]], [[1.0], [1.0], [0.0]])
 >>> run = Trainer(net, batch, np.linspace(-1, 1, net.count), rate=0.1, store="m5", audit=["m5"])
 >>> series = run.advance(50)
 >>> bool((series.audited("m5") == series.frozen).all()), run.step
@@ -104,8 +104,8 @@ class Net:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Examples as the kernels want them: (dimension, examples), padded to whole blocks."""
+class Examples:
+    """Inputs and targets as the kernels want them: (dimension, examples), padded to whole blocks."""
 
     x: Array
     y: Array
@@ -115,22 +115,22 @@ class Batch:
         width = self.x.shape[1]
         if width % compiled.PADDING or self.y.shape[1] != width or not 0 <= self.n <= width:
             raise UsageError(
-                f"x and y of a batch have one column an example, padded to a multiple of {compiled.PADDING}: "
-                f"found {width} and {self.y.shape[1]} columns for {self.n} examples. Make it with Batch.of."
+                f"x and y of examples have one column an example, padded to whole {compiled.PADDING}s: "
+                f"found {width} and {self.y.shape[1]} columns for {self.n} of them. Make it with Examples.of."
             )
 
     @staticmethod
-    def of(x: npt.ArrayLike, y: npt.ArrayLike, dtype: npt.DTypeLike = np.float64) -> Batch:
+    def of(x: npt.ArrayLike, y: npt.ArrayLike, dtype: npt.DTypeLike = np.float64) -> Examples:
         """From arrays with one example a row."""
         rows, targets = np.asarray(x, dtype=dtype), np.asarray(y, dtype=dtype)
         if rows.ndim != 2 or targets.ndim != 2 or len(rows) != len(targets) or not len(rows):
             raise UsageError(
                 f"a batch is one example a row, x and y alike: found shapes {rows.shape} and {targets.shape}."
             )
-        return Batch(_blocks(rows), _blocks(targets), len(rows))
+        return Examples(_blocks(rows), _blocks(targets), len(rows))
 
-    def to(self, dtype: npt.DTypeLike) -> Batch:
-        return Batch(self.x.astype(dtype), self.y.astype(dtype), self.n)
+    def to(self, dtype: npt.DTypeLike) -> Examples:
+        return Examples(self.x.astype(dtype), self.y.astype(dtype), self.n)
 
 
 def outputs(net: Net, weights: Array, x: npt.ArrayLike) -> Array:
@@ -203,7 +203,7 @@ class Trainer:
     def __init__(
         self,
         net: Net,
-        batch: Batch,
+        batch: Examples,
         start: Array,
         *,
         rate: float,
@@ -214,7 +214,7 @@ class Trainer:
         rounding: Rounding = "nearest",
         seed: int = 0,
         audit: Sequence[str] = (),
-        test: Batch | None = None,
+        test: Examples | None = None,
         span: slice | None = None,
     ) -> None:
         if start.shape != (net.count,) or start.dtype.name not in ("float64", "float32"):
@@ -246,7 +246,7 @@ class Trainer:
         sizes = np.array(net.sizes)
         self._net = (sizes, net.biased, ("squared", "cross-entropy").index(net.loss))
         self._batch, self._test = batch.to(start.dtype), None if test is None else test.to(start.dtype)
-        empty = Batch(self._batch.x[:, :0], self._batch.y[:, :0], 0)
+        empty = Examples(self._batch.x[:, :0], self._batch.y[:, :0], 0)
         self._tested = self._test or empty
         self._rule = (("gd", "adam").index(optimizer), start.dtype.type(rate), np.array([*betas, eps]))
         floats, ints = table(tuple(named(g).within(start.dtype) for g in self.grids), work)
@@ -305,7 +305,7 @@ class Trainer:
         compiled.gradient(w, *self._net, b.x, b.y, b.n, acts, deltas, ones, g)
         return g
 
-    def error(self, batch: Batch, weights: Array | None = None) -> float:
+    def error(self, batch: Examples, weights: Array | None = None) -> float:
         """The loss on a batch, at the stored weights or at others."""
         w = self.weights if weights is None else np.ascontiguousarray(weights, self.weights.dtype)
         b = batch.to(w.dtype)

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from halfulp.models.mlp import Array, Batch, Net, outputs
+from halfulp.models.mlp import Array, Examples, Net, outputs
 from halfulp.models.mlp_kernels import tanh_row
 
 INPUTS, TEACHER, WIDTH, EXAMPLES, NOISE = 8, 8, 64, 512, 0.1
@@ -83,8 +83,8 @@ class Problem:
     """What is trained, on what, from where, and the examples that it is tested on."""
 
     net: Net
-    train: Batch
-    test: Batch
+    train: Examples
+    test: Examples
     start: Array
     factor: float = 1.0
     """Of the squared loss; descent at a rate is descent at ``factor`` times the rate on the plain one."""
@@ -137,7 +137,9 @@ def frozen_features(
     y = outputs(readout, teacher.standard_normal(readout.count), x)
     y += noise * _draw(seed, _NOISE).standard_normal(y.shape)
     start = spread * _draw(seed, _START).standard_normal(readout.count)
-    return Problem(readout, Batch.of(x[:examples], y[:examples]), Batch.of(x[examples:], y[examples:]), start)
+    return Problem(
+        readout, Examples.of(x[:examples], y[:examples]), Examples.of(x[examples:], y[examples:]), start
+    )
 
 
 def _taught(seed: int, n: int, count: int, testbed: Testbed) -> tuple[Array, Array]:
@@ -159,7 +161,7 @@ def _problem(net: Net, seed: int, x: Array, y: Array, examples: int, testbed: Te
     start, spreads = _draw(seed, _START).standard_normal(net.count), testbed.spreads(net)
     for name, part in net.parts.items():
         start[part] *= spreads[int(name[1:]) - 1] if name.startswith("W") else 0.0
-    train, test = Batch.of(x[:examples], y[:examples]), Batch.of(x[examples:], y[examples:])
+    train, test = Examples.of(x[:examples], y[:examples]), Examples.of(x[examples:], y[examples:])
     return Problem(net, train, test, start + 0.0, testbed.factor)  # + 0.0: no negative zeros
 
 

@@ -23,16 +23,16 @@ from halfulp.arms import Arm, Bundle, figures, measures, tables
 from halfulp.arms.arm import PLAYS
 from halfulp.measures.crossings import TOLERANCE
 from halfulp.measures.forecasts import ACCURATE_RMSE
-from halfulp.models.decoder import CHARACTER, Config
+from halfulp.models.decoder import CHARACTER, DecoderConfig
 from halfulp.models.training import Recipe, Schedule
 from halfulp.studies.claims import Printed, printed
 from halfulp.study.protocol import Gate, Rule, Study
 
 SCOPE = "all-2d"
-TINY = Config(layers=2, heads=2, width=32, context=32, vocabulary=65, hidden=128)
+TINY = DecoderConfig(layers=2, heads=2, width=32, context=32, vocabulary=65, hidden=128)
 
 
-def _scale(model: Config, updates: int, warmup: int, batch: int, eval_every: int) -> Arm:
+def _scale(model: DecoderConfig, updates: int, warmup: int, batch: int, eval_every: int) -> Arm:
     schedule = Schedule(peak=6e-4, floor=6e-5, warmup=warmup, horizon=updates)
     recipe = Recipe(
         schedule=schedule, updates=updates, batch=batch, context=model.context, eval_every=eval_every
@@ -84,15 +84,10 @@ STUDY = Study(
         RUNS.estimand("matched", "1 where both runs began from the same weights", measures.matched),
     ),
     gates=(
-        Gate(
-            name="timed", estimand="timing-error", scope="all", comparison="<=", threshold=TOLERANCE,
-            why="the paper's descriptive band around a timing ratio of one",
-        ),
-        Gate(
-            name="tracked", estimand="rmse", scope="all", comparison="<=", threshold=ACCURATE_RMSE,
-            why="the accuracy that appendix C asks of a forecast",
-        ),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
+        Gate.of("timed", f"timing-error <= {TOLERANCE}",
+                "the paper's descriptive band around a timing ratio of one"),
+        Gate.of("tracked", f"rmse <= {ACCURATE_RMSE}", "the accuracy that appendix C asks of a forecast"),
+        Gate.of("matched", "matched == 1.0"),
     ),
     rules=(
         Rule(label="not matched", failed=("matched",)),

@@ -28,7 +28,7 @@ import torch
 
 from halfulp.errors import UsageError
 from halfulp.trace.recorded import Recorded
-from halfulp.trace.schema import TABLES
+from halfulp.trace.schema import REHEARSED, TABLES, tables_of
 from halfulp.trace.writing import check_same
 
 _MANIFEST, _TABLE, _STATE = "manifest", "table.", "state."
@@ -96,7 +96,7 @@ class Memory:
         """Everything, as tensors: the tables as the bytes of Parquet files."""
         made = {_MANIFEST: _bytes(json.dumps({**self.manifest, "last_step": self.last_step}).encode())}
         if self.parts:
-            for name in TABLES:
+            for name in self.parts[0]:
                 buffer = io.BytesIO()
                 pl.concat([part[name] for part in self.parts]).write_parquet(buffer)
                 made[_TABLE + name] = _bytes(buffer.getvalue())
@@ -107,7 +107,7 @@ class Memory:
         """What :meth:`save` gave."""
         manifest = json.loads(bytes(tensors[_MANIFEST].numpy()))
         last = manifest.pop("last_step")
-        tables = {n: tensors[_TABLE + n] for n in TABLES if _TABLE + n in tensors}
+        tables = {n: tensors[_TABLE + n] for n in (*TABLES, *REHEARSED) if _TABLE + n in tensors}
         part = {name: pl.read_parquet(io.BytesIO(bytes(t.numpy()))) for name, t in tables.items()}
         state = {n.removeprefix(_STATE): t.clone() for n, t in tensors.items() if n.startswith(_STATE)}
         return cls(manifest, [part] if part else [], state, last)
@@ -130,9 +130,10 @@ class MemoryTrace(Recorded):
         return bool(self.parts)
 
     def scan(self, table: str = "grids") -> pl.LazyFrame:
-        if table not in TABLES or not self.parts:
+        known = tables_of(self.manifest)
+        if table not in known or not self.parts:
             raise UsageError(
-                f"{self.where} has {', '.join(TABLES) if self.parts else 'no step'}, not {table!r}."
+                f"{self.where} has {', '.join(known) if self.parts else 'no step'}, not {table!r}."
             )
         return pl.concat([part[table] for part in self.parts]).lazy()
 

@@ -18,12 +18,12 @@ from halfulp.trace.schema import (
     KEPT,
     MOST_ROWS,
     STATE,
-    TABLES,
     TROUBLE_KIND,
     Part,
     Parts,
     listed_parts,
     read_manifest,
+    tables_of,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ SCHEMAS: dict[str, dict[str, pl.DataType | type[pl.DataType]]] = {
         "weight_sq": pl.Float64, "proposal_sq": pl.Float64, "lr": pl.Float64,
     },
     "run": {"step": pl.Int64, "loss": pl.Float64},
+    "rehearsals": {
+        "step": pl.Int64, "tensor": pl.Int32, "rehearsal": pl.Int16, "bound": pl.Int8, "frozen": pl.Int64,
+        "never_moved": pl.Int64, "nonfinite": pl.Int64,
+    },
+    "losses": {"step": pl.Int64, "rehearsal": pl.Int16, "bound": pl.Int8, "loss": pl.Float64},
 }  # fmt: skip
 RACES = 1000
 """How often a reader looks again for a state that a writer has just replaced."""
@@ -136,9 +141,10 @@ class Trace(Recorded):
     # ---- tables ----
 
     def scan(self, table: str = "grids") -> pl.LazyFrame:
-        """A raw table, lazily: ``grids``, ``tensors`` or ``run``."""
-        if table not in TABLES:
-            raise UsageError(f"a trace has tables {', '.join(TABLES)}, not {table!r}.")
+        """A raw table, lazily: ``grids``, ``tensors``, ``run``; of rehearsals ``rehearsals``, ``losses``."""
+        known = tables_of(self.manifest)
+        if table not in known:
+            raise UsageError(f"{self.path} has tables {', '.join(known)}, not {table!r}.")
         if not self.parts:
             raise UsageError(f"{self.path} holds no complete part yet: no step was committed.")
         return pl.scan_parquet(self.table_files(table))

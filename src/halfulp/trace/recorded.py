@@ -16,6 +16,7 @@ from halfulp.grids import grid as named
 from halfulp.measures.crossings import Crossing, crossing
 from halfulp.measures.forecasts import scalar_rho_map
 from halfulp.measures.groups import CORE
+from halfulp.trace.forecast import Forecast
 from halfulp.trace.scores import Scores
 
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
@@ -47,7 +48,7 @@ class Recorded(ABC):
 
     @abstractmethod
     def scan(self, table: str = "grids") -> pl.LazyFrame:
-        """A raw table, lazily: ``grids``, ``tensors`` or ``run``."""
+        """A raw table, lazily: ``grids``, ``tensors``, ``run``; of rehearsals ``rehearsals``, ``losses``."""
 
     @abstractmethod
     def state(self) -> dict[str, torch.Tensor]:
@@ -139,9 +140,9 @@ class Recorded(ABC):
         if column not in SERIES:
             raise UsageError(f"a series is one of {', '.join(SERIES)}, not {column!r}.")
         chosen = (pl.col("grid") == self._grid_id(grid)) & pl.col("tensor").is_in(self.ids(scope))
-        return self._share(self.scan().filter(chosen, pl.col(column).is_not_null()), column)
+        return self.share(self.scan().filter(chosen, pl.col(column).is_not_null()), column)
 
-    def _share(self, rows: pl.LazyFrame, column: str) -> Array:
+    def share(self, rows: pl.LazyFrame, column: str) -> Array:
         """A column summed by step, over the coordinates of the tensors that have a row there."""
         sizes = pl.LazyFrame(
             {"tensor": [t["id"] for t in self.tensors], "numel": [t["recorded"] for t in self.tensors]}
@@ -178,14 +179,14 @@ class Recorded(ABC):
         """
         rows = self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope)))
         known = pl.col("zero_proposal") * pl.col("tensor").is_in(self.in_full())
-        return self._share(rows.with_columns(known), "zero_proposal")
+        return self.share(rows.with_columns(known), "zero_proposal")
 
     def nonfinite(self, scope: Scope = "all") -> Array:
         """The share of coordinates whose weight or proposal is not finite, one value a recorded step.
 
         They are in no other count; shares of frozen weights are of all coordinates all the same.
         """
-        return self._share(self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope))), "nonfinite")
+        return self.share(self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope))), "nonfinite")
 
     def never_moved(self, grid: str, scope: Scope = "all") -> Array:
         """The share of coordinates that no step so far has moved, under nearest rounding."""
@@ -219,6 +220,20 @@ class Recorded(ABC):
         """First and persistent majority crossing, and the category."""
         return crossing(self.frozen(grid, scope), steps=self.steps_of(scope))
 
+    # ---- rehearsals ----
+
+    @property
+    def rehearsals(self) -> list[str]:
+        """The specs that were rehearsed."""
+        return list((self.manifest["options"].get("rehearse") or {"specs": []})["specs"])
+
+    def forecast(self, spec: str) -> Forecast:
+        """What a rehearsal says of the run that did not happen."""
+        if spec not in self.rehearsals:
+            known = ", ".join(self.rehearsals) or "none (record with rehearse=)"
+            raise UsageError(f"{spec!r} was not rehearsed in {self.where}; rehearsed: {known}.")
+        return Forecast(self, spec)
+
     # ---- tensors ----
 
     def scores(self) -> dict[str, Array]:
@@ -231,7 +246,31 @@ class Recorded(ABC):
         found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
         return {name: value.numpy() for name, value in found.items() if value is not None}
 
+    def attribution(self, spec: str | None = None) -> dict[str, Array]:
+        """What each tile costs in a rehearsal, by tensor: score R, summed over the moments it was asked at.
+
+        ``spec`` may be left out where one rehearsal was attributed (:meth:`halfulp.Audit.attribute`).
+        """
+        state = self.state() if self.recorded else {}
+        known = [
+            s for j, s in enumerate(self.rehearsals) if any(k.endswith(f".{j}.attributed") for k in state)
+        ]
+        if not known or (spec is None and len(known) > 1) or (spec is not None and spec not in known):
+            asked = (
+                "which rehearsal"
+                if spec is None and known
+                else f"{spec or 'a rehearsal'!r} was not attributed"
+            )
+            raise UsageError(
+                f"{asked} in {self.where}? Attributed: {', '.join(known) or 'none (Audit.attribute)'}."
+            )
+        j = self.rehearsals.index(known[0] if spec is None else spec)
+        found = {str(t["name"]): state.get(f"{t['id']}.{j}.attributed") for t in self.tensors}
+        return {name: value.numpy() for name, value in found.items() if value is not None}
+
     @property
     def tile(self) -> int:
-        """How many consecutive coordinates the scores are summed over."""
-        return Scores.of(self.manifest["options"]["scores"]).tile
+        """How many consecutive coordinates scores and attributions are summed over."""
+        if self.manifest["options"]["scores"]:
+            return Scores.of(self.manifest["options"]["scores"]).tile
+        return int(self.state()["attributed.tile"])

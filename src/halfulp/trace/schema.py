@@ -4,6 +4,8 @@ Format 2 binds a trace together: the manifest has a digest and a random id; a pa
 its own number, the digest of the document before it, the grids and tensors it was recorded with, and bytes
 and SHA-256 of each of its files. So a manifest that was edited or replaced, and a part that was edited,
 copied, moved or left out, do not fit. Format 1 has a digest for each file of a part and nothing else.
+Format 3 is format 2 with the tables of rehearsals, where there are any; a trace of format 2 becomes one of
+format 3 when a recording goes on with it, and its older parts stay what they are.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ from halfulp.errors import CorruptionError, HalfulpError, TamperingError, Versio
 from halfulp.grids import grid as named
 
 KIND, PART_KIND, TROUBLE_KIND = "halfulp.trace", "halfulp.part", "halfulp.trouble"
-FORMAT, READ = 2, (1, 2)
+FORMAT, READ = 3, (1, 2, 3)
 TABLES = ("grids", "tensors", "run")
+REHEARSED = ("rehearsals", "losses")
+"""The tables that a trace with rehearsals has beside the others."""
+BOUNDS = ("lower", "point", "upper")
+"""Of a rehearsal, in the order of their numbers in tables."""
 KEPT, STATE, DOCUMENT, DIGESTS = "kept.safetensors", "state.safetensors", "part.json", "digests.json"
 MOST_ROWS = 1 << 22
 """Of one table of a part: some 400 MB when it is read."""
@@ -36,20 +42,20 @@ def read_manifest(file: Path) -> dict[str, Any]:
         raise CorruptionError(f"{file} is not the manifest of a trace, but of kind {kind!r}.")
     if not whole(version) or version not in READ:
         raise VersionError(
-            f"{file} has trace format {version}; this halfulp reads format {' and '.join(map(str, READ))}. "
+            f"{file} has trace format {version}; this halfulp reads formats {', '.join(map(str, READ))}. "
             "Use the halfulp that wrote it."
         )
     _check_manifest(Fields(found, str(file)))
     if version == 1 and DIGEST in found:
         raise TamperingError(f"{file} has a digest, which format 1 does not: its format was changed.")
-    if version == 2:
+    if version > 1:
         check_digest(found, file)
     found.pop(DIGEST, None)
     return found
 
 
 def _check_manifest(found: Fields) -> None:
-    if found.values["format"] == 2:
+    if found.values["format"] > 1:
         found.text("id", 100)
     found.text("halfulp")
     found.whole("every", 1)
@@ -66,6 +72,12 @@ def _check_manifest(found: Fields) -> None:
         lambda v: v is None or _is_window(v),
     )
     options.take("seed", "a whole number", lambda v: type(v) is int or (isinstance(v, str) and len(v) < 100))
+    if "rehearse" in options.values:
+        options.take(
+            "rehearse",
+            "none, or specs, bounds and a pull; from format 3 on",
+            lambda v: v is None or (found.values["format"] > 2 and _is_rehearsed(v)),
+        )
     _check_tensors(found)
     for optimizer in found.each("optimizers", 10_000):
         optimizer.text("class")
@@ -115,6 +127,26 @@ def _is_grid(name: str) -> bool:
 def _is_window(value: Any) -> bool:
     window = isinstance(value, list) and len(value) in (3, 4) and all(whole(v, 1) for v in value[1:])
     return window and isinstance(value[0], str) and _is_grid(value[0])
+
+
+def _is_rehearsed(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"specs", "bounds", "pull"}:
+        return False
+    specs, bounds, pull = value["specs"], value["bounds"], value["pull"]
+    listed = all(
+        isinstance(v, list)
+        and 0 < len(v) <= 1000
+        and all(isinstance(x, str) and 0 < len(x) <= 1000 for x in v)
+        for v in (specs, bounds)
+    )
+    if not listed or len(set(specs)) != len(specs) or len(set(bounds)) != len(bounds):
+        return False
+    return set(bounds) <= set(BOUNDS) and (_number(pull) or (isinstance(pull, str) and len(pull) <= 1000))
+
+
+def tables_of(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tables of a trace."""
+    return (*TABLES, *REHEARSED) if manifest["options"].get("rehearse") else TABLES
 
 
 def _number(value: Any) -> bool:
@@ -198,10 +230,13 @@ class Parts:
         document = parsed(files.read(file, MOST_BYTES), file, "the document of a part")
         found = Fields(document, str(file))
         found.take("kind", repr(PART_KIND), lambda v: v == PART_KIND)
-        found.whole("format", 2, 2)
+        found.whole("format", 2, self.manifest["format"])
         check_digest(document, file)
         before = self.before
         expected_here = {"trace": self.manifest["id"], "grids": self.manifest["grids"], **place}
+        rehearsed = self.manifest["options"].get("rehearse")
+        if rehearsed:
+            expected_here["rehearse"] = rehearsed
         for key, expected in expected_here.items():
             if found.take(key, "", lambda _: True) != expected:
                 raise TamperingError(
@@ -216,7 +251,7 @@ class Parts:
         return Part(
             folder=folder,
             number=place["number"],
-            files=_entries(found, len(self.manifest["grids"]), last - first + 1),
+            files=_entries(found, self.manifest, last - first + 1),
             state=_entry(found.within("state")),
             state_file=state_file(self.path, place["number"]),
             digest=found.sha256(DIGEST),
@@ -248,14 +283,23 @@ def _entry(found: Fields, rows: bool = False) -> Entry:
     )
 
 
-def _entries(found: Fields, grids: int, most_steps: int) -> dict[str, Entry]:
-    files = found.within("files")
-    tables = [f"{t}.parquet" for t in TABLES]
+def _entries(found: Fields, manifest: Mapping[str, Any], most_steps: int) -> dict[str, Entry]:
+    files, grids = found.within("files"), len(manifest["grids"])
+    tables = [f"{t}.parquet" for t in tables_of(manifest)]
     if not set(tables) <= files.values.keys() <= {*tables, KEPT}:
         raise CorruptionError(f"{files.where} is of {sorted(files.values)}, expected {', '.join(tables)}.")
     entries = {name: _entry(files.within(name), rows=name != KEPT) for name in files.values}
     rows = [entries[name].rows or 0 for name in tables]
-    if rows[0] != rows[1] * grids or not 0 < rows[2] <= min(most_steps, rows[1]):
+    rehearsed = manifest["options"].get("rehearse")
+    each = len(rehearsed["specs"]) * len(rehearsed["bounds"]) if rehearsed else 1
+    moved, losses = rows[3:] or (0, 0)
+    if (
+        rows[0] != rows[1] * grids
+        or not rows[2] <= min(most_steps, rows[1])
+        or not rows[2] + losses  # a part is of steps, or of evaluations after the last
+        or moved % each
+        or moved > rows[1] * each
+    ):
         raise CorruptionError(f"{files.where}: rows {rows} do not fit {grids} grids and {most_steps} steps.")
     return entries
 

@@ -47,7 +47,7 @@ class Scores:
         """Refuse what a sample of an audit's own tiles cannot tell."""
         scaling = named(self.grid).scaling
         if sample is not None and scaling is not None and scaling.moves:
-            raise UsageError("a sample of tiles cannot tell the step of a grid that moves with the data.")
+            raise UsageError("a sample of tiles cannot tell the scale of a grid that moves with the data.")
         if sample is not None and self.tile != TILE:
             raise UsageError(f"a sample is of tiles of {TILE}: score all of them for tiles of {self.tile}.")
 

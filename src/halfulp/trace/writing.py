@@ -66,6 +66,9 @@ class TraceWriter:
         if found.manifest["format"] == 1:
             found = upgraded(found)
         self.manifest = found.manifest
+        if self.manifest["format"] < FORMAT:  # its parts stay as they are
+            self.manifest["format"] = FORMAT
+            self.write_manifest()
         self.last_step, self.count = found.last_step, len(found.parts)
         self._before = found.documents[-1].digest if found.documents else None
 
@@ -125,7 +128,7 @@ class TraceWriter:
                 self.manifest,
                 number,
                 self._before,
-                _ends(tables["run"]),
+                _ends(tables),
                 entries,
                 state,
             )
@@ -190,7 +193,7 @@ def _contents(
         frame.write_parquet(into, compression="zstd")
         yield into.getbuffer()
 
-    made = {f"{name}.parquet": _Measured(parquet(tables[name])) for name in TABLES}
+    made = {f"{name}.parquet": _Measured(parquet(tables[name])) for name in tables}
     if kept:
         made[KEPT] = _Measured(tensors.content(kept, seal=False))
     return made
@@ -212,6 +215,7 @@ def part_document(
         "number": number,
         "before": before,
         "grids": manifest["grids"],
+        **({"rehearse": rehearsed} if (rehearsed := manifest["options"].get("rehearse")) else {}),
         "tensors": len(manifest["tensors"]),
         "inventory": inventory_digest(manifest["tensors"]),
         "first_step": steps[0],
@@ -221,13 +225,14 @@ def part_document(
     }
 
 
-def _ends(run: pl.DataFrame) -> tuple[int, int]:
-    """The first and the last step of a part."""
-    return int(run["step"][0]), int(run["step"][-1])
+def _ends(tables: Mapping[str, pl.DataFrame]) -> tuple[int, int]:
+    """The first and the last step of a part; of one without steps, those of its evaluations."""
+    steps = tables["run"]["step"] if len(tables["run"]) else tables["losses"]["step"].clip(1)
+    return int(steps[0]), int(steps[-1])
 
 
 def upgraded(trace: Trace) -> Trace:
-    """A trace of format 1 as one of format 2, in place, so that a recording can go on with it.
+    """A trace of format 1 as one of today's, in place, so that a recording can go on with it.
 
     The manifest is replaced last: until then it is the trace of format 1 that it was.
     """
@@ -254,7 +259,7 @@ def upgraded(trace: Trace) -> Trace:
             manifest,
             part.number,
             before,
-            _ends(counted["run"]),
+            _ends(counted),
             entries,
             state,
         )

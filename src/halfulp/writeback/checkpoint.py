@@ -304,14 +304,14 @@ def _check_values(slot: Slot, out: dict[str, torch.Tensor]) -> None:
     check_consistent(slot, {k: out[k] for k in slot.state}, q)
 
 
-def _values(slot: Slot, tensors: dict[str, torch.Tensor], key: str, steps: str) -> torch.Tensor:
+def _values(slot: Slot, tensors: dict[str, torch.Tensor], key: str, scales: str) -> torch.Tensor:
     """What is stored by a state, or beside it in the model, in the type that policies work in; checked."""
     if slot.codes is None:
         p = tensors.get(key, local(slot.p.detach()))
         _check_on_grid(slot, p)
         return p if slot.storage == "container" else p.float()
     try:
-        return replace(slot.codes, packed=tensors[key], steps=tensors.get(steps)).get()
+        return replace(slot.codes, packed=tensors[key], scales=tensors.get(scales)).get()
     except HalfulpError as error:
         raise CorruptionError(f"parameter {slot.name!r}: {error}") from None
 
@@ -341,7 +341,7 @@ def _take(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
             slot.codes.packed = value.clone()
         elif key == "steps":
             assert slot.codes is not None
-            slot.codes.steps = value.clone()
+            slot.codes.scales = value.clone()
         else:
             slot.state[key] = value.clone()
     slot.events = None

@@ -97,7 +97,7 @@ class Chooser:
             unsupported_moving(p, resolved)
             if p.dtype in NARROW and storage != "container" and not _fits_any_step(resolved, p.dtype):
                 raise UsageError(
-                    f"{p.dtype} cannot hold the values of grid {g.name}, whose steps come from float32: use "
+                    f"{p.dtype} cannot hold the values of grid {g.name}, whose scales come from float32: use "
                     "float32 parameters."
                 )
             if is_sharded(p) and storage == "packed":
@@ -148,7 +148,7 @@ class Chooser:
 
 
 def _fits_any_step(grid: Grid, dtype: torch.dtype) -> bool:
-    """Whether a narrow dtype holds a grid's values under whatever step float32 gives it."""
+    """Whether a narrow dtype holds a grid's values under whatever scale float32 gives it."""
     return grid.scaling is None or (grid.scaling.rule in ("mx", "nv") and dtype == torch.bfloat16)
 
 

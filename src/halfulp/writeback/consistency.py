@@ -8,7 +8,7 @@ or from another step. What follows from the rules is checked exactly:
   still have either of its neighbours beside it;
 - a carry is what nearest rounding left over: no more than half the gap on its side of q.
 
-Grids whose steps move with the data are checked for finite numbers only: the step that a weight was rounded
+Grids whose scales move with the data are checked for finite numbers only: the scale that a weight was rounded
 with need not be found again.
 """
 

@@ -90,7 +90,7 @@ def unsuited_tensor(slot: Slot) -> str | None:
     if p.device.type != "cpu":
         return f"{slot.name!r} is on {p.device.type}"
     if onepass.kind_of(plan_for(slot.grid, torch.float32).grid) is None:
-        return f"grid {slot.grid.name} has steps that move, or exponents that lanes do not round"
+        return f"grid {slot.grid.name} has scales that move, or exponents that lanes do not round"
     if way(slot.policy) is None:
         return f"policy {slot.policy.name!r} is made in two passes"
     if slot.codes is not None and slot.grid.bits != 8:

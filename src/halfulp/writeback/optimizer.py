@@ -163,13 +163,13 @@ class WriteBack(torch.optim.Optimizer):
         for slot in planned:
             raw = local(slot.p.detach())
             raw = raw.float() if slot.storage != "container" and raw.dtype in NARROW else raw
-            q, steps = self._projected(slot, raw)
+            q, scales = self._projected(slot, raw)
             slot.state = slot.policy.start(raw, q, slot.name)
             if self.telemetry:
                 slot.moved = torch.zeros((q.numel() + 7) // 8, dtype=torch.uint8, device=q.device)
             if slot.storage == "packed":
                 slot.codes = Codes(grid=slot.grid, shape=tuple(slot.p.shape))
-                slot.codes.put(q, steps)
+                slot.codes.put(q, scales)
             slot.two_passes = onepass.unsuited_tensor(slot)
             starts.append((slot, q))
         return starts
@@ -221,7 +221,7 @@ class WriteBack(torch.optim.Optimizer):
         return self._chooser.plan(self.param_groups, wanted=lambda n, p: id(p) in frozen and wanted(n, p))
 
     def _projected(self, slot: Slot, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The first stored values, and the steps that they were rounded with."""
+        """The first stored values, and the scales that they were rounded with."""
         bad = ~torch.isfinite(raw)
         if bool(bad.any()):
             raise UsageError(
@@ -232,15 +232,15 @@ class WriteBack(torch.optim.Optimizer):
         g = slot.grid
         if slot.policy.name == "dqt" and self.project != "none":
             g = integer_grid(g.bits, rule="absmean", symmetric=False)  # DQT starts from the mean magnitude
-        steps = kernels.steps(raw, g) if g.scaling is not None else None
-        q = kernels.round(raw, g, stream, step=steps)
+        scales = kernels.scales(raw, g) if g.scaling is not None else None
+        q = kernels.round(raw, g, stream, scale=scales)
         if self.project == "none" and not torch.equal(q, raw):
             off = int((q != raw).sum())
             raise UsageError(
                 f"parameter {slot.name!r} is not on grid {g.name}: {off} of {raw.numel()} values are off it. "
                 "Use project='nearest', or load the weights that this optimizer saved."
             )
-        return q, steps
+        return q, scales
 
     def _stream(self, slot: Slot, step: int) -> Stream:
         return Stream(seed=self.seed, name=slot.name, step=step, offset=shard_offset(slot.p))
@@ -356,7 +356,7 @@ class WriteBack(torch.optim.Optimizer):
         """The wrapped optimizer's step: in one call, or with one stand-in after another."""
         apart = [s for s in active if s.shadow is not None] if self.materialise == "tensor" else []
         if not apart:
-            loss = self._round(active, closure)
+            loss = self._advance(active, closure)
             self._pass_on_groups()
             return loss
         others = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
@@ -365,12 +365,12 @@ class WriteBack(torch.optim.Optimizer):
         undo = [slot.snapshot() for slot in together]
         try:
             if others:
-                self._round(together)
+                self._advance(together)
             for p in others:
                 p.grad = None
             for slot in apart:
                 undo.append(slot.snapshot())
-                self._round([slot])
+                self._advance([slot])
         except BaseException:
             for put_back in undo:
                 put_back()
@@ -387,7 +387,7 @@ class WriteBack(torch.optim.Optimizer):
             return []
         return [s for s in self.slots if s not in active and (s.shadow is None or self.materialise == "all")]
 
-    def _round(self, active: list[Slot], closure: Any = None) -> Any:
+    def _advance(self, active: list[Slot], closure: Any = None) -> Any:
         """One call of the wrapped optimizer, and the write-back of what it moved."""
         idle = self._idle(active)
         opened = [*active, *idle]
@@ -461,7 +461,7 @@ class WriteBack(torch.optim.Optimizer):
             name=slot.name, grid=slot.grid, stream=self._stream(slot, self.steps), q=q, z=z, state=slot.state,
             moved=slot.moved, sums=onepass.sampling(z.numel()) if decay > 0 and self.telemetry else 0,
             decay=rate * decay, group=group, moments=self.optimizer.state.get(slot.stepped, {}),
-            keep_steps=slot.codes is not None,
+            keep_scales=slot.codes is not None,
         )  # fmt: skip
 
     def _close(self, slot: Slot, step: Step, written: kernels.Written) -> None:
@@ -469,7 +469,7 @@ class WriteBack(torch.optim.Optimizer):
             slot.name, self.steps, slot.p, written, step.decay, slot.moved is not None
         )
         if slot.shadow is not None:
-            slot.store(step.z, step.steps)
+            slot.store(step.z, step.scales)
             drop(slot.shadow)
         if not slot.keep_scratch:
             slot.scratch = None

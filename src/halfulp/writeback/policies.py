@@ -17,7 +17,7 @@ master     Q(master); the optimizer moves an fp32 master                        
 remainder16 as master, whose bits beyond the bfloat16 weight are kept apart       2
 remainder8 the same with 8 of those 16 bits, the last of them drawn               1
 TileMaster as master, for chosen tiles only; nearest elsewhere                   4 x chosen share
-dqt        stochastic on integers whose step is the old maximum                  0
+dqt        stochastic on integers whose scale is the old maximum                  0
 ========== ===================================================================== =================
 """
 
@@ -59,16 +59,16 @@ class Step:
     """The optimizer's parameter group."""
     moments: dict[str, Any]
     """The optimizer's own state of this parameter."""
-    keep_steps: bool = False
-    steps: torch.Tensor | None = None
-    """With ``keep_steps``, what a moving grid was rounded with: packed codes need it."""
+    keep_scales: bool = False
+    scales: torch.Tensor | None = None
+    """With ``keep_scales``, what a moving grid was rounded with: packed codes need it."""
     queue: kernels.Queue = field(default_factory=list)
     """The kernel calls that are still to be made."""
 
     def write(self, mode: kernels.Mode = "nearest", **options: Any) -> Written:
         """The fused kernel, over z: called when all policies have been, or by :meth:`finish`."""
-        if self.keep_steps and self.grid.scaling is not None:
-            self.steps = kernels.steps(self._step_source(**options), self.grid)
+        if self.keep_scales and self.grid.scaling is not None:
+            self.scales = kernels.scales(self._scale_source(**options), self.grid)
         return kernels.write_back(
             self.q,
             self.z,
@@ -77,7 +77,7 @@ class Step:
             self.stream,
             moved=self.moved,
             sums=self.sums,
-            step=self.steps,
+            scale=self.scales,
             queue=self.queue,
             **options,
         )
@@ -87,8 +87,8 @@ class Step:
         while self.queue:
             self.queue.pop(0)()
 
-    def _step_source(self, carry: torch.Tensor | None = None, carry_in: bool = True) -> torch.Tensor:
-        """The values from which the kernel takes the steps."""
+    def _scale_source(self, carry: torch.Tensor | None = None, carry_in: bool = True) -> torch.Tensor:
+        """The values from which the kernel takes the scales."""
         if self.grid.scaling is not None and self.grid.scaling.from_old:
             return self.q
         if carry is None or not carry_in:
@@ -380,7 +380,7 @@ def put_tiles(x: torch.Tensor, tiles: torch.Tensor, values: torch.Tensor, tile: 
 
 
 class DQT(Policy):
-    """``dqt``: stochastic rounding at the step that the old weights' signed maximum gives."""
+    """``dqt``: stochastic rounding at the scale that the old weights' signed maximum gives."""
 
     name: ClassVar[str] = "dqt"
     stochastic: ClassVar[bool] = True

@@ -48,7 +48,7 @@ class TensorEvents:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class EventRow:
     """One line of :class:`Events`."""
 
     name: str
@@ -73,7 +73,7 @@ class Events:
     A coordinate is frozen if its stored value did not change; ``zero_proposal`` of them were not asked to.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[EventRow, ...]
     step: int
 
     @classmethod
@@ -83,7 +83,7 @@ class Events:
             t = e.total()
             decays = e.decay_rate > 0 and t["proposal_abs"] > 0
             rows.append(
-                Row(
+                EventRow(
                     name=e.name,
                     numel=e.numel,
                     frozen=int(t["frozen"]),
@@ -96,7 +96,7 @@ class Events:
             )
         return cls(tuple(rows), max((e.step for e in events), default=0))
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> EventRow:
         for row in self.rows:
             if row.name == name:
                 return row

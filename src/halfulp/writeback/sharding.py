@@ -43,13 +43,13 @@ def shard_offset(x: torch.Tensor) -> int:
 
 
 def unsupported_moving(x: torch.Tensor, grid: Grid) -> None:
-    """Refuse a step that a shard cannot know: that of the whole tensor."""
+    """Refuse a scale that a shard cannot know: that of the whole tensor."""
     if not is_sharded(x) or grid.scaling is None or not grid.scaling.moves:
         return
     if grid.scaling.per == "tensor" or grid.scaling.rule == "nv" or x.dim() < 2:
         raise UsageError(
-            f"grid {grid.name} takes its step from the whole tensor, but this one is sharded. "
-            "Use a step per row or group, such as int8/row or mxfp8_e4m3."
+            f"grid {grid.name} takes its scale from the whole tensor, but this one is sharded. "
+            "Use a scale per row or group, such as int8/row or mxfp8_e4m3."
         )
 
 

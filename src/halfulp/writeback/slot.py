@@ -48,7 +48,7 @@ class Slot:
         state = {k: t.clone() for k, t in self.state.items()}
         moved = None if self.moved is None else self.moved.clone()
         values = local(self.p.detach()).clone() if self.codes is None else None
-        packed, steps = (None, None) if self.codes is None else (self.codes.packed, self.codes.steps)
+        packed, scales = (None, None) if self.codes is None else (self.codes.packed, self.codes.scales)
         events = self.events
 
         def put_back() -> None:
@@ -56,7 +56,7 @@ class Slot:
             if values is not None:
                 local(self.p.detach()).copy_(values)
             if self.codes is not None and packed is not None:
-                self.codes.packed, self.codes.steps = packed, steps
+                self.codes.packed, self.codes.scales = packed, scales
 
         return put_back
 
@@ -67,26 +67,26 @@ class Slot:
         p = local(self.p.detach())
         return p if self.storage == "container" else p.float()
 
-    def store(self, values: torch.Tensor, steps: torch.Tensor | None = None) -> None:
+    def store(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         """Keep grid values."""
         if self.codes is None:
             local(self.p.detach()).copy_(values)
         else:
-            self.codes.put(values, steps)
+            self.codes.put(values, scales)
 
     def rested(self) -> dict[str, torch.Tensor]:
         """The weights that are stored now, under the names that they wait by while the model holds others."""
         if self.codes is None:
             return {"resting": local(self.p.detach()).clone()}
-        steps = self.codes.steps
-        return {"resting": self.codes.packed} | ({} if steps is None else {"resting_steps": steps})
+        scales = self.codes.scales
+        return {"resting": self.codes.packed} | ({} if scales is None else {"resting_steps": scales})
 
     def wake(self) -> None:
         """Put the training weights back."""
         if self.codes is None:
             local(self.p.detach()).copy_(self.resting["resting"])
         else:
-            self.codes.packed, self.codes.steps = (
+            self.codes.packed, self.codes.scales = (
                 self.resting["resting"],
                 self.resting.get("resting_steps"),
             )
@@ -111,8 +111,8 @@ class Slot:
             kept["moved"] = self.moved
         if self.codes is not None:
             kept["codes"] = self.codes.packed
-            if self.codes.steps is not None:
-                kept["steps"] = self.codes.steps
+            if self.codes.scales is not None:
+                kept["steps"] = self.codes.scales
         return kept
 
 

@@ -73,25 +73,25 @@ def unpack_bits(packed: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
 
 @dataclass(kw_only=True)
 class Codes:
-    """One tensor as packed codes and, for moving grids, their steps."""
+    """One tensor as packed codes and, for moving grids, their scales."""
 
     grid: Grid
     shape: tuple[int, ...]
     packed: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    steps: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
     @property
     def payload_bytes(self) -> int:
         return self.packed.numel() + (
-            0 if self.steps is None else self.steps.numel() * self.steps.element_size()
+            0 if self.scales is None else self.scales.numel() * self.scales.element_size()
         )
 
-    def put(self, values: torch.Tensor, steps: torch.Tensor | None = None) -> None:
-        """Keep grid values. ``steps`` are those they were rounded with: not every rule finds them again."""
-        if steps is None and self.grid.scaling is not None:
-            steps = kernels.steps(values, self.grid)
-        self.steps = steps
-        self.packed = pack_bits(kernels.encode(values, self.grid, step=self.steps), self.grid.bits)
+    def put(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        """Keep grid values. ``scales`` are those they were rounded with: not every rule finds them again."""
+        if scales is None and self.grid.scaling is not None:
+            scales = kernels.scales(values, self.grid)
+        self.scales = scales
+        self.packed = pack_bits(kernels.encode(values, self.grid, scale=self.scales), self.grid.bits)
 
     def get(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, in a fresh tensor."""
@@ -102,7 +102,7 @@ class Codes:
                 f"but there are {self.packed.numel()} of {self.packed.dtype}."
             )
         codes = unpack_bits(self.packed, self.grid.bits, math.prod(self.shape)).reshape(self.shape)
-        return kernels.decode(codes, self.grid, step=self.steps, dtype=dtype)
+        return kernels.decode(codes, self.grid, scale=self.scales, dtype=dtype)
 
 
 def shell(p: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ class Shells:
                 "load are off it. Load them before WriteBack is made, or its saved state first, which has "
                 "the codes."
             )
-        codes.packed, codes.steps = fresh.packed, fresh.steps
+        codes.packed, codes.scales = fresh.packed, fresh.scales
 
     def detach(self) -> None:
         """Remove the hooks and give every parameter its values back."""

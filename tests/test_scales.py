@@ -1,4 +1,4 @@
-"""Steps that move with the data: their rules, and that storing a stored tensor changes nothing."""
+"""Scales that move with the data: their rules, and that storing a stored tensor changes nothing."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def samples(dtype: torch.dtype, n: int = 40) -> list[torch.Tensor]:
 
 @fitting(IDEMPOTENT)
 def test_rounding_twice_is_rounding_once(name: str, dtype: torch.dtype) -> None:
-    """The steps of a rounded tensor leave it as it is, and so a zero proposal is always frozen."""
+    """The scales of a rounded tensor leave it as it is, and so a zero proposal is always frozen."""
     g = hu.grid(name)
     if g.integer and g.scaling is not None and torch.finfo(dtype).bits == 16:
         bits = {torch.bfloat16: 8, torch.float16: 11}[dtype] - (g.bits - 1)
-        if bits < 8:  # too few for a step
-            with pytest.raises(hu.UsageError, match="bits for the step"):
+        if bits < 8:  # too few for a scale
+            with pytest.raises(hu.UsageError, match="bits for the scale"):
                 g.round(torch.ones(4, dtype=dtype))
             return
     for x in samples(dtype):
@@ -79,11 +79,11 @@ def test_rounding_twice_is_rounding_once(name: str, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("shape", [(), (1,), (40,), (3, 50), (0,), (2, 0)])
 def test_nothing_but_zeros(name: str, shape: tuple[int, ...]) -> None:
-    """All-zero and empty tensors have finite positive steps and stay as they are."""
+    """All-zero and empty tensors have finite positive scales and stay as they are."""
     zeros = torch.zeros(shape)
     g = hu.grid(name)
-    steps = g.steps(zeros)
-    assert bool((steps > 0).all() and steps.isfinite().all())
+    scales = g.scales(zeros)
+    assert bool((scales > 0).all() and scales.isfinite().all())
     for x in (zeros, -zeros):
         assert_same(g.round(x), x)
         assert_same(g.round(x, hu.Stream(seed=0, name="z")), x)
@@ -93,11 +93,11 @@ def test_nothing_but_zeros(name: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("dtype", CONTAINERS, ids=str)
 def test_mx_scales(name: str, dtype: torch.dtype) -> None:
-    """A block of 32 has the scale 2**(floor(log2 of its largest magnitude) - emax), an E8M0 number."""
+    """A block of 32 has the factor 2**(floor(log2 of its largest magnitude) - emax), an E8M0 number."""
     rng = np.random.default_rng(3)
     x = (rng.standard_normal((4, 100)) * 10.0 ** rng.uniform(-4, 3, (4, 1))).astype(NUMPY[dtype])
     x[0, 40], x[1, 3] = np.nan, np.inf
-    got = hu.grid(name).steps(tensor(x)).reshape(4, 4)
+    got = hu.grid(name).scales(tensor(x)).reshape(4, 4)
     for i in range(4):
         for j in range(4):
             block = [abs(Fraction(float(v))) for v in x[i, 32 * j : 32 * j + 32] if math.isfinite(v)]
@@ -105,7 +105,7 @@ def test_mx_scales(name: str, dtype: torch.dtype) -> None:
             while Fraction(2) ** (exponent + 1) <= biggest:
                 exponent += 1
             assert float(got[i, j]) == 2.0 ** max(exponent - BLOCKS[name], -127)
-    assert float(hu.grid(name).steps(torch.full((1,), 1e-45))[0]) == 2.0**-127
+    assert float(hu.grid(name).scales(torch.full((1,), 1e-45))[0]) == 2.0**-127
 
 
 def test_nv_scales() -> None:
@@ -116,12 +116,12 @@ def test_nv_scales() -> None:
     for seed in range(20):
         sizes = 10.0 ** rng.uniform(-3 if seed % 2 else -8, 0, (6, 1))
         x = torch.from_numpy(rng.standard_normal((6, 16)) * sizes).float()
-        steps = hu.grid("nvfp4").steps(x).reshape(6)
+        scales = hu.grid("nvfp4").scales(x).reshape(6)
         peak = x.abs().max().item()
         fits = 2.0 ** math.floor(math.log2(448 * 6 / peak))
-        assert any(all(s > 0 and s * scale in e4m3 for s in steps.tolist()) for scale in (fits, 2 * fits))
+        assert any(all(s > 0 and s * factor in e4m3 for s in scales.tolist()) for factor in (fits, 2 * fits))
         biggest = x.abs().amax(dim=1)
-        codes = hu.grid("nvfp4").round(x).abs().amax(dim=1).double() / steps
+        codes = hu.grid("nvfp4").round(x).abs().amax(dim=1).double() / scales
         assert bool((codes[biggest * 4096 > peak] == 6).all())
 
 
@@ -130,7 +130,7 @@ TOP = [*IDEMPOTENT, "int4/absmean", "int8/absmean/row", "int4/g16/asym", "int3/d
 
 @fitting(TOP)
 def test_finite_values_stay_finite(name: str, dtype: torch.dtype) -> None:
-    """At the container's largest numbers, where a step that was rounded up would make the largest code
+    """At the container's largest numbers, where a scale that was rounded up would make the largest code
     infinite: every leading bit pattern of the last four binades, alone and among smaller ones."""
     g = hu.grid(name)
     box = container(dtype)
@@ -154,8 +154,8 @@ def test_finite_values_stay_finite(name: str, dtype: torch.dtype) -> None:
         parts = [row[None] for row in (*rows[:: len(rows) // 50], *rows[last])]
     for part in parts:
         t = tensor(part)
-        steps = g.steps(t)
-        assert bool((steps > 0).all() and steps.isfinite().all())
+        scales = g.scales(t)
+        assert bool((scales > 0).all() and scales.isfinite().all())
         with np.errstate(over="ignore"):
             expected = reference.round(part, g.within(dtype))
         assert bool(np.isfinite(expected.astype(np.float64)).all())
@@ -165,11 +165,11 @@ def test_finite_values_stay_finite(name: str, dtype: torch.dtype) -> None:
         if "absmean" not in name:  # the mean of rounded values is another one
             assert_same(g.round(q), q, name)
             assert bool(hu.frozen(q, torch.zeros_like(q), g).all())
-        assert bool(g.decode(g.encode(t, step=steps), step=steps, dtype=dtype).isfinite().all())
+        assert bool(g.decode(g.encode(t, scale=scales), scale=scales, dtype=dtype).isfinite().all())
 
 
-def test_a_given_step_must_leave_the_largest_code_finite() -> None:
-    """With @S the step is the user's: a grid whose largest code the container does not hold does not fit."""
+def test_a_given_scale_must_leave_the_largest_code_finite() -> None:
+    """With @S the scale is the user's: a grid whose largest code the container does not hold does not fit."""
     for name in ("int4@1e-38", "int8@3e-37", "int4@2.2e-38/asym"):
         with pytest.raises(hu.UsageError, match="does not fit float32: its largest magnitude"):
             hu.grid(name).round(torch.ones(3))
@@ -177,9 +177,9 @@ def test_a_given_step_must_leave_the_largest_code_finite() -> None:
 
 
 @fitting(["int8", "int4", "int2/row", "int8/row", "int4/g16", "int4/absmean", "int8/absmean/row"])
-def test_integer_steps(name: str, dtype: torch.dtype) -> None:
+def test_integer_scales(name: str, dtype: torch.dtype) -> None:
     """Absmax and absmean, per tensor, row or group, to as many bits as the container leaves room for;
-    every multiple of the step that has a code is a number of the container."""
+    every multiple of the scale that has a code is a number of the container."""
     g = hu.grid(name)
     assert g.scaling is not None
     bits = min({"bfloat16": 8, "float16": 11, "float32": 24}.get(NUMPY[dtype].name, 53), 24) - (g.mantissa)
@@ -187,29 +187,29 @@ def test_integer_steps(name: str, dtype: torch.dtype) -> None:
     row = {"tensor": 280, "row": 70, "group": 16}[g.scaling.per]
     wide = x.astype(np.float64)
     segments = [wide.reshape(-1)] if row == 280 else [r[i : i + row] for r in wide for i in range(0, 70, row)]
-    steps = g.steps(tensor(x)).tolist()
-    assert len(steps) == len(segments) == g.scaling.segments((4, 70))
-    for step, segment in zip(steps, segments, strict=True):
+    scales = g.scales(tensor(x)).tolist()
+    assert len(scales) == len(segments) == g.scaling.segments((4, 70))
+    for scale, segment in zip(scales, segments, strict=True):
         size = np.abs(segment).max() if g.scaling.rule == "absmax" else np.abs(segment).mean()
-        assert abs(step * g.largest / size - 1) <= 2.0 ** (1 - bits)
-        assert math.frexp(step)[0] * 2**bits % 1 == 0
-        multiples = torch.arange(-g.largest, g.largest + 1, dtype=torch.float64) * step
+        assert abs(scale * g.largest / size - 1) <= 2.0 ** (1 - bits)
+        assert math.frexp(scale)[0] * 2**bits % 1 == 0
+        multiples = torch.arange(-g.largest, g.largest + 1, dtype=torch.float64) * scale
         assert torch.equal(multiples.to(dtype).double(), multiples)
 
 
-def test_a_given_step_is_the_given_step() -> None:
+def test_a_given_scale_is_the_given_scale() -> None:
     """@S divides by S: exactly for a power of two, to the bits that the container leaves otherwise."""
-    for scale in (16, 0.25, 1):
-        g = hu.grid(f"int4@{scale}")
+    for factor in (16, 0.25, 1):
+        g = hu.grid(f"int4@{factor}")
         assert g.scaling is None
-        assert g.largest == 7 / scale
-    assert abs(float(hu.grid("int8@100").steps(torch.ones(1))[0]) * 100 - 1) <= 2.0**-17
+        assert g.largest == 7 / factor
+    assert abs(float(hu.grid("int8@100").scales(torch.ones(1))[0]) * 100 - 1) <= 2.0**-17
 
 
 @given(st.integers(0, 2**32), st.integers(2, 8), st.floats(-6, 2))
-def test_dqt_step(seed: int, bits: int, size: float) -> None:
+def test_dqt_scale(seed: int, bits: int, size: float) -> None:
     """Stochastic write-back at s = Qp / max(W_old), as published: x = W' s; x >= Qp gives Qp, x <= Qn
-    gives Qn, otherwise floor or ceil; divided by s. The step is rounded to 25 - bits bits, so values
+    gives Qn, otherwise floor or ceil; divided by s. The scale is rounded to 25 - bits bits, so values
     agree to 2**(bits - 25) relative and which of two neighbours is drawn only where words are."""
     rng = np.random.default_rng(seed)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
@@ -244,7 +244,7 @@ def test_dqt_at_the_start() -> None:
     expected = (w.double() * s).round().clamp(-4, 3) / s
     clear = ((w.double() * s) % 1 - 0.5).abs() > 1e-4
     got = g.round(w).double()
-    assert torch.allclose(got[clear], expected[clear], rtol=2.0**-21, atol=0)  # the step has 22 bits
+    assert torch.allclose(got[clear], expected[clear], rtol=2.0**-21, atol=0)  # the scale has 22 bits
     assert len(got.unique()) == 8
 
 
@@ -259,23 +259,23 @@ def test_dqt_at_the_start() -> None:
     ],
 )
 def test_dqt_fallbacks(old: list[float], expected: float) -> None:
-    """Where the published rule divides by zero or turns its grid around, ours has a step."""
+    """Where the published rule divides by zero or turns its grid around, ours has a scale."""
     g, w = hu.grid("int3/dqt"), torch.tensor(old)
-    assert g.steps(w).tolist() == [expected]
+    assert g.scales(w).tolist() == [expected]
     out = kernels.write_back(torch.nan_to_num(w, 0, 0, 0), torch.tensor([100.0, -100.0, 0.4]), g).out
     assert out.tolist() == [3 * expected, -4 * expected, 0.0]
 
 
-def test_steps_can_be_held() -> None:
-    """step= fixes the steps of a moving grid, one a segment, whatever the data are."""
+def test_scales_can_be_held() -> None:
+    """scale= fixes the scales of a moving grid, one a segment, whatever the data are."""
     x = torch.from_numpy(np.random.default_rng(7).standard_normal((3, 64))).float()
     g = hu.grid("mxfp4")
-    steps = g.steps(x) * 2
-    rounded = g.round(x, step=steps)
+    scales = g.scales(x) * 2
+    rounded = g.round(x, scale=scales)
     assert not torch.equal(rounded, g.round(x))
-    codes = g.encode(x, step=steps)
-    assert_same(g.decode(codes, step=steps), rounded)
-    each = steps.reshape(3, 2).repeat_interleave(32, dim=1)
+    codes = g.encode(x, scale=scales)
+    assert_same(g.decode(codes, scale=scales), rounded)
+    each = scales.reshape(3, 2).repeat_interleave(32, dim=1)
     assert set((rounded.double() / each).abs().unique().tolist()) <= {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0}
     q = rounded
-    assert_same(kernels.write_back(q, q.clone(), g, step=steps).out, q)
+    assert_same(kernels.write_back(q, q.clone(), g, scale=scales).out, q)

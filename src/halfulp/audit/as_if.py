@@ -1,0 +1,229 @@
+"""The model *as if* it held other weights, for as long as somebody looks.
+
+The weights are copied over the model's own, in place, and put back whatever happens in between, to the last
+bit. In place, because compiled models, captured graphs and views know tensors by their memory. Autograd does
+not see it: a graph that was built before stays usable, for afterwards its tensors are what they were.
+Buffers are put back as well: a forward pass in training mode changes those of batch norm.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from halfulp import files, tensors
+from halfulp.audit.names import WRAPPERS
+from halfulp.audit.ranks import rank
+from halfulp.audit.rehearsal import Rehearsals
+from halfulp.audit.watched import Watched
+from halfulp.errors import UsageError
+from halfulp.trace.forecast import REAL
+from halfulp.trace.schema import BOUNDS
+from halfulp.writeback.sharding import is_sharded, local
+
+Losses = dict[str, dict[str, float]]
+"""By spec and bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What the model's own weights give at a step, and what the rehearsed ones would."""
+
+    step: int
+    real: float
+    losses: Losses
+
+
+@contextmanager
+def swapped(
+    weights: Mapping[torch.Tensor, torch.Tensor], models: Sequence[torch.nn.Module], what: str
+) -> Iterator[None]:
+    """Let tensors hold these values (of this rank), and refuse steps of optimizers that hold one of them."""
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if any(p in weights for g in optimizer.param_groups for p in g["params"]):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() was called inside {what}: the weights there are not the "
+                "run's own. Leave the with block before you train on."
+            )
+
+    buffers = [b for model in models for b in model.buffers()]
+    own = {p: p.data for p in weights}
+    kept = {p: local(x).clone() for p, x in own.items()}
+    held = [(b, b.data, b.data.clone()) for b in buffers]
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        with torch.no_grad():
+            for p, values in weights.items():
+                local(p.data).copy_(values)
+        yield
+    finally:
+        handle.remove()
+        with torch.no_grad():
+            for p, x in own.items():
+                _point(p, x)
+                local(x).copy_(kept[p])
+            for b, memory, values in held:
+                _point(b, memory)
+                memory.copy_(values)
+
+
+def _point(p: torch.Tensor, memory: torch.Tensor) -> None:
+    """Have a tensor use its own memory again, if something inside gave it another (``model.to``)."""
+    if local(p.data).data_ptr() != local(memory).data_ptr() or p.dtype != memory.dtype:
+        p.data = memory
+
+
+class RandomState:
+    """The state of the generators that code without one of its own draws from: Python's, NumPy's, torch's."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # others use it
+        self._torch = torch.get_rng_state()
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+        self._cuda = torch.cuda.get_rng_state_all() if used else None
+
+    def put_back(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+class Showing:
+    """What an audit offers of its rehearsals."""
+
+    rehearsing: Rehearsals | None
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer] | None
+    watched: dict[torch.Tensor, Watched]
+    step: int
+    _inside: str | None = None
+    _watch: Callable[[torch.optim.Optimizer], None]
+
+    @property
+    def rehearsals(self) -> list[str]:
+        """The specs that are rehearsed."""
+        return [] if self.rehearsing is None else self.rehearsing.asked.names
+
+    def _ready(self) -> Rehearsals:
+        if self.rehearsing is None:
+            raise UsageError(
+                "this audit rehearses nothing: pass rehearse=['e4m3@128', ...] when you make it."
+            )
+        if not self.rehearsing.tensors:  # before the first step, s = Q(w)
+            for optimizer in self.optimizers or ():
+                self._watch(optimizer)
+        if not self.rehearsing.tensors:
+            raise UsageError("nothing is rehearsed yet: no tensor that is to be has been part of a step.")
+        return self.rehearsing
+
+    @contextmanager
+    def as_if(self, spec: str, bound: str = "point") -> Iterator[None]:
+        """Have the model hold a rehearsal's weights inside a with block; then its own again, to the bit.
+
+        ``bound``: ``point``, ``upper`` or ``lower``. Steps of the optimizer are refused inside, and so is
+        another ``as_if``. On several ranks, all of them enter.
+        """
+        ready = self._ready()
+        j, what = ready.index(spec), f"as_if({spec!r}, bound={bound!r})"
+        if self._inside is not None:
+            raise UsageError(f"{what} was entered inside {self._inside}: leave that one first.")
+        if ready.begun > self.step:
+            raise UsageError(
+                f"the rehearsals are those of step {ready.step}, where the resumed trace ended, but the run "
+                f"is at step {self.step}. They go on together from there."
+            )
+        weights = ready.weights(j, bound)
+        shown = {w.tensor if w.shown is None else w.shown: values for w, values in weights.items()}
+        self._inside = what
+        try:
+            with swapped(shown, self.models, what):
+                yield
+        finally:
+            self._inside = None
+
+    def evaluate(
+        self,
+        evaluate: Callable[[], Any],
+        *,
+        specs: Sequence[str] | None = None,
+        bounds: Sequence[str] | None = None,
+    ) -> Evaluation:
+        """The loss of the model, and of every rehearsal and bound as if it were the model; recorded.
+
+        ``evaluate`` is called for each, and gives a number. It draws the same random numbers every time, and
+        the run goes on as if it had been called once: the global generators of Python, NumPy and torch and
+        the model's buffers are put back. A generator of your own is yours to rewind.
+        """
+        ready = self._ready()
+        chosen = [ready.index(s) for s in (self.rehearsals if specs is None else specs)]
+        wanted = tuple(b for b in BOUNDS if b == "lower" or b in ready.asked.bounds)
+        wanted = wanted if bounds is None else tuple(bounds)
+        before = RandomState()
+        real = _number(evaluate())
+        made: Losses = {}
+        rows = [(REAL, REAL, real)]
+        if self.step >= ready.begun:
+            after = RandomState()
+            projections: dict[str, float] = {}
+            for j in chosen:
+                spec, grid = ready.asked.names[j], ready.asked.each[j].grid.name
+                for bound in wanted:
+                    if bound == "lower" and grid in projections:  # whatever the policy
+                        loss = projections[grid]
+                    else:
+                        with self.as_if(spec, bound):
+                            before.put_back()
+                            loss = _number(evaluate())
+                    if bound == "lower":
+                        projections[grid] = loss
+                    made.setdefault(spec, {})[bound] = loss
+                    rows.append((j, BOUNDS.index(bound), loss))
+            after.put_back()
+            if rank() == 0:
+                ready.evaluated(self.step, rows)
+        return Evaluation(step=self.step, real=real, losses=made)
+
+    def save_as_if(self, spec: str, path: str | Path, bound: str = "point") -> None:
+        """Write a rehearsal's weights under the model's names, as one safetensors file.
+
+        It has what ``model.state_dict()`` has; without a model, the tensors that the optimizers hold.
+        """
+        if len(self.models) > 1:
+            raise UsageError("save_as_if is for one model; this audit was given several.")
+        with self.as_if(spec, bound):
+            if self.models:
+                found = self.models[0].state_dict()
+            else:
+                found = {w.name: (w.tensor if w.shown is None else w.shown) for w in self.watched.values()}
+            made = {_clean(name): _whole(x) for name, x in found.items() if isinstance(x, torch.Tensor)}
+            told = {"halfulp.as_if": spec, "halfulp.bound": bound, "halfulp.step": str(self.step)}
+            if rank() == 0:
+                files.put(Path(path), b"".join(tensors.content(made, told)))
+
+
+def _number(loss: Any) -> float:
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
+
+def _clean(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of a state dict in full: all shards of it, on the CPU."""
+    x = x.detach()
+    full = x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]  # a DTensor
+    return full.cpu().contiguous()

@@ -1,0 +1,418 @@
+"""Rehearsals: beside a high-precision run, the codes of the run that did not happen.
+
+A forecast by projection says how many updates a grid would throw away; it forgets at once what was lost. A
+rehearsal remembers: it holds codes of its own, s, which start at Q(w) and are moved by the reference's own
+proposals d = w' - w under a grid and a policy. Two of them bracket the run that would really happen, which
+would notice that it stays behind, and compensate:
+
+    upper   s <- policy(s + d)                  the open loop: nothing is compensated
+    point   s <- policy(s + d + k (w - s))      a pull towards the reference: some of it is
+    lower   Q(w)                                the projection: everything is, at once; nothing is kept for it
+
+The pull k is a number a tensor and step: by default 30 times the largest rate of the tensor's group so far,
+at most 1. Upper and lower are bounds as observed, not proved. :mod:`halfulp.kernels.rehearse.reference` has
+the arithmetic; :mod:`~halfulp.audit.as_if` puts rehearsed weights into the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+
+from halfulp.audit.watched import Watched
+from halfulp.errors import UsageError
+from halfulp.grids import Grid
+from halfulp.grids import grid as named
+from halfulp.kernels import rehearse as kernel
+from halfulp.kernels.rehearse import COUNTS, Held, Rule
+from halfulp.streams import Stream
+from halfulp.trace.schema import BOUNDS
+from halfulp.writeback.policies import (
+    ECO,
+    DeadzoneStochastic,
+    Kahan,
+    Master,
+    Nearest,
+    Policy,
+    Stochastic,
+    TileMaster,
+    policy,
+)
+from halfulp.writeback.sharding import local, shard_offset
+
+FOLLOWED = ("point", "upper")
+"""The bounds for which codes are kept."""
+PULL = 30.0
+Pull = float | Callable[[str, int, float, float], float]
+"""A number c, for k = min(1, c x largest rate so far), or a rule (tensor, step, rate, largest rate) -> k."""
+Spec = str | tuple[str | Grid, str | Policy]
+STEP = "rehearsed.step"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A grid and a policy, by the name that they go by."""
+
+    name: str
+    grid: Grid
+    policy: Policy
+
+    @classmethod
+    def of(cls, given: Spec) -> Rehearsal:
+        """From ``GRID`` or ``GRID:POLICY``, or a grid and a policy.
+
+        >>> Rehearsal.of("e4m3@128:sr").policy.name
+        'sr'
+        """
+        if isinstance(given, str):
+            text, _, how = given.partition(":")
+            grid, chosen = named(text.strip()), policy(how.strip() or "rne")
+        else:
+            grid, chosen = named(given[0]), policy(given[1])
+            how = chosen.spec
+        if not isinstance(chosen, tuple(RULES)):
+            raise UsageError(
+                f"rehearsal {given!r}: policy {chosen.name!r} cannot be replayed on the proposals of another "
+                "run. Those that can: rne, sr, deadzone-sr, kahan, master, eco, tiles(mask file)."
+            )
+        return cls(grid.name if isinstance(chosen, Nearest) else f"{grid.name}:{how.strip()}", grid, chosen)
+
+    def rule(self, dtype: torch.dtype) -> Rule:
+        """What the kernel is told, for weights of a dtype."""
+        p = self.policy
+        mode, keeps = RULES[type(p)]
+        if isinstance(p, ECO) and p.stochastic:
+            mode = kernel.STOCHASTIC
+        return Rule(self.grid.within(dtype), mode, keeps)
+
+    def back(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        """ECO's factors: with b the decay of the first moment, what is pending becomes b P + (1 - b) e.
+
+        The published rule writes e into the moment, so that (1 - b) e comes back at the next step, b (1 - b)
+        e at the one after it, and so on, if the rate and the denominator of neighbouring steps are equal.
+        That is taken to be so.
+        """
+        if not isinstance(self.policy, ECO):
+            return 0.0, 0.0
+        b = float(group["betas"][0] if "betas" in group else group["momentum"])
+        exact = self.policy.decay_exact
+        decay = 1.0 - float(group["lr"]) * float(group["weight_decay"]) if exact else 1.0
+        return b, (1.0 - b) * decay
+
+
+RULES: dict[type[Policy], tuple[int, int]] = {
+    Nearest: (kernel.NEAREST, kernel.NOTHING),
+    Stochastic: (kernel.STOCHASTIC, kernel.NOTHING),
+    DeadzoneStochastic: (kernel.DEADZONE, kernel.NOTHING),
+    Kahan: (kernel.NEAREST, kernel.CARRY),
+    ECO: (kernel.NEAREST, kernel.PENDING),
+    Master: (kernel.NEAREST, kernel.MASTER),
+    TileMaster: (kernel.NEAREST, kernel.MASTER),
+}
+
+
+@dataclass(frozen=True)
+class Rehearse:
+    """What ``Audit(rehearse=)`` takes: specs, and how they are rehearsed.
+
+    ``pull``: the factor of the rate, or a rule of your own: (tensor, step, rate, largest rate so far) -> k.
+    ``bounds``: those that are kept, of point and upper. ``params``: which tensors, (name, tensor) -> bool;
+    by default those of two or more dimensions. The others are the reference's own.
+
+    >>> Rehearse(["e4m3@128", "e5m2:sr"]).names
+    ['e4m3@128', 'e5m2:sr']
+    """
+
+    specs: Sequence[Spec]
+    pull: Pull = PULL
+    bounds: Sequence[str] = FOLLOWED
+    params: Callable[[str, torch.Tensor], bool] | None = None
+    each: list[Rehearsal] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        given = [self.specs] if isinstance(self.specs, str) else list(self.specs)
+        object.__setattr__(self, "each", [Rehearsal.of(s) for s in given])
+        object.__setattr__(self, "bounds", tuple(self.bounds))
+        if not self.each or len(set(self.names)) != len(self.names):
+            raise UsageError(f"rehearse= takes specs that differ, at least one; not {given!r}.")
+        if (
+            not self.bounds
+            or not set(self.bounds) <= set(FOLLOWED)
+            or len(set(self.bounds)) < len(self.bounds)
+        ):
+            raise UsageError(f"bounds= takes some of {', '.join(FOLLOWED)}, not {self.bounds!r}.")
+        if not callable(self.pull) and not (math.isfinite(self.pull) and self.pull >= 0):
+            raise UsageError(f"pull= takes a number of at least 0, or a function, not {self.pull!r}.")
+
+    @classmethod
+    def given(cls, what: Rehearse | Spec | Iterable[Spec] | None) -> Rehearse | None:
+        """What an audit was given."""
+        if what is None or isinstance(what, cls):
+            return what
+        return cls([what] if isinstance(what, str) else list(what))  # type: ignore[arg-type]  # specs
+
+    @property
+    def names(self) -> list[str]:
+        return [r.name for r in self.each]
+
+    def told(self) -> dict[str, Any]:
+        """What the manifest says."""
+        pull = self.pull if not callable(self.pull) else getattr(self.pull, "__qualname__", "a function")
+        return {"specs": self.names, "bounds": list(self.bounds), "pull": pull}
+
+
+@dataclass(eq=False)
+class Rehearsed:
+    """One tensor under rehearsal."""
+
+    watched: Watched
+    rules: list[Rule]
+    held: list[list[Held]]
+    """By rehearsal and bound."""
+    chosen: list[torch.Tensor | None]
+    """By rehearsal, the coordinates that have a master, if not all."""
+    largest: float = 0.0
+    """The largest rate of its group so far."""
+
+    def state(self, bounds: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What a resumed audit needs."""
+        made = {f"{self.watched.id}.largest": torch.tensor([self.largest], dtype=torch.float64)}
+        for j, each in enumerate(self.held):
+            for bound, held in zip(bounds, each, strict=True):
+                for what, value in held.tensors().items():
+                    made[f"{self.watched.id}.{j}.{bound}.{what}"] = value
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What one step did to the rehearsals of its tensors."""
+
+    step: int
+    ids: Sequence[int]
+    numbers: np.ndarray[Any, Any]
+    """(tensors, rehearsals, bounds, COUNTS)."""
+
+
+class Rehearsals:
+    """All rehearsals of an audit."""
+
+    def __init__(self, asked: Rehearse, seed: int) -> None:
+        self.asked, self.seed = asked, seed
+        self.step, self.begun = 0, 0
+        """The last step that was replayed, and the last of those that a resumed trace had."""
+        self.tensors: dict[Watched, Rehearsed] = {}
+        self.losses: list[tuple[int, int, int, float]] = []
+        """Evaluations that are not written yet: step, rehearsal, bound, loss; -1 for the run itself."""
+        self.rows: list[Moved] = []
+
+    @property
+    def each(self) -> int:
+        """Rows a tensor and step."""
+        return len(self.asked.each) * len(self.asked.bounds)
+
+    def begin_at(self, saved: Mapping[str, torch.Tensor]) -> int:
+        """Go on where a trace ended: at which step."""
+        self.step = self.begun = int(saved[STEP])
+        return self.step
+
+    # ---- tensors ----
+
+    def wants(self, name: str, p: torch.Tensor) -> bool:
+        """Whether a tensor is rehearsed."""
+        return p.dim() >= 2 if self.asked.params is None else bool(self.asked.params(name, p))
+
+    def take_up(
+        self,
+        w: Watched,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        saved: dict[str, torch.Tensor],
+    ) -> None:
+        """Begin with a tensor as it is now, or go on with what a trace saved."""
+        try:
+            if w.codes is not None or w.stored != str(w.tensor.dtype).removeprefix("torch."):
+                raise UsageError(
+                    f"it is written back to {w.stored} already; a rehearsal replays the proposals of a run "
+                    "in high precision."
+                )
+            rules, chosen = [], []
+            for r in self.asked.each:
+                r.policy.check(r.grid, optimizer, group)
+                rules.append(r.rule(w.tensor.dtype))
+                chosen.append(_chosen(r.policy, w))
+            if not callable(self.asked.pull) and self.asked.pull and not _rate(group) >= 0:
+                raise UsageError(
+                    "its optimizer has no rate (lr) from which a pull could be taken. Pass a rule, "
+                    "Rehearse(pull=function), or pull=0."
+                )
+        except UsageError as error:
+            raise UsageError(f"parameter {w.name!r} cannot be rehearsed: {error}") from None
+        made = Rehearsed(w, rules, [], chosen)
+        for r, rule, of in zip(self.asked.each, rules, chosen, strict=True):
+            raw = getattr(r.policy, "start_from", "code") == "raw"
+            kept = r.policy.dtype if isinstance(r.policy, Kahan) and w.tensor.dtype != torch.float64 else None
+            fresh = [kernel.begin(rule, w.values(), raw=raw, chosen=of, kept=kept) for _ in self.asked.bounds]
+            made.held.append(fresh)
+        for key, value in made.state(self.asked.bounds).items():
+            if key in saved:
+                _take(value, saved.pop(key), key, w.name)
+                if key.endswith(".largest"):
+                    made.largest = float(value)
+        self.tensors[w] = made
+        w.rehearsed = True
+
+    # ---- steps ----
+
+    def follow(
+        self, seen: Sequence[Watched], groups: Mapping[torch.Tensor, dict[str, Any]], step: int
+    ) -> tuple[list[Watched], list[torch.Tensor]]:
+        """Replay a step on the tensors that were part of it: which, and (rehearsals, bounds, COUNTS) each."""
+        found = [self.tensors[w] for w in seen if w in self.tensors]
+        counts = [self._replay(r, groups[r.watched.tensor], step) for r in found]
+        self.step = step
+        return [r.watched for r in found], counts
+
+    def _replay(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> torch.Tensor:
+        w = r.watched
+        assert w.before is not None
+        after = w.values()
+        pulls = self._pulls(r, group, step)
+        stream = Stream(seed=self.seed, name=w.name, step=step, offset=shard_offset(w.tensor))
+        made = []
+        for j, (rule, held) in enumerate(zip(r.rules, r.held, strict=True)):
+            back = self.asked.each[j].back(group)
+            counted = kernel.move(
+                rule, held, w.before, after, pulls, stream=stream, chosen=r.chosen[j], back=back
+            )
+            made.append(counted.sum(dim=0, dtype=torch.float64))
+        return torch.stack(made)
+
+    def _pulls(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> list[float]:
+        rate = _rate(group)
+        r.largest = max(r.largest, rate) if rate == rate else r.largest
+        rule = self.asked.pull
+        k = rule(r.watched.name, step, rate, r.largest) if callable(rule) else rule * r.largest
+        if not k >= 0:
+            raise UsageError(f"the pull of {r.watched.name!r} at step {step} is {k!r}: expected 0 to 1.")
+        k = min(1.0, float(k))
+        return [k if bound == "point" else 0.0 for bound in self.asked.bounds]
+
+    def evaluated(self, step: int, rows: Sequence[tuple[int, int, float]]) -> None:
+        """Record an evaluation: (rehearsal, bound, loss) each; a later one of the same step counts."""
+        new = {(step, *row[:2]) for row in rows}
+        self.losses = [row for row in self.losses if row[:3] not in new]
+        self.losses += [(step, *row) for row in rows]
+
+    # ---- weights ----
+
+    def index(self, spec: str) -> int:
+        """The place of a rehearsal, by its spec."""
+        names = self.asked.names
+        if spec in names:
+            return names.index(spec)
+        name = Rehearsal.of(spec).name
+        if name not in names:
+            raise UsageError(f"{spec!r} is not rehearsed; this audit rehearses {', '.join(names)}.")
+        return names.index(name)
+
+    def weights(self, j: int, bound: str) -> dict[Watched, torch.Tensor]:
+        """The rehearsed weights (of this rank), in the containers."""
+        if bound not in BOUNDS:
+            raise UsageError(f"a bound is one of {', '.join(BOUNDS)}, not {bound!r}.")
+        if bound == "lower":
+            return {w: projected(r.rules[j].grid, local(w.tensor.detach())) for w, r in self.tensors.items()}
+        if bound not in self.asked.bounds:
+            raise UsageError(
+                f"bound {bound!r} is not kept: this audit was made with bounds={tuple(self.asked.bounds)!r}."
+            )
+        at = list(self.asked.bounds).index(bound)
+        return {
+            w: kernel.values(r.rules[j], r.held[j][at].held, w.tensor.dtype) for w, r in self.tensors.items()
+        }
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that are kept between steps."""
+        each = (h for r in self.tensors.values() for held in r.held for h in held)
+        masks = (c for r in self.tensors.values() for c in r.chosen if c is not None)
+        return sum(h.payload_bytes for h in each) + sum(c.numel() * c.element_size() for c in masks)
+
+    # ---- the trace ----
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a resumed audit needs."""
+        made = {STEP: torch.tensor([self.step])}
+        for r in self.tensors.values():
+            made.update(r.state(self.asked.bounds))
+        return made
+
+    def tables(self) -> dict[str, pl.DataFrame]:
+        """What was recorded since the last part: the tables ``rehearsals`` and ``losses``."""
+        rows, losses = self.rows, self.losses
+        self.rows, self.losses = [], []
+        return {
+            "rehearsals": _moved_table(rows, len(self.asked.each), self.asked.bounds),
+            "losses": _losses(losses),
+        }
+
+
+def projected(grid: Grid, w: torch.Tensor) -> torch.Tensor:
+    """Q(w): the lower bound."""
+    return grid.round(w.contiguous())
+
+
+def _moved_table(rows: Sequence[Moved], specs: int, bounds: Sequence[str]) -> pl.DataFrame:
+    step = np.concatenate([np.zeros(0, np.int64), *(np.full(len(r.ids), r.step) for r in rows)])
+    ids = np.concatenate([np.zeros(0, np.int32), *(np.asarray(r.ids, dtype=np.int32) for r in rows)])
+    shape = (specs, len(bounds), len(COUNTS))
+    counts = np.concatenate([np.zeros((0, *shape)), *(r.numbers.reshape(-1, *shape) for r in rows)])
+    each = specs * len(bounds)
+    codes = np.array([BOUNDS.index(b) for b in bounds], dtype=np.int8)
+    flat = counts.reshape(-1, len(COUNTS)).astype(np.int64)
+    return pl.DataFrame(
+        {
+            "step": np.repeat(step, each),
+            "tensor": np.repeat(ids, each),
+            "rehearsal": np.tile(np.repeat(np.arange(specs, dtype=np.int16), len(bounds)), len(step)),
+            "bound": np.tile(codes, specs * len(step)),
+            **{name: np.ascontiguousarray(flat[:, i]) for i, name in enumerate(COUNTS)},
+        }
+    )
+
+
+def _losses(rows: Sequence[tuple[int, int, int, float]]) -> pl.DataFrame:
+    kinds = {"step": pl.Int64, "rehearsal": pl.Int16, "bound": pl.Int8, "loss": pl.Float64}
+    return pl.DataFrame(rows, schema=kinds, orient="row")
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    return float(group.get("lr", math.nan))
+
+
+def _chosen(p: Policy, w: Watched) -> torch.Tensor | None:
+    """Which coordinates of a tensor have a master."""
+    if not isinstance(p, TileMaster):
+        return None
+    numel = w.tensor.numel()
+    tiles = torch.zeros(-(-numel // p.tile), dtype=torch.bool)
+    tiles[p.chosen(w.name, numel)] = True
+    here = local(w.tensor)
+    first = shard_offset(w.tensor)
+    each = tiles.repeat_interleave(p.tile)[first : first + here.numel()]
+    return each.reshape(here.shape).to(here.device)
+
+
+def _take(into: torch.Tensor, saved: torch.Tensor, key: str, name: str) -> None:
+    if into.shape != saved.shape or into.dtype != saved.dtype:
+        raise UsageError(
+            f"cannot resume: {key} of {name!r} was saved as {saved.dtype} of {tuple(saved.shape)}, but the "
+            f"rehearsal needs {into.dtype} of {tuple(into.shape)}. Is it the same model?"
+        )
+    into.copy_(saved)

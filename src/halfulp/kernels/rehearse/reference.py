@@ -1,0 +1,110 @@
+"""The obvious rehearsal: one step of the run that did not happen, in NumPy. It defines the others.
+
+A rehearsed tensor holds grid values s, and moves by what the reference run did to its own weights, w to w':
+
+    d = w' - w,   p = d + k (w - s),   z = s + p,   s <- policy(z)
+
+in exactly this order, every operation rounded once in the *working type*: float64 for weights in float64,
+float32 for all others. (Not in a bfloat16 container: stochastic rounding to bfloat16 of what was rounded to
+bfloat16 before has nothing left to round. A write-back on such weights works in float32 as well.)
+
+What a policy keeps beside the codes enters as in a write-back. A *carry* or a *pending* proposal P is added
+to z where that is finite; of what is then not written, e = z - s', nothing beyond the ends of the range, the
+carry becomes e and the pending proposal b P + c e. A *master* m is moved in place of s, s = Q(m); where only
+chosen coordinates have a master, the others hold m = s.
+A proposal that is not finite moves nothing and is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from halfulp.grids import Grid
+from halfulp.kernels import reference
+from halfulp.kernels.reference import NEAREST, tile_count
+from halfulp.streams import Stream
+
+Array = npt.NDArray[Any]
+
+NOTHING, CARRY, PENDING, MASTER = range(4)
+"""What is kept beside, or in place of, the codes."""
+COUNTS = ("frozen", "never_moved", "nonfinite")
+"""Per tile: coordinates whose decoded value is what it was; that no step so far has moved; proposals that
+were not finite, which are in no other count."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a rehearsal moves: its grid, resolved for the container, how it rounds and what it keeps."""
+
+    grid: Grid
+    mode: int = NEAREST
+    keeps: int = NOTHING
+
+    @property
+    def coded(self) -> bool:
+        """Whether codes are kept: one byte or two; else values of the working type."""
+        return self.keeps != MASTER and self.grid.scaling is None and self.grid.bits <= 16
+
+
+def step(
+    rule: Rule,
+    held: Array,
+    w: Array,
+    after: Array,
+    k: float,
+    *,
+    stream: Stream | None = None,
+    kept: Array | None = None,
+    chosen: Array | None = None,
+    back: tuple[float, float] = (0.0, 0.0),
+    moved: Array | None = None,
+) -> tuple[Array, Array]:
+    """What is held next, and what happened, per tile (COUNTS).
+
+    ``held``: codes (any integer type) where the rule has them, else values of the working type; of a master,
+    the master. ``kept``: the carry or what is pending, updated in place. ``chosen``: which coordinates have a
+    master, if not all. ``back``: the factors b and c. ``moved``: bits, as in
+    :func:`halfulp.kernels.reference.write_back`, updated in place.
+    """
+    work: Any = np.float64 if w.dtype == np.float64 else np.float32
+    grid, shape = rule.grid, w.shape
+    s = reference.decode(held, grid).astype(work) if rule.coded else held
+    w = w.astype(work)
+    with np.errstate(over="ignore", invalid="ignore"):
+        d = after.astype(work) - w
+        p = d + work(k) * (w - s)
+        z = s + p
+        ok = np.isfinite(z)
+        if rule.keeps in (CARRY, PENDING):
+            assert kept is not None
+            whole = z + kept.astype(work)
+            z = np.where(np.isfinite(whole), whole, z)
+    safe = np.where(ok, z, s).astype(work)
+    if rule.keeps == MASTER:
+        old, r = reference.round(s, grid), reference.round(safe, grid)
+        have = np.ones(shape, dtype=bool) if chosen is None else chosen
+        held = np.where(ok, np.where(have, safe, r), s)
+        changed = r != old
+        if moved is not None:
+            moved |= np.packbits((changed & ok).reshape(-1), bitorder="little")
+    else:
+        rest = np.zeros(shape, dtype=work)
+        asked = np.where(ok, safe, np.nan).astype(work)
+        r, _ = reference.write_back(s, asked, grid, rule.mode, stream, moved, carry=rest, carry_in=False)
+        changed = r != s
+        if rule.keeps == CARRY and kept is not None:
+            kept[ok] = rest[ok].astype(kept.dtype)
+        elif kept is not None:
+            kept[ok] = (work(back[0]) * kept + work(back[1]) * rest)[ok]
+        held = reference.encode(r, grid).astype(held.dtype) if rule.coded else r
+    flat = (~changed & ok).reshape(-1)
+    if moved is None:
+        never = np.zeros(flat.size, dtype=bool)
+    else:
+        never = np.unpackbits(moved, count=flat.size, bitorder="little") == 0
+    return held, np.stack([tile_count(flat), tile_count(never), tile_count(~ok.reshape(-1))], axis=1)

@@ -1,0 +1,523 @@
+"""Rehearsals: bit for bit a plain replay of the kept proposals, and the run knows nothing of them."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import halfulp as hu
+from halfulp.audit.rehearsal import Rehearsal
+from halfulp.errors import UsageError
+from halfulp.kernels.rehearse import reference
+from halfulp.kernels.rehearse.reference import MASTER
+from halfulp.trace import Trace
+
+SPECS = [
+    "e4m3@128", "e4m3@128:sr", "e5m2:deadzone-sr", "bf16", "bf16:sr", "bf16:kahan", "bf16:eco",
+    "e5m2:eco(rounding=stochastic)", "e5m2:master", "e4m3@128:master(start_from=raw)", "m5", "int8/row",
+    "int8/row:sr", "mxfp8_e4m3", "e5m2:kahan",
+]  # fmt: skip
+PULL = 30.0
+
+
+class Net(torch.nn.Module):
+    """Two layers, a weight that is used twice, and a buffer that a forward pass changes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(24, 40)
+        self.norm = torch.nn.BatchNorm1d(40)
+        self.outer = torch.nn.Linear(40, 33)
+        self.again = torch.nn.Linear(24, 40)
+        self.again.weight = self.inner.weight
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.norm(self.inner(x)).relu() + self.again(x).tanh())
+
+
+def begun(
+    dtype: torch.dtype = torch.float32, kind: Any = torch.optim.AdamW, **options: Any
+) -> tuple[Net, Any]:
+    torch.manual_seed(3)
+    net = Net(dtype)
+    return net, kind(net.parameters(), **{"lr": 2e-3, **options})
+
+
+def loss_of(net: torch.nn.Module, step: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(step)
+    dtype = next(net.parameters()).dtype
+    x, y = (torch.randn(16, n, generator=made).to(dtype) for n in (24, 33))
+    return torch.nn.functional.mse_loss(net(x), y)
+
+
+def train(net: torch.nn.Module, opt: Any, steps: range) -> None:
+    for step in steps:
+        opt.zero_grad()
+        loss_of(net, step).backward()
+        opt.step()
+
+
+def held(audit: hu.Audit) -> dict[str, torch.Tensor]:
+    assert audit.rehearsing is not None
+    return {name: value.clone() for name, value in audit.rehearsing.state().items()}
+
+
+def steps_of(audit: hu.Audit) -> int:
+    assert audit.rehearsing is not None
+    return audit.rehearsing.step
+
+
+def replayed(trace: Trace, spec: str, bound: str, name: str, group: dict[str, Any]) -> Any:
+    """What a plain loop over the kept weights gives: values, counts by step, carry."""
+    r = Rehearsal.of(spec)
+    tensor = next(t for t in trace.tensors if t["name"] == name)
+    dtype = getattr(torch, tensor["dtype"])
+    rule = r.rule(dtype)
+    work: Any = np.float64 if dtype == torch.float64 else np.float32
+    state: Any = {}
+    for part in trace.parts:
+        kept = trace.kept(part)
+        pairs = (kept[f"{tensor['id']}.{what}"].to(torch.float64).numpy() for what in ("before", "after"))
+        for before, after in zip(*(p.astype(work) for p in pairs), strict=True):
+            if not state:
+                s = reference.reference.round(before, rule.grid)
+                raw = r.policy.spec == "master(start_from=raw)"
+                state = {
+                    "held": reference.reference.encode(s, rule.grid)
+                    if rule.coded
+                    else (before if raw else s),
+                    "kept": np.zeros_like(s),
+                    "moved": np.zeros((s.size + 7) // 8, dtype=np.uint8),
+                    "counts": [],
+                }
+            step = len(state["counts"]) + 1
+            state["held"], counts = reference.step(
+                rule, state["held"], before, after, min(1.0, PULL * group["lr"]) if bound == "point" else 0.0,
+                stream=hu.Stream(seed=5, name=name, step=step), kept=state["kept"], back=r.back(group),
+                moved=state["moved"],
+            )  # fmt: skip
+            state["counts"].append(counts.sum(axis=0).tolist())
+    return state, rule
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_rehearsal_is_a_replay_of_the_kept_proposals(dtype: torch.dtype, tmp_path: Path) -> None:
+    net, opt = begun(dtype)
+    specs = [s for s in SPECS if dtype != torch.bfloat16 or not s.startswith("int8")]
+    settings: dict[str, Any] = {"keep": True, "seed": 5, "part_steps": 3, "rehearse": specs}
+    with hu.Audit(opt, ["bf16"], model=net, out=tmp_path / "trace", **settings) as audit:
+        train(net, opt, range(8))
+        state = held(audit)
+        shown = {}
+        for spec in specs:
+            for bound in ("point", "upper"):
+                with audit.as_if(spec, bound):
+                    shown[spec, bound] = net.outer.weight.detach().double().numpy().copy()
+    trace = hu.Trace.open(tmp_path / "trace")
+    assert [t["name"] for t in trace.tensors if t.get("rehearsed")] == ["inner.weight", "outer.weight"]
+    table = trace.scan("rehearsals").collect()
+    for j, spec in enumerate(specs):
+        for b, bound in enumerate(("point", "upper")):
+            for name in ("inner.weight", "outer.weight"):
+                found, rule = replayed(trace, spec, bound, name, opt.param_groups[0])
+                at = next(t["id"] for t in trace.tensors if t["name"] == name)
+                mine: Any = {
+                    what: state.get(f"{at}.{j}.{bound}.{what}") for what in ("held", "moved", "kept")
+                }
+                codes = mine["held"].numpy()
+                codes = codes.view(np.uint16) if codes.dtype == np.int16 else codes
+                assert np.array_equal(codes, found["held"]), (spec, bound, name)
+                assert np.array_equal(mine["moved"].numpy(), found["moved"])
+                if mine["kept"] is not None:
+                    assert np.array_equal(mine["kept"].numpy(), found["kept"]), (spec, bound)
+                    assert found["kept"].any() or dtype == torch.bfloat16
+                rows = table.filter(
+                    pl.col("rehearsal") == j, pl.col("bound") == b + 1, pl.col("tensor") == at
+                )
+                columns = rows.sort("step").select("frozen", "never_moved", "nonfinite")
+                assert [list(r) for r in columns.iter_rows()] == found["counts"], (spec, bound)
+            values = reference.reference.decode(found["held"], rule.grid) if rule.coded else found["held"]
+            if rule.keeps == MASTER:
+                values = reference.reference.round(values, rule.grid)
+            assert np.array_equal(shown[spec, bound], values.astype(np.float64)), (spec, bound)
+
+
+def test_the_first_step_is_that_of_the_audit(tmp_path: Path) -> None:
+    """Both begin at Q(w), and the open loop is asked what the projection is asked."""
+    net, opt = begun()
+    memory = hu.Memory()
+    grids = ["bf16", "e5m2", "e4m3@128", "int8/row"]
+    with hu.Audit(opt, grids, model=net, out=memory, rehearse=grids) as audit:
+        train(net, opt, range(1))
+        assert audit.rehearsals == grids
+    for grid in grids:
+        f = memory.trace.forecast(grid)
+        assert f.frozen(bound="upper").tolist() == f.frozen(bound="lower").tolist()
+        assert f.never_moved(bound="upper").tolist() == f.frozen(bound="upper").tolist()
+
+
+def test_an_open_loop_is_the_write_back_of_the_same_proposals(tmp_path: Path) -> None:
+    """Plain SGD on a linear loss makes proposals that do not depend on the weights."""
+    for policy in ("rne", "sr", "deadzone-sr", "kahan", "master"):
+        weights = [torch.nn.Parameter(torch.linspace(-1, 1, 600).reshape(20, 30)) for _ in range(2)]
+        slopes = torch.linspace(-3, 3, 600).reshape(20, 30)
+        reference_run = torch.optim.SGD([("w", weights[0])], lr=2**-9)
+        measured = hu.WriteBack(torch.optim.SGD([("w", weights[1])], lr=2**-9), "e4m3", policy, seed=7)
+        with hu.Audit(reference_run, "e4m3", rehearse=f"e4m3:{policy}", seed=7) as audit:
+            for _ in range(20):
+                for w, opt in zip(weights, (reference_run, measured), strict=True):
+                    w.grad = slopes.clone()
+                    opt.step()
+            with audit.as_if("e4m3" if policy == "rne" else f"e4m3:{policy}", "upper"):
+                close = (weights[0] == weights[1]).double().mean()
+        assert close > (0.99 if policy in ("kahan", "master") else 0.97), (policy, float(close))
+
+
+def test_the_run_is_bitwise_the_same(tmp_path: Path) -> None:
+    """With rehearsals and evaluations that draw random numbers and pass through batch norm."""
+
+    def run(rehearse: Any) -> tuple[list[torch.Tensor], Any]:
+        net, opt = begun()
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        drawn: list[Any] = []
+        seen: list[float] = []
+
+        def evaluate() -> torch.Tensor:
+            drawn.append((float(torch.rand(())), random.random(), float(np.random.rand())))  # noqa: NPY002
+            return loss_of(net, 1000)
+
+        audit = hu.Audit(opt, "bf16", model=net, rehearse=rehearse)
+        with audit:
+            for step in range(6):
+                train(net, opt, range(step, step + 1))
+                if step % 2:
+                    if rehearse is None:
+                        seen.append(float(evaluate().detach()))
+                    else:
+                        made = audit.evaluate(evaluate)
+                        seen.append(made.real)
+                        assert len(set(drawn[-1 - 3 * len(audit.rehearsals) + 1 :])) == 1
+        tensors = [*net.state_dict().values(), *(t for s in opt.state.values() for t in s.values())]
+        return tensors, (seen, float(torch.rand(())), random.random(), float(np.random.rand()))  # noqa: NPY002
+
+    plain, tail = run(None)
+    rehearsed, same = run(["e5m2", "bf16:kahan", "e4m3@128:sr"])
+    assert tail == same
+    assert all(torch.equal(a, b) for a, b in zip(plain, rehearsed, strict=True))
+
+
+def test_as_if_puts_everything_back() -> None:
+    net, opt = begun()
+    with hu.Audit(opt, "e5m2", model=net, rehearse=["e5m2", "bf16"]) as audit:
+        train(net, opt, range(3))
+        before = copy.deepcopy(net.state_dict())
+        places = [p.data_ptr() for p in net.parameters()]
+        graph = loss_of(net.eval(), 7)
+
+        def meddle() -> None:
+            assert not torch.equal(net.inner.weight, before["inner.weight"])
+            assert net.again.weight is net.inner.weight
+            net.train()
+            loss_of(net, 1)
+            net.outer.weight.data = torch.zeros(1)
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError), audit.as_if("e5m2"):
+            meddle()
+        assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+        assert places == [p.data_ptr() for p in net.parameters()]
+        graph.backward()  # it is still what it was
+        with audit.as_if("bf16"):
+            with pytest.raises(UsageError, match="leave that one first"), audit.as_if("e5m2"):
+                pass
+            with pytest.raises(UsageError, match=r"AdamW\.step\(\) was called inside as_if\('bf16'"):
+                opt.step()
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0).step()  # another model's
+        with audit.as_if("bf16", "lower"):
+            assert torch.equal(net.inner.weight, hu.grid("bf16").round(before["inner.weight"]))
+            assert torch.equal(net.inner.bias, before["inner.bias"])
+        train(net, opt, range(3, 4))
+        assert steps_of(audit) == 4
+    with audit.as_if("e5m2"):  # the codes are there when the audit is over
+        pass
+
+
+def test_a_compiled_model_sees_the_rehearsed_weights() -> None:
+    net, opt = begun()
+    compiled = torch.compile(net.eval(), backend="aot_eager")
+    with hu.Audit(opt, "e5m2", model=compiled, rehearse="e5m2") as audit:
+        train(net, opt, range(2))
+        with audit.as_if("e5m2"):
+            assert torch.equal(loss_of(compiled, 9), loss_of(net, 9))
+            inside = loss_of(compiled, 9)
+        assert torch.equal(loss_of(compiled, 9), loss_of(net, 9))
+        assert not torch.equal(loss_of(compiled, 9), inside)
+
+
+def test_saved_weights_load_into_the_model(tmp_path: Path) -> None:
+    net, opt = begun()
+    with hu.Audit(opt, "e5m2", model=torch.compile(net, backend="eager"), rehearse="e5m2") as audit:
+        train(net, opt, range(3))
+        audit.save_as_if("e5m2", tmp_path / "w.safetensors", "upper")
+        with audit.as_if("e5m2", "upper"):
+            expected = copy.deepcopy(net.state_dict())
+    other = Net()
+    other.load_state_dict(load_file(tmp_path / "w.safetensors"))
+    assert all(torch.equal(v, expected[k]) for k, v in other.state_dict().items())
+    assert not torch.equal(other.inner.weight, net.inner.weight)
+
+
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_a_resumed_rehearsal_equals_an_uninterrupted_one(where: str, tmp_path: Path) -> None:
+    """Whether the checkpoint is where the trace ends, or before it."""
+    specs = ["e5m2", "e4m3@128:sr", "bf16:kahan", "bf16:eco", "e5m2:master"]
+
+    def rates(step: int) -> float:
+        return 1e-3 * (step + 1) if step < 5 else 1e-3
+
+    def go(net: Any, opt: Any, steps: range, audit: hu.Audit) -> None:
+        for step in steps:
+            opt.param_groups[0]["lr"] = rates(step)
+            train(net, opt, range(step, step + 1))
+            if step % 3 == 2:
+                audit.evaluate(lambda: loss_of(net, 99))
+
+    def answers(trace: Any) -> list[Any]:
+        counts = [trace.scan(table).collect().rows() for table in ("grids", "rehearsals")]
+        return counts + [trace.forecast(spec).losses.rows() for spec in specs]
+
+    def opened(out: Any) -> Any:
+        return out.trace if isinstance(out, hu.Memory) else hu.Trace.open(out)
+
+    def place(name: str) -> Any:
+        return hu.Memory() if where == "memory" else tmp_path / name
+
+    settings: dict[str, Any] = {"rehearse": specs, "grids": "bf16", "part_steps": 2}
+    net, opt = begun()
+    whole = place("whole")
+    with hu.Audit(opt, model=net, out=whole, **settings) as audit:
+        go(net, opt, range(9), audit)
+        expected = held(audit)
+    for checkpoint in (4, 6):
+        net, opt = begun()
+        out = place(f"cut-{checkpoint}")
+        with hu.Audit(opt, model=net, out=out, **settings) as audit:
+            go(net, opt, range(checkpoint), audit)
+            saved = copy.deepcopy((net.state_dict(), opt.state_dict()))
+            go(net, opt, range(checkpoint, 6), audit)
+        if isinstance(out, hu.Memory):
+            out = hu.Memory.loaded(out.save())
+        net, opt = begun()
+        net.load_state_dict(saved[0])
+        opt.load_state_dict(saved[1])
+        settings_now = {**settings, "resume": True, "first_step": checkpoint + 1}
+        with hu.Audit(opt, model=net, out=out, **settings_now) as audit:
+            if checkpoint < 6:  # the codes are those of step 6
+                assert audit.evaluate(lambda: 0.5).losses == {}
+                with pytest.raises(UsageError, match="are those of step 6"), audit.as_if("e5m2"):
+                    pass
+            go(net, opt, range(checkpoint, 9), audit)
+            found = held(audit)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert answers(opened(out)) == answers(opened(whole))
+
+
+def test_a_resumed_trace_ends_later_than_the_run(tmp_path: Path) -> None:
+    net, opt = begun()
+    with hu.Audit(opt, "bf16", model=net, out=tmp_path / "t", rehearse="e5m2") as audit:
+        train(net, opt, range(4))
+    net, opt = begun()
+    again: dict[str, Any] = {"model": net, "out": tmp_path / "t", "resume": True}
+    with hu.Audit(opt, "bf16", rehearse="e5m2", **again) as audit:
+        train(net, opt, range(2))
+        assert steps_of(audit) == 4
+    shutil.copytree(tmp_path / "t", tmp_path / "u")
+    with pytest.raises(UsageError, match="step 5 would be missing"):
+        hu.Audit(opt, "bf16", rehearse="e5m2", **again, first_step=9).start()
+    for other in (["bf16"], None, hu.Rehearse("e5m2", pull=3.0), hu.Rehearse("e5m2", bounds=["point"])):
+        with pytest.raises(UsageError, match="it was recorded with rehearse="):
+            hu.Audit(opt, "bf16", rehearse=other, **again).start()
+
+
+def test_every_third_step_is_recorded_and_every_step_is_rehearsed(tmp_path: Path) -> None:
+    made = {}
+    for every in (1, 3):
+        net, opt = begun()
+        with hu.Audit(
+            opt, "bf16", model=net, out=tmp_path / str(every), every=every, rehearse="e5m2"
+        ) as audit:
+            train(net, opt, range(8))
+            audit.commit()
+            audit.evaluate(lambda net=net: loss_of(net, 5))
+            made[every] = held(audit)
+    assert all(torch.equal(made[1][k], made[3][k]) for k in made[1])
+    one, three = (hu.Trace.open(tmp_path / str(every)) for every in (1, 3))
+    assert three.steps.tolist() == [1, 4, 7]
+    for bound in ("point", "upper"):
+        a, b = (t.forecast("e5m2").frozen(bound=bound) for t in (one, three))
+        assert a[::3].tolist() == b.tolist()
+    assert one.forecast("e5m2").losses.equals(three.forecast("e5m2").losses)
+    assert one.forecast("e5m2").losses["step"].to_list() == [8, 8, 8]
+
+
+def test_two_optimizers_and_a_tensor_unfrozen_later(tmp_path: Path) -> None:
+    """Each moves its own tensors; a rate is that of the tensor's group; what comes later starts then."""
+    net = Net()
+    net.outer.weight.requires_grad_(False)
+    first = torch.optim.SGD(net.inner.parameters(), lr=0.01)
+    second = torch.optim.SGD(net.outer.parameters(), lr=0.2)
+    with hu.Audit([first, second], "e5m2", model=net, rehearse=hu.Rehearse("e5m2", pull=2.0)) as audit:
+        for step in range(6):
+            if step == 3:
+                net.outer.weight.requires_grad_(True)
+                start = net.outer.weight.detach().clone()
+                assert audit.rehearsing is not None
+                assert [w.name for w in audit.rehearsing.tensors] == ["inner.weight"]
+            loss_of(net, step).backward()
+            for opt in (first, second):
+                opt.step()
+                opt.zero_grad()
+        assert audit.rehearsing is not None
+        largest = {w.name: r.largest for w, r in audit.rehearsing.tensors.items()}
+    assert largest == {"inner.weight": 0.01, "outer.weight": 0.2}
+    assert not torch.equal(start, net.outer.weight)
+
+
+def test_proposals_that_are_not_finite_move_nothing() -> None:
+    w = torch.nn.Parameter(torch.linspace(-1, 1, 64).reshape(8, 8))
+    opt = torch.optim.SGD([("w", w)], lr=1.0)
+    memory = hu.Memory()
+    with hu.Audit(
+        opt, "e5m2", out=memory, rehearse=["e5m2", "bf16:kahan", "bf16:eco" if False else "bf16:sr"]
+    ) as a:
+        for bad in (0.0, float("nan"), 0.0):
+            w.grad = torch.full((8, 8), 0.05)
+            w.grad[0] = bad
+            before = None if bad == 0.0 and not memory.parts else held(a)
+            opt.step()
+    table = memory.trace.scan("rehearsals").collect()
+    assert table.filter(pl.col("step") == 1)["nonfinite"].to_list() == [0] * 6
+    assert table.filter(pl.col("step") > 1)["nonfinite"].to_list() == [8] * 12
+    assert before is None or before
+
+
+def test_a_step_that_the_scaler_skips_is_not_rehearsed() -> None:
+    net, opt = begun()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with hu.Audit(opt, "e5m2", model=net, rehearse="e5m2") as audit:
+        for step in range(4):
+            opt.zero_grad()
+            scaler.scale(loss_of(net, step)).backward()
+            if step == 2:
+                net.inner.weight.grad[0, 0] = float("inf")
+            scaler.step(opt)
+            scaler.update()
+        assert steps_of(audit) == 3
+
+
+def test_a_rule_of_your_own(tmp_path: Path) -> None:
+    """It is asked for every tensor and step; without a pull, the point is the upper bound."""
+    asked: list[Any] = []
+
+    def rule(name: str, step: int, rate: float, largest: float) -> float:
+        asked.append((name, step, rate, largest))
+        return 0.0
+
+    net, opt = begun()
+    with hu.Audit(
+        opt, "e5m2", model=net, out=tmp_path / "t", rehearse=hu.Rehearse("e5m2", pull=rule)
+    ) as audit:
+        train(net, opt, range(1))
+        opt.param_groups[0]["lr"] = 1e-4
+        train(net, opt, range(1, 2))
+        state = held(audit)
+    assert ("inner.weight", 2, 1e-4, 2e-3) in asked
+    assert len(asked) == 4
+    assert all(torch.equal(v, state[k.replace("point", "upper")]) for k, v in state.items())
+    assert "rule" in hu.Trace.open(tmp_path / "t").manifest["options"]["rehearse"]["pull"]
+
+
+@pytest.mark.parametrize(
+    ("rehearse", "options", "said"),
+    [
+        (["e5m2:dqt"], {}, "cannot be replayed"),
+        (["e5m2:none-such"], {}, "unknown policy"),
+        (["e9m9"], {}, "e9m9"),
+        (["e5m2", "e5m2:rne"], {}, "specs that differ"),
+        ([], {}, "at least one"),
+        (["e5m2"], {"sample": 0.5}, "leave sample= out"),
+    ],
+)
+def test_what_is_refused_at_once(rehearse: Any, options: dict[str, Any], said: str) -> None:
+    net, opt = begun()
+    with pytest.raises(UsageError, match=said):
+        hu.Audit(opt, "bf16", model=net, rehearse=rehearse, **options)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "pull"), [(["lower"], 30.0), ([], 30.0), (["point", "point"], 30.0), (["point"], -1.0)]
+)
+def test_what_a_rehearse_refuses(bounds: list[str], pull: float) -> None:
+    with pytest.raises(UsageError, match="takes"):
+        hu.Rehearse("e5m2", bounds=bounds, pull=pull)
+
+
+def test_what_is_refused_at_the_first_step() -> None:
+    net, opt = begun(torch.bfloat16)
+    with (
+        hu.Audit(opt, "bf16", model=net, rehearse="fp16"),
+        pytest.raises(UsageError, match="cannot be rehearsed"),
+    ):
+        train(net, opt, range(1))
+    net, opt = begun(kind=torch.optim.SGD)
+    with (
+        hu.Audit(opt, "bf16", model=net, rehearse="bf16:eco"),
+        pytest.raises(UsageError, match="eco needs SGD with momentum"),
+    ):
+        train(net, opt, range(1))
+    net, opt = begun()
+    wrapped = hu.WriteBack(opt, "bf16", "sr", model=net)
+    with (
+        hu.Audit(wrapped, "bf16", model=net, rehearse="e5m2"),
+        pytest.raises(UsageError, match="written back"),
+    ):
+        train(net, wrapped, range(1))
+
+
+def test_questions_without_an_answer(tmp_path: Path) -> None:
+    net, opt = begun()
+    with hu.Audit(
+        opt, "bf16", model=net, out=tmp_path / "t", rehearse=hu.Rehearse("e5m2", bounds=["point"])
+    ) as audit:
+        train(net, opt, range(2))
+        for bound, said in (("upper", "not kept"), ("middle", "a bound is one of")):
+            with pytest.raises(UsageError, match=said), audit.as_if("e5m2", bound):
+                pass
+        with pytest.raises(UsageError, match="not rehearsed"), audit.as_if("bf16"):
+            pass
+        assert set(audit.evaluate(lambda: 1.0).losses["e5m2"]) == {"lower", "point"}
+    trace = hu.Trace.open(tmp_path / "t")
+    with pytest.raises(UsageError, match="was not rehearsed"):
+        trace.forecast("bf16")
+    f = trace.forecast("e5m2")
+    with pytest.raises(UsageError, match="was not kept"):
+        f.frozen(bound="upper")
+    with pytest.raises(UsageError, match="was rehearsed"):
+        f.frozen("inner.bias")
+    with pytest.raises(UsageError, match="was not recorded"):
+        f.frozen(bound="lower")
+    with hu.Audit(opt, "bf16", model=net) as audit, pytest.raises(UsageError, match="rehearses nothing"):
+        audit.evaluate(lambda: 1.0)
