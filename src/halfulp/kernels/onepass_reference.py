@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,9 @@ class Settings:
     decay_exact: bool = False
 
 
+@lru_cache(maxsize=64)
 def rates(s: Settings) -> Array:
-    """The numbers of a step, float32: RATES."""
+    """The numbers of a step, float32: RATES. All tensors of a group have the same, so they are kept."""
     b1, b2 = s.betas
     c1, c2 = 1 - b1**s.t, 1 - b2**s.t
     share = real(1 - b1)

@@ -400,7 +400,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 _CHOICES = (("nearest", "stochastic"), ("code", "raw"))
-_SPEC = re.compile(r"([a-z-]+)(?:\(([^()]*)\))?")
+_SPEC = re.compile(r"([a-z0-9-]+)(?:\(([^()]*)\))?")
 
 
 def policy(spec: str | Policy) -> Policy:
