@@ -35,7 +35,7 @@ def _legacy(arm: Arm) -> Arm:
 RUNS = Bundle(
     scales={
         "smoke": _legacy(at(SMOKE_GPT2, updates=12, warmup=2, eval_every=4)),
-        "small": _legacy(at(SMALL_GPT2, updates=400, warmup=4, eval_every=40)),
+        "small": _legacy(at(SMALL_GPT2, updates=240, warmup=3, eval_every=40)),
         "paper": _legacy(at(PAPER_GPT2, updates=10_000, warmup=100, eval_every=250)),
     },
     targets=(1337, 1338),
