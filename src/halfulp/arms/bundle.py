@@ -335,7 +335,17 @@ class Unit:
 
         None where it was not rehearsed, or only in the run of another seed, whose losses are its own.
         """
-        told = None if self.bundle.forecast_from is not None else self.told("losses")
+        return None if self.bundle.forecast_from is not None else self._rehearsed(arm, bound, update)
+
+    def forecast_gap(self, arm: str, bound: str, update: int | None = None) -> float | None:
+        """The loss of a rehearsed arm above that of the float32 run which rehearsed it."""
+        source = self.bundle.forecast_from is not None
+        teller = self.found["source"]["source"] if source else self.run(FP32)
+        told, anchor = self._rehearsed(arm, bound, update), records.loss(teller, update)
+        return None if told is None or anchor is None else told - anchor
+
+    def _rehearsed(self, arm: str, bound: str, update: int | None) -> float | None:
+        told = self.told("losses")
         at = str(self.run(FP32)["updates"] if update is None else update)
         return told[arm][at][bound] if told is not None and at in told.get(arm, ()) else None
 

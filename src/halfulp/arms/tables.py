@@ -20,6 +20,8 @@ def tables(bundle: Bundle, *, warmup: bool = True, scopes: Sequence[str] = ()) -
         made["recovery"] = partial(recovery, bundle)
     if bundle.scopes:
         made["forecasts"] = partial(forecasts, bundle, warmup=warmup)
+    if bundle.rehearse:
+        made["loss forecasts"] = partial(foretold, bundle)
     made["evaluation noise"] = partial(noise, bundle)
     made["visibility"] = partial(visibility, bundle, scopes=tuple(scopes) or ("core",))
     return made
@@ -54,7 +56,7 @@ def recovery(bundle: Bundle, found: Records) -> Table:
 
 def forecasts(bundle: Bundle, found: Records, warmup: bool = True) -> Table:
     """How well the reference forecast the nearest arm, beside predictors that cost nothing or come late."""
-    named = {p: what for p, what in PREDICTORS.items() if p != "matched" or bundle.forecast_from is not None}
+    named = {"frozen": PREDICTORS["frozen"], **measures.rivals(bundle)}
     rows: list[tuple[str | float | None, ...]] = []
     for unit in bundle.over(found):
         for scope in bundle.scopes:
@@ -67,6 +69,21 @@ def forecasts(bundle: Bundle, found: Records, warmup: bool = True) -> Table:
         caption=f"RMSE of the frozen fraction over {when}. Range: 95th less 5th percentile of the measured "
         "one. Template: mean of what the other targets measured. Centred, signed: of the directional one.",
     )  # fmt: skip
+
+
+def foretold(bundle: Bundle, found: Records) -> Table:
+    """What rehearsals said of losses, beside what was measured."""
+    bounds = ("lower", "point", "upper")
+    rows: list[tuple[str | float | None, ...]] = []
+    for unit in bundle.over(found):
+        for arm in bundle.rehearse:
+            told = [measures.forecast_gap(unit, arm, bound) for bound in bounds]
+            rows.append((unit.name, arm, measures.gap(unit, arm), *told, measures.gap_ratio(unit, arm)))
+    return Table(
+        columns=("unit", "arm", "measured gap, nats", *bounds, "point over measured"),
+        rows=rows,
+        caption="Loss gaps after the last update, as rehearsals had them before any outcome.",
+    )
 
 
 def noise(bundle: Bundle, found: Records) -> Table:

@@ -42,6 +42,7 @@ RUNS = Bundle(
     conditions={"e5m2": {"grid": "e5m2"}, "e4m3": {"grid": "e4m3@128"}},
     arms={"rne": {"policy": "rne"}},
     scopes=SCOPES,
+    rehearse=("rne",),
 )
 
 STUDY = Study(
@@ -62,6 +63,7 @@ STUDY = Study(
             measures.at_start, predictor="symmetric", scopes=list(SCOPES),
         ),
         *estimands.of_forecasts(RUNS, warmup=True),
+        *estimands.of_rehearsals(RUNS),
     ),
     gates=(
         Gate(

@@ -47,6 +47,7 @@ RUNS = Bundle(
     arms={"rne": {"policy": "rne"}},
     anchor="projected",
     scopes=(SCOPE, "all-2d"),
+    rehearse=("rne",),
     forecast_from=577215,
     unit="target-{seed}",
     reference="target-{seed}",
@@ -74,6 +75,7 @@ STUDY = Study(
         ),
         *estimands.of_outcomes(RUNS),
         *estimands.of_forecasts(RUNS, warmup=False, scopes=(SCOPE,)),
+        *estimands.of_rehearsals(RUNS),
         RUNS.estimand(
             "skill", "share of the measured variance explained", measures.skill, warmup=False, scopes=[SCOPE]
         ),
