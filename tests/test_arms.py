@@ -155,7 +155,7 @@ def test_outcome_record_is_what_happened(kind: str, folder: Path) -> None:
             series.append(sum(int(still[n].sum()) for n in names if group_of(n, q[n]) == group))
         ever = {n: ever[n] | ~still[n] for n in names}
         q = after
-        ends = sum(int((q[n].abs() == grid.largest).sum()) for n in names)
+        ends = sum(int((q[n].abs() == grid.largest).sum()) for n in names)  # type: ignore[attr-defined]
         most = max(most, ends)
         if RECIPE.evaluates(run.update):
             unmoved = {g: sum(int((~ever[n]).sum()) for n in names if group_of(n, q[n]) == g) for g in frozen}
@@ -233,8 +233,11 @@ def test_what_is_left_at_its_default_is_left_out() -> None:
     assert set(plain.to_json()) == {"model", "recipe", "corpus"}
     assert "seed" not in plain.to_json()["recipe"]
     fp32 = replace(
-        plain, seed=3, projected="e5m2", audit=("e5m2", "bf16"), scores=("e5m2", 5), tile=32, attention="math"
-    )
+        plain, seed=3, projected="e5m2", audit=("e5m2", "bf16"), scores=("e5m2", 5), tile=32,
+        attention="math", tables=False, rehearse=("e5m2", "e5m2:tiles(half)"),
+        masks={"stage": "masks", "cell": "source"},
+        attribute={"of": ["e5m2"], "moments": 3, "points": 4, "batches": 2},
+    )  # fmt: skip
     at = {"stage": "masks", "cell": "source", "name": "P"}
     masked = replace(
         plain, grid="e5m2", policy="tile-master(start_from=raw)", projection="stochastic",
