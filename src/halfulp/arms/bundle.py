@@ -310,14 +310,20 @@ class Unit:
         condition = self.bundle.units[self.name][0]
         return [unit for unit in self.bundle.over(self.found, condition) if unit.name != self.name]
 
-    def contexts(self, arm: str) -> records.Array:
-        """The held-out loss of every context at every evaluation of an arm, or of the anchor."""
+    def contexts(self, arm: str) -> records.Array | None:
+        """The held-out loss of every context at every evaluation of an arm, or of the anchor.
+
+        None where they were not kept: the first release kept none.
+        """
         stage, cell = ("reference", self.bundle.reference_of(self.name))
         if arm != FP32:
             stage, cell = "outcome", self.bundle.cell(self.name, arm)
         assert isinstance(self.found, Outcomes)
-        made = load_tensors(self.found.attached(stage, cell, "contexts.safetensors"))
-        return np.asarray(made["loss"])
+        try:
+            kept = self.found.attached(stage, cell, "contexts.safetensors")
+        except UsageError:
+            return None
+        return np.asarray(load_tensors(kept)["loss"], dtype=np.float64)
 
     def told(self, what: str) -> Any:
         """Something that was forecast; None where it was not recorded."""

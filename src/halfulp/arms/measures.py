@@ -296,8 +296,10 @@ def noise(unit: Unit, arm: str) -> tuple[Found, Found]:
     taken context by context. This says how much other contexts would have changed the numbers, and nothing of
     other seeds, streams or texts. Recovery is a ratio of means; its error is that of its linear part.
     """
-    anchor, nearest, ours = (unit.contexts(a)[-1].astype(np.float64) for a in (FP32, "rne", arm))
-    left, whole = ours - anchor, nearest - anchor
+    anchor, nearest, ours = (unit.contexts(a) for a in (FP32, "rne", arm))
+    if anchor is None or nearest is None or ours is None:
+        return None, None
+    left, whole = ours[-1] - anchor[-1], nearest[-1] - anchor[-1]
     if not whole.mean() > 0:
         return _error(left), None
     linear = (left - left.mean() / whole.mean() * whole) / whole.mean()
