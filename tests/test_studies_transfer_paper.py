@@ -56,7 +56,7 @@ study = Study(
 SIZES = {"policy_3k": (124_354_560, 84_934_656), "neox_transfer": (162_201_600, 84_934_656)}
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.skipif("HALFULP_DATA" not in os.environ, reason="HALFULP_DATA is not set")
 @pytest.mark.parametrize("module", SIZES)
 def test_one_update(module: str, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_killed_anywhere_it_gives_the_same_bytes(closed: tuple[Path, dict[str, A
     assert found["template-challenge"]["runs"] > 1
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_the_others_too(tmp_path: Path) -> None:
     names = ("policy-3k", "nearest-10k", "modern-transfer", "neox-transfer")
     found = kill(tmp_path, *names)
