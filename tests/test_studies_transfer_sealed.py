@@ -14,10 +14,10 @@ from typing import Any
 
 import decoder_kill
 import pytest
-from study_samples import quick_identity
+from study_samples import quick_identity, tree
 from test_study_forgery import chain, events
 
-from halfulp.errors import HalfulpError, TamperingError, UsageError
+from halfulp.errors import TamperingError, UsageError
 from halfulp.study import engine, loading
 from halfulp.study import seal as seals
 from halfulp.study.running import Session
@@ -30,7 +30,7 @@ def kill(folder: Path, *names: str) -> dict[str, Any]:
     script = Path(decoder_kill.__file__)
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), "80", *names],
+        [sys.executable, str(script), str(folder), "150", *names],
         capture_output=True,
         text=True,
         env=environment,
@@ -61,7 +61,7 @@ def test_killed_anywhere_it_gives_the_same_bytes(closed: tuple[Path, dict[str, A
     """Before operations on the disk drawn at random, again and again, inside cells and between them."""
     found = closed[1]
     assert {name: one["same"] for name, one in found.items()} == dict.fromkeys(QUICK, True)
-    assert found["source-amortized"]["runs"] > 2
+    assert found["source-amortized"]["runs"] > 1
     assert found["template-challenge"]["runs"] > 1
 
 
@@ -109,10 +109,10 @@ def partly(studies: Path, tmp_path: Path, name: str, stages: int) -> Path:
 def test_no_outcome_before_its_forecast(
     name: str, prediction: str, outcome: str, cell: str, studies: Path, tmp_path: Path
 ) -> None:
-    """A worker refuses to start one; a record of one, and a ledger with one, are refused."""
+    """A worker refuses to start one; one that lies there is not used; a ledger with one is refused."""
     before = 1 if name == "source-amortized" else 0  # the source has run, nothing is foretold
     out = partly(studies, tmp_path, name, before)
-    seal = events(out)[0]["digest"]
+    seal = events(out)[0]["seal"]
     given = {e["stage"]: e["seal"] for e in events(out) if e["event"] == "stage-sealed"}
     answer = Session(out, seal, "", None).run(outcome, cell, given)
     assert answer["answer"] == "refused"
@@ -121,9 +121,9 @@ def test_no_outcome_before_its_forecast(
     whole = studies / name
     early = out / "records" / outcome / f"{cell}.json"
     early.parent.mkdir(parents=True)
-    shutil.copy(whole / "records" / outcome / f"{cell}.json", early)
-    with pytest.raises(HalfulpError, match=outcome):
-        decoder_kill.run(name, out, evidence={})
+    early.write_bytes((whole / "records" / outcome / f"{cell}.json").read_bytes().replace(b"0.", b"1.", 1))
+    decoder_kill.run(name, out, evidence={})
+    assert tree(out) == tree(whole)  # what lay there is no record: the ledger does not name it
 
     told = tmp_path / "told"
     shutil.copytree(whole, told)
@@ -131,7 +131,8 @@ def test_no_outcome_before_its_forecast(
     begun = [e for e in lines if e.get("stage") == outcome and e.get("cell") == cell]
     at = next(i for i, e in enumerate(lines) if e["event"] == "stage-sealed" and e["stage"] == prediction)
     moved = [e for e in lines if e not in begun]
-    chain(told, [*moved[:at], *begun, *moved[at:]], renumber=True)
+    early_ones = [{**e, "at": lines[at - 1]["at"]} for e in begun]
+    chain(told, [*moved[:at], *early_ones, *moved[at:]], renumber=True)
     with pytest.raises(TamperingError, match=f"stage {prediction} was not sealed"):
         validate(told)
 
@@ -139,7 +140,7 @@ def test_no_outcome_before_its_forecast(
 def test_predictors_may_not_open_the_outcomes(studies: Path, tmp_path: Path) -> None:
     """The runs exist, in evidence that stays closed until the predictors are sealed."""
     out = partly(studies, tmp_path, "template-challenge", 0)
-    session = Session(out, events(out)[0]["digest"], "", None)
+    session = Session(out, events(out)[0]["seal"], "", None)
     study = session.study
 
     def peek(running: Any) -> dict[str, Any]:
