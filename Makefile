@@ -6,18 +6,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench docs lint types unit format clean
+.PHONY: help demo check test bench docs lint types unit quick durations format clean
+
+# Processes that share the tests: one a core, and no more than memory has room for.
+JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 8 ? 8 : cores)))
+# Whole files go to one process, the longest first: see tests/durations.py.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo "make demo    the whole story on this machine's CPU"
-	@echo "make test    lint, format, types, tests, documentation"
+	@echo "make check   lint, types and the quick tests: for the loop of a developer"
+	@echo "make test    lint, format, types, all tests, documentation"
 	@echo "make bench   the kernels beside their peers (the peers need a C++ compiler)"
 	@echo "make docs    the documentation, into site/"
 	@echo "make lint types unit    the parts of make test; make format rewrites the layout"
+	@echo "make durations    all tests, and how long each takes into tests/durations.tsv"
 	@echo "make clean   remove the environment and everything generated"
 
 demo: $(VENV)/.stamp-runtime
 	$(BIN)/halfulp demo
+
+check: lint types quick
 
 test: lint types unit docs
 
@@ -31,9 +40,16 @@ format: $(VENV)/.stamp-dev
 
 types: $(VENV)/.stamp-dev
 	$(BIN)/mypy src
+	$(BIN)/mypy --config-file tests/mypy.ini tests
 
 unit: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+quick: $(VENV)/.stamp-dev
+	$(PYTEST) -m "not slow and not large" -q
+
+durations: $(VENV)/.stamp-dev
+	$(PYTEST) --durations-to tests/durations.tsv
 
 docs: $(VENV)/.stamp-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

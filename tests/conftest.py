@@ -1,9 +1,13 @@
-"""What every test file shares: deterministic property tests, slow tests by request, threads put back."""
+"""What every test file shares: deterministic property tests, slow and large tests, threads put back, and a
+summary of what was left out."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
+import durations
 import hypothesis
 import pytest
 import torch
@@ -13,19 +17,49 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("halfulp")
 
+TAKEN = durations.Durations()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-to", type=Path, help="write how long each test function took: a table")
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: needs gigabytes or minutes; run with -m slow")
+    config.addinivalue_line("markers", "slow: takes a while, by tests/durations.tsv; not in make check")
+    config.addinivalue_line("markers", "large: needs gigabytes or minutes; run with -m large")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without -m, leave slow tests out."""
-    if config.getoption("markexpr"):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    """Mark what is slow; without -m, leave out what is large; for several processes, long files first."""
+    table = durations.read()
+    for item in items:
+        if table.slow(durations.function_of(item.nodeid)):
+            item.add_marker("slow")
+    if not config.getoption("markexpr"):
+        large = [item for item in items if item.get_closest_marker("large")]
+        config.hook.pytest_deselected(items=large)
+        items[:] = [item for item in items if item not in large]
+    if hasattr(config, "workerinput"):
+        seconds = table.of_files()
+        items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    TAKEN.add(durations.function_of(report.nodeid), report.duration, report.when == "call")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What was skipped and why, in one place and in every run: nothing, where everything is installed."""
+    if config.getoption("durations_to"):
+        TAKEN.write(config.getoption("durations_to"))
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.getreports("skipped")
+        if isinstance(report.longrepr, tuple)
+    )
+    terminalreporter.section(f"skipped: {reasons.total() or 'nothing'}")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.line(f"{count:5d}  {reason}")
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_reference_record_is_the_trace(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["rne", "sr"])
 def test_outcome_record_is_what_happened(kind: str, folder: Path) -> None:
     """Frozen, never moved and occupancy, recounted from the weights after every update."""
-    how = KINDS[kind]
+    how: dict[str, Any] = KINDS[kind]
     record = run_arm(Here(arm(**how), folder))
     train, held_out = open_corpus(Here({}, folder), CORPUS, 65)
     model = Decoder(MODEL, seed=7)

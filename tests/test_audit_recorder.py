@@ -420,7 +420,7 @@ def test_gradients_that_are_dropped_inside_the_step(by: str, early: bool, tmp_pa
     optimizer.early = early
     brute = Brute(STATIC)
     scores = ("e4m3@128", 1, 3) if by == "backward" else None
-    expected = {n: 0.0 for n, p in model.named_parameters() if p.dim() >= 2}
+    expected: dict[str, Any] = {n: 0.0 for n, p in model.named_parameters() if p.dim() >= 2}
     with hu.Audit(optimizer, STATIC, model=model, out=tmp_path / "trace", scores=scores):
         for step in (1, 2, 3):
 

@@ -76,7 +76,7 @@ def test_the_bound_never_fails(name: str, dtype: type, seed: int, drift: float) 
     assert p.n == 64
     assert p.wrong_same <= p.violated
     assert p.wrong_diverged <= p.diverged
-    each = [posterior(*(x[i : i + 1] for x in (q_a, d_a, q_hat, d_r)), g) for i in range(64)]
+    each = [posterior(q_a[i : i + 1], d_a[i : i + 1], q_hat[i : i + 1], d_r[i : i + 1], g) for i in range(64)]
     for one in each:
         assert one.holds
         if one.certified:

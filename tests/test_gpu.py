@@ -18,6 +18,7 @@ from typing import Any
 import gpu_interpreted
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # both fixtures take minutes
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="Triton is not installed (it has no wheels for this platform, or: pip install 'halfulp[gpu]')",
@@ -33,7 +34,7 @@ def outcomes() -> dict[str, str]:
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=880,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ ORDER = (
     ("tensors", "elements", "streams"),
     ("grids",),
     ("kernels",),
-    ("events", "measures"),
+    ("events", "measures", "stored"),
     ("trace",),
     ("writeback",),
     ("audit",),

@@ -690,7 +690,7 @@ def test_indices_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 4  # none of them went over the whole tensors
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_more_than_two_to_the_31_elements() -> None:
     """The public calls on more than 2**31 bfloat16 values (nine gigabytes in all): beginning, middle, end."""
     n = 2**31 + 10_000

@@ -150,7 +150,7 @@ def test_the_forecast_is_that_of_a_plain_loop() -> None:
     """Onsets are equal step for step; errors differ by the order of sums, some 1e-15 of a number near one."""
     found = run_cell(midpoint.forecast, Alone("rate1-4", CONFIG, {}))
     weights, proposals, errors = plain_descent()
-    for m in CONFIG["mantissas"]:
+    for m in CONFIG["mantissas"]:  # type: ignore[attr-defined]
         g = hu.grid(f"m{m}")
         w, d = torch.from_numpy(weights), torch.from_numpy(proposals)
         rho = np.linalg.norm(proposals, axis=1) / (2.0 ** -(m + 1) * np.linalg.norm(weights, axis=1))

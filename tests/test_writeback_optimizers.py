@@ -123,7 +123,7 @@ def test_each_step_stores_what_it_should(name: str, scaled: bool, policy: str) -
             row = opt.events[n]
             assert row.frozen == int((stored == q).sum())
             assert row.zero_proposal == int((z == q).sum())
-            assert row.endpoint == int((stored.abs() == grid.largest).sum())
+            assert row.endpoint == int((stored.abs() == grid.largest).sum())  # type: ignore[attr-defined]
             assert row.never_moved == int((~moved[n]).sum())
             assert row.nonfinite == 0
             assert row.numel == p.numel()

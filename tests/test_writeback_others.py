@@ -112,7 +112,7 @@ def test_lookahead(stored: str, kind: str) -> None:
         opt.step()
         assert_on_grid(opt, model)
     states = [opt.optimizer.state[slot.stepped] for slot in opt.slots]
-    slows = opt.optimizer.slow if kind == "list" else [state["slow"] for state in states]
+    slows = opt.optimizer.slow if kind == "list" else [state["slow"] for state in states]  # type: ignore[attr-defined]
     assert {t.dtype for t in slows if t.dim() >= 2} == {torch.float32}
     if stored == "bfloat16":
         return  # its norms are stepped in bfloat16, which by_hand does not do

@@ -13,14 +13,15 @@ from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageE
 from halfulp.events import frozen, margin, phase, rho, symmetric_frozen
 from halfulp.grids import Grid, float_grid, grid, integer_grid
 from halfulp.masks import Mask, allocate
+from halfulp.stored import Change, Check, Sync, check
 from halfulp.streams import Stream
 from halfulp.trace import Memory, Trace
 from halfulp.version import __version__
 from halfulp.writeback import ECO, Kahan, Master, TileMaster, WriteBack
 
 __all__ = [
-    "ECO", "Audit", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Mask", "Master", "Memory",
-    "Rehearse", "Stream", "TamperingError", "TileMaster", "Trace",
-    "UsageError", "VersionError", "WriteBack", "__version__", "allocate", "float_grid", "frozen", "grid",
-    "integer_grid", "margin", "phase", "replay", "rho", "symmetric_frozen", "verdict",
+    "ECO", "Audit", "Change", "Check", "CorruptionError", "Grid", "HalfulpError", "Kahan", "Mask", "Master",
+    "Memory", "Rehearse", "Stream", "Sync", "TamperingError", "TileMaster", "Trace",
+    "UsageError", "VersionError", "WriteBack", "__version__", "allocate", "check", "float_grid", "frozen",
+    "grid", "integer_grid", "margin", "phase", "replay", "rho", "symmetric_frozen", "verdict",
 ]  # fmt: skip

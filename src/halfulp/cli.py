@@ -22,6 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.report import commands as report_commands
+from halfulp.stored import commands as stored_commands
 from halfulp.study.commands import app as study_app
 from halfulp.text import plain, shown
 from halfulp.version import __version__
@@ -69,6 +70,7 @@ app = typer.Typer(
 )
 app.add_typer(study_app)
 report_commands.register(app)
+stored_commands.register(app)
 
 
 def _version(wanted: bool) -> None:

@@ -18,6 +18,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +27,7 @@ import torch
 from halfulp import canonical, files
 from halfulp.documents import Fields, parsed, whole
 from halfulp.errors import CorruptionError, TamperingError, UsageError
+from halfulp.text import shown
 
 DIGEST = "halfulp.sha256"
 METADATA = "__metadata__"
@@ -92,12 +94,7 @@ def read_stream(
     file: BinaryIO, size: int, path: Path, *, sha256: str | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """:func:`read` of a file that is open, or of bytes in memory; ``path`` is named in errors."""
-    start = _exactly(file, min(8, size), path)
-    length = int.from_bytes(start, "little")
-    if len(start) < 8 or length > min(MOST_HEADER, size - 8):
-        raise CorruptionError(f"{path} is not a safetensors file, or cut short: it has {size:,} bytes.")
-    text = _exactly(file, length, path)
-    header = parsed(text, path, "a safetensors file")
+    start, text, header = _header(file, size, path)
     metadata = _metadata(header, path)
     stated = metadata.pop(DIGEST, None)
     whole_file = hashlib.sha256(start + text)
@@ -107,8 +104,13 @@ def read_stream(
         sealed = hashlib.sha256(_canonical(told, path))
     runs = [h for h in (sealed, whole_file if sha256 is not None else None) if h is not None]
     tensors = {}
-    for name, dtype, shape in _places(header, size - 8 - length, path):
-        tensors[name] = _tensor(file, dtype, shape, path, [h.update for h in runs])
+    for place in _places(header, size - 8 - len(text), path):
+        if place.dtype is None:
+            raise CorruptionError(
+                f"{path}: tensor {place.name!r} has dtype {shown(place.kind)}, expected one of "
+                f"{', '.join(DTYPES)}."
+            )
+        tensors[place.name] = _tensor(file, place.dtype, place.shape, path, [h.update for h in runs])
     if sha256 is not None and whole_file.hexdigest() != sha256:
         raise TamperingError(f"{path} is not what was written: its SHA-256 differs from the one recorded.")
     if sealed is not None and sealed.hexdigest() != stated:
@@ -121,6 +123,40 @@ def read_stream(
     if stated is not None:
         metadata[DIGEST] = stated
     return tensors, metadata
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in a file."""
+
+    name: str
+    kind: str
+    """The dtype as the file names it."""
+    dtype: torch.dtype | None
+    """None: one that is not known here."""
+    shape: tuple[int, ...]
+    first: int
+    """The first of its bytes, from the beginning of the file."""
+    size: int
+
+
+def places(path: Path) -> list[Place]:
+    """Where the tensors of a file lie, in the order of their bytes, none of which is read."""
+    with files.opened(path, follow=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        _, text, header = _header(file, size, path)
+    begins = 8 + len(text)
+    return [replace(p, first=begins + p.first) for p in _places(header, size - begins, path)]
+
+
+def _header(file: BinaryIO, size: int, path: Path) -> tuple[bytes, bytes, dict[str, Any]]:
+    """The eight bytes of length, the header's text, and what it says."""
+    start = _exactly(file, min(8, size), path)
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > min(MOST_HEADER, size - 8):
+        raise CorruptionError(f"{path} is not a safetensors file, or cut short: it has {size:,} bytes.")
+    text = _exactly(file, length, path)
+    return start, text, parsed(text, path, "a safetensors file")
 
 
 def _exactly(file: BinaryIO, count: int, path: Path) -> bytes:
@@ -151,37 +187,34 @@ def _metadata(header: Mapping[str, Any], path: Path) -> dict[str, str]:
     return dict(found)
 
 
-def _places(
-    header: Mapping[str, Any], size: int, path: Path
-) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+def _places(header: Mapping[str, Any], size: int, path: Path) -> list[Place]:
     """The tensors in the order of their bytes, which lie one after the other and fill the file."""
     found = []
     for name, value in header.items():
         if name == METADATA:
             continue
         fields = Fields(value, f"{path}: tensor {name!r}")
-        dtype = DTYPES[
-            fields.take("dtype", f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES)
-        ]
+        kind = fields.text("dtype", 100)
+        dtype = DTYPES.get(kind)
         shape = tuple(fields.wholes("shape", MOST_DIMENSIONS))
         begin, end = fields.take(
             "data_offsets", "two places in the file",
             lambda v: isinstance(v, list) and len(v) == 2 and all(whole(x, 0, size) for x in v),
         )  # fmt: skip
-        if end - begin != math.prod(shape) * dtype.itemsize:
+        if end < begin or (dtype is not None and end - begin != math.prod(shape) * dtype.itemsize):
             raise CorruptionError(
                 f"{path}: tensor {name!r} of shape {list(shape)} does not have {end - begin:,} bytes."
             )
-        found.append((begin, end, name, dtype, shape))
+        found.append(Place(name, kind, dtype, shape, begin, end - begin))
     at = 0
-    found.sort(key=lambda f: f[:3])
-    for begin, end, name, _, _ in found:
-        if begin != at:
-            raise CorruptionError(f"{path}: tensor {name!r} begins at {begin}, expected {at}.")
-        at = end
+    found.sort(key=lambda p: (p.first, p.size, p.name))
+    for place in found:
+        if place.first != at:
+            raise CorruptionError(f"{path}: tensor {place.name!r} begins at {place.first}, expected {at}.")
+        at += place.size
     if at != size:
         raise CorruptionError(f"{path} is cut short or too long: its tensors take {at:,} of {size:,} bytes.")
-    return [(name, dtype, shape) for _, _, name, dtype, shape in found]
+    return found
 
 
 def _tensor(

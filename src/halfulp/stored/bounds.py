@@ -1,0 +1,161 @@
+"""How far one optimizer step can move a weight, and which codes that reaches.
+
+**The bound.** Adam's step is ``lr * m^ / (sqrt(v^) + eps)``, with m^ and v^ the bias-corrected averages of
+the gradients and of their squares: weights ``a_k = (1 - b1) b1^k / (1 - b1^t)`` and ``c_k = (1 - b2) b2^k /
+(1 - b2^t)`` on the gradient of k steps ago. By Cauchy and Schwarz ``|sum a_k g_k| <= sqrt(sum a_k^2 / c_k)
+sqrt(sum c_k g_k^2)``, so
+
+    |step| <= lr * sqrt(sum_{k < t} a_k^2 / c_k)
+            = lr * (1 - b1) / (1 - b1^t) * sqrt((1 - b2^t) (1 - r^t) / ((1 - b2) (1 - r))),  r = b1^2 / b2
+
+with equality for gradients proportional to ``a_k / c_k`` and eps = 0: nothing smaller holds for every
+gradient. It is 1 at t = 1 and grows to ``(1 - b1) / sqrt((1 - b2) (1 - r))``: 7.27 for betas (0.9, 0.999),
+1.17 for (0.9, 0.95). That takes a weight whose gradients all but vanished for a thousand steps. A weight
+whose gradients keep one sign and size moves by lr, one with noisy gradients by less: so *one step of size
+lr* (bound 1) is what is asked by default, and ``worst`` is the number above, the largest over t. Where r >=
+1 there is none. Decoupled weight decay adds ``lr * weight_decay * |w|`` towards zero. Lion's step is lr
+exactly.
+
+**What it reaches.** Rounding is monotone, so a code q leaves its place for some ``|d| <= B`` only if it
+does for the largest, in the direction in which it is easier: towards zero, where the gap is never the wider
+one and decay helps. With h half the gap to the next code towards zero (away from it, for zero itself), q
+moves if and only if ``B + lr * weight_decay * |q| > h``, or equal and its code is odd (ties go to even).
+This is decided in rational arithmetic for the given float64 numbers; floats only tell where the two sides
+are far apart. An optimizer's own rounding, of the step and of ``q + d`` in its container, is not part of
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from halfulp.elements import value_of
+from halfulp.errors import UsageError
+from halfulp.grids import Grid
+
+Array = npt.NDArray[Any]
+KINDS = ("adamw", "adam", "lion")
+UNBOUNDED = {
+    "sgd": "its step is lr times a gradient, which can be of any size",
+    "adafactor": "its step is bounded on average over a tensor, not for every weight",
+    "muon": "its step is bounded as a matrix, and implementations scale it differently",
+}
+"""Why there is no bound, for those that people ask for."""
+
+
+def adam_bound(beta1: float, beta2: float) -> float:
+    """The largest ``|step| / lr`` of Adam over all gradients and all t, eps = 0; infinite if there is none.
+
+    >>> round(adam_bound(0.9, 0.999), 4), round(adam_bound(0.9, 0.95), 4), adam_bound(0.9, 0.8)
+    (7.2703, 1.165, inf)
+    """
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise UsageError(f"betas are at least 0 and below 1, not {beta1}, {beta2}.")
+    if beta1**2 >= beta2:
+        return 1.0 if beta2 == 0 else math.inf  # 1: the sign of the newest gradient
+    t = np.arange(1, 200_001, dtype=np.float64)
+    r = beta1**2 / beta2
+    at = np.sqrt(-np.expm1(t * math.log(beta2)) * (1 - r**t)) / (1 - beta1**t)
+    top = max(float(at.max()), 1.0)  # 1: where t is without bound
+    return top * (1 - beta1) / math.sqrt((1 - beta2) * (1 - r))
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far one step goes: at most ``lr * (bound + decay * |w|)`` towards zero."""
+
+    lr: float
+    bound: float
+    decay: float
+    said: str
+    """In words."""
+
+    def moves(self, n: Array, grid: Grid, scale: float = 1.0) -> Array:
+        """Which of the magnitudes with these indices can move; ``scale``: what a code's value is times."""
+        v, half = _half_gaps(n, grid)
+        step, decay = Fraction(self.lr) * Fraction(self.bound), Fraction(self.lr) * Fraction(self.decay)
+        left, right = float(step) + float(decay) * (v * scale), half * scale
+        found = left > right
+        for i in np.flatnonzero(np.abs(left - right) <= 1e-12 * right):
+            far = step + decay * Fraction(float(v[i])) * Fraction(scale)
+            needed = Fraction(float(half[i])) * Fraction(scale)
+            found[i] = far > needed or (far == needed and n[i] % 2 == 1)
+        return found
+
+    def rates(self, n: Array, grid: Grid, scale: float = 1.0) -> Array:
+        """The learning rate from which on each of these magnitudes can move."""
+        v, half = _half_gaps(n, grid)
+        return np.asarray(half * scale / (self.bound + self.decay * v * scale))
+
+    def first_moving(self, grid: Grid, binades: int) -> Array:
+        """The first index of each binade that moves, for a grid too wide to look at every code of it.
+
+        Between two powers of two the gap is one and decay only grows, so one bisection a binade finds it.
+        Where nothing decays, a binade moves as a whole, but for ties and the power of two that it begins
+        with.
+        """
+        out, size = np.empty(binades, dtype=np.int64), 1 << grid.mantissa
+        for e in range(binades):
+            low, high = e * size + 1, (e + 1) * size
+            if self.decay == 0:
+                low = low if self.moves(np.array([low + 1]), grid)[0] else high  # an even one: a tie stays
+            while low < high and self.decay:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self.moves(np.array([middle]), grid)[0] else (middle + 1, high)
+            out[e] = low
+        return out
+
+
+def _half_gaps(n: Array, grid: Grid) -> tuple[Array, Array]:
+    """Magnitudes, and half the gaps on their sides towards zero; both exact in float64."""
+    v = value_of(n, grid)
+    return v, np.where(n > 0, v - value_of(np.maximum(n - 1, 0), grid), value_of(np.ones_like(n), grid)) / 2
+
+
+def reach(
+    lr: float,
+    optimizer: str = "adamw",
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    bound: Literal["step", "worst"] | float = "step",
+) -> Reach:
+    """How far one step of an optimizer goes."""
+    if not (math.isfinite(lr) and lr > 0):
+        raise UsageError(f"a learning rate is a positive number, not {lr!r}.")
+    if not (math.isfinite(weight_decay) and weight_decay >= 0):
+        raise UsageError(f"a weight decay is a number from 0 on, not {weight_decay!r}.")
+    kind = optimizer.lower()
+    given = isinstance(bound, int | float) and not isinstance(bound, bool)
+    if kind not in KINDS and not given:
+        why = UNBOUNDED.get(kind, "it is not known here")
+        raise UsageError(
+            f"no bound of one {optimizer} step: {why}. Known: {', '.join(KINDS)}; or say yourself how many "
+            "times lr a step is at most (bound=)."
+        )
+    if given:
+        times, words = float(bound), f"at most {float(bound):g} times lr"
+        if not (math.isfinite(times) and times > 0):
+            raise UsageError(f"a bound is a positive number, not {bound!r}.")
+    elif bound == "step" or kind == "lion":
+        times, words = 1.0, "of size lr"
+    elif bound == "worst":
+        times = adam_bound(*betas)
+        words = f"at most {times:.4g} times lr, the most that any gradients give with betas {betas}"
+        if math.isinf(times):
+            raise UsageError(
+                f"an Adam step has no bound with betas {betas}: the square of the first is not below the "
+                "second. Say how many times lr a step is at most (bound=)."
+            )
+    else:
+        raise UsageError(f"bound is step, worst or a number, not {bound!r}.")
+    if weight_decay and kind == "adam":
+        raise UsageError("Adam's weight decay is part of the gradient, so of the bound: leave it out.")
+    if weight_decay:
+        words += f", and decay {weight_decay:g}"
+    return Reach(lr, times, weight_decay, f"one {optimizer} step {words}, lr = {lr:g}")
