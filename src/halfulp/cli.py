@@ -20,6 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from halfulp.audit import commands as audit_commands
 from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.report import commands as report_commands
 from halfulp.stored import commands as stored_commands
@@ -70,6 +71,7 @@ app = typer.Typer(
 )
 app.add_typer(study_app)
 report_commands.register(app)
+audit_commands.register(app)
 stored_commands.register(app)
 
 
@@ -153,6 +155,20 @@ def audit(
     tile: int = typer.Option(
         768, help="With --scores: weights of a tile; with the model's width, a tile is one token's embedding."
     ),
+    rehearse: str = typer.Option(
+        "",
+        help="Grids, with policies, to rehearse: e4m3@128,bf16:sr. What they would cost, in loss; their "
+        "weights are written at the end.",
+    ),
+    evaluate: str = typer.Option(
+        "",
+        help="The script's own evaluation, FUNCTION or FUNCTION:KEY: whenever the script calls it, its loss "
+        "is recorded, and that of every rehearsal.",
+    ),
+    weights: bool = typer.Option(True, help="Write the rehearsed weights at the end, into OUT/as_if."),
+    calibration: Path | None = typer.Option(
+        None, help="What `halfulp calibrate` wrote: corrects the losses of rehearsals."
+    ),
     out: Path | None = typer.Option(None, help="The trace's folder; default runs/NAME."),
     resume: bool = typer.Option(
         False, help="Go on with a trace; steps that it holds are not recorded again."
@@ -160,8 +176,11 @@ def audit(
     live: bool = typer.Option(False, help="Show what is being lost while the script runs."),
 ) -> None:
     """Run a training script, or a module with -m, and record what each grid would throw away."""
+    from halfulp.audit.calibration import Calibration
+    from halfulp.audit.own_evaluation import OwnEvaluation
     from halfulp.audit.recorder import Audit
-    from halfulp.audit.script import run_script
+    from halfulp.audit.rehearsal import Rehearse
+    from halfulp.audit.script import run_script, save_rehearsed
     from halfulp.audit.verdict import verdict
     from halfulp.report.live import LiveView
     from halfulp.trace import Trace, free_folder, newest_folder
@@ -171,9 +190,14 @@ def audit(
     usual = Path("runs") / (module if script is None else script.stem)
     folder = out if out is not None else newest_folder(usual) if resume else free_folder(usual)
     view = LiveView()
+    own = OwnEvaluation.of(evaluate) if evaluate else None
+    known = None if calibration is None else Calibration.load(calibration)
+    asked = Rehearse(_listed(rehearse)) if rehearse else None
+    audited = dict.fromkeys(_listed(grids) if grids else AUDITED)
+    audited |= dict.fromkeys(r.grid.name for r in (asked.each if asked else ()))  # for their lower bounds
     recorder = Audit(
         None,
-        [g.strip() for g in grids.split(",") if g.strip()] if grids else AUDITED,
+        list(audited),
         out=folder,
         exists="raise",
         unfit="raise" if grids else "drop",
@@ -182,6 +206,7 @@ def audit(
         decay=decay,
         expected_never_moved=expected,
         scores=_scores(scores, tile) if scores else None,
+        rehearse=asked,
         resume=resume,
         listeners=[view] if live else [],
         describe={
@@ -196,15 +221,33 @@ def audit(
         place = recorder.out  # absolute: the script may have changed the folder
         if recorder.writes and place is not None and (place / "manifest.json").exists():
             console.rule("halfulp")
-            _tell(console, *verdict(Trace.open(place), recorder.trouble).lines)
+            _tell(console, *verdict(Trace.open(place), recorder.trouble, calibration=known).lines)
             _tell(console, "", f"The trace is in {folder}. A page of it: halfulp report {folder}")
 
     with view if live else nullcontext():
-        code = run_script(script, context.args, recorder, say, module)
+        code = run_script(script, context.args, recorder, say, module, own)
+    saved = save_rehearsed(recorder) if weights else None
     say()
+    if saved is not None:
+        said = f"{len(recorder.rehearsals)} rehearsals at step {recorder.step}, {', '.join(recorder.bounds)}"
+        _tell(
+            Console(stderr=True),
+            f"Rehearsed weights ({said}) are in {folder / 'as_if'}: safetensors.torch.load_file gives what "
+            "model.load_state_dict takes.",
+        )
     if code < 0:
         raise KeyboardInterrupt
     raise typer.Exit(code)
+
+
+def _listed(text: str) -> list[str]:
+    """Names separated by commas; commas between brackets are part of a name.
+
+    >>> _listed("bf16, bf16:eco(rounding=nearest,decay_exact=True)")
+    ['bf16', 'bf16:eco(rounding=nearest,decay_exact=True)']
+    """
+    found = re.findall(r"(?:[^,()]|\([^()]*\))+", text)
+    return [name.strip() for name in found if name.strip()]
 
 
 def _tell(console: Console, *lines: str) -> None:
@@ -268,24 +311,6 @@ def demo(
     from halfulp import demo as story
 
     raise typer.Exit(story.run(Console(), size=story.QUICK if quick else story.FULL, out=out, browse=browse))
-
-
-@app.command()
-def compare(
-    reference: Path = typer.Argument(..., help="The trace whose forecast is tested."),
-    measured: Path = typer.Argument(..., help="The trace of the run on the grid."),
-    grid: str = typer.Option("", help="A grid of both traces; default: all that they share."),
-    scope: str = typer.Option("all", help="all, all-2d, core, a group, or a tensor's name."),
-    warmup: int = typer.Option(0, help="Steps left out at the start."),
-) -> None:
-    """Set a forecast beside an outcome."""
-    from halfulp.audit.outcome import compare_traces
-    from halfulp.trace import Trace
-
-    _tell(
-        Console(),
-        *compare_traces(Trace.open(reference), Trace.open(measured), grid or None, scope, warmup),
-    )
 
 
 @app.command()

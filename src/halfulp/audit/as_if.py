@@ -174,8 +174,9 @@ class Showing:
         *,
         specs: Sequence[str] | None = None,
         bounds: Sequence[str] | None = None,
+        record: bool = True,
     ) -> Evaluation:
-        """The loss of the model, and of every rehearsal and bound as if it were the model; recorded.
+        """The loss of the model, and of every rehearsal and bound as if it were the model; in the trace, too.
 
         ``evaluate`` is called for each, and gives a number. It draws the same random numbers every time, and
         the run goes on as if it had been called once: the global generators of Python, NumPy and torch and
@@ -184,7 +185,7 @@ class Showing:
         """
         if self.rehearsing is None or (specs is not None and not specs):
             real = _number(evaluate())
-            self._note([(REAL, REAL, real)])
+            self._note([(REAL, REAL, real)] if record else [])
             return Evaluation(step=self.step, real=real, losses={})
         ready = self._ready()
         chosen = [ready.index(s) for s in (self.rehearsals if specs is None else specs)]
@@ -210,7 +211,7 @@ class Showing:
                     made.setdefault(spec, {})[bound] = loss
                     rows.append((j, BOUNDS.index(bound), loss))
             after.put_back()
-            self._note(rows)
+            self._note(rows if record else [])
         return Evaluation(step=self.step, real=real, losses=made)
 
     def _note(self, rows: Sequence[tuple[int, int, float]]) -> None:

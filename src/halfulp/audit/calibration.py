@@ -21,7 +21,7 @@ from pathlib import Path
 import polars as pl
 
 from halfulp import documents, files
-from halfulp.audit.stored import is_of, policies
+from halfulp.audit.stored_on import is_of, policies
 from halfulp.documents import Fields, check_digest, parsed
 from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.text import shown
@@ -194,7 +194,8 @@ class Calibration:
             )
         rest = [spec for spec in specs if spec not in known]
         if rest:
-            out.append(f"Not calibrated, for want of a pair: {', '.join(rest)}.")
+            both = " Do not compare them with those that are." if out else ""
+            out.append(f"Not calibrated, for want of a pair: {', '.join(rest)}.{both}")
         return out
 
     def __str__(self) -> str:

@@ -46,11 +46,14 @@ class Cost:
     calibrated: Calibrated | None = None
 
     @property
-    def loss(self) -> float:
-        """The forecast: calibrated if it can be, else the point, else what there is."""
-        if self.calibrated is not None:
-            return self.calibrated.loss
+    def raw(self) -> float:
+        """The forecast of this run alone: the point, else what there is."""
         return next(x for x in (self.point, self.upper, self.lower) if x is not None)
+
+    @property
+    def loss(self) -> float:
+        """The forecast: calibrated if it can be."""
+        return self.raw if self.calibrated is None else self.calibrated.loss
 
     @property
     def gap(self) -> float:
@@ -59,7 +62,7 @@ class Cost:
 
 
 def costs(trace: Recorded, calibration: Calibration | None = None) -> list[Cost]:
-    """Every rehearsal that was evaluated, at its last evaluation; the cheapest first."""
+    """Every rehearsal that was evaluated, at its last evaluation; the cheapest first, before calibration."""
     found = []
     for spec in trace.rehearsals:
         losses = trace.forecast(spec).losses.filter(pl.col("real").is_not_null())
@@ -76,7 +79,7 @@ def costs(trace: Recorded, calibration: Calibration | None = None) -> list[Cost]
             upper=last.get("upper"),
         )
         found.append(_calibrated(trace, made, calibration))
-    return sorted(found, key=lambda c: (not np.isfinite(c.loss), c.loss if np.isfinite(c.loss) else 0.0))
+    return sorted(found, key=lambda c: (not np.isfinite(c.raw), c.raw if np.isfinite(c.raw) else 0.0))
 
 
 def _calibrated(trace: Recorded, cost: Cost, calibration: Calibration | None) -> Cost:

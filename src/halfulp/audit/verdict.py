@@ -23,7 +23,7 @@ import polars as pl
 
 from halfulp.audit import costs
 from halfulp.audit.calibration import Calibration
-from halfulp.audit.stored import on_grid, policies
+from halfulp.audit.stored_on import on_grid, policies
 from halfulp.grids import grid as named
 from halfulp.measures.crossings import Crossing, crossing
 from halfulp.measures.groups import CORE
@@ -311,11 +311,11 @@ def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration 
     if trace.manifest["options"]["sample"]:
         share = trace.manifest["options"]["sample"]
         out.append(f"A fixed sample of {share:.0%} of the tiles: {_error(trace)}.")
+    out += costs.lines(trace, calibration)
     for grid in trace.grids:
         out += ["", *_grid_lines(trace, grid)]
-    rounded, told = rounded_words(trace), costs.lines(trace, calibration)
+    rounded = rounded_words(trace)
     out += [
-        *told,
         "",
         "How sure this is: the event at a weight is exact, for the change that the optimizer made. "
         + (f"{rounded} " if rounded else "")

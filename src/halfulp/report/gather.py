@@ -26,7 +26,7 @@ import numpy.typing as npt
 import polars as pl
 
 from halfulp.audit import verdict
-from halfulp.audit.stored import same_values
+from halfulp.audit.stored_on import same_values
 from halfulp.measures.crossings import Crossing, crossing
 from halfulp.measures.groups import CORE
 from halfulp.trace import Trace
