@@ -31,7 +31,7 @@ from halfulp.audit.recorder import Audit
 from halfulp.errors import HalfulpError, UsageError
 
 
-class _Losses:
+class Losses:
     """Notes the value of every scalar that ``backward`` is called on."""
 
     def __init__(self, audit: Audit) -> None:
@@ -136,7 +136,7 @@ def run_script(
     if own is not None:
         own.audit = audit
     try:
-        with Termination(audit, farewell), audit, _Losses(audit):
+        with Termination(audit, farewell), audit, Losses(audit):
             try:
                 _run_as_main(script, module, own)
             except SystemExit as stop:
