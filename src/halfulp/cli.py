@@ -190,6 +190,7 @@ def audit(
     from halfulp.audit.rehearsal import Rehearse
     from halfulp.audit.script import run_script, save_rehearsed
     from halfulp.audit.verdict import verdict
+    from halfulp.grids import grid
     from halfulp.report.live import LiveView
     from halfulp.trace import Trace, free_folder, newest_folder
 
@@ -200,10 +201,11 @@ def audit(
     usual = Path("runs") / (script.stem if script is not None else module or Path(command).stem)
     folder = out if out is not None else newest_folder(usual) if resume else free_folder(usual)
     asked = Rehearse(_listed(rehearse)) if rehearse else None
-    audited = dict.fromkeys(_listed(grids) if grids else AUDITED)
-    audited |= dict.fromkeys(r.grid.name for r in (asked.each if asked else ()))  # for their lower bounds
+    chosen = _listed(grids) if grids else list(AUDITED)
+    there = {grid(name).name for name in chosen}
+    lower = dict.fromkeys(r.grid.name for r in (asked.each if asked else ()))  # bounds are those of the audit
     options: dict[str, Any] = {
-        "grids": list(audited),
+        "grids": [*chosen, *(name for name in lower if name not in there)],
         "unfit": "raise" if grids else "drop",
         "every": every,
         "sample": None if sample == 1.0 else sample,
