@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from halfulp.study import Study
+from halfulp.study import Outcomes, Study
 
 LETTERS = "".join(chr(i) for i in range(33, 98))  # 65, as many as Shakespeare's
 
@@ -28,6 +28,10 @@ class Here:
         self.records: dict[str, dict[str, Any]] = {}
         self.files: Files = {}
         self.attached: dict[str, bytes] = {}
+        self.closed: dict[str, Outcomes] = {}
+
+    def evidence(self, name: str) -> Outcomes:
+        return self.closed[name]
 
     def data(self, name: str) -> Path:
         return self.folder / name
@@ -72,12 +76,19 @@ Records = dict[str, dict[str, Any]]
 Files = dict[str, dict[str, dict[str, bytes]]]
 
 
-def run_all(study: Study, folder: Path) -> Records:
-    """The records of all stages at the smallest scale."""
-    return run_with_files(study, folder)[0]
+def run_outcomes(study: Study, folder: Path, evidence: Mapping[str, Outcomes] | None = None) -> Outcomes:
+    """The records of all stages at the smallest scale, as a study's functions are given them."""
+    return outcomes(*run_with_files(study, folder, evidence), evidence)
 
 
-def run_with_files(study: Study, folder: Path) -> tuple[Records, Files]:
+def outcomes(records: Records, files: Files, evidence: Mapping[str, Outcomes] | None = None) -> Outcomes:
+    """Records with their files."""
+    return Outcomes(records, attached=lambda stage, cell, name: files[stage][cell][name], evidence=evidence)
+
+
+def run_with_files(
+    study: Study, folder: Path, evidence: Mapping[str, Outcomes] | None = None
+) -> tuple[Records, Files]:
     """The same, with what was attached to each."""
     records: Records = {}
     files: Files = {}
@@ -87,6 +98,7 @@ def run_with_files(study: Study, folder: Path) -> tuple[Records, Files]:
             here = Here(cell.config, folder, cell.name)
             here.records = {name: records[name] for name in stage.reads}
             here.files = {name: files[name] for name in stage.reads}
+            here.closed = dict(evidence or {})
             records[stage.name][cell.name] = json.loads(json.dumps(stage.run(here), allow_nan=False))
             files[stage.name][cell.name] = here.attached
     return records, files

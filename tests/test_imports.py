@@ -31,6 +31,7 @@ ORDER = (
     ("report",),
     ("demo",),
     ("cli",),
+    ("__main__",),
 )
 """Leftmost first; those in one place know nothing of each other."""
 PLACE = {name: i for i, names in enumerate(ORDER) for name in names}

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decoder_cells import run_all, write_corpora
+from decoder_cells import run_outcomes, write_corpora
 
 from halfulp.arms import Arm, measures
 from halfulp.arms.bundle import Unit
 from halfulp.models.training import Schedule
 from halfulp.studies import char_gpt, matched_10k
+from halfulp.study import Outcomes
 from halfulp.study.verdict import decide, evaluate
 
 UNITS = tuple(matched_10k.RUNS.units)
@@ -75,16 +76,16 @@ def test_char_gpt_paper_scale_is_the_papers() -> None:
 
 
 @pytest.fixture(scope="module")
-def char_records(folder: Path) -> dict[str, dict[str, Any]]:
-    return run_all(char_gpt.STUDY, folder)
+def char_records(folder: Path) -> Outcomes:
+    return run_outcomes(char_gpt.STUDY, folder)
 
 
 @pytest.fixture(scope="module")
-def matched_records(folder: Path) -> dict[str, dict[str, Any]]:
-    return run_all(matched_10k.STUDY, folder)
+def matched_records(folder: Path) -> Outcomes:
+    return run_outcomes(matched_10k.STUDY, folder)
 
 
-def test_char_gpt_smoke(char_records: dict[str, dict[str, Any]]) -> None:
+def test_char_gpt_smoke(char_records: Outcomes) -> None:
     values = evaluate(char_gpt.STUDY.estimands, char_records)
     assert values["matched"] == {"seed-1337": 1.0, "seed-1338": 1.0}
     assert all(v is not None for v in values["loss-fp32"].values())
@@ -96,7 +97,7 @@ def test_char_gpt_smoke(char_records: dict[str, dict[str, Any]]) -> None:
     assert {type(claim.ours(char_records)) for claim in char_gpt.PAPER} <= {float, int, type(None)}
 
 
-def test_matched_smoke(matched_records: dict[str, dict[str, Any]]) -> None:
+def test_matched_smoke(matched_records: Outcomes) -> None:
     values = evaluate(matched_10k.STUDY.estimands, matched_records)
     assert values["matched"] == dict.fromkeys(sorted(UNITS), 1.0)
     for unit in UNITS:
@@ -115,7 +116,7 @@ def test_matched_smoke(matched_records: dict[str, dict[str, Any]]) -> None:
     assert all(claim.ours(matched_records) is not None for claim in matched_10k.PAPER if "gap" in claim.claim)
 
 
-def test_figures(char_records: dict[str, Any], matched_records: dict[str, Any], tmp_path: Path) -> None:
+def test_figures(char_records: Outcomes, matched_records: Outcomes, tmp_path: Path) -> None:
     """They draw from records alone."""
     pytest.importorskip("matplotlib")
     for study, records in ((char_gpt.STUDY, char_records), (matched_10k.STUDY, matched_records)):
@@ -125,7 +126,7 @@ def test_figures(char_records: dict[str, Any], matched_records: dict[str, Any], 
             assert all(axes.lines for axes in figure.axes)
 
 
-def test_recovery_over_time(matched_records: dict[str, dict[str, Any]]) -> None:
+def test_recovery_over_time(matched_records: Outcomes) -> None:
     """Early is the first evaluation after 30%: update 11 of 20 here, 3001 of 10,000 in the paper."""
     unit = Unit(matched_10k.RUNS, matched_records, "e5m2-1337")
     assert measures.early_update(unit, "rne", 0.3) == 11
@@ -135,7 +136,7 @@ def test_recovery_over_time(matched_records: dict[str, dict[str, Any]]) -> None:
     assert measures.early_recovery(unit, "sr", 0.3) == measures.recovery(unit, "sr", 11)
 
 
-def test_added_value_is_of_the_reference(matched_records: dict[str, dict[str, Any]]) -> None:
+def test_added_value_is_of_the_reference(matched_records: Outcomes) -> None:
     """The symmetric and the scalar forecast are in every forecast, and the gate is computed from them."""
     found = evaluate(matched_10k.STUDY.estimands, matched_records)["added-value"]
     for name in UNITS:
@@ -148,13 +149,13 @@ def test_added_value_is_of_the_reference(matched_records: dict[str, dict[str, An
         assert found[name] == c.rmse / min(c.symmetric_rmse, c.rho_rmse)
 
 
-def broken(records: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    copy: dict[str, Any] = json.loads(json.dumps(records))
+def broken(records: Outcomes, change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    copy: dict[str, Any] = json.loads(json.dumps(dict(records)))
     change(copy)
     return copy
 
 
-def test_unmatched_arms_are_noticed(matched_records: dict[str, dict[str, Any]]) -> None:
+def test_unmatched_arms_are_noticed(matched_records: Outcomes) -> None:
     """Another start, other weights, or a projected anchor: the label says so."""
 
     def other_codes(r: dict[str, Any]) -> None:

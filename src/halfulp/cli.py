@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
 from contextlib import nullcontext, suppress
@@ -43,15 +44,16 @@ class _Commands(TyperGroup):
 
 
 class _Script(TyperCommand):
-    """Where the script, or ``-m MODULE``, begins, halfulp's own options end: all that follows is its own."""
+    """Where the script, ``-m MODULE`` or ``--run COMMAND`` begins, halfulp's own options end: all that
+    follows is its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = {o: p.is_flag for p in self.params for o in p.opts if hasattr(p, "is_flag")}
         at = 0
         while at < len(args) and args[at].startswith("-") and args[at] != "--":
-            module = args[at].startswith("-m")
+            last = args[at].startswith("-m") or args[at] == "--run"
             at += 1 if flags.get(args[at], True) else 2
-            if module:
+            if last:
                 break
         else:
             at += 2 if args[at : at + 1] == ["--"] else 1
@@ -138,6 +140,11 @@ def audit(
     module: str = typer.Option(
         "", "-m", help="Instead of a script, a module, as by `python -m`; all that follows is its own."
     ),
+    command: str = typer.Option(
+        "",
+        "--run",
+        help="Instead of a script, a command such as torchrun; every Python process under it is audited.",
+    ),
     grids: str = typer.Option(
         "", help=f"Grids, separated by commas; default {','.join(AUDITED)}, as far as they fit the weights."
     ),
@@ -159,29 +166,45 @@ def audit(
     ),
     live: bool = typer.Option(False, help="Show what is being lost while the script runs."),
 ) -> None:
-    """Run a training script, or a module with -m, and record what each grid would throw away."""
+    """Run a training script, a module or a command, and record what each grid would throw away."""
+    from halfulp.audit.children import launch
     from halfulp.audit.recorder import Audit
     from halfulp.audit.script import run_script
     from halfulp.audit.verdict import verdict
     from halfulp.report.live import LiveView
     from halfulp.trace import Trace, free_folder, newest_folder
 
-    if script is None and not module:
-        raise UsageError("nothing to audit: give a training script, or -m and a module. See --help.")
-    usual = Path("runs") / (module if script is None else script.stem)
+    if script is None and not module and not command:
+        raise UsageError(
+            "nothing to audit: give a training script, -m and a module, or --run and a command. See --help."
+        )
+    usual = Path("runs") / (script.stem if script is not None else module or Path(command).stem)
     folder = out if out is not None else newest_folder(usual) if resume else free_folder(usual)
+    options: dict[str, Any] = {
+        "grids": [g.strip() for g in grids.split(",") if g.strip()] if grids else list(AUDITED),
+        "unfit": "raise" if grids else "drop",
+        "every": every,
+        "sample": None if sample == 1.0 else sample,
+        "decay": decay,
+        "expected_never_moved": expected,
+        "scores": _scores(scores, tile) if scores else None,
+    }
+    if command:
+        if resume or live:
+            raise UsageError(
+                "--resume and --live are for one script; with --run there may be many processes."
+            )
+        Audit(None, **options)  # what it refuses is refused here, before anything runs
+        code = launch([command, *context.args], options, folder)
+        if code == -signal.SIGINT:
+            raise KeyboardInterrupt
+        raise typer.Exit(code if code >= 0 else 128 - code)
     view = LiveView()
     recorder = Audit(
         None,
-        [g.strip() for g in grids.split(",") if g.strip()] if grids else AUDITED,
+        **options,
         out=folder,
         exists="raise",
-        unfit="raise" if grids else "drop",
-        every=every,
-        sample=None if sample == 1.0 else sample,
-        decay=decay,
-        expected_never_moved=expected,
-        scores=_scores(scores, tile) if scores else None,
         resume=resume,
         listeners=[view] if live else [],
         describe={
@@ -225,7 +248,8 @@ def _scores(text: str, tile: int) -> tuple[str, int, int, int]:
 def allocate(
     trace: Path = typer.Argument(..., help="A trace that was recorded with --scores."),
     budget: str = typer.Option(..., help="A share of all masters, such as 10%, or bytes."),
-    score: str = typer.Option("P", help="F, L, C, G, U, W, T, P, or random."),
+    score: str = typer.Option("P", help="F, L, C, G, U, W, T, P, R (or R:SPEC) of a rehearsal, or random."),
+    keep: Path | None = typer.Option(None, help="A mask whose tiles come first: the second round of R."),
     seed: int = typer.Option(0, help="Of a random mask."),
     shuffle: int | None = typer.Option(
         None, help="A control: then move the tiles to random places of their tensors, by this seed."
@@ -235,7 +259,8 @@ def allocate(
     """Choose the tiles that get an fp32 master, within an exact budget."""
     from halfulp import masks
 
-    mask = masks.allocate(trace, _budget(budget), score, seed=seed)
+    kept = None if keep is None else masks.Mask.load(keep)
+    mask = masks.allocate(trace, _budget(budget), score, seed=seed, keep=kept)
     mask = mask if shuffle is None else mask.shuffled(shuffle)
     mask.save(output)
     table = Table(Column("tensor", no_wrap=True), "tiles", "of", "bytes of masters")

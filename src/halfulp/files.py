@@ -141,8 +141,12 @@ def _sync(paths: Sequence[Path]) -> None:
         if len(paths) == 1:
             _fsync(paths[0])
         else:
-            with ThreadPoolExecutor(min(len(paths), SYNCING)) as pool:
-                list(pool.map(_fsync, paths))
+            try:
+                with ThreadPoolExecutor(min(len(paths), SYNCING)) as pool:
+                    list(pool.map(_fsync, paths))
+            except RuntimeError:  # the interpreter is ending, and starts no more threads
+                for path in paths:
+                    _fsync(path)
 
 
 def _fsync(path: Path) -> None:

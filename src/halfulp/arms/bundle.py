@@ -8,8 +8,11 @@ contexts. A bundle says which there are and yields the study's stages:
     float32 runs, audited for the grids of the conditions: anchors, and what forecasts are made of. One a
     target from its raw weights, or, for ``anchor="projected"``, one a unit from the arms' own first codes.
 ``forecast``
-    what the reference says of the nearest arm, by scope: directional, symmetric and scalar rho; sealed
-    before any outcome.
+    what the reference says of the nearest arm, by scope: directional, symmetric and scalar rho; and of every
+    arm that it rehearses: the loss, between its bounds; sealed before any outcome.
+``source``
+    with a source: one float32 run of another seed. Forecasts are then made of it alone, before any target
+    runs, and the references are *privileged*: each knows its own target.
 ``source``, ``source-masks``, ``target-masks``
     with masks: a source run's scores, the masks that they give, those of each target's own reference.
 ``outcome``
@@ -21,12 +24,13 @@ What varies between studies is data; a change of one field is :func:`dataclasses
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+from safetensors.numpy import load as load_tensors
 
 from halfulp.arms import masks, records
 from halfulp.arms.arm import Arm
@@ -34,6 +38,8 @@ from halfulp.arms.corpus import files_of
 from halfulp.arms.forecasts import forecast
 from halfulp.arms.measures import FP32
 from halfulp.arms.run import run
+from halfulp.errors import UsageError
+from halfulp.study.outcomes import Outcomes
 from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Values
 
 Json = Any
@@ -66,9 +72,21 @@ class Bundle:
     anchor: Literal["raw", "projected"] = "raw"
     scopes: tuple[str, ...] = ()
     """Scopes that are forecast; none for no forecast."""
+    rehearse: tuple[str, ...] = ()
+    """Arms that the references rehearse, so that a forecast has their losses."""
+    forecast_from: int | None = None
+    """The seed of the run that all targets are forecast from; by default each from its own reference."""
     masked: Masked | None = None
     unit: str = "{condition}-{seed}"
     reference: str = "fp32-{seed}"
+
+    def __post_init__(self) -> None:
+        if self.anchor == "projected" and len(self.conditions) > 1 and "{condition}" not in self.reference:
+            raise UsageError(
+                f"anchors start from the codes of a grid: {self.reference!r} names no condition."
+            )
+        if self.forecast_from is not None and (self.masked is not None or len(self.conditions) > 1):
+            raise UsageError("one source forecasts one condition; a source of masks is named with the masks.")
 
     # ---- names ----
 
@@ -89,6 +107,12 @@ class Bundle:
     def cell(self, unit: str, arm: str) -> str:
         """The cell of an arm; where there is one arm, the unit's name says it."""
         return unit if len(self.arms) == 1 else f"{unit}-{arm}"
+
+    def rehearsals(self, condition: str) -> dict[str, str]:
+        """What a reference rehearses of a condition, by arm."""
+        grid = self.conditions[condition]["grid"]
+        policies = {arm: self.arms[arm]["policy"] for arm in self.rehearse}
+        return {arm: grid if policy == "rne" else f"{grid}:{policy}" for arm, policy in policies.items()}
 
     # ---- runs ----
 
@@ -115,28 +139,44 @@ class Bundle:
         """A float32 run for every anchor."""
         made: dict[str, Arm] = {}
         for unit, (condition, seed) in self.units.items():
-            changes = dict(self.conditions[condition])
-            grid, name = changes.pop("grid"), self.reference_of(unit)
+            grid, name = self.conditions[condition]["grid"], self.reference_of(unit)
             if name in made:  # one raw anchor for several grids
-                made[name] = replace(made[name], audit=(*made[name].audit, grid))
+                so_far, more = made[name], tuple(self.rehearsals(condition).values())
+                made[name] = replace(so_far, audit=(*so_far.audit, grid), rehearse=(*so_far.rehearse, *more))
                 continue
-            if self.anchor == "projected":
-                changes["projected"] = grid
-            if self.masked is not None:
-                changes["scores"] = (grid, self._window(config))
-            made[name] = self._run(config, seed, audit=(grid,), **changes)
+            made[name] = self._reference(config, condition, seed)
         return (Cell(name=name, config=arm.to_json()) for name, arm in made.items())
 
+    def _reference(self, config: Config, condition: str, seed: int) -> Arm:
+        changes = dict(self.conditions[condition])
+        grid = changes.pop("grid")
+        if self.anchor == "projected":
+            changes["projected"] = grid
+        if self.masked is not None:
+            changes["scores"] = (grid, self._window(config))
+        rehearse = tuple(self.rehearsals(condition).values())
+        return self._run(config, seed, audit=(grid,), rehearse=rehearse, **changes)
+
     def forecasts(self, config: Config) -> Iterator[Cell]:
-        """A forecast for every unit."""
+        """A forecast for every unit, or the one of the source."""
+        if self.forecast_from is not None:
+            (condition,) = self.conditions
+            yield self._forecast("source", condition, self.forecast_from, reference="source", stage="source")
+            return
         for unit, (condition, seed) in self.units.items():
-            yield Cell(
-                name=unit,
-                config={
-                    "seed": seed, "grid": self.conditions[condition]["grid"],
-                    "reference": self.reference_of(unit), "scopes": list(self.scopes),
-                },
-            )  # fmt: skip
+            yield self._forecast(unit, condition, seed, reference=self.reference_of(unit))
+
+    def _forecast(self, name: str, condition: str, seed: int, **where: str) -> Cell:
+        grid = self.conditions[condition]["grid"]
+        told = {"seed": seed, "grid": grid, **where, "scopes": list(self.scopes)}
+        rehearse = {"rehearse": self.rehearsals(condition)} if self.rehearse else {}
+        return Cell(name=name, config={**told, **rehearse})
+
+    def forecast_source(self, config: Config) -> Iterator[Cell]:
+        """The float32 run that all targets are forecast from."""
+        assert self.forecast_from is not None
+        (condition,) = self.conditions
+        yield Cell(name="source", config=self._reference(config, condition, self.forecast_from).to_json())
 
     def outcomes(self, config: Config) -> Iterator[Cell]:
         """Every arm of every unit."""
@@ -181,8 +221,13 @@ class Bundle:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """A study's stages, in order: what is predicted is sealed before any outcome."""
+        """A study's stages, in order: what is forecast is sealed before any outcome."""
         made, masks_read = [], tuple[str, ...]()
+        if self.forecast_from is not None:
+            made += [
+                Stage(name="source", kind="reference", cells=self.forecast_source, run=run),
+                self._forecast_stage("source"),
+            ]
         if self.masked is not None:
             made += [
                 Stage(name="source", kind="reference", cells=self.source, run=run),
@@ -201,15 +246,13 @@ class Bundle:
                 )
             )  # fmt: skip
             masks_read = (*masks_read, "target-masks")
-        if self.scopes:
-            made.append(
-                Stage(
-                    name="forecast", kind="prediction", cells=self.forecasts, run=forecast,
-                    reads=("reference",),
-                )
-            )  # fmt: skip
+        if self.scopes and self.forecast_from is None:
+            made.append(self._forecast_stage("reference"))
         made.append(Stage(name="outcome", kind="outcome", cells=self.outcomes, run=run, reads=masks_read))
         return tuple(made)
+
+    def _forecast_stage(self, reads: str) -> Stage:
+        return Stage(name="forecast", kind="prediction", cells=self.forecasts, run=forecast, reads=(reads,))
 
     # ---- records ----
 
@@ -221,15 +264,25 @@ class Bundle:
         """What computes a measure of every unit; a protocol shows its name."""
 
         @functools.wraps(measure)
-        def compute(found: Records, **arguments: Any) -> Values:
-            return {unit: measure(Unit(self, found, unit), **arguments) for unit in self.units}
+        def compute(found: Records, scopes: Sequence[str] = (), **arguments: Any) -> Values:
+            units = {name: Unit(self, found, name) for name in self.units}
+            if not scopes:
+                return {name: measure(unit, **arguments) for name, unit in units.items()}
+            return {
+                f"{name} {scope}": measure(unit, scope=scope, **arguments)
+                for name, unit in units.items()
+                for scope in scopes
+            }
 
         return compute
 
     def estimand(
         self, name: str, what: str, measure: Callable[..., float | None], **arguments: Any
     ) -> Estimand:
-        """A measure of every unit, as an estimand; its arguments are sealed."""
+        """A measure of every unit, as an estimand; its arguments are sealed.
+
+        With ``scopes=``, of every unit and scope: ``e5m2-1337 core``.
+        """
         return Estimand(name=name, what=what, compute=self.each(measure), args=arguments)
 
 
@@ -251,11 +304,40 @@ class Unit:
             return self.found["reference"][self.bundle.reference_of(self.name)]
         return self.found["outcome"][self.bundle.cell(self.name, arm)]
 
+    @property
+    def siblings(self) -> list[Unit]:
+        """The other targets under the same condition."""
+        condition = self.bundle.units[self.name][0]
+        return [unit for unit in self.bundle.over(self.found, condition) if unit.name != self.name]
+
+    def contexts(self, arm: str) -> records.Array:
+        """The held-out loss of every context at every evaluation of an arm, or of the anchor."""
+        stage, cell = ("reference", self.bundle.reference_of(self.name))
+        if arm != FP32:
+            stage, cell = "outcome", self.bundle.cell(self.name, arm)
+        assert isinstance(self.found, Outcomes)
+        made = load_tensors(self.found.attached(stage, cell, "contexts.safetensors"))
+        return np.asarray(made["loss"])
+
+    def told(self, what: str) -> Any:
+        """Something that was forecast; None where it was not recorded."""
+        cell = self.name if self.bundle.forecast_from is None else "source"
+        return self.found["forecast"][cell].get(what)
+
     def forecast(self, scope: str, predictor: str = "frozen") -> records.Array | None:
         """The frozen fraction of every update, as it was forecast; None where that was not recorded."""
-        found = self.found["forecast"][self.name].get(predictor)
+        found = self.told(predictor)
         found = found[scope] if isinstance(found, Mapping) else found
         return None if found is None else np.asarray(found)
+
+    def forecast_loss(self, arm: str, bound: str, update: int | None = None) -> float | None:
+        """The loss of an arm after an update, as its rehearsal has it; the last by default.
+
+        None where it was not rehearsed, or only in the run of another seed, whose losses are its own.
+        """
+        told = None if self.bundle.forecast_from is not None else self.told("losses")
+        at = str(self.run(FP32)["updates"] if update is None else update)
+        return told[arm][at][bound] if told is not None and at in told.get(arm, ()) else None
 
     @property
     def masks(self) -> records.Record:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from halfulp.arms import measures, records
 from halfulp.arms.bundle import Bundle, Unit
 from halfulp.drawing import COLOURS, DASHES, GREY, new_figure, percent
@@ -19,21 +21,16 @@ def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: fl
     A band spans the targets. Recovery is drawn from the first evaluation after a share of the run; ``target``
     is a line across it.
     """
-    figure, (gaps, shares, moved) = new_figure(1, 3)
+    figure, (lost, shares, moved) = new_figure(1, 3)
     others = [arm for arm in bundle.arms if arm != "rne"]
-    for condition, colour in zip(bundle.conditions, (COLOURS[1], COLOURS[0], *COLOURS[2:]), strict=False):
+    for condition, colour in zip(bundle.conditions, _condition_colours(), strict=False):
         units = bundle.over(found, condition)
-        updates = list(records.losses(units[0].run("rne")))
-        late = [u for u in updates if u >= measures.early_update(units[0], "rne", after)]
-        for arm, dash in zip(bundle.arms, DASHES, strict=False):
-            name = f"{condition} {arm}"
-            _band(
-                gaps,
-                [(u, _known(measures.gap(x, arm, u) for x in units)) for u in updates],
-                colour,
-                dash,
-                name,
-            )
+        late = [
+            u
+            for u in records.losses(units[0].run("rne"))
+            if u >= measures.early_update(units[0], "rne", after)
+        ]
+        _draw_gaps(lost, bundle, units, condition, colour)
         for arm, dash in zip(others, DASHES, strict=False):
             name = condition if len(others) == 1 else f"{condition} {arm}"
             _band(
@@ -50,18 +47,72 @@ def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: fl
     if target is not None:
         shares.axhline(target, color=GREY, linewidth=0.8, linestyle=":")
     for panel, title, text in (
-        (gaps, "loss gap", f"nats above {bundle.anchor} fp32"),
+        (lost, "loss gap", f"nats above {bundle.anchor} fp32"),
         (shares, "recovery", "share of the rne gap"),
         (moved, "never moved", f"attention and mlp; open: {others[0]}"),
     ):
         panel.set_title(title)
         panel.set_ylabel(text)
-    for panel in (gaps, shares):
+    for panel in (lost, shares):
         panel.set_xlabel("update")
         panel.legend()
     percent(shares, full=False)
     percent(moved)
     return figure
+
+
+def tracked(bundle: Bundle, found: Records, scope: str) -> Any:
+    """Frozen fraction over updates: measured, and as each sealed predictor had it; a panel a condition.
+
+    The band spans the targets; forecasts are means over them.
+    """
+    figure, panels = new_figure(1, len(bundle.conditions), sharey=True)
+    named = ("frozen", "symmetric", "rho")
+    for panel, condition in zip(panels, bundle.conditions, strict=True):
+        units = bundle.over(found, condition)
+        seen = np.array([measures.measured(unit, scope) for unit in units])
+        _band(
+            panel,
+            [(u + 1, column.tolist()) for u, column in enumerate(seen.T)],
+            COLOURS[1],
+            "-",
+            "measured",
+        )
+        for predictor, colour, dash in zip(named, (COLOURS[0], *COLOURS[2:]), DASHES[1:], strict=False):
+            curves = [f for unit in units if (f := unit.forecast(scope, predictor)) is not None]
+            told = np.mean(curves, axis=0)
+            panel.plot(
+                range(1, len(told) + 1), told, color=colour, linestyle=dash,
+                label=measures.PREDICTORS[predictor],
+            )  # fmt: skip
+        panel.set_title(condition)
+        panel.set_xlabel("update")
+        percent(panel, full=False)
+    panels[0].set_ylabel(f"updates lost, {scope}")
+    panels[0].legend()
+    return figure
+
+
+def gaps(bundle: Bundle, found: Records) -> Any:
+    """Loss above the anchor over updates, a line an arm and condition; a band spans the targets."""
+    figure, (panel,) = new_figure()
+    for condition, colour in zip(bundle.conditions, _condition_colours(), strict=False):
+        _draw_gaps(panel, bundle, bundle.over(found, condition), condition, colour)
+    panel.set_xlabel("update")
+    panel.set_ylabel(f"nats above {bundle.anchor} fp32")
+    panel.legend()
+    return figure
+
+
+def _condition_colours() -> tuple[str, ...]:
+    return (COLOURS[1], COLOURS[0], *COLOURS[2:])
+
+
+def _draw_gaps(panel: Any, bundle: Bundle, units: Sequence[Unit], condition: str, colour: str) -> None:
+    updates = list(records.losses(units[0].run("rne")))
+    for arm, dash in zip(bundle.arms, DASHES, strict=False):
+        curve = [(u, _known(measures.gap(unit, arm, u) for unit in units)) for u in updates]
+        _band(panel, curve, colour, dash, f"{condition} {arm}")
 
 
 def recovered(

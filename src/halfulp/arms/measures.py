@@ -7,12 +7,15 @@ the arguments; None where it is not defined. Recovery (Eq. 5) is against the anc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from halfulp.arms import records
 from halfulp.measures.crossings import crossing
-from halfulp.measures.forecasts import Comparison, compare
+from halfulp.measures.forecasts import Comparison, compare, rmse
 
 if TYPE_CHECKING:
     from halfulp.arms.bundle import Unit
@@ -28,6 +31,12 @@ FP32 = "fp32"
 def loss(unit: Unit, arm: str, update: int | None = None) -> Found:
     """Held-out loss of an arm, or of the anchor (``fp32``), after an update; the last by default."""
     return records.loss(unit.run(arm), update)
+
+
+def progress(unit: Unit, arm: str = FP32) -> Found:
+    """How far the held-out loss fell between the first evaluation and the last."""
+    found = list(records.losses(unit.run(arm)).values())
+    return None if found[0] is None or found[-1] is None else found[0] - found[-1]
 
 
 def gap(unit: Unit, arm: str = "rne", update: int | None = None) -> Found:
@@ -73,16 +82,33 @@ def never_moved(unit: Unit, arm: str, scope: str = "core") -> Found:
     return records.never_moved(unit.run(arm), scope)
 
 
+def moved_by(unit: Unit, arm: str, scope: str = "core") -> Found:
+    """Share of a scope's coordinates that never moved under nearest write-back, less that under an arm."""
+    return records.never_moved(unit.run("rne"), scope) - records.never_moved(unit.run(arm), scope)
+
+
+def stays(unit: Unit, scope: str = "core") -> Found:
+    """Share of a scope's coordinates that the reference expects stochastic rounding never to move."""
+    found = unit.told("stays")
+    return None if found is None else float(found[scope] if isinstance(found, Mapping) else found)
+
+
 def endpoint(unit: Unit, arms: Sequence[str]) -> Found:
     """The largest share of codes at the ends of the range, over all updates of some arms."""
     runs = [unit.run(arm) for arm in arms]
     return max(float(r["most_endpoint"] / sum(r["coordinates"].values())) for r in runs)
 
 
-def onset(unit: Unit, scope: str, arm: str | None = None) -> Found:
+def onset(unit: Unit, scope: str, arm: str | None = None, predictor: str = "frozen") -> Found:
     """The persistent majority crossing of an arm; without one, of the forecast."""
-    told = unit.forecast(scope) if arm is None else _measured(unit, scope, arm)
+    told = unit.forecast(scope, predictor) if arm is None else measured(unit, scope, arm)
     return None if told is None else crossing(told).persistent
+
+
+def at_start(unit: Unit, scope: str, predictor: str = "frozen") -> Found:
+    """1 where the first update freezes a majority, in the nearest arm and as forecast."""
+    told = (unit.forecast(scope, predictor), measured(unit, scope))
+    return float(all(f is not None and crossing(f).category == "at-initialisation" for f in told))
 
 
 def timing_error(unit: Unit, scope: str, arm: str = "rne") -> Found:
@@ -93,23 +119,56 @@ def timing_error(unit: Unit, scope: str, arm: str = "rne") -> Found:
 
 # ---- forecasts --------------------------------------------------------------------------------------
 
+PREDICTORS = {
+    "frozen": "directional", "symmetric": "symmetric", "rho": "scalar rho", "matched": "matched reference",
+    "template": "template", "constant": "best constant", "one": "fixed one",
+}  # fmt: skip
+"""What is held against the measured frozen fraction, and what tables call it.
 
-def comparison(unit: Unit, scope: str, warmup: bool = True) -> Comparison:
-    """The forecast frozen fraction, and its simpler rivals, against the nearest arm's.
+The first three were sealed. ``matched`` is the directional forecast of the unit's own reference, which is the
+sealed one unless a source was reused. Nobody has the last three in time, or they cost nothing: the mean of
+what the other targets measured under the same condition, the best constant in hindsight, and one.
+"""
+
+
+def measured(unit: Unit, scope: str, arm: str = "rne") -> records.Array:
+    """The frozen fraction of every update of an arm."""
+    run = unit.run(arm)
+    return records.frozen(run, run["grid"], scope)
+
+
+def predicted(unit: Unit, scope: str, predictor: str, first: int = 0) -> records.Array | None:
+    """What a predictor says of every update; the constant is the best one after ``first`` updates."""
+    if predictor in ("constant", "one"):
+        found = measured(unit, scope)
+        return np.full_like(found, 1.0 if predictor == "one" else found[first:].mean())
+    if predictor == "template":
+        siblings = unit.siblings
+        return np.mean([measured(u, scope) for u in siblings], axis=0) if siblings else None
+    if predictor == "matched":
+        return records.frozen(unit.run(FP32), unit.run("rne")["grid"], scope)
+    return unit.forecast(scope, predictor)
+
+
+def comparison(unit: Unit, scope: str, warmup: bool = True, predictor: str = "frozen") -> Comparison:
+    """A predictor, and its simpler rivals, against the nearest arm's frozen fraction.
 
     ``warmup``: whether the updates of the warmup count too.
     """
-    told = unit.forecast(scope)
+    first = 0 if warmup else unit.run("rne")["warmup"]
+    told = predicted(unit, scope, predictor, first)
     assert told is not None
     return compare(
-        told, _measured(unit, scope, "rne"), warmup=0 if warmup else unit.run("rne")["warmup"],
+        told, measured(unit, scope), warmup=first,
         symmetric=unit.forecast(scope, "symmetric"), scalar_rho=unit.forecast(scope, "rho"),
     )  # fmt: skip
 
 
-def forecast_rmse(unit: Unit, scope: str, warmup: bool = True) -> Found:
-    """RMSE of the forecast against the measured frozen fraction."""
-    return comparison(unit, scope, warmup).rmse
+def forecast_rmse(unit: Unit, scope: str, warmup: bool = True, predictor: str = "frozen") -> Found:
+    """RMSE of a predictor against the measured frozen fraction; None where there is none."""
+    if predicted(unit, scope, predictor) is None:
+        return None
+    return comparison(unit, scope, warmup, predictor).rmse
 
 
 def added_value(unit: Unit, scope: str, warmup: bool = True) -> Found:
@@ -126,33 +185,134 @@ def informativeness(unit: Unit, scope: str, warmup: bool = True) -> Found:
     return _ratio(found.rmse, found.constant_rmse)
 
 
+def informative(unit: Unit, scope: str, warmup: bool = True) -> Found:
+    """1 where there is enough to forecast, and the forecast is enough better than the best constant."""
+    return float(comparison(unit, scope, warmup).informative)
+
+
 def measured_range(unit: Unit, scope: str, warmup: bool = True) -> Found:
     """95th minus 5th percentile of the measured frozen fraction."""
     return comparison(unit, scope, warmup).measured_range
+
+
+def skill(unit: Unit, scope: str, warmup: bool = True) -> Found:
+    """Share of the measured variance that the forecast explains."""
+    return comparison(unit, scope, warmup).skill
+
+
+def regret(unit: Unit, scope: str, warmup: bool = True) -> Found:
+    """RMSE of the forecast less that of the unit's own reference."""
+    own = comparison(unit, scope, warmup, "matched").rmse
+    return comparison(unit, scope, warmup).rmse - own
+
+
+def rehearsal_rmse(unit: Unit, scope: str, warmup: bool = True) -> Found:
+    """RMSE of the rehearsed nearest run against the measured frozen fraction."""
+    return _rmse(unit, records.rehearsed(unit.run(FP32), unit.run("rne")["grid"], scope), scope, warmup)
+
+
+def projection_rmse(unit: Unit, scope: str, warmup: bool = True) -> Found:
+    """The same of the reference's own projection: the directional forecast."""
+    return _rmse(unit, records.frozen(unit.run(FP32), unit.run("rne")["grid"], scope), scope, warmup)
+
+
+def rehearsal_over_projection(unit: Unit, scope: str, warmup: bool = True) -> Found:
+    """The first over the second."""
+    ours, theirs = rehearsal_rmse(unit, scope, warmup), projection_rmse(unit, scope, warmup)
+    return None if ours is None or theirs is None else _ratio(ours, theirs)
+
+
+def _rmse(unit: Unit, told: records.Array, scope: str, warmup: bool) -> float:
+    first = 0 if warmup else unit.run("rne")["warmup"]
+    return rmse(told[first:], measured(unit, scope, "rne")[first:])
+
+
+# ---- losses that were forecast ------------------------------------------------------------------------
+
+
+def forecast_gap(unit: Unit, arm: str = "rne", bound: str = "point", update: int | None = None) -> Found:
+    """The loss above the anchor's that a rehearsal of an arm forecast; ``lower`` and ``upper`` are bounds."""
+    told, anchor = unit.forecast_loss(arm, bound, update), loss(unit, FP32, update)
+    return None if told is None or anchor is None else told - anchor
+
+
+def gap_ratio(unit: Unit, arm: str = "rne", bound: str = "point") -> Found:
+    """The forecast gap over the measured one."""
+    told, found = forecast_gap(unit, arm, bound), gap(unit, arm)
+    return None if told is None or not found else told / found
+
+
+def gap_error(unit: Unit, arm: str = "rne") -> Found:
+    """How far the forecast gap was from the measured one, as a share of it."""
+    found = gap_ratio(unit, arm)
+    return None if found is None else abs(found - 1)
+
+
+def inside(unit: Unit, arm: str = "rne") -> Found:
+    """How far the measured loss is inside its bounds, in nats; negative outside."""
+    lower, upper = (unit.forecast_loss(arm, bound) for bound in ("lower", "upper"))
+    found = loss(unit, arm)
+    return None if lower is None or upper is None or found is None else min(found - lower, upper - found)
+
+
+def misordered(units: Sequence[Unit], arm: str = "rne", above: float = 0.0) -> Found:
+    """Pairs of units whose forecast gaps are not in the order of the measured ones.
+
+    Of the pairs with a measured gap above a floor; equal forecasts are no order.
+    """
+    found = [(gap(unit, arm), forecast_gap(unit, arm)) for unit in units]
+    wrong = 0
+    for (ours, told), (theirs, their_told) in itertools.combinations(found, 2):
+        if None in (ours, told, theirs, their_told):
+            return None
+        assert ours is not None and theirs is not None and told is not None and their_told is not None
+        if max(ours, theirs) > above and ours != theirs:
+            wrong += (ours < theirs) != (told < their_told) or told == their_told
+    return float(wrong)
 
 
 def _ratio(a: float, b: float) -> Found:
     return None if b == 0 else a / b
 
 
-def _measured(unit: Unit, scope: str, arm: str) -> records.Array:
-    run = unit.run(arm)
-    return records.frozen(run, run["grid"], scope)
+# ---- evaluation noise -------------------------------------------------------------------------------
+
+
+def noise(unit: Unit, arm: str) -> tuple[Found, Found]:
+    """Standard errors of an arm's last gap and recovery, from contexts that all runs are evaluated on.
+
+    The contexts are drawn at random from the held-out text and are the same for all runs, so differences are
+    taken context by context. This says how much other contexts would have changed the numbers, and nothing of
+    other seeds, streams or texts. Recovery is a ratio of means; its error is that of its linear part.
+    """
+    anchor, nearest, ours = (unit.contexts(a)[-1].astype(np.float64) for a in (FP32, "rne", arm))
+    left, whole = ours - anchor, nearest - anchor
+    if not whole.mean() > 0:
+        return _error(left), None
+    linear = (left - left.mean() / whole.mean() * whole) / whole.mean()
+    return _error(left), None if arm == "rne" else _error(linear)
+
+
+def _error(values: records.Array) -> Found:
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if np.isfinite(values).all() else None
 
 
 # ---- integrity --------------------------------------------------------------------------------------
 
 
 def matched(unit: Unit) -> Found:
-    """1 where all runs drew the same weights, and those on the grid began from the same codes.
+    """1 where all runs drew the same weights, and those on the grid began from the codes declared.
 
-    A projected anchor began from these codes too; a raw one did not.
+    They begin from the same codes, but for those with a stochastic first projection, which have others. A
+    projected anchor began from the nearest codes too; a raw one did not.
     """
-    runs, anchor = [unit.run(arm) for arm in unit.arms], unit.run(FP32)
-    drawn = {r["initial"] for r in (*runs, anchor)}
-    starts = {r["start"] for r in runs}
-    common = (anchor["start"] in starts) == (anchor["projected"] is not None)
-    return float(len(drawn) == 1 == len(starts) and common)
+    anchor = unit.run(FP32)
+    nearest, others = set[str](), set[str]()
+    for arm, how in unit.bundle.arms.items():
+        (others if how.get("projection") == "stochastic" else nearest).add(unit.run(arm)["start"])
+    drawn = {unit.run(arm)["initial"] for arm in (FP32, *unit.arms)}
+    common = (anchor["start"] in nearest) == (anchor["projected"] is not None)
+    return float(len(drawn) == 1 == len(nearest) and not nearest & others and common)
 
 
 def bytes_off(unit: Unit, arms: Sequence[str]) -> Found:

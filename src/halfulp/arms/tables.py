@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from halfulp.arms import measures, records
+from halfulp.arms import measures
 from halfulp.arms.bundle import Bundle
-from halfulp.arms.measures import FP32
+from halfulp.arms.measures import FP32, PREDICTORS
 from halfulp.study.protocol import Records, Table
 
 Tables = Mapping[str, Callable[[Records], Table]]
@@ -18,9 +18,9 @@ def tables(bundle: Bundle, *, warmup: bool = True, scopes: Sequence[str] = ()) -
     made = {"losses": partial(losses, bundle)}
     if len(bundle.arms) > 1:
         made["recovery"] = partial(recovery, bundle)
-        made["recovery over time"] = partial(over_time, bundle)
     if bundle.scopes:
         made["forecasts"] = partial(forecasts, bundle, warmup=warmup)
+    made["evaluation noise"] = partial(noise, bundle)
     made["visibility"] = partial(visibility, bundle, scopes=tuple(scopes) or ("core",))
     return made
 
@@ -52,37 +52,35 @@ def recovery(bundle: Bundle, found: Records) -> Table:
     )  # fmt: skip
 
 
-def over_time(bundle: Bundle, found: Records) -> Table:
-    """Recovery at every evaluation, of the first arm beside nearest."""
-    arm = next(arm for arm in bundle.arms if arm != "rne")
-    units = bundle.over(found)
-    updates = list(records.losses(units[0].run("rne")))
-    rows = [(u, *(measures.recovery(unit, arm, u) for unit in units)) for u in updates]
-    return Table(
-        columns=("update", *(u.name for u in units)), rows=rows,
-        caption=f"Share of the gap won back by {arm}, against {_anchor(bundle)}.",
-    )  # fmt: skip
-
-
 def forecasts(bundle: Bundle, found: Records, warmup: bool = True) -> Table:
-    """How well the reference forecast the nearest arm, beside predictors that cost nothing."""
-    rows = []
+    """How well the reference forecast the nearest arm, beside predictors that cost nothing or come late."""
+    named = {p: what for p, what in PREDICTORS.items() if p != "matched" or bundle.forecast_from is not None}
+    rows: list[tuple[str | float | None, ...]] = []
     for unit in bundle.over(found):
         for scope in bundle.scopes:
             c = measures.comparison(unit, scope, warmup)
-            rows.append(
-                (
-                    unit.name, scope, c.measured_range, c.rmse, c.symmetric_rmse, c.rho_rmse, c.constant_rmse,
-                    c.fixed_one_rmse, c.centred_rmse, c.signed_error,
-                )
-            )  # fmt: skip
+            errors = [measures.forecast_rmse(unit, scope, warmup, predictor) for predictor in named]
+            rows.append((unit.name, scope, c.measured_range, *errors, c.centred_rmse, c.signed_error))
+    when = "all updates" if warmup else "updates after the warmup"
     return Table(
-        columns=(
-            "unit", "scope", "range", "directional", "symmetric", "scalar rho", "best constant", "fixed one",
-            "centred", "signed error",
-        ),
-        rows=rows,
-        caption="RMSE of the forecast frozen fraction; range: 95th less 5th percentile of the measured one.",
+        columns=("unit", "scope", "range", *named.values(), "centred", "signed error"), rows=rows,
+        caption=f"RMSE of the frozen fraction over {when}. Range: 95th less 5th percentile of the measured "
+        "one. Template: mean of what the other targets measured. Centred, signed: of the directional one.",
+    )  # fmt: skip
+
+
+def noise(bundle: Bundle, found: Records) -> Table:
+    """What other held-out contexts would have changed."""
+    rows: list[tuple[str | float | None, ...]] = []
+    for unit in bundle.over(found):
+        for arm in bundle.arms:
+            gap, recovered = measures.noise(unit, arm)
+            won = None if arm == "rne" else measures.recovery(unit, arm)
+            rows.append((unit.name, arm, measures.gap(unit, arm), gap, won, recovered))
+    return Table(
+        columns=("unit", "arm", "gap, nats", "standard error", "recovery", "standard error of it"), rows=rows,
+        caption="Evaluation noise: standard errors over the held-out contexts, paired between runs. They say "
+        "what other contexts would have changed, and nothing of other seeds, streams or texts.",
     )  # fmt: skip
 
 

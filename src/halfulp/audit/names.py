@@ -11,6 +11,7 @@ They are called like the model's own.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -62,11 +63,13 @@ def modules_in_frames(depth: int = 100) -> list[tuple[str, torch.nn.Module]]:
     """Modules among the variables of the calling frames and inside their objects, and how they are called."""
     seen: dict[int, tuple[str, torch.nn.Module]] = {}
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and depth > 0:
-        for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
-            for label, module in _modules(name, value):
-                seen.setdefault(id(module), (label, module))
-        frame, depth = frame.f_back, depth - 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at a stranger's deprecated object is no use of it
+        while frame is not None and depth > 0:
+            for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
+                for label, module in _modules(name, value):
+                    seen.setdefault(id(module), (label, module))
+            frame, depth = frame.f_back, depth - 1
     return list(seen.values())
 
 

@@ -25,7 +25,7 @@ from halfulp.audit.recorder import Audit
 from halfulp.errors import HalfulpError, UsageError
 
 
-class _Losses:
+class Losses:
     """Notes the value of every scalar that ``backward`` is called on."""
 
     def __init__(self, audit: Audit) -> None:
@@ -116,7 +116,7 @@ def run_script(
     sys.argv = ["", *args]
     code, left = 0, False
     try:
-        with Termination(audit, farewell), audit, _Losses(audit):
+        with Termination(audit, farewell), audit, Losses(audit):
             try:
                 _run_as_main(script, module)
             except SystemExit as stop:

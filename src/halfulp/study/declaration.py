@@ -20,12 +20,14 @@ from halfulp.study.protocol import (
     Cell,
     Config,
     Estimand,
+    Evidence,
     Gate,
     Json,
     Rule,
     Study,
     check_cells,
     check_decisions,
+    check_opened,
     check_stages,
 )
 
@@ -64,7 +66,7 @@ def declare(study: Study, scale: str) -> dict[str, Json]:
         ],
         "gates": [asdict(gate) for gate in study.gates],
         "rules": [declared_rule(rule) for rule in study.rules],
-        **_given(evidence=[asdict(one) | {"scale": one.scale or scale} for one in study.evidence]),
+        **_given(evidence=[declared_evidence(one, scale) for one in study.evidence]),
     }
 
 
@@ -72,6 +74,13 @@ def declared_rule(rule: Rule) -> dict[str, Json]:
     """A rule, as it is sealed."""
     gates = {"label": rule.label, "passed": list(rule.passed), "failed": list(rule.failed)}
     return gates | _given(not_run=list(rule.not_run), says=rule.says)
+
+
+def declared_evidence(one: Evidence, scale: str) -> dict[str, Json]:
+    """Evidence, as it is sealed."""
+    made = asdict(one) | {"scale": one.scale or scale}
+    after = made.pop("after")
+    return made | _given(after=after)
 
 
 def declared_args(estimand: Estimand) -> dict[str, Json]:
@@ -148,6 +157,8 @@ class Protocol:
             for stage in content["stages"]:
                 check_cells(stage["name"], [cell["name"] for cell in stage["cells"]])
             check_decisions("The study", self.estimands, self.gates, self.rules, self.stages)
+            for one in self.evidence:
+                check_opened(f"Evidence {one['name']}", one.get("after", ""), self.stages)
         except UsageError as error:
             raise CorruptionError(f"{where} is not a protocol: {error}") from None
         if not self.stages or self.threads < 1 or self.retries < 0:

@@ -145,6 +145,19 @@ class Estimand:
             object.__setattr__(self, "args", {**self.compute.keywords, **self.args})
             object.__setattr__(self, "compute", self.compute.func)
 
+    @classmethod
+    def of(cls, compute: Callable[..., Values], name: str = "", **args: Json) -> Estimand:
+        """What a function computes: called by its name unless another is given, described by its docstring.
+
+        >>> def share_moved(records):
+        ...     \"\"\"Share of weights that moved, by run.\"\"\"
+        >>> Estimand.of(share_moved).name, Estimand.of(share_moved).what
+        ('share-moved', 'share of weights that moved, by run')
+        """
+        said = (compute.__doc__ or "").partition("\n")[0].rstrip(".")
+        called = name or compute.__name__.replace("_", "-")
+        return cls(name=called, what=said[:1].lower() + said[1:], compute=compute, args=args)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
@@ -172,6 +185,26 @@ class Gate:
         if not math.isfinite(self.threshold):
             raise UsageError(f"Gate {self.name}: the threshold must be a finite number.")
 
+    @classmethod
+    def of(
+        cls, name: str, condition: str, why: str = "", scope: Literal["unit", "mean", "all"] = "all"
+    ) -> Gate:
+        """A gate from the condition as one writes it.
+
+        >>> gate = Gate.of("most-move", "share-moved >= 0.5", "a majority")
+        >>> gate.estimand, gate.comparison, gate.threshold, gate.scope
+        ('share-moved', '>=', 0.5, 'all')
+        """
+        try:
+            estimand, comparison, threshold = condition.split()
+            given: dict[str, Any] = {"comparison": comparison, "threshold": float(threshold)}
+        except ValueError:
+            raise UsageError(
+                f"Gate {name}: a condition is an estimand, one of {' '.join(COMPARISONS)} and a number, not "
+                f"{condition[:80]!a}."
+            ) from None
+        return cls(name=name, estimand=estimand, scope=scope, why=why, **given)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -194,7 +227,8 @@ class Evidence:
 
     `records` are patterns (``*`` for anything) of ``stage/cell``, `attached` of ``stage/cell/file`` (their
     records come with them), `estimands` names: what is used is copied, checked, and all that cells and
-    estimands see. `scale` is that of the study itself unless it is given.
+    estimands see. `scale` is that of the study itself unless it is given. `after` names a stage that must be
+    sealed before a cell may open it: predictions that are made without knowing an outcome which exists.
     """
 
     name: str
@@ -203,6 +237,7 @@ class Evidence:
     records: tuple[str, ...] = ()
     attached: tuple[str, ...] = ()
     estimands: tuple[str, ...] = ()
+    after: str = ""
 
     def __post_init__(self) -> None:
         check_name("evidence", self.name)
@@ -263,6 +298,8 @@ class Study:
         estimands = [estimand.name for estimand in self.estimands]
         check_decisions(f"Study {self.name}", estimands, self.gates, self.rules, self.stages)
         _once(f"Study {self.name}: evidence", [one.name.lower() for one in self.evidence])
+        for one in self.evidence:
+            check_opened(f"Evidence {one.name}", one.after, self.stages)
         if self.retries < 0 or self.threads < 1:
             raise UsageError(f"Study {self.name}: retries must be 0 or more and threads 1 or more.")
 
@@ -320,6 +357,20 @@ def check_stages(what: str, stages: Sequence[Staged]) -> None:
         elif stage.kind == "prediction" and outcome:
             raise UsageError(f"Prediction stage {stage.name} comes after outcome stage {outcome}.")
         before.append(stage.name)
+
+
+def check_opened(what: str, after: str, stages: Sequence[Staged]) -> None:
+    """Evidence is opened after a stage that there is, and no gate is judged before that."""
+    if not after:
+        return
+    names = [stage.name for stage in stages]
+    if after not in names:
+        raise UsageError(f"{what} is opened after stage {after!r}; stages: {', '.join(names)}.")
+    for stage in stages[: names.index(after) + 1]:
+        if stage.only_if:
+            raise UsageError(
+                f"{what} is opened after stage {after}; no gate may decide on {stage.name} then."
+            )
 
 
 def check_cells(stage: str, cells: Sequence[str]) -> None:

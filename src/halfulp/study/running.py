@@ -115,13 +115,20 @@ class Session:
     def _record(self, stage: str, cell: str, sealed: Message) -> Message:
         return self.store.read_record(stage, cell, sealed["records"][cell])
 
+    def opened_after(self, name: str) -> str:
+        """The stage that must be sealed before a cell may open this evidence; none by default."""
+        return str(self._declared(name).get("after", ""))
+
+    def _declared(self, name: str) -> Mapping[str, Json]:
+        for one in self.protocol.evidence:
+            if one["name"] == name:
+                return one
+        raise UsageError(f"The study declares no evidence {name[:120]!a}.")
+
     def evidence(self, name: str) -> Outcomes:
         """Evidence, checked once a process."""
         if name not in self._evidence:
-            declared = [one for one in self.protocol.evidence if one["name"] == name]
-            if not declared:
-                raise UsageError(f"The study declares no evidence {name[:120]!a}.")
-            used = evidence.opened(self.store.folder, declared[0], self.sealed["evidence"][name])
+            used = evidence.opened(self.store.folder, self._declared(name), self.sealed["evidence"][name])
             self._evidence[name] = used.outcomes()
         return self._evidence[name]
 
@@ -169,6 +176,11 @@ class CellRun:
         return self._session.store.read_record(stage, cell, self._sealed[stage]["records"][cell])
 
     def evidence(self, name: str) -> Outcomes:
+        after = self._session.opened_after(name)
+        if after and after not in self._sealed:
+            raise UsageError(
+                f"Cell {self._stage}/{self.name} may not open evidence {name}: stage {after} is not sealed."
+            )
         return self._session.evidence(name)
 
     def read(self, stage: str, cell: str) -> Mapping[str, Json]:

@@ -152,7 +152,7 @@ PROTOCOL: dict[str, Any] = {
                "why": str}],
     "rules": [{"label": str, "passed": TEXTS, "failed": TEXTS, "not_run?": TEXTS, "says?": str}],
     "evidence?": [{"name": NAME, "study": NAME, "scale": SCALES, "records": TEXTS, "attached": TEXTS,
-                   "estimands": TEXTS}],
+                   "estimands": TEXTS, "after?": NAME}],
 }  # fmt: skip
 
 FILE = {"file": str, "attribute": str, "sha256": DIGEST}

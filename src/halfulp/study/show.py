@@ -30,7 +30,8 @@ def lines(protocol: Protocol) -> Iterator[str]:
         yield f"data         {plain(name)}"
     for one in protocol.evidence:
         uses = ", ".join(plain(text) for key in ("records", "attached", "estimands") for text in one[key])
-        yield f"evidence     {one['name']}: study {one['study']} ({one['scale']}), of which {uses}"
+        closed = f"; closed until stage {one['after']} is sealed" if "after" in one else ""
+        yield f"evidence     {one['name']}: study {one['study']} ({one['scale']}), of which {uses}{closed}"
     yield f"threads      {content['threads']} a worker process"
     yield f"retries      {content['retries']}"
     for stage in content["stages"]:

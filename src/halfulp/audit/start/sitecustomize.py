@@ -1,0 +1,72 @@
+"""What every Python process under ``halfulp audit --run`` does first: wait for an optimizer's first step.
+
+This folder is put in front of ``PYTHONPATH``, so the interpreter imports this file at its start, whoever
+started it. It costs a process that never imports torch nothing, and one that never steps an optimizer two
+hooks: halfulp itself is imported at the first step. Whatever ``sitecustomize`` there would have been is run
+as well.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _run_the_other() -> None:
+    """The ``sitecustomize`` that this one stands before."""
+    elsewhere = [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+class _AfterTorch:
+    """Finds torch as it would be found, and does something when it is imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        plain = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            plain(module)
+            _hook()
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _hook() -> None:
+    """Hooks around every step that import halfulp when they are needed."""
+    from torch._compile import _disable_dynamo
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    def enter(optimizer: Any, *_: object) -> None:
+        from halfulp.audit import children
+
+        children.enter(optimizer)
+
+    def leave(optimizer: Any, *_: object) -> None:
+        from halfulp.audit import children
+
+        children.leave(optimizer)
+
+    register_optimizer_step_pre_hook(_disable_dynamo(enter))
+    register_optimizer_step_post_hook(_disable_dynamo(leave))
+
+
+_run_the_other()
+if "HALFULP_AUDIT" in os.environ:
+    sys.meta_path.insert(0, _AfterTorch())

@@ -1,0 +1,170 @@
+"""``neox-transfer``: four write-backs in a NeoX/Pythia-style decoder, on two grids.
+
+The paper's last write-back bundle (appendix C, tab:neox-transfer): parallel residuals, LayerNorm, GELU,
+rotary positions on a quarter of each head, untied matrices. Three targets, each on e5m2 and on e4m3@128:
+the units are three targets under two conditions, not six seeds. Each has a float32 reference that **starts
+from the projected codes**, as its four treatments do, and then runs in float32: nearest, stochastic, ECO
+(nearest, the error fed into AdamW's first moment) and masters everywhere.
+
+Registered: recoveries, and an RMSE of the core's forecast of at most 0.15 in every cell and 0.10 in the
+mean, over all updates. The constant one passes that too (the paper: 0.051 in the mean, 0.069 at most),
+which is why the paper keeps its label and reads it narrowly: policy transfer, and agreement in absolute
+RMSE. The *harmonised audit*, post hoc in the paper, asks after the warmup what `modern-transfer` asks: is
+there anything to forecast (e5m2: no; e4m3@128: yes), and does the directional event add anything? The paper
+had not kept the symmetric and the scalar trajectories; here they are kept. Its gates are declared in
+advance and decide how the label is read, never which one it is.
+
+Not printed by the paper and chosen here: the seeds; that stochastic write-back and ECO each win back at
+least half in every cell; a gap of at least 0.1 nats. The label's words are the paper's
+("policy-and-reference-audit-transfer"), written as its other labels are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from halfulp.arms import Bundle, estimands, figures, measures, tables
+from halfulp.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
+from halfulp.arms.tables import forecasts
+from halfulp.measures.forecasts import ADDED_VALUE_RATIO
+from halfulp.studies.claims import Claim, label_of, spread_of
+from halfulp.study.protocol import Gate, Rule, Study
+
+EACH, MEAN = 0.15, 0.10
+SCOPE = "core"
+
+RUNS = Bundle(
+    scales=three_thousand(SMOKE_NEOX, SMALL_NEOX, PAPER_NEOX),
+    targets=(161803, 141421, 173205),
+    conditions={"e5m2": {"grid": "e5m2"}, "e4m3": {"grid": "e4m3@128"}},
+    arms={policy: {"policy": policy} for policy in ("rne", "sr", "eco", "master")},
+    anchor="projected",
+    scopes=(SCOPE, "all-2d"),
+    reference="fp32-{condition}-{seed}",
+)
+
+LABEL = "policy_and_reference_audit_transfer"
+NARROW = (
+    "Read narrowly: the policies transfer and the forecast agrees in absolute RMSE, which the constant one "
+    "reaches as well; transfer of the diagnostic is not validated."
+)
+_REGISTERED = ("sr", "eco", "rmse", "rmse-mean")
+
+
+def _cells(condition: str) -> tuple[str, ...]:
+    return tuple(f"informative[{unit} {SCOPE}]" for unit, (c, _) in RUNS.units.items() if c == condition)
+
+
+STUDY = Study(
+    name="neox-transfer",
+    question="Do write-back policies and the reference's forecast transfer to a NeoX-style decoder?",
+    units="one target seed under one of two grids; the grids share the targets",
+    not_claimed=(
+        "six independent seeds: three targets are paired across two grids",
+        "that the forecast beats a constant wherever its RMSE is small",
+        "that stochastic write-back and ECO are one policy: they are two contrasts",
+        "an effect of one component, native fp8 compute, throughput or cost",
+    ),
+    scales=RUNS.configs,
+    stages=RUNS.stages,
+    estimands=(
+        *estimands.of_outcomes(RUNS),
+        *estimands.of_forecasts(RUNS, warmup=True, scopes=(SCOPE,)),
+        RUNS.estimand(
+            "informative", "1 where V >= 0.10 and E <= 0.8 E_const after the warmup", measures.informative,
+            warmup=False, scopes=[SCOPE],
+        ),
+        RUNS.estimand(
+            "late-range", "95th less 5th percentile of the measured frozen fraction after the warmup",
+            measures.measured_range, warmup=False, scopes=[SCOPE],
+        ),
+        RUNS.estimand(
+            "late-added-value", "added-value after the warmup", measures.added_value, warmup=False,
+            scopes=[SCOPE],
+        ),
+    ),
+    gates=(
+        *(
+            Gate(name=arm, estimand=f"recovery-{arm}", scope="all", comparison=">=", threshold=0.5,
+                 why="an absolute floor in every cell; the paper prints no number")
+            for arm in ("sr", "eco")
+        ),
+        Gate(name="rmse", estimand="rmse", scope="all", comparison="<=", threshold=EACH, why="appendix C"),
+        Gate(name="rmse-mean", estimand="rmse", scope="mean", comparison="<=", threshold=MEAN,
+             why="appendix C"),
+        Gate(
+            name="material", estimand="gap-rne", scope="all", comparison=">=", threshold=0.1,
+            why="without a gap a recovery has no meaning",
+        ),
+        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
+        Gate(name="fixed-one", estimand="rmse-one", scope="all", comparison="<=", threshold=EACH,
+             why="harmonised audit: whether the constant one passes the same gate"),
+        Gate(name="fixed-one-mean", estimand="rmse-one", scope="mean", comparison="<=", threshold=MEAN,
+             why="harmonised audit"),
+        Gate(name="informative", estimand="informative", scope="unit", comparison="==", threshold=1.0,
+             why="harmonised audit: the rule of modern-transfer"),
+        Gate(name="informative-all", estimand="informative", scope="all", comparison="==", threshold=1.0,
+             why="harmonised audit"),
+        Gate(name="added-value", estimand="late-added-value", scope="all", comparison="<=",
+             threshold=ADDED_VALUE_RATIO, why="harmonised audit; untestable in the paper"),
+    ),
+    rules=(
+        Rule(label="inconclusive_invalid_training", failed=("matched",), says="The arms did not match."),
+        Rule(label="inconclusive_no_material_gap", failed=("material",), says="There is no gap."),
+        Rule(
+            label=LABEL, passed=(*_REGISTERED, "informative-all", "added-value"),
+            says="The policies transfer, and the forecast passes the harmonised audit too.",
+        ),
+        Rule(
+            label=LABEL,
+            passed=(*_REGISTERED, "fixed-one", "fixed-one-mean", *_cells("e4m3")), failed=_cells("e5m2"),
+            says=f"{NARROW} There is something to forecast on e4m3@128 and not on e5m2.",
+        ),
+        Rule(label=LABEL, passed=_REGISTERED, says=NARROW),
+        Rule(label="policy_only_transfer", passed=("sr", "eco"), says="The policies transfer alone."),
+        Rule(label="no_policy_transfer", says="A policy does not win back half of the gap somewhere."),
+    ),
+    scale_data=RUNS.data,
+    tables={
+        **tables(RUNS),
+        "harmonised audit": partial(forecasts, RUNS, warmup=False),
+    },
+    figures={
+        "policy-effect": partial(figures.policy_effect, RUNS),
+        "forecast": partial(figures.tracked, RUNS, scope=SCOPE),
+    },
+)  # fmt: skip
+
+_TABLE = "tab:neox-transfer"
+_NOTE = "three targets on 162 million weights, 3000 updates; the paper prints means and ranges over them"
+_ROWS: dict[str, tuple[str, dict[str, str]]] = {
+    "gap-rne": ("nearest loss gap, nats", {"e5m2": "1.721 to 1.754", "e4m3": "1.167 to 1.204"}),
+    "recovery-sr": (
+        "recovery, stochastic", {"e5m2": "0.958 [0.948, 0.968]", "e4m3": "0.978 [0.967, 0.984]"},
+    ),
+    "recovery-eco": ("recovery, eco", {"e5m2": "0.819 [0.809, 0.833]", "e4m3": "0.957 [0.955, 0.961]"}),
+    "rmse": ("RMSE, directional, core", {"e5m2": "0.00646 [max 0.00654]", "e4m3": "0.00815 [max 0.00826]"}),
+}  # fmt: skip
+
+PAPER = (
+    Claim(claim="registered label, as it is read", source="appendix C", paper=LABEL, ours=label_of(STUDY)),
+    *(
+        Claim(claim=f"{what}, {condition}", source=_TABLE, paper=paper,
+              ours=spread_of(STUDY, estimand, condition), note=_NOTE)
+        for estimand, (what, by) in _ROWS.items()
+        for condition, paper in by.items()
+    ),
+    Claim(
+        claim="RMSE of the constant one, core", source="appendix C", paper="0.05134 [max 0.06940]",
+        ours=spread_of(STUDY, "rmse-one", ""), note=_NOTE,
+    ),
+    *(
+        Claim(claim=f"informative after the warmup, {condition}", source="appendix C", paper=paper,
+              ours=spread_of(STUDY, "informative", condition), note="1 where it is, in every target")
+        for condition, paper in (("e5m2", 0.0), ("e4m3", 1.0))
+    ),
+    Claim(
+        claim="directional added value after the warmup", source="appendix C", paper="untestable",
+        ours=spread_of(STUDY, "late-added-value", ""), note="RMSE over the best simpler event's",
+    ),
+)  # fmt: skip

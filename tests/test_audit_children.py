@@ -1,0 +1,115 @@
+"""Processes that somebody else starts are audited, and do what they did without."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import halfulp as hu
+from halfulp.cli import app
+
+WORKERS = """
+import multiprocessing, sys, torch
+
+def work(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8).bfloat16()).square().mean().backward()
+        optimizer.step()
+    print(model.weight.detach().double().sum().item(), flush=True)
+
+if __name__ == "__main__":
+    for how in ("spawn", "fork"):
+        worker = multiprocessing.get_context(how).Process(target=work, args=(1,))
+        worker.start()
+        worker.join()
+        assert worker.exitcode == 0
+    work(2)
+    sys.exit(7)
+"""
+RANKS = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16).bfloat16())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(4, 16).bfloat16() * (1 + dist.get_rank())).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def run(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    here = Path(sys.executable).parent
+    place = {**os.environ, "PATH": f"{here}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **more}
+    return subprocess.run(command, cwd=folder, env=place, capture_output=True, text=True, timeout=240)
+
+
+def alone(seed: int) -> str:
+    """What a worker prints when nobody looks."""
+    out, found = io.StringIO(), {"__name__": "worker"}
+    exec(compile(WORKERS, "workers.py", "exec"), found)  # noqa: S102  # the lines above
+    with torch.random.fork_rng(), contextlib.redirect_stdout(out):
+        found["work"](seed)  # type: ignore[operator]  # a function
+    return out.getvalue().strip()
+
+
+def test_workers_of_a_command(tmp_path: Path) -> None:
+    """Spawned, forked, and itself: three traces, the same output, the command's own exit code, and the
+    ``sitecustomize`` that was there before."""
+    (tmp_path / "workers.py").write_text(WORKERS)
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import builtins\nbuiltins.was_here = True\n")
+    expected = [alone(1), alone(1), alone(2)]
+    done = run(
+        tmp_path, "halfulp", "audit", "--grids", "bf16", "--out", "runs/w", "--run", "sh", "-c",
+        "python -c 'print(was_here)' && exec python workers.py", PYTHONPATH=str(site),
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.split() == ["True", *expected]
+    traces = [hu.Trace.open(p) for p in sorted((tmp_path / "runs").iterdir())]
+    assert [t.path.name for t in traces] == ["w", "w-2", "w-3"]
+    for trace in traces:
+        assert trace.steps.tolist() == [1, 2, 3]
+        assert [t["name"] for t in trace.tensors] == ["weight", "bias"]
+        assert trace.frozen("bf16").min() > 0.9
+    assert done.stderr.count("of updates lost") == 3
+
+
+def test_ranks_of_a_launcher(tmp_path: Path) -> None:
+    """One trace, by the first rank."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    torchrun = ("torchrun", "--standalone", "--nproc-per-node", "2")
+    done = run(tmp_path, "halfulp", "audit", "--grids", "bf16", "--out", "a", "--run", *torchrun, "ranks.py")
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["a", "ranks.py"]
+    assert hu.Trace.open(tmp_path / "a").steps.tolist() == [1, 2, 3, 4]
+
+
+def test_what_cannot_be_audited_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for args, said in (
+        (["--run", sys.executable, "-c", "print(1)"], "stepped an optimizer"),
+        (["--run", "no-such-command-anywhere"], "cannot run"),
+        (["--resume", "--run", "true"], "for one script"),
+        (["--grids", "bf17", "--run", "true"], "unknown grid"),
+    ):
+        found = CliRunner().invoke(app, ["audit", *args]).exception
+        assert isinstance(found, hu.UsageError)
+        assert said in str(found)
+    assert not (tmp_path / "runs").exists()
