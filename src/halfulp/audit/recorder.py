@@ -368,7 +368,10 @@ class Audit(Attributing):
             for p in (p for p in chosen if self.rehearsing.wants(self.watched[p].name, p)):
                 self.rehearsing.take_up(self.watched[p], optimizer, groups[p], self._loaded)
         if rank() == 0:
-            self._batches += batches([self.watched[p] for p in chosen])
+            fresh = batches([self.watched[p] for p in chosen])
+            self._batches += fresh
+            if self.rehearsing is not None:
+                self.rehearsing.join(fresh)
         if self._writer is not None:
             told = self._writer.manifest
             inventory = {w.id: w.inventory() for w in self.watched.values()}
@@ -437,6 +440,8 @@ class Audit(Attributing):
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
+        for batch in self._batches_of(seen):
+            batch.look([w for w in seen if w.batch is batch])
         if self.rehearsing is not None and self._rehearses(self.step):
             self._rehearse(seen, groups)
         if not self._due(self.step):
