@@ -125,7 +125,7 @@ def test_float64_patterns() -> None:
         "two bits",
         "int8@100",
         "int3@8/asym",
-        "nvfp4 step 0.00317383",
+        "nvfp4 scale 0.00317383",
     ):
         case = CASES[label].within(torch.float64)
         assert case is not None

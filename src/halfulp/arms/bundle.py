@@ -221,7 +221,7 @@ class Bundle:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """A study's stages, in order: what is predicted is sealed before any outcome."""
+        """A study's stages, in order: what is forecast is sealed before any outcome."""
         made, masks_read = [], tuple[str, ...]()
         if self.forecast_from is not None:
             made += [
