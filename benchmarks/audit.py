@@ -118,7 +118,8 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
     within, share = float(np.median(inside[6::2])), audited / plain - 1
     kept = [(w.before, w.moved, w.stay, w.scores) for w in audit.watched.values()]
     kept += [(b.after,) for b in audit._batches]
-    rehearsed = 0 if audit.rehearsing is None else audit.rehearsing.payload_bytes
+    held = sum(t.nbytes for ts in kept for t in ts if t is not None)
+    held += 0 if audit.rehearsing is None else audit.rehearsing.payload_bytes
     numel = sum(p.numel() for p in model.parameters())
     return {
         "setting": name,
@@ -132,8 +133,7 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
         "paired_quartiles": [float(q) for q in np.percentile(share, (25, 75))],
         "commit_ms": 1e3 * commit,
         "commit_share": commit / PART_SECONDS,
-        "bytes_per_parameter": (sum(t.nbytes for ts in kept for t in ts if t is not None) + rehearsed)
-        / numel,
+        "bytes_per_parameter": held / numel,
     }
 
 

@@ -208,8 +208,8 @@ def test_the_kernel_equals_the_reference(rule: Rule, threads: None) -> None:
             mine = plain[i]
             codes = mine["held"].view(np.uint16) if mine["held"].dtype == np.int16 else mine["held"]
             new, expected = reference.step(
-                rule, codes, w, after, k, stream=stream, kept=mine.get("kept"), back=back, moved=mine["moved"],
-                chosen=None if chosen is None else chosen.numpy(),
+                rule, codes, w, after, k, stream=stream, kept=mine.get("kept"), back=back,
+                moved=mine["moved"], chosen=None if chosen is None else chosen.numpy(),
             )  # fmt: skip
             mine["held"] = new.astype(codes.dtype).view(mine["held"].dtype)
             assert np.array_equal(counts[:, i].numpy(), expected), (step, k)
@@ -217,7 +217,7 @@ def test_the_kernel_equals_the_reference(rule: Rule, threads: None) -> None:
                 assert np.array_equal(value[i].numpy(), mine[name]), (step, k, name)
         assert counts[:, :, 2].sum() >= 3 * 18
         if kernel.fused(rule, given[0]):
-            both = [torch.zeros(4 * 768), torch.zeros(4 * 768)]
+            both = (torch.zeros(4 * 768), torch.zeros(4 * 768))
             for flat, x in zip(both, given, strict=True):
                 flat[768:][:1700] = x
             which = None if chosen is None else torch.zeros(4 * 768, dtype=torch.bool)

@@ -28,7 +28,7 @@ from halfulp.audit.attribution import Attributed, Attributing
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import Naming, name_parameters
-from halfulp.audit.ranks import rank, reduced, taking_part, world
+from halfulp.audit.ranks import many, rank, reduced, taking_part, world
 from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
 from halfulp.audit.summary import summary
@@ -183,6 +183,8 @@ class Audit(Attributing):
             groups = [group for o in self.optimizers for group in o.param_groups]
             if not any(p.requires_grad for group in groups for p in group["params"]):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
+        if self.resume and self.rehearsing is not None and many():
+            raise UsageError("rehearsals on several ranks cannot be resumed: leave resume= or rehearse= out.")
         self._opened = time.monotonic()
         if self.out is not None and rank() == 0:
             self.out = self._free(self.out)

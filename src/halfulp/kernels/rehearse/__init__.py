@@ -20,7 +20,7 @@ from halfulp import kernels
 from halfulp.grids import Grid
 from halfulp.kernels import params as _params
 from halfulp.kernels.codes import code_table, decode, encode
-from halfulp.kernels.plan import flat_of, plan_for
+from halfulp.kernels.plan import flat_of, on_gpu, plan_for
 from halfulp.kernels.pool import run
 from halfulp.kernels.reference import DEADZONE, MODES, NEAREST, STOCHASTIC, TILE, tile_count, tiles_of
 from halfulp.kernels.rehearse.reference import CARRY, COUNTS, MASTER, NOTHING, PENDING, Rule
@@ -88,10 +88,13 @@ def working(dtype: torch.dtype) -> torch.dtype:
 
 
 def fused(rule: Rule, w: torch.Tensor) -> bool:
-    """Whether one pass over memory does it: fixed scales, on the CPU."""
-    if w.device.type != "cpu" or rule.grid.integer:
-        return False
-    return not plan_for(rule.grid, working(w.dtype)).scaled and (rule.coded or rule.keeps == MASTER)
+    """Whether one pass over memory does it: floats with fixed scales, on the CPU."""
+    return w.device.type == "cpu" and _simple(rule, w)
+
+
+def _simple(rule: Rule, w: torch.Tensor) -> bool:
+    plain = not rule.grid.integer and not plan_for(rule.grid, working(w.dtype)).scaled
+    return plain and (rule.coded or rule.keeps == MASTER)
 
 
 def begin(
@@ -123,6 +126,8 @@ def begin(
 
 def values(rule: Rule, held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rehearsed weights, in the container; of the shape of what is held."""
+    if rule.coded and held.device.type != "cpu":
+        return _lookup_on(rule.grid, "float64", held.device)[_wide(held).long()].to(dtype)
     if rule.coded:
         return decode(_wide(held), rule.grid, dtype=dtype)
     return (kernels.round(held, rule.grid) if rule.keeps == MASTER else held).to(dtype)
@@ -195,6 +200,11 @@ def _lookup(grid: Grid, work: str) -> Array:
     return code_table(grid).astype(work)
 
 
+@lru_cache(maxsize=64)
+def _lookup_on(grid: Grid, work: str, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_lookup(grid, work)).to(device)
+
+
 def _flat_rows(kept: torch.Tensor) -> Array:
     return kept.view(torch.int16).numpy().view(np.uint16) if kept.dtype == torch.bfloat16 else kept.numpy()
 
@@ -219,8 +229,28 @@ def move(
     found = []
     for i, k in enumerate(asked.pulls):
         row = {name: t[i] for name, t in held.tensors().items()}
-        found.append(_move(rule, Held(**row), w, after, k, asked, chosen))
+        if on_gpu(w) and _simple(rule, w) and row.get("kept", row["held"]).dtype != torch.bfloat16:
+            found.append(_move_on_gpu(rule, row, w, after, k, asked, chosen))
+        else:
+            found.append(_move(rule, Held(**row), w, after, k, asked, chosen))
     return torch.stack(found, dim=1)
+
+
+def _move_on_gpu(
+    rule: Rule,
+    row: dict[str, torch.Tensor],
+    w: torch.Tensor,
+    after: torch.Tensor,
+    k: float,
+    asked: Tensor,
+    chosen: torch.Tensor | None,
+) -> torch.Tensor:
+    from halfulp.kernels.rehearse import gpu
+
+    work = working(w.dtype)
+    told = torch.tensor([k, *asked.back], dtype=work, device=w.device)
+    lookup = _lookup_on(rule.grid, str(work).removeprefix("torch."), w.device) if rule.coded else told
+    return gpu.move(rule, row, w, after, told, lookup, asked.stream, chosen)
 
 
 def _move(
