@@ -46,9 +46,13 @@ def arm(**how: Any) -> dict[str, Any]:
 KINDS = {
     "fp32": {"audit": ("e5m2", "e4m3@128")},
     "projected": {"audit": ("e5m2",), "projected": "e5m2"},
+    "rehearsed": {
+        "audit": ("e5m2",), "rehearse": ("e5m2", "e5m2:sr", "e5m2:master"), "tile": 32, "tables": False,
+        "attribute": {"of": ["e5m2"], "moments": 3, "points": 2, "batches": 1},
+    },
     "rne": {"grid": "e5m2", "policy": "rne"},
     "sr": {"grid": "e4m3@128", "policy": "sr", "stream_seed": 8},
-}
+}  # fmt: skip
 
 
 # ---- arms -----------------------------------------------------------------------------------------------
@@ -86,6 +90,43 @@ def test_reference_record_is_the_trace(folder: Path, tmp_path: Path) -> None:
             )
 
 
+def test_rehearsals_of_an_arm(folder: Path) -> None:
+    """Losses and counts are those of a run that is rehearsed by hand; the run itself is what it was."""
+    record = run_arm(Here(arm(**KINDS["rehearsed"]), folder))
+    plain = run_arm(Here(arm(audit=("e5m2",)), folder))
+    assert [e["loss"] for e in record["evaluations"]] == [e["loss"] for e in plain["evaluations"]]
+    model = Decoder(MODEL, seed=7)
+    train, held_out = open_corpus(Here({}, folder), CORPUS, 65)
+    run = Training(model, adamw(model, RECIPE), train, RECIPE, held_out=held_out)
+    grid, names = hu.grid("e5m2"), [n for n, p in model.named_parameters() if p.dim() >= 2]
+    start = {n: p.detach().clone() for n, p in model.named_parameters() if n in names}
+    held = {bound: {n: grid.round(w) for n, w in start.items()} for bound in ("point", "upper")}
+    peak, frozen = 0.0, []
+    while not run.done:
+        before = {n: p.detach().clone() for n, p in model.named_parameters() if n in names}
+        run.step()
+        params = {n: p for n, p in model.named_parameters() if n in names}
+        peak = max(peak, RECIPE.schedule.rate(run.update))
+        still = 0
+        for bound, k in (("point", min(1.0, 30 * peak)), ("upper", 0.0)):
+            for n, p in params.items():
+                s = held[bound][n]
+                d = p.detach() - before[n]
+                held[bound][n] = grid.round(s + (d + torch.tensor(k, dtype=torch.float32) * (before[n] - s)))
+                still += int((held[bound][n] == s).sum()) if bound == "point" else 0
+        frozen.append(still)
+    own = {n: p.detach().clone() for n, p in params.items()}
+    last = record["evaluations"][-1]["rehearsed"]["e5m2"]
+    for bound, values in {**held, "lower": {n: grid.round(w) for n, w in own.items()}}.items():
+        with torch.no_grad():
+            for n, p in params.items():
+                p.copy_(values[n])
+        assert last["loss"][bound] == run.evaluate(), bound
+    counted = np.sum([record["rehearsed"]["e5m2"][g] for g in record["coordinates"]], axis=0)
+    assert counted.tolist() == frozen
+    assert [m["update"] for m in record["attributed"]] == [4, 8, 12]
+
+
 @pytest.mark.parametrize("kind", ["rne", "sr"])
 def test_outcome_record_is_what_happened(kind: str, folder: Path) -> None:
     """Frozen, never moved and occupancy, recounted from the weights after every update."""
@@ -114,7 +155,7 @@ def test_outcome_record_is_what_happened(kind: str, folder: Path) -> None:
             series.append(sum(int(still[n].sum()) for n in names if group_of(n, q[n]) == group))
         ever = {n: ever[n] | ~still[n] for n in names}
         q = after
-        ends = sum(int((q[n].abs() == grid.largest).sum()) for n in names)
+        ends = sum(int((q[n].abs() == grid.largest).sum()) for n in names)  # type: ignore[attr-defined]
         most = max(most, ends)
         if RECIPE.evaluates(run.update):
             unmoved = {g: sum(int((~ever[n]).sum()) for n in names if group_of(n, q[n]) == g) for g in frozen}
@@ -192,8 +233,11 @@ def test_what_is_left_at_its_default_is_left_out() -> None:
     assert set(plain.to_json()) == {"model", "recipe", "corpus"}
     assert "seed" not in plain.to_json()["recipe"]
     fp32 = replace(
-        plain, seed=3, projected="e5m2", audit=("e5m2", "bf16"), scores=("e5m2", 5), tile=32, attention="math"
-    )
+        plain, seed=3, projected="e5m2", audit=("e5m2", "bf16"), scores=("e5m2", 5), tile=32,
+        attention="math", tables=False, rehearse=("e5m2", "e5m2:tiles(half)"),
+        masks={"stage": "masks", "cell": "source"},
+        attribute={"of": ["e5m2"], "moments": 3, "points": 4, "batches": 2},
+    )  # fmt: skip
     at = {"stage": "masks", "cell": "source", "name": "P"}
     masked = replace(
         plain, grid="e5m2", policy="tile-master(start_from=raw)", projection="stochastic",

@@ -25,7 +25,7 @@ def train(
     *,
     every: int = 1,
     decay: float = 0.99,
-    kinds: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW,),
+    kinds: tuple[Any, ...] = (torch.optim.AdamW,),
     **audit: Any,
 ) -> tuple[list[dict[str, torch.Tensor]], hu.Memory]:
     """All values of weights, EMA and moments before every step and at the end; updated every n-th step."""

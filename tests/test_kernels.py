@@ -638,7 +638,7 @@ def test_a_processor_without_wide_vectors(tmp_path: Path) -> None:
     def digest(**place: str) -> str:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **place}
         command = [sys.executable, "-c", ANY_PROCESSOR]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580, check=True)
         return done.stdout
 
     plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}

@@ -88,10 +88,10 @@ def test_refusals(f: list[float], steps: list[int] | None, words: str) -> None:
 
 def test_only_crossings_after_step_one_are_timed() -> None:
     steps: list[int | None] = [None, 1, 2, 300]
-    for predicted in steps:
+    for forecast in steps:
         for measured in steps:
-            pair = timing_pair(at(predicted), at(measured))
-            both = predicted not in (None, 1) and measured not in (None, 1)
+            pair = timing_pair(at(forecast), at(measured))
+            both = forecast not in (None, 1) and measured not in (None, 1)
             assert pair.eligible == both
             assert (pair.ratio is not None) == both
             assert (pair.within() is not None) == both
@@ -100,7 +100,7 @@ def test_only_crossings_after_step_one_are_timed() -> None:
 
 
 def test_within_is_exact_at_its_edge() -> None:
-    """|predicted - measured| <= 0.15 measured, for every measured step that makes the edge whole."""
+    """|forecast - measured| <= 0.15 measured, for every measured step that makes the edge whole."""
     for measured in range(20, 20_001, 20):
         edge = measured * 15 // 100
         assert TimingPair(at(measured + edge), at(measured)).within()
@@ -110,7 +110,7 @@ def test_within_is_exact_at_its_edge() -> None:
 
 
 def test_the_character_gpt_of_the_paper() -> None:
-    """Measured 1644 and 1666, predicted 1640 and 1669: persistent crossings within a quarter of a percent."""
+    """Measured 1644 and 1666, forecast 1640 and 1669: persistent crossings within a quarter of a percent."""
     pairs = [timing_pair(at(p), at(m), "persistent") for p, m in ((1640, 1644), (1669, 1666))]
     assert all(pair.within(0.0025) for pair in pairs)
 
@@ -119,11 +119,11 @@ def test_a_summary_like_the_principal_grid() -> None:
     """72 cells, 55 eligible, 52 within 15%, 4 of other categories, steps 11 to 4222: a span of 384."""
     measured = np.unique(np.geomspace(11, 4222, 55).round().astype(int))
     measured = np.concatenate([np.arange(12, 12 + 55 - len(measured)), measured])
-    predicted = measured.copy()
-    predicted[[10, 20]] = measured[[10, 20]] * 2
-    predicted[30] = measured[30] // 2
-    predicted[-1] = 4575
-    pairs = [timing_pair(at(int(p)), at(int(m))) for p, m in zip(predicted, measured, strict=True)]
+    forecast = measured.copy()
+    forecast[[10, 20]] = measured[[10, 20]] * 2
+    forecast[30] = measured[30] // 2
+    forecast[-1] = 4575
+    pairs = [timing_pair(at(int(p)), at(int(m))) for p, m in zip(forecast, measured, strict=True)]
     pairs += [timing_pair(at(1), at(1))] * 9 + [timing_pair(at(None), at(None))] * 4
     pairs += [timing_pair(at(None), at(900)), timing_pair(at(900), at(None))]
     pairs += [timing_pair(at(1), at(2)), timing_pair(at(2), at(1))]
@@ -131,7 +131,7 @@ def test_a_summary_like_the_principal_grid() -> None:
     assert (s.cells, s.eligible, s.within, s.disagreements) == (72, 55, 52, 4)
     assert s.median_ratio == 1.0
     assert s.measured_range == (11, 4222)
-    assert s.predicted_range == (11, 4575)
+    assert s.forecast_range == (11, 4575)
     assert s.span is not None
     assert round(s.span) == 384
     assert s.share_within is not None

@@ -443,5 +443,5 @@ def test_mistakes_are_named() -> None:
         Net(sizes=(2, 1), loss="absolute")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="one example a row"):
         Examples.of([[0.0, 1.0]], [[1.0], [2.0]])
-    with pytest.raises(UsageError, match="multiple of 16: found 17 and 17 columns for 17 examples"):
+    with pytest.raises(UsageError, match="padded to whole 16s: found 17 and 17 columns for 17 of them"):
         Examples(np.zeros((2, 17)), np.zeros((1, 17)), 17)

@@ -46,7 +46,7 @@ def test_a_code_is_itself(case: Case, dtype: torch.dtype) -> None:
         assert torch.equal(back, q)
         if not g.integer:
             assert_same(back, q)
-    if case.step is None:
+    if case.scale is None:
         assert np.array_equal(g.values(), values)
     others = sorted(set(range(-1, 2**g.bits + 1)) - seen)
     for code in [*others[:3], *others[-3:]]:
@@ -125,7 +125,7 @@ def test_float64_patterns() -> None:
         "two bits",
         "int8@100",
         "int3@8/asym",
-        "nvfp4 step 0.00317383",
+        "nvfp4 scale 0.00317383",
     ):
         case = CASES[label].within(torch.float64)
         assert case is not None

@@ -49,7 +49,7 @@ def by_kernel(x: np.ndarray, grid: hu.Grid, words: np.ndarray) -> tuple[np.ndarr
 
 
 def has_kernel(grid: hu.Grid, real: type) -> bool:
-    """Not those that need a division by their step, nor m0 with another type's exponents."""
+    """Not those that need a division by their scale, nor m0 with another type's exponents."""
     if grid.mantissa == 0 and real is np.float64:
         return False
     return params(grid, np.dtype(real).name).kind != SCALED
@@ -128,7 +128,7 @@ def test_any_value_any_words(label: str, real: type) -> None:
     assert_same(by_reference(x, case.grid, *words), expected)
 
 
-@pytest.mark.parametrize("label", ["e4m3", "bf16", "int8@128", "mxfp4 step 0.03125"])
+@pytest.mark.parametrize("label", ["e4m3", "bf16", "int8@128", "mxfp4 scale 0.03125"])
 def test_digits_decide_level_by_level(label: str) -> None:
     """With words equal to the first digits of f, one less goes up, one more stays, and equality asks
     the next level, to the last digit; so P(up) = d0/2**32 + d1/2**64 + ... = f."""
@@ -216,9 +216,9 @@ def test_exact_up(fraction: float, index: int, seed: int) -> None:
     ("label", "dtype", "digits"),
     [
         ("e4m3", torch.float64, 48), ("fp16", torch.float64, 41), ("int4@16", torch.float64, 44),
-        ("mxfp8_e4m3 step 0.0078125", torch.float64, 48), ("bf16", torch.float64, 44),
+        ("mxfp8_e4m3 scale 0.0078125", torch.float64, 48), ("bf16", torch.float64, 44),
         ("e4m3", torch.float32, 19), ("bf16", torch.float32, 16), ("e4m3", torch.bfloat16, 3),
-        ("int8@128", torch.float32, 16), ("mxfp8_e4m3 step 0.0078125", torch.float32, 19),
+        ("int8@128", torch.float32, 16), ("mxfp8_e4m3 scale 0.0078125", torch.float32, 19),
     ],
 )  # fmt: skip
 def test_forced_ties_are_settled(label: str, dtype: torch.dtype, digits: int) -> None:
@@ -244,7 +244,7 @@ def test_ties_that_need_settling_occur() -> None:
     assert int(np.sum(stream.words(16_000) >> 1 & 0xFFF == 0)) > 0
 
 
-@pytest.mark.parametrize("label", ["e4m3", "bf16", "int4@10", "mxfp4 step 0.03125"])
+@pytest.mark.parametrize("label", ["e4m3", "bf16", "int4@10", "mxfp4 scale 0.03125"])
 def test_stochastic_stays_beside_the_value(label: str) -> None:
     """A stochastic result is one of the two codes around the value, and a code stays where it is."""
     case = CASES[label].within(torch.float32)

@@ -17,14 +17,14 @@ import torch
 import halfulp as hu
 from halfulp import canonical, events
 from halfulp.errors import CorruptionError, UsageError
+from halfulp.models import bfloat16
 from halfulp.models.cnn import Cnn, mnist, train
 from halfulp.models.mlp import Trainer
 from halfulp.models.teacher import frozen_features
+from halfulp.report import beside_paper
 from halfulp.studies import (
     _timing,
     cnn,
-    controlled,
-    emulator,
     finite_size,
     phase_diagram,
     two_layer,
@@ -36,6 +36,7 @@ from halfulp.study.store import Store
 from halfulp.study.validate import validate
 from halfulp.study.verdict import decide
 
+IMAGES, LABELS = cnn.DATA
 NAMES = ("testbed", "emulator", "two-layer", "cnn", "finite-size", "phase-diagram", "ce-transfer")
 
 
@@ -128,10 +129,10 @@ def crossing(first: int | None) -> dict[str, Any]:
 
 
 def timing_records(pairs: list[tuple[str, int | None, int | None]]) -> dict[str, dict[str, Any]]:
-    """Records of a reference and a run for each (system, predicted, measured)."""
+    """Records of a reference and a run for each (system, forecast, measured)."""
     reference, measured = {}, {}
-    for i, (system, predicted, found) in enumerate(pairs):
-        both = {"exact": crossing(predicted), "symmetric": crossing(predicted)}
+    for i, (system, forecast, found) in enumerate(pairs):
+        both = {"exact": crossing(forecast), "symmetric": crossing(forecast)}
         reference[f"r{i}"] = {"system": system, "predicted": {"m7": both}}
         measured[f"c{i}"] = {
             "system": system, "reference": f"r{i}", "grid": "m7", "crossing": crossing(found),
@@ -144,7 +145,7 @@ def test_timing_estimands() -> None:
     records = timing_records(
         [("a", 10, 10), ("a", 23, 20), ("a", 1, 1), ("a", None, 50), ("b", 100, 80), ("b", 1, 2)]
     )
-    found = {e.name: e.compute(records) for e in _timing.ESTIMANDS}
+    found = {e.name: e.compute(records, **e.args) for e in _timing.ESTIMANDS}
     assert found["eligible.exact"] == {"a": 2, "b": 1}
     assert found["median-ratio.symmetric"]["a"] == pytest.approx((1 + 1.15) / 2)
     assert found["share-within.exact"] == {"a": 1.0, "b": 0.0}
@@ -210,7 +211,7 @@ def test_reference_precision_compares_clean_cells_only() -> None:
 def test_the_lone_seed_is_found() -> None:
     records = timing_records([("gd-squared", 61, 61), ("gd-squared", 1800, 1790), ("gd-squared", 1805, 1803)])
     assert two_layer.lone_seed(records) == (
-        "seed 0 at 61 (predicted 61), the others at 1790, 1803 (m7, rate 0.1)"
+        "seed 0 at 61 (forecast 61), the others at 1790, 1803 (m7, rate 0.1)"
     )
 
 
@@ -220,7 +221,7 @@ def test_the_lone_seed_is_found() -> None:
 def test_direct_is_a_bfloat16_tensor_under_sgd() -> None:
     """Frozen counts of a few steps, from the bits of bfloat16; resumed runs are the same run."""
     p = frozen_features(1, features=8, readouts=3, examples=40, tests=4)
-    frozen, squares = emulator.direct(p, 0.1, 30)
+    frozen, squares = bfloat16.direct(p, 0.1, 30)
     network = Trainer(p.net, p.train, p.start, rate=0.1)
     w = torch.from_numpy(p.start).to(torch.bfloat16)
     for t in range(30):
@@ -229,12 +230,12 @@ def test_direct_is_a_bfloat16_tensor_under_sgd() -> None:
         assert frozen[t] == int((new.view(torch.int16) == w.view(torch.int16)).sum())
         w = new
     fake = Fake("cell", {})
-    long, _ = emulator.direct(p, 0.1, 1100)
+    long, _ = bfloat16.direct(p, 0.1, 1100)
     fake.left = 2
     with pytest.raises(StoppedError):
-        emulator.direct(p, 0.1, 1100, fake)  # type: ignore[arg-type]
+        bfloat16.direct(p, 0.1, 1100, fake)  # type: ignore[arg-type]
     fake.left = 10**9
-    again, _ = emulator.direct(p, 0.1, 1100, fake)  # type: ignore[arg-type]
+    again, _ = bfloat16.direct(p, 0.1, 1100, fake)  # type: ignore[arg-type]
     np.testing.assert_array_equal(long, again)
     assert squares.shape == (30, 2)
 
@@ -247,7 +248,7 @@ def test_bf16_rmse_is_over_all_steps() -> None:
             for i, (s, size, steps) in enumerate(each)
         }
     }
-    assert emulator.bf16_rmse(records)["n"] == pytest.approx((4 / 100**2 / 40) ** 0.5)
+    assert _timing.bf16_rmse(records)["n"] == pytest.approx((4 / 100**2 / 40) ** 0.5)
 
 
 # ---- finite size ----------------------------------------------------------------------------------------
@@ -370,7 +371,7 @@ def test_a_diverged_arm_counts_as_zero() -> None:
 
 
 def test_the_published_windows_pass() -> None:
-    """tab:e4-window through the gates: windows shrink upward, four of five are predicted."""
+    """tab:e4-window through the gates: windows shrink upward, four of five are forecast."""
     real = {
         m: [float(r) for r in pair[0].strip("{}").split(",")]
         for m, pair in phase_diagram._PAPER_WINDOWS.items()
@@ -402,25 +403,25 @@ def digits(tmp_path: Path) -> dict[str, Path]:
     images.write_bytes(gzip.compress(struct.pack(">BBBBIII", 0, 0, 8, 3, 12, 28, 28) + pixels))
     classes = (rng.integers(0, 10, 12, dtype=np.uint8)).tobytes()
     labels.write_bytes(gzip.compress(struct.pack(">BBBBI", 0, 0, 8, 1, 12) + classes))
-    return {cnn.IMAGES: images, cnn.LABELS: labels}
+    return {IMAGES: images, LABELS: labels}
 
 
 def test_digits_are_read_and_damage_is_named(digits: dict[str, Path], tmp_path: Path) -> None:
-    x, y = mnist(digits[cnn.IMAGES], digits[cnn.LABELS], 10)
+    x, y = mnist(digits[IMAGES], digits[LABELS], 10)
     assert (x.shape, y.shape, x.dtype) == ((10, 1, 28, 28), (10,), torch.float64)
-    first = gzip.decompress(digits[cnn.IMAGES].read_bytes())[16]
+    first = gzip.decompress(digits[IMAGES].read_bytes())[16]
     assert float(x[0, 0, 0, 0]) == pytest.approx((first / 255 - 0.1307) / 0.3081, rel=1e-14)
     with pytest.raises(CorruptionError, match="should hold at least 13 digits each: found 12 and 12"):
-        mnist(digits[cnn.IMAGES], digits[cnn.LABELS], 13)
+        mnist(digits[IMAGES], digits[LABELS], 13)
     short = tmp_path / "short.gz"
-    short.write_bytes(gzip.compress(gzip.decompress(digits[cnn.LABELS].read_bytes())[:-1]))
+    short.write_bytes(gzip.compress(gzip.decompress(digits[LABELS].read_bytes())[:-1]))
     with pytest.raises(CorruptionError, match=r"short\.gz is not an IDX file of 1 dimensions"):
-        mnist(digits[cnn.IMAGES], short, 5)
+        mnist(digits[IMAGES], short, 5)
 
 
 def test_the_network_is_the_module(digits: dict[str, Path]) -> None:
     """The gradient is that of the plain torch module, bit for bit: the same calls on the same numbers."""
-    x, y = mnist(digits[cnn.IMAGES], digits[cnn.LABELS], 8)
+    x, y = mnist(digits[IMAGES], digits[LABELS], 8)
     net = Cnn(3)
     module = torch.nn.Sequential(
         torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
@@ -438,7 +439,7 @@ def test_the_network_is_the_module(digits: dict[str, Path]) -> None:
 
 def test_cnn_cells(digits: dict[str, Path]) -> None:
     """Events against the public functions; resumed runs are the same run; every stage gives JSON."""
-    x, y = mnist(digits[cnn.IMAGES], digits[cnn.LABELS], 8)
+    x, y = mnist(digits[IMAGES], digits[LABELS], 8)
     series = train(Cnn(0), x, y, rate=0.2, steps=3, store="m6", audit=["m6", "m9"])
     grid = hu.grid("m6")
     w = grid.round(Cnn(0).start)
@@ -458,7 +459,7 @@ def test_cnn_cells(digits: dict[str, Path]) -> None:
     other = Fake("a", config, digits)
     direct = cnn.bf16(other)  # type: ignore[arg-type]
     assert canonical.dumps(direct)
-    assert 0 < cnn.bf16_rmse({"bf16": {"a": direct}})["cnn"] < 0.2
+    assert 0 < _timing.bf16_rmse({"bf16": {"a": direct}})["cnn"] < 0.2
 
 
 # ---- whole smoke runs -----------------------------------------------------------------------------------
@@ -466,7 +467,7 @@ def test_cnn_cells(digits: dict[str, Path]) -> None:
 
 def _runnable(name: str) -> bool:
     folder = os.environ.get("HALFULP_DATA")
-    return name != "cnn" or (folder is not None and (Path(folder) / cnn.IMAGES).is_file())
+    return name != "cnn" or (folder is not None and (Path(folder) / IMAGES).is_file())
 
 
 @pytest.fixture(scope="module")
@@ -493,19 +494,18 @@ def test_smoke_runs_validate_and_repeat(name: str, smoke: Path, tmp_path: Path) 
     engine.run(loading.load(name), "smoke", tmp_path / "again", executor="inline")
     for path in sorted((first / "records").rglob("*.json")):
         assert path.read_bytes() == (tmp_path / "again" / path.relative_to(first)).read_bytes(), path.name
-    study, records = study_of(name), controlled.read(first).records
+    study, records = study_of(name), beside_paper.read(first).records
     for make in study.tables.values():
         table = make(records)
         assert all(len(row) == len(table.columns) for row in table.rows)
         assert table.rows
     for draw in study.figures.values():
-        controlled.save(draw(records), tmp_path / "figure.svg")
-        assert (tmp_path / "figure.svg").read_bytes().startswith(b"<?xml")
+        assert beside_paper._svg(draw(records)).startswith(b"<?xml")
 
 
 def test_the_page_is_made_of_records_alone(smoke: Path, tmp_path: Path) -> None:
     for out in ("a", "b"):
-        controlled.main(["--studies", str(smoke), "--scale", "smoke", "--out", str(tmp_path / out)])
+        beside_paper.write(smoke, "smoke", tmp_path / out)
     names = ("controlled.md", "controlled.svg", "e4.svg")
     assert [(tmp_path / "a" / n).read_bytes() for n in names] == [
         (tmp_path / "b" / n).read_bytes() for n in names
@@ -525,9 +525,9 @@ def test_the_page_is_made_of_records_alone(smoke: Path, tmp_path: Path) -> None:
 
 def test_the_page_refuses_what_is_not_there(smoke: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds none of testbed-paper"):
-        controlled.main(["--studies", str(smoke), "--out", str(tmp_path)])
+        beside_paper.write(smoke, "paper", tmp_path)
     source = loading.load("finite-size")
     engine.seal(source, "smoke", tmp_path / "finite-size-smoke")
     with pytest.raises(UsageError, match="is not closed"):
-        controlled.read(tmp_path / "finite-size-smoke")
+        beside_paper.read(tmp_path / "finite-size-smoke")
     assert Store(tmp_path / "finite-size-smoke").ledger_file.exists()

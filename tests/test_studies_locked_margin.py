@@ -24,10 +24,10 @@ from halfulp.audit.trust import (
 )
 from halfulp.errors import TamperingError
 from halfulp.kernels.params import masks, params
+from halfulp.models import lockstep as runs
+from halfulp.models import lockstep_kernels as compiled
 from halfulp.models.mlp import Trainer
 from halfulp.models.teacher import CHOSEN, classification
-from halfulp.studies import _margin as runs
-from halfulp.studies import _margin_kernels as compiled
 from halfulp.studies import margin
 
 GRIDS = ("m1", "m5", "m11")

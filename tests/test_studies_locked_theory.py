@@ -12,8 +12,8 @@ from locked_cells import Alone, run_cell
 
 import halfulp as hu
 from halfulp.errors import TamperingError
+from halfulp.models.certifiable import FAMILIES, Problem, nearest
 from halfulp.studies import theory
-from halfulp.studies._theory import FAMILIES, Problem, nearest
 
 CONFIG = {"grids": ["m5"], "grid": "m5", "problems": 6, "steps": 20, "seed": 2031}
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from locked_cells import run_study
 
-from halfulp.models import mlp
+from halfulp.models import following, mlp
+from halfulp.models.following import follow, forecasts
 from halfulp.models.teacher import CHOSEN, Testbed, teacher_student
+from halfulp.report import beside_paper
 from halfulp.studies import _facts as facts
 from halfulp.studies import (
-    _forecast,
     ce_transfer,
-    controlled,
     emulator,
     finite_size,
     margin,
@@ -25,7 +25,6 @@ from halfulp.studies import (
     testbed,
     two_layer,
 )
-from halfulp.studies._forecast import follow, forecasts
 from halfulp.study import engine, loading
 from halfulp.study.protocol import Study
 from halfulp.study.verdict import decide, evaluate
@@ -49,9 +48,9 @@ def as_printed() -> dict[str, Any]:
             one = [1, 1, 0.0, 0.0] if frozen else [40, 40, 0.7, 0.7]
             scalar = [40, 40, 0.7, 0.7] if learns else [1, 1, 0.0, 0.0]
             lost = [1, None, None, None]
-            said[f"m{m}"] = dict(zip(_forecast.PREDICTORS, (one, one, scalar), strict=True))
+            said[f"m{m}"] = dict(zip(following.PREDICTORS, (one, one, scalar), strict=True))
             if diverged:
-                said[f"m{m}"] = dict.fromkeys(_forecast.PREDICTORS, lost)
+                said[f"m{m}"] = dict.fromkeys(following.PREDICTORS, lost)
         references.append(
             {"role": role, "rate": rate, "seed": seed, "diverged": diverged, "slow": False, "said": said}
         )
@@ -162,10 +161,10 @@ def test_the_side_of_the_error_is_part_of_the_choice() -> None:
 
 def test_the_code_has_what_the_committed_record_chose() -> None:
     """The constants that every study uses are the choice of the closed study, and of no other."""
-    closed = controlled.read(COMMITTED)
+    closed = beside_paper.read(COMMITTED)
     name, side = testbed.choice(closed.records)
     assert Testbed.of(testbed.CANDIDATES[name]) == CHOSEN
-    assert side == _forecast.SIDE
+    assert side == following.SIDE
     assert closed.result["scale"] == "paper"
 
 
@@ -269,7 +268,7 @@ def test_one_reference_without_progress_stops_every_run(
 
     monkeypatch.setattr(ce_transfer, "follow", worse)
     engine.run(loading.load("ce-transfer"), "smoke", tmp_path / "out", executor="inline")
-    closed = controlled.read(tmp_path / "out")
+    closed = beside_paper.read(tmp_path / "out")
     assert closed.result["label"].startswith("stopped before any run") == stops
     assert (tmp_path / "out" / "records" / "nearest").exists() != stops
     assert ce_transfer.failed(closed.records) == {"study": float(stops)}

@@ -253,7 +253,8 @@ def _scores(text: str, tile: int) -> tuple[str, int, int, int]:
 def allocate(
     trace: Path = typer.Argument(..., help="A trace that was recorded with --scores."),
     budget: str = typer.Option(..., help="A share of all masters, such as 10%, or bytes."),
-    score: str = typer.Option("P", help="F, L, C, G, U, W, T, P, or random."),
+    score: str = typer.Option("P", help="F, L, C, G, U, W, T, P, R (or R:SPEC) of a rehearsal, or random."),
+    keep: Path | None = typer.Option(None, help="A mask whose tiles come first: the second round of R."),
     seed: int = typer.Option(0, help="Of a random mask."),
     shuffle: int | None = typer.Option(
         None, help="A control: then move the tiles to random places of their tensors, by this seed."
@@ -263,7 +264,8 @@ def allocate(
     """Choose the tiles that get an fp32 master, within an exact budget."""
     from halfulp import masks
 
-    mask = masks.allocate(trace, _budget(budget), score, seed=seed)
+    kept = None if keep is None else masks.Mask.load(keep)
+    mask = masks.allocate(trace, _budget(budget), score, seed=seed, keep=kept)
     mask = mask if shuffle is None else mask.shuffled(shuffle)
     mask.save(output)
     table = Table(Column("tensor", no_wrap=True), "tiles", "of", "bytes of masters")

@@ -6,6 +6,11 @@ master costs (which tiles were chosen, temporaries) is not part of the budget.
 
 A score says where updates are large, or lost, or point downhill. Lost is not important: at a tenth of the
 masters, the paper wins back 0.6 of the gap with gradient times update (P), and 0.01 with lost updates (F).
+
+A ninth score, R, is what a tile costs in a rehearsal: its share of the forecast gap, from an audit that was
+asked (:meth:`halfulp.Audit.attribute`). Tiles depend on each other, so it is best taken in two rounds: half
+the budget, another rehearsal with these masters (``e5m2:tiles(half.safetensors)``), and ``keep=`` that half
+for the rest.
 """
 
 from __future__ import annotations
@@ -35,6 +40,8 @@ FORMAT, READ = 2, (1, 2)
 KEY = "halfulp.mask"
 MASTER_BYTES = 4
 RANDOM = "random"
+REHEARSED = "R"
+"""The ninth score; ``R:e5m2`` where several rehearsals were attributed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +182,7 @@ def allocate(
     *,
     params: Callable[[str, tuple[int, ...]], bool] | None = None,
     seed: int = 0,
+    keep: Mask | None = None,
 ) -> Mask:
     """Choose tiles by a score from a trace that was recorded with ``scores=``, within a budget.
 
@@ -183,16 +191,21 @@ def allocate(
     coordinates down, equal ones in the order of tensors and
     tiles; one that no longer fits is passed over. ``score``: one of ``halfulp.kernels.SCORES`` (F how often
     frozen, L descent, C both, G gradient, U update, W weight, T gradient times weight, P gradient times
-    update, all as magnitudes), or ``random`` with a ``seed``, for controls. ``params``: which tensors are
-    eligible, ``(name, shape) -> bool``; by default those of two or more dimensions.
+    update, all as magnitudes), ``R`` for what an attributed rehearsal forecasts a tile to cost (``R:e5m2`` to
+    say which), or ``random`` with a ``seed``, for controls. ``params``: which tensors are
+    eligible, ``(name, shape) -> bool``; by default those of two or more dimensions. ``keep``: a mask whose
+    tiles come first, and count.
     """
     trace = trace if isinstance(trace, Trace) else Trace.open(trace)
-    if score not in (*SCORES, RANDOM):
-        raise UsageError(f"unknown score {score!r}: expected one of {', '.join((*SCORES, RANDOM))}.")
+    kind, _, which = score.partition(":")
+    if score not in (*SCORES, RANDOM) and kind != REHEARSED:
+        known = ", ".join((*SCORES, REHEARSED, RANDOM))
+        raise UsageError(f"unknown score {score!r}: expected one of {known}.")
     if trace.manifest["options"]["sample"]:
         raise UsageError(f"{trace.path} holds a sample of tiles only: record all of them to rank them.")
     wanted = params if params is not None else lambda name, shape: len(shape) >= 2
-    found, tile = trace.scores(), trace.tile
+    found = trace.attribution(which or None) if kind == REHEARSED else trace.scores()
+    tile = trace.tile
     sizes = {
         str(t["name"]): int(t["numel"])
         for t in trace.tensors
@@ -203,9 +216,11 @@ def allocate(
     if score == RANDOM:
         drawn = np.random.default_rng(seed)
         means = {name: drawn.random(tiles_of(n, tile)) for name, n in sizes.items()}
+    elif kind == REHEARSED:
+        means = {name: found[name] / tile_sizes(n, tile) for name, n in sizes.items()}
     else:
         means = {name: found[name][:, SCORES.index(score)] / tile_sizes(n, tile) for name, n in sizes.items()}
-    return choose(means, sizes, budget, score, tile)
+    return choose(means, sizes, budget, score, tile, keep)
 
 
 def choose(
@@ -214,9 +229,15 @@ def choose(
     budget: float | int,
     score: str,
     tile: int = TILE,
+    keep: Mask | None = None,
 ) -> Mask:
     """:func:`allocate` from a score's mean over each tile of each tensor, and the tensors' sizes."""
     spend = _bytes(budget, MASTER_BYTES * sum(sizes.values()))
+    if keep is not None:
+        _check_kept(keep, sizes, tile, spend)
+        means = {
+            n: np.where(keep.tiles[n].numpy(), np.inf, m) if n in keep.tiles else m for n, m in means.items()
+        }
     lengths = np.concatenate([tile_sizes(n, checked_tile(tile)) for n in sizes.values()])
     least = MASTER_BYTES * int(lengths.min())
     if spend < least:
@@ -230,6 +251,20 @@ def choose(
     parts = np.split(chosen, bounds)
     tiles = {name: torch.from_numpy(part.copy()) for name, part in zip(sizes, parts, strict=True)}
     return Mask(tiles=tiles, sizes=dict(sizes), score=score, budget=spend, tile=tile)
+
+
+def _check_kept(keep: Mask, sizes: Mapping[str, int], tile: int, spend: int) -> None:
+    """Refuse to keep a mask of other tensors or tiles, or one that takes more than there is."""
+    other = sorted(n for n, size in keep.sizes.items() if sizes.get(n) != size)
+    if other or keep.tile != tile:
+        raise UsageError(
+            f"the mask to keep is of other tiles: it has tiles of {keep.tile} where these have {tile}"
+            + (f", and {other[0]!r} is not eligible here or has another size." if other else ".")
+        )
+    if keep.payload_bytes > spend:
+        raise UsageError(
+            f"the mask to keep takes {keep.payload_bytes:,} bytes, more than the budget of {spend:,} for all."
+        )
 
 
 def _shuffled(chosen: Array, whole: int, name: str, seed: int) -> Array:

@@ -58,6 +58,13 @@ class Arm:
     """The grid to which a float32 run is rounded once, before it starts."""
     audit: tuple[str, ...] = ()
     """Grids that a float32 run forecasts."""
+    rehearse: tuple[str, ...] = ()
+    """What a float32 run rehearses: grids, with policies as in ``e5m2:sr`` or ``e5m2:tiles(NAME)``."""
+    masks: Mapping[str, str] | None = None
+    """The stage and cell of the masks that are named in rehearsals."""
+    attribute: Mapping[str, Json] | None = None
+    """Which rehearsals (``of``) a float32 run attributes to tiles, at how many ``moments`` of the run, at how
+    many ``points`` of the path, over how many ``batches`` of training text."""
     scores: tuple[str, int] | None = None
     """A grid, and the last update over which a float32 run sums allocation scores."""
     tile: int = TILE
@@ -69,6 +76,8 @@ class Arm:
     attention: Literal["fastest", "math"] = "fastest"
     """``math``: plain matrix products, no fused kernel; the same sums in another order."""
     save_every: int = 200
+    tables: bool = True
+    """Whether what the audit counted is attached; a record has what measures need."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", replace(self.recipe, seed=self.seed))
@@ -77,8 +86,12 @@ class Arm:
         kind = None if self.policy is None else parsed(self.policy)[0]
         if (self.mask is not None) != (kind is TileMaster):
             raise UsageError("a mask is for the policy tile-master, which needs one.")
-        if self.policy is not None and (self.scores is not None or self.audit or self.projected):
-            raise UsageError("scores, forecasts and a projected start are of a float32 arm.")
+        if self.policy is not None and (self.scores or self.audit or self.rehearse or self.projected):
+            raise UsageError("scores, forecasts, rehearsals and a projected start are of a float32 arm.")
+        if self.rehearse and not self.audit:
+            raise UsageError("an arm that rehearses audits a grid, too.")
+        if self.attribute is not None and not set(self.attribute["of"]) <= set(self.rehearse):
+            raise UsageError("an arm attributes rehearsals that it has.")
         for name in (*self.audit, *(x for x in (self.grid, self.projected) if x is not None)):
             named_grid(name)
 
@@ -99,7 +112,7 @@ class Arm:
         recipe = {"betas": Recipe.betas, **made["recipe"]}
         recipe.update(schedule=Schedule(**recipe["schedule"]), betas=tuple(recipe["betas"]))
         made["recipe"] = Recipe(**recipe)
-        for name in ("audit", "scores"):
+        for name in ("audit", "rehearse", "scores"):
             if made.get(name) is not None:
                 made[name] = tuple(made[name])
         return cls(**made)

@@ -8,8 +8,8 @@ contexts. A bundle says which there are and yields the study's stages:
     float32 runs, audited for the grids of the conditions: anchors, and what forecasts are made of. One a
     target from its raw weights, or, for ``anchor="projected"``, one a unit from the arms' own first codes.
 ``forecast``
-    what the reference says of the nearest arm, by scope: directional, symmetric and scalar rho; sealed
-    before any outcome.
+    what the reference says of the nearest arm, by scope: directional, symmetric and scalar rho; and of every
+    arm that it rehearses: the loss, between its bounds; sealed before any outcome.
 ``source``
     with a source: one float32 run of another seed. Forecasts are then made of it alone, before any target
     runs, and the references are *privileged*: each knows its own target.
@@ -72,6 +72,8 @@ class Bundle:
     anchor: Literal["raw", "projected"] = "raw"
     scopes: tuple[str, ...] = ()
     """Scopes that are forecast; none for no forecast."""
+    rehearse: tuple[str, ...] = ()
+    """Arms that the references rehearse, so that a forecast has their losses."""
     forecast_from: int | None = None
     """The seed of the run that all targets are forecast from; by default each from its own reference."""
     masked: Masked | None = None
@@ -106,6 +108,12 @@ class Bundle:
         """The cell of an arm; where there is one arm, the unit's name says it."""
         return unit if len(self.arms) == 1 else f"{unit}-{arm}"
 
+    def rehearsals(self, condition: str) -> dict[str, str]:
+        """What a reference rehearses of a condition, by arm."""
+        grid = self.conditions[condition]["grid"]
+        policies = {arm: self.arms[arm]["policy"] for arm in self.rehearse}
+        return {arm: grid if policy == "rne" else f"{grid}:{policy}" for arm, policy in policies.items()}
+
     # ---- runs ----
 
     @property
@@ -133,7 +141,8 @@ class Bundle:
         for unit, (condition, seed) in self.units.items():
             grid, name = self.conditions[condition]["grid"], self.reference_of(unit)
             if name in made:  # one raw anchor for several grids
-                made[name] = replace(made[name], audit=(*made[name].audit, grid))
+                so_far, more = made[name], tuple(self.rehearsals(condition).values())
+                made[name] = replace(so_far, audit=(*so_far.audit, grid), rehearse=(*so_far.rehearse, *more))
                 continue
             made[name] = self._reference(config, condition, seed)
         return (Cell(name=name, config=arm.to_json()) for name, arm in made.items())
@@ -145,7 +154,8 @@ class Bundle:
             changes["projected"] = grid
         if self.masked is not None:
             changes["scores"] = (grid, self._window(config))
-        return self._run(config, seed, audit=(grid,), **changes)
+        rehearse = tuple(self.rehearsals(condition).values())
+        return self._run(config, seed, audit=(grid,), rehearse=rehearse, **changes)
 
     def forecasts(self, config: Config) -> Iterator[Cell]:
         """A forecast for every unit, or the one of the source."""
@@ -158,7 +168,9 @@ class Bundle:
 
     def _forecast(self, name: str, condition: str, seed: int, **where: str) -> Cell:
         grid = self.conditions[condition]["grid"]
-        return Cell(name=name, config={"seed": seed, "grid": grid, **where, "scopes": list(self.scopes)})
+        told = {"seed": seed, "grid": grid, **where, "scopes": list(self.scopes)}
+        rehearse = {"rehearse": self.rehearsals(condition)} if self.rehearse else {}
+        return Cell(name=name, config={**told, **rehearse})
 
     def forecast_source(self, config: Config) -> Iterator[Cell]:
         """The float32 run that all targets are forecast from."""
@@ -209,7 +221,7 @@ class Bundle:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """A study's stages, in order: what is predicted is sealed before any outcome."""
+        """A study's stages, in order: what is forecast is sealed before any outcome."""
         made, masks_read = [], tuple[str, ...]()
         if self.forecast_from is not None:
             made += [
@@ -317,6 +329,15 @@ class Unit:
         found = self.told(predictor)
         found = found[scope] if isinstance(found, Mapping) else found
         return None if found is None else np.asarray(found)
+
+    def forecast_loss(self, arm: str, bound: str, update: int | None = None) -> float | None:
+        """The loss of an arm after an update, as its rehearsal has it; the last by default.
+
+        None where it was not rehearsed, or only in the run of another seed, whose losses are its own.
+        """
+        told = None if self.bundle.forecast_from is not None else self.told("losses")
+        at = str(self.run(FP32)["updates"] if update is None else update)
+        return told[arm][at][bound] if told is not None and at in told.get(arm, ()) else None
 
     @property
     def masks(self) -> records.Record:

@@ -18,6 +18,9 @@ from halfulp.study import Running
 
 PREDICTORS = ("frozen", "symmetric", "rho")
 """The exact event; the symmetric half-gap; the pooled scalar through the uniform-phase map."""
+REHEARSAL = "rehearsal"
+"""The event at the codes of the rehearsed nearest run, where there is one."""
+NEAREST = "rne"
 
 
 def forecast(running: Running) -> dict[str, Any]:
@@ -44,27 +47,33 @@ def forecast(running: Running) -> dict[str, Any]:
         )
         return scalar_rho_map(pooled_rho(d, w, named(grid).epsilon))
 
+    rehearsed = config.get("rehearse", {})
     found = {
         scope: {
             "frozen": records.frozen(record, grid, scope),
             "symmetric": records.share(record, counted, scope),
             "rho": rho(scope),
+            **({"rehearsal": records.rehearsed(record, grid, scope)} if NEAREST in rehearsed else {}),
         }
         for scope in config["scopes"]
     }
-    series = {p: {scope: told[p].tolist() for scope, told in found.items()} for p in PREDICTORS}
+    predictors = (*PREDICTORS, *((REHEARSAL,) if NEAREST in rehearsed else ()))
+    series = {p: {scope: told[p].tolist() for scope, told in found.items()} for p in predictors}
     stays = {scope: float(records.share(record, expected, scope)[-1]) for scope in found}
     crossings = {scope: asdict(crossing(told["frozen"])) for scope, told in found.items()}
+    losses = {arm: records.rehearsed_losses(record, spec) for arm, spec in rehearsed.items()}
+    heard = {"losses": losses} if losses else {}
     if len(found) == 1:  # then without the level of scopes
         (scope,) = found
         return {
             "seed": config["seed"],
             "grid": grid,
-            **{p: series[p][scope] for p in PREDICTORS},
+            **{p: series[p][scope] for p in predictors},
             "stays": stays[scope],
             **crossings[scope],
+            **heard,
         }
-    return {"seed": config["seed"], "grid": grid, **series, "stays": stays, "crossings": crossings}
+    return {"seed": config["seed"], "grid": grid, **series, "stays": stays, "crossings": crossings, **heard}
 
 
 def _series(table: pl.DataFrame, column: str) -> dict[str, np.ndarray[Any, Any]]:

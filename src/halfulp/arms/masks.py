@@ -1,19 +1,23 @@
 """Masks of a study: chosen from an arm's scores, sealed as files beside a record, read by later arms.
 
 A recipe for a mask is data: ``{"score": "P", "share": 0.1}`` takes the first tiles by a score;
-``{"of": "P", "shuffle": 3}`` is a control, as many tiles of every tensor as mask ``P``, at random places.
+``{"of": "P", "shuffle": 3}`` is a control, as many tiles of every tensor as mask ``P``, at random places;
+``{"score": "R", "rehearsal": 0, "share": 0.1}`` goes by what the first attributed rehearsal's tiles cost, and
+``"keep"`` in it names a stage, a cell and a mask whose tiles come first: the second round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
+import torch
 from safetensors.torch import load as load_tensors
 
 from halfulp.arms.arm import Arm
 from halfulp.kernels import SCORES
-from halfulp.masks import Mask, choose, tile_sizes
+from halfulp.masks import REHEARSED, Mask, choose, tile_sizes
 from halfulp.study import Running
 from halfulp.writeback import TileMaster
 
@@ -48,37 +52,49 @@ def make_masks(running: Running) -> dict[str, Json]:
     config = running.config
     stage, cell = config["stage"], config["cell"]
     sizes = running.read(stage, cell)["sizes"]
-    sums = load_tensors(running.read_bytes(stage, cell, "scores.safetensors"))
+
+    @cache
+    def sums() -> dict[str, torch.Tensor]:
+        return load_tensors(running.read_bytes(stage, cell, "scores.safetensors"))
+
+    @cache
+    def attributed() -> dict[str, torch.Tensor]:
+        return load_tensors(running.read_bytes(stage, cell, "attribution.safetensors"))
+
     made: dict[str, Mask] = {}
     for name, recipe in config["masks"].items():
         if "of" in recipe:
             made[name] = made[recipe["of"]].shuffled(recipe["shuffle"])
             continue
-        column = SCORES.index(recipe["score"])
-        means = {
-            n: sums[n][:, column].numpy() / tile_sizes(size, config["tile"]) for n, size in sizes.items()
-        }
-        made[name] = choose(means, sizes, recipe["share"], recipe["score"], tile=config["tile"])
+        if recipe["score"] == REHEARSED:
+            found = {n: attributed()[f"{recipe['rehearsal']}.{n}"] for n in sizes}
+        else:
+            found = {n: sums()[n][:, SCORES.index(recipe["score"])] for n in sizes}
+        means = {n: found[n].numpy() / tile_sizes(size, config["tile"]) for n, size in sizes.items()}
+        keep = read_named(running, recipe["keep"]) if "keep" in recipe else None
+        made[name] = choose(means, sizes, recipe["share"], recipe["score"], tile=config["tile"], keep=keep)
     for name, mask in made.items():
         running.attach(f"{name}.safetensors", mask.to_bytes())
-    found: dict[str, Json] = {
+    record: dict[str, Json] = {
         "budget": {name: mask.budget for name, mask in made.items()},
         "tiles": {name: {n: int(t.sum()) for n, t in mask.tiles.items()} for name, mask in made.items()},
     }
     if "beside" in config:
         stage, cell = config["beside"]
-        found["shared"] = {
-            name: _read(running, stage, cell, name).overlap(mask) for name, mask in made.items()
+        record["shared"] = {
+            name: read_named(running, {"stage": stage, "cell": cell, "name": name}).overlap(mask)
+            for name, mask in made.items()
         }
-    return found
+    return record
 
 
 def read_mask(running: Running, arm: Arm) -> Mask:
     """The mask that an arm's masters follow."""
     assert arm.mask is not None
-    return _read(running, arm.mask["stage"], arm.mask["cell"], arm.mask["name"])
+    return read_named(running, arm.mask)
 
 
-def _read(running: Running, stage: str, cell: str, name: str) -> Mask:
-    file = f"{name}.safetensors"
+def read_named(running: Running, where: Mapping[str, str]) -> Mask:
+    """A mask by the stage and the cell that attached it, and its name."""
+    stage, cell, file = where["stage"], where["cell"], f"{where['name']}.safetensors"
     return Mask.from_bytes(running.read_bytes(stage, cell, file), f"{stage}/{cell}/{file}")

@@ -7,6 +7,7 @@ the arguments; None where it is not defined. Recovery (Eq. 5) is against the anc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from halfulp.arms import records
 from halfulp.measures.crossings import crossing
-from halfulp.measures.forecasts import Comparison, compare
+from halfulp.measures.forecasts import Comparison, compare, rmse
 
 if TYPE_CHECKING:
     from halfulp.arms.bundle import Unit
@@ -203,6 +204,71 @@ def regret(unit: Unit, scope: str, warmup: bool = True) -> Found:
     """RMSE of the forecast less that of the unit's own reference."""
     own = comparison(unit, scope, warmup, "matched").rmse
     return comparison(unit, scope, warmup).rmse - own
+
+
+def rehearsal_rmse(unit: Unit, scope: str, warmup: bool = True) -> Found:
+    """RMSE of the rehearsed nearest run against the measured frozen fraction."""
+    return _rmse(unit, records.rehearsed(unit.run(FP32), unit.run("rne")["grid"], scope), scope, warmup)
+
+
+def projection_rmse(unit: Unit, scope: str, warmup: bool = True) -> Found:
+    """The same of the reference's own projection: the directional forecast."""
+    return _rmse(unit, records.frozen(unit.run(FP32), unit.run("rne")["grid"], scope), scope, warmup)
+
+
+def rehearsal_over_projection(unit: Unit, scope: str, warmup: bool = True) -> Found:
+    """The first over the second."""
+    ours, theirs = rehearsal_rmse(unit, scope, warmup), projection_rmse(unit, scope, warmup)
+    return None if ours is None or theirs is None else _ratio(ours, theirs)
+
+
+def _rmse(unit: Unit, told: records.Array, scope: str, warmup: bool) -> float:
+    first = 0 if warmup else unit.run("rne")["warmup"]
+    return rmse(told[first:], measured(unit, scope, "rne")[first:])
+
+
+# ---- losses that were forecast ------------------------------------------------------------------------
+
+
+def forecast_gap(unit: Unit, arm: str = "rne", bound: str = "point", update: int | None = None) -> Found:
+    """The loss above the anchor's that a rehearsal of an arm forecast; ``lower`` and ``upper`` are bounds."""
+    told, anchor = unit.forecast_loss(arm, bound, update), loss(unit, FP32, update)
+    return None if told is None or anchor is None else told - anchor
+
+
+def gap_ratio(unit: Unit, arm: str = "rne", bound: str = "point") -> Found:
+    """The forecast gap over the measured one."""
+    told, found = forecast_gap(unit, arm, bound), gap(unit, arm)
+    return None if told is None or not found else told / found
+
+
+def gap_error(unit: Unit, arm: str = "rne") -> Found:
+    """How far the forecast gap was from the measured one, as a share of it."""
+    found = gap_ratio(unit, arm)
+    return None if found is None else abs(found - 1)
+
+
+def inside(unit: Unit, arm: str = "rne") -> Found:
+    """How far the measured loss is inside its bounds, in nats; negative outside."""
+    lower, upper = (unit.forecast_loss(arm, bound) for bound in ("lower", "upper"))
+    found = loss(unit, arm)
+    return None if lower is None or upper is None or found is None else min(found - lower, upper - found)
+
+
+def misordered(units: Sequence[Unit], arm: str = "rne", above: float = 0.0) -> Found:
+    """Pairs of units whose forecast gaps are not in the order of the measured ones.
+
+    Of the pairs with a measured gap above a floor; equal forecasts are no order.
+    """
+    found = [(gap(unit, arm), forecast_gap(unit, arm)) for unit in units]
+    wrong = 0
+    for (ours, told), (theirs, their_told) in itertools.combinations(found, 2):
+        if None in (ours, told, theirs, their_told):
+            return None
+        assert ours is not None and theirs is not None and told is not None and their_told is not None
+        if max(ours, theirs) > above and ours != theirs:
+            wrong += (ours < theirs) != (told < their_told) or told == their_told
+    return float(wrong)
 
 
 def _ratio(a: float, b: float) -> Found:

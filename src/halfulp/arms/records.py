@@ -37,6 +37,16 @@ def frozen(record: Record, grid: str, scope: str) -> Array:
     return np.asarray(share(record, record["frozen"][grid], scope), dtype=np.float64)
 
 
+def rehearsed(record: Record, spec: str, scope: str) -> Array:
+    """The same of the run that a reference rehearsed."""
+    return np.asarray(share(record, record["rehearsed"][spec], scope), dtype=np.float64)
+
+
+def rehearsed_losses(record: Record, spec: str) -> dict[str, dict[str, float | None]]:
+    """Held-out loss of a rehearsal by update and bound; JSON has no numbers for names."""
+    return {str(e["update"]): e["rehearsed"][spec]["loss"] for e in record["evaluations"]}
+
+
 def never_moved(record: Record, scope: str) -> float:
     """The share of a scope's coordinates that no update has moved, at the last evaluation."""
     return float(share(record, record["evaluations"][-1]["never_moved"], scope))

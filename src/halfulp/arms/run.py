@@ -5,12 +5,14 @@ grid. They are exact, and any scope is a sum of groups. For a float32 run the co
 Q(Q(w) + d) == Q(w); for a write-back it is what happened. At evaluations: held-out loss, coordinates that
 never moved, and how many codes sit at the ends of the range, below the smallest normal number, and at zero.
 Two digests say that arms are matched: ``initial`` of the weights as drawn, ``start`` of those that training
-begins from (after a projection, the codes).
+begins from (after a projection, the codes). Of rehearsals: the counts of the point forecast, and at
+evaluations the held-out losses of all bounds.
 
 What is long is attached: ``grids.parquet`` and ``groups.parquet`` hold every count and sum of the audit by
 update and group (symmetric, uniform phase, norms, never moved and its expectation, occupancy),
 ``contexts.safetensors`` the held-out loss of every context at every evaluation, ``scores.safetensors`` the
-sums behind every allocation score.
+sums behind every allocation score, ``rehearsals.parquet`` the counts of rehearsals at every bound, and
+``attribution.safetensors`` their forecast gaps by tile.
 
 A cell saves itself every ``save_every`` updates, counts included, and goes on from there to the same record.
 """
@@ -21,6 +23,7 @@ import contextlib
 import hashlib
 import io
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,13 +35,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfulp import kernels
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import open_corpus
-from halfulp.arms.masks import read_mask
+from halfulp.arms.masks import read_mask, read_named
 from halfulp.audit.recorder import Audit
+from halfulp.audit.rehearsal import Spec
 from halfulp.measures.groups import group_of
 from halfulp.models.decoder import Decoder
-from halfulp.models.training import Training, adamw, project
+from halfulp.models.training import Training, adamw, project, sequences, starts
 from halfulp.study import Running
 from halfulp.trace import Memory, Recorded
+from halfulp.trace.schema import BOUNDS
 from halfulp.writeback import WriteBack
 from halfulp.writeback.policies import parsed
 
@@ -78,14 +83,20 @@ def run(running: Running) -> dict[str, Json]:
         record, kept = training.load(saved)
         contexts = [kept.pop("contexts")] if "contexts" in kept else []
         memory = Memory.loaded(kept)
-    with _attention(arm.attention), _audit(arm, training, memory) as audit:
+    rehearse = rehearsals(running, arm)
+    with _attention(arm.attention), _audit(arm, training, memory, list(rehearse.values())) as audit:
+        named = {} if audit is None else dict(zip(rehearse, audit.rehearsals, strict=True))
         while not training.done:
             training.step()
+            if arm.attribute is not None and audit is not None and training.update in _moments(arm):
+                record.setdefault("attributed", []).append(_attribute(audit, training, arm, named))
             if isinstance(optimizer, WriteBack):
                 ends = sum(row.endpoint for row in optimizer.events.rows)
                 record["most_endpoint"] = max(record["most_endpoint"], ends)
             if recipe.evaluates(training.update):
                 found, apart = _evaluation(training)
+                if audit is not None and rehearse:
+                    found["rehearsed"] = _rehearsed(audit, training, named)
                 record["evaluations"].append(found)
                 contexts.append(torch.from_numpy(apart)[None])
             if training.update % arm.save_every == 0:
@@ -94,16 +105,26 @@ def run(running: Running) -> dict[str, Json]:
                 more = {"contexts": torch.cat(contexts)} if contexts else {}
                 running.save(training.save(record, {**memory.save(), **more}))
             running.progress(training.update, recipe.updates)
-    if contexts:
+    if contexts and arm.tables:
         running.attach("contexts.safetensors", save_tensors({"loss": torch.cat(contexts)}))
     if not arm.watched:
         return record
     trace = memory.trace
-    if arm.scores is not None:
+    if arm.scores is not None or arm.attribute is not None:
         record["sizes"] = {t["name"]: t["numel"] for t in trace.tensors}
+    if arm.scores is not None:
         sums = {name: torch.from_numpy(found) for name, found in trace.scores().items()}
         running.attach("scores.safetensors", save_tensors(sums))
-    record["frozen"] = _counted(running, trace)
+    record["frozen"] = _counted(running, trace, attached=arm.tables)
+    if rehearse:
+        _count_rehearsals(running, record, trace, list(rehearse), attached=arm.tables)
+    if arm.attribute is not None:
+        found = {
+            f"{i}.{tensor}": torch.from_numpy(sums)
+            for i, spec in enumerate(arm.attribute["of"])
+            for tensor, sums in trace.attribution(named[spec]).items()
+        }
+        running.attach("attribution.safetensors", save_tensors(found))
     if arm.grid is not None:
         _note_never_moved(record, trace)
     return record
@@ -119,7 +140,23 @@ def _sizes(model: Decoder) -> dict[str, int]:
     return sizes
 
 
-def _audit(arm: Arm, training: Training, memory: Memory) -> contextlib.AbstractContextManager[Audit | None]:
+def rehearsals(running: Running, arm: Arm) -> dict[str, Spec]:
+    """What an arm rehearses, by its own names; a mask is one that an earlier stage attached."""
+    made: dict[str, Spec] = {}
+    for spec in arm.rehearse:
+        grid, _, how = spec.partition(":")
+        name = how.removeprefix("tiles(").removesuffix(")")
+        if name == how:
+            made[spec] = spec
+        else:
+            assert arm.masks is not None
+            made[spec] = (grid, read_named(running, {**arm.masks, "name": name}).policy())
+    return made
+
+
+def _audit(
+    arm: Arm, training: Training, memory: Memory, rehearse: Sequence[Spec]
+) -> contextlib.AbstractContextManager[Audit | None]:
     """Every event of the matrices on the watched grids, kept in memory, from where the run is."""
     if not arm.watched:
         return contextlib.nullcontext()
@@ -127,8 +164,55 @@ def _audit(arm: Arm, training: Training, memory: Memory) -> contextlib.AbstractC
     return Audit(
         training.optimizer, arm.watched, model=training.model, out=memory, scores=scores,
         params=lambda name, p: p.dim() >= 2, expected_never_moved=arm.grid is None,
-        resume=True, first_step=training.update + 1,
+        resume=True, first_step=training.update + 1, seed=arm.stream_seed,
+        rehearse=rehearse or None,
     )  # fmt: skip
+
+
+def _rehearsed(audit: Audit, training: Training, named: Mapping[str, str]) -> dict[str, Json]:
+    """Held-out loss as if the run were another, by rehearsal and bound."""
+    found: dict[str, Json] = {}
+    for spec, name in named.items():
+        losses: dict[str, float | None] = {}
+        for bound in BOUNDS:
+            with audit.as_if(name, bound=bound):
+                loss = training.evaluate()
+            losses[bound] = loss if math.isfinite(loss) else None
+        found[spec] = {"loss": losses}
+    return found
+
+
+def _moments(arm: Arm) -> list[int]:
+    assert arm.attribute is not None
+    moments, updates = arm.attribute["moments"], arm.recipe.updates
+    return [round(updates * (i + 1) / moments) for i in range(moments)]
+
+
+def _attribute(audit: Audit, training: Training, arm: Arm, named: Mapping[str, str]) -> dict[str, Json]:
+    """Attribute the gaps of rehearsals on training text; what the shares sum to, beside those gaps."""
+    assert arm.attribute is not None
+    recipe, texts = training.recipe, range(arm.attribute["batches"])
+    step = training.update * len(texts)
+    begins = [
+        starts(recipe.seed, "attribution", step + i, recipe.batch, len(training.tokens) - recipe.context)
+        for i in texts
+    ]
+    batches = [sequences(training.tokens, b, recipe.context, training.device) for b in begins]
+
+    def loss() -> torch.Tensor:
+        each = [training.model.loss(x, y) for x, y in batches]
+        return torch.stack(each).mean()
+
+    found: dict[str, Json] = {"update": training.update, "sum": {}, "gap": {}}
+    for spec in arm.attribute["of"]:
+        name = named[spec]
+        shares = audit.attribute(name, loss, points=arm.attribute["points"], tile=arm.tile)
+        found["sum"][spec] = math.fsum(float(s.sum()) for s in shares.values())
+        with torch.no_grad():
+            here = float(loss())
+            with audit.as_if(name):
+                found["gap"][spec] = float(loss()) - here
+    return found
 
 
 def _attention(kind: str) -> contextlib.AbstractContextManager[Any]:
@@ -156,18 +240,42 @@ def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, An
     return found, apart
 
 
-def _counted(running: Running, trace: Recorded) -> dict[str, dict[str, list[int]]]:
+def _counted(running: Running, trace: Recorded, *, attached: bool) -> dict[str, dict[str, list[int]]]:
     """What the audit counted, attached; and, for the record, coordinates left unchanged by grid and group."""
     grids = _by_group(trace, trace.scan("grids").drop("frozen_decay", "frozen_gradient"), "grid")
     grids = grids.with_columns(pl.col("grid").replace_strict(dict(enumerate(trace.grids))))
-    for name, table in (("grids", grids), ("groups", _by_group(trace, trace.scan("tensors").drop("lr")))):
-        made = io.BytesIO()
-        table.write_parquet(made, compression="zstd")
-        running.attach(f"{name}.parquet", made.getvalue())
+    if attached:
+        _attach(running, "grids", grids)
+        _attach(running, "groups", _by_group(trace, trace.scan("tensors").drop("lr")))
     frozen: dict[str, dict[str, list[int]]] = {grid: {} for grid in trace.grids}
     for (grid, group), rows in grids.partition_by("grid", "group", as_dict=True).items():
         frozen[str(grid)][str(group)] = rows["frozen"].to_list()
     return frozen
+
+
+def _count_rehearsals(
+    running: Running, record: dict[str, Json], trace: Recorded, specs: list[str], *, attached: bool
+) -> None:
+    """The counts of rehearsals, attached; for the record, those of the point forecast."""
+    table = _by_group(trace, trace.scan("rehearsals"), "rehearsal", "bound")
+    numbers = {"rehearsal": specs, "bound": BOUNDS}
+    for column, names in numbers.items():
+        table = table.with_columns(pl.col(column).replace_strict(dict(enumerate(names))))
+    if attached:
+        _attach(running, "rehearsals", table)
+    point = table.filter(pl.col("bound") == "point")
+    record["rehearsed"] = {spec: {} for spec in specs}
+    for (spec, group), rows in point.partition_by("rehearsal", "group", as_dict=True).items():
+        record["rehearsed"][str(spec)][str(group)] = rows["frozen"].to_list()
+        never = dict(zip(rows["step"], rows["never_moved"], strict=True))
+        for found in record["evaluations"]:
+            found["rehearsed"][spec].setdefault("never_moved", {})[group] = never[found["update"]]
+
+
+def _attach(running: Running, name: str, table: pl.DataFrame) -> None:
+    made = io.BytesIO()
+    table.write_parquet(made, compression="zstd")
+    running.attach(f"{name}.parquet", made.getvalue())
 
 
 def _by_group(trace: Recorded, table: pl.LazyFrame, *more: str) -> pl.DataFrame:

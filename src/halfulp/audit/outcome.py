@@ -69,7 +69,7 @@ def compare_traces(
             + ("informative" if c.informative else f"not informative, because {_UNINFORMATIVE}"),
             "  better than symmetric spacing and than rho alone: "
             + ("yes" if c.directional_added_value else "no"),
-            f"  majority: forecast {_when(pair.predicted.first)}, measured {_when(pair.measured.first)}"
+            f"  majority: forecast {_when(pair.forecast.first)}, measured {_when(pair.measured.first)}"
             + (f", ratio {pair.ratio:.3f}" if pair.eligible else " (no timing ratio: not both after step 1)"),
         ]
     return out

@@ -24,7 +24,7 @@ import torch
 
 from halfulp import kernels
 from halfulp.audit import manifest
-from halfulp.audit.as_if import Showing
+from halfulp.audit.attribution import Attributed, Attributing
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import Naming, name_parameters
@@ -49,7 +49,7 @@ PART_ROWS = MOST_ROWS // 2
 """A part is written when its largest table has this many rows, however few steps those are."""
 
 
-class Audit(Showing):
+class Audit(Attributing):
     """Record a reference trace (or a realized one) while training runs.
 
     ``optimizers``: one or several, or None for every optimizer in the process. ``every``: audit each n-th
@@ -174,6 +174,7 @@ class Audit(Showing):
             from halfulp.audit.roles import Roles  # which is made of audits
 
             self.roles = Roles(self, also or {}, bool(states), find=states == "find")
+        self.attributed = Attributed()
         self.trouble: str | None = None
         """Why the trace ends before the run, if it could not be written; the run itself goes on."""
 
@@ -223,6 +224,7 @@ class Audit(Showing):
         if not self._writer.count:
             return
         self._loaded = self._writer.load_state()
+        self.attributed.take_up(self._loaded)
         options = self._writer.manifest["options"]
         self.never_moved, self.expected = options["never_moved"], options["expected_never_moved"]
         missing = -(-self._skip_until // self.every) * self.every + 1
@@ -546,6 +548,7 @@ class Audit(Showing):
         if not any((rows, *evaluated)) or self._writer is None or self.trouble is not None:
             return
         state: dict[str, torch.Tensor] = {} if self.rehearsing is None else self.rehearsing.state()
+        state.update(self.attributed.state())
         for w in self.watched.values():
             state.update(w.state())
         start = time.monotonic()

@@ -1,4 +1,4 @@
-"""When a run freezes: majority crossings of a frozen fraction, and how well they were predicted.
+"""When a run freezes: majority crossings of a frozen fraction, and how well they were forecast.
 
 The frozen fraction f_t is the share of stored weights that step t leaves unchanged. Steps count
 from one, so ``f[0]`` is step 1, the first update. From the trajectory (paper, appendix A):
@@ -10,7 +10,7 @@ from one, so ``f[0]`` is step 1, the first update. From the trajectory (paper, a
 and from the first one a category: ``at-initialisation`` (step 1), ``later`` or ``absent``. A majority
 need not be the same weights from step to step, and freezing is not a loss plateau.
 
-A forecast is judged on both. Timing is a ratio, predicted / measured, defined only for *eligible*
+A forecast is judged on both. Timing is a ratio, forecast / measured, defined only for *eligible*
 pairs: both crossings exist and come after step 1. That is a conditional statement, so the cells it
 leaves out are never dropped: their categories are compared instead, over all cells.
 
@@ -119,17 +119,17 @@ def crossing(
 
 @dataclass(frozen=True)
 class TimingPair:
-    """A predicted and a measured crossing of one cell."""
+    """A forecast and a measured crossing of one cell."""
 
-    predicted: Crossing
+    forecast: Crossing
     measured: Crossing
     which: Which = "first"
 
     @property
     def steps(self) -> tuple[int, int] | None:
-        """(predicted, measured) of an eligible pair: both exist and come after step 1."""
-        predicted, measured = (_timed(c, self.which) for c in (self.predicted, self.measured))
-        return None if predicted is None or measured is None else (predicted, measured)
+        """(forecast, measured) of an eligible pair: both exist and come after step 1."""
+        forecast, measured = (_timed(c, self.which) for c in (self.forecast, self.measured))
+        return None if forecast is None or measured is None else (forecast, measured)
 
     @property
     def eligible(self) -> bool:
@@ -137,24 +137,24 @@ class TimingPair:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted / measured; None for a pair that is not eligible."""
+        """Forecast / measured; None for a pair that is not eligible."""
         return None if self.steps is None else self.steps[0] / self.steps[1]
 
     def within(self, tolerance: float = TOLERANCE) -> bool | None:
         """Whether |ratio - 1| <= tolerance, without dividing; None for a pair that is not eligible."""
         if self.steps is None:
             return None
-        predicted, measured = self.steps
-        return abs(predicted - measured) <= tolerance * measured
+        forecast, measured = self.steps
+        return abs(forecast - measured) <= tolerance * measured
 
     @property
     def disagrees(self) -> bool:
         """Whether the categories differ; an undecided one differs from nothing."""
-        both = (self.predicted.category, self.measured.category)
+        both = (self.forecast.category, self.measured.category)
         return "undecided" not in both and both[0] != both[1]
 
 
-def timing_pair(predicted: Crossing, measured: Crossing, which: Which = "first") -> TimingPair:
+def timing_pair(forecast: Crossing, measured: Crossing, which: Which = "first") -> TimingPair:
     """Pair the crossings of a forecast and of the run it is for.
 
     >>> pair = timing_pair(crossing([0.0] * 9 + [1.0]), crossing([0.0] * 8 + [1.0]))
@@ -163,7 +163,7 @@ def timing_pair(predicted: Crossing, measured: Crossing, which: Which = "first")
     """
     if which not in ("first", "persistent"):
         raise UsageError(f"which must be 'first' or 'persistent', not {which!r}.")
-    return TimingPair(predicted, measured, which)
+    return TimingPair(forecast, measured, which)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class TimingSummary:
     undecided: int
     median_ratio: float | None
     mean_ratio: float | None
-    predicted_range: tuple[int, int] | None
+    forecast_range: tuple[int, int] | None
     measured_range: tuple[int, int] | None
 
     @property
@@ -201,8 +201,8 @@ def summarise(pairs: Sequence[TimingPair], tolerance: float = TOLERANCE) -> Timi
     (3, 2, 1, 1, 1.4)
     """
     timed = [p.steps for p in pairs if p.steps is not None]
-    ratios = [predicted / measured for predicted, measured in timed]
-    undecided = sum("undecided" in (p.predicted.category, p.measured.category) for p in pairs)
+    ratios = [forecast / measured for forecast, measured in timed]
+    undecided = sum("undecided" in (p.forecast.category, p.measured.category) for p in pairs)
     return TimingSummary(
         cells=len(pairs),
         eligible=len(timed),
@@ -211,7 +211,7 @@ def summarise(pairs: Sequence[TimingPair], tolerance: float = TOLERANCE) -> Timi
         undecided=undecided,
         median_ratio=float(np.median(ratios)) if ratios else None,
         mean_ratio=float(np.mean(ratios)) if ratios else None,
-        predicted_range=_range([predicted for predicted, _ in timed]),
+        forecast_range=_range([forecast for forecast, _ in timed]),
         measured_range=_range([measured for _, measured in timed]),
     )
 

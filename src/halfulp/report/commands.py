@@ -1,4 +1,4 @@
-"""``halfulp report`` and ``halfulp figures``."""
+"""``halfulp report``, ``halfulp figures`` and ``halfulp paper``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,22 @@ def figures(
         typer.echo(plain(str(file)))
 
 
+def paper(
+    studies: Path = typer.Option(Path("results/studies"), help="The folder of closed studies, NAME-SCALE."),
+    scale: str = typer.Option("paper", help="The scale of the controlled studies to show."),
+    out: Path = typer.Option(Path("results"), "-o", "--out", help="The folder for pages and figures."),
+) -> None:
+    """Set closed studies beside the paper: every number that it prints, and ours from the records."""
+    from halfulp.integrations.optional import require
+
+    require("matplotlib")
+    from halfulp.report.beside_paper import write
+
+    for file in write(studies, scale, out):
+        typer.echo(plain(str(file)))
+
+
 def register(app: typer.Typer) -> None:
     """Add these commands."""
-    for command in (report, figures):
+    for command in (report, figures, paper):
         app.command()(command)

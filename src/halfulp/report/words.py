@@ -179,7 +179,7 @@ def outcome_sentence(found: Outcome) -> str:
         f"average, and {measured} were lost: off by {points(c.rmse)} (RMSE over {c.steps} steps). The best "
         f"constant, chosen afterwards, is off by {points(c.constant_rmse)}."
     )
-    forecast, measured = (_when(x.first) for x in (pair.predicted, pair.measured))
+    forecast, measured = (_when(x.first) for x in (pair.forecast, pair.measured))
     if forecast == measured == "never":
         return f"{said} A majority was never lost, as forecast."
     return f"{said} A majority was forecast {forecast}, and lost {measured}."

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import numpy as np
-
-from halfulp.studies._forecast import LEARNED, PREDICTORS, SIDES
-from halfulp.studies.finite_size import width_of
+from halfulp.measures.learning import LEARNED, SIDES, gathered, medians
+from halfulp.models.following import PREDICTORS
+from halfulp.studies.finite_size import means, width_of
 from halfulp.study.protocol import Json
 
 PAPER_WIDTHS = {6: (2.811, 4.490), 7: (3.267, 4.734), 8: (3.426, 4.566)}
@@ -28,7 +27,7 @@ Count = tuple[int, int]
 """How many cells are as the paper has them, of how many."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fact:
     """Something that the paper prints about references, and how to count it in a candidate's."""
 
@@ -123,18 +122,12 @@ def onsets(record: Reference, side: str) -> Count | None:
     )  # fmt: skip
 
 
-def predicted_windows(record: Reference, side: str) -> Count | None:
+def forecast_windows(record: Reference, side: str) -> Count | None:
     """Robust medians over seeds: a rate is in the window of m from rate * 2**m = 0.8 up to rate 0.4."""
-    learned: dict[tuple[float, int], list[float]] = {}
-    for pair in _of(record, "phase"):
-        r, m = pair
-        learned.setdefault((r["rate"], m), []).append(_said(pair, "directional", side) or 0.0)
-    return _share(
-        [
-            (median(each) >= LEARNED) == (rate * 2**m > 0.6 and rate < 0.6)
-            for (rate, m), each in learned.items()
-        ]
-    )
+    each = _of(record, "phase")
+    found = medians(gathered((m, r["rate"], _said((r, m), "directional", side)) for r, m in each))
+    inside = {(m, rate): rate * 2**m > 0.6 and rate < 0.6 for m, rate in found}
+    return _share([((share or 0.0) >= LEARNED) == inside[key] for key, share in found.items()])
 
 
 def _later(record: Reference) -> list[Json]:
@@ -161,13 +154,8 @@ def lone_seed(record: Reference, side: str) -> Count | None:
 
 def mean_widths(record: Reference) -> dict[int, list[float | None]]:
     """Mean width by mantissa, the smallest layer first; None if a seed has none."""
-    found: dict[int, dict[int, list[float | None]]] = {}
-    for row in record.get("sizes", ()):
-        found.setdefault(row["mantissa"], {}).setdefault(row["width"], []).append(width_of(row))
-    return {
-        m: [None if None in v else float(np.mean(np.array(v, float))) for _, v in sorted(sizes.items())]
-        for m, sizes in found.items()
-    }
+    by_width = means((row["mantissa"], row["width"], width_of(row)) for row in record.get("sizes", ()))
+    return {m: [each[width] for width in sorted(each)] for m, each in by_width.items()}
 
 
 def widths(record: Reference, side: str) -> Count | None:
@@ -187,36 +175,32 @@ def widening(record: Reference, side: str) -> Count | None:
 
 
 FACTS = (
-    Fact(name="stable", printed="no reference diverges at 0.566 or below", source="app:e4", count=stable),
-    Fact(name="half-at-0.8", printed="3 of 6 references diverge at 0.8", source="fig:e4", count=half_diverge),
-    Fact(name="ceiling", printed="every reference diverges at 1.6", source="app:e4", count=ceiling),
-    Fact(name="windows", printed="predicted windows start at rate x 2^m = 0.8 and end at rate 0.4",
-         source="tab:e4-window", count=predicted_windows),
-    Fact(name="frozen-below", printed="frozen majority at update 1 wherever rate x 2^m <= 0.283 (30 of 35)",
-         source="app:e4", count=frozen_below),
-    Fact(name="frozen-edge", printed="and in one seed of three at 0.566 (5 of 35)", source="app:e4",
-         count=frozen_edge),
-    Fact(name="later-above", printed="nowhere else (55 cells with an onset)", source="tab:e4-prospective",
-         count=later_above),
-    Fact(name="onsets", printed="in those 55, all three predictors have an onset within 3000 updates",
-         source="tab:e4-prospective", count=onsets),
-    Fact(name="directional", printed="directional: negative below 0.566, positive in two seeds of three "
-         "there, positive above", source="tab:e4-prospective",
-         count=_called("directional", lambda n: n == 2)),
-    Fact(name="symmetric", printed="symmetric: the same, but for one cell more",
-         source="tab:e4-prospective", count=_called("symmetric", lambda n: n >= 2)),
-    Fact(name="scalar", printed="scalar rho: negative below 0.566, positive from there up, in every seed",
-         source="tab:e4-prospective", count=_called("scalar", lambda n: n == 3)),
-    Fact(name="rho", printed="pooled rho at the crossing about 0.74 (ours: 0.69 to 0.79)",
-         source="app:arithmetic", count=rho_at_crossing),
-    Fact(name="range", printed="predicted crossings from 11 to 4575 (ours: that range or wider)",
-         source="section 3", count=crossing_range),
-    Fact(name="lone-seed", printed="one seed at 61, siblings near 1800 (ours: up to 100, from 1000)",
-         source="app:predictor", count=lone_seed),
-    Fact(name="widths", printed="crossover widths at N = 128 and 4096 (ours: within half a bit)",
-         source="app:arithmetic", count=widths),
-    Fact(name="widening", printed="widths rise with N at m = 6, 7, 8", source="app:arithmetic",
-         count=widening),
+    Fact("stable", "no reference diverges at 0.566 or below", "app:e4", stable),
+    Fact("half-at-0.8", "3 of 6 references diverge at 0.8", "fig:e4", half_diverge),
+    Fact("ceiling", "every reference diverges at 1.6", "app:e4", ceiling),
+    Fact("windows", "forecast windows start at rate x 2^m = 0.8 and end at rate 0.4", "tab:e4-window",
+         forecast_windows),
+    Fact("frozen-below", "frozen majority at update 1 wherever rate x 2^m <= 0.283 (30 of 35)", "app:e4",
+         frozen_below),
+    Fact("frozen-edge", "and in one seed of three at 0.566 (5 of 35)", "app:e4", frozen_edge),
+    Fact("later-above", "nowhere else (55 cells with an onset)", "tab:e4-prospective", later_above),
+    Fact("onsets", "in those 55, all three predictors have an onset within 3000 updates",
+         "tab:e4-prospective", onsets),
+    Fact("directional", "directional: negative below 0.566, positive in two seeds of three there, positive "
+         "above", "tab:e4-prospective", _called("directional", lambda n: n == 2)),
+    Fact("symmetric", "symmetric: the same, but for one cell more", "tab:e4-prospective",
+         _called("symmetric", lambda n: n >= 2)),
+    Fact("scalar", "scalar rho: negative below 0.566, positive from there up, in every seed",
+         "tab:e4-prospective", _called("scalar", lambda n: n == 3)),
+    Fact("rho", "pooled rho at the crossing about 0.74 (ours: 0.69 to 0.79)", "app:arithmetic",
+         rho_at_crossing),
+    Fact("range", "forecast crossings from 11 to 4575 (ours: that range or wider)", "section 3",
+         crossing_range),
+    Fact("lone-seed", "one seed at 61, siblings near 1800 (ours: up to 100, from 1000)", "app:predictor",
+         lone_seed),
+    Fact("widths", "crossover widths at N = 128 and 4096 (ours: within half a bit)", "app:arithmetic",
+         widths),
+    Fact("widening", "widths rise with N at m = 6, 7, 8", "app:arithmetic", widening),
 )  # fmt: skip
 
 

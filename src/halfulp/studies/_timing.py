@@ -1,13 +1,14 @@
 """Forecast onset against measured onset: what `emulator`, `two-layer` and `cnn` have in common.
 
 A *system* is a testbed with a loss and an optimizer. Stage ``reference`` holds, for each grid, the majority
-crossings that a high-precision run predicts, by two predictors:
+crossings that a high-precision run forecasts, by two predictors:
 
     exact       code equality at the projected weights (Eq. 4)
     symmetric   |d| < u(w) / 2, the spacing proxy of the paper's archived sweeps (appendix A)
 
 Stage ``measured`` holds the crossing of a run on the grid, and the pooled rho of Eq. 3 where it crossed.
-Pairs are made and judged by :mod:`halfulp.measures.crossings`; nothing is recomputed here.
+Pairs are made and judged by :mod:`halfulp.measures.crossings`; nothing is recomputed here. Stage ``bf16``, of
+two of the studies, holds m = 7 beside a direct bfloat16 update (:mod:`halfulp.models.bfloat16`).
 
 The thresholds were fixed before the first measured run and not changed since; the testbed's start was
 changed once after it (docs/controlled.md). A median within 5% of one and 80% of the eligible
@@ -17,27 +18,55 @@ at most one category in ten may differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from halfulp.drawing import panels
 from halfulp.grids import grid as named
-from halfulp.measures.crossings import Crossing, TimingPair, TimingSummary, crossing, summarise, timing_pair
-from halfulp.measures.forecasts import pooled_rho
+from halfulp.measures.crossings import (
+    TOLERANCE,
+    Crossing,
+    TimingPair,
+    TimingSummary,
+    crossing,
+    summarise,
+    timing_pair,
+)  # fmt: skip
+from halfulp.measures.forecasts import ACCURATE_RMSE, pooled_rho
 from halfulp.studies.claims import Claim
-from halfulp.study.protocol import Estimand, Gate, Json, Records, Table, Values
+from halfulp.study import Cell, Estimand, Gate, Table
+from halfulp.study.protocol import Config, Json, Records, Values
 
 Array = npt.NDArray[Any]
 
 PREDICTORS = ("symmetric", "exact")
-RHO_STAR = 2**-0.5
-"""The half-freeze boundary of uniform phases (appendix A)."""
 
 
-# ---- what cells give back -------------------------------------------------------------------------------
+# ---- cells and what they give back ----------------------------------------------------------------------
+
+
+def each_rate_and_seed(config: Config, keys: Sequence[str], prefix: str = "") -> Iterator[Cell]:
+    """A cell a rate and seed, with these keys of the config."""
+    for rate in config["rates"]:
+        for seed in config["seeds"]:
+            c = {**{key: config[key] for key in keys}, "rate": rate, "seed": seed}
+            yield Cell(name=f"{prefix}rate={rate}.seed={seed}", config=c)
+
+
+def on_every_grid(references: Iterator[Cell]) -> Iterator[Cell]:
+    """A cell on each grid that a reference speaks of."""
+    for cell in references:
+        for m in cell.config["mantissas"]:
+            c = {**cell.config, "reference": cell.name, "grid": f"m{m}"}
+            yield Cell(name=f"{cell.name}.m{m}", config=c)
+
+
+def grids(config: Config) -> list[str]:
+    """The grids that a reference is audited on."""
+    return [f"m{m}" for m in config["mantissas"]]
 
 
 def crossing_json(frozen: Array, size: int) -> dict[str, Json]:
@@ -46,20 +75,17 @@ def crossing_json(frozen: Array, size: int) -> dict[str, Json]:
     return {"first": found.first, "persistent": found.persistent, "category": found.category}
 
 
-def forecast(grids: Sequence[str], counts: Array, size: int) -> dict[str, Json]:
+def forecast(config: Config, counts: Array, size: int) -> dict[str, Json]:
     """Both predictors' crossings of each grid, from counts (steps, grids, exact and symmetric)."""
     return {
-        grid: {
-            "exact": crossing_json(counts[:, j, 0], size), "symmetric": crossing_json(counts[:, j, 1], size),
-        }
-        for j, grid in enumerate(grids)
-    }  # fmt: skip
+        grid: {name: crossing_json(counts[:, j, k], size) for k, name in enumerate(("exact", "symmetric"))}
+        for j, grid in enumerate(grids(config))
+    }
 
 
 def measured(grid: str, frozen: Array, squares: Array, size: int) -> dict[str, Json]:
     """The crossing of a run on a grid, and the pooled rho at its first one."""
-    found = crossing_json(frozen, size)
-    rho = None
+    found, rho = crossing_json(frozen, size), None
     if found["first"] is not None:
         weights, proposals = squares[found["first"] - 1]
         rho = float(pooled_rho([proposals], [weights], named(grid).epsilon)[0])
@@ -70,12 +96,11 @@ def measured(grid: str, frozen: Array, squares: Array, size: int) -> dict[str, J
 
 
 def pairs(records: Records, predictor: str) -> dict[str, list[TimingPair]]:
-    """Predicted and measured crossings of every measured cell, by system."""
+    """Forecast and measured crossings of every measured cell, by system."""
     found: dict[str, list[TimingPair]] = {}
     for cell in records["measured"].values():
-        reference = records["reference"][cell["reference"]]
-        predicted = Crossing(**reference["predicted"][cell["grid"]][predictor])
-        pair = timing_pair(predicted, Crossing(**cell["crossing"]))
+        said = records["reference"][cell["reference"]]["predicted"][cell["grid"]][predictor]
+        pair = timing_pair(Crossing(**said), Crossing(**cell["crossing"]))
         found.setdefault(cell["system"], []).append(pair)
     return found
 
@@ -85,79 +110,100 @@ def summaries(records: Records, predictor: str) -> dict[str, TimingSummary]:
     return {system: summarise(each) for system, each in pairs(records, predictor).items()}
 
 
-def locations(records: Records) -> dict[str, list[float]]:
-    """Pooled rho at the first crossing of every cell that crosses after step 1, by system."""
+def points(records: Records, system: str, predictor: str = "symmetric") -> list[tuple[int, int]]:
+    """(forecast, measured) of the eligible cells of a system."""
+    return [p.steps for p in pairs(records, predictor)[system] if p.steps is not None]
+
+
+def _later(records: Records, stage: str, system: str, of: Callable[[Json], Json]) -> dict[str, list[float]]:
+    """Pooled rho at the first crossing of every cell that crosses after step 1, by what it is a run of."""
     found: dict[str, list[float]] = {}
-    for cell in records["measured"].values():
-        if cell["crossing"]["category"] == "later" and cell["rho"] is not None:
-            found.setdefault(cell["system"], []).append(cell["rho"])
+    for cell in records[stage].values():
+        ran = of(cell)
+        if ran["crossing"]["category"] == "later" and ran["rho"] is not None:
+            found.setdefault(cell[system], []).append(ran["rho"])
     return found
 
 
-def median_location(records: Records) -> Values:
-    """The median of :func:`locations`, by system."""
-    return {system: float(np.median(values)) for system, values in locations(records).items()}
+def locations(records: Records) -> dict[str, list[float]]:
+    """Where in rho the runs of each system cross, if after step 1."""
+    return _later(records, "measured", "system", lambda cell: cell)
+
+
+def bf16_locations(records: Records) -> dict[str, list[float]]:
+    """The same of the direct bfloat16 runs, by network."""
+    return _later(records, "bf16", "network", lambda cell: cell["direct"])
 
 
 # ---- estimands and gates --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Timing:
+def timing(records: Records, predictor: str, quantity: str) -> Values:
     """One number of every system's timing summary."""
+    return {system: _quantity(s, quantity) for system, s in summaries(records, predictor).items()}
 
-    predictor: str
-    quantity: str
 
-    def __call__(self, records: Records) -> Values:
-        return {system: self.of(s) for system, s in summaries(records, self.predictor).items()}
+def _quantity(s: TimingSummary, quantity: str) -> float | None:
+    if quantity == "median-error":
+        return None if s.median_ratio is None else abs(s.median_ratio - 1)
+    if quantity == "disagreement":
+        return s.disagreements / s.cells
+    value: float | None = getattr(s, quantity)
+    return value
 
-    def of(self, s: TimingSummary) -> float | None:
-        """The quantity, from a summary."""
-        if self.quantity == "median-error":
-            return None if s.median_ratio is None else abs(s.median_ratio - 1)
-        if self.quantity == "disagreement":
-            return s.disagreements / s.cells
-        value: float | None = getattr(s, self.quantity)
-        return value
+
+def rho_at_crossing(records: Records) -> Values:
+    """Median pooled rho at the first crossing after step 1."""
+    return {system: float(np.median(values)) for system, values in locations(records).items()}
+
+
+def bf16_rmse(records: Records) -> Values:
+    """Root mean square difference of frozen fractions, m = 7 against bfloat16, over steps and seeds."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for r in records["bf16"].values():
+        found.setdefault(r["network"], []).append((r["squared_difference"] / r["size"] ** 2, r["steps"]))
+    return {n: (sum(s for s, _ in each) / sum(n for _, n in each)) ** 0.5 for n, each in found.items()}
+
+
+def bf16_rho(records: Records) -> Values:
+    """Median pooled rho where bfloat16 runs cross."""
+    return {network: float(np.median(values)) for network, values in bf16_locations(records).items()}
 
 
 _QUANTITIES = {
     "eligible": "cells with both crossings after step 1",
-    "median_ratio": "median of predicted / measured over eligible cells",
+    "median_ratio": "median of forecast / measured over eligible cells",
     "median-error": "distance of that median from one",
     "share_within": "share of eligible cells within 15%",
     "disagreement": "share of all cells whose category differs",
     "span": "latest measured crossing over the earliest, among eligible cells",
 }
-
 ESTIMANDS = (
     *(
-        Estimand(name=f"{quantity.replace('_', '-')}.{predictor}", what=f"{what}, {predictor} predictor",
-                 compute=Timing(predictor, quantity))
+        Estimand(
+            name=f"{quantity.replace('_', '-')}.{predictor}", what=f"{what}, {predictor} predictor",
+            compute=timing, args={"predictor": predictor, "quantity": quantity},
+        )
         for predictor in PREDICTORS
         for quantity, what in _QUANTITIES.items()
     ),
-    Estimand(name="rho-at-crossing", what="median pooled rho at the first crossing after step 1",
-             compute=median_location),
+    Estimand.of(rho_at_crossing),
 )  # fmt: skip
 
-
-def gates() -> Iterator[Gate]:
-    """The gates that every system must meet, by both predictors."""
-    for p in PREDICTORS:
-        yield Gate(
-            name=f"median-near-one.{p}", estimand=f"median-error.{p}", scope="all", comparison="<=",
-            threshold=0.05, why="the paper's medians lie between 0.999 and 1.03",
-        )  # fmt: skip
-        yield Gate(
-            name=f"most-within.{p}", estimand=f"share-within.{p}", scope="all", comparison=">=",
-            threshold=0.80, why="the floor of the paper's own promotion rule (appendix D)",
-        )  # fmt: skip
-        yield Gate(
-            name=f"categories-agree.{p}", estimand=f"disagreement.{p}", scope="all", comparison="<=",
-            threshold=0.10, why="the paper has 4 of 72",
-        )  # fmt: skip
+GATES = tuple(
+    Gate.of(f"{name}.{predictor}", condition.format(predictor), why)
+    for predictor in PREDICTORS
+    for name, condition, why in (
+        ("median-near-one", "median-error.{} <= 0.05", "the paper's medians lie between 0.999 and 1.03"),
+        ("most-within", "share-within.{} >= 0.80", "the floor of the paper's promotion rule (appendix D)"),
+        ("categories-agree", "disagreement.{} <= 0.10", "the paper has 4 of 72"),
+    )
+)
+"""What every system must meet, by both predictors."""
+ALL = tuple(gate.name for gate in GATES)
+STANDS_FOR_BF16 = Gate.of(
+    "stands-for-bf16", f"bf16-rmse <= {ACCURATE_RMSE}", "what the paper calls accurate (appendix C)"
+)
 
 
 # ---- reports --------------------------------------------------------------------------------------------
@@ -167,13 +213,13 @@ def table(records: Records) -> Table:
     """One row a system and predictor."""
     rows: list[Sequence[str | float | None]] = [
         (system, predictor, s.cells, s.eligible, s.median_ratio, s.share_within, s.disagreements,
-         *(s.predicted_range or (None, None)), *(s.measured_range or (None, None)))
+         *(s.forecast_range or (None, None)), *(s.measured_range or (None, None)))
         for predictor in PREDICTORS
         for system, s in summaries(records, predictor).items()
     ]  # fmt: skip
     return Table(
         columns=("system", "predictor", "cells", "eligible", "median ratio", "within 15%",
-                 "categories differ", "earliest predicted", "latest predicted",
+                 "categories differ", "earliest forecast", "latest forecast",
                  "earliest measured", "latest measured"),
         rows=rows,
         caption="First-majority crossings; ratios of eligible cells, categories of all. Cells that share a "
@@ -181,52 +227,22 @@ def table(records: Records) -> Table:
     )  # fmt: skip
 
 
-def draw_pairs(ax: Any, records: Mapping[str, Records], predictor: str = "symmetric") -> None:
-    """Predicted against measured crossings of eligible cells, with the 15% band; records by name."""
-    for label, mine in records.items():
-        points = [p.steps for each in pairs(mine, predictor).values() for p in each if p.steps is not None]
-        if points:
-            ax.scatter([m for _, m in points], [p for p, _ in points], s=14, alpha=0.7, linewidths=0,
-                       label=f"{label}, n = {len(points)}")  # fmt: skip
-    ends = np.array([2.0, 10_000.0])
-    ax.fill_between(ends, ends * 0.85, ends * 1.15, color="0.85", zorder=0)
-    ax.plot(ends, ends, color="0.5", linewidth=0.8, zorder=0)
-    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured crossing (step)",
-           ylabel=f"predicted crossing, {predictor} (step)")  # fmt: skip
-    ax.legend(frameon=False, fontsize="small")
-
-
-def draw_locations(ax: Any, values: Mapping[str, Sequence[float]]) -> None:
-    """Median, quartiles and range of the pooled rho at the crossing, by system."""
-    ax.axvspan(0.5, 1.0, color="0.9", zorder=0)
-    ax.axvline(RHO_STAR, color="0.5", linewidth=0.8, zorder=0)
-    for row, (_, v) in enumerate(values.items()):
-        low, q1, middle, q3, high = np.percentile(v, [0, 25, 50, 75, 100])
-        ax.plot([low, high], [row, row], color="C0", linewidth=0.8)
-        ax.plot([q1, q3], [row, row], color="C0", linewidth=3)
-        ax.plot([middle], [row], "o", color="C0", markersize=5)
-    ax.set(xscale="log", xlabel="pooled rho at the first crossing", ylim=(len(values) - 0.5, -0.5))
-    ax.set_yticks(range(len(values)), [f"{name} (n = {len(v)})" for name, v in values.items()])
-    ax.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
-    ax.set_xticks([], minor=True)
-
-
 def figure(records: Records) -> Any:
-    """Predicted against measured, and where in rho the crossings lie."""
-    from matplotlib.figure import Figure
-
-    fig = Figure(figsize=(9.0, 3.8), layout="constrained")
-    left, right = fig.subplots(1, 2)
-    systems = sorted({cell["system"] for cell in records["measured"].values()})
-    draw_pairs(left, {system: only(records, system) for system in systems})
-    draw_locations(right, locations(records))
+    """Forecast against measured, and where in rho the crossings lie."""
+    fig, (left, right) = panels.plain_figure(9.0, 3.8, 1, 2)
+    systems = sorted(pairs(records, "symmetric"))
+    panels.timing_pairs(left, {s: points(records, s) for s in systems}, "symmetric", TOLERANCE)
+    panels.locations(right, locations(records))
     return fig
 
 
-def only(records: Records, system: str) -> Records:
-    """The records with the measured cells of one system."""
-    chosen = {name: cell for name, cell in records["measured"].items() if cell["system"] == system}
-    return {**records, "measured": chosen}
+def bf16_figure(records: Records) -> Any:
+    """Both frozen-fraction curves of every seed."""
+    curves: dict[str, list[Any]] = {name: [] for name in sorted(bf16_rmse(records))}
+    for r in records["bf16"].values():
+        shares = (np.array(r["curve"][k]) / r["size"] for k in ("emulated", "direct"))
+        curves[r["network"]].append((r["curve"]["every"], *shares))
+    return panels.curve_pairs(curves)
 
 
 # ---- beside the paper -----------------------------------------------------------------------------------
@@ -256,12 +272,9 @@ def value(system: str, predictor: str, quantity: str) -> Callable[[Records], flo
 
 def transfer_rows(system: str, label: str, n: int, median: float, within: str) -> Iterator[Claim]:
     """A row of the paper's transfer table, by the predictor of its archived sweeps and by the exact one."""
+    said = (("eligible cells", n, "eligible"), ("median ratio", median, "median_ratio"),
+            ("within 15%", within, "share_within"))  # fmt: skip
     for predictor in PREDICTORS:
-        for text, paper, quantity in (
-            ("eligible cells", n, "eligible"), ("median ratio", median, "median_ratio"),
-            ("within 15%", within, "share_within"),
-        ):  # fmt: skip
-            yield Claim(
-                claim=f"{label}: {text}, {predictor} predictor", source="tab:transfer-app", paper=paper,
-                ours=value(system, predictor, quantity), note=OPEN,
-            )  # fmt: skip
+        for text, paper, quantity in said:
+            ours = value(system, predictor, quantity)
+            yield Claim(f"{label}: {text}, {predictor} predictor", "tab:transfer-app", paper, ours, OPEN)

@@ -22,38 +22,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
+from halfulp.measures import learning
+from halfulp.models.following import PREDICTORS, SIDE, arm_learned, follow, forecasts
 from halfulp.models.teacher import CHOSEN, NOISE, Problem, Testbed, classification
-from halfulp.studies._forecast import LEARNED, PREDICTORS, SIDE, arm_learned, follow, forecasts
-from halfulp.studies.claims import Claim
-from halfulp.study.protocol import (
-    Cell,
-    Config,
-    Estimand,
-    Gate,
-    Json,
-    Records,
-    Rule,
-    Running,
-    Stage,
-    Study,
-    Table,
-    Values,
-)
+from halfulp.studies._timing import each_rate_and_seed
+from halfulp.studies.claims import Claim, of
+from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.study.protocol import Config, Json, Records, Values
 
 
 def reference_cells(config: Config) -> Iterator[Cell]:
-    shared = {k: v for k, v in config.items() if k not in ("rates", "seeds")}
-    for rate in config["rates"]:
-        for seed in config["seeds"]:
-            yield Cell(name=f"rate={rate}.seed={seed}", config={**shared, "rate": rate, "seed": seed})
+    return each_rate_and_seed(config, [key for key in config if key not in ("rates", "seeds")])
 
 
 def nearest_cells(config: Config) -> Iterator[Cell]:
     for cell in reference_cells(config):
         for m in config["mantissas"]:
-            yield Cell(
-                name=f"{cell.name}.m{m}", config={**cell.config, "mantissa": m, "reference": cell.name}
-            )
+            c = {**cell.config, "mantissa": m, "reference": cell.name}
+            yield Cell(name=f"{cell.name}.m{m}", config=c)
 
 
 def _problem(c: Config) -> Problem:
@@ -106,51 +92,31 @@ def runs(records: Records) -> Values:
     return {"study": float(len(records["nearest"])) if "nearest" in records else 0.0}
 
 
-def _cells(records: Records) -> list[tuple[Mapping[str, Json], float]]:
-    """(the reference's forecast of the grid, share learned) of every run on a grid."""
-    found = []
+def _shares(records: Records, predictor: str | None = None) -> Iterator[tuple[int, float, float | None]]:
+    """(mantissa, rate, share) of every run on a grid; measured, or as a predictor says."""
     for r in records["nearest"].values():
         reference = records["reference"][r["reference"]]
-        learned = arm_learned(reference, r["error"], r["diverged"]) or 0.0
-        found.append((reference["forecast"][f"m{r['mantissa']}"], learned))
-    return found
+        said = None if predictor is None else reference["forecast"][f"m{r['mantissa']}"][predictor][SIDE]
+        came = arm_learned(reference, r["error"], r["diverged"])
+        yield r["mantissa"], r["rate"], came if predictor is None else said
 
 
 def accuracy(records: Records) -> Values:
-    """By predictor, the share of cells called as they came out."""
-    cells = _cells(records)
-    return {
-        p: sum(((said[p][SIDE] or 0.0) >= LEARNED) == (learned >= LEARNED) for said, learned in cells)
-        / len(cells)
-        for p in PREDICTORS
-    }
-
-
-def windows(records: Records, predictor: str | None = None) -> dict[int, list[float]]:
-    """Rates whose median share is positive, by mantissa; measured, or as a predictor says."""
-    shares: dict[tuple[int, float], list[float]] = {}
-    for r in records["nearest"].values():
-        reference = records["reference"][r["reference"]]
-        if predictor is None:
-            share = arm_learned(reference, r["error"], r["diverged"])
-        else:
-            share = reference["forecast"][f"m{r['mantissa']}"][predictor][SIDE]
-        shares.setdefault((r["mantissa"], r["rate"]), []).append(share or 0.0)
-    found: dict[int, list[float]] = {m: [] for m, _ in shares}
-    for (m, rate), each in sorted(shares.items()):
-        found[m] += [rate] if median(each) >= LEARNED else []
-    return found
+    """Cells called as they came out."""
+    came = [share for *_, share in _shares(records)]
+    said = {p: [share for *_, share in _shares(records, p)] for p in PREDICTORS}
+    return {p: learning.accuracy(list(zip(each, came, strict=True))) for p, each in said.items()}
 
 
 def window_matches(records: Records) -> Values:
-    """By predictor, the share of mantissas whose window is the measured one."""
-    real = windows(records)
-    return {
-        p: sum(windows(records, p)[m] == rates for m, rates in real.items()) / len(real) for p in PREDICTORS
-    }
+    """Mantissas with the measured window."""
+    real, *said = (learning.windows(learning.gathered(_shares(records, p))) for p in (None, *PREDICTORS))
+    found = (learning.matched(real, each) for each in said)
+    return {p: n / of for p, (n, of) in zip(PREDICTORS, found, strict=True)}
 
 
-def directional(records: Records) -> Values:
+def directional_windows(records: Records) -> Values:
+    """The same, directional."""
     return {"directional": window_matches(records)["directional"]}
 
 
@@ -203,18 +169,11 @@ STUDY = Study(
         Stage(name="nearest", kind="outcome", cells=nearest_cells, run=nearest, only_if=("integrity",)),
     ),
     estimands=(
-        Estimand(name="progress", what="test error removed, by reference", compute=progress),
-        Estimand(name="failed", what="references without positive progress", compute=failed),
-        Estimand(name="runs", what="runs on a grid that took place", compute=runs),
-        Estimand(name="accuracy", what="cells called as they came out", compute=accuracy),
-        Estimand(name="window-matches", what="mantissas with the measured window", compute=window_matches),
-        Estimand(name="directional-windows", what="the same, directional", compute=directional),
+        *map(Estimand.of, (progress, failed, runs, accuracy, window_matches, directional_windows)),
     ),
     gates=(
-        Gate(name="integrity", estimand="progress", scope="all", comparison=">", threshold=0,
-             why="the paper's: positive reference progress in every reference"),
-        Gate(name="windows", estimand="directional-windows", scope="all", comparison=">=", threshold=0.8,
-             why="the rule of the midpoint study: 4 of 5"),
+        Gate.of("integrity", "progress > 0", "the paper's: positive reference progress in every reference"),
+        Gate.of("windows", "directional-windows >= 0.8", "the rule of the midpoint study: 4 of 5"),
     ),
     rules=(
         Rule(label="stopped before any run on a grid: a reference made no progress; no outcome",
@@ -232,8 +191,8 @@ _NOISE = (
 )
 
 PAPER = (
-    Claim(claim="references", source=SOURCE, paper=48, ours=lambda records: len(records["reference"])),
-    Claim(claim="references without positive progress", source=SOURCE, paper=12,
-          ours=lambda records: failed(records)["study"], note=_NOISE),
-    Claim(claim="runs on a grid", source=SOURCE, paper=0, ours=lambda records: runs(records)["study"]),
+    Claim("references", SOURCE, 48, lambda records: len(records["reference"])),
+    Claim("references without positive progress", SOURCE, 12, of(failed),
+          _NOISE),
+    Claim("runs on a grid", SOURCE, 0, of(runs)),
 )  # fmt: skip

@@ -84,15 +84,10 @@ STUDY = Study(
         RUNS.estimand("matched", "1 where both runs began from the same weights", measures.matched),
     ),
     gates=(
-        Gate(
-            name="timed", estimand="timing-error", scope="all", comparison="<=", threshold=TOLERANCE,
-            why="the paper's descriptive band around a timing ratio of one",
-        ),
-        Gate(
-            name="tracked", estimand="rmse", scope="all", comparison="<=", threshold=ACCURATE_RMSE,
-            why="the accuracy that appendix C asks of a forecast",
-        ),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
+        Gate.of("timed", f"timing-error <= {TOLERANCE}",
+                "the paper's descriptive band around a timing ratio of one"),
+        Gate.of("tracked", f"rmse <= {ACCURATE_RMSE}", "the accuracy that appendix C asks of a forecast"),
+        Gate.of("matched", "matched == 1.0"),
     ),
     rules=(
         Rule(label="not matched", failed=("matched",)),

@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from halfulp.study.protocol import Records, Study
+from halfulp.study.protocol import Json, Records, Study, Values
 from halfulp.study.verdict import decide, evaluate
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Claim:
     """One row of the comparison page."""
 
@@ -35,6 +35,13 @@ class Claim:
     paper: float | str
     ours: Callable[[Records], float | str | None]
     note: str = ""
+
+
+def of(
+    compute: Callable[..., Values], unit: str = "study", **args: Json
+) -> Callable[[Records], float | None]:
+    """What an estimand's function gives for one unit, for :attr:`Claim.ours`."""
+    return lambda records: compute(records, **args).get(unit)
 
 
 def value_of(study: Study, estimand: str, unit: str) -> Callable[[Records], float | None]:

@@ -1,7 +1,7 @@
 """The same question as `two-layer`, in a convolutional network on real images.
 
 A network of 105,866 weights (:mod:`halfulp.models.cnn`) learns 128 digits of MNIST by whole-batch descent on
-cross-entropy, in fp64 as the other testbeds. References predict the first majority crossing on every grid;
+cross-entropy, in fp64 as the other testbeds. References forecast the first majority crossing on every grid;
 then every grid is run; and the frozen-fraction curve of m = 7 is held against a direct bfloat16 update, as in
 the `emulator` study.
 
@@ -13,100 +13,68 @@ comparison with bfloat16 at seed 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-import numpy as np
-import torch
-
-from halfulp.measures.forecasts import ACCURATE_RMSE
+from halfulp.models import bfloat16
 from halfulp.models.cnn import Cnn, mnist, train
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import Claim
-from halfulp.studies.emulator import BF16, bf16_rmse, curves
-from halfulp.study.protocol import (
-    Cell,
-    Config,
-    Estimand,
-    Gate,
-    Json,
-    Rule,
-    Running,
-    Stage,
-    Study,
-)
+from halfulp.studies.claims import Claim, of
+from halfulp.study import Cell, Estimand, Rule, Running, Stage, Study
+from halfulp.study.protocol import Config, Json
 
 SYSTEM = "cnn"
-IMAGES, LABELS = "mnist/train-images-idx3-ubyte.gz", "mnist/train-labels-idx1-ubyte.gz"
-
-
-def _references(config: Config) -> Iterator[tuple[str, Config]]:
-    for rate in config["rates"]:
-        for seed in config["seeds"]:
-            shared = {key: config[key] for key in ("digits", "steps", "mantissas")}
-            yield f"rate={rate}.seed={seed}", {**shared, "rate": rate, "seed": seed}
+DATA = ("mnist/train-images-idx3-ubyte.gz", "mnist/train-labels-idx1-ubyte.gz")
 
 
 def reference_cells(config: Config) -> Iterator[Cell]:
-    for name, c in _references(config):
-        yield Cell(name=name, config=c)
+    return timing.each_rate_and_seed(config, ("digits", "steps", "mantissas"))
 
 
 def measured_cells(config: Config) -> Iterator[Cell]:
-    for name, c in _references(config):
-        for m in c["mantissas"]:
-            yield Cell(name=f"{name}.m{m}", config={**c, "reference": name, "grid": f"m{m}"})
+    return timing.on_every_grid(reference_cells(config))
 
 
 def bf16_cells(config: Config) -> Iterator[Cell]:
-    for name, c in _references(config):
-        if c["seed"] in config["bf16_seeds"]:
-            yield Cell(name=name, config=c)
+    return (cell for cell in reference_cells(config) if cell.config["seed"] in config["bf16_seeds"])
 
 
-def _digits(cell: Running) -> tuple[torch.Tensor, torch.Tensor]:
-    return mnist(cell.data(IMAGES), cell.data(LABELS), cell.config["digits"])
+def _train(cell: Running, *, kept: bool = True, **how: Any) -> Any:
+    c = cell.config
+    images, labels = map(cell.data, DATA)
+    digits = mnist(images, labels, c["digits"])
+    if kept:
+        how["running"] = cell
+    return train(Cnn(c["seed"]), *digits, rate=c["rate"], steps=c["steps"], **how)
+
+
+def _ran(cell: Running, series: Any) -> dict[str, Json]:
+    ends = [float(series.loss[0]), float(series.loss[-1])]
+    return {"rate": cell.config["rate"], "seed": cell.config["seed"], "loss": ends}
 
 
 def reference(cell: Running) -> Mapping[str, Json]:
-    """The predicted crossings of every grid."""
-    c = cell.config
-    grids = [f"m{m}" for m in c["mantissas"]]
-    series = train(
-        Cnn(c["seed"]), *_digits(cell), rate=c["rate"], steps=c["steps"], audit=grids, running=cell
-    )
-    return {
-        "rate": c["rate"], "seed": c["seed"], "loss": [float(series.loss[0]), float(series.loss[-1])],
-        "predicted": timing.forecast(grids, series.counts, series.size),
-    }  # fmt: skip
+    """The forecast crossings of every grid."""
+    series = _train(cell, audit=timing.grids(cell.config))
+    forecast = timing.forecast(cell.config, series.counts, series.size)
+    return {**_ran(cell, series), "predicted": forecast}
 
 
 def measure(cell: Running) -> Mapping[str, Json]:
     """The crossing of one run on a grid."""
-    c = cell.config
-    series = train(
-        Cnn(c["seed"]), *_digits(cell), rate=c["rate"], steps=c["steps"], store=c["grid"], running=cell
-    )
-    return {
-        "system": SYSTEM, "rate": c["rate"], "seed": c["seed"], "reference": c["reference"],
-        "loss": [float(series.loss[0]), float(series.loss[-1])],
-        **timing.measured(c["grid"], series.frozen, series.squares, series.size),
-    }  # fmt: skip
+    grid = cell.config["grid"]
+    series = _train(cell, store=grid)
+    found = timing.measured(grid, series.frozen, series.squares, series.size)
+    return {"system": SYSTEM, "reference": cell.config["reference"], **_ran(cell, series), **found}
 
 
 def bf16(cell: Running) -> Mapping[str, Json]:
     """A bfloat16 tensor under torch.optim.SGD, beside a run at m = 7."""
-    c = cell.config
-    again = train(Cnn(c["seed"]), *_digits(cell), rate=c["rate"], steps=c["steps"], store=BF16)
-    emulated = again.frozen.astype(np.int64)
-    series = train(
-        Cnn(c["seed"]), *_digits(cell), rate=c["rate"], steps=c["steps"], storage="bfloat16", running=cell
-    )
-    every = max(c["steps"] // 60, 1)
+    emulated = _train(cell, kept=False, store=bfloat16.GRID)
+    series = _train(cell, storage="bfloat16")
     return {
-        "network": SYSTEM, "seed": c["seed"], "size": series.size, "steps": c["steps"],
-        "squared_difference": int(((emulated - series.frozen) ** 2).sum()),
-        "direct": timing.measured(BF16, series.frozen, series.squares, series.size),
-        "curve": {"every": every, "direct": series.frozen[::every].tolist(),
-                  "emulated": emulated[::every].tolist()},
+        "network": SYSTEM, "seed": cell.config["seed"], "size": series.size, "steps": cell.config["steps"],
+        "direct": timing.measured(bfloat16.GRID, series.frozen, series.squares, series.size),
+        **bfloat16.apart(series.frozen, emulated.frozen),
     }  # fmt: skip
 
 
@@ -117,16 +85,15 @@ _PAPER: dict[str, Json] = {
 
 STUDY = Study(
     name="cnn",
-    question="Does a reference predict when a convolutional network's updates freeze, on real images?",
+    question="Does a reference forecast when a convolutional network's updates freeze, on real images?",
     units="one precision, rate and seed; cells that share a reference are paired coverage tests",
     not_claimed=(
         "that the network generalises: it learns 128 digits",
         "that cells which share a reference are independent",
     ),
     scales={
-        "smoke": {**_PAPER, "rates": [0.2], "seeds": [0], "mantissas": [6, 7], "digits": 16, "steps": 20,
-                  "bf16_seeds": [0]},
-        "small": {**_PAPER, "seeds": [0], "bf16_seeds": [0]},
+        "smoke": {**_PAPER, "rates": [0.2], "seeds": [0], "mantissas": [6, 7], "digits": 16, "steps": 20},
+        "small": {**_PAPER, "seeds": [0]},
         "paper": _PAPER,
     },
     stages=(
@@ -134,31 +101,23 @@ STUDY = Study(
         Stage(name="measured", kind="outcome", cells=measured_cells, run=measure),
         Stage(name="bf16", kind="outcome", cells=bf16_cells, run=bf16),
     ),
-    data=(IMAGES, LABELS),
-    estimands=(
-        *timing.ESTIMANDS,
-        Estimand(name="bf16-rmse", what="root mean square difference of frozen fractions, m = 7 against a "
-                 "bfloat16 tensor, over steps and seeds", compute=bf16_rmse),
-    ),
-    gates=(
-        *timing.gates(),
-        Gate(name="stands-for-bf16", estimand="bf16-rmse", scope="all", comparison="<=",
-             threshold=ACCURATE_RMSE, why="what the paper calls accurate (appendix C)"),
-    ),
+    data=DATA,
+    estimands=(*timing.ESTIMANDS, Estimand.of(timing.bf16_rmse)),
+    gates=(*timing.GATES, timing.STANDS_FOR_BF16),
     rules=(
         Rule(label="onset is predicted in a convolutional network",
-             passed=(*(gate.name for gate in timing.gates()), "stands-for-bf16")),
+             passed=(*timing.ALL, "stands-for-bf16")),
         Rule(label="median onset is predicted in a convolutional network",
              passed=("median-near-one.symmetric",)),
         Rule(label="onset is not predicted in a convolutional network"),
     ),
     tables={"timing": timing.table},
-    figures={"timing": timing.figure, "bf16": curves},
+    figures={"timing": timing.figure, "bf16": timing.bf16_figure},
 )  # fmt: skip
 
 PAPER = (
     *timing.transfer_rows(SYSTEM, "CNN, GD, cross-entropy", 15, 1.000, "100.0%"),
-    Claim(claim="RMSE of m = 7 against a direct bfloat16 update, CNN", source="app:arithmetic", paper=2.2e-2,
-          ours=lambda records: bf16_rmse(records).get(SYSTEM),
-          note="The paper does not print the horizon, the rate or the batch of this comparison."),
+    Claim("RMSE of m = 7 against a direct bfloat16 update, CNN", "app:arithmetic", 2.2e-2,
+          of(timing.bf16_rmse, SYSTEM),
+          "The paper does not print the horizon, the rate or the batch of this comparison."),
 )  # fmt: skip

@@ -22,7 +22,7 @@ counts as missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,25 +30,14 @@ import numpy as np
 import torch
 
 from halfulp import events
+from halfulp.drawing import panels
 from halfulp.measures.crossings import MAJORITY
 from halfulp.measures.forecasts import scalar_rho_map
 from halfulp.models.mlp import Array, Trainer
 from halfulp.models.teacher import CHOSEN, INPUTS, Testbed, teacher_student
-from halfulp.studies.claims import Claim
-from halfulp.study.protocol import (
-    Cell,
-    Config,
-    Estimand,
-    Gate,
-    Json,
-    Records,
-    Rule,
-    Running,
-    Stage,
-    Study,
-    Table,
-    Values,
-)
+from halfulp.studies.claims import Claim, of
+from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.study.protocol import Config, Json, Records, Values
 
 QUANTILES = (0.16, 0.50, 0.84)
 
@@ -104,18 +93,24 @@ def width_of(r: Mapping[str, Json]) -> float | None:
     return float(r["z"]["0.84"] - r["z"]["0.16"])
 
 
-def widths(records: Records) -> dict[int, dict[int, float | None]]:
-    """Mean width over seeds, by mantissa and size; None if a seed has none."""
+def means(rows: Iterable[tuple[int, int, float | None]]) -> dict[int, dict[int, float | None]]:
+    """Mean width over seeds, of (mantissa, size, width), by mantissa and size; None if a seed has none."""
     found: dict[int, dict[int, list[float | None]]] = {}
-    for r in records["crossing"].values():
-        found.setdefault(r["mantissa"], {}).setdefault(r["size"], []).append(width_of(r))
+    for m, n, width in rows:
+        found.setdefault(m, {}).setdefault(n, []).append(width)
     return {
         m: {n: None if None in each else float(np.mean(np.array(each, float))) for n, each in by_size.items()}
         for m, by_size in found.items()
     }
 
 
+def widths(records: Records) -> dict[int, dict[int, float | None]]:
+    """Mean width over seeds, by mantissa and size."""
+    return means((r["mantissa"], r["size"], width_of(r)) for r in records["crossing"].values())
+
+
 def mean_width(records: Records) -> Values:
+    """Mean over seeds of Q0.84 - Q0.16 of z at the crossing."""
     return {f"m{m}.N={n}": w for m, by_size in widths(records).items() for n, w in by_size.items()}
 
 
@@ -145,6 +140,7 @@ def fits(records: Records) -> dict[int, tuple[float, float] | None]:
 
 
 def exponent(records: Records) -> Values:
+    """A in W ~ N**-a; above zero: narrowing."""
     return {f"m{m}": None if fit is None else fit[0] for m, fit in fits(records).items()}
 
 
@@ -158,17 +154,20 @@ def phase_errors(records: Records) -> dict[str, tuple[float, int]]:
 
 
 def phase_error(records: Records) -> Values:
+    """Mean over cells of |f_pred - f| under uniform phases."""
     found = list(phase_errors(records).values())
     return {"study": float(np.mean([e for e, _ in found])) if found else None}
 
 
 def weighted_phase_error(records: Records) -> Values:
+    """The same, weighted by coordinates."""
     found = list(phase_errors(records).values())
     total = sum(n for _, n in found)
     return {"study": sum(e * n for e, n in found) / total if total else None}
 
 
 def crossed(records: Records) -> Values:
+    """Share of cells that crossed."""
     each = records["crossing"].values()
     return {"study": sum(r["step"] is not None for r in each) / len(each)}
 
@@ -193,20 +192,12 @@ def table(records: Records) -> Table:
 
 def figure(records: Records) -> Any:
     """Width against size."""
-    from matplotlib.figure import Figure
-
-    fig = Figure(figsize=(5.4, 3.6), layout="constrained")
-    ax = fig.subplots()
-    for color, (m, by_size) in enumerate(widths(records).items()):
-        each = [(r["size"], width_of(r)) for r in records["crossing"].values() if r["mantissa"] == m]
-        points = [(n, w) for n, w in each if w is not None]
-        ax.scatter([n for n, _ in points], [w for _, w in points], s=8, alpha=0.4, color=f"C{color}")
-        means = [(n, w) for n, w in by_size.items() if w is not None]
-        ax.plot([n for n, _ in means], [w for _, w in means], color=f"C{color}", label=f"m = {m}")
-    ax.set(xscale="log", xlabel="coordinates of the input layer", ylabel="Q0.84 - Q0.16 of z (bits)")
-    ax.set_ylim(bottom=0)
-    ax.legend(frameon=False)
-    return fig
+    each: dict[int, list[tuple[float, float]]] = {m: [] for m in widths(records)}
+    for r in records["crossing"].values():
+        if (width := width_of(r)) is not None:
+            each[r["mantissa"]].append((r["size"], width))
+    known = {m: [(n, w) for n, w in s.items() if w is not None] for m, s in widths(records).items()}
+    return panels.widths(each, known)
 
 
 _PAPER: dict[str, Json] = {
@@ -230,25 +221,15 @@ STUDY = Study(
     },
     stages=(Stage(name="crossing", kind="outcome", cells=cells, run=cross),),
     estimands=(
-        Estimand(name="width", what="mean over seeds of Q0.84 - Q0.16 of z at the crossing",
-                 compute=mean_width),
-        Estimand(name="growth", what="width at the largest size over the smallest", compute=growth),
-        Estimand(name="exponent", what="a in W ~ N**-a; above zero: narrowing", compute=exponent),
-        Estimand(name="phase-error", what="mean over cells of |f_pred - f| under uniform phases",
-                 compute=phase_error),
-        Estimand(name="weighted-phase-error", what="the same, weighted by coordinates",
-                 compute=weighted_phase_error),
-        Estimand(name="crossed", what="share of cells that crossed", compute=crossed),
+        Estimand.of(mean_width, "width"),
+        *map(Estimand.of, (growth, exponent, phase_error, weighted_phase_error, crossed)),
     ),
     gates=(
-        Gate(name="does-not-narrow", estimand="growth", scope="all", comparison=">=", threshold=1,
-             why="a crossover that sharpens has a smaller width at the largest size"),
-        Gate(name="no-power-of-narrowing", estimand="exponent", scope="all", comparison="<=", threshold=0,
-             why="the same, from all sizes"),
-        Gate(name="uniform-phases", estimand="phase-error", scope="all", comparison="<=", threshold=0.05,
-             why="what the paper calls accurate (appendix C)"),
-        Gate(name="all-crossed", estimand="crossed", scope="all", comparison="==", threshold=1,
-             why="a width of survivors only would be another quantity"),
+        Gate.of("does-not-narrow", "growth >= 1",
+                "a crossover that sharpens has a smaller width at the largest size"),
+        Gate.of("no-power-of-narrowing", "exponent <= 0", "the same, from all sizes"),
+        Gate.of("uniform-phases", "phase-error <= 0.05", "what the paper calls accurate (appendix C)"),
+        Gate.of("all-crossed", "crossed == 1", "a width of survivors only would be another quantity"),
     ),
     rules=(
         Rule(label="a crossover that does not sharpen",
@@ -286,26 +267,23 @@ def _worst(records: Records) -> str | None:
     return None if worst is None else f"{errors[worst]:.3f} ({worst})"
 
 
+_BY_MANTISSA = {
+    6: ("2.811 to 4.490", -0.100, 0.67),
+    7: ("3.267 to 4.734", -0.075, 0.50),
+    8: ("3.426 to 4.566", -0.069, 0.75),
+}
+"""Widths at both ends, exponent and R squared."""
+_ROWS: tuple[tuple[str, Callable[..., float | str | None]], ...] = (
+    ("width from N = 128 to 4096", _ends), ("exponent a of W ~ N**-a", partial(_fit, which=0)),
+    ("R squared of that fit", partial(_fit, which=1)),
+)  # fmt: skip
+
 PAPER = (
     *(
-        Claim(claim=f"width from N = 128 to 4096, m = {m}", source="app:arithmetic", paper=text,
-              ours=partial(_ends, m=m), note=_INPUT)
-        for m, text in ((6, "2.811 to 4.490"), (7, "3.267 to 4.734"), (8, "3.426 to 4.566"))
+        Claim(f"{what}, m = {m}", "app:arithmetic", _BY_MANTISSA[m][i], partial(ours, m=m), _INPUT)
+        for i, (what, ours) in enumerate(_ROWS) for m in _BY_MANTISSA
     ),
-    *(
-        Claim(claim=f"exponent a of W ~ N**-a, m = {m}", source="app:arithmetic", paper=a,
-              ours=partial(_fit, m=m, which=0), note=_INPUT)
-        for m, a in ((6, -0.100), (7, -0.075), (8, -0.069))
-    ),
-    *(
-        Claim(claim=f"R squared of that fit, m = {m}", source="app:arithmetic", paper=r,
-              ours=partial(_fit, m=m, which=1), note=_INPUT)
-        for m, r in ((6, 0.67), (7, 0.50), (8, 0.75))
-    ),
-    Claim(claim="uniform phases: mean error over cells", source="app:arithmetic", paper=0.008,
-          ours=lambda records: phase_error(records)["study"]),
-    Claim(claim="uniform phases: error weighted by coordinates", source="app:arithmetic", paper=0.004,
-          ours=lambda records: weighted_phase_error(records)["study"]),
-    Claim(claim="uniform phases: worst cell", source="app:arithmetic",
-          paper="0.090 (H=16, m=8, seed 43003)", ours=_worst),
+    Claim("uniform phases: mean error over cells", "app:arithmetic", 0.008, of(phase_error)),
+    Claim("uniform phases: error weighted by coordinates", "app:arithmetic", 0.004, of(weighted_phase_error)),
+    Claim("uniform phases: worst cell", "app:arithmetic", "0.090 (H=16, m=8, seed 43003)", _worst),
 )  # fmt: skip

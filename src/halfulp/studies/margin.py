@@ -27,7 +27,7 @@ What is not open: at updates 1 and 2 the codes agree, because Q(q + d) is at onc
 second reference state and the second stored code. So 3 is the earliest update at which they can differ.
 
 **Counting.** AUROC is that of the *level*, a place on a fixed ladder of margins (see
-:mod:`halfulp.studies._margin_kernels`), in whole numbers, ties one half. Rounding a margin to its level can
+:mod:`halfulp.models.lockstep_kernels`), in whole numbers, ties one half. Rounding a margin to its level can
 change nothing but the order of right and wrong events on one level; the estimand ``auroc-error`` is the
 resulting bound, computed from the same counts. Coverage and risk have no such error: the nine thresholds
 are ends of levels.
@@ -42,26 +42,15 @@ import numpy as np
 import numpy.typing as npt
 
 from halfulp.audit.trust import PRIMARY, THRESHOLDS, OnsetInterval, auroc_of_counts, onset_interval
+from halfulp.drawing import panels
 from halfulp.errors import TamperingError
 from halfulp.measures.crossings import persistent_majority
+from halfulp.models import lockstep_kernels as compiled
+from halfulp.models.lockstep import Finished, answered, auroc_bound, from_text, run_units, to_text
 from halfulp.models.teacher import CHOSEN, NOISE
-from halfulp.studies import _margin_kernels as compiled
-from halfulp.studies._margin import Finished, answered, auroc_bound, from_text, run_units, to_text
-from halfulp.studies.claims import Claim
-from halfulp.study.protocol import (
-    Cell,
-    Config,
-    Estimand,
-    Gate,
-    Json,
-    Records,
-    Rule,
-    Running,
-    Stage,
-    Study,
-    Table,
-    Values,
-)
+from halfulp.studies.claims import Claim, of
+from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.study.protocol import Config, Json, Records, Values
 
 Array = npt.NDArray[Any]
 
@@ -109,8 +98,8 @@ def outcome(cell: Running) -> Mapping[str, Json]:
     sealed = cell.read("forecast", cell.name)
     units, total, wrong = run_units(cell, measure=True)
     for u, row in zip(units, sealed["units"], strict=True):
-        _check(cell.name, row, {"data": u.fingerprint, "path": u.end, "forecast": u.forecast})
-    _check(cell.name, sealed["levels"], dict(zip(SCORES, map(to_text, total), strict=True)))
+        check(cell, row, {"data": u.fingerprint, "path": u.end, "forecast": u.forecast})
+    check(cell, sealed["levels"], dict(zip(SCORES, map(to_text, total), strict=True)))
     return {
         "units": [
             _judged(u, OnsetInterval(*row["onset"])) for u, row in zip(units, sealed["units"], strict=True)
@@ -119,12 +108,13 @@ def outcome(cell: Running) -> Mapping[str, Json]:
     }
 
 
-def _check(name: str, sealed: Mapping[str, Json], found: Mapping[str, str]) -> None:
+def check(cell: Running, sealed: Mapping[str, Json], found: Mapping[str, Json]) -> None:
+    """Refuse to judge another forecast than the sealed one."""
     for key, value in found.items():
         if sealed[key] != value:
             raise TamperingError(
-                f"margin, cell {name}: {key} of the reference is not what the forecast sealed (expected "
-                f"{str(sealed[key])[:16]}..., found {value[:16]}...). The outcome would be held against "
+                f"cell {cell.name}: {key} of the reference is not what the forecast sealed (expected "
+                f"{str(sealed[key])[:16]}..., found {str(value)[:16]}...). The outcome would be held against "
                 "another forecast; run the study again from its seal, in the sealed environment."
             )
 
@@ -159,18 +149,18 @@ def _judged(u: Finished, onset: OnsetInterval) -> dict[str, Json]:
 # ---- estimands ----------------------------------------------------------------------------------------
 
 
-def _units(records: Records) -> Iterable[tuple[str, Mapping[str, Json]]]:
+def units_of(records: Records) -> Iterable[tuple[str, Mapping[str, Json]]]:
     for name, record in records["outcome"].items():
         for unit in record["units"]:
             yield f"{name}-{unit['seed']}", unit
 
 
 def _total(records: Records, key: str) -> int:
-    return sum(unit[key] for _, unit in _units(records))
+    return sum(unit[key] for _, unit in units_of(records))
 
 
-def _events(records: Records) -> int:
-    return sum(unit["steps"] * unit["weights"] for _, unit in _units(records))
+def events_of(records: Records) -> int:
+    return sum(unit["steps"] * unit["weights"] for _, unit in units_of(records))
 
 
 def _mistakes(records: Records) -> int:
@@ -193,10 +183,12 @@ def _pooled(histograms: Iterable[str]) -> Array:
 
 
 def auroc(records: Records) -> Values:
+    """P(level of a right event > of a wrong one), ties half."""
     return {score: auroc_of_counts(*_levels(records, score)) for score in SCORES}
 
 
 def auroc_error(records: Records) -> Values:
+    """Largest difference to the AUROC of margins."""
     return {score: auroc_bound(*_levels(records, score)) for score in SCORES}
 
 
@@ -227,16 +219,19 @@ def _curve(records: Records) -> list[tuple[float, int, int]]:
 
 
 def coverage(records: Records) -> Values:
-    return {_unit_of(t): _share(n, _events(records)) for t, n, _ in _curve(records)}
+    """Share of events above a margin."""
+    return {_unit_of(t): _share(n, events_of(records)) for t, n, _ in _curve(records)}
 
 
 def risk(records: Records) -> Values:
-    return {"all": _share(_mistakes(records), _events(records))} | {
+    """Mistakes among events above a margin."""
+    return {"all": _share(_mistakes(records), events_of(records))} | {
         _unit_of(t): _share(k, n) for t, n, k in _curve(records)
     }
 
 
 def primary_coverage(records: Records) -> Values:
+    """Coverage above 1/8."""
     return {"study": coverage(records)[_unit_of(PRIMARY)]}
 
 
@@ -247,36 +242,41 @@ def risk_ratio(records: Records) -> Values:
 
 
 def containment(records: Records) -> Values:
+    """Steps with f inside its interval."""
     missed, steps = _total(records, "above") + _total(records, "below"), _total(records, "steps")
     return {"study": _share(steps - missed, steps)}
 
 
 def onset_inside(records: Records) -> Values:
-    where = [unit["onset_is"] for _, unit in _units(records)]
+    """Units whose onset lies in its interval."""
+    where = [unit["onset_is"] for _, unit in units_of(records)]
     return {"study": _share(where.count("inside"), len(where))}
 
 
 def certified(records: Records) -> Values:
+    """Events with both premises of the bound."""
     lost = _total(records, "diverged") + _total(records, "violated")
-    return {"study": _share(_events(records) - lost, _events(records))}
+    return {"study": _share(events_of(records) - lost, events_of(records))}
 
 
 def first_divergence(records: Records) -> Values:
     """By unit; a unit whose codes never differ has the step after its last."""
-    return {name: float(unit["first_divergence"] or unit["steps"] + 1) for name, unit in _units(records)}
+    return {name: float(unit["first_divergence"] or unit["steps"] + 1) for name, unit in units_of(records)}
 
 
 def wrong_diverged(records: Records) -> Values:
+    """Mistakes made at different codes."""
     return {"study": _share(_total(records, "wrong_diverged"), _mistakes(records))}
 
 
 def refuted(records: Records) -> Values:
     """Steps that break Eq. 8, and certified events that were mistaken; the theorem says none."""
-    return {name: float(u["bound_broken"] + u["wrong_certified"]) for name, u in _units(records)}
+    return {name: float(u["bound_broken"] + u["wrong_certified"]) for name, u in units_of(records)}
 
 
 def events(records: Records) -> Values:
-    return {"study": float(_events(records))}
+    """Coordinate events judged."""
+    return {"study": float(events_of(records))}
 
 
 # ---- reports ------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def thresholds_table(records: Records) -> Table:
 def units_table(records: Records) -> Table:
     rows: list[Sequence[str | float | None]] = []
     for grid in _grids(records):
-        units = [u for name, u in _units(records) if name.startswith(f"{grid}-")]
+        units = [u for name, u in units_of(records) if name.startswith(f"{grid}-")]
         counts = [sum(u[key] for u in units) for key in ("above", "below", "steps")]
         where = [u["onset_is"] for u in units]
         rows.append((grid, *counts, *(where.count(w) for w in ("inside", "earlier", "later"))))
@@ -308,30 +308,10 @@ def _grids(records: Records) -> list[str]:
 
 def figure(records: Records) -> Any:
     """Risk against coverage; and one unit a mantissa, its interval and what happened."""
-    from halfulp.drawing import COLOURS, GREY, new_figure
-
-    grids = _grids(records)
-    fig, axes = new_figure(1, 1 + len(grids), width=2 * (1 + len(grids)))
-    left = axes[0]
-    curve = [(n / _events(records), k / n) for _, n, k in _curve(records) if n]
-    left.plot(*zip(*curve, strict=True), "o-", color=COLOURS[0], markersize=3)
-    left.axhline((risk(records)["all"] or 0) / 2, color=GREY, linewidth=0.8)
-    left.set_xlabel("coverage")
-    left.set_ylabel("risk")
-    left.set_ylim(bottom=0)
-    for ax, grid in zip(axes[1:], grids, strict=True):
-        name = [n for n in records["outcome"] if n.startswith(f"{grid}-")][-1]
-        unit = records["outcome"][name]["units"][0]
-        kept, n = unit["curve"], unit["weights"]
-        low, high = ([v / n for v in kept[k]] for k in ("lower", "upper"))
-        ax.fill_between(kept["step"], low, high, color=COLOURS[1], alpha=0.3, linewidth=0)
-        ax.plot(kept["step"], [v / n for v in kept["measured"]], color=COLOURS[0])
-        ax.set_xscale("log")
-        ax.set_ylim(0, 1)
-        ax.set_title(grid)
-        ax.set_xlabel("update")
-    axes[1].set_ylabel("frozen")
-    return fig
+    curve = [(n / events_of(records), k / n) for _, n, k in _curve(records) if n]
+    last = {g: [n for n in records["outcome"] if n.startswith(f"{g}-")][-1] for g in _grids(records)}
+    units = {g: records["outcome"][name]["units"][0] for g, name in last.items()}
+    return panels.margins({"projection": curve}, (risk(records)["all"] or 0) / 2, units)
 
 
 # ---- the declaration ----------------------------------------------------------------------------------
@@ -365,43 +345,30 @@ STUDY = Study(
         Stage(name="forecast", kind="prediction", cells=cells, run=forecast),
         Stage(name="outcome", kind="outcome", cells=cells, run=outcome, reads=("forecast",)),
     ),
-    estimands=(
-        Estimand(name="events", what="coordinate events judged", compute=events),
-        Estimand(name="auroc", what="P(level of a right event > of a wrong one), ties half", compute=auroc),
-        Estimand(name="auroc-error", what="largest difference to the AUROC of margins", compute=auroc_error),
-        Estimand(name="auroc-own", what="the same, symmetric forecast and score over its own mistakes",
-                 compute=auroc_own),
-        Estimand(name="auroc-gain", what="exact AUROC over symmetric, less both errors", compute=auroc_gain),
-        Estimand(name="coverage", what="share of events above a margin", compute=coverage),
-        Estimand(name="risk", what="mistakes among events above a margin", compute=risk),
-        Estimand(name="primary-coverage", what="coverage above 1/8", compute=primary_coverage),
-        Estimand(name="risk-ratio", what="risk above 1/8 over risk of all", compute=risk_ratio),
-        Estimand(name="containment", what="steps with f inside its interval", compute=containment),
-        Estimand(name="onset-inside", what="units whose onset lies in its interval", compute=onset_inside),
-        Estimand(name="certified", what="events with both premises of the bound", compute=certified),
-        Estimand(name="first-divergence", what="first update at different codes", compute=first_divergence),
-        Estimand(name="wrong-diverged", what="mistakes made at different codes", compute=wrong_diverged),
-        Estimand(name="refuted", what="steps and events against the posterior bound", compute=refuted),
+    estimands=tuple(
+        map(Estimand.of, (
+            events, auroc, auroc_error, auroc_own, auroc_gain, coverage, risk, primary_coverage, risk_ratio,
+            containment, onset_inside, certified, first_divergence, wrong_diverged, refuted,
+        ))
     ),
     gates=(
-        Gate(name="margin-ranks", estimand="auroc-gain", scope="all", comparison=">", threshold=0,
-             why="a margin worth having ranks mistakes better than the comparator (ours)"),
-        Gate(name="margin-covers", estimand="primary-coverage", scope="all", comparison=">=", threshold=0.5,
-             why="abstaining from most events would be no forecast (ours)"),
-        Gate(name="margin-halves-risk", estimand="risk-ratio", scope="all", comparison="<=", threshold=0.5,
-             why="the paper's: risk at most half of that at full coverage"),
-        Gate(name="interval-contains", estimand="containment", scope="all", comparison=">=", threshold=0.9,
-             why="an interval that misses one step in ten is none (ours)"),
-        Gate(name="onset-inside", estimand="onset-inside", scope="all", comparison=">=", threshold=0.9,
-             why="the same for onsets (ours)"),
-        Gate(name="path-premises", estimand="certified", scope="all", comparison=">=", threshold=0.95,
-             why="the reference stands in for the run only where it is at the same codes (ours)"),
-        Gate(name="paths-diverge-early", estimand="first-divergence", scope="all", comparison="<=",
-             threshold=5, why="structural: in the paper at update 3, the earliest possible"),
-        Gate(name="mistakes-follow-divergence", estimand="wrong-diverged", scope="all", comparison=">",
-             threshold=0.5, why="structural: in the paper 99.863% of mistakes"),
-        Gate(name="bound-holds", estimand="refuted", scope="all", comparison="==", threshold=0,
-             why="Eqs. 8 and 10 are theorems; a failure is a defect of this program"),
+        Gate.of("margin-ranks", "auroc-gain > 0",
+                "a margin worth having ranks mistakes better than the comparator (ours)"),
+        Gate.of("margin-covers", "primary-coverage >= 0.5",
+                "abstaining from most events would be no forecast (ours)"),
+        Gate.of("margin-halves-risk", "risk-ratio <= 0.5",
+                "the paper's: risk at most half of that at full coverage"),
+        Gate.of("interval-contains", "containment >= 0.9",
+                "an interval that misses one step in ten is none (ours)"),
+        Gate.of("onset-inside", "onset-inside >= 0.9", "the same for onsets (ours)"),
+        Gate.of("path-premises", "certified >= 0.95",
+                "the reference stands in for the run only where it is at the same codes (ours)"),
+        Gate.of("paths-diverge-early", "first-divergence <= 5",
+                "structural: in the paper at update 3, the earliest possible"),
+        Gate.of("mistakes-follow-divergence", "wrong-diverged > 0.5",
+                "structural: in the paper 99.863% of mistakes"),
+        Gate.of("bound-holds", "refuted == 0",
+                "Eqs. 8 and 10 are theorems; a failure is a defect of this program"),
     ),
     rules=(
         Rule(label="coordinate, interval and path supported", passed=COORDINATE + INTERVAL + PATH),
@@ -423,25 +390,21 @@ STUDY = Study(
 SOURCE = "app:margin-transfer"
 
 
-def _of(estimand: Callable[[Records], Values], unit: str = "study") -> Callable[[Records], float | None]:
-    return lambda records: estimand(records).get(unit)
-
-
 def _outside(grid: str) -> Callable[[Records], str | None]:
     def ours(records: Records) -> str | None:
-        units = [u for name, u in _units(records) if name.startswith(f"{grid}-")]
+        units = [u for name, u in units_of(records) if name.startswith(f"{grid}-")]
         return f"{sum(u['above'] for u in units)}/{sum(u['below'] for u in units)}" if units else None
 
     return ours
 
 
 def _onsets(records: Records) -> str:
-    where = [u["onset_is"] for _, u in _units(records)]
+    where = [u["onset_is"] for _, u in units_of(records)]
     return "/".join(str(where.count(w)) for w in ("inside", "earlier", "later"))
 
 
 def _rate_same(records: Records) -> float | None:
-    return _share(_total(records, "wrong_same"), _events(records) - _total(records, "diverged"))
+    return _share(_total(records, "wrong_same"), events_of(records) - _total(records, "diverged"))
 
 
 def _rate_apart(records: Records) -> float | None:
@@ -449,7 +412,7 @@ def _rate_apart(records: Records) -> float | None:
 
 
 def _same(records: Records) -> float | None:
-    return _share(_events(records) - _total(records, "diverged"), _events(records))
+    return _share(events_of(records) - _total(records, "diverged"), events_of(records))
 
 
 def _range(records: Records) -> str:
@@ -461,28 +424,25 @@ RANKED = "The paper does not say whether its comparator ranks the exact forecast
 OTHER_DATA = "Teacher, data, start, seeds and rates are not printed, so the trajectories are others."
 
 PAPER = (
-    Claim(claim="coordinate events", source=SOURCE, paper=762_880_000, ours=_events),
-    Claim(claim="AUROC, exact margin", source=SOURCE, paper=0.722, ours=_of(auroc, "exact"), note=OTHER_DATA),
-    Claim(claim="AUROC, symmetric comparator", source=SOURCE, paper=0.656, ours=_of(auroc, "symmetric"),
-          note=RANKED),
-    Claim(claim="AUROC, symmetric comparator over its own mistakes", source=SOURCE, paper=0.656,
-          ours=_of(auroc_own, "symmetric"), note=RANKED),
-    Claim(claim="coverage at 1/8", source=SOURCE, paper=0.932, ours=_of(primary_coverage)),
-    Claim(claim="risk at 1/8", source=SOURCE, paper=0.105, ours=_of(risk, _unit_of(PRIMARY)),
-          note=OTHER_DATA),
-    Claim(claim="risk at full coverage", source=SOURCE, paper=0.118, ours=_of(risk, "all"), note=OTHER_DATA),
-    Claim(claim="steps inside the interval", source=SOURCE, paper=0.368, ours=_of(containment)),
-    Claim(claim="onsets inside/earlier/later", source=SOURCE, paper="33/15/16", ours=_onsets,
-          note=OTHER_DATA),
-    Claim(claim="first update at different codes, all cells", source=SOURCE, paper="3", ours=_range,
-          note="3 is the earliest possible: Q(q + d) is both second codes."),
-    Claim(claim="events at the same code", source=SOURCE, paper=0.00797, ours=_same),
-    Claim(claim="events with both premises", source=SOURCE, paper=0.00715, ours=_of(certified)),
-    Claim(claim="mistakes made at different codes", source=SOURCE, paper=0.99863, ours=_of(wrong_diverged)),
-    Claim(claim="mistakes where codes agree", source=SOURCE, paper=0.0202, ours=_rate_same),
-    Claim(claim="mistakes where codes differ", source=SOURCE, paper=0.1186, ours=_rate_apart),
+    Claim("coordinate events", SOURCE, 762_880_000, events_of),
+    Claim("AUROC, exact margin", SOURCE, 0.722, of(auroc, "exact"), OTHER_DATA),
+    Claim("AUROC, symmetric comparator", SOURCE, 0.656, of(auroc, "symmetric"), RANKED),
+    Claim("AUROC, symmetric comparator over its own mistakes", SOURCE, 0.656, of(auroc_own, "symmetric"),
+          RANKED),
+    Claim("coverage at 1/8", SOURCE, 0.932, of(primary_coverage)),
+    Claim("risk at 1/8", SOURCE, 0.105, of(risk, _unit_of(PRIMARY)), OTHER_DATA),
+    Claim("risk at full coverage", SOURCE, 0.118, of(risk, "all"), OTHER_DATA),
+    Claim("steps inside the interval", SOURCE, 0.368, of(containment)),
+    Claim("onsets inside/earlier/later", SOURCE, "33/15/16", _onsets, OTHER_DATA),
+    Claim("first update at different codes, all cells", SOURCE, "3", _range,
+          "3 is the earliest possible: Q(q + d) is both second codes."),
+    Claim("events at the same code", SOURCE, 0.00797, _same),
+    Claim("events with both premises", SOURCE, 0.00715, of(certified)),
+    Claim("mistakes made at different codes", SOURCE, 0.99863, of(wrong_diverged)),
+    Claim("mistakes where codes agree", SOURCE, 0.0202, _rate_same),
+    Claim("mistakes where codes differ", SOURCE, 0.1186, _rate_apart),
     *(
-        Claim(claim=f"steps above/below the interval, {g}", source=SOURCE, paper=paper, ours=_outside(g))
+        Claim(f"steps above/below the interval, {g}", SOURCE, paper, _outside(g))
         for g, paper in (("m5", "62722/571"), ("m7", "48294/7518"), ("m9", "7794/20640"), ("m11", "0/14338"))
     ),
 )  # fmt: skip

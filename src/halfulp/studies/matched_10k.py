@@ -99,28 +99,16 @@ STUDY = Study(
         RUNS.estimand("matched", "1 where the arms began as declared", measures.matched),
     ),
     gates=(
-        Gate(
-            name="recovered", estimand="recovery", scope="unit", comparison=">=", threshold=RECOVERED,
-            why="the paper's predeclared point-estimate rule, cell by cell",
-        ),
-        Gate(
-            name="recovered-all", estimand="recovery", scope="all", comparison=">=", threshold=RECOVERED,
-            why="the rule asks for all four cells",
-        ),
-        Gate(
-            name="material", estimand="gap-rne", scope="all", comparison=">", threshold=MATERIAL_NATS,
-            why="without a gap a recovery has no meaning; the anchor gap that appendix E asks for",
-        ),
-        Gate(
-            name="accurate", estimand="rmse-core", scope="all", comparison="<=", threshold=ACCURATE_RMSE,
-            why="the accuracy that appendix C asks of a forecast; decides no label here",
-        ),
-        Gate(
-            name="added-value", estimand="added-value", scope="all", comparison="<=",
-            threshold=ADDED_VALUE_RATIO,
-            why="what appendix C asks of the directional event; decides no label here",
-        ),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
+        Gate.of("recovered", f"recovery >= {RECOVERED}",
+                "the paper's predeclared point-estimate rule, cell by cell", scope="unit"),
+        Gate.of("recovered-all", f"recovery >= {RECOVERED}", "the rule asks for all four cells"),
+        Gate.of("material", f"gap-rne > {MATERIAL_NATS}",
+                "without a gap a recovery has no meaning; the anchor gap that appendix E asks for"),
+        Gate.of("accurate", f"rmse-core <= {ACCURATE_RMSE}",
+                "the accuracy that appendix C asks of a forecast; decides no label here"),
+        Gate.of("added-value", f"added-value <= {ADDED_VALUE_RATIO}",
+                "what appendix C asks of the directional event; decides no label here"),
+        Gate.of("matched", "matched == 1.0"),
     ),
     rules=(
         Rule(label="not matched", failed=("matched",)),
@@ -146,12 +134,7 @@ _PRINTED: Printed = {
 }  # fmt: skip
 
 PAPER = (
-    Claim(
-        claim="the 90% rule",
-        source="section 4",
-        paper="e4m3@128 passes and e5m2 fails, in both seeds",
-        ours=label_of(STUDY),
-    ),
+    Claim("the 90% rule", "section 4", "e4m3@128 passes and e5m2 fails, in both seeds", label_of(STUDY)),
     *printed(
         STUDY,
         RUNS.units,

@@ -8,86 +8,56 @@ error, an arm has learned
 
     lambda = (E_0 - E_T) / (E_0 - E_T,fp64)
 
-and the reference-only forecast of a nearest arm puts the reference's own error at update tau, its predicted
-persistent majority crossing, in place of E_T, or lambda = 1 where it predicts none. A rate is *in the window*
+and the reference-only forecast of a nearest arm puts the reference's own error at update tau, its forecast
+persistent majority crossing, in place of E_T, or lambda = 1 where there is none. A rate is *in the window*
 of a mantissa when the median over seeds is at least 1/2. The **robust** convention counts a diverged
 reference or arm as zero; the **survivor** convention leaves it out. Neither makes a forecast of the final
 loss of it: a majority crossing is no stopping time.
 
 What the paper leaves open is chosen by study `testbed` (start, teacher, loss, and the side of update tau on
 which the error is taken; both are recorded and shown) and here: base seeds 2021 to 2023, additional ones 2024
-to 2026. What has diverged is defined in :mod:`halfulp.studies._forecast`. Test errors are mean squares.
+to 2026. What has diverged is defined in :mod:`halfulp.models.following`. Test errors are mean squares.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
+from halfulp.drawing import panels
+from halfulp.measures import learning
 from halfulp.measures.crossings import persistent_majority
+from halfulp.measures.learning import LEARNED, SIDES
+from halfulp.models.following import SIDE, arm_learned, follow, forecasts, regression
 from halfulp.models.mlp import Rounding, Trainer, run
-from halfulp.models.teacher import CHOSEN, Problem, Testbed, teacher_student
-from halfulp.studies._forecast import LEARNED, SIDE, SIDES, arm_learned, follow, forecasts
-from halfulp.studies.claims import Claim
-from halfulp.study.protocol import (
-    Cell,
-    Config,
-    Estimand,
-    Gate,
-    Json,
-    Records,
-    Rule,
-    Running,
-    Stage,
-    Study,
-    Table,
-    Values,
-)
+from halfulp.models.teacher import CHOSEN
+from halfulp.studies.claims import Claim, of
+from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.study.protocol import Config, Json, Records, Values
 
 ARMS: tuple[Rounding, ...] = ("nearest", "stochastic")
 
 
-def _pairs(config: Config) -> Iterator[tuple[float, int]]:
-    """(rate, seed): base seeds at every rate, the others at the rates of the boundary."""
-    for rate in config["rates"]:
-        boundary = config["more_seeds"] if rate in config["boundary_rates"] else []
-        for seed in [*config["seeds"], *boundary]:
-            yield rate, seed
-
-
 def reference_cells(config: Config) -> Iterator[Cell]:
-    for rate, seed in _pairs(config):
-        c = {key: config[key] for key in ("testbed", "width", "examples", "steps", "mantissas")}
-        yield Cell(name=f"rate={rate}.seed={seed}", config={**c, "rate": rate, "seed": seed})
+    """Base seeds at every rate, the others at the rates of the boundary."""
+    c = {key: config[key] for key in ("testbed", "width", "examples", "steps", "mantissas")}
+    for rate in config["rates"]:
+        for seed in [*config["seeds"], *(config["more_seeds"] if rate in config["boundary_rates"] else [])]:
+            yield Cell(name=f"rate={rate}.seed={seed}", config={**c, "rate": rate, "seed": seed})
 
 
 def arm_cells(config: Config) -> Iterator[Cell]:
-    for rate, seed in _pairs(config):
+    for cell in reference_cells(config):
         for m in config["mantissas"]:
-            c = {key: config[key] for key in ("testbed", "width", "examples", "steps")}
-            yield Cell(
-                name=f"rate={rate}.seed={seed}.m{m}", config={**c, "rate": rate, "seed": seed, "mantissa": m}
-            )
-
-
-def _problem(c: Config) -> Problem:
-    testbed = Testbed.of(c["testbed"])
-    return teacher_student(
-        c["seed"], width=c["width"], examples=c["examples"], tests=c["examples"], testbed=testbed
-    )
-
-
-def _finite(x: float) -> float | None:
-    return float(x) if math.isfinite(x) else None
+            c = {key: value for key, value in cell.config.items() if key != "mantissas"}
+            yield Cell(name=f"{cell.name}.m{m}", config={**c, "mantissa": m})
 
 
 def reference(cell: Running) -> Mapping[str, Json]:
-    """An fp64 run: its errors, and for each mantissa the predicted crossing and what is learned by then."""
+    """An fp64 run: its errors, and for each mantissa the forecast crossing and what is learned by then."""
     c = cell.config
-    grids = [f"m{m}" for m in c["mantissas"]]
-    found = follow(_problem(c), c["rate"], c["steps"], cell, audit=grids)
+    found = follow(regression(c), c["rate"], c["steps"], cell, audit=[f"m{m}" for m in c["mantissas"]])
     said = {grid: each["directional"] for grid, each in forecasts(found, c["mantissas"]).items()}
     return {
         "rate": c["rate"], "seed": c["seed"], "diverged": found.diverged, "slow": found.slow,
@@ -97,18 +67,16 @@ def reference(cell: Running) -> Mapping[str, Json]:
 
 def arms(cell: Running) -> Mapping[str, Json]:
     """The two stored-weight runs of a mantissa, rate and seed."""
-    c = cell.config
-    p = _problem(c)
+    c, p = cell.config, regression(cell.config)
     found: dict[str, Json] = {}
     for arm in ARMS:
-        trainer = Trainer(
-            p.net, p.train, p.start, rate=p.factor * c["rate"], store=f"m{c['mantissa']}", rounding=arm,
-            seed=c["seed"],
-        )  # fmt: skip
+        how: dict[str, Any] = {"store": f"m{c['mantissa']}", "rounding": arm, "seed": c["seed"]}
+        trainer = Trainer(p.net, p.train, p.start, rate=p.factor * c["rate"], **how)
         start = trainer.error(p.test)
         series = run(trainer, c["steps"])
         cell.progress(1 + ARMS.index(arm), len(ARMS))
-        error = _finite(trainer.error(p.test))
+        end = trainer.error(p.test)
+        error = float(end) if math.isfinite(end) else None
         found[arm] = {
             "diverged": trainer.diverged or error is None or error > start, "error": error,
             "crossing": persistent_majority(series.frozen / series.size),
@@ -120,38 +88,29 @@ def arms(cell: Running) -> Mapping[str, Json]:
 # ---- learned fractions ----------------------------------------------------------------------------------
 
 
-def fractions(records: Records, side: str = SIDE) -> dict[str, dict[tuple[int, float], list[float | None]]]:
-    """Learned fractions of every seed by (mantissa, rate), of both arms and of the forecast."""
-    found: dict[str, dict[tuple[int, float], list[float | None]]] = {k: {} for k in (*ARMS, "forecast")}
-    for r in records["arms"].values():
+def shares(records: Records, arm: str, side: str = SIDE) -> learning.Shares:
+    """Learned fractions of every seed by (mantissa, rate), of an arm or of the forecast."""
+
+    def share(r: Mapping[str, Json]) -> float | None:
         reference = records["reference"][f"rate={r['rate']}.seed={r['seed']}"]
-        key = (r["mantissa"], r["rate"])
-        for arm in ARMS:
-            value = arm_learned(reference, r[arm]["error"], r[arm]["diverged"])
-            found[arm].setdefault(key, []).append(value)
-        found["forecast"].setdefault(key, []).append(reference["forecast"][f"m{r['mantissa']}"][side])
-    return found
+        if arm == "forecast":
+            said: float | None = reference["forecast"][f"m{r['mantissa']}"][side]
+            return said
+        return arm_learned(reference, r[arm]["error"], r[arm]["diverged"])
+
+    return learning.gathered((r["mantissa"], r["rate"], share(r)) for r in records["arms"].values())
 
 
-def medians(
-    records: Records, arm: str, *, robust: bool = True, side: str = SIDE
-) -> dict[tuple[int, float], float | None]:
-    """The median over seeds: diverged ones count as zero (robust) or not at all (survivors)."""
-    found = {}
-    for key, values in fractions(records, side)[arm].items():
-        each = [0.0 if v is None else v for v in values] if robust else [v for v in values if v is not None]
-        found[key] = median(each) if each else None
-    return found
+def medians(records: Records, arm: str, *, robust: bool = True) -> dict[tuple[int, float], float | None]:
+    """The median over seeds, by mantissa and rate."""
+    return learning.medians(shares(records, arm), robust=robust)
 
 
 def windows(
     records: Records, arm: str, threshold: float = LEARNED, *, robust: bool = True, side: str = SIDE
 ) -> dict[int, list[float]]:
     """The rates in the window of each mantissa."""
-    found: dict[int, list[float]] = {}
-    for (m, rate), value in medians(records, arm, robust=robust, side=side).items():
-        found.setdefault(m, []).extend([rate] if value is not None and value >= threshold else [])
-    return {m: sorted(rates) for m, rates in sorted(found.items())}
+    return learning.windows(shares(records, arm, side), threshold, robust=robust)
 
 
 def diverged(records: Records) -> dict[float, tuple[int, int]]:
@@ -165,12 +124,9 @@ def diverged(records: Records) -> dict[float, tuple[int, int]]:
 # ---- estimands ------------------------------------------------------------------------------------------
 
 
-def median_learned(arm: str) -> Any:
-    def compute(records: Records) -> Values:
-        return {f"m{m}.rate={rate}": value for (m, rate), value in medians(records, arm).items()}
-
-    compute.__qualname__ = f"median_learned[{arm}]"
-    return compute
+def median_learned(records: Records, arm: str) -> Values:
+    """Median learned fraction, robust."""
+    return {f"m{m}.rate={rate}": value for (m, rate), value in medians(records, arm).items()}
 
 
 def lowest_rate_ratio(records: Records) -> Values:
@@ -189,16 +145,21 @@ def compression(records: Records) -> Values:
     return {"study": low[0] / high[0] if low and high else None}
 
 
-def matches(records: Records) -> Values:
-    """Mantissas whose predicted window is the measured one, as a share."""
-    return {"study": matches_by_side(records)[SIDE]}
+def windows_matched(records: Records, threshold: float = LEARNED, side: str = SIDE) -> tuple[int, int]:
+    """Mantissas whose forecast window is the measured one, of all."""
+    each = (windows(records, arm, threshold, side=side) for arm in ("nearest", "forecast"))
+    return learning.matched(*each)
 
 
 def matches_by_side(records: Records) -> Values:
-    """The same, with the error before and after the crossing."""
-    real = windows(records, "nearest")
-    told = {side: windows(records, "forecast", side=side) for side in SIDES}
-    return {side: sum(real[m] == each[m] for m in real) / len(real) for side, each in told.items()}
+    """The same, with the reference's error before and after the crossing."""
+    found = {side: windows_matched(records, side=side) for side in SIDES}
+    return {side: n / of for side, (n, of) in found.items()}
+
+
+def matches(records: Records) -> Values:
+    """Share of mantissas whose forecast window is the measured one."""
+    return {"study": matches_by_side(records)[SIDE]}
 
 
 def slow_divergence(records: Records) -> Values:
@@ -224,11 +185,11 @@ def _set(rates: Sequence[float]) -> str:
 
 
 def table(records: Records) -> Table:
-    """Measured and predicted windows."""
+    """Measured and forecast windows."""
     names = (("nearest", True), ("forecast", True), ("nearest", False), ("stochastic", True))
     each = [windows(records, arm, robust=robust) for arm, robust in names]
     return Table(
-        columns=("mantissa bits", "measured", "predicted", "measured, survivors only", "stochastic"),
+        columns=("mantissa bits", "measured", "forecast", "measured, survivors only", "stochastic"),
         rows=[(str(m), *(_set(found[m]) for found in each)) for m in sorted(each[0])],
         caption="Rates whose median learned fraction is at least 0.5; a diverged run counts as zero unless "
                 "only survivors are said to count.",
@@ -237,49 +198,8 @@ def table(records: Records) -> Table:
 
 def figure(records: Records) -> Any:
     """Agreement of the forecast, and the learned fraction of both arms, with diverged references hatched."""
-    from matplotlib.figure import Figure
-
-    fig = Figure(figsize=(11.0, 3.6), layout="constrained")
-    left, middle, right = fig.subplots(1, 3, sharey=True)
-    real, told = medians(records, "nearest"), medians(records, "forecast")
-    mantissas, rates = (sorted({key[i] for key in real}) for i in (0, 1))
-    bad = diverged(records)
-    for (m, rate), value in real.items():
-        forecast = told[m, rate]
-        measured_in, predicted_in = (v is not None and v >= LEARNED for v in (value, forecast))
-        agrees = measured_in == predicted_in
-        color = ("#cfe8cf" if measured_in else "#eeeeee") if agrees else "#f4a742"
-        _cell(left, rates.index(rate), mantissas.index(m), color, "✓" if agrees else "")
-    for ax, arm, title in ((middle, "nearest", "(b) nearest"), (right, "stochastic", "(c) stochastic")):
-        for (m, rate), value in medians(records, arm).items():
-            shade = 1 - 0.75 * min(max(value or 0.0, 0.0), 1.0)
-            text, hatched = "" if value is None else f"{value:.2f}", bad[rate][0] > 0
-            x, y = rates.index(rate), mantissas.index(m)
-            _cell(ax, x, y, (shade, shade, 1.0), text, hatched=hatched, dark=shade < 0.5)
-        ax.set_title(title)
-    left.set_title("(a) forecast agrees at 0.5")
-    left.set_ylabel("mantissa bits")
-    for ax in (left, middle, right):
-        ax.set_xlim(-0.5, len(rates) - 0.5)
-        ax.set_ylim(-0.5, len(mantissas) - 0.5)
-        labels = [f"{rate:g}\n{bad[rate][0]}/{bad[rate][1]}" for rate in rates]
-        ax.set_xticks(range(len(rates)), labels, fontsize="x-small")
-        ax.set_xlabel("rate, and diverged/total references")
-        ax.set_yticks(range(len(mantissas)), [str(m) for m in mantissas])
-    return fig
-
-
-def _cell(
-    ax: Any, x: int, y: int, color: Any, text: str, *, hatched: bool = False, dark: bool = False
-) -> None:
-    from matplotlib.patches import Rectangle
-
-    ax.add_patch(
-        Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, edgecolor="0.5", linewidth=0.4,
-                  hatch="////" if hatched else None)
-    )  # fmt: skip
-    ink = "white" if dark and not hatched else "black"
-    ax.text(x, y, text, ha="center", va="center", fontsize="x-small", color=ink)
+    real, said, stochastic = (medians(records, arm) for arm in ("nearest", "forecast", "stochastic"))
+    return panels.phase_diagram(real, said, stochastic, diverged(records), LEARNED)
 
 
 # ---- the study ------------------------------------------------------------------------------------------
@@ -312,33 +232,19 @@ STUDY = Study(
         Stage(name="arms", kind="outcome", cells=arm_cells, run=arms),
     ),
     estimands=(
-        *(
-            Estimand(name=f"learned.{arm}", what=f"median learned fraction, {arm}, robust",
-                     compute=median_learned(arm))
-            for arm in (*ARMS, "forecast")
-        ),
-        Estimand(name="lowest-rate-ratio", what="lowest rate in a window over that of the next mantissa",
-                 compute=lowest_rate_ratio),
-        Estimand(name="compression", what="lowest rate at the smallest mantissa over that at the largest",
-                 compute=compression),
-        Estimand(name="windows-matched", what="share of mantissas whose predicted window is the measured one",
-                 compute=matches),
-        Estimand(name="windows-matched-by-side", what="the same, with the reference's error before and after "
-                 "the crossing", compute=matches_by_side),
-        Estimand(name="slow-divergence", what="references that end at or above their starting error with "
-                 "finite weights; they count as diverged", compute=slow_divergence),
-        Estimand(name="stochastic-stable", what="median learned fraction, stochastic, at rates where no "
-                 "reference diverged", compute=stochastic_at_stable_rates),
+        *(Estimand.of(median_learned, f"learned.{arm}", arm=arm) for arm in (*ARMS, "forecast")),
+        Estimand.of(lowest_rate_ratio), Estimand.of(compression), Estimand.of(slow_divergence),
+        Estimand.of(matches, "windows-matched"),
+        Estimand.of(matches_by_side, "windows-matched-by-side"),
+        Estimand.of(stochastic_at_stable_rates, "stochastic-stable"),
     ),
     gates=(
-        Gate(name="never-downward", estimand="lowest-rate-ratio", scope="all", comparison=">=", threshold=1,
-             why="fewer mantissa bits never admit a lower rate"),
-        Gate(name="shrinks-upward", estimand="compression", scope="all", comparison=">", threshold=1,
-             why="the window of the smallest mantissa starts at a higher rate"),
-        Gate(name="stochastic-learns", estimand="stochastic-stable", scope="all", comparison=">=",
-             threshold=LEARNED, why="stochastic rounding meets the criterion at every stable rate"),
-        Gate(name="windows-predicted", estimand="windows-matched", scope="all", comparison=">=",
-             threshold=0.8, why="the paper predicts four of five windows"),
+        Gate.of("never-downward", "lowest-rate-ratio >= 1", "fewer mantissa bits never admit a lower rate"),
+        Gate.of("shrinks-upward", "compression > 1",
+                "the window of the smallest mantissa starts at a higher rate"),
+        Gate.of("stochastic-learns", f"stochastic-stable >= {LEARNED}",
+                "stochastic rounding meets the criterion at every stable rate"),
+        Gate.of("windows-predicted", "windows-matched >= 0.8", "the paper forecasts four of five windows"),
     ),
     rules=(
         Rule(label="windows shrink upward as bits fall, stochastic rounding restores them, references know",
@@ -361,11 +267,7 @@ def _window(arm: str, m: int) -> Any:
 
 
 def _matched(threshold: float, side: str = SIDE) -> Any:
-    def count(records: Records) -> str:
-        real, told = (windows(records, arm, threshold, side=side) for arm in ("nearest", "forecast"))
-        return f"{sum(real[m] == told[m] for m in real)} of {len(real)}"
-
-    return count
+    return lambda records: "{} of {}".format(*windows_matched(records, threshold, side))
 
 
 def _beyond(records: Records, arm: str, other: str) -> int:
@@ -401,48 +303,41 @@ _SIDES = (
 )
 _INFERRED = (
     "Start and teacher, which are not printed, were chosen by study testbed, on these very references: where "
-    "predicted windows agree, they do by construction. Measured windows had no part in it."
+    "forecast windows agree, they do by construction. Measured windows had no part in it."
 )
 
 PAPER = (
     *(
-        Claim(claim=f"{kind} window, m = {m}", source="tab:e4-window", paper=pair[i], ours=_window(arm, m),
-              note=note)
+        Claim(f"{kind} window, m = {m}", "tab:e4-window", pair[i], _window(arm, m), note)
         for m, pair in _PAPER_WINDOWS.items()
         for i, (kind, arm, note) in enumerate(
-            (("measured", "nearest", _START), ("predicted", "forecast", _INFERRED)))
+            (("measured", "nearest", _START), ("forecast", "forecast", _INFERRED)))
     ),
-    Claim(claim="windows that the reference predicts, at 0.5", source="tab:e4-window", paper="4 of 5",
-          ours=_matched(0.5), note=_START),
+    Claim("windows that the reference forecasts, at 0.5", "tab:e4-window", "4 of 5", _matched(0.5), _START),
     *(
-        Claim(claim=f"the same, with the error {side} the crossing", source="tab:e4-window", paper="4 of 5",
-              ours=_matched(0.5, side), note=_SIDES)
+        Claim(f"the same, with the error {side} the crossing", "tab:e4-window", "4 of 5", _matched(0.5, side),
+              _SIDES)
         for side in SIDES
     ),
-    Claim(claim="windows that the reference predicts, at 0.7", source="app:e4", paper="5 of 5",
-          ours=_matched(0.7), note=_START),
-    Claim(claim="windows that the reference predicts, at 0.3", source="app:e4", paper="not universally",
-          ours=_matched(0.3), note=_START),
-    Claim(claim="rates and mantissas that the reference promises and runs do not keep",
-          source="tab:e4-window", paper=0, ours=lambda records: _beyond(records, "forecast", "nearest")),
-    Claim(claim="rates and mantissas that learn though the reference does not promise it",
-          source="tab:e4-window", paper=1, ours=lambda records: _beyond(records, "nearest", "forecast"),
-          note="A majority of frozen updates is not the end of learning: what still moves goes on."),
-    Claim(claim="references and cells", source="app:e4", paper="36 and 180",
-          ours=lambda records: f"{len(records['reference'])} and {len(records['arms'])}"),
-    Claim(claim="rates at which no reference diverges", source="app:e4",
-          paper="{0.0125, 0.025, 0.05, 0.1, 0.2, 0.4}", ours=_stable),
-    Claim(claim="stochastic rounding: least median learned fraction at those rates", source="app:e4",
-          paper="at least 0.5",
-          ours=lambda records: min(v for v in stochastic_at_stable_rates(records).values() if v is not None)),
-    Claim(claim="rates that the survivor convention adds", source="app:e4",
-          paper="m1: {0.8}; m2: {0.8}; m3: {0.8}; m4: {0.8}; m5: {0.8}", ours=_survivors_add, note=_START),
-    Claim(claim="references that end at or above their start with finite weights", source="app:predictor",
-          paper="not printed", ours=lambda records: slow_divergence(records)["study"]),
-    Claim(claim="references that diverge at 0.8, and at 1.6", source="fig:e4", paper="3 of 6, and 3 of 3",
-          ours=_diverged_at_the_top),
-    Claim(claim="median learned fraction, nearest, m = 1, rate 0.2", source="app:e4", paper=0.5195,
-          ours=lambda records: medians(records, "nearest").get((1, 0.2)), note=_START),
-    Claim(claim="median learned fraction, nearest, m = 2, rate 0.8", source="fig:e4", paper=0.34,
-          ours=lambda records: medians(records, "nearest").get((2, 0.8)), note=_START),
+    Claim("windows that the reference forecasts, at 0.7", "app:e4", "5 of 5", _matched(0.7), _START),
+    Claim("windows that the reference forecasts, at 0.3", "app:e4", "not universally", _matched(0.3), _START),
+    Claim("rates and mantissas that the reference promises and runs do not keep", "tab:e4-window", 0,
+          lambda records: _beyond(records, "forecast", "nearest")),
+    Claim("rates and mantissas that learn though the reference does not promise it", "tab:e4-window", 1,
+          lambda records: _beyond(records, "nearest", "forecast"),
+          "A majority of frozen updates is not the end of learning: what still moves goes on."),
+    Claim("references and cells", "app:e4", "36 and 180",
+          lambda records: f"{len(records['reference'])} and {len(records['arms'])}"),
+    Claim("rates at which no reference diverges", "app:e4", "{0.0125, 0.025, 0.05, 0.1, 0.2, 0.4}", _stable),
+    Claim("stochastic rounding: least median learned fraction at those rates", "app:e4", "at least 0.5",
+          lambda records: min(v for v in stochastic_at_stable_rates(records).values() if v is not None)),
+    Claim("rates that the survivor convention adds", "app:e4",
+          "m1: {0.8}; m2: {0.8}; m3: {0.8}; m4: {0.8}; m5: {0.8}", _survivors_add, _START),
+    Claim("references that end at or above their start with finite weights", "app:predictor", "not printed",
+          of(slow_divergence)),
+    Claim("references that diverge at 0.8, and at 1.6", "fig:e4", "3 of 6, and 3 of 3", _diverged_at_the_top),
+    Claim("median learned fraction, nearest, m = 1, rate 0.2", "app:e4", 0.5195,
+          lambda records: medians(records, "nearest").get((1, 0.2)), _START),
+    Claim("median learned fraction, nearest, m = 2, rate 0.8", "fig:e4", 0.34,
+          lambda records: medians(records, "nearest").get((2, 0.8)), _START),
 )  # fmt: skip

@@ -100,24 +100,19 @@ STUDY = Study(
         RUNS.estimand("matched", "1 where the arms began as declared", measures.matched),
     ),
     gates=(
-        Gate(
-            name="material", estimand="gap", scope="all", comparison=">=", threshold=0.1,
-            why="without a gap a recovery has no meaning",
-        ),
-        Gate(
-            name="blanket", estimand="recovery-all", scope="all", comparison=">=", threshold=0.9,
-            why="masters everywhere must win the gap back, or masters somewhere say nothing",
-        ),
+        Gate.of("material", "gap >= 0.1", "without a gap a recovery has no meaning"),
+        Gate.of("blanket", "recovery-all >= 0.9",
+                "masters everywhere must win the gap back, or masters somewhere say nothing"),
         *(
             gate
             for name, estimand, each, mean in _FLOORS
             for gate in (
-                Gate(name=name, estimand=estimand, scope="all", comparison=">=", threshold=each),
-                Gate(name=f"{name}-mean", estimand=estimand, scope="mean", comparison=">=", threshold=mean),
+                Gate.of(name, f"{estimand} >= {each}"),
+                Gate.of(f"{name}-mean", f"{estimand} >= {mean}", scope="mean"),
             )
         ),
-        Gate(name="exact", estimand="bytes-off", scope="all", comparison="==", threshold=0.0),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
+        Gate.of("exact", "bytes-off == 0"),
+        Gate.of("matched", "matched == 1"),
     ),
     rules=(
         Rule(label="not matched", failed=("matched",)),
@@ -156,6 +151,6 @@ _PRINTED: Printed = {
 _NOTE = "162 million weights, 1000 updates; smaller scales have another model, text and horizon"
 
 PAPER = (
-    Claim(claim="the rule", source="appendix E", paper="every gate passes", ours=label_of(STUDY)),
+    Claim("the rule", "appendix E", "every gate passes", label_of(STUDY)),
     *printed(STUDY, RUNS.units, _PRINTED, note=_NOTE),
 )

@@ -4,7 +4,7 @@ The paper's controlled studies share one testbed (input 8, teacher 8, student 64
 0.1) whose start, teacher and loss it does not print. It prints much about their *references*, though: which
 of them diverge, when their projected updates freeze, what they promise (:mod:`halfulp.studies._facts`). A
 candidate is a :class:`~halfulp.models.teacher.Testbed`, and takes the error at an onset before or after the
-update (:mod:`halfulp.studies._forecast`). No cell of this study runs anything on a grid, so what it chooses
+update (:mod:`halfulp.models.following`). No cell of this study runs anything on a grid, so what it chooses
 cannot have been chosen for its outcomes.
 
 With x = rate * 2**m, a reference's updates shrink beside the spacing as x does. Stage ``screen`` runs 18 fp64
@@ -32,25 +32,13 @@ import torch
 
 from halfulp.grids import grid as named
 from halfulp.measures.forecasts import pooled_rho
+from halfulp.models.following import follow, forecasts
 from halfulp.models.teacher import Testbed, teacher_student
 from halfulp.studies._facts import FACTS, Count, Reference, best_side, met, ranked, score
-from halfulp.studies._forecast import follow, forecasts
 from halfulp.studies.claims import Claim
 from halfulp.studies.finite_size import look
-from halfulp.study.protocol import (
-    Cell,
-    Config,
-    Estimand,
-    Gate,
-    Json,
-    Records,
-    Rule,
-    Running,
-    Stage,
-    Study,
-    Table,
-    Values,
-)
+from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.study.protocol import Config, Json, Records, Values
 
 # ---- cells ----------------------------------------------------------------------------------------------
 
@@ -163,10 +151,12 @@ def _each(records: Records) -> Iterator[tuple[str, Reference]]:
 
 
 def facts_met(records: Records) -> Values:
+    """Printed facts met, by candidate and stage."""
     return {name: float(score(record, best_side(record))[0]) for name, record in _each(records)}
 
 
 def cells_met(records: Records) -> Values:
+    """Mean over facts of the share of cells as printed."""
     return {name: score(record, best_side(record))[1] for name, record in _each(records)}
 
 
@@ -392,21 +382,13 @@ STUDY = Study(
         Stage(name="whole", kind="reference", cells=whole_cells, run=whole, reads=("screen",)),
     ),
     estimands=(
-        Estimand(name="facts", what="printed facts met, by candidate and stage", compute=facts_met),
-        Estimand(name="cells", what="mean over facts of the share of cells as printed", compute=cells_met),
-        Estimand(name="chosen", what="share of all facts that the chosen candidate meets",
-                 compute=chosen_share),
-        Estimand(name="chosen-by-fact", what="of the chosen candidate, share of cells as printed, by fact",
-                 compute=chosen_by_fact),
-        Estimand(name="former-by-fact", what="the same of the former choice", compute=former_by_fact),
-        Estimand(name="lead", what="facts that the chosen candidate meets more than the former choice",
-                 compute=lead),
+        Estimand.of(facts_met, "facts"), Estimand.of(cells_met, "cells"), Estimand.of(chosen_share, "chosen"),
+        *map(Estimand.of, (chosen_by_fact, former_by_fact, lead)),
     ),
     gates=(
-        Gate(name="better-than-before", estimand="lead", scope="all", comparison=">", threshold=0,
-             why="a search that does not beat the choice it replaces has found nothing"),
-        Gate(name="every-fact", estimand="chosen", scope="all", comparison="==", threshold=1,
-             why="each printed fact is one that the paper's own testbed met"),
+        Gate.of("better-than-before", "lead > 0",
+                "a search that does not beat the choice it replaces has found nothing"),
+        Gate.of("every-fact", "chosen == 1", "each printed fact is one that the paper's own testbed met"),
     ),
     rules=(
         Rule(label="a testbed that meets every printed fact about references is chosen",
@@ -433,10 +415,9 @@ def _chosen(records: Records) -> str:
 
 
 PAPER = (
-    Claim(claim="start, teacher and loss", source="app:e4", paper="not printed", ours=_chosen,
-          note="Chosen among the candidates by references alone; see the tables."),
-    Claim(claim="candidates", source="app:e4", paper="not printed",
-          ours=lambda records: float(len(records["screen"]))),
+    Claim("start, teacher and loss", "app:e4", "not printed", _chosen,
+          "Chosen among the candidates by references alone; see the tables."),
+    Claim("candidates", "app:e4", "not printed", lambda records: float(len(records["screen"]))),
 )  # fmt: skip
 SHOWN = (before_after, conflicts, facts_table, whole_table)
 """Tables that the comparison page shows."""

@@ -36,27 +36,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from halfulp.audit.certificates import Descent, Objective, reachable_prefix
+from halfulp.audit.certificates import Descent, reachable_prefix
 from halfulp.audit.trust import Posterior, posterior
+from halfulp.drawing import panels
 from halfulp.errors import TamperingError
-from halfulp.grids import Grid
 from halfulp.grids import grid as named
-from halfulp.studies._theory import FAMILIES, Problem
+from halfulp.models.certifiable import FAMILIES, Problem, arrival, rippled_bowl
 from halfulp.studies.claims import Claim
-from halfulp.study.protocol import (
-    Cell,
-    Config,
-    Estimand,
-    Gate,
-    Json,
-    Records,
-    Rule,
-    Running,
-    Stage,
-    Study,
-    Table,
-    Values,
-)
+from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.study.protocol import Config, Json, Records, Values
 
 Array = npt.NDArray[Any]
 
@@ -126,19 +114,6 @@ def prefix_cells(config: Config) -> list[Cell]:
     return [Cell(name=f"prefix-{grid}", config={**config, "grid": grid}) for grid in config["grids"]]
 
 
-def _rippled_bowl(rng: np.random.Generator) -> Objective:
-    """Smooth and coercive: log cosh around a centre, with a ripple."""
-    centre, wave, height = rng.standard_normal(2), rng.standard_normal(2), 0.1 * rng.random()
-
-    def value(x: Array) -> float:
-        return float(np.sum(np.log(np.cosh(x - centre))) + height * np.cos(wave @ x))
-
-    def gradient(x: Array) -> Array:
-        return np.asarray(np.tanh(x - centre) - height * wave * np.sin(wave @ x))
-
-    return Objective(value, gradient)
-
-
 def prefix(cell: Running) -> Mapping[str, Json]:
     """Construct and execute; `reachable_prefix` compares every recorded state bit for bit.
 
@@ -148,7 +123,7 @@ def prefix(cell: Running) -> Mapping[str, Json]:
     config, rows, unmoved = cell.config, [], 0
     for number in range(config["problems"]):
         rng = np.random.default_rng([config["seed"], 3, *config["grid"].encode(), number])
-        objective = _rippled_bowl(rng)
+        objective = rippled_bowl(rng)
         grid = named(config["grid"]).within(np.float64)
         starts = [grid.round(torch.from_numpy(rng.standard_normal(2) * 2)).numpy() for _ in range(3)]
         length, coordinate = int(rng.integers(2, 7)), int(rng.integers(0, 2))
@@ -157,7 +132,7 @@ def prefix(cell: Running) -> Mapping[str, Json]:
         if np.array_equal(first, starts[0]):
             unmoved += 1
             continue
-        target = Descent(starts[0], [0.2] * _arrival(objective, starts[0], grid, length), config["grid"])
+        target = Descent(starts[0], [0.2] * arrival(objective, starts[0], grid, length), config["grid"])
         p = reachable_prefix(objective, sources, target, coordinate=coordinate)
         rows.append(
             {
@@ -169,17 +144,6 @@ def prefix(cell: Running) -> Mapping[str, Json]:
             }
         )
     return {"unmoved": unmoved, "pairs": rows}
-
-
-def _arrival(objective: Objective, start: Array, grid: Grid, most: int) -> int:
-    """How many rates lead to a state not seen before, with one more for the next update."""
-    x, seen = start, [start]
-    for _ in range(most):
-        x = grid.round(torch.from_numpy(x - 0.2 * objective.gradient(x))).numpy()
-        if any(np.array_equal(x, s) for s in seen):
-            break
-        seen.append(x)
-    return len(seen)
 
 
 # ---- the posterior bound ------------------------------------------------------------------------------
@@ -219,14 +183,17 @@ def bound(cell: Running) -> Mapping[str, Json]:
 
 
 def contradictions(records: Records) -> Values:
+    """Executions that leave a promised code."""
     return {name: float(sum(r["contradicted"].values())) for name, r in records["execute"].items()}
 
 
 def certified(records: Records) -> Values:
+    """Updates promised."""
     return {name: float(sum(r["horizon"])) for name, r in records["certify"].items()}
 
 
 def certified_moves(records: Records) -> Values:
+    """Promised updates that move a code."""
     return {"study": float(sum(sum(r["moves"]) for r in records["certify"].values()))}
 
 
@@ -253,10 +220,12 @@ def opposite(records: Records) -> Values:
 
 
 def bound_broken(records: Records) -> Values:
+    """Steps with |f_a - f_hat| > c + v."""
     return {name: float(r["broken"]) for name, r in records["bound"].items()}
 
 
 def bound_attained(records: Records) -> Values:
+    """Steps with |f_a - f_hat| = c + v > 0."""
     return {"study": float(sum(r["attained"] for r in records["bound"].values()))}
 
 
@@ -281,22 +250,11 @@ def table(records: Records) -> Table:
 
 def figure(records: Records) -> Any:
     """Promised horizon against how long the run stayed at the projected codes."""
-    from halfulp.drawing import GREY, new_figure
-
-    fig, axes = new_figure(1, len(FAMILIES), sharex=True, sharey=True)
-    top = 1 + max(max(r["stayed"]) for r in records["execute"].values())
-    for ax, family in zip(axes, FAMILIES, strict=True):
-        names = [name for name in records["certify"] if name.startswith(family)]
-        horizons = [h for n in names for h in records["certify"][n]["horizon"]]
-        pairs = list(zip(horizons, (s for n in names for s in records["execute"][n]["stayed"]), strict=True))
-        sizes = {pair: pairs.count(pair) for pair in sorted(set(pairs))}
-        promised, agreed = zip(*sizes, strict=True)
-        ax.scatter(promised, agreed, s=[8 + 6 * k**0.5 for k in sizes.values()], alpha=0.6)
-        ax.plot([0, top], [0, top], color=GREY, linewidth=0.8)
-        ax.set_title(family)
-        ax.set_xlabel("updates promised")
-    axes[0].set_ylabel("updates that agreed")
-    return fig
+    found: dict[str, list[tuple[int, int]]] = {family: [] for family in FAMILIES}
+    for name, r in records["certify"].items():
+        stayed = records["execute"][name]["stayed"]
+        found[name.partition("-")[0]] += zip(r["horizon"], stayed, strict=True)
+    return panels.horizons(found)
 
 
 STUDY = Study(
@@ -319,26 +277,21 @@ STUDY = Study(
         Stage(name="prefix", kind="outcome", cells=prefix_cells, run=prefix),
         Stage(name="bound", kind="outcome", cells=bound_cells, run=bound),
     ),
-    estimands=(
-        Estimand(name="contradictions", what="executions that leave a promised code", compute=contradictions),
-        Estimand(name="certified", what="updates promised", compute=certified),
-        Estimand(name="certified-moves", what="promised updates that move a code", compute=certified_moves),
-        Estimand(name="caution", what="promised share of the updates that agreed", compute=caution),
-        Estimand(name="opposite", what="share of pairs with one past and opposite events", compute=opposite),
-        Estimand(name="bound-broken", what="steps with |f_a - f_hat| > c + v", compute=bound_broken),
-        Estimand(name="bound-attained", what="steps with |f_a - f_hat| = c + v > 0", compute=bound_attained),
+    estimands=tuple(
+        map(Estimand.of, (
+            contradictions, certified, certified_moves, caution, opposite, bound_broken, bound_attained,
+        ))
     ),
     gates=(
-        Gate(name="no-contradiction", estimand="contradictions", scope="all", comparison="==", threshold=0,
-             why="a certificate is a proof: one contradiction refutes it"),
-        Gate(name="not-empty", estimand="certified", scope="mean", comparison=">", threshold=0,
-             why="a certificate that promises nothing is never contradicted"),
-        Gate(name="moves-too", estimand="certified-moves", scope="all", comparison=">", threshold=0,
-             why="promising only lost updates would test half of the statement"),
-        Gate(name="opposite-events", estimand="opposite", scope="all", comparison="==", threshold=1,
-             why="every pair must share the whole past and part at the next update"),
-        Gate(name="bound-holds", estimand="bound-broken", scope="all", comparison="==", threshold=0,
-             why="Eq. 8 is a theorem"),
+        Gate.of("no-contradiction", "contradictions == 0",
+                "a certificate is a proof: one contradiction refutes it"),
+        Gate.of("not-empty", "certified > 0", "a certificate that promises nothing is never contradicted",
+                scope="mean"),
+        Gate.of("moves-too", "certified-moves > 0",
+                "promising only lost updates would test half of the statement"),
+        Gate.of("opposite-events", "opposite == 1",
+                "every pair must share the whole past and part at the next update"),
+        Gate.of("bound-holds", "bound-broken == 0", "Eq. 8 is a theorem"),
     ),
     rules=(
         Rule(label="statements hold as executed",
@@ -361,26 +314,16 @@ def _total(records: Records, values: Callable[[Records], Values]) -> float | Non
     return float(sum(numbers)) if numbers else None
 
 
+_RUN = "The paper proves it and prints no runs. Ours are executed, in rational and in float64 numbers."
+_BUILT = "The paper proves it; ours are built and executed, every recorded number compared bit for bit."
+
 PAPER = (
-    Claim(
-        claim="runs that leave a certified code",
-        source="app:predictor, eq:hessian-certificate",
-        paper=0,
-        ours=lambda records: _total(records, contradictions),
-        note="The paper proves it and prints no runs. Ours are executed, in rational and in float64 numbers.",
-    ),
-    Claim(
-        claim="share of constructed pairs with one reached prefix and opposite next events",
-        source="app:predictor, eq:reachable-bump",
-        paper=1,
-        ours=lambda records: min((v for v in opposite(records).values() if v is not None), default=None),
-        note="The paper proves it; ours are built and executed, every recorded number compared bit for bit.",
-    ),
-    Claim(
-        claim="steps that break |f_a - f_hat| <= c + v",
-        source="eq:predictor-bound",
-        paper=0,
-        ours=lambda records: _total(records, bound_broken),
-        note="A theorem; checked in whole numbers.",
-    ),
-)
+    Claim("runs that leave a certified code", "app:predictor, eq:hessian-certificate", 0,
+          lambda records: _total(records, contradictions), _RUN),
+    Claim("share of constructed pairs with one reached prefix and opposite next events",
+          "app:predictor, eq:reachable-bump", 1,
+          lambda records: min((v for v in opposite(records).values() if v is not None), default=None),
+          _BUILT),
+    Claim("steps that break |f_a - f_hat| <= c + v", "eq:predictor-bound", 0,
+          lambda records: _total(records, bound_broken), "A theorem; checked in whole numbers."),
+)  # fmt: skip

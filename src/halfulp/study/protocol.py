@@ -145,6 +145,19 @@ class Estimand:
             object.__setattr__(self, "args", {**self.compute.keywords, **self.args})
             object.__setattr__(self, "compute", self.compute.func)
 
+    @classmethod
+    def of(cls, compute: Callable[..., Values], name: str = "", **args: Json) -> Estimand:
+        """What a function computes: called by its name unless another is given, described by its docstring.
+
+        >>> def share_moved(records):
+        ...     \"\"\"Share of weights that moved, by run.\"\"\"
+        >>> Estimand.of(share_moved).name, Estimand.of(share_moved).what
+        ('share-moved', 'share of weights that moved, by run')
+        """
+        said = (compute.__doc__ or "").partition("\n")[0].rstrip(".")
+        called = name or compute.__name__.replace("_", "-")
+        return cls(name=called, what=said[:1].lower() + said[1:], compute=compute, args=args)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
@@ -171,6 +184,26 @@ class Gate:
             raise UsageError(f"Gate {self.name}: the comparison is one of {known}, not {self.comparison!r}.")
         if not math.isfinite(self.threshold):
             raise UsageError(f"Gate {self.name}: the threshold must be a finite number.")
+
+    @classmethod
+    def of(
+        cls, name: str, condition: str, why: str = "", scope: Literal["unit", "mean", "all"] = "all"
+    ) -> Gate:
+        """A gate from the condition as one writes it.
+
+        >>> gate = Gate.of("most-move", "share-moved >= 0.5", "a majority")
+        >>> gate.estimand, gate.comparison, gate.threshold, gate.scope
+        ('share-moved', '>=', 0.5, 'all')
+        """
+        try:
+            estimand, comparison, threshold = condition.split()
+            given: dict[str, Any] = {"comparison": comparison, "threshold": float(threshold)}
+        except ValueError:
+            raise UsageError(
+                f"Gate {name}: a condition is an estimand, one of {' '.join(COMPARISONS)} and a number, not "
+                f"{condition[:80]!a}."
+            ) from None
+        return cls(name=name, estimand=estimand, scope=scope, why=why, **given)
 
 
 @dataclass(frozen=True, kw_only=True)

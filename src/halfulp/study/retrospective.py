@@ -3,7 +3,7 @@
 It reads the records of a closed study and can change nothing there. Its label begins with
 ``retrospective:``, and its result names the registered study by its digests and states the registered
 label, so the two cannot be mistaken for one another. It is not sealed, because there is nothing left to
-predict; it can be recomputed, byte by byte, from the study and the analysis file beside it.
+forecast; it can be recomputed, byte by byte, from the study and the analysis file beside it.
 """
 
 from __future__ import annotations

@@ -251,7 +251,31 @@ class Recorded(ABC):
         found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
         return {name: value.numpy() for name, value in found.items() if value is not None}
 
+    def attribution(self, spec: str | None = None) -> dict[str, Array]:
+        """What each tile costs in a rehearsal, by tensor: score R, summed over the moments it was asked at.
+
+        ``spec`` may be left out where one rehearsal was attributed (:meth:`halfulp.Audit.attribute`).
+        """
+        state = self.state() if self.recorded else {}
+        known = [
+            s for j, s in enumerate(self.rehearsals) if any(k.endswith(f".{j}.attributed") for k in state)
+        ]
+        if not known or (spec is None and len(known) > 1) or (spec is not None and spec not in known):
+            asked = (
+                "which rehearsal"
+                if spec is None and known
+                else f"{spec or 'a rehearsal'!r} was not attributed"
+            )
+            raise UsageError(
+                f"{asked} in {self.where}? Attributed: {', '.join(known) or 'none (Audit.attribute)'}."
+            )
+        j = self.rehearsals.index(known[0] if spec is None else spec)
+        found = {str(t["name"]): state.get(f"{t['id']}.{j}.attributed") for t in self.tensors}
+        return {name: value.numpy() for name, value in found.items() if value is not None}
+
     @property
     def tile(self) -> int:
-        """How many consecutive coordinates the scores are summed over."""
-        return Scores.of(self.manifest["options"]["scores"]).tile
+        """How many consecutive coordinates scores and attributions are summed over."""
+        if self.manifest["options"]["scores"]:
+            return Scores.of(self.manifest["options"]["scores"]).tile
+        return int(self.state()["attributed.tile"])

@@ -1,6 +1,6 @@
 """All that the paper says of its studies, beside what our records say: two pages, two figures.
 
-    python -m halfulp.studies.controlled [--studies results/studies] [--scale paper] [--out results]
+    halfulp paper [--studies results/studies] [--scale paper] [--out results]
 
 reads the folders ``NAME-SCALE`` of closed studies and writes ``controlled.md``, ``controlled.svg`` and
 ``e4.svg``; and ``transformers.md`` of the transformer studies, where they are. No number of ours is
@@ -13,16 +13,19 @@ Why a page apart from ``halfulp study report``? A report knows its own study and
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfulp import canonical
+from halfulp import canonical, files
+from halfulp.drawing import panels
 from halfulp.errors import UsageError
+from halfulp.measures.crossings import TOLERANCE
 from halfulp.studies import _timing as timing
+from halfulp.studies import phase_diagram
 from halfulp.studies.claims import Claim
 from halfulp.study.loading import REGISTRY
 from halfulp.study.protocol import Json, Records
@@ -44,7 +47,7 @@ meets. Every other number of ours is an outcome. Two predictors are shown where 
 use the symmetric spacing proxy. What was chosen where the paper is silent is said in the docstring of each
 study's module and is part of its sealed protocol.
 
-This page is made by `python -m halfulp.studies.controlled` from the folders in `studies/`."""
+This page is made by `halfulp paper` from the folders in `studies/`."""
 
 TRANSFORMERS = {"char-gpt": "paper", "matched-10k": "small", "prospective-modern": "small"}
 """The scale at which each was run."""
@@ -57,7 +60,7 @@ where the paper trains GPT-2 124M for 10,000 updates (`matched-10k`) and a decod
 weights for 1,000 and 200 updates on novels in 4096 pieces. The structure is the same, the numbers need not
 be.
 
-This page is made by `python -m halfulp.studies.controlled` from the folders in `studies/`."""
+This page is made by `halfulp paper` from the folders in `studies/`."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def page(
     """The comparison, as Markdown; a study that is not there is said to be missing."""
     parts = [f"# {title}", introduction, _summary(studies)]
     if studies.get("emulator") and studies.get("two-layer"):
-        parts.append("![Predicted and measured crossings](controlled.svg)")
+        parts.append("![Forecast and measured crossings](controlled.svg)")
     if studies.get("phase-diagram"):
         parts.append("![Learned fractions by rate and mantissa](e4.svg)")
     for name, closed in studies.items():
@@ -157,21 +160,18 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def figure(emulator: Records, two_layer: Records, cnn: Records | None) -> Any:
     """Timing of both grids, the event itself, and where in rho crossings lie."""
-    from matplotlib.figure import Figure
-
-    fig = Figure(figsize=(12.0, 3.8), layout="constrained")
-    left, middle, right = fig.subplots(1, 3)
-    principal = timing.only(two_layer, "gd-squared")
-    timing.draw_pairs(left, {"emulator": emulator, "two-layer": principal})
+    fig, (left, middle, right) = panels.plain_figure(12.0, 3.8, 1, 3)
+    both = {
+        "emulator": timing.points(emulator, "emulator"),
+        "two-layer": timing.points(two_layer, "gd-squared"),
+    }
+    panels.timing_pairs(left, both, "symmetric", TOLERANCE)
     left.set_title("(a) forecast and outcome")
     _draw_event(middle)
     middle.set_title("(b) the event, three mantissa bits")
-    found = {**timing.locations(emulator)}
-    direct = [r["direct"] for r in emulator["bf16"].values() if r["network"] == "frozen-features"]
-    later = [d["rho"] for d in direct if d["crossing"]["category"] == "later"]
-    found |= {"bfloat16": later} if later else {}
-    found |= timing.locations(two_layer) | (timing.locations(cnn) if cnn else {})
-    timing.draw_locations(right, found)
+    direct = timing.bf16_locations(emulator).get("frozen-features")
+    found = timing.locations(emulator) | ({"bfloat16": direct} if direct else {})
+    panels.locations(right, found | timing.locations(two_layer) | (timing.locations(cnn) if cnn else {}))
     right.set_title("(c) where runs cross")
     return fig
 
@@ -192,46 +192,34 @@ def _draw_event(ax: Any) -> None:
     ax.set(xlabel="stored values (bars) and midpoints (crosses)", ylim=(-0.4, 1.0), yticks=[])
 
 
-def save(fig: Any, path: Path) -> None:
-    """Write an SVG whose bytes depend on the figure alone."""
+def _svg(fig: Any) -> bytes:
+    """An SVG whose bytes depend on the figure alone, its letters left as letters."""
     import matplotlib
 
+    made = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "halfulp", "svg.fonttype": "none"}):
-        fig.savefig(path, metadata={"Date": None, "Creator": None})
+        fig.savefig(made, format="svg", metadata={"Date": None, "Creator": None})
+    return made.getvalue()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the page and the figures."""
-    parser = argparse.ArgumentParser(
-        prog="python -m halfulp.studies.controlled", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--studies", type=Path, default=Path("results/studies"))
-    parser.add_argument("--scale", default="paper")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    given = parser.parse_args(arguments)
-    folders = {name: given.studies / f"{name}-{given.scale}" for name in STUDIES}
-    studies = {name: read(folder) if folder.is_dir() else None for name, folder in folders.items()}
-    others = {name: given.studies / f"{name}-{scale}" for name, scale in TRANSFORMERS.items()}
-    if not any(studies.values()):
-        raise UsageError(f"{given.studies} holds none of {', '.join(f.name for f in folders.values())}.")
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "controlled.md").write_text(page(studies), encoding="utf-8")
-    decoders = {name: read(folder) for name, folder in others.items() if folder.is_dir()}
-    if decoders:
+def write(studies: Path, scale: str, out: Path) -> list[Path]:
+    """Write the pages and the figures; which ones."""
+    folders = {name: studies / f"{name}-{scale}" for name in STUDIES}
+    found = {name: read(folder) if folder.is_dir() else None for name, folder in folders.items()}
+    if not any(found.values()):
+        raise UsageError(f"{studies} holds none of {', '.join(f.name for f in folders.values())}.")
+    written: dict[str, bytes] = {"controlled.md": page(found).encode()}
+    decoders = {name: studies / f"{name}-{its}" for name, its in TRANSFORMERS.items()}
+    closed = {name: read(folder) for name, folder in decoders.items() if folder.is_dir()}
+    if closed:
         title = "The transformer studies, beside the paper"
-        text = page(decoders, title, TRANSFORMERS_INTRODUCTION)
-        (given.out / "transformers.md").write_text(text, encoding="utf-8")
-    emulator, two_layer, cnn, diagram = (
-        studies[name] for name in ("emulator", "two-layer", "cnn", "phase-diagram")
-    )
+        written["transformers.md"] = page(closed, title, TRANSFORMERS_INTRODUCTION).encode()
+    emulator, two_layer, cnn, diagram = (found[n] for n in ("emulator", "two-layer", "cnn", "phase-diagram"))
     if emulator and two_layer:
         drawn = figure(emulator.records, two_layer.records, cnn.records if cnn else None)
-        save(drawn, given.out / "controlled.svg")
+        written["controlled.svg"] = _svg(drawn)
     if diagram:
-        from halfulp.studies.phase_diagram import figure as e4
-
-        save(e4(diagram.records), given.out / "e4.svg")
-
-
-if __name__ == "__main__":
-    main()
+        written["e4.svg"] = _svg(phase_diagram.figure(diagram.records))
+    made = [(out / name, content) for name, content in written.items()]
+    files.put_all(made, out)
+    return [path for path, _ in made]

@@ -1,7 +1,8 @@
-"""The runs of the `margin` study, and the ladder on which their events are counted.
+"""The runs of the margin studies, and the ladder on which their events are counted.
 
 A *unit* is one seed, rate and mantissa; a cell holds the units of one rate and mantissa, because their
-events are pooled in one histogram a cell. A unit is resumed where it stopped, in the middle if need be.
+events are pooled in one histogram a cell. A unit is resumed where it stopped, in the middle if need be. What
+forecasts is the projection of the reference (`Unit`), or that and rehearsals beside it (`RehearsedUnit`).
 
 Histograms are kept in records as text: base64 of one LEB128 number a level (seven bits a byte, the last byte
 below 128). A general compressor would save a third, and make a record depend on its version.
@@ -21,10 +22,10 @@ import torch
 from halfulp.audit.trust import PRIMARY
 from halfulp.grids import grid as named
 from halfulp.kernels.params import masks, params
+from halfulp.models import lockstep_kernels as compiled
+from halfulp.models.digests import digest
 from halfulp.models.mlp_kernels import CROSS_ENTROPY
 from halfulp.models.teacher import Testbed, classification
-from halfulp.studies import _margin_kernels as compiled
-from halfulp.studies.digests import digest
 from halfulp.study.protocol import Config, Running
 
 Array = npt.NDArray[Any]
@@ -38,6 +39,9 @@ CHUNK = 500
 
 class Unit:
     """A reference, and if it is measured a quantized run beside it, from the same stored start."""
+
+    kept: tuple[str, ...] = ("w", "q", "mistakes")
+    """What a checkpoint holds, beside the counts of every step."""
 
     def __init__(self, config: Config, seed: int, *, measure: bool) -> None:
         p = classification(
@@ -62,12 +66,49 @@ class Unit:
         )  # fmt: skip
         self._rows, self._levels = np.zeros((5, n)), np.zeros((4, n), np.int64)
 
+    @staticmethod
+    def shapes(config: Config) -> tuple[tuple[int, ...], ...]:
+        """Of the counts of a step, of the histograms of all events, and of the mistakes."""
+        return (6,), (2, compiled.LEVELS), (3, compiled.LEVELS)
+
     def advance(self, steps: int, total: Array, wrong: Array) -> Array:
         """Take steps, add their events to the histograms, and give the counts of each step."""
         out = np.zeros((steps, 6), np.int32)
         compiled.lockstep(
             self.w, self.q, self._rate, self._net, self._batch, self._grid, self._masks, level(PRIMARY),
             self.measure, self._scratch, self._rows, self._levels, out, self.mistakes, total, wrong,
+        )  # fmt: skip
+        return out
+
+
+class RehearsedUnit(Unit):
+    """The same, forecast by the projection and by rehearsals beside it, under a pull each.
+
+    A rehearsal moves codes of its own by the reference's proposals, as
+    :mod:`halfulp.kernels.rehearse.reference` does: z = s + ((w' - w) + k (w - s)), s <- Q(z). It forecasts an
+    event where Q(z) is s, and its margin is that of z. Every count is one a predictor, the projection first.
+    """
+
+    kept = (*Unit.kept, "s")
+
+    def __init__(self, config: Config, seed: int, *, measure: bool) -> None:
+        super().__init__(config, seed, measure=measure)
+        self._pulls = np.array(config["pulls"], np.float64)
+        self.s = np.tile(self.w, (len(self._pulls), 1))
+        self.mistakes = np.zeros((1 + len(self._pulls), 3), np.int64)
+        self._spare = np.zeros((2, self.w.size))
+
+    @staticmethod
+    def shapes(config: Config) -> tuple[tuple[int, ...], ...]:
+        n = 1 + len(config["pulls"])
+        return (n, 6), (n, 2, compiled.LEVELS), (n, 3, compiled.LEVELS)
+
+    def advance(self, steps: int, total: Array, wrong: Array) -> Array:
+        out = np.zeros((steps, *self.mistakes.shape[:1], 6), np.int32)
+        compiled.rehearse(
+            self.w, self.q, self.s, self._pulls, self._rate, self._net, self._batch, self._grid, self._masks,
+            level(PRIMARY), self.measure, self._scratch, self._rows, self._levels, self._spare, out,
+            self.mistakes, total, wrong,
         )  # fmt: skip
         return out
 
@@ -79,7 +120,7 @@ class Finished:
         self.seed, self.steps, self.n = seed, steps, unit.w.size
         self.mistakes = unit.mistakes
         self.fingerprint, self.end = unit.fingerprint, digest(unit.w)
-        self.forecast = digest(steps[:, [compiled.FORECAST, compiled.SURE, compiled.OPEN]])
+        self.forecast = digest(steps[..., [compiled.FORECAST, compiled.SURE, compiled.OPEN]])
 
     def lower(self) -> Array:
         return np.asarray(self.steps[:, compiled.SURE] / self.n)
@@ -88,28 +129,25 @@ class Finished:
         return np.asarray((self.steps[:, compiled.SURE] + self.steps[:, compiled.OPEN]) / self.n)
 
 
-def run_units(cell: Running, *, measure: bool) -> tuple[list[Finished], Array, Array]:
+def run_units(
+    cell: Running, *, measure: bool, make: type[Unit] = Unit
+) -> tuple[list[Finished], Array, Array]:
     """The units of a cell, with checkpoints; and the histograms of all events and of the mistakes."""
     config, length = cell.config, cell.config["steps"]
-    total, wrong = (np.zeros((rows, compiled.LEVELS), np.int64) for rows in (2, 3))
+    row, *histograms = make.shapes(config)
+    total, wrong = (np.zeros(shape, np.int64) for shape in histograms)
     done, kept = [], _unpacked(cell.load())
     for at, seed in enumerate(config["seeds"]):
-        unit, steps = Unit(config, seed, measure=measure), np.zeros((0, 6), np.int32)
+        unit, steps = make(config, seed, measure=measure), np.zeros((0, *row), np.int32)
         if f"steps.{at}" in kept:
-            steps, unit.w, unit.q = kept[f"steps.{at}"], kept[f"w.{at}"], kept[f"q.{at}"]
-            unit.mistakes = kept[f"mistakes.{at}"]
-            total, wrong = kept["total"], kept["wrong"]
+            steps, total, wrong = kept[f"steps.{at}"], kept["total"], kept["wrong"]
+            for name in unit.kept:
+                setattr(unit, name, kept[f"{name}.{at}"])
         while len(steps) < length:
             taken = unit.advance(min(CHUNK, length - len(steps)), total, wrong)
             steps = np.concatenate([steps, taken])
-            kept |= {
-                f"steps.{at}": steps,
-                f"w.{at}": unit.w,
-                f"q.{at}": unit.q,
-                "total": total,
-                "wrong": wrong,
-            }
-            kept[f"mistakes.{at}"] = unit.mistakes
+            kept |= {f"steps.{at}": steps, "total": total, "wrong": wrong}
+            kept |= {f"{name}.{at}": getattr(unit, name) for name in unit.kept}
             cell.save(_packed(kept))
             cell.progress(at * length + len(steps), len(config["seeds"]) * length)
         done.append(Finished(unit, seed, steps))

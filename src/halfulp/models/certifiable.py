@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from halfulp.audit.certificates import Certificate, certify_hessian, certify_quadratic
+from halfulp.audit.certificates import Certificate, Objective, certify_hessian, certify_quadratic
 from halfulp.elements import index_of
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
@@ -130,3 +130,30 @@ def _ordered_sum(terms: Array) -> Array:
     for term in terms:
         total = total + term
     return total
+
+
+# ---- objectives without a certificate ----------------------------------------------------------------
+
+
+def rippled_bowl(rng: np.random.Generator) -> Objective:
+    """Smooth and coercive: log cosh around a centre, with a ripple."""
+    centre, wave, height = rng.standard_normal(2), rng.standard_normal(2), 0.1 * rng.random()
+
+    def value(x: Array) -> float:
+        return float(np.sum(np.log(np.cosh(x - centre))) + height * np.cos(wave @ x))
+
+    def gradient(x: Array) -> Array:
+        return np.asarray(np.tanh(x - centre) - height * wave * np.sin(wave @ x))
+
+    return Objective(value, gradient)
+
+
+def arrival(objective: Objective, start: Array, grid: Grid, most: int) -> int:
+    """How many rates lead to a state not seen before, with one more for the next update."""
+    x, seen = start, [start]
+    for _ in range(most):
+        x = grid.round(torch.from_numpy(x - 0.2 * objective.gradient(x))).numpy()
+        if any(np.array_equal(x, s) for s in seen):
+            break
+        seen.append(x)
+    return len(seen)

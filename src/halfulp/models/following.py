@@ -1,12 +1,10 @@
-"""What a reference says about learning on a grid: for `testbed`, `phase-diagram`, `midpoint`, `ce-transfer`.
+"""Runs with a test error after every step, and what a reference says about learning on a grid.
 
-With E the test error of a reference, *learned* is the share of its progress (eq:learned),
-
-    lambda = (E_0 - E) / (E_0 - E_T)
-
-A predictor has an onset tau, the update from which the majority is frozen to the end, and forecasts that
-learning stops there. The paper says "error at the crossing" and not on which side of it, so a forecast holds
-both: E *before* update tau and E *after* it. No onset means 1. Three predictors look at a reference:
+For `testbed`, `phase-diagram`, `midpoint` and `ce-transfer`. *Learned* is a share of the reference's progress
+(:mod:`halfulp.measures.learning`). A predictor has an onset tau, the update from which the majority is frozen
+to the end, and forecasts that learning stops there. The paper says "error at the crossing" and not on which
+side of it, so a forecast holds both: E *before* update tau and E *after* it. No onset means 1. Three
+predictors look at a reference:
 
     directional   code equality at the projected weights (Eq. 4)
     symmetric     |d| < u(w) / 2
@@ -31,19 +29,16 @@ import numpy.typing as npt
 from halfulp.grids import grid as named
 from halfulp.measures.crossings import first_majority, persistent_majority
 from halfulp.measures.forecasts import pooled_rho, scalar_rho_map
+from halfulp.measures.learning import learned
 from halfulp.models.mlp import Series, Trainer, run
-from halfulp.models.teacher import Problem
-from halfulp.study.protocol import Json, Running
+from halfulp.models.teacher import Problem, Testbed, teacher_student
+from halfulp.study.protocol import Config, Json, Running
 
 Array = npt.NDArray[Any]
 
 PREDICTORS = ("directional", "symmetric", "scalar")
-SIDES = ("before", "after")
-"""Where the error at an onset may be taken."""
 SIDE = "after"
-"""Where every study takes it: what `testbed` chose."""
-LEARNED = 0.5
-"""A run or a forecast is positive from this share on."""
+"""On which side of an onset every study takes the error: what `testbed` chose."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,13 @@ class Run:
         if self.diverged or end is None:
             return None
         error = self.start if steps == 0 else float(self.series.test[steps - 1])
-        return (self.start - error) / (self.start - end)
+        return learned(self.start, error, end)
+
+
+def regression(c: Config) -> Problem:
+    """The effective-mantissa testbed of a cell: as many tests as examples."""
+    n, testbed = c["examples"], Testbed.of(c["testbed"])
+    return teacher_student(c["seed"], width=c["width"], examples=n, tests=n, testbed=testbed)
 
 
 def follow(p: Problem, rate: float, steps: int, running: Running | None = None, **how: Any) -> Run:
@@ -117,5 +118,4 @@ def arm_learned(reference: Mapping[str, Json], error: float | None, diverged: bo
     """Eq. 18 for a run on a grid, from the errors of its reference; None for what has diverged."""
     if reference["diverged"] or diverged or error is None:
         return None
-    start, end = reference["error"]["start"], reference["error"]["end"]
-    return float((start - error) / (start - end))
+    return learned(reference["error"]["start"], error, reference["error"]["end"])

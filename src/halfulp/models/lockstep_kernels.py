@@ -161,3 +161,49 @@ def lockstep(
             settle(q, d_a, d_r, f, k, masks, rows, levels, steps[t], mistakes, wrong)
         for i in range(w.size):
             w[i] = w[i] + d_r[i]
+
+
+@kernel
+def rehearse(
+    w: Any, q: Any, s: Any, pulls: Any, rate: Any, net: Any, batch: Any, grid: Any, masks: Any, primary: Any,
+    measure: Any, scratch: Any, rows: Any, levels: Any, spare: Any, steps: Any, mistakes: Any, total: Any,
+    wrong: Any,
+) -> None:  # fmt: skip
+    """As :func:`lockstep`, forecast by the projection (first in every count) and by rehearsals beside it.
+
+    Rehearsal j moves its own codes: p = (w' - w) + k (w - s), z = s + p, s <- Q(z); what is not finite moves
+    nothing. Its event is that of the codes s under the proposals p, so :func:`forecast` and :func:`settle`
+    serve as they are.
+    """
+    sizes, biased, loss = net
+    x, y, n = batch
+    f, k = grid
+    acts, deltas, ones, g, d_r, d_a = scratch
+    p, after = spare
+    for t in range(steps.shape[0]):
+        if measure:
+            gradient(q, sizes, biased, loss, x, y, n, acts, deltas, ones, g)
+            for i in range(w.size):
+                d_a[i] = -rate * g[i]
+        gradient(w, sizes, biased, loss, x, y, n, acts, deltas, ones, g)
+        for i in range(w.size):
+            d_r[i] = -rate * g[i]
+        for j in range(pulls.size + 1):
+            if j == 0:
+                forecast(w, d_r, f, k, masks, primary, rows, levels, steps[t, j], total[j])
+                p[:] = d_r
+            else:
+                held = s[j - 1]
+                for i in range(w.size):
+                    p[i] = ((w[i] + d_r[i]) - w[i]) + pulls[j - 1] * (w[i] - held[i])
+                forecast(held, p, f, k, masks, primary, rows, levels, steps[t, j], total[j])
+                for i in range(w.size):
+                    if abs(rows[TARGET, i]) < np.inf:
+                        held[i] = rows[LANDED, i]
+            if measure:
+                after[:] = q
+                settle(after, d_a, p, f, k, masks, rows, levels, steps[t, j], mistakes[j], wrong[j])
+        if measure:
+            q[:] = after
+        for i in range(w.size):
+            w[i] = w[i] + d_r[i]
