@@ -3,13 +3,13 @@
 For each kind of cell of the paper-size studies, the same training is done twice, single-threaded: by
 ``halfulp.models.mlp.Trainer``, and by a loop of torch modules, autograd, a torch optimizer and halfulp's
 kernels on tensors (``grid.round``, ``kernels.audit``, one call a tensor), which is what one writes first.
-Times are medians over repetitions in turn; the total weighs every kind by its steps in the studies at paper
-size. The convolutional network is not here: its cells are a PyTorch loop.
+Times are the processor's, medians over repetitions in turn; the total weighs every kind by its steps in the
+studies at paper size. The convolutional network is not here: its cells are a PyTorch loop.
 
 Trajectories are compared too. They cannot be equal bit for bit in float64: torch's matrix product adds in
 another order and its tanh differs in the last digit. On a grid both disappear unless a proposal lies within
 1e-15 of a midpoint, so stored weights and frozen counts are expected to be *equal at every step*; for
-unrounded references the largest deviation is shown, and the predicted crossings are compared.
+unrounded references the largest deviation is shown, and the forecast crossings are compared.
 
     python benchmarks/controlled.py [--steps N] [--repetitions N] [--json OUT]
 """
@@ -100,9 +100,9 @@ def fused(kind: Kind, p: Problem, steps: int) -> Run:
         p.net, p.train, p.start, rate=kind.rate, optimizer=kind.optimizer, store=kind.store,
         rounding=kind.rounding, audit=kind.audit, test=p.test if kind.tested else None,
     )  # fmt: skip
-    start = time.perf_counter()
+    start = time.process_time()
     series = trainer.advance(steps)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return Run(series.counts[:, :, 0] if kind.audit else series.frozen, trainer.weights, seconds)
 
 
@@ -138,7 +138,7 @@ def plain(kind: Kind, p: Problem, steps: int) -> Run:
 
     audited = [hu.grid(name) for name in kind.audit]
     frozen = np.zeros((steps, len(kind.audit)) if kind.audit else steps, dtype=np.int64)
-    start = time.perf_counter()
+    start = time.process_time()
     for t in range(steps):
         before = [q.detach().clone() for q in parameters]
         optimizer.zero_grad()
@@ -160,7 +160,7 @@ def plain(kind: Kind, p: Problem, steps: int) -> Run:
                     frozen[t] += found.counts[:, :, 0].sum(dim=0).numpy()
             if kind.tested:
                 loss_of(x_test, y_test)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return Run(frozen, torch.cat([q.detach().flatten() for q in parameters]).numpy(), seconds)
 
 
@@ -201,7 +201,7 @@ def main() -> None:
         print(f"{kind.name}: {1e6 * ours:.0f} us, {1e6 * theirs:.0f} us, {theirs / ours:.1f}x", flush=True)
     total = [sum(row["total_steps"] * row[key] for row in rows) for key in ("fused_seconds", "torch_seconds")]
     lines = [
-        f"Microseconds a step, one thread, median of {options.repetitions} runs of {options.steps} steps.",
+        f"Processor time in microseconds a step, one thread; {options.repetitions} runs of {options.steps}.",
         "",
         "| cell | fused | PyTorch loop | ratio | counts equal | largest difference of weights | crossings |",
         "|---|--:|--:|--:|--:|--:|---|",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfulp import files, tensors
-from halfulp.audit.names import WRAPPERS
+from halfulp.audit.names import WRAPPERS, unwrapped
 from halfulp.audit.ranks import rank
 from halfulp.audit.rehearsal import Rehearsals
 from halfulp.audit.watched import Watched
@@ -55,6 +56,7 @@ def swapped(
                 "run's own. Leave the with block before you train on."
             )
 
+    _reshard(models)
     buffers = [b for model in models for b in model.buffers()]
     own = {p: p.data for p in weights}
     kept = {p: local(x).clone() for p, x in own.items()}
@@ -67,6 +69,7 @@ def swapped(
         yield
     finally:
         handle.remove()
+        _reshard(models)
         with torch.no_grad():
             for p, x in own.items():
                 _point(p, x)
@@ -74,6 +77,13 @@ def swapped(
             for b, memory, values in held:
                 _point(b, memory)
                 memory.copy_(values)
+
+
+def _reshard(models: Sequence[torch.nn.Module]) -> None:
+    """Have FSDP2 gather its weights again: the root of a model keeps what it gathered for a forward pass."""
+    for module in (m for model in models for m in model.modules()):
+        if isinstance(getattr(module, "reshard", None), MethodType) and hasattr(module, "unshard"):
+            module.reshard()  # type: ignore[operator]  # FSDPModule's
 
 
 def _point(p: torch.Tensor, memory: torch.Tensor) -> None:
@@ -203,7 +213,7 @@ class Showing:
             raise UsageError("save_as_if is for one model; this audit was given several.")
         with self.as_if(spec, bound):
             if self.models:
-                found = self.models[0].state_dict()
+                found = unwrapped(self.models[0]).state_dict()
             else:
                 found = {w.name: (w.tensor if w.shown is None else w.shown) for w in self.watched.values()}
             made = {_clean(name): _whole(x) for name, x in found.items() if isinstance(x, torch.Tensor)}

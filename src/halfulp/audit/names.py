@@ -39,10 +39,16 @@ WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
 """What torch.compile and others put into the names of the modules that they wrap."""
 
 
-def model_names(model: torch.nn.Module) -> Named:
-    """Every parameter's first name and the module that owns it; wrappers leave no mark on names."""
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside what holds it for parallel training."""
     while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         model = model.module
+    return model
+
+
+def model_names(model: torch.nn.Module) -> Named:
+    """Every parameter's first name and the module that owns it; wrappers leave no mark on names."""
+    model = unwrapped(model)
     found: Named = {}
     for prefix, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):

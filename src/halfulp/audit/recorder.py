@@ -28,7 +28,7 @@ from halfulp.audit.attribution import Attributed, Attributing
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import Naming, name_parameters
-from halfulp.audit.ranks import rank, reduced, taking_part, world
+from halfulp.audit.ranks import many, rank, reduced, taking_part, world
 from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
 from halfulp.audit.summary import summary
@@ -195,6 +195,8 @@ class Audit(Attributing):
             groups = [group for o in self.optimizers for group in o.param_groups]
             if not any(p.requires_grad for group in groups for p in group["params"]):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
+        if self.resume and self.rehearsing is not None and many():
+            raise UsageError("rehearsals on several ranks cannot be resumed: leave resume= or rehearse= out.")
         self._opened = time.monotonic()
         if self.out is not None and rank() == 0:
             self.out = self._free(self.out)
@@ -395,7 +397,10 @@ class Audit(Attributing):
             for p in (p for p in chosen if self.rehearsing.wants(self.watched[p].name, p)):
                 self.rehearsing.take_up(self.watched[p], optimizer, groups[p], self._loaded)
         if rank() == 0:
-            self._batches += batches([self.watched[p] for p in chosen])
+            fresh = batches([self.watched[p] for p in chosen])
+            self._batches += fresh
+            if self.rehearsing is not None:
+                self.rehearsing.join(fresh)
         if self._writer is not None:
             told = self._writer.manifest
             inventory = {w.id: w.inventory() for w in self.watched.values()}
@@ -464,6 +469,8 @@ class Audit(Attributing):
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
+        for batch in self._batches_of(seen):
+            batch.look([w for w in seen if w.batch is batch])
         if self.rehearsing is not None and self._rehearses(self.step):
             self._rehearse(seen, groups)
         if not self._due(self.step):

@@ -33,8 +33,8 @@ from halfulp.study.reading import open_closed
 from halfulp.text import cell, number
 
 STUDIES = (
-    "testbed", "phase-diagram", "midpoint", "margin", "two-layer", "finite-size", "emulator", "cnn",
-    "ce-transfer", "theory",
+    "testbed", "phase-diagram", "midpoint", "margin", "margin-rehearsal", "two-layer", "finite-size",
+    "emulator", "cnn", "ce-transfer", "theory",
 )  # fmt: skip
 
 INTRODUCTION = """\

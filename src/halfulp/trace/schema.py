@@ -130,16 +130,20 @@ def _is_window(value: Any) -> bool:
 
 
 def _is_rehearsed(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"specs", "bounds", "pull"}:
+    if not isinstance(value, dict) or value.keys() != {"specs", "grids", "policies", "bounds", "pull"}:
         return False
-    specs, bounds, pull = value["specs"], value["bounds"], value["pull"]
+    specs, grids, policies, bounds, pull = (
+        value[key] for key in ("specs", "grids", "policies", "bounds", "pull")
+    )
     listed = all(
         isinstance(v, list)
         and 0 < len(v) <= 1000
         and all(isinstance(x, str) and 0 < len(x) <= 1000 for x in v)
-        for v in (specs, bounds)
+        for v in (specs, grids, policies, bounds)
     )
     if not listed or len(set(specs)) != len(specs) or len(set(bounds)) != len(bounds):
+        return False
+    if not len(specs) == len(grids) == len(policies) or not all(_is_grid(name) for name in grids):
         return False
     return set(bounds) <= set(BOUNDS) and (_number(pull) or (isinstance(pull, str) and len(pull) <= 1000))
 
