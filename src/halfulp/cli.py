@@ -153,6 +153,10 @@ def audit(
     every: int = typer.Option(1, help="Audit each n-th step."),
     sample: float = typer.Option(1.0, help="Audit this share of every tensor's tiles."),
     decay: bool = typer.Option(False, help="Audit weight decay and gradient part apart as well."),
+    states: bool = typer.Option(
+        False,
+        help="Follow what accumulates beside the weights: moments, and copies (EMA) where they are found.",
+    ),
     expected: bool = typer.Option(
         False, help="Follow the never-moved share that stochastic rounding would have; doubles the cost."
     ),
@@ -210,6 +214,7 @@ def audit(
         "every": every,
         "sample": None if sample == 1.0 else sample,
         "decay": decay,
+        "states": "find" if states else False,
         "expected_never_moved": expected,
         "scores": _scores(scores, tile) if scores else None,
     }

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +70,9 @@ class Audit(Attributing):
     step, which is ``latest`` as well. ``rehearse``: grids with policies (``"e4m3@128"``, ``"e4m3@128:sr"``),
     or a :class:`~halfulp.Rehearse`, whose runs are rehearsed on the proposals of this one, at every step also
     where ``every`` records fewer; :meth:`as_if`, :meth:`evaluate` and :meth:`save_as_if` show them.
+    ``states`` follows the optimizer's moments as well (``"find"``: and modules among the variables of the
+    frames that call ``step()`` that look like copies of what it holds), and ``also`` copies by name
+    (``{"ema": ema_model}``; a module, tensors by name, or a list of them): :mod:`~halfulp.audit.roles`.
 
     The event is exact for the change that the optimizer made, after minus before in the parameter's own
     dtype. Where that is bfloat16, the optimizer's own rounding is part of the change.
@@ -103,6 +106,8 @@ class Audit(Attributing):
         groups: Rules | None = None,
         params: Callable[[str, torch.Tensor], bool] | None = None,
         rehearse: Rehearse | Spec | Iterable[Spec] | None = None,
+        states: bool | Literal["find"] = False,
+        also: Mapping[str, Any] | None = None,
         unfit: Literal["raise", "drop"] = "raise",
         exists: Literal["number", "raise"] = "number",
         seed: int = 0,
@@ -166,6 +171,13 @@ class Audit(Attributing):
         self._opened, self._writing = 0.0, 0.0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
+        self._untrained = False
+        """Whether tensors without gradients are followed as well: those of roles are."""
+        self.roles: Any = None
+        if states or also:
+            from halfulp.audit.roles import Roles  # which is made of audits
+
+            self.roles = Roles(self, also or {}, bool(states), find=states == "find")
         self.attributed = Attributed()
         self.trouble: str | None = None
         """Why the trace ends before the run, if it could not be written; the run itself goes on."""
@@ -236,6 +248,11 @@ class Audit(Attributing):
         with self._hooks.uninterrupted():
             self._hooks.detach()
             self._finish()
+            if self.roles is not None:
+                still = self.roles.stop()
+                if still and self._writer is not None and self._rows:
+                    self._writer.manifest["run"]["unchanged"] = still
+                    self._written(self._writer.write_manifest)
             self.commit()
             if self._writer is not None:
                 self._writer.close()
@@ -272,6 +289,10 @@ class Audit(Attributing):
         if not self._stepped:
             self._commit_if_due()
         coming = self.step if self._stepped else self.step + 1
+        if self.roles is not None and self.roles.find and rank() == 0:
+            self.roles.look_for(optimizer)
+        if self.roles is not None and not self._stepped and rank() == 0:
+            self.roles.step_begins(coming, self._due(coming))
         if self._due(coming) or self._rehearses(coming):
             self._watch(optimizer)
             here = self._of(optimizer)
@@ -282,6 +303,8 @@ class Audit(Attributing):
                 w.asked, w.given = grad is not None, None if w.scores is None else grad
                 if w.batch is None:
                     w.set_aside()
+            if self.roles is not None and rank() == 0 and self._due(coming):
+                self.roles.before(optimizer, coming)
         self.seconds += time.perf_counter() - start
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -292,6 +315,8 @@ class Audit(Attributing):
         if self._due(self.step) or self._rehearses(self.step):
             with torch.no_grad():
                 self._record(optimizer)
+                if self.roles is not None and rank() == 0 and self._due(self.step):
+                    self.roles.after(optimizer)
         self._told.clear()
         if self.optimizers is not None and len(self._stepped) == len(self.optimizers):
             self._finish()
@@ -340,7 +365,9 @@ class Audit(Attributing):
             p
             for g in optimizer.param_groups
             for p in g["params"]
-            if p not in self.watched and p not in self._left_out and (p.requires_grad or p.grad is not None)
+            if p not in self.watched
+            and p not in self._left_out
+            and (p.requires_grad or p.grad is not None or self._untrained)
         ]
         if not new:
             return
@@ -574,6 +601,8 @@ class Audit(Attributing):
             "rehearse": None if self.rehearsing is None else self.rehearsing.asked.told(),
             "seed": self.seed if abs(self.seed) <= LARGEST else str(self.seed),
         }
+        if self.roles is not None:
+            options["roles"] = self.roles.told()
         return manifest.begun(self.grids, self.every, options, self.describe)
 
 

@@ -314,6 +314,7 @@ def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration 
     out += costs.lines(trace, calibration)
     for grid in trace.grids:
         out += ["", *_grid_lines(trace, grid)]
+    out += role_lines(trace)
     rounded = rounded_words(trace)
     out += [
         "",
@@ -324,6 +325,44 @@ def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration 
         + (", or rehearsed: " + costs.REHEARSED if trace.rehearsals else ", or rehearsed (--rehearse)."),
     ]
     return [plain(line) for line in out]
+
+
+def role_lines(trace: Recorded) -> list[str]:
+    """What accumulates beside the weights: what of it was lost, or would be, and what keeps it."""
+    out: list[str] = []
+    for role, beside in trace.roles.items():
+        if not beside.recorded:
+            continue
+        grid = beside.grids[0]
+        home = on_grid(beside, grid)
+        scope: Scope = home or "all"
+        found = _finding(beside, grid, scope)
+        dtypes = " and ".join(sorted({shown(t["dtype"], 20) for t in beside.tensors}))
+        head = f"{shown(role)} ({count(len(beside.tensors), 'tensor')}, {dtypes})"
+        if found.severity == NOT_FINITE:
+            out += ["", f"{head}: nothing can be said, because {NOT_FINITE}."]
+            continue
+        if home:
+            out += ["", f"{head}: {found.lost:.1%} of its updates in {grid} lost."]
+        else:
+            out += ["", f"{head}: {found.lost:.1%} of its updates would be lost in {grid}."]
+        if found.never_moved is not None:
+            moved = f"  never moved: {found.never_moved:.1%} of its values"
+            out.append(moved if home else f"{moved}, if it were stored so")
+        out += [
+            f"    {shown(name)}: {lost:.1%} lost" + ("" if np.isnan(still) else f", {still:.0%} never moved")
+            for name, _, lost, still in found.stuck[:3]
+        ]
+        if home and found.severity != "fine":
+            out.append(f"  would keep them: {shown(role)} in float32, which takes 2 more bytes a value")
+    for role in trace.manifest["run"].get("unchanged", ()):
+        out += [
+            "",
+            f"{shown(str(role))}: not one of its values changed in {count(len(trace.steps), 'step')}. Either "
+            "it was never updated, or all of it is stuck, as an average with decay 0.9999 is in bfloat16: "
+            "keep it in float32.",
+        ]
+    return out
 
 
 def _grid_lines(trace: Recorded, grid: str) -> list[str]:

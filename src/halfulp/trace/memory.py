@@ -43,6 +43,8 @@ class Memory:
     parts: list[dict[str, pl.DataFrame]] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     last_step: int = 0
+    roles: dict[str, Memory] = field(default_factory=dict)
+    """Of what accumulates beside the weights; :meth:`save` leaves them out."""
 
     def begin(self, manifest: dict[str, Any]) -> Memory:
         """Take up recording, under the settings that it was begun with."""
@@ -89,7 +91,8 @@ class Memory:
     @property
     def trace(self) -> MemoryTrace:
         """What was recorded, to be read."""
-        return MemoryTrace(self.manifest, tuple(self.parts), self.state)
+        roles = {name: memory.trace for name, memory in self.roles.items() if memory.parts}
+        return MemoryTrace(self.manifest, tuple(self.parts), self.state, roles)
 
     # ---- saving ----
 
@@ -121,6 +124,11 @@ class MemoryTrace(Recorded):
     manifest: dict[str, Any]
     parts: tuple[dict[str, pl.DataFrame], ...]
     followed: dict[str, torch.Tensor]
+    beside: dict[str, MemoryTrace] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> dict[str, MemoryTrace]:
+        return self.beside
 
     @property
     def where(self) -> str:

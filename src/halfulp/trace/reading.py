@@ -46,6 +46,8 @@ SCHEMAS: dict[str, dict[str, pl.DataType | type[pl.DataType]]] = {
     },
     "losses": {"step": pl.Int64, "rehearsal": pl.Int16, "bound": pl.Int8, "loss": pl.Float64},
 }  # fmt: skip
+ROLES = "roles"
+"""The folder of a trace that holds those of what accumulates beside the weights."""
 RACES = 1000
 """How often a reader looks again for a state that a writer has just replaced."""
 
@@ -62,6 +64,12 @@ class Trace(Recorded):
     _checked: set[Path] = field(default_factory=set, repr=False, compare=False)
     """Files whose digest was found right."""
     _counted: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def roles(self) -> dict[str, Trace]:
+        folder = self.path / ROLES
+        found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        return {p.name: Trace.open(p) for p in found if (p / "manifest.json").exists()}
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> Trace:

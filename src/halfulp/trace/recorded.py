@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,11 @@ class Recorded(ABC):
     @abstractmethod
     def recorded(self) -> bool:
         """Whether there is any step."""
+
+    @property
+    def roles(self) -> Mapping[str, Recorded]:
+        """The traces of what accumulates beside the weights: copies such as an EMA, moments."""
+        return {}
 
     @property
     def trouble(self) -> str | None:
