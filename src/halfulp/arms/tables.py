@@ -20,9 +20,9 @@ def tables(bundle: Bundle, *, warmup: bool = True, scopes: Sequence[str] = ()) -
         made["recovery"] = partial(recovery, bundle)
     if bundle.scopes:
         made["forecasts"] = partial(forecasts, bundle, warmup=warmup)
-    if bundle.rehearse:
-        made["loss forecasts"] = partial(foretold, bundle)
     made["evaluation noise"] = partial(noise, bundle)
+    if bundle.rehearse:
+        made["loss forecasts"] = partial(loss_forecasts, bundle)
     made["visibility"] = partial(visibility, bundle, scopes=tuple(scopes) or ("core",))
     return made
 
@@ -71,21 +71,6 @@ def forecasts(bundle: Bundle, found: Records, warmup: bool = True) -> Table:
     )  # fmt: skip
 
 
-def foretold(bundle: Bundle, found: Records) -> Table:
-    """What rehearsals said of losses, beside what was measured."""
-    bounds = ("lower", "point", "upper")
-    rows: list[tuple[str | float | None, ...]] = []
-    for unit in bundle.over(found):
-        for arm in bundle.rehearse:
-            told = [measures.forecast_gap(unit, arm, bound) for bound in bounds]
-            rows.append((unit.name, arm, measures.gap(unit, arm), *told, measures.gap_ratio(unit, arm)))
-    return Table(
-        columns=("unit", "arm", "measured gap, nats", *bounds, "point over measured"),
-        rows=rows,
-        caption="Loss gaps after the last update, as rehearsals had them before any outcome.",
-    )
-
-
 def noise(bundle: Bundle, found: Records) -> Table:
     """What other held-out contexts would have changed."""
     rows: list[tuple[str | float | None, ...]] = []
@@ -98,6 +83,20 @@ def noise(bundle: Bundle, found: Records) -> Table:
         columns=("unit", "arm", "gap, nats", "standard error", "recovery", "standard error of it"), rows=rows,
         caption="Evaluation noise: standard errors over the held-out contexts, paired between runs. They say "
         "what other contexts would have changed, and nothing of other seeds, streams or texts.",
+    )  # fmt: skip
+
+
+def loss_forecasts(bundle: Bundle, found: Records) -> Table:
+    """What rehearsals said of the loss of every arm that was rehearsed, beside what came."""
+    bounds = ("lower", "point", "upper")
+    rows = []
+    for unit in bundle.over(found):
+        for arm in bundle.rehearse:
+            told = [measures.forecast_gap(unit, arm, bound) for bound in bounds]
+            rows.append((unit.name, arm, measures.gap(unit, arm), *told, measures.gap_ratio(unit, arm)))
+    return Table(
+        columns=("unit", "arm", "gap, nats", *bounds, "point over gap"), rows=rows,
+        caption=f"Gaps to {_anchor(bundle)}, measured and as its rehearsals forecast them.",
     )  # fmt: skip
 
 
