@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test bench docs lint types unit quick durations format clean
+.PHONY: help demo check test bench docs lint types unit quick durations wheel stranger test-lowest torture torture-long format clean
 
 # Processes that share the tests: one a core, and no more than memory has room for.
 JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 8 ? 8 : cores)))
@@ -17,6 +17,7 @@ help:
 	@echo "make demo    the whole story on this machine's CPU"
 	@echo "make check   lint, types and the quick tests: for the loop of a developer"
 	@echo "make test    lint, format, types, all tests, documentation"
+	@echo "make wheel stranger test-lowest torture    what a release must pass too: docs/releasing.md"
 	@echo "make bench   the kernels beside their peers (the peers need a C++ compiler)"
 	@echo "make docs    the documentation, into site/"
 	@echo "make lint types unit    the parts of make test; make format rewrites the layout"
@@ -53,6 +54,26 @@ durations: $(VENV)/.stamp-dev
 
 docs: $(VENV)/.stamp-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+wheel: $(VENV)/.stamp-dev
+	rm -rf dist && $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt hatchling
+	$(BIN)/hatchling build
+
+# The wheel in an empty environment: the demo, the five-minute start, every how-to as written.
+stranger: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -m large tests/test_stranger.py
+
+# The quick tests with the oldest versions that pyproject.toml allows.
+test-lowest: $(VENV)/.stamp-dev
+	mkdir -p build && rm -rf build/lowest && $(PYTHON) -m venv build/lowest
+	$(BIN)/python tests/lowest.py pyproject.toml > build/lowest.txt
+	PIP_CONSTRAINT=build/lowest.txt build/lowest/bin/python -m pip install --disable-pip-version-check --quiet \
+	    -e ".[figures,test]"
+	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not large" -q
+
+# Kills, mutated inputs, other orders, size, mistakes in our own code: see docs/reliability.md. TORTURE="--only fuzz"
+torture torture-long: $(VENV)/.stamp-dev
+	cd tests && ../$(BIN)/python -m torture $(if $(filter torture-long,$@),--long) $(TORTURE)
 
 # BENCH="--quick" or BENCH="--sizes 1e6,1e8": see benchmarks/kernels.py --help
 bench: $(VENV)/.stamp-peers

@@ -4,8 +4,9 @@ The run is the paper's character model (4 layers, 4 heads, width 128, context 12
 AdamW). Audited and plain steps alternate in one process, so that drift of the machine hits both alike. Two
 measures: the time inside the audit's hooks over the time of a plain step (medians), and, hooks or not, how
 much longer an audited step takes than the plain one after it (median and quartiles over pairs; on a busy
-machine the first is the steadier). Writing a part to disk falls on neither: it is timed on its own and
-spread over the thirty seconds between two parts. Bytes are those that the audit keeps between steps.
+machine the first is the steadier). Rehearsals follow every step, so the time inside hooks is taken off plain
+ones. Writing a part to disk falls on neither: it is timed on its own and spread over the thirty seconds
+between two parts. Bytes are those that the audit keeps between steps.
 
     python benchmarks/audit.py [--steps 120] [--sizes 1e6,1e7,1e8] [--json OUT]
 """
@@ -31,6 +32,7 @@ from halfulp import kernels
 LAYERS, HEADS, WIDTH, CONTEXT, VOCABULARY, BATCH = 4, 4, 128, 128, 65, 32
 PART_SECONDS = 30.0
 GRIDS = [g.name for g in EIGHT]
+REHEARSED = ["e4m3@128", "e5m2", "e4m3@128:sr"]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "8 grids": {},
@@ -38,6 +40,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "8 grids, coordinates not followed": {"never_moved": False},
     "8 grids, a quarter of the tiles": {"sample": 0.25},
     "1 grid": {"grids": GRIDS[:1]},
+    "8 grids and 3 rehearsals": {"rehearse": REHEARSED},
+    "8 grids and 3 rehearsals, one bound": {"rehearse": hu.Rehearse(REHEARSED, bounds=["point"])},
 }
 
 
@@ -109,10 +113,13 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
         start = time.perf_counter()
         audit.stop()
         commit = time.perf_counter() - start
-    audited, plain = np.array(seconds[6::2]), np.array(seconds[7::2])  # the first compile and warm up
+    audited, plain = np.array(seconds[6::2]), np.array(seconds[7::2]) - np.array(inside[7::2])
+    # ^ the first three pairs compile and warm up
     within, share = float(np.median(inside[6::2])), audited / plain - 1
     kept = [(w.before, w.moved, w.stay, w.scores) for w in audit.watched.values()]
     kept += [(b.after,) for b in audit._batches]
+    held = sum(t.nbytes for ts in kept for t in ts if t is not None)
+    held += 0 if audit.rehearsing is None else audit.rehearsing.payload_bytes
     numel = sum(p.numel() for p in model.parameters())
     return {
         "setting": name,
@@ -126,7 +133,7 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
         "paired_quartiles": [float(q) for q in np.percentile(share, (25, 75))],
         "commit_ms": 1e3 * commit,
         "commit_share": commit / PART_SECONDS,
-        "bytes_per_parameter": sum(t.nbytes for ts in kept for t in ts if t is not None) / numel,
+        "bytes_per_parameter": held / numel,
     }
 
 

@@ -15,6 +15,7 @@ from audit_reference import MLP, STATIC, batches
 import halfulp as hu
 
 MOVING = ["int8/row", "int4/g32", "mxfp4"]
+REHEARSED = ["e5m2", "bf16:sr", "bf16:kahan", "int8/row"]
 STEPS = 5
 
 
@@ -27,6 +28,11 @@ class Model(MLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.gain
+
+
+def evaluate(model: torch.nn.Module) -> float:
+    with torch.no_grad():
+        return float(model(torch.linspace(-1, 1, 160).reshape(10, 16)).square().mean())
 
 
 def refusals(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> list[str]:
@@ -61,7 +67,9 @@ def main(mode: str, folder: Path, rank: int, world: int) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-    whole = hu.Audit(optimizer, STATIC, model=model, out=folder / mode, decay=True, part_steps=2)
+    whole = hu.Audit(
+        optimizer, STATIC, model=model, out=folder / mode, decay=True, part_steps=2, rehearse=REHEARSED
+    )
     matrices = hu.Audit(
         optimizer, MOVING, model=model, out=folder / f"{mode}-moving", params=lambda _, p: p.dim() >= 2
     )
@@ -75,6 +83,9 @@ def main(mode: str, folder: Path, rank: int, world: int) -> None:
             loss.backward()
             whole.log(loss)
             optimizer.step()
+        for spec in REHEARSED:
+            whole.evaluate(lambda: evaluate(model), specs=[spec])
+            whole.save_as_if(spec, folder / f"{spec.replace('/', '-')}.safetensors")
     if mode == "fsdp":
         said = refusals(model, optimizer, folder)
         (folder / f"refused.{rank}").write_text("\n".join(said))

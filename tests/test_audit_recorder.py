@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import audit_ranks
 import numpy as np
 import polars as pl
 import pytest
@@ -27,6 +28,7 @@ from audit_reference import (
     train,
     weights,
 )
+from safetensors.torch import load_file
 
 import halfulp as hu
 from halfulp import kernels
@@ -1244,6 +1246,23 @@ def test_a_sample_of_shards_counts_what_it_says(ranks: Path) -> None:
     assert recorded["gain"] == sizes["gain"] == 1  # on one rank only
     assert recorded["fc2.weight"] in (2 * 768, 2 * (900 - 768))
     assert (found.table()["frozen"] <= found.table()["numel"]).all()
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_rehearsals_on_ranks_are_those_of_one_process(ranks: Path, mode: str) -> None:
+    """Counts and weights to the bit, of shards too; the loss, as far as a sum of shards is the same."""
+    single, found = (hu.Trace.open(ranks / f"of-{m}" / m) for m in ("single", mode))
+    assert found.scan("rehearsals").collect().equals(single.scan("rehearsals").collect())
+    assert found.scan("rehearsals").collect()["frozen"].sum() > 0
+    for spec in audit_ranks.REHEARSED:
+        name = f"{spec.replace('/', '-')}.safetensors"
+        one, other = (load_file(ranks / f"of-{m}" / name) for m in ("single", mode))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+        a, b = (t.forecast(spec).losses for t in (single, found))
+        assert a.drop("loss", "real").equals(b.drop("loss", "real"))
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-6, atol=0)
+        assert a["loss"].n_unique() > 1
 
 
 def test_shards_refuse_what_they_cannot_do(ranks: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_trace_of_format_2(tmp_path: Path) -> None:
 
 def test_format_2_knows_nothing_of_rehearsals(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(SECOND / "trace", tmp_path / "trace"))
-    told = {"specs": ["e5m2"], "bounds": ["point"], "pull": 30.0}
+    told = {"specs": ["e5m2"], "grids": ["e5m2"], "policies": ["rne"], "bounds": ["point"], "pull": 30.0}
     resealed(folder / "manifest.json", lambda m: m["options"].update(rehearse=told))
     with pytest.raises(hu.CorruptionError, match="rehearse"):
         hu.Trace.open(folder)

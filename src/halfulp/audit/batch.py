@@ -61,13 +61,16 @@ class Batch:
         """Keep the weights as they are before a step."""
         torch._foreach_copy_(self._before, [w.values() for w in self.members])
 
-    def audit(self, present: Sequence[Watched]) -> list[torch.Tensor]:
-        """The numbers of the members that are part of this step."""
+    def look(self, present: Sequence[Watched]) -> None:
+        """Read the weights after a step of the members that are part of it."""
         here = set(present)
         now = [
             w.values() if w in here else before for w, before in zip(self.members, self._before, strict=True)
         ]
         torch._foreach_copy_(self._after, now)
+
+    def audit(self, present: Sequence[Watched]) -> list[torch.Tensor]:
+        """The numbers of the members that are part of this step, which were looked at."""
         found = kernels.audit(
             self.before, self.after, self.grids, after=True, moved=self.moved, stay=self.stay,
             extents=self.extents,

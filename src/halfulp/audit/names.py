@@ -39,10 +39,16 @@ WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
 """What torch.compile and others put into the names of the modules that they wrap."""
 
 
-def model_names(model: torch.nn.Module) -> Named:
-    """Every parameter's first name and the module that owns it; wrappers leave no mark on names."""
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside what holds it for parallel training."""
     while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         model = model.module
+    return model
+
+
+def model_names(model: torch.nn.Module) -> Named:
+    """Every parameter's first name and the module that owns it; wrappers leave no mark on names."""
+    model = unwrapped(model)
     found: Named = {}
     for prefix, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
@@ -65,6 +71,16 @@ def modules_in_frames(depth: int = 100) -> list[tuple[str, torch.nn.Module]]:
                     seen.setdefault(id(module), (label, module))
             frame, depth = frame.f_back, depth - 1
     return list(seen.values())
+
+
+def models_around(params: Iterable[torch.Tensor | None]) -> list[torch.nn.Module]:
+    """The smallest module among the calling frames that holds all of these parameters, if there is one."""
+    wanted = {p for p in params if p is not None}
+    sizes = [(m, set(m.parameters())) for m in dict.fromkeys(m for _, m in modules_in_frames())]
+    holding = [(m, len(held)) for m, held in sizes if wanted and wanted <= held]
+    if not holding:
+        return []
+    return [unwrapped(min(holding, key=lambda found: found[1])[0])]
 
 
 def _modules(name: str, value: Any) -> list[tuple[str, torch.nn.Module]]:

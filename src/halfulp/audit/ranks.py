@@ -26,6 +26,11 @@ def world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def many() -> bool:
+    """Whether several processes train together, by the process group or by what launchers tell."""
+    return world() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def taking_part(watched: Sequence[Watched]) -> list[Watched]:
     """The tensors that are part of a step that is just over.
 

@@ -17,6 +17,7 @@ the arithmetic; :mod:`~halfulp.audit.as_if` puts rehearsed weights into the mode
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,14 +26,17 @@ import numpy as np
 import polars as pl
 import torch
 
+from halfulp.audit.batch import Batch
 from halfulp.audit.watched import Watched
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
+from halfulp.kernels import TILE
 from halfulp.kernels import rehearse as kernel
 from halfulp.kernels.rehearse import COUNTS, Held, Rule
 from halfulp.streams import Stream
 from halfulp.trace.schema import BOUNDS
+from halfulp.writeback.mask import Mask
 from halfulp.writeback.policies import (
     ECO,
     DeadzoneStochastic,
@@ -51,8 +55,9 @@ FOLLOWED = ("point", "upper")
 PULL = 30.0
 Pull = float | Callable[[str, int, float, float], float]
 """A number c, for k = min(1, c x largest rate so far), or a rule (tensor, step, rate, largest rate) -> k."""
-Spec = str | tuple[str | Grid, str | Policy]
+Spec = str | tuple[str | Grid, str | Policy] | tuple[str, str | Grid, str | Policy]
 STEP = "rehearsed.step"
+_TILES = re.compile(r"tiles\((.+)\)")
 
 
 @dataclass(frozen=True)
@@ -65,23 +70,30 @@ class Rehearsal:
 
     @classmethod
     def of(cls, given: Spec) -> Rehearsal:
-        """From ``GRID`` or ``GRID:POLICY``, or a grid and a policy.
+        """From ``GRID`` or ``GRID:POLICY``, a grid and a policy, or a name of your own, a grid and a policy.
 
         >>> Rehearsal.of("e4m3@128:sr").policy.name
         'sr'
         """
-        if isinstance(given, str):
-            text, _, how = given.partition(":")
-            grid, chosen = named(text.strip()), policy(how.strip() or "rne")
-        else:
-            grid, chosen = named(given[0]), policy(given[1])
+        parts: Any = given
+        if isinstance(parts, str):
+            text, _, how = parts.partition(":")
+            how = how.strip() or "rne"
+            file = _TILES.fullmatch(how)
+            own, grid = "", named(text.strip())
+            chosen = policy(how) if file is None else Mask.load(file[1]).policy()
+        elif isinstance(parts, tuple) and len(parts) in (2, 3):
+            own, grid, chosen = (parts[0] if len(parts) == 3 else ""), named(parts[-2]), policy(parts[-1])
             how = chosen.spec
+        else:
+            raise UsageError(f"a rehearsal is 'GRID' or 'GRID:POLICY', such as 'e4m3@128:sr', not {given!r}.")
         if not isinstance(chosen, tuple(RULES)):
             raise UsageError(
                 f"rehearsal {given!r}: policy {chosen.name!r} cannot be replayed on the proposals of another "
                 "run. Those that can: rne, sr, deadzone-sr, kahan, master, eco, tiles(mask file)."
             )
-        return cls(grid.name if isinstance(chosen, Nearest) else f"{grid.name}:{how.strip()}", grid, chosen)
+        name = grid.name if isinstance(chosen, Nearest) else f"{grid.name}:{how}"
+        return cls(own or name, grid, chosen)
 
     def rule(self, dtype: torch.dtype) -> Rule:
         """What the kernel is told, for weights of a dtype."""
@@ -164,7 +176,13 @@ class Rehearse:
     def told(self) -> dict[str, Any]:
         """What the manifest says."""
         pull = self.pull if not callable(self.pull) else getattr(self.pull, "__qualname__", "a function")
-        return {"specs": self.names, "bounds": list(self.bounds), "pull": pull}
+        return {
+            "specs": self.names,
+            "grids": [r.grid.name for r in self.each],
+            "policies": [r.policy.spec for r in self.each],
+            "bounds": list(self.bounds),
+            "pull": pull,
+        }
 
 
 @dataclass(eq=False)
@@ -173,21 +191,57 @@ class Rehearsed:
 
     watched: Watched
     rules: list[Rule]
-    held: list[list[Held]]
-    """By rehearsal and bound."""
+    held: list[Held]
+    """By rehearsal; a row a bound."""
     chosen: list[torch.Tensor | None]
     """By rehearsal, the coordinates that have a master, if not all."""
     largest: float = 0.0
     """The largest rate of its group so far."""
 
-    def state(self, bounds: Sequence[str]) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, torch.Tensor]:
         """What a resumed audit needs."""
         made = {f"{self.watched.id}.largest": torch.tensor([self.largest], dtype=torch.float64)}
-        for j, each in enumerate(self.held):
-            for bound, held in zip(bounds, each, strict=True):
-                for what, value in held.tensors().items():
-                    made[f"{self.watched.id}.{j}.{bound}.{what}"] = value
+        for j, held in enumerate(self.held):
+            made.update({f"{self.watched.id}.{j}.{what}": t for what, t in held.tensors().items()})
         return made
+
+
+class Together:
+    """Rehearsals of small tensors that are audited together: they go on in one memory, and in one call."""
+
+    def __init__(self, batch: Batch, tensors: Mapping[Watched, Rehearsed]) -> None:
+        self.batch = batch
+        self.members = [tensors.get(w) for w in batch.members]
+        sizes = [shape.numel() for shape in batch.shapes]
+        self.table = kernel.table_of(sizes, [m is not None for m in self.members])
+        one = next(m for m in self.members if m is not None)
+        self.held = [
+            h.empty(len(self.table)) if kernel.fused(rule, batch.before) else None
+            for h, rule in zip(one.held, one.rules, strict=True)
+        ]
+        self.chosen = [
+            None if c is None else torch.zeros(batch.before.shape, dtype=torch.bool) for c in one.chosen
+        ]
+        for m, first, numel in zip(self.members, batch.starts, sizes, strict=True):
+            for j, whole in enumerate(self.held):
+                if m is None or whole is None:
+                    continue
+                part = whole.part(first, numel)
+                for name, into in part.tensors().items():
+                    into.copy_(m.held[j].tensors()[name])
+                m.held[j] = part
+                flat, chosen = self.chosen[j], m.chosen[j]
+                if flat is not None and chosen is not None:
+                    flat[first * TILE :][:numel] = chosen.reshape(-1)
+
+    def move(self, j: int, rule: Rule, asked: Sequence[kernel.Tensor | None]) -> torch.Tensor:
+        """Replay the step on all members; (members, bounds, COUNTS)."""
+        held = self.held[j]
+        assert held is not None
+        counts = kernel.move_many(
+            rule, held, self.batch.before, self.batch.after, asked, self.table, self.chosen[j]
+        )
+        return torch.from_numpy(np.add.reduceat(counts.numpy(), self.batch.starts, axis=0, dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,9 +262,8 @@ class Rehearsals:
         self.step, self.begun = 0, 0
         """The last step that was replayed, and the last of those that a resumed trace had."""
         self.tensors: dict[Watched, Rehearsed] = {}
-        self.losses: list[tuple[int, int, int, float]] = []
-        """Evaluations that are not written yet: step, rehearsal, bound, loss; -1 for the run itself."""
         self.rows: list[Moved] = []
+        self.batches: list[Together] = []
 
     @property
     def each(self) -> int:
@@ -258,9 +311,9 @@ class Rehearsals:
         for r, rule, of in zip(self.asked.each, rules, chosen, strict=True):
             raw = getattr(r.policy, "start_from", "code") == "raw"
             kept = r.policy.dtype if isinstance(r.policy, Kahan) and w.tensor.dtype != torch.float64 else None
-            fresh = [kernel.begin(rule, w.values(), raw=raw, chosen=of, kept=kept) for _ in self.asked.bounds]
-            made.held.append(fresh)
-        for key, value in made.state(self.asked.bounds).items():
+            rows = len(self.asked.bounds)
+            made.held.append(kernel.begin(rule, w.values(), rows, raw=raw, chosen=of, kept=kept))
+        for key, value in made.state().items():
             if key in saved:
                 _take(value, saved.pop(key), key, w.name)
                 if key.endswith(".largest"):
@@ -270,29 +323,42 @@ class Rehearsals:
 
     # ---- steps ----
 
+    def join(self, batches: Sequence[Batch]) -> None:
+        """Have the tensors of a batch go on together."""
+        for batch in batches:
+            if any(w in self.tensors for w in batch.members):
+                self.batches.append(Together(batch, self.tensors))
+
     def follow(
         self, seen: Sequence[Watched], groups: Mapping[torch.Tensor, dict[str, Any]], step: int
     ) -> tuple[list[Watched], list[torch.Tensor]]:
         """Replay a step on the tensors that were part of it: which, and (rehearsals, bounds, COUNTS) each."""
         found = [self.tensors[w] for w in seen if w in self.tensors]
-        counts = [self._replay(r, groups[r.watched.tensor], step) for r in found]
+        asked = {r: self._asked(r, groups[r.watched.tensor], step) for r in found}
+        counts: dict[Rehearsed, list[torch.Tensor]] = {r: [] for r in found}
+        for j in range(len(self.asked.each)):
+            done: dict[Rehearsed, torch.Tensor] = {}
+            for batch in self.batches:
+                present = [m if m in asked else None for m in batch.members]
+                if batch.held[j] is not None and any(present):
+                    rule = next(m for m in present if m is not None).rules[j]
+                    made = batch.move(j, rule, [None if m is None else asked[m][j] for m in present])
+                    done.update({m: c for m, c in zip(present, made, strict=True) if m is not None})
+            for r in found:
+                if r not in done:
+                    w = r.watched
+                    assert w.before is not None
+                    moved = kernel.move(r.rules[j], r.held[j], w.before, w.values(), asked[r][j], r.chosen[j])
+                    done[r] = moved.sum(dim=0)
+                counts[r].append(done[r].to(torch.float64))
         self.step = step
-        return [r.watched for r in found], counts
+        return [r.watched for r in found], [torch.stack(counts[r]) for r in found]
 
-    def _replay(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> torch.Tensor:
-        w = r.watched
-        assert w.before is not None
-        after = w.values()
-        pulls = self._pulls(r, group, step)
+    def _asked(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> list[kernel.Tensor]:
+        """By rehearsal."""
+        w, pulls = r.watched, self._pulls(r, group, step)
         stream = Stream(seed=self.seed, name=w.name, step=step, offset=shard_offset(w.tensor))
-        made = []
-        for j, (rule, held) in enumerate(zip(r.rules, r.held, strict=True)):
-            back = self.asked.each[j].back(group)
-            counted = kernel.move(
-                rule, held, w.before, after, pulls, stream=stream, chosen=r.chosen[j], back=back
-            )
-            made.append(counted.sum(dim=0, dtype=torch.float64))
-        return torch.stack(made)
+        return [kernel.Tensor(pulls=pulls, stream=stream, back=each.back(group)) for each in self.asked.each]
 
     def _pulls(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> list[float]:
         rate = _rate(group)
@@ -304,20 +370,11 @@ class Rehearsals:
         k = min(1.0, float(k))
         return [k if bound == "point" else 0.0 for bound in self.asked.bounds]
 
-    def evaluated(self, step: int, rows: Sequence[tuple[int, int, float]]) -> None:
-        """Record an evaluation: (rehearsal, bound, loss) each; a later one of the same step counts."""
-        new = {(step, *row[:2]) for row in rows}
-        self.losses = [row for row in self.losses if row[:3] not in new]
-        self.losses += [(step, *row) for row in rows]
-
     # ---- weights ----
 
     def index(self, spec: str) -> int:
         """The place of a rehearsal, by its spec."""
-        names = self.asked.names
-        if spec in names:
-            return names.index(spec)
-        name = Rehearsal.of(spec).name
+        names, name = self.asked.names, spec.removesuffix(":rne")
         if name not in names:
             raise UsageError(f"{spec!r} is not rehearsed; this audit rehearses {', '.join(names)}.")
         return names.index(name)
@@ -333,14 +390,17 @@ class Rehearsals:
                 f"bound {bound!r} is not kept: this audit was made with bounds={tuple(self.asked.bounds)!r}."
             )
         at = list(self.asked.bounds).index(bound)
-        return {
-            w: kernel.values(r.rules[j], r.held[j][at].held, w.tensor.dtype) for w, r in self.tensors.items()
-        }
+        return {w: self._weights(r, j, at) for w, r in self.tensors.items()}
+
+    def _weights(self, r: Rehearsed, j: int, at: int) -> torch.Tensor:
+        here = local(r.watched.tensor)
+        held = r.held[j].held[at]
+        return kernel.values(r.rules[j], held.reshape(here.shape), here.dtype)
 
     @property
     def payload_bytes(self) -> int:
         """Bytes that are kept between steps."""
-        each = (h for r in self.tensors.values() for held in r.held for h in held)
+        each = (h for r in self.tensors.values() for h in r.held)
         masks = (c for r in self.tensors.values() for c in r.chosen if c is not None)
         return sum(h.payload_bytes for h in each) + sum(c.numel() * c.element_size() for c in masks)
 
@@ -350,17 +410,13 @@ class Rehearsals:
         """What a resumed audit needs."""
         made = {STEP: torch.tensor([self.step])}
         for r in self.tensors.values():
-            made.update(r.state(self.asked.bounds))
+            made.update({name: t.contiguous() for name, t in r.state().items()})
         return made
 
-    def tables(self) -> dict[str, pl.DataFrame]:
-        """What was recorded since the last part: the tables ``rehearsals`` and ``losses``."""
-        rows, losses = self.rows, self.losses
-        self.rows, self.losses = [], []
-        return {
-            "rehearsals": _moved_table(rows, len(self.asked.each), self.asked.bounds),
-            "losses": _losses(losses),
-        }
+    def table(self) -> pl.DataFrame:
+        """What was recorded since the last part: the table ``rehearsals``."""
+        rows, self.rows = self.rows, []
+        return _moved_table(rows, len(self.asked.each), self.asked.bounds)
 
 
 def projected(grid: Grid, w: torch.Tensor) -> torch.Tensor:
@@ -385,11 +441,6 @@ def _moved_table(rows: Sequence[Moved], specs: int, bounds: Sequence[str]) -> pl
             **{name: np.ascontiguousarray(flat[:, i]) for i, name in enumerate(COUNTS)},
         }
     )
-
-
-def _losses(rows: Sequence[tuple[int, int, int, float]]) -> pl.DataFrame:
-    kinds = {"step": pl.Int64, "rehearsal": pl.Int16, "bound": pl.Int8, "loss": pl.Float64}
-    return pl.DataFrame(rows, schema=kinds, orient="row")
 
 
 def _rate(group: Mapping[str, Any]) -> float:

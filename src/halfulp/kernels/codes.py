@@ -110,7 +110,7 @@ def decode(
         raise UsageError(f"grid {g.name} has {g.bits} bits; codes are for grids of at most 16.")
     if g.scaling is None and plan.grid.scaling is not None and scale is None:
         raise UsageError(f"grid {g.name} needs the scales that its codes were made with.")
-    table = _code_table(g)
+    table = code_table(g)
     flat = codes.detach().cpu().contiguous().reshape(-1).numpy()
     if flat.dtype not in (np.uint8, np.int16, np.int32, np.int64):
         raise UsageError(f"codes must be integers, not {codes.dtype}.")
@@ -132,7 +132,8 @@ def decode(
 
 
 @lru_cache(maxsize=64)
-def _code_table(g: Grid) -> Array:
+def code_table(g: Grid) -> Array:
+    """The values of all codes of as many bits as the grid has; not a number where there is no such code."""
     codes = np.arange(2**g.bits, dtype=np.int64)
     values = np.full(codes.size, np.nan)
     values[reference.is_code(codes, g)] = reference.decode(codes[reference.is_code(codes, g)], g)

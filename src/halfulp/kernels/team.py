@@ -131,5 +131,6 @@ def _launch(team: Any, ranges: Any, first: Any, last: Any, *arguments: Any) -> A
 @cache
 def launcher(kernel: Any) -> Any:
     """``launch(team, ranges, first, last, *arguments)`` of a kernel, see :func:`fork`."""
-    function = kernel.py_func
-    return specialised(_launch, f"{function.__module__}.{function.__qualname__}", KERNEL=kernel)
+    function, stamp = kernel.py_func, kernel._cache._cache_file._source_stamp
+    # By the kernel's own stamp: a kernel elsewhere may change when nothing here does.
+    return specialised(_launch, f"{function.__module__}.{function.__qualname__}.{stamp[:16]}", KERNEL=kernel)

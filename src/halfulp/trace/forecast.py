@@ -40,7 +40,8 @@ class Forecast:
 
     @property
     def grid(self) -> str:
-        return self.spec.partition(":")[0]
+        told = self.trace.manifest["options"]["rehearse"]
+        return str(told["grids"][told["specs"].index(self.spec)])
 
     def ids(self, scope: str | Sequence[int] = "all") -> list[int]:
         """The rehearsed tensors of a scope."""

@@ -1,0 +1,163 @@
+"""A mask: the tiles of a model's tensors that get an fp32 master, in memory and as a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from halfulp import files, tensors
+from halfulp.documents import Fields, parsed
+from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
+from halfulp.kernels import TILE, tiles_of
+from halfulp.streams import Stream
+from halfulp.writeback.policies import TileMaster
+
+Array = npt.NDArray[Any]
+
+FORMAT, READ = 2, (1, 2)
+KEY = "halfulp.mask"
+MASTER_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """Chosen tiles, by tensor: what :class:`~halfulp.TileMaster` takes."""
+
+    tiles: dict[str, torch.Tensor]
+    """A boolean a tile."""
+    sizes: dict[str, int]
+    """Coordinates of each tensor."""
+    score: str
+    budget: int
+    """Bytes that were to be spent."""
+    tile: int = TILE
+    """Coordinates of a tile."""
+
+    def payload(self, name: str) -> int:
+        """Bytes of masters for one tensor: the last tile may be short."""
+        chosen = self.tiles[name]
+        return MASTER_BYTES * int(tile_sizes(self.sizes[name], self.tile)[chosen.numpy()].sum())
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of masters, exactly."""
+        return sum(self.payload(name) for name in self.tiles)
+
+    @property
+    def blanket_bytes(self) -> int:
+        """What masters for every tile would take."""
+        return MASTER_BYTES * sum(self.sizes.values())
+
+    def shuffled(self, seed: int) -> Mask:
+        """A control of the same payload: as many tiles of every tensor, at random places in it.
+
+        A short last tile stays as it was chosen, so that the bytes are the same tensor by tensor.
+        """
+        tiles = {
+            name: torch.from_numpy(_shuffled(chosen.numpy(), self.sizes[name] // self.tile, name, seed))
+            for name, chosen in self.tiles.items()
+        }
+        return replace(self, tiles=tiles, score=f"{self.score} shuffled")
+
+    def overlap(self, other: Mask) -> float:
+        """The share of these tiles that another mask chose, too."""
+        both = sum(int((chosen & other.tiles[name]).sum()) for name, chosen in self.tiles.items())
+        return both / sum(int(chosen.sum()) for chosen in self.tiles.values())
+
+    def policy(self, **options: Any) -> TileMaster:
+        """The write-back policy with masters for these tiles."""
+        return TileMaster(self.tiles, tile=self.tile, **options)
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file with its digest; it appears whole."""
+        files.put(Path(path), self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The content of such a file."""
+        wrong = _unfit(self)
+        if wrong:
+            raise UsageError(f"this mask cannot be saved: {wrong}.")
+        told = {
+            "format": FORMAT, "score": self.score, "budget": self.budget, "sizes": self.sizes,
+            "tile": self.tile,
+        }  # fmt: skip
+        return b"".join(tensors.content(self.tiles, {KEY: json.dumps(told)}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Mask:
+        """A saved mask; anything else is refused."""
+        return cls._read(*tensors.read(Path(path), follow=True), path)
+
+    @classmethod
+    def from_bytes(cls, content: bytes, where: str) -> Mask:
+        """What :meth:`to_bytes` gave; ``where`` is named in errors."""
+        return cls._read(*tensors.read_stream(BytesIO(content), len(content), Path(where)), where)
+
+    @classmethod
+    def _read(cls, tiles: dict[str, torch.Tensor], metadata: Mapping[str, str], path: str | Path) -> Mask:
+        if KEY not in metadata:
+            raise CorruptionError(f"{path} is a safetensors file, but not a mask of halfulp's.")
+        found = Fields(parsed(metadata[KEY], path, "a mask of halfulp's"), str(path))
+        version = found.values.get("format")
+        if type(version) is not int or version not in READ:
+            raise VersionError(
+                f"{path} is a mask of format {version!r}; this halfulp reads {' and '.join(map(str, READ))}."
+            )
+        if (tensors.DIGEST in metadata) != (version >= 2):
+            raise TamperingError(f"{path} is a mask of format {version}: its digest was removed or added.")
+        sizes = found.within("sizes")
+        made = cls(
+            tiles=tiles,
+            sizes={name: sizes.whole(name) for name in sizes.values},
+            score=found.text("score", 200),
+            budget=found.whole("budget"),
+            tile=TILE if version == 1 else found.whole("tile", 1),
+        )
+        wrong = _unfit(made)
+        if wrong:
+            raise CorruptionError(f"{path} is not a whole mask: {wrong}.")
+        return made
+
+
+def _unfit(mask: Mask) -> str | None:
+    """What is wrong with a mask, if something is."""
+    if set(mask.sizes) != set(mask.tiles):
+        return f"it has tiles of {sorted(mask.tiles)} and sizes of {sorted(mask.sizes)}"
+    for name, t in mask.tiles.items():
+        expected = tiles_of(mask.sizes[name], mask.tile)
+        if t.dtype != torch.bool or t.dim() != 1 or len(t) != expected:
+            return (
+                f"{name!r} of {mask.sizes[name]:,} coordinates has {tuple(t.shape)} of {t.dtype}, expected "
+                f"{expected} booleans"
+            )
+    spent = mask.payload_bytes
+    return (
+        None
+        if spent <= mask.budget
+        else f"its tiles take {spent:,} bytes, which is above its budget of {mask.budget:,}"
+    )
+
+
+def tile_sizes(numel: int, tile: int = TILE) -> Array:
+    """Coordinates of each tile of a tensor.
+
+    >>> tile_sizes(1000).tolist(), tile_sizes(200, tile=96).tolist()
+    ([768, 232], [96, 96, 8])
+    """
+    sizes = np.full(tiles_of(numel, tile), tile)
+    if numel % tile:
+        sizes[-1] = numel % tile
+    return sizes
+
+
+def _shuffled(chosen: Array, whole: int, name: str, seed: int) -> Array:
+    order = np.argsort(Stream(seed=seed, name=name, step=0).words(whole), kind="stable")
+    return np.concatenate([chosen[:whole][order], chosen[whole:]])

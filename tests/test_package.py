@@ -1,0 +1,66 @@
+"""What is shipped: the wheel holds the sources, all of them and nothing else, and works without them."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+from environments import ROOT, said, thin, wheel
+
+import halfulp as hu
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_version_is_in_one_place(package: Path) -> None:
+    """Whoever states it reads it there; the changelog has a section for it."""
+    assert package.name == f"halfulp-{hu.__version__}-py3-none-any.whl"
+    assert re.search(rf"^## {re.escape(hu.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    stated = re.compile(rf"\b{re.escape(hu.__version__)}\b")
+    for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "Makefile", "README.md"):
+        assert not stated.search((ROOT / name).read_text()), name
+
+
+def test_the_wheel_holds_the_sources(package: Path) -> None:
+    """Byte for byte: modules, the page's own files, py.typed. And the licence."""
+    source = ROOT / "src"
+    made_here = ("__pycache__", ".nbi", ".nbc", ".told")
+    files = {
+        p.relative_to(source).as_posix(): p.read_bytes()
+        for p in (source / "halfulp").rglob("*")
+        if p.is_file() and not any(part in p.as_posix() for part in made_here)
+    }
+    with zipfile.ZipFile(package) as archive:
+        held = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+        told = [name for name in archive.namelist() if ".dist-info/" in name]
+        metadata = archive.read(next(name for name in told if name.endswith("/METADATA"))).decode()
+    assert held == files
+    assert "halfulp/py.typed" in held
+    assert any(name.endswith("/licenses/LICENSE") for name in told)
+    assert "Requires-Dist: torch" in metadata
+
+
+EVERY_MODULE = """
+import importlib, pathlib, pkgutil, sys, halfulp
+assert ROOT not in pathlib.Path(halfulp.__file__).parents, halfulp.__file__
+skip = {"halfulp.__main__", *(f"halfulp.kernels.gpu{end}" for end in ("", "_maths", "_tiles"))}
+names = [m.name for m in pkgutil.walk_packages(halfulp.__path__, "halfulp.") if m.name not in skip]
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"""
+
+
+def test_the_wheel_works_without_the_sources(package: Path, tmp_path: Path) -> None:
+    """Every module imports, the command answers, and a grid rounds."""
+    folder = thin(tmp_path / "environment", package)
+    code = EVERY_MODULE.replace("ROOT", f"pathlib.Path({str(ROOT)!r})")
+    assert int(said([str(folder / "python"), "-c", code], tmp_path)) > 50
+    assert said([str(folder / "halfulp"), "--version"], tmp_path) == f"halfulp {hu.__version__}\n"
+    rounded = "import halfulp as hu, torch; print(hu.grid('e4m3').round(torch.tensor([0.3])).item())"
+    assert said([str(folder / "python"), "-c", rounded], tmp_path) == "0.3125\n"

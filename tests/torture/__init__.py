@@ -1,0 +1,90 @@
+"""Proof under fire: ``make torture``, and ``make torture-long`` for the form of an hour.
+
+Every part is a list of trials: what is tried, how often, and what was lost, which must be nothing. The parts
+write one table, ``results/torture.json``, and the table in docs/reliability.md is made from it: nobody types
+a number. A trial that was not run is not in the table.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "results" / "torture.json"
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- made by make torture: begin -->", "<!-- end -->"
+
+
+@dataclass
+class Trial:
+    """One line of the table. ``lost`` counts what must be zero; ``note`` has other figures."""
+
+    part: str
+    what: str
+    tried: int
+    lost: int
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much: the short form takes minutes, the long one an hour."""
+
+    long: bool
+    folder: Path
+    only: str = ""
+
+    def of(self, short: int, long: int) -> int:
+        return long if self.long else short
+
+    def wants(self, what: str) -> bool:
+        return self.only in what
+
+
+Part = Callable[[Effort], Iterator[Trial]]
+
+
+class Clock:
+    """Seconds since the last time it was asked."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def __call__(self) -> float:
+        now = time.perf_counter()
+        self.last, before = now, self.last
+        return now - before
+
+
+def keep(trials: list[Trial]) -> list[Trial]:
+    """Add trials to those of earlier runs: what is tried again replaces what was said of it, unless that was
+    more. A loss is never replaced by fewer trials."""
+    old = [Trial(**row) for row in json.loads(RESULTS.read_text())] if RESULTS.is_file() else []
+    table = {(t.part, t.what): t for t in old}
+    for t in trials:
+        before = table.get((t.part, t.what))
+        if before is None or t.lost or t.tried >= before.tried:
+            table[t.part, t.what] = t
+    kept = [table[key] for key in sorted(table)]
+    RESULTS.write_text(json.dumps([asdict(t) for t in kept], indent=1) + "\n")
+    return kept
+
+
+def page(trials: list[Trial]) -> None:
+    """Put the table into the page."""
+    lines = ["| | tried | lost | seconds | |", "|---|---:|---:|---:|---|"]
+    part = ""
+    for t in trials:
+        if t.part != part:
+            part = t.part
+            lines.append(f"| **{part}** | | | | |")
+        lines.append(f"| {t.what} | {t.tried:,} | {t.lost} | {t.seconds:,.0f} | {t.note} |")
+    text = PAGE.read_text()
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{tail}")

@@ -1,0 +1,46 @@
+"""``python -m torture [--long] [--only fuzz,kill]``: exit code 1 when anything was lost."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from torture import Effort, keep, page
+
+PARTS = ("fuzz", "kill", "order", "scale", "mutants")
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(prog="torture", description=__doc__)
+    arguments.add_argument("--long", action="store_true", help="the form of an hour")
+    arguments.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    arguments.add_argument("--what", default="", help="only trials whose name has this in it (fuzz, kill)")
+    asked = arguments.parse_args()
+    parts = asked.only.split(",")
+    if len(parts) > 1:  # each in a process of its own: none finds what another imported or left
+        rest = [*(["--long"] if asked.long else []), "--what", asked.what]
+        command = [sys.executable, "-m", "torture"]
+        return max(
+            subprocess.run([*command, "--only", part, *rest], check=False).returncode for part in parts
+        )
+    lost = 0
+    with tempfile.TemporaryDirectory(prefix="halfulp-torture-") as folder:
+        for trial in importlib.import_module(f"torture.{parts[0]}").trials(
+            Effort(asked.long, Path(folder), asked.what)
+        ):
+            lost += trial.lost
+            told = f"{trial.lost} LOST" if trial.lost else "nothing lost"
+            print(
+                f"{trial.part}: {trial.what}: {trial.tried:,} tried, {told}, {trial.seconds:.1f} s", end=" "
+            )
+            print(trial.note, flush=True)
+            page(keep([trial]))
+    return int(lost > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""SIGKILL anywhere: what goes on afterwards is, bit for bit, what was never killed.
+
+Studies and their executors, audits, and the training of every policy; at random moments, and (studies) before
+every single operation on the disk.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from study_samples import tree
+from writeback_resume import CASES, STEPS, Run
+
+import halfulp as hu
+from torture import Clock, Effort, Trial
+
+HERE = Path(__file__).parent.parent
+PLACE = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")]),
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def said(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(HERE / script), *arguments]
+    return subprocess.run(command, env=PLACE, capture_output=True, text=True, check=True).stdout
+
+
+# ---- studies ----
+
+
+def every_operation(effort: Effort) -> Iterator[Trial]:
+    clock = Clock()
+    found = json.loads(said("study_kill.py", str(effort.folder / "study")))
+    tried = found["every operation"]["operations"] + found["in batches"]["operations"]
+    lost = len(found["every operation"]["differing"]) + len(found["in batches"]["differing"])
+    yield Trial("Kill", "a study, before every operation on the disk", tried, lost, clock())
+    cuts = found["torn ledger"]
+    yield Trial("Kill", "a study, its ledger torn", cuts["cuts"], len(cuts["differing"]), 0.0)
+
+
+STUDY = """
+import os, time
+from halfulp.study import Cell, Estimand, Gate, Rule, Stage, Study
+
+
+def cells(config):
+    return [Cell(name=f"cell-{i}", config={"i": i}) for i in range(config["cells"])]
+
+
+def run(cell):
+    done = int(cell.load() or b"0")
+    for step in range(done, 4):
+        time.sleep(0.01)
+        cell.save(str(step + 1).encode())
+    cell.attach("it.bin", bytes([cell.config["i"] % 256]))
+    return {"value": cell.config["i"] / 7}
+
+
+def value(records):
+    return {name: record["value"] for name, record in records["only"].items()}
+
+
+study = Study(
+    name="many", question="q", units="u", not_claimed=(), threads=1, scales={"small": {"cells": 60}},
+    stages=(Stage(name="only", kind="outcome", cells=cells, run=run),),
+    estimands=(Estimand(name="value", what="v", compute=value),),
+    gates=(Gate(name="g", estimand="value", scope="all", comparison=">=", threshold=0),),
+    rules=(Rule(label="yes", passed=("g",)), Rule(label="no")),
+)
+"""
+
+
+def executors(effort: Effort, executor: str, kills: int) -> Iterator[Trial]:
+    """The whole process group killed after a random while, until enough; then run to the end."""
+    clock, folder = Clock(), effort.folder / executor
+    folder.mkdir()
+    (folder / "many.py").write_text(STUDY)
+
+    def command(out: str) -> list[str]:
+        asked = ["study", "run", str(folder / "many.py"), "--scale", "small", "--out", str(folder / out)]
+        return [sys.executable, "-m", "halfulp.cli", *asked, "--executor", executor, "--workers", "2"]
+
+    def wait(out: str, seconds: float | None) -> bool:
+        """Whether it came to its end."""
+        with (folder / "said").open("ab") as said:
+            process = subprocess.Popen(
+                command(out), env=PLACE, stdout=said, stderr=said, start_new_session=True
+            )
+        try:
+            return process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return False
+
+    began = time.perf_counter()
+    whole = wait("whole", None)
+    usual = time.perf_counter() - began
+    expected = tree(folder / "whole")
+    rng, killed, lost = random.Random(executor), 0, int(not whole)
+    while killed < kills:
+        out = f"killed{killed}"
+        while not wait(out, rng.uniform(0.2, 1.0) * usual):
+            killed += 1
+        lost += tree(folder / out) != expected
+        shutil.rmtree(folder / out)
+    yield Trial("Kill", f"a study under `{executor}`, two workers, at random", killed, lost, clock())
+
+
+# ---- audits ----
+
+
+def audits(effort: Effort) -> Iterator[Trial]:
+    from test_trace import Runs, assert_same_kept, assert_same_tables
+
+    clock, runs, rng = Clock(), Runs(), random.Random("audits")
+    runs.run(effort.folder / "first")
+    began = time.perf_counter()
+    runs.run(effort.folder / "whole")
+    usual = time.perf_counter() - began
+    whole = hu.Trace.open(effort.folder / "whole")
+    kills = complete = lost = 0
+    while kills < effort.of(30, 1000):
+        folder = effort.folder / f"audit{complete}"
+        outcome, _ = runs.run(folder, rng.uniform(0.0, 0.5) * usual)
+        kills += outcome == "killed"
+        if outcome == "done":
+            complete += 1
+            try:
+                assert_same_tables(hu.Trace.open(folder), whole)
+                assert_same_kept(hu.Trace.open(folder), whole)
+            except AssertionError:
+                lost += 1
+            shutil.rmtree(folder)
+        elif (folder / "manifest.json").exists():
+            try:
+                hu.Trace.open(folder)
+            except hu.HalfulpError:
+                lost += 1
+    runs.process.kill()
+    runs.process.wait()
+    yield Trial("Kill", "an audit, at random", kills, lost, clock(), f"{complete} traces completed and equal")
+
+
+# ---- training ----
+
+
+def train(case: str, folder: Path) -> None:
+    """From the newest checkpoint to the last step; each step leaves a checkpoint and a digest of all."""
+    run = Run(case)
+    done = max((int(p.name) for p in folder.iterdir() if p.name.isdigit()), default=0)
+    if done:
+        run.load(folder / str(done), "torch")
+    for number in range(done, STEPS):
+        digest = run.step(number)
+        part = folder / f"part-{os.getpid()}-{number}"
+        run.save(part, "torch")
+        (part / "digest").write_text(digest)
+        part.rename(folder / str(number + 1))
+
+
+def digests(folder: Path) -> list[str]:
+    """Of every step."""
+    return [(folder / str(number) / "digest").read_text() for number in range(1, STEPS + 1)]
+
+
+def policies(effort: Effort) -> Iterator[Trial]:
+    """Each case in forks of this process, killed after a random while, until one comes to the end."""
+    torch.set_num_threads(1)
+    clock, rng = Clock(), random.Random("policies")
+    kills = lost = 0
+    for case in CASES:
+        for again in range(effort.of(1, 20)):
+            folder = effort.folder / f"{case}-{again}"
+            (folder / "whole").mkdir(parents=True)
+            began = time.perf_counter()
+            train(case, folder / "whole")
+            usual = time.perf_counter() - began
+            (folder / "killed").mkdir()
+            while True:
+                child = os.fork()
+                if child == 0:
+                    try:
+                        train(case, folder / "killed")
+                    finally:
+                        os._exit(int(not (folder / "killed" / str(STEPS)).is_dir()))
+                deadline = time.perf_counter() + rng.uniform(0.05, 0.6) * usual
+                while time.perf_counter() < deadline:
+                    if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                        break
+                    time.sleep(0.0005)
+                os.kill(child, signal.SIGKILL)
+                _, status = os.waitpid(child, 0)
+                if os.WIFEXITED(status):
+                    ended = os.WEXITSTATUS(status) == 0
+                    break
+                kills += 1
+            lost += not ended or digests(folder / "killed") != digests(folder / "whole")
+            shutil.rmtree(folder)
+    yield Trial("Kill", f"training under {len(CASES)} policies and storages, at random", kills, lost, clock())
+
+
+def demo(effort: Effort) -> Iterator[Trial]:
+    """Killed on its way, then run again: it says what a demo says that was never killed."""
+    clock, kills, rng = Clock(), effort.of(2, 10), random.Random("demo")
+    command = [sys.executable, "-m", "halfulp.cli", "demo"]
+
+    def told(place: Path) -> list[str]:
+        place.mkdir(exist_ok=True)
+        done = subprocess.run(command, cwd=place, env=PLACE, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if " s" not in line and "second" not in line]
+
+    began = time.perf_counter()
+    expected = told(effort.folder / "demo")
+    usual, lost = time.perf_counter() - began, 0
+    for number in range(kills):
+        place = effort.folder / f"demo{number}"
+        place.mkdir()
+        process = subprocess.Popen(
+            command,
+            cwd=place,
+            env=PLACE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        time.sleep(rng.uniform(0.2, 0.9) * usual)
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+        process.wait()
+        lost += told(place) != expected
+    yield Trial("Kill", "the demo, at random", kills, lost, clock())
+
+
+def trials(effort: Effort) -> Iterator[Trial]:
+    named = {
+        "policies": lambda: policies(effort),
+        "audits": lambda: audits(effort),
+        "every operation": lambda: every_operation(effort),
+        "local": lambda: executors(effort, "local", effort.of(5, 100)),
+        "demo": lambda: demo(effort),
+    }
+    if importlib.util.find_spec("ray") is not None:
+        named["ray"] = lambda: executors(effort, "ray", effort.of(1, 10))
+    for name, part in named.items():
+        if effort.wants(name):
+            yield from part()

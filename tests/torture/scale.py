@@ -1,0 +1,128 @@
+"""Load and scale: what a coordinate costs from a million to a billion, long traces, studies of many cells.
+
+Memory is this process's; times are of two steps, the better one. ``lost`` counts what came out wrong or broke
+its bound: an audit whose counts do not add up, a cost a coordinate that grows, memory beyond what is stated.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from study_samples import quick_identity, run, study_file
+
+import halfulp as hu
+from halfulp.study.validate import validate
+from torture import Clock, Effort, Trial
+
+GRIDS = ["bf16", "e4m3@128"]
+FLAT = 2.0  # how much dearer the dearest coordinate may be than the cheapest
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def coordinates(effort: Effort) -> Iterator[Trial]:
+    """A model of one bfloat16 matrix, audited over two steps of SGD."""
+    costs: dict[int, float] = {}
+    for power in range(6, 10 if effort.long else 9):
+        clock, n = Clock(), 10**power
+        before = peak_bytes()
+        p = torch.nn.Parameter(torch.full((n // 1000, 1000), 0.5, dtype=torch.bfloat16))
+        p.grad = torch.full_like(p, 0.1)
+        optimizer = torch.optim.SGD([p], lr=0.01)
+        seconds = []
+        folder = effort.folder / f"audit{power}"
+        with hu.Audit(optimizer, GRIDS, out=folder):
+            for _ in range(2):
+                began = time.perf_counter()
+                optimizer.step()
+                seconds.append(time.perf_counter() - began)
+        trace = hu.Trace.open(folder)
+        rows = trace.table()
+        lost = int(rows["numel"].max() != n) if "numel" in rows.columns else 0
+        costs[power] = min(seconds) / n * 1e9
+        grown = max(peak_bytes() - before, 0)
+        lost += (
+            max(costs[p] for p in costs if p >= 7) > FLAT * min(costs[p] for p in costs if p >= 7)
+            if power > 7
+            else 0
+        )
+        note = f"{costs[power]:.2f} ns a coordinate and step; memory +{grown / n:.1f} bytes a coordinate"
+        yield Trial("Scale", f"an audit of 10^{power} coordinates, two grids", n, lost, clock(), note)
+        del p, optimizer
+
+
+def long_trace(effort: Effort) -> Iterator[Trial]:
+    """Recorded, opened and drawn."""
+    steps = effort.of(5_000, 100_000)
+    clock, folder = Clock(), effort.folder / "long"
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = torch.optim.SGD([p], lr=1e-3)
+    p.grad = torch.full_like(p, 0.01)
+    with hu.Audit(optimizer, GRIDS, out=folder, part_steps=1000):
+        for _ in range(steps):
+            optimizer.step()
+    recorded = clock()
+    trace = hu.Trace.open(folder)
+    opened = clock()
+    from halfulp.report.document import write
+    from halfulp.report.page import page
+
+    html = effort.folder / "long.html"
+    write(page([folder]), html)
+    drawn = clock()
+    lost = int(trace.last_step != steps) + int(not html.is_file())
+    note = f"opened in {opened:.1f} s, drawn in {drawn:.1f} s, page {html.stat().st_size >> 10} KiB"
+    yield Trial("Scale", f"a trace of {steps:,} steps", steps, lost, recorded + opened + drawn, note)
+
+
+MANY = """
+from halfulp.study import Cell, Estimand, Gate, Rule, Stage, Study
+
+
+def cells(config):
+    return [Cell(name=f"cell-{i}", config={"i": i}) for i in range(config["cells"])]
+
+
+def run(cell):
+    return {"value": cell.config["i"] / 7}
+
+
+def value(records):
+    return {"mean": sum(r["value"] for r in records["only"].values()) / len(records["only"])}
+
+
+study = Study(
+    name="many", question="q", units="u", not_claimed=(), scales={"small": {"cells": CELLS}},
+    stages=(Stage(name="only", kind="outcome", cells=cells, run=run),),
+    estimands=(Estimand(name="value", what="v", compute=value),),
+    gates=(Gate(name="g", estimand="value", scope="all", comparison=">=", threshold=0),),
+    rules=(Rule(label="yes", passed=("g",)), Rule(label="no")),
+)
+"""
+
+
+def many_cells(effort: Effort) -> Iterator[Trial]:
+    cells = effort.of(1_000, 100_000)
+    clock = Clock()
+    quick_identity()
+    path = study_file(effort.folder / "many", MANY.replace("CELLS", str(cells)))
+    out = effort.folder / "many" / "out"
+    run(path, out)
+    ran = clock()
+    lost = int(validate(out).exit_code != 0) + int(len(list(Path(out, "records").rglob("*.json"))) != cells)
+    checked = clock()
+    note = f"run in {ran:.0f} s, validated in {checked:.0f} s"
+    yield Trial("Scale", f"a study of {cells:,} cells", cells, lost, ran + checked, note)
+
+
+def trials(effort: Effort) -> Iterator[Trial]:
+    torch.set_num_threads(2)
+    for name, part in (("coordinates", coordinates), ("trace", long_trace), ("cells", many_cells)):
+        if effort.wants(name):
+            yield from part(effort)
