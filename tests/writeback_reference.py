@@ -58,13 +58,13 @@ class AdamW:
         return p + real(-self.lr / (1 - b1**self.t)) * self.m / denominator
 
     def feed_back(self, e: Array, decay_exact: bool = False) -> None:
-        """m + (c1 / lr) (1 - 1 / b1) D e, with D = sqrt(v / (1 - b2**t)) + eps."""
+        """m + (c1 / lr) (1 - 1 / b1) D e, with D = sqrt(v) / sqrt(1 - b2**t) + eps; all of it NumPy's."""
         if self.lr == 0:
             return
         (b1, b2), c1 = self.betas, 1 - self.betas[0] ** self.t
-        d = torch_op(torch.sqrt, self.v / real(1 - b2**self.t)) + real(self.eps)
+        d = np.sqrt(self.v) / real((1 - b2**self.t) ** 0.5) + real(self.eps)
         factor = c1 / self.lr * (1 - 1 / b1) * (1 - self.lr * self.weight_decay if decay_exact else 1.0)
-        self.m = torch_op(torch.add, self.m, d * e, alpha=factor)
+        self.m = self.m + d * e * real(factor)
 
     def moments(self) -> dict[str, Array]:
         return {"exp_avg": self.m, "exp_avg_sq": self.v}

@@ -32,6 +32,8 @@ class Chooser:
     storage: Storage | None
     draws_projection: bool
     keep_scratch: bool | None
+    vectors: bool = False
+    """Whether narrow tensors of one dimension are managed by default, too."""
 
     def plan(
         self,
@@ -53,7 +55,7 @@ class Chooser:
             chosen = policy(group.get("policy", self.policy))
             for j, p in enumerate(group["params"]):
                 name = from_model.get(p) or (names[j] if names else f"{i}.{j}")
-                if not wanted(name, p) or self._left_out(p, chosen_grid, chosen):
+                if not wanted(name, p):
                     continue
                 if (chosen.stochastic or self.draws_projection) and p not in from_model and not names:
                     what = f"policy {chosen.name!r}" if chosen.stochastic else "project='stochastic'"
@@ -71,12 +73,7 @@ class Chooser:
         if self.select is not None:
             self.select = list(self.select)
             return name in self.select
-        return p.requires_grad and (p.dim() >= 2 or p.dtype in NARROW)
-
-    def _left_out(self, p: torch.Tensor, grid: Grid, chosen: Policy) -> bool:
-        """Whether a narrow tensor of one dimension that nobody asked for has no scale or tiles of its own."""
-        without = grid.scaling is not None or isinstance(chosen, TileMaster)
-        return self.select is None and p.dim() < 2 and without
+        return p.requires_grad and (p.dim() >= 2 or (self.vectors and p.dtype in NARROW))
 
     def check(self, planned: list[Slot]) -> None:
         """Refuse a choice that names what is not there, or nothing."""
@@ -87,7 +84,7 @@ class Chooser:
         if not planned:
             raise UsageError(
                 "no parameter to write back: none of the optimizer's is trainable with two or more "
-                "dimensions, or bfloat16. Choose with params=lambda name, p: ..."
+                "dimensions. Choose with params=lambda name, p: ..."
             )
 
     def _slot(

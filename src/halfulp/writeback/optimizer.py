@@ -43,10 +43,8 @@ class WriteBack(torch.optim.Optimizer):
     """Keep weights on a grid while any optimizer trains them.
 
     ``params``: which tensors, as a predicate ``(name, tensor) -> bool`` or names; by default every
-    trainable tensor of two or more dimensions, and every one that is bfloat16 or float16. A parameter group
-    may
-    carry its own ``grid`` and ``policy``. ``project``: how the first codes are made (``nearest``,
-    ``stochastic``, or ``none`` for
+    trainable tensor of two or more dimensions. A parameter group may carry its own ``grid`` and
+    ``policy``. ``project``: how the first codes are made (``nearest``, ``stochastic``, or ``none`` for
     weights that are on the grid already). ``storage``: where weights live between steps, see
     :mod:`halfulp.writeback.storage`; by default each parameter's own type says it: bfloat16 and float16 are
     ``native``, others a ``container``. ``materialise``: whether ``native`` and ``packed`` weights are given
@@ -116,6 +114,7 @@ class WriteBack(torch.optim.Optimizer):
         self._chooser = Chooser(
             optimizer=optimizer, grid=grid, policy=policy, model=self._model, select=params, storage=storage,
             draws_projection=project == "stochastic", keep_scratch=keep_scratch,
+            vectors=not self.like_torch,
         )  # fmt: skip
         self._shells = Shells()
         planned = self._chooser.plan(optimizer.param_groups)
