@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import polars as pl
 import torch
 
 from halfulp import kernels
@@ -27,7 +28,7 @@ from halfulp.audit import manifest
 from halfulp.audit.attribution import Attributed, Attributing
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.hooks import StepHooks
-from halfulp.audit.names import Naming, name_parameters
+from halfulp.audit.names import Naming, models_around, name_parameters
 from halfulp.audit.ranks import many, rank, reduced, taking_part, world
 from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
@@ -39,6 +40,8 @@ from halfulp.grids import Grid
 from halfulp.grids import grid as named
 from halfulp.measures.groups import Rules, group_of
 from halfulp.trace import MOST_ROWS, Memory, Trace, TraceWriter, free_folder
+from halfulp.trace.reading import SCHEMAS
+from halfulp.trace.schema import LOSSES, REHEARSED
 from halfulp.trace.scores import Scores
 from halfulp.writeback.optimizer import WriteBack, decoupled
 from halfulp.writeback.sharding import is_sharded
@@ -151,6 +154,7 @@ class Audit(Attributing):
         self.step = first_step - 1
         self.watched: dict[torch.Tensor, Watched] = {}
         self._left_out: set[torch.Tensor] = set()
+        self._around, self._evaluated = [], []
         self._batches: list[Batch] = []
         self._newest: list[Row] = []
         self._newest_loss = math.nan
@@ -371,6 +375,9 @@ class Audit(Attributing):
             self._seen.append(optimizer)
         known = {p: w.name for p, w in self.watched.items()}
         found = name_parameters(optimizer, self.models, search=not self.models, known=known)
+        if not self.models and self.rehearsing is not None:
+            held = [p if found[p].held is None else found[p].held for p in new]
+            self._around += [m for m in models_around(held) if m not in self._around]
         chosen = [  # an empty tensor has nothing to lose
             p
             for p in new
@@ -550,10 +557,13 @@ class Audit(Attributing):
         rows, kept = self._rows, self._kept
         losses = {row.step: self._loss(row.step) for row in rows}
         self._rows, self._losses, self._kept = [], {}, {}
-        extra = {} if self.rehearsing is None else self.rehearsing.tables()
-        evaluated = extra["losses"]["step"].to_list() if extra else []
+        extra = {} if self.rehearsing is None else {REHEARSED: self.rehearsing.table()}
+        evaluated = [row[0] for row in self._evaluated]
         if not any((rows, *evaluated)) or self._writer is None or self.trouble is not None:
-            return
+            return  # an evaluation before the first step waits for it
+        if evaluated:
+            extra[LOSSES] = pl.DataFrame(self._evaluated, schema=SCHEMAS[LOSSES], orient="row")
+            self._evaluated = []
         state: dict[str, torch.Tensor] = {} if self.rehearsing is None else self.rehearsing.state()
         state.update(self.attributed.state())
         for w in self.watched.values():

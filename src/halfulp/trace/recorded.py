@@ -16,7 +16,7 @@ from halfulp.grids import grid as named
 from halfulp.measures.crossings import Crossing, crossing
 from halfulp.measures.forecasts import scalar_rho_map
 from halfulp.measures.groups import CORE
-from halfulp.trace.forecast import Forecast
+from halfulp.trace.forecast import REAL, Forecast
 from halfulp.trace.scores import Scores
 
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
@@ -53,7 +53,7 @@ class Recorded(ABC):
 
     @abstractmethod
     def scan(self, table: str = "grids") -> pl.LazyFrame:
-        """A raw table, lazily: ``grids``, ``tensors``, ``run``; of rehearsals ``rehearsals``, ``losses``."""
+        """A raw table, lazily: ``grids``, ``tensors``, ``run``, ``losses``; with rehearsals theirs."""
 
     @abstractmethod
     def state(self) -> dict[str, torch.Tensor]:
@@ -226,6 +226,12 @@ class Recorded(ABC):
         return crossing(self.frozen(grid, scope), steps=self.steps_of(scope))
 
     # ---- rehearsals ----
+
+    def real_losses(self) -> pl.DataFrame:
+        """What the run's own weights gave wherever it was evaluated: ``step``, ``loss``."""
+        rows = self.scan("losses").filter(pl.col("rehearsal") == REAL)
+        last = rows.unique("step", keep="last", maintain_order=True)
+        return last.sort("step").select("step", "loss").collect()
 
     @property
     def rehearsals(self) -> list[str]:
