@@ -56,9 +56,7 @@ def recovery(bundle: Bundle, found: Records) -> Table:
 
 def forecasts(bundle: Bundle, found: Records, warmup: bool = True) -> Table:
     """How well the reference forecast the nearest arm, beside predictors that cost nothing or come late."""
-    named = {p: what for p, what in PREDICTORS.items() if p != "matched" or bundle.forecast_from is not None}
-    if "rne" in bundle.rehearse:
-        named = {"rehearsal": "rehearsal", **named}
+    named = {"frozen": PREDICTORS["frozen"], **measures.rivals(bundle)}
     rows: list[tuple[str | float | None, ...]] = []
     for unit in bundle.over(found):
         for scope in bundle.scopes:
