@@ -203,7 +203,7 @@ def test_the_kernel_equals_the_reference(rule: Rule, threads: None) -> None:
     plain = [{name: t[i].numpy().copy() for name, t in alone.tensors().items()} for i in range(len(pulls))]
     for step in range(4):
         w, after = hard(step)
-        stream = hu.Stream(seed=1, name="w", step=step, offset=5)
+        stream = hu.Stream(seed=1, name="w", step=step, offset=(0, 5, 32, 31)[step])  # lanes want 32
         asked = kernel.Tensor(pulls=pulls, stream=stream, back=back)
         given = (torch.from_numpy(w), torch.from_numpy(after))
         counts = kernel.move(rule, alone, *given, asked, chosen)
