@@ -16,9 +16,10 @@ from decoder_cells import Here, Stopped, write_corpora
 from safetensors.torch import load as load_tensors
 
 import halfulp as hu
-from halfulp.arms import Arm, records
+from halfulp.arms import Arm, Bundle, measures, records
 from halfulp.arms.corpus import open_corpus
 from halfulp.arms.run import run as run_arm
+from halfulp.arms.tables import loss_forecasts
 from halfulp.errors import UsageError
 from halfulp.measures.groups import CORE, group_of
 from halfulp.models.decoder import Decoder, DecoderConfig
@@ -222,6 +223,42 @@ def test_diverged_loss_is_null(folder: Path) -> None:
 def test_half_a_write_back_is_refused() -> None:
     with pytest.raises(UsageError, match="both a grid and a policy"):
         arm(grid="e5m2")
+
+
+def test_a_bundle_forecasts_what_its_references_rehearse(folder: Path) -> None:
+    """Losses by arm and bound, and the frozen fraction of the nearest one beside the other predictors."""
+    runs = Bundle(
+        scales={"smoke": Arm.from_json(arm())},
+        targets=(7,),
+        conditions={"e5m2": {"grid": "e5m2"}},
+        arms={"rne": {"policy": "rne"}, "sr": {"policy": "sr"}},
+        scopes=("core",),
+        rehearse=("rne", "sr"),
+    )
+    stages = {stage.name: stage for stage in runs.stages}
+    found: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, dict[str, bytes]]] = {}
+    for name in ("reference", "forecast", "outcome"):
+        found[name], files[name] = {}, {}
+        for cell in stages[name].cells(runs.configs["smoke"]):
+            here = Here(cell.config, folder, cell.name)
+            here.records, here.files = found, files
+            found[name][cell.name] = json.loads(json.dumps(stages[name].run(here), allow_nan=False))
+            files[name][cell.name] = here.attached
+    (reference,), (told,) = found["reference"].values(), found["forecast"].values()
+    assert set(reference["rehearsed"]) == {"e5m2", "e5m2:sr"}
+    assert told["rehearsal"] == records.rehearsed(reference, "e5m2", "core").tolist()
+    last = reference["evaluations"][-1]
+    for name, spec in (("rne", "e5m2"), ("sr", "e5m2:sr")):
+        assert told["losses"][name]["12"] == last["rehearsed"][spec]["loss"]
+    (unit,) = runs.over(found)
+    gap = last["rehearsed"]["e5m2"]["loss"]["upper"] - last["loss"]
+    assert measures.forecast_gap(unit, bound="upper") == gap
+    row = next(r for r in loss_forecasts(runs, found).rows if r[1] == "rne")
+    assert row[2:6:3] == (measures.gap(unit), gap)
+    assert measures.forecast_rmse(unit, "core", predictor="rehearsal") == measures.rehearsal_rmse(
+        unit, "core"
+    )
 
 
 # ---- as data --------------------------------------------------------------------------------------------

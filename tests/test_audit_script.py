@@ -511,7 +511,7 @@ def test_options_before_the_script_are_halfulps(halfulp: Halfulp) -> None:
     assert "-m" in out
     code, _, err = halfulp("audit", "--grids", "bf16")
     assert code == 2
-    assert "give a training script, or -m and a module" in err
+    assert "give a training script, -m and a module, or --run" in err
     assert halfulp("audit", "--grids=bf16", "--every=4", "--", path)[0] == 0
     assert hu.Trace.open("runs/train").steps.tolist() == [1, 5]
 

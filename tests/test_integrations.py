@@ -532,3 +532,154 @@ def test_lightning_that_resumes_goes_on_with_its_trace(lightning: Any, tmp_path:
     assert found.steps.tolist() == whole.steps.tolist() == [1, 2, 3, 4, 5, 6]
     assert len(found.parts) == 2
     assert not (tmp_path / "parts" / "halfulp-2").exists()
+
+
+# ---- as if -----------------------------------------------------------------------------------------------
+
+SPECS = ["e4m3@128", "e5m2:sr"]
+
+
+def evaluating(made: Any, every: int, data: Any) -> None:
+    """Have a trainer evaluate."""
+    from transformers.trainer_utils import IntervalStrategy
+
+    made.eval_dataset, made.args.eval_strategy = data, IntervalStrategy.STEPS
+    made.args.eval_steps = made.state.eval_steps = every
+
+
+def test_a_trainer_evaluates_as_if(transformers: Any, tmp_path: Path) -> None:
+    """Every evaluation, for every rehearsal: logged beside the real one, recorded, and the run unchanged."""
+    from transformers import TrainerCallback
+
+    from halfulp.integrations.huggingface import AuditCallback
+
+    heard: list[str] = []
+
+    class Listener(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+            heard.append("evaluate")
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            heard.append("batch")
+
+    def run(folder: str, callbacks: list[Any]) -> Any:
+        made = trainer(tmp_path / folder, tiny_gpt2(), [*callbacks, Listener()])
+        evaluating(made, 3, made.train_dataset[:10])
+        made.train()
+        return made
+
+    plain, calls = run("plain", []), heard.copy()
+    heard.clear()
+    made = run("audited", [AuditCallback(["bf16"], rehearse=SPECS, verdict=False)])
+    assert heard == calls  # nobody else hears of the others
+    for a, b in zip(plain.model.parameters(), made.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    real = {row["step"]: row["eval_loss"] for row in made.state.log_history if "eval_loss" in row}
+    assert real == {row["step"]: row["eval_loss"] for row in plain.state.log_history if "eval_loss" in row}
+    logged = [row for row in made.state.log_history if "eval_loss_as_if/e4m3@128" in row]
+    assert [row["step"] for row in logged] == [3, 6]
+    trace = hu.Trace.open(tmp_path / "audited" / "halfulp")
+    for spec in SPECS:
+        losses = trace.forecast(spec).losses
+        for step, bound, loss, own in losses.iter_rows():
+            tag = f"eval_loss_as_if/{spec}" + ("" if bound == "point" else f"/{bound}")
+            assert next(row for row in logged if row["step"] == step)[tag] == loss
+            assert own == real[step]
+        assert set(losses["bound"]) == {"lower", "point", "upper"}
+
+
+def test_several_data_sets_are_logged_and_the_first_is_recorded(transformers: Any, tmp_path: Path) -> None:
+    from halfulp.integrations.huggingface import AuditCallback
+
+    callback = AuditCallback(["bf16"], rehearse="e5m2", verdict=False)
+    made = trainer(tmp_path, tiny_gpt2(), [callback])
+    evaluating(made, 6, {"a": made.train_dataset[:8], "b": made.train_dataset[8:20]})
+    made.train()
+    history = {key: value for row in made.state.log_history for key, value in row.items()}
+    assert history["eval_a_loss_as_if/e5m2"] != history["eval_b_loss_as_if/e5m2"]
+    (found,) = hu.Trace.open(tmp_path / "halfulp").forecast("e5m2").losses["real"].unique()
+    assert found == history["eval_a_loss"]
+
+
+def validated(pl: Any, **changed: Any) -> Any:
+    """The model with a validation of two uneven batches, that logs its loss."""
+    model = lit_model(pl)
+
+    class Validated(type(model)):  # type: ignore[misc]
+        def validation_step(self, batch: Any, index: int) -> None:
+            x = batch[0]
+            loss = torch.nn.functional.cross_entropy(self.net(x), (x[:, 0] > 0).long())
+            scale = changed.get("scale", lambda: 1.0)()
+            self.log_dict({"val_loss": loss * scale, "other": loss})
+
+        def val_dataloader(self) -> Any:
+            data = torch.utils.data.TensorDataset(torch.randn(13, 16, generator=batches()))
+            return torch.utils.data.DataLoader(data, batch_size=8)
+
+    model.__class__ = Validated
+    return model
+
+
+class Logged:
+    """A logger's list of what it was told."""
+
+    @staticmethod
+    def of(pl: Any) -> Any:
+        place = "lightning.pytorch" if pl.__name__.startswith("lightning") else "pytorch_lightning"
+        base = __import__(f"{place}.loggers.logger", fromlist=["Logger"]).Logger
+
+        class Told(base):  # type: ignore[misc]
+            name, version = "told", "0"
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.rows: list[tuple[int, dict[str, float]]] = []
+
+            def log_hyperparams(self, *_: Any, **__: Any) -> None:
+                pass
+
+            def log_metrics(self, metrics: Any, step: Any = None) -> None:
+                self.rows.append((step, dict(metrics)))
+
+        return Told()
+
+
+def test_lightning_validates_as_if(lightning: Any, tmp_path: Path) -> None:
+    from halfulp.integrations.lightning import AuditCallback
+
+    settings = {"val_check_interval": 2, "num_sanity_val_steps": 1}
+    plain = validated(lightning)
+    first = lit_trainer(lightning, tmp_path / "plain", [], **settings)
+    first.fit(plain)
+    logger, model = Logged.of(lightning), validated(lightning)
+    callback = AuditCallback(["bf16"], rehearse=SPECS, verdict=False)
+    second = lit_trainer(lightning, tmp_path / "audited", [callback], logger=logger, **settings)
+    second.fit(model)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert torch.equal(first.callback_metrics["val_loss"], second.callback_metrics["val_loss"])
+    rows = {step: row for step, row in logger.rows if "val_loss_as_if/e4m3@128" in row}
+    assert list(rows) == [2, 4]
+    assert callback.running.trouble is None
+    trace = hu.Trace.open(tmp_path / "audited" / "halfulp")
+    for spec in SPECS:
+        for step, bound, loss, own in trace.forecast(spec).losses.iter_rows():
+            assert rows[step][f"val_loss_as_if/{spec}" + ("" if bound == "point" else f"/{bound}")] == loss
+            assert abs(own - loss) < 1.0
+    assert "log" not in model.__dict__
+
+
+def test_a_validation_that_cannot_be_repeated_is_left_alone(
+    lightning: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It says so once, the training goes on, and the real losses are recorded."""
+    from halfulp.integrations.lightning import AuditCallback
+
+    times = iter(range(1, 100))
+    model = validated(lightning, scale=lambda: next(times))
+    callback = AuditCallback(["bf16"], rehearse="e5m2", verdict=False)
+    lit_trainer(lightning, tmp_path, [callback], val_check_interval=2).fit(model)
+    said = capfd.readouterr().err
+    assert said.count("could not be evaluated as if") == 1
+    trace = hu.Trace.open(tmp_path / "halfulp")
+    assert trace.real_losses()["step"].to_list() == [2, 4]
+    assert len(trace.forecast("e5m2").losses) == 0

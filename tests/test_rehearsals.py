@@ -672,5 +672,7 @@ def test_questions_without_an_answer(tmp_path: Path) -> None:
         f.frozen("inner.bias")
     with pytest.raises(UsageError, match="was not recorded"):
         f.frozen(bound="lower")
-    with hu.Audit(opt, "bf16", model=net) as audit, pytest.raises(UsageError, match="rehearses nothing"):
-        audit.evaluate(lambda: 1.0)
+    with hu.Audit(opt, "bf16", model=net) as audit:
+        assert audit.evaluate(lambda: 1.0).losses == {}
+        with pytest.raises(UsageError, match="rehearses nothing"), audit.as_if("bf16"):
+            pass

@@ -21,6 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from halfulp.audit import commands as audit_commands
 from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.report import commands as report_commands
 from halfulp.stored import commands as stored_commands
@@ -72,6 +73,7 @@ app = typer.Typer(
 )
 app.add_typer(study_app)
 report_commands.register(app)
+audit_commands.register(app)
 stored_commands.register(app)
 
 
@@ -151,6 +153,10 @@ def audit(
     every: int = typer.Option(1, help="Audit each n-th step."),
     sample: float = typer.Option(1.0, help="Audit this share of every tensor's tiles."),
     decay: bool = typer.Option(False, help="Audit weight decay and gradient part apart as well."),
+    states: bool = typer.Option(
+        False,
+        help="Follow what accumulates beside the weights: moments, and copies (EMA) where they are found.",
+    ),
     expected: bool = typer.Option(
         False, help="Follow the never-moved share that stochastic rounding would have; doubles the cost."
     ),
@@ -160,6 +166,20 @@ def audit(
     tile: int = typer.Option(
         768, help="With --scores: weights of a tile; with the model's width, a tile is one token's embedding."
     ),
+    rehearse: str = typer.Option(
+        "",
+        help="Grids, with policies, to rehearse: e4m3@128,bf16:sr. What they would cost, in loss; their "
+        "weights are written at the end.",
+    ),
+    evaluate: str = typer.Option(
+        "",
+        help="The script's own evaluation, FUNCTION or FUNCTION:KEY: whenever the script calls it, its loss "
+        "is recorded, and that of every rehearsal.",
+    ),
+    weights: bool = typer.Option(True, help="Write the rehearsed weights at the end, into OUT/as_if."),
+    calibration: Path | None = typer.Option(
+        None, help="What `halfulp calibrate` wrote: corrects the losses of rehearsals."
+    ),
     out: Path | None = typer.Option(None, help="The trace's folder; default runs/NAME."),
     resume: bool = typer.Option(
         False, help="Go on with a trace; steps that it holds are not recorded again."
@@ -167,10 +187,14 @@ def audit(
     live: bool = typer.Option(False, help="Show what is being lost while the script runs."),
 ) -> None:
     """Run a training script, a module or a command, and record what each grid would throw away."""
+    from halfulp.audit.calibration import Calibration
     from halfulp.audit.children import launch
+    from halfulp.audit.own_evaluation import OwnEvaluation
     from halfulp.audit.recorder import Audit
-    from halfulp.audit.script import run_script
+    from halfulp.audit.rehearsal import Rehearse
+    from halfulp.audit.script import run_script, save_rehearsed
     from halfulp.audit.verdict import verdict
+    from halfulp.grids import grid
     from halfulp.report.live import LiveView
     from halfulp.trace import Trace, free_folder, newest_folder
 
@@ -180,19 +204,25 @@ def audit(
         )
     usual = Path("runs") / (script.stem if script is not None else module or Path(command).stem)
     folder = out if out is not None else newest_folder(usual) if resume else free_folder(usual)
+    asked = Rehearse(_listed(rehearse)) if rehearse else None
+    chosen = _listed(grids) if grids else list(AUDITED)
+    there = {grid(name).name for name in chosen}
+    lower = dict.fromkeys(r.grid.name for r in (asked.each if asked else ()))  # bounds are those of the audit
     options: dict[str, Any] = {
-        "grids": [g.strip() for g in grids.split(",") if g.strip()] if grids else list(AUDITED),
+        "grids": [*chosen, *(name for name in lower if name not in there)],
         "unfit": "raise" if grids else "drop",
         "every": every,
         "sample": None if sample == 1.0 else sample,
         "decay": decay,
+        "states": "find" if states else False,
         "expected_never_moved": expected,
         "scores": _scores(scores, tile) if scores else None,
     }
     if command:
-        if resume or live:
+        if resume or live or rehearse or evaluate:
             raise UsageError(
-                "--resume and --live are for one script; with --run there may be many processes."
+                "--resume, --live, --rehearse and --evaluate are for one script; with --run there may be "
+                "many processes."
             )
         Audit(None, **options)  # what it refuses is refused here, before anything runs
         code = launch([command, *context.args], options, folder)
@@ -200,9 +230,12 @@ def audit(
             raise KeyboardInterrupt
         raise typer.Exit(code if code >= 0 else 128 - code)
     view = LiveView()
+    own = OwnEvaluation.of(evaluate) if evaluate else None
+    known = None if calibration is None else Calibration.load(calibration)
     recorder = Audit(
         None,
         **options,
+        rehearse=asked,
         out=folder,
         exists="raise",
         resume=resume,
@@ -219,15 +252,33 @@ def audit(
         place = recorder.out  # absolute: the script may have changed the folder
         if recorder.writes and place is not None and (place / "manifest.json").exists():
             console.rule("halfulp")
-            _tell(console, *verdict(Trace.open(place), recorder.trouble).lines)
+            _tell(console, *verdict(Trace.open(place), recorder.trouble, calibration=known).lines)
             _tell(console, "", f"The trace is in {folder}. A page of it: halfulp report {folder}")
 
     with view if live else nullcontext():
-        code = run_script(script, context.args, recorder, say, module)
+        code = run_script(script, context.args, recorder, say, module, own)
+    saved = save_rehearsed(recorder) if weights else None
     say()
+    if saved is not None:
+        said = f"{len(recorder.rehearsals)} rehearsals at step {recorder.step}, {', '.join(recorder.bounds)}"
+        _tell(
+            Console(stderr=True),
+            f"Rehearsed weights ({said}) are in {folder / 'as_if'}: safetensors.torch.load_file gives what "
+            "model.load_state_dict takes.",
+        )
     if code < 0:
         raise KeyboardInterrupt
     raise typer.Exit(code)
+
+
+def _listed(text: str) -> list[str]:
+    """Names separated by commas; commas between brackets are part of a name.
+
+    >>> _listed("bf16, bf16:eco(rounding=nearest,decay_exact=True)")
+    ['bf16', 'bf16:eco(rounding=nearest,decay_exact=True)']
+    """
+    found = re.findall(r"(?:[^,()]|\([^()]*\))+", text)
+    return [name.strip() for name in found if name.strip()]
 
 
 def _tell(console: Console, *lines: str) -> None:
@@ -293,24 +344,6 @@ def demo(
     from halfulp import demo as story
 
     raise typer.Exit(story.run(Console(), size=story.QUICK if quick else story.FULL, out=out, browse=browse))
-
-
-@app.command()
-def compare(
-    reference: Path = typer.Argument(..., help="The trace whose forecast is tested."),
-    measured: Path = typer.Argument(..., help="The trace of the run on the grid."),
-    grid: str = typer.Option("", help="A grid of both traces; default: all that they share."),
-    scope: str = typer.Option("all", help="all, all-2d, core, a group, or a tensor's name."),
-    warmup: int = typer.Option(0, help="Steps left out at the start."),
-) -> None:
-    """Set a forecast beside an outcome."""
-    from halfulp.audit.outcome import compare_traces
-    from halfulp.trace import Trace
-
-    _tell(
-        Console(),
-        *compare_traces(Trace.open(reference), Trace.open(measured), grid or None, scope, warmup),
-    )
 
 
 @app.command()

@@ -28,7 +28,7 @@ from halfulp.kernels import SCORES, TILE, checked_tile, tiles_of
 from halfulp.trace import Trace
 from halfulp.writeback.mask import MASTER_BYTES, Mask, tile_sizes
 
-__all__ = ["MASTER_BYTES", "RANDOM", "Mask", "allocate", "choose", "tile_sizes"]
+__all__ = ["MASTER_BYTES", "RANDOM", "REHEARSED", "Mask", "allocate", "choose", "tile_sizes"]
 
 Array = npt.NDArray[Any]
 

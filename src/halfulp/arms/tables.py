@@ -21,6 +21,8 @@ def tables(bundle: Bundle, *, warmup: bool = True, scopes: Sequence[str] = ()) -
     if bundle.scopes:
         made["forecasts"] = partial(forecasts, bundle, warmup=warmup)
     made["evaluation noise"] = partial(noise, bundle)
+    if bundle.rehearse:
+        made["loss forecasts"] = partial(loss_forecasts, bundle)
     made["visibility"] = partial(visibility, bundle, scopes=tuple(scopes) or ("core",))
     return made
 
@@ -55,6 +57,8 @@ def recovery(bundle: Bundle, found: Records) -> Table:
 def forecasts(bundle: Bundle, found: Records, warmup: bool = True) -> Table:
     """How well the reference forecast the nearest arm, beside predictors that cost nothing or come late."""
     named = {p: what for p, what in PREDICTORS.items() if p != "matched" or bundle.forecast_from is not None}
+    if "rne" in bundle.rehearse:
+        named = {"rehearsal": "rehearsal", **named}
     rows: list[tuple[str | float | None, ...]] = []
     for unit in bundle.over(found):
         for scope in bundle.scopes:
@@ -81,6 +85,20 @@ def noise(bundle: Bundle, found: Records) -> Table:
         columns=("unit", "arm", "gap, nats", "standard error", "recovery", "standard error of it"), rows=rows,
         caption="Evaluation noise: standard errors over the held-out contexts, paired between runs. They say "
         "what other contexts would have changed, and nothing of other seeds, streams or texts.",
+    )  # fmt: skip
+
+
+def loss_forecasts(bundle: Bundle, found: Records) -> Table:
+    """What rehearsals said of the loss of every arm that was rehearsed, beside what came."""
+    bounds = ("lower", "point", "upper")
+    rows = []
+    for unit in bundle.over(found):
+        for arm in bundle.rehearse:
+            told = [measures.forecast_gap(unit, arm, bound) for bound in bounds]
+            rows.append((unit.name, arm, measures.gap(unit, arm), *told, measures.gap_ratio(unit, arm)))
+    return Table(
+        columns=("unit", "arm", "gap, nats", *bounds, "point over gap"), rows=rows,
+        caption=f"Gaps to {_anchor(bundle)}, measured and as its rehearsals forecast them.",
     )  # fmt: skip
 
 

@@ -119,11 +119,27 @@ class Showing:
     step: int
     _inside: str | None = None
     _watch: Callable[[torch.optim.Optimizer], None]
+    _skip_until: int
+    _around: list[torch.nn.Module]
+    """Models that nobody gave, but that were found around a step."""
+    _evaluated: list[tuple[int, int, int, float]]
+    """Evaluations that are not written yet: step, rehearsal, bound, loss; -1 for the run itself."""
 
     @property
     def rehearsals(self) -> list[str]:
         """The specs that are rehearsed."""
         return [] if self.rehearsing is None else self.rehearsing.asked.names
+
+    @property
+    def bounds(self) -> list[str]:
+        """The bounds of a rehearsal that can be shown; the lower one needs nothing that is kept."""
+        kept = () if self.rehearsing is None else self.rehearsing.asked.bounds
+        return [b for b in BOUNDS if b in kept or (kept and b == "lower")]
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether there are rehearsed weights to show."""
+        return self.rehearsing is not None and bool(self.rehearsing.tensors)
 
     def _ready(self) -> Rehearsals:
         if self.rehearsing is None:
@@ -157,7 +173,7 @@ class Showing:
         shown = {w.tensor if w.shown is None else w.shown: values for w, values in weights.items()}
         self._inside = what
         try:
-            with swapped(shown, self.models, what):
+            with swapped(shown, self.models or self._around, what):
                 yield
         finally:
             self._inside = None
@@ -168,17 +184,22 @@ class Showing:
         *,
         specs: Sequence[str] | None = None,
         bounds: Sequence[str] | None = None,
+        record: bool = True,
     ) -> Evaluation:
-        """The loss of the model, and of every rehearsal and bound as if it were the model; recorded.
+        """The loss of the model, and of every rehearsal and bound as if it were the model; in the trace, too.
 
         ``evaluate`` is called for each, and gives a number. It draws the same random numbers every time, and
         the run goes on as if it had been called once: the global generators of Python, NumPy and torch and
-        the model's buffers are put back. A generator of your own is yours to rewind.
+        the model's buffers are put back. A generator of your own is yours to rewind. An audit that rehearses
+        nothing records the loss of the model alone, for :class:`~halfulp.Calibration` and comparisons.
         """
+        if self.rehearsing is None or (specs is not None and not specs):
+            real = _number(evaluate())
+            self._note([(REAL, REAL, real)] if record else [])
+            return Evaluation(step=self.step, real=real, losses={})
         ready = self._ready()
         chosen = [ready.index(s) for s in (self.rehearsals if specs is None else specs)]
-        wanted = tuple(b for b in BOUNDS if b == "lower" or b in ready.asked.bounds)
-        wanted = wanted if bounds is None else tuple(bounds)
+        wanted = tuple(self.bounds if bounds is None else bounds)
         before = RandomState()
         real = _number(evaluate())
         made: Losses = {}
@@ -200,9 +221,17 @@ class Showing:
                     made.setdefault(spec, {})[bound] = loss
                     rows.append((j, BOUNDS.index(bound), loss))
             after.put_back()
-            if rank() == 0:
-                ready.evaluated(self.step, rows)
+            self._note(rows if record else [])
         return Evaluation(step=self.step, real=real, losses=made)
+
+    def _note(self, rows: Sequence[tuple[int, int, float]]) -> None:
+        """Record an evaluation: (rehearsal, bound, loss) each; a later one of the same step counts."""
+        begun = self._skip_until if self.rehearsing is None else self.rehearsing.begun
+        if rank() != 0 or self.step < begun:
+            return  # it is there already
+        new = {(self.step, *row[:2]) for row in rows}
+        self._evaluated = [row for row in self._evaluated if row[:3] not in new]
+        self._evaluated += [(self.step, *row) for row in rows]
 
     def save_as_if(self, spec: str, path: str | Path, bound: str = "point") -> None:
         """Write a rehearsal's weights under the model's names, as one safetensors file.
@@ -211,9 +240,10 @@ class Showing:
         """
         if len(self.models) > 1:
             raise UsageError("save_as_if is for one model; this audit was given several.")
+        models = self.models or self._around
         with self.as_if(spec, bound):
-            if self.models:
-                found = unwrapped(self.models[0]).state_dict()
+            if len(models) == 1:
+                found = unwrapped(models[0]).state_dict()
             else:
                 found = {w.name: (w.tensor if w.shown is None else w.shown) for w in self.watched.values()}
             made = {_clean(name): _whole(x) for name, x in found.items() if isinstance(x, torch.Tensor)}

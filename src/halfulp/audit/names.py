@@ -73,6 +73,16 @@ def modules_in_frames(depth: int = 100) -> list[tuple[str, torch.nn.Module]]:
     return list(seen.values())
 
 
+def models_around(params: Iterable[torch.Tensor | None]) -> list[torch.nn.Module]:
+    """The smallest module among the calling frames that holds all of these parameters, if there is one."""
+    wanted = {p for p in params if p is not None}
+    sizes = [(m, set(m.parameters())) for m in dict.fromkeys(m for _, m in modules_in_frames())]
+    holding = [(m, len(held)) for m, held in sizes if wanted and wanted <= held]
+    if not holding:
+        return []
+    return [unwrapped(min(holding, key=lambda found: found[1])[0])]
+
+
 def _modules(name: str, value: Any) -> list[tuple[str, torch.nn.Module]]:
     """The modules that a stranger's variable is or holds; none where looking fails, as at a dead proxy."""
     try:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from halfulp.audit.rehearsed_outcome import rehearsed_outcomes
 from halfulp.errors import UsageError
 from halfulp.measures.crossings import timing_pair
 from halfulp.measures.forecasts import Comparison, compare
@@ -47,7 +48,7 @@ def compare_grid(
 def compare_traces(
     reference: Trace, measured: Trace, grid: str | None = None, scope: str = "all", warmup: int = 0
 ) -> list[str]:
-    """The comparison in words, for every grid that both traces have."""
+    """The comparison in words, for every grid that both traces have, and every rehearsal of the run."""
     shared = [g for g in reference.grids if g in measured.grids and grid in (None, g)]
     if not shared:
         raise UsageError(
@@ -72,6 +73,8 @@ def compare_traces(
             f"  majority: forecast {_when(pair.forecast.first)}, measured {_when(pair.measured.first)}"
             + (f", ratio {pair.ratio:.3f}" if pair.eligible else " (no timing ratio: not both after step 1)"),
         ]
+    for found in rehearsed_outcomes(reference, measured, grid, scope, warmup):
+        out += found.lines
     return out
 
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import polars as pl
 import torch
 
 from halfulp import kernels
@@ -27,7 +28,7 @@ from halfulp.audit import manifest
 from halfulp.audit.attribution import Attributed, Attributing
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.hooks import StepHooks
-from halfulp.audit.names import Naming, name_parameters
+from halfulp.audit.names import Naming, models_around, name_parameters
 from halfulp.audit.ranks import many, rank, reduced, taking_part, world
 from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
@@ -39,6 +40,8 @@ from halfulp.grids import Grid
 from halfulp.grids import grid as named
 from halfulp.measures.groups import Rules, group_of
 from halfulp.trace import MOST_ROWS, Memory, Trace, TraceWriter, free_folder
+from halfulp.trace.reading import SCHEMAS
+from halfulp.trace.schema import LOSSES, REHEARSED
 from halfulp.trace.scores import Scores
 from halfulp.writeback.optimizer import WriteBack, decoupled
 from halfulp.writeback.sharding import is_sharded
@@ -67,6 +70,9 @@ class Audit(Attributing):
     step, which is ``latest`` as well. ``rehearse``: grids with policies (``"e4m3@128"``, ``"e4m3@128:sr"``),
     or a :class:`~halfulp.Rehearse`, whose runs are rehearsed on the proposals of this one, at every step also
     where ``every`` records fewer; :meth:`as_if`, :meth:`evaluate` and :meth:`save_as_if` show them.
+    ``states`` follows the optimizer's moments as well (``"find"``: and modules among the variables of the
+    frames that call ``step()`` that look like copies of what it holds), and ``also`` copies by name
+    (``{"ema": ema_model}``; a module, tensors by name, or a list of them): :mod:`~halfulp.audit.roles`.
 
     The event is exact for the change that the optimizer made, after minus before in the parameter's own
     dtype. Where that is bfloat16, the optimizer's own rounding is part of the change.
@@ -100,6 +106,8 @@ class Audit(Attributing):
         groups: Rules | None = None,
         params: Callable[[str, torch.Tensor], bool] | None = None,
         rehearse: Rehearse | Spec | Iterable[Spec] | None = None,
+        states: bool | Literal["find"] = False,
+        also: Mapping[str, Any] | None = None,
         unfit: Literal["raise", "drop"] = "raise",
         exists: Literal["number", "raise"] = "number",
         seed: int = 0,
@@ -146,6 +154,7 @@ class Audit(Attributing):
         self.step = first_step - 1
         self.watched: dict[torch.Tensor, Watched] = {}
         self._left_out: set[torch.Tensor] = set()
+        self._around, self._evaluated = [], []
         self._batches: list[Batch] = []
         self._newest: list[Row] = []
         self._newest_loss = math.nan
@@ -162,6 +171,13 @@ class Audit(Attributing):
         self._opened, self._writing = 0.0, 0.0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
+        self._untrained = False
+        """Whether tensors without gradients are followed as well: those of roles are."""
+        self.roles: Any = None
+        if states or also:
+            from halfulp.audit.roles import Roles  # which is made of audits
+
+            self.roles = Roles(self, also or {}, bool(states), find=states == "find")
         self.attributed = Attributed()
         self.trouble: str | None = None
         """Why the trace ends before the run, if it could not be written; the run itself goes on."""
@@ -232,6 +248,11 @@ class Audit(Attributing):
         with self._hooks.uninterrupted():
             self._hooks.detach()
             self._finish()
+            if self.roles is not None:
+                still = self.roles.stop()
+                if still and self._writer is not None and self._rows:
+                    self._writer.manifest["run"]["unchanged"] = still
+                    self._written(self._writer.write_manifest)
             self.commit()
             if self._writer is not None:
                 self._writer.close()
@@ -268,6 +289,10 @@ class Audit(Attributing):
         if not self._stepped:
             self._commit_if_due()
         coming = self.step if self._stepped else self.step + 1
+        if self.roles is not None and self.roles.find and rank() == 0:
+            self.roles.look_for(optimizer)
+        if self.roles is not None and not self._stepped and rank() == 0:
+            self.roles.step_begins(coming, self._due(coming))
         if self._due(coming) or self._rehearses(coming):
             self._watch(optimizer)
             here = self._of(optimizer)
@@ -278,6 +303,8 @@ class Audit(Attributing):
                 w.asked, w.given = grad is not None, None if w.scores is None else grad
                 if w.batch is None:
                     w.set_aside()
+            if self.roles is not None and rank() == 0 and self._due(coming):
+                self.roles.before(optimizer, coming)
         self.seconds += time.perf_counter() - start
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -288,6 +315,8 @@ class Audit(Attributing):
         if self._due(self.step) or self._rehearses(self.step):
             with torch.no_grad():
                 self._record(optimizer)
+                if self.roles is not None and rank() == 0 and self._due(self.step):
+                    self.roles.after(optimizer)
         self._told.clear()
         if self.optimizers is not None and len(self._stepped) == len(self.optimizers):
             self._finish()
@@ -336,7 +365,9 @@ class Audit(Attributing):
             p
             for g in optimizer.param_groups
             for p in g["params"]
-            if p not in self.watched and p not in self._left_out and (p.requires_grad or p.grad is not None)
+            if p not in self.watched
+            and p not in self._left_out
+            and (p.requires_grad or p.grad is not None or self._untrained)
         ]
         if not new:
             return
@@ -344,6 +375,9 @@ class Audit(Attributing):
             self._seen.append(optimizer)
         known = {p: w.name for p, w in self.watched.items()}
         found = name_parameters(optimizer, self.models, search=not self.models, known=known)
+        if not self.models and self.rehearsing is not None:
+            held = [p if found[p].held is None else found[p].held for p in new]
+            self._around += [m for m in models_around(held) if m not in self._around]
         chosen = [  # an empty tensor has nothing to lose
             p
             for p in new
@@ -523,10 +557,13 @@ class Audit(Attributing):
         rows, kept = self._rows, self._kept
         losses = {row.step: self._loss(row.step) for row in rows}
         self._rows, self._losses, self._kept = [], {}, {}
-        extra = {} if self.rehearsing is None else self.rehearsing.tables()
-        evaluated = extra["losses"]["step"].to_list() if extra else []
+        extra = {} if self.rehearsing is None else {REHEARSED: self.rehearsing.table()}
+        evaluated = [row[0] for row in self._evaluated]
         if not any((rows, *evaluated)) or self._writer is None or self.trouble is not None:
-            return
+            return  # an evaluation before the first step waits for it
+        if evaluated:
+            extra[LOSSES] = pl.DataFrame(self._evaluated, schema=SCHEMAS[LOSSES], orient="row")
+            self._evaluated = []
         state: dict[str, torch.Tensor] = {} if self.rehearsing is None else self.rehearsing.state()
         state.update(self.attributed.state())
         for w in self.watched.values():
@@ -564,6 +601,8 @@ class Audit(Attributing):
             "rehearse": None if self.rehearsing is None else self.rehearsing.asked.told(),
             "seed": self.seed if abs(self.seed) <= LARGEST else str(self.seed),
         }
+        if self.roles is not None:
+            options["roles"] = self.roles.told()
         return manifest.begun(self.grids, self.every, options, self.describe)
 
 

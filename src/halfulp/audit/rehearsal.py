@@ -262,8 +262,6 @@ class Rehearsals:
         self.step, self.begun = 0, 0
         """The last step that was replayed, and the last of those that a resumed trace had."""
         self.tensors: dict[Watched, Rehearsed] = {}
-        self.losses: list[tuple[int, int, int, float]] = []
-        """Evaluations that are not written yet: step, rehearsal, bound, loss; -1 for the run itself."""
         self.rows: list[Moved] = []
         self.batches: list[Together] = []
 
@@ -372,12 +370,6 @@ class Rehearsals:
         k = min(1.0, float(k))
         return [k if bound == "point" else 0.0 for bound in self.asked.bounds]
 
-    def evaluated(self, step: int, rows: Sequence[tuple[int, int, float]]) -> None:
-        """Record an evaluation: (rehearsal, bound, loss) each; a later one of the same step counts."""
-        new = {(step, *row[:2]) for row in rows}
-        self.losses = [row for row in self.losses if row[:3] not in new]
-        self.losses += [(step, *row) for row in rows]
-
     # ---- weights ----
 
     def index(self, spec: str) -> int:
@@ -421,14 +413,10 @@ class Rehearsals:
             made.update({name: t.contiguous() for name, t in r.state().items()})
         return made
 
-    def tables(self) -> dict[str, pl.DataFrame]:
-        """What was recorded since the last part: the tables ``rehearsals`` and ``losses``."""
-        rows, losses = self.rows, self.losses
-        self.rows, self.losses = [], []
-        return {
-            "rehearsals": _moved_table(rows, len(self.asked.each), self.asked.bounds),
-            "losses": _losses(losses),
-        }
+    def table(self) -> pl.DataFrame:
+        """What was recorded since the last part: the table ``rehearsals``."""
+        rows, self.rows = self.rows, []
+        return _moved_table(rows, len(self.asked.each), self.asked.bounds)
 
 
 def projected(grid: Grid, w: torch.Tensor) -> torch.Tensor:
@@ -453,11 +441,6 @@ def _moved_table(rows: Sequence[Moved], specs: int, bounds: Sequence[str]) -> pl
             **{name: np.ascontiguousarray(flat[:, i]) for i, name in enumerate(COUNTS)},
         }
     )
-
-
-def _losses(rows: Sequence[tuple[int, int, int, float]]) -> pl.DataFrame:
-    kinds = {"step": pl.Int64, "rehearsal": pl.Int16, "bound": pl.Int8, "loss": pl.Float64}
-    return pl.DataFrame(rows, schema=kinds, orient="row")
 
 
 def _rate(group: Mapping[str, Any]) -> float:

@@ -2,14 +2,19 @@
 
 It runs as ``__main__`` with its own arguments, as ``python script.py`` or ``python -m module`` would run it.
 torch's global optimizer hooks see every step; the loss is what ``backward`` was called on, before a
-``GradScaler`` scaled it. Nothing in the script's arithmetic or random states is touched.
+``GradScaler`` scaled it. Nothing in the script's arithmetic or random states is touched. Its own evaluation
+is taken as if, where it is named (:mod:`halfulp.audit.own_evaluation`); :func:`save_rehearsed` writes the
+rehearsed weights beside the trace when it has ended.
 """
 
 from __future__ import annotations
 
 import builtins
+import functools
+import hashlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 import traceback
@@ -21,6 +26,7 @@ from typing import Any
 import torch
 
 from halfulp.audit.endings import Termination
+from halfulp.audit.own_evaluation import DECORATOR, OwnEvaluation
 from halfulp.audit.recorder import Audit
 from halfulp.errors import HalfulpError, UsageError
 
@@ -59,16 +65,17 @@ _ENDED: list[ModuleType] = []
 data-parallel model goes away while its gloo threads still need the interpreter."""
 
 
-def _script(path: Path) -> tuple[CodeType, dict[str, Any]]:
+def _script(path: Path, own: OwnEvaluation | None) -> tuple[CodeType, dict[str, Any]]:
     """The code of a script, and what ``python path`` tells it about itself."""
     sys.argv[0] = str(path)
     path = path.absolute()  # as Python has it in __file__ and in tracebacks
     sys.path[0] = str(path.resolve().parent)
-    code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    return code, {"__file__": str(path)}
+    content = path.read_bytes()
+    plain = functools.partial(compile, mode="exec", dont_inherit=True)
+    return (plain if own is None else own.compiled)(content, str(path)), {"__file__": str(path)}
 
 
-def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
+def _module(name: str, own: OwnEvaluation | None) -> tuple[CodeType, dict[str, Any]]:
     """The code of a module, or of a package's ``__main__``, and what ``python -m name`` tells it."""
     sys.argv[0], sys.path[0] = "-m", os.getcwd()
     try:
@@ -88,37 +95,50 @@ def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
     code = getattr(loader, "get_code", lambda _: None)(name)
     if spec is None or code is None:
         raise UsageError(f"no module named {name} to run: it is looked for as by `python -m`.")
+    if own is not None:
+        source = getattr(loader, "get_source", lambda _: None)(name)
+        if source is None:
+            raise UsageError(f"--evaluate {own.name}: the module {name} has no source to find it in.")
+        code = own.compiled(source, str(spec.origin))
     sys.argv[0] = str(spec.origin)
     told = {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": spec.loader, "__spec__": spec}
     return code, {**told, "__package__": spec.parent}
 
 
-def _run_as_main(script: Path | None, module: str) -> None:
+def _run_as_main(script: Path | None, module: str, own: OwnEvaluation | None) -> None:
     """Run it. It stays ``__main__`` until the process ends: exit handlers and pickles look for it there."""
-    code, told = _module(module) if script is None else _script(script)
+    code, told = _module(module, own) if script is None else _script(script, own)
     main = ModuleType("__main__")
-    main.__dict__.update(told, __builtins__=builtins)
+    main.__dict__.update(told, __builtins__=builtins, **({} if own is None else {DECORATOR: own}))
     _ENDED.append(main)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)  # noqa: S102  # running the user's script is what this is for
 
 
 def run_script(
-    script: Path | None, args: Sequence[str], audit: Audit, farewell: Callable[[], None], module: str = ""
+    script: Path | None,
+    args: Sequence[str],
+    audit: Audit,
+    farewell: Callable[[], None],
+    module: str = "",
+    own: OwnEvaluation | None = None,
 ) -> int:
     """Run a script, or a module, under an audit; its exit code. A crash is shown and keeps the trace.
 
-    A negative code is the signal by which this process should end. SIGTERM ends it here, after ``farewell``.
+    ``own``: the function with which the script evaluates its model. A negative code is the signal by which
+    this process should end. SIGTERM ends it here, after ``farewell``.
     """
     if script is not None and not script.is_file():
         raise UsageError(f"no script at {script}.")
     argv, path = sys.argv, list(sys.path)
     sys.argv = ["", *args]
     code, left = 0, False
+    if own is not None:
+        own.audit = audit
     try:
         with Termination(audit, farewell), audit, Losses(audit):
             try:
-                _run_as_main(script, module)
+                _run_as_main(script, module, own)
             except SystemExit as stop:
                 left = True
                 code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
@@ -139,7 +159,43 @@ def run_script(
         empty = audit.discard_if_empty()
     if code == 0:
         _say_if_nothing(module or str(script), audit, empty, left)
+        if own is not None and not own.calls and not left:
+            print(
+                f"halfulp: {module or script} never called {own.name}() after a step, so no loss was "
+                "recorded.",
+                file=sys.stderr,
+            )
     return code
+
+
+def save_rehearsed(audit: Audit) -> Path | None:
+    """Write what every rehearsal ended with, under the model's names, beside the trace: the folder.
+
+    One file a rehearsal and bound, ``as_if/e4m3@128.point.safetensors``. What cannot be written is said.
+    """
+    if audit.out is None or not audit.writes or not audit.rehearsed:
+        return None
+    folder = audit.out / "as_if"
+    try:
+        for spec in audit.rehearsals:
+            for bound in audit.bounds:
+                audit.save_as_if(spec, folder / f"{file_name(spec)}.{bound}.safetensors", bound)
+    except (HalfulpError, OSError) as error:
+        print(f"halfulp: the rehearsed weights could not be written: {error}", file=sys.stderr)
+        return None
+    return folder
+
+
+def file_name(spec: str) -> str:
+    """A rehearsal's name as a part of a file's: different for different ones.
+
+    >>> file_name("e4m3@128:sr"), file_name("int8/row")
+    ('e4m3@128-sr', 'int8-row-0a20179a')
+    """
+    safe = re.sub(r"[^A-Za-z0-9@._-]", "-", spec.replace(":", "-", 1))
+    if safe == spec.replace(":", "-", 1):
+        return safe
+    return f"{safe[:80]}-{hashlib.sha256(spec.encode()).hexdigest()[:8]}"
 
 
 def _show_error() -> None:

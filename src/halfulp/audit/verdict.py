@@ -2,7 +2,8 @@
 
 Nothing is said that the evidence does not carry. A realized event (the grid that the weights are stored on)
 is exact. Any other grid is a projection of this run: it assumes that a low-precision run would follow the
-same path, which it does not exactly, and it says nothing about the loss. A proposal of zero has nothing to
+same path, which it does not exactly, and it says nothing about the loss; a rehearsal does
+(:mod:`halfulp.audit.costs`). A proposal of zero has nothing to
 lose, so shares of *lost updates* are of those that were not zero; the event itself, and every table, counts
 it as frozen. One that is not finite has no meaning at all: it comes first in the verdict, and no share counts
 it. Under a policy that keeps what it does not write, an unchanged code is not a loss.
@@ -15,20 +16,19 @@ the change that was left, not for the one that a float32 optimizer would have ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-import torch
 
-from halfulp.grids import CONTAINERS
+from halfulp.audit import costs
+from halfulp.audit.calibration import Calibration
+from halfulp.audit.stored_on import on_grid, policies
 from halfulp.grids import grid as named
 from halfulp.measures.crossings import Crossing, crossing
 from halfulp.measures.groups import CORE
 from halfulp.text import count, plain, shown
 from halfulp.trace import Array, Recorded, Scope
-
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in CONTAINERS}
 
 IDLE = 0.005
 """From this share on, proposals of zero are mentioned."""
@@ -88,13 +88,16 @@ class Verdict:
     __repr__ = __str__
 
 
-def verdict(trace: Recorded, trouble: str | None = None) -> Verdict:
+def verdict(
+    trace: Recorded, trouble: str | None = None, *, calibration: Calibration | None = None
+) -> Verdict:
     """The answer in words, as the command line prints it: ``print(hu.verdict(trace))``.
 
-    ``trouble``: what a disk that was full could not note in the trace (``audit.trouble``).
+    ``trouble``: what a disk that was full could not note in the trace (``audit.trouble``). ``calibration``:
+    an earlier pair of runs, for the losses of rehearsals.
     """
     found = tuple(findings(trace)) if trace.recorded and trace.tensors else ()
-    return Verdict(tuple(lines(trace, trouble)), found)
+    return Verdict(tuple(lines(trace, trouble, calibration)), found)
 
 
 def findings(trace: Recorded, scope: Scope = "all") -> list[Finding]:
@@ -165,18 +168,6 @@ def _stored(trace: Recorded, grid: str, scope: Scope) -> float:
     """The share of a scope's weights that are stored on a grid."""
     ids = trace.ids(scope)
     return trace.numel(sorted(set(ids) & set(on_grid(trace, grid)))) / trace.numel(ids)
-
-
-def on_grid(trace: Recorded, grid: str) -> list[int]:
-    """The tensors that are stored on a grid."""
-    return [t["id"] for t in trace.tensors if _same_values(t["stored"], grid, t["dtype"])]
-
-
-def _same_values(stored: str, grid: str, dtype: str) -> bool:
-    """Whether two names (bf16, bfloat16) mean the same values in a container."""
-    names = ("m52" if stored == "float64" else stored, grid)  # no grid is called like the widest container
-    first, second = (replace(named(name).within(DTYPES[dtype]), name="", note="") for name in names)
-    return first == second
 
 
 def _stuck(
@@ -285,12 +276,6 @@ def rounded_words(trace: Recorded) -> str | None:
     )
 
 
-def policies(trace: Recorded) -> list[str]:
-    """The write-back policies of a run, by name; none where the optimizer writes weights itself."""
-    specs = [spec for o in trace.manifest.get("optimizers", ()) for spec in o.get("policies", ())]
-    return list(dict.fromkeys(str(spec).partition("(")[0] for spec in specs))
-
-
 def keeping(trace: Recorded) -> str | None:
     """The write-back policies of a run, if they keep what they do not write; None if updates are lost."""
     names = policies(trace)
@@ -304,7 +289,7 @@ def why_kept(policy: str) -> str:
     return "what is not written is carried to the next step"
 
 
-def lines(trace: Recorded, trouble: str | None = None) -> list[str]:
+def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration | None = None) -> list[str]:
     """The verdict, for a terminal; ``trouble``: what a disk that was full could not note."""
     trouble = trouble or trace.trouble
     missing = [f"INCOMPLETE: {trouble}"] if trouble else []
@@ -326,17 +311,58 @@ def lines(trace: Recorded, trouble: str | None = None) -> list[str]:
     if trace.manifest["options"]["sample"]:
         share = trace.manifest["options"]["sample"]
         out.append(f"A fixed sample of {share:.0%} of the tiles: {_error(trace)}.")
+    out += costs.lines(trace, calibration)
     for grid in trace.grids:
         out += ["", *_grid_lines(trace, grid)]
+    out += role_lines(trace)
     rounded = rounded_words(trace)
     out += [
         "",
         "How sure this is: the event at a weight is exact, for the change that the optimizer made. "
         + (f"{rounded} " if rounded else "")
         + "Grids other than the one the weights are stored on are a projection of this run; a run on the "
-        "grid takes another path. Lost updates are not lost accuracy: what they cost must be measured.",
+        "grid takes another path. Lost updates are not lost accuracy: what they cost must be measured"
+        + (", or rehearsed: " + costs.REHEARSED if trace.rehearsals else ", or rehearsed (--rehearse)."),
     ]
     return [plain(line) for line in out]
+
+
+def role_lines(trace: Recorded) -> list[str]:
+    """What accumulates beside the weights: what of it was lost, or would be, and what keeps it."""
+    out: list[str] = []
+    for role, beside in trace.roles.items():
+        if not beside.recorded:
+            continue
+        grid = beside.grids[0]
+        home = on_grid(beside, grid)
+        scope: Scope = home or "all"
+        found = _finding(beside, grid, scope)
+        dtypes = " and ".join(sorted({shown(t["dtype"], 20) for t in beside.tensors}))
+        head = f"{shown(role)} ({count(len(beside.tensors), 'tensor')}, {dtypes})"
+        if found.severity == NOT_FINITE:
+            out += ["", f"{head}: nothing can be said, because {NOT_FINITE}."]
+            continue
+        if home:
+            out += ["", f"{head}: {found.lost:.1%} of its updates in {grid} lost."]
+        else:
+            out += ["", f"{head}: {found.lost:.1%} of its updates would be lost in {grid}."]
+        if found.never_moved is not None:
+            moved = f"  never moved: {found.never_moved:.1%} of its values"
+            out.append(moved if home else f"{moved}, if it were stored so")
+        out += [
+            f"    {shown(name)}: {lost:.1%} lost" + ("" if np.isnan(still) else f", {still:.0%} never moved")
+            for name, _, lost, still in found.stuck[:3]
+        ]
+        if home and found.severity != "fine":
+            out.append(f"  would keep them: {shown(role)} in float32, which takes 2 more bytes a value")
+    for role in trace.manifest["run"].get("unchanged", ()):
+        out += [
+            "",
+            f"{shown(str(role))}: not one of its values changed in {count(len(trace.steps), 'step')}. Either "
+            "it was never updated, or all of it is stuck, as an average with decay 0.9999 is in bfloat16: "
+            "keep it in float32.",
+        ]
+    return out
 
 
 def _grid_lines(trace: Recorded, grid: str) -> list[str]:

@@ -7,8 +7,11 @@ step, callbacks see the next one already. ``Trainer(optimizers=(hu.WriteBack(...
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,7 +30,9 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     The trace goes to ``out``, by default ``halfulp`` in the trainer's output folder (``halfulp-2`` if that
     is taken). A run that resumes from a checkpoint goes on with its trace. The loss is the one that the
     trainer logs: set ``logging_steps=1`` for one a step; otherwise it is the mean since the last log. The
-    first process prints the verdict when training ends.
+    first process prints the verdict when training ends. With ``rehearse=``, every evaluation of the trainer
+    is made as if for every rehearsal as well, and logged beside the real one as ``eval_loss_as_if/SPEC``,
+    with ``/lower`` and ``/upper`` for its bounds.
     """
 
     def __init__(
@@ -55,6 +60,19 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         if audit is not None and logs and "loss" in logs:
             audit.log(float(logs["loss"]), step=audit.step)
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        """Evaluate as if for every rehearsal, by the trainer's own loop, and log it beside the real loss."""
+        found = _evaluation()
+        if self.running.audit is None or found is None:
+            return
+        trainer, loader, options = found
+        loss = f"{options['metric_key_prefix']}_loss"
+        if loss not in (metrics or {}):
+            return
+        made = self.running.evaluated(loss, metrics[loss], lambda: _again(trainer, loader, options)[loss])
+        if made:
+            trainer.log(made)
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """What a checkpoint holds, the trace holds too."""
         if self.running.audit is not None:
@@ -62,6 +80,31 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.running.stop()
+
+
+def _evaluation() -> tuple[Any, Any, dict[str, Any]] | None:
+    """The trainer whose ``evaluate`` called this callback, its data, and what it was called with."""
+    kind = require("transformers").Trainer
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        there = frame.f_locals
+        if isinstance(there.get("self"), kind) and {"eval_dataloader", "metric_key_prefix"} <= there.keys():
+            options = {key: there.get(key) for key in ("ignore_keys", "metric_key_prefix")}
+            return there["self"], there["eval_dataloader"], options
+        frame = frame.f_back
+    return None
+
+
+def _again(trainer: Any, loader: Any, options: dict[str, Any]) -> dict[str, float]:
+    """The trainer's evaluation once more, for its loss alone, and without anybody else hearing of it."""
+    handler = trainer.callback_handler
+    trainer.callback_handler = copy.copy(handler)
+    trainer.callback_handler.callbacks = []
+    try:
+        made = trainer.evaluation_loop(loader, description="as if", prediction_loss_only=True, **options)
+        return dict(made.metrics)
+    finally:
+        trainer.callback_handler = handler
 
 
 def _real(optimizer: Any) -> torch.optim.Optimizer:

@@ -6,11 +6,13 @@ Works with ``lightning`` and with ``pytorch_lightning``, with automatic and manu
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.integrations.optional import AuditedRun, base_class, require
 
@@ -22,7 +24,10 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
 
     The trace goes to ``out``, by default ``halfulp`` in the trainer's root folder (``halfulp-2`` if that is
     taken). A run that resumes from a checkpoint goes on with its trace. The loss is that of the training
-    step, averaged over accumulated batches. The first process prints the verdict when training ends.
+    step, averaged over accumulated batches. The first process prints the verdict when training ends. With
+    ``rehearse=``, every validation is made as if for every rehearsal as well, and what the module logs as
+    ``monitor`` goes to the loggers as ``MONITOR_as_if/SPEC``, with ``/lower`` and ``/upper`` for its bounds;
+    in one process only.
     """
 
     def __init__(
@@ -31,11 +36,13 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         out: str | Path | None = None,
         *,
         verdict: bool = True,
+        monitor: str = "val_loss",
         **options: Any,
     ) -> None:
         require("lightning.pytorch", "pytorch_lightning")
         super().__init__()
         self.running = AuditedRun(grids, out, verdict, options)
+        self.monitor = monitor
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizers; Lightning counts the steps of all of them together."""
@@ -49,6 +56,16 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self.running.audit.log(loss.detach() * parts)
 
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Validate as if for every rehearsal, and log it beside what the module logged."""
+        audit, real = self.running.audit, trainer.callback_metrics.get(self.monitor)
+        if audit is None or real is None or trainer.sanity_checking or trainer.world_size > 1:
+            return
+        again = Validation(trainer, pl_module, self.monitor)
+        made = self.running.evaluated(self.monitor, float(real), again, verify=True)
+        for logger in trainer.loggers if made else ():
+            logger.log_metrics(made, step=trainer.global_step)
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """What a checkpoint holds, the trace holds too."""
         if self.running.audit is not None:
@@ -59,3 +76,63 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.running.stop()
+
+
+class Validation:
+    """A module's validation once more, in the middle of its trainer's: its steps, and what they log.
+
+    The trainer's own loop is not entered again, for it would call every callback and logger a second time.
+    """
+
+    def __init__(self, trainer: Any, module: Any, monitor: str) -> None:
+        self.trainer, self.module, self.monitor = trainer, module, monitor
+        self.logged: list[tuple[float, float]] = []
+        """Values and the sizes of their batches."""
+        self.size = 1.0
+
+    def __call__(self) -> float:
+        """Validate, and average what is logged as the trainer does, by the sizes of batches."""
+        self.logged, module = [], self.module
+        module.__dict__.update(log=self._log, log_dict=self._log_dict)
+        try:
+            module.on_validation_epoch_start()
+            for at, loader in enumerate(_loaders(self.trainer.val_dataloaders)):
+                for i, batch in enumerate(islice(loader, self.trainer.num_val_batches[at])):
+                    self._step(batch, i, at)
+            self.size = 1.0
+            module.on_validation_epoch_end()
+        finally:
+            for name in ("log", "log_dict"):
+                module.__dict__.pop(name)
+        if not self.logged:
+            raise UsageError(f"the module logs {self.monitor!r} elsewhere than in its validation")
+        return sum(x * n for x, n in self.logged) / sum(n for _, n in self.logged)
+
+    def _step(self, batch: Any, i: int, at: int) -> None:
+        strategy = self.trainer.strategy
+        batch = strategy.batch_to_device(strategy.precision_plugin.convert_input(batch), dataloader_idx=at)
+        self.size = float(_size(batch))
+        several = len(_loaders(self.trainer.val_dataloaders)) > 1
+        strategy.validation_step(batch, i, *([at] if several else []))
+
+    def _log(self, name: str, value: Any, *_: Any, batch_size: int | None = None, **__: Any) -> None:
+        if name == self.monitor:
+            self.logged.append((float(value), self.size if batch_size is None else float(batch_size)))
+
+    def _log_dict(self, values: Any, *args: Any, **options: Any) -> None:
+        for name, value in values.items():
+            self._log(name, value, **options)
+
+
+def _loaders(given: Any) -> list[Any]:
+    if isinstance(given, dict):
+        return list(given.values())
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _size(batch: Any) -> int:
+    """The first dimension of the first tensor in a batch, as Lightning takes it."""
+    if isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.dim() else 1
+    inside = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return next((_size(x) for x in inside if isinstance(x, torch.Tensor | dict | list | tuple)), 1)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from halfulp.audit.recorder import Audit
 from halfulp.audit.verdict import verdict
+from halfulp.errors import UsageError
 from halfulp.text import plain
 from halfulp.trace import Trace, free_folder, newest_folder
 
@@ -48,6 +51,11 @@ class AuditedRun:
         self.grids, self.out, self.show_verdict, self.options = grids, out, show_verdict, options
         self.audit: Audit | None = None
         self.folder: Path | None = None
+        self.measure: str | None = None
+        """Whose losses the trace holds: the first that was evaluated."""
+        self.trouble: str | None = None
+        """Why nothing is evaluated as if any more."""
+        self.verified: set[str] = set()
 
     def start(self, optimizers: Any, model: Any, usual: Path, done: int) -> None:
         """Begin at the step after ``done``; a run that goes on goes on with its trace."""
@@ -65,6 +73,42 @@ class AuditedRun:
         audit.start()
         self.audit, self.folder = audit, audit.out  # numbered, if it was taken
 
+    def evaluated(
+        self, name: str, real: float, again: Callable[[], float], *, verify: bool = False
+    ) -> dict[str, float]:
+        """Take an evaluation, and ``again`` as if for every rehearsal: what a logger is to be told.
+
+        Tags are ``NAME_as_if/SPEC`` for the point, with ``/lower`` and ``/upper`` for the bounds. What
+        cannot be evaluated again is said, and left alone from then on. ``verify``: whether ``again`` gives
+        the real loss for the model as it is must be seen the first time.
+        """
+        if self.audit is None:
+            return {}
+        self.measure = self.measure or name
+        known = [real]
+        specs: list[str] | None = [] if self.trouble else None
+        record = name == self.measure
+        try:
+            if verify and name not in self.verified and self.audit.rehearsals and not self.trouble:
+                _check(again(), real)
+                self.verified.add(name)
+            found = self.audit.evaluate(lambda: known.pop() if known else again(), specs=specs, record=record)
+        except Exception as error:
+            self.trouble = f"{type(error).__name__}: {error}"
+            print(
+                f"halfulp: {name} could not be evaluated as if ({plain(self.trouble)}). Training goes on; no "
+                "losses of rehearsals are recorded from here on.",
+                file=sys.stderr,
+            )
+            self.audit.evaluate(lambda: real, specs=[], record=record)
+            return {}
+        ends = {"point": "", "lower": "/lower", "upper": "/upper"}
+        return {
+            f"{name}_as_if/{spec}{ends[bound]}": loss
+            for spec, losses in found.losses.items()
+            for bound, loss in losses.items()
+        }
+
     def stop(self) -> None:
         """Make everything durable and say what was found; nothing if it is not running."""
         audit, self.audit = self.audit, None
@@ -74,3 +118,8 @@ class AuditedRun:
         if self.show_verdict and audit.writes:
             print(verdict(Trace.open(self.folder)), file=sys.stderr)
             print(f"\nThe trace is in {plain(str(self.folder))}.", file=sys.stderr)
+
+
+def _check(own: float, real: float) -> None:
+    if not math.isclose(own, real, rel_tol=1e-4, abs_tol=1e-6):
+        raise UsageError(f"evaluating the same model again gives {own:g}, not {real:g}")

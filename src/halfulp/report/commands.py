@@ -18,9 +18,13 @@ def report(
     code: bool = typer.Option(
         False, help="Run the file that a study of your own carries, for its tables and figures."
     ),
+    calibration: Path | None = typer.Option(
+        None, help="What `halfulp calibrate` wrote: corrects the losses of rehearsals."
+    ),
     browse: bool = typer.Option(False, "--open", help="Open the page in a browser."),
 ) -> None:
     """One self-contained HTML page of traces and studies; several stand side by side."""
+    from halfulp.audit.calibration import Calibration
     from halfulp.report.document import write
     from halfulp.report.page import open_traces, page
     from halfulp.report.study import is_study
@@ -30,7 +34,8 @@ def report(
 
     for path in paths if code else ():
         say_code(path, "without --code none of it is run")
-    where = write(page(paths, code=code), out or default_page(paths[0]))
+    known = None if calibration is None else Calibration.load(calibration)
+    where = write(page(paths, code=code, calibration=known), out or default_page(paths[0]))
     typer.echo(f"The page is {plain(str(where))} ({where.stat().st_size / 1e6:.1f} MB).")
     if csv is not None:
         runs = open_traces([Trace.open(p) for p in paths if not is_study(p)])

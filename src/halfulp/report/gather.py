@@ -26,6 +26,7 @@ import numpy.typing as npt
 import polars as pl
 
 from halfulp.audit import verdict
+from halfulp.audit.stored_on import same_values
 from halfulp.measures.crossings import Crossing, crossing
 from halfulp.measures.groups import CORE
 from halfulp.trace import Trace
@@ -172,7 +173,7 @@ class Gathered:
         for t in (t for t in self.trace.tensors if t["id"] in ids):
             key = (t["stored"], t["dtype"])
             sizes[key] = sizes.get(key, 0.0) + float(t["recorded"])
-        there = (n for (stored, dtype), n in sizes.items() if verdict._same_values(stored, grid, dtype))
+        there = (n for (stored, dtype), n in sizes.items() if same_values(stored, grid, dtype))
         return sum(there) / sum(sizes.values())
 
     def findings(self, scope: str = "all") -> list[verdict.Finding]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from halfulp.audit.calibration import Calibration
 from halfulp.errors import UsageError
-from halfulp.report import outcomes, sections
+from halfulp.report import costs, outcomes, sections
 from halfulp.report.charts import page_data
 from halfulp.report.document import document
 from halfulp.report.markup import Html
@@ -15,17 +16,20 @@ from halfulp.report.study import is_study, open_study, study_sections
 from halfulp.trace import Trace
 
 
-def page(paths: Sequence[Path], *, code: bool = False) -> str:
-    """One page of trace and study folders: studies first. ``code``: a study's own file may be run."""
+def page(paths: Sequence[Path], *, code: bool = False, calibration: Calibration | None = None) -> str:
+    """One page of trace and study folders: studies first. ``code``: a study's own file may be run.
+
+    ``calibration``: an earlier pair of runs, for the losses of rehearsals.
+    """
     studies = [open_study(p, code=code) for p in paths if is_study(p)]
     traces = [Trace.open(p) for p in paths if not is_study(p)]
     names = [view.protocol.study for view in studies]
     parts = [part for view in studies for part in study_sections(view)]
-    data: object = {"runs": [], "outcomes": [], "arms": []}
+    data: object = {"runs": [], "outcomes": [], "arms": [], "costs": []}
     if traces or not studies:
         runs = open_traces(traces)
         names += [run.name for run in runs]
-        below, data = _of_traces(runs)
+        below, data = _of_traces(runs, calibration)
         parts += below
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return document(f"{names[0]}{more}", parts, data)
@@ -43,15 +47,17 @@ def open_traces(traces: Sequence[Trace]) -> list[Run]:
     return open_runs(traces)
 
 
-def _of_traces(runs: Sequence[Run]) -> tuple[list[Html | None], object]:
+def _of_traces(runs: Sequence[Run], calibration: Calibration | None) -> tuple[list[Html | None], object]:
     """References side by side, and the arms that they forecast; and what the charts are drawn from."""
     first, found, policies = shown_first(runs), forecasts(runs), arms(runs)
+    rehearsed = costs.gathered(runs, calibration)
     met: list[Html | None] = [outcomes.forecast_section(first, found), outcomes.policy_section(policies)]
     seen: list[Html | None] = [sections.when_section(first), sections.where_section(first)]
     parts: list[Html | None] = [
         *(sections.verdict_section(run, alone=len(first) == 1) for run in first),
+        *(costs.cost_section(i, c, alone=len(first) == 1) for i, c in enumerate(rehearsed)),
         *(met + seen if found or policies else seen + met),
         sections.sure_section(runs),
         sections.run_section(runs),
     ]
-    return parts, page_data(first, found, policies)
+    return parts, {**page_data(first, found, policies), "costs": [costs.cost_data(c) for c in rehearsed]}

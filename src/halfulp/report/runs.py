@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from halfulp.audit import verdict
+from halfulp.audit import stored_on
 from halfulp.audit.outcome import compare_grid, matched
 from halfulp.errors import UsageError
 from halfulp.grids import grid as named
@@ -62,7 +62,7 @@ class Run:
         """How proposals become stored values; nearest where the optimizer writes to a narrow dtype itself."""
         if self.grid is None:
             return None
-        return " and ".join(verdict.policies(self.trace)) or NEAREST
+        return " and ".join(stored_on.policies(self.trace)) or NEAREST
 
     @property
     def policy_words(self) -> str:

@@ -6,12 +6,13 @@ happened; a policy that carries what it does not write *keeps codes* and loses n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from halfulp.audit import verdict
 from halfulp.audit.verdict import Finding
 from halfulp.measures.crossings import Crossing
-from halfulp.report.runs import Arms, Outcome, Run
+from halfulp.report.runs import POLICY_WORDS, Arms, Outcome, Run
 from halfulp.text import shown
 
 SEVERITIES = {
@@ -51,6 +52,15 @@ def points(difference: float, *, signed: bool = False) -> str:
     return f"{100 * difference:{'+' if signed else ''}.1f} points"
 
 
+def gap(nats: float) -> str:
+    """A difference of losses.
+
+    >>> gap(0.3331), gap(-0.0004), gap(float("inf"))
+    ('+0.333', '-0.000', 'not finite')
+    """
+    return f"{nats:+.3f}" if math.isfinite(nats) else "not finite"
+
+
 def scope_words(scope: str) -> str:
     """Whose updates."""
     known = {
@@ -59,6 +69,17 @@ def scope_words(scope: str) -> str:
         "core": "the attention and MLP weights",
     }
     return known.get(scope, f"the {shown(scope, 40)} weights")
+
+
+def spec_words(spec: str) -> str:
+    """A rehearsal, for people who do not know the names of policies.
+
+    >>> spec_words("e4m3@128"), spec_words("bf16:sr")
+    ('e4m3@128, nearest', 'bf16, stochastic')
+    """
+    grid, _, how = spec.partition(":")
+    name = how.partition("(")[0] or "rne"
+    return f"{grid}, {POLICY_WORDS.get(name, name)}"
 
 
 def listed(names: Sequence[str]) -> str:

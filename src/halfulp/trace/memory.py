@@ -27,8 +27,9 @@ import polars as pl
 import torch
 
 from halfulp.errors import UsageError
+from halfulp.trace.reading import SCHEMAS
 from halfulp.trace.recorded import Recorded
-from halfulp.trace.schema import REHEARSED, TABLES, tables_of
+from halfulp.trace.schema import LOSSES, tables_of
 from halfulp.trace.writing import check_same
 
 _MANIFEST, _TABLE, _STATE = "manifest", "table.", "state."
@@ -42,6 +43,8 @@ class Memory:
     parts: list[dict[str, pl.DataFrame]] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     last_step: int = 0
+    roles: dict[str, Memory] = field(default_factory=dict)
+    """Of what accumulates beside the weights; :meth:`save` leaves them out."""
 
     def begin(self, manifest: dict[str, Any]) -> Memory:
         """Take up recording, under the settings that it was begun with."""
@@ -88,7 +91,8 @@ class Memory:
     @property
     def trace(self) -> MemoryTrace:
         """What was recorded, to be read."""
-        return MemoryTrace(self.manifest, tuple(self.parts), self.state)
+        roles = {name: memory.trace for name, memory in self.roles.items() if memory.parts}
+        return MemoryTrace(self.manifest, tuple(self.parts), self.state, roles)
 
     # ---- saving ----
 
@@ -96,9 +100,9 @@ class Memory:
         """Everything, as tensors: the tables as the bytes of Parquet files."""
         made = {_MANIFEST: _bytes(json.dumps({**self.manifest, "last_step": self.last_step}).encode())}
         if self.parts:
-            for name in self.parts[0]:
+            for name in dict.fromkeys(name for part in self.parts for name in part):
                 buffer = io.BytesIO()
-                pl.concat([part[name] for part in self.parts]).write_parquet(buffer)
+                pl.concat([part[name] for part in self.parts if name in part]).write_parquet(buffer)
                 made[_TABLE + name] = _bytes(buffer.getvalue())
         return {**made, **{_STATE + name: value for name, value in self.state.items()}}
 
@@ -107,7 +111,7 @@ class Memory:
         """What :meth:`save` gave."""
         manifest = json.loads(bytes(tensors[_MANIFEST].numpy()))
         last = manifest.pop("last_step")
-        tables = {n: tensors[_TABLE + n] for n in (*TABLES, *REHEARSED) if _TABLE + n in tensors}
+        tables = {n: tensors[_TABLE + n] for n in SCHEMAS if _TABLE + n in tensors}
         part = {name: pl.read_parquet(io.BytesIO(bytes(t.numpy()))) for name, t in tables.items()}
         state = {n.removeprefix(_STATE): t.clone() for n, t in tensors.items() if n.startswith(_STATE)}
         return cls(manifest, [part] if part else [], state, last)
@@ -120,6 +124,11 @@ class MemoryTrace(Recorded):
     manifest: dict[str, Any]
     parts: tuple[dict[str, pl.DataFrame], ...]
     followed: dict[str, torch.Tensor]
+    beside: dict[str, MemoryTrace] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> dict[str, MemoryTrace]:
+        return self.beside
 
     @property
     def where(self) -> str:
@@ -130,12 +139,13 @@ class MemoryTrace(Recorded):
         return bool(self.parts)
 
     def scan(self, table: str = "grids") -> pl.LazyFrame:
-        known = tables_of(self.manifest)
+        known = (*tables_of(self.manifest), LOSSES)
         if table not in known or not self.parts:
             raise UsageError(
                 f"{self.where} has {', '.join(known) if self.parts else 'no step'}, not {table!r}."
             )
-        return pl.concat([part[table] for part in self.parts]).lazy()
+        empty = pl.DataFrame(schema=SCHEMAS[table])
+        return pl.concat([empty, *(part[table] for part in self.parts if table in part)]).lazy()
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.followed

@@ -16,6 +16,7 @@ from halfulp.trace.recorded import SERIES, Recorded
 from halfulp.trace.schema import (
     DIGESTS,
     KEPT,
+    LOSSES,
     MOST_ROWS,
     STATE,
     TROUBLE_KIND,
@@ -45,6 +46,8 @@ SCHEMAS: dict[str, dict[str, pl.DataType | type[pl.DataType]]] = {
     },
     "losses": {"step": pl.Int64, "rehearsal": pl.Int16, "bound": pl.Int8, "loss": pl.Float64},
 }  # fmt: skip
+ROLES = "roles"
+"""The folder of a trace that holds those of what accumulates beside the weights."""
 RACES = 1000
 """How often a reader looks again for a state that a writer has just replaced."""
 
@@ -61,6 +64,12 @@ class Trace(Recorded):
     _checked: set[Path] = field(default_factory=set, repr=False, compare=False)
     """Files whose digest was found right."""
     _counted: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def roles(self) -> dict[str, Trace]:
+        folder = self.path / ROLES
+        found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        return {p.name: Trace.open(p) for p in found if (p / "manifest.json").exists()}
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> Trace:
@@ -141,26 +150,31 @@ class Trace(Recorded):
     # ---- tables ----
 
     def scan(self, table: str = "grids") -> pl.LazyFrame:
-        """A raw table, lazily: ``grids``, ``tensors``, ``run``; of rehearsals ``rehearsals``, ``losses``."""
-        known = tables_of(self.manifest)
+        """A raw table, lazily: ``grids``, ``tensors``, ``run``, ``losses``; with rehearsals theirs."""
+        known = (*tables_of(self.manifest), LOSSES)
         if table not in known:
             raise UsageError(f"{self.path} has tables {', '.join(known)}, not {table!r}.")
         if not self.parts:
             raise UsageError(f"{self.path} holds no complete part yet: no step was committed.")
-        return pl.scan_parquet(self.table_files(table))
+        found = self.table_files(table)
+        return pl.scan_parquet(found) if found else pl.LazyFrame(schema=SCHEMAS[table])
 
     def table_files(self, table: str) -> list[Path]:
-        """The Parquet files of a table, one a part, checked: digests first, then columns and rows."""
+        """The Parquet files of a table, checked: digests first, then columns and rows.
+
+        One a part; of losses, one a part in which something was evaluated.
+        """
         name = f"{table}.parquet"
-        found = [part.folder / name for part in self.documents]
-        if table not in self._counted:
-            for part in self.documents:
+        parts = [part for part in self.documents if table != LOSSES or name in part.files]
+        found = [part.folder / name for part in parts]
+        if table not in self._counted and found:
+            for part in parts:
                 self._check(part, name)
-            self._count(table, found)
+            self._count(table, found, [part.files[name].rows for part in parts])
             self._counted.add(table)
         return found
 
-    def _count(self, table: str, found: list[Path]) -> None:
+    def _count(self, table: str, found: list[Path], stated: list[int | None]) -> None:
         """Hold a table's columns and rows, which its files state at their ends, against what is expected."""
         try:
             frame = pl.scan_parquet(found)
@@ -170,7 +184,6 @@ class Trace(Recorded):
             raise CorruptionError(f"{self.path}: the table {table} cannot be read: {error}.") from None
         if columns != SCHEMAS[table]:
             raise CorruptionError(f"{self.path}: the table {table} has columns {list(columns)}.")
-        stated = [part.files[f"{table}.parquet"].rows for part in self.documents]
         if None not in stated and rows != sum(n or 0 for n in stated):
             raise CorruptionError(f"{self.path}: {table} has {rows:,} rows; its parts state another number.")
         if rows > MOST_ROWS * len(found):

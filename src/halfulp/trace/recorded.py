@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from halfulp.grids import grid as named
 from halfulp.measures.crossings import Crossing, crossing
 from halfulp.measures.forecasts import scalar_rho_map
 from halfulp.measures.groups import CORE
-from halfulp.trace.forecast import Forecast
+from halfulp.trace.forecast import REAL, Forecast
 from halfulp.trace.scores import Scores
 
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
@@ -42,13 +42,18 @@ class Recorded(ABC):
         """Whether there is any step."""
 
     @property
+    def roles(self) -> Mapping[str, Recorded]:
+        """The traces of what accumulates beside the weights: copies such as an EMA, moments."""
+        return {}
+
+    @property
     def trouble(self) -> str | None:
         """Why the recording stopped before the run did, if it did."""
         return None
 
     @abstractmethod
     def scan(self, table: str = "grids") -> pl.LazyFrame:
-        """A raw table, lazily: ``grids``, ``tensors``, ``run``; of rehearsals ``rehearsals``, ``losses``."""
+        """A raw table, lazily: ``grids``, ``tensors``, ``run``, ``losses``; with rehearsals theirs."""
 
     @abstractmethod
     def state(self) -> dict[str, torch.Tensor]:
@@ -221,6 +226,12 @@ class Recorded(ABC):
         return crossing(self.frozen(grid, scope), steps=self.steps_of(scope))
 
     # ---- rehearsals ----
+
+    def real_losses(self) -> pl.DataFrame:
+        """What the run's own weights gave wherever it was evaluated: ``step``, ``loss``."""
+        rows = self.scan("losses").filter(pl.col("rehearsal") == REAL)
+        last = rows.unique("step", keep="last", maintain_order=True)
+        return last.sort("step").select("step", "loss").collect()
 
     @property
     def rehearsals(self) -> list[str]:

@@ -4,8 +4,9 @@ Format 2 binds a trace together: the manifest has a digest and a random id; a pa
 its own number, the digest of the document before it, the grids and tensors it was recorded with, and bytes
 and SHA-256 of each of its files. So a manifest that was edited or replaced, and a part that was edited,
 copied, moved or left out, do not fit. Format 1 has a digest for each file of a part and nothing else.
-Format 3 is format 2 with the tables of rehearsals, where there are any; a trace of format 2 becomes one of
-format 3 when a recording goes on with it, and its older parts stay what they are.
+Format 3 is format 2 with a table of rehearsals, where there are any, and one of losses in the parts in which
+something was evaluated; a trace of format 2 becomes one of format 3 when a recording goes on with it, and its
+older parts stay what they are.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from halfulp.grids import grid as named
 KIND, PART_KIND, TROUBLE_KIND = "halfulp.trace", "halfulp.part", "halfulp.trouble"
 FORMAT, READ = 3, (1, 2, 3)
 TABLES = ("grids", "tensors", "run")
-REHEARSED = ("rehearsals", "losses")
-"""The tables that a trace with rehearsals has beside the others."""
+REHEARSED = "rehearsals"
+"""The table that a trace with rehearsals has beside the others."""
+LOSSES = "losses"
+"""The table that parts have in which something was evaluated."""
 BOUNDS = ("lower", "point", "upper")
 """Of a rehearsal, in the order of their numbers in tables."""
 KEPT, STATE, DOCUMENT, DIGESTS = "kept.safetensors", "state.safetensors", "part.json", "digests.json"
@@ -149,8 +152,8 @@ def _is_rehearsed(value: Any) -> bool:
 
 
 def tables_of(manifest: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tables of a trace."""
-    return (*TABLES, *REHEARSED) if manifest["options"].get("rehearse") else TABLES
+    """The tables that every part of a trace has."""
+    return (*TABLES, REHEARSED) if manifest["options"].get("rehearse") else TABLES
 
 
 def _number(value: Any) -> bool:
@@ -290,13 +293,14 @@ def _entry(found: Fields, rows: bool = False) -> Entry:
 def _entries(found: Fields, manifest: Mapping[str, Any], most_steps: int) -> dict[str, Entry]:
     files, grids = found.within("files"), len(manifest["grids"])
     tables = [f"{t}.parquet" for t in tables_of(manifest)]
-    if not set(tables) <= files.values.keys() <= {*tables, KEPT}:
+    if not set(tables) <= files.values.keys() <= {*tables, f"{LOSSES}.parquet", KEPT}:
         raise CorruptionError(f"{files.where} is of {sorted(files.values)}, expected {', '.join(tables)}.")
     entries = {name: _entry(files.within(name), rows=name != KEPT) for name in files.values}
     rows = [entries[name].rows or 0 for name in tables]
     rehearsed = manifest["options"].get("rehearse")
     each = len(rehearsed["specs"]) * len(rehearsed["bounds"]) if rehearsed else 1
-    moved, losses = rows[3:] or (0, 0)
+    (moved,) = rows[3:] or (0,)
+    losses = entries[f"{LOSSES}.parquet"].rows or 0 if f"{LOSSES}.parquet" in entries else 0
     if (
         rows[0] != rows[1] * grids
         or not rows[2] <= min(most_steps, rows[1])

@@ -1,0 +1,161 @@
+"""What a format would cost, in loss: the forecasts of a trace with rehearsals, in words and numbers.
+
+A rehearsal that was evaluated says what the loss would have been: a point, and around it the projection
+(everything that is lost is compensated at once) and the open loop (nothing is). They come from one run. That
+the loss of a real run on the format lies between them was observed, not proved. With a calibration, an
+earlier pair of runs on the same grid corrects the point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from halfulp.audit.calibration import Calibrated, Calibration
+from halfulp.text import shown
+from halfulp.trace import Recorded
+from halfulp.trace.forecast import REAL
+
+WHAT = "a forecast from this one run, with bounds as observed, not proved"
+MISSING = (
+    "no loss is forecast: nothing was evaluated while the run was audited. Name the script's own evaluation, "
+    "halfulp audit --evaluate FUNCTION; or, in Python, call audit.evaluate(lambda: evaluate(model)); or "
+    "evaluate the weights that were written (as_if/*.safetensors), point and upper"
+)
+
+REHEARSED = (
+    "the losses above are those of weights that were moved by this run's own updates, not of a run that "
+    "really went on from them."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One rehearsal at its last evaluation."""
+
+    spec: str
+    step: int
+    real: float
+    """The reference's own loss."""
+    lower: float | None
+    point: float | None
+    upper: float | None
+    calibrated: Calibrated | None = None
+
+    @property
+    def raw(self) -> float:
+        """The forecast of this run alone: the point, else what there is."""
+        return next(x for x in (self.point, self.upper, self.lower) if x is not None)
+
+    @property
+    def loss(self) -> float:
+        """The forecast: calibrated if it can be."""
+        return self.raw if self.calibrated is None else self.calibrated.loss
+
+    @property
+    def gap(self) -> float:
+        """How much worse than the reference."""
+        return self.loss - self.real
+
+
+def costs(trace: Recorded, calibration: Calibration | None = None) -> list[Cost]:
+    """Every rehearsal that was evaluated, at its last evaluation; the cheapest first, before calibration."""
+    found = []
+    for spec in trace.rehearsals:
+        losses = trace.forecast(spec).losses.filter(pl.col("real").is_not_null())
+        if not len(losses):
+            continue
+        step = int(losses["step"][-1])
+        last = {b: x for s, b, x, _ in losses.iter_rows() if s == step}
+        made = Cost(
+            spec=spec,
+            step=step,
+            real=float(losses["real"][-1]),
+            lower=last.get("lower"),
+            point=last.get("point"),
+            upper=last.get("upper"),
+        )
+        found.append(_calibrated(trace, made, calibration))
+    return sorted(found, key=lambda c: (not np.isfinite(c.raw), c.raw if np.isfinite(c.raw) else 0.0))
+
+
+def _calibrated(trace: Recorded, cost: Cost, calibration: Calibration | None) -> Cost:
+    if calibration is None:
+        return cost
+    values = {"lower": cost.lower, "point": cost.point, "upper": cost.upper}
+    told = calibration.of(trace, cost.spec, cost.step, cost.real, values)
+    return Cost(**{**cost.__dict__, "calibrated": told})
+
+
+def real_losses(trace: Recorded) -> pl.DataFrame:
+    """What a run's own weights gave at its evaluations: ``step``, ``loss``."""
+    rows = trace.scan("losses").filter(pl.col("rehearsal") == REAL)
+    last = rows.unique("step", keep="last", maintain_order=True).sort("step")
+    return last.select("step", "loss").collect()
+
+
+def nats(loss: float | None) -> str:
+    """A loss as people write it.
+
+    >>> nats(1.23456), nats(None), nats(float("nan"))
+    ('1.235', '-', 'not finite')
+    """
+    if loss is None:
+        return "-"
+    return f"{loss:.3f}" if np.isfinite(loss) else "not finite"
+
+
+def between(cost: Cost) -> str:
+    """The bracket of a forecast."""
+    ends = [x for x in (cost.lower, cost.upper) if x is not None]
+    return f"{nats(min(ends))} to {nats(max(ends))}" if len(ends) == 2 else "-"
+
+
+def lines(trace: Recorded, calibration: Calibration | None = None) -> list[str]:
+    """The costs, for a terminal; none if nothing was rehearsed."""
+    if not trace.rehearsals:
+        return []
+    found = costs(trace, calibration)
+    names = ", ".join(shown(spec, 60) for spec in trace.rehearsals)
+    if not found:
+        return ["", f"Rehearsed: {names}, but {MISSING}."]
+    steps = sorted({c.step for c in found})
+    when = f"at step {steps[-1]}" if len(steps) == 1 else f"at the last evaluation (step {steps[-1]})"
+    out = [
+        "",
+        f"What a format would cost, in loss, {when}, where this run has {nats(found[0].real)}: {WHAT}.",
+    ]
+    width = max(len(shown(c.spec, 60)) for c in found)
+    for c in found:
+        said = f"  {shown(c.spec, 60):{width}}  {nats(c.loss)} ({_signed(c.gap)}), bracket {between(c)}"
+        if c.calibrated is not None:
+            said += f"; calibrated, before that {nats(c.point)}"
+        out.append(said)
+    out += [f"  {line}" for line in cautions(found, calibration)]
+    return out
+
+
+def cautions(found: Sequence[Cost], calibration: Calibration | None) -> list[str]:
+    """What limits these forecasts, in words."""
+    said: list[str] = []
+    if calibration is not None:
+        said += calibration.told([c.spec for c in found])
+        said += _once(w for c in found if c.calibrated is not None for w in c.calibrated.warnings)
+    odd = [c.spec for c in found if c.upper is not None and c.lower is not None and c.upper < c.lower]
+    if odd:
+        said.append(
+            f"{', '.join(odd)}: upper and lower bound are the other way round, as where a format costs "
+            "nothing that this evaluation can see."
+        )
+    return said
+
+
+def _once(lines: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(lines))
+
+
+def _signed(gap: float) -> str:
+    return f"{gap:+.3f}" if np.isfinite(gap) else "not finite"

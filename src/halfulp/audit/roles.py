@@ -1,0 +1,228 @@
+"""What accumulates beside the weights: copies such as an EMA, and the moments of optimizers.
+
+The event is the same: a value that changes by less than half a gap of the type it is stored in does not
+change. An EMA with decay 0.9999 in bfloat16 asks for a ten-thousandth of a difference at each step, and a
+second moment with beta 0.999 for a thousandth: both are below half a gap (a 512th to a 256th of the value)
+unless the values differ much.
+
+Each role has a trace of its own, in ``roles/NAME`` of the run's trace, that every tool reads: the tensors by
+the names that they have there, and one grid, that of bfloat16 (or float16, for tensors that are). For what is
+stored in it this is what was lost; for float32, what would be.
+
+When something changed is known for moments: in ``step()``. A copy changes somewhere between the beginning of
+a step and that of the next, so it is compared then. A step in which nothing of a copy changed says nothing of
+it, because it may not have been updated; that none of it *ever* changed is said in the verdict.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfulp.audit.hooks import StepHooks
+from halfulp.audit.names import modules_in_frames
+from halfulp.audit.recorder import Audit
+from halfulp.errors import UsageError
+from halfulp.grids import CONTAINERS
+from halfulp.trace import Memory
+from halfulp.trace.reading import ROLES
+from halfulp.writeback.optimizer import WriteBack
+
+Copies = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class Held(torch.optim.Optimizer):
+    """Tensors under names, in the form that an audit takes. It has no step of its own."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(list(named.items()), {"lr": float("nan")})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody calls it
+        raise AssertionError("nothing is stepped here")
+
+
+class _Unhooked(StepHooks):
+    """Hooks that nobody calls."""
+
+    def attach(self, optimizers: object) -> None:
+        return
+
+
+class Companion(Audit):
+    """The audit of one role, at the steps of another audit."""
+
+    def __init__(self, owner: Audit, role: str, grid: str) -> None:
+        out: Path | Memory | None = None
+        if owner.out is not None:
+            out = owner.out / ROLES / role
+        elif owner._memory is not None:
+            out = owner._memory.roles.setdefault(role, Memory())
+        super().__init__(
+            None, [grid], out=out, every=owner.every, never_moved=owner.never_moved, exists="raise",
+            resume=owner.resume, part_steps=owner.part_steps, part_seconds=owner.part_seconds,
+            describe={"role": role},
+        )  # fmt: skip
+        self._hooks = _Unhooked(self._before, self._after)
+        self._untrained = True
+        self.held: dict[int, Held] = {}
+        self.changed = False
+        """Whether anything ever did."""
+        self.start()
+
+    def begin(self, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
+        """Set tensors aside; ``key``: whose they are, where several share a role."""
+        held = self.held.get(key)
+        if held is None:
+            held = self.held[key] = Held(named)
+        known = {n: (g["params"], i) for g in held.param_groups for i, n in enumerate(g["param_names"])}
+        for name, x in named.items():
+            if name not in known:
+                held.add_param_group({"params": [(name, x)]})
+                continue
+            params, i = known[name]
+            if (
+                params[i] is not x and params[i] in self.watched
+            ):  # replaced by a new one: the same tensor to us
+                w = self.watched.pop(params[i])
+                w.tensor = x
+                self.watched[x] = w
+            params[i] = x
+        self.step = step - 1
+        self._before(held)
+
+    def end(self, key: int) -> None:
+        """Record what changed since; if nothing did, there is nothing to say."""
+        held = self.held.get(key)
+        here = [] if held is None else [w for w in self._of(held) if w.before is not None]
+        if held is None or not any(w.changed() for w in here):
+            return
+        self.changed = True
+        for w in here:
+            w.asked = True  # a tensor that stayed is part of it: that is what is looked for
+        self._after(held)
+        self._finish()
+
+
+def checked(also: Mapping[str, Copies]) -> dict[str, Copies]:
+    """The copies by name, if they can be followed."""
+    for name, held in also.items():
+        if _NAME.fullmatch(str(name)) is None:
+            raise UsageError(f"also= names copies by short words, such as 'ema', not {name!r}.")
+        if not tensors_of(held):
+            raise UsageError(f"also={{{name!r}: ...}} has no tensor of floating-point values to follow.")
+    return dict(also)
+
+
+def tensors_of(held: Copies) -> dict[str, torch.Tensor]:
+    """The float tensors of a module, a mapping or a list, by name."""
+    if isinstance(held, torch.nn.Module):
+        named: Iterable[tuple[str, Any]] = held.named_parameters()
+    elif isinstance(held, Mapping):
+        named = held.items()
+    else:
+        named = ((str(i), x) for i, x in enumerate(held))
+    return {str(name): x for name, x in named if _followed(x)}
+
+
+def _followed(x: Any) -> bool:
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.is_leaf
+    return plain and str(x.dtype).removeprefix("torch.") in CONTAINERS and x.numel() > 1
+
+
+def moments_of(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The float tensors of an optimizer's state that have a weight's shape: by kind, then by its name."""
+    inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for group in inner.param_groups:
+        for p in group["params"]:
+            state = inner.state.get(p, {})
+            for kind, x in state.items():
+                if _followed(x) and x.shape == p.shape and p in names:
+                    found.setdefault(str(kind), {})[names[p]] = x
+    return found
+
+
+def grid_of(tensors: Iterable[torch.Tensor]) -> str:
+    return "fp16" if all(x.dtype == torch.float16 for x in tensors) else "bf16"
+
+
+class Roles:
+    """The audits of what accumulates beside the weights of another audit."""
+
+    def __init__(self, owner: Audit, also: Mapping[str, Copies], states: bool, find: bool = False) -> None:
+        self.owner, self.also, self.states, self.find = owner, checked(also), states, find
+        self.audits: dict[str, Companion] = {}
+        self._open = False
+        """Whether copies are set aside."""
+
+    def told(self) -> dict[str, Any]:
+        return {"also": sorted(self.also), "states": self.states}
+
+    def step_begins(self, step: int, due: bool) -> None:
+        """Compare the copies with what they were when the last step began, and set them aside anew."""
+        self.step_is_over()
+        for name, held in self.also.items() if due else ():
+            self._audit(name, tensors_of(held)).begin(0, tensors_of(held), step)
+        self._open = due
+
+    def step_is_over(self) -> None:
+        """Copies belong to the step that has just been; at the end there is no next one."""
+        for name in self.also if self._open else ():
+            self.audits[name].end(0)
+        self._open = False
+
+    def look_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find copies among the variables of the frames that called the first step, for unmodified scripts:
+        modules that have a tensor of the same shape for each of the optimizer's, and none of those."""
+        self.find = False
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        mine, shapes = set(params), Counter(p.shape for p in params)
+        followed: set[torch.Tensor] = set()
+        for label, module in modules_in_frames():
+            held = tensors_of(module)
+            alike = not shapes - Counter(x.shape for x in held.values())
+            if (
+                alike
+                and not any(x in mine or x in followed for x in held.values())
+                and _NAME.fullmatch(label)
+            ):
+                self.also.setdefault(label, module)
+                followed.update(held.values())
+
+    def before(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Set the moments aside that there are before a step."""
+        for kind, named in self._moments(optimizer).items():
+            self._audit(kind, named).begin(id(optimizer), named, step)
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record what the step did to them."""
+        for kind in self._moments(optimizer):
+            if kind in self.audits:
+                self.audits[kind].end(id(optimizer))
+
+    def stop(self) -> list[str]:
+        """The end: compare for the last time, make everything durable; the copies that never changed."""
+        self.step_is_over()
+        for audit in self.audits.values():
+            audit.stop()
+            audit.discard_if_empty()
+        return [name for name in self.also if name in self.audits and not self.audits[name].changed]
+
+    def _moments(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+        if not self.states:
+            return {}
+        found = moments_of(optimizer, {p: w.name for p, w in self.owner.watched.items()})
+        return {kind: named for kind, named in found.items() if kind not in self.also}
+
+    def _audit(self, role: str, named: Mapping[str, torch.Tensor]) -> Companion:
+        if role not in self.audits:
+            self.audits[role] = Companion(self.owner, role, grid_of(named.values()))
+        return self.audits[role]

@@ -1,0 +1,258 @@
+"""The part of a page that says what a format would cost, in loss: rehearsals, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from halfulp.audit import costs
+from halfulp.audit.calibration import SMALLEST_GAP, Calibration
+from halfulp.audit.costs import Cost, between, nats
+from halfulp.audit.rehearsed_outcome import Evaluated, evaluations
+from halfulp.audit.stored_on import is_of
+from halfulp.grids import grid as named
+from halfulp.report import words
+from halfulp.report.markup import Content, Html, number, numeric, table, tag
+from halfulp.report.runs import Run
+from halfulp.trace.schema import BOUNDS
+
+TITLE = "What it would cost, in loss"
+WHAT = (
+    "Beside this run, the codes of runs that did not happen were kept, and moved by its own updates: a "
+    "rehearsal. The model was then evaluated as if it held them. The dot is the forecast; the bar reaches "
+    "from the projection, where all that is lost is compensated at once, to the open loop, where nothing "
+    "is. It is a forecast from one run, and its bounds are bounds as observed, not proved."
+)
+KEY = "Dot: forecast; bar: lower to upper bound; dotted line: this run itself"
+MET = "; diamond: measured"
+KEEPS = {"kahan": 4.0, "master": 4.0, "tiles": None}
+"""Bytes a weight that a policy keeps beside the code; others keep none, tiles as many as their mask says."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The rehearsals of a reference, the cheapest first, and the runs on the page that they were of."""
+
+    run: Run
+    found: Sequence[Cost]
+    measured: dict[str, tuple[Run, list[Evaluated]]]
+    """By spec."""
+    calibration: Calibration | None
+
+    def run_of(self, cost: Cost) -> Run | None:
+        """The run on the page that a rehearsal was of."""
+        return self.measured[cost.spec][0] if cost.spec in self.measured else None
+
+    def met(self, cost: Cost) -> float | None:
+        """The measured loss at the step of a forecast."""
+        _, each = self.measured.get(cost.spec, (None, []))
+        return next((e.measured for e in each if e.step == cost.step), None)
+
+
+def gathered(runs: Sequence[Run], calibration: Calibration | None = None) -> list[Costs]:
+    """Every reference that rehearsed something."""
+    made = []
+    for run in (r for r in runs if r.trace.rehearsals):
+        measured = {}
+        for spec in run.trace.rehearsals:
+            of = [r for r in runs if r is not run and r.same_model(run) and is_of(spec, r.trace)]
+            if of and (each := evaluations(run.trace, of[0].trace, spec)):
+                measured[spec] = (of[0], each)
+        made.append(Costs(run, costs.costs(run.trace, calibration), measured, calibration))
+    return made
+
+
+# ---- words ------------------------------------------------------------------------------------------------
+
+
+def sentence(found: Costs) -> str:
+    """The forecasts in one sentence."""
+    first = found.found[0]
+    each = [f"{c.spec} {words.gap(c.gap)}" for c in found.found]
+    return (
+        f"At step {first.step:,} this run has a loss of {nats(first.real)}. Forecast from it: "
+        f"{words.listed(each)}."
+    )
+
+
+def met_sentence(found: Costs) -> str | None:
+    """How the forecasts met their outcomes; None where nothing was measured."""
+    told = [(c, m) for c in found.found if (m := found.met(c)) is not None]
+    if not told:
+        return None
+    inside = [
+        min(c.lower, c.upper) <= m <= max(c.lower, c.upper)
+        for c, m in told
+        if c.lower is not None and c.upper is not None and abs(m - c.real) >= SMALLEST_GAP
+    ]
+    each = [f"{c.spec} {words.gap(m - c.real)} ({words.gap(c.gap)} forecast)" for c, m in told]
+    bracket = (
+        f" Of {len(inside)} with a gap of at least {SMALLEST_GAP:g}, {sum(inside)} came out inside their "
+        "brackets."
+        if inside
+        else ""
+    )
+    order = _order_words(told)
+    return f"Measured: {words.listed(each)}.{bracket}{order}"
+
+
+def _order_words(told: Sequence[tuple[Cost, float]]) -> str:
+    if len(told) < 2:
+        return ""
+    outcomes = [m for _, m in told]  # the forecasts are in order already
+    right = all(a <= b for a, b in pairwise(outcomes))
+    return (
+        " The order of the formats is as forecast." if right else " The order of the formats is another one."
+    )
+
+
+# ---- the section -----------------------------------------------------------------------------------------
+
+
+def cost_section(i: int, found: Costs, *, alone: bool) -> Html:
+    """Curves, then the table."""
+    kicker = None if alone else tag("p", found.run.name, class_="kicker")
+    if not found.found:
+        said = f"Rehearsed: {', '.join(found.run.trace.rehearsals)}; but {costs.MISSING}."
+        return tag("section", kicker, tag("h2", TITLE), tag("p", said), _table(found), aria_label=TITLE)
+    met = met_sentence(found)
+    notes = costs.cautions(found.found, found.calibration)
+    return tag(
+        "section",
+        kicker,
+        tag("h2", TITLE),
+        tag("p", sentence(found), class_="lead"),
+        tag("p", met) if met else None,
+        _table(found),
+        tag("div", class_="chart", data_cost=i),
+        tag("p", WHAT, class_="note"),
+        *(tag("p", note, class_="note") for note in notes),
+        aria_label=TITLE,
+    )
+
+
+def _table(found: Costs) -> Html:
+    by_spec = {c.spec: c for c in found.found}
+    specs = [*by_spec, *(s for s in found.run.trace.rehearsals if s not in by_spec)]
+    calibrated, measured = any(c.calibrated for c in found.found), bool(found.measured)
+    scale = _scale(found)
+    head: list[Content] = [
+        "format",
+        *(["forecast"] if scale else []),
+        numeric("loss"),
+        numeric("over this run"),
+        numeric("bracket"),
+        *([numeric("uncalibrated")] if calibrated else []),
+        *([numeric("measured")] if measured else []),
+        numeric("never moved"),
+        numeric("bytes a weight"),
+    ]
+    rows = []
+    for spec in specs:
+        cost = by_spec.get(spec)
+        met = None if cost is None else found.met(cost)
+        row: list[Content] = [tag("th", spec, scope="row")]
+        if scale:
+            row.append(tag("td", None if cost is None else bracket(cost, met, scale), class_="spark"))
+        row += [
+            number("-" if cost is None else nats(cost.loss)),
+            number("-" if cost is None else words.gap(cost.gap)),
+            number("-" if cost is None else between(cost)),
+        ]
+        if calibrated:
+            row.append(number("-" if cost is None or cost.calibrated is None else nats(cost.point)))
+        if measured:
+            row.append(number(nats(met)))
+        row += [number(_never_moved(found.run, spec)), number(_bytes(spec))]
+        rows.append(row)
+    return table(head, rows, caption=f"{KEY}{MET if measured else ''}." if scale else None)
+
+
+def _never_moved(run: Run, spec: str) -> str:
+    forecast = run.trace.forecast(spec)
+    if not run.trace.manifest["options"]["never_moved"] or "point" not in forecast.bounds:
+        return "-"
+    return words.percent(float(forecast.never_moved()[-1]))
+
+
+def _bytes(spec: str) -> str:
+    grid, _, how = spec.partition(":")
+    kept = KEEPS.get(how.partition("(")[0], 0.0)
+    if "bfloat16" in how:
+        kept = 2.0
+    try:
+        return "-" if kept is None else f"{named(grid).bytes_per_weight + kept:.3g}"
+    except ValueError:  # a rehearsal by a name of its own
+        return "-"
+
+
+def _scale(found: Costs) -> tuple[float, float] | None:
+    """The losses that the brackets of a table are drawn between."""
+    seen = [x for c in found.found for x in (c.real, c.lower, c.point, c.upper, c.loss, found.met(c))]
+    there = [x for x in seen if x is not None and np.isfinite(x)]
+    return (min(there), max(there)) if there and max(there) > min(there) else None
+
+
+def bracket(cost: Cost, met: float | None, scale: tuple[float, float], width: int = 220) -> Html:
+    """A forecast with its bounds as a picture of one line."""
+    height, low, high = 22, *scale
+
+    def at(loss: float) -> float:
+        return 6 + (width - 12) * (loss - low) / (high - low)
+
+    def finite(*losses: float | None) -> list[float]:
+        return [at(x) for x in losses if x is not None and np.isfinite(x)]
+
+    middle = height / 2
+    ends = finite(cost.lower, cost.upper)
+    parts = [tag("line", x1=f"{at(cost.real):.1f}", x2=f"{at(cost.real):.1f}", y1=0, y2=height, class_="own")]
+    if len(ends) == 2:
+        parts.append(
+            tag("line", x1=f"{min(ends):.1f}", x2=f"{max(ends):.1f}", y1=middle, y2=middle, class_="span")
+        )
+    for x in finite(cost.loss):
+        dot = f"M{x - 4.5:.1f} {middle}a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0"
+        parts.append(tag("path", d=dot, class_="dot"))
+    for x in finite(met):
+        parts.append(tag("path", d=f"M{x:.1f} {middle - 6}l6 6l-6 6l-6 -6Z", class_="met"))
+    said = f"forecast {nats(cost.loss)}, bracket {between(cost)}" + (
+        "" if met is None else f", measured {nats(met)}"
+    )
+    return tag(
+        "svg", *parts, width=width, height=height, viewBox=f"0 0 {width} {height}", role="img",
+        aria_label=said, class_="bracket",
+    )  # fmt: skip
+
+
+# ---- the curves -----------------------------------------------------------------------------------------
+
+
+def cost_data(found: Costs) -> dict[str, Any]:
+    """Losses over the evaluations: the run's own, every rehearsal's with its bounds, what was measured."""
+    own = found.run.trace.real_losses()
+    specs = []
+    for cost in found.found:
+        losses = found.run.trace.forecast(cost.spec).losses
+        steps = losses["step"].unique().sort().to_list()
+        by = {b: dict(losses.filter(pl.col("bound") == b).select("step", "loss").iter_rows()) for b in BOUNDS}
+        kept = {b: [_finite(by[b].get(s)) for s in steps] for b in BOUNDS if by[b]}
+        measured = found.measured.get(cost.spec, (None, []))[1]
+        specs.append(
+            {
+                "name": cost.spec,
+                "steps": steps,
+                **kept,
+                "measured": [[e.step, _finite(e.measured)] for e in measured],
+            }
+        )
+    real = [[int(s), _finite(x)] for s, x in own.iter_rows()]
+    return {"real": real, "specs": specs}
+
+
+def _finite(loss: float | None) -> float | None:
+    return None if loss is None or not np.isfinite(loss) else round(float(loss), 5)
