@@ -148,3 +148,27 @@ def test_figures_of_a_study(folder: Path, tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["figures", str(folder), "-o", str(tmp_path)])
     assert said.exit_code == 0, said.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["coin-drawn.pdf", "coin-drawn.svg"]
+
+
+def test_figures_lead_and_long_tables_fold(folder: Path, tmp_path: Path) -> None:
+    """On both pages: figures before gates; a table of many rows is folded, with three digits."""
+    pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'halfulp[figures]'")
+    long = FILE.replace(
+        "rows = [[name, record[", "rows = [[str(i), i / 7] for i in range(30)] or [[name, record["
+    )
+    assert long != FILE
+    (tmp_path / "coin.py").write_text(long)
+    out = tmp_path / "coin-small"
+    engine.run(loading.load(str(tmp_path / "coin.py")), "small", out, executor="inline")
+    text = page([out], code=True)
+    assert text.index("<img") < text.index("<h2>Gates</h2>")
+    assert "<summary>30 rows</summary>" in text
+    assert "0.143" in text
+    assert "0.142857" not in text
+    said = CliRunner().invoke(app, ["study", "report", str(out), "-o", str(tmp_path / "page.md")])
+    assert said.exit_code == 0, said.output
+    assert (tmp_path / "page-drawn.svg").read_bytes().startswith(b"<?xml")
+    written = (tmp_path / "page.md").read_text()
+    assert written.index("![drawn](page-drawn.svg)") < written.index("## Gates")
+    assert "<details><summary>30 rows</summary>" in written
+    assert "| 1 | 0.143 |" in written

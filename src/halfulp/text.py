@@ -59,6 +59,35 @@ def number(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
+def short(value: float | None) -> str:
+    """As many digits as a measured number means: three decimals from one on, three digits below.
+
+    >>> short(5.43219), short(0.0088213), short(1.0), short(21120.0), short(None)
+    ('5.432', '0.00882', '1', '21120', '-')
+    """
+    if value is None:
+        return "-"
+    if float(value).is_integer() and abs(value) < 2**53:
+        return str(int(value))
+    return f"{value:.3f}" if 1 <= abs(value) < 1000 else f"{value:.3g}" if abs(value) < 1 else f"{value:.6g}"
+
+
+def beside(value: float | None, threshold: float) -> str:
+    """The same, with more digits where fewer would not say on which side of a threshold it lies.
+
+    >>> beside(0.89998, 0.9), beside(0.9, 0.9), beside(0.8924, 0.9)
+    ('0.89998', '0.9', '0.892')
+    """
+    text = short(value)
+    if value is None:
+        return text
+    for digits in range(4, 18):
+        if (float(text) > threshold) - (float(text) < threshold) == (value > threshold) - (value < threshold):
+            break
+        text = f"{value:.{digits}g}"
+    return text
+
+
 def _visible(character: str) -> bool:
     return character == " " or unicodedata.category(character)[0] not in "CZ"
 

@@ -1,7 +1,7 @@
 """Mutated inputs for every reader: an error of halfulp's own or an answer, within a second and some memory.
 
 Mutants are functions of their number, so a crasher is found again; the bytes of each go to
-``tests/fixtures/crashers``, where tests/test_crashers.py reads them ever after.
+``tests/fixtures/crashers``, where tests/test_torture.py reads them ever after.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def readers(folder: Path) -> list[Reader]:
     sync.take().save(today / "change.safetensors")
     (today / "grid.txt").write_text("e4m3@128")
     (today / "document.json").write_bytes(canonical.dumps({"a": [1, 2.5, None, {"b": "c" * 20}], "d": True}))
-    opt, _ = written_back("kahan")
+    opt, net = written_back("kahan")
+    net.load_state_dict(torch.load(today / "kahan.pt", weights_only=True)["model"])
     fixtures = Path(__file__).parent.parent / "fixtures"
     return [
         Reader("a trace", today / "trace", every_number, documents),

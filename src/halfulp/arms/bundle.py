@@ -310,14 +310,20 @@ class Unit:
         condition = self.bundle.units[self.name][0]
         return [unit for unit in self.bundle.over(self.found, condition) if unit.name != self.name]
 
-    def contexts(self, arm: str) -> records.Array:
-        """The held-out loss of every context at every evaluation of an arm, or of the anchor."""
+    def contexts(self, arm: str) -> records.Array | None:
+        """The held-out loss of every context at every evaluation of an arm, or of the anchor.
+
+        None where they were not kept: the first release kept none.
+        """
         stage, cell = ("reference", self.bundle.reference_of(self.name))
         if arm != FP32:
             stage, cell = "outcome", self.bundle.cell(self.name, arm)
         assert isinstance(self.found, Outcomes)
-        made = load_tensors(self.found.attached(stage, cell, "contexts.safetensors"))
-        return np.asarray(made["loss"])
+        try:
+            kept = self.found.attached(stage, cell, "contexts.safetensors")
+        except UsageError:
+            return None
+        return np.asarray(load_tensors(kept)["loss"], dtype=np.float64)
 
     def told(self, what: str) -> Any:
         """Something that was forecast; None where it was not recorded."""
@@ -335,7 +341,17 @@ class Unit:
 
         None where it was not rehearsed, or only in the run of another seed, whose losses are its own.
         """
-        told = None if self.bundle.forecast_from is not None else self.told("losses")
+        return None if self.bundle.forecast_from is not None else self._rehearsed(arm, bound, update)
+
+    def forecast_gap(self, arm: str, bound: str, update: int | None = None) -> float | None:
+        """The loss of a rehearsed arm above that of the float32 run which rehearsed it."""
+        source = self.bundle.forecast_from is not None
+        teller = self.found["source"]["source"] if source else self.run(FP32)
+        told, anchor = self._rehearsed(arm, bound, update), records.loss(teller, update)
+        return None if told is None or anchor is None else told - anchor
+
+    def _rehearsed(self, arm: str, bound: str, update: int | None) -> float | None:
+        told = self.told("losses")
         at = str(self.run(FP32)["updates"] if update is None else update)
         return told[arm][at][bound] if told is not None and at in told.get(arm, ()) else None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from halfulp.arms import measures
 from halfulp.arms.bundle import Bundle
-from halfulp.arms.measures import FP32
+from halfulp.arms.measures import FP32, rivals
 from halfulp.study.protocol import Estimand
 
 
@@ -45,6 +45,19 @@ def of_outcomes(bundle: Bundle, scopes: Sequence[str] = ("core",)) -> tuple[Esti
     )  # fmt: skip
 
 
+def of_rehearsals(bundle: Bundle) -> tuple[Estimand, ...]:
+    """What the references' rehearsals said of losses: gaps, over what was measured, at the bounds, too."""
+    return tuple(
+        bundle.estimand(f"{name}-{arm}", f"{what}, {arm}", measure, arm=arm, **args)
+        for arm in bundle.rehearse
+        for name, what, measure, args in (
+            ("foretold-gap", "loss gap of the rehearsal, nats", measures.forecast_gap, {}),
+            ("foretold-most", "loss gap of its upper bound, nats", measures.forecast_gap, {"bound": "upper"}),
+            ("foretold-ratio", "gap of the rehearsal over the measured one", measures.gap_ratio, {}),
+        )
+    )
+
+
 def of_forecasts(bundle: Bundle, *, warmup: bool, scopes: Sequence[str] = ()) -> tuple[Estimand, ...]:
     """How good the forecast is beside its rivals, by unit and scope; ``warmup``: whether that counts too."""
     over: dict[str, Any] = {"scopes": list(scopes or bundle.scopes), "warmup": warmup}
@@ -65,6 +78,6 @@ def of_forecasts(bundle: Bundle, *, warmup: bool, scopes: Sequence[str] = ()) ->
             bundle.estimand(f"rmse-{predictor}", f"RMSE of {what}", measures.forecast_rmse,
                             predictor=predictor, **over)
             for predictor, what in measures.PREDICTORS.items()
-            if predictor != "frozen" and (predictor != "matched" or bundle.forecast_from is not None)
+            if predictor in rivals(bundle)
         ),
     )  # fmt: skip

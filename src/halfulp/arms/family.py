@@ -36,7 +36,7 @@ def three_thousand(smoke: Arm, small: Arm, paper: Arm) -> dict[str, Arm]:
     """The scales of the studies that run for 3000 updates: a warmup of a thirtieth, a cosine to the end."""
     return {
         "smoke": replace(at(smoke, updates=8, warmup=2, eval_every=4), save_every=3),
-        "small": at(small, updates=210, warmup=7, eval_every=21),
+        "small": at(small, updates=120, warmup=4, eval_every=20),
         "paper": at(paper, updates=3000, warmup=100, eval_every=250),
     }
 

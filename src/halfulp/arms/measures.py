@@ -18,7 +18,7 @@ from halfulp.measures.crossings import crossing
 from halfulp.measures.forecasts import Comparison, compare, rmse
 
 if TYPE_CHECKING:
-    from halfulp.arms.bundle import Unit
+    from halfulp.arms.bundle import Bundle, Unit
 
 Found = float | None
 
@@ -120,15 +120,24 @@ def timing_error(unit: Unit, scope: str, arm: str = "rne") -> Found:
 # ---- forecasts --------------------------------------------------------------------------------------
 
 PREDICTORS = {
-    "frozen": "directional", "symmetric": "symmetric", "rho": "scalar rho", "matched": "matched reference",
-    "template": "template", "constant": "best constant", "one": "fixed one",
+    "frozen": "directional", "symmetric": "symmetric", "rho": "scalar rho", "rehearsal": "rehearsal",
+    "matched": "matched reference", "template": "template", "constant": "best constant", "one": "fixed one",
 }  # fmt: skip
 """What is held against the measured frozen fraction, and what tables call it.
 
-The first three were sealed. ``matched`` is the directional forecast of the unit's own reference, which is the
-sealed one unless a source was reused. Nobody has the last three in time, or they cost nothing: the mean of
-what the other targets measured under the same condition, the best constant in hindsight, and one.
+The first four were sealed; there is a rehearsal where the references have one. ``matched`` is the
+directional forecast of the unit's own reference, which is the sealed one unless a source was reused. Nobody
+has the last three in time, or they cost nothing: the mean of what the other targets measured under the same
+condition, the best constant in hindsight, and one.
 """
+
+
+def rivals(bundle: Bundle) -> dict[str, str]:
+    """What a bundle's forecast is compared with, and what tables call it."""
+    absent = {"frozen"}
+    absent |= set() if bundle.forecast_from is not None else {"matched"}
+    absent |= set() if "rne" in bundle.rehearse else {"rehearsal"}
+    return {name: what for name, what in PREDICTORS.items() if name not in absent}
 
 
 def measured(unit: Unit, scope: str, arm: str = "rne") -> records.Array:
@@ -231,9 +240,11 @@ def _rmse(unit: Unit, told: records.Array, scope: str, warmup: bool) -> float:
 
 
 def forecast_gap(unit: Unit, arm: str = "rne", bound: str = "point", update: int | None = None) -> Found:
-    """The loss above the anchor's that a rehearsal of an arm forecast; ``lower`` and ``upper`` are bounds."""
-    told, anchor = unit.forecast_loss(arm, bound, update), loss(unit, FP32, update)
-    return None if told is None or anchor is None else told - anchor
+    """The loss above the anchor's that a rehearsal of an arm forecast; ``lower`` and ``upper`` are bounds.
+
+    Of a source that was reused: above its own.
+    """
+    return unit.forecast_gap(arm, bound, update)
 
 
 def gap_ratio(unit: Unit, arm: str = "rne", bound: str = "point") -> Found:
@@ -285,8 +296,10 @@ def noise(unit: Unit, arm: str) -> tuple[Found, Found]:
     taken context by context. This says how much other contexts would have changed the numbers, and nothing of
     other seeds, streams or texts. Recovery is a ratio of means; its error is that of its linear part.
     """
-    anchor, nearest, ours = (unit.contexts(a)[-1].astype(np.float64) for a in (FP32, "rne", arm))
-    left, whole = ours - anchor, nearest - anchor
+    anchor, nearest, ours = (unit.contexts(a) for a in (FP32, "rne", arm))
+    if anchor is None or nearest is None or ours is None:
+        return None, None
+    left, whole = ours[-1] - anchor[-1], nearest[-1] - anchor[-1]
     if not whole.mean() > 0:
         return _error(left), None
     linear = (left - left.mean() / whole.mean() * whole) / whole.mean()

@@ -1,9 +1,10 @@
-"""All that the paper says of its studies, beside what our records say: two pages, two figures.
+"""All that the paper says of its studies, beside what our records say: three pages, four figures.
 
     halfulp paper [--studies results/studies] [--scale paper] [--out results]
 
 reads the folders ``NAME-SCALE`` of closed studies and writes ``controlled.md``, ``controlled.svg`` and
-``e4.svg``; and ``transformers.md`` of the transformer studies, where they are. No number of ours is
+``e4.svg``; of the transformer studies, where they are, ``transformers.md``, ``causal.svg`` and
+``allocation.svg``; and ``terms.md``, the paper's tables of definitions and regimes. No number of ours is
 typed in: a row is a :class:`~halfulp.studies.claims.Claim` of a study's module, computed from records whose
 digests were checked against the ledger on the way in. Gates are shown as they fell. The same records give the
 same bytes.
@@ -21,16 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from halfulp import canonical, files
-from halfulp.drawing import panels
+from halfulp.drawing import house_style, panels, vector
 from halfulp.errors import UsageError
 from halfulp.measures.crossings import TOLERANCE
+from halfulp.report.terms import tables
 from halfulp.studies import _timing as timing
 from halfulp.studies import phase_diagram
 from halfulp.studies.claims import Claim
 from halfulp.study.loading import REGISTRY
 from halfulp.study.protocol import Json, Records
 from halfulp.study.reading import open_closed
-from halfulp.text import cell, number
+from halfulp.text import beside, cell, number, short
 
 STUDIES = (
     "testbed", "phase-diagram", "midpoint", "margin", "margin-rehearsal", "two-layer", "finite-size",
@@ -49,18 +51,32 @@ study's module and is part of its sealed protocol.
 
 This page is made by `halfulp paper` from the folders in `studies/`."""
 
-TRANSFORMERS = {"char-gpt": "paper", "matched-10k": "small", "prospective-modern": "small"}
+TRANSFORMERS = {
+    "char-gpt": "paper", "policy-3k": "small", "nearest-10k": "small", "matched-10k": "small",
+    "modern-transfer": "small", "neox-transfer": "small", "source-amortized": "small",
+    "template-challenge": "small", "prospective-modern": "small",
+}  # fmt: skip
 """The scale at which each was run."""
+
+FIGURES = {
+    "matched-10k": ("policy-effect", "causal.svg", "Loss gaps, recovery and never-moved shares"),
+    "prospective-modern": ("recovered", "allocation.svg", "Recovery by arm"),
+}
+"""The figures of the paper that are a study's own: which of its figures, the file, and what it shows."""
 
 TRANSFORMERS_INTRODUCTION = """\
 Each row sets a number that the paper prints beside the number that our records give for the same definition.
 `char-gpt` is the paper's configuration, with our own initial weights and order of data. The others are not:
-where the paper trains GPT-2 124M for 10,000 updates (`matched-10k`) and a decoder of 162 million weights for
-1,000 (`prospective-modern`) on OpenWebText, ours are the scales `small`, decoders of 1.3 and 1.8 million
-weights for 1,000 and 200 updates on novels in 4096 pieces. The structure is the same, the numbers need not
-be.
+where the paper trains GPT-2 124M and decoders of 162 million weights on OpenWebText, for 10,000 updates
+(`nearest-10k`, `matched-10k`), 1,000 (`prospective-modern`) or 3,000 (the rest), ours are the scales
+`small`, decoders of 1.3 and 1.8 million weights on novels in 4096 pieces, for 240, 1,000, 200 and 120
+updates. The structure is the same, the numbers need not be.
 
 This page is made by `halfulp paper` from the folders in `studies/`."""
+
+TERMS_INTRODUCTION = """\
+The paper's tables of definitions and of regimes, in the words of this library, with numbers from the records
+in `studies/`. This page is made by `halfulp paper`."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +111,10 @@ def page(
     if studies.get("phase-diagram"):
         parts.append("![Learned fractions by rate and mantissa](e4.svg)")
     for name, closed in studies.items():
-        parts += [f"## {name}", *(_section(name, closed) if closed else ["This study has not been run."])]
+        parts.append(f"## {name}")
+        if closed and name in FIGURES:
+            parts.append(f"![{FIGURES[name][2]}]({FIGURES[name][1]})")
+        parts += _section(name, closed) if closed else ["This study has not been run."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -116,12 +135,12 @@ def _summary(studies: Mapping[str, Closed | None]) -> str:
 def _section(name: str, closed: Closed) -> Iterator[str]:
     if not closed.result["scientific_result"]:
         yield f"Not a scientific result (scale {closed.result['scale']})."
-    yield f"Label: **{cell(closed.result['label'])}**."
+    yield f"Label: **{cell(closed.result['label'])}**. {cell(closed.result.get('says', ''))}".rstrip()
     yield _table(
         ("gate", "value", "threshold", "outcome"),
         [
             (
-                g["name"], number(g["value"]) + (f" ({g['unit']})" if g["unit"] else ""),
+                g["name"], beside(g["value"], g["threshold"]) + (f" ({g['unit']})" if g["unit"] else ""),
                 f"{g['comparison']} {canonical.number(g['threshold'])}", "pass" if g["passed"] else "FAIL",
             )
             for g in closed.result["gates"]
@@ -132,6 +151,11 @@ def _section(name: str, closed: Closed) -> Iterator[str]:
         made = make(closed.records)
         yield made.caption
         yield _table(made.columns, [[_shown(value) for value in row] for row in made.rows])
+    if name in TRANSFORMERS:
+        for title, make in module.STUDY.tables.items():
+            made = make(closed.records)
+            rows = [[value if isinstance(value, str) else short(value) for value in row] for row in made.rows]
+            yield _folded(title, [cell(made.caption), _table(made.columns, rows)])
     claims: Sequence[Claim] = module.PAPER
     notes = list(dict.fromkeys(c.note for c in claims if c.note))
     yield _table(
@@ -144,6 +168,21 @@ def _section(name: str, closed: Closed) -> Iterator[str]:
     )  # fmt: skip
     yield "\n".join(f"{i}. {cell(note)}" for i, note in enumerate(notes, 1))
     yield f"Sealed as {closed.seal[:16]}, closed as {closed.head[:16]}."
+
+
+def _folded(title: str, parts: Sequence[str]) -> str:
+    return "\n\n".join([f"<details><summary>{cell(title)}</summary>", *parts, "</details>"])
+
+
+def terms(studies: Mapping[str, Closed]) -> str:
+    """The tables of words, as Markdown."""
+    parts = ["# Definitions and regimes", TERMS_INTRODUCTION]
+    for title, made in zip(
+        ("Definitions", "Regimes"), tables({n: c.records for n, c in studies.items()}), strict=True
+    ):
+        rows = [[value if isinstance(value, str) else short(value) for value in row] for row in made.rows]
+        parts += [f"## {title}", cell(made.caption), _table(made.columns, rows)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _shown(value: float | str | None) -> str:
@@ -214,6 +253,12 @@ def write(studies: Path, scale: str, out: Path) -> list[Path]:
     if closed:
         title = "The transformer studies, beside the paper"
         written["transformers.md"] = page(closed, title, TRANSFORMERS_INTRODUCTION).encode()
+        written["terms.md"] = terms(closed).encode()
+    for name in closed.keys() & FIGURES.keys():
+        which, file, _ = FIGURES[name]
+        study = importlib.import_module(REGISTRY[name]).STUDY
+        with house_style():
+            written[file] = vector(study.figures[which](closed[name].records), "svg")
     emulator, two_layer, cnn, diagram = (found[n] for n in ("emulator", "two-layer", "cnn", "phase-diagram"))
     if emulator and two_layer:
         drawn = figure(emulator.records, two_layer.records, cnn.records if cnn else None)

@@ -1,4 +1,4 @@
-"""The page of a study: its label and gates first, then what they rest on and what is not claimed.
+"""The page of a study: its label and figures first, then gates, what they rest on and what is not claimed.
 
 Everything comes from the study's folder, digest by digest: the ledger names the seal, the seal the
 protocol, the ledger every record and the result. A page of a folder that was changed is refused, not made.
@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from halfulp import canonical
 from halfulp.drawing import house_style, vector
 from halfulp.errors import UsageError
 from halfulp.report.markup import Content, Html, name, number, numeric, prose, table, tag
@@ -27,10 +28,10 @@ from halfulp.study.ledger import Ledger
 from halfulp.study.protocol import Records, Study
 from halfulp.study.show import SCOPES, condition
 from halfulp.study.store import Store
-from halfulp.text import number as digits
+from halfulp.text import beside, short
 
-OPEN = 60
-"""Estimands with more rows than this are folded."""
+OPEN = 12
+"""Tables with more rows than this are folded."""
 SMOKE = "Not a scientific result: it shows that the study runs, or records were not all its own."
 
 
@@ -84,7 +85,10 @@ def _code(store: Store, sealed: Mapping[str, Any], code: bool) -> Study | None:
 
 def study_sections(view: StudyView) -> list[Html | None]:
     """The parts of a study's page."""
-    return [_verdict(view), _gates(view), *_own(view), _estimands(view), _claims(view), _protocol(view)]
+    return [
+        _verdict(view), *_figures(view), _gates(view), *_tables(view), _estimands(view), _claims(view),
+        _protocol(view),
+    ]  # fmt: skip
 
 
 def _verdict(view: StudyView) -> Html:
@@ -121,8 +125,8 @@ def _gates(view: StudyView) -> Html | None:
             [
                 tag("th", name(gate["name"], 60), scope="row"),
                 passed_mark(bool(gate["passed"])),
-                number(digits(gate["value"])),
-                tag("td", f"{gate['comparison']} {digits(gate['threshold'])}", class_="onset"),
+                number(beside(gate["value"], gate["threshold"])),
+                tag("td", f"{gate['comparison']} {canonical.number(gate['threshold'])}", class_="onset"),
                 [prose(what.get(gate["estimand"], gate["estimand"])), ", ", at],
                 prose(why.get(base, "")),
             ]
@@ -152,8 +156,26 @@ def _rules(view: StudyView) -> Html:
     return tag("div", tag("h3", "How gates become the label; the first that fits"), tag("ol", *items))
 
 
-def _own(view: StudyView) -> list[Html]:
-    """The study's own tables and figures."""
+def _figures(view: StudyView) -> list[Html]:
+    """The study's own figures."""
+    if view.study is None or view.records is None or not view.study.figures:
+        return []
+    if find_spec("matplotlib") is None:
+        note = "This study has figures; they are drawn where halfulp[figures] is installed."
+        return [tag("section", tag("h2", "Figures"), tag("p", note))]
+    parts: list[Html] = []
+    for title, make_figure in view.study.figures.items():
+        with house_style():
+            image = vector(make_figure(view.records), "svg")
+        source = "data:image/svg+xml;base64," + base64.b64encode(image).decode("ascii")
+        spoken = title.replace("-", " ")
+        figure = tag("img", src=source, alt=spoken, class_="figure")
+        parts.append(tag("section", tag("h2", prose(spoken, 80)), figure))
+    return parts
+
+
+def _tables(view: StudyView) -> list[Html]:
+    """The study's own tables."""
     if view.study is None or view.records is None:
         return []
     parts: list[Html] = []
@@ -165,44 +187,42 @@ def _own(view: StudyView) -> list[Html]:
             prose(column, 60) if words else numeric(prose(column, 60))
             for column, words in zip(made.columns, worded, strict=True)
         ]
-        shown = table(head, rows, caption=prose(made.caption) if made.caption else None)
-        parts.append(tag("section", tag("h2", prose(title.replace("-", " "), 80)), shown))
-    if view.study.figures and find_spec("matplotlib") is None:
-        note = "This study has figures; they are drawn where halfulp[figures] is installed."
-        return [*parts, tag("section", tag("h2", "Figures"), tag("p", note))]
-    for title, make_figure in view.study.figures.items():
-        with house_style():
-            image = vector(make_figure(view.records), "svg")
-        source = "data:image/svg+xml;base64," + base64.b64encode(image).decode("ascii")
-        spoken = title.replace("-", " ")
-        figure = tag("img", src=source, alt=spoken, class_="figure")
-        parts.append(tag("section", tag("h2", prose(spoken, 80)), figure))
+        whole = table(head, rows, caption=prose(made.caption) if made.caption else None)
+        parts.append(tag("section", tag("h2", prose(title.replace("-", " "), 80)), _folded(whole, len(rows))))
     return parts
 
 
+def _folded(made: Html, rows: int) -> Html:
+    """A long table, folded."""
+    return tag("details", tag("summary", f"{rows} rows"), made) if rows > OPEN else made
+
+
 def _cell(value: str | float | None) -> Html:
-    return tag("td", prose(value, 120)) if isinstance(value, str) else number(digits(value))
+    return tag("td", prose(value, 120)) if isinstance(value, str) else number(short(value))
 
 
 def _estimands(view: StudyView) -> Html | None:
+    """What each is; then a table for those that are of the same units, a row a unit."""
     if view.result is None:
         return None
     values: Mapping[str, Mapping[str, float | None]] = view.result["estimands"]
-    units = list(dict.fromkeys(unit for given in values.values() for unit in given))
-    rows: list[list[Content]] = [
-        [tag("th", name(unit, 60), scope="row"),
-         *(number(digits(given[unit]) if unit in given else "") for given in values.values())]
-        for unit in units
-    ]  # fmt: skip
-    head: Sequence[Content] = ["unit", *(numeric(name(estimand, 40)) for estimand in values)]
-    made = table(head, rows, caption=["One row a unit: ", prose(view.protocol.content["units"]), "."])
-    if len(rows) > OPEN:
-        made = tag("details", tag("summary", f"{len(rows)} units"), made)
     what = [
         (tag("dt", name(e["name"], 40)), tag("dd", prose(e["what"])))
         for e in view.protocol.content["estimands"]
     ]
-    return tag("section", tag("h2", "Estimands"), tag("dl", *what), made, aria_label="Estimands")
+    together: dict[tuple[str, ...], list[str]] = {}
+    for estimand, given in values.items():
+        together.setdefault(tuple(given), []).append(estimand)
+    made = []
+    for units, names in together.items():
+        rows: list[list[Content]] = [
+            [tag("th", name(unit, 60), scope="row"), *(number(short(values[n][unit])) for n in names)]
+            for unit in units
+        ]
+        head: Sequence[Content] = ["unit", *(numeric(name(n, 40)) for n in names)]
+        caption = ["One row a unit: ", prose(view.protocol.content["units"]), "."]
+        made.append(_folded(table(head, rows, caption=caption), len(rows)))
+    return tag("section", tag("h2", "Estimands"), tag("dl", *what), *made, aria_label="Estimands")
 
 
 def _claims(view: StudyView) -> Html:

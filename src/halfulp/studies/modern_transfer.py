@@ -43,6 +43,7 @@ RUNS = Bundle(
     conditions={"e5m2": {"grid": "e5m2"}},
     arms={"rne": {"policy": "rne"}, "sr": {"policy": "sr"}},
     scopes=SCOPES,
+    rehearse=("rne", "sr"),
     unit="seed-{seed}",
 )
 
@@ -70,6 +71,7 @@ STUDY = Study(
             scopes=list(SCOPES),
         ),
         *estimands.of_forecasts(RUNS, warmup=False),
+        *estimands.of_rehearsals(RUNS),
     ),
     gates=(
         Gate(

@@ -35,13 +35,14 @@ def _legacy(arm: Arm) -> Arm:
 RUNS = Bundle(
     scales={
         "smoke": _legacy(at(SMOKE_GPT2, updates=12, warmup=2, eval_every=4)),
-        "small": _legacy(at(SMALL_GPT2, updates=400, warmup=4, eval_every=40)),
+        "small": _legacy(at(SMALL_GPT2, updates=240, warmup=3, eval_every=40)),
         "paper": _legacy(at(PAPER_GPT2, updates=10_000, warmup=100, eval_every=250)),
     },
     targets=(1337, 1338),
     conditions={"e5m2": {"grid": "e5m2"}, "e4m3": {"grid": "e4m3@128"}},
     arms={"rne": {"policy": "rne"}},
     scopes=SCOPES,
+    rehearse=("rne",),
 )
 
 STUDY = Study(
@@ -62,6 +63,7 @@ STUDY = Study(
             measures.at_start, predictor="symmetric", scopes=list(SCOPES),
         ),
         *estimands.of_forecasts(RUNS, warmup=True),
+        *estimands.of_rehearsals(RUNS),
     ),
     gates=(
         Gate(

@@ -33,6 +33,7 @@ RUNS = Bundle(
     conditions={"e5m2": {"grid": "e5m2"}, "e4m3": {"grid": "e4m3@128"}},
     arms={"rne": {"policy": "rne"}, "sr": {"policy": "sr", "projection": "stochastic"}},
     scopes=("dense", "core", "attention", "mlp", "embedding", "all-2d"),
+    rehearse=("rne",),
 )
 
 STUDY = Study(
@@ -53,6 +54,7 @@ STUDY = Study(
             "stays", "share that the reference expects sr never to move", measures.stays, scopes=list(NEVER)
         ),
         *estimands.of_forecasts(RUNS, warmup=False),
+        *estimands.of_rehearsals(RUNS),
     ),
     gates=(
         Gate(

@@ -234,7 +234,10 @@ def report(
         False, "--no-code", help="Run no code of the study: its own tables are left out."
     ),
 ) -> None:
-    """One page: question, gates, label, units, what is not claimed, tables, provenance."""
+    """One page: figures, question, gates, label, units, what is not claimed, tables, provenance.
+
+    Figures lie beside a file, as PAGE-FIGURE.svg; the terminal shows none.
+    """
     from rich.console import Console
     from rich.markdown import Markdown
 
@@ -242,8 +245,12 @@ def report(
     from halfulp.study import report as reporting
 
     with opened(study, scale, out, code=not no_code) as folder:
-        text = reporting.page(folder, code=not no_code)
+        drawn = reporting.drawn(folder) if output is not None and not no_code else {}
+        places = {title: f"{Path(output or '').stem}-{title}.svg" for title in drawn}
+        text = reporting.page(folder, code=not no_code, figures=places)
     if output is not None:
+        for title, image in drawn.items():
+            files.put(output.with_name(places[title]), image)
         files.put(output, text.encode())
         return
     console = Console()

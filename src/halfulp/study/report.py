@@ -1,28 +1,38 @@
-"""One Markdown page about a closed study: what was asked, what the gates said, and what is not claimed.
+"""One Markdown page about a closed study: figures, question, gates, tables, and what is not claimed.
 
-Everything on it comes from files that were checked. `tables` of the study decide nothing; they only show.
+Everything on it comes from files that were checked. `figures` and `tables` of the study decide nothing; they
+only show. Long tables are folded. Numbers have three digits; files hold all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from halfulp import canonical
+from halfulp.drawing import house_style, vector
 from halfulp.study import loading
 from halfulp.study.declaration import Protocol
-from halfulp.study.protocol import Json, Table
+from halfulp.study.protocol import Json, Study, Table
 from halfulp.study.reading import Opened, open_closed
 from halfulp.study.seal import code_digest, version
 from halfulp.study.show import SCOPES, condition
 from halfulp.study.validate import RecomputationError
-from halfulp.text import cell, count, number
+from halfulp.text import beside, cell, count, short
 
-MOST_UNITS = 24  # of an estimand on the page; files hold all
+OPEN = 12
+"""Rows of a table that is not folded, at most."""
+WIDE = 6
+"""Estimands of a table, at most."""
 
 
-def page(folder: Path, *, code: bool = True) -> str:
-    """The page; without `code`, the study's own tables, which its code makes, are left out."""
+def page(folder: Path, *, code: bool = True, figures: Mapping[str, str] | None = None) -> str:
+    """The page; without `code`, the study's own tables, which its code makes, are left out.
+
+    `figures` says where each of the study's figures lies, as :func:`drawn` named them.
+    """
     opened = open_closed(folder)
     assert opened.result is not None
     result, content = opened.result, opened.protocol.content
@@ -32,6 +42,7 @@ def page(folder: Path, *, code: bool = True) -> str:
         + ("" if result["scientific_result"] else " (not a scientific result)"),
         cell(result.get("says", "")),
         f"Question: {cell(content['question'])}",
+        *(f"![{cell(title.replace('-', ' '))}]({place})" for title, place in (figures or {}).items()),
         f"Scientific units: {cell(content['units'])}",
         "Not claimed:\n\n" + "\n".join(f"- {cell(claim)}" for claim in content["not_claimed"])
         if content["not_claimed"]
@@ -45,24 +56,40 @@ def page(folder: Path, *, code: bool = True) -> str:
         *_estimands(content["estimands"], result["estimands"]),
     ]
     if code:
-        try:
-            study = loading.load_sealed(opened.sealed["code"]["study"], opened.store.study_file).study
+        with _own_code(opened) as study:
             for title, make in study.tables.items():
                 lines += [f"## {cell(title)}", *_study_table(make(opened.records))]
-        except (Exception, SystemExit) as error:  # of the study's own code
-            raise RecomputationError(
-                f"The tables of {folder} cannot be made by this halfulp: {type(error).__name__}: {error}. "
-                "Without them: --no-code."
-            ) from error
     lines += ["## Provenance", "\n".join(_provenance(opened))]
     return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def drawn(folder: Path) -> dict[str, bytes]:
+    """The figures that a study declares, as SVG by title; none where they cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        return {}
+    opened = open_closed(folder)
+    with _own_code(opened) as study, house_style():
+        return {title: vector(draw(opened.records), "svg") for title, draw in study.figures.items()}
+
+
+@contextmanager
+def _own_code(opened: Opened) -> Iterator[Study]:
+    """The study's own code; whatever goes wrong in it is said to be that."""
+    try:
+        yield loading.load_sealed(opened.sealed["code"]["study"], opened.store.study_file).study
+    except (Exception, SystemExit) as error:
+        raise RecomputationError(
+            f"The tables and figures of {opened.store.folder} cannot be made by this halfulp: "
+            f"{type(error).__name__}: {error}. Without them: --no-code."
+        ) from error
 
 
 def _gates(gates: Sequence[dict[str, Json]]) -> Iterator[list[str | float | None]]:
     for gate in gates:
         at = f" ({gate['unit']})" if gate["scope"] == "all" and gate["unit"] else ""
         yield [
-            gate["name"], gate["estimand"], SCOPES[gate["scope"]], number(gate["value"]) + at,
+            gate["name"], gate["estimand"], SCOPES[gate["scope"]],
+            beside(gate["value"], gate["threshold"]) + at,
             f"{gate['comparison']} {canonical.number(gate['threshold'])}",
             "pass" if gate["passed"] else "FAIL",
         ]  # fmt: skip
@@ -85,13 +112,14 @@ def _rules(protocol: Protocol) -> Iterator[str]:
 def _estimands(
     declared: Sequence[dict[str, Json]], values: dict[str, dict[str, float | None]]
 ) -> Iterator[str]:
+    """What each is; then a table for those that are of the same units, a row a unit."""
+    yield "\n".join(f"- {cell(e['name'])}: {cell(e['what'])}" for e in declared)
+    together: dict[tuple[str, ...], list[str]] = {}
     for estimand in declared:
-        units = values[estimand["name"]]
-        yield f"### {cell(estimand['name'])}"
-        yield cell(estimand["what"])
-        yield _table(("unit", "value"), [[unit, units[unit]] for unit in list(units)[:MOST_UNITS]])
-        if len(units) > MOST_UNITS:
-            yield f"and {len(units) - MOST_UNITS} more units in result.json"
+        together.setdefault(tuple(values[estimand["name"]]), []).append(estimand["name"])
+    for units, names in together.items():
+        for some in (names[i : i + WIDE] for i in range(0, len(names), WIDE)):
+            yield _table(("unit", *some), [[unit, *(values[name][unit] for name in some)] for unit in units])
 
 
 def _study_table(table: Table) -> Iterator[str]:
@@ -103,9 +131,13 @@ def _study_table(table: Table) -> Iterator[str]:
 def _table(
     columns: Sequence[str], rows: Iterator[list[str | float | None]] | Sequence[Sequence[str | float | None]]
 ) -> str:
+    """A table, folded if it is long."""
     lines = [[cell(column) for column in columns], ["---"] * len(columns)]
-    lines += [[cell(value) for value in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines += [[cell(value) if isinstance(value, str) else short(value) for value in row] for row in rows]
+    made = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    if len(lines) - 2 <= OPEN:
+        return made
+    return f"<details><summary>{len(lines) - 2} rows</summary>\n\n{made}\n\n</details>"
 
 
 def _provenance(opened: Opened) -> Iterator[str]:

@@ -1,0 +1,93 @@
+"""Runs decoder studies that are killed again and again, and whole; prints what came of it as JSON.
+
+    python decoder_kill.py FOLDER OPERATIONS STUDY[:whole] ...
+
+Every run is a fork, so that this process starts no thread. It kills itself before an operation on the disk
+whose number is drawn anew each time, from 1 to OPERATIONS. `template-challenge` takes its evidence from the
+others, which are named before it. One that is ``whole`` is not killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from decoder_cells import write_corpora
+from study_samples import quick_identity, tree
+
+from halfulp import files
+from halfulp.study import engine, loading
+from halfulp.study import seal as seals
+
+EVIDENCE = {
+    "template-challenge": {
+        "archive": "neox-transfer", "references": "source-amortized", "outcomes": "source-amortized",
+    }
+}  # fmt: skip
+
+
+def made_up_text(folder: Path) -> None:
+    """Studies find the text of `write_corpora` under the names of real ones."""
+    place = write_corpora(folder)
+    seals.locate = lambda name, beside: place / name
+
+
+def run(name: str, out: Path, **options: Any) -> dict[str, Any]:
+    """A registered study at the smallest scale, in this process; evidence is of the studies in ``whole``."""
+    whole = out.parent.with_name("whole")
+    evidence = {key: whole / study for key, study in EVIDENCE.get(name, {}).items()}
+    given = {"executor": "inline", "evidence": evidence, **options}
+    return engine.run(loading.load(name), "smoke", out, **given)
+
+
+def killed(name: str, out: Path, operation: int) -> bool:
+    """Whether a run came to its end before so many operations on the disk."""
+    child = os.fork()
+    if child == 0:
+        left = operation
+
+        def hook(what: str, where: Path) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        files.hook = hook
+        try:
+            run(name, out)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the run failed"
+    return os.WIFSIGNALED(status)
+
+
+def main(folder: Path, most: int, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    quick_identity()
+    made_up_text(folder)
+    whole, broken = folder / "whole", folder / "broken"
+    drawn = random.Random(17)
+    found = {}
+    for name, _, once in (given.partition(":") for given in names):
+        assert not killed(name, whole / name, 10**9)
+        label = json.loads((whole / name / "result.json").read_text())["label"]
+        runs = 1
+        while not once and killed(name, broken / name, drawn.randint(1, most)):
+            runs += 1
+            assert runs < 400, "no progress"
+        found[name] = {"runs": runs, "label": label}
+        found[name]["same"] = bool(once) or tree(broken / name) == tree(whole / name)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,88 @@
+"""The instruments of ``make torture`` themselves: they attack what they say, and they can find something."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torture
+from torture import Trial, fuzz, mutants
+
+import halfulp as hu
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fuzz.Reader]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuzz, "quick_identity", lambda: None)  # which would stay for the tests that follow
+        return {reader.name: reader for reader in fuzz.readers(tmp_path_factory.mktemp("fuzz"))}
+
+
+def test_every_reader_withstands_some_mutants(readers: dict[str, fuzz.Reader], tmp_path: Path) -> None:
+    for name, reader in readers.items():
+        trial = fuzz.attack(reader, 20, tmp_path / name)
+        assert (trial.tried, trial.lost) == (20, 0), trial
+
+
+def test_crashers_of_the_past(readers: dict[str, fuzz.Reader], tmp_path: Path) -> None:
+    """What once got past the readers: ``tests/fixtures/crashers/READER-NUMBER-FILE``."""
+    for crasher in sorted(fuzz.CRASHERS.glob("*")):
+        (reader,) = (r for n, r in readers.items() if crasher.name.startswith(n.replace(" ", "-") + "-"))
+        target = tmp_path / crasher.name
+        if reader.place.is_dir():
+            pytest.fail(f"{crasher.name}: a folder's file needs its place; add it to test_formats.py")
+        target.write_bytes(crasher.read_bytes())
+        with contextlib.suppress(hu.HalfulpError):
+            reader.read(target)
+
+
+def test_a_reader_that_crashes_or_dawdles_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fuzz, "CRASHERS", tmp_path / "crashers")
+    file = tmp_path / "it"
+    file.write_bytes(b"abcdefgh")
+
+    def read(path: Path) -> None:
+        if path.read_bytes() != b"abcdefgh":
+            raise ValueError
+
+    trial = fuzz.attack(fuzz.Reader("it", file, read), 10, tmp_path / "attack")
+    assert trial.lost > 5
+    assert len(list((tmp_path / "crashers").iterdir())) == trial.lost
+    assert "crash: it/" in capsys.readouterr().out
+    monkeypatch.setattr(fuzz, "SECOND", -1.0)
+    assert fuzz.attack(fuzz.Reader("it", file, lambda path: None), 3, tmp_path / "slow").lost == 3
+
+
+def test_mutants_are_one_mistake_each() -> None:
+    source = (
+        "def f(x: int = 1) -> int:\n    if x < 3 and not x == 2:\n        return x + 1\n    raise E(2 * x)\n"
+    )
+    tree = ast.parse(source)
+    made = [mutants.mutated(tree, place) for place in mutants.places(tree)]
+    texts = {ast.unparse(one) for one, _ in made}
+    assert (
+        len(texts) == len(made) == 9
+    )  # < and not == 2 + and the constants 1, 3, 2, 1; none in what is raised
+    assert ast.unparse(tree) not in texts
+    assert all("raise E(2 * x)" in text for text in texts)
+    assert ast.unparse(tree) == ast.unparse(ast.parse(source))
+
+
+def test_the_table_keeps_the_most_and_every_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torture, "RESULTS", tmp_path / "torture.json")
+    monkeypatch.setattr(torture, "PAGE", tmp_path / "page.md")
+    torture.PAGE.write_text(f"before\n{torture.BEGIN}\nold\n{torture.END}\nafter\n")
+    torture.keep([Trial("Kill", "it", 100, 0, 1.0)])
+    torture.keep([Trial("Kill", "it", 10, 0, 1.0)])
+    assert json.loads(torture.RESULTS.read_text())[0]["tried"] == 100
+    torture.page(torture.keep([Trial("Kill", "it", 10, 1, 2.0, "a note")]))
+    text = torture.PAGE.read_text()
+    assert "| it | 10 | 1 | 2 | a note |" in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
