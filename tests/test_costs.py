@@ -210,7 +210,7 @@ def test_a_calibration_that_was_changed_is_refused(folder: Path, tmp_path: Path)
 def test_the_page_sets_forecast_and_measured_side_by_side(folder: Path) -> None:
     text = page([folder / n for n in ("reference", "nearest", "stochastic")])
     assert "What it would cost, in loss" in text
-    assert "came out inside their brackets." in text
+    assert "that came out inside their brackets: " in text
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     (found,) = data["costs"]
     assert [s["name"] for s in found["specs"]][-1] == "e4m3@128"

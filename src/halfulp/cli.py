@@ -185,6 +185,10 @@ def audit(
         False, help="Go on with a trace; steps that it holds are not recorded again."
     ),
     live: bool = typer.Option(False, help="Show what is being lost while the script runs."),
+    alert: str = typer.Option(
+        "", help="Warn when a tensor loses more than a share for some steps in a row, such as 95%:20."
+    ),
+    stop: bool = typer.Option(False, help="With --alert: end the script then, with exit code 1."),
 ) -> None:
     """Run a training script, a module or a command, and record what each grid would throw away."""
     from halfulp.audit.calibration import Calibration
@@ -219,10 +223,10 @@ def audit(
         "scores": _scores(scores, tile) if scores else None,
     }
     if command:
-        if resume or live or rehearse or evaluate:
+        if resume or live or rehearse or evaluate or alert:
             raise UsageError(
-                "--resume, --live, --rehearse and --evaluate are for one script; with --run there may be "
-                "many processes."
+                "--resume, --live, --rehearse, --evaluate and --alert are for one script; with --run there "
+                "may be many processes."
             )
         Audit(None, **options)  # what it refuses is refused here, before anything runs
         code = launch([command, *context.args], options, folder)
@@ -239,7 +243,7 @@ def audit(
         out=folder,
         exists="raise",
         resume=resume,
-        listeners=[view] if live else [],
+        listeners=[*([view] if live else []), *_alerts(alert, stop)],
         describe={
             "script": f"-m {module}" if script is None else script.name, "arguments": list(context.args)
         },
@@ -285,6 +289,16 @@ def _tell(console: Console, *lines: str) -> None:
     """Lines as they are, harmless whatever names are in them."""
     for line in lines:
         console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def _alerts(text: str, stop: bool) -> list[Any]:
+    """A share and a number of steps, as they are written on the command line."""
+    from halfulp.audit.alerts import Alert
+
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%:([0-9]+)", text)
+    if (text or stop) and found is None:
+        raise UsageError(f"--alert takes a share and a number of steps, such as 95%:20, not {text!r}.")
+    return [] if found is None else [Alert(float(found[1]) / 100, int(found[2]), stop)]
 
 
 def _scores(text: str, tile: int) -> tuple[str, int, int, int]:

@@ -194,9 +194,7 @@ class Story:
         self.console.print(table)
         (rehearsed,) = costs.gathered([run])
         first = rehearsed.found[0]
-        title = (
-            f"The forecast: loss on held-out text after {first.step} steps, where fp32 has {nats(first.real)}"
-        )
+        title = f"The forecast: held-out loss after {first.step} steps (fp32: {nats(first.real)})"
         table = Table("stored as", "forecast", "over fp32", "between", title=title)
         for cost in rehearsed.found:
             table.add_row(words.spec_words(cost.spec), nats(cost.loss), words.gap(cost.gap), between(cost))

@@ -94,9 +94,10 @@ def loss_forecasts(bundle: Bundle, found: Records) -> Table:
         for arm in bundle.rehearse:
             told = [measures.forecast_gap(unit, arm, bound) for bound in bounds]
             rows.append((unit.name, arm, measures.gap(unit, arm), *told, measures.gap_ratio(unit, arm)))
+    reused = " Forecasts are of the source, above its own loss." if bundle.forecast_from is not None else ""
     return Table(
         columns=("unit", "arm", "gap, nats", *bounds, "point over gap"), rows=rows,
-        caption=f"Gaps to {_anchor(bundle)}, measured and as its rehearsals forecast them.",
+        caption=f"Gaps to {_anchor(bundle)}, measured and as rehearsals forecast them.{reused}",
     )  # fmt: skip
 
 

@@ -30,12 +30,18 @@ def summary(
     def shares(counts: np.ndarray[Any, Any], size: int) -> dict[str, float]:
         return {g: float(c / size) for g, c in zip(grids, counts, strict=True)}
 
+    # Zero proposals are nothing lost, where weights are stored in full: elsewhere rounding made them zero.
+    full = np.array([w.stored in ("float32", "float64") for w in tensors])
+    idle = np.where(full, shared[:, SHARED.index("zero_proposal")], 0)
+    asked = sizes - idle - shared[:, SHARED.index("nonfinite")]
+    lost = np.maximum(frozen - idle[:, None], 0) / np.maximum(asked, 1)[:, None]
     return {
         "step": rows[0].step,
         "loss": loss,
         "lr": rows[0].rates[0],
         "frozen": shares(frozen.sum(axis=0), sizes.sum()),
         "tensors": {w.name: shares(f, n) for w, f, n in zip(tensors, frozen, sizes, strict=True)},
+        "lost": {w.name: shares(x, 1) for w, x in zip(tensors, lost, strict=True)},
         "never_moved": shares(never.sum(axis=0), sizes.sum()) if never_moved else {},
         "update_ratio": math.sqrt(proposal / max(weight, 1e-300)),
         "nonfinite": int(bad),

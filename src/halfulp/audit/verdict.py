@@ -15,6 +15,7 @@ the change that was left, not for the one that a float32 optimizer would have ma
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,6 +87,9 @@ class Verdict:
         return "\n".join(self.lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def verdict(

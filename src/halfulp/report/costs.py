@@ -92,8 +92,7 @@ def met_sentence(found: Costs) -> str | None:
     ]
     each = [f"{c.spec} {words.gap(m - c.real)} ({words.gap(c.gap)} forecast)" for c, m in told]
     bracket = (
-        f" Of {len(inside)} with a gap of at least {SMALLEST_GAP:g}, {sum(inside)} came out inside their "
-        "brackets."
+        f" Gaps above {SMALLEST_GAP:g} that came out inside their brackets: {sum(inside)} of {len(inside)}."
         if inside
         else ""
     )
