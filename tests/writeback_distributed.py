@@ -35,7 +35,7 @@ POLICIES: dict[str, Any] = {
     "master from raw": hu.Master("raw"),
 }
 ROWS = {"int8/row": "sr", "mxfp4": "rne"}  # steps that a shard of rows knows
-NARROW = ("rne", "sr", "deadzone-sr", "eco", "kahan", "master", "adamw", "remainders")  # of bfloat16
+NARROW = ("rne", "sr", "deadzone-sr", "eco", "kahan", "master")  # of bfloat16 parameters
 CASES = [(grid, policy) for grid in GRIDS for policy in POLICIES] + list(ROWS.items())
 
 
@@ -63,12 +63,7 @@ def adamw(model: torch.nn.Module, **options: Any) -> torch.optim.AdamW:
 
 
 def narrow(model: torch.nn.Module, policy: str) -> hu.WriteBack:
-    """Around an optimizer that steps all tensors of a list at once; or one of ours, in one pass."""
-    if policy in ("adamw", "remainders"):
-        return hu.AdamW(
-            model.named_parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1, moments="bf16", seed=2,
-            policy="sr" if policy == "adamw" else "remainder16",
-        )  # fmt: skip
+    """Around an optimizer that steps all tensors of a list at once."""
     return hu.WriteBack(adamw(model, foreach=True), "bf16", rule(policy), model=model, seed=2)
 
 
