@@ -16,12 +16,12 @@ import torch
 from fixtures.make_format_1 import CASES, answers, model, train, written_back
 
 import halfulp as hu
-from halfulp import masks, trace
+from halfulp import trace
 from halfulp.models import training
 from halfulp.study import declaration, export
 from halfulp.study.validate import validate
 from halfulp.trace import schema
-from halfulp.writeback import checkpoint, load
+from halfulp.writeback import checkpoint, load, mask
 
 HERE = Path(__file__).parent / "fixtures"
 FORMATS = sorted(int(p.name.removeprefix("format_")) for p in HERE.glob("format_*"))
@@ -34,7 +34,7 @@ studies = [HERE / f"format_{n}" for n in FORMATS if (HERE / f"format_{n}" / "stu
 def test_every_format_that_is_read_has_its_files() -> None:
     """All but the newest, which every other test writes; and none says of itself that it is another."""
     assert set(FORMATS) >= set(schema.READ) - {trace.FORMAT}
-    assert set(FORMATS) >= set(masks.READ) - {masks.FORMAT}
+    assert set(FORMATS) >= set(mask.READ) - {mask.FORMAT}
     assert set(FORMATS) >= set(checkpoint.READ) - {checkpoint.VERSION}
     for n in FORMATS:
         assert json.loads((HERE / f"format_{n}" / "trace" / "manifest.json").read_text())["format"] == n
@@ -48,7 +48,7 @@ def test_the_reference_lists_the_formats() -> None:
     }
     for what, writes, reads in (
         ("a trace", trace.FORMAT, schema.READ),
-        ("a mask", masks.FORMAT, masks.READ),
+        ("a mask", mask.FORMAT, mask.READ),
         ("a checkpoint of a write-back", checkpoint.VERSION, checkpoint.READ),
         ("a study", declaration.FORMAT, (declaration.FORMAT,)),
         ("a training state of a decoder", training.VERSION, (training.VERSION,)),
@@ -82,10 +82,10 @@ def test_a_trace_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
 
 @every_format
 def test_a_mask_is_what_the_trace_gives(folder: Path) -> None:
-    mask, same = hu.Mask.load(folder / "mask.safetensors"), hu.allocate(folder / "trace", 0.75)
-    assert (mask.sizes, mask.score, mask.budget) == (same.sizes, same.score, same.budget)
-    assert mask.tiles.keys() == same.tiles.keys()
-    assert all(torch.equal(mask.tiles[name], same.tiles[name]) for name in same.tiles)
+    kept, same = hu.Mask.load(folder / "mask.safetensors"), hu.allocate(folder / "trace", 0.75)
+    assert (kept.sizes, kept.score, kept.budget) == (same.sizes, same.score, same.budget)
+    assert kept.tiles.keys() == same.tiles.keys()
+    assert all(torch.equal(kept.tiles[name], same.tiles[name]) for name in same.tiles)
 
 
 @every_format

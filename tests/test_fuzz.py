@@ -35,8 +35,10 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     options: dict[str, Any] = {"scores": ("e4m3", 1, 4), "keep": True, "expected_never_moved": True}
+    options |= {"rehearse": ["e5m2", "bf16:kahan"]}
     with hu.Audit(optimizer, GRIDS, model=net, out=folder / "trace", part_steps=2, **options) as audit:
         train(net, optimizer, 5, audit)
+        audit.evaluate(lambda: sum(float(p.detach().sum()) for p in net.parameters()))
     hu.allocate(folder / "trace", 0.75).save(folder / "mask.safetensors")
     for case in ("kahan", "sr-packed"):
         opt, net = written_back(case)
@@ -78,7 +80,10 @@ def every_answer(folder: Path) -> Any:
     """All that a trace says: its numbers, its words, what it lists."""
     trace = hu.Trace.open(folder)
     kept = [{k: v.tolist() for k, v in trace.kept(part).items()} for part in trace.parts]
-    return answers(trace), verdict.lines(trace), trace.grids, trace.tensors, kept, trace.manifest["options"]
+    said = [trace.forecast(spec) for spec in trace.rehearsals]
+    forecasts = [(f.frozen().tolist(), f.never_moved(bound="upper").tolist(), f.losses.rows()) for f in said]
+    told = (answers(trace), verdict.lines(trace), trace.grids, trace.tensors, trace.manifest["options"])
+    return *told, kept, forecasts
 
 
 def damaged_files(folder: Path, count: int, seed: int, tally: Tally, read: Callable[[Path], Any]) -> None:

@@ -628,7 +628,7 @@ class Logged:
         place = "lightning.pytorch" if pl.__name__.startswith("lightning") else "pytorch_lightning"
         base = __import__(f"{place}.loggers.logger", fromlist=["Logger"]).Logger
 
-        class Told(base):  # type: ignore[misc]
+        class Told(base):  # type: ignore[misc, valid-type]
             name, version = "told", "0"
 
             def __init__(self) -> None:

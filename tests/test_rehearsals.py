@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import halfulp as hu
+from halfulp import documents
 from halfulp.audit.rehearsal import Rehearsal
 from halfulp.errors import UsageError
 from halfulp.kernels import rehearse as kernel
@@ -200,7 +203,7 @@ def test_the_kernel_equals_the_reference(rule: Rule, threads: None) -> None:
     plain = [{name: t[i].numpy().copy() for name, t in alone.tensors().items()} for i in range(len(pulls))]
     for step in range(4):
         w, after = hard(step)
-        stream = hu.Stream(seed=1, name="w", step=step, offset=5)
+        stream = hu.Stream(seed=1, name="w", step=step, offset=(0, 5, 32, 31)[step])  # lanes want 32
         asked = kernel.Tensor(pulls=pulls, stream=stream, back=back)
         given = (torch.from_numpy(w), torch.from_numpy(after))
         counts = kernel.move(rule, alone, *given, asked, chosen)
@@ -452,6 +455,37 @@ def test_a_resumed_rehearsal_equals_an_uninterrupted_one(where: str, tmp_path: P
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert answers(opened(out)) == answers(opened(whole))
+
+
+HOSTILE: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
+    "another bound": ("manifest.json", lambda d: d["options"]["rehearse"].update(bounds=["mid"]), "rehearse"),
+    "no specs": ("manifest.json", lambda d: d["options"]["rehearse"].update(specs=[]), "rehearse"),
+    "a grid more": ("manifest.json", lambda d: d["options"]["rehearse"]["grids"].append("bf16"), "rehearse"),
+    "another pull": ("manifest.json", lambda d: d["options"]["rehearse"].update(pull=[]), "rehearse"),
+    "specs swapped": ("manifest.json", lambda d: d["options"]["rehearse"]["specs"].reverse(), "belong"),
+    "none": ("manifest.json", lambda d: d["options"].update(rehearse=None), "expected"),
+    "rows": (
+        "parts/000000/part.json", lambda d: d["files"]["rehearsals.parquet"].update(rows=5), "do not fit",
+    ),
+    "a table less": ("parts/000000/part.json", lambda d: d["files"].pop("losses.parquet"), "expected"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_a_trace_may_say_of_rehearsals(what: str, tmp_path: Path) -> None:
+    """With digests made right, as somebody might on purpose."""
+    net, opt = begun()
+    with hu.Audit(opt, "bf16", model=net, out=tmp_path / "t", rehearse=["e5m2", "bf16"]) as audit:
+        train(net, opt, range(2))
+        audit.evaluate(lambda: 1.0)
+    hu.Trace.open(tmp_path / "t")
+    name, change, said = HOSTILE[what]
+    document = json.loads((tmp_path / "t" / name).read_text())
+    del document["sha256"]
+    change(document)
+    (tmp_path / "t" / name).write_bytes(documents.sealed(document))
+    with pytest.raises(hu.HalfulpError, match=said):
+        hu.Trace.open(tmp_path / "t")
 
 
 def test_a_resumed_trace_ends_later_than_the_run(tmp_path: Path) -> None:

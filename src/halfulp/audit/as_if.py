@@ -191,7 +191,7 @@ class Showing:
         ``evaluate`` is called for each, and gives a number. It draws the same random numbers every time, and
         the run goes on as if it had been called once: the global generators of Python, NumPy and torch and
         the model's buffers are put back. A generator of your own is yours to rewind. An audit that rehearses
-        nothing records the loss of the model alone, for :class:`~halfulp.Calibration` and comparisons.
+        nothing records the loss of the model alone, for calibrations and comparisons.
         """
         if self.rehearsing is None or (specs is not None and not specs):
             real = _number(evaluate())

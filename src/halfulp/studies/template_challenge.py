@@ -53,7 +53,7 @@ PREDICTORS = {
     "B_Y": "archived outcome template", "B_X": "archived float32 template", "X_S": "reused source",
     "H_S": "source hybrid", "X_M": "matched float32", "H_M": "matched hybrid",
 }  # fmt: skip
-SHOWN = ("B_Y", "X_S", "H_S", "X_M", "H_M")
+COMPARED = ("B_Y", "X_S", "H_S", "X_M", "H_M")
 ALL = "all targets"
 PARTS = {"RMSE": "rmse", "centred RMSE": "centred_rmse", "signed error": "signed_error"}
 
@@ -237,10 +237,10 @@ def figure(found: Records) -> Any:
     curves.set_ylabel(f"updates lost, {SCOPE}")
     curves.legend()
     percent(curves, full=False)
-    for place, predictor in enumerate(SHOWN):
+    for place, predictor in enumerate(COMPARED):
         values = list(_errors(found, predictor).values())
         errors.plot([place] * len(values), values, "o", color=COLOURS[0] if predictor[0] != "B" else GREY)
-    errors.set_xticks(range(len(SHOWN)), SHOWN)
+    errors.set_xticks(range(len(COMPARED)), COMPARED)
     errors.set_ylabel("RMSE, a dot a target")
     errors.set_ylim(bottom=0)
     return drawn

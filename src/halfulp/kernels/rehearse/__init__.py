@@ -186,9 +186,10 @@ def move_many(
     if rule.coded:
         lookup = _lookup(rule.grid, work)
     counts = np.zeros((len(table), rows, len(COUNTS)), dtype=np.int32)
+    kernel = cpu.move_tiles(rule.mode, rule.keeps, work == "float32")
     run(
-        cpu.move_tiles(rule.mode, rule.keeps), len(table), flat_of(w), flat_of(after), table, keys, offsets,
-        pulls, back, plan.floats, plan.ints, _params.masks(work), lookup, top,
+        kernel, len(table), flat_of(w), flat_of(after), table, keys, offsets, pulls, back,
+        plan.floats, plan.ints, _params.masks(work), lookup, top,
         codes.view(np.uint16) if codes.dtype == np.int16 else codes, beside, which, held.moved.numpy(),
         counts,
     )  # fmt: skip
