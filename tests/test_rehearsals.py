@@ -467,7 +467,7 @@ HOSTILE: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "rows": (
         "parts/000000/part.json", lambda d: d["files"]["rehearsals.parquet"].update(rows=5), "do not fit",
     ),
-    "a table less": ("parts/000000/part.json", lambda d: d["files"].pop("losses.parquet"), "expected"),
+    "a table less": ("parts/000000/part.json", lambda d: d["files"].pop("rehearsals.parquet"), "expected"),
 }  # fmt: skip
 
 

@@ -104,6 +104,7 @@ def test_the_manifest(recorded: Path) -> None:
     assert manifest["every"] == 1
     assert manifest["options"] == {
         "sample": None, "decay": False, "never_moved": True, "expected_never_moved": True, "keep": True,
+        "rehearse": None,
         "scores": ["e4m3", 1, 5], "seed": 0,
     }  # fmt: skip
     assert manifest["tensors"][0] == {
@@ -170,7 +171,7 @@ def test_rho_and_the_update_ratio(recorded: Path) -> None:
         (lambda t: t.frozen("fp16"), "grid 'fp16' was not recorded; this trace has bf16, e4m3@128"),
         (lambda t: t.frozen("bf16", "layers"), "nothing in scope 'layers'"),
         (lambda t: t.frozen("bf16", by="guess"), "not 'guess'"),
-        (lambda t: t.scan("losses"), "tables grids, tensors, run, not 'losses'"),
+        (lambda t: t.scan("masks"), "tables grids, tensors, run, losses, not 'masks'"),
         (lambda t: t.series("loss", "bf16"), "not 'loss'"),
     ],
 )

@@ -84,6 +84,7 @@ def learned(start: float, errors: Array, steps: int, end: float | None) -> float
 
     Zero where the run diverged before, or where there is no progress to take a share of (``end`` None).
 
+    >>> import numpy as np
     >>> learned(1.0, np.array([0.8, 0.6, 0.5]), 2, 0.5)
     0.8
     """

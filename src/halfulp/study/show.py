@@ -25,7 +25,7 @@ def lines(protocol: Protocol) -> Iterator[str]:
     yield f"units        {plain(content['units'])}"
     for claim in content["not_claimed"]:
         yield f"not claimed  {plain(claim)}"
-    yield from _packed("config       ", [f"{k}={v}" for k, v in _leaves(content["config"]).items()])
+    yield from _packed("config       ", _config(content["config"]))
     for name in content["data"]:
         yield f"data         {plain(name)}"
     for one in protocol.evidence:
@@ -83,6 +83,20 @@ def _cells(cells: Sequence[Mapping[str, Json]], config_of_scale: Mapping[str, st
         return
     for name, config in flat.items():
         yield from _packed(f"{name}  ", [f"{k}={config[k]}" for k in columns if k in config] or [""])
+
+
+def _config(config: Mapping[str, Json]) -> list[str]:
+    """What a scale says; what all of several parts say alike once, with a star in their place."""
+    parts = [plain(key) for key, value in config.items() if isinstance(value, Mapping) and value]
+    said: dict[tuple[str, str], int] = {}
+    leaves = _leaves(config)
+    for key, value in leaves.items():
+        part, _, rest = key.partition(".")
+        if part in parts:
+            said[rest, value] = said.get((rest, value), 0) + 1
+    common = [pair for pair, count in said.items() if count == len(parts) > 1]
+    own = {k: v for k, v in leaves.items() if (k.partition(".")[2], v) not in common}
+    return [f"*.{rest}={value}" for rest, value in common] + [f"{k}={v}" for k, v in own.items()]
 
 
 def _packed(start: str, items: Sequence[str]) -> Iterator[str]:
