@@ -30,6 +30,8 @@ SWEPT += ["int4@16", "int8@128", "int3@8/asym", "two bits", "no normals", "near 
 class Sweep:
     """Words chosen by the test, an array a level, in place of a stream."""
 
+    bits = 32
+
     def __init__(self, *levels: np.ndarray) -> None:
         self.levels = levels
 
