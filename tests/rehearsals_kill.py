@@ -120,7 +120,7 @@ def main(folder: Path, wanted: int) -> None:
     assert forked(folder / "whole", 10**9) == ""
     drawn, kills = random.Random(0), Counter[str]()
     while kills.total() < wanted:
-        what = forked(folder / "killed", drawn.randint(1, 60))
+        what = forked(folder / "killed", drawn.randint(1, 160))
         if what:
             kills[what] += 1
         else:  # it came to its end: on to another one

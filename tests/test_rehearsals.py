@@ -466,11 +466,11 @@ def test_a_rehearsal_that_is_killed_equals_one_that_is_not(tmp_path: Path) -> No
     """Trace, codes, the model's own weights and those as if: after kills anywhere, and at the end."""
     places = [str(Path(hu.__file__).parent.parent), str(Path(__file__).parent)]
     told = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("rehearsals_kill.py")), str(tmp_path), "20"],
+        [sys.executable, str(Path(__file__).with_name("rehearsals_kill.py")), str(tmp_path), "12"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(places)}, stdout=subprocess.PIPE, check=True,
     )  # fmt: skip
     kills = json.loads(told.stdout)
-    assert sum(kills.values()) == 20
+    assert sum(kills.values()) == 12
     assert kills.keys() >= {"disk", "step", "rehearsal"}
     whole, *killed = sorted(tmp_path.iterdir(), key=lambda p: p.name != "whole")
     assert len(killed) > 1
