@@ -108,7 +108,7 @@ def test_paper_scale_is_the_papers(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*TRAINED, "matched-10k", "prospective-modern"])
 def test_paper_scale_seals(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tokens in the place of OpenWebText, which has no published digest: the seal says whose they are."""
+    """With other tokens in the place of OpenWebText, which has no published digest: the seal names both."""
     quick_identity(monkeypatch)
     monkeypatch.setenv("HALFULP_DATA", str(tmp_path / "data"))
     (tmp_path / "data" / "openwebtext").mkdir(parents=True)
