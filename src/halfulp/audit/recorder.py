@@ -173,6 +173,8 @@ class Audit(Attributing):
         self._loaded: dict[str, torch.Tensor] = {}
         self._untrained = False
         """Whether tensors without gradients are followed as well: those of roles are."""
+        self._batching = True
+        """Whether small tensors are copied side by side."""
         self.roles: Any = None
         if states or also:
             from halfulp.audit.roles import Roles  # which is made of audits
@@ -403,7 +405,7 @@ class Audit(Attributing):
             groups = {p: group for group in optimizer.param_groups for p in group["params"]}
             for p in (p for p in chosen if self.rehearsing.wants(self.watched[p].name, p)):
                 self.rehearsing.take_up(self.watched[p], optimizer, groups[p], self._loaded)
-        if rank() == 0:
+        if rank() == 0 and self._batching:
             fresh = batches([self.watched[p] for p in chosen])
             self._batches += fresh
             if self.rehearsing is not None:
@@ -421,9 +423,12 @@ class Audit(Attributing):
                 inventory[listed["id"]] = listed
             told["tensors"] = [inventory[i] for i in sorted(inventory)]
             told["grids"] = [g.name for g in self.grids]
-            told["optimizers"] = [manifest.described(o) for o in self._seen]
+            told["optimizers"] = [self._described(o) for o in self._seen]
             told["options"].update(never_moved=self.never_moved, expected_never_moved=self.expected)
             self._written(self._writer.write_manifest)
+
+    def _described(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return manifest.described(optimizer)
 
     def _drop_unfit(self, params: list[torch.Tensor]) -> None:
         """Leave out grids that some parameter's dtype cannot hold."""

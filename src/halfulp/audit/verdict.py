@@ -36,6 +36,11 @@ IDLE = 0.005
 STUCK = 0.99
 """A tensor counts as stuck if this share of its updates is lost."""
 NOT_FINITE = "no proposal was finite"
+CAST = (
+    "How sure this is: a stored value counts as unchanged if the cast of its main value has the same value: "
+    "exact. On a grid that the copies are not stored on, the casts of both are compared. What would be lost "
+    "without the main parameters is another question: audit their optimizer (hu.Audit)."
+)
 NAMED = 3
 """Tensors that are named in a sentence."""
 ALWAYS = ("sr", "kahan", "master")
@@ -286,6 +291,11 @@ def keeping(trace: Recorded) -> str | None:
     return " and ".join(names) if names and "rne" not in names else None
 
 
+def is_cast(trace: Recorded) -> bool:
+    """Whether a trace is of copies that are written from main parameters: that of a ``CastAudit``."""
+    return bool(trace.manifest["run"].get("cast"))
+
+
 def why_kept(policy: str) -> str:
     """Why an unchanged code is not a lost update under a policy."""
     if policy in ("sr", "deadzone-sr", "dqt"):
@@ -319,6 +329,9 @@ def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration 
     for grid in trace.grids:
         out += ["", *_grid_lines(trace, grid)]
     out += role_lines(trace)
+    if is_cast(trace):
+        out += ["", CAST]
+        return [plain(line) for line in out]
     rounded = rounded_words(trace)
     out += [
         "",
@@ -373,7 +386,8 @@ def _grid_lines(trace: Recorded, grid: str) -> list[str]:
     """One grid: what happened to the weights that are stored on it, or else what would."""
     home = on_grid(trace, grid)
     scope: Scope = home or "all"
-    found, policy = _finding(trace, grid, scope), keeping(trace) if home else None
+    cast = is_cast(trace)
+    found, policy = _finding(trace, grid, scope), keeping(trace) if home or cast else None
     if found.severity == NOT_FINITE:
         return [f"{grid}: nothing can be said, because {NOT_FINITE}."]
     out = []
@@ -384,6 +398,12 @@ def _grid_lines(trace: Recorded, grid: str) -> list[str]:
         if found.idle >= IDLE:
             out.append(f"  {found.idle:.1%} of the proposals were zero, with nothing to lose: not counted")
         out += _core_lines(trace, grid, trace.ids(scope))
+    elif cast:
+        left = "left" if home else "would leave"
+        out.append(
+            f"{grid}: a cast {left} {found.lost:.1%} of the stored values as they were, at an average step."
+        )
+        out.append("  not a loss: the main parameters keep what is not written")
     else:
         out.append(f"{grid}, {policy} write-back: {found.lost:.1%} of codes stayed at an average step.")
         out.append(f"  not a loss: {why_kept(policy)}")

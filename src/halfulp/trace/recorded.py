@@ -169,10 +169,11 @@ class Recorded(ABC):
         """
         if by == "code":
             return self.series("frozen", grid, scope)
-        if by == "symmetric":
-            return self.series("symmetric", grid, scope)
-        if by == "phase":
-            return self.series("phase", grid, scope) / 2.0**16
+        if by in ("symmetric", "phase"):
+            found = self.series(by, grid, scope)
+            if not len(found):
+                raise UsageError(f"{self.where} does not say {by!r}: it is of casts, or has no step.")
+            return found if by == "symmetric" else found / 2.0**16
         if by == "rho":
             return scalar_rho_map(self.update_ratio(scope) / named(grid).epsilon)
         raise UsageError(f"by= takes code, symmetric, phase or rho, not {by!r}.")
