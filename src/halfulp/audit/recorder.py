@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import polars as pl
 import torch
@@ -186,7 +186,7 @@ class Audit(Attributing):
 
     # ---- attaching ----
 
-    def __enter__(self) -> Audit:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
