@@ -14,7 +14,7 @@ from audit_reference import made
 import halfulp as hu
 from halfulp.audit import casts
 from halfulp.kernels import TILE, reference
-from halfulp.report import page
+from halfulp.report.page import page
 
 STEPS = 4
 GRIDS = ["bf16", "e5m2", "int4/g32", "e4m3@128", "int8/row", "int3/dqt", "nvfp4"]
@@ -122,7 +122,7 @@ def test_realised_is_what_the_bits_of_the_copies_say(tmp_path: Path) -> None:
     assert "bf16: a cast left" in said
     assert "the main parameters keep" in said
     assert "would keep them" not in said
-    assert "bf16" in page.page([tmp_path / "cast"])
+    assert "bf16" in page([tmp_path / "cast"])
     with pytest.raises(hu.UsageError, match="casts"):
         trace.frozen("bf16", by="symmetric")
 

@@ -24,7 +24,7 @@ import polars as pl
 import torch
 
 from halfulp import kernels
-from halfulp.audit import manifest
+from halfulp.audit import holdings, manifest
 from halfulp.audit.attribution import Attributed, Attributing
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.hooks import StepHooks
@@ -168,6 +168,8 @@ class Audit(Attributing):
         self._hooks = StepHooks(self._before, self._after)
         self._stepped: list[torch.optim.Optimizer] = []
         self._seen: list[torch.optim.Optimizer] = []
+        self._holds: dict[torch.optim.Optimizer, dict[str, Any]] = {}
+        self._gradients: holdings.Sizes = {}
         self._opened, self._writing = 0.0, 0.0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
@@ -298,6 +300,8 @@ class Audit(Attributing):
         if self._due(coming) or self._rehearses(coming):
             self._watch(optimizer)
             here = self._of(optimizer)
+            if optimizer in self._seen and optimizer not in self._holds:
+                self._gradients = holdings.gradients(optimizer)
             for batch in self._batches_of(here):
                 batch.set_aside()
             for w in here:
@@ -317,6 +321,7 @@ class Audit(Attributing):
         if self._due(self.step) or self._rehearses(self.step):
             with torch.no_grad():
                 self._record(optimizer)
+                self._look_up(optimizer)
                 if self.roles is not None and rank() == 0 and self._due(self.step):
                     self.roles.after(optimizer)
         self._told.clear()
@@ -428,7 +433,17 @@ class Audit(Attributing):
             self._written(self._writer.write_manifest)
 
     def _described(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return manifest.described(optimizer)
+        holds = self._holds.get(optimizer)
+        return {**manifest.described(optimizer), **({} if holds is None else {"holds": holds})}
+
+    def _look_up(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once its first step is over, say which dtypes an optimizer holds."""
+        if optimizer in self._holds or optimizer not in self._seen or self._untrained:
+            return
+        self._holds[optimizer] = holdings.held(optimizer, self._gradients)
+        if self._writer is not None:
+            self._writer.manifest["optimizers"] = [self._described(o) for o in self._seen]
+            self._written(self._writer.write_manifest)
 
     def _drop_unfit(self, params: list[torch.Tensor]) -> None:
         """Leave out grids that some parameter's dtype cannot hold."""

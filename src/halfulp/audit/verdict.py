@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from halfulp.audit import costs
+from halfulp.audit import costs, holdings
 from halfulp.audit.calibration import Calibration
 from halfulp.audit.stored_on import on_grid, policies
 from halfulp.grids import grid as named
@@ -41,6 +41,8 @@ CAST = (
     "exact. On a grid that the copies are not stored on, the casts of both are compared. What would be lost "
     "without the main parameters is another question: audit their optimizer (hu.Audit)."
 )
+GRADIENTS = "grad"
+"""The role of buffers in which gradients accumulate."""
 NAMED = 3
 """Tensors that are named in a sentence."""
 ALWAYS = ("sr", "kahan", "master")
@@ -184,7 +186,7 @@ def _stuck(
 ) -> tuple[tuple[str, str, float, float], ...]:
     size = {t["id"]: t for t in trace.tensors if t["id"] in ids}
     steps = len(trace.steps)
-    known = pl.col("zero_proposal") * pl.col("tensor").is_in(trace.in_full())
+    known = pl.col("zero_proposal") * pl.col("tensor").is_in(trace.tells_zero())
     zero = trace.scan("tensors").group_by("tensor").agg(known.sum(), pl.col("nonfinite").sum())
     frame = (
         trace.scan()
@@ -317,6 +319,8 @@ def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration 
         f"{len(steps)} steps audited (to step {int(steps[-1])}), {len(trace.tensors)} tensors, {n:,} "
         f"weights; the optimizer sees {', '.join(shown(d) for d in dtypes)}."
     ]
+    if holds := holdings.words(trace):
+        out.append(holds)
     if bad := nonfinite_words(trace):
         out.insert(0, bad)
     out[:0] = missing
@@ -356,6 +360,8 @@ def role_lines(trace: Recorded) -> list[str]:
         found = _finding(beside, grid, scope)
         dtypes = " and ".join(sorted({shown(t["dtype"], 20) for t in beside.tensors}))
         head = f"{shown(role)} ({count(len(beside.tensors), 'tensor')}, {dtypes})"
+        if beside.manifest["run"].get("role") == GRADIENTS:
+            head = f"{head}, {count(len(beside.steps), 'accumulation')}"
         if found.severity == NOT_FINITE:
             out += ["", f"{head}: nothing can be said, because {NOT_FINITE}."]
             continue
