@@ -41,6 +41,7 @@ RUNS = Bundle(
     anchor="projected",
     scopes=(SCOPE, "all-2d"),
     reference="fp32-{condition}-{seed}",
+    rehearse=("rne", "sr", "eco"),
 )
 
 LABEL = "policy_and_reference_audit_transfer"
@@ -70,6 +71,7 @@ STUDY = Study(
     estimands=(
         *estimands.of_outcomes(RUNS),
         *estimands.of_forecasts(RUNS, warmup=True, scopes=(SCOPE,)),
+        *estimands.of_rehearsals(RUNS),
         RUNS.estimand(
             "informative", "1 where V >= 0.10 and E <= 0.8 E_const after the warmup", measures.informative,
             warmup=False, scopes=[SCOPE],
