@@ -428,7 +428,11 @@ def template_records(rmse: Mapping[str, tuple[float, float]]) -> dict[str, dict[
 
 def test_template_rows() -> None:
     """tab:source-template: B_Y < H_S < X_S, the three error columns, and what the text says of squares."""
-    printed = template_challenge._PRINTED
+    paper = {claim.claim: claim.paper for claim in template_challenge.PAPER}
+    printed = {
+        p: [float(paper[f"{part} of {p}, mean of targets"]) for part in template_challenge.PARTS]
+        for p in template_challenge.COMPARED
+    }
     records = template_records({p: (centred, signed) for p, (_, centred, signed) in printed.items()})
     values = {
         e.name: e.compute(records, **e.args)
