@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from decoder_cells import run_outcomes, write_corpora
+from study_samples import quick_identity
 
 from halfulp.arms import Arm, Bundle, measures
 from halfulp.arms.bundle import Unit
+from halfulp.data import tokens
 from halfulp.errors import UsageError
 from halfulp.models.decoder import Decoder
 from halfulp.models.training import Schedule
@@ -27,7 +29,8 @@ from halfulp.studies import (
     source_amortized,
     template_challenge,
 )
-from halfulp.study import Outcomes, Study
+from halfulp.study import Outcomes, Study, engine, loading
+from halfulp.study.store import Store
 from halfulp.study.verdict import decide, evaluate
 
 TRAINED: dict[str, Any] = {
@@ -101,6 +104,20 @@ def test_paper_scale_is_the_papers(name: str) -> None:
     assert study.scale_data["paper"] == ("openwebtext/train.bin", "openwebtext/val.bin")
     positions = recipe.batch * recipe.context * recipe.updates
     assert positions == (36_864_000 if updates == 3000 else 122_880_000)
+
+
+@pytest.mark.parametrize("name", [*TRAINED, "matched-10k", "prospective-modern"])
+def test_paper_scale_seals(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other tokens in the place of OpenWebText, which has no published digest: the seal names both."""
+    quick_identity(monkeypatch)
+    monkeypatch.setenv("HALFULP_DATA", str(tmp_path / "data"))
+    (tmp_path / "data" / "openwebtext").mkdir(parents=True)
+    for part in ("train", "val"):
+        tokens.write_bin(tmp_path / "data" / "openwebtext" / f"{part}.bin", np.arange(2000) % 97)
+    digest = engine.seal(loading.load(name), "paper", tmp_path / "out")
+    sealed = Store(tmp_path / "out").read_seal(digest)
+    assert (sealed["study"], sealed["scale"]) == (name, "paper")
+    assert set(sealed["data"]) == {"openwebtext/train.bin", "openwebtext/val.bin"}
 
 
 def test_what_sets_each_study_apart() -> None:
@@ -411,7 +428,11 @@ def template_records(rmse: Mapping[str, tuple[float, float]]) -> dict[str, dict[
 
 def test_template_rows() -> None:
     """tab:source-template: B_Y < H_S < X_S, the three error columns, and what the text says of squares."""
-    printed = template_challenge._PRINTED
+    paper = {claim.claim: claim.paper for claim in template_challenge.PAPER}
+    printed = {
+        p: [float(paper[f"{part} of {p}, mean of targets"]) for part in template_challenge.PARTS]
+        for p in template_challenge.COMPARED
+    }
     records = template_records({p: (centred, signed) for p, (_, centred, signed) in printed.items()})
     values = {
         e.name: e.compute(records, **e.args)

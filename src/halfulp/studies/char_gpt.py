@@ -25,7 +25,7 @@ from halfulp.measures.crossings import TOLERANCE
 from halfulp.measures.forecasts import ACCURATE_RMSE
 from halfulp.models.decoder import CHARACTER, DecoderConfig
 from halfulp.models.training import Recipe, Schedule
-from halfulp.studies.claims import Printed, printed
+from halfulp.studies.claims import claims_of
 from halfulp.study.protocol import Gate, Rule, Study
 
 SCOPE = "all-2d"
@@ -101,10 +101,4 @@ STUDY = Study(
     figures={"trajectories": partial(figures.trajectories, RUNS, scope=SCOPE)},
 )  # fmt: skip
 
-_WHERE = "appendix B (section 3)"
-_PRINTED: Printed = {
-    "measured": ("persistent crossing, measured", _WHERE, (1644, 1666)),
-    "predicted": ("persistent crossing, forecast", _WHERE, (1640, 1669)),
-}
-
-PAPER = tuple(printed(STUDY, RUNS.units, _PRINTED, note="the paper does not name its seeds, nor its device"))
+PAPER = claims_of(STUDY, __file__)

@@ -18,7 +18,7 @@ from typing import Any
 from halfulp.models import bfloat16
 from halfulp.models.cnn import Cnn, mnist, train
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import Claim, of
+from halfulp.studies.claims import claims_of
 from halfulp.study import Cell, Estimand, Rule, Running, Stage, Study
 from halfulp.study.protocol import Config, Json
 
@@ -115,9 +115,4 @@ STUDY = Study(
     figures={"timing": timing.figure, "bf16": timing.bf16_figure},
 )  # fmt: skip
 
-PAPER = (
-    *timing.transfer_rows(SYSTEM, "CNN, GD, cross-entropy", 15, 1.000, "100.0%"),
-    Claim("RMSE of m = 7 against a direct bfloat16 update, CNN", "app:arithmetic", 2.2e-2,
-          of(timing.bf16_rmse, SYSTEM),
-          "The paper does not print the horizon, the rate or the batch of this comparison."),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, timing.shown)

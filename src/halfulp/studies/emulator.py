@@ -28,7 +28,7 @@ from halfulp.models.following import regression
 from halfulp.models.mlp import Trainer, run
 from halfulp.models.teacher import CHOSEN, Problem, frozen_features
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import Claim, of
+from halfulp.studies.claims import claims_of
 from halfulp.study import Cell, Estimand, Rule, Running, Stage, Study
 from halfulp.study.protocol import Config, Json
 
@@ -126,20 +126,4 @@ STUDY = Study(
     figures={"timing": timing.figure, "bf16": timing.bf16_figure},
 )  # fmt: skip
 
-_HORIZON = "The paper does not print the horizon, the rate or the seeds of this root mean square."
-_CPU = "The paper says 'on bf16 hardware'; ours is torch.bfloat16 on a CPU, frozen features."
-
-
-PAPER = (
-    *timing.transfer_rows(SYSTEM, "mantissa emulator", 18, 1.03, "83.3%"),
-    *(
-        Claim(f"RMSE of m = 7 against a direct bfloat16 update, {name}", "app:arithmetic", paper,
-              of(timing.bf16_rmse, network), _HORIZON)
-        for network, name, paper in (
-            ("frozen-features", "frozen features", 1.8e-3), ("two-layer", "two-layer", 6.7e-3))
-    ),
-    Claim("pooled rho at the crossing, emulator, median", "app:arithmetic", 0.707,
-          of(timing.rho_at_crossing, SYSTEM), timing.POOLED),
-    Claim("pooled rho at the crossing, bfloat16, median", "app:arithmetic", 0.72,
-          of(timing.bf16_rho, "frozen-features"), _CPU),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, timing.shown)

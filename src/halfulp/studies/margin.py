@@ -35,7 +35,7 @@ are ends of levels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ from halfulp.measures.crossings import persistent_majority
 from halfulp.models import lockstep_kernels as compiled
 from halfulp.models.lockstep import Finished, answered, auroc_bound, from_text, run_units, to_text
 from halfulp.models.teacher import CHOSEN, NOISE
-from halfulp.studies.claims import Claim, of
+from halfulp.studies.claims import claims_of
 from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
@@ -385,64 +385,28 @@ STUDY = Study(
 )  # fmt: skip
 
 
-# ---- beside the paper ---------------------------------------------------------------------------------
-
-SOURCE = "app:margin-transfer"
-
-
-def _outside(grid: str) -> Callable[[Records], str | None]:
-    def ours(records: Records) -> str | None:
-        units = [u for name, u in units_of(records) if name.startswith(f"{grid}-")]
-        return f"{sum(u['above'] for u in units)}/{sum(u['below'] for u in units)}" if units else None
-
-    return ours
-
-
-def _onsets(records: Records) -> str:
-    where = [u["onset_is"] for _, u in units_of(records)]
-    return "/".join(str(where.count(w)) for w in ("inside", "earlier", "later"))
-
-
-def _rate_same(records: Records) -> float | None:
-    return _share(_total(records, "wrong_same"), events_of(records) - _total(records, "diverged"))
-
-
-def _rate_apart(records: Records) -> float | None:
-    return _share(_total(records, "wrong_diverged"), _total(records, "diverged"))
+def also(records: Records) -> dict[str, float | str | None]:
+    """What the paper prints beside the estimands."""
+    units = [u for _, u in units_of(records)]
+    where = [u["onset_is"] for u in units]
+    steps = sorted({int(v) for v in first_divergence(records).values() if v is not None})
+    apart, events = _total(records, "diverged"), events_of(records)
+    outside = {
+        f"outside {grid}": "/".join(
+            str(sum(u[side] for name, u in units_of(records) if name.startswith(f"{grid}-")))
+            for side in ("above", "below")
+        )
+        for grid in _grids(records)
+    }
+    return {
+        "events": events,
+        "onsets": "/".join(str(where.count(w)) for w in ("inside", "earlier", "later")),
+        "divergence": " to ".join(str(step) for step in dict.fromkeys((steps[0], steps[-1]))),
+        "same code": _share(events - apart, events),
+        "wrong at the same code": _share(_total(records, "wrong_same"), events - apart),
+        "wrong at another code": _share(_total(records, "wrong_diverged"), apart),
+        **outside,
+    }
 
 
-def _same(records: Records) -> float | None:
-    return _share(events_of(records) - _total(records, "diverged"), events_of(records))
-
-
-def _range(records: Records) -> str:
-    steps = sorted(v for v in first_divergence(records).values() if v is not None)
-    return f"{steps[0]:.0f}" if steps[0] == steps[-1] else f"{steps[0]:.0f} to {steps[-1]:.0f}"
-
-
-RANKED = "The paper does not say whether its comparator ranks the exact forecast's mistakes or its own."
-OTHER_DATA = "Teacher, data, start, seeds and rates are not printed, so the trajectories are others."
-
-PAPER = (
-    Claim("coordinate events", SOURCE, 762_880_000, events_of),
-    Claim("AUROC, exact margin", SOURCE, 0.722, of(auroc, "exact"), OTHER_DATA),
-    Claim("AUROC, symmetric comparator", SOURCE, 0.656, of(auroc, "symmetric"), RANKED),
-    Claim("AUROC, symmetric comparator over its own mistakes", SOURCE, 0.656, of(auroc_own, "symmetric"),
-          RANKED),
-    Claim("coverage at 1/8", SOURCE, 0.932, of(primary_coverage)),
-    Claim("risk at 1/8", SOURCE, 0.105, of(risk, _unit_of(PRIMARY)), OTHER_DATA),
-    Claim("risk at full coverage", SOURCE, 0.118, of(risk, "all"), OTHER_DATA),
-    Claim("steps inside the interval", SOURCE, 0.368, of(containment)),
-    Claim("onsets inside/earlier/later", SOURCE, "33/15/16", _onsets, OTHER_DATA),
-    Claim("first update at different codes, all cells", SOURCE, "3", _range,
-          "3 is the earliest possible: Q(q + d) is both second codes."),
-    Claim("events at the same code", SOURCE, 0.00797, _same),
-    Claim("events with both premises", SOURCE, 0.00715, of(certified)),
-    Claim("mistakes made at different codes", SOURCE, 0.99863, of(wrong_diverged)),
-    Claim("mistakes where codes agree", SOURCE, 0.0202, _rate_same),
-    Claim("mistakes where codes differ", SOURCE, 0.1186, _rate_apart),
-    *(
-        Claim(f"steps above/below the interval, {g}", SOURCE, paper, _outside(g))
-        for g, paper in (("m5", "62722/571"), ("m7", "48294/7518"), ("m9", "7794/20640"), ("m11", "0/14338"))
-    ),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, also)

@@ -37,7 +37,7 @@ from halfulp.models import lockstep_kernels as compiled
 from halfulp.models.lockstep import Finished, RehearsedUnit, answered, run_units
 from halfulp.studies import margin
 from halfulp.studies._timing import crossing_json
-from halfulp.studies.claims import Claim, of
+from halfulp.studies.claims import claims_of
 from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
@@ -218,13 +218,4 @@ STUDY = Study(
     tables={"predictors": table},
 )  # fmt: skip
 
-_SOURCE, _NOTE = margin.SOURCE, "The paper's predictor is the projection; it has no rehearsal."
-
-PAPER = tuple(
-    Claim(f"{what}, {p}", _SOURCE, paper if p == "projection" else "-", of(compute, p), _NOTE)
-    for what, paper, compute in (
-        ("mistakes among all events", 0.118, event_error), ("events at the same code", 0.00797, same_code),
-        ("risk at 1/8", 0.105, risk), ("coverage at 1/8", 0.932, coverage),
-    )
-    for p in PREDICTORS
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

@@ -30,7 +30,7 @@ from functools import partial
 from halfulp.arms import Bundle, figures, measures, tables
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
 from halfulp.measures.forecasts import ACCURATE_RMSE, ADDED_VALUE_RATIO, RECOVERED
-from halfulp.studies.claims import Claim, Printed, label_of, printed
+from halfulp.studies.claims import claims_of
 from halfulp.study.protocol import Gate, Rule, Study
 
 MATERIAL_NATS = 0.1
@@ -124,21 +124,4 @@ STUDY = Study(
     figures={"policy-effect": partial(figures.policy_effect, RUNS, after=EARLY, target=RECOVERED)},
 )  # fmt: skip
 
-_PRINTED: Printed = {
-    "gap-rne": ("nearest loss gap, nats", "tab:e3-seeds", (2.129, 2.144, 1.427, 1.439)),
-    "gap-sr": ("stochastic loss gap, nats", "tab:e3-seeds", (0.229, 0.226, 0.112, 0.114)),
-    "recovery": ("recovery after the last update", "tab:e3-seeds", (0.8924, 0.8943, 0.9216, 0.9207)),
-    "recovery-early": ("recovery at 30% of the run", "appendix C", (0.9365, 0.9344, 0.9559, 0.9774)),
-    "never-moved-rne": ("never moved, nearest", "appendix C", (0.599, 0.599, 0.413, 0.413)),
-    "never-moved-sr": ("never moved, stochastic", "appendix C", ("at most 1.18e-8",) * 4),
-}  # fmt: skip
-
-PAPER = (
-    Claim("the 90% rule", "section 4", "e4m3@128 passes and e5m2 fails, in both seeds", label_of(STUDY)),
-    *printed(
-        STUDY,
-        RUNS.units,
-        _PRINTED,
-        note="GPT-2 124M, 10,000 updates; smaller scales have another model, text and horizon",
-    ),
-)
+PAPER = claims_of(STUDY, __file__)

@@ -32,7 +32,7 @@ from halfulp.measures.forecasts import (
     INFORMATIVE_RATIO,
     RECOVERED,
 )
-from halfulp.studies.claims import Claim, Printed, label_of, printed
+from halfulp.studies.claims import claims_of
 from halfulp.study.protocol import Gate, Rule, Study
 
 SCOPES = ("core", "all-2d")
@@ -127,42 +127,4 @@ STUDY = Study(
     },
 )  # fmt: skip
 
-_OUTCOMES, _FORECASTS = "tab:modern-transfer", "tab:modern-forecast"
-_NOTE = "162 million weights, 3000 updates; smaller scales have another model, text and horizon"
-_PRINTED: Printed = {
-    "loss-fp32": ("held-out loss, fp32", _OUTCOMES, (4.707, 4.729)),
-    "loss-rne": ("held-out loss, nearest", _OUTCOMES, (6.261, 6.263)),
-    "loss-sr": ("held-out loss, stochastic", _OUTCOMES, (4.817, 4.827)),
-    "gap-rne": ("nearest loss gap, nats", _OUTCOMES, (1.554, 1.534)),
-    "recovery-sr": ("recovery", _OUTCOMES, (0.9294, 0.9361)),
-}
-_BY_SCOPE: dict[str, Printed] = {
-    "core": {
-        "never-moved-rne": ("never moved, nearest", _OUTCOMES, (0.6587, 0.6583)),
-        "never-moved-sr": ("never moved, stochastic", _OUTCOMES, (1.18e-8, 0.0)),
-        "range": ("measured range", _FORECASTS, (0.05212, 0.05290)),
-        "rmse": ("RMSE, directional", _FORECASTS, (0.008770, 0.008851)),
-        "rmse-constant": ("RMSE, best constant", _FORECASTS, (0.018607, 0.018604)),
-        "rmse-symmetric": ("RMSE, symmetric", _FORECASTS, (0.008806, 0.008887)),
-        "rmse-rho": ("RMSE, scalar rho", _FORECASTS, (0.028405, 0.028383)),
-    },
-    "all-2d": {
-        "never-moved-rne": ("never moved, nearest", _OUTCOMES, (0.7117, 0.7115)),
-        "never-moved-sr": ("never moved, stochastic", _OUTCOMES, (0.00181, 0.00180)),
-        "range": ("measured range", _FORECASTS, (0.03179, 0.03232)),
-        "rmse": ("RMSE, directional", _FORECASTS, (0.009346, 0.009382)),
-        "rmse-constant": ("RMSE, best constant", _FORECASTS, (0.011387, 0.011393)),
-        "rmse-symmetric": ("RMSE, symmetric", _FORECASTS, (0.009374, 0.009409)),
-        "rmse-rho": ("RMSE, scalar rho", _FORECASTS, (0.017242, 0.017234)),
-    },
-}
-
-PAPER = (
-    Claim(claim="registered label", source="appendix C", paper="policy_only_transfer", ours=label_of(STUDY)),
-    *printed(STUDY, RUNS.units, _PRINTED, note=_NOTE),
-    *(
-        claim
-        for scope, rows in _BY_SCOPE.items()
-        for claim in printed(STUDY, RUNS.units, rows, note=_NOTE, scope=scope)
-    ),
-)
+PAPER = claims_of(STUDY, __file__)

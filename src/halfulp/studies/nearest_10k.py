@@ -21,7 +21,7 @@ from functools import partial
 from halfulp.arms import Arm, Bundle, estimands, figures, measures, tables
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
 from halfulp.measures.forecasts import ACCURATE_RMSE
-from halfulp.studies.claims import Claim, Printed, label_of, printed, worst_of
+from halfulp.studies.claims import claims_of
 from halfulp.study.protocol import Gate, Rule, Study
 
 LEGACY_SPLIT = 4241
@@ -95,25 +95,4 @@ STUDY = Study(
     },
 )  # fmt: skip
 
-_PRINTED: Printed = {
-    "gap-rne": ("nearest loss gap, nats", "appendix C", (2.127, 2.155, 1.425, 1.450)),
-}
-
-PAPER = (
-    Claim(
-        claim="at-initialisation crossings, measured and foretold", source="appendix C",
-        paper="all 24", ours=label_of(STUDY),
-    ),
-    *printed(
-        STUDY, RUNS.units, _PRINTED,
-        note="GPT-2 124M, 10,000 updates; smaller scales have another model, text and horizon",
-    ),
-    *(
-        Claim(claim=f"largest RMSE of the symmetric proxy, {what}", source="appendix C", paper=paper,
-              ours=worst_of(STUDY, "rmse-symmetric", scopes))
-        for what, paper, scopes in (
-            ("pooled and attention/mlp mean", "0.004 to 0.006", ("all-2d", "dense")),
-            ("all scopes", "at most 0.030", SCOPES),
-        )
-    ),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

@@ -27,7 +27,7 @@ from halfulp.arms import Bundle, estimands, figures, measures, tables
 from halfulp.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
 from halfulp.arms.tables import forecasts
 from halfulp.measures.forecasts import ADDED_VALUE_RATIO
-from halfulp.studies.claims import Claim, label_of, spread_of
+from halfulp.studies.claims import claims_of
 from halfulp.study.protocol import Gate, Rule, Study
 
 EACH, MEAN = 0.15, 0.10
@@ -41,6 +41,7 @@ RUNS = Bundle(
     anchor="projected",
     scopes=(SCOPE, "all-2d"),
     reference="fp32-{condition}-{seed}",
+    rehearse=("rne", "sr", "eco"),
 )
 
 LABEL = "policy_and_reference_audit_transfer"
@@ -70,6 +71,7 @@ STUDY = Study(
     estimands=(
         *estimands.of_outcomes(RUNS),
         *estimands.of_forecasts(RUNS, warmup=True, scopes=(SCOPE,)),
+        *estimands.of_rehearsals(RUNS),
         RUNS.estimand(
             "informative", "1 where V >= 0.10 and E <= 0.8 E_const after the warmup", measures.informative,
             warmup=False, scopes=[SCOPE],
@@ -135,36 +137,4 @@ STUDY = Study(
     },
 )  # fmt: skip
 
-_TABLE = "tab:neox-transfer"
-_NOTE = "three targets on 162 million weights, 3000 updates; the paper prints means and ranges over them"
-_ROWS: dict[str, tuple[str, dict[str, str]]] = {
-    "gap-rne": ("nearest loss gap, nats", {"e5m2": "1.721 to 1.754", "e4m3": "1.167 to 1.204"}),
-    "recovery-sr": (
-        "recovery, stochastic", {"e5m2": "0.958 [0.948, 0.968]", "e4m3": "0.978 [0.967, 0.984]"},
-    ),
-    "recovery-eco": ("recovery, eco", {"e5m2": "0.819 [0.809, 0.833]", "e4m3": "0.957 [0.955, 0.961]"}),
-    "rmse": ("RMSE, directional, core", {"e5m2": "0.00646 [max 0.00654]", "e4m3": "0.00815 [max 0.00826]"}),
-}  # fmt: skip
-
-PAPER = (
-    Claim(claim="registered label, as it is read", source="appendix C", paper=LABEL, ours=label_of(STUDY)),
-    *(
-        Claim(claim=f"{what}, {condition}", source=_TABLE, paper=paper,
-              ours=spread_of(STUDY, estimand, condition), note=_NOTE)
-        for estimand, (what, by) in _ROWS.items()
-        for condition, paper in by.items()
-    ),
-    Claim(
-        claim="RMSE of the constant one, core", source="appendix C", paper="0.05134 [max 0.06940]",
-        ours=spread_of(STUDY, "rmse-one", ""), note=_NOTE,
-    ),
-    *(
-        Claim(claim=f"informative after the warmup, {condition}", source="appendix C", paper=paper,
-              ours=spread_of(STUDY, "informative", condition), note="1 where it is, in every target")
-        for condition, paper in (("e5m2", 0.0), ("e4m3", 1.0))
-    ),
-    Claim(
-        claim="directional added value after the warmup", source="appendix C", paper="untestable",
-        ours=spread_of(STUDY, "late-added-value", ""), note="RMSE over the best simpler event's",
-    ),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

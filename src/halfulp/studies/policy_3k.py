@@ -21,7 +21,7 @@ from functools import partial
 from halfulp.arms import Bundle, estimands, figures, measures, tables
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, three_thousand
 from halfulp.measures.forecasts import RECOVERED
-from halfulp.studies.claims import Printed, printed
+from halfulp.studies.claims import claims_of
 from halfulp.study.protocol import Gate, Rule, Study
 
 SEEDS = (1337, 1338, 42)
@@ -84,25 +84,4 @@ STUDY = Study(
     },
 )  # fmt: skip
 
-_TABLE = "tab:e2-seeds"
-_PRINTED: Printed = {
-    "loss-fp32": ("held-out loss, fp32", _TABLE, (5.055, 5.029, 5.069) * 2),
-    "loss-rne": ("held-out loss, nearest", _TABLE, (6.701, 6.703, 6.700, 6.219, 6.237, 6.232)),
-    "loss-sr": ("held-out loss, stochastic", _TABLE, (5.097, 5.102, 5.138, 5.076, 5.046, 5.081)),
-    "gap-rne": ("nearest loss gap, nats", _TABLE, (1.646, 1.674, 1.632, 1.164, 1.209, 1.163)),
-    "recovery-sr": ("recovery", _TABLE, (0.9744, 0.9564, 0.9576, 0.9814, 0.9854, 0.9892)),
-    "never-moved-rne": (
-        "never moved, nearest, mean of attention and mlp", "appendix C",
-        ("about 0.626",) * 3 + ("about 0.443",) * 3,
-    ),
-    "never-moved-sr": (
-        "never moved, stochastic, mean of attention and mlp", "appendix C", ("essentially 0",) * 6
-    ),
-}  # fmt: skip
-
-PAPER = tuple(
-    printed(
-        STUDY, RUNS.units, _PRINTED, scope="dense",
-        note="GPT-2 124M, 3000 updates; smaller scales have another model, text and horizon",
-    )
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

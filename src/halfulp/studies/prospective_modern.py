@@ -30,7 +30,7 @@ from functools import partial
 from halfulp.arms import Bundle, Masked, figures, measures, tables
 from halfulp.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, at
 from halfulp.arms.masks import masters, recipes
-from halfulp.studies.claims import Claim, Printed, label_of, printed
+from halfulp.studies.claims import claims_of
 from halfulp.study.protocol import Gate, Rule, Study
 
 CONTROLS = tuple(f"control-{i}" for i in range(1, 6))
@@ -139,18 +139,4 @@ STUDY = Study(
     },
 )  # fmt: skip
 
-_TABLE = "tab:prospective-modern-allocation"
-_PRINTED: Printed = {
-    "gap": ("nearest loss gap, nats", f"{_TABLE}-losses", (1.159, 1.137, 1.186)),
-    "recovery-source": ("won back by the source's P", _TABLE, (0.604, 0.610, 0.607)),
-    "recovery-target": ("won back by the target's own P", _TABLE, (0.615, 0.605, 0.606)),
-    "best-rival": ("won back by the best of F and the controls", _TABLE, (0.182, 0.175, 0.179)),
-    "recovery-freeze": ("won back by the source's F", _TABLE, (0.009, 0.007, 0.007)),
-    "recovery-eco": ("won back by eco, without masters", "section 5", ("0.964 to 0.966",) * 3),
-}
-_NOTE = "162 million weights, 1000 updates; smaller scales have another model, text and horizon"
-
-PAPER = (
-    Claim("the rule", "appendix E", "every gate passes", label_of(STUDY)),
-    *printed(STUDY, RUNS.units, _PRINTED, note=_NOTE),
-)
+PAPER = claims_of(STUDY, __file__)

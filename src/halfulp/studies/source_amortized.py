@@ -25,7 +25,7 @@ from functools import partial
 from halfulp.arms import Arm, Bundle, estimands, figures, measures, tables
 from halfulp.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
 from halfulp.measures.forecasts import ACCURATE_RMSE, INFORMATIVE_RANGE, INFORMATIVE_RATIO
-from halfulp.studies.claims import Claim, label_of, spread_of
+from halfulp.studies.claims import claims_of
 from halfulp.study.protocol import Gate, Rule, Study
 
 SCOPE = "core"
@@ -127,20 +127,4 @@ STUDY = Study(
     },
 )  # fmt: skip
 
-_WHERE = "section 4.2, appendix C"
-_NOTE = "three targets on 162 million weights, 3000 updates; the paper prints means and extremes over them"
-PAPER = (
-    Claim(claim="registered label", source=_WHERE, paper=LABEL, ours=label_of(STUDY)),
-    *(
-        Claim(claim=what, source=_WHERE, paper=paper, ours=spread_of(STUDY, estimand, ""), note=_NOTE)
-        for what, estimand, paper in (
-            ("RMSE, source, directional", "rmse", "0.00858 [max 0.00882]"),
-            ("RMSE, the target's own reference", "rmse-matched", "0.007764"),
-            ("RMSE, constant one", "rmse-one", "0.06834"),
-            ("skill against the best constant", "skill", "[min 0.9568]"),
-            ("regret against the target's own reference", "regret", "passes; 0.00858 - 0.007764"),
-            ("RMSE over the better of symmetric and scalar rho", "added-value", "above 1 in every target"),
-            ("largest share of codes at the range's ends", "endpoint", "0"),
-        )
-    ),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

@@ -31,7 +31,7 @@ from halfulp.arms import records
 from halfulp.drawing import COLOURS, DASHES, GREY, new_figure, percent
 from halfulp.measures.forecasts import compare, time_effect
 from halfulp.studies import neox_transfer, source_amortized
-from halfulp.studies.claims import Claim, value_of
+from halfulp.studies.claims import claims_of
 from halfulp.study.protocol import (
     Cell,
     Config,
@@ -330,36 +330,4 @@ STUDY = Study(
     figures={"template": figure},
 )  # fmt: skip
 
-_TABLE = "tab:source-template"
-_PRINTED = {
-    "B_Y": (0.003599, 0.003585, 0.000144), "X_S": (0.008580, 0.005207, -0.006818),
-    "H_S": (0.004379, 0.004370, 0.000028), "X_M": (0.007764, 0.003914, -0.006699),
-    "H_M": (0.002829, 0.002806, 0.000147),
-}  # fmt: skip
-
-
-def _range(found: Records) -> str:
-    values = [v for v in deviation_correlation(found).values() if v is not None]
-    return f"{min(values):.3f} to {max(values):.3f}" if values else "-"
-
-
-PAPER = (
-    *(
-        Claim(claim=f"{what} of {p}, mean of targets", source=_TABLE, paper=paper,
-              ours=partial(_mean, predictor=p, part=part))
-        for p, numbers in _PRINTED.items()
-        for (what, part), paper in zip(PARTS.items(), numbers, strict=True)
-    ),
-    *(
-        Claim(claim=what, source="appendix C", paper=paper, ours=value_of(STUDY, estimand, ALL))
-        for what, estimand, paper in (
-            ("squared error of H_M over B_Y's, less one", "squares-H_M", -0.381),
-            ("squared error of H_S over B_Y's, less one", "squares-H_S", 0.481),
-            ("share of variation common over time", "share-common", 0.99650),
-            ("share of variation, target by time", "share-residual", 0.00346),
-            ("correlation of the mean outcome with B_Y", "template-correlation", 0.99815),
-        )
-    ),
-    Claim(claim="correlation of own deviations with the reference's", source="appendix C",
-          paper="0.669 to 0.712", ours=_range),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

@@ -35,7 +35,7 @@ from halfulp.measures.forecasts import pooled_rho
 from halfulp.models.following import follow, forecasts
 from halfulp.models.teacher import Testbed, teacher_student
 from halfulp.studies._facts import FACTS, Count, Reference, best_side, met, ranked, score
-from halfulp.studies.claims import Claim
+from halfulp.studies.claims import claims_of
 from halfulp.studies.finite_size import look
 from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
 from halfulp.study.protocol import Config, Json, Records, Values
@@ -402,22 +402,17 @@ STUDY = Study(
 )  # fmt: skip
 
 
-# ---- beside the paper -----------------------------------------------------------------------------------
-
-
-def _chosen(records: Records) -> str:
+def also(records: Records) -> dict[str, float | str]:
+    """What the paper does not print: what was chosen, of how many."""
     name, side = choice(records)
     bed = Testbed.of(CANDIDATES[name])
-    return (
+    chosen = (
         f"{name}: start {bed.hidden:g} and {bed.output:g}, teacher {bed.teacher_hidden:.3g} and "
         f"{bed.teacher_output:.3g} (standard deviations, hidden and output), error {side} the crossing"
     )
+    return {"chosen": chosen, "candidates": float(len(records["screen"]))}
 
 
-PAPER = (
-    Claim("start, teacher and loss", "app:e4", "not printed", _chosen,
-          "Chosen among the candidates by references alone; see the tables."),
-    Claim("candidates", "app:e4", "not printed", lambda records: float(len(records["screen"]))),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, also)
 SHOWN = (before_after, conflicts, facts_table, whole_table)
 """Tables that the comparison page shows."""

@@ -29,7 +29,7 @@ cannot: the promise is sealed before the run exists, and someone else can recomp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ from halfulp.drawing import panels
 from halfulp.errors import TamperingError
 from halfulp.grids import grid as named
 from halfulp.models.certifiable import FAMILIES, Problem, arrival, rippled_bowl
-from halfulp.studies.claims import Claim
+from halfulp.studies.claims import claims_of
 from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
@@ -305,25 +305,4 @@ STUDY = Study(
     figures={"horizons": figure},
 )  # fmt: skip
 
-
-# ---- beside the paper ---------------------------------------------------------------------------------
-
-
-def _total(records: Records, values: Callable[[Records], Values]) -> float | None:
-    numbers = [v for v in values(records).values() if v is not None]
-    return float(sum(numbers)) if numbers else None
-
-
-_RUN = "The paper proves it and prints no runs. Ours are executed, in rational and in float64 numbers."
-_BUILT = "The paper proves it; ours are built and executed, every recorded number compared bit for bit."
-
-PAPER = (
-    Claim("runs that leave a certified code", "app:predictor, eq:hessian-certificate", 0,
-          lambda records: _total(records, contradictions), _RUN),
-    Claim("share of constructed pairs with one reached prefix and opposite next events",
-          "app:predictor, eq:reachable-bump", 1,
-          lambda records: min((v for v in opposite(records).values() if v is not None), default=None),
-          _BUILT),
-    Claim("steps that break |f_a - f_hat| <= c + v", "eq:predictor-bound", 0,
-          lambda records: _total(records, bound_broken), "A theorem; checked in whole numbers."),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

@@ -38,6 +38,7 @@ from halfulp.writeback.storage import Codes, Shells
 
 DECOUPLED = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
 PROJECTION = -1  # the step number of the initial projection's stream
+LOOK_EVERY = 32  # steps between looks for spoilt moments: they do not get well, and a look waits for a GPU
 
 
 class WriteBack(torch.optim.Optimizer):
@@ -103,7 +104,7 @@ class WriteBack(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.seed, self.project, self.storage = int(seed), project, storage
         self.nonfinite, self.telemetry, self.one_pass = nonfinite, telemetry, one_pass
-        self._told = False
+        self._told = self._told_spoilt = False
         self._backward: InBackward | None = None
         # torch's optimizers keep all their state by parameter, so they can be given one at a time; and they
         # leave parameters without a gradient alone.
@@ -288,7 +289,24 @@ class WriteBack(torch.optim.Optimizer):
             raise
         if self._backward is not None:
             self._backward.done.clear()
+        if self.telemetry and not self._told_spoilt and self.steps % LOOK_EVERY == 1:
+            self._tell_spoilt()
         return found if searching else loss
+
+    def _tell_spoilt(self) -> None:
+        """Say once that weights stand still because their proposals are not finite: no loss will show it."""
+        at = kernels.WRITE_COUNTS.index("nonfinite")
+        recent = [s for s in self.slots if s.events is not None and s.events.step == self.steps]
+        spoilt = [s for s in recent if s.events is not None and bool(s.events.counts[:, at].any())]
+        if spoilt:
+            self._told_spoilt = True
+            logging.getLogger("halfulp").warning(
+                "halfulp: at step %s the update of %r%s is not finite (NaN or infinity) in places, and those "
+                "weights stay as they are. A NaN gradient spoils an optimizer's moments for good: go back to "
+                "a checkpoint. See opt.events.nonfinite; nonfinite='raise' refuses such steps beforehand.",
+                self.steps, spoilt[0].name,
+                f" and of {len(spoilt) - 1} other tensors" if len(spoilt) > 1 else "",
+            )  # fmt: skip
 
     def in_backward(self) -> InBackward:
         """Move every managed parameter as its gradient arrives, and free the gradient: from now on a backward
