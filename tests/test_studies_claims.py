@@ -12,6 +12,7 @@ from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study
 from halfulp.study.protocol import Config, Json, Records, Values
 
 TABLE = """
+[paper]
 source = "section 1"
 note = "all"
 claims = [
@@ -22,7 +23,7 @@ claims = [
   { claim = "heads of a", paper = 1, ours = "most heads a" },
   { claim = "outcome", paper = "one side", ours = "label" },
 ]
-[notes]
+[paper.notes]
 all = "two tosses"
 """
 

@@ -36,7 +36,7 @@ from halfulp.measures.crossings import (
     summarise,
     timing_pair,
 )  # fmt: skip
-from halfulp.measures.forecasts import ACCURATE_RMSE, pooled_rho
+from halfulp.measures.forecasts import pooled_rho
 from halfulp.study import Cell, Estimand, Gate, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
@@ -201,9 +201,6 @@ GATES = tuple(
 )
 """What every system must meet, by both predictors."""
 ALL = tuple(gate.name for gate in GATES)
-STANDS_FOR_BF16 = Gate.of(
-    "stands-for-bf16", f"bf16-rmse <= {ACCURATE_RMSE}", "what the paper calls accurate (appendix C)"
-)
 
 
 # ---- reports --------------------------------------------------------------------------------------------

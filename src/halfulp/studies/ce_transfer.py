@@ -27,7 +27,8 @@ from halfulp.models.following import PREDICTORS, SIDE, arm_learned, follow, fore
 from halfulp.models.teacher import CHOSEN, NOISE, Problem, Testbed, classification
 from halfulp.studies._timing import each_rate_and_seed
 from halfulp.studies.claims import claims_of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 
@@ -149,15 +150,8 @@ _PAPER: dict[str, Json] = {
     "mantissas": [1, 2, 3, 4, 5],
 }  # fmt: skip
 
-STUDY = Study(
-    name="ce-transfer",
-    question="Does a reference's freezing say which rates still learn under cross-entropy, if every "
-    "reference makes progress?",
-    units="one seed, rate and mantissa; cells that share a reference are paired",
-    not_claimed=(
-        "any outcome, where a reference made no progress",
-        "that the learned-fraction forecast fails under cross-entropy: it was not asked",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         "smoke": {**_PAPER, "hidden": [8], "examples": 64, "steps": 150, "rates": [0.1, 0.4],
                   "seeds": [2041, 2042], "mantissas": [2, 5]},
@@ -170,16 +164,6 @@ STUDY = Study(
     ),
     estimands=(
         *map(Estimand.of, (progress, failed, runs, accuracy, window_matches, directional_windows)),
-    ),
-    gates=(
-        Gate.of("integrity", "progress > 0", "the paper's: positive reference progress in every reference"),
-        Gate.of("windows", "directional-windows >= 0.8", "the rule of the midpoint study: 4 of 5"),
-    ),
-    rules=(
-        Rule(label="stopped before any run on a grid: a reference made no progress; no outcome",
-             not_run=("nearest",)),
-        Rule(label="windows are predicted under cross-entropy", passed=("integrity", "windows")),
-        Rule(label="windows are not predicted under cross-entropy"),
     ),
     tables={"progress": progress_table},
 )  # fmt: skip

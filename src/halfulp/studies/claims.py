@@ -4,11 +4,11 @@ A study's module exports ``PAPER``, a tuple of claims. A claim holds the paper's
 place where it is printed, and a function that computes ours *from records alone*; the comparison page is made
 of nothing else, so no number of ours is ever typed in.
 
-What the paper prints is data: a table beside the module (``margin.toml`` for ``margin.py``), which is sealed
-with it. A row of it says what is claimed (``claim``), where (``source``), the paper's number (``paper``), the
-name of our quantity (``ours``) and, where there is more to say, the name of one of the ``notes``; ``source``
-and ``note`` at the top are those of rows that have none. Where ``paper`` is a table itself, ``{}`` in the row
-stands for its keys, one claim each. Our quantity is one of
+What the paper prints is data: the part ``paper`` of the table beside the module
+(:mod:`halfulp.studies.declared`). A row of ``claims`` says what is claimed (``claim``), where (``source``),
+the paper's number (``paper``), the name of our quantity (``ours``) and, where there is more to say, the name
+of one of the ``notes``; ``source`` and ``note`` above the rows are those of rows that have none. Where
+``paper`` is a table itself, ``{}`` in the row stands for its keys, one claim each. Our quantity is one of
 
     NAME UNIT             an estimand of the study, or a function that its module hands over, for a unit
     NAME                  the same for the whole study
@@ -22,16 +22,15 @@ shows a dash, never a substitute.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from halfulp.errors import UsageError
+from halfulp.studies.declared import table_of
 from halfulp.study.protocol import Json, Records, Study
 from halfulp.study.verdict import decide, evaluate
 
@@ -60,7 +59,7 @@ def claims_of(study: Study, module: str, *functions: Compute) -> tuple[Claim, ..
     """The claims of the table beside a study's module (its ``__file__``); ``functions`` by their names."""
     known: dict[str, Compute] = {e.name: partial(e.compute, **e.args) for e in study.estimands}
     known |= {function.__name__.strip("_"): function for function in functions}
-    table = tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
+    table = table_of(module)["paper"]
     notes = {"": "", **table.get("notes", {})}
     return tuple(
         Claim(claim, row["source"], paper, _ours(study, known, ours), notes[row.get("note", "")])

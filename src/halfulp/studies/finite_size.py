@@ -35,7 +35,8 @@ from halfulp.measures.forecasts import scalar_rho_map
 from halfulp.models.mlp import Array, Trainer
 from halfulp.models.teacher import CHOSEN, INPUTS, Testbed, teacher_student
 from halfulp.studies.claims import claims_of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 QUANTILES = (0.16, 0.50, 0.84)
@@ -204,14 +205,8 @@ _PAPER: dict[str, Json] = {
     "testbed": CHOSEN.json(), "rate": 0.025, "steps": 2000, "examples": 512,
 }  # fmt: skip
 
-STUDY = Study(
-    name="finite-size",
-    question="Does the majority crossing sharpen as the number of coordinates grows?",
-    units="one width, precision and seed",
-    not_claimed=(
-        "a thermodynamic phase transition, or its absence beyond these sizes",
-        "a scaling law: the power fits describe six points each",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         "smoke": {**_PAPER, "widths": [8, 32], "mantissas": [6, 8], "seeds": [43000], "steps": 200,
                   "examples": 64},
@@ -222,19 +217,6 @@ STUDY = Study(
     estimands=(
         Estimand.of(mean_width, "width"),
         *map(Estimand.of, (growth, exponent, phase_error, weighted_phase_error, crossed)),
-    ),
-    gates=(
-        Gate.of("does-not-narrow", "growth >= 1",
-                "a crossover that sharpens has a smaller width at the largest size"),
-        Gate.of("no-power-of-narrowing", "exponent <= 0", "the same, from all sizes"),
-        Gate.of("uniform-phases", "phase-error <= 0.05", "what the paper calls accurate (appendix C)"),
-        Gate.of("all-crossed", "crossed == 1", "a width of survivors only would be another quantity"),
-    ),
-    rules=(
-        Rule(label="a crossover that does not sharpen",
-             passed=("does-not-narrow", "no-power-of-narrowing", "uniform-phases", "all-crossed")),
-        Rule(label="widths do not narrow", passed=("does-not-narrow", "no-power-of-narrowing")),
-        Rule(label="widths narrow at some precision"),
     ),
     tables={"widths": table},
     figures={"widths": figure},

@@ -48,7 +48,8 @@ from halfulp.models.following import PREDICTORS as TIMED
 from halfulp.models.following import SIDE, follow, forecasts, regression
 from halfulp.models.teacher import CHOSEN, Problem
 from halfulp.studies.claims import claims_of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 Array = npt.NDArray[Any]
@@ -295,7 +296,6 @@ def figure(records: Records) -> Any:
 
 # ---- the declaration ----------------------------------------------------------------------------------
 
-RULE = ("windows", "onsets", "no-worse-than-symmetric", "no-worse-than-monotone")
 _RATES = [0.0125 * 2 ** (k + 0.5) for k in range(6)]
 _FLOORS = {"1": 0.4, "2": 0.2, "3": 0.1, "4": 0.05, "5": 0.025}  # tab:e4-window, the forecast windows
 _PAPER: dict[str, Json] = {
@@ -303,15 +303,8 @@ _PAPER: dict[str, Json] = {
     "mantissas": [1, 2, 3, 4, 5], "rates": _RATES, "floors": _FLOORS,
 }  # fmt: skip
 
-STUDY = Study(
-    name="midpoint",
-    question="Does the onset of freezing in a reference say which rates still learn on a coarse grid?",
-    units="one seed, rate and mantissa; cells that share a reference are paired",
-    not_claimed=(
-        "a calibrated forecast of the final loss",
-        "that cells which share a reference are independent",
-        "anything about another testbed, or a vendor's four-bit format",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         "smoke": {**_PAPER, "width": 16, "examples": 64, "steps": 300, "seeds": [2027],
                   "mantissas": [1, 3, 5], "rates": [_RATES[1], _RATES[4]]},
@@ -328,20 +321,6 @@ STUDY = Study(
             directional_windows, directional_onset, false_negatives, false_negatives_at_start,
         )),
         *(Estimand.of(against, f"against-{other}", other=other) for other in ("symmetric", "monotone")),
-    ),
-    gates=(
-        Gate.of("windows", "directional-windows >= 0.8", "the paper's rule: 4 of 5"),
-        Gate.of("onsets", "directional-onset >= 0.8", "the paper's rule: 80% within 15%"),
-        Gate.of("no-worse-than-symmetric", "against-symmetric >= 0",
-                "the paper's rule; it failed there, 94.4% against 95.6%"),
-        Gate.of("no-worse-than-monotone", "against-monotone >= 0", "the paper's rule"),
-        Gate.of("progress", "progress > 0",
-                "the paper's integrity condition: a share of progress needs progress"),
-    ),
-    rules=(
-        Rule(label="no result: a reference made no progress", failed=("progress",)),
-        Rule(label="promoted", passed=RULE),
-        Rule(label="not promoted"),
     ),
     tables={"predictors": predictors_table, "windows": windows_table, "misses": misses_table},
     figures={"midpoint": figure},

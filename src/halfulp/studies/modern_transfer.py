@@ -26,14 +26,10 @@ from functools import partial
 from halfulp.arms import Bundle, estimands, figures, measures, tables
 from halfulp.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, three_thousand
 from halfulp.measures.forecasts import (
-    ACCURATE_RMSE,
-    ADDED_VALUE_RATIO,
-    INFORMATIVE_RANGE,
-    INFORMATIVE_RATIO,
     RECOVERED,
 )
 from halfulp.studies.claims import claims_of
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.declared import declared
 
 SCOPES = ("core", "all-2d")
 
@@ -47,22 +43,9 @@ RUNS = Bundle(
     unit="seed-{seed}",
 )
 
-TRAINED = ("learning", "material", "endpoint", "matched")
-POLICY = ("recovered", "never-moved")
-DIAGNOSTIC = ("accurate", "range", "informative", "added-value")
-
-STUDY = Study(
-    name="modern-transfer",
-    question="Do the policy effect and the forecast transfer to an RMSNorm/RoPE/SwiGLU decoder?",
-    units="one training seed; scopes of a run are not replicates",
-    not_claimed=(
-        "an effect of one component: the architecture changes as a bundle",
-        "that recovery is a causal share: the anchor starts from raw weights, the arms from codes",
-        "that a small error on a nearly constant trajectory is transfer of the diagnostic",
-        "fp8 arithmetic: compute, gradients and moments are float32",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
+STUDY = declared(
+    __file__,
+    RUNS,
     estimands=(
         RUNS.estimand("progress", "fall of the reference's held-out loss, nats", measures.progress),
         *estimands.of_outcomes(RUNS, SCOPES),
@@ -73,53 +56,6 @@ STUDY = Study(
         *estimands.of_forecasts(RUNS, warmup=False),
         *estimands.of_rehearsals(RUNS),
     ),
-    gates=(
-        Gate(
-            name="learning", estimand="progress", scope="all", comparison=">=", threshold=1.0,
-            why="the reference learns; the paper prints no number",
-        ),
-        Gate(
-            name="material", estimand="gap-rne", scope="all", comparison=">=", threshold=0.1,
-            why="the gap that appendix E asks for; the paper prints no number here",
-        ),
-        Gate(
-            name="endpoint", estimand="endpoint", scope="all", comparison="==", threshold=0.0,
-            why="clean visibility: clamping would freeze, too",
-        ),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
-        Gate(
-            name="recovered", estimand="recovery-sr", scope="all", comparison=">=", threshold=RECOVERED,
-            why="the rule of the matched runs; the paper prints no number here",
-        ),
-        Gate(
-            name="never-moved", estimand="moved-by-sr", scope="all", comparison=">=", threshold=0.25,
-            why="a contrast that matters; the paper prints no number",
-        ),
-        Gate(name="accurate", estimand="rmse", scope="all", comparison="<=", threshold=ACCURATE_RMSE,
-             why="appendix C"),
-        Gate(name="range", estimand="range", scope="all", comparison=">=", threshold=INFORMATIVE_RANGE,
-             why="appendix C: there is something to forecast"),
-        Gate(name="informative", estimand="of-constant", scope="all", comparison="<=",
-             threshold=INFORMATIVE_RATIO, why="appendix C: better than the best constant"),
-        Gate(name="added-value", estimand="added-value", scope="all", comparison="<=",
-             threshold=ADDED_VALUE_RATIO, why="appendix C: better than the simpler events"),
-    ),
-    rules=(
-        *(
-            Rule(label="inconclusive_invalid_training", failed=(gate,), says="The training is not valid.")
-            for gate in TRAINED
-        ),
-        Rule(
-            label="policy_and_diagnostic_transfer", passed=(*POLICY, *DIAGNOSTIC),
-            says="The policy effect and the forecast transfer.",
-        ),
-        Rule(
-            label="policy_only_transfer", passed=POLICY,
-            says="The policy effect transfers; the forecast does not pass all of its gates.",
-        ),
-        Rule(label="no_policy_transfer", says="The policy effect does not transfer."),
-    ),
-    scale_data=RUNS.data,
     tables=tables(RUNS, warmup=False, scopes=SCOPES),
     figures={
         "policy-effect": partial(figures.policy_effect, RUNS, target=RECOVERED),

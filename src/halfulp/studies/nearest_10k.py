@@ -20,9 +20,8 @@ from functools import partial
 
 from halfulp.arms import Arm, Bundle, estimands, figures, measures, tables
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
-from halfulp.measures.forecasts import ACCURATE_RMSE
 from halfulp.studies.claims import claims_of
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.declared import declared
 
 LEGACY_SPLIT = 4241
 SCOPES = ("all-2d", "dense", "core", "attention", "mlp", "embedding")
@@ -45,17 +44,9 @@ RUNS = Bundle(
     rehearse=("rne",),
 )
 
-STUDY = Study(
-    name="nearest-10k",
-    question="Are stored weights majority-frozen from the first update, and does the symmetric proxy say so?",
-    units="one training seed on one grid; scopes of a run are not replicates",
-    not_claimed=(
-        "that a crossing is timed: it is at the first update",
-        "that the symmetric proxy is the event: it is the archived predictor",
-        "anything about stochastic write-back: matched-10k has it",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
+STUDY = declared(
+    __file__,
+    RUNS,
     estimands=(
         *estimands.of_outcomes(RUNS),
         RUNS.estimand(
@@ -65,29 +56,6 @@ STUDY = Study(
         *estimands.of_forecasts(RUNS, warmup=True),
         *estimands.of_rehearsals(RUNS),
     ),
-    gates=(
-        Gate(
-            name="at-start", estimand="at-start", scope="all", comparison="==", threshold=1.0,
-            why="all 24 combinations in the paper",
-        ),
-        Gate(
-            name="accurate", estimand="rmse-symmetric", scope="all", comparison="<=", threshold=ACCURATE_RMSE,
-            why="the accuracy that appendix C asks of a forecast",
-        ),
-        Gate(
-            name="material", estimand="gap-rne", scope="all", comparison=">", threshold=0.1,
-            why="the gap that appendix E asks for",
-        ),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
-    ),
-    rules=(
-        Rule(label="not matched", failed=("matched",)),
-        Rule(label="no material gap", failed=("material",)),
-        Rule(label="frozen from the start everywhere, as foretold", passed=("at-start", "accurate")),
-        Rule(label="frozen from the start everywhere, trajectory not foretold", passed=("at-start",)),
-        Rule(label="not frozen from the start everywhere"),
-    ),
-    scale_data=RUNS.data,
     tables=tables(RUNS),
     figures={
         "loss-gap": partial(figures.gaps, RUNS),

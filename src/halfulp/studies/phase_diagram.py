@@ -33,7 +33,8 @@ from halfulp.models.following import SIDE, arm_learned, follow, forecasts, regre
 from halfulp.models.mlp import Rounding, Trainer, run
 from halfulp.models.teacher import CHOSEN
 from halfulp.studies.claims import claims_of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 ARMS: tuple[Rounding, ...] = ("nearest", "stochastic")
@@ -211,16 +212,8 @@ _PAPER: dict[str, Json] = {
     "width": 64, "examples": 512, "steps": 3000,
 }  # fmt: skip
 
-STUDY = Study(
-    name="phase-diagram",
-    question="At which rates does training still learn when weights have one to five mantissa bits, and "
-    "does an fp64 reference know?",
-    units="one seed; mantissas that share its reference are paired coverage tests",
-    not_claimed=(
-        "a calibrated forecast of the final loss",
-        "that a majority crossing stops learning",
-        "anything about vendor four-bit formats",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         "smoke": {**_PAPER, "rates": [0.05, 0.4, 1.6], "boundary_rates": [0.4], "seeds": [2021],
                   "more_seeds": [2024], "mantissas": [1, 3, 5], "width": 8, "examples": 64, "steps": 200},
@@ -237,22 +230,6 @@ STUDY = Study(
         Estimand.of(matches, "windows-matched"),
         Estimand.of(matches_by_side, "windows-matched-by-side"),
         Estimand.of(stochastic_at_stable_rates, "stochastic-stable"),
-    ),
-    gates=(
-        Gate.of("never-downward", "lowest-rate-ratio >= 1", "fewer mantissa bits never admit a lower rate"),
-        Gate.of("shrinks-upward", "compression > 1",
-                "the window of the smallest mantissa starts at a higher rate"),
-        Gate.of("stochastic-learns", f"stochastic-stable >= {LEARNED}",
-                "stochastic rounding meets the criterion at every stable rate"),
-        Gate.of("windows-predicted", "windows-matched >= 0.8", "the paper forecasts four of five windows"),
-    ),
-    rules=(
-        Rule(label="windows shrink upward as bits fall, stochastic rounding restores them, references know",
-             passed=("never-downward", "shrinks-upward", "stochastic-learns", "windows-predicted")),
-        Rule(label="windows shrink upward as bits fall, stochastic rounding restores them",
-             passed=("never-downward", "shrinks-upward", "stochastic-learns")),
-        Rule(label="windows shrink upward as bits fall", passed=("never-downward", "shrinks-upward")),
-        Rule(label="windows do not shrink upward"),
     ),
     tables={"windows": table},
     figures={"e4": figure},

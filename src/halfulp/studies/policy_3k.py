@@ -22,7 +22,7 @@ from halfulp.arms import Bundle, estimands, figures, measures, tables
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, three_thousand
 from halfulp.measures.forecasts import RECOVERED
 from halfulp.studies.claims import claims_of
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.declared import declared
 
 SEEDS = (1337, 1338, 42)
 NEVER = ("dense", "core")
@@ -36,18 +36,9 @@ RUNS = Bundle(
     rehearse=("rne",),
 )
 
-STUDY = Study(
-    name="policy-3k",
-    question="How much of the loss of nearest rounding does stochastic rounding win back, as a whole policy?",
-    units="one training seed on one grid; the grids share seeds and anchors, so they are paired",
-    not_claimed=(
-        "that what is written after an update explains the contrast: first projections differ, too",
-        "that recovery is a causal share: the anchor starts from raw weights, the arms from codes",
-        "anything about other realisations of the random bits: there is one a seed",
-        "fp8 arithmetic: compute, gradients and moments are float32",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
+STUDY = declared(
+    __file__,
+    RUNS,
     estimands=(
         *estimands.of_outcomes(RUNS, NEVER),
         RUNS.estimand(
@@ -56,27 +47,6 @@ STUDY = Study(
         *estimands.of_forecasts(RUNS, warmup=False),
         *estimands.of_rehearsals(RUNS),
     ),
-    gates=(
-        Gate(
-            name="recovered", estimand="recovery-sr", scope="all", comparison=">=", threshold=RECOVERED,
-            why="the rule of the matched runs; the paper registers none here",
-        ),
-        Gate(
-            name="material", estimand="gap-rne", scope="all", comparison=">", threshold=0.1,
-            why="without a gap a recovery has no meaning",
-        ),
-        Gate(
-            name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0,
-            why="same weights drawn, the stochastic arm from codes of its own",
-        ),
-    ),
-    rules=(
-        Rule(label="not matched", failed=("matched",)),
-        Rule(label="no material gap", failed=("material",)),
-        Rule(label="the whole policy wins back 90% in every cell", passed=("recovered",)),
-        Rule(label="the whole policy does not win back 90% in every cell"),
-    ),
-    scale_data=RUNS.data,
     tables=tables(RUNS, warmup=False, scopes=NEVER),
     figures={
         "policy-effect": partial(figures.policy_effect, RUNS, target=RECOVERED),

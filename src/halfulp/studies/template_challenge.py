@@ -32,6 +32,7 @@ from halfulp.drawing import COLOURS, DASHES, GREY, new_figure, percent
 from halfulp.measures.forecasts import compare, time_effect
 from halfulp.studies import neox_transfer, source_amortized
 from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 from halfulp.study.protocol import (
     Cell,
     Config,
@@ -40,10 +41,8 @@ from halfulp.study.protocol import (
     Gate,
     Json,
     Records,
-    Rule,
     Running,
     Stage,
-    Study,
     Table,
     Values,
 )  # fmt: skip
@@ -263,16 +262,8 @@ _ORDER = (
     _below("matched-below-template", "H_M", "B_Y"),
 )
 
-STUDY = Study(
-    name="template-challenge",
-    question="Does a fresh source forecast what an archived outcome template does not?",
-    units="one target training seed; updates are not replicates",
-    not_claimed=(
-        "a gate of source-amortized: none is changed",
-        "that this was planned before the outcomes existed: they did, and were closed",
-        "that the schedule causes what all runs share over time",
-        "anything about a population of seeds: archive and targets are three fixed seeds each",
-    ),
+STUDY = declared(
+    __file__,
     scales=dict.fromkeys(_AUDIT.configs, _CONFIG),
     evidence=(
         Evidence(
@@ -309,22 +300,6 @@ STUDY = Study(
         Estimand(name="deviation-correlation", what="of own deviations, outcome and reference",
                  compute=deviation_correlation),
         Estimand(name="matched", what="1 where reference and outcome drew the same weights", compute=matched),
-    ),
-    gates=(
-        *(gate for _, gate in _ORDER),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
-    ),
-    rules=(
-        Rule(label="not matched", failed=("matched",)),
-        Rule(
-            label="B_Y < H_S < X_S in every target", passed=("template-below-hybrid", "hybrid-below-source"),
-            says="The archived template beats the fresh source, corrected or not.",
-        ),
-        Rule(
-            label="B_Y < X_S in every target", passed=("template-below-source",),
-            says="The archived template beats the fresh source; its correction is elsewhere.",
-        ),
-        Rule(label="the template does not beat the source in every target"),
     ),
     tables={"predictors": predictors, "by target": by_target, "decomposition": decomposition},
     figures={"template": figure},

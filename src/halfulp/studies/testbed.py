@@ -36,8 +36,9 @@ from halfulp.models.following import follow, forecasts
 from halfulp.models.teacher import Testbed, teacher_student
 from halfulp.studies._facts import FACTS, Count, Reference, best_side, met, ranked, score
 from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 from halfulp.studies.finite_size import look
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 # ---- cells ----------------------------------------------------------------------------------------------
@@ -360,18 +361,8 @@ _SMOKE: dict[str, Json] = {
     "sizes": {"widths": [4, 16], "seeds": [43000], "mantissas": [6, 8], "rate": 0.05, "steps": 150},
 }  # fmt: skip
 
-STUDY = Study(
-    name="testbed",
-    question="Which start, teacher, loss and side of the error agree with what the paper prints of its "
-    "references?",
-    units="one candidate; its references are what the studies that share a testbed will run",
-    not_claimed=(
-        "that the paper used what was chosen",
-        "anything about a run on a grid: this study has none",
-        "that the facts would hold at other seeds: they are facts about single seeds",
-        "that the list of candidates was drawn up blind: small starts were noticed while trial runs on grids "
-        "were in view",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         "smoke": {**_SMOKE, "candidates": {name: CANDIDATES[name] for name in (FORMER, SMALL)}},
         "small": {**_PAPER, "candidates": {name: CANDIDATES[name] for name in (FORMER, SMALL)}, "ranks": 1},
@@ -384,18 +375,6 @@ STUDY = Study(
     estimands=(
         Estimand.of(facts_met, "facts"), Estimand.of(cells_met, "cells"), Estimand.of(chosen_share, "chosen"),
         *map(Estimand.of, (chosen_by_fact, former_by_fact, lead)),
-    ),
-    gates=(
-        Gate.of("better-than-before", "lead > 0",
-                "a search that does not beat the choice it replaces has found nothing"),
-        Gate.of("every-fact", "chosen == 1", "each printed fact is one that the paper's own testbed met"),
-    ),
-    rules=(
-        Rule(label="a testbed that meets every printed fact about references is chosen",
-             passed=("better-than-before", "every-fact")),
-        Rule(label="the best testbed is chosen; not every printed fact about references is met",
-             passed=("better-than-before",)),
-        Rule(label="no better testbed was found"),
     ),
     tables={"before-after": before_after, "conflicts": conflicts, "screen": facts_table,
             "whole": whole_table},

@@ -43,7 +43,8 @@ from halfulp.errors import TamperingError
 from halfulp.grids import grid as named
 from halfulp.models.certifiable import FAMILIES, Problem, arrival, rippled_bowl
 from halfulp.studies.claims import claims_of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 Array = npt.NDArray[Any]
@@ -257,15 +258,8 @@ def figure(records: Records) -> Any:
     return panels.horizons(found)
 
 
-STUDY = Study(
-    name="theory",
-    question="Do the certificate, the prefix construction and the posterior bound hold when executed?",
-    units="one family of problems on one grid",
-    not_claimed=(
-        "that a certificate exists for Adam, for minibatches, or for a network without bounded derivatives",
-        "that agreement beyond a horizon can be relied on",
-        "that these problems resemble those of practice",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         "smoke": {"grids": ["e4m3", "m5"], "problems": 4, "steps": 12, "seed": 2031},
         "small": {"grids": ["e4m3", "e5m2", "m3", "m5", "m7"], "problems": 24, "steps": 40, "seed": 2031},
@@ -281,25 +275,6 @@ STUDY = Study(
         map(Estimand.of, (
             contradictions, certified, certified_moves, caution, opposite, bound_broken, bound_attained,
         ))
-    ),
-    gates=(
-        Gate.of("no-contradiction", "contradictions == 0",
-                "a certificate is a proof: one contradiction refutes it"),
-        Gate.of("not-empty", "certified > 0", "a certificate that promises nothing is never contradicted",
-                scope="mean"),
-        Gate.of("moves-too", "certified-moves > 0",
-                "promising only lost updates would test half of the statement"),
-        Gate.of("opposite-events", "opposite == 1",
-                "every pair must share the whole past and part at the next update"),
-        Gate.of("bound-holds", "bound-broken == 0", "Eq. 8 is a theorem"),
-    ),
-    rules=(
-        Rule(label="statements hold as executed",
-             passed=("no-contradiction", "not-empty", "moves-too", "opposite-events", "bound-holds")),
-        Rule(label="refuted", failed=("no-contradiction",)),
-        Rule(label="refuted", failed=("opposite-events",)),
-        Rule(label="refuted", failed=("bound-holds",)),
-        Rule(label="vacuous"),
     ),
     tables={"certificates": table},
     figures={"horizons": figure},

@@ -29,7 +29,8 @@ from halfulp.models.mlp import Series, Trainer, run
 from halfulp.models.teacher import CHOSEN, Problem, Testbed, classification, teacher_student
 from halfulp.studies import _timing as timing
 from halfulp.studies.claims import claims_of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage
 from halfulp.study.protocol import Config, Json, Records, Values
 
 PRINCIPAL = "gd-squared"
@@ -150,15 +151,9 @@ SMOKE_SYSTEMS: dict[str, Json] = {
                     "mantissas": [6, 8]},
 }  # fmt: skip
 
-STUDY = Study(
-    name="two-layer",
-    question="Does a high-precision reference forecast when the majority of a network's updates freeze?",
-    units="one precision, rate and seed; cells that share a reference are paired coverage tests",
-    not_claimed=(
-        "that cells which share a reference are independent",
-        "that a forecast crossing says anything about the loss",
-        "that the reference's path stays near the path on the grid",
-    ),
+STUDY = declared(
+    __file__,
+    gates=timing.GATES,
     scales={
         "smoke": {"systems": SMOKE_SYSTEMS, "precisions": [f"m{COARSE_REFERENCE}"]},
         "small": {"systems": {name: {**c, "seeds": c["seeds"][:1]} for name, c in PAPER_SYSTEMS.items()},
@@ -174,22 +169,6 @@ STUDY = Study(
         *timing.ESTIMANDS,
         Estimand.of(measured_span),
         Estimand.of(same_prediction),
-    ),
-    gates=(
-        *timing.GATES,
-        Gate.of("wide-range", "measured-span >= 100",
-                "a ratio near one means little unless times differ widely: two decades at least"),
-        Gate.of("any-reference", "same-prediction == 1",
-                "the paper has identical steps in all 25 clean cells"),
-    ),
-    rules=(
-        Rule(label="onset is predicted, over a wide range of times, from any reference precision",
-             passed=(*timing.ALL, "wide-range", "any-reference")),
-        Rule(label="onset is predicted over a wide range of times",
-             passed=("median-near-one.symmetric", "most-within.symmetric", "categories-agree.symmetric",
-                     "wide-range")),
-        Rule(label="median onset is predicted", passed=("median-near-one.symmetric",)),
-        Rule(label="onset is not predicted"),
     ),
     tables={"timing": timing.table},
     figures={"timing": timing.figure},
