@@ -209,7 +209,7 @@ def test_one_forecast_serves_all_targets(found: dict[str, Outcomes]) -> None:
     source = audit["source"]["source"]
     assert source["seed"] == 577215
     for unit in runs.over(audit):
-        own = measures.predicted(unit, "core", "matched")
+        own = measures.forecast_by(unit, "core", "matched")
         assert own is not None
         assert not np.array_equal(own, first)
         seen, at = measures.measured(unit, "core"), source["warmup"]
@@ -359,7 +359,7 @@ def test_neox_transfer_rows() -> None:
     """The historical label, read narrowly: the constant one passes as well, e5m2 is not informative."""
     decision = decide(neox_transfer.STUDY, neox_values())
     assert decision.label == "policy_and_reference_audit_transfer"
-    assert decision.says.startswith(neox_transfer.NARROW)
+    assert decision.says.startswith("Read narrowly")
     assert "on e4m3@128 and not on e5m2" in decision.says
     assert decision.passed("fixed-one")
     assert decision.passed("fixed-one-mean")
@@ -374,7 +374,7 @@ def test_neox_transfer_labels() -> None:
     scoped = list(values["rmse"])
     whole = {**values, "informative": everywhere(scoped, 1.0), "late-added-value": everywhere(scoped, 0.5)}
     decision = decide(neox_transfer.STUDY, whole)
-    assert decision.label == neox_transfer.LABEL
+    assert decision.label == "policy_and_reference_audit_transfer"
     assert "harmonised audit too" in decision.says
     high = {**values, "rmse": {**values["rmse"], scoped[0]: 0.16}}
     assert decide(neox_transfer.STUDY, high).label == "policy_only_transfer"
@@ -428,7 +428,11 @@ def template_records(rmse: Mapping[str, tuple[float, float]]) -> dict[str, dict[
 
 def test_template_rows() -> None:
     """tab:source-template: B_Y < H_S < X_S, the three error columns, and what the text says of squares."""
-    printed = template_challenge._PRINTED
+    paper = {claim.claim: claim.paper for claim in template_challenge.PAPER}
+    printed = {
+        p: [float(paper[f"{part} of {p}, mean of targets"]) for part in template_challenge.PARTS]
+        for p in template_challenge.COMPARED
+    }
     records = template_records({p: (centred, signed) for p, (_, centred, signed) in printed.items()})
     values = {
         e.name: e.compute(records, **e.args)

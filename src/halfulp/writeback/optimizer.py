@@ -28,6 +28,7 @@ from halfulp.text import plain
 from halfulp.writeback import checkpoint, onepass, passing
 from halfulp.writeback.backward import InBackward
 from halfulp.writeback.choosing import Chooser, Select, Storage, unwrapped
+from halfulp.writeback.native import plain as decoded
 from halfulp.writeback.policies import Policy, Step
 from halfulp.writeback.report import Bytes, Events, TensorEvents
 from halfulp.writeback.sharding import local, shard_offset
@@ -161,7 +162,7 @@ class WriteBack(torch.optim.Optimizer):
         """First stored values and the policies' state: all that can fail, and nothing else is changed."""
         starts = []
         for slot in planned:
-            raw = local(slot.p.detach())
+            raw = decoded(local(slot.p.detach()))
             raw = raw.float() if slot.storage != "container" and raw.dtype in NARROW else raw
             q, scales = self._projected(slot, raw)
             slot.state = slot.policy.start(raw, q, slot.name)
@@ -183,7 +184,7 @@ class WriteBack(torch.optim.Optimizer):
                 local(slot.p.detach()).copy_(q)
             if slot.storage != "container":
                 slot.shadow = stand_in(slot.p)
-            if slot.codes is not None:
+            if isinstance(slot.codes, Codes):
                 self._shells.add(slot.p, slot.codes)
         stand_ins = {slot.p: slot.shadow for slot in planned if slot.shadow is not None}
         if stand_ins and self._groups is None:
@@ -194,7 +195,7 @@ class WriteBack(torch.optim.Optimizer):
         self.slots += planned
         managed = {id(slot.p) for slot in planned}
         self._frozen = [p for p in self._frozen if id(p) not in managed]
-        packed = [slot.p for slot in planned if slot.codes is not None]
+        packed = [slot.p for slot in planned if slot.storage == "packed"]
         if packed:
             assert self._model is not None
             self._shells.attach(self._model, packed)
@@ -478,7 +479,7 @@ class WriteBack(torch.optim.Optimizer):
             name=slot.name, grid=slot.grid, stream=self._stream(slot, self.steps), q=q, z=z, state=slot.state,
             moved=slot.moved, sums=onepass.sampling(z.numel()) if decay > 0 and self.telemetry else 0,
             decay=rate * decay, group=group, moments=self.optimizer.state.get(slot.stepped, {}),
-            keep_scales=slot.codes is not None,
+            keep_scales=slot.storage == "packed",
         )  # fmt: skip
 
     def _close(self, slot: Slot, step: Step, written: kernels.Written) -> None:
