@@ -11,7 +11,7 @@ between two parts. Bytes are those that the audit keeps between steps.
 On a machine that others use as well, a wall clock says nothing: ``--clock processor`` takes the time that the
 one thread was running for everything, training and audit.
 
-    python benchmarks/audit.py [--clock wall|processor] [--steps 120] [--sizes 1e6,1e7,1e8] [--json OUT]
+    python benchmarks/audit.py [--clock wall|processor] [--steps 120] [--rehearsals] [--json OUT]
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "8 grids and 3 rehearsals": {"rehearse": REHEARSED},
     "8 grids and 3 rehearsals, one bound": {"rehearse": hu.Rehearse(REHEARSED, bounds=["point"])},
 }
+REHEARSALS = ["8 grids", "8 grids and 3 rehearsals", "8 grids and 3 rehearsals, one bound"]
 
 
 class Block(nn.Module):
@@ -184,12 +185,11 @@ def markdown(env: dict[str, Any], runs: list[dict[str, Any]], costs: list[dict[s
             f"| {r['paired']:.1%} ({low:.1%} to {high:.1%}) | {r['commit_share']:.2%} "
             f"| {r['bytes_per_parameter']:.1f} |"
         )
-    lines += ["", "The kernel alone, 8 grids, nanoseconds a coordinate:", ""]
     sizes = sorted({c["size"] for c in costs})
-    lines += [
-        f"| | {' | '.join(f'{s:.0e}'.replace('e+0', 'e') for s in sizes)} |",
-        f"|---|{'--:|' * len(sizes)}",
-    ]
+    if costs:
+        named = " | ".join(f"{s:.0e}".replace("e+0", "e") for s in sizes)
+        lines += ["", "The kernel alone, 8 grids, nanoseconds a coordinate:", "", f"| | {named} |"]
+        lines.append(f"|---|{'--:|' * len(sizes)}")
     for what in dict.fromkeys(c["what"] for c in costs):
         by_size = {c["size"]: c["ns"] for c in costs if c["what"] == what}
         shown = [f"{by_size[s]:.2f}" if s in by_size else "-" for s in sizes]
@@ -202,13 +202,15 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what time is; processor: one thread")
     parser.add_argument("--steps", type=int, default=120, help="pairs of steps")
     parser.add_argument("--sizes", default="1e6,1e7,1e8", help="coordinates; 1e8 takes 1 GB")
+    parser.add_argument("--rehearsals", action="store_true", help="only rehearsals beside 8 grids")
     parser.add_argument("--json", type=Path, default=OUT / "audit.json", help="results; a .md goes beside it")
     options = parser.parse_args()
     if options.clock == "processor":
         torch.set_num_threads(1)
     env = {**environment(), "clock": options.clock}
     with mock.patch("time.perf_counter", CLOCKS[options.clock]):  # the audit's own clock, too
-        runs, costs = measured(options.steps, [int(float(s)) for s in options.sizes.split(",")])
+        sizes = [] if options.rehearsals else [int(float(s)) for s in options.sizes.split(",")]
+        runs, costs = measured(options.steps, sizes, REHEARSALS if options.rehearsals else list(SETTINGS))
     table = markdown(env, runs, costs)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"environment": env, "runs": runs, "kernel": costs}, indent=1) + "\n")
@@ -217,12 +219,14 @@ def main() -> None:
     print(f"wrote {options.json} and {options.json.with_suffix('.md')}")
 
 
-def measured(steps: int, sizes: list[int]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every setting beside training, and the kernel alone."""
+def measured(
+    steps: int, sizes: list[int], names: list[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Settings beside training, and the kernel alone."""
     runs = []
-    for name, settings in SETTINGS.items():
+    for name in names:
         print(f"training, {name}", flush=True)
-        runs.append(overhead(name, settings, steps))
+        runs.append(overhead(name, SETTINGS[name], steps))
     costs = []
     for size in sizes:
         print(f"the kernel, {size:,} coordinates", flush=True)
