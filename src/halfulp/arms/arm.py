@@ -53,6 +53,7 @@ class Arm:
     projection: Literal["nearest", "stochastic"] = "nearest"
     """How the first codes of a write-back are made."""
     storage: Storage | None = None
+    """``native``: float8 codes and native products, with evidence of them."""
     stream_seed: int = 0
     projected: str | None = None
     """The grid to which a float32 run is rounded once, before it starts."""
@@ -75,6 +76,8 @@ class Arm:
     """cpu, or auto for a GPU where there is one."""
     attention: Literal["fastest", "math"] = "fastest"
     """``math``: plain matrix products, no fused kernel; the same sums in another order."""
+    replay: bool = False
+    """Whether start and end are evaluated again, from their saved states."""
     save_every: int = 200
     tables: bool = True
     """Whether what the audit counted is attached; a record has what measures need."""

@@ -45,6 +45,7 @@ from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.grids import Grid
 from halfulp.models.decoder import Decoder
 from halfulp.streams import Stream
+from halfulp.writeback.native import flat_state, native_state
 
 Tokens = npt.NDArray[np.uint16]
 Positions = npt.NDArray[np.int64]
@@ -275,7 +276,7 @@ class Training:
             "groups": groups,
             "notes": notes,
         }
-        tensors = {f"model/{name}": t for name, t in self.model.state_dict().items()}
+        tensors = {f"model/{name}": t for name, t in flat_state(self.model.state_dict()).items()}
         for number, kept_state in state["state"].items():
             tensors.update({f"optimizer/{number}/{name}": t for name, t in kept_state.items()})
         tensors.update({f"kept/{name}": t for name, t in (kept or {}).items()})
@@ -301,7 +302,7 @@ class Training:
             other = ", ".join(f"{k} {recipe.get(k)!r}" for k in mine if recipe.get(k) != mine[k])
             raise UsageError(f"this training state is of another recipe: it has {other}.")
         weights = {k.removeprefix("model/"): t for k, t in tensors.items() if k.startswith("model/")}
-        self.model.load_state_dict(weights)
+        self.model.load_state_dict(native_state(weights))
         state: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
             if key.startswith("optimizer/"):
