@@ -34,6 +34,7 @@ Json = Any
 
 PLAYS = {"kind": "characters", "train": "tinyshakespeare.txt"}
 PROSE = {"kind": "bin", "train": "prose_bpe4096_train.bin", "held_out": "prose_bpe4096_val.bin"}
+WIKIPEDIA = {"kind": "bin", "train": "wikipedia/train.bin", "held_out": "wikipedia/val.bin"}
 WEB = {"kind": "bin", "train": "openwebtext/train.bin", "held_out": "openwebtext/val.bin"}
 """Texts, as :func:`halfulp.arms.corpus.open_corpus` takes them."""
 

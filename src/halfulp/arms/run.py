@@ -60,7 +60,7 @@ def run(running: Running) -> dict[str, Json]:
     arm = Arm.from_json(running.config)
     recipe = arm.recipe
     train, held_out = open_corpus(running, arm.corpus, arm.model.vocabulary)
-    model = Decoder(arm.model, seed=arm.seed, device=_device(arm.device))
+    model = Decoder(arm.model, seed=arm.seed, device=device(arm.device))
     record: dict[str, Json] = {
         "seed": arm.seed, "grid": arm.grid, "policy": arm.policy or "fp32", "projected": arm.projected,
         "updates": recipe.updates, "warmup": recipe.schedule.warmup, "initial": digest(model),
@@ -81,7 +81,7 @@ def run(running: Running) -> dict[str, Json]:
         contexts = [kept.pop("contexts")] if "contexts" in kept else []
         memory = Memory.loaded(kept)
     rehearse = rehearsals(running, arm)
-    with _attention(arm.attention), _audit(arm, training, memory, list(rehearse.values())) as audit:
+    with attention(arm.attention), _audit(arm, training, memory, list(rehearse.values())) as audit:
         named = {} if audit is None else dict(zip(rehearse, audit.rehearsals, strict=True))
         if arm.replay and saved is None:
             record["replayed"].append(_replayed(running, arm, training))
@@ -266,11 +266,11 @@ def _attribute(audit: Audit, training: Training, arm: Arm, named: Mapping[str, s
     return found
 
 
-def _attention(kind: str) -> contextlib.AbstractContextManager[Any]:
+def attention(kind: str) -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH) if kind == "math" else contextlib.nullcontext()
 
 
-def _device(wanted: str) -> torch.device:
+def device(wanted: str) -> torch.device:
     if wanted != "auto" or not torch.cuda.is_available():
         return torch.device("cpu" if wanted == "auto" else wanted)
     torch.use_deterministic_algorithms(True, warn_only=True)  # a worker's process is the cell's own

@@ -26,6 +26,7 @@ nanoGPT's layout (:func:`halfulp.data.tokens.open_bin`). A sequence begins anywh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -118,6 +119,13 @@ class Recipe:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
+    half: bool = False
+    """Whether products are in float16, on a CPU in bfloat16: autocast."""
+    loss_scale: float | None = None
+    """What the loss is multiplied by for the backward; halved when a gradient is not finite, and the same
+    batch is tried again."""
+    checkpointing: bool = False
+    """Whether a block's activations are computed again in the backward instead of kept."""
     eval_every: int = 250
     eval_batches: int = 8
     eval_seed: int = 4242
@@ -211,6 +219,12 @@ class Training:
         self.tokens, self.held_out = tokens, held_out
         self.device = next(model.parameters()).device
         self.update = 0
+        self.norm: torch.Tensor | float = math.nan
+        """Of the last update's gradient, before it was clipped."""
+        self.scale = recipe.loss_scale
+        self.backoffs: list[tuple[int, float, float]] = []
+        """Updates that were tried again, the scale that failed and the next."""
+        model.transformer.checkpointing = recipe.checkpointing
 
     @property
     def done(self) -> bool:
@@ -222,17 +236,38 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.schedule.rate(update)
         begin = self._starts(self.tokens, recipe.seed, "training", update)
-        total = torch.zeros((), device=self.device)
+        total, norm = self._gradients(begin)
+        while self.scale is not None and not bool(torch.isfinite(norm)):
+            if self.scale < 1.0:
+                raise UsageError(f"update {update} overflows at a loss scale of {self.scale:g}: it diverged.")
+            self.backoffs.append((update, self.scale, self.scale / 2))
+            self.scale /= 2
+            total, norm = self._gradients(begin)
+        self.optimizer.step()
+        self.update, self.norm = update, norm
+        return total
+
+    def _gradients(self, begin: Positions) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss of these sequences, and the norm of its gradient, which is clipped."""
+        recipe, total = self.recipe, torch.zeros((), device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
         for part in self._micro(begin):
             x, y = sequences(self.tokens, part, recipe.context, self.device)
-            loss = self.model.loss(x, y) * (len(part) / recipe.batch)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            with self._precision():
+                loss = self.model.loss(x, y) * (len(part) / recipe.batch)
+            (loss if self.scale is None else loss * self.scale).backward()  # type: ignore[no-untyped-call]  # torch's
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
-        self.optimizer.step()
-        self.update = update
-        return total
+        if self.scale is not None:
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(1.0 / self.scale)
+        return total, torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.recipe.half:
+            return contextlib.nullcontext()
+        dtype = torch.bfloat16 if self.device.type == "cpu" else torch.float16
+        return torch.autocast(self.device.type, dtype=dtype)
 
     def evaluate(self) -> float:
         """The mean loss over the fixed held-out contexts, the same for every run of a recipe's sizes."""
@@ -248,7 +283,8 @@ class Training:
             begin = self._starts(self.held_out, recipe.eval_seed, "evaluation", i)
             for part in self._micro(begin):
                 x, y = sequences(self.held_out, part, recipe.context, self.device)
-                logits = self.model(x)
+                with self._precision():
+                    logits = self.model(x).float()
                 total += float(F.cross_entropy(logits.flatten(0, 1), y.flatten())) * len(part)
                 apart.append(F.cross_entropy(logits.transpose(1, 2), y, reduction="none").mean(dim=1).cpu())
         return total / (recipe.eval_batches * recipe.batch), torch.cat(apart).numpy()
@@ -276,6 +312,8 @@ class Training:
             "groups": groups,
             "notes": notes,
         }
+        if self.scale is not None:
+            cursor |= {"scale": self.scale, "backoffs": self.backoffs}
         tensors = {f"model/{name}": t for name, t in flat_state(self.model.state_dict()).items()}
         for number, kept_state in state["state"].items():
             tensors.update({f"optimizer/{number}/{name}": t for name, t in kept_state.items()})
@@ -315,6 +353,8 @@ class Training:
         groups = [{**mine, **theirs} for mine, theirs in zip(fresh, cursor["groups"], strict=True)]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.update = update
+        self.scale = cursor.get("scale")
+        self.backoffs = [tuple(entry) for entry in cursor.get("backoffs", [])]
         return cursor["notes"], {
             k.removeprefix("kept/"): t for k, t in tensors.items() if k.startswith("kept/")
         }
