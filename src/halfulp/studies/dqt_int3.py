@@ -14,7 +14,8 @@ stage read them and evaluate them anew. The rule is on those losses: a fall of a
 
 Not printed by the paper and chosen here: a floor of zero for the cosine, a context of 1024, clipping at 1,
 weight decay inside AdamW as torch has it (DQT's source decays after the step, which differs by rate times
-decay of the step). At smaller scales the final gate says nothing: a uniform guess over 80 characters has 4.38 nats.
+decay of the step). At smaller scales the final gate says nothing: a uniform guess over 80 characters has 4.38
+nats.
 """
 
 from __future__ import annotations

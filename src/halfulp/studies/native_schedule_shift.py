@@ -12,8 +12,8 @@ predictor's, and a positive correlation of residuals (:mod:`halfulp.arms.native`
 
 A record made by hand (``halfulp study recover``) is never promoted: the registered label is then
 ``inconclusive_invalid_native_source_audit``, whatever the gates say. What the six cells show all the same is
-an analysis after the outcomes, :data:`RETROSPECTIVE`, with a label of its own
-(``halfulp study retrospect``).
+an analysis after the outcomes, :data:`RETROSPECTIVE`, with a label of its own: ``halfulp study retrospect``
+with a file that imports it.
 
 Not printed by the paper and chosen here: the seeds, used by no other study; which source-free predictors
 there are; the raw gate's 0.9; the definition of residuals; a fall of one nat as valid training; the float8
