@@ -372,14 +372,14 @@ def test_a_diverged_arm_counts_as_zero() -> None:
 
 def test_the_published_windows_pass() -> None:
     """tab:e4-window through the gates: windows shrink upward, four of five are forecast."""
-    real = {
-        m: [float(r) for r in pair[0].strip("{}").split(",")]
-        for m, pair in phase_diagram._PAPER_WINDOWS.items()
-    }
-    told = {
-        m: [float(r) for r in pair[1].strip("{}").split(",")]
-        for m, pair in phase_diagram._PAPER_WINDOWS.items()
-    }
+    printed = {c.claim: str(c.paper) for c in phase_diagram.PAPER}
+    real, told = (
+        {
+            m: [float(r) for r in printed[f"{kind} window, m = {m}"].strip("{}").split(",")]
+            for m in range(1, 6)
+        }
+        for kind in ("measured", "forecast")
+    )
     values: dict[str, dict[str, float | None]] = {
         "lowest-rate-ratio": {f"m{m}": real[m][0] / real[m + 1][0] for m in (1, 2, 3, 4)},
         "compression": {"study": real[1][0] / real[5][0]},

@@ -128,8 +128,8 @@ def loss_forecasts(bundle: Bundle, found: Records) -> Table:
     rows = []
     for unit in bundle.over(found):
         for arm in bundle.rehearse:
-            told = [measures.forecast_gap(unit, arm, bound) for bound in bounds]
-            rows.append((unit.name, arm, measures.gap(unit, arm), *told, measures.gap_ratio(unit, arm)))
+            gaps = [measures.forecast_gap(unit, arm, bound) for bound in bounds]
+            rows.append((unit.name, arm, measures.gap(unit, arm), *gaps, measures.gap_ratio(unit, arm)))
     reused = " Forecasts are of the source, above its own loss." if bundle.forecast_from is not None else ""
     return Table(
         columns=("unit", "arm", "gap, nats", *bounds, "point over gap"), rows=rows,

@@ -16,7 +16,7 @@ from halfulp.arms import Bundle, figures, measures
 from halfulp.arms.arm import Arm
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
 from halfulp.arms.tables import foretold, losses, masks, recovery
-from halfulp.study.protocol import Estimand, Gate, Records, Rule
+from halfulp.study.protocol import Estimand, Records
 from halfulp.writeback import TileMaster
 
 E5M2: Mapping[str, Mapping[str, str]] = {"e5m2": {"grid": "e5m2"}}
@@ -104,33 +104,6 @@ def less(runs: Bundle, name: str, arm: str, over: Sequence[str], what: str = "")
     told = what or " and ".join(over)
     return runs.estimand(
         name, f"recovery of {arm} less the largest of {told}", measures.advantage, arm=arm, over=list(over)
-    )
-
-
-def valid(gap: float = 0.1, blanket: float = 0.9) -> tuple[Gate, ...]:
-    """The gates without which recoveries mean nothing."""
-    return (
-        Gate.of("material", f"gap > {gap}", "without a gap a recovery has no meaning"),
-        Gate.of("blanket", f"recovery-master > {blanket}", "or masters somewhere say nothing"),
-        Gate.of("exact", "bytes-off == 0"),
-        Gate.of("matched", "matched == 1"),
-    )
-
-
-VALID = (
-    Rule(label="not matched", failed=("matched",)),
-    Rule(label="budget not met exactly", failed=("exact",)),
-    Rule(label="no material gap", failed=("material",)),
-    Rule(label="masters everywhere do not win the gap back", failed=("blanket",)),
-)
-
-
-def floors(estimand: str, each: float, mean: float, name: str = "") -> tuple[Gate, Gate]:
-    """A floor for every target, and one for their mean."""
-    name = name or estimand
-    return (
-        Gate.of(name, f"{estimand} >= {each}"),
-        Gate.of(f"{name}-mean", f"{estimand} >= {mean}", scope="mean"),
     )
 
 

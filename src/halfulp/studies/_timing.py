@@ -19,6 +19,7 @@ at most one category in ten may differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,7 @@ from halfulp.measures.crossings import (
     summarise,
     timing_pair,
 )  # fmt: skip
-from halfulp.measures.forecasts import ACCURATE_RMSE, pooled_rho
-from halfulp.studies.claims import Claim
+from halfulp.measures.forecasts import pooled_rho
 from halfulp.study import Cell, Estimand, Gate, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
@@ -201,9 +201,6 @@ GATES = tuple(
 )
 """What every system must meet, by both predictors."""
 ALL = tuple(gate.name for gate in GATES)
-STANDS_FOR_BF16 = Gate.of(
-    "stands-for-bf16", f"bf16-rmse <= {ACCURATE_RMSE}", "what the paper calls accurate (appendix C)"
-)
 
 
 # ---- reports --------------------------------------------------------------------------------------------
@@ -245,36 +242,15 @@ def bf16_figure(records: Records) -> Any:
     return panels.curve_pairs(curves)
 
 
-# ---- beside the paper -----------------------------------------------------------------------------------
-
-POOLED = (
-    "Median over cells. A root mean square is lifted by a few large proposals, so it passes 1/sqrt(2) where "
-    "update-to-weight ratios do not concentrate; how far depends on the start, which is not printed."
-)
-OPEN = "The paper prints neither mantissas nor rates nor seeds of this grid; ours are other cells like them."
-
-
-def value(system: str, predictor: str, quantity: str) -> Callable[[Records], float | str | None]:
-    """A number of one system's summary, as the comparison page shows it."""
-
-    def of(records: Records) -> float | str | None:
-        s = summaries(records, predictor).get(system)
-        found = None if s is None else getattr(s, quantity)
-        if isinstance(found, tuple):
-            return "{} to {}".format(*found)
-        if quantity == "share_within" and s is not None and found is not None:
-            return f"{100 * found:.1f}% ({s.within} of {s.eligible})"
-        shown: float | str | None = found
-        return shown
-
-    return of
-
-
-def transfer_rows(system: str, label: str, n: int, median: float, within: str) -> Iterator[Claim]:
-    """A row of the paper's transfer table, by the predictor of its archived sweeps and by the exact one."""
-    said = (("eligible cells", n, "eligible"), ("median ratio", median, "median_ratio"),
-            ("within 15%", within, "share_within"))  # fmt: skip
+def shown(records: Records) -> dict[str, float | str | None]:
+    """Every number of the summaries, as the comparison page shows it: ``SYSTEM PREDICTOR QUANTITY``."""
+    found: dict[str, float | str | None] = {}
     for predictor in PREDICTORS:
-        for text, paper, quantity in said:
-            ours = value(system, predictor, quantity)
-            yield Claim(f"{label}: {text}, {predictor} predictor", "tab:transfer-app", paper, ours, OPEN)
+        for system, s in summaries(records, predictor).items():
+            for quantity, value in {**asdict(s), "span": s.span}.items():
+                ends = isinstance(value, tuple)
+                found[f"{system} {predictor} {quantity}"] = "{} to {}".format(*value) if ends else value
+            if s.share_within is not None:
+                share = f"{100 * s.share_within:.1f}% ({s.within} of {s.eligible})"
+                found[f"{system} {predictor} share_within"] = share
+    return found

@@ -26,8 +26,9 @@ from halfulp.measures import learning
 from halfulp.models.following import PREDICTORS, SIDE, arm_learned, follow, forecasts
 from halfulp.models.teacher import CHOSEN, NOISE, Problem, Testbed, classification
 from halfulp.studies._timing import each_rate_and_seed
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 
@@ -149,15 +150,8 @@ _PAPER: dict[str, Json] = {
     "mantissas": [1, 2, 3, 4, 5],
 }  # fmt: skip
 
-STUDY = Study(
-    name="ce-transfer",
-    question="Does a reference's freezing say which rates still learn under cross-entropy, if every "
-    "reference makes progress?",
-    units="one seed, rate and mantissa; cells that share a reference are paired",
-    not_claimed=(
-        "any outcome, where a reference made no progress",
-        "that the learned-fraction forecast fails under cross-entropy: it was not asked",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         "smoke": {**_PAPER, "hidden": [8], "examples": 64, "steps": 150, "rates": [0.1, 0.4],
                   "seeds": [2041, 2042], "mantissas": [2, 5]},
@@ -171,28 +165,13 @@ STUDY = Study(
     estimands=(
         *map(Estimand.of, (progress, failed, runs, accuracy, window_matches, directional_windows)),
     ),
-    gates=(
-        Gate.of("integrity", "progress > 0", "the paper's: positive reference progress in every reference"),
-        Gate.of("windows", "directional-windows >= 0.8", "the rule of the midpoint study: 4 of 5"),
-    ),
-    rules=(
-        Rule(label="stopped before any run on a grid: a reference made no progress; no outcome",
-             not_run=("nearest",)),
-        Rule(label="windows are predicted under cross-entropy", passed=("integrity", "windows")),
-        Rule(label="windows are not predicted under cross-entropy"),
-    ),
     tables={"progress": progress_table},
 )  # fmt: skip
 
-SOURCE = "app:margin-transfer"
-_NOISE = (
-    "The share of noisy labels, the rates and the seeds are ours; with two other seeds it was seen on "
-    "references that the two highest rates fail."
-)
 
-PAPER = (
-    Claim("references", SOURCE, 48, lambda records: len(records["reference"])),
-    Claim("references without positive progress", SOURCE, 12, of(failed),
-          _NOISE),
-    Claim("runs on a grid", SOURCE, 0, of(runs)),
-)  # fmt: skip
+def also(records: Records) -> dict[str, float]:
+    """What the paper prints beside the estimands."""
+    return {"references": len(records["reference"])}
+
+
+PAPER = claims_of(STUDY, __file__, also)

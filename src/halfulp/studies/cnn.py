@@ -18,8 +18,9 @@ from typing import Any
 from halfulp.models import bfloat16
 from halfulp.models.cnn import Cnn, mnist, train
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Rule, Running, Stage, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage
 from halfulp.study.protocol import Config, Json
 
 SYSTEM = "cnn"
@@ -83,14 +84,9 @@ _PAPER: dict[str, Json] = {
     "bf16_seeds": [0],
 }  # fmt: skip
 
-STUDY = Study(
-    name="cnn",
-    question="Does a reference forecast when a convolutional network's updates freeze, on real images?",
-    units="one precision, rate and seed; cells that share a reference are paired coverage tests",
-    not_claimed=(
-        "that the network generalises: it learns 128 digits",
-        "that cells which share a reference are independent",
-    ),
+STUDY = declared(
+    __file__,
+    gates=timing.GATES,
     scales={
         "smoke": {**_PAPER, "rates": [0.2], "seeds": [0], "mantissas": [6, 7], "digits": 16, "steps": 20},
         "small": {**_PAPER, "seeds": [0]},
@@ -103,21 +99,8 @@ STUDY = Study(
     ),
     data=DATA,
     estimands=(*timing.ESTIMANDS, Estimand.of(timing.bf16_rmse)),
-    gates=(*timing.GATES, timing.STANDS_FOR_BF16),
-    rules=(
-        Rule(label="onset is predicted in a convolutional network",
-             passed=(*timing.ALL, "stands-for-bf16")),
-        Rule(label="median onset is predicted in a convolutional network",
-             passed=("median-near-one.symmetric",)),
-        Rule(label="onset is not predicted in a convolutional network"),
-    ),
     tables={"timing": timing.table},
     figures={"timing": timing.figure, "bf16": timing.bf16_figure},
 )  # fmt: skip
 
-PAPER = (
-    *timing.transfer_rows(SYSTEM, "CNN, GD, cross-entropy", 15, 1.000, "100.0%"),
-    Claim("RMSE of m = 7 against a direct bfloat16 update, CNN", "app:arithmetic", 2.2e-2,
-          of(timing.bf16_rmse, SYSTEM),
-          "The paper does not print the horizon, the rate or the batch of this comparison."),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, timing.shown)

@@ -14,9 +14,10 @@ from dataclasses import replace
 from halfulp.arms import Anchors, measures, records
 from halfulp.studies import _allocation as shared
 from halfulp.studies import prospective_modern
-from halfulp.studies.claims import Claim, Printed, label_of, printed
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 from halfulp.study.outcomes import Outcomes
-from halfulp.study.protocol import Estimand, Evidence, Gate, Records, Rule, Study, Values
+from halfulp.study.protocol import Estimand, Evidence, Records, Values
 
 EVIDENCE = "prospective"
 _KNOWN = ("rne", "master", "source-P")
@@ -41,53 +42,22 @@ def apart(found: Records) -> Values:
     return made
 
 
-STUDY = Study(
-    name="eco-comparator",
-    question="Does ECO, without any master, win back more than the source's mask did?",
-    units="one target training seed",
-    not_claimed=(
-        "a prospective result: the anchors and the mask's outcomes were known",
-        "anything about GPT-2 or the budgets of gpt2-pareto",
-        "memory or time of a whole run",
-    ),
-    scales=RUNS.configs,
+STUDY = declared(
+    __file__,
+    RUNS,
     evidence=(
         Evidence(
             name=EVIDENCE, study="prospective-modern",
             records=("reference/*", *(f"outcome/*-{arm}" for arm in (*_KNOWN, "eco"))),
         ),
     ),
-    stages=RUNS.stages,
     estimands=(
         *shared.estimands(RUNS),
         shared.less(RUNS, "above-source", "eco", ["source-P"]),
         Estimand.of(apart),
     ),
-    gates=(
-        Gate.of("material", "gap > 0.1"),
-        Gate.of("matched", "matched == 1"),
-        Gate.of("above-source", "above-source > 0", "post hoc: the order was known in the paper"),
-    ),
-    rules=(
-        Rule(label="not matched", failed=("matched",)),
-        Rule(label="no material gap", failed=("material",)),
-        Rule(
-            label="post hoc: eco is above the source's mask", passed=("above-source",),
-            says="At no bytes of masters, in every target.",
-        ),
-        Rule(label="post hoc: eco is not above the source's mask in every target"),
-    ),
-    scale_data=RUNS.data,
     tables=shared.tables(RUNS),
     figures=shared.figure(RUNS, "eco"),
 )  # fmt: skip
 
-_PRINTED: Printed = {
-    "recovery-eco": ("won back by eco, without masters", "section 5", ("0.964 to 0.966",) * 3),
-    "recovery-source-P": ("won back by the source's P", "section 5", (0.604, 0.610, 0.607)),
-}
-
-PAPER = (
-    Claim("the order", "section 5", "post hoc: eco is above the source's mask", label_of(STUDY)),
-    *printed(STUDY, RUNS.units, _PRINTED, note="162 million weights; the small scale is 1.8 million"),
-)
+PAPER = claims_of(STUDY, __file__)

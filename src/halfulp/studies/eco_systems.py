@@ -9,20 +9,15 @@ are no decision. ECO keeps no tensor that nearest does not. Here, too, seconds d
 from __future__ import annotations
 
 from halfulp.studies import _systems as systems
-from halfulp.studies.claims import Claim, value_of
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 from halfulp.studies.packed_systems import RUNS
-from halfulp.study.protocol import Estimand, Gate, Rule, Study
+from halfulp.study.protocol import Estimand
 
 ARMS = ("rne", "eco", "source-P", "master")
 
-STUDY = Study(
-    name="eco-systems",
-    question="What does ECO cost in time and bytes beside nearest, packed and blanket masters?",
-    units="one repetition: every arm in a fresh process, in rotated order",
-    not_claimed=(
-        "a decision: no threshold on seconds was sealed before the measurement",
-        "a training outcome, fp8 arithmetic, production cost, or anything about other hardware",
-    ),
+STUDY = declared(
+    __file__,
     scales=systems.configs(RUNS),
     stages=systems.stages(RUNS, ARMS, count=4),
     estimands=(
@@ -34,25 +29,8 @@ STUDY = Study(
             args={"arm": "eco", "over": "rne", "what": "persistent_bytes"},
         ),
     ),
-    gates=(Gate.of("kept", "kept == 0", "the error is in the moment: there is no tensor of its own"),),
-    rules=(
-        Rule(label="measured", passed=("kept",), says="Descriptive: seconds decide nothing."),
-        Rule(label="eco keeps more than nearest"),
-    ),
     scale_data=RUNS.data,
     tables={"processes": systems.measured},
 )  # fmt: skip
 
-_NOTE = "an RTX 5090 and 162 million weights in the paper, as ratios less one; smaller scales run on a CPU"
-PAPER = (
-    *(
-        Claim(f"throughput of eco over nearest, repetition {i}", "appendix E", paper,
-              value_of(STUDY, "throughput-eco-rne", f"repetition-{i}"), _NOTE)
-        for i, paper in enumerate((-0.100225, -0.097668, -0.100985, -0.098810), 1)
-    ),
-    Claim("the same, paired median", "appendix E", -0.099517,
-          value_of(STUDY, "paired-eco-rne", "median"), _NOTE),
-    Claim("peak of eco less packed, bytes", "appendix E", -65846272,
-          value_of(STUDY, "peak-eco-source-P", "median"), _NOTE),
-    Claim("bytes that persist, eco less nearest", "appendix E", 0, value_of(STUDY, "kept", "median"), _NOTE),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

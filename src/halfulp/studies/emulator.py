@@ -28,8 +28,9 @@ from halfulp.models.following import regression
 from halfulp.models.mlp import Trainer, run
 from halfulp.models.teacher import CHOSEN, Problem, frozen_features
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Rule, Running, Stage, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage
 from halfulp.study.protocol import Config, Json
 
 SYSTEM = "emulator"
@@ -95,14 +96,9 @@ _PAPER: dict[str, Json] = {
     "two_layer_seeds": [0, 1, 2, 3],
 }  # fmt: skip
 
-STUDY = Study(
-    name="emulator",
-    question="Does rounding to m mantissa bits in fp64 stand for a real format, and is its onset forecast?",
-    units="one precision and seed; cells that share a reference are paired coverage tests",
-    not_claimed=(
-        "that formats with a narrow exponent behave like their mantissa",
-        "that low-precision arithmetic, as opposed to storage, behaves like this",
-    ),
+STUDY = declared(
+    __file__,
+    gates=timing.GATES,
     scales={
         "smoke": {**_PAPER, "steps": 150, "examples": 64, "features": 8, "outputs": 4, "width": 8,
                   "seeds": [0], "two_layer_seeds": [0], "mantissas": [5, 7, 9]},
@@ -115,31 +111,8 @@ STUDY = Study(
         Stage(name="bf16", kind="outcome", cells=bf16_cells, run=bf16),
     ),
     estimands=(*timing.ESTIMANDS, Estimand.of(timing.bf16_rmse), Estimand.of(timing.bf16_rho)),
-    gates=(*timing.GATES, timing.STANDS_FOR_BF16),
-    rules=(
-        Rule(label="the emulator stands for bfloat16 and its onset is predicted",
-             passed=(*timing.ALL, "stands-for-bf16")),
-        Rule(label="the emulator stands for bfloat16", passed=("stands-for-bf16",)),
-        Rule(label="the emulator does not stand for bfloat16"),
-    ),
     tables={"timing": timing.table},
     figures={"timing": timing.figure, "bf16": timing.bf16_figure},
 )  # fmt: skip
 
-_HORIZON = "The paper does not print the horizon, the rate or the seeds of this root mean square."
-_CPU = "The paper says 'on bf16 hardware'; ours is torch.bfloat16 on a CPU, frozen features."
-
-
-PAPER = (
-    *timing.transfer_rows(SYSTEM, "mantissa emulator", 18, 1.03, "83.3%"),
-    *(
-        Claim(f"RMSE of m = 7 against a direct bfloat16 update, {name}", "app:arithmetic", paper,
-              of(timing.bf16_rmse, network), _HORIZON)
-        for network, name, paper in (
-            ("frozen-features", "frozen features", 1.8e-3), ("two-layer", "two-layer", 6.7e-3))
-    ),
-    Claim("pooled rho at the crossing, emulator, median", "app:arithmetic", 0.707,
-          of(timing.rho_at_crossing, SYSTEM), timing.POOLED),
-    Claim("pooled rho at the crossing, bfloat16, median", "app:arithmetic", 0.72,
-          of(timing.bf16_rho, "frozen-features"), _CPU),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, timing.shown)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from halfulp.arms import Bundle, Masked, figures, measures
@@ -30,8 +29,9 @@ from halfulp.arms.masks import masters
 from halfulp.measures.dominance import Point, Tolerance, front, survivors
 from halfulp.studies import _allocation as shared
 from halfulp.studies import _systems as systems
-from halfulp.studies.claims import Claim, label_of
-from halfulp.study.protocol import Estimand, Gate, Records, Rule, Study, Table, Values
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study.protocol import Estimand, Records, Table, Values
 
 BUDGETS = (5, 10, 20)
 REUSE = (1, 3, 10, 30, 100)
@@ -128,6 +128,22 @@ def headline(found: Records) -> Values:
     return {"all": float(sum(bool(good[f"{p}%"]) and bool(left[f"source-P-{p}"]) for p in BUDGETS))}
 
 
+def _survivors(found: Records, tolerant: bool) -> dict[str, str]:
+    """The names of those that are left, by reuse count."""
+    by_count = {n: survives(found, n, tolerant) for n in REUSE}
+    return {str(n): ", ".join(name for name, left in kept.items() if left) for n, kept in by_count.items()}
+
+
+def tolerant_survivors(found: Records) -> dict[str, str]:
+    """Under tolerances."""
+    return _survivors(found, tolerant=True)
+
+
+def strict_survivors(found: Records) -> dict[str, str]:
+    """Without."""
+    return _survivors(found, tolerant=False)
+
+
 # ---- what is shown ----------------------------------------------------------------------------------------
 
 
@@ -182,15 +198,8 @@ def curve(found: Records) -> Any:
     )
 
 
-STUDY = Study(
-    name="gpt2-pareto",
-    question="What does a byte of masters buy, and does a source's mask survive its costs?",
-    units="one target training seed; for costs, one repetition of fresh processes",
-    not_claimed=(
-        "that score or budgets were chosen blind: earlier studies suggested both",
-        "complete costs: selectors, temporaries and allocators are seen in the peak alone",
-        "anything about other hardware, or a population of masks or seeds",
-    ),
+STUDY = declared(
+    __file__,
     scales=systems.configs(RUNS),
     stages=(*RUNS.stages, systems.costs_stage(RUNS, (*CHOICES, systems.TRACE))),
     estimands=(
@@ -206,18 +215,6 @@ STUDY = Study(
         ),
         Estimand.of(headline),
     ),
-    gates=(
-        *shared.valid(),
-        Gate.of("quality", "quality == 1", "every floor of a budget", scope="unit"),
-        Gate.of("headline", "headline > 0", f"at reuse {DECIDED_AT}, under tolerances"),
-    ),
-    rules=(
-        *shared.VALID,
-        Rule(label="retain_allocator_headline=true", passed=("headline",),
-             says="A source's mask of sufficient quality survives its costs."),
-        Rule(label="retain_allocator_headline=false",
-             says="No source's mask survives the quality, memory, storage and wall rule at reuse 3."),
-    ),
     scale_data=RUNS.data,
     tables={
         "budgets": budgets, "choices": choices, **shared.tables(RUNS), "processes": systems.measured,
@@ -225,30 +222,4 @@ STUDY = Study(
     figures={"budget-curve": curve, **shared.figure(RUNS, "source-P-10", tuple(_CONTROLS))},
 )  # fmt: skip
 
-
-def _mean(found: Records, arm: str) -> float:
-    return statistics.mean(v for u in RUNS.over(found) if (v := measures.recovery(u, arm)) is not None)
-
-
-def _left(found: Records, reuse: int, tolerant: bool) -> str:
-    return ", ".join(name for name, kept in survives(found, reuse, tolerant).items() if kept)
-
-
-_TABLE, _NOTE = "tab:gpt2-pareto", "GPT-2 124M on a GPU; the small scale is 1.3 million weights on a CPU"
-PAPER = (
-    Claim("the decision at reuse 3", "appendix E", "retain_allocator_headline=false", label_of(STUDY)),
-    *(
-        Claim(f"won back by {arm}, mean", _TABLE, paper, partial(_mean, arm=arm), _NOTE)
-        for arm, paper in (
-            ("source-P-5", 0.492), ("source-P-10", 0.698), ("source-P-20", 0.800), ("target-P-5", 0.491),
-            ("target-P-10", 0.702), ("target-P-20", 0.797), ("control-5", 0.050), ("control-10", 0.169),
-            ("control-20", 0.278), ("eco", 0.934), ("master", 0.984),
-        )
-    ),
-    *(
-        Claim(f"survivors at reuse {n}, {'with' if tolerant else 'without'} tolerances", "appendix E",
-              ", ".join(CHOICES if n > 10 and not tolerant else CHOICES[:3]),
-              partial(_left, reuse=n, tolerant=tolerant), _NOTE)
-        for tolerant in (True, False) for n in REUSE
-    ),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, tolerant_survivors, strict_survivors)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from halfulp.arms import Bundle, Masked, measures
 from halfulp.studies import _allocation as shared
-from halfulp.studies.claims import Claim, Printed, label_of, printed
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 
 BUDGETS = (10, 20)
 SCORES = ("F", "G", "U", "W", "T", "P")
@@ -59,27 +59,9 @@ RUNS = Bundle(
 )  # fmt: skip
 
 
-def _gates(percent: int, mean: float, end: str) -> tuple[Gate, ...]:
-    """Floors of a budget: in the mean, above the median of random masks, above the best in two seeds."""
-    return (
-        Gate.of(f"mean{end}", f"recovery-L-{percent} >= {mean}", scope="mean"),
-        *shared.floors(f"above-median-{percent}", 0.1, 0.25, f"median{end}"),
-        Gate.of(f"wins{end}", f"wins-{percent} >= 2", "above the best random mask"),
-    )
-
-
-STUDY = Study(
-    name="leverage-primary",
-    question="Do tiles by leverage win back half of the gap at 10% of the masters, far above random tiles?",
-    units="one deployment seed; the same fixed random masks serve all seeds and are not replicates",
-    not_claimed=(
-        "that leverage is the best score: no other one has an arm",
-        "anything about a population of random masks or of seeds",
-        "what the embedding and the output do apart: the tied matrix is both",
-        "memory or time of a whole run: the budget counts bytes of masters",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
+STUDY = declared(
+    __file__,
+    RUNS,
     estimands=(
         *shared.estimands(RUNS),
         *(
@@ -95,39 +77,8 @@ STUDY = Study(
         ),
         shared.less(RUNS, "gain", "L-20", ["L-10"]),
     ),
-    gates=(
-        *shared.valid(blanket=0.8),
-        Gate.of("positive", "recovery-L-10 > 0"),
-        *_gates(10, 0.5, ""),
-        *_gates(20, 0.65, "-20"),
-        Gate.of("gain-mean", "gain >= 0.05", scope="mean"),
-    ),
-    rules=(
-        *shared.VALID,
-        Rule(
-            label="both stages pass",
-            passed=("mean-20", "median-20", "median-20-mean", "wins-20", "gain-mean"),
-            says="Leverage passes at 10% and, after that, at 20%.",
-        ),
-        Rule(label="stage 1 fails, stage 2 not authorised", not_run=(LATER,)),
-        Rule(label="stage 1 passes, stage 2 fails"),
-    ),
-    scale_data=RUNS.data,
     tables=shared.tables(RUNS),
     figures=shared.figure(RUNS, "L-10", (*RANDOM[10], *RANDOM[20])),
 )  # fmt: skip
 
-_TABLE = "tab:leverage-primary"
-_PRINTED: Printed = {
-    "recovery-L-10": ("won back by L at 10%", _TABLE, (0.712, 0.738, 0.691)),
-    "above-median-10": ("above the median random mask at 10%", _TABLE, (0.553, 0.575, 0.529)),
-    "recovery-L-20": ("won back by L at 20%", _TABLE, (0.840, 0.812, 0.785)),
-    "above-median-20": ("above the median random mask at 20%", _TABLE, (0.581, 0.563, 0.530)),
-    "gain": ("won back at 20% less at 10%", _TABLE, (0.128, 0.073, 0.093)),
-    "recovery-tied": ("won back by the tied matrix", "appendix E", ("0.772 in the mean",) * 3),
-}
-
-PAPER = (
-    Claim("the rule", "appendix E", "both stages pass", label_of(STUDY)),
-    *printed(STUDY, RUNS.units, _PRINTED, note="GPT-2 124M; the small scale is 1.3 million weights"),
-)
+PAPER = claims_of(STUDY, __file__)

@@ -15,8 +15,8 @@ from __future__ import annotations
 from halfulp.arms import Bundle, Masked
 from halfulp.arms.masks import masters, recipes
 from halfulp.studies import _allocation as shared
-from halfulp.studies.claims import Claim, Printed, label_of, printed
-from halfulp.study.protocol import Rule, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 
 RIVALS = ("source-F", "control-1")
 
@@ -40,17 +40,9 @@ RUNS = Bundle(
     reference="target-{seed}",
 )  # fmt: skip
 
-STUDY = Study(
-    name="mask-reuse",
-    question="Does one source's mask, fixed before, hold for other seeds as their own would?",
-    units="one target training seed; masks, tiles and the control are not replicates",
-    not_claimed=(
-        "that the source's own result was unknown when its mask was fixed",
-        "anything about other masks, models, data or budgets, or a population of controls: it is one",
-        "memory or time of a whole run: the budget counts bytes of masters",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
+STUDY = declared(
+    __file__,
+    RUNS,
     estimands=(
         *shared.estimands(RUNS),
         shared.less(RUNS, "M", "source-P", ["target-P"]),
@@ -59,38 +51,8 @@ STUDY = Study(
         shared.less(RUNS, "S", "source-P", RIVALS),
         shared.less(RUNS, "ninth", "source-R", ["source-P"]),
     ),
-    gates=(
-        *shared.valid(),
-        *shared.floors("recovery-source-P", 0.5, 0.6, "R"),
-        *shared.floors("M", -0.1, -0.05),
-        *shared.floors("S", 0.15, 0.25),
-    ),
-    rules=(
-        *shared.VALID,
-        Rule(
-            label="positive", passed=("R", "R-mean", "M", "M-mean", "S", "S-mean"),
-            says="The source's mask holds for the targets, unchanged.",
-        ),
-        Rule(label="negative", says="Not every floor is met."),
-    ),
-    scale_data=RUNS.data,
     tables=shared.tables(RUNS),
     figures=shared.figure(RUNS, "source-P", ("control-1",)),
 )  # fmt: skip
 
-_TABLE = "tab:fixed-mask-reuse-recoveries"
-_PRINTED: Printed = {
-    "recovery-master": ("won back by masters everywhere", _TABLE, (0.993, 1.006, 0.970)),
-    "recovery-source-P": ("won back by the source's P", _TABLE, (0.690, 0.686, 0.678)),
-    "recovery-target-P": ("won back by the target's own P", _TABLE, (0.706, 0.683, 0.671)),
-    "recovery-source-F": ("won back by the source's F", _TABLE, (0.040, 0.036, 0.041)),
-    "recovery-control-1": ("won back by the control", _TABLE, (0.161, 0.155, 0.145)),
-    "M": ("source's P less target's P", _TABLE, (-0.0165, 0.0032, 0.0075)),
-    "D_F": ("source's P less source's F", _TABLE, (0.650, 0.650, 0.637)),
-    "D_C": ("source's P less the control", _TABLE, (0.529, 0.531, 0.533)),
-}
-
-PAPER = (
-    Claim("the rule", "appendix E", "positive", label_of(STUDY)),
-    *printed(STUDY, RUNS.units, _PRINTED, note="GPT-2 124M; the small scale is 1.3 million weights"),
-)
+PAPER = claims_of(STUDY, __file__)

@@ -32,7 +32,7 @@ at once, and how much was learned after the forecast onset?
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -47,8 +47,9 @@ from halfulp.models.digests import digest
 from halfulp.models.following import PREDICTORS as TIMED
 from halfulp.models.following import SIDE, follow, forecasts, regression
 from halfulp.models.teacher import CHOSEN, Problem
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 Array = npt.NDArray[Any]
@@ -295,7 +296,6 @@ def figure(records: Records) -> Any:
 
 # ---- the declaration ----------------------------------------------------------------------------------
 
-RULE = ("windows", "onsets", "no-worse-than-symmetric", "no-worse-than-monotone")
 _RATES = [0.0125 * 2 ** (k + 0.5) for k in range(6)]
 _FLOORS = {"1": 0.4, "2": 0.2, "3": 0.1, "4": 0.05, "5": 0.025}  # tab:e4-window, the forecast windows
 _PAPER: dict[str, Json] = {
@@ -303,15 +303,8 @@ _PAPER: dict[str, Json] = {
     "mantissas": [1, 2, 3, 4, 5], "rates": _RATES, "floors": _FLOORS,
 }  # fmt: skip
 
-STUDY = Study(
-    name="midpoint",
-    question="Does the onset of freezing in a reference say which rates still learn on a coarse grid?",
-    units="one seed, rate and mantissa; cells that share a reference are paired",
-    not_claimed=(
-        "a calibrated forecast of the final loss",
-        "that cells which share a reference are independent",
-        "anything about another testbed, or a vendor's four-bit format",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         "smoke": {**_PAPER, "width": 16, "examples": 64, "steps": 300, "seeds": [2027],
                   "mantissas": [1, 3, 5], "rates": [_RATES[1], _RATES[4]]},
@@ -329,93 +322,28 @@ STUDY = Study(
         )),
         *(Estimand.of(against, f"against-{other}", other=other) for other in ("symmetric", "monotone")),
     ),
-    gates=(
-        Gate.of("windows", "directional-windows >= 0.8", "the paper's rule: 4 of 5"),
-        Gate.of("onsets", "directional-onset >= 0.8", "the paper's rule: 80% within 15%"),
-        Gate.of("no-worse-than-symmetric", "against-symmetric >= 0",
-                "the paper's rule; it failed there, 94.4% against 95.6%"),
-        Gate.of("no-worse-than-monotone", "against-monotone >= 0", "the paper's rule"),
-        Gate.of("progress", "progress > 0",
-                "the paper's integrity condition: a share of progress needs progress"),
-    ),
-    rules=(
-        Rule(label="no result: a reference made no progress", failed=("progress",)),
-        Rule(label="promoted", passed=RULE),
-        Rule(label="not promoted"),
-    ),
     tables={"predictors": predictors_table, "windows": windows_table, "misses": misses_table},
     figures={"midpoint": figure},
 )  # fmt: skip
 
-
-# ---- beside the paper ---------------------------------------------------------------------------------
-
-TABLE, TEXT = "tab:e4-prospective", "app:e4, locked midpoint interpolation"
+MISSED = ("learned", "moved_ever", "moved_ever_out", "moved_at_most", "after_cut")
 
 
-def _matched(predictor: str) -> Callable[[Records], str]:
-    return lambda records: "{}/{}".format(*windows_matched(records, predictor))
+def also(records: Records) -> dict[str, float | str]:
+    """What the paper prints beside the estimands."""
+    cells, missed = records["outcome"].values(), [cell for _, cell in misses(records)]
+    found: dict[str, float | str] = {
+        "frozen from the first": float(sum(cell["onset"] == 1 for cell in cells)),
+        **{f"matched {p}": "{}/{}".format(*windows_matched(records, p)) for p in PREDICTORS},
+        **{f"onsets {p}": f"{sum(each)}/{len(each)}" for p in TIMED for each in [_onsets(records, p)]},
+    }
+    if missed:
+        onsets = [(_said(records, cell, "directional")["onset"], cell["onset"]) for cell in missed]
+        found["other onsets"] = float(sum(said != came for said, came in onsets))
+        for key in MISSED:
+            each = [cell[key] for cell in missed]
+            found[key] = f"{min(each):.3f} to {max(each):.3f}"
+    return found
 
 
-def _timed(predictor: str) -> Callable[[Records], str]:
-    def ours(records: Records) -> str:
-        within = _onsets(records, predictor)
-        return f"{sum(within)}/{len(within)}"
-
-    return ours
-
-
-def _from_the_first(records: Records) -> float:
-    return float(sum(cell["onset"] == 1 for cell in records["outcome"].values()))
-
-
-def _range_of(key: str) -> Callable[[Records], str | None]:
-    def ours(records: Records) -> str | None:
-        found = [cell[key] for _, cell in misses(records)]
-        return f"{min(found):.3f} to {max(found):.3f}" if found else None
-
-    return ours
-
-
-def _path_errors(records: Records) -> float | None:
-    found = [(_said(records, cell, "directional")["onset"], cell["onset"]) for _, cell in misses(records)]
-    return float(sum(said != came for said, came in found)) if found else None
-
-
-MISSES = "Where a run learns beyond its forecast onset, see table misses."
-FLOORS_NOTE = "The floors, which are not printed, follow from this number and the 0 of 5 windows."
-SIDE_NOTE = "The paper does not say on which side of the onset's update it takes the error."
-
-PAPER = (
-    *(
-        Claim(f"windows matched, {p}", TABLE, paper, _matched(p), MISSES)
-        for p, paper in zip(PREDICTORS, ("5/5", "5/5", "5/5", "0/5"), strict=True)
-    ),
-    *(
-        Claim(f"cell accuracy, {p}", TABLE, paper, of(accuracy, p), FLOORS_NOTE if p == "monotone" else "")
-        for p, paper in zip(PREDICTORS, (0.944, 0.956, 1.0, 0.833), strict=True)
-    ),
-    *(
-        Claim(f"onsets within 15%, {p}", TABLE, paper, _timed(p))
-        for p, paper in zip(TIMED, ("51/55", "51/55", "50/55"), strict=True)
-    ),
-    *(
-        Claim(f"cell accuracy, directional, error {side} the onset", TABLE, 0.944,
-              of(accuracy_by_side, side), SIDE_NOTE)
-        for side in SIDES
-    ),
-    Claim("directional accuracy less symmetric", TABLE, -0.012,
-          of(against, "directional less symmetric", other="symmetric"),
-          "A gate of ours (no better than symmetric) until the paper's rule was taken to the letter; now a "
-          "number."),
-    Claim("arms frozen from update 1", TEXT, 35, _from_the_first),
-    Claim("false negatives, directional", TEXT, 5, of(false_negatives, "study")),
-    Claim("of those, frozen from update 1", TEXT, 5, of(false_negatives_at_start, "study")),
-    Claim("of those, with another onset than forecast", TEXT, 3, _path_errors),
-    Claim("learned share of false negatives", TEXT, "0.524 to 0.596", _range_of("learned")),
-    Claim("output weights that ever move, there", TEXT, "not printed", _range_of("moved_ever_out")),
-    Claim("coordinates that ever move, there", TEXT, "0.549 to 0.565", _range_of("moved_ever")),
-    Claim("coordinates that move in one update, there", TEXT, "0.376 to 0.426", _range_of("moved_at_most"),
-          "The largest share over all updates."),
-    Claim("learned after the forecast onset, there", TEXT, "0.166 to 0.593", _range_of("after_cut")),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, also)

@@ -19,8 +19,9 @@ from halfulp.arms.masks import masters, recipes
 from halfulp.studies import _allocation as shared
 from halfulp.studies import _systems as systems
 from halfulp.studies import prospective_modern
-from halfulp.studies.claims import Claim, value_of
-from halfulp.study.protocol import Estimand, Gate, Rule, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study.protocol import Estimand
 
 ARMS = ("rne", "source-P", "master", systems.FLOAT32, systems.TRACE)
 
@@ -37,16 +38,8 @@ RUNS = replace(
     ),
 )  # fmt: skip
 
-STUDY = Study(
-    name="packed-systems",
-    question="What do packed masters for a tenth of the tiles cost beside blanket masters and beside none?",
-    units="one repetition: every arm in a fresh process, in rotated order",
-    not_claimed=(
-        "any inference from three repetitions, or anything about other hardware",
-        "a training outcome: nothing is evaluated",
-        "complete costs: temporaries, allocators and Python are seen in the peak alone",
-        "a break-even count: none was registered",
-    ),
+STUDY = declared(
+    __file__,
     scales=systems.configs(RUNS),
     stages=systems.stages(RUNS, ARMS),
     estimands=(
@@ -58,28 +51,8 @@ STUDY = Study(
             compute=systems.unaccounted, args={"arm": "source-P", "mask": "P"},
         ),
     ),
-    gates=(Gate.of("accounted", "unaccounted == 0", "payload and an index a tile, to the byte"),),
-    rules=(
-        Rule(label="measured", passed=("accounted",), says="Descriptive: seconds decide nothing."),
-        Rule(label="bytes not accounted for"),
-    ),
     scale_data=RUNS.data,
     tables={"processes": systems.measured},
 )  # fmt: skip
 
-_NOTE = "an RTX 5090 and 162 million weights in the paper; smaller scales run on a CPU"
-_TABLE = "tab:p0-packed-systems"
-PAPER = tuple(
-    Claim(what, _TABLE, paper, value_of(STUDY, estimand, "median"), _NOTE)
-    for what, paper, estimand in (
-        ("throughput against blanket, paired median", -0.00259, "paired-source-P-master"),
-        ("the same of the arms' medians, misleading", 0.00076, "unpaired-source-P-master"),
-        ("accounted wall against blanket, seconds", -1.402, "wall-source-P-master"),
-        ("peak against blanket, bytes", -584649728, "peak-source-P-master"),
-        ("throughput against nearest, arms' medians", -0.07196, "unpaired-source-P-rne"),
-        ("accounted wall against nearest, seconds", 24.939, "wall-source-P-rne"),
-        ("peak against nearest, bytes", 65846272, "peak-source-P-rne"),
-        ("bytes that persist against nearest", 65049600, "storage-source-P-rne"),
-        ("the source's scores, seconds more than without", 153.547, "wall-trace-fp32"),
-    )
-)
+PAPER = claims_of(STUDY, __file__)

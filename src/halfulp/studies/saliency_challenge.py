@@ -16,9 +16,10 @@ from __future__ import annotations
 from halfulp.arms import Anchors, Bundle
 from halfulp.studies import _allocation as shared
 from halfulp.studies import leverage_primary
-from halfulp.studies.claims import Claim, Printed, label_of, printed
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 from halfulp.studies.leverage_primary import NINTH, SCORES, STRUCTURAL
-from halfulp.study.protocol import Evidence, Gate, Rule, Study
+from halfulp.study.protocol import Evidence
 
 EVIDENCE, LATER = "leverage", "stage-2"
 FAMILY = tuple(f"{score}-10" for score in SCORES)
@@ -41,16 +42,9 @@ RUNS = Bundle(
     reference="seed-{seed}",
 )  # fmt: skip
 
-STUDY = Study(
-    name="saliency-challenge",
-    question="Does leverage choose better tiles than six plain scores and two structural controls?",
-    units="one deployment seed; masks and tiles are not replicates",
-    not_claimed=(
-        "a replication of leverage: its arm is evidence that was known when this was declared",
-        "that two scores are the same because their masks overlap, or an order among the six",
-        "memory or time of a whole run: the budget counts bytes of masters",
-    ),
-    scales=RUNS.configs,
+STUDY = declared(
+    __file__,
+    RUNS,
     evidence=(
         Evidence(
             name=EVIDENCE, study="leverage-primary",
@@ -58,50 +52,14 @@ STUDY = Study(
             attached=("source/*/masks.safetensors",),
         ),
     ),
-    stages=RUNS.stages,
     estimands=(
         *shared.estimands(RUNS),
         shared.less(RUNS, "above-scores", "L-10", FAMILY, "the six scores"),
         shared.less(RUNS, "above-structure", "L-10", CONTROLS, "the structural controls"),
         shared.less(RUNS, "ninth-above-scores", f"{NINTH}-10", ("L-10", *FAMILY), "L and the six scores"),
     ),
-    gates=(
-        *shared.valid(blanket=0.8),
-        Gate.of("scores", "above-scores > 0"),
-        Gate.of("scores-mean", "above-scores >= 0.05", scope="mean"),
-        Gate.of("structure", "above-structure > 0"),
-        Gate.of("structure-mean", "above-structure >= 0.05", "the paper prints none", scope="mean"),
-    ),
-    rules=(
-        *shared.VALID,
-        Rule(label="positive", passed=DECIDES, says="Leverage is above every score and control."),
-        Rule(
-            label="negative", not_run=(LATER,),
-            says="Leverage is not above the best score in every seed and by enough: no stage at 20%.",
-        ),
-        Rule(label="negative"),
-    ),
-    scale_data=RUNS.data,
     tables=shared.tables(RUNS),
     figures=shared.figure(RUNS, "L-10", CONTROLS),
 )  # fmt: skip
 
-_TABLE = "tab:saliency-challenge"
-_PRINTED: Printed = {
-    "recovery-L-10": ("won back by leverage", _TABLE, (0.7123, 0.7385, 0.6914)),
-    "recovery-F-10": ("won back by F", _TABLE, (0.0310, 0.0208, 0.0123)),
-    "recovery-G-10": ("won back by G", _TABLE, (0.6073, 0.6193, 0.5904)),
-    "recovery-U-10": ("won back by U", _TABLE, (0.1703, 0.1742, 0.1864)),
-    "recovery-W-10": ("won back by W", _TABLE, (-0.0140, -0.0218, -0.0242)),
-    "recovery-T-10": ("won back by T", _TABLE, (0.6512, 0.6451, 0.6440)),
-    "recovery-P-10": ("won back by P", _TABLE, (0.7165, 0.6864, 0.6779)),
-    "recovery-within-10": ("won back by random tiles of the tied matrix", _TABLE, (0.1614, 0.1444, 0.1526)),
-    "recovery-matched-10": ("won back by composition-matched random tiles", _TABLE, (0.1552, 0.1406, 0.1477)),
-    "above-scores": ("leverage less the best score", "appendix E", (-0.00418, 0.05203, 0.01347)),
-    "above-structure": ("leverage less the best control", "appendix E", (0.55091, 0.59411, 0.53879)),
-}
-
-PAPER = (
-    Claim("the rule", "appendix E", "negative", label_of(STUDY)),
-    *printed(STUDY, RUNS.units, _PRINTED, note="GPT-2 124M; the small scale is 1.3 million weights"),
-)
+PAPER = claims_of(STUDY, __file__)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from halfulp.arms import Bundle, Masked
 from halfulp.studies import _allocation as shared
-from halfulp.studies.claims import Claim, Printed, label_of, printed
-from halfulp.study.protocol import Estimand, Gate, Records, Rule, Study, Values
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study.protocol import Estimand, Records, Values
 
 BUDGETS = (10, 20)
 RANDOM = {percent: tuple(shared.at_random(percent)) for percent in BUDGETS}
@@ -57,17 +58,9 @@ def _above(percent: int) -> Estimand:
     return shared.less(RUNS, f"above-{percent}", shared.named("C", percent), rivals, what)
 
 
-STUDY = Study(
-    name="tile-screen",
-    question="Do tiles by leverage times lost updates win back more than tiles by leverage alone?",
-    units="one deployment seed; masks and tiles are not replicates",
-    not_claimed=(
-        "anything about leverage by itself: it is a comparator here, whatever it wins back",
-        "anything about a population of random masks: they are five fixed ones a budget",
-        "memory or time of a whole run: the budget counts bytes of masters",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
+STUDY = declared(
+    __file__,
+    RUNS,
     estimands=(
         *shared.estimands(RUNS),
         *(_above(percent) for percent in BUDGETS),
@@ -77,37 +70,8 @@ STUDY = Study(
             for p in BUDGETS
         ),
     ),
-    gates=(
-        *shared.valid(blanket=0.8),
-        Gate.of("promotion", "promotion >= 0.03", "what the combined score must add, at one budget"),
-    ),
-    rules=(
-        *shared.VALID,
-        Rule(label="promoted", passed=("promotion",), says="The follow-up is authorised."),
-        Rule(
-            label="informative negative",
-            says="The combined score adds too little: the follow-up is not authorised.",
-        ),
-    ),
-    scale_data=RUNS.data,
     tables=shared.tables(RUNS),
     figures=shared.figure(RUNS, "C-10", (*RANDOM[10], *RANDOM[20])),
 )  # fmt: skip
 
-_TABLE = "tab:allocator-pilot"
-_PRINTED: Printed = {
-    "gap": ("nearest loss gap, nats", "appendix E", (1.049,)),
-    "recovery-master": ("won back by masters everywhere", "appendix E", (0.993,)),
-    **{
-        f"recovery-{score}-{percent}": (f"won back by {score} at {percent}%", _TABLE, (value,))
-        for percent, values in ((10, (0.708, 0.706, 0.024)), (20, (0.825, 0.827, 0.024)))
-        for score, value in zip(("C", "L", "F"), values, strict=True)
-    },
-    "above-10": ("C less the best comparator at 10%", "appendix E", (0.001,)),
-    "above-20": ("C less the best comparator at 20%", "appendix E", (-0.002,)),
-}
-
-PAPER = (
-    Claim("the screen", "appendix E", "informative negative", label_of(STUDY)),
-    *printed(STUDY, RUNS.units, _PRINTED, note="GPT-2 124M; the small scale is 1.3 million weights"),
-)
+PAPER = claims_of(STUDY, __file__)

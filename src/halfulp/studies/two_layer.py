@@ -19,7 +19,7 @@ step 1, pooled rho 0.74 there): references forecast 7 to 3665, 56 of 72, and 0.7
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,9 @@ import numpy as np
 from halfulp.models.mlp import Series, Trainer, run
 from halfulp.models.teacher import CHOSEN, Problem, Testbed, classification, teacher_student
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage
 from halfulp.study.protocol import Config, Json, Records, Values
 
 PRINCIPAL = "gd-squared"
@@ -150,15 +151,9 @@ SMOKE_SYSTEMS: dict[str, Json] = {
                     "mantissas": [6, 8]},
 }  # fmt: skip
 
-STUDY = Study(
-    name="two-layer",
-    question="Does a high-precision reference forecast when the majority of a network's updates freeze?",
-    units="one precision, rate and seed; cells that share a reference are paired coverage tests",
-    not_claimed=(
-        "that cells which share a reference are independent",
-        "that a forecast crossing says anything about the loss",
-        "that the reference's path stays near the path on the grid",
-    ),
+STUDY = declared(
+    __file__,
+    gates=timing.GATES,
     scales={
         "smoke": {"systems": SMOKE_SYSTEMS, "precisions": [f"m{COARSE_REFERENCE}"]},
         "small": {"systems": {name: {**c, "seeds": c["seeds"][:1]} for name, c in PAPER_SYSTEMS.items()},
@@ -174,22 +169,6 @@ STUDY = Study(
         *timing.ESTIMANDS,
         Estimand.of(measured_span),
         Estimand.of(same_prediction),
-    ),
-    gates=(
-        *timing.GATES,
-        Gate.of("wide-range", "measured-span >= 100",
-                "a ratio near one means little unless times differ widely: two decades at least"),
-        Gate.of("any-reference", "same-prediction == 1",
-                "the paper has identical steps in all 25 clean cells"),
-    ),
-    rules=(
-        Rule(label="onset is predicted, over a wide range of times, from any reference precision",
-             passed=(*timing.ALL, "wide-range", "any-reference")),
-        Rule(label="onset is predicted over a wide range of times",
-             passed=("median-near-one.symmetric", "most-within.symmetric", "categories-agree.symmetric",
-                     "wide-range")),
-        Rule(label="median onset is predicted", passed=("median-near-one.symmetric",)),
-        Rule(label="onset is not predicted"),
     ),
     tables={"timing": timing.table},
     figures={"timing": timing.figure},
@@ -218,38 +197,15 @@ def lone_seed(records: Records) -> str | None:
     )
 
 
-def _same_steps(records: Records) -> str:
+def also(records: Records) -> dict[str, float | str | None]:
+    """What the paper prints beside the estimands."""
     found, single = (clean_comparisons(records, which) for which in (PRECISIONS, ["fp32"]))
     fp32 = f"fp64 and fp32 alone: {sum(single.values())} of {len(single)}"
-    return f"{sum(found.values())} of {len(found)} ({fp32})"
+    return {
+        "crossed": len(timing.locations(records)[PRINCIPAL]),
+        "lone seed": lone_seed(records),
+        "same steps": f"{sum(found.values())} of {len(found)} ({fp32})",
+    }
 
 
-def _principal(quantity: str) -> Callable[[Records], float | str | None]:
-    return timing.value(PRINCIPAL, "symmetric", quantity)
-
-
-PAPER = (
-    *timing.transfer_rows(PRINCIPAL, "two-layer, GD, squared loss", 55, 1.000, "94.5%"),
-    Claim("two-layer cells", "section 3", 72, _principal("cells")),
-    Claim("categories that differ, of all two-layer cells", "section 3", 4, _principal("disagreements"),
-          timing.OPEN),
-    Claim("earliest and latest measured crossing", "section 3", "11 to 4222", _principal("measured_range"),
-          timing.OPEN),
-    Claim("earliest and latest forecast crossing", "section 3", "11 to 4575", _principal("forecast_range"),
-          timing.OPEN),
-    Claim("latest over earliest measured crossing", "section 3", 384, _principal("span"), timing.OPEN),
-    Claim("mean ratio", "app:predictor", 1.019, _principal("mean_ratio")),
-    Claim("cells with a measured crossing after step 1", "fig:controlled", 58,
-          lambda records: len(timing.locations(records)[PRINCIPAL]), timing.OPEN),
-    Claim("pooled rho at the crossing, two-layer, median", "app:arithmetic", 0.74,
-          of(timing.rho_at_crossing, PRINCIPAL), timing.POOLED),
-    Claim("a seed that freezes long before its siblings", "app:predictor",
-          "at 61 (forecast 61), siblings near 1800", lone_seed, timing.OPEN),
-    Claim("clean cells in which fp64, fp32 and 16-bit references forecast the same step", "app:predictor",
-          "25 of 25", _same_steps,
-          "'Clean' is not defined in the paper; here: the grid has at least four bits less than 16, and the "
-          "fp64 reference crosses one half once, after step 1."),
-    *timing.transfer_rows("adam-squared", "two-layer, Adam, squared loss", 60, 1.000, "90.0%"),
-    *timing.transfer_rows("gd-cross-entropy", "two-layer, GD, cross-entropy", 64, 1.016, "92.2%"),
-    *timing.transfer_rows("three-layer", "three-layer, GD, cross-entropy", 25, 0.999, "96.0%"),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, timing.shown, also)

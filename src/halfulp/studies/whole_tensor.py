@@ -17,8 +17,8 @@ from halfulp.arms import Bundle, Masked, measures
 from halfulp.arms.bundle import Unit
 from halfulp.arms.family import PAPER_GPT2, at, three_thousand
 from halfulp.studies import _allocation as shared
-from halfulp.studies.claims import Claim, Printed, label_of, printed
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 
 RAW = "tile-master(start_from=raw)"
 NEAR = 0.01
@@ -82,18 +82,9 @@ def won_against_draws(unit: Unit) -> float | None:
     return None if None in found else float(sum(v > 0 for v in found if v is not None))
 
 
-STUDY = Study(
-    name="whole-tensor",
-    question="Do whole tensors that would move least win back more than those that would move most?",
-    units="one training seed; draws of tensors are not replicates",
-    not_claimed=(
-        "superiority or noninferiority against random tensors: few draws spend as much",
-        "that equal nominal budgets are equal: tensors are taken whole",
-        "an effect of write-back alone: masters start from raw weights",
-        "a separation of the tied matrix's two roles",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
+STUDY = declared(
+    __file__,
+    RUNS,
     estimands=(
         *shared.estimands(RUNS),
         *(
@@ -104,38 +95,8 @@ STUDY = Study(
         RUNS.estimand("draws-near", f"draws within {NEAR} of the selection's share, of ten", near_draws),
         RUNS.estimand("draws-won", "near draws that the selection is above", won_against_draws),
     ),
-    gates=(
-        *shared.valid(blanket=0.8),
-        Gate.of("selection", "above-anti > 0", "at about a quarter of the masters, in both seeds"),
-    ),
-    rules=(
-        *shared.VALID,
-        Rule(
-            label="selection is above anti-selection", passed=("selection",),
-            says="Near a quarter of the masters; nothing is said of random tensors.",
-        ),
-        Rule(label="selection is not above anti-selection"),
-    ),
-    scale_data=RUNS.data,
     tables=shared.tables(RUNS),
     figures=shared.figure(RUNS, "select-25", (*DRAWS[25], *DRAWS[50])),
 )  # fmt: skip
 
-_TABLE = "tab:e1-controls"
-_ROWS = {
-    "select-25": ((0.258, 0.262), (0.274, 0.273)), "anti-25": ((0.266, 0.266), (0.082, 0.078)),
-    "tied": ((0.311, 0.311), (0.559, 0.552)), "select-50": ((0.715, 0.715), (1.010, 1.003)),
-    "without-50": ((0.504, 0.504), (0.309, 0.291)),
-}  # fmt: skip
-_PRINTED: Printed = {
-    "recovery-master": ("won back by masters everywhere", _TABLE, (1.005, 1.001)),
-    **{f"spent-{arm}": (f"masters of {arm}", _TABLE, share) for arm, (share, _) in _ROWS.items()},
-    **{f"recovery-{arm}": (f"won back by {arm}", _TABLE, won) for arm, (_, won) in _ROWS.items()},
-    "draws-near": ("random draws near the selection's share", "appendix E", ("8 of 20, both seeds",) * 2),
-    "draws-won": ("of these, the selection is above", "appendix E", ("6 of 8, both seeds",) * 2),
-}
-
-PAPER = (
-    Claim("the comparison", "appendix E", "selection is above anti-selection", label_of(STUDY)),
-    *printed(STUDY, RUNS.units, _PRINTED, note="GPT-2 124M; the small scale is 1.3 million weights"),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

@@ -127,6 +127,12 @@ class Recorded(ABC):
         """The tensors that are stored in full precision."""
         return [t["id"] for t in self.tensors if t["stored"] in ("float32", "fp32", "float64")]
 
+    def tells_zero(self) -> list[int]:
+        """The tensors of which it is known whether a proposal was zero: where weights are on a grid, and only
+        their change is seen, a lost update looks like none."""
+        known = self.manifest["run"].get("proposals") == "known"
+        return [t["id"] for t in self.tensors] if known else self.in_full()
+
     def numel(self, scope: Scope = "all") -> int:
         """Coordinates recorded in a scope."""
         ids = set(self.ids(scope))
@@ -169,10 +175,11 @@ class Recorded(ABC):
         """
         if by == "code":
             return self.series("frozen", grid, scope)
-        if by == "symmetric":
-            return self.series("symmetric", grid, scope)
-        if by == "phase":
-            return self.series("phase", grid, scope) / 2.0**16
+        if by in ("symmetric", "phase"):
+            found = self.series(by, grid, scope)
+            if not len(found):
+                raise UsageError(f"{self.where} does not say {by!r}: it is of casts, or has no step.")
+            return found if by == "symmetric" else found / 2.0**16
         if by == "rho":
             return scalar_rho_map(self.update_ratio(scope) / named(grid).epsilon)
         raise UsageError(f"by= takes code, symmetric, phase or rho, not {by!r}.")
@@ -180,10 +187,10 @@ class Recorded(ABC):
     def zero_proposals(self, scope: Scope = "all") -> Array:
         """The share of coordinates that a step was not asked to move, one value a recorded step.
 
-        Known of weights in full precision only: where they are on a grid, a lost update looks like none.
+        Where that is known, :meth:`tells_zero`; elsewhere none.
         """
         rows = self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope)))
-        known = pl.col("zero_proposal") * pl.col("tensor").is_in(self.in_full())
+        known = pl.col("zero_proposal") * pl.col("tensor").is_in(self.tells_zero())
         return self.share(rows.with_columns(known), "zero_proposal")
 
     def nonfinite(self, scope: Scope = "all") -> Array:
