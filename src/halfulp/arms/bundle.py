@@ -43,6 +43,7 @@ from halfulp.arms.forecasts import forecast, forecast_losses
 from halfulp.arms.measures import FP32
 from halfulp.arms.run import run
 from halfulp.errors import UsageError
+from halfulp.masks import Mask
 from halfulp.study.outcomes import Outcomes
 from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Values
 
@@ -473,6 +474,15 @@ class Unit:
         assert self.bundle.masked is not None
         told: records.Record = record if self.bundle.masked.apart else record["masks"]
         return told
+
+    def packed(self, whose: str) -> dict[str, Mask]:
+        """These masks themselves, where the runs that summed made them."""
+        if self.bundle.anchors is not None:
+            return self._beside.packed(whose)
+        assert isinstance(self.found, Outcomes)
+        where = self.bundle._mask(self.name, whose, "")
+        stage, cell = where["stage"], where["cell"]
+        return masks.unpacked(self.found.attached(stage, cell, masks.PACKED), f"{stage}/{cell}")
 
     def budget(self, arm: str) -> int:
         """The bytes that the mask of an arm was to spend."""

@@ -87,11 +87,19 @@ class Ranked:
     """A mask of an earlier stage."""
 
     def masks(self, wanted: Recipes) -> dict[str, Mask]:
-        """The masks of some recipes, in their order; one may refer to those before it."""
+        """The masks of some recipes, each after those that it refers to: a protocol keeps no order."""
         made: dict[str, Mask] = {}
-        for name, recipe in wanted.items():
-            made[name] = self._mask(recipe, made)
-        return made
+
+        def make(name: str) -> None:
+            if name not in made:
+                for key in ("of", "nest", "like"):
+                    if key in wanted[name]:
+                        make(wanted[name][key])
+                made[name] = self._mask(wanted[name], made)
+
+        for name in wanted:
+            make(name)
+        return {name: made[name] for name in wanted}
 
     def _mask(self, recipe: Mapping[str, Json], made: Mapping[str, Mask]) -> Mask:
         if "of" in recipe:
@@ -167,11 +175,7 @@ def make_masks(running: Running) -> dict[str, Json]:
 def told_of(
     made: Mapping[str, Mask], group_of: Mapping[str, str], beside: Mapping[str, Mask]
 ) -> dict[str, Json]:
-    """What a record says of masks: budgets, tiles by group, tiles that others of the same name have too.
-
-    ``first``: the share of the first mask's tiles that another has.
-    """
-    first = next(iter(made.values()))
+    """What a record says of masks: budgets, tiles by group, tiles that others of the same name have too."""
     tiles: dict[str, dict[str, int]] = {}
     for name, mask in made.items():
         tiles[name] = {}
@@ -181,7 +185,6 @@ def told_of(
     return {
         "budget": {name: mask.budget for name, mask in made.items()},
         "tiles": tiles,
-        "first": {name: first.overlap(mask) for name, mask in made.items()},
         "shared": {name: beside[name].overlap(mask) for name, mask in made.items() if name in beside},
     }
 

@@ -54,24 +54,27 @@ def recovery(bundle: Bundle, found: Records) -> Table:
     )  # fmt: skip
 
 
-def masks(bundle: Bundle, found: Records, whose: str = "source") -> Table:
-    """Which parts of the model masks lie in, and how many of the first mask's tiles they have too."""
-    told = {unit.name: unit.masks(whose) for unit in bundle.over(found)}
-    if whose == "source" and bundle.masked is not None and bundle.masked.source is not None:
-        told = {"source": next(iter(told.values()))}
+def masks(bundle: Bundle, found: Records, beside: str) -> Table:
+    """Which parts of the model a source's masks lie in, and how many tiles of one of them the others have."""
+    units = {unit.name: unit for unit in bundle.over(found)}
+    if bundle.masked is not None and bundle.masked.source is not None:
+        units = {"source": next(iter(units.values()))}
+    told = {name: unit.masks("source") for name, unit in units.items()}
     parts = list(
         dict.fromkeys(part for m in told.values() for tiles in m["tiles"].values() for part in tiles)
     )
     rows: list[tuple[str | float | None, ...]] = []
     for unit, masks in told.items():
+        packed = units[unit].packed("source")
         for name, tiles in masks["tiles"].items():
             total = sum(tiles.values())
             shares = [tiles.get(part, 0) / total for part in parts]
-            rows.append((unit, name, total, masks["budget"][name], *shares, masks["first"][name]))
-    first = next(iter(next(iter(told.values()))["tiles"]))
+            rows.append(
+                (unit, name, total, masks["budget"][name], *shares, packed[beside].overlap(packed[name]))
+            )
     return Table(
-        columns=("of", "mask", "tiles", "bytes", *parts, f"has of {first}"), rows=rows,
-        caption=f"Where tiles lie, as shares of a mask's, and the share of {first}'s tiles that a mask has.",
+        columns=("of", "mask", "tiles", "bytes", *parts, f"has of {beside}"), rows=rows,
+        caption=f"Where tiles lie, as shares of a mask's, and the share of {beside}'s tiles that a mask has.",
     )  # fmt: skip
 
 

@@ -110,13 +110,13 @@ def less(runs: Bundle, name: str, arm: str, over: Sequence[str], what: str = "")
 # ---- what is shown ----------------------------------------------------------------------------------------
 
 
-def tables(runs: Bundle) -> dict[str, Any]:
-    """Losses, recoveries, recoveries as forecast, and where masks lie."""
+def tables(runs: Bundle, beside: str = "") -> dict[str, Any]:
+    """Losses, recoveries, recoveries as forecast; where masks lie, and what they share with one of them."""
     made: dict[str, Any] = {"losses": partial(losses, runs), "recovery": partial(recovery, runs)}
     if len(runs.rehearse) > 1:
         made["forecast recoveries"] = partial(foretold, runs)
-    if runs.masked is not None or any("mask" in how for how in runs.arms.values()):
-        made["masks"] = partial(masks, runs)
+    if beside:
+        made["masks"] = partial(masks, runs, beside=beside)
     return made
 
 

@@ -53,7 +53,7 @@ STUDY = declared(
         shared.less(RUNS, "M", "source-P", ["target-P"]),
         shared.less(RUNS, "C1", "source-P", ["control-1"]),
     ),
-    tables=shared.tables(RUNS),
+    tables=shared.tables(RUNS, "P"),
     figures=shared.figure(RUNS, "source-P", ("control-1",)),
 )  # fmt: skip
 

@@ -217,7 +217,7 @@ STUDY = declared(
     ),
     scale_data=RUNS.data,
     tables={
-        "budgets": budgets, "choices": choices, **shared.tables(RUNS), "processes": systems.measured,
+        "budgets": budgets, "choices": choices, **shared.tables(RUNS, "P-20"), "processes": systems.measured,
     },
     figures={"budget-curve": curve, **shared.figure(RUNS, "source-P-10", tuple(_CONTROLS))},
 )  # fmt: skip

@@ -77,7 +77,7 @@ STUDY = declared(
         ),
         shared.less(RUNS, "gain", "L-20", ["L-10"]),
     ),
-    tables=shared.tables(RUNS),
+    tables=shared.tables(RUNS, "L-10"),
     figures=shared.figure(RUNS, "L-10", (*RANDOM[10], *RANDOM[20])),
 )  # fmt: skip
 

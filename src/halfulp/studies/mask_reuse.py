@@ -51,7 +51,7 @@ STUDY = declared(
         shared.less(RUNS, "S", "source-P", RIVALS),
         shared.less(RUNS, "ninth", "source-R", ["source-P"]),
     ),
-    tables=shared.tables(RUNS),
+    tables=shared.tables(RUNS, "P"),
     figures=shared.figure(RUNS, "source-P", ("control-1",)),
 )  # fmt: skip
 

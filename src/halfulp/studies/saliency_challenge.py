@@ -58,7 +58,7 @@ STUDY = declared(
         shared.less(RUNS, "above-structure", "L-10", CONTROLS, "the structural controls"),
         shared.less(RUNS, "ninth-above-scores", f"{NINTH}-10", ("L-10", *FAMILY), "L and the six scores"),
     ),
-    tables=shared.tables(RUNS),
+    tables=shared.tables(RUNS, "L-10"),
     figures=shared.figure(RUNS, "L-10", CONTROLS),
 )  # fmt: skip
 

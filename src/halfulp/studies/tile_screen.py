@@ -70,7 +70,7 @@ STUDY = declared(
             for p in BUDGETS
         ),
     ),
-    tables=shared.tables(RUNS),
+    tables=shared.tables(RUNS, "C-10"),
     figures=shared.figure(RUNS, "C-10", (*RANDOM[10], *RANDOM[20])),
 )  # fmt: skip
 

@@ -95,7 +95,7 @@ STUDY = declared(
         RUNS.estimand("draws-near", f"draws within {NEAR} of the selection's share, of ten", near_draws),
         RUNS.estimand("draws-won", "near draws that the selection is above", won_against_draws),
     ),
-    tables=shared.tables(RUNS),
+    tables=shared.tables(RUNS, "select-25"),
     figures=shared.figure(RUNS, "select-25", (*DRAWS[25], *DRAWS[50])),
 )  # fmt: skip
 
