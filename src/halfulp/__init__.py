@@ -6,6 +6,7 @@ kernels fast enough to watch it.
 """
 
 from halfulp.audit.alerts import Alert
+from halfulp.audit.casts import CastAudit
 from halfulp.audit.recorder import Audit
 from halfulp.audit.rehearsal import Rehearse
 from halfulp.audit.replay import replay
@@ -21,8 +22,8 @@ from halfulp.version import __version__
 from halfulp.writeback import ECO, Adam, AdamW, Dispatch, Kahan, Master, TileMaster, WriteBack, native
 
 __all__ = [
-    "ECO", "Adam", "AdamW", "Alert", "Audit", "Change", "Check", "CorruptionError", "Dispatch", "Grid",
-    "HalfulpError", "Kahan", "Mask",
+    "ECO", "Adam", "AdamW", "Alert", "Audit", "CastAudit", "Change", "Check", "CorruptionError", "Dispatch",
+    "Grid", "HalfulpError", "Kahan", "Mask",
     "Master", "Memory", "Rehearse", "Stream", "Sync", "TamperingError", "TileMaster", "Trace",
     "UsageError", "VersionError", "WriteBack", "__version__", "allocate", "check", "float_grid", "frozen",
     "grid", "integer_grid", "margin", "native", "phase", "replay", "rho", "symmetric_frozen", "verdict",
