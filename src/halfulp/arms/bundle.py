@@ -36,7 +36,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import load as load_tensors
 
-from halfulp.arms import masks, records
+from halfulp.arms import masks, measures, records
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import files_of
 from halfulp.arms.forecasts import forecast, forecast_losses
@@ -367,13 +367,14 @@ class Bundle:
         return [arm for arm in self.matched if first.ran(arm)]
 
     def estimand(
-        self, name: str, what: str, measure: Callable[..., float | None], **arguments: Any
+        self, name: str, what: str, measure: Callable[..., float | None] | str, **arguments: Any
     ) -> Estimand:
-        """A measure of every unit, as an estimand; its arguments are sealed.
+        """A measure of every unit, by itself or its name, as an estimand; its arguments are sealed.
 
         With ``scopes=``, of every unit and scope: ``e5m2-1337 core``.
         """
-        return Estimand(name=name, what=what, compute=self.each(measure), args=arguments)
+        called = getattr(measures, measure) if isinstance(measure, str) else measure
+        return Estimand(name=name, what=what, compute=self.each(called), args=arguments)
 
 
 @dataclass(frozen=True)
