@@ -24,7 +24,7 @@ import polars as pl
 import torch
 
 from halfulp import kernels
-from halfulp.audit import holdings, manifest
+from halfulp.audit import following, holdings, manifest
 from halfulp.audit.attribution import Attributed, Attributing
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.hooks import StepHooks
@@ -204,7 +204,10 @@ class Audit(Attributing):
             if not any(p.requires_grad for group in groups for p in group["params"]):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
         if self.resume and self.rehearsing is not None and many():
-            raise UsageError("rehearsals on several ranks cannot be resumed: leave resume= or rehearse= out.")
+            raise UsageError(
+                "rehearsals on several ranks cannot be resumed: the trace is the first rank's, which has not "
+                "the codes of the others. Leave resume= or rehearse= out."
+            )
         self._opened = time.monotonic()
         if self.out is not None and rank() == 0:
             self.out = self._free(self.out)
@@ -398,7 +401,7 @@ class Audit(Attributing):
         if not chosen:
             return
         if any(w.tensor.device.type == "cuda" for w in self.watched.values()):
-            self.never_moved, self.expected = False, False  # coordinates are followed on the CPU only
+            self.expected = False  # probabilities are followed on the CPU only
         for p in chosen:
             self.watched[p].follow(
                 moved=self.never_moved,
@@ -510,7 +513,7 @@ class Audit(Attributing):
         for w in seen:
             if w.batch is None:
                 assert w.before is not None
-                counted = kernels.audit(w.before, w.values(), w.grids, after=True, moved=w.moved, stay=w.stay)
+                counted = following.audit(w.before, w.values(), w.grids, moved=w.moved, stay=w.stay)
                 on_cpu = counted.counts.device.type == "cpu"
                 found[w] = torch.from_numpy(numbers(counted)[0]) if on_cpu else numbers_on_device(counted)
             if self.decay or self.keep or w.scores is not None:

@@ -15,13 +15,13 @@ the change that was left, not for the one that a float32 optimizer would have ma
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
+from halfulp import pictures
 from halfulp.audit import costs, holdings
 from halfulp.audit.calibration import Calibration
 from halfulp.audit.stored_on import on_grid, policies
@@ -96,7 +96,17 @@ class Verdict:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        rows = [
+            (
+                f.grid,
+                f.lost,
+                f"{f.severity}; {pictures.percent(f.lost_late)} at the end"
+                + ("" if f.never_moved is None else f"; {f.never_moved:.1%} never moved"),
+            )
+            for f in self.findings
+        ]
+        lost = "<div>updates lost, or that would be, by grid</div>" if rows else ""
+        return pictures.framed("", lost, pictures.bars(rows), pictures.pre(str(self)))
 
 
 def verdict(

@@ -104,7 +104,8 @@ class Watched:
         n, g = self.values().numel(), len(self.grids)
         work = torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
         if moved and self.moved is None:
-            self.moved = self._taken(saved, "moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8))
+            bits = self._taken(saved, "moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8))
+            self.moved = bits.to(self.values().device)
         if stay and self.stay is None:
             self.stay = self._taken(saved, "stay", torch.ones((g, n), dtype=work))
         if scores is not None and self.scores is None and self.tensor.dim() >= 2:
@@ -124,7 +125,9 @@ class Watched:
     def state(self) -> dict[str, torch.Tensor]:
         """What a resumed audit needs."""
         kept = {what: getattr(self, what) for what in FOLLOWED if not self.sharded}
-        return {f"{self.id}.{what}": value.contiguous() for what, value in kept.items() if value is not None}
+        return {
+            f"{self.id}.{what}": value.contiguous().cpu() for what, value in kept.items() if value is not None
+        }
 
     def inventory(self) -> dict[str, Any]:
         """This tensor in the manifest."""

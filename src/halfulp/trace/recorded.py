@@ -11,6 +11,7 @@ import numpy.typing as npt
 import polars as pl
 import torch
 
+from halfulp import pictures
 from halfulp.errors import UsageError
 from halfulp.grids import grid as named
 from halfulp.measures.crossings import Crossing, crossing
@@ -50,6 +51,30 @@ class Recorded(ABC):
     def trouble(self) -> str | None:
         """Why the recording stopped before the run did, if it did."""
         return None
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what each grid leaves unchanged, by step, and on the first one by tensor."""
+        if not self.recorded or not self.tensors:
+            return pictures.pre(f"{self.where}: no step was recorded.")
+        steps, shown_grids = self.steps_of(), self.grids[: len(pictures.COLOURS)]
+        lines = {g: (steps, self.frozen(g)) for g in shown_grids}
+        chosen = pl.col("grid") == 0
+        total = self.scan().filter(chosen).group_by("tensor").agg(pl.col("frozen").mean()).collect()
+        mean = dict(zip(total["tensor"], total["frozen"], strict=True))
+        rows = [
+            (t["name"], mean[t["id"]] / t["recorded"], f"{t['recorded']:,} weights, {t['stored']}")
+            for t in self.tensors
+            if t["id"] in mean
+        ]
+        rows.sort(key=lambda row: (-row[1], row[0]))
+        size = f"{len(self.steps):,} steps, {len(self.tensors):,} tensors, {self.numel():,} weights"
+        return pictures.framed(
+            f"{self.where}: {size}",
+            "<div>share of weights that a step leaves unchanged</div>",
+            pictures.curves(lines),
+            f"<div>by tensor, on {pictures.safe(self.grids[0])}</div>",
+            pictures.bars(rows),
+        )
 
     @abstractmethod
     def scan(self, table: str = "grids") -> pl.LazyFrame:
