@@ -204,7 +204,10 @@ class Audit(Attributing):
             if not any(p.requires_grad for group in groups for p in group["params"]):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
         if self.resume and self.rehearsing is not None and many():
-            raise UsageError("rehearsals on several ranks cannot be resumed: leave resume= or rehearse= out.")
+            raise UsageError(
+                "rehearsals on several ranks cannot be resumed: the trace is the first rank's, which has not "
+                "the codes of the others. Leave resume= or rehearse= out."
+            )
         self._opened = time.monotonic()
         if self.out is not None and rank() == 0:
             self.out = self._free(self.out)
