@@ -16,7 +16,8 @@ from halfulp.arms import Bundle, figures, measures
 from halfulp.arms.arm import Arm
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
 from halfulp.arms.tables import foretold, losses, masks, recovery
-from halfulp.study.protocol import Estimand, Records
+from halfulp.studies.declared import declared
+from halfulp.study.protocol import Estimand, Records, Study
 from halfulp.writeback import TileMaster
 
 E5M2: Mapping[str, Mapping[str, str]] = {"e5m2": {"grid": "e5m2"}}
@@ -123,6 +124,17 @@ def tables(runs: Bundle, beside: str = "") -> dict[str, Any]:
 def figure(runs: Bundle, highlight: str, faint: Sequence[str] = ()) -> dict[str, Any]:
     """Recovery by arm, the best first in the order of declaration."""
     return {"recovered": partial(_recovered, runs, highlight=highlight, faint=tuple(faint))}
+
+
+def study(
+    module: str, runs: Bundle, *more: Estimand, beside: str = "", highlight: str, faint: Sequence[str] = (),
+    **given: Any,
+) -> Study:  # fmt: skip
+    """The study of a module: what all of them compute and show, and more."""
+    return declared(
+        module, runs, estimands=(*estimands(runs), *more), tables=tables(runs, beside),
+        figures=figure(runs, highlight, faint), **given,
+    )  # fmt: skip
 
 
 def _recovered(runs: Bundle, found: Records, highlight: str, faint: Sequence[str]) -> Any:

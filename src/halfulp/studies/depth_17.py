@@ -21,7 +21,6 @@ from halfulp.arms.masks import masters, recipes
 from halfulp.studies import _allocation as shared
 from halfulp.studies import prospective_modern
 from halfulp.studies.claims import claims_of
-from halfulp.studies.declared import declared
 
 LAYERS = {"smoke": 7, "small": 9, "paper": 17}
 
@@ -45,16 +44,11 @@ RUNS = replace(
     rehearse=("rne", "source-P", "control-1"),
 )  # fmt: skip
 
-STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        *shared.estimands(RUNS),
-        shared.less(RUNS, "M", "source-P", ["target-P"]),
-        shared.less(RUNS, "C1", "source-P", ["control-1"]),
-    ),
-    tables=shared.tables(RUNS, "P"),
-    figures=shared.figure(RUNS, "source-P", ("control-1",)),
+STUDY = shared.study(
+    __file__, RUNS,
+    shared.less(RUNS, "M", "source-P", ["target-P"]),
+    shared.less(RUNS, "C1", "source-P", ["control-1"]),
+    beside="P", highlight="source-P", faint=("control-1",),
 )  # fmt: skip
 
 PAPER = claims_of(STUDY, __file__)
