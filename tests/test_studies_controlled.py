@@ -449,13 +449,13 @@ def test_cnn_cells(digits: dict[str, Path]) -> None:
         assert series.symmetric("m6")[t] == int(events.symmetric_frozen(w, d, "m6").sum())
         w = grid.round(w + d)
     config = {"digits": 8, "steps": 205, "mantissas": [7], "rate": 0.2, "seed": 0}
-    whole = cnn.measure(Fake("a.m7", {**config, "reference": "a", "grid": "m7"}, digits))  # type: ignore[arg-type]
+    whole = cnn.TIMED.measure(Fake("a.m7", {**config, "reference": "a", "grid": "m7"}, digits))  # type: ignore[arg-type]
     fake = Fake("a.m7", {**config, "reference": "a", "grid": "m7"}, digits)
     fake.left = 2
     with pytest.raises(StoppedError):
-        cnn.measure(fake)  # type: ignore[arg-type]
+        cnn.TIMED.measure(fake)  # type: ignore[arg-type]
     fake.left = 10**9
-    assert canonical.dumps(cnn.measure(fake)) == canonical.dumps(whole)  # type: ignore[arg-type]
+    assert canonical.dumps(cnn.TIMED.measure(fake)) == canonical.dumps(whole)  # type: ignore[arg-type]
     other = Fake("a", config, digits)
     direct = cnn.bf16(other)  # type: ignore[arg-type]
     assert canonical.dumps(direct)

@@ -12,7 +12,8 @@ What is long is attached: ``grids.parquet`` and ``groups.parquet`` hold every co
 update and group (symmetric, uniform phase, norms, never moved and its expectation, occupancy),
 ``contexts.safetensors`` the held-out loss of every context at every evaluation, ``scores.safetensors`` the
 sums behind every allocation score, ``rehearsals.parquet`` the counts of rehearsals at every bound, and
-``attribution.safetensors`` their forecast gaps by tile.
+``attribution.safetensors`` their forecast gaps by tile; or, in place of these sums, ``masks.safetensors``,
+the masks that the run made of them.
 
 A cell saves itself every ``save_every`` updates, counts included, and goes on from there to the same record.
 """
@@ -22,8 +23,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -35,7 +38,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfulp import kernels
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import open_corpus
-from halfulp.arms.masks import read_mask, read_named
+from halfulp.arms.masks import PACKED, Ranked, pack, read_mask, read_named, read_packed, told_of
+from halfulp.arms.silent import Silent
 from halfulp.audit.recorder import Audit
 from halfulp.audit.rehearsal import Spec
 from halfulp.measures.groups import group_of
@@ -44,7 +48,8 @@ from halfulp.models.training import Training, adamw, project, sequences, starts
 from halfulp.study import Running
 from halfulp.trace import Memory, Recorded
 from halfulp.trace.schema import BOUNDS
-from halfulp.writeback import WriteBack
+from halfulp.writeback import Dispatch, WriteBack, dispatch, native
+from halfulp.writeback.native import plain
 from halfulp.writeback.policies import parsed
 
 Json = Any
@@ -57,37 +62,38 @@ def run(running: Running) -> dict[str, Json]:
     arm = Arm.from_json(running.config)
     recipe = arm.recipe
     train, held_out = open_corpus(running, arm.corpus, arm.model.vocabulary)
-    model = Decoder(arm.model, seed=arm.seed, device=_device(arm.device))
+    model = Decoder(arm.model, seed=arm.seed, device=device(arm.device))
     record: dict[str, Json] = {
         "seed": arm.seed, "grid": arm.grid, "policy": arm.policy or "fp32", "projected": arm.projected,
         "updates": recipe.updates, "warmup": recipe.schedule.warmup, "initial": digest(model),
         "coordinates": _sizes(model), "frozen": {}, "most_endpoint": 0, "evaluations": [],
     }  # fmt: skip
-    if arm.projected:
-        project(model, arm.projected)
-    optimizer: torch.optim.Optimizer = adamw(model, recipe)
-    if arm.grid is not None:
-        kind, options = parsed(arm.policy or "")
-        policy = read_mask(running, arm).policy(**options) if arm.mask else kind(**options)
-        optimizer = WriteBack(
-            optimizer, arm.grid, policy, model=model, seed=arm.stream_seed, project=arm.projection,
-            storage=arm.storage, telemetry=False,
-        )  # fmt: skip
-        if arm.mask:
-            record["master_bytes"] = sum(slot.state["master"].nbytes for slot in optimizer.slots)
+    optimizer = _optimizer(running, arm, model)
+    if arm.mask:
+        assert isinstance(optimizer, WriteBack)
+        record["master_bytes"] = sum(slot.state["master"].nbytes for slot in optimizer.slots)
     record["start"] = digest(model)
     training = Training(model, optimizer, train, recipe, held_out=held_out)
-    memory, contexts = Memory(), []
+    if arm.replay:
+        record |= {"stream": arm.stream_seed, "schedule": asdict(recipe.schedule), "replayed": []}
+    memory, contexts, silent = Memory(), [], _silent(arm, model)
     saved = running.load()
     if saved is not None:
         record, kept = training.load(saved)
         contexts = [kept.pop("contexts")] if "contexts" in kept else []
-        memory = Memory.loaded(kept)
+        memory = Memory.loaded(kept if silent is None else silent.load(kept))
     rehearse = rehearsals(running, arm)
-    with _attention(arm.attention), _audit(arm, training, memory, list(rehearse.values())) as audit:
+    with attention(arm.attention), audited(arm, training, memory, list(rehearse.values())) as audit:
         named = {} if audit is None else dict(zip(rehearse, audit.rehearsals, strict=True))
+        if arm.replay and saved is None:
+            record["replayed"].append(_replayed(running, arm, training))
         while not training.done:
-            training.step()
+            if silent is not None:
+                silent.begin(training.update + 1)
+            with _evidence(arm, training, record):
+                training.step()
+            if silent is not None:
+                silent.end()
             if arm.attribute is not None and audit is not None and training.update in _moments(arm):
                 record.setdefault("attributed", []).append(_attribute(audit, training, arm, named))
             if isinstance(optimizer, WriteBack):
@@ -103,8 +109,13 @@ def run(running: Running) -> dict[str, Json]:
                 if audit is not None:
                     audit.commit()
                 more = {"contexts": torch.cat(contexts)} if contexts else {}
+                more |= {} if silent is None else silent.save()
                 running.save(training.save(record, {**memory.save(), **more}))
             running.progress(training.update, recipe.updates)
+    if arm.replay:
+        record["replayed"].append(_replayed(running, arm, training))
+    if "dispatch" in record:
+        running.attach("dispatch.json", json.dumps(record["dispatch"], sort_keys=True).encode())
     if contexts and arm.tables:
         running.attach("contexts.safetensors", save_tensors({"loss": torch.cat(contexts)}))
     if not arm.watched:
@@ -112,13 +123,15 @@ def run(running: Running) -> dict[str, Json]:
     trace = memory.trace
     if arm.scores is not None or arm.attribute is not None:
         record["sizes"] = {t["name"]: t["numel"] for t in trace.tensors}
-    if arm.scores is not None:
+    if arm.make is not None:
+        record["masks"] = _make(running, arm, trace, named, None if silent is None else silent.shares)
+    elif arm.scores is not None:
         sums = {name: torch.from_numpy(found) for name, found in trace.scores().items()}
         running.attach("scores.safetensors", save_tensors(sums))
     record["frozen"] = _counted(running, trace, attached=arm.tables)
     if rehearse:
         _count_rehearsals(running, record, trace, list(rehearse), attached=arm.tables)
-    if arm.attribute is not None:
+    if arm.attribute is not None and arm.make is None:
         found = {
             f"{i}.{tensor}": torch.from_numpy(sums)
             for i, spec in enumerate(arm.attribute["of"])
@@ -128,6 +141,53 @@ def run(running: Running) -> dict[str, Json]:
     if arm.grid is not None:
         _note_never_moved(record, trace)
     return record
+
+
+def _optimizer(running: Running, arm: Arm, model: Decoder) -> torch.optim.Optimizer:
+    """What steps a model: AdamW, or a write-back around it, from the arm's first codes."""
+    if arm.projected:
+        project(model, arm.projected)
+    if arm.storage == "native":
+        native(model, arm.grid or "")
+    plain_adamw = adamw(model, arm.recipe)
+    if arm.grid is None:
+        return plain_adamw
+    kind, options = parsed(arm.policy or "")
+    policy = read_mask(running, arm).policy(**options) if arm.mask else kind(**options)
+    return WriteBack(
+        plain_adamw, arm.grid, policy, model=model, seed=arm.stream_seed, project=arm.projection,
+        storage=arm.storage, telemetry=False,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _evidence(arm: Arm, training: Training, record: dict[str, Json]) -> Iterator[None]:
+    """Of a native arm's first and last update: which products ran natively, beside those that should have."""
+    update = training.update + 1
+    if arm.storage != "native" or update not in (1, arm.recipe.updates):
+        yield
+        return
+    with Dispatch() as seen:
+        yield
+    read = () if arm.model.tied else ("transformer.wte.weight", "transformer.wpe.weight")
+    parts = -(-arm.recipe.batch // (arm.recipe.micro or arm.recipe.batch))
+    expected = dispatch.expected(parts * dispatch.products(training.model, read))
+    told = {"update": update, "calls": seen.calls, "kernels": seen.kernels, "shapes": seen.shapes}
+    record.setdefault("dispatch", []).append({**told, "expected": expected})
+
+
+def _replayed(running: Running, arm: Arm, training: Training) -> dict[str, Json]:
+    """The held-out loss here, and that of a model which is made anew from this state's bytes."""
+    saved = training.save()
+    model = Decoder(arm.model, seed=arm.seed + 1, device=training.device)
+    again = Training(
+        model, _optimizer(running, arm, model), training.tokens, arm.recipe, held_out=training.held_out
+    )
+    again.load(saved)
+    losses = [training.evaluate(), again.evaluate()]
+    here, there = (x if math.isfinite(x) else None for x in losses)
+    same = digest(training.model) == digest(model)
+    return {"update": training.update, "loss": here, "again": there, "same_weights": same}
 
 
 def _sizes(model: Decoder) -> dict[str, int]:
@@ -150,11 +210,41 @@ def rehearsals(running: Running, arm: Arm) -> dict[str, Spec]:
             made[spec] = spec
         else:
             assert arm.masks is not None
-            made[spec] = (grid, read_named(running, {**arm.masks, "name": name}).policy())
+            made[spec] = (spec, grid, read_named(running, {**arm.masks, "name": name}).policy())
     return made
 
 
-def _audit(
+def _silent(arm: Arm, model: Decoder) -> Silent | None:
+    """What recipes for whole tensors need, where there are some."""
+    if arm.scores is None or not any("whole" in recipe for recipe in (arm.make or {}).values()):
+        return None
+    return Silent(model, *arm.scores)
+
+
+def _make(
+    running: Running, arm: Arm, trace: Recorded, named: Mapping[str, str], silent: Mapping[str, float] | None
+) -> dict[str, Json]:
+    """Make the masks of an arm and attach them; what the record says of them."""
+    assert arm.make is not None
+    specs = () if arm.attribute is None else tuple(arm.attribute["of"])
+    sizes = {t["name"]: t["numel"] for t in trace.tensors}
+
+    def attributed(rehearsal: int) -> Mapping[str, Any]:
+        return trace.attribution(named[specs[rehearsal]])
+
+    made = Ranked(sizes, arm.tile, trace.scores, attributed, silent).masks(arm.make)
+    running.attach(PACKED, pack(made))
+    parts = {t["name"]: _part(t["name"], t["group"]) for t in trace.tensors}
+    told = told_of(made, parts, {} if arm.masks is None else read_packed(running, arm.masks))
+    return told if silent is None else {**told, "silent": dict(silent)}
+
+
+def _part(name: str, group: str) -> str:
+    """The group of a tensor; of embeddings, which one it is."""
+    return name.split(".")[-2] if group == "embedding" else group
+
+
+def audited(
     arm: Arm, training: Training, memory: Memory, rehearse: Sequence[Spec]
 ) -> contextlib.AbstractContextManager[Audit | None]:
     """Every event of the matrices on the watched grids, kept in memory, from where the run is."""
@@ -215,11 +305,11 @@ def _attribute(audit: Audit, training: Training, arm: Arm, named: Mapping[str, s
     return found
 
 
-def _attention(kind: str) -> contextlib.AbstractContextManager[Any]:
+def attention(kind: str) -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH) if kind == "math" else contextlib.nullcontext()
 
 
-def _device(wanted: str) -> torch.device:
+def device(wanted: str) -> torch.device:
     if wanted != "auto" or not torch.cuda.is_available():
         return torch.device("cpu" if wanted == "auto" else wanted)
     torch.use_deterministic_algorithms(True, warn_only=True)  # a worker's process is the cell's own
@@ -232,7 +322,7 @@ def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, An
     if isinstance(training.optimizer, WriteBack):
         total = torch.zeros(len(kernels.AUDIT_COUNTS), dtype=torch.int64)
         for slot in training.optimizer.slots:
-            q = slot.p.detach()
+            q = slot.values()
             seen = kernels.audit(q, torch.zeros_like(q), [slot.grid], phase=False)
             total += seen.counts[:, 0].sum(dim=0, dtype=torch.int64).cpu()
         named = dict(zip(kernels.AUDIT_COUNTS, total.tolist(), strict=True))
@@ -313,5 +403,5 @@ def digest(model: Decoder) -> str:
     hashed = hashlib.sha256()
     for name, p in model.named_parameters():
         hashed.update(name.encode())
-        hashed.update(p.detach().cpu().contiguous().numpy().data)
+        hashed.update(plain(p.detach()).cpu().contiguous().numpy().data)
     return hashed.hexdigest()

@@ -18,8 +18,8 @@ at most one category in ten may differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from halfulp.measures.crossings import (
     timing_pair,
 )  # fmt: skip
 from halfulp.measures.forecasts import pooled_rho
-from halfulp.study import Cell, Estimand, Gate, Table
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 Array = npt.NDArray[Any]
@@ -62,6 +62,39 @@ def on_every_grid(references: Iterator[Cell]) -> Iterator[Cell]:
         for m in cell.config["mantissas"]:
             c = {**cell.config, "reference": cell.name, "grid": f"m{m}"}
             yield Cell(name=f"{cell.name}.m{m}", config=c)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """References of a system, and then a run on every grid that they speak of."""
+
+    system: str
+    cells: Callable[[Config], Iterator[Cell]]
+    train: Callable[..., tuple[Any, dict[str, Json]]]
+    """A cell's run, audited on grids (``audit``) or stored on one (``store``): series, and what is kept."""
+
+    def reference(self, cell: Running) -> Mapping[str, Json]:
+        """The forecast crossings of every grid."""
+        series, kept = self.train(cell, audit=grids(cell.config))
+        return {**kept, "predicted": forecast(cell.config, series.counts, series.size)}
+
+    def measure(self, cell: Running) -> Mapping[str, Json]:
+        """The crossing of one run on a grid."""
+        grid, reference = cell.config["grid"], cell.config["reference"]
+        series, kept = self.train(cell, store=grid)
+        found = measured(grid, series.frozen, series.squares, series.size)
+        return {"system": self.system, **kept, "reference": reference, **found}
+
+    def measured_cells(self, config: Config) -> Iterator[Cell]:
+        return on_every_grid(self.cells(config))
+
+    @property
+    def stages(self) -> tuple[Stage, Stage]:
+        """References first."""
+        return (
+            Stage(name="reference", kind="prediction", cells=self.cells, run=self.reference),
+            Stage(name="measured", kind="outcome", cells=self.measured_cells, run=self.measure),
+        )
 
 
 def grids(config: Config) -> list[str]:
@@ -189,18 +222,6 @@ ESTIMANDS = (
     ),
     Estimand.of(rho_at_crossing),
 )  # fmt: skip
-
-GATES = tuple(
-    Gate.of(f"{name}.{predictor}", condition.format(predictor), why)
-    for predictor in PREDICTORS
-    for name, condition, why in (
-        ("median-near-one", "median-error.{} <= 0.05", "the paper's medians lie between 0.999 and 1.03"),
-        ("most-within", "share-within.{} >= 0.80", "the floor of the paper's promotion rule (appendix D)"),
-        ("categories-agree", "disagreement.{} <= 0.10", "the paper has 4 of 72"),
-    )
-)
-"""What every system must meet, by both predictors."""
-ALL = tuple(gate.name for gate in GATES)
 
 
 # ---- reports --------------------------------------------------------------------------------------------

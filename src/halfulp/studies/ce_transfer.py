@@ -24,7 +24,7 @@ from statistics import median
 
 from halfulp.measures import learning
 from halfulp.models.following import PREDICTORS, SIDE, arm_learned, follow, forecasts
-from halfulp.models.teacher import CHOSEN, NOISE, Problem, Testbed, classification
+from halfulp.models.teacher import CHOSEN, Problem, Testbed, classification
 from halfulp.studies._timing import each_rate_and_seed
 from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
@@ -109,16 +109,11 @@ def accuracy(records: Records) -> Values:
     return {p: learning.accuracy(list(zip(each, came, strict=True))) for p, each in said.items()}
 
 
-def window_matches(records: Records) -> Values:
+def window_matches(records: Records, predictors: Sequence[str] = PREDICTORS) -> Values:
     """Mantissas with the measured window."""
-    real, *said = (learning.windows(learning.gathered(_shares(records, p))) for p in (None, *PREDICTORS))
+    real, *said = (learning.windows(learning.gathered(_shares(records, p))) for p in (None, *predictors))
     found = (learning.matched(real, each) for each in said)
-    return {p: n / of for p, (n, of) in zip(PREDICTORS, found, strict=True)}
-
-
-def directional_windows(records: Records) -> Values:
-    """The same, directional."""
-    return {"directional": window_matches(records)["directional"]}
+    return {p: n / of for p, (n, of) in zip(predictors, found, strict=True)}
 
 
 def progress_table(records: Records) -> Table:
@@ -142,30 +137,16 @@ def progress_table(records: Records) -> Table:
     )  # fmt: skip
 
 
-# ---- the study ------------------------------------------------------------------------------------------
-
-_PAPER: dict[str, Json] = {
-    "testbed": CHOSEN.json(), "hidden": [64], "examples": 512, "label_noise": NOISE, "steps": 3000,
-    "rates": [0.0125 * 2**k for k in range(8)], "seeds": list(range(2041, 2047)),
-    "mantissas": [1, 2, 3, 4, 5],
-}  # fmt: skip
-
 STUDY = declared(
-    __file__,
-    scales={
-        "smoke": {**_PAPER, "hidden": [8], "examples": 64, "steps": 150, "rates": [0.1, 0.4],
-                  "seeds": [2041, 2042], "mantissas": [2, 5]},
-        "small": {**_PAPER, "seeds": [2041]},
-        "paper": _PAPER,
-    },
+    __file__, shared={"testbed": CHOSEN.json()}, tables={"progress": progress_table},
+    estimands=(
+        Estimand.of(window_matches, "directional-windows", predictors=["directional"]),
+        *map(Estimand.of, (progress, failed, runs, accuracy, window_matches)),
+    ),
     stages=(
         Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
         Stage(name="nearest", kind="outcome", cells=nearest_cells, run=nearest, only_if=("integrity",)),
     ),
-    estimands=(
-        *map(Estimand.of, (progress, failed, runs, accuracy, window_matches, directional_windows)),
-    ),
-    tables={"progress": progress_table},
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from halfulp.arms import Arm, Bundle, figures, measures, tables
+from halfulp.arms import Arm, Bundle, figures, tables
 from halfulp.arms.arm import PLAYS
 from halfulp.models.decoder import CHARACTER, DecoderConfig
 from halfulp.models.training import Recipe, Schedule
@@ -53,26 +53,7 @@ RUNS = Bundle(
 )
 
 STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        RUNS.estimand("predicted", "persistent crossing of the reference", measures.onset, scope=SCOPE),
-        RUNS.estimand(
-            "measured", "persistent crossing of the run on the grid", measures.onset, scope=SCOPE, arm="rne"
-        ),
-        RUNS.estimand(
-            "timing-error",
-            "|predicted - measured| / measured; none where either is absent or the first update",
-            measures.timing_error,
-            scope=SCOPE,
-        ),
-        RUNS.estimand(
-            "rmse", "of the forecast frozen fraction, all updates", measures.forecast_rmse, scope=SCOPE
-        ),
-        RUNS.estimand("loss-fp32", "final held-out loss, nats", measures.loss, arm="fp32"),
-        RUNS.estimand("loss-rne", "final held-out loss, nats", measures.loss, arm="rne"),
-        RUNS.estimand("matched", "1 where both runs began from the same weights", measures.matched),
-    ),
+    __file__, RUNS,
     tables=tables(RUNS, scopes=(SCOPE,)),
     figures={"trajectories": partial(figures.trajectories, RUNS, scope=SCOPE)},
 )  # fmt: skip

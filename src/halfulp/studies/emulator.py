@@ -22,10 +22,11 @@ steps of the squared difference of two counts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from halfulp.models import bfloat16
 from halfulp.models.following import regression
-from halfulp.models.mlp import Trainer, run
+from halfulp.models.mlp import Series, Trainer, run
 from halfulp.models.teacher import CHOSEN, Problem, frozen_features
 from halfulp.studies import _timing as timing
 from halfulp.studies.claims import claims_of
@@ -43,10 +44,6 @@ def reference_cells(config: Config) -> Iterator[Cell]:
         yield Cell(name=f"seed={seed}", config={**c, "seed": seed})
 
 
-def measured_cells(config: Config) -> Iterator[Cell]:
-    return timing.on_every_grid(reference_cells(config))
-
-
 def bf16_cells(config: Config) -> Iterator[Cell]:
     for network, which in (("frozen-features", ""), ("two-layer", "two_layer_")):
         for seed in config[f"{which}seeds"]:
@@ -59,20 +56,10 @@ def _features(c: Config) -> Problem:
     return frozen_features(c["seed"], features=c["features"], readouts=c["outputs"], examples=n, tests=n)
 
 
-def reference(cell: Running) -> Mapping[str, Json]:
-    """The forecast crossings of every grid."""
+def _train(cell: Running, **how: Any) -> tuple[Series, dict[str, Json]]:
     c, p = cell.config, _features(cell.config)
-    trainer = Trainer(p.net, p.train, p.start, rate=c["rate"], audit=timing.grids(c))
-    series = run(trainer, c["steps"], cell)
-    return {"seed": c["seed"], "predicted": timing.forecast(c, series.counts, series.size)}
-
-
-def measure(cell: Running) -> Mapping[str, Json]:
-    """The crossing of one run on a grid."""
-    c, p = cell.config, _features(cell.config)
-    series = run(Trainer(p.net, p.train, p.start, rate=c["rate"], store=c["grid"]), c["steps"], cell)
-    found = timing.measured(c["grid"], series.frozen, series.squares, series.size)
-    return {"system": SYSTEM, "seed": c["seed"], "reference": c["reference"], **found}
+    series = run(Trainer(p.net, p.train, p.start, rate=c["rate"], **how), c["steps"], cell)
+    return series, {"seed": c["seed"]}
 
 
 def bf16(cell: Running) -> Mapping[str, Json]:
@@ -90,24 +77,11 @@ def bf16(cell: Running) -> Mapping[str, Json]:
     }  # fmt: skip
 
 
-_PAPER: dict[str, Json] = {
-    "testbed": CHOSEN.json(), "rate": 0.05, "steps": 3000, "examples": 512, "features": 128, "outputs": 8,
-    "seeds": [0, 1, 2], "mantissas": [6, 7, 8, 9, 10, 11], "width": 64, "two_layer_rate": 0.1,
-    "two_layer_seeds": [0, 1, 2, 3],
-}  # fmt: skip
-
+TIMED = timing.Timed(system=SYSTEM, cells=reference_cells, train=_train)
 STUDY = declared(
-    __file__,
-    gates=timing.GATES,
-    scales={
-        "smoke": {**_PAPER, "steps": 150, "examples": 64, "features": 8, "outputs": 4, "width": 8,
-                  "seeds": [0], "two_layer_seeds": [0], "mantissas": [5, 7, 9]},
-        "small": {**_PAPER, "seeds": [0], "two_layer_seeds": [0]},
-        "paper": _PAPER,
-    },
+    __file__, shared={"testbed": CHOSEN.json()},
     stages=(
-        Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
-        Stage(name="measured", kind="outcome", cells=measured_cells, run=measure),
+        *TIMED.stages,
         Stage(name="bf16", kind="outcome", cells=bf16_cells, run=bf16),
     ),
     estimands=(*timing.ESTIMANDS, Estimand.of(timing.bf16_rmse), Estimand.of(timing.bf16_rho)),

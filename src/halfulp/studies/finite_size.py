@@ -200,19 +200,8 @@ def figure(records: Records) -> Any:
     return panels.widths(each, known)
 
 
-_PAPER: dict[str, Json] = {
-    "widths": [16, 32, 64, 128, 256, 512], "mantissas": [6, 7, 8], "seeds": list(range(43000, 43006)),
-    "testbed": CHOSEN.json(), "rate": 0.025, "steps": 2000, "examples": 512,
-}  # fmt: skip
-
 STUDY = declared(
-    __file__,
-    scales={
-        "smoke": {**_PAPER, "widths": [8, 32], "mantissas": [6, 8], "seeds": [43000], "steps": 200,
-                  "examples": 64},
-        "small": {**_PAPER, "seeds": [43000, 43003]},
-        "paper": _PAPER,
-    },
+    __file__, shared={"testbed": CHOSEN.json()},
     stages=(Stage(name="crossing", kind="outcome", cells=cells, run=cross),),
     estimands=(
         Estimand.of(mean_width, "width"),

@@ -48,7 +48,7 @@ from halfulp.errors import TamperingError
 from halfulp.measures.crossings import persistent_majority
 from halfulp.models import lockstep_kernels as compiled
 from halfulp.models.lockstep import Finished, answered, auroc_bound, from_text, run_units, to_text
-from halfulp.models.teacher import CHOSEN, NOISE
+from halfulp.models.teacher import CHOSEN
 from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 from halfulp.study import Cell, Estimand, Running, Stage, Table
@@ -297,43 +297,31 @@ def figure(records: Records) -> Any:
     return panels.margins({"projection": curve}, (risk(records)["all"] or 0) / 2, units)
 
 
-# ---- the declaration ----------------------------------------------------------------------------------
-
-_RATES = [round(0.8 * 2 ** (k / 2), 10) for k in range(4)]
-_PAPER: dict[str, Json] = {
-    "testbed": CHOSEN.json(), "label_noise": NOISE, "hidden": [48, 48], "examples": 512, "steps": 4000,
-    "seeds": [3101, 3102, 3103, 3104], "mantissas": [5, 7, 9, 11], "rates": _RATES,
-}  # fmt: skip
+ESTIMANDS = (
+    *map(Estimand.of, (
+        events, auroc, auroc_error, auroc_own, auroc_gain, coverage, risk, primary_coverage, risk_ratio,
+        first_divergence, refuted,
+    )),
+    *(
+        Estimand(name=name, what=what, compute=share, args={"part": part, "whole": whole})
+        for name, what, part, whole in (
+            ("containment", "steps with f inside its interval", "steps -above -below", "steps"),
+            ("onset-inside", "units whose onset lies in its interval", "inside", "units"),
+            ("certified", "events with both premises of the bound", "events -diverged -violated",
+             "events"),
+            ("wrong-diverged", "mistakes made at different codes", "wrong_diverged",
+             "wrong_diverged wrong_same"),
+        )
+    ),
+)  # fmt: skip
 
 STUDY = declared(
-    __file__,
-    scales={
-        "smoke": {**_PAPER, "hidden": [8, 8], "examples": 64, "steps": 120, "seeds": [3101, 3102],
-                  "mantissas": [5, 9], "rates": _RATES[2:]},
-        "small": {**_PAPER, "steps": 1000, "seeds": [3101, 3102], "rates": _RATES[1:3]},
-        "paper": _PAPER,
-    },
+    __file__, shared={"testbed": CHOSEN.json()},
     stages=(
         Stage(name="forecast", kind="prediction", cells=cells, run=forecast),
         Stage(name="outcome", kind="outcome", cells=cells, run=outcome, reads=("forecast",)),
     ),
-    estimands=(
-        *map(Estimand.of, (
-            events, auroc, auroc_error, auroc_own, auroc_gain, coverage, risk, primary_coverage, risk_ratio,
-            first_divergence, refuted,
-        )),
-        *(
-            Estimand(name=name, what=what, compute=share, args={"part": part, "whole": whole})
-            for name, what, part, whole in (
-                ("containment", "steps with f inside its interval", "steps -above -below", "steps"),
-                ("onset-inside", "units whose onset lies in its interval", "inside", "units"),
-                ("certified", "events with both premises of the bound", "events -diverged -violated",
-                 "events"),
-                ("wrong-diverged", "mistakes made at different codes", "wrong_diverged",
-                 "wrong_diverged wrong_same"),
-            )
-        ),
-    ),
+    estimands=ESTIMANDS,
     tables={"abstention": thresholds_table, "intervals": units_table},
     figures={"margin": figure},
 )  # fmt: skip

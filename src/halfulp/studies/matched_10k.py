@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from halfulp.arms import Bundle, figures, measures, tables
+from halfulp.arms import Bundle, figures, tables
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
 from halfulp.measures.forecasts import RECOVERED
 from halfulp.studies.claims import claims_of
@@ -50,40 +50,7 @@ RUNS = Bundle(
 
 
 STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        *(
-            RUNS.estimand(f"gap-{arm}", "final loss above raw fp32, nats", measures.gap, arm=arm)
-            for arm in RUNS.arms
-        ),
-        RUNS.estimand(
-            "recovery", "share of gap-rne won back; anchor: raw fp32", measures.recovery, arm="sr"
-        ),
-        RUNS.estimand(
-            "recovery-early", f"the same at the first evaluation after {EARLY:.0%} of the run",
-            measures.early_recovery, arm="sr", after=EARLY,
-        ),
-        *(
-            RUNS.estimand(f"never-moved-{arm}", "share of core coordinates", measures.never_moved, arm=arm)
-            for arm in RUNS.arms
-        ),
-        *(
-            RUNS.estimand(
-                f"rmse-{scope}", f"RMSE of the forecast frozen fraction of {scope}",
-                measures.forecast_rmse, scope=scope,
-            )
-            for scope in RUNS.scopes
-        ),
-        RUNS.estimand(
-            "added-value", "RMSE over the smaller of the symmetric and the scalar rho forecast's",
-            measures.added_value, scope="core",
-        ),
-        RUNS.estimand(
-            "endpoint", "largest share of codes at the range's ends", measures.endpoint, arms=("rne", "sr")
-        ),
-        RUNS.estimand("matched", "1 where the arms began as declared", measures.matched),
-    ),
+    __file__, RUNS,
     tables=tables(RUNS),
     figures={"policy-effect": partial(figures.policy_effect, RUNS, after=EARLY, target=RECOVERED)},
 )  # fmt: skip

@@ -21,9 +21,7 @@ coordinates more unmoved than stochastic write-back in both scopes; no code is e
 
 from __future__ import annotations
 
-from functools import partial
-
-from halfulp.arms import Bundle, estimands, figures, measures, tables
+from halfulp.arms import Bundle, standard
 from halfulp.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, three_thousand
 from halfulp.measures.forecasts import (
     RECOVERED,
@@ -43,24 +41,5 @@ RUNS = Bundle(
     unit="seed-{seed}",
 )
 
-STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        RUNS.estimand("progress", "fall of the reference's held-out loss, nats", measures.progress),
-        *estimands.of_outcomes(RUNS, SCOPES),
-        RUNS.estimand(
-            "moved-by-sr", "never moved under rne less never moved under sr", measures.moved_by, arm="sr",
-            scopes=list(SCOPES),
-        ),
-        *estimands.of_forecasts(RUNS, warmup=False),
-        *estimands.of_rehearsals(RUNS),
-    ),
-    tables=tables(RUNS, warmup=False, scopes=SCOPES),
-    figures={
-        "policy-effect": partial(figures.policy_effect, RUNS, target=RECOVERED),
-        "forecast": partial(figures.tracked, RUNS, scope="core"),
-    },
-)  # fmt: skip
-
+STUDY = declared(__file__, RUNS, **standard(RUNS, warmup=False, moved=SCOPES, target=RECOVERED))
 PAPER = claims_of(STUDY, __file__)

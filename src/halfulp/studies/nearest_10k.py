@@ -16,9 +16,8 @@ Chosen here: an RMSE of at most 0.05 for every scope, the accuracy that appendix
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from halfulp.arms import Arm, Bundle, estimands, figures, measures, tables
+from halfulp.arms import Arm, Bundle, standard
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
 from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
@@ -44,23 +43,5 @@ RUNS = Bundle(
     rehearse=("rne",),
 )
 
-STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        *estimands.of_outcomes(RUNS),
-        RUNS.estimand(
-            "at-start", "1 where a majority is frozen at update 1, measured and by the symmetric proxy",
-            measures.at_start, predictor="symmetric", scopes=list(SCOPES),
-        ),
-        *estimands.of_forecasts(RUNS, warmup=True),
-        *estimands.of_rehearsals(RUNS),
-    ),
-    tables=tables(RUNS),
-    figures={
-        "loss-gap": partial(figures.gaps, RUNS),
-        "forecast": partial(figures.tracked, RUNS, scope="all-2d"),
-    },
-)  # fmt: skip
-
+STUDY = declared(__file__, RUNS, **standard(RUNS, drawn="all-2d"))
 PAPER = claims_of(STUDY, __file__)

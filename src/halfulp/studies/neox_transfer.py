@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from halfulp.arms import Bundle, estimands, figures, measures, tables
+from halfulp.arms import Bundle, standard
 from halfulp.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
 from halfulp.arms.tables import forecasts
 from halfulp.studies.claims import claims_of
@@ -42,34 +42,7 @@ RUNS = Bundle(
     rehearse=("rne", "sr", "eco"),
 )
 
-STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        *estimands.of_outcomes(RUNS),
-        *estimands.of_forecasts(RUNS, warmup=True, scopes=(SCOPE,)),
-        *estimands.of_rehearsals(RUNS),
-        RUNS.estimand(
-            "informative", "1 where V >= 0.10 and E <= 0.8 E_const after the warmup", measures.informative,
-            warmup=False, scopes=[SCOPE],
-        ),
-        RUNS.estimand(
-            "late-range", "95th less 5th percentile of the measured frozen fraction after the warmup",
-            measures.measured_range, warmup=False, scopes=[SCOPE],
-        ),
-        RUNS.estimand(
-            "late-added-value", "added-value after the warmup", measures.added_value, warmup=False,
-            scopes=[SCOPE],
-        ),
-    ),
-    tables={
-        **tables(RUNS),
-        "harmonised audit": partial(forecasts, RUNS, warmup=False),
-    },
-    figures={
-        "policy-effect": partial(figures.policy_effect, RUNS),
-        "forecast": partial(figures.tracked, RUNS, scope=SCOPE),
-    },
-)  # fmt: skip
-
+_SHOWN = standard(RUNS, scopes=(SCOPE,))
+_SHOWN["tables"] = {**_SHOWN["tables"], "harmonised audit": partial(forecasts, RUNS, warmup=False)}
+STUDY = declared(__file__, RUNS, **_SHOWN)
 PAPER = claims_of(STUDY, __file__)

@@ -203,23 +203,8 @@ def figure(records: Records) -> Any:
     return panels.phase_diagram(real, said, stochastic, diverged(records), LEARNED)
 
 
-# ---- the study ------------------------------------------------------------------------------------------
-
-_PAPER: dict[str, Json] = {
-    "testbed": CHOSEN.json(), "rates": [0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6],
-    "boundary_rates": [0.1, 0.2, 0.4, 0.8],
-    "seeds": [2021, 2022, 2023], "more_seeds": [2024, 2025, 2026], "mantissas": [1, 2, 3, 4, 5],
-    "width": 64, "examples": 512, "steps": 3000,
-}  # fmt: skip
-
 STUDY = declared(
-    __file__,
-    scales={
-        "smoke": {**_PAPER, "rates": [0.05, 0.4, 1.6], "boundary_rates": [0.4], "seeds": [2021],
-                  "more_seeds": [2024], "mantissas": [1, 3, 5], "width": 8, "examples": 64, "steps": 200},
-        "small": {**_PAPER, "seeds": [2021], "more_seeds": [2024]},
-        "paper": _PAPER,
-    },
+    __file__, shared={"testbed": CHOSEN.json()},
     stages=(
         Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
         Stage(name="arms", kind="outcome", cells=arm_cells, run=arms),

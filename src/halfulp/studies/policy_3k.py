@@ -16,9 +16,7 @@ The paper registers no rule for these runs. Chosen here: 90% in every cell, as `
 
 from __future__ import annotations
 
-from functools import partial
-
-from halfulp.arms import Bundle, estimands, figures, measures, tables
+from halfulp.arms import Bundle, standard
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, three_thousand
 from halfulp.measures.forecasts import RECOVERED
 from halfulp.studies.claims import claims_of
@@ -36,22 +34,5 @@ RUNS = Bundle(
     rehearse=("rne",),
 )
 
-STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        *estimands.of_outcomes(RUNS, NEVER),
-        RUNS.estimand(
-            "stays", "share that the reference expects sr never to move", measures.stays, scopes=list(NEVER)
-        ),
-        *estimands.of_forecasts(RUNS, warmup=False),
-        *estimands.of_rehearsals(RUNS),
-    ),
-    tables=tables(RUNS, warmup=False, scopes=NEVER),
-    figures={
-        "policy-effect": partial(figures.policy_effect, RUNS, target=RECOVERED),
-        "forecast": partial(figures.tracked, RUNS, scope="core"),
-    },
-)  # fmt: skip
-
+STUDY = declared(__file__, RUNS, **standard(RUNS, warmup=False, moved=NEVER, target=RECOVERED))
 PAPER = claims_of(STUDY, __file__)

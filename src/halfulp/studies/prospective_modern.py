@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from halfulp.arms import Bundle, Masked, figures, measures, tables
+from halfulp.arms import Bundle, Masked, figures, tables
 from halfulp.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, at
 from halfulp.arms.masks import masters, recipes
 from halfulp.studies.claims import claims_of
@@ -35,7 +35,6 @@ from halfulp.studies.declared import declared
 
 CONTROLS = tuple(f"control-{i}" for i in range(1, 6))
 RIVALS = ("source-F", *CONTROLS)
-MASKED = ("source-P", "target-P", *RIVALS)
 
 RUNS = Bundle(
     scales={
@@ -56,34 +55,8 @@ RUNS = Bundle(
     reference="target-{seed}",
 )  # fmt: skip
 
-_WON = {"all": "master", "source": "source-P", "target": "target-P", "freeze": "source-F", "eco": "eco"}
-
-_ABOVE = (("rivals", "best-rival", RIVALS), ("target", "that of target-P", ("target-P",)))
 STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        RUNS.estimand("gap", "final loss of rne above raw fp32, nats", measures.gap),
-        *(
-            RUNS.estimand(f"recovery-{k}", f"share of the gap won back by {arm}", measures.recovery, arm=arm)
-            for k, arm in _WON.items()
-        ),
-        RUNS.estimand(
-            "best-rival", "largest recovery of source-F and controls", measures.best_recovery, arms=RIVALS
-        ),
-        *(
-            RUNS.estimand(f"above-{name}", f"recovery of source-P less {what}", measures.advantage,
-                          arm="source-P", over=over)
-            for name, what, over in _ABOVE
-        ),
-        RUNS.estimand(
-            "shared-tiles", "share of source-P's tiles that target-P has too", measures.shared_tiles, mask="P"
-        ),
-        RUNS.estimand(
-            "bytes-off", "largest distance of masters held from the budget", measures.bytes_off, arms=MASKED
-        ),
-        RUNS.estimand("matched", "1 where the arms began as declared", measures.matched),
-    ),
+    __file__, RUNS,
     tables=tables(RUNS),
     figures={
         "recovered": partial(

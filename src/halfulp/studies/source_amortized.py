@@ -20,9 +20,8 @@ reference that falls by a nat; a finite loss; no code at the ends of the range.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from halfulp.arms import Arm, Bundle, estimands, figures, measures, tables
+from halfulp.arms import Arm, Bundle, standard
 from halfulp.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
 from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
@@ -51,30 +50,5 @@ RUNS = Bundle(
     reference="target-{seed}",
 )
 
-STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        *(
-            RUNS.estimand(f"progress-{arm}", "fall of the held-out loss, nats", measures.progress, arm=arm)
-            for arm in ("fp32", "rne")
-        ),
-        *estimands.of_outcomes(RUNS),
-        *estimands.of_forecasts(RUNS, warmup=False, scopes=(SCOPE,)),
-        *estimands.of_rehearsals(RUNS),
-        RUNS.estimand(
-            "skill", "share of the measured variance explained", measures.skill, warmup=False, scopes=[SCOPE]
-        ),
-        RUNS.estimand(
-            "regret", "RMSE less that of the target's own reference", measures.regret, warmup=False,
-            scopes=[SCOPE],
-        ),
-    ),
-    tables=tables(RUNS, warmup=False),
-    figures={
-        "forecast": partial(figures.tracked, RUNS, scope=SCOPE),
-        "loss-gap": partial(figures.gaps, RUNS),
-    },
-)  # fmt: skip
-
+STUDY = declared(__file__, RUNS, **standard(RUNS, warmup=False, scopes=(SCOPE,)))
 PAPER = claims_of(STUDY, __file__)

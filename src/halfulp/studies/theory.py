@@ -260,11 +260,6 @@ def figure(records: Records) -> Any:
 
 STUDY = declared(
     __file__,
-    scales={
-        "smoke": {"grids": ["e4m3", "m5"], "problems": 4, "steps": 12, "seed": 2031},
-        "small": {"grids": ["e4m3", "e5m2", "m3", "m5", "m7"], "problems": 24, "steps": 40, "seed": 2031},
-        "paper": {"grids": ["e4m3", "e5m2", "m3", "m5", "m7"], "problems": 64, "steps": 64, "seed": 2031},
-    },
     stages=(
         Stage(name="certify", kind="prediction", cells=certificate_cells, run=certify),
         Stage(name="execute", kind="outcome", cells=certificate_cells, run=execute, reads=("certify",)),

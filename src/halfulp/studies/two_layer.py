@@ -19,7 +19,7 @@ step 1, pooled rho 0.74 there): references forecast 7 to 3665, 56 of 72, and 0.7
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,10 +59,6 @@ def recomputed_cells(config: Config) -> Iterator[Cell]:
                 yield Cell(name=f"{cell.name}.{precision}", config=c)
 
 
-def measured_cells(config: Config) -> Iterator[Cell]:
-    return timing.on_every_grid(_references(config))
-
-
 def problem(c: Config) -> Problem:
     """The testbed of a cell."""
     testbed, n = Testbed.of(c["testbed"]), c["examples"]
@@ -75,29 +71,16 @@ def problem(c: Config) -> Problem:
 def _train(cell: Running, **how: Any) -> tuple[Series, dict[str, Json]]:
     """A run of the cell's testbed, and what every record says of it."""
     c, p = cell.config, problem(cell.config)
-    start = p.start.astype(how.pop("dtype", np.float64))
+    precision = c.get("precision", "fp64")
+    if precision.startswith("m"):
+        how["store"] = precision
+    start = p.start.astype(np.float32 if precision == "fp32" else np.float64)
     trainer = Trainer(p.net, p.train, start, rate=p.factor * c["rate"], optimizer=c["optimizer"], **how)
     series = run(trainer, c["steps"], cell)
-    ends = [float(series.loss[0]), float(series.loss[-1])]
     kept = {key: c[key] for key in ("system", "rate", "seed")}
-    return series, {**kept, "diverged": trainer.diverged, "loss": ends}
-
-
-def reference(cell: Running) -> Mapping[str, Json]:
-    """The forecast crossings of every grid."""
-    c = cell.config
-    store = f"m{COARSE_REFERENCE}" if c["precision"].startswith("m") else None
-    dtype = np.float32 if c["precision"] == "fp32" else np.float64
-    series, ran = _train(cell, dtype=dtype, audit=timing.grids(c), store=store)
-    return {**ran, "predicted": timing.forecast(c, series.counts, series.size)}
-
-
-def measure(cell: Running) -> Mapping[str, Json]:
-    """The crossing of one run on a grid."""
-    grid = cell.config["grid"]
-    series, ran = _train(cell, store=grid)
-    found = timing.measured(grid, series.frozen, series.squares, series.size)
-    return {**ran, "reference": cell.config["reference"], **found}
+    return series, {
+        **kept, "diverged": trainer.diverged, "loss": [float(series.loss[0]), float(series.loss[-1])],
+    }  # fmt: skip
 
 
 # ---- the precision of the reference ---------------------------------------------------------------------
@@ -151,9 +134,9 @@ SMOKE_SYSTEMS: dict[str, Json] = {
                     "mantissas": [6, 8]},
 }  # fmt: skip
 
+TIMED = timing.Timed(system=PRINCIPAL, cells=_references, train=_train)
 STUDY = declared(
     __file__,
-    gates=timing.GATES,
     scales={
         "smoke": {"systems": SMOKE_SYSTEMS, "precisions": [f"m{COARSE_REFERENCE}"]},
         "small": {"systems": {name: {**c, "seeds": c["seeds"][:1]} for name, c in PAPER_SYSTEMS.items()},
@@ -161,9 +144,9 @@ STUDY = declared(
         "paper": {"systems": PAPER_SYSTEMS, "precisions": PRECISIONS},
     },
     stages=(
-        Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
-        Stage(name="recomputed", kind="prediction", cells=recomputed_cells, run=reference),
-        Stage(name="measured", kind="outcome", cells=measured_cells, run=measure),
+        Stage(name="reference", kind="prediction", cells=reference_cells, run=TIMED.reference),
+        Stage(name="recomputed", kind="prediction", cells=recomputed_cells, run=TIMED.reference),
+        Stage(name="measured", kind="outcome", cells=TIMED.measured_cells, run=TIMED.measure),
     ),
     estimands=(
         *timing.ESTIMANDS,

@@ -56,7 +56,7 @@ def declare(study: Study, scale: str) -> dict[str, Json]:
                 "cells": [
                     {"name": cell.name, "config": cell.config} for cell in study.cells(scale, stage.name)
                 ],
-                **_given(only_if=list(stage.only_if)),
+                **_given(only_if=list(stage.only_if), clocks=stage.clocks),
             }
             for stage in study.stages
         ],
@@ -73,7 +73,7 @@ def declare(study: Study, scale: str) -> dict[str, Json]:
 def declared_rule(rule: Rule) -> dict[str, Json]:
     """A rule, as it is sealed."""
     gates = {"label": rule.label, "passed": list(rule.passed), "failed": list(rule.failed)}
-    return gates | _given(not_run=list(rule.not_run), says=rule.says)
+    return gates | _given(not_run=list(rule.not_run), says=rule.says, recovered=rule.recovered)
 
 
 def declared_evidence(one: Evidence, scale: str) -> dict[str, Json]:
@@ -111,6 +111,7 @@ class SealedStage:
     reads: tuple[str, ...]
     cells: Mapping[str, Config]
     only_if: tuple[str, ...] = ()
+    clocks: bool = False
 
 
 class Protocol:
@@ -138,6 +139,7 @@ class Protocol:
                 tuple(s["reads"]),
                 {c["name"]: c["config"] for c in s["cells"]},
                 tuple(s.get("only_if", ())),
+                s.get("clocks", False),
             )
             for s in content["stages"]
         )
@@ -150,6 +152,7 @@ class Protocol:
                     failed=tuple(r["failed"]),
                     not_run=tuple(r.get("not_run", ())),
                     says=r.get("says", ""),
+                    recovered=r.get("recovered", False),
                 )
                 for r in content["rules"]
             )
