@@ -273,6 +273,7 @@ def test_what_is_left_at_its_default_is_left_out() -> None:
         attention="math", tables=False, rehearse=("e5m2", "e5m2:tiles(half)"),
         masks={"stage": "masks", "cell": "source"},
         attribute={"of": ["e5m2"], "moments": 3, "points": 4, "batches": 2},
+        make={"P": {"score": "P", "share": 0.1}},
     )  # fmt: skip
     at = {"stage": "masks", "cell": "source", "name": "P"}
     masked = replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -150,3 +150,37 @@ def _band(panel: Any, curve: Curves, colour: str, dash: Any, name: str) -> None:
     at = [u for u, _ in known]
     panel.plot(at, [_mean(v) for _, v in known], color=colour, linestyle=dash, label=name)
     panel.fill_between(at, [min(v) for _, v in known], [max(v) for _, v in known], color=colour, alpha=0.2)
+
+
+def budget_curve(
+    kept: Mapping[str, float],
+    won: Mapping[str, Sequence[float]],
+    front: Sequence[str],
+    privileged: Sequence[str] = (),
+) -> Any:
+    """Recovery against the bytes that a policy keeps for it, a mark a policy; a line spans the targets.
+
+    The step line is the Pareto front: nothing that keeps as few bytes wins back more. ``privileged`` policies
+    (open marks) know their own target, so they are not on it.
+    """
+    figure, (panel,) = new_figure(1, 1, height=4.2)
+    unit = max(kept.values()) or 1.0
+    at = {arm: size / unit for arm, size in kept.items()}
+    for arm, values in won.items():
+        chosen = arm in front
+        colour = COLOURS[1] if chosen else COLOURS[0] if arm in privileged else GREY
+        mean = _mean(values)
+        panel.plot([at[arm], at[arm]], [min(values), max(values)], color=colour, linewidth=1)
+        face = "white" if arm in privileged else colour
+        panel.plot([at[arm]], [mean], "o", color=colour, markerfacecolor=face)
+        if arm not in privileged:
+            panel.annotate(arm, (at[arm], mean), xytext=(6, -3), textcoords="offset points", fontsize="small")
+    steps = [*front, front[-1]]
+    heights = [_mean(won[arm]) for arm in steps]
+    panel.step([*(at[arm] for arm in front), 1.12], heights, where="post", color=COLOURS[1], linewidth=1)
+    panel.axhline(0, color=GREY, linewidth=0.8)
+    panel.set_xlim(-0.04, 1.12)
+    panel.set_xlabel("bytes that the policy keeps, as a share of masters everywhere")
+    panel.set_ylabel("share of the gap won back")
+    percent(panel, full=False)
+    return figure

@@ -8,6 +8,7 @@ the arguments; None where it is not defined. Recovery (Eq. 5) is against the anc
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,25 @@ def advantage(unit: Unit, arm: str, over: Sequence[str]) -> Found:
     """Recovery of an arm less the largest among others."""
     ours, theirs = recovery(unit, arm), best_recovery(unit, over)
     return None if ours is None or theirs is None else ours - theirs
+
+
+def above_median(unit: Unit, arm: str, over: Sequence[str]) -> Found:
+    """Recovery of an arm less the median among others."""
+    ours, found = recovery(unit, arm), [recovery(unit, other) for other in over]
+    known = [r for r in found if r is not None]
+    return None if ours is None or len(known) < len(found) else ours - statistics.median(known)
+
+
+def wins(unit: Unit, arm: str, over: Sequence[str]) -> Found:
+    """1 where an arm wins back more than every other."""
+    found = advantage(unit, arm, over)
+    return None if found is None else float(found > 0)
+
+
+def foretold_recovery(unit: Unit, arm: str) -> Found:
+    """The recovery that the rehearsals of the nearest arm and of another forecast."""
+    whole, left = forecast_gap(unit), forecast_gap(unit, arm)
+    return None if whole is None or left is None or whole <= 0 else (whole - left) / whole
 
 
 # ---- visibility -------------------------------------------------------------------------------------
@@ -309,18 +329,20 @@ def matched(unit: Unit) -> Found:
     """
     anchor = unit.run(FP32)
     nearest, others = set[str](), set[str]()
-    for arm, how in unit.bundle.arms.items():
+    arms = {arm: how for arm, how in unit.bundle.matched.items() if unit.ran(arm)}
+    for arm, how in arms.items():
         (others if how.get("projection") == "stochastic" else nearest).add(unit.run(arm)["start"])
-    drawn = {unit.run(arm)["initial"] for arm in (FP32, *unit.arms)}
+    drawn = {unit.run(arm)["initial"] for arm in (FP32, *arms)}
     common = (anchor["start"] in nearest) == (anchor["projected"] is not None)
     return float(len(drawn) == 1 == len(nearest) and not nearest & others and common)
 
 
 def bytes_off(unit: Unit, arms: Sequence[str]) -> Found:
     """The largest difference between the masters that arms hold and their masks' budgets, in bytes."""
-    return float(max(abs(unit.run(arm)["master_bytes"] - unit.budget(arm)) for arm in arms))
+    ran = [arm for arm in arms if unit.ran(arm)]
+    return float(max(abs(unit.run(arm)["master_bytes"] - unit.budget(arm)) for arm in ran))
 
 
 def shared_tiles(unit: Unit, mask: str) -> Found:
     """The share of the source's tiles that the target's own mask chose too."""
-    return float(unit.masks["shared"][mask])
+    return float(unit.masks("target")["shared"][mask])

@@ -32,7 +32,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from halfulp.arms import Bundle, measures, records
+from halfulp.arms import Bundle, measures
 from halfulp.arms.arm import Arm
 from halfulp.arms.bundle import Unit
 from halfulp.arms.family import (
@@ -47,6 +47,7 @@ from halfulp.arms.family import (
     SMOKE_NEOX,
     at,
 )
+from halfulp.arms.forecasts import forecast_losses
 from halfulp.arms.masks import make_masks
 from halfulp.arms.run import run
 from halfulp.drawing import COLOURS, GREY, new_figure
@@ -56,7 +57,6 @@ from halfulp.study.protocol import (
     Config,
     Estimand,
     Records,
-    Running,
     Stage,
     Table,
     Values,
@@ -190,13 +190,6 @@ def forecasts(config: Config) -> Iterator[Cell]:
     """The losses of every rehearsal, sealed before any outcome."""
     for name, runs in BUNDLES.items():
         yield from runs.forecasts(config[name])
-
-
-def losses(running: Running) -> dict[str, Any]:
-    """What a reference forecasts of the arms of a unit: their losses, by update and bound."""
-    record = running.read("reference", running.config["reference"])
-    told = {arm: records.rehearsed_losses(record, spec) for arm, spec in running.config["rehearse"].items()}
-    return {"seed": running.config["seed"], "grid": running.config["grid"], "losses": told}
 
 
 def outcomes(config: Config) -> Iterator[Cell]:
@@ -394,7 +387,7 @@ STUDY = declared(
             name="second-masks", kind="prediction", cells=second_masks, run=make_masks,
             reads=("first-masks", "again"),
         ),
-        Stage(name="forecast", kind="prediction", cells=forecasts, run=losses, reads=("reference",)),
+        Stage(name="forecast", kind="prediction", cells=forecasts, run=forecast_losses, reads=("reference",)),
         Stage(
             name="outcome", kind="outcome", cells=outcomes, run=run, reads=("first-masks", "second-masks")
         ),
