@@ -15,7 +15,7 @@ from typing import Any
 from halfulp.arms import Bundle, figures, measures
 from halfulp.arms.arm import Arm
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
-from halfulp.arms.tables import foretold, losses, masks, recovery
+from halfulp.arms.tables import forecast_recoveries, losses, masks, recovery
 from halfulp.study.protocol import Estimand, Records
 from halfulp.writeback import TileMaster
 
@@ -86,7 +86,7 @@ def estimands(runs: Bundle) -> tuple[Estimand, ...]:
         ),
         *(
             runs.estimand(
-                f"foretold-{arm}", f"the same of {arm}, as rehearsed", measures.foretold_recovery, arm=arm
+                f"foretold-{arm}", f"the same of {arm}, as rehearsed", measures.forecast_recovery, arm=arm
             )
             for arm in runs.rehearse
             if arm != "rne"
@@ -101,9 +101,9 @@ def estimands(runs: Bundle) -> tuple[Estimand, ...]:
 
 def less(runs: Bundle, name: str, arm: str, over: Sequence[str], what: str = "") -> Estimand:
     """Recovery of an arm less the largest among others."""
-    told = what or " and ".join(over)
+    others = what or " and ".join(over)
     return runs.estimand(
-        name, f"recovery of {arm} less the largest of {told}", measures.advantage, arm=arm, over=list(over)
+        name, f"recovery of {arm} less the largest of {others}", measures.advantage, arm=arm, over=list(over)
     )
 
 
@@ -114,7 +114,7 @@ def tables(runs: Bundle, beside: str = "") -> dict[str, Any]:
     """Losses, recoveries, recoveries as forecast; where masks lie, and what they share with one of them."""
     made: dict[str, Any] = {"losses": partial(losses, runs), "recovery": partial(recovery, runs)}
     if len(runs.rehearse) > 1:
-        made["forecast recoveries"] = partial(foretold, runs)
+        made["forecast recoveries"] = partial(forecast_recoveries, runs)
     if beside:
         made["masks"] = partial(masks, runs, beside=beside)
     return made
@@ -123,6 +123,15 @@ def tables(runs: Bundle, beside: str = "") -> dict[str, Any]:
 def figure(runs: Bundle, highlight: str, faint: Sequence[str] = ()) -> dict[str, Any]:
     """Recovery by arm, the best first in the order of declaration."""
     return {"recovered": partial(_recovered, runs, highlight=highlight, faint=tuple(faint))}
+
+
+def standard(runs: Bundle, highlight: str, faint: Sequence[str] = (), beside: str = "") -> dict[str, Any]:
+    """What a study computes, tabulates and draws of its bundle."""
+    return {
+        "estimands": estimands(runs),
+        "tables": tables(runs, beside),
+        "figures": figure(runs, highlight, faint),
+    }
 
 
 def _recovered(runs: Bundle, found: Records, highlight: str, faint: Sequence[str]) -> Any:

@@ -45,16 +45,5 @@ RUNS = replace(
     rehearse=("rne", "source-P", "control-1"),
 )  # fmt: skip
 
-STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        *shared.estimands(RUNS),
-        shared.less(RUNS, "M", "source-P", ["target-P"]),
-        shared.less(RUNS, "C1", "source-P", ["control-1"]),
-    ),
-    tables=shared.tables(RUNS, "P"),
-    figures=shared.figure(RUNS, "source-P", ("control-1",)),
-)  # fmt: skip
-
+STUDY = declared(__file__, RUNS, **shared.standard(RUNS, "source-P", ("control-1",), beside="P"))
 PAPER = claims_of(STUDY, __file__)

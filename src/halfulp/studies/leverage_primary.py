@@ -60,8 +60,7 @@ RUNS = Bundle(
 
 
 STUDY = declared(
-    __file__,
-    RUNS,
+    __file__, RUNS,
     estimands=(
         *shared.estimands(RUNS),
         *(

@@ -18,8 +18,6 @@ from halfulp.studies import _allocation as shared
 from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 
-RIVALS = ("source-F", "control-1")
-
 RUNS = Bundle(
     scales=shared.THOUSAND,
     targets=(2035, 2036, 2037),
@@ -40,19 +38,5 @@ RUNS = Bundle(
     reference="target-{seed}",
 )  # fmt: skip
 
-STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        *shared.estimands(RUNS),
-        shared.less(RUNS, "M", "source-P", ["target-P"]),
-        shared.less(RUNS, "D_F", "source-P", ["source-F"]),
-        shared.less(RUNS, "D_C", "source-P", ["control-1"]),
-        shared.less(RUNS, "S", "source-P", RIVALS),
-        shared.less(RUNS, "ninth", "source-R", ["source-P"]),
-    ),
-    tables=shared.tables(RUNS, "P"),
-    figures=shared.figure(RUNS, "source-P", ("control-1",)),
-)  # fmt: skip
-
+STUDY = declared(__file__, RUNS, **shared.standard(RUNS, "source-P", ("control-1",), beside="P"))
 PAPER = claims_of(STUDY, __file__)

@@ -38,13 +38,11 @@ RUNS = Bundle(
         evidence=EVIDENCE, bundle=leverage_primary.RUNS, arms=("rne", "master", "L-10")
     ),
     only_if={LATER: ("material", "blanket", "exact", "matched", *DECIDES)},
-    unit="seed-{seed}",
-    reference="seed-{seed}",
+    unit="seed-{seed}", reference="seed-{seed}",
 )  # fmt: skip
 
 STUDY = declared(
-    __file__,
-    RUNS,
+    __file__, RUNS,
     evidence=(
         Evidence(
             name=EVIDENCE, study="leverage-primary",
