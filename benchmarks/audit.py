@@ -6,12 +6,15 @@ measures: the time inside the audit's hooks over the time of a plain step (media
 much longer an audited step takes than the plain one after it (median and quartiles over pairs; on a busy
 machine the first is the steadier). Rehearsals follow every step, so the time inside hooks is taken off plain
 ones. Writing a part to disk falls on neither: it is timed on its own and spread over the thirty seconds
-between two parts. Bytes are those that the audit keeps between steps.
+between two parts. Bytes are those that the audit keeps between steps. A bfloat16 model is audited on its own
+grid; its step is slower, for this is a CPU. Casts are from float32 main parameters to bfloat16 ones, which
+the model computes with.
 
 On a machine that others use as well, a wall clock says nothing: ``--clock processor`` takes the time that the
 one thread was running for everything, training and audit.
 
-    python benchmarks/audit.py [--clock wall|processor] [--steps 120] [--sizes 1e6,1e7,1e8] [--json OUT]
+    python benchmarks/audit.py [--clock wall|processor] [--steps 120] [--sizes 1e6,1e7,1e8] [--only WORDS]
+        [--json OUT]
 """
 
 from __future__ import annotations
@@ -46,6 +49,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "8 grids, a quarter of the tiles": {"sample": 0.25},
     "1 grid": {"grids": GRIDS[:1]},
     "8 grids and 3 rehearsals": {"rehearse": REHEARSED},
+    "1 grid and states": {"grids": GRIDS[:1], "states": True},
+    "8 grids and states": {"states": True},
+    "bfloat16 weights, bf16": {"grids": ["bf16"], "dtype": torch.bfloat16},
+    "bfloat16 weights, bf16 and states": {"grids": ["bf16"], "dtype": torch.bfloat16, "states": True},
+    "casts to bfloat16, bf16": {"grids": ["bf16"], "dtype": torch.bfloat16, "casts": True},
     "8 grids and 3 rehearsals, one bound": {"rehearse": hu.Rehearse(REHEARSED, bounds=["point"])},
 }
 
@@ -94,25 +102,36 @@ class Decoder(nn.Module):
 def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
     """Audited and plain steps in turn."""
     torch.manual_seed(0)
-    model = Decoder()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
+    options = {"grids": GRIDS, "dtype": torch.float32, "casts": False, **settings}
+    model, casts = Decoder().to(options.pop("dtype")), options.pop("casts")
+    params = list(model.parameters())
+    main = [p.detach().float() for p in params] if casts else params
+    optimizer = torch.optim.AdamW(main, lr=6e-4, weight_decay=0.1)
     generator = torch.Generator().manual_seed(1)
-    options = {"grids": GRIDS, **settings}
     with tempfile.TemporaryDirectory() as folder:
-        audit = hu.Audit(
-            optimizer, options.pop("grids"), model=model, out=Path(folder) / "trace", every=2,
-            part_steps=10**9, part_seconds=1e9, **options,
-        )  # fmt: skip
+        common = {"out": Path(folder) / "trace", "every": 2, "part_steps": 10**9, "part_seconds": 1e9}
+        grids = options.pop("grids")
+        audit = (
+            hu.CastAudit(main, model, grids, **common)
+            if casts
+            else hu.Audit(optimizer, grids, model=model, **common, **options)
+        )
         audit.start()
         seconds, inside = [], []
         for _ in range(2 * (steps + 3)):
             ids = torch.randint(0, VOCABULARY, (BATCH, CONTEXT + 1), generator=generator)
             start, hooks = time.perf_counter(), audit.seconds
-            optimizer.zero_grad()
+            model.zero_grad()
             loss = model.loss(ids)
             loss.backward()
             audit.log(loss)
+            if casts:
+                for m, p in zip(main, params, strict=True):
+                    m.grad = p.grad.float()
             optimizer.step()
+            if casts:
+                with torch.no_grad():
+                    torch._foreach_copy_(params, main)
             seconds.append(time.perf_counter() - start)
             inside.append(audit.seconds - hooks)
         start = time.perf_counter()
@@ -121,9 +140,7 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
     audited, plain = np.array(seconds[6::2]), np.array(seconds[7::2]) - np.array(inside[7::2])
     # ^ the first three pairs compile and warm up
     within, share = float(np.median(inside[6::2])), audited / plain - 1
-    kept = [(w.before, w.moved, w.stay, w.scores) for w in audit.watched.values()]
-    kept += [(b.after,) for b in audit._batches]
-    held = sum(t.nbytes for ts in kept for t in ts if t is not None)
+    held = sum(kept(a) for a in (audit, *(() if audit.roles is None else audit.roles.audits.values())))
     held += 0 if audit.rehearsing is None else audit.rehearsing.payload_bytes
     numel = sum(p.numel() for p in model.parameters())
     return {
@@ -140,6 +157,15 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
         "commit_share": commit / PART_SECONDS,
         "bytes_per_parameter": held / numel,
     }
+
+
+def kept(audit: hu.Audit) -> int:
+    """Bytes between steps; a batch of small tensors also keeps them as they are after a step."""
+    if isinstance(audit, hu.CastAudit):
+        return audit.bytes
+    found = [(w.before, w.moved, w.stay, w.scores) for w in audit.watched.values()]
+    found += [(b.after,) for b in audit._batches]
+    return sum(t.nbytes for ts in found for t in ts if t is not None)
 
 
 # ---- the kernel alone -------------------------------------------------------------------------------------
@@ -202,13 +228,15 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what time is; processor: one thread")
     parser.add_argument("--steps", type=int, default=120, help="pairs of steps")
     parser.add_argument("--sizes", default="1e6,1e7,1e8", help="coordinates; 1e8 takes 1 GB")
+    parser.add_argument("--only", default="", help="settings whose name has this in it")
     parser.add_argument("--json", type=Path, default=OUT / "audit.json", help="results; a .md goes beside it")
     options = parser.parse_args()
     if options.clock == "processor":
         torch.set_num_threads(1)
     env = {**environment(), "clock": options.clock}
     with mock.patch("time.perf_counter", CLOCKS[options.clock]):  # the audit's own clock, too
-        runs, costs = measured(options.steps, [int(float(s)) for s in options.sizes.split(",")])
+        sizes = [int(float(s)) for s in options.sizes.split(",") if s]
+        runs, costs = measured(options.steps, sizes, options.only)
     table = markdown(env, runs, costs)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"environment": env, "runs": runs, "kernel": costs}, indent=1) + "\n")
@@ -217,10 +245,10 @@ def main() -> None:
     print(f"wrote {options.json} and {options.json.with_suffix('.md')}")
 
 
-def measured(steps: int, sizes: list[int]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every setting beside training, and the kernel alone."""
+def measured(steps: int, sizes: list[int], only: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Every setting with these words in its name beside training, and the kernel alone."""
     runs = []
-    for name, settings in SETTINGS.items():
+    for name, settings in ((n, s) for n, s in SETTINGS.items() if only in n):
         print(f"training, {name}", flush=True)
         runs.append(overhead(name, settings, steps))
     costs = []

@@ -42,7 +42,9 @@ def results() -> Iterator[tuple[str, str]]:
 
     listed = ["# Results", "", "Every page here is made from records or measurements in the repository."]
     listed.append("")
-    for stem, title in (("controlled", "controlled"), ("transformers", "transformer")):
+    for stem, title in (
+        ("controlled", "controlled"), ("transformers", "transformer"), ("allocation", "allocation"),
+    ):  # fmt: skip
         file = RESULTS / f"{stem}.md"
         if file.is_file():
             yield f"results/{file.name}", file.read_text()

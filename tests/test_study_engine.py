@@ -373,6 +373,29 @@ def test_a_recovered_record_is_marked_for_ever_and_never_promoted(
     assert "was not run again: its record was made by hand" in text
 
 
+def test_a_protocol_may_declare_the_label_of_a_recovered_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the letter, sealed, recomputed by the validator, and still no scientific result."""
+    quick_identity(monkeypatch)
+    text = SMALL.replace("rules=(", 'rules=(Rule(label="inconclusive", recovered=True, says="By hand."),')
+    fails = text.replace("    done = int", '    assert cell.name != "arm-2"\n    done = int')
+    path = study_file(tmp_path, fails)
+    out = tmp_path / "out"
+    with pytest.raises(engine.FailedError):
+        run(path, out)
+    recovery.recover(out, "arm-2", {"value": 0.2, "said": 0.2}, "the node died")
+    result = run(path, out)
+    assert (result["label"], result["says"], result["scientific_result"]) == (
+        "inconclusive",
+        "By hand.",
+        False,
+    )
+    assert result["not_promoted"] == ["recovered records (outcome/arm-2)"]
+    assert validate(out).label == "inconclusive"
+    assert run(study_file(tmp_path / "whole", text), tmp_path / "whole-out")["label"] == "close"
+
+
 def test_what_cannot_be_recovered(stuck: tuple[Path, Path], tmp_path: Path) -> None:
     path, out = stuck
     outcome = {"value": 0.2, "said": 0.2}

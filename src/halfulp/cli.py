@@ -321,8 +321,9 @@ def allocate(
     ),
     output: Path = typer.Option(Path("mask.safetensors"), "--output", "-o", help="The mask."),
 ) -> None:
-    """Choose the tiles that get an fp32 master, within an exact budget."""
+    """Choose the tiles that get an fp32 master, within an exact budget; and what to expect of that."""
     from halfulp import masks
+    from halfulp.report import recoveries
 
     kept = None if keep is None else masks.Mask.load(keep)
     mask = masks.allocate(trace, _budget(budget), score, seed=seed, keep=kept)
@@ -338,6 +339,8 @@ def allocate(
         f"{mask.payload_bytes:,} of {mask.budget:,} bytes ({mask.payload_bytes / mask.blanket_bytes:.4%} of "
         f"{mask.blanket_bytes:,}), by score {mask.score}, in tiles of {mask.tile}: {plain(str(output))}"
     )
+    for line in recoveries.of_mask(mask, trace):
+        typer.echo(plain(line))
 
 
 def _budget(text: str) -> float | int:

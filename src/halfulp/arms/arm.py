@@ -34,6 +34,7 @@ Json = Any
 
 PLAYS = {"kind": "characters", "train": "tinyshakespeare.txt"}
 PROSE = {"kind": "bin", "train": "prose_bpe4096_train.bin", "held_out": "prose_bpe4096_val.bin"}
+WIKIPEDIA = {"kind": "bin", "train": "wikipedia/train.bin", "held_out": "wikipedia/val.bin"}
 WEB = {"kind": "bin", "train": "openwebtext/train.bin", "held_out": "openwebtext/val.bin"}
 """Texts, as :func:`halfulp.arms.corpus.open_corpus` takes them."""
 
@@ -53,6 +54,7 @@ class Arm:
     projection: Literal["nearest", "stochastic"] = "nearest"
     """How the first codes of a write-back are made."""
     storage: Storage | None = None
+    """``native``: float8 codes and native products, with evidence of them."""
     stream_seed: int = 0
     projected: str | None = None
     """The grid to which a float32 run is rounded once, before it starts."""
@@ -78,6 +80,8 @@ class Arm:
     """cpu, or auto for a GPU where there is one."""
     attention: Literal["fastest", "math"] = "fastest"
     """``math``: plain matrix products, no fused kernel; the same sums in another order."""
+    replay: bool = False
+    """Whether start and end are evaluated again, from their saved states."""
     save_every: int = 200
     tables: bool = True
     """Whether what the audit counted is attached; a record has what measures need."""

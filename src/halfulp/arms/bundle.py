@@ -90,10 +90,13 @@ class Bundle:
     """What every run shares, by scale."""
     targets: tuple[int, ...]
     conditions: Mapping[str, Changes]
-    """By name: what it changes of an arm; its grid, at least."""
+    """By name: what it changes of an arm; its grid, at least. A ``schedule`` has ``peak`` and ``floor`` as
+    shares of the scale's own peak, and ``cycles``."""
     arms: Mapping[str, Changes]
     """By name: what it changes; a policy. ``mask=("source", "P")`` names a mask of the source or target."""
     anchor: Literal["raw", "projected"] = "raw"
+    anchored: bool = True
+    """Whether targets have float32 runs of their own; without them, a source forecasts."""
     scopes: tuple[str, ...] = ()
     """Scopes that are forecast; none for no forecast."""
     rehearse: tuple[str, ...] = ()
@@ -112,8 +115,11 @@ class Bundle:
             raise UsageError(
                 f"anchors start from the codes of a grid: {self.reference!r} names no condition."
             )
-        if self.forecast_from is not None and (self.masked is not None or len(self.conditions) > 1):
-            raise UsageError("one source forecasts one condition; a source of masks is named with the masks.")
+        grids = {how["grid"] for how in self.conditions.values()}
+        if self.forecast_from is not None and (self.masked is not None or len(grids) > 1):
+            raise UsageError("one source forecasts one grid; a source of masks is named with the masks.")
+        if not self.anchored and self.forecast_from is None:
+            raise UsageError("without float32 runs of the targets there must be a source to forecast from.")
 
     # ---- names ----
 
@@ -176,7 +182,14 @@ class Bundle:
         return {scale: files_of(arm.corpus) for scale, arm in self.scales.items()}
 
     def _run(self, config: Config, seed: int, **changes: Any) -> Arm:
-        return replace(Arm.from_json(config["arm"]), seed=seed, **changes)
+        arm = Arm.from_json(config["arm"])
+        schedule = changes.pop("schedule", None)
+        if schedule is not None:
+            peak = arm.recipe.schedule.peak
+            rates = {key: share * peak for key, share in schedule.items() if key != "cycles"}
+            made = replace(arm.recipe.schedule, **rates, cycles=schedule.get("cycles", 1))
+            arm = replace(arm, recipe=replace(arm.recipe, schedule=made))
+        return replace(arm, seed=seed, **changes)
 
     def _window(self, config: Config) -> int:
         assert self.masked is not None
@@ -211,7 +224,7 @@ class Bundle:
     def forecasts(self, config: Config) -> Iterator[Cell]:
         """A forecast for every unit, or the one of the source."""
         if self.forecast_from is not None:
-            (condition,) = self.conditions
+            condition = next(iter(self.conditions))
             yield self._forecast("source", condition, self.forecast_from, reference="source", stage="source")
             return
         for unit, (condition, seed) in self.units.items():
@@ -226,8 +239,13 @@ class Bundle:
     def forecast_source(self, config: Config) -> Iterator[Cell]:
         """The float32 run that all targets are forecast from."""
         assert self.forecast_from is not None
-        (condition,) = self.conditions
-        yield Cell(name="source", config=self._reference(config, condition, self.forecast_from).to_json())
+        condition = next(iter(self.conditions))
+        arm = self._reference(config, condition, self.forecast_from)
+        if len(self.conditions) > 1:  # they are schedules, and the source has its own
+            arm = replace(
+                arm, recipe=replace(arm.recipe, schedule=Arm.from_json(config["arm"]).recipe.schedule)
+            )
+        yield Cell(name="source", config=arm.to_json())
 
     def outcomes(self, config: Config, stage: str = "outcome") -> Iterator[Cell]:
         """Every arm of every unit, or those of a later stage."""
@@ -301,7 +319,7 @@ class Bundle:
             read = (masked.stage("source"),)
         if masked is not None and masked.apart:
             made.append(self._masks_stage("source", self.source_masks, ("source",)))
-        if self.anchors is None:
+        if self.anchors is None and self.anchored:
             early = read if masked is not None and not masked.apart else ()
             made.append(
                 Stage(name="reference", kind="reference", cells=self.references, run=run, reads=early)

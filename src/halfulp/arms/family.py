@@ -41,6 +41,12 @@ def three_thousand(smoke: Arm, small: Arm, paper: Arm) -> dict[str, Arm]:
     }
 
 
+def native_three_thousand(smoke: Arm, small: Arm, paper: Arm, *, tables: bool = True) -> dict[str, Arm]:
+    """The same for native runs, which replay start and end; the small ones are shorter runs of less."""
+    made = three_thousand(smoke, small, paper) | {"small": at(small, updates=300, warmup=10, eval_every=50)}
+    return {name: replace(arm, replay=True, tables=tables) for name, arm in made.items()}
+
+
 def _arm(
     model: DecoderConfig,
     corpus: dict[str, str],
@@ -68,10 +74,17 @@ def _paper(kind: DecoderConfig) -> Arm:
     return _arm(kind, WEB, PAPER_RATES, {"micro": 4}, device="auto", save_every=250)
 
 
+def _native(kind: DecoderConfig) -> Arm:
+    """A decoder whose float8 products a CPU can afford: it has no units for them."""
+    model = replace(kind, layers=2, heads=4, width=64, context=64, vocabulary=80, hidden=256, std=0.07)
+    return _arm(model, PLAYS, SMALL_RATES, {"eval_batches": 4}, save_every=100)
+
+
 SMOKE_GPT2 = _smoke(GPT2, width=32, vocabulary=65, hidden=128)
 SMOKE_MODERN = _smoke(MODERN, width=48, vocabulary=96, hidden=64)
 SMOKE_NEOX = _smoke(NEOX, width=32, vocabulary=65, hidden=128)
 SMALL_GPT2 = _small(GPT2, hidden=512, context=60)
 SMALL_MODERN = _small(MODERN, hidden=340)
 SMALL_NEOX = _small(NEOX, hidden=512)
+SMALL_NATIVE = _native(NEOX)
 PAPER_GPT2, PAPER_MODERN, PAPER_NEOX = _paper(GPT2), _paper(MODERN), _paper(NEOX)

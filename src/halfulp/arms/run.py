@@ -23,8 +23,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -46,7 +48,8 @@ from halfulp.models.training import Training, adamw, project, sequences, starts
 from halfulp.study import Running
 from halfulp.trace import Memory, Recorded
 from halfulp.trace.schema import BOUNDS
-from halfulp.writeback import WriteBack
+from halfulp.writeback import Dispatch, WriteBack, dispatch, native
+from halfulp.writeback.native import plain
 from halfulp.writeback.policies import parsed
 
 Json = Any
@@ -59,26 +62,20 @@ def run(running: Running) -> dict[str, Json]:
     arm = Arm.from_json(running.config)
     recipe = arm.recipe
     train, held_out = open_corpus(running, arm.corpus, arm.model.vocabulary)
-    model = Decoder(arm.model, seed=arm.seed, device=_device(arm.device))
+    model = Decoder(arm.model, seed=arm.seed, device=device(arm.device))
     record: dict[str, Json] = {
         "seed": arm.seed, "grid": arm.grid, "policy": arm.policy or "fp32", "projected": arm.projected,
         "updates": recipe.updates, "warmup": recipe.schedule.warmup, "initial": digest(model),
         "coordinates": _sizes(model), "frozen": {}, "most_endpoint": 0, "evaluations": [],
     }  # fmt: skip
-    if arm.projected:
-        project(model, arm.projected)
-    optimizer: torch.optim.Optimizer = adamw(model, recipe)
-    if arm.grid is not None:
-        kind, options = parsed(arm.policy or "")
-        policy = read_mask(running, arm).policy(**options) if arm.mask else kind(**options)
-        optimizer = WriteBack(
-            optimizer, arm.grid, policy, model=model, seed=arm.stream_seed, project=arm.projection,
-            storage=arm.storage, telemetry=False,
-        )  # fmt: skip
-        if arm.mask:
-            record["master_bytes"] = sum(slot.state["master"].nbytes for slot in optimizer.slots)
+    optimizer = _optimizer(running, arm, model)
+    if arm.mask:
+        assert isinstance(optimizer, WriteBack)
+        record["master_bytes"] = sum(slot.state["master"].nbytes for slot in optimizer.slots)
     record["start"] = digest(model)
     training = Training(model, optimizer, train, recipe, held_out=held_out)
+    if arm.replay:
+        record |= {"stream": arm.stream_seed, "schedule": asdict(recipe.schedule), "replayed": []}
     memory, contexts, silent = Memory(), [], _silent(arm, model)
     saved = running.load()
     if saved is not None:
@@ -86,12 +83,15 @@ def run(running: Running) -> dict[str, Json]:
         contexts = [kept.pop("contexts")] if "contexts" in kept else []
         memory = Memory.loaded(kept if silent is None else silent.load(kept))
     rehearse = rehearsals(running, arm)
-    with _attention(arm.attention), audited(arm, training, memory, list(rehearse.values())) as audit:
+    with attention(arm.attention), audited(arm, training, memory, list(rehearse.values())) as audit:
         named = {} if audit is None else dict(zip(rehearse, audit.rehearsals, strict=True))
+        if arm.replay and saved is None:
+            record["replayed"].append(_replayed(running, arm, training))
         while not training.done:
             if silent is not None:
                 silent.begin(training.update + 1)
-            training.step()
+            with _evidence(arm, training, record):
+                training.step()
             if silent is not None:
                 silent.end()
             if arm.attribute is not None and audit is not None and training.update in _moments(arm):
@@ -112,6 +112,10 @@ def run(running: Running) -> dict[str, Json]:
                 more |= {} if silent is None else silent.save()
                 running.save(training.save(record, {**memory.save(), **more}))
             running.progress(training.update, recipe.updates)
+    if arm.replay:
+        record["replayed"].append(_replayed(running, arm, training))
+    if "dispatch" in record:
+        running.attach("dispatch.json", json.dumps(record["dispatch"], sort_keys=True).encode())
     if contexts and arm.tables:
         running.attach("contexts.safetensors", save_tensors({"loss": torch.cat(contexts)}))
     if not arm.watched:
@@ -137,6 +141,53 @@ def run(running: Running) -> dict[str, Json]:
     if arm.grid is not None:
         _note_never_moved(record, trace)
     return record
+
+
+def _optimizer(running: Running, arm: Arm, model: Decoder) -> torch.optim.Optimizer:
+    """What steps a model: AdamW, or a write-back around it, from the arm's first codes."""
+    if arm.projected:
+        project(model, arm.projected)
+    if arm.storage == "native":
+        native(model, arm.grid or "")
+    plain_adamw = adamw(model, arm.recipe)
+    if arm.grid is None:
+        return plain_adamw
+    kind, options = parsed(arm.policy or "")
+    policy = read_mask(running, arm).policy(**options) if arm.mask else kind(**options)
+    return WriteBack(
+        plain_adamw, arm.grid, policy, model=model, seed=arm.stream_seed, project=arm.projection,
+        storage=arm.storage, telemetry=False,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _evidence(arm: Arm, training: Training, record: dict[str, Json]) -> Iterator[None]:
+    """Of a native arm's first and last update: which products ran natively, beside those that should have."""
+    update = training.update + 1
+    if arm.storage != "native" or update not in (1, arm.recipe.updates):
+        yield
+        return
+    with Dispatch() as seen:
+        yield
+    read = () if arm.model.tied else ("transformer.wte.weight", "transformer.wpe.weight")
+    parts = -(-arm.recipe.batch // (arm.recipe.micro or arm.recipe.batch))
+    expected = dispatch.expected(parts * dispatch.products(training.model, read))
+    told = {"update": update, "calls": seen.calls, "kernels": seen.kernels, "shapes": seen.shapes}
+    record.setdefault("dispatch", []).append({**told, "expected": expected})
+
+
+def _replayed(running: Running, arm: Arm, training: Training) -> dict[str, Json]:
+    """The held-out loss here, and that of a model which is made anew from this state's bytes."""
+    saved = training.save()
+    model = Decoder(arm.model, seed=arm.seed + 1, device=training.device)
+    again = Training(
+        model, _optimizer(running, arm, model), training.tokens, arm.recipe, held_out=training.held_out
+    )
+    again.load(saved)
+    losses = [training.evaluate(), again.evaluate()]
+    here, there = (x if math.isfinite(x) else None for x in losses)
+    same = digest(training.model) == digest(model)
+    return {"update": training.update, "loss": here, "again": there, "same_weights": same}
 
 
 def _sizes(model: Decoder) -> dict[str, int]:
@@ -254,11 +305,11 @@ def _attribute(audit: Audit, training: Training, arm: Arm, named: Mapping[str, s
     return found
 
 
-def _attention(kind: str) -> contextlib.AbstractContextManager[Any]:
+def attention(kind: str) -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH) if kind == "math" else contextlib.nullcontext()
 
 
-def _device(wanted: str) -> torch.device:
+def device(wanted: str) -> torch.device:
     if wanted != "auto" or not torch.cuda.is_available():
         return torch.device("cpu" if wanted == "auto" else wanted)
     torch.use_deterministic_algorithms(True, warn_only=True)  # a worker's process is the cell's own
@@ -271,7 +322,7 @@ def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, An
     if isinstance(training.optimizer, WriteBack):
         total = torch.zeros(len(kernels.AUDIT_COUNTS), dtype=torch.int64)
         for slot in training.optimizer.slots:
-            q = slot.p.detach()
+            q = slot.values()
             seen = kernels.audit(q, torch.zeros_like(q), [slot.grid], phase=False)
             total += seen.counts[:, 0].sum(dim=0, dtype=torch.int64).cpu()
         named = dict(zip(kernels.AUDIT_COUNTS, total.tolist(), strict=True))
@@ -352,5 +403,5 @@ def digest(model: Decoder) -> str:
     hashed = hashlib.sha256()
     for name, p in model.named_parameters():
         hashed.update(name.encode())
-        hashed.update(p.detach().cpu().contiguous().numpy().data)
+        hashed.update(plain(p.detach()).cpu().contiguous().numpy().data)
     return hashed.hexdigest()

@@ -31,6 +31,7 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
+from torch.utils.checkpoint import checkpoint
 
 from halfulp.errors import UsageError
 from halfulp.kernels import tiles_of
@@ -146,6 +147,7 @@ class Trunk(nn.Module):
     def __init__(self, config: DecoderConfig, device: str | torch.device) -> None:
         super().__init__()
         self.context, learned = config.context, config.positions == "learned"
+        self.checkpointing = False
         self.wte = Embedding(config.vocabulary, config.width, device)
         self.wpe = Embedding(config.context, config.width, device) if learned else None
         self.h = nn.ModuleList([Block(config, device) for _ in range(config.layers)])
@@ -162,7 +164,10 @@ class Trunk(nn.Module):
             x = x + self.wpe(torch.arange(length, device=tokens.device))
         turn = (self.cos[:length], self.sin[:length])
         for block in self.h:
-            x = block(x, turn)
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, turn, use_reentrant=False)
+            else:
+                x = block(x, turn)
         out: torch.Tensor = self.ln_f(x)
         return out
 

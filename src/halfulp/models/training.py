@@ -26,6 +26,7 @@ nanoGPT's layout (:func:`halfulp.data.tokens.open_bin`). A sequence begins anywh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.grids import Grid
 from halfulp.models.decoder import Decoder
 from halfulp.streams import Stream
+from halfulp.writeback.native import flat_state, native_state
 
 Tokens = npt.NDArray[np.uint16]
 Positions = npt.NDArray[np.int64]
@@ -117,6 +119,13 @@ class Recipe:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
+    half: bool = False
+    """Whether products are in float16, on a CPU in bfloat16: autocast."""
+    loss_scale: float | None = None
+    """What the loss is multiplied by for the backward; halved when a gradient is not finite, and the same
+    batch is tried again."""
+    checkpointing: bool = False
+    """Whether a block's activations are computed again in the backward instead of kept."""
     eval_every: int = 250
     eval_batches: int = 8
     eval_seed: int = 4242
@@ -210,6 +219,12 @@ class Training:
         self.tokens, self.held_out = tokens, held_out
         self.device = next(model.parameters()).device
         self.update = 0
+        self.norm: torch.Tensor | float = math.nan
+        """Of the last update's gradient, before it was clipped."""
+        self.scale = recipe.loss_scale
+        self.backoffs: list[tuple[int, float, float]] = []
+        """Updates that were tried again, the scale that failed and the next."""
+        model.transformer.checkpointing = recipe.checkpointing
 
     @property
     def done(self) -> bool:
@@ -221,17 +236,38 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.schedule.rate(update)
         begin = self._starts(self.tokens, recipe.seed, "training", update)
-        total = torch.zeros((), device=self.device)
+        total, norm = self._gradients(begin)
+        while self.scale is not None and not bool(torch.isfinite(norm)):
+            if self.scale < 1.0:
+                raise UsageError(f"update {update} overflows at a loss scale of {self.scale:g}: it diverged.")
+            self.backoffs.append((update, self.scale, self.scale / 2))
+            self.scale /= 2
+            total, norm = self._gradients(begin)
+        self.optimizer.step()
+        self.update, self.norm = update, norm
+        return total
+
+    def _gradients(self, begin: Positions) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss of these sequences, and the norm of its gradient, which is clipped."""
+        recipe, total = self.recipe, torch.zeros((), device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
         for part in self._micro(begin):
             x, y = sequences(self.tokens, part, recipe.context, self.device)
-            loss = self.model.loss(x, y) * (len(part) / recipe.batch)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            with self._precision():
+                loss = self.model.loss(x, y) * (len(part) / recipe.batch)
+            (loss if self.scale is None else loss * self.scale).backward()  # type: ignore[no-untyped-call]  # torch's
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
-        self.optimizer.step()
-        self.update = update
-        return total
+        if self.scale is not None:
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(1.0 / self.scale)
+        return total, torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.recipe.half:
+            return contextlib.nullcontext()
+        dtype = torch.bfloat16 if self.device.type == "cpu" else torch.float16
+        return torch.autocast(self.device.type, dtype=dtype)
 
     def evaluate(self) -> float:
         """The mean loss over the fixed held-out contexts, the same for every run of a recipe's sizes."""
@@ -247,7 +283,8 @@ class Training:
             begin = self._starts(self.held_out, recipe.eval_seed, "evaluation", i)
             for part in self._micro(begin):
                 x, y = sequences(self.held_out, part, recipe.context, self.device)
-                logits = self.model(x)
+                with self._precision():
+                    logits = self.model(x).float()
                 total += float(F.cross_entropy(logits.flatten(0, 1), y.flatten())) * len(part)
                 apart.append(F.cross_entropy(logits.transpose(1, 2), y, reduction="none").mean(dim=1).cpu())
         return total / (recipe.eval_batches * recipe.batch), torch.cat(apart).numpy()
@@ -275,7 +312,9 @@ class Training:
             "groups": groups,
             "notes": notes,
         }
-        tensors = {f"model/{name}": t for name, t in self.model.state_dict().items()}
+        if self.scale is not None:
+            cursor |= {"scale": self.scale, "backoffs": self.backoffs}
+        tensors = {f"model/{name}": t for name, t in flat_state(self.model.state_dict()).items()}
         for number, kept_state in state["state"].items():
             tensors.update({f"optimizer/{number}/{name}": t for name, t in kept_state.items()})
         tensors.update({f"kept/{name}": t for name, t in (kept or {}).items()})
@@ -301,7 +340,7 @@ class Training:
             other = ", ".join(f"{k} {recipe.get(k)!r}" for k in mine if recipe.get(k) != mine[k])
             raise UsageError(f"this training state is of another recipe: it has {other}.")
         weights = {k.removeprefix("model/"): t for k, t in tensors.items() if k.startswith("model/")}
-        self.model.load_state_dict(weights)
+        self.model.load_state_dict(native_state(weights))
         state: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
             if key.startswith("optimizer/"):
@@ -314,6 +353,8 @@ class Training:
         groups = [{**mine, **theirs} for mine, theirs in zip(fresh, cursor["groups"], strict=True)]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.update = update
+        self.scale = cursor.get("scale")
+        self.backoffs = [tuple(entry) for entry in cursor.get("backoffs", [])]
         return cursor["notes"], {
             k.removeprefix("kept/"): t for k, t in tensors.items() if k.startswith("kept/")
         }

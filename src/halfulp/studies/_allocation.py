@@ -16,7 +16,8 @@ from halfulp.arms import Bundle, figures, measures
 from halfulp.arms.arm import Arm
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
 from halfulp.arms.tables import forecast_recoveries, losses, masks, recovery
-from halfulp.study.protocol import Estimand, Records
+from halfulp.studies.declared import declared
+from halfulp.study.protocol import Estimand, Records, Study
 from halfulp.writeback import TileMaster
 
 E5M2: Mapping[str, Mapping[str, str]] = {"e5m2": {"grid": "e5m2"}}
@@ -101,9 +102,9 @@ def estimands(runs: Bundle) -> tuple[Estimand, ...]:
 
 def less(runs: Bundle, name: str, arm: str, over: Sequence[str], what: str = "") -> Estimand:
     """Recovery of an arm less the largest among others."""
-    others = what or " and ".join(over)
+    told = what or " and ".join(over)
     return runs.estimand(
-        name, f"recovery of {arm} less the largest of {others}", measures.advantage, arm=arm, over=list(over)
+        name, f"recovery of {arm} less the largest of {told}", measures.advantage, arm=arm, over=list(over)
     )
 
 
@@ -125,13 +126,15 @@ def figure(runs: Bundle, highlight: str, faint: Sequence[str] = ()) -> dict[str,
     return {"recovered": partial(_recovered, runs, highlight=highlight, faint=tuple(faint))}
 
 
-def standard(runs: Bundle, highlight: str, faint: Sequence[str] = (), beside: str = "") -> dict[str, Any]:
-    """What a study computes, tabulates and draws of its bundle."""
-    return {
-        "estimands": estimands(runs),
-        "tables": tables(runs, beside),
-        "figures": figure(runs, highlight, faint),
-    }
+def study(
+    module: str, runs: Bundle, *more: Estimand, beside: str = "", highlight: str, faint: Sequence[str] = (),
+    **given: Any,
+) -> Study:  # fmt: skip
+    """The study of a module: what all of them compute and show, and more."""
+    return declared(
+        module, runs, estimands=(*estimands(runs), *more), tables=tables(runs, beside),
+        figures=figure(runs, highlight, faint), **given,
+    )  # fmt: skip
 
 
 def _recovered(runs: Bundle, found: Records, highlight: str, faint: Sequence[str]) -> Any:

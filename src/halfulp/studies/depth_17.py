@@ -21,7 +21,6 @@ from halfulp.arms.masks import masters, recipes
 from halfulp.studies import _allocation as shared
 from halfulp.studies import prospective_modern
 from halfulp.studies.claims import claims_of
-from halfulp.studies.declared import declared
 
 LAYERS = {"smoke": 7, "small": 9, "paper": 17}
 
@@ -45,5 +44,11 @@ RUNS = replace(
     rehearse=("rne", "source-P", "control-1"),
 )  # fmt: skip
 
-STUDY = declared(__file__, RUNS, **shared.standard(RUNS, "source-P", ("control-1",), beside="P"))
+STUDY = shared.study(
+    __file__, RUNS,
+    shared.less(RUNS, "M", "source-P", ["target-P"]),
+    shared.less(RUNS, "C1", "source-P", ["control-1"]),
+    beside="P", highlight="source-P", faint=("control-1",),
+)  # fmt: skip
+
 PAPER = claims_of(STUDY, __file__)

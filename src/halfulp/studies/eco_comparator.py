@@ -15,7 +15,6 @@ from halfulp.arms import Anchors, measures, records
 from halfulp.studies import _allocation as shared
 from halfulp.studies import prospective_modern
 from halfulp.studies.claims import claims_of
-from halfulp.studies.declared import declared
 from halfulp.study.outcomes import Outcomes
 from halfulp.study.protocol import Estimand, Evidence, Records, Values
 
@@ -42,22 +41,17 @@ def apart(found: Records) -> Values:
     return made
 
 
-STUDY = declared(
-    __file__,
-    RUNS,
+STUDY = shared.study(
+    __file__, RUNS,
+    shared.less(RUNS, "above-source", "eco", ["source-P"]),
+    Estimand.of(apart),
+    highlight="eco",
     evidence=(
         Evidence(
             name=EVIDENCE, study="prospective-modern",
             records=("reference/*", *(f"outcome/*-{arm}" for arm in (*_KNOWN, "eco"))),
         ),
     ),
-    estimands=(
-        *shared.estimands(RUNS),
-        shared.less(RUNS, "above-source", "eco", ["source-P"]),
-        Estimand.of(apart),
-    ),
-    tables=shared.tables(RUNS),
-    figures=shared.figure(RUNS, "eco"),
 )  # fmt: skip
 
 PAPER = claims_of(STUDY, __file__)

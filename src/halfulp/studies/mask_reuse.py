@@ -16,7 +16,8 @@ from halfulp.arms import Bundle, Masked
 from halfulp.arms.masks import masters, recipes
 from halfulp.studies import _allocation as shared
 from halfulp.studies.claims import claims_of
-from halfulp.studies.declared import declared
+
+RIVALS = ("source-F", "control-1")
 
 RUNS = Bundle(
     scales=shared.THOUSAND,
@@ -38,5 +39,14 @@ RUNS = Bundle(
     reference="target-{seed}",
 )  # fmt: skip
 
-STUDY = declared(__file__, RUNS, **shared.standard(RUNS, "source-P", ("control-1",), beside="P"))
+STUDY = shared.study(
+    __file__, RUNS,
+    shared.less(RUNS, "M", "source-P", ["target-P"]),
+    shared.less(RUNS, "D_F", "source-P", ["source-F"]),
+    shared.less(RUNS, "D_C", "source-P", ["control-1"]),
+    shared.less(RUNS, "S", "source-P", RIVALS),
+    shared.less(RUNS, "ninth", "source-R", ["source-P"]),
+    beside="P", highlight="source-P", faint=("control-1",),
+)  # fmt: skip
+
 PAPER = claims_of(STUDY, __file__)

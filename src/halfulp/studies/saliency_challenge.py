@@ -17,7 +17,6 @@ from halfulp.arms import Anchors, Bundle
 from halfulp.studies import _allocation as shared
 from halfulp.studies import leverage_primary
 from halfulp.studies.claims import claims_of
-from halfulp.studies.declared import declared
 from halfulp.studies.leverage_primary import NINTH, SCORES, STRUCTURAL
 from halfulp.study.protocol import Evidence
 
@@ -38,11 +37,16 @@ RUNS = Bundle(
         evidence=EVIDENCE, bundle=leverage_primary.RUNS, arms=("rne", "master", "L-10")
     ),
     only_if={LATER: ("material", "blanket", "exact", "matched", *DECIDES)},
-    unit="seed-{seed}", reference="seed-{seed}",
+    unit="seed-{seed}",
+    reference="seed-{seed}",
 )  # fmt: skip
 
-STUDY = declared(
+STUDY = shared.study(
     __file__, RUNS,
+    shared.less(RUNS, "above-scores", "L-10", FAMILY, "the six scores"),
+    shared.less(RUNS, "above-structure", "L-10", CONTROLS, "the structural controls"),
+    shared.less(RUNS, "ninth-above-scores", f"{NINTH}-10", ("L-10", *FAMILY), "L and the six scores"),
+    beside="L-10", highlight="L-10", faint=CONTROLS,
     evidence=(
         Evidence(
             name=EVIDENCE, study="leverage-primary",
@@ -50,14 +54,6 @@ STUDY = declared(
             attached=("source/*/masks.safetensors",),
         ),
     ),
-    estimands=(
-        *shared.estimands(RUNS),
-        shared.less(RUNS, "above-scores", "L-10", FAMILY, "the six scores"),
-        shared.less(RUNS, "above-structure", "L-10", CONTROLS, "the structural controls"),
-        shared.less(RUNS, "ninth-above-scores", f"{NINTH}-10", ("L-10", *FAMILY), "L and the six scores"),
-    ),
-    tables=shared.tables(RUNS, "L-10"),
-    figures=shared.figure(RUNS, "L-10", CONTROLS),
 )  # fmt: skip
 
 PAPER = claims_of(STUDY, __file__)

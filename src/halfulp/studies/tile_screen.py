@@ -15,7 +15,6 @@ from __future__ import annotations
 from halfulp.arms import Bundle, Masked
 from halfulp.studies import _allocation as shared
 from halfulp.studies.claims import claims_of
-from halfulp.studies.declared import declared
 from halfulp.study.protocol import Estimand, Records, Values
 
 BUDGETS = (10, 20)
@@ -58,20 +57,15 @@ def _above(percent: int) -> Estimand:
     return shared.less(RUNS, f"above-{percent}", shared.named("C", percent), rivals, what)
 
 
-STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        *shared.estimands(RUNS),
-        *(_above(percent) for percent in BUDGETS),
-        Estimand(name="promotion", what="the larger of above-10 and above-20", compute=promotion),
-        *(
-            shared.less(RUNS, f"ninth-above-L-{p}", shared.named("R", p), [shared.named("L", p)])
-            for p in BUDGETS
-        ),
+STUDY = shared.study(
+    __file__, RUNS,
+    *(_above(percent) for percent in BUDGETS),
+    Estimand(name="promotion", what="the larger of above-10 and above-20", compute=promotion),
+    *(
+        shared.less(RUNS, f"ninth-above-L-{p}", shared.named("R", p), [shared.named("L", p)])
+        for p in BUDGETS
     ),
-    tables=shared.tables(RUNS, "C-10"),
-    figures=shared.figure(RUNS, "C-10", (*RANDOM[10], *RANDOM[20])),
+    beside="C-10", highlight="C-10", faint=(*RANDOM[10], *RANDOM[20]),
 )  # fmt: skip
 
 PAPER = claims_of(STUDY, __file__)

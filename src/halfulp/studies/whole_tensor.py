@@ -18,7 +18,6 @@ from halfulp.arms.bundle import Unit
 from halfulp.arms.family import PAPER_GPT2, at, three_thousand
 from halfulp.studies import _allocation as shared
 from halfulp.studies.claims import claims_of
-from halfulp.studies.declared import declared
 
 RAW = "tile-master(start_from=raw)"
 NEAR = 0.01
@@ -82,21 +81,16 @@ def won_against_draws(unit: Unit) -> float | None:
     return None if None in found else float(sum(v > 0 for v in found if v is not None))
 
 
-STUDY = declared(
-    __file__,
-    RUNS,
-    estimands=(
-        *shared.estimands(RUNS),
-        *(
-            RUNS.estimand(f"spent-{arm}", f"masters of {arm}, as a share of masters for all", spent, arm=arm)
-            for arm in CHOSEN
-        ),
-        shared.less(RUNS, "above-anti", "select-25", ["anti-25"]),
-        RUNS.estimand("draws-near", f"draws within {NEAR} of the selection's share, of ten", near_draws),
-        RUNS.estimand("draws-won", "near draws that the selection is above", won_against_draws),
+STUDY = shared.study(
+    __file__, RUNS,
+    *(
+        RUNS.estimand(f"spent-{arm}", f"masters of {arm}, as a share of masters for all", spent, arm=arm)
+        for arm in CHOSEN
     ),
-    tables=shared.tables(RUNS, "select-25"),
-    figures=shared.figure(RUNS, "select-25", (*DRAWS[25], *DRAWS[50])),
+    shared.less(RUNS, "above-anti", "select-25", ["anti-25"]),
+    RUNS.estimand("draws-near", f"draws within {NEAR} of the selection's share, of ten", near_draws),
+    RUNS.estimand("draws-won", "near draws that the selection is above", won_against_draws),
+    beside="select-25", highlight="select-25", faint=(*DRAWS[25], *DRAWS[50]),
 )  # fmt: skip
 
 PAPER = claims_of(STUDY, __file__)

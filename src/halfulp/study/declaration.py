@@ -73,7 +73,7 @@ def declare(study: Study, scale: str) -> dict[str, Json]:
 def declared_rule(rule: Rule) -> dict[str, Json]:
     """A rule, as it is sealed."""
     gates = {"label": rule.label, "passed": list(rule.passed), "failed": list(rule.failed)}
-    return gates | _given(not_run=list(rule.not_run), says=rule.says)
+    return gates | _given(not_run=list(rule.not_run), says=rule.says, recovered=rule.recovered)
 
 
 def declared_evidence(one: Evidence, scale: str) -> dict[str, Json]:
@@ -152,6 +152,7 @@ class Protocol:
                     failed=tuple(r["failed"]),
                     not_run=tuple(r.get("not_run", ())),
                     says=r.get("says", ""),
+                    recovered=r.get("recovered", False),
                 )
                 for r in content["rules"]
             )

@@ -212,8 +212,9 @@ class Gate:
 class Rule:
     """The label, when these gates passed and those failed. The first rule that fits decides.
 
-    `not_run` names stages that were not authorised. A label may be a registered string, to the letter; `says`
-    is then the sentence that a reader understands.
+    `not_run` names stages that were not authorised. `recovered`: fits only where a record was made by hand,
+    and is then the study's label, though never a scientific result. A label may be a registered string, to
+    the letter; `says` is then the sentence that a reader understands.
     """
 
     label: str
@@ -221,6 +222,7 @@ class Rule:
     failed: tuple[str, ...] = ()
     not_run: tuple[str, ...] = ()
     says: str = ""
+    recovered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,7 +419,7 @@ def check_decisions(
                 f"The rule for {rule.label!r} asks whether stage {unknown[0]!r} was not run, but no gate "
                 "decides on that."
             )
-    if not rules or rules[-1].passed or rules[-1].failed or rules[-1].not_run:
+    if not rules or rules[-1].passed or rules[-1].failed or rules[-1].not_run or rules[-1].recovered:
         raise UsageError(f"{what}: the last rule must have no condition, so that a label exists.")
 
 

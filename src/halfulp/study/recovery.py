@@ -2,7 +2,7 @@
 
 It lets a study go on to its end, and it is marked for ever: in the record (``origin``, ``reason``,
 ``scientific_result`` false) and in the ledger. The two must agree, and a study with such a record is not
-promoted to any label.
+promoted to any label but one that its protocol declares for this very case.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def assemble(
     protocol: Protocol, ledger: Ledger, evidence: Mapping[str, Mapping[str, Json]], numbers: Numbers
 ) -> dict[str, Json]:
     """The result that follows from the estimands' values."""
-    decision = judge(protocol.gates, protocol.rules, numbers, ledger.not_run)
+    by_hand = bool(ledger.recovered)
+    decision = judge(protocol.gates, protocol.rules, numbers, ledger.not_run, recovered=by_hand)
     for stage, event in ledger.decided.items():
         if event["gates"] != {name: decision.passed(name) for name in event["gates"]}:
             raise TamperingError(f"{ledger.path}: the gates that decided on stage {stage} say otherwise.")
@@ -64,11 +65,13 @@ def assemble(
         "stages": dict(ledger.stages),
         "estimands": numbers,
         "gates": gates_json(decision),
-        "label": f"not promoted: {'; '.join(reasons)}" if reasons else decision.label,
+        "label": decision.label
+        if not reasons or decision.recovered
+        else f"not promoted: {'; '.join(reasons)}",
         "not_promoted": reasons,
         "scientific_result": not reasons and protocol.scale != "smoke",
     }
-    if decision.says and not reasons:
+    if decision.says and (not reasons or decision.recovered):
         result["says"] = decision.says
     if ledger.decided:
         result["decisions"] = {

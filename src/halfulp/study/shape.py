@@ -150,7 +150,8 @@ PROTOCOL: dict[str, Any] = {
     "estimands": [{"name": NAME, "what": str, "compute": str, "args?": dict}],
     "gates": [{"name": NAME, "estimand": NAME, "scope": SCOPES, "comparison": COMPARISONS, "threshold": float,
                "why": str}],
-    "rules": [{"label": str, "passed": TEXTS, "failed": TEXTS, "not_run?": TEXTS, "says?": str}],
+    "rules": [{"label": str, "passed": TEXTS, "failed": TEXTS, "not_run?": TEXTS, "says?": str,
+               "recovered?": bool}],
     "evidence?": [{"name": NAME, "study": NAME, "scale": SCALES, "records": TEXTS, "attached": TEXTS,
                    "estimands": TEXTS, "after?": NAME}],
 }  # fmt: skip

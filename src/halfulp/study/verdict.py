@@ -51,22 +51,26 @@ class Decision:
     gates: Mapping[str, GateResult]
     label: str
     says: str = ""
+    recovered: bool = False
+    """Whether the label is that of the rule for records made by hand."""
 
     def passed(self, gate: str) -> bool:
         """Whether a gate passed, by the name that rules use; one of a unit that has no value did not."""
         return gate in self.gates and self.gates[gate].passed
 
 
-def decide(study: Study, values: Mapping[str, Values], not_run: Collection[str] = ()) -> Decision:
+def decide(
+    study: Study, values: Mapping[str, Values], not_run: Collection[str] = (), *, recovered: bool = False
+) -> Decision:
     """The gates and the label of a study, given its estimands' values by unit.
 
     An estimand left out counts as missing, so its gates fail; one that the study does not have is an error.
-    `not_run` names stages that were not authorised.
+    `not_run` names stages that were not authorised; `recovered`: whether a record was made by hand.
     """
     unknown = sorted(set(values) - {estimand.name for estimand in study.estimands})
     if unknown:
         raise UsageError(f"Study {study.name} has no estimand {', '.join(unknown)}.")
-    return judge(study.gates, study.rules, values, not_run)
+    return judge(study.gates, study.rules, values, not_run, recovered=recovered)
 
 
 def judge(
@@ -74,6 +78,8 @@ def judge(
     rules: Iterable[Rule],
     values: Mapping[str, Values],
     not_run: Collection[str] = (),
+    *,
+    recovered: bool = False,
 ) -> Decision:
     """As :func:`decide`, for gates and rules that come from a sealed protocol."""
     results: dict[str, GateResult] = {}
@@ -83,8 +89,9 @@ def judge(
     passed = {name for name, result in results.items() if result.passed}
     for rule in rules:
         run = set(rule.not_run) - set(not_run)
-        if passed.issuperset(rule.passed) and passed.isdisjoint(rule.failed) and not run:
-            return Decision(results, rule.label, rule.says)
+        fits = passed.issuperset(rule.passed) and passed.isdisjoint(rule.failed) and not run
+        if fits and rule.recovered <= recovered:
+            return Decision(results, rule.label, rule.says, rule.recovered)
     raise UsageError("No rule fits: the last rule of a study must have no condition.")
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Dispatch:
         """Native products by the types of their operands."""
         self.kernels: dict[str, int] = {}
         """The kernels that they launched on a GPU, by name; a CPU has none."""
+        self.shapes: dict[str, int] = {}
+        """The same by types and sizes."""
         self.sha256 = ""
         """Of the raw trace."""
 
@@ -59,21 +62,23 @@ class Dispatch:
             self._profiler.export_chrome_trace(str(path))
             raw = path.read_bytes()
         self.sha256 = hashlib.sha256(raw).hexdigest()
-        self.calls, self.kernels = scan(json.loads(raw), gpu=torch.cuda.is_available())
+        self.calls, self.shapes, self.kernels = scan(json.loads(raw), gpu=torch.cuda.is_available())
 
     def to_json(self) -> dict[str, Any]:
-        return {"calls": self.calls, "kernels": self.kernels, "trace_sha256": self.sha256}
+        return {
+            "calls": self.calls, "shapes": self.shapes, "kernels": self.kernels, "trace_sha256": self.sha256
+        }  # fmt: skip
 
 
-def scan(trace: Mapping[str, Any], *, gpu: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Native products of a raw trace, and their kernels; with ``gpu`` only those that launched one."""
+def scan(trace: Mapping[str, Any], *, gpu: bool) -> tuple[dict[str, int], ...]:
+    """Native products of a raw trace by types, by types and sizes, and their kernels; with ``gpu`` only those
+    that launched one."""
     events = trace["traceEvents"]
     launched: dict[Any, list[str]] = {}
     for e in events:
         if e.get("cat") == "kernel":
             launched.setdefault(e["args"].get("External id"), []).append(e["name"])
-    calls: dict[str, int] = {}
-    kernels: dict[str, int] = {}
+    calls, shapes, kernels = Counter[str](), Counter[str](), Counter[str]()
     for e in events:
         if e.get("name") != OPERATOR or e.get("cat") != "cpu_op":
             continue
@@ -81,11 +86,11 @@ def scan(trace: Mapping[str, Any], *, gpu: bool) -> tuple[dict[str, int], dict[s
         if gpu and not names:
             continue
         kinds = [_SHORT.get(kind, kind) for kind in e["args"].get("Input type", ["?", "?"])[:2]]
-        kind = " x ".join(kinds)
-        calls[kind] = calls.get(kind, 0) + 1
-        for name in names:
-            kernels[name] = kernels.get(name, 0) + 1
-    return dict(sorted(calls.items())), dict(sorted(kernels.items()))
+        sizes = e["args"].get("Input Dims", [[], []])[:2]
+        calls[" x ".join(kinds)] += 1
+        shapes[" x ".join(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=False))] += 1
+        kernels.update(names)
+    return tuple(dict(sorted(found.items())) for found in (calls, shapes, kernels))
 
 
 def products(model: torch.nn.Module, only_read: tuple[str, ...] = ()) -> int:
