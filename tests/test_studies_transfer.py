@@ -156,8 +156,10 @@ def test_bundles_that_mean_nothing_are_refused() -> None:
     }  # fmt: skip
     with pytest.raises(UsageError, match="names no condition"):
         Bundle(**shared, anchor="projected")
-    with pytest.raises(UsageError, match="one source forecasts one condition"):
+    with pytest.raises(UsageError, match="one source forecasts one grid"):
         Bundle(**shared, forecast_from=3)
+    with pytest.raises(UsageError, match="there must be a source"):
+        Bundle(**shared, anchored=False)
 
 
 # ---- smoke runs -----------------------------------------------------------------------------------------
