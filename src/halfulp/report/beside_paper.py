@@ -56,6 +56,7 @@ TRANSFORMERS = {
     "char-gpt": "paper", "policy-3k": "small", "nearest-10k": "small", "matched-10k": "small",
     "modern-transfer": "small", "neox-transfer": "small", "source-amortized": "small",
     "template-challenge": "small", "prospective-modern": "small",
+    **dict.fromkeys(("native-schedule-shift", "native-coupled-sr", "dqt-int3"), "small"),
 }  # fmt: skip
 """The scale at which each was run."""
 
@@ -78,7 +79,8 @@ Each row sets a number that the paper prints beside the number that our records 
 where the paper trains GPT-2 124M and decoders of 162 million weights on OpenWebText, for 10,000 updates
 (`nearest-10k`, `matched-10k`), 1,000 (`prospective-modern`) or 3,000 (the rest), ours are the scales
 `small`, decoders of 1.3 and 1.8 million weights on novels in 4096 pieces, for 240, 1,000, 200 and 120
-updates. The structure is the same, the numbers need not be.
+updates. The native studies and `dqt-int3` are smaller still, two layers of width 64 on characters for 300 and
+400 updates. The structure is the same, the numbers need not be.
 
 This page is made by `halfulp paper` from the folders in `studies/`."""
 
