@@ -1,10 +1,10 @@
 """A run that rehearses, killed again and again, and one that is not; ``rehearsals_kill.py FOLDER KILLS``.
 
 Every run is a fork, which spares the imports, and goes on from the last checkpoint of the one before it. It
-kills itself, by SIGKILL, before an event whose number is drawn: an operation on the disk, a step, or one
-rehearsal among those of a step. So where it dies does not depend on the machine's pace. polars must not be
-touched before a fork (its threads do not survive it): whoever starts this looks at the traces. Prints how
-often a run was killed before which kind of event, as JSON.
+kills itself, by SIGKILL, before an event whose number is drawn: of operations on the disk, of steps (before
+and after), and of single rehearsals, in turn. So where it dies does not depend on the machine's pace. polars
+must not be touched before a fork (its threads do not survive it): whoever starts this looks at the traces.
+Prints how often a run was killed before which kind of event, as JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from halfulp.audit import rehearsal
 STEPS, EACH = 14, 4
 SPECS = ["e5m2", "e4m3@128:sr", "bf16:kahan", "bf16:eco", "e5m2:master", "int8/row"]
 BOUNDS = ("lower", "point", "upper")
+MOST = {"disk": 60, "step": 16, "rehearsal": 50}
+"""Kinds of events, and of how many the number is drawn: a whole run has more of each."""
 
 
 def run(out: Path, event: Callable[[str], None]) -> None:
@@ -69,7 +71,7 @@ def run(out: Path, event: Callable[[str], None]) -> None:
                 audit.evaluate(lambda: loss(0))
                 audit.commit()  # a checkpoint may not be ahead of the trace
                 torch.save((step, *(part.state_dict() for part in parts)), out / "aside.pt")
-                event("checkpoint")
+                event("disk")
                 (out / "aside.pt").rename(checkpoint)
         for spec in SPECS:
             for bound in BOUNDS:
@@ -77,18 +79,16 @@ def run(out: Path, event: Callable[[str], None]) -> None:
                 audit.save_as_if(spec, out / f"{name}.{bound}.safetensors", bound=bound)
 
 
-def forked(out: Path, until: int) -> str:
-    """Run in a fork that kills itself before its n-th event; which kind that was, or nothing at the end."""
-    reading, writing = os.pipe()
+def killed(out: Path, kind: str = "", until: int = 0) -> bool:
+    """Run in a fork that kills itself before its n-th event of a kind; whether it came so far."""
     child = os.fork()
     if child == 0:
         left = until
 
         def event(what: str) -> None:
             nonlocal left
-            left -= 1
-            if left == 0:
-                os.write(writing, what.encode())
+            left -= what == kind
+            if what == kind and left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         files.hook = lambda operation, where: event("disk")
@@ -98,16 +98,12 @@ def forked(out: Path, until: int) -> str:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             os._exit(1)
         os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as told:
-        what = told.read().decode()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
-        assert what
-        return what
+        return True
     assert os.WEXITSTATUS(status) == 0, "the run failed"
-    return ""
+    return False
 
 
 def main(folder: Path, wanted: int) -> None:
@@ -118,16 +114,16 @@ def main(folder: Path, wanted: int) -> None:
         audit.optimizers[0].step()  # type: ignore[index]  # it has one
     for name in ("whole", "killed"):
         (folder / name).mkdir()
-    assert forked(folder / "whole", 10**9) == ""
+    assert not killed(folder / "whole")
     drawn, kills = random.Random(0), Counter[str]()
     while kills.total() < wanted:
-        what = forked(folder / "killed", drawn.randint(1, 160))
-        if what:
-            kills[what] += 1
+        kind = list(MOST)[kills.total() % len(MOST)]
+        if killed(folder / "killed", kind, drawn.randint(1, MOST[kind])):
+            kills[kind] += 1
         else:  # it came to its end: on to another one
-            (folder / "killed").rename(folder / f"killed-{kills.total()}")
+            (folder / "killed").rename(folder / f"killed-{len(list(folder.iterdir()))}")
             (folder / "killed").mkdir()
-    assert forked(folder / "killed", 10**9) == ""
+    assert not killed(folder / "killed")
     print(json.dumps(kills))
 
 

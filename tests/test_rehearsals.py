@@ -471,10 +471,8 @@ def test_a_rehearsal_that_is_killed_equals_one_that_is_not(tmp_path: Path) -> No
         env={**os.environ, "PYTHONPATH": os.pathsep.join(places)}, stdout=subprocess.PIPE, check=True,
     )  # fmt: skip
     kills = json.loads(told.stdout)
-    assert sum(kills.values()) == 12
-    assert kills.keys() >= {"disk", "step", "rehearsal"}
+    assert kills == {"disk": 4, "step": 4, "rehearsal": 4}
     whole, *killed = sorted(tmp_path.iterdir(), key=lambda p: p.name != "whole")
-    assert len(killed) > 1
     expected = hu.Trace.open(whole / "trace")
     saved = sorted(p.name for p in whole.glob("*.safetensors"))
     assert len(saved) == 18
@@ -482,6 +480,8 @@ def test_a_rehearsal_that_is_killed_equals_one_that_is_not(tmp_path: Path) -> No
         trace = hu.Trace.open(folder / "trace")
         for table in ("grids", "tensors", "run", "rehearsals", "losses"):
             mine, theirs = (t.scan(table).collect().sort(pl.all()) for t in (trace, expected))
+            # A checkpoint may be older than the trace: then a step is evaluated again, with the same losses.
+            mine = mine.unique(maintain_order=True) if table == "losses" else mine
             assert mine.equals(theirs, null_equal=True), (folder.name, table)
         a, b = trace.state(), expected.state()
         assert a.keys() == b.keys()
