@@ -210,12 +210,11 @@ def markdown(env: dict[str, Any], runs: list[dict[str, Any]], costs: list[dict[s
             f"| {r['paired']:.1%} ({low:.1%} to {high:.1%}) | {r['commit_share']:.2%} "
             f"| {r['bytes_per_parameter']:.1f} |"
         )
-    lines += ["", "The kernel alone, 8 grids, nanoseconds a coordinate:", ""]
     sizes = sorted({c["size"] for c in costs})
-    lines += [
-        f"| | {' | '.join(f'{s:.0e}'.replace('e+0', 'e') for s in sizes)} |",
-        f"|---|{'--:|' * len(sizes)}",
-    ]
+    if costs:
+        named = " | ".join(f"{s:.0e}".replace("e+0", "e") for s in sizes)
+        lines += ["", "The kernel alone, 8 grids, nanoseconds a coordinate:", "", f"| | {named} |"]
+        lines.append(f"|---|{'--:|' * len(sizes)}")
     for what in dict.fromkeys(c["what"] for c in costs):
         by_size = {c["size"]: c["ns"] for c in costs if c["what"] == what}
         shown = [f"{by_size[s]:.2f}" if s in by_size else "-" for s in sizes]

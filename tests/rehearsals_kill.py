@@ -36,7 +36,8 @@ def run(out: Path, event: Callable[[str], None]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Tanh(), torch.nn.Linear(40, 33))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, STEPS)
-    parts, checkpoint, first = (model, optimizer, schedule), out / "checkpoint.pt", 0
+    parts: list[Any] = [model, optimizer, schedule]
+    checkpoint, first = out / "checkpoint.pt", 0
     if checkpoint.exists():
         first, *states = torch.load(checkpoint)
         for part, state in zip(parts, states, strict=True):

@@ -461,6 +461,7 @@ def test_a_resumed_rehearsal_equals_an_uninterrupted_one(where: str, tmp_path: P
         assert answers(opened(out)) == answers(opened(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_rehearsal_that_is_killed_equals_one_that_is_not(tmp_path: Path) -> None:
     """Trace, codes, the model's own weights and those as if: after kills anywhere, and at the end."""

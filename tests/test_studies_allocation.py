@@ -427,7 +427,7 @@ def test_masks_are_made_by_the_runs_that_sum(leverage: Outcomes) -> None:
     assert set(told["tiles"]["tied"]) >= {"wte", "wpe", "attention", "mlp"}
     assert pack(made) == leverage.attached("source", cell, PACKED)
     unit = one_seed(leverage_primary.RUNS).over(leverage)[0]
-    won, foretold = measures.recovery(unit, "L-10"), measures.foretold_recovery(unit, "L-10")
+    won, foretold = measures.recovery(unit, "L-10"), measures.forecast_recovery(unit, "L-10")
     assert won is not None
     assert foretold is not None
     assert measures.bytes_off(unit, ["L-10", "L-20", "tied"]) == 0

@@ -232,9 +232,9 @@ class Bundle:
 
     def _forecast(self, name: str, condition: str, seed: int, **where: str) -> Cell:
         grid = self.conditions[condition]["grid"]
-        told = {"seed": seed, "grid": grid, **where, "scopes": list(self.scopes)}
+        config = {"seed": seed, "grid": grid, **where, "scopes": list(self.scopes)}
         rehearse = {"rehearse": self.rehearsals(condition)} if self.rehearse else {}
-        return Cell(name=name, config={**told, **rehearse})
+        return Cell(name=name, config={**config, **rehearse})
 
     def forecast_source(self, config: Config) -> Iterator[Cell]:
         """The float32 run that all targets are forecast from."""
@@ -454,14 +454,14 @@ class Unit:
             return None
         return np.asarray(load_tensors(kept)["loss"], dtype=np.float64)
 
-    def told(self, what: str) -> Any:
+    def of_forecast(self, what: str) -> Any:
         """Something that was forecast; None where it was not recorded."""
         cell = self.name if self.bundle.forecast_from is None else "source"
         return self.found["forecast"][cell].get(what)
 
     def forecast(self, scope: str, predictor: str = "frozen") -> records.Array | None:
         """The frozen fraction of every update, as it was forecast; None where that was not recorded."""
-        found = self.told(predictor)
+        found = self.of_forecast(predictor)
         found = found[scope] if isinstance(found, Mapping) else found
         return None if found is None else np.asarray(found)
 
@@ -476,13 +476,13 @@ class Unit:
         """The loss of a rehearsed arm above that of the float32 run which rehearsed it."""
         source = self.bundle.forecast_from is not None
         teller = self.found["source"]["source"] if source else self.run(FP32)
-        told, anchor = self._rehearsed(arm, bound, update), records.loss(teller, update)
-        return None if told is None or anchor is None else told - anchor
+        loss, anchor = self._rehearsed(arm, bound, update), records.loss(teller, update)
+        return None if loss is None or anchor is None else loss - anchor
 
     def _rehearsed(self, arm: str, bound: str, update: int | None) -> float | None:
-        told = self.told("losses")
+        losses = self.of_forecast("losses")
         at = str(self.run(FP32)["updates"] if update is None else update)
-        return told[arm][at][bound] if told is not None and at in told.get(arm, ()) else None
+        return losses[arm][at][bound] if losses is not None and at in losses.get(arm, ()) else None
 
     def masks(self, whose: str) -> records.Record:
         """What was recorded of the masks of the ``source`` or the ``target``."""
@@ -491,8 +491,8 @@ class Unit:
         where = self.bundle._mask(self.name, whose, "")
         record = self.found[where["stage"]][where["cell"]]
         assert self.bundle.masked is not None
-        told: records.Record = record if self.bundle.masked.apart else record["masks"]
-        return told
+        found: records.Record = record if self.bundle.masked.apart else record["masks"]
+        return found
 
     def packed(self, whose: str) -> dict[str, Mask]:
         """These masks themselves, where the runs that summed made them."""

@@ -10,8 +10,9 @@ What is measured is in the record's ``measured``, a row a process, in the order 
 
 ``wall_seconds``
     from before the model is built to the end of the window: the accounted wall.
-``window_seconds``, ``updates``
-    of the timed window.
+``window_seconds``, ``processor_seconds``, ``updates``
+    of the timed window: the wall, and what the process itself used of processors, which other work on the
+    machine does not lengthen.
 ``persistent_bytes``
     of every tensor that outlives an update: weights, moments, and what the policy keeps; exact.
 ``policy_bytes``
@@ -115,7 +116,7 @@ def measure(asked: Mapping[str, Json]) -> dict[str, Json]:
     """Build an arm, warm it up, and time a window of its updates."""
     arm = Arm.from_json(asked["arm"])
     tokens, _ = open_corpus(_Given(asked["data"]), arm.corpus, arm.model.vocabulary)  # type: ignore[arg-type]
-    before, began = _resident(), time.perf_counter()
+    before, began = _settled(), time.perf_counter()
     device = torch.device("cuda" if arm.device == "auto" and torch.cuda.is_available() else "cpu")
     model = Decoder(arm.model, seed=arm.seed, device=device)
     optimizer: torch.optim.Optimizer = adamw(model, arm.recipe)
@@ -129,15 +130,17 @@ def measure(asked: Mapping[str, Json]) -> dict[str, Json]:
         for _ in range(asked["warm"]):
             training.step()
         _settle(device)
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         for _ in range(asked["updates"]):
             training.step()
         _settle(device)
-        ended = time.perf_counter()
+        ended, spent = time.perf_counter(), time.process_time()
     return {
         "wall_seconds": ended - began,
         "window_seconds": ended - started,
+        "processor_seconds": spent - used,
         "updates": asked["updates"],
+        "gpu": device.type == "cuda",
         "peak_bytes": _peak(device, before),
         **storage(model, optimizer),
     }
@@ -164,14 +167,23 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _resident() -> int:
-    """The most memory that this process has had, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _settled() -> int:
+    """The resident set now, from which on the most is counted: what came before is forgotten, on Linux."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _resident("VmRSS")
+
+
+def _resident(which: str) -> int:
+    """The resident set, or the most that it was (VmHWM), in bytes; where there is no /proc, the latter."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith(which)).split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _peak(device: torch.device, before: int) -> int:
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _resident() - before
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _resident("VmHWM") - before
 
 
 if __name__ == "__main__":

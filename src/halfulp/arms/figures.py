@@ -174,7 +174,8 @@ def budget_curve(
         face = "white" if arm in privileged else colour
         panel.plot([at[arm]], [mean], "o", color=colour, markerfacecolor=face)
         if arm not in privileged:
-            panel.annotate(arm, (at[arm], mean), xytext=(6, -3), textcoords="offset points", fontsize="small")
+            panel.annotate(arm, (at[arm], mean), xytext=(3, -4), textcoords="offset points",
+                           fontsize="small", rotation=-35, rotation_mode="anchor", va="top")  # fmt: skip
     steps = [*front, front[-1]]
     heights = [_mean(won[arm]) for arm in steps]
     panel.step([*(at[arm] for arm in front), 1.12], heights, where="post", color=COLOURS[1], linewidth=1)

@@ -58,9 +58,9 @@ def forecast(running: Running) -> dict[str, Any]:
         for scope in config["scopes"]
     }
     predictors = (*PREDICTORS, *((REHEARSAL,) if NEAREST in rehearsed else ()))
-    series = {p: {scope: told[p].tolist() for scope, told in found.items()} for p in predictors}
+    series = {p: {scope: each[p].tolist() for scope, each in found.items()} for p in predictors}
     stays = {scope: float(records.share(record, expected, scope)[-1]) for scope in found}
-    crossings = {scope: asdict(crossing(told["frozen"])) for scope, told in found.items()}
+    crossings = {scope: asdict(crossing(each["frozen"])) for scope, each in found.items()}
     losses = {arm: records.rehearsed_losses(record, spec) for arm, spec in rehearsed.items()}
     heard = {"losses": losses} if losses else {}
     if len(found) == 1:  # then without the level of scopes
@@ -80,8 +80,8 @@ def forecast_losses(running: Running) -> dict[str, Any]:
     """What a reference forecasts of the arms that it rehearses: their losses alone, by update and bound."""
     config = running.config
     record = running.read("reference", config["reference"])
-    told = {arm: records.rehearsed_losses(record, spec) for arm, spec in config["rehearse"].items()}
-    return {"seed": config["seed"], "grid": config["grid"], "losses": told}
+    losses = {arm: records.rehearsed_losses(record, spec) for arm, spec in config["rehearse"].items()}
+    return {"seed": config["seed"], "grid": config["grid"], "losses": losses}
 
 
 def _series(table: pl.DataFrame, column: str) -> dict[str, np.ndarray[Any, Any]]:

@@ -172,7 +172,7 @@ def make_masks(running: Running) -> dict[str, Json]:
     return record
 
 
-def told_of(
+def described(
     made: Mapping[str, Mask], group_of: Mapping[str, str], beside: Mapping[str, Mask]
 ) -> dict[str, Json]:
     """What a record says of masks: budgets, tiles by group, tiles that others of the same name have too."""
@@ -199,21 +199,21 @@ def pack(made: Mapping[str, Mask]) -> bytes:
         name: torch.from_numpy(np.packbits(np.concatenate([t.numpy() for t in mask.tiles.values()])))
         for name, mask in made.items()
     }
-    told = {
+    said = {
         "sizes": list(first.sizes.items()), "tile": first.tile,
         "masks": {name: [mask.score, mask.budget] for name, mask in made.items()},
     }  # fmt: skip
-    return b"".join(tensors.content(bits, {_KEY: json.dumps(told)}))
+    return b"".join(tensors.content(bits, {_KEY: json.dumps(said)}))
 
 
 def unpacked(content: bytes, where: str) -> dict[str, Mask]:
     """The masks of a file that :func:`pack` made, by name; ``where`` is named in errors."""
     bits, metadata = tensors.read_stream(BytesIO(content), len(content), Path(where))
-    told = json.loads(metadata[_KEY])
-    sizes, tile = dict(told["sizes"]), told["tile"]
+    said = json.loads(metadata[_KEY])
+    sizes, tile = dict(said["sizes"]), said["tile"]
     counts = [tiles_of(size, tile) for size in sizes.values()]
     made = {}
-    for name, (score, budget) in told["masks"].items():
+    for name, (score, budget) in said["masks"].items():
         flags = np.unpackbits(bits[name].numpy(), count=sum(counts)).astype(bool)
         parts = np.split(flags, np.cumsum(counts)[:-1])
         tiles = {n: torch.from_numpy(part.copy()) for n, part in zip(sizes, parts, strict=True)}

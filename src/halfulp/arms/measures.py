@@ -88,7 +88,7 @@ def wins(unit: Unit, arm: str, over: Sequence[str]) -> Found:
     return None if found is None else float(found > 0)
 
 
-def foretold_recovery(unit: Unit, arm: str) -> Found:
+def forecast_recovery(unit: Unit, arm: str) -> Found:
     """The recovery that the rehearsals of the nearest arm and of another forecast."""
     whole, left = forecast_gap(unit), forecast_gap(unit, arm)
     return None if whole is None or left is None or whole <= 0 else (whole - left) / whole
@@ -109,7 +109,7 @@ def moved_by(unit: Unit, arm: str, scope: str = "core") -> Found:
 
 def stays(unit: Unit, scope: str = "core") -> Found:
     """Share of a scope's coordinates that the reference expects stochastic rounding never to move."""
-    found = unit.told("stays")
+    found = unit.of_forecast("stays")
     return None if found is None else float(found[scope] if isinstance(found, Mapping) else found)
 
 

@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfulp import kernels
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import open_corpus
-from halfulp.arms.masks import PACKED, Ranked, pack, read_mask, read_named, read_packed, told_of
+from halfulp.arms.masks import PACKED, Ranked, described, pack, read_mask, read_named, read_packed
 from halfulp.arms.silent import Silent
 from halfulp.audit.recorder import Audit
 from halfulp.audit.rehearsal import Spec
@@ -235,8 +235,8 @@ def _make(
     made = Ranked(sizes, arm.tile, trace.scores, attributed, silent).masks(arm.make)
     running.attach(PACKED, pack(made))
     parts = {t["name"]: _part(t["name"], t["group"]) for t in trace.tensors}
-    told = told_of(made, parts, {} if arm.masks is None else read_packed(running, arm.masks))
-    return told if silent is None else {**told, "silent": dict(silent)}
+    said = described(made, parts, {} if arm.masks is None else read_packed(running, arm.masks))
+    return said if silent is None else {**said, "silent": dict(silent)}
 
 
 def _part(name: str, group: str) -> str:

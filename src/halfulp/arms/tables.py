@@ -59,12 +59,12 @@ def masks(bundle: Bundle, found: Records, beside: str) -> Table:
     units = {unit.name: unit for unit in bundle.over(found)}
     if bundle.masked is not None and bundle.masked.source is not None:
         units = {"source": next(iter(units.values()))}
-    told = {name: unit.masks("source") for name, unit in units.items()}
+    made = {name: unit.masks("source") for name, unit in units.items()}
     parts = list(
-        dict.fromkeys(part for m in told.values() for tiles in m["tiles"].values() for part in tiles)
+        dict.fromkeys(part for m in made.values() for tiles in m["tiles"].values() for part in tiles)
     )
     rows: list[tuple[str | float | None, ...]] = []
-    for unit, masks in told.items():
+    for unit, masks in made.items():
         packed = units[unit].packed("source")
         for name, tiles in masks["tiles"].items():
             total = sum(tiles.values())
@@ -78,10 +78,10 @@ def masks(bundle: Bundle, found: Records, beside: str) -> Table:
     )  # fmt: skip
 
 
-def foretold(bundle: Bundle, found: Records) -> Table:
+def forecast_recoveries(bundle: Bundle, found: Records) -> Table:
     """Recoveries as rehearsals forecast them, beside what came."""
     rows = [
-        (unit.name, arm, measures.foretold_recovery(unit, arm), measures.recovery(unit, arm))
+        (unit.name, arm, measures.forecast_recovery(unit, arm), measures.recovery(unit, arm))
         for unit in bundle.over(found)
         for arm in bundle.rehearse
         if arm != "rne" and unit.ran(arm)

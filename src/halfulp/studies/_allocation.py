@@ -15,7 +15,7 @@ from typing import Any
 from halfulp.arms import Bundle, figures, measures
 from halfulp.arms.arm import Arm
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
-from halfulp.arms.tables import foretold, losses, masks, recovery
+from halfulp.arms.tables import forecast_recoveries, losses, masks, recovery
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import Estimand, Records, Study
 from halfulp.writeback import TileMaster
@@ -87,7 +87,7 @@ def estimands(runs: Bundle) -> tuple[Estimand, ...]:
         ),
         *(
             runs.estimand(
-                f"foretold-{arm}", f"the same of {arm}, as rehearsed", measures.foretold_recovery, arm=arm
+                f"foretold-{arm}", f"the same of {arm}, as rehearsed", measures.forecast_recovery, arm=arm
             )
             for arm in runs.rehearse
             if arm != "rne"
@@ -115,7 +115,7 @@ def tables(runs: Bundle, beside: str = "") -> dict[str, Any]:
     """Losses, recoveries, recoveries as forecast; where masks lie, and what they share with one of them."""
     made: dict[str, Any] = {"losses": partial(losses, runs), "recovery": partial(recovery, runs)}
     if len(runs.rehearse) > 1:
-        made["forecast recoveries"] = partial(foretold, runs)
+        made["forecast recoveries"] = partial(forecast_recoveries, runs)
     if beside:
         made["masks"] = partial(masks, runs, beside=beside)
     return made

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from halfulp.measures.learning import LEARNED, SIDES, gathered, medians
 from halfulp.models.following import PREDICTORS
+from halfulp.studies.declared import table_of
 from halfulp.studies.finite_size import means, width_of
 from halfulp.study.protocol import Json
 
-PAPER_WIDTHS = {6: (2.811, 4.490), 7: (3.267, 4.734), 8: (3.426, 4.566)}
+_TABLE = table_of(__file__)
+PAPER_WIDTHS = {int(m): ends for m, ends in _TABLE["widths"].items()}
 """Q0.84 - Q0.16 at 128 and at 4096 coordinates, by mantissa (app:arithmetic)."""
 Reference = Mapping[str, Json]
 Count = tuple[int, int]
@@ -99,16 +102,12 @@ def later_above(record: Reference, side: str) -> Count | None:
     return _share([_said(p, "directional", "first") != 1 for p in _of(record, "midpoint", *ABOVE)])
 
 
-def _called(predictor: str, at_edge: Callable[[int], bool]) -> Callable[[Reference, str], Count | None]:
+def _called(record: Reference, side: str, predictor: str = "", seeds: Sequence[int] = ()) -> Count | None:
     """Negative below the edge, positive above it, and so many seeds positive at it."""
-
-    def count(record: Reference, side: str) -> Count | None:
-        below = [not _positive(p, predictor, side) for p in _of(record, "midpoint", *BELOW)]
-        above = [_positive(p, predictor, side) for p in _of(record, "midpoint", *ABOVE)]
-        edge = [at_edge(n) for n in _edge(record, lambda p: _positive(p, predictor, side))]
-        return _share([*below, *edge, *above])
-
-    return count
+    below = [not _positive(p, predictor, side) for p in _of(record, "midpoint", *BELOW)]
+    above = [_positive(p, predictor, side) for p in _of(record, "midpoint", *ABOVE)]
+    edge = [n in seeds for n in _edge(record, lambda p: _positive(p, predictor, side))]
+    return _share([*below, *edge, *above])
 
 
 def onsets(record: Reference, side: str) -> Count | None:
@@ -174,34 +173,16 @@ def widening(record: Reference, side: str) -> Count | None:
     return _share([a is not None and b is not None and b > a for a, b in ends]) if ends else None
 
 
-FACTS = (
-    Fact("stable", "no reference diverges at 0.566 or below", "app:e4", stable),
-    Fact("half-at-0.8", "3 of 6 references diverge at 0.8", "fig:e4", half_diverge),
-    Fact("ceiling", "every reference diverges at 1.6", "app:e4", ceiling),
-    Fact("windows", "forecast windows start at rate x 2^m = 0.8 and end at rate 0.4", "tab:e4-window",
-         forecast_windows),
-    Fact("frozen-below", "frozen majority at update 1 wherever rate x 2^m <= 0.283 (30 of 35)", "app:e4",
-         frozen_below),
-    Fact("frozen-edge", "and in one seed of three at 0.566 (5 of 35)", "app:e4", frozen_edge),
-    Fact("later-above", "nowhere else (55 cells with an onset)", "tab:e4-prospective", later_above),
-    Fact("onsets", "in those 55, all three predictors have an onset within 3000 updates",
-         "tab:e4-prospective", onsets),
-    Fact("directional", "directional: negative below 0.566, positive in two seeds of three there, positive "
-         "above", "tab:e4-prospective", _called("directional", lambda n: n == 2)),
-    Fact("symmetric", "symmetric: the same, but for one cell more", "tab:e4-prospective",
-         _called("symmetric", lambda n: n >= 2)),
-    Fact("scalar", "scalar rho: negative below 0.566, positive from there up, in every seed",
-         "tab:e4-prospective", _called("scalar", lambda n: n == 3)),
-    Fact("rho", "pooled rho at the crossing about 0.74 (ours: 0.69 to 0.79)", "app:arithmetic",
-         rho_at_crossing),
-    Fact("range", "forecast crossings from 11 to 4575 (ours: that range or wider)", "section 3",
-         crossing_range),
-    Fact("lone-seed", "one seed at 61, siblings near 1800 (ours: up to 100, from 1000)", "app:predictor",
-         lone_seed),
-    Fact("widths", "crossover widths at N = 128 and 4096 (ours: within half a bit)", "app:arithmetic",
-         widths),
-    Fact("widening", "widths rise with N at m = 6, 7, 8", "app:arithmetic", widening),
+def _fact(name: str, printed: str, source: str, count: str, **more: Json) -> Fact:
+    counting = {f.__name__: f for f in COUNTS} | {"called": partial(_called, **more)}
+    return Fact(name, printed, source, counting[count])
+
+
+COUNTS = (
+    stable, half_diverge, ceiling, frozen_below, frozen_edge, later_above, onsets, forecast_windows,
+    rho_at_crossing, crossing_range, lone_seed, widths, widening,
 )  # fmt: skip
+FACTS = tuple(_fact(**row) for row in _TABLE["facts"])
 
 
 def met(record: Reference, side: str) -> dict[str, Count]:

@@ -70,12 +70,16 @@ def costs_stage(runs: Bundle, names: Sequence[str], count: int = 0) -> Stage:
 
 
 def column(found: Records, arm: str, what: str) -> list[float]:
-    """Something that was measured of an arm, by repetition; ``throughput`` is updates a second."""
+    """Something that was measured of an arm, by repetition; ``throughput`` is updates a second.
+
+    Seconds of a CPU are the process's own: others may use the machine.
+    """
     rows = [next(row for row in cell["measured"] if row["arm"] == arm) for cell in found["costs"].values()]
     if what == "throughput":
-        return [row["updates"] / row["window_seconds"] for row in rows]
-    if what == "seconds":
-        return [row["window_seconds"] / row["updates"] for row in rows]
+        return [1 / seconds for seconds in column(found, arm, "seconds")]
+    if what == "seconds":  # of a GPU the wall; of processors that others may use, the process's own
+        used = [row["window_seconds"] if row.get("gpu", True) else row["processor_seconds"] for row in rows]
+        return [seconds / row["updates"] for seconds, row in zip(used, rows, strict=True)]
     return [float(row[what]) for row in rows]
 
 

@@ -14,8 +14,8 @@ decision is at reuse 3: the allocator is a headline if a source mask of sufficie
 tolerances.
 
 Costs are measured apart from the outcomes, in fresh processes, rotated (:mod:`halfulp.arms.costs`); the wall
-of a run is the median second an update times its updates. Recoveries are forecast first: every target's
-float32 run rehearses the source's masks.
+of a run is the median second an update times its updates (on a CPU, of the process's own time). Recoveries
+are forecast first: every target's float32 run rehearses the source's masks.
 """
 
 from __future__ import annotations

@@ -310,21 +310,12 @@ def cells_table(found: Records) -> Table:
         for unit in units(found)
     ]  # fmt: skip
     return Table(
-        columns=(
-            "cell",
-            "fp32",
-            "gap",
-            "lower",
-            "point",
-            "upper",
-            "point over gap",
-            "RMSE",
-            "RMSE of projection",
-        ),
+        columns=("cell", "fp32", "gap", "lower", "point", "upper", "point over gap", "RMSE",
+                 "RMSE of projection"),
         rows=rows,
         caption="Held-out loss in nats after the last update: of fp32, and gaps to it, measured and "
         "forecast; RMSE of the frozen fraction, rehearsed and projected.",
-    )
+    )  # fmt: skip
 
 
 def policies_table(found: Records) -> Table:

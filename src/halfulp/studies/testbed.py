@@ -294,21 +294,11 @@ _TEACHERS = {"fan": (FAN, FAN), "he": (0.5, FAN), "unit": (1.0, FAN), "he-he": (
 """Hidden and output weights: N(0, 1 / inputs); N(0, 2 / inputs) in the first, or in both; N(0, 1) first."""
 _STARTS = {
     "fan": ((10, 10), (20, 20), (10, 20)),
-    "he": (
-        (10, 10),
-        (15, 15),
-        (20, 20),
-        (50, 50),
-        (10, 20),
-        (12, 20),
-        (15, 20),
-        (15, 30),
-        (18, 36),
-        (20, 40),
-    ),
+    "he": ((10, 10), (15, 15), (20, 20), (50, 50), (10, 20), (12, 20), (15, 20), (15, 30), (18, 36),
+           (20, 40)),
     "unit": ((20, 20), (20, 40), (10, 20)),
     "he-he": ((10, 10),),
-}
+}  # fmt: skip
 """Of the student's two layers, in thousandths, by teacher."""
 
 CANDIDATES: dict[str, dict[str, Json]] = {

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,8 +112,8 @@ def execute(cell: Running) -> Mapping[str, Json]:
 # ---- the construction ---------------------------------------------------------------------------------
 
 
-def prefix_cells(config: Config) -> list[Cell]:
-    return [Cell(name=f"prefix-{grid}", config={**config, "grid": grid}) for grid in config["grids"]]
+def each_grid(config: Config, stage: str) -> list[Cell]:
+    return [Cell(name=f"{stage}-{grid}", config={**config, "grid": grid}) for grid in config["grids"]]
 
 
 def prefix(cell: Running) -> Mapping[str, Json]:
@@ -148,10 +149,6 @@ def prefix(cell: Running) -> Mapping[str, Json]:
 
 
 # ---- the posterior bound ------------------------------------------------------------------------------
-
-
-def bound_cells(config: Config) -> list[Cell]:
-    return [Cell(name=f"bound-{grid}", config={**config, "grid": grid}) for grid in config["grids"]]
 
 
 def bound(cell: Running) -> Mapping[str, Json]:
@@ -263,8 +260,8 @@ STUDY = declared(
     stages=(
         Stage(name="certify", kind="prediction", cells=certificate_cells, run=certify),
         Stage(name="execute", kind="outcome", cells=certificate_cells, run=execute, reads=("certify",)),
-        Stage(name="prefix", kind="outcome", cells=prefix_cells, run=prefix),
-        Stage(name="bound", kind="outcome", cells=bound_cells, run=bound),
+        Stage(name="prefix", kind="outcome", cells=partial(each_grid, stage="prefix"), run=prefix),
+        Stage(name="bound", kind="outcome", cells=partial(each_grid, stage="bound"), run=bound),
     ),
     estimands=tuple(
         map(Estimand.of, (

@@ -1,0 +1,194 @@
+"""Which tensors an audit watches: parameters as optimizers bring them, with names, groups, grids, numbers.
+
+An optimizer may gain parameters while it runs, and a recording may be taken up by another process. So tensors
+are looked for at every step that is audited, and the manifest of a trace says the same of one as before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfulp.audit import holdings, manifest
+from halfulp.audit.attribution import Attributing
+from halfulp.audit.batch import Batch, batches
+from halfulp.audit.names import Naming, models_around, name_parameters
+from halfulp.audit.ranks import rank
+from halfulp.audit.watched import Watched, check_shard
+from halfulp.errors import UsageError
+from halfulp.grids import Grid
+from halfulp.measures.groups import Rules, group_of
+from halfulp.trace import Memory, TraceWriter
+from halfulp.writeback.optimizer import WriteBack
+from halfulp.writeback.sharding import is_sharded
+
+
+class Watching(Attributing):
+    """The part of an audit that knows its tensors."""
+
+    grids: list[Grid]
+    never_moved: bool
+    expected: bool
+    unfit: str
+    sample: float | None
+    seed: int
+    keep: bool
+    resume: bool
+    out: Path | None
+    rules: Rules | None
+    params: Callable[[str, torch.Tensor], bool] | None
+    _left_out: set[torch.Tensor]
+    _untrained: bool
+    _batching: bool
+    _batches: list[Batch]
+    _loaded: dict[str, torch.Tensor]
+    _seen: list[torch.optim.Optimizer]
+    _holds: dict[torch.optim.Optimizer, dict[str, Any]]
+    _gradients: holdings.Sizes
+    _writer: TraceWriter | Memory | None
+    _written: Callable[..., None]
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> list[Watched]:
+        """What this rank looks at: on ranks other than the first, only tensors that it holds a shard of."""
+        found = [self.watched[p] for g in optimizer.param_groups for p in g["params"] if p in self.watched]
+        return found if rank() == 0 else [w for w in found if w.sharded or w.rehearsed]
+
+    def _batches_of(self, watched: list[Watched]) -> list[Batch]:
+        return [b for b in self._batches if any(w.batch is b for w in watched)]
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take up parameters that were not seen before."""
+        new = [
+            p
+            for g in optimizer.param_groups
+            for p in g["params"]
+            if p not in self.watched
+            and p not in self._left_out
+            and (p.requires_grad or p.grad is not None or self._untrained)
+        ]
+        if not new:
+            return
+        if optimizer not in self._seen:
+            self._seen.append(optimizer)
+        known = {p: w.name for p, w in self.watched.items()}
+        found = name_parameters(optimizer, self.models, search=not self.models, known=known)
+        if not self.models and self.rehearsing is not None:
+            held = [p if found[p].held is None else found[p].held for p in new]
+            self._around += [m for m in models_around(held) if m not in self._around]
+        chosen = [  # an empty tensor has nothing to lose
+            p
+            for p in new
+            if p.is_floating_point() and p.numel() and (self.params is None or self.params(found[p].name, p))
+        ]
+        if self.unfit == "drop" and not self._rows and not self._skip_until:
+            self._drop_unfit(chosen)
+        self._left_out.update(set(new) - set(chosen))
+        for p in chosen:
+            self.watched[p] = self._new(found[p], p, optimizer)
+        if not chosen:
+            return
+        if any(w.tensor.device.type == "cuda" for w in self.watched.values()):
+            self.expected = False  # probabilities are followed on the CPU only
+        for p in chosen:
+            self.watched[p].follow(
+                moved=self.never_moved,
+                stay=self.expected,
+                scores=None if self.scores is None else self.scores.tile,
+                saved=self._loaded,
+            )
+        if self.rehearsing is not None:
+            groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+            for p in (p for p in chosen if self.rehearsing.wants(self.watched[p].name, p)):
+                self.rehearsing.take_up(self.watched[p], optimizer, groups[p], self._loaded)
+        if rank() == 0 and self._batching:
+            fresh = batches([self.watched[p] for p in chosen])
+            self._batches += fresh
+            if self.rehearsing is not None:
+                self.rehearsing.join(fresh)
+        if self._writer is not None:
+            told = self._writer.manifest
+            inventory = {w.id: w.inventory() for w in self.watched.values()}
+            for listed in told["tensors"]:  # parts are bound to what is listed, so that stays
+                here = inventory.get(listed["id"], listed)
+                for key in (k for k in listed if k != "device" and listed[k] != here[k]):
+                    raise UsageError(
+                        f"cannot resume {self.out}: {listed['name']!r} has {key} {listed[key]!r} there, but "
+                        f"{here[key]!r} here."
+                    )
+                inventory[listed["id"]] = listed
+            told["tensors"] = [inventory[i] for i in sorted(inventory)]
+            told["grids"] = [g.name for g in self.grids]
+            told["optimizers"] = [self._described(o) for o in self._seen]
+            told["options"].update(never_moved=self.never_moved, expected_never_moved=self.expected)
+            self._written(self._writer.write_manifest)
+
+    def _described(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        holds = self._holds.get(optimizer)
+        return {**manifest.described(optimizer), **({} if holds is None else {"holds": holds})}
+
+    def _look_up(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once its first step is over, say which dtypes an optimizer holds."""
+        if optimizer in self._holds or optimizer not in self._seen or self._untrained:
+            return
+        self._holds[optimizer] = holdings.held(optimizer, self._gradients)
+        if self._writer is not None:
+            self._writer.manifest["optimizers"] = [self._described(o) for o in self._seen]
+            self._written(self._writer.write_manifest)
+
+    def _drop_unfit(self, params: list[torch.Tensor]) -> None:
+        """Leave out grids that some parameter's dtype cannot hold."""
+        fit = [g for g in self.grids if all(_fits(g, p.dtype) for p in params)]
+        if fit and len(fit) < len(self.grids):
+            left = ", ".join(g.name for g in self.grids if g not in fit)
+            dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params}))
+            print(
+                f"halfulp: {left} left out: finer than what the optimizer sees ({dtypes}).", file=sys.stderr
+            )
+            self.grids = fit
+
+    def _new(self, naming: Naming, p: torch.Tensor, optimizer: torch.optim.Optimizer) -> Watched:
+        name = naming.name
+        group = group_of(name, p, naming.module) if self.rules is None else self.rules(name, p)
+        if not isinstance(group, str):
+            raise UsageError(f"groups= must give a string: for {name!r} it gave {group!r}.")
+        slots = optimizer.slots if isinstance(optimizer, WriteBack) else []
+        slot = next((s for s in slots if s.p is p), None)
+        stored = str(p.dtype).removeprefix("torch.") if slot is None else slot.grid.name
+        w = Watched(self._id(name, p), name, group, p, [], stored)
+        w.codes = None if slot is None else slot.codes
+        w.copy = None if naming.copy is None else str(naming.copy).removeprefix("torch.")
+        w.shown = naming.held
+        try:
+            w.grids = [g.within(p.dtype) for g in self.grids]
+            check_shard(p, w.grids)
+            if is_sharded(p) and (self.resume or self.keep or self.scores is not None):
+                raise UsageError("resume=, keep= and scores= are for whole tensors; this one is sharded.")
+        except UsageError as error:
+            raise UsageError(f"parameter {name!r}: {error}") from None
+        w.choose(self.sample, self.seed)
+        return w
+
+    def _id(self, name: str, p: torch.Tensor) -> int:
+        """The number of a tensor in the trace: the one it has there already, or the next."""
+        known = {} if self._writer is None else {t["name"]: t for t in self._writer.manifest["tensors"]}
+        if name in known and known[name]["shape"] != list(p.shape):
+            raise UsageError(
+                f"cannot resume {self.out}: {name!r} has shape {known[name]['shape']} there, but "
+                f"{list(p.shape)} here."
+            )
+        if name in known:
+            return int(known[name]["id"])
+        used = [t["id"] for t in known.values()] + [w.id for w in self.watched.values()]
+        return max(used, default=-1) + 1
+
+
+def _fits(grid: Grid, dtype: torch.dtype) -> bool:
+    try:
+        grid.within(dtype)
+    except UsageError:
+        return False
+    return True
