@@ -80,6 +80,7 @@ study = one_update(
 
 
 @pytest.mark.large
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif("HALFULP_DATA" not in os.environ, reason="HALFULP_DATA is not set")
 @pytest.mark.parametrize("text", [NATIVE, DQT], ids=["native-coupled-sr", "dqt-int3"])
 def test_one_update(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
