@@ -16,7 +16,7 @@ from halfulp import cli, files, tensors
 from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.kernels import SCORES, TILE
 from halfulp.masks import MASTER_BYTES, _first_that_fit, tile_sizes
-from halfulp.writeback.policies import put_tiles, take_tiles
+from halfulp.writeback.tiles import put_tiles, take_tiles
 
 
 @pytest.fixture(scope="module")
