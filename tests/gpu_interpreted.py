@@ -276,6 +276,34 @@ def check_audit_containers() -> None:
             audited(w, (w + d).astype(dtype), within(names, dtype), after=True)
 
 
+def check_never_moved() -> None:
+    """Over several steps, on every kind of grid: the bits and counts of the reference."""
+    from halfulp import kernels
+    from halfulp.audit import following
+
+    kernels.on_gpu = following.on_gpu = lambda _: True  # type: ignore[assignment]  # as if on a device
+    for dtype, names, shape in (
+        (np.float32, ("bf16", "e4m3@128", "int8", "int3/dqt", "mxfp4"), (3, 301)),
+        (BF16, ("bf16", "e4m3"), (2, 5)),
+        (np.float64, ("bf16",), (769,)),
+    ):
+        grids = within(names, dtype)
+        size = int(np.prod(shape))
+        bits = np.zeros((len(grids), (size + 7) // 8), dtype=np.uint8)
+        ours = tensor(bits)
+        for step in range(2):
+            w, d = values(shape, dtype, 70 + step, spread=8), values(shape, dtype, 80 + step, spread=16)
+            work = np.float64 if dtype == np.float64 else np.float32
+            with np.errstate(over="ignore", invalid="ignore"):
+                after = (w + d).astype(dtype)
+                d = after.astype(work) - w.astype(work)
+            expected = reference.audit(w, d, grids, moved=bits)
+            found = following.audit(tensor(w), tensor(after), grids, moved=ours, stay=None)
+            same(found.counts, expected["counts"], "counts", dtype, step)
+            same(ours, bits, "moved", dtype, step)
+    kernels.on_gpu = following.on_gpu = lambda x: x.device.type == "cuda"
+
+
 def written(
     q: Any, z: Any, g: Grid, mode: int, *, mark: bool = True, carry: Any = None, into: str = ""
 ) -> None:

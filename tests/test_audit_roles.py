@@ -1,4 +1,4 @@
-"""EMA copies and moments: counted as a comparison of bits counts them, and nothing is touched."""
+"""EMA copies, moments, gradients that accumulate: counted as bits are compared, and nothing is touched."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfulp as hu
+from halfulp.report.page import page
 
 
 def model_of(dtype: torch.dtype) -> torch.nn.Module:
@@ -153,3 +154,150 @@ def test_what_cannot_be_followed_is_refused() -> None:
     ):
         with pytest.raises(hu.UsageError, match=said):
             hu.Audit(opt, ["bf16"], also=also)
+
+
+# ---- gradients that accumulate ---------------------------------------------------------------------------
+
+
+class Words(torch.nn.Module):
+    """An embedding of which a micro-batch uses some rows, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(60, 24)
+        self.head = torch.nn.Linear(24, 24)
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(ids)).square().mean()
+
+
+def accumulate(
+    dtype: torch.dtype, micro: int = 4, to_none: bool = True, steps: int = 4, **options: Any
+) -> tuple[list[dict[str, tuple[torch.Tensor, torch.Tensor]]], hu.Memory, list[torch.Tensor]]:
+    """Train on micro-batches: buffers before every accumulation with what is added, and all weights."""
+    model = Words().to(dtype)
+    opt, memory = torch.optim.AdamW(model.parameters(), lr=1e-3), hu.Memory()
+    audit = hu.Audit(opt, ["bf16"], model=model, out=memory, **options) if options else None
+    if audit is not None:
+        audit.start()
+    seen: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
+    for step in range(1, steps + 1):
+        opt.zero_grad(set_to_none=to_none)
+        for i in range(micro):
+            old = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+            torch.manual_seed(10 * step + i)
+            loss = model(torch.randint(0, 60, (3,))) * 10.0 ** (-i)
+            apart = torch.autograd.grad(
+                loss, list(model.parameters()), retain_graph=True, allow_unused=True
+            )  # nothing is added here, although hooks are called
+            loss.backward()
+            names = [n for n, _ in model.named_parameters()]
+            found = {
+                n: (old[n], g)
+                for n, g in zip(names, apart, strict=True)
+                if g is not None and old[n] is not None and old[n].any()
+            }
+            if found and step > 1:  # tensors are known from the first step on
+                seen.append(found)
+        torch.autograd.grad(model(torch.tensor([1, 2])), model.head.weight)  # and never added
+        opt.step()
+    if audit is not None:
+        audit.stop()
+    return seen, memory, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_contributions_that_a_buffer_loses(dtype: torch.dtype, to_none: bool) -> None:
+    """Every count is that of adding by hand, zeros of unused rows apart; the run is the one without."""
+    seen, memory, ended = accumulate(dtype, to_none=to_none, states=True)
+    _, _, plain = accumulate(dtype, to_none=to_none)
+    assert all(torch.equal(a, b) for a, b in zip(ended, plain, strict=True))
+    trace = memory.trace.roles["grad"]
+    assert trace.manifest["run"] == {"role": "grad", "proposals": "known"}
+    assert trace.steps.tolist() == list(range(1, len(seen) + 1)) == list(range(1, 10))
+    grid, table = hu.grid("bf16"), trace.table()
+    zeros = {r["step"]: {} for r in table.iter_rows(named=True)}
+    names = {t["id"]: t["name"] for t in trace.tensors}
+    for r in trace.scan("tensors").collect().iter_rows(named=True):
+        zeros[r["step"]][names[r["tensor"]]] = r["zero_proposal"]
+    for step, found in enumerate(seen, 1):
+        rows = {r["tensor"]: r for r in table.filter(step=step).iter_rows(named=True)}
+        assert rows.keys() == found.keys() == {"words.weight", "head.weight", "head.bias"}
+        for name, (buffer, g) in found.items():
+            q = grid.round(buffer)
+            assert rows[name]["frozen"] == int((grid.round(q + g) == q).sum())
+            assert zeros[step][name] == int((g == 0).sum())
+    assert zeros[1]["words.weight"] >= 24 * 57  # three rows a micro-batch
+    lost = hu.verdict(memory.trace)
+    line = next(line for line in lost.lines if line.startswith("grad"))
+    assert line.startswith(f"grad (3 tensors, {str(dtype)[6:]}), 9 accumulations: ")
+    assert ("would be lost" in line) == (dtype == torch.float32)
+    assert 0.1 < float(line.split("accumulations: ")[1].split("%")[0]) / 100 < 0.9
+
+
+def test_one_batch_a_step_accumulates_nothing() -> None:
+    _, memory, _ = accumulate(torch.bfloat16, micro=1, states=True)
+    assert sorted(memory.trace.roles) == ["exp_avg", "exp_avg_sq"]
+
+
+def test_hooks_go_with_the_audit_and_are_not_there_without() -> None:
+    model = Words().bfloat16()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for states in (False, True):
+        with hu.Audit(opt, ["bf16"], model=model, out=hu.Memory(), states=states):
+            model(torch.tensor([1])).backward()
+            opt.step()
+            assert all(bool(p._backward_hooks) == states for p in model.parameters())
+        assert not any(p._backward_hooks for p in model.parameters())
+    assert copy.deepcopy(model) is not model
+
+
+# ---- what the optimizer holds ----------------------------------------------------------------------------
+
+
+def test_dtypes_that_the_optimizer_holds(tmp_path: Path) -> None:
+    model = Words().bfloat16()
+    model.head.float()
+    opts = [
+        torch.optim.AdamW(list(model.words.parameters()), lr=1e-3),
+        torch.optim.SGD(model.head.parameters(), lr=1e-3, momentum=0.9),
+    ]
+    with hu.Audit(opts, ["e5m2"], model=model, out=tmp_path / "run"):
+        for _ in range(2):
+            model.head(model.words(torch.tensor([1, 2])).float()).square().mean().backward()
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
+    trace = hu.Trace.open(tmp_path / "run")
+    adam, sgd = (o["holds"] for o in trace.manifest["optimizers"])
+    n, m = 60 * 24, 24 * 24 + 24
+    assert adam == {
+        "parameters": {"bfloat16": n},
+        "gradients": {"bfloat16": n},
+        "states": {"exp_avg": {"bfloat16": n}, "exp_avg_sq": {"bfloat16": n}},
+    }
+    assert sgd == {
+        "parameters": {"float32": m},
+        "gradients": {"float32": m},
+        "states": {"momentum_buffer": {"float32": m}},
+    }
+    said = (
+        "The optimizer holds: parameters bfloat16 (71%), float32 (29%); gradients bfloat16 (71%), float32 "
+        "(29%); exp_avg, exp_avg_sq bfloat16; momentum_buffer float32."
+    )
+    assert said in hu.verdict(trace).lines
+    assert said in page([tmp_path / "run"])
+
+
+def test_states_of_eight_bits_are_what_they_are() -> None:
+    torchao = pytest.importorskip("torchao.optim", reason="needs torchao")
+    model = torch.nn.Linear(256, 256).bfloat16()
+    opt, memory = torchao.AdamW8bit(model.parameters(), lr=1e-3), hu.Memory()
+    with hu.Audit(opt, ["bf16"], model=model, out=memory):
+        model(torch.ones(1, 256).bfloat16()).sum().backward()
+        opt.step()
+    states = memory.trace.manifest["optimizers"][0]["holds"]["states"]
+    assert states["exp_avg"] == {"uint8": 256 * 256, "bfloat16": 256}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,6 +22,7 @@ from halfulp.audit.rehearsed_outcome import rehearsed_outcomes
 from halfulp.audit.script import file_name
 from halfulp.audit.verdict import verdict
 from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
+from halfulp.report.charts import packed
 from halfulp.report.page import page
 
 SPECS = ["bf16", "e4m3@128", "e4m3@128:sr"]
@@ -215,6 +217,13 @@ def test_the_page_sets_forecast_and_measured_side_by_side(folder: Path) -> None:
     (found,) = data["costs"]
     assert [s["name"] for s in found["specs"]][-1] == "e4m3@128"
     assert [p[0] for p in found["specs"][-1]["measured"]] == [40, 80, 120]
+    # The share that is lost: projected, rehearsed and measured, in one chart.
+    (outcome,) = data["outcomes"]
+    forecast = hu.Trace.open(folder / "reference").forecast("e4m3@128")
+    assert outcome["rehearsed"] == packed(forecast.frozen("all-2d"), np.uint16)
+    assert outcome["forecast"] == packed(forecast.frozen("all-2d", "lower"), np.uint16)
+    assert outcome["rehearsed"] not in (outcome["forecast"], outcome["measured"])
+    assert "The rehearsal, which remembers what was lost, was off by " in text
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------

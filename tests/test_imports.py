@@ -13,7 +13,7 @@ ROOT = Path(halfulp.__file__).parent
 
 ORDER = (
     ("version", "text"),
-    ("errors",),
+    ("errors", "pictures"),
     ("canonical", "files"),
     ("documents",),
     ("tensors", "elements", "streams"),

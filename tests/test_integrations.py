@@ -534,6 +534,109 @@ def test_lightning_that_resumes_goes_on_with_its_trace(lightning: Any, tmp_path:
     assert not (tmp_path / "parts" / "halfulp-2").exists()
 
 
+# ---- the user's own loggers ------------------------------------------------------------------------------
+
+
+def board(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard reads below a folder: values by tag and step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[str, dict[int, float]] = {}
+    for place in sorted({file.parent for file in folder.rglob("events.out.tfevents*")}):
+        read = EventAccumulator(str(place))
+        read.Reload()
+        for name in read.Tags()["scalars"]:
+            found.setdefault(name, {}).update({e.step: e.value for e in read.Scalars(name)})
+    return found
+
+
+def single(shares: Any) -> list[float]:
+    return np.asarray(shares).astype(np.float32).tolist()
+
+
+def test_a_trainer_reports_to_what_it_reports_to(
+    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the trainer's own TensorBoard, beside its loss; the run is the one without."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from halfulp.integrations.huggingface import AuditCallback
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    plain, model = tiny_gpt2(), tiny_gpt2()
+    trainer(tmp_path / "plain", plain, []).train()
+    callback = AuditCallback(["bf16", "int8/row"], verdict=False)
+    made = trainer(tmp_path / "out", model, [callback], report_to=["tensorboard"], logging_steps=2)
+    made.train()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    trace, found = hu.Trace.open(tmp_path / "out" / "halfulp"), board(tmp_path / "board")
+    assert list(found["train/loss"]) == [2, 4, 6]
+    for name, expected in (
+        ("frozen/bf16", trace.frozen("bf16")), ("frozen/int8-row", trace.frozen("int8/row")),
+        ("never_moved/bf16", trace.never_moved("bf16")),
+        ("tensor/transformer.ln_f.weight/bf16", trace.frozen("bf16", "transformer.ln_f.weight")),
+    ):  # fmt: skip
+        series = found[f"train/halfulp/{name}"]
+        assert list(series) == [2, 4, 6]
+        assert list(series.values()) == single(expected[1::2])
+    assert [h["step"] for h in made.state.log_history if "halfulp/frozen/bf16" in h] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(("report", "logged"), [(None, 0), (True, 2), (False, 0)])
+def test_a_trainer_that_reports_to_nobody(
+    transformers: Any, report: bool | None, logged: int, tmp_path: Path
+) -> None:
+    from halfulp.integrations.huggingface import AuditCallback
+
+    callback = AuditCallback(["bf16"], verdict=False, report=report, every=3)
+    made = trainer(tmp_path, tiny_gpt2(), [callback])
+    made.train()  # six steps are logged; two of them, 1 and 4, are audited
+    told = [h["step"] for h in made.state.log_history if "halfulp/frozen/bf16" in h]
+    assert told == [1, 4][:logged]
+
+
+def test_lightning_reports_to_its_loggers(lightning: Any, tmp_path: Path) -> None:
+    """On the axis of what the module itself logs."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from halfulp.integrations.lightning import AuditCallback
+
+    kind = lightning.loggers.TensorBoardLogger
+
+    def run(folder: str, callbacks: list[Any]) -> Any:
+        model = lit_model(lightning)
+        options = {"log_every_n_steps": 2, "logger": kind(str(tmp_path / folder / "board"))}
+        lit_trainer(lightning, tmp_path / folder, callbacks, max_steps=6, **options).fit(model)
+        return model
+
+    plain, model = run("plain", []), run("audited", [AuditCallback(["bf16"], verdict=False)])
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    trace, found = hu.Trace.open(tmp_path / "audited" / "halfulp"), board(tmp_path / "audited" / "board")
+    assert found["halfulp/frozen/bf16"] == dict(
+        zip([1, 3, 5], single(trace.frozen("bf16")[1::2]), strict=True)  # Lightning counts from 0
+    )
+    assert "halfulp/frozen/bf16" not in board(tmp_path / "plain" / "board")
+    run("quiet", [AuditCallback(["bf16"], verdict=False, report=False)])
+    assert not [t for t in board(tmp_path / "quiet" / "board") if t.startswith("halfulp")]
+
+
+def test_trackers_of_an_accelerator(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from halfulp.integrations.accelerate import Trackers
+
+    with pytest.raises(hu.UsageError, match="init_trackers"):
+        Trackers(accelerate.Accelerator(cpu=True))
+    accelerator = accelerate.Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("board")
+    trace = recorded(Trackers(accelerator), tmp_path / "trace")
+    accelerator.end_training()
+    found = board(tmp_path / "board")
+    for name, expected in (
+        ("halfulp/frozen/int8-row", trace.frozen("int8/row")),
+        ("halfulp/never_moved/bf16", trace.never_moved("bf16")),
+    ):
+        assert list(found[name].items()) == list(zip(range(1, 6), single(expected), strict=True))
+
+
 # ---- as if -----------------------------------------------------------------------------------------------
 
 SPECS = ["e4m3@128", "e5m2:sr"]

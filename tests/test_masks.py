@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,15 @@ import halfulp as hu
 from halfulp import cli, files, tensors
 from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.kernels import SCORES, TILE
-from halfulp.masks import MASTER_BYTES, _first_that_fit, tile_sizes
+from halfulp.masks import (
+    MASTER_BYTES,
+    _first_that_fit,
+    choose,
+    drawn,
+    nested,
+    tile_sizes,
+    whole_tensors,
+)
 from halfulp.writeback.tiles import put_tiles, take_tiles
 
 
@@ -333,3 +342,93 @@ def test_controls_are_shuffled_within_tensors() -> None:
 def test_tile_sizes() -> None:
     assert tile_sizes(768).tolist() == [768]
     assert tile_sizes(769).tolist() == [768, 1]
+
+
+# ---- controls, nests, whole tensors -----------------------------------------------------------------------
+
+
+def chosen(mask: hu.Mask) -> set[tuple[str, int]]:
+    return {(name, i) for name, t in mask.tiles.items() for i in t.nonzero().flatten().tolist()}
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=9),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(1, 9),
+)
+def test_no_other_choice_is_better(ranks: list[int], budget: int, tensors: int, last: int) -> None:
+    """Against every subset, ties included: within the budget, the one whose best tiles come first.
+
+    Where tiles are equal that is also a largest sum. The order of tensors decides nothing.
+    """
+    parts = [ranks[i::tensors] for i in range(tensors) if ranks[i::tensors]]
+    names = [f"t{i}" for i in range(len(parts))]
+    sizes = {n: 10 * len(part) for n, part in zip(names, parts, strict=True)}
+    sizes[names[-1]] -= 10 - last  # the last tile may be short
+    means = {n: np.array(part, dtype=np.float64) for n, part in zip(names, parts, strict=True)}
+    spend = MASTER_BYTES * 10 * budget
+    if spend > MASTER_BYTES * sum(sizes.values()):
+        return
+    mask = choose(means, sizes, spend, "P", tile=10)
+    tiles = sorted((-float(means[n][i]), n, i) for n in names for i in range(len(means[n])))
+    cost = {(n, i): MASTER_BYTES * int(tile_sizes(sizes[n], 10)[i]) for _, n, i in tiles}
+    within = [
+        pick
+        for pick in itertools.product((True, False), repeat=len(tiles))
+        if sum(cost[n, i] for (_, n, i), taken in zip(tiles, pick, strict=True) if taken) <= spend
+    ]
+    best = max(within)  # True before False, from the first tile by rank on
+    assert chosen(mask) == {(n, i) for (_, n, i), taken in zip(tiles, best, strict=True) if taken}
+    if last == 10:
+        total = sum(means[n][i] for n, i in chosen(mask))
+        assert total == max(
+            sum(-r for (r, _, _), taken in zip(tiles, pick, strict=True) if taken) for pick in within
+        )
+    turned = dict(reversed(sizes.items()))
+    assert chosen(choose({n: means[n] for n in turned}, turned, spend, "P", tile=10)) == chosen(mask)
+
+
+def test_budgets_are_nested() -> None:
+    """A larger budget keeps the tiles of a smaller one, a short tile that filled it included."""
+    sizes = {"a": 20, "b": 13}
+    means = {"a": np.array([3.0, 2.0]), "b": np.array([1.0, 0.5])}
+    small, large = 4 * 13, 4 * 20
+    assert not chosen(choose(means, sizes, small, "P", 10)) <= chosen(choose(means, sizes, large, "P", 10))
+    first, second, third = nested(means, sizes, (small, large, 1.0), "P", 10)
+    assert chosen(first) == {("a", 0), ("b", 1)}
+    assert chosen(first) <= chosen(second) <= chosen(third)
+    assert [m.budget for m in (first, second)] == [small, large]
+    assert all(m.payload_bytes <= m.budget for m in (first, second, third))
+
+
+def test_random_tiles_of_one_tensor() -> None:
+    sizes = {"wte": 4096, "mlp": 8192}
+    within = drawn(sizes, 0.1, 3, tile=64, within="wte")
+    assert within.payload_bytes == MASTER_BYTES * 64 * (12288 // 640)
+    assert not bool(within.tiles["mlp"].any())
+    everywhere = drawn(sizes, 0.1, 3, tile=64)
+    assert everywhere.payload_bytes == within.payload_bytes
+    assert bool(everywhere.tiles["mlp"].any())
+    turned = drawn(dict(reversed(sizes.items())), 0.1, 3, tile=64)
+    assert all(torch.equal(turned.tiles[n], everywhere.tiles[n]) for n in sizes)
+    with pytest.raises(UsageError, match="more than masters for all of 'wte' take: 16,384"):
+        drawn(sizes, 0.5, 3, tile=64, within="wte")
+    with pytest.raises(UsageError, match="no tensor 'wpe'"):
+        drawn(sizes, 0.1, 3, within="wpe")
+
+
+def test_whole_tensors_overshoot_as_in_the_paper() -> None:
+    """Until the share is reached: 0.258 and 0.715 of GPT-2 in the paper, because the last one is whole."""
+    sizes = {"a": 100, "b": 300, "c": 600}
+    ranks = {"a": 0.9, "b": 0.5, "c": 0.7}
+    for share, taken in ((0.05, {"a"}), (0.1, {"a"}), (0.11, {"a", "c"}), (0.71, {"a", "b", "c"})):
+        mask = whole_tensors(ranks, sizes, share, "risk", tile=50)
+        assert {n for n, t in mask.tiles.items() if bool(t.all())} == taken
+        assert mask.budget == mask.payload_bytes == MASTER_BYTES * sum(sizes[n] for n in taken)
+    anti = whole_tensors({n: -r for n, r in ranks.items()}, sizes, 0.25, "anti", tile=50)
+    assert {n for n, t in anti.tiles.items() if bool(t.all())} == {"b"}
+    with pytest.raises(UsageError, match=r"less than a share of 0\.5"):
+        whole_tensors({"a": 1.0, "b": 0.0}, sizes, 0.5, "risk")
+    with pytest.raises(UsageError, match="above 0 and up to"):
+        whole_tensors(ranks, sizes, 0.0, "risk")

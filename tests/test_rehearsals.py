@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,9 +207,9 @@ def test_the_kernel_equals_the_reference(rule: Rule, threads: None) -> None:
     for step in range(4):
         w, after = hard(step)
         stream = hu.Stream(seed=1, name="w", step=step, offset=(0, 5, 32, 31)[step])  # lanes want 32
-        asked = kernel.Tensor(pulls=pulls, stream=stream, back=back)
+        asked = kernel.Tensor(pulls=pulls, stream=stream)
         given = (torch.from_numpy(w), torch.from_numpy(after))
-        counts = kernel.move(rule, alone, *given, asked, chosen)
+        counts = kernel.move(rule, alone, *given, asked, back, chosen)
         for i, k in enumerate(pulls):
             mine = plain[i]
             codes = mine["held"].view(np.uint16) if mine["held"].dtype == np.int16 else mine["held"]
@@ -226,8 +229,9 @@ def test_the_kernel_equals_the_reference(rule: Rule, threads: None) -> None:
             which = None if chosen is None else torch.zeros(4 * 768, dtype=torch.bool)
             if which is not None and chosen is not None:
                 which[768:][:1700] = chosen
-            found = kernel.move_many(rule, beside, *both, [None, asked, asked], table, which)
-            assert torch.equal(found[1:], counts)
+            together = kernel.Asked([None, asked, asked], table, torch.float32)
+            found = kernel.move_many(rule, beside, *both, together, [back] * 3, which)
+            assert np.array_equal(found[1:], counts.numpy())
             assert not found[0].any()
             for name, value in beside.part(1, 1700).tensors().items():
                 assert torch.equal(value, alone.tensors()[name]), name
@@ -455,6 +459,33 @@ def test_a_resumed_rehearsal_equals_an_uninterrupted_one(where: str, tmp_path: P
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert answers(opened(out)) == answers(opened(whole))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_rehearsal_that_is_killed_equals_one_that_is_not(tmp_path: Path) -> None:
+    """Trace, codes, the model's own weights and those as if: after kills anywhere, and at the end."""
+    places = [str(Path(hu.__file__).parent.parent), str(Path(__file__).parent)]
+    told = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("rehearsals_kill.py")), str(tmp_path), "12"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)}, stdout=subprocess.PIPE, check=True,
+    )  # fmt: skip
+    kills = json.loads(told.stdout)
+    assert sum(kills.values()) == 12
+    assert kills.keys() >= {"disk", "step", "rehearsal"}
+    whole, *killed = sorted(tmp_path.iterdir(), key=lambda p: p.name != "whole")
+    assert len(killed) > 1
+    expected = hu.Trace.open(whole / "trace")
+    saved = sorted(p.name for p in whole.glob("*.safetensors"))
+    assert len(saved) == 18
+    for folder in killed:
+        trace = hu.Trace.open(folder / "trace")
+        for table in ("grids", "tensors", "run", "rehearsals", "losses"):
+            mine, theirs = (t.scan(table).collect().sort(pl.all()) for t in (trace, expected))
+            assert mine.equals(theirs, null_equal=True), (folder.name, table)
+        a, b = trace.state(), expected.state()
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in b)
+        assert all((folder / name).read_bytes() == (whole / name).read_bytes() for name in saved)
 
 
 HOSTILE: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {

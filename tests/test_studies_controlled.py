@@ -372,14 +372,14 @@ def test_a_diverged_arm_counts_as_zero() -> None:
 
 def test_the_published_windows_pass() -> None:
     """tab:e4-window through the gates: windows shrink upward, four of five are forecast."""
-    real = {
-        m: [float(r) for r in pair[0].strip("{}").split(",")]
-        for m, pair in phase_diagram._PAPER_WINDOWS.items()
-    }
-    told = {
-        m: [float(r) for r in pair[1].strip("{}").split(",")]
-        for m, pair in phase_diagram._PAPER_WINDOWS.items()
-    }
+    printed = {c.claim: str(c.paper) for c in phase_diagram.PAPER}
+    real, told = (
+        {
+            m: [float(r) for r in printed[f"{kind} window, m = {m}"].strip("{}").split(",")]
+            for m in range(1, 6)
+        }
+        for kind in ("measured", "forecast")
+    )
     values: dict[str, dict[str, float | None]] = {
         "lowest-rate-ratio": {f"m{m}": real[m][0] / real[m + 1][0] for m in (1, 2, 3, 4)},
         "compression": {"study": real[1][0] / real[5][0]},
@@ -449,13 +449,13 @@ def test_cnn_cells(digits: dict[str, Path]) -> None:
         assert series.symmetric("m6")[t] == int(events.symmetric_frozen(w, d, "m6").sum())
         w = grid.round(w + d)
     config = {"digits": 8, "steps": 205, "mantissas": [7], "rate": 0.2, "seed": 0}
-    whole = cnn.measure(Fake("a.m7", {**config, "reference": "a", "grid": "m7"}, digits))  # type: ignore[arg-type]
+    whole = cnn.TIMED.measure(Fake("a.m7", {**config, "reference": "a", "grid": "m7"}, digits))  # type: ignore[arg-type]
     fake = Fake("a.m7", {**config, "reference": "a", "grid": "m7"}, digits)
     fake.left = 2
     with pytest.raises(StoppedError):
-        cnn.measure(fake)  # type: ignore[arg-type]
+        cnn.TIMED.measure(fake)  # type: ignore[arg-type]
     fake.left = 10**9
-    assert canonical.dumps(cnn.measure(fake)) == canonical.dumps(whole)  # type: ignore[arg-type]
+    assert canonical.dumps(cnn.TIMED.measure(fake)) == canonical.dumps(whole)  # type: ignore[arg-type]
     other = Fake("a", config, digits)
     direct = cnn.bf16(other)  # type: ignore[arg-type]
     assert canonical.dumps(direct)

@@ -298,7 +298,10 @@ def test_estimands_are_those_of_the_events_themselves() -> None:
     curve = abstention(x, mistakes, [-math.inf, *THRESHOLDS])
     assert list(margin.risk(records).values()) == [a.risk for a in curve]
     assert list(margin.coverage(records).values()) == [a.coverage for a in curve[1:]]
-    assert margin.wrong_diverged(records)["study"] == (mistakes & differ).sum() / mistakes.sum()
+    assert (
+        margin.share(records, "wrong_diverged", "wrong_diverged wrong_same")["study"]
+        == (mistakes & differ).sum() / mistakes.sum()
+    )
     exact, bound = margin.auroc(records)["exact"], margin.auroc_error(records)["exact"]
     assert abs(exact - auroc(x, ~mistakes)) <= bound
     assert 0.0 <= margin.auroc_own(records)["symmetric"] <= 1.0

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from decoder_cells import run_outcomes, write_corpora
+from study_samples import quick_identity
 
 from halfulp.arms import Arm, Bundle, measures
 from halfulp.arms.bundle import Unit
+from halfulp.data import tokens
 from halfulp.errors import UsageError
 from halfulp.models.decoder import Decoder
 from halfulp.models.training import Schedule
@@ -27,7 +29,8 @@ from halfulp.studies import (
     source_amortized,
     template_challenge,
 )
-from halfulp.study import Outcomes, Study
+from halfulp.study import Outcomes, Study, engine, loading
+from halfulp.study.store import Store
 from halfulp.study.verdict import decide, evaluate
 
 TRAINED: dict[str, Any] = {
@@ -101,6 +104,20 @@ def test_paper_scale_is_the_papers(name: str) -> None:
     assert study.scale_data["paper"] == ("openwebtext/train.bin", "openwebtext/val.bin")
     positions = recipe.batch * recipe.context * recipe.updates
     assert positions == (36_864_000 if updates == 3000 else 122_880_000)
+
+
+@pytest.mark.parametrize("name", [*TRAINED, "matched-10k", "prospective-modern"])
+def test_paper_scale_seals(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other tokens in the place of OpenWebText, which has no published digest: the seal names both."""
+    quick_identity(monkeypatch)
+    monkeypatch.setenv("HALFULP_DATA", str(tmp_path / "data"))
+    (tmp_path / "data" / "openwebtext").mkdir(parents=True)
+    for part in ("train", "val"):
+        tokens.write_bin(tmp_path / "data" / "openwebtext" / f"{part}.bin", np.arange(2000) % 97)
+    digest = engine.seal(loading.load(name), "paper", tmp_path / "out")
+    sealed = Store(tmp_path / "out").read_seal(digest)
+    assert (sealed["study"], sealed["scale"]) == (name, "paper")
+    assert set(sealed["data"]) == {"openwebtext/train.bin", "openwebtext/val.bin"}
 
 
 def test_what_sets_each_study_apart() -> None:
@@ -192,7 +209,7 @@ def test_one_forecast_serves_all_targets(found: dict[str, Outcomes]) -> None:
     source = audit["source"]["source"]
     assert source["seed"] == 577215
     for unit in runs.over(audit):
-        own = measures.predicted(unit, "core", "matched")
+        own = measures.forecast_by(unit, "core", "matched")
         assert own is not None
         assert not np.array_equal(own, first)
         seen, at = measures.measured(unit, "core"), source["warmup"]
@@ -342,7 +359,7 @@ def test_neox_transfer_rows() -> None:
     """The historical label, read narrowly: the constant one passes as well, e5m2 is not informative."""
     decision = decide(neox_transfer.STUDY, neox_values())
     assert decision.label == "policy_and_reference_audit_transfer"
-    assert decision.says.startswith(neox_transfer.NARROW)
+    assert decision.says.startswith("Read narrowly")
     assert "on e4m3@128 and not on e5m2" in decision.says
     assert decision.passed("fixed-one")
     assert decision.passed("fixed-one-mean")
@@ -357,7 +374,7 @@ def test_neox_transfer_labels() -> None:
     scoped = list(values["rmse"])
     whole = {**values, "informative": everywhere(scoped, 1.0), "late-added-value": everywhere(scoped, 0.5)}
     decision = decide(neox_transfer.STUDY, whole)
-    assert decision.label == neox_transfer.LABEL
+    assert decision.label == "policy_and_reference_audit_transfer"
     assert "harmonised audit too" in decision.says
     high = {**values, "rmse": {**values["rmse"], scoped[0]: 0.16}}
     assert decide(neox_transfer.STUDY, high).label == "policy_only_transfer"
@@ -411,7 +428,11 @@ def template_records(rmse: Mapping[str, tuple[float, float]]) -> dict[str, dict[
 
 def test_template_rows() -> None:
     """tab:source-template: B_Y < H_S < X_S, the three error columns, and what the text says of squares."""
-    printed = template_challenge._PRINTED
+    paper = {claim.claim: claim.paper for claim in template_challenge.PAPER}
+    printed = {
+        p: [float(paper[f"{part} of {p}, mean of targets"]) for part in template_challenge.PARTS]
+        for p in template_challenge.COMPARED
+    }
     records = template_records({p: (centred, signed) for p, (_, centred, signed) in printed.items()})
     values = {
         e.name: e.compute(records, **e.args)

@@ -659,7 +659,8 @@ def test_the_closure_of_a_study() -> None:
     registered = {
         p.relative_to(closures.PACKAGE).as_posix() for p in closures.closure(None, "halfulp.studies.emulator")
     }
-    assert {"studies/emulator.py", "kernels/reference.py"} <= registered
+    assert {"studies/emulator.py", "studies/emulator.toml", "kernels/reference.py"} <= registered
+    assert "studies/cnn.toml" not in registered
     assert not [n for n in registered if n.startswith("report/") or n in ("studies/__init__.py", "cli.py")]
 
 

@@ -228,6 +228,22 @@ def test_raise(bad: float, storage: str) -> None:
     assert opt.steps == 3
 
 
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_spoilt_moments_are_told_of_once(one_pass: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The weights stay finite and so does the loss: only the log can say that nothing moves any more."""
+    model = Tied()
+    opt = written_back(model, "bf16", "sr", one_pass=one_pass)
+    train(model, opt, 2)
+    model.up.weight.grad[3, 5] = torch.nan
+    opt.step()
+    with caplog.at_level("WARNING", "halfulp"):
+        train(model, opt, 70)
+    told = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
+    assert told == [told[0]]
+    assert "at step 33 the update of 'up.weight' is not finite" in told[0]
+    assert "go back to a checkpoint" in told[0]
+
+
 @pytest.mark.parametrize("storage", ["container", "packed"])
 @pytest.mark.parametrize("policy", ["rne", "sr", "deadzone-sr", "eco", "kahan", "master"])
 def test_count(policy: str, storage: str) -> None:

@@ -6,6 +6,7 @@ kernels fast enough to watch it.
 """
 
 from halfulp.audit.alerts import Alert
+from halfulp.audit.casts import CastAudit
 from halfulp.audit.recorder import Audit
 from halfulp.audit.rehearsal import Rehearse
 from halfulp.audit.replay import replay
@@ -18,12 +19,12 @@ from halfulp.stored import Change, Check, Sync, check
 from halfulp.streams import Stream
 from halfulp.trace import Memory, Trace
 from halfulp.version import __version__
-from halfulp.writeback import ECO, Adam, AdamW, Kahan, Master, TileMaster, WriteBack
+from halfulp.writeback import ECO, Adam, AdamW, Dispatch, Kahan, Master, TileMaster, WriteBack, native
 
 __all__ = [
-    "ECO", "Adam", "AdamW", "Alert", "Audit", "Change", "Check", "CorruptionError", "Grid", "HalfulpError",
-    "Kahan", "Mask",
+    "ECO", "Adam", "AdamW", "Alert", "Audit", "CastAudit", "Change", "Check", "CorruptionError", "Dispatch",
+    "Grid", "HalfulpError", "Kahan", "Mask",
     "Master", "Memory", "Rehearse", "Stream", "Sync", "TamperingError", "TileMaster", "Trace",
     "UsageError", "VersionError", "WriteBack", "__version__", "allocate", "check", "float_grid", "frozen",
-    "grid", "integer_grid", "margin", "phase", "replay", "rho", "symmetric_frozen", "verdict",
+    "grid", "integer_grid", "margin", "native", "phase", "replay", "rho", "symmetric_frozen", "verdict",
 ]  # fmt: skip

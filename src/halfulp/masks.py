@@ -15,7 +15,8 @@ for the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,14 @@ import torch
 
 from halfulp.errors import UsageError
 from halfulp.kernels import SCORES, TILE, checked_tile, tiles_of
+from halfulp.streams import Stream
 from halfulp.trace import Trace
 from halfulp.writeback.mask import MASTER_BYTES, Mask, tile_sizes
 
-__all__ = ["MASTER_BYTES", "RANDOM", "REHEARSED", "Mask", "allocate", "choose", "tile_sizes"]
+__all__ = [
+    "MASTER_BYTES", "RANDOM", "REHEARSED", "Mask", "allocate", "choose", "drawn", "nested", "tile_sizes",
+    "whole_tensors",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 
@@ -50,11 +55,11 @@ def allocate(
 
     ``budget``: bytes, or a share (a float up to 1.0) of what masters for all eligible tiles would take. Tiles
     have the size that the scores were summed by. They are taken from the highest mean score of their
-    coordinates down, equal ones in the order of tensors and
-    tiles; one that no longer fits is passed over. ``score``: one of ``halfulp.kernels.SCORES`` (F how often
-    frozen, L descent, C both, G gradient, U update, W weight, T gradient times weight, P gradient times
-    update, all as magnitudes), ``R`` for what an attributed rehearsal forecasts a tile to cost (``R:e5m2`` to
-    say which), or ``random`` with a ``seed``, for controls. ``params``: which tensors are
+    coordinates down, equal ones by the names of tensors and then by tiles, so that the order of parameters
+    decides nothing; one that no longer fits is passed over. ``score``: one of ``halfulp.kernels.SCORES`` (F
+    how often frozen, L descent, C both, G gradient, U update, W weight, T gradient times weight, P gradient
+    times update, all as magnitudes), ``R`` for what an attributed rehearsal forecasts a tile to cost
+    (``R:e5m2`` to say which), or ``random`` with a ``seed``, for controls. ``params``: which tensors are
     eligible, ``(name, shape) -> bool``; by default those of two or more dimensions. ``keep``: a mask whose
     tiles come first, and count.
     """
@@ -76,8 +81,7 @@ def allocate(
     if not sizes:
         raise UsageError("no tensor is eligible: none that was scored has two or more dimensions (params=).")
     if score == RANDOM:
-        drawn = np.random.default_rng(seed)
-        means = {name: drawn.random(tiles_of(n, tile)) for name, n in sizes.items()}
+        means = _random(sizes, seed, tile)
     elif kind == REHEARSED:
         means = {name: found[name] / tile_sizes(n, tile) for name, n in sizes.items()}
     else:
@@ -100,19 +104,93 @@ def choose(
         means = {
             n: np.where(keep.tiles[n].numpy(), np.inf, m) if n in keep.tiles else m for n, m in means.items()
         }
-    lengths = np.concatenate([tile_sizes(n, checked_tile(tile)) for n in sizes.values()])
+    names = sorted(sizes)
+    lengths = np.concatenate([tile_sizes(sizes[name], checked_tile(tile)) for name in names])
     least = MASTER_BYTES * int(lengths.min())
     if spend < least:
         raise UsageError(
             f"a budget of {budget!r} is {spend:,} bytes, less than any tile takes: masters for the smallest "
             f"take {least:,} bytes (tiles have {tile} coordinates). Give at least that."
         )
-    ranks = np.concatenate([means[name] for name in sizes])
+    ranks = np.concatenate([means[name] for name in names])
     chosen = _first_that_fit(np.argsort(-ranks, kind="stable"), MASTER_BYTES * lengths, spend)
-    bounds = np.cumsum([tiles_of(n, tile) for n in sizes.values()])[:-1]
-    parts = np.split(chosen, bounds)
-    tiles = {name: torch.from_numpy(part.copy()) for name, part in zip(sizes, parts, strict=True)}
+    bounds = np.cumsum([tiles_of(sizes[name], tile) for name in names])[:-1]
+    parts = dict(zip(names, np.split(chosen, bounds), strict=True))
+    tiles = {name: torch.from_numpy(parts[name].copy()) for name in sizes}
     return Mask(tiles=tiles, sizes=dict(sizes), score=score, budget=spend, tile=tile)
+
+
+def nested(
+    means: Mapping[str, Array],
+    sizes: Mapping[str, int],
+    budgets: Iterable[float | int],
+    score: str,
+    tile: int = TILE,
+) -> list[Mask]:
+    """A mask for every budget, from small to large, each with all tiles of the one before.
+
+    The first tiles by a score are nested by themselves where tiles are equal; a short tile that filled a
+    smaller budget would not be in a larger one without this.
+    """
+    made: list[Mask] = []
+    for budget in budgets:
+        made.append(choose(means, sizes, budget, score, tile, keep=made[-1] if made else None))
+    return made
+
+
+def drawn(
+    sizes: Mapping[str, int], budget: float | int, seed: int, tile: int = TILE, within: str | None = None
+) -> Mask:
+    """A control: random tiles, of all tensors or of one. The budget is a share of all tensors, or bytes."""
+    if within is not None and within not in sizes:
+        raise UsageError(f"there is no tensor {within!r} to draw tiles of; there are: {', '.join(sizes)}.")
+    spend = _bytes(budget, MASTER_BYTES * sum(sizes.values()))
+    if within is not None and spend > MASTER_BYTES * sizes[within]:
+        raise UsageError(
+            f"a budget of {budget!r} is {spend:,} bytes, more than masters for all of {within!r} take: "
+            f"{MASTER_BYTES * sizes[within]:,}. Give less, or draw from all tensors."
+        )
+    means = _random(sizes, seed, tile)
+    if within is not None:
+        means = {name: m if name == within else np.full_like(m, -1.0) for name, m in means.items()}
+    made = choose(means, sizes, spend, RANDOM, tile)
+    return made if within is None else replace(made, score=f"{RANDOM} in {within}")
+
+
+def whole_tensors(
+    ranks: Mapping[str, float], sizes: Mapping[str, int], share: float, score: str, tile: int = TILE
+) -> Mask:
+    """Masters for whole tensors, from the highest rank down, until they are at least a share of all.
+
+    The paper's first allocator: a tensor is taken whole or not at all, so the last one overshoots, and what
+    is spent is more than what was nominal. For anti-selection, negate the ranks. Equal ranks go by name.
+    Only tensors with a rank can be taken, of ``sizes``, of which the share is.
+    """
+    unknown = sorted(set(ranks) - set(sizes))
+    if unknown or not 0 < share <= 1:
+        raise UsageError(f"a share is above 0 and up to 1.0, of known tensors; not {share!r} and {unknown}.")
+    wanted, taken = share * sum(sizes.values()), 0
+    chosen: set[str] = set()
+    for name in sorted(ranks, key=lambda n: (-ranks[n], n)):
+        if taken >= wanted:
+            break
+        chosen.add(name)
+        taken += sizes[name]
+    if taken < wanted:
+        raise UsageError(
+            f"all {len(ranks)} tensors that may be taken are {taken:,} of {sum(sizes.values()):,} "
+            f"coordinates, less than a share of {share!r}."
+        )
+    tiles = {n: torch.full((tiles_of(size, tile),), n in chosen) for n, size in sizes.items()}
+    return Mask(tiles=tiles, sizes=dict(sizes), score=score, budget=MASTER_BYTES * taken, tile=tile)
+
+
+def _random(sizes: Mapping[str, int], seed: int, tile: int) -> dict[str, Array]:
+    """A random number a tile, from a stream that is the tensor's own."""
+    return {
+        name: Stream(seed=seed, name=name, step=0).words(tiles_of(n, tile)).astype(np.float64)
+        for name, n in sizes.items()
+    }
 
 
 def _check_kept(keep: Mask, sizes: Mapping[str, int], tile: int, spend: int) -> None:

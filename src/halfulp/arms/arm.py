@@ -61,7 +61,7 @@ class Arm:
     rehearse: tuple[str, ...] = ()
     """What a float32 run rehearses: grids, with policies as in ``e5m2:sr`` or ``e5m2:tiles(NAME)``."""
     masks: Mapping[str, str] | None = None
-    """The stage and cell of the masks that are named in rehearsals."""
+    """The stage and cell of the masks that are named in rehearsals, and held beside those that are made."""
     attribute: Mapping[str, Json] | None = None
     """Which rehearsals (``of``) a float32 run attributes to tiles, at how many ``moments`` of the run, at how
     many ``points`` of the path, over how many ``batches`` of training text."""
@@ -69,8 +69,11 @@ class Arm:
     """A grid, and the last update over which a float32 run sums allocation scores."""
     tile: int = TILE
     """Coordinates of a tile, for scores and masters."""
+    make: Mapping[str, Json] | None = None
+    """Masks that a scoring run makes of its sums when it ends, by name (:mod:`halfulp.arms.masks`); the sums
+    are then not attached."""
     mask: Mapping[str, str] | None = None
-    """The stage, cell and name of the tiles that ``tile-master`` protects."""
+    """The stage, cell and name of the tiles that ``tile-master`` protects; ``evidence``: of another study."""
     device: str = "cpu"
     """cpu, or auto for a GPU where there is one."""
     attention: Literal["fastest", "math"] = "fastest"
@@ -92,6 +95,8 @@ class Arm:
             raise UsageError("an arm that rehearses audits a grid, too.")
         if self.attribute is not None and not set(self.attribute["of"]) <= set(self.rehearse):
             raise UsageError("an arm attributes rehearsals that it has.")
+        if self.make is not None and self.scores is None:
+            raise UsageError("masks are made of scores: say on which grid and how long (scores=).")
         for name in (*self.audit, *(x for x in (self.grid, self.projected) if x is not None)):
             named_grid(name)
 

@@ -14,9 +14,13 @@ contexts. A bundle says which there are and yields the study's stages:
     with a source: one float32 run of another seed. Forecasts are then made of it alone, before any target
     runs, and the references are *privileged*: each knows its own target.
 ``source``, ``source-masks``, ``target-masks``
-    with masks: a source run's scores, the masks that they give, those of each target's own reference.
+    with masks: a source run's scores, the masks that they give, those of each target's own reference. Runs
+    that make their masks themselves need no stages for them, and where no source is named every target is
+    its own: a shorter run of the same seed.
 ``outcome``
-    every arm of every unit.
+    every arm of every unit; those of a later ``stage`` in one of their own, after the gates that it names.
+
+With ``anchors``, float32 runs, the nearest arms and masks are evidence of another study, and not run again.
 
 What varies between studies is data; a change of one field is :func:`dataclasses.replace`.
 """
@@ -32,13 +36,14 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import load as load_tensors
 
-from halfulp.arms import masks, records
+from halfulp.arms import masks, measures, records
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import files_of
-from halfulp.arms.forecasts import forecast
+from halfulp.arms.forecasts import forecast, forecast_losses
 from halfulp.arms.measures import FP32
 from halfulp.arms.run import run
 from halfulp.errors import UsageError
+from halfulp.masks import Mask
 from halfulp.study.outcomes import Outcomes
 from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Values
 
@@ -50,12 +55,31 @@ Changes = Mapping[str, Any]
 class Masked:
     """Which masks a study makes, and of whose scores."""
 
-    source: int
-    """The seed of the run whose scores choose for all targets."""
+    source: int | None = None
+    """The seed of the run whose scores choose for all targets; without, each target is its own source."""
     window: float
     """The share of the updates over which scores are summed."""
     of_source: masks.Recipes
     of_target: masks.Recipes = field(default_factory=dict)
+    apart: bool = True
+    """Whether masks are made in stages of their own, of sums that are kept, or by the runs that sum."""
+    attribute: Mapping[str, Json] | None = None
+    """How a source attributes its rehearsal of the nearest arm to tiles, for score R."""
+
+    def stage(self, whose: str) -> str:
+        """The stage that keeps the masks of the ``source`` or the ``target``."""
+        return f"{whose}-masks" if self.apart else "source" if whose == "source" else "reference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchors:
+    """Arms of another study that stand as evidence beside those that are run: same targets, same units."""
+
+    evidence: str
+    """The name under which a study declares it."""
+    bundle: Bundle
+    arms: tuple[str, ...]
+    """Of that bundle; its float32 runs and its masks come along."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +101,9 @@ class Bundle:
     forecast_from: int | None = None
     """The seed of the run that all targets are forecast from; by default each from its own reference."""
     masked: Masked | None = None
+    anchors: Anchors | None = None
+    only_if: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Gates that must have passed before a later stage of arms runs (``stage`` in what an arm changes)."""
     unit: str = "{condition}-{seed}"
     reference: str = "fp32-{seed}"
 
@@ -111,8 +138,28 @@ class Bundle:
     def rehearsals(self, condition: str) -> dict[str, str]:
         """What a reference rehearses of a condition, by arm."""
         grid = self.conditions[condition]["grid"]
-        policies = {arm: self.arms[arm]["policy"] for arm in self.rehearse}
-        return {arm: grid if policy == "rne" else f"{grid}:{policy}" for arm, policy in policies.items()}
+        made = {}
+        for arm in self.rehearse:
+            policy, (_, mask) = self.arms[arm]["policy"], self.arms[arm].get("mask", ("", ""))
+            how = f":tiles({mask})" if mask else "" if policy == "rne" else f":{policy}"
+            made[arm] = grid + how
+        return made
+
+    def source_of(self, unit: str) -> str:
+        """The cell of the run that chose the tiles of a unit's masks."""
+        assert self.masked is not None
+        return "source" if self.masked.source is not None else self.reference_of(unit)
+
+    def stage_of(self, arm: str) -> str:
+        """The stage in which an arm runs."""
+        return str(self.arms[arm].get("stage", "outcome"))
+
+    @property
+    def matched(self) -> dict[str, Changes]:
+        """All arms of a unit, those that are evidence first."""
+        if self.anchors is None:
+            return dict(self.arms)
+        return {arm: self.anchors.bundle.arms[arm] for arm in self.anchors.arms} | dict(self.arms)
 
     # ---- runs ----
 
@@ -152,9 +199,13 @@ class Bundle:
         grid = changes.pop("grid")
         if self.anchor == "projected":
             changes["projected"] = grid
-        if self.masked is not None:
+        masked, rehearse = self.masked, tuple(self.rehearsals(condition).values())
+        if masked is not None and (masked.apart or masked.of_target):
             changes["scores"] = (grid, self._window(config))
-        rehearse = tuple(self.rehearsals(condition).values())
+        if masked is not None and not masked.apart:
+            changes["make"] = {k: dict(v) for k, v in masked.of_target.items()} or None
+            unit = self.unit.format(condition=condition, seed=seed)
+            changes["masks"] = {"stage": "source", "cell": self.source_of(unit)}
         return self._run(config, seed, audit=(grid,), rehearse=rehearse, **changes)
 
     def forecasts(self, config: Config) -> Iterator[Cell]:
@@ -178,26 +229,42 @@ class Bundle:
         (condition,) = self.conditions
         yield Cell(name="source", config=self._reference(config, condition, self.forecast_from).to_json())
 
-    def outcomes(self, config: Config) -> Iterator[Cell]:
-        """Every arm of every unit."""
+    def outcomes(self, config: Config, stage: str = "outcome") -> Iterator[Cell]:
+        """Every arm of every unit, or those of a later stage."""
         for unit, (condition, seed) in self.units.items():
             for arm, how in self.arms.items():
+                if self.stage_of(arm) != stage:
+                    continue
                 changes = {"stream_seed": seed + 1, **self.conditions[condition], **how}
+                changes.pop("stage", None)
                 if "mask" in how:
-                    whose, name = how["mask"]
-                    cell = whose if whose == "source" else unit
-                    changes["mask"] = {"stage": f"{whose}-masks", "cell": cell, "name": name}
+                    changes["mask"] = self._mask(unit, *how["mask"])
                 yield Cell(name=self.cell(unit, arm), config=self._run(config, seed, **changes).to_json())
 
-    def source(self, config: Config) -> Iterator[Cell]:
-        """The source's float32 run, as long as its scores are summed."""
+    def _mask(self, unit: str, whose: str, name: str) -> dict[str, str]:
+        """Where the mask of an arm is kept."""
+        if self.anchors is not None:
+            return {"evidence": self.anchors.evidence, **self.anchors.bundle._mask(unit, whose, name)}
         assert self.masked is not None
+        own = unit if self.masked.apart else self.reference_of(unit)
+        cell = self.source_of(unit) if whose == "source" else own
+        return {"stage": self.masked.stage(whose), "cell": cell, "name": name}
+
+    def source(self, config: Config) -> Iterator[Cell]:
+        """The source's float32 run, as long as its scores are summed; or one for every target."""
+        assert self.masked is not None
+        masked, window = self.masked, self._window(config)
         (condition,) = self.conditions.values()
-        window = self._window(config)
-        arm = self._run(
-            config, self.masked.source, audit=(condition["grid"],), scores=(condition["grid"], window)
-        )
-        yield Cell(name="source", config=replace(arm, recipe=replace(arm.recipe, updates=window)).to_json())
+        grid = condition["grid"]
+        how: dict[str, Any] = {"audit": (grid,), "scores": (grid, window)}
+        if not masked.apart:
+            how |= {"make": {k: dict(v) for k, v in masked.of_source.items()}}
+        if masked.attribute is not None:
+            how |= {"rehearse": (grid,), "attribute": {"of": [grid], **masked.attribute}}
+        seeds = {self.source_of(unit): masked.source or seed for unit, (_, seed) in self.units.items()}
+        for name, seed in seeds.items():
+            arm = self._run(config, seed, **how)
+            yield Cell(name=name, config=replace(arm, recipe=replace(arm.recipe, updates=window)).to_json())
 
     def source_masks(self, config: Config) -> Iterator[Cell]:
         """The masks that the source gives."""
@@ -222,37 +289,45 @@ class Bundle:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """A study's stages, in order: what is forecast is sealed before any outcome."""
-        made, masks_read = [], tuple[str, ...]()
+        made: list[Stage] = []
+        masked, read = self.masked, tuple[str, ...]()
         if self.forecast_from is not None:
             made += [
                 Stage(name="source", kind="reference", cells=self.forecast_source, run=run),
                 self._forecast_stage("source"),
             ]
-        if self.masked is not None:
-            made += [
-                Stage(name="source", kind="reference", cells=self.source, run=run),
-                Stage(
-                    name="source-masks", kind="prediction", cells=self.source_masks, run=masks.make_masks,
-                    reads=("source",),
-                ),
-            ]  # fmt: skip
-            masks_read = ("source-masks",)
-        made.append(Stage(name="reference", kind="reference", cells=self.references, run=run))
-        if self.masked is not None and self.masked.of_target:
+        if masked is not None:
+            made.append(Stage(name="source", kind="reference", cells=self.source, run=run))
+            read = (masked.stage("source"),)
+        if masked is not None and masked.apart:
+            made.append(self._masks_stage("source", self.source_masks, ("source",)))
+        if self.anchors is None:
+            early = read if masked is not None and not masked.apart else ()
+            made.append(
+                Stage(name="reference", kind="reference", cells=self.references, run=run, reads=early)
+            )
+        if masked is not None and masked.of_target:
+            if masked.apart:
+                made.append(self._masks_stage("target", self.target_masks, ("source-masks", "reference")))
+            read = (*read, masked.stage("target"))
+        if (self.scopes or self.rehearse) and self.forecast_from is None and self.anchors is None:
+            made.append(self._forecast_stage("reference"))
+        later = dict.fromkeys(self.stage_of(arm) for arm in self.arms)
+        for stage in later:
             made.append(
                 Stage(
-                    name="target-masks", kind="prediction", cells=self.target_masks, run=masks.make_masks,
-                    reads=("source-masks", "reference"),
+                    name=stage, kind="outcome", cells=functools.partial(self.outcomes, stage=stage), run=run,
+                    reads=read, only_if=tuple(self.only_if.get(stage, ())),
                 )
             )  # fmt: skip
-            masks_read = (*masks_read, "target-masks")
-        if self.scopes and self.forecast_from is None:
-            made.append(self._forecast_stage("reference"))
-        made.append(Stage(name="outcome", kind="outcome", cells=self.outcomes, run=run, reads=masks_read))
         return tuple(made)
 
     def _forecast_stage(self, reads: str) -> Stage:
-        return Stage(name="forecast", kind="prediction", cells=self.forecasts, run=forecast, reads=(reads,))
+        how = forecast if self.scopes else forecast_losses
+        return Stage(name="forecast", kind="prediction", cells=self.forecasts, run=how, reads=(reads,))
+
+    def _masks_stage(self, whose: str, cells: Callable[[Config], Iterator[Cell]], reads: Any) -> Stage:
+        return Stage(name=f"{whose}-masks", kind="prediction", cells=cells, run=masks.make_masks, reads=reads)
 
     # ---- records ----
 
@@ -276,14 +351,30 @@ class Bundle:
 
         return compute
 
+    def total(self, name: str, what: str, measure: Callable[..., float | None], **arguments: Any) -> Estimand:
+        """The sum of a measure over all units, as an estimand; none where a unit has none."""
+
+        @functools.wraps(measure)
+        def compute(found: Records, **given: Any) -> Values:
+            values = [measure(unit, **given) for unit in self.over(found)]
+            return {"all": None if None in values else sum(v for v in values if v is not None)}
+
+        return Estimand(name=name, what=what, compute=compute, args=arguments)
+
+    def ran(self, found: Records) -> list[str]:
+        """The arms that there are records of, those that are evidence first."""
+        (first, *_) = self.over(found)
+        return [arm for arm in self.matched if first.ran(arm)]
+
     def estimand(
-        self, name: str, what: str, measure: Callable[..., float | None], **arguments: Any
+        self, name: str, what: str, measure: Callable[..., float | None] | str, **arguments: Any
     ) -> Estimand:
-        """A measure of every unit, as an estimand; its arguments are sealed.
+        """A measure of every unit, by itself or its name, as an estimand; its arguments are sealed.
 
         With ``scopes=``, of every unit and scope: ``e5m2-1337 core``.
         """
-        return Estimand(name=name, what=what, compute=self.each(measure), args=arguments)
+        called = getattr(measures, measure) if isinstance(measure, str) else measure
+        return Estimand(name=name, what=what, compute=self.each(called), args=arguments)
 
 
 @dataclass(frozen=True)
@@ -298,11 +389,29 @@ class Unit:
     def arms(self) -> tuple[str, ...]:
         return tuple(self.bundle.arms)
 
+    @property
+    def _beside(self) -> Unit:
+        """The same unit of the study that is evidence."""
+        assert self.bundle.anchors is not None
+        assert isinstance(self.found, Outcomes)
+        anchors = self.bundle.anchors
+        return Unit(anchors.bundle, self.found.evidence[anchors.evidence], self.name)
+
+    def _elsewhere(self, arm: str) -> bool:
+        anchors = self.bundle.anchors
+        return anchors is not None and (arm == FP32 or arm in anchors.arms)
+
+    def ran(self, arm: str) -> bool:
+        """Whether the stage of an arm has records here: a later one may not have been authorised."""
+        return self._elsewhere(arm) or self.bundle.stage_of(arm) in self.found
+
     def run(self, arm: str) -> records.Record:
         """The record of an arm, or of the float32 anchor."""
+        if self._elsewhere(arm):
+            return self._beside.run(arm)
         if arm == FP32:
             return self.found["reference"][self.bundle.reference_of(self.name)]
-        return self.found["outcome"][self.bundle.cell(self.name, arm)]
+        return self.found[self.bundle.stage_of(arm)][self.bundle.cell(self.name, arm)]
 
     @property
     def siblings(self) -> list[Unit]:
@@ -315,9 +424,11 @@ class Unit:
 
         None where they were not kept: the first release kept none.
         """
+        if self._elsewhere(arm):
+            return self._beside.contexts(arm)
         stage, cell = ("reference", self.bundle.reference_of(self.name))
         if arm != FP32:
-            stage, cell = "outcome", self.bundle.cell(self.name, arm)
+            stage, cell = self.bundle.stage_of(arm), self.bundle.cell(self.name, arm)
         assert isinstance(self.found, Outcomes)
         try:
             kept = self.found.attached(stage, cell, "contexts.safetensors")
@@ -355,13 +466,26 @@ class Unit:
         at = str(self.run(FP32)["updates"] if update is None else update)
         return told[arm][at][bound] if told is not None and at in told.get(arm, ()) else None
 
-    @property
-    def masks(self) -> records.Record:
-        """What was recorded of the target's own masks."""
-        return self.found["target-masks"][self.name]
+    def masks(self, whose: str) -> records.Record:
+        """What was recorded of the masks of the ``source`` or the ``target``."""
+        if self.bundle.anchors is not None:
+            return self._beside.masks(whose)
+        where = self.bundle._mask(self.name, whose, "")
+        record = self.found[where["stage"]][where["cell"]]
+        assert self.bundle.masked is not None
+        told: records.Record = record if self.bundle.masked.apart else record["masks"]
+        return told
+
+    def packed(self, whose: str) -> dict[str, Mask]:
+        """These masks themselves, where the runs that summed made them."""
+        if self.bundle.anchors is not None:
+            return self._beside.packed(whose)
+        assert isinstance(self.found, Outcomes)
+        where = self.bundle._mask(self.name, whose, "")
+        stage, cell = where["stage"], where["cell"]
+        return masks.unpacked(self.found.attached(stage, cell, masks.PACKED), f"{stage}/{cell}")
 
     def budget(self, arm: str) -> int:
         """The bytes that the mask of an arm was to spend."""
         whose, name = self.bundle.arms[arm]["mask"]
-        cell = "source" if whose == "source" else self.name
-        return int(self.found[f"{whose}-masks"][cell]["budget"][name])
+        return int(self.masks(whose)["budget"][name])

@@ -13,36 +13,25 @@ from halfulp.study.protocol import Estimand
 
 def of_outcomes(bundle: Bundle, scopes: Sequence[str] = ("core",)) -> tuple[Estimand, ...]:
     """Losses, gaps, recoveries, never-moved shares by scope, codes at the ends, and whether arms match."""
-    anchor = f"{bundle.anchor} fp32"
-    arms = list(bundle.arms)
-    others = [arm for arm in arms if arm != "rne"]
+    anchor, arms = f"{bundle.anchor} fp32", list(bundle.arms)
+    others, within = [arm for arm in arms if arm != "rne"], {"scopes": list(scopes)}
+    by_arm: tuple[tuple[str, str, Any, Sequence[str], dict[str, Any]], ...] = (
+        ("loss", "final held-out loss, nats", measures.loss, (FP32, *arms), {}),
+        ("gap", f"final loss above {anchor}, nats", measures.gap, arms, {}),
+        ("recovery", f"share of gap-rne won back; anchor: {anchor}", measures.recovery, others, {}),
+        ("never-moved", "share of coordinates", measures.never_moved, arms, within),
+    )
     return (
         *(
-            bundle.estimand(f"loss-{arm}", "final held-out loss, nats", measures.loss, arm=arm)
-            for arm in (FP32, *arms)
-        ),
-        *(
-            bundle.estimand(f"gap-{arm}", f"final loss above {anchor}, nats", measures.gap, arm=arm)
-            for arm in arms
-        ),
-        *(
-            bundle.estimand(
-                f"recovery-{arm}", f"share of gap-rne won back; anchor: {anchor}", measures.recovery, arm=arm
-            )
-            for arm in others
-        ),
-        *(
-            bundle.estimand(
-                f"never-moved-{arm}", "share of coordinates", measures.never_moved, arm=arm,
-                scopes=list(scopes),
-            )
-            for arm in arms
+            bundle.estimand(f"{name}-{arm}", what, measure, arm=arm, **more)
+            for name, what, measure, each, more in by_arm
+            for arm in each
         ),
         bundle.estimand(
             "endpoint", "largest share of codes at the range's ends", measures.endpoint, arms=arms
         ),
         bundle.estimand("matched", "1 where the arms began as declared", measures.matched),
-    )  # fmt: skip
+    )
 
 
 def of_rehearsals(bundle: Bundle) -> tuple[Estimand, ...]:
@@ -62,22 +51,19 @@ def of_forecasts(bundle: Bundle, *, warmup: bool, scopes: Sequence[str] = ()) ->
     """How good the forecast is beside its rivals, by unit and scope; ``warmup``: whether that counts too."""
     over: dict[str, Any] = {"scopes": list(scopes or bundle.scopes), "warmup": warmup}
     when = "all updates" if warmup else "updates after the warmup"
+    better = "RMSE over the smaller of the symmetric and the scalar rho forecast's"
     return (
-        bundle.estimand("rmse", f"of the forecast frozen fraction, {when}", measures.forecast_rmse, **over),
-        bundle.estimand(
-            "range", "95th less 5th percentile of the measured fraction", measures.measured_range, **over
-        ),
-        bundle.estimand(
-            "of-constant", "RMSE over that of the best constant", measures.informativeness, **over
-        ),
-        bundle.estimand(
-            "added-value", "RMSE over the smaller of the symmetric and the scalar rho forecast's",
-            measures.added_value, **over,
+        *(
+            bundle.estimand(name, what, measure, **over)
+            for name, what, measure in (
+                ("rmse", f"of the forecast frozen fraction, {when}", measures.forecast_rmse),
+                ("range", "95th less 5th percentile of the measured fraction", measures.measured_range),
+                ("of-constant", "RMSE over that of the best constant", measures.informativeness),
+                ("added-value", better, measures.added_value),
+            )
         ),
         *(
-            bundle.estimand(f"rmse-{predictor}", f"RMSE of {what}", measures.forecast_rmse,
-                            predictor=predictor, **over)
-            for predictor, what in measures.PREDICTORS.items()
-            if predictor in rivals(bundle)
+            bundle.estimand(f"rmse-{p}", f"RMSE of {what}", measures.forecast_rmse, predictor=p, **over)
+            for p, what in rivals(bundle).items()
         ),
-    )  # fmt: skip
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ from halfulp.arms.bundle import Bundle, Unit
 from halfulp.drawing import COLOURS, DASHES, GREY, new_figure, percent
 from halfulp.study.protocol import Records
 
-Curves = Sequence[tuple[int, Sequence[float]]]
+Curves = Iterable[tuple[int, Sequence[float]]]
+CONDITIONS = (COLOURS[1], COLOURS[0], *COLOURS[2:])
 
 
 def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: float | None = None) -> Any:
@@ -23,39 +24,25 @@ def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: fl
     """
     figure, (lost, shares, moved) = new_figure(1, 3)
     others = [arm for arm in bundle.arms if arm != "rne"]
-    for condition, colour in zip(bundle.conditions, _condition_colours(), strict=False):
+    for condition, colour in zip(bundle.conditions, CONDITIONS, strict=False):
         units = bundle.over(found, condition)
-        late = [
-            u
-            for u in records.losses(units[0].run("rne"))
-            if u >= measures.early_update(units[0], "rne", after)
-        ]
+        first = measures.early_update(units[0], "rne", after)
+        late = [u for u in records.losses(units[0].run("rne")) if u >= first]
         _draw_gaps(lost, bundle, units, condition, colour)
         for arm, dash in zip(others, DASHES, strict=False):
             name = condition if len(others) == 1 else f"{condition} {arm}"
-            _band(
-                shares,
-                [(u, _known(measures.recovery(x, arm, u) for x in units)) for u in late],
-                colour,
-                dash,
-                name,
-            )
+            curve = ((u, _known(measures.recovery(x, arm, u) for x in units)) for u in late)
+            _band(shares, curve, colour, dash, name)
         ends = [_mean(_known(measures.never_moved(x, arm) for x in units)) for arm in ("rne", others[0])]
         moved.plot([condition, condition], ends, color=colour, linewidth=1)
         moved.plot([condition], ends[:1], "o", color=colour)
         moved.plot([condition], ends[1:], "o", color=colour, markerfacecolor="white")
     if target is not None:
         shares.axhline(target, color=GREY, linewidth=0.8, linestyle=":")
-    for panel, title, text in (
-        (lost, "loss gap", f"nats above {bundle.anchor} fp32"),
-        (shares, "recovery", "share of the rne gap"),
-        (moved, "never moved", f"attention and mlp; open: {others[0]}"),
-    ):
-        panel.set_title(title)
-        panel.set_ylabel(text)
-    for panel in (lost, shares):
-        panel.set_xlabel("update")
-        panel.legend()
+    _name(lost, f"nats above {bundle.anchor} fp32", "loss gap")
+    _name(shares, "share of the rne gap", "recovery")
+    moved.set_title("never moved")
+    moved.set_ylabel(f"attention and mlp; open: {others[0]}")
     percent(shares, full=False)
     percent(moved)
     return figure
@@ -67,24 +54,14 @@ def tracked(bundle: Bundle, found: Records, scope: str) -> Any:
     The band spans the targets; forecasts are means over them.
     """
     figure, panels = new_figure(1, len(bundle.conditions), sharey=True)
-    named = ("frozen", "symmetric", "rho")
     for panel, condition in zip(panels, bundle.conditions, strict=True):
         units = bundle.over(found, condition)
         seen = np.array([measures.measured(unit, scope) for unit in units])
-        _band(
-            panel,
-            [(u + 1, column.tolist()) for u, column in enumerate(seen.T)],
-            COLOURS[1],
-            "-",
-            "measured",
-        )
-        for predictor, colour, dash in zip(named, (COLOURS[0], *COLOURS[2:]), DASHES[1:], strict=False):
+        _band(panel, enumerate(seen.T.tolist(), 1), COLOURS[1], "-", "measured")
+        colours = (COLOURS[0], *COLOURS[2:])
+        for predictor, colour, dash in zip(("frozen", "symmetric", "rho"), colours, DASHES[1:], strict=False):
             curves = [f for unit in units if (f := unit.forecast(scope, predictor)) is not None]
-            told = np.mean(curves, axis=0)
-            panel.plot(
-                range(1, len(told) + 1), told, color=colour, linestyle=dash,
-                label=measures.PREDICTORS[predictor],
-            )  # fmt: skip
+            _draw(panel, np.mean(curves, axis=0), colour, measures.PREDICTORS[predictor], linestyle=dash)
         panel.set_title(condition)
         panel.set_xlabel("update")
         percent(panel, full=False)
@@ -96,23 +73,10 @@ def tracked(bundle: Bundle, found: Records, scope: str) -> Any:
 def gaps(bundle: Bundle, found: Records) -> Any:
     """Loss above the anchor over updates, a line an arm and condition; a band spans the targets."""
     figure, (panel,) = new_figure()
-    for condition, colour in zip(bundle.conditions, _condition_colours(), strict=False):
+    for condition, colour in zip(bundle.conditions, CONDITIONS, strict=False):
         _draw_gaps(panel, bundle, bundle.over(found, condition), condition, colour)
-    panel.set_xlabel("update")
-    panel.set_ylabel(f"nats above {bundle.anchor} fp32")
-    panel.legend()
+    _name(panel, f"nats above {bundle.anchor} fp32")
     return figure
-
-
-def _condition_colours() -> tuple[str, ...]:
-    return (COLOURS[1], COLOURS[0], *COLOURS[2:])
-
-
-def _draw_gaps(panel: Any, bundle: Bundle, units: Sequence[Unit], condition: str, colour: str) -> None:
-    updates = list(records.losses(units[0].run("rne")))
-    for arm, dash in zip(bundle.arms, DASHES, strict=False):
-        curve = [(u, _known(measures.gap(unit, arm, u) for unit in units)) for u in updates]
-        _band(panel, curve, colour, dash, f"{condition} {arm}")
 
 
 def recovered(
@@ -137,24 +101,17 @@ def recovered(
 def trajectories(bundle: Bundle, found: Records, scope: str) -> Any:
     """Frozen fraction over updates, forecast and measured, with persistent crossings; a panel a unit."""
     figure, panels = new_figure(1, len(bundle.units), sharey=True)
-    for panel, name in zip(panels, bundle.units, strict=True):
-        unit = Unit(bundle, found, name)
-        run = unit.run("rne")
+    for panel, unit in zip(panels, bundle.over(found), strict=True):
         for f, at, label, colour in (
             (unit.forecast(scope), measures.onset(unit, scope), "forecast", COLOURS[0]),
-            (
-                records.frozen(run, run["grid"], scope),
-                measures.onset(unit, scope, "rne"),
-                "measured",
-                COLOURS[1],
-            ),
+            (measures.measured(unit, scope), measures.onset(unit, scope, "rne"), "measured", COLOURS[1]),
         ):
             assert f is not None
-            panel.plot(range(1, len(f) + 1), f, color=colour, label=label)
+            _draw(panel, f, colour, label)
             if at is not None:
                 panel.axvline(at, color=colour, linewidth=0.8, linestyle=":")
         panel.axhline(0.5, color=GREY, linewidth=0.8)
-        panel.set_title(name)
+        panel.set_title(unit.name)
         panel.set_xlabel("update")
         percent(panel)
     panels[0].set_ylabel(f"updates lost, {scope}")
@@ -162,7 +119,25 @@ def trajectories(bundle: Bundle, found: Records, scope: str) -> Any:
     return figure
 
 
-def _known(values: Any) -> list[float]:
+def _draw_gaps(panel: Any, bundle: Bundle, units: Sequence[Unit], condition: str, colour: str) -> None:
+    updates = list(records.losses(units[0].run("rne")))
+    for arm, dash in zip(bundle.arms, DASHES, strict=False):
+        curve = ((u, _known(measures.gap(unit, arm, u) for unit in units)) for u in updates)
+        _band(panel, curve, colour, dash, f"{condition} {arm}")
+
+
+def _name(panel: Any, what: str, title: str = "") -> None:
+    panel.set_title(title)
+    panel.set_xlabel("update")
+    panel.set_ylabel(what)
+    panel.legend()
+
+
+def _draw(panel: Any, series: records.Array, colour: str, label: str, **how: Any) -> None:
+    panel.plot(range(1, len(series) + 1), series, color=colour, label=label, **how)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
     return [v for v in values if v is not None]
 
 
@@ -170,8 +145,42 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _band(panel: Any, curves: Curves, colour: str, dash: Any, name: str) -> None:
-    known = [(u, values) for u, values in curves if values]
+def _band(panel: Any, curve: Curves, colour: str, dash: Any, name: str) -> None:
+    known = [(u, values) for u, values in curve if values]
     at = [u for u, _ in known]
     panel.plot(at, [_mean(v) for _, v in known], color=colour, linestyle=dash, label=name)
     panel.fill_between(at, [min(v) for _, v in known], [max(v) for _, v in known], color=colour, alpha=0.2)
+
+
+def budget_curve(
+    kept: Mapping[str, float],
+    won: Mapping[str, Sequence[float]],
+    front: Sequence[str],
+    privileged: Sequence[str] = (),
+) -> Any:
+    """Recovery against the bytes that a policy keeps for it, a mark a policy; a line spans the targets.
+
+    The step line is the Pareto front: nothing that keeps as few bytes wins back more. ``privileged`` policies
+    (open marks) know their own target, so they are not on it.
+    """
+    figure, (panel,) = new_figure(1, 1, height=4.2)
+    unit = max(kept.values()) or 1.0
+    at = {arm: size / unit for arm, size in kept.items()}
+    for arm, values in won.items():
+        chosen = arm in front
+        colour = COLOURS[1] if chosen else COLOURS[0] if arm in privileged else GREY
+        mean = _mean(values)
+        panel.plot([at[arm], at[arm]], [min(values), max(values)], color=colour, linewidth=1)
+        face = "white" if arm in privileged else colour
+        panel.plot([at[arm]], [mean], "o", color=colour, markerfacecolor=face)
+        if arm not in privileged:
+            panel.annotate(arm, (at[arm], mean), xytext=(6, -3), textcoords="offset points", fontsize="small")
+    steps = [*front, front[-1]]
+    heights = [_mean(won[arm]) for arm in steps]
+    panel.step([*(at[arm] for arm in front), 1.12], heights, where="post", color=COLOURS[1], linewidth=1)
+    panel.axhline(0, color=GREY, linewidth=0.8)
+    panel.set_xlim(-0.04, 1.12)
+    panel.set_xlabel("bytes that the policy keeps, as a share of masters everywhere")
+    panel.set_ylabel("share of the gap won back")
+    percent(panel, full=False)
+    return figure

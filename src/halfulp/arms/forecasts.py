@@ -76,6 +76,14 @@ def forecast(running: Running) -> dict[str, Any]:
     return {"seed": config["seed"], "grid": grid, **series, "stays": stays, "crossings": crossings, **heard}
 
 
+def forecast_losses(running: Running) -> dict[str, Any]:
+    """What a reference forecasts of the arms that it rehearses: their losses alone, by update and bound."""
+    config = running.config
+    record = running.read("reference", config["reference"])
+    told = {arm: records.rehearsed_losses(record, spec) for arm, spec in config["rehearse"].items()}
+    return {"seed": config["seed"], "grid": config["grid"], "losses": told}
+
+
 def _series(table: pl.DataFrame, column: str) -> dict[str, np.ndarray[Any, Any]]:
     """A column by group, one value an update."""
     parts = table.sort("step").partition_by("group", as_dict=True)

@@ -8,6 +8,7 @@ the arguments; None where it is not defined. Recovery (Eq. 5) is against the anc
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from halfulp.arms import records
 from halfulp.measures.crossings import crossing
-from halfulp.measures.forecasts import Comparison, compare, rmse
+from halfulp.measures.forecasts import Comparison, compare
 
 if TYPE_CHECKING:
     from halfulp.arms.bundle import Bundle, Unit
@@ -74,6 +75,25 @@ def advantage(unit: Unit, arm: str, over: Sequence[str]) -> Found:
     return None if ours is None or theirs is None else ours - theirs
 
 
+def above_median(unit: Unit, arm: str, over: Sequence[str]) -> Found:
+    """Recovery of an arm less the median among others."""
+    ours, found = recovery(unit, arm), [recovery(unit, other) for other in over]
+    known = [r for r in found if r is not None]
+    return None if ours is None or len(known) < len(found) else ours - statistics.median(known)
+
+
+def wins(unit: Unit, arm: str, over: Sequence[str]) -> Found:
+    """1 where an arm wins back more than every other."""
+    found = advantage(unit, arm, over)
+    return None if found is None else float(found > 0)
+
+
+def foretold_recovery(unit: Unit, arm: str) -> Found:
+    """The recovery that the rehearsals of the nearest arm and of another forecast."""
+    whole, left = forecast_gap(unit), forecast_gap(unit, arm)
+    return None if whole is None or left is None or whole <= 0 else (whole - left) / whole
+
+
 # ---- visibility -------------------------------------------------------------------------------------
 
 
@@ -101,20 +121,20 @@ def endpoint(unit: Unit, arms: Sequence[str]) -> Found:
 
 def onset(unit: Unit, scope: str, arm: str | None = None, predictor: str = "frozen") -> Found:
     """The persistent majority crossing of an arm; without one, of the forecast."""
-    told = unit.forecast(scope, predictor) if arm is None else measured(unit, scope, arm)
-    return None if told is None else crossing(told).persistent
+    f = unit.forecast(scope, predictor) if arm is None else measured(unit, scope, arm)
+    return None if f is None else crossing(f).persistent
 
 
 def at_start(unit: Unit, scope: str, predictor: str = "frozen") -> Found:
     """1 where the first update freezes a majority, in the nearest arm and as forecast."""
-    told = (unit.forecast(scope, predictor), measured(unit, scope))
-    return float(all(f is not None and crossing(f).category == "at-initialisation" for f in told))
+    both = (unit.forecast(scope, predictor), measured(unit, scope))
+    return float(all(f is not None and crossing(f).category == "at-initialisation" for f in both))
 
 
 def timing_error(unit: Unit, scope: str, arm: str = "rne") -> Found:
     """|forecast - measured| / measured of the persistent crossing; None where there is nothing to time."""
-    told, found = onset(unit, scope), onset(unit, scope, arm)
-    return None if told is None or found is None or min(told, found) == 1 else abs(told - found) / found
+    at, found = onset(unit, scope), onset(unit, scope, arm)
+    return None if at is None or found is None or min(at, found) == 1 else abs(at - found) / found
 
 
 # ---- forecasts --------------------------------------------------------------------------------------
@@ -126,7 +146,8 @@ PREDICTORS = {
 """What is held against the measured frozen fraction, and what tables call it.
 
 The first four were sealed; there is a rehearsal where the references have one. ``matched`` is the
-directional forecast of the unit's own reference, which is the sealed one unless a source was reused. Nobody
+directional forecast of the unit's own reference, which is the sealed one unless a source was reused, and
+``rehearsed`` that reference's rehearsal. Nobody
 has the last three in time, or they cost nothing: the mean of what the other targets measured under the same
 condition, the best constant in hindsight, and one.
 """
@@ -146,7 +167,7 @@ def measured(unit: Unit, scope: str, arm: str = "rne") -> records.Array:
     return records.frozen(run, run["grid"], scope)
 
 
-def predicted(unit: Unit, scope: str, predictor: str, first: int = 0) -> records.Array | None:
+def forecast_by(unit: Unit, scope: str, predictor: str, first: int = 0) -> records.Array | None:
     """What a predictor says of every update; the constant is the best one after ``first`` updates."""
     if predictor in ("constant", "one"):
         found = measured(unit, scope)
@@ -154,8 +175,9 @@ def predicted(unit: Unit, scope: str, predictor: str, first: int = 0) -> records
     if predictor == "template":
         siblings = unit.siblings
         return np.mean([measured(u, scope) for u in siblings], axis=0) if siblings else None
-    if predictor == "matched":
-        return records.frozen(unit.run(FP32), unit.run("rne")["grid"], scope)
+    if predictor in ("matched", "rehearsed"):
+        read = records.frozen if predictor == "matched" else records.rehearsed
+        return read(unit.run(FP32), unit.run("rne")["grid"], scope)
     return unit.forecast(scope, predictor)
 
 
@@ -165,17 +187,17 @@ def comparison(unit: Unit, scope: str, warmup: bool = True, predictor: str = "fr
     ``warmup``: whether the updates of the warmup count too.
     """
     first = 0 if warmup else unit.run("rne")["warmup"]
-    told = predicted(unit, scope, predictor, first)
-    assert told is not None
+    series = forecast_by(unit, scope, predictor, first)
+    assert series is not None
     return compare(
-        told, measured(unit, scope), warmup=first,
+        series, measured(unit, scope), warmup=first,
         symmetric=unit.forecast(scope, "symmetric"), scalar_rho=unit.forecast(scope, "rho"),
     )  # fmt: skip
 
 
 def forecast_rmse(unit: Unit, scope: str, warmup: bool = True, predictor: str = "frozen") -> Found:
     """RMSE of a predictor against the measured frozen fraction; None where there is none."""
-    if predicted(unit, scope, predictor) is None:
+    if forecast_by(unit, scope, predictor) is None:
         return None
     return comparison(unit, scope, warmup, predictor).rmse
 
@@ -215,25 +237,10 @@ def regret(unit: Unit, scope: str, warmup: bool = True) -> Found:
     return comparison(unit, scope, warmup).rmse - own
 
 
-def rehearsal_rmse(unit: Unit, scope: str, warmup: bool = True) -> Found:
-    """RMSE of the rehearsed nearest run against the measured frozen fraction."""
-    return _rmse(unit, records.rehearsed(unit.run(FP32), unit.run("rne")["grid"], scope), scope, warmup)
-
-
-def projection_rmse(unit: Unit, scope: str, warmup: bool = True) -> Found:
-    """The same of the reference's own projection: the directional forecast."""
-    return _rmse(unit, records.frozen(unit.run(FP32), unit.run("rne")["grid"], scope), scope, warmup)
-
-
-def rehearsal_over_projection(unit: Unit, scope: str, warmup: bool = True) -> Found:
-    """The first over the second."""
-    ours, theirs = rehearsal_rmse(unit, scope, warmup), projection_rmse(unit, scope, warmup)
+def rmse_ratio(unit: Unit, scope: str, predictor: str, over: str, warmup: bool = True) -> Found:
+    """RMSE of a predictor over that of another."""
+    ours, theirs = (forecast_rmse(unit, scope, warmup, p) for p in (predictor, over))
     return None if ours is None or theirs is None else _ratio(ours, theirs)
-
-
-def _rmse(unit: Unit, told: records.Array, scope: str, warmup: bool) -> float:
-    first = 0 if warmup else unit.run("rne")["warmup"]
-    return rmse(told[first:], measured(unit, scope, "rne")[first:])
 
 
 # ---- losses that were forecast ------------------------------------------------------------------------
@@ -249,8 +256,8 @@ def forecast_gap(unit: Unit, arm: str = "rne", bound: str = "point", update: int
 
 def gap_ratio(unit: Unit, arm: str = "rne", bound: str = "point") -> Found:
     """The forecast gap over the measured one."""
-    told, found = forecast_gap(unit, arm, bound), gap(unit, arm)
-    return None if told is None or not found else told / found
+    forecast, found = forecast_gap(unit, arm, bound), gap(unit, arm)
+    return None if forecast is None or not found else forecast / found
 
 
 def gap_error(unit: Unit, arm: str = "rne") -> Found:
@@ -271,14 +278,15 @@ def misordered(units: Sequence[Unit], arm: str = "rne", above: float = 0.0) -> F
 
     Of the pairs with a measured gap above a floor; equal forecasts are no order.
     """
-    found = [(gap(unit, arm), forecast_gap(unit, arm)) for unit in units]
     wrong = 0
-    for (ours, told), (theirs, their_told) in itertools.combinations(found, 2):
-        if None in (ours, told, theirs, their_told):
+    for pair in itertools.combinations(units, 2):
+        a, b, forecast_a, forecast_b = (
+            measure(unit, arm) for measure in (gap, forecast_gap) for unit in pair
+        )
+        if a is None or b is None or forecast_a is None or forecast_b is None:
             return None
-        assert ours is not None and theirs is not None and told is not None and their_told is not None
-        if max(ours, theirs) > above and ours != theirs:
-            wrong += (ours < theirs) != (told < their_told) or told == their_told
+        if max(a, b) > above and a != b:
+            wrong += (a < b) != (forecast_a < forecast_b) or forecast_a == forecast_b
     return float(wrong)
 
 
@@ -321,18 +329,20 @@ def matched(unit: Unit) -> Found:
     """
     anchor = unit.run(FP32)
     nearest, others = set[str](), set[str]()
-    for arm, how in unit.bundle.arms.items():
+    arms = {arm: how for arm, how in unit.bundle.matched.items() if unit.ran(arm)}
+    for arm, how in arms.items():
         (others if how.get("projection") == "stochastic" else nearest).add(unit.run(arm)["start"])
-    drawn = {unit.run(arm)["initial"] for arm in (FP32, *unit.arms)}
+    drawn = {unit.run(arm)["initial"] for arm in (FP32, *arms)}
     common = (anchor["start"] in nearest) == (anchor["projected"] is not None)
     return float(len(drawn) == 1 == len(nearest) and not nearest & others and common)
 
 
 def bytes_off(unit: Unit, arms: Sequence[str]) -> Found:
     """The largest difference between the masters that arms hold and their masks' budgets, in bytes."""
-    return float(max(abs(unit.run(arm)["master_bytes"] - unit.budget(arm)) for arm in arms))
+    ran = [arm for arm in arms if unit.ran(arm)]
+    return float(max(abs(unit.run(arm)["master_bytes"] - unit.budget(arm)) for arm in ran))
 
 
 def shared_tiles(unit: Unit, mask: str) -> Found:
     """The share of the source's tiles that the target's own mask chose too."""
-    return float(unit.masks["shared"][mask])
+    return float(unit.masks("target")["shared"][mask])

@@ -12,7 +12,8 @@ What is long is attached: ``grids.parquet`` and ``groups.parquet`` hold every co
 update and group (symmetric, uniform phase, norms, never moved and its expectation, occupancy),
 ``contexts.safetensors`` the held-out loss of every context at every evaluation, ``scores.safetensors`` the
 sums behind every allocation score, ``rehearsals.parquet`` the counts of rehearsals at every bound, and
-``attribution.safetensors`` their forecast gaps by tile.
+``attribution.safetensors`` their forecast gaps by tile; or, in place of these sums, ``masks.safetensors``,
+the masks that the run made of them.
 
 A cell saves itself every ``save_every`` updates, counts included, and goes on from there to the same record.
 """
@@ -35,7 +36,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfulp import kernels
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import open_corpus
-from halfulp.arms.masks import read_mask, read_named
+from halfulp.arms.masks import PACKED, Ranked, pack, read_mask, read_named, read_packed, told_of
+from halfulp.arms.silent import Silent
 from halfulp.audit.recorder import Audit
 from halfulp.audit.rehearsal import Spec
 from halfulp.measures.groups import group_of
@@ -77,17 +79,21 @@ def run(running: Running) -> dict[str, Json]:
             record["master_bytes"] = sum(slot.state["master"].nbytes for slot in optimizer.slots)
     record["start"] = digest(model)
     training = Training(model, optimizer, train, recipe, held_out=held_out)
-    memory, contexts = Memory(), []
+    memory, contexts, silent = Memory(), [], _silent(arm, model)
     saved = running.load()
     if saved is not None:
         record, kept = training.load(saved)
         contexts = [kept.pop("contexts")] if "contexts" in kept else []
-        memory = Memory.loaded(kept)
+        memory = Memory.loaded(kept if silent is None else silent.load(kept))
     rehearse = rehearsals(running, arm)
-    with _attention(arm.attention), _audit(arm, training, memory, list(rehearse.values())) as audit:
+    with _attention(arm.attention), audited(arm, training, memory, list(rehearse.values())) as audit:
         named = {} if audit is None else dict(zip(rehearse, audit.rehearsals, strict=True))
         while not training.done:
+            if silent is not None:
+                silent.begin(training.update + 1)
             training.step()
+            if silent is not None:
+                silent.end()
             if arm.attribute is not None and audit is not None and training.update in _moments(arm):
                 record.setdefault("attributed", []).append(_attribute(audit, training, arm, named))
             if isinstance(optimizer, WriteBack):
@@ -103,6 +109,7 @@ def run(running: Running) -> dict[str, Json]:
                 if audit is not None:
                     audit.commit()
                 more = {"contexts": torch.cat(contexts)} if contexts else {}
+                more |= {} if silent is None else silent.save()
                 running.save(training.save(record, {**memory.save(), **more}))
             running.progress(training.update, recipe.updates)
     if contexts and arm.tables:
@@ -112,13 +119,15 @@ def run(running: Running) -> dict[str, Json]:
     trace = memory.trace
     if arm.scores is not None or arm.attribute is not None:
         record["sizes"] = {t["name"]: t["numel"] for t in trace.tensors}
-    if arm.scores is not None:
+    if arm.make is not None:
+        record["masks"] = _make(running, arm, trace, named, None if silent is None else silent.shares)
+    elif arm.scores is not None:
         sums = {name: torch.from_numpy(found) for name, found in trace.scores().items()}
         running.attach("scores.safetensors", save_tensors(sums))
     record["frozen"] = _counted(running, trace, attached=arm.tables)
     if rehearse:
         _count_rehearsals(running, record, trace, list(rehearse), attached=arm.tables)
-    if arm.attribute is not None:
+    if arm.attribute is not None and arm.make is None:
         found = {
             f"{i}.{tensor}": torch.from_numpy(sums)
             for i, spec in enumerate(arm.attribute["of"])
@@ -150,11 +159,41 @@ def rehearsals(running: Running, arm: Arm) -> dict[str, Spec]:
             made[spec] = spec
         else:
             assert arm.masks is not None
-            made[spec] = (grid, read_named(running, {**arm.masks, "name": name}).policy())
+            made[spec] = (spec, grid, read_named(running, {**arm.masks, "name": name}).policy())
     return made
 
 
-def _audit(
+def _silent(arm: Arm, model: Decoder) -> Silent | None:
+    """What recipes for whole tensors need, where there are some."""
+    if arm.scores is None or not any("whole" in recipe for recipe in (arm.make or {}).values()):
+        return None
+    return Silent(model, *arm.scores)
+
+
+def _make(
+    running: Running, arm: Arm, trace: Recorded, named: Mapping[str, str], silent: Mapping[str, float] | None
+) -> dict[str, Json]:
+    """Make the masks of an arm and attach them; what the record says of them."""
+    assert arm.make is not None
+    specs = () if arm.attribute is None else tuple(arm.attribute["of"])
+    sizes = {t["name"]: t["numel"] for t in trace.tensors}
+
+    def attributed(rehearsal: int) -> Mapping[str, Any]:
+        return trace.attribution(named[specs[rehearsal]])
+
+    made = Ranked(sizes, arm.tile, trace.scores, attributed, silent).masks(arm.make)
+    running.attach(PACKED, pack(made))
+    parts = {t["name"]: _part(t["name"], t["group"]) for t in trace.tensors}
+    told = told_of(made, parts, {} if arm.masks is None else read_packed(running, arm.masks))
+    return told if silent is None else {**told, "silent": dict(silent)}
+
+
+def _part(name: str, group: str) -> str:
+    """The group of a tensor; of embeddings, which one it is."""
+    return name.split(".")[-2] if group == "embedding" else group
+
+
+def audited(
     arm: Arm, training: Training, memory: Memory, rehearse: Sequence[Spec]
 ) -> contextlib.AbstractContextManager[Audit | None]:
     """Every event of the matrices on the watched grids, kept in memory, from where the run is."""

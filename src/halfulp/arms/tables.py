@@ -16,7 +16,7 @@ Tables = Mapping[str, Callable[[Records], Table]]
 def tables(bundle: Bundle, *, warmup: bool = True, scopes: Sequence[str] = ()) -> Tables:
     """Those that a bundle's records can fill; ``scopes`` of never-moved shares, core by default."""
     made = {"losses": partial(losses, bundle)}
-    if len(bundle.arms) > 1:
+    if len(bundle.matched) > 1:
         made["recovery"] = partial(recovery, bundle)
     if bundle.scopes:
         made["forecasts"] = partial(forecasts, bundle, warmup=warmup)
@@ -34,7 +34,7 @@ def _anchor(bundle: Bundle) -> str:
 
 def losses(bundle: Bundle, found: Records) -> Table:
     """Held-out loss after the last update."""
-    columns = (FP32, *bundle.arms)
+    columns = (FP32, *bundle.ran(found))
     rows = [(u.name, *(measures.loss(u, arm) for arm in columns)) for u in bundle.over(found)]
     return Table(
         columns=("unit", *columns), rows=rows,
@@ -44,13 +44,52 @@ def losses(bundle: Bundle, found: Records) -> Table:
 
 def recovery(bundle: Bundle, found: Records) -> Table:
     """Share of the nearest arm's gap that every other arm wins back."""
-    others = [arm for arm in bundle.arms if arm != "rne"]
+    others = [arm for arm in bundle.ran(found) if arm != "rne"]
     rows = [
         (u.name, measures.gap(u), *(measures.recovery(u, arm) for arm in others)) for u in bundle.over(found)
     ]
     return Table(
         columns=("unit", "gap of rne, nats", *others), rows=rows,
         caption=f"Share of the gap won back, against {_anchor(bundle)}.",
+    )  # fmt: skip
+
+
+def masks(bundle: Bundle, found: Records, beside: str) -> Table:
+    """Which parts of the model a source's masks lie in, and how many tiles of one of them the others have."""
+    units = {unit.name: unit for unit in bundle.over(found)}
+    if bundle.masked is not None and bundle.masked.source is not None:
+        units = {"source": next(iter(units.values()))}
+    told = {name: unit.masks("source") for name, unit in units.items()}
+    parts = list(
+        dict.fromkeys(part for m in told.values() for tiles in m["tiles"].values() for part in tiles)
+    )
+    rows: list[tuple[str | float | None, ...]] = []
+    for unit, masks in told.items():
+        packed = units[unit].packed("source")
+        for name, tiles in masks["tiles"].items():
+            total = sum(tiles.values())
+            shares = [tiles.get(part, 0) / total for part in parts]
+            rows.append(
+                (unit, name, total, masks["budget"][name], *shares, packed[beside].overlap(packed[name]))
+            )
+    return Table(
+        columns=("of", "mask", "tiles", "bytes", *parts, f"has of {beside}"), rows=rows,
+        caption=f"Where tiles lie, as shares of a mask's, and the share of {beside}'s tiles that a mask has.",
+    )  # fmt: skip
+
+
+def foretold(bundle: Bundle, found: Records) -> Table:
+    """Recoveries as rehearsals forecast them, beside what came."""
+    rows = [
+        (unit.name, arm, measures.foretold_recovery(unit, arm), measures.recovery(unit, arm))
+        for unit in bundle.over(found)
+        for arm in bundle.rehearse
+        if arm != "rne" and unit.ran(arm)
+    ]
+    return Table(
+        columns=("unit", "arm", "forecast recovery", "recovery"), rows=rows,
+        caption="Before its run every mask was rehearsed by the float32 run of the same seed: what that said "
+        "masters there would win back of the gap that it forecast, and what they won back.",
     )  # fmt: skip
 
 
@@ -92,8 +131,8 @@ def loss_forecasts(bundle: Bundle, found: Records) -> Table:
     rows = []
     for unit in bundle.over(found):
         for arm in bundle.rehearse:
-            told = [measures.forecast_gap(unit, arm, bound) for bound in bounds]
-            rows.append((unit.name, arm, measures.gap(unit, arm), *told, measures.gap_ratio(unit, arm)))
+            gaps = [measures.forecast_gap(unit, arm, bound) for bound in bounds]
+            rows.append((unit.name, arm, measures.gap(unit, arm), *gaps, measures.gap_ratio(unit, arm)))
     reused = " Forecasts are of the source, above its own loss." if bundle.forecast_from is not None else ""
     return Table(
         columns=("unit", "arm", "gap, nats", *bounds, "point over gap"), rows=rows,

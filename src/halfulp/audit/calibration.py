@@ -302,9 +302,11 @@ def _source(reference: Recorded, measured: Recorded | float) -> str:
 
 
 def _read(found: Fields) -> Pair:
+    def finite(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
     def number(fields: Fields, key: str) -> float:
-        fits = lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)  # noqa: E731
-        return float(fields.take(key, "a finite number", fits))
+        return float(fields.take(key, "a finite number", finite))
 
     bounds = found.within("forecast")
     if not bounds.values or not set(bounds.values) <= set(BOUNDS):

@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import polars as pl
 import torch
 
 from halfulp import kernels
-from halfulp.audit import manifest
+from halfulp.audit import following, holdings, manifest
 from halfulp.audit.attribution import Attributed, Attributing
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.hooks import StepHooks
@@ -168,11 +168,15 @@ class Audit(Attributing):
         self._hooks = StepHooks(self._before, self._after)
         self._stepped: list[torch.optim.Optimizer] = []
         self._seen: list[torch.optim.Optimizer] = []
+        self._holds: dict[torch.optim.Optimizer, dict[str, Any]] = {}
+        self._gradients: holdings.Sizes = {}
         self._opened, self._writing = 0.0, 0.0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
         self._untrained = False
         """Whether tensors without gradients are followed as well: those of roles are."""
+        self._batching = True
+        """Whether small tensors are copied side by side."""
         self.roles: Any = None
         if states or also:
             from halfulp.audit.roles import Roles  # which is made of audits
@@ -184,7 +188,7 @@ class Audit(Attributing):
 
     # ---- attaching ----
 
-    def __enter__(self) -> Audit:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -200,7 +204,10 @@ class Audit(Attributing):
             if not any(p.requires_grad for group in groups for p in group["params"]):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
         if self.resume and self.rehearsing is not None and many():
-            raise UsageError("rehearsals on several ranks cannot be resumed: leave resume= or rehearse= out.")
+            raise UsageError(
+                "rehearsals on several ranks cannot be resumed: the trace is the first rank's, which has not "
+                "the codes of the others. Leave resume= or rehearse= out."
+            )
         self._opened = time.monotonic()
         if self.out is not None and rank() == 0:
             self.out = self._free(self.out)
@@ -296,6 +303,8 @@ class Audit(Attributing):
         if self._due(coming) or self._rehearses(coming):
             self._watch(optimizer)
             here = self._of(optimizer)
+            if optimizer in self._seen and optimizer not in self._holds:
+                self._gradients = holdings.gradients(optimizer)
             for batch in self._batches_of(here):
                 batch.set_aside()
             for w in here:
@@ -315,6 +324,7 @@ class Audit(Attributing):
         if self._due(self.step) or self._rehearses(self.step):
             with torch.no_grad():
                 self._record(optimizer)
+                self._look_up(optimizer)
                 if self.roles is not None and rank() == 0 and self._due(self.step):
                     self.roles.after(optimizer)
         self._told.clear()
@@ -391,7 +401,7 @@ class Audit(Attributing):
         if not chosen:
             return
         if any(w.tensor.device.type == "cuda" for w in self.watched.values()):
-            self.never_moved, self.expected = False, False  # coordinates are followed on the CPU only
+            self.expected = False  # probabilities are followed on the CPU only
         for p in chosen:
             self.watched[p].follow(
                 moved=self.never_moved,
@@ -403,7 +413,7 @@ class Audit(Attributing):
             groups = {p: group for group in optimizer.param_groups for p in group["params"]}
             for p in (p for p in chosen if self.rehearsing.wants(self.watched[p].name, p)):
                 self.rehearsing.take_up(self.watched[p], optimizer, groups[p], self._loaded)
-        if rank() == 0:
+        if rank() == 0 and self._batching:
             fresh = batches([self.watched[p] for p in chosen])
             self._batches += fresh
             if self.rehearsing is not None:
@@ -421,8 +431,21 @@ class Audit(Attributing):
                 inventory[listed["id"]] = listed
             told["tensors"] = [inventory[i] for i in sorted(inventory)]
             told["grids"] = [g.name for g in self.grids]
-            told["optimizers"] = [manifest.described(o) for o in self._seen]
+            told["optimizers"] = [self._described(o) for o in self._seen]
             told["options"].update(never_moved=self.never_moved, expected_never_moved=self.expected)
+            self._written(self._writer.write_manifest)
+
+    def _described(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        holds = self._holds.get(optimizer)
+        return {**manifest.described(optimizer), **({} if holds is None else {"holds": holds})}
+
+    def _look_up(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once its first step is over, say which dtypes an optimizer holds."""
+        if optimizer in self._holds or optimizer not in self._seen or self._untrained:
+            return
+        self._holds[optimizer] = holdings.held(optimizer, self._gradients)
+        if self._writer is not None:
+            self._writer.manifest["optimizers"] = [self._described(o) for o in self._seen]
             self._written(self._writer.write_manifest)
 
     def _drop_unfit(self, params: list[torch.Tensor]) -> None:
@@ -490,7 +513,7 @@ class Audit(Attributing):
         for w in seen:
             if w.batch is None:
                 assert w.before is not None
-                counted = kernels.audit(w.before, w.values(), w.grids, after=True, moved=w.moved, stay=w.stay)
+                counted = following.audit(w.before, w.values(), w.grids, moved=w.moved, stay=w.stay)
                 on_cpu = counted.counts.device.type == "cpu"
                 found[w] = torch.from_numpy(numbers(counted)[0]) if on_cpu else numbers_on_device(counted)
             if self.decay or self.keep or w.scores is not None:

@@ -56,6 +56,8 @@ PULL = 30.0
 Pull = float | Callable[[str, int, float, float], float]
 """A number c, for k = min(1, c x largest rate so far), or a rule (tensor, step, rate, largest rate) -> k."""
 Spec = str | tuple[str | Grid, str | Policy] | tuple[str, str | Grid, str | Policy]
+NO_BACK = (0.0, 0.0)
+Numbers = np.ndarray[Any, Any]
 STEP = "rehearsed.step"
 _TILES = re.compile(r"tiles\((.+)\)")
 
@@ -107,11 +109,11 @@ class Rehearsal:
         """ECO's factors: with b the decay of the first moment, what is pending becomes b P + (1 - b) e.
 
         The published rule writes e into the moment, so that (1 - b) e comes back at the next step, b (1 - b)
-        e at the one after it, and so on, if the rate and the denominator of neighbouring steps are equal.
-        That is taken to be so.
+        e at the one after it, and so on, if the rate, the denominator and the bias correction of neighbouring
+        steps are equal. That is taken to be so; in a run less comes back, early and as rates fall.
         """
         if not isinstance(self.policy, ECO):
-            return 0.0, 0.0
+            return NO_BACK
         b = float(group["betas"][0] if "betas" in group else group["momentum"])
         exact = self.policy.decay_exact
         decay = 1.0 - float(group["lr"]) * float(group["weight_decay"]) if exact else 1.0
@@ -195,6 +197,8 @@ class Rehearsed:
     """By rehearsal; a row a bound."""
     chosen: list[torch.Tensor | None]
     """By rehearsal, the coordinates that have a master, if not all."""
+    offset: int
+    """Where this rank's shard begins in the whole tensor."""
     largest: float = 0.0
     """The largest rate of its group so far."""
 
@@ -234,14 +238,18 @@ class Together:
                 if flat is not None and chosen is not None:
                     flat[first * TILE :][:numel] = chosen.reshape(-1)
 
-    def move(self, j: int, rule: Rule, asked: Sequence[kernel.Tensor | None]) -> torch.Tensor:
+    def asked(self, tensors: Sequence[kernel.Tensor | None]) -> kernel.Asked:
+        """What a step asks of the members, in all rehearsals."""
+        return kernel.Asked(tensors, self.table, self.batch.before.dtype)
+
+    def move(self, j: int, rule: Rule, asked: kernel.Asked, back: Sequence[tuple[float, float]]) -> Numbers:
         """Replay the step on all members; (members, bounds, COUNTS)."""
         held = self.held[j]
         assert held is not None
-        counts = kernel.move_many(
-            rule, held, self.batch.before, self.batch.after, asked, self.table, self.chosen[j]
+        given = (self.batch.before, self.batch.after, asked, back, self.chosen[j])
+        return np.add.reduceat(
+            kernel.move_many(rule, held, *given), self.batch.starts, axis=0, dtype=np.int64
         )
-        return torch.from_numpy(np.add.reduceat(counts.numpy(), self.batch.starts, axis=0, dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +258,7 @@ class Moved:
 
     step: int
     ids: Sequence[int]
-    numbers: np.ndarray[Any, Any]
+    numbers: Numbers
     """(tensors, rehearsals, bounds, COUNTS)."""
 
 
@@ -307,7 +315,7 @@ class Rehearsals:
                 )
         except UsageError as error:
             raise UsageError(f"parameter {w.name!r} cannot be rehearsed: {error}") from None
-        made = Rehearsed(w, rules, [], chosen)
+        made = Rehearsed(w, rules, [], chosen, shard_offset(w.tensor))
         for r, rule, of in zip(self.asked.each, rules, chosen, strict=True):
             raw = getattr(r.policy, "start_from", "code") == "raw"
             kept = r.policy.dtype if isinstance(r.policy, Kahan) and w.tensor.dtype != torch.float64 else None
@@ -334,31 +342,38 @@ class Rehearsals:
     ) -> tuple[list[Watched], list[torch.Tensor]]:
         """Replay a step on the tensors that were part of it: which, and (rehearsals, bounds, COUNTS) each."""
         found = [self.tensors[w] for w in seen if w in self.tensors]
-        asked = {r: self._asked(r, groups[r.watched.tensor], step) for r in found}
-        counts: dict[Rehearsed, list[torch.Tensor]] = {r: [] for r in found}
-        for j in range(len(self.asked.each)):
-            done: dict[Rehearsed, torch.Tensor] = {}
-            for batch in self.batches:
-                present = [m if m in asked else None for m in batch.members]
-                if batch.held[j] is not None and any(present):
-                    rule = next(m for m in present if m is not None).rules[j]
-                    made = batch.move(j, rule, [None if m is None else asked[m][j] for m in present])
-                    done.update({m: c for m, c in zip(present, made, strict=True) if m is not None})
-            for r in found:
-                if r not in done:
-                    w = r.watched
-                    assert w.before is not None
-                    moved = kernel.move(r.rules[j], r.held[j], w.before, w.values(), asked[r][j], r.chosen[j])
-                    done[r] = moved.sum(dim=0)
-                counts[r].append(done[r].to(torch.float64))
+        place = {r: i for i, r in enumerate(found)}
+        asked = [self._asked(r, groups[r.watched.tensor], step) for r in found]
+        each = self.asked.each
+        back = [[one.back(groups[r.watched.tensor]) for r in found] for one in each]
+        shape = (len(found), len(each), len(self.asked.bounds), len(COUNTS))
+        counts, done = np.zeros(shape), np.zeros(shape[:2], dtype=bool)
+        for batch in self.batches:
+            at = [-1 if m is None else place.get(m, -1) for m in batch.members]
+            here = np.array([i for i in at if i >= 0], dtype=np.intp)
+            if not here.size:
+                continue
+            together = batch.asked([None if i < 0 else asked[i] for i in at])
+            for j in range(len(each)):
+                if batch.held[j] is not None:
+                    factors = [NO_BACK if i < 0 else back[j][i] for i in at]
+                    made = batch.move(j, found[here[0]].rules[j], together, factors)
+                    counts[here, j], done[here, j] = made[np.array(at) >= 0], True
+        rows = list(torch.from_numpy(counts))
+        for i in np.flatnonzero(~done.all(axis=1)).tolist():
+            r, w = found[i], found[i].watched
+            assert w.before is not None
+            parts = [*rows[i]]
+            for j in np.flatnonzero(~done[i]).tolist():
+                given = (w.before, w.values(), asked[i], back[j][i], r.chosen[j])
+                parts[j] = kernel.move(r.rules[j], r.held[j], *given).sum(dim=0).to(torch.float64)
+            rows[i] = torch.stack(parts)
         self.step = step
-        return [r.watched for r in found], [torch.stack(counts[r]) for r in found]
+        return [r.watched for r in found], rows
 
-    def _asked(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> list[kernel.Tensor]:
-        """By rehearsal."""
-        w, pulls = r.watched, self._pulls(r, group, step)
-        stream = Stream(seed=self.seed, name=w.name, step=step, offset=shard_offset(w.tensor))
-        return [kernel.Tensor(pulls=pulls, stream=stream, back=each.back(group)) for each in self.asked.each]
+    def _asked(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> kernel.Tensor:
+        stream = Stream(seed=self.seed, name=r.watched.name, step=step, offset=r.offset)
+        return kernel.Tensor(pulls=self._pulls(r, group, step), stream=stream)
 
     def _pulls(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> list[float]:
         rate = _rate(group)

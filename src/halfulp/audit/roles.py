@@ -1,4 +1,4 @@
-"""What accumulates beside the weights: copies such as an EMA, and the moments of optimizers.
+"""What accumulates beside the weights: copies such as an EMA, the moments of optimizers, gradients.
 
 The event is the same: a value that changes by less than half a gap of the type it is stored in does not
 change. An EMA with decay 0.9999 in bfloat16 asks for a ten-thousandth of a difference at each step, and a
@@ -11,7 +11,8 @@ stored in it this is what was lost; for float32, what would be.
 
 When something changed is known for moments: in ``step()``. A copy changes somewhere between the beginning of
 a step and that of the next, so it is compared then. A step in which nothing of a copy changed says nothing of
-it, because it may not have been updated; that none of it *ever* changed is said in the verdict.
+it, because it may not have been updated; that none of it *ever* changed is said in the verdict. Gradients
+accumulate in ``backward``: :mod:`~halfulp.audit.gradients`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from typing import Any
 
 import torch
 
+from halfulp.audit.gradients import Accumulation
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import modules_in_frames
+from halfulp.audit.ranks import rank
 from halfulp.audit.recorder import Audit
+from halfulp.audit.watched import Watched
 from halfulp.errors import UsageError
 from halfulp.grids import CONTAINERS
 from halfulp.trace import Memory
@@ -57,16 +61,16 @@ class _Unhooked(StepHooks):
 class Companion(Audit):
     """The audit of one role, at the steps of another audit."""
 
-    def __init__(self, owner: Audit, role: str, grid: str) -> None:
+    def __init__(self, owner: Audit, role: str, grid: str, *, never_moved: bool, known: bool) -> None:
         out: Path | Memory | None = None
         if owner.out is not None:
             out = owner.out / ROLES / role
         elif owner._memory is not None:
             out = owner._memory.roles.setdefault(role, Memory())
         super().__init__(
-            None, [grid], out=out, every=owner.every, never_moved=owner.never_moved, exists="raise",
+            None, [grid], out=out, every=owner.every, never_moved=never_moved, exists="raise",
             resume=owner.resume, part_steps=owner.part_steps, part_seconds=owner.part_seconds,
-            describe={"role": role},
+            describe={"role": role, **({"proposals": "known"} if known else {})},
         )  # fmt: skip
         self._hooks = _Unhooked(self._before, self._after)
         self._untrained = True
@@ -74,6 +78,12 @@ class Companion(Audit):
         self.changed = False
         """Whether anything ever did."""
         self.start()
+
+    def take(self, name: str, x: torch.Tensor) -> Watched:
+        """The place of one tensor, by itself."""
+        if x not in self.watched:
+            self._watch(Held({name: x}))
+        return self.watched[x]
 
     def begin(self, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
         """Set tensors aside; ``key``: whose they are, where several share a role."""
@@ -160,6 +170,7 @@ class Roles:
     def __init__(self, owner: Audit, also: Mapping[str, Copies], states: bool, find: bool = False) -> None:
         self.owner, self.also, self.states, self.find = owner, checked(also), states, find
         self.audits: dict[str, Companion] = {}
+        self.gradients = Accumulation(self) if states else None
         self._open = False
         """Whether copies are set aside."""
 
@@ -197,8 +208,14 @@ class Roles:
                 self.also.setdefault(label, module)
                 followed.update(held.values())
 
+    def due(self) -> bool:
+        """Whether the step that comes next is audited."""
+        return rank() == 0 and self.owner._due(self.owner.step + 1)
+
     def before(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Set the moments aside that there are before a step."""
+        """Set the moments aside that there are before a step, and follow gradients from then on."""
+        if self.gradients is not None:
+            self.gradients.watch(self.owner._of(optimizer))
         for kind, named in self._moments(optimizer).items():
             self._audit(kind, named).begin(id(optimizer), named, step)
 
@@ -211,6 +228,8 @@ class Roles:
     def stop(self) -> list[str]:
         """The end: compare for the last time, make everything durable; the copies that never changed."""
         self.step_is_over()
+        if self.gradients is not None:
+            self.gradients.stop()
         for audit in self.audits.values():
             audit.stop()
             audit.discard_if_empty()
@@ -223,6 +242,13 @@ class Roles:
         return {kind: named for kind, named in found.items() if kind not in self.also}
 
     def _audit(self, role: str, named: Mapping[str, torch.Tensor]) -> Companion:
+        return self.companion(role, named, never_moved=self.owner.never_moved)
+
+    def companion(
+        self, role: str, named: Mapping[str, torch.Tensor], *, never_moved: bool, known: bool = False
+    ) -> Companion:
+        """The audit of a role; ``known``: whether what was not asked for is told from what was lost."""
         if role not in self.audits:
-            self.audits[role] = Companion(self.owner, role, grid_of(named.values()))
+            grid = grid_of(named.values())
+            self.audits[role] = Companion(self.owner, role, grid, never_moved=never_moved, known=known)
         return self.audits[role]

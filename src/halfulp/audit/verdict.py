@@ -15,14 +15,14 @@ the change that was left, not for the one that a float32 optimizer would have ma
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from halfulp.audit import costs
+from halfulp import pictures
+from halfulp.audit import costs, holdings
 from halfulp.audit.calibration import Calibration
 from halfulp.audit.stored_on import on_grid, policies
 from halfulp.grids import grid as named
@@ -36,6 +36,13 @@ IDLE = 0.005
 STUCK = 0.99
 """A tensor counts as stuck if this share of its updates is lost."""
 NOT_FINITE = "no proposal was finite"
+CAST = (
+    "How sure this is: a stored value counts as unchanged if the cast of its main value has the same value: "
+    "exact. On a grid that the copies are not stored on, the casts of both are compared. What would be lost "
+    "without the main parameters is another question: audit their optimizer (hu.Audit)."
+)
+GRADIENTS = "grad"
+"""The role of buffers in which gradients accumulate."""
 NAMED = 3
 """Tensors that are named in a sentence."""
 ALWAYS = ("sr", "kahan", "master")
@@ -89,7 +96,17 @@ class Verdict:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        rows = [
+            (
+                f.grid,
+                f.lost,
+                f"{f.severity}; {pictures.percent(f.lost_late)} at the end"
+                + ("" if f.never_moved is None else f"; {f.never_moved:.1%} never moved"),
+            )
+            for f in self.findings
+        ]
+        lost = "<div>updates lost, or that would be, by grid</div>" if rows else ""
+        return pictures.framed("", lost, pictures.bars(rows), pictures.pre(str(self)))
 
 
 def verdict(
@@ -179,7 +196,7 @@ def _stuck(
 ) -> tuple[tuple[str, str, float, float], ...]:
     size = {t["id"]: t for t in trace.tensors if t["id"] in ids}
     steps = len(trace.steps)
-    known = pl.col("zero_proposal") * pl.col("tensor").is_in(trace.in_full())
+    known = pl.col("zero_proposal") * pl.col("tensor").is_in(trace.tells_zero())
     zero = trace.scan("tensors").group_by("tensor").agg(known.sum(), pl.col("nonfinite").sum())
     frame = (
         trace.scan()
@@ -286,6 +303,11 @@ def keeping(trace: Recorded) -> str | None:
     return " and ".join(names) if names and "rne" not in names else None
 
 
+def is_cast(trace: Recorded) -> bool:
+    """Whether a trace is of copies that are written from main parameters: that of a ``CastAudit``."""
+    return bool(trace.manifest["run"].get("cast"))
+
+
 def why_kept(policy: str) -> str:
     """Why an unchanged code is not a lost update under a policy."""
     if policy in ("sr", "deadzone-sr", "dqt"):
@@ -307,6 +329,8 @@ def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration 
         f"{len(steps)} steps audited (to step {int(steps[-1])}), {len(trace.tensors)} tensors, {n:,} "
         f"weights; the optimizer sees {', '.join(shown(d) for d in dtypes)}."
     ]
+    if holds := holdings.words(trace):
+        out.append(holds)
     if bad := nonfinite_words(trace):
         out.insert(0, bad)
     out[:0] = missing
@@ -319,6 +343,9 @@ def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration 
     for grid in trace.grids:
         out += ["", *_grid_lines(trace, grid)]
     out += role_lines(trace)
+    if is_cast(trace):
+        out += ["", CAST]
+        return [plain(line) for line in out]
     rounded = rounded_words(trace)
     out += [
         "",
@@ -343,6 +370,8 @@ def role_lines(trace: Recorded) -> list[str]:
         found = _finding(beside, grid, scope)
         dtypes = " and ".join(sorted({shown(t["dtype"], 20) for t in beside.tensors}))
         head = f"{shown(role)} ({count(len(beside.tensors), 'tensor')}, {dtypes})"
+        if beside.manifest["run"].get("role") == GRADIENTS:
+            head = f"{head}, {count(len(beside.steps), 'accumulation')}"
         if found.severity == NOT_FINITE:
             out += ["", f"{head}: nothing can be said, because {NOT_FINITE}."]
             continue
@@ -373,7 +402,8 @@ def _grid_lines(trace: Recorded, grid: str) -> list[str]:
     """One grid: what happened to the weights that are stored on it, or else what would."""
     home = on_grid(trace, grid)
     scope: Scope = home or "all"
-    found, policy = _finding(trace, grid, scope), keeping(trace) if home else None
+    cast = is_cast(trace)
+    found, policy = _finding(trace, grid, scope), keeping(trace) if home or cast else None
     if found.severity == NOT_FINITE:
         return [f"{grid}: nothing can be said, because {NOT_FINITE}."]
     out = []
@@ -384,6 +414,12 @@ def _grid_lines(trace: Recorded, grid: str) -> list[str]:
         if found.idle >= IDLE:
             out.append(f"  {found.idle:.1%} of the proposals were zero, with nothing to lose: not counted")
         out += _core_lines(trace, grid, trace.ids(scope))
+    elif cast:
+        left = "left" if home else "would leave"
+        out.append(
+            f"{grid}: a cast {left} {found.lost:.1%} of the stored values as they were, at an average step."
+        )
+        out.append("  not a loss: the main parameters keep what is not written")
     else:
         out.append(f"{grid}, {policy} write-back: {found.lost:.1%} of codes stayed at an average step.")
         out.append(f"  not a loss: {why_kept(policy)}")

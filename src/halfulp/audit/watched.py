@@ -13,6 +13,7 @@ from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.kernels import TILE, tiles_of
 from halfulp.streams import Stream
+from halfulp.writeback.native import NativeCodes
 from halfulp.writeback.sharding import is_sharded, local, reduce_sum, shard_offset, unsupported_moving
 from halfulp.writeback.storage import Codes
 
@@ -34,7 +35,7 @@ class Watched:
     """The grid or dtype that the weights are stored on."""
     copy: str | None = None
     """The narrower dtype of the model's own copy, if this is a master of it."""
-    codes: Codes | None = None
+    codes: Codes | NativeCodes | None = None
     """Where the values are if the parameter is an empty shell."""
     tiles: torch.Tensor | None = None
     short: bool = False
@@ -73,7 +74,7 @@ class Watched:
 
     def values(self) -> torch.Tensor:
         """The weights that are audited: all of those on this rank, or the sampled tiles."""
-        x = local(self.tensor.detach()) if self.codes is None else self.codes.get(self.tensor.dtype)
+        x = local(self.tensor.detach()) if self.codes is None else self.codes.get().to(self.tensor.dtype)
         return x if self.tiles is None else sampled(x, self.tiles, self.short)
 
     def gradient(self) -> torch.Tensor | None:
@@ -103,7 +104,8 @@ class Watched:
         n, g = self.values().numel(), len(self.grids)
         work = torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
         if moved and self.moved is None:
-            self.moved = self._taken(saved, "moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8))
+            bits = self._taken(saved, "moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8))
+            self.moved = bits.to(self.values().device)
         if stay and self.stay is None:
             self.stay = self._taken(saved, "stay", torch.ones((g, n), dtype=work))
         if scores is not None and self.scores is None and self.tensor.dim() >= 2:
@@ -123,7 +125,9 @@ class Watched:
     def state(self) -> dict[str, torch.Tensor]:
         """What a resumed audit needs."""
         kept = {what: getattr(self, what) for what in FOLLOWED if not self.sharded}
-        return {f"{self.id}.{what}": value.contiguous() for what, value in kept.items() if value is not None}
+        return {
+            f"{self.id}.{what}": value.contiguous().cpu() for what, value in kept.items() if value is not None
+        }
 
     def inventory(self) -> dict[str, Any]:
         """This tensor in the manifest."""

@@ -30,9 +30,14 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     The trace goes to ``out``, by default ``halfulp`` in the trainer's output folder (``halfulp-2`` if that
     is taken). A run that resumes from a checkpoint goes on with its trace. The loss is the one that the
     trainer logs: set ``logging_steps=1`` for one a step; otherwise it is the mean since the last log. The
-    first process prints the verdict when training ends. With ``rehearse=``, every evaluation of the trainer
-    is made as if for every rehearsal as well, and logged beside the real one as ``eval_loss_as_if/SPEC``,
-    with ``/lower`` and ``/upper`` for its bounds.
+    first process prints the verdict when training ends.
+
+    What the trainer reports to (``report_to``: W&B, TensorBoard, MLflow, Trackio, Comet, ...) gets the newest
+    audited step with every log of the trainer, under the tags of
+    :class:`~halfulp.integrations.scalars.Scalars`. ``report=False`` keeps it from them; True logs it also
+    where ``report_to`` is empty. With ``rehearse=``, every evaluation of the trainer is made as if for every
+    rehearsal as well, and logged beside the real one as ``eval_loss_as_if/SPEC``, with ``/lower`` and
+    ``/upper`` for its bounds.
     """
 
     def __init__(
@@ -41,10 +46,12 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         out: str | Path | None = None,
         *,
         verdict: bool = True,
+        report: bool | None = None,
         **options: Any,
     ) -> None:
         require("transformers")
         super().__init__()
+        self.report = report
         self.running = AuditedRun(grids, out, verdict, options)
 
     def on_train_begin(
@@ -55,10 +62,16 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         self.running.start(_real(optimizer), model, usual, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Take the loss of the step that was just taken."""
+        """Take the loss of the step that was just taken, and log beside it what that step lost."""
         audit = self.running.audit
-        if audit is not None and logs and "loss" in logs:
-            audit.log(float(logs["loss"]), step=audit.step)
+        if audit is None or not logs or "loss" not in logs:
+            return
+        audit.log(float(logs["loss"]), step=audit.step)
+        wanted = bool(args.report_to) if self.report is None else self.report
+        news = self.running.news() if wanted else {}
+        trainer = _trainer() if news else None
+        if trainer is not None:
+            trainer.log(news)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Evaluate as if for every rehearsal, by the trainer's own loop, and log it beside the real loss."""
@@ -80,6 +93,17 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.running.stop()
+
+
+def _trainer() -> Any:
+    """The trainer whose log called this callback."""
+    kind = require("transformers").Trainer
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), kind):
+            return found
+        frame = frame.f_back
+    return None
 
 
 def _evaluation() -> tuple[Any, Any, dict[str, Any]] | None:

@@ -24,7 +24,9 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
 
     The trace goes to ``out``, by default ``halfulp`` in the trainer's root folder (``halfulp-2`` if that is
     taken). A run that resumes from a checkpoint goes on with its trace. The loss is that of the training
-    step, averaged over accumulated batches. The first process prints the verdict when training ends. With
+    step, averaged over accumulated batches. The first process prints the verdict when training ends. The
+    trainer's loggers get every audited step that Lightning would log (``log_every_n_steps``), on its own
+    axis, under the tags of :class:`~halfulp.integrations.scalars.Scalars`, unless ``report=False``. With
     ``rehearse=``, every validation is made as if for every rehearsal as well, and what the module logs as
     ``monitor`` goes to the loggers as ``MONITOR_as_if/SPEC``, with ``/lower`` and ``/upper`` for its bounds;
     in one process only.
@@ -37,12 +39,13 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         *,
         verdict: bool = True,
         monitor: str = "val_loss",
+        report: bool = True,
         **options: Any,
     ) -> None:
         require("lightning.pytorch", "pytorch_lightning")
         super().__init__()
         self.running = AuditedRun(grids, out, verdict, options)
-        self.monitor = monitor
+        self.monitor, self.report = monitor, report
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizers; Lightning counts the steps of all of them together."""
@@ -55,6 +58,11 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         if self.running.audit is not None:
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self.running.audit.log(loss.detach() * parts)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log what the newest step lost, as the module logs its own numbers."""
+        if self.report and trainer.loggers and (news := self.running.news()):
+            pl_module.log_dict(news, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Validate as if for every rehearsal, and log it beside what the module logged."""

@@ -12,6 +12,7 @@ from typing import Any
 from halfulp.audit.recorder import Audit
 from halfulp.audit.verdict import verdict
 from halfulp.errors import UsageError
+from halfulp.integrations.scalars import Scalars
 from halfulp.text import plain
 from halfulp.trace import Trace, free_folder, newest_folder
 
@@ -49,6 +50,8 @@ class AuditedRun:
         self, grids: Any, out: str | Path | None, show_verdict: bool, options: dict[str, Any]
     ) -> None:
         self.grids, self.out, self.show_verdict, self.options = grids, out, show_verdict, options
+        self.scalars, self.reported = Scalars(), 0
+        """What the trainer's own loggers are told, and of which step they were told last."""
         self.audit: Audit | None = None
         self.folder: Path | None = None
         self.measure: str | None = None
@@ -72,6 +75,15 @@ class AuditedRun:
         audit = Audit(optimizers, self.grids, out=self.folder, **settings)
         audit.start()
         self.audit, self.folder = audit, audit.out  # numbered, if it was taken
+        self.scalars, self.reported = Scalars(), done
+
+    def news(self) -> dict[str, float]:
+        """Tags and values of the newest step that was audited, for a logger; none if it knows them."""
+        newest = {} if self.audit is None else self.audit.latest
+        if not newest or newest["step"] <= self.reported:
+            return {}
+        self.reported = newest["step"]
+        return self.scalars.of(newest)
 
     def evaluated(
         self, name: str, real: float, again: Callable[[], float], *, verify: bool = False

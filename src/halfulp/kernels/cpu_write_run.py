@@ -15,26 +15,9 @@ from numba import types
 from numba.extending import overload
 
 from halfulp.kernels import lanes
+from halfulp.kernels import params as p
 from halfulp.kernels.cpu_tile import sum_abs, tile_of
 from halfulp.kernels.cpu_tile_write import add_carry, sum_changes
-from halfulp.kernels.params import (
-    CUT,
-    EMIN,
-    HALF,
-    HI,
-    INVERSE,
-    KEEP,
-    KIND,
-    LEFT,
-    LO,
-    MAGIC,
-    MANT,
-    ODD,
-    RIGHT,
-    SHIFT,
-    TOP,
-    TWO31,
-)  # fmt: skip
 from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
 from halfulp.kernels.simd import JIT, bits_of, inline, kernel, narrow, ones, span, specialised, two_threefry
 
@@ -59,6 +42,15 @@ class Numbers(NamedTuple):
     right: Any
     exponent: Any
     sign: Any
+
+
+@inline
+def numbers(f: Any, k: Any, masks: Any) -> Any:
+    """Those of a grid, from its tables."""
+    return Numbers(
+        k[p.KIND] == p.MAGIC, f[p.LO], f[p.HI], f[p.TWO31], k[p.EMIN], k[p.SHIFT], k[p.INVERSE], k[p.MANT],
+        k[p.CUT], k[p.HALF], k[p.ODD], k[p.KEEP], k[p.TOP], k[p.LEFT], k[p.RIGHT], masks[0], masks[1],
+    )  # fmt: skip
 
 
 @inline
@@ -130,10 +122,7 @@ def _run(f: Any, k: Any, masks: Any, given: Any, t0: Any, t1: Any) -> Any:
     """Write the tiles [t0, t1), all of them whole, of a float32 container, up to one with something rare,
     which is left as it was; returns the first tile that is still to be written. ``given``: arguments of
     :func:`halfulp.kernels.cpu.write_tiles`, and buffers."""
-    g = Numbers(
-        k[KIND] == MAGIC, f[LO], f[HI], f[TWO31], k[EMIN], k[SHIFT], k[INVERSE], k[MANT], k[CUT], k[HALF],
-        k[ODD], k[KEEP], k[TOP], k[LEFT], k[RIGHT], masks[0], masks[1],
-    )  # fmt: skip
+    g = numbers(f, k, masks)
     stored, proposed, out, carry, k0, k1, offset, moved, want_sums, counts, sums = given[:11]
     kept, held, whole, wide, words, bits, buffer = given[11:]
     now, packed = bits.view(np.uint8), bits.view(np.uint64)

@@ -95,9 +95,14 @@ def specialised(function: Any, name: str, **values: Any) -> Any:
     """A compiled copy of a plain function in which globals have these values. A function of its own for each
     case is faster than one that asks at run time, and only what is used is compiled. (Values from an
     enclosing function would do the same, but numba's cache does not know compiled ones among them again.)"""
+    return kernel(special_case(function, name, values))
+
+
+def special_case(function: Any, name: str, values: dict[str, Any]) -> Any:
+    """The plain copy of :func:`specialised`, for code elsewhere: see :func:`kernel_of`."""
     made = FunctionType(function.__code__, {**function.__globals__, **values}, function.__name__)
     made.__module__, made.__qualname__ = function.__module__, f"{function.__qualname__}.{name}"
-    return kernel(made)
+    return made
 
 
 def inline(function: Any) -> Any:

@@ -94,12 +94,15 @@ def short(names: Sequence[str]) -> list[str]:
 
 
 def outcome_data(found: Outcome) -> dict[str, Any]:
-    """Forecast and outcome on the same steps, and the band that the accuracy gate allows."""
+    """Forecasts and outcome on the same steps, and the band that the accuracy gate allows."""
     starts = bins(len(found.steps), BINS)
     return {
         "steps": _edges(found.steps, starts),
         "forecast": packed(binned(found.forecast, starts)[0], np.uint16),
         "measured": packed(binned(found.outcome, starts)[0], np.uint16),
+        "rehearsed": None
+        if found.rehearsed is None
+        else packed(binned(found.rehearsed, starts)[0], np.uint16),
         "band": ACCURATE_RMSE,
     }
 

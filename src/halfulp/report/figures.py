@@ -119,11 +119,14 @@ def heat_map(run: Run, grid: str) -> Figure:
 
 
 def forecast(found: Outcome) -> Figure:
-    """A forecast with the band that the accuracy gate allows, and what was measured."""
+    """A forecast with the band that the accuracy gate allows, that of a rehearsal, and what was measured."""
     figure, (panel,) = new_figure()
     low, high = (np.clip(found.forecast + d, 0, 1) for d in (-ACCURATE_RMSE, ACCURATE_RMSE))
     panel.fill_between(found.steps, low, high, color=BLUE, alpha=0.15, linewidth=0)
-    panel.plot(found.steps, found.forecast, color=BLUE, linestyle=DASHES[1], label="forecast")
+    name = "forecast" if found.rehearsed is None else "projected"
+    panel.plot(found.steps, found.forecast, color=BLUE, linestyle=DASHES[1], label=name)
+    if found.rehearsed is not None:
+        panel.plot(found.steps, found.rehearsed, color=COLOURS[2], linestyle=DASHES[2], label="rehearsed")
     panel.plot(found.steps, found.outcome, color=VERMILLION, label="measured")
     panel.set_xlabel("step")
     panel.set_ylabel("updates lost")

@@ -217,7 +217,7 @@ def gather(trace: Trace) -> Gathered:
     recorded = np.array([t["recorded"] for t in tensors], dtype=np.float64)
     place = np.full(max(t["id"] for t in trace.manifest["tensors"]) + 1, -1)  # -1: a tensor without weights
     place[[t["id"] for t in tensors]] = np.arange(len(tensors))
-    full = np.isin([t["id"] for t in tensors], trace.in_full())
+    full = np.isin([t["id"] for t in tensors], trace.tells_zero())
     keys = _classes(tensors)
     classes = list(dict.fromkeys(keys))
     class_of = np.array([classes.index(key) for key in keys])

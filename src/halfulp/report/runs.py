@@ -113,6 +113,8 @@ class Outcome:
     outcome: Array
     comparison: Comparison
     timing: TimingPair
+    rehearsed: Array | None = None
+    """The share that a rehearsal of the run forecast, where there was one of all these tensors."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ def _reference_of(arm: Run, runs: Sequence[Run]) -> Run | None:
 def _outcome(reference: Run, measured: Run, grid: str) -> Outcome:
     scope = reference.scope
     steps, i, j = matched(reference.trace, measured.trace, scope)
+    rehearsed = _rehearsed(reference.trace, grid, scope)
     return Outcome(
         reference,
         measured,
@@ -200,4 +203,15 @@ def _outcome(reference: Run, measured: Run, grid: str) -> Outcome:
         measured.trace.frozen(grid, scope)[j],
         compare_grid(reference.trace, measured.trace, grid, scope),
         timing_pair(reference.trace.crossing(grid, scope), measured.trace.crossing(grid, scope)),
+        None if rehearsed is None else rehearsed[i],
     )
+
+
+def _rehearsed(reference: Trace, grid: str, scope: str) -> Array | None:
+    if grid not in reference.rehearsals:
+        return None
+    forecast = reference.forecast(grid)
+    whole = "point" in forecast.bounds and all(
+        t.get("rehearsed") for t in reference.tensors if t["id"] in reference.ids(scope)
+    )
+    return forecast.frozen(scope) if whole else None

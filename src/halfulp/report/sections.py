@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from halfulp.audit import verdict
+from halfulp.audit import holdings, verdict
 from halfulp.audit.verdict import Finding
 from halfulp.report import words
 from halfulp.report.gather import Array, bins
@@ -98,6 +98,7 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
         None if alone else tag("p", name(run.name), class_="kicker"),
         tag("h1", words.headline(run, findings)),
         tag("p", f"{facts}; {kind}.", _sampled(run.trace), class_="facts"),
+        tag("p", holds, class_="facts") if (holds := holdings.words(run.trace)) else None,
         tag("p", there, class_="facts") if (there := verdict.copies_words(run.trace)) else None,
         tag("ul", *said, class_="sentences") if said else None,
         table(head, [_grid_row(run, finding) for finding in findings], caption=caption),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from halfulp.audit import verdict
 from halfulp.audit.verdict import Finding
 from halfulp.measures.crossings import Crossing
@@ -200,6 +202,9 @@ def outcome_sentence(found: Outcome) -> str:
         f"average, and {measured} were lost: off by {points(c.rmse)} (RMSE over {c.steps} steps). The best "
         f"constant, chosen afterwards, is off by {points(c.constant_rmse)}."
     )
+    if found.rehearsed is not None:
+        off = math.sqrt(float(np.mean((found.rehearsed - found.outcome) ** 2)))
+        said += f" The rehearsal, which remembers what was lost, was off by {points(off)}."
     forecast, measured = (_when(x.first) for x in (pair.forecast, pair.measured))
     if forecast == measured == "never":
         return f"{said} A majority was never lost, as forecast."

@@ -18,7 +18,8 @@ at most one category in ten may differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,8 @@ from halfulp.measures.crossings import (
     summarise,
     timing_pair,
 )  # fmt: skip
-from halfulp.measures.forecasts import ACCURATE_RMSE, pooled_rho
-from halfulp.studies.claims import Claim
-from halfulp.study import Cell, Estimand, Gate, Table
+from halfulp.measures.forecasts import pooled_rho
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 Array = npt.NDArray[Any]
@@ -62,6 +62,39 @@ def on_every_grid(references: Iterator[Cell]) -> Iterator[Cell]:
         for m in cell.config["mantissas"]:
             c = {**cell.config, "reference": cell.name, "grid": f"m{m}"}
             yield Cell(name=f"{cell.name}.m{m}", config=c)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """References of a system, and then a run on every grid that they speak of."""
+
+    system: str
+    cells: Callable[[Config], Iterator[Cell]]
+    train: Callable[..., tuple[Any, dict[str, Json]]]
+    """A cell's run, audited on grids (``audit``) or stored on one (``store``): series, and what is kept."""
+
+    def reference(self, cell: Running) -> Mapping[str, Json]:
+        """The forecast crossings of every grid."""
+        series, kept = self.train(cell, audit=grids(cell.config))
+        return {**kept, "predicted": forecast(cell.config, series.counts, series.size)}
+
+    def measure(self, cell: Running) -> Mapping[str, Json]:
+        """The crossing of one run on a grid."""
+        grid, reference = cell.config["grid"], cell.config["reference"]
+        series, kept = self.train(cell, store=grid)
+        found = measured(grid, series.frozen, series.squares, series.size)
+        return {"system": self.system, **kept, "reference": reference, **found}
+
+    def measured_cells(self, config: Config) -> Iterator[Cell]:
+        return on_every_grid(self.cells(config))
+
+    @property
+    def stages(self) -> tuple[Stage, Stage]:
+        """References first."""
+        return (
+            Stage(name="reference", kind="prediction", cells=self.cells, run=self.reference),
+            Stage(name="measured", kind="outcome", cells=self.measured_cells, run=self.measure),
+        )
 
 
 def grids(config: Config) -> list[str]:
@@ -190,21 +223,6 @@ ESTIMANDS = (
     Estimand.of(rho_at_crossing),
 )  # fmt: skip
 
-GATES = tuple(
-    Gate.of(f"{name}.{predictor}", condition.format(predictor), why)
-    for predictor in PREDICTORS
-    for name, condition, why in (
-        ("median-near-one", "median-error.{} <= 0.05", "the paper's medians lie between 0.999 and 1.03"),
-        ("most-within", "share-within.{} >= 0.80", "the floor of the paper's promotion rule (appendix D)"),
-        ("categories-agree", "disagreement.{} <= 0.10", "the paper has 4 of 72"),
-    )
-)
-"""What every system must meet, by both predictors."""
-ALL = tuple(gate.name for gate in GATES)
-STANDS_FOR_BF16 = Gate.of(
-    "stands-for-bf16", f"bf16-rmse <= {ACCURATE_RMSE}", "what the paper calls accurate (appendix C)"
-)
-
 
 # ---- reports --------------------------------------------------------------------------------------------
 
@@ -245,36 +263,15 @@ def bf16_figure(records: Records) -> Any:
     return panels.curve_pairs(curves)
 
 
-# ---- beside the paper -----------------------------------------------------------------------------------
-
-POOLED = (
-    "Median over cells. A root mean square is lifted by a few large proposals, so it passes 1/sqrt(2) where "
-    "update-to-weight ratios do not concentrate; how far depends on the start, which is not printed."
-)
-OPEN = "The paper prints neither mantissas nor rates nor seeds of this grid; ours are other cells like them."
-
-
-def value(system: str, predictor: str, quantity: str) -> Callable[[Records], float | str | None]:
-    """A number of one system's summary, as the comparison page shows it."""
-
-    def of(records: Records) -> float | str | None:
-        s = summaries(records, predictor).get(system)
-        found = None if s is None else getattr(s, quantity)
-        if isinstance(found, tuple):
-            return "{} to {}".format(*found)
-        if quantity == "share_within" and s is not None and found is not None:
-            return f"{100 * found:.1f}% ({s.within} of {s.eligible})"
-        shown: float | str | None = found
-        return shown
-
-    return of
-
-
-def transfer_rows(system: str, label: str, n: int, median: float, within: str) -> Iterator[Claim]:
-    """A row of the paper's transfer table, by the predictor of its archived sweeps and by the exact one."""
-    said = (("eligible cells", n, "eligible"), ("median ratio", median, "median_ratio"),
-            ("within 15%", within, "share_within"))  # fmt: skip
+def shown(records: Records) -> dict[str, float | str | None]:
+    """Every number of the summaries, as the comparison page shows it: ``SYSTEM PREDICTOR QUANTITY``."""
+    found: dict[str, float | str | None] = {}
     for predictor in PREDICTORS:
-        for text, paper, quantity in said:
-            ours = value(system, predictor, quantity)
-            yield Claim(f"{label}: {text}, {predictor} predictor", "tab:transfer-app", paper, ours, OPEN)
+        for system, s in summaries(records, predictor).items():
+            for quantity, value in {**asdict(s), "span": s.span}.items():
+                ends = isinstance(value, tuple)
+                found[f"{system} {predictor} {quantity}"] = "{} to {}".format(*value) if ends else value
+            if s.share_within is not None:
+                share = f"{100 * s.share_within:.1f}% ({s.within} of {s.eligible})"
+                found[f"{system} {predictor} share_within"] = share
+    return found

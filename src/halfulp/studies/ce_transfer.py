@@ -24,10 +24,11 @@ from statistics import median
 
 from halfulp.measures import learning
 from halfulp.models.following import PREDICTORS, SIDE, arm_learned, follow, forecasts
-from halfulp.models.teacher import CHOSEN, NOISE, Problem, Testbed, classification
+from halfulp.models.teacher import CHOSEN, Problem, Testbed, classification
 from halfulp.studies._timing import each_rate_and_seed
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 
@@ -108,16 +109,11 @@ def accuracy(records: Records) -> Values:
     return {p: learning.accuracy(list(zip(each, came, strict=True))) for p, each in said.items()}
 
 
-def window_matches(records: Records) -> Values:
+def window_matches(records: Records, predictors: Sequence[str] = PREDICTORS) -> Values:
     """Mantissas with the measured window."""
-    real, *said = (learning.windows(learning.gathered(_shares(records, p))) for p in (None, *PREDICTORS))
+    real, *said = (learning.windows(learning.gathered(_shares(records, p))) for p in (None, *predictors))
     found = (learning.matched(real, each) for each in said)
-    return {p: n / of for p, (n, of) in zip(PREDICTORS, found, strict=True)}
-
-
-def directional_windows(records: Records) -> Values:
-    """The same, directional."""
-    return {"directional": window_matches(records)["directional"]}
+    return {p: n / of for p, (n, of) in zip(predictors, found, strict=True)}
 
 
 def progress_table(records: Records) -> Table:
@@ -141,58 +137,22 @@ def progress_table(records: Records) -> Table:
     )  # fmt: skip
 
 
-# ---- the study ------------------------------------------------------------------------------------------
-
-_PAPER: dict[str, Json] = {
-    "testbed": CHOSEN.json(), "hidden": [64], "examples": 512, "label_noise": NOISE, "steps": 3000,
-    "rates": [0.0125 * 2**k for k in range(8)], "seeds": list(range(2041, 2047)),
-    "mantissas": [1, 2, 3, 4, 5],
-}  # fmt: skip
-
-STUDY = Study(
-    name="ce-transfer",
-    question="Does a reference's freezing say which rates still learn under cross-entropy, if every "
-    "reference makes progress?",
-    units="one seed, rate and mantissa; cells that share a reference are paired",
-    not_claimed=(
-        "any outcome, where a reference made no progress",
-        "that the learned-fraction forecast fails under cross-entropy: it was not asked",
+STUDY = declared(
+    __file__, shared={"testbed": CHOSEN.json()}, tables={"progress": progress_table},
+    estimands=(
+        Estimand.of(window_matches, "directional-windows", predictors=["directional"]),
+        *map(Estimand.of, (progress, failed, runs, accuracy, window_matches)),
     ),
-    scales={
-        "smoke": {**_PAPER, "hidden": [8], "examples": 64, "steps": 150, "rates": [0.1, 0.4],
-                  "seeds": [2041, 2042], "mantissas": [2, 5]},
-        "small": {**_PAPER, "seeds": [2041]},
-        "paper": _PAPER,
-    },
     stages=(
         Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
         Stage(name="nearest", kind="outcome", cells=nearest_cells, run=nearest, only_if=("integrity",)),
     ),
-    estimands=(
-        *map(Estimand.of, (progress, failed, runs, accuracy, window_matches, directional_windows)),
-    ),
-    gates=(
-        Gate.of("integrity", "progress > 0", "the paper's: positive reference progress in every reference"),
-        Gate.of("windows", "directional-windows >= 0.8", "the rule of the midpoint study: 4 of 5"),
-    ),
-    rules=(
-        Rule(label="stopped before any run on a grid: a reference made no progress; no outcome",
-             not_run=("nearest",)),
-        Rule(label="windows are predicted under cross-entropy", passed=("integrity", "windows")),
-        Rule(label="windows are not predicted under cross-entropy"),
-    ),
-    tables={"progress": progress_table},
 )  # fmt: skip
 
-SOURCE = "app:margin-transfer"
-_NOISE = (
-    "The share of noisy labels, the rates and the seeds are ours; with two other seeds it was seen on "
-    "references that the two highest rates fail."
-)
 
-PAPER = (
-    Claim("references", SOURCE, 48, lambda records: len(records["reference"])),
-    Claim("references without positive progress", SOURCE, 12, of(failed),
-          _NOISE),
-    Claim("runs on a grid", SOURCE, 0, of(runs)),
-)  # fmt: skip
+def also(records: Records) -> dict[str, float]:
+    """What the paper prints beside the estimands."""
+    return {"references": len(records["reference"])}
+
+
+PAPER = claims_of(STUDY, __file__, also)

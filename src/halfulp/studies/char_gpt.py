@@ -19,14 +19,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from halfulp.arms import Arm, Bundle, figures, measures, tables
+from halfulp.arms import Arm, Bundle, figures, tables
 from halfulp.arms.arm import PLAYS
-from halfulp.measures.crossings import TOLERANCE
-from halfulp.measures.forecasts import ACCURATE_RMSE
 from halfulp.models.decoder import CHARACTER, DecoderConfig
 from halfulp.models.training import Recipe, Schedule
-from halfulp.studies.claims import Printed, printed
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 
 SCOPE = "all-2d"
 TINY = DecoderConfig(layers=2, heads=2, width=32, context=32, vocabulary=65, hidden=128)
@@ -54,57 +52,10 @@ RUNS = Bundle(
     reference="seed-{seed}",
 )
 
-STUDY = Study(
-    name="char-gpt",
-    question="Does a float32 reference forecast at which update a character GPT's stored weights freeze?",
-    units="one training seed",
-    not_claimed=(
-        "that the majority stays frozen beyond the updates observed",
-        "that freezing is a loss plateau",
-        "anything about seeds other than these two",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
-    estimands=(
-        RUNS.estimand("predicted", "persistent crossing of the reference", measures.onset, scope=SCOPE),
-        RUNS.estimand(
-            "measured", "persistent crossing of the run on the grid", measures.onset, scope=SCOPE, arm="rne"
-        ),
-        RUNS.estimand(
-            "timing-error",
-            "|predicted - measured| / measured; none where either is absent or the first update",
-            measures.timing_error,
-            scope=SCOPE,
-        ),
-        RUNS.estimand(
-            "rmse", "of the forecast frozen fraction, all updates", measures.forecast_rmse, scope=SCOPE
-        ),
-        RUNS.estimand("loss-fp32", "final held-out loss, nats", measures.loss, arm="fp32"),
-        RUNS.estimand("loss-rne", "final held-out loss, nats", measures.loss, arm="rne"),
-        RUNS.estimand("matched", "1 where both runs began from the same weights", measures.matched),
-    ),
-    gates=(
-        Gate.of("timed", f"timing-error <= {TOLERANCE}",
-                "the paper's descriptive band around a timing ratio of one"),
-        Gate.of("tracked", f"rmse <= {ACCURATE_RMSE}", "the accuracy that appendix C asks of a forecast"),
-        Gate.of("matched", "matched == 1.0"),
-    ),
-    rules=(
-        Rule(label="not matched", failed=("matched",)),
-        Rule(label="crossing and trajectory foretold", passed=("timed", "tracked")),
-        Rule(label="crossing foretold", passed=("timed",)),
-        Rule(label="trajectory foretold, crossing not", passed=("tracked",)),
-        Rule(label="not foretold"),
-    ),
-    scale_data=RUNS.data,
+STUDY = declared(
+    __file__, RUNS,
     tables=tables(RUNS, scopes=(SCOPE,)),
     figures={"trajectories": partial(figures.trajectories, RUNS, scope=SCOPE)},
 )  # fmt: skip
 
-_WHERE = "appendix B (section 3)"
-_PRINTED: Printed = {
-    "measured": ("persistent crossing, measured", _WHERE, (1644, 1666)),
-    "predicted": ("persistent crossing, forecast", _WHERE, (1640, 1669)),
-}
-
-PAPER = tuple(printed(STUDY, RUNS.units, _PRINTED, note="the paper does not name its seeds, nor its device"))
+PAPER = claims_of(STUDY, __file__)

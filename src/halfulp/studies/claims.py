@@ -1,29 +1,47 @@
 """What the paper says, beside what our records say.
 
-A study's module exports ``PAPER``, a tuple of claims. A claim holds the paper's own number (or
-word) with the place where it is printed, and a function that computes ours *from records alone*;
-the comparison page is made of nothing else, so no number of ours is ever typed in.
+A study's module exports ``PAPER``, a tuple of claims. A claim holds the paper's own number (or word) with the
+place where it is printed, and a function that computes ours *from records alone*; the comparison page is made
+of nothing else, so no number of ours is ever typed in.
 
-`ours` gives None where the records at hand do not define the quantity (a smaller scale leaves
-cells out); the page then shows a dash, never a substitute.
+What the paper prints is data: the part ``paper`` of the table beside the module
+(:mod:`halfulp.studies.declared`). A row of ``claims`` says what is claimed (``claim``), where (``source``),
+the paper's number (``paper``), the name of our quantity (``ours``) and, where there is more to say, the name
+of one of the ``notes``; ``source`` and ``note`` above the rows are those of rows that have none. Where
+``paper`` is a table itself, ``{}`` in the row stands for its keys, one claim each. Our quantity is one of
 
->>> claim = Claim(
-...     claim="cells that crossed",
-...     source="tab:example",
-...     paper=3,
-...     ours=lambda records: sum(r["crossed"] for r in records["outcome"].values()),
-... )
->>> claim.ours({"outcome": {"a": {"crossed": 1}, "b": {"crossed": 0}}})
-1
+    NAME UNIT             an estimand of the study, or a function that its module hands over, for a unit
+    NAME                  the same for the whole study
+    OVER NAME WORDS ...   over the units that begin or end with one of these words, or over all: the least,
+                          the most, the sum, the mean, the range, or the spread (mean and range)
+    label                 the label
+
+It gives None where the records at hand do not define it (a smaller scale leaves cells out); the page then
+shows a dash, never a substitute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from halfulp.study.protocol import Json, Records, Study, Values
+import numpy as np
+
+from halfulp.errors import UsageError
+from halfulp.studies.declared import table_of
+from halfulp.study.protocol import Json, Records, Study
 from halfulp.study.verdict import decide, evaluate
+
+Ours = Callable[[Records], float | str | None]
+Compute = Callable[[Records], Any]
+
+OVER: dict[str, Callable[[list[float]], float | str]] = {
+    "least": min, "most": max, "sum": sum, "mean": lambda v: float(np.mean(v)),
+    "range": lambda v: f"{min(v):.3f} to {max(v):.3f}",
+    "spread": lambda v: f"{sum(v) / len(v):.4g} [{min(v):.4g}, {max(v):.4g}]",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,71 +51,49 @@ class Claim:
     claim: str
     source: str  # a label or section of the paper
     paper: float | str
-    ours: Callable[[Records], float | str | None]
+    ours: Ours
     note: str = ""
 
 
-def of(
-    compute: Callable[..., Values], unit: str = "study", **args: Json
-) -> Callable[[Records], float | None]:
-    """What an estimand's function gives for one unit, for :attr:`Claim.ours`."""
-    return lambda records: compute(records, **args).get(unit)
+def claims_of(study: Study, module: str, *functions: Compute) -> tuple[Claim, ...]:
+    """The claims of the table beside a study's module (its ``__file__``); ``functions`` by their names."""
+    known: dict[str, Compute] = {e.name: partial(e.compute, **e.args) for e in study.estimands}
+    known |= {function.__name__.strip("_"): function for function in functions}
+    table = table_of(module)["paper"]
+    notes = {"": "", **table.get("notes", {})}
+    return tuple(
+        Claim(claim, row["source"], paper, _ours(study, known, ours), notes[row.get("note", "")])
+        for row in ({**table, **row} for row in table["claims"])
+        for claim, ours, paper in _rows(row)
+    )
 
 
-def value_of(study: Study, estimand: str, unit: str) -> Callable[[Records], float | None]:
-    """An estimand of one unit, for :attr:`Claim.ours`."""
-    found = next(e for e in study.estimands if e.name == estimand)
-    return lambda records: found.compute(records, **found.args).get(unit)
+def _rows(row: Mapping[str, Json]) -> Iterator[tuple[str, str, float | str]]:
+    if not isinstance(row["paper"], Mapping):
+        yield row["claim"], row["ours"], row["paper"]
+        return
+    for key, paper in row["paper"].items():
+        yield row["claim"].replace("{}", key), row["ours"].replace("{}", key), paper
 
 
-Printed = Mapping[str, tuple[str, str, Sequence[float | str]]]
-"""By estimand: what the paper calls it, where it is printed, and its numbers, one a unit."""
+def _ours(study: Study, known: Mapping[str, Compute], text: str) -> Ours:
+    if text == "label":
+        return lambda records: decide(study, evaluate(study.estimands, records)).label
+    over, words = "", text.split()
+    if words[0] not in known and words[0] in OVER:
+        over, *words = words
+    name, unit = words[0], " ".join(words[1:])
+    if name not in known:
+        raise UsageError(f"Study {study.name}: a claim is about {name!r}, which it does not compute.")
 
+    def one(records: Records) -> float | str | None:
+        found: float | str | Mapping[str, Any] | None = known[name](records)
+        return found.get(unit or "study") if isinstance(found, Mapping) else found
 
-def printed(
-    study: Study, units: Iterable[str], rows: Printed, note: str = "", scope: str = ""
-) -> Iterator[Claim]:
-    """A claim for every estimand and unit that the paper prints.
+    def all_of_them(records: Records) -> float | str | None:
+        ends = tuple(words[1:]) or ("",)
+        found = {u: v for u, v in known[name](records).items() if u.startswith(ends) or u.endswith(ends)}
+        values = [v for v in found.values() if v is not None]
+        return OVER[over](values) if values else None
 
-    ``scope`` is that of estimands which have a value for every unit and scope; others are of the unit.
-    """
-    units = list(units)
-    for estimand, (what, source, numbers) in rows.items():
-        found = next(e for e in study.estimands if e.name == estimand)
-        at = f" {scope}" if scope and "scopes" in found.args else ""
-        for unit, paper in zip(units, numbers, strict=True):
-            yield Claim(
-                claim=f"{what}, {unit}{at}", source=source, paper=paper,
-                ours=value_of(study, estimand, f"{unit}{at}"), note=note,
-            )  # fmt: skip
-
-
-def worst_of(study: Study, estimand: str, scopes: Sequence[str]) -> Callable[[Records], float | None]:
-    """The largest value of an estimand over all units and some scopes, for :attr:`Claim.ours`."""
-    found = next(e for e in study.estimands if e.name == estimand)
-
-    def ours(records: Records) -> float | None:
-        values = found.compute(records, **found.args)
-        known = [v for unit, v in values.items() if unit.rpartition(" ")[2] in scopes and v is not None]
-        return max(known, default=None)
-
-    return ours
-
-
-def spread_of(study: Study, estimand: str, condition: str) -> Callable[[Records], str | None]:
-    """Mean and range of an estimand over the units of a condition, or all, for :attr:`Claim.ours`."""
-    found = next(e for e in study.estimands if e.name == estimand)
-
-    def ours(records: Records) -> str | None:
-        values = found.compute(records, **found.args)
-        known = [v for unit, v in values.items() if unit.startswith(condition) and v is not None]
-        if not known:
-            return None
-        return f"{sum(known) / len(known):.4g} [{min(known):.4g}, {max(known):.4g}]"
-
-    return ours
-
-
-def label_of(study: Study) -> Callable[[Records], str]:
-    """The label of a study, for :attr:`Claim.ours`."""
-    return lambda records: decide(study, evaluate(study.estimands, records)).label
+    return all_of_them if over else one

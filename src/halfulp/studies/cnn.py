@@ -18,8 +18,9 @@ from typing import Any
 from halfulp.models import bfloat16
 from halfulp.models.cnn import Cnn, mnist, train
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Rule, Running, Stage, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage
 from halfulp.study.protocol import Config, Json
 
 SYSTEM = "cnn"
@@ -30,47 +31,25 @@ def reference_cells(config: Config) -> Iterator[Cell]:
     return timing.each_rate_and_seed(config, ("digits", "steps", "mantissas"))
 
 
-def measured_cells(config: Config) -> Iterator[Cell]:
-    return timing.on_every_grid(reference_cells(config))
-
-
 def bf16_cells(config: Config) -> Iterator[Cell]:
     return (cell for cell in reference_cells(config) if cell.config["seed"] in config["bf16_seeds"])
 
 
-def _train(cell: Running, *, kept: bool = True, **how: Any) -> Any:
+def _train(cell: Running, *, kept: bool = True, **how: Any) -> tuple[Any, dict[str, Json]]:
+    """A run, and what every record says of it."""
     c = cell.config
     images, labels = map(cell.data, DATA)
     digits = mnist(images, labels, c["digits"])
     if kept:
         how["running"] = cell
-    return train(Cnn(c["seed"]), *digits, rate=c["rate"], steps=c["steps"], **how)
-
-
-def _ran(cell: Running, series: Any) -> dict[str, Json]:
-    ends = [float(series.loss[0]), float(series.loss[-1])]
-    return {"rate": cell.config["rate"], "seed": cell.config["seed"], "loss": ends}
-
-
-def reference(cell: Running) -> Mapping[str, Json]:
-    """The forecast crossings of every grid."""
-    series = _train(cell, audit=timing.grids(cell.config))
-    forecast = timing.forecast(cell.config, series.counts, series.size)
-    return {**_ran(cell, series), "predicted": forecast}
-
-
-def measure(cell: Running) -> Mapping[str, Json]:
-    """The crossing of one run on a grid."""
-    grid = cell.config["grid"]
-    series = _train(cell, store=grid)
-    found = timing.measured(grid, series.frozen, series.squares, series.size)
-    return {"system": SYSTEM, "reference": cell.config["reference"], **_ran(cell, series), **found}
+    series = train(Cnn(c["seed"]), *digits, rate=c["rate"], steps=c["steps"], **how)
+    return series, {"rate": c["rate"], "seed": c["seed"], "loss": [float(series.loss[i]) for i in (0, -1)]}
 
 
 def bf16(cell: Running) -> Mapping[str, Json]:
     """A bfloat16 tensor under torch.optim.SGD, beside a run at m = 7."""
-    emulated = _train(cell, kept=False, store=bfloat16.GRID)
-    series = _train(cell, storage="bfloat16")
+    emulated, _ = _train(cell, kept=False, store=bfloat16.GRID)
+    series, _ = _train(cell, storage="bfloat16")
     return {
         "network": SYSTEM, "seed": cell.config["seed"], "size": series.size, "steps": cell.config["steps"],
         "direct": timing.measured(bfloat16.GRID, series.frozen, series.squares, series.size),
@@ -78,46 +57,17 @@ def bf16(cell: Running) -> Mapping[str, Json]:
     }  # fmt: skip
 
 
-_PAPER: dict[str, Json] = {
-    "rates": [0.05], "seeds": [0, 1, 2], "mantissas": [9, 10, 11, 12, 13], "digits": 128, "steps": 200,
-    "bf16_seeds": [0],
-}  # fmt: skip
-
-STUDY = Study(
-    name="cnn",
-    question="Does a reference forecast when a convolutional network's updates freeze, on real images?",
-    units="one precision, rate and seed; cells that share a reference are paired coverage tests",
-    not_claimed=(
-        "that the network generalises: it learns 128 digits",
-        "that cells which share a reference are independent",
-    ),
-    scales={
-        "smoke": {**_PAPER, "rates": [0.2], "seeds": [0], "mantissas": [6, 7], "digits": 16, "steps": 20},
-        "small": {**_PAPER, "seeds": [0]},
-        "paper": _PAPER,
-    },
+TIMED = timing.Timed(system=SYSTEM, cells=reference_cells, train=_train)
+STUDY = declared(
+    __file__,
     stages=(
-        Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
-        Stage(name="measured", kind="outcome", cells=measured_cells, run=measure),
+        *TIMED.stages,
         Stage(name="bf16", kind="outcome", cells=bf16_cells, run=bf16),
     ),
     data=DATA,
     estimands=(*timing.ESTIMANDS, Estimand.of(timing.bf16_rmse)),
-    gates=(*timing.GATES, timing.STANDS_FOR_BF16),
-    rules=(
-        Rule(label="onset is predicted in a convolutional network",
-             passed=(*timing.ALL, "stands-for-bf16")),
-        Rule(label="median onset is predicted in a convolutional network",
-             passed=("median-near-one.symmetric",)),
-        Rule(label="onset is not predicted in a convolutional network"),
-    ),
     tables={"timing": timing.table},
     figures={"timing": timing.figure, "bf16": timing.bf16_figure},
 )  # fmt: skip
 
-PAPER = (
-    *timing.transfer_rows(SYSTEM, "CNN, GD, cross-entropy", 15, 1.000, "100.0%"),
-    Claim("RMSE of m = 7 against a direct bfloat16 update, CNN", "app:arithmetic", 2.2e-2,
-          of(timing.bf16_rmse, SYSTEM),
-          "The paper does not print the horizon, the rate or the batch of this comparison."),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, timing.shown)

@@ -22,14 +22,16 @@ steps of the squared difference of two counts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from halfulp.models import bfloat16
 from halfulp.models.following import regression
-from halfulp.models.mlp import Trainer, run
+from halfulp.models.mlp import Series, Trainer, run
 from halfulp.models.teacher import CHOSEN, Problem, frozen_features
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Rule, Running, Stage, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage
 from halfulp.study.protocol import Config, Json
 
 SYSTEM = "emulator"
@@ -40,10 +42,6 @@ def reference_cells(config: Config) -> Iterator[Cell]:
     for seed in config["seeds"]:
         c = {key: config[key] for key in (*KEYS, "mantissas")}
         yield Cell(name=f"seed={seed}", config={**c, "seed": seed})
-
-
-def measured_cells(config: Config) -> Iterator[Cell]:
-    return timing.on_every_grid(reference_cells(config))
 
 
 def bf16_cells(config: Config) -> Iterator[Cell]:
@@ -58,20 +56,10 @@ def _features(c: Config) -> Problem:
     return frozen_features(c["seed"], features=c["features"], readouts=c["outputs"], examples=n, tests=n)
 
 
-def reference(cell: Running) -> Mapping[str, Json]:
-    """The forecast crossings of every grid."""
+def _train(cell: Running, **how: Any) -> tuple[Series, dict[str, Json]]:
     c, p = cell.config, _features(cell.config)
-    trainer = Trainer(p.net, p.train, p.start, rate=c["rate"], audit=timing.grids(c))
-    series = run(trainer, c["steps"], cell)
-    return {"seed": c["seed"], "predicted": timing.forecast(c, series.counts, series.size)}
-
-
-def measure(cell: Running) -> Mapping[str, Json]:
-    """The crossing of one run on a grid."""
-    c, p = cell.config, _features(cell.config)
-    series = run(Trainer(p.net, p.train, p.start, rate=c["rate"], store=c["grid"]), c["steps"], cell)
-    found = timing.measured(c["grid"], series.frozen, series.squares, series.size)
-    return {"system": SYSTEM, "seed": c["seed"], "reference": c["reference"], **found}
+    series = run(Trainer(p.net, p.train, p.start, rate=c["rate"], **how), c["steps"], cell)
+    return series, {"seed": c["seed"]}
 
 
 def bf16(cell: Running) -> Mapping[str, Json]:
@@ -89,57 +77,16 @@ def bf16(cell: Running) -> Mapping[str, Json]:
     }  # fmt: skip
 
 
-_PAPER: dict[str, Json] = {
-    "testbed": CHOSEN.json(), "rate": 0.05, "steps": 3000, "examples": 512, "features": 128, "outputs": 8,
-    "seeds": [0, 1, 2], "mantissas": [6, 7, 8, 9, 10, 11], "width": 64, "two_layer_rate": 0.1,
-    "two_layer_seeds": [0, 1, 2, 3],
-}  # fmt: skip
-
-STUDY = Study(
-    name="emulator",
-    question="Does rounding to m mantissa bits in fp64 stand for a real format, and is its onset forecast?",
-    units="one precision and seed; cells that share a reference are paired coverage tests",
-    not_claimed=(
-        "that formats with a narrow exponent behave like their mantissa",
-        "that low-precision arithmetic, as opposed to storage, behaves like this",
-    ),
-    scales={
-        "smoke": {**_PAPER, "steps": 150, "examples": 64, "features": 8, "outputs": 4, "width": 8,
-                  "seeds": [0], "two_layer_seeds": [0], "mantissas": [5, 7, 9]},
-        "small": {**_PAPER, "seeds": [0], "two_layer_seeds": [0]},
-        "paper": _PAPER,
-    },
+TIMED = timing.Timed(system=SYSTEM, cells=reference_cells, train=_train)
+STUDY = declared(
+    __file__, shared={"testbed": CHOSEN.json()},
     stages=(
-        Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
-        Stage(name="measured", kind="outcome", cells=measured_cells, run=measure),
+        *TIMED.stages,
         Stage(name="bf16", kind="outcome", cells=bf16_cells, run=bf16),
     ),
     estimands=(*timing.ESTIMANDS, Estimand.of(timing.bf16_rmse), Estimand.of(timing.bf16_rho)),
-    gates=(*timing.GATES, timing.STANDS_FOR_BF16),
-    rules=(
-        Rule(label="the emulator stands for bfloat16 and its onset is predicted",
-             passed=(*timing.ALL, "stands-for-bf16")),
-        Rule(label="the emulator stands for bfloat16", passed=("stands-for-bf16",)),
-        Rule(label="the emulator does not stand for bfloat16"),
-    ),
     tables={"timing": timing.table},
     figures={"timing": timing.figure, "bf16": timing.bf16_figure},
 )  # fmt: skip
 
-_HORIZON = "The paper does not print the horizon, the rate or the seeds of this root mean square."
-_CPU = "The paper says 'on bf16 hardware'; ours is torch.bfloat16 on a CPU, frozen features."
-
-
-PAPER = (
-    *timing.transfer_rows(SYSTEM, "mantissa emulator", 18, 1.03, "83.3%"),
-    *(
-        Claim(f"RMSE of m = 7 against a direct bfloat16 update, {name}", "app:arithmetic", paper,
-              of(timing.bf16_rmse, network), _HORIZON)
-        for network, name, paper in (
-            ("frozen-features", "frozen features", 1.8e-3), ("two-layer", "two-layer", 6.7e-3))
-    ),
-    Claim("pooled rho at the crossing, emulator, median", "app:arithmetic", 0.707,
-          of(timing.rho_at_crossing, SYSTEM), timing.POOLED),
-    Claim("pooled rho at the crossing, bfloat16, median", "app:arithmetic", 0.72,
-          of(timing.bf16_rho, "frozen-features"), _CPU),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, timing.shown)

@@ -22,8 +22,7 @@ counts as missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,9 @@ from halfulp.measures.crossings import MAJORITY
 from halfulp.measures.forecasts import scalar_rho_map
 from halfulp.models.mlp import Array, Trainer
 from halfulp.models.teacher import CHOSEN, INPUTS, Testbed, teacher_student
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 QUANTILES = (0.16, 0.50, 0.84)
@@ -200,90 +200,31 @@ def figure(records: Records) -> Any:
     return panels.widths(each, known)
 
 
-_PAPER: dict[str, Json] = {
-    "widths": [16, 32, 64, 128, 256, 512], "mantissas": [6, 7, 8], "seeds": list(range(43000, 43006)),
-    "testbed": CHOSEN.json(), "rate": 0.025, "steps": 2000, "examples": 512,
-}  # fmt: skip
-
-STUDY = Study(
-    name="finite-size",
-    question="Does the majority crossing sharpen as the number of coordinates grows?",
-    units="one width, precision and seed",
-    not_claimed=(
-        "a thermodynamic phase transition, or its absence beyond these sizes",
-        "a scaling law: the power fits describe six points each",
-    ),
-    scales={
-        "smoke": {**_PAPER, "widths": [8, 32], "mantissas": [6, 8], "seeds": [43000], "steps": 200,
-                  "examples": 64},
-        "small": {**_PAPER, "seeds": [43000, 43003]},
-        "paper": _PAPER,
-    },
+STUDY = declared(
+    __file__, shared={"testbed": CHOSEN.json()},
     stages=(Stage(name="crossing", kind="outcome", cells=cells, run=cross),),
     estimands=(
         Estimand.of(mean_width, "width"),
         *map(Estimand.of, (growth, exponent, phase_error, weighted_phase_error, crossed)),
-    ),
-    gates=(
-        Gate.of("does-not-narrow", "growth >= 1",
-                "a crossover that sharpens has a smaller width at the largest size"),
-        Gate.of("no-power-of-narrowing", "exponent <= 0", "the same, from all sizes"),
-        Gate.of("uniform-phases", "phase-error <= 0.05", "what the paper calls accurate (appendix C)"),
-        Gate.of("all-crossed", "crossed == 1", "a width of survivors only would be another quantity"),
-    ),
-    rules=(
-        Rule(label="a crossover that does not sharpen",
-             passed=("does-not-narrow", "no-power-of-narrowing", "uniform-phases", "all-crossed")),
-        Rule(label="widths do not narrow", passed=("does-not-narrow", "no-power-of-narrowing")),
-        Rule(label="widths narrow at some precision"),
     ),
     tables={"widths": table},
     figures={"widths": figure},
 )  # fmt: skip
 
 
-# ---- beside the paper -----------------------------------------------------------------------------------
-
-_INPUT = (
-    "Rate and start are not printed; the seed that the paper names is among ours, its start is not. Widths "
-    "at both ends, where references cross, were among the facts that chose the testbed."
-)
-
-
-def _ends(records: Records, m: int) -> str | None:
-    by_size = widths(records).get(m, {})
-    small, large = by_size.get(INPUTS * 16), by_size.get(INPUTS * 512)
-    return None if small is None or large is None else f"{small:.3f} to {large:.3f}"
-
-
-def _fit(records: Records, m: int, which: int) -> float | None:
-    fit = fits(records).get(m)
-    return None if fit is None else fit[which]
-
-
-def _worst(records: Records) -> str | None:
+def also(records: Records) -> dict[str, float | str]:
+    """What the paper prints beside the estimands."""
+    found: dict[str, float | str] = {}
+    for m, by_size in widths(records).items():
+        small, large = by_size.get(INPUTS * 16), by_size.get(INPUTS * 512)
+        if small is not None and large is not None:
+            found[f"ends m{m}"] = f"{small:.3f} to {large:.3f}"
+    found |= {f"fit m{m}": fit[1] for m, fit in fits(records).items() if fit is not None}
     errors = {name: error for name, (error, _) in phase_errors(records).items()}
-    worst = max(errors, key=lambda name: errors[name], default=None)
-    return None if worst is None else f"{errors[worst]:.3f} ({worst})"
+    if errors:
+        worst = max(errors, key=lambda name: errors[name])
+        found["worst"] = f"{errors[worst]:.3f} ({worst})"
+    return found
 
 
-_BY_MANTISSA = {
-    6: ("2.811 to 4.490", -0.100, 0.67),
-    7: ("3.267 to 4.734", -0.075, 0.50),
-    8: ("3.426 to 4.566", -0.069, 0.75),
-}
-"""Widths at both ends, exponent and R squared."""
-_ROWS: tuple[tuple[str, Callable[..., float | str | None]], ...] = (
-    ("width from N = 128 to 4096", _ends), ("exponent a of W ~ N**-a", partial(_fit, which=0)),
-    ("R squared of that fit", partial(_fit, which=1)),
-)  # fmt: skip
-
-PAPER = (
-    *(
-        Claim(f"{what}, m = {m}", "app:arithmetic", _BY_MANTISSA[m][i], partial(ours, m=m), _INPUT)
-        for i, (what, ours) in enumerate(_ROWS) for m in _BY_MANTISSA
-    ),
-    Claim("uniform phases: mean error over cells", "app:arithmetic", 0.008, of(phase_error)),
-    Claim("uniform phases: error weighted by coordinates", "app:arithmetic", 0.004, of(weighted_phase_error)),
-    Claim("uniform phases: worst cell", "app:arithmetic", "0.090 (H=16, m=8, seed 43003)", _worst),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, also)

@@ -32,7 +32,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from halfulp.arms import Bundle, measures, records
+from halfulp.arms import Bundle, measures
 from halfulp.arms.arm import Arm
 from halfulp.arms.bundle import Unit
 from halfulp.arms.family import (
@@ -47,19 +47,17 @@ from halfulp.arms.family import (
     SMOKE_NEOX,
     at,
 )
+from halfulp.arms.forecasts import forecast_losses
 from halfulp.arms.masks import make_masks
 from halfulp.arms.run import run
 from halfulp.drawing import COLOURS, GREY, new_figure
+from halfulp.studies.declared import declared
 from halfulp.study.protocol import (
     Cell,
     Config,
     Estimand,
-    Gate,
     Records,
-    Rule,
-    Running,
     Stage,
-    Study,
     Table,
     Values,
 )
@@ -68,10 +66,6 @@ GRIDS = {"bf16": "bf16", "e4m3": "e4m3@128", "e5m2": "e5m2", "mxfp4": "mxfp4"}
 EIGHT_BITS = ("e4m3", "e5m2")
 MATERIAL = 0.1
 """Nats: the rules speak of cells above it."""
-EVERY, MEDIAN = 0.30, 0.15
-"""How far the point forecast of a gap may be off, as a share of it."""
-NEAR = 0.1
-"""Nats: what a forecast of a policy that loses (nearly) nothing may be off."""
 SCOPE = "all-2d"
 BUDGET = 0.1
 ROUNDS = {"of": ["e5m2"], "moments": 3, "points": 4, "batches": 16}
@@ -198,13 +192,6 @@ def forecasts(config: Config) -> Iterator[Cell]:
         yield from runs.forecasts(config[name])
 
 
-def losses(running: Running) -> dict[str, Any]:
-    """What a reference forecasts of the arms of a unit: their losses, by update and bound."""
-    record = running.read("reference", running.config["reference"])
-    told = {arm: records.rehearsed_losses(record, spec) for arm, spec in running.config["rehearse"].items()}
-    return {"seed": running.config["seed"], "grid": running.config["grid"], "losses": told}
-
-
 def outcomes(config: Config) -> Iterator[Cell]:
     """Every run on a grid."""
     for name, runs in BUNDLES.items():
@@ -265,17 +252,17 @@ def misordered(found: Records) -> Values:
 
 def rehearsed_rmse(found: Records) -> Values:
     """RMSE of the rehearsed frozen fraction."""
-    return _eight_bits(each(measures.rehearsal_rmse, found, scope=SCOPE))
+    return _eight_bits(each(measures.forecast_rmse, found, scope=SCOPE, predictor="rehearsed"))
 
 
 def projected_rmse(found: Records) -> Values:
     """RMSE of the projected frozen fraction."""
-    return _eight_bits(each(measures.projection_rmse, found, scope=SCOPE))
+    return _eight_bits(each(measures.forecast_rmse, found, scope=SCOPE, predictor="matched"))
 
 
 def rmse_ratio(found: Records) -> Values:
     """The first over the second."""
-    return _eight_bits(each(measures.rehearsal_over_projection, found, scope=SCOPE))
+    return _eight_bits(each(measures.rmse_ratio, found, scope=SCOPE, predictor="rehearsed", over="matched"))
 
 
 def _eight_bits(values: Values) -> Values:
@@ -317,8 +304,8 @@ def cells_table(found: Records) -> Table:
         (
             unit.name, measures.loss(unit, "fp32"), measures.gap(unit),
             *(measures.forecast_gap(unit, bound=bound) for bound in ("lower", "point", "upper")),
-            measures.gap_ratio(unit), measures.rehearsal_rmse(unit, SCOPE),
-            measures.projection_rmse(unit, SCOPE),
+            measures.gap_ratio(unit),
+            *(measures.forecast_rmse(unit, SCOPE, predictor=p) for p in ("rehearsed", "matched")),
         )
         for unit in units(found)
     ]  # fmt: skip
@@ -396,16 +383,8 @@ def against_measured(found: Records) -> Any:
 
 # ---- the study ----------------------------------------------------------------------------------------
 
-STUDY = Study(
-    name="loss-forecast",
-    question="Does one float32 run say, in nats, what a number format would cost?",
-    units="a cell: one decoder, rate, horizon and seed on one grid; the grids of a unit share its reference",
-    not_claimed=(
-        "that the bounds are bounds: they are observed, not proved",
-        "that the pull holds for other optimizers, models or horizons: it is a rule of thumb",
-        "anything about fp8 arithmetic: compute, gradients and moments are float32",
-        "that R is the best score, or that two rounds are enough",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         scale: {name: runs.configs[scale] for name, runs in BUNDLES.items()} for scale in HORIZONS
     },
@@ -417,7 +396,7 @@ STUDY = Study(
             name="second-masks", kind="prediction", cells=second_masks, run=make_masks,
             reads=("first-masks", "again"),
         ),
-        Stage(name="forecast", kind="prediction", cells=forecasts, run=losses, reads=("reference",)),
+        Stage(name="forecast", kind="prediction", cells=forecasts, run=forecast_losses, reads=("reference",)),
         Stage(
             name="outcome", kind="outcome", cells=outcomes, run=run, reads=("first-masks", "second-masks")
         ),
@@ -452,35 +431,6 @@ STUDY = Study(
         Estimand(name="saved", what="nats that R leaves less than P", compute=saved),
         Estimand(name="quiet", what="forecasts of sr and masters, nats off", compute=quiet),
         Estimand(name="matched", what="1 where the arms began as declared", compute=matched),
-    ),
-    gates=(
-        Gate(name="order", estimand="misordered", scope="all", comparison="==", threshold=0.0),
-        Gate(name="bracket", estimand="inside", scope="all", comparison=">", threshold=0.0),
-        Gate(name="every", estimand="error", scope="all", comparison="<=", threshold=EVERY),
-        Gate(name="median", estimand="median-error", scope="all", comparison="<=", threshold=MEDIAN),
-        Gate(name="frozen", estimand="rmse-ratio", scope="all", comparison="<", threshold=1.0),
-        Gate(name="ninth", estimand="saved", scope="mean", comparison=">", threshold=0.0),
-        Gate(
-            name="quiet", estimand="quiet", scope="all", comparison="<=", threshold=NEAR,
-            why="what loses nothing must be forecast to lose nothing; decides no label here",
-        ),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
-    ),
-    rules=(
-        Rule(label="not matched", failed=("matched",)),
-        Rule(
-            label="loss is forecast: order, bounds, size, frozen fractions; R beats P",
-            passed=("order", "bracket", "every", "median", "frozen", "ninth"),
-        ),
-        Rule(
-            label="loss is forecast: order, bounds, size; not every other gate passes",
-            passed=("order", "bracket", "every", "median"),
-        ),
-        Rule(
-            label="loss is forecast in order and within bounds, not in size", passed=("order", "bracket")
-        ),
-        Rule(label="loss is forecast in order only", passed=("order",)),
-        Rule(label="loss is not forecast"),
     ),
     scale_data={scale: MASKED.data[scale] for scale in HORIZONS},
     tables={"cells": cells_table, "policies": policies_table, "attribution": attributed_table},

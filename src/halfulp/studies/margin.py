@@ -35,7 +35,8 @@ are ends of levels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,16 +48,20 @@ from halfulp.errors import TamperingError
 from halfulp.measures.crossings import persistent_majority
 from halfulp.models import lockstep_kernels as compiled
 from halfulp.models.lockstep import Finished, answered, auroc_bound, from_text, run_units, to_text
-from halfulp.models.teacher import CHOSEN, NOISE
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.models.teacher import CHOSEN
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 Array = npt.NDArray[Any]
 
 SCORES = ("exact", "symmetric")
+WHERE = ("inside", "earlier", "later")
 OWN = "symmetric-own"
 """The symmetric score over the mistakes of the symmetric forecast itself."""
+COUNTS = ("steps", "above", "below", "diverged", "violated", "wrong_diverged", "wrong_same")
+"""What a record counts of every unit."""
 POINTS = 48
 """Steps of a curve that a record keeps, for figures; every number comes from all of them."""
 
@@ -155,31 +160,31 @@ def units_of(records: Records) -> Iterable[tuple[str, Mapping[str, Json]]]:
             yield f"{name}-{unit['seed']}", unit
 
 
-def _total(records: Records, key: str) -> int:
-    return sum(unit[key] for _, unit in units_of(records))
-
-
 def events_of(records: Records) -> int:
     return sum(unit["steps"] * unit["weights"] for _, unit in units_of(records))
 
 
-def _mistakes(records: Records) -> int:
-    return _total(records, "wrong_diverged") + _total(records, "wrong_same")
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def share(records: Records, part: str, whole: str) -> Values:
+    """One sum of counts over another; ``steps -above`` is the steps less those above."""
+    units = [unit for _, unit in units_of(records)]
+    found = Counter(unit["onset_is"] for unit in units)
+    found.update({"events": events_of(records), "units": len(units)})
+    found.update({key: sum(unit[key] for unit in units) for key in COUNTS})
+    top, bottom = (
+        sum(-found[key[1:]] if key.startswith("-") else found[key] for key in text.split())
+        for text in (part, whole)
+    )
+    return {"study": top / bottom if bottom else None}
 
 
 def _levels(records: Records, score: str) -> tuple[Array, Array]:
     """Right and wrong events on every level, over all cells."""
-    wrong = _pooled(r["wrong"][score] for r in records["outcome"].values())
-    by = score.removesuffix("-own")
-    return _pooled(r["levels"][by] for r in records["forecast"].values()) - wrong, wrong
-
-
-def _pooled(histograms: Iterable[str]) -> Array:
-    return np.asarray(sum(from_text(text) for text in histograms))
+    by = {"wrong": ("outcome", score), "levels": ("forecast", score.removesuffix("-own"))}
+    wrong, every = (
+        np.asarray(sum(from_text(r[key][name]) for r in records[stage].values()))
+        for key, (stage, name) in by.items()
+    )
+    return every - wrong, wrong
 
 
 def auroc(records: Records) -> Values:
@@ -220,14 +225,13 @@ def _curve(records: Records) -> list[tuple[float, int, int]]:
 
 def coverage(records: Records) -> Values:
     """Share of events above a margin."""
-    return {_unit_of(t): _share(n, events_of(records)) for t, n, _ in _curve(records)}
+    return {_unit_of(t): n / events_of(records) for t, n, _ in _curve(records)}
 
 
 def risk(records: Records) -> Values:
     """Mistakes among events above a margin."""
-    return {"all": _share(_mistakes(records), events_of(records))} | {
-        _unit_of(t): _share(k, n) for t, n, k in _curve(records)
-    }
+    above = {_unit_of(t): k / n if n else None for t, n, k in _curve(records)}
+    return {"all": share(records, "wrong_diverged wrong_same", "events")["study"], **above}
 
 
 def primary_coverage(records: Records) -> Values:
@@ -241,32 +245,9 @@ def risk_ratio(records: Records) -> Values:
     return {"study": part / whole if part is not None and whole else None}
 
 
-def containment(records: Records) -> Values:
-    """Steps with f inside its interval."""
-    missed, steps = _total(records, "above") + _total(records, "below"), _total(records, "steps")
-    return {"study": _share(steps - missed, steps)}
-
-
-def onset_inside(records: Records) -> Values:
-    """Units whose onset lies in its interval."""
-    where = [unit["onset_is"] for _, unit in units_of(records)]
-    return {"study": _share(where.count("inside"), len(where))}
-
-
-def certified(records: Records) -> Values:
-    """Events with both premises of the bound."""
-    lost = _total(records, "diverged") + _total(records, "violated")
-    return {"study": _share(events_of(records) - lost, events_of(records))}
-
-
 def first_divergence(records: Records) -> Values:
     """By unit; a unit whose codes never differ has the step after its last."""
     return {name: float(unit["first_divergence"] or unit["steps"] + 1) for name, unit in units_of(records)}
-
-
-def wrong_diverged(records: Records) -> Values:
-    """Mistakes made at different codes."""
-    return {"study": _share(_total(records, "wrong_diverged"), _mistakes(records))}
 
 
 def refuted(records: Records) -> Values:
@@ -290,159 +271,78 @@ def thresholds_table(records: Records) -> Table:
 
 def units_table(records: Records) -> Table:
     rows: list[Sequence[str | float | None]] = []
-    for grid in _grids(records):
-        units = [u for name, u in units_of(records) if name.startswith(f"{grid}-")]
+    for grid, units in _by_grid(records).items():
         counts = [sum(u[key] for u in units) for key in ("above", "below", "steps")]
         where = [u["onset_is"] for u in units]
-        rows.append((grid, *counts, *(where.count(w) for w in ("inside", "earlier", "later"))))
+        rows.append((grid, *counts, *(where.count(w) for w in WHERE)))
     return Table(
-        columns=("grid", "above", "below", "steps", "onset inside", "earlier", "later"),
-        rows=rows,
+        columns=("grid", "above", "below", "steps", "onset inside", "earlier", "later"), rows=rows,
         caption="Steps whose frozen fraction lies outside its interval, and onsets, by mantissa.",
-    )
+    )  # fmt: skip
 
 
-def _grids(records: Records) -> list[str]:
-    return sorted({name.partition("-")[0] for name in records["outcome"]}, key=lambda g: int(g[1:]))
+def _by_grid(records: Records) -> dict[str, list[Mapping[str, Json]]]:
+    """Every unit, by its grid, the coarsest first."""
+    found: dict[str, list[Mapping[str, Json]]] = {}
+    for name, unit in sorted(units_of(records), key=lambda pair: int(pair[0].partition("-")[0][1:])):
+        found.setdefault(name.partition("-")[0], []).append(unit)
+    return found
 
 
 def figure(records: Records) -> Any:
     """Risk against coverage; and one unit a mantissa, its interval and what happened."""
     curve = [(n / events_of(records), k / n) for _, n, k in _curve(records) if n]
-    last = {g: [n for n in records["outcome"] if n.startswith(f"{g}-")][-1] for g in _grids(records)}
-    units = {g: records["outcome"][name]["units"][0] for g, name in last.items()}
+    last = {name.partition("-")[0]: record["units"][0] for name, record in records["outcome"].items()}
+    units = {grid: last[grid] for grid in _by_grid(records)}
     return panels.margins({"projection": curve}, (risk(records)["all"] or 0) / 2, units)
 
 
-# ---- the declaration ----------------------------------------------------------------------------------
-
-COORDINATE = ("margin-ranks", "margin-covers", "margin-halves-risk")
-INTERVAL = ("interval-contains", "onset-inside")
-PATH = ("path-premises",)
-
-_RATES = [round(0.8 * 2 ** (k / 2), 10) for k in range(4)]
-_PAPER: dict[str, Json] = {
-    "testbed": CHOSEN.json(), "label_noise": NOISE, "hidden": [48, 48], "examples": 512, "steps": 4000,
-    "seeds": [3101, 3102, 3103, 3104], "mantissas": [5, 7, 9, 11], "rates": _RATES,
-}  # fmt: skip
-
-STUDY = Study(
-    name="margin",
-    question="Does the margin of a projected event tell when the forecast can be believed?",
-    units="one seed, rate and mantissa",
-    not_claimed=(
-        "that coordinates or steps are independent replicates",
-        "a calibrated probability of any event",
-        "that another margin would fail as well",
+ESTIMANDS = (
+    *map(Estimand.of, (
+        events, auroc, auroc_error, auroc_own, auroc_gain, coverage, risk, primary_coverage, risk_ratio,
+        first_divergence, refuted,
+    )),
+    *(
+        Estimand(name=name, what=what, compute=share, args={"part": part, "whole": whole})
+        for name, what, part, whole in (
+            ("containment", "steps with f inside its interval", "steps -above -below", "steps"),
+            ("onset-inside", "units whose onset lies in its interval", "inside", "units"),
+            ("certified", "events with both premises of the bound", "events -diverged -violated",
+             "events"),
+            ("wrong-diverged", "mistakes made at different codes", "wrong_diverged",
+             "wrong_diverged wrong_same"),
+        )
     ),
-    scales={
-        "smoke": {**_PAPER, "hidden": [8, 8], "examples": 64, "steps": 120, "seeds": [3101, 3102],
-                  "mantissas": [5, 9], "rates": _RATES[2:]},
-        "small": {**_PAPER, "steps": 1000, "seeds": [3101, 3102], "rates": _RATES[1:3]},
-        "paper": _PAPER,
-    },
+)  # fmt: skip
+
+STUDY = declared(
+    __file__, shared={"testbed": CHOSEN.json()},
     stages=(
         Stage(name="forecast", kind="prediction", cells=cells, run=forecast),
         Stage(name="outcome", kind="outcome", cells=cells, run=outcome, reads=("forecast",)),
     ),
-    estimands=tuple(
-        map(Estimand.of, (
-            events, auroc, auroc_error, auroc_own, auroc_gain, coverage, risk, primary_coverage, risk_ratio,
-            containment, onset_inside, certified, first_divergence, wrong_diverged, refuted,
-        ))
-    ),
-    gates=(
-        Gate.of("margin-ranks", "auroc-gain > 0",
-                "a margin worth having ranks mistakes better than the comparator (ours)"),
-        Gate.of("margin-covers", "primary-coverage >= 0.5",
-                "abstaining from most events would be no forecast (ours)"),
-        Gate.of("margin-halves-risk", "risk-ratio <= 0.5",
-                "the paper's: risk at most half of that at full coverage"),
-        Gate.of("interval-contains", "containment >= 0.9",
-                "an interval that misses one step in ten is none (ours)"),
-        Gate.of("onset-inside", "onset-inside >= 0.9", "the same for onsets (ours)"),
-        Gate.of("path-premises", "certified >= 0.95",
-                "the reference stands in for the run only where it is at the same codes (ours)"),
-        Gate.of("paths-diverge-early", "first-divergence <= 5",
-                "structural: in the paper at update 3, the earliest possible"),
-        Gate.of("mistakes-follow-divergence", "wrong-diverged > 0.5",
-                "structural: in the paper 99.863% of mistakes"),
-        Gate.of("bound-holds", "refuted == 0",
-                "Eqs. 8 and 10 are theorems; a failure is a defect of this program"),
-    ),
-    rules=(
-        Rule(label="coordinate, interval and path supported", passed=COORDINATE + INTERVAL + PATH),
-        Rule(label="coordinate and interval supported", passed=COORDINATE + INTERVAL),
-        Rule(label="coordinate and path supported", passed=COORDINATE + PATH),
-        Rule(label="interval and path supported", passed=INTERVAL + PATH),
-        Rule(label="coordinate supported", passed=COORDINATE),
-        Rule(label="interval supported", passed=INTERVAL),
-        Rule(label="path supported", passed=PATH),
-        Rule(label="no support: coordinate, interval and path negative"),
-    ),
+    estimands=ESTIMANDS,
     tables={"abstention": thresholds_table, "intervals": units_table},
     figures={"margin": figure},
 )  # fmt: skip
 
 
-# ---- beside the paper ---------------------------------------------------------------------------------
-
-SOURCE = "app:margin-transfer"
-
-
-def _outside(grid: str) -> Callable[[Records], str | None]:
-    def ours(records: Records) -> str | None:
-        units = [u for name, u in units_of(records) if name.startswith(f"{grid}-")]
-        return f"{sum(u['above'] for u in units)}/{sum(u['below'] for u in units)}" if units else None
-
-    return ours
-
-
-def _onsets(records: Records) -> str:
-    where = [u["onset_is"] for _, u in units_of(records)]
-    return "/".join(str(where.count(w)) for w in ("inside", "earlier", "later"))
-
-
-def _rate_same(records: Records) -> float | None:
-    return _share(_total(records, "wrong_same"), events_of(records) - _total(records, "diverged"))
+def also(records: Records) -> dict[str, float | str | None]:
+    """What the paper prints beside the estimands."""
+    steps = sorted(int(v) for v in first_divergence(records).values() if v is not None)
+    where = [unit["onset_is"] for _, unit in units_of(records)]
+    return {
+        "events": events_of(records),
+        "onsets": "/".join(str(where.count(w)) for w in WHERE),
+        "divergence": " to ".join(str(step) for step in dict.fromkeys((steps[0], steps[-1]))),
+        "same code": share(records, "events -diverged", "events")["study"],
+        "wrong at the same code": share(records, "wrong_same", "events -diverged")["study"],
+        "wrong at another code": share(records, "wrong_diverged", "diverged")["study"],
+        **{
+            f"outside {grid}": f"{sum(u['above'] for u in units)}/{sum(u['below'] for u in units)}"
+            for grid, units in _by_grid(records).items()
+        },
+    }
 
 
-def _rate_apart(records: Records) -> float | None:
-    return _share(_total(records, "wrong_diverged"), _total(records, "diverged"))
-
-
-def _same(records: Records) -> float | None:
-    return _share(events_of(records) - _total(records, "diverged"), events_of(records))
-
-
-def _range(records: Records) -> str:
-    steps = sorted(v for v in first_divergence(records).values() if v is not None)
-    return f"{steps[0]:.0f}" if steps[0] == steps[-1] else f"{steps[0]:.0f} to {steps[-1]:.0f}"
-
-
-RANKED = "The paper does not say whether its comparator ranks the exact forecast's mistakes or its own."
-OTHER_DATA = "Teacher, data, start, seeds and rates are not printed, so the trajectories are others."
-
-PAPER = (
-    Claim("coordinate events", SOURCE, 762_880_000, events_of),
-    Claim("AUROC, exact margin", SOURCE, 0.722, of(auroc, "exact"), OTHER_DATA),
-    Claim("AUROC, symmetric comparator", SOURCE, 0.656, of(auroc, "symmetric"), RANKED),
-    Claim("AUROC, symmetric comparator over its own mistakes", SOURCE, 0.656, of(auroc_own, "symmetric"),
-          RANKED),
-    Claim("coverage at 1/8", SOURCE, 0.932, of(primary_coverage)),
-    Claim("risk at 1/8", SOURCE, 0.105, of(risk, _unit_of(PRIMARY)), OTHER_DATA),
-    Claim("risk at full coverage", SOURCE, 0.118, of(risk, "all"), OTHER_DATA),
-    Claim("steps inside the interval", SOURCE, 0.368, of(containment)),
-    Claim("onsets inside/earlier/later", SOURCE, "33/15/16", _onsets, OTHER_DATA),
-    Claim("first update at different codes, all cells", SOURCE, "3", _range,
-          "3 is the earliest possible: Q(q + d) is both second codes."),
-    Claim("events at the same code", SOURCE, 0.00797, _same),
-    Claim("events with both premises", SOURCE, 0.00715, of(certified)),
-    Claim("mistakes made at different codes", SOURCE, 0.99863, of(wrong_diverged)),
-    Claim("mistakes where codes agree", SOURCE, 0.0202, _rate_same),
-    Claim("mistakes where codes differ", SOURCE, 0.1186, _rate_apart),
-    *(
-        Claim(f"steps above/below the interval, {g}", SOURCE, paper, _outside(g))
-        for g, paper in (("m5", "62722/571"), ("m7", "48294/7518"), ("m9", "7794/20640"), ("m11", "0/14338"))
-    ),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, also)

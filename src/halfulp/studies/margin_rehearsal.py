@@ -37,8 +37,9 @@ from halfulp.models import lockstep_kernels as compiled
 from halfulp.models.lockstep import Finished, RehearsedUnit, answered, run_units
 from halfulp.studies import margin
 from halfulp.studies._timing import crossing_json
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 FIXED = (0.001, 0.01, 0.1)
@@ -184,15 +185,8 @@ def table(records: Records) -> Table:
     )  # fmt: skip
 
 
-STUDY = Study(
-    name="margin-rehearsal",
-    question="Does a rehearsal forecast the events of the locked margin test better than the projection?",
-    units="one seed, rate and mantissa; predictors share their units",
-    not_claimed=(
-        "that coordinates or steps are independent replicates",
-        "anything about Adam, minibatches or decoders: this is the paper's small network under descent",
-        "that a pull other than the product's would not do better",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         name: {key: value for key, value in config.items() if key != "pulls"}
         for name, config in margin.STUDY.scales.items()
@@ -204,27 +198,7 @@ STUDY = Study(
     estimands=tuple(map(Estimand.of, (
         event_error, same_code, coverage, risk, frozen_rmse, onset_within, error_gain, code_gain, risk_ratio,
     ))),
-    gates=(
-        Gate.of("errs-less", "error-gain > 0", "a rehearsal is to be better than what it replaces"),
-        Gate.of("nearer", "code-gain > 0", "it holds codes of its own in order to be at the run's"),
-        Gate.of("halves-risk", "risk-ratio <= 0.5", "the paper's rule for the projection's margin"),
-    ),
-    rules=(
-        Rule(label="rehearsals err less than the projection, and their margin halves the risk",
-             passed=("errs-less", "nearer", "halves-risk")),
-        Rule(label="rehearsals err less than the projection", passed=("errs-less",)),
-        Rule(label="a rehearsal of the product errs as often as the projection, or more"),
-    ),
     tables={"predictors": table},
 )  # fmt: skip
 
-_SOURCE, _NOTE = margin.SOURCE, "The paper's predictor is the projection; it has no rehearsal."
-
-PAPER = tuple(
-    Claim(f"{what}, {p}", _SOURCE, paper if p == "projection" else "-", of(compute, p), _NOTE)
-    for what, paper, compute in (
-        ("mistakes among all events", 0.118, event_error), ("events at the same code", 0.00797, same_code),
-        ("risk at 1/8", 0.105, risk), ("coverage at 1/8", 0.932, coverage),
-    )
-    for p in PREDICTORS
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

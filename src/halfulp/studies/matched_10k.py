@@ -27,13 +27,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from halfulp.arms import Bundle, figures, measures, tables
+from halfulp.arms import Bundle, figures, tables
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
-from halfulp.measures.forecasts import ACCURATE_RMSE, ADDED_VALUE_RATIO, RECOVERED
-from halfulp.studies.claims import Claim, Printed, label_of, printed
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.measures.forecasts import RECOVERED
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 
-MATERIAL_NATS = 0.1
 EARLY = 0.3
 """Recovery is also taken at the first evaluation after this share of the run: update 3001 of 10,000."""
 
@@ -50,95 +49,10 @@ RUNS = Bundle(
 )
 
 
-def _cells(form: str) -> tuple[str, ...]:
-    return tuple(f"recovered[{unit}]" for unit, (condition, _) in RUNS.units.items() if condition == form)
-
-
-STUDY = Study(
-    name="matched-10k",
-    question="How much of the loss that nearest write-back costs does stochastic write-back win back?",
-    units="one training seed on one grid; the grids share seeds and anchors, so they are paired",
-    not_claimed=(
-        "that recovery is a causal share: the anchor starts from raw weights, the arms from projected ones",
-        "anything about other realisations of the random bits: there is one a seed",
-        "that never-moved weights alone explain the gap",
-        "fp8 arithmetic: compute, gradients and moments are float32",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
-    estimands=(
-        *(
-            RUNS.estimand(f"gap-{arm}", "final loss above raw fp32, nats", measures.gap, arm=arm)
-            for arm in RUNS.arms
-        ),
-        RUNS.estimand(
-            "recovery", "share of gap-rne won back; anchor: raw fp32", measures.recovery, arm="sr"
-        ),
-        RUNS.estimand(
-            "recovery-early", f"the same at the first evaluation after {EARLY:.0%} of the run",
-            measures.early_recovery, arm="sr", after=EARLY,
-        ),
-        *(
-            RUNS.estimand(f"never-moved-{arm}", "share of core coordinates", measures.never_moved, arm=arm)
-            for arm in RUNS.arms
-        ),
-        *(
-            RUNS.estimand(
-                f"rmse-{scope}", f"RMSE of the forecast frozen fraction of {scope}",
-                measures.forecast_rmse, scope=scope,
-            )
-            for scope in RUNS.scopes
-        ),
-        RUNS.estimand(
-            "added-value", "RMSE over the smaller of the symmetric and the scalar rho forecast's",
-            measures.added_value, scope="core",
-        ),
-        RUNS.estimand(
-            "endpoint", "largest share of codes at the range's ends", measures.endpoint, arms=("rne", "sr")
-        ),
-        RUNS.estimand("matched", "1 where the arms began as declared", measures.matched),
-    ),
-    gates=(
-        Gate.of("recovered", f"recovery >= {RECOVERED}",
-                "the paper's predeclared point-estimate rule, cell by cell", scope="unit"),
-        Gate.of("recovered-all", f"recovery >= {RECOVERED}", "the rule asks for all four cells"),
-        Gate.of("material", f"gap-rne > {MATERIAL_NATS}",
-                "without a gap a recovery has no meaning; the anchor gap that appendix E asks for"),
-        Gate.of("accurate", f"rmse-core <= {ACCURATE_RMSE}",
-                "the accuracy that appendix C asks of a forecast; decides no label here"),
-        Gate.of("added-value", f"added-value <= {ADDED_VALUE_RATIO}",
-                "what appendix C asks of the directional event; decides no label here"),
-        Gate.of("matched", "matched == 1.0"),
-    ),
-    rules=(
-        Rule(label="not matched", failed=("matched",)),
-        Rule(label="no material gap", failed=("material",)),
-        Rule(label="90% recovered in all four cells", passed=("recovered-all",)),
-        Rule(label="90% recovered on e4m3@128 only", passed=_cells("e4m3"), failed=_cells("e5m2")),
-        Rule(label="90% recovered on e5m2 only", passed=_cells("e5m2"), failed=_cells("e4m3")),
-        Rule(label="90% recovered in no cell", failed=(*_cells("e5m2"), *_cells("e4m3"))),
-        Rule(label="90% recovered in some cells"),
-    ),
-    scale_data=RUNS.data,
+STUDY = declared(
+    __file__, RUNS,
     tables=tables(RUNS),
     figures={"policy-effect": partial(figures.policy_effect, RUNS, after=EARLY, target=RECOVERED)},
 )  # fmt: skip
 
-_PRINTED: Printed = {
-    "gap-rne": ("nearest loss gap, nats", "tab:e3-seeds", (2.129, 2.144, 1.427, 1.439)),
-    "gap-sr": ("stochastic loss gap, nats", "tab:e3-seeds", (0.229, 0.226, 0.112, 0.114)),
-    "recovery": ("recovery after the last update", "tab:e3-seeds", (0.8924, 0.8943, 0.9216, 0.9207)),
-    "recovery-early": ("recovery at 30% of the run", "appendix C", (0.9365, 0.9344, 0.9559, 0.9774)),
-    "never-moved-rne": ("never moved, nearest", "appendix C", (0.599, 0.599, 0.413, 0.413)),
-    "never-moved-sr": ("never moved, stochastic", "appendix C", ("at most 1.18e-8",) * 4),
-}  # fmt: skip
-
-PAPER = (
-    Claim("the 90% rule", "section 4", "e4m3@128 passes and e5m2 fails, in both seeds", label_of(STUDY)),
-    *printed(
-        STUDY,
-        RUNS.units,
-        _PRINTED,
-        note="GPT-2 124M, 10,000 updates; smaller scales have another model, text and horizon",
-    ),
-)
+PAPER = claims_of(STUDY, __file__)

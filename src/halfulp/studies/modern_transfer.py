@@ -21,19 +21,13 @@ coordinates more unmoved than stochastic write-back in both scopes; no code is e
 
 from __future__ import annotations
 
-from functools import partial
-
-from halfulp.arms import Bundle, estimands, figures, measures, tables
+from halfulp.arms import Bundle, standard
 from halfulp.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, three_thousand
 from halfulp.measures.forecasts import (
-    ACCURATE_RMSE,
-    ADDED_VALUE_RATIO,
-    INFORMATIVE_RANGE,
-    INFORMATIVE_RATIO,
     RECOVERED,
 )
-from halfulp.studies.claims import Claim, Printed, label_of, printed
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 
 SCOPES = ("core", "all-2d")
 
@@ -47,122 +41,5 @@ RUNS = Bundle(
     unit="seed-{seed}",
 )
 
-TRAINED = ("learning", "material", "endpoint", "matched")
-POLICY = ("recovered", "never-moved")
-DIAGNOSTIC = ("accurate", "range", "informative", "added-value")
-
-STUDY = Study(
-    name="modern-transfer",
-    question="Do the policy effect and the forecast transfer to an RMSNorm/RoPE/SwiGLU decoder?",
-    units="one training seed; scopes of a run are not replicates",
-    not_claimed=(
-        "an effect of one component: the architecture changes as a bundle",
-        "that recovery is a causal share: the anchor starts from raw weights, the arms from codes",
-        "that a small error on a nearly constant trajectory is transfer of the diagnostic",
-        "fp8 arithmetic: compute, gradients and moments are float32",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
-    estimands=(
-        RUNS.estimand("progress", "fall of the reference's held-out loss, nats", measures.progress),
-        *estimands.of_outcomes(RUNS, SCOPES),
-        RUNS.estimand(
-            "moved-by-sr", "never moved under rne less never moved under sr", measures.moved_by, arm="sr",
-            scopes=list(SCOPES),
-        ),
-        *estimands.of_forecasts(RUNS, warmup=False),
-        *estimands.of_rehearsals(RUNS),
-    ),
-    gates=(
-        Gate(
-            name="learning", estimand="progress", scope="all", comparison=">=", threshold=1.0,
-            why="the reference learns; the paper prints no number",
-        ),
-        Gate(
-            name="material", estimand="gap-rne", scope="all", comparison=">=", threshold=0.1,
-            why="the gap that appendix E asks for; the paper prints no number here",
-        ),
-        Gate(
-            name="endpoint", estimand="endpoint", scope="all", comparison="==", threshold=0.0,
-            why="clean visibility: clamping would freeze, too",
-        ),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
-        Gate(
-            name="recovered", estimand="recovery-sr", scope="all", comparison=">=", threshold=RECOVERED,
-            why="the rule of the matched runs; the paper prints no number here",
-        ),
-        Gate(
-            name="never-moved", estimand="moved-by-sr", scope="all", comparison=">=", threshold=0.25,
-            why="a contrast that matters; the paper prints no number",
-        ),
-        Gate(name="accurate", estimand="rmse", scope="all", comparison="<=", threshold=ACCURATE_RMSE,
-             why="appendix C"),
-        Gate(name="range", estimand="range", scope="all", comparison=">=", threshold=INFORMATIVE_RANGE,
-             why="appendix C: there is something to forecast"),
-        Gate(name="informative", estimand="of-constant", scope="all", comparison="<=",
-             threshold=INFORMATIVE_RATIO, why="appendix C: better than the best constant"),
-        Gate(name="added-value", estimand="added-value", scope="all", comparison="<=",
-             threshold=ADDED_VALUE_RATIO, why="appendix C: better than the simpler events"),
-    ),
-    rules=(
-        *(
-            Rule(label="inconclusive_invalid_training", failed=(gate,), says="The training is not valid.")
-            for gate in TRAINED
-        ),
-        Rule(
-            label="policy_and_diagnostic_transfer", passed=(*POLICY, *DIAGNOSTIC),
-            says="The policy effect and the forecast transfer.",
-        ),
-        Rule(
-            label="policy_only_transfer", passed=POLICY,
-            says="The policy effect transfers; the forecast does not pass all of its gates.",
-        ),
-        Rule(label="no_policy_transfer", says="The policy effect does not transfer."),
-    ),
-    scale_data=RUNS.data,
-    tables=tables(RUNS, warmup=False, scopes=SCOPES),
-    figures={
-        "policy-effect": partial(figures.policy_effect, RUNS, target=RECOVERED),
-        "forecast": partial(figures.tracked, RUNS, scope="core"),
-    },
-)  # fmt: skip
-
-_OUTCOMES, _FORECASTS = "tab:modern-transfer", "tab:modern-forecast"
-_NOTE = "162 million weights, 3000 updates; smaller scales have another model, text and horizon"
-_PRINTED: Printed = {
-    "loss-fp32": ("held-out loss, fp32", _OUTCOMES, (4.707, 4.729)),
-    "loss-rne": ("held-out loss, nearest", _OUTCOMES, (6.261, 6.263)),
-    "loss-sr": ("held-out loss, stochastic", _OUTCOMES, (4.817, 4.827)),
-    "gap-rne": ("nearest loss gap, nats", _OUTCOMES, (1.554, 1.534)),
-    "recovery-sr": ("recovery", _OUTCOMES, (0.9294, 0.9361)),
-}
-_BY_SCOPE: dict[str, Printed] = {
-    "core": {
-        "never-moved-rne": ("never moved, nearest", _OUTCOMES, (0.6587, 0.6583)),
-        "never-moved-sr": ("never moved, stochastic", _OUTCOMES, (1.18e-8, 0.0)),
-        "range": ("measured range", _FORECASTS, (0.05212, 0.05290)),
-        "rmse": ("RMSE, directional", _FORECASTS, (0.008770, 0.008851)),
-        "rmse-constant": ("RMSE, best constant", _FORECASTS, (0.018607, 0.018604)),
-        "rmse-symmetric": ("RMSE, symmetric", _FORECASTS, (0.008806, 0.008887)),
-        "rmse-rho": ("RMSE, scalar rho", _FORECASTS, (0.028405, 0.028383)),
-    },
-    "all-2d": {
-        "never-moved-rne": ("never moved, nearest", _OUTCOMES, (0.7117, 0.7115)),
-        "never-moved-sr": ("never moved, stochastic", _OUTCOMES, (0.00181, 0.00180)),
-        "range": ("measured range", _FORECASTS, (0.03179, 0.03232)),
-        "rmse": ("RMSE, directional", _FORECASTS, (0.009346, 0.009382)),
-        "rmse-constant": ("RMSE, best constant", _FORECASTS, (0.011387, 0.011393)),
-        "rmse-symmetric": ("RMSE, symmetric", _FORECASTS, (0.009374, 0.009409)),
-        "rmse-rho": ("RMSE, scalar rho", _FORECASTS, (0.017242, 0.017234)),
-    },
-}
-
-PAPER = (
-    Claim(claim="registered label", source="appendix C", paper="policy_only_transfer", ours=label_of(STUDY)),
-    *printed(STUDY, RUNS.units, _PRINTED, note=_NOTE),
-    *(
-        claim
-        for scope, rows in _BY_SCOPE.items()
-        for claim in printed(STUDY, RUNS.units, rows, note=_NOTE, scope=scope)
-    ),
-)
+STUDY = declared(__file__, RUNS, **standard(RUNS, warmup=False, moved=SCOPES, target=RECOVERED))
+PAPER = claims_of(STUDY, __file__)

@@ -16,13 +16,11 @@ Chosen here: an RMSE of at most 0.05 for every scope, the accuracy that appendix
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from halfulp.arms import Arm, Bundle, estimands, figures, measures, tables
+from halfulp.arms import Arm, Bundle, standard
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
-from halfulp.measures.forecasts import ACCURATE_RMSE
-from halfulp.studies.claims import Claim, Printed, label_of, printed, worst_of
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 
 LEGACY_SPLIT = 4241
 SCOPES = ("all-2d", "dense", "core", "attention", "mlp", "embedding")
@@ -45,75 +43,5 @@ RUNS = Bundle(
     rehearse=("rne",),
 )
 
-STUDY = Study(
-    name="nearest-10k",
-    question="Are stored weights majority-frozen from the first update, and does the symmetric proxy say so?",
-    units="one training seed on one grid; scopes of a run are not replicates",
-    not_claimed=(
-        "that a crossing is timed: it is at the first update",
-        "that the symmetric proxy is the event: it is the archived predictor",
-        "anything about stochastic write-back: matched-10k has it",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
-    estimands=(
-        *estimands.of_outcomes(RUNS),
-        RUNS.estimand(
-            "at-start", "1 where a majority is frozen at update 1, measured and by the symmetric proxy",
-            measures.at_start, predictor="symmetric", scopes=list(SCOPES),
-        ),
-        *estimands.of_forecasts(RUNS, warmup=True),
-        *estimands.of_rehearsals(RUNS),
-    ),
-    gates=(
-        Gate(
-            name="at-start", estimand="at-start", scope="all", comparison="==", threshold=1.0,
-            why="all 24 combinations in the paper",
-        ),
-        Gate(
-            name="accurate", estimand="rmse-symmetric", scope="all", comparison="<=", threshold=ACCURATE_RMSE,
-            why="the accuracy that appendix C asks of a forecast",
-        ),
-        Gate(
-            name="material", estimand="gap-rne", scope="all", comparison=">", threshold=0.1,
-            why="the gap that appendix E asks for",
-        ),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
-    ),
-    rules=(
-        Rule(label="not matched", failed=("matched",)),
-        Rule(label="no material gap", failed=("material",)),
-        Rule(label="frozen from the start everywhere, as foretold", passed=("at-start", "accurate")),
-        Rule(label="frozen from the start everywhere, trajectory not foretold", passed=("at-start",)),
-        Rule(label="not frozen from the start everywhere"),
-    ),
-    scale_data=RUNS.data,
-    tables=tables(RUNS),
-    figures={
-        "loss-gap": partial(figures.gaps, RUNS),
-        "forecast": partial(figures.tracked, RUNS, scope="all-2d"),
-    },
-)  # fmt: skip
-
-_PRINTED: Printed = {
-    "gap-rne": ("nearest loss gap, nats", "appendix C", (2.127, 2.155, 1.425, 1.450)),
-}
-
-PAPER = (
-    Claim(
-        claim="at-initialisation crossings, measured and foretold", source="appendix C",
-        paper="all 24", ours=label_of(STUDY),
-    ),
-    *printed(
-        STUDY, RUNS.units, _PRINTED,
-        note="GPT-2 124M, 10,000 updates; smaller scales have another model, text and horizon",
-    ),
-    *(
-        Claim(claim=f"largest RMSE of the symmetric proxy, {what}", source="appendix C", paper=paper,
-              ours=worst_of(STUDY, "rmse-symmetric", scopes))
-        for what, paper, scopes in (
-            ("pooled and attention/mlp mean", "0.004 to 0.006", ("all-2d", "dense")),
-            ("all scopes", "at most 0.030", SCOPES),
-        )
-    ),
-)  # fmt: skip
+STUDY = declared(__file__, RUNS, **standard(RUNS, drawn="all-2d"))
+PAPER = claims_of(STUDY, __file__)

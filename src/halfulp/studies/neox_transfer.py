@@ -23,14 +23,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from halfulp.arms import Bundle, estimands, figures, measures, tables
+from halfulp.arms import Bundle, standard
 from halfulp.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
 from halfulp.arms.tables import forecasts
-from halfulp.measures.forecasts import ADDED_VALUE_RATIO
-from halfulp.studies.claims import Claim, label_of, spread_of
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 
-EACH, MEAN = 0.15, 0.10
 SCOPE = "core"
 
 RUNS = Bundle(
@@ -41,130 +39,10 @@ RUNS = Bundle(
     anchor="projected",
     scopes=(SCOPE, "all-2d"),
     reference="fp32-{condition}-{seed}",
+    rehearse=("rne", "sr", "eco"),
 )
 
-LABEL = "policy_and_reference_audit_transfer"
-NARROW = (
-    "Read narrowly: the policies transfer and the forecast agrees in absolute RMSE, which the constant one "
-    "reaches as well; transfer of the diagnostic is not validated."
-)
-_REGISTERED = ("sr", "eco", "rmse", "rmse-mean")
-
-
-def _cells(condition: str) -> tuple[str, ...]:
-    return tuple(f"informative[{unit} {SCOPE}]" for unit, (c, _) in RUNS.units.items() if c == condition)
-
-
-STUDY = Study(
-    name="neox-transfer",
-    question="Do write-back policies and the reference's forecast transfer to a NeoX-style decoder?",
-    units="one target seed under one of two grids; the grids share the targets",
-    not_claimed=(
-        "six independent seeds: three targets are paired across two grids",
-        "that the forecast beats a constant wherever its RMSE is small",
-        "that stochastic write-back and ECO are one policy: they are two contrasts",
-        "an effect of one component, native fp8 compute, throughput or cost",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
-    estimands=(
-        *estimands.of_outcomes(RUNS),
-        *estimands.of_forecasts(RUNS, warmup=True, scopes=(SCOPE,)),
-        RUNS.estimand(
-            "informative", "1 where V >= 0.10 and E <= 0.8 E_const after the warmup", measures.informative,
-            warmup=False, scopes=[SCOPE],
-        ),
-        RUNS.estimand(
-            "late-range", "95th less 5th percentile of the measured frozen fraction after the warmup",
-            measures.measured_range, warmup=False, scopes=[SCOPE],
-        ),
-        RUNS.estimand(
-            "late-added-value", "added-value after the warmup", measures.added_value, warmup=False,
-            scopes=[SCOPE],
-        ),
-    ),
-    gates=(
-        *(
-            Gate(name=arm, estimand=f"recovery-{arm}", scope="all", comparison=">=", threshold=0.5,
-                 why="an absolute floor in every cell; the paper prints no number")
-            for arm in ("sr", "eco")
-        ),
-        Gate(name="rmse", estimand="rmse", scope="all", comparison="<=", threshold=EACH, why="appendix C"),
-        Gate(name="rmse-mean", estimand="rmse", scope="mean", comparison="<=", threshold=MEAN,
-             why="appendix C"),
-        Gate(
-            name="material", estimand="gap-rne", scope="all", comparison=">=", threshold=0.1,
-            why="without a gap a recovery has no meaning",
-        ),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
-        Gate(name="fixed-one", estimand="rmse-one", scope="all", comparison="<=", threshold=EACH,
-             why="harmonised audit: whether the constant one passes the same gate"),
-        Gate(name="fixed-one-mean", estimand="rmse-one", scope="mean", comparison="<=", threshold=MEAN,
-             why="harmonised audit"),
-        Gate(name="informative", estimand="informative", scope="unit", comparison="==", threshold=1.0,
-             why="harmonised audit: the rule of modern-transfer"),
-        Gate(name="informative-all", estimand="informative", scope="all", comparison="==", threshold=1.0,
-             why="harmonised audit"),
-        Gate(name="added-value", estimand="late-added-value", scope="all", comparison="<=",
-             threshold=ADDED_VALUE_RATIO, why="harmonised audit; untestable in the paper"),
-    ),
-    rules=(
-        Rule(label="inconclusive_invalid_training", failed=("matched",), says="The arms did not match."),
-        Rule(label="inconclusive_no_material_gap", failed=("material",), says="There is no gap."),
-        Rule(
-            label=LABEL, passed=(*_REGISTERED, "informative-all", "added-value"),
-            says="The policies transfer, and the forecast passes the harmonised audit too.",
-        ),
-        Rule(
-            label=LABEL,
-            passed=(*_REGISTERED, "fixed-one", "fixed-one-mean", *_cells("e4m3")), failed=_cells("e5m2"),
-            says=f"{NARROW} There is something to forecast on e4m3@128 and not on e5m2.",
-        ),
-        Rule(label=LABEL, passed=_REGISTERED, says=NARROW),
-        Rule(label="policy_only_transfer", passed=("sr", "eco"), says="The policies transfer alone."),
-        Rule(label="no_policy_transfer", says="A policy does not win back half of the gap somewhere."),
-    ),
-    scale_data=RUNS.data,
-    tables={
-        **tables(RUNS),
-        "harmonised audit": partial(forecasts, RUNS, warmup=False),
-    },
-    figures={
-        "policy-effect": partial(figures.policy_effect, RUNS),
-        "forecast": partial(figures.tracked, RUNS, scope=SCOPE),
-    },
-)  # fmt: skip
-
-_TABLE = "tab:neox-transfer"
-_NOTE = "three targets on 162 million weights, 3000 updates; the paper prints means and ranges over them"
-_ROWS: dict[str, tuple[str, dict[str, str]]] = {
-    "gap-rne": ("nearest loss gap, nats", {"e5m2": "1.721 to 1.754", "e4m3": "1.167 to 1.204"}),
-    "recovery-sr": (
-        "recovery, stochastic", {"e5m2": "0.958 [0.948, 0.968]", "e4m3": "0.978 [0.967, 0.984]"},
-    ),
-    "recovery-eco": ("recovery, eco", {"e5m2": "0.819 [0.809, 0.833]", "e4m3": "0.957 [0.955, 0.961]"}),
-    "rmse": ("RMSE, directional, core", {"e5m2": "0.00646 [max 0.00654]", "e4m3": "0.00815 [max 0.00826]"}),
-}  # fmt: skip
-
-PAPER = (
-    Claim(claim="registered label, as it is read", source="appendix C", paper=LABEL, ours=label_of(STUDY)),
-    *(
-        Claim(claim=f"{what}, {condition}", source=_TABLE, paper=paper,
-              ours=spread_of(STUDY, estimand, condition), note=_NOTE)
-        for estimand, (what, by) in _ROWS.items()
-        for condition, paper in by.items()
-    ),
-    Claim(
-        claim="RMSE of the constant one, core", source="appendix C", paper="0.05134 [max 0.06940]",
-        ours=spread_of(STUDY, "rmse-one", ""), note=_NOTE,
-    ),
-    *(
-        Claim(claim=f"informative after the warmup, {condition}", source="appendix C", paper=paper,
-              ours=spread_of(STUDY, "informative", condition), note="1 where it is, in every target")
-        for condition, paper in (("e5m2", 0.0), ("e4m3", 1.0))
-    ),
-    Claim(
-        claim="directional added value after the warmup", source="appendix C", paper="untestable",
-        ours=spread_of(STUDY, "late-added-value", ""), note="RMSE over the best simpler event's",
-    ),
-)  # fmt: skip
+_SHOWN = standard(RUNS, scopes=(SCOPE,))
+_SHOWN["tables"] = {**_SHOWN["tables"], "harmonised audit": partial(forecasts, RUNS, warmup=False)}
+STUDY = declared(__file__, RUNS, **_SHOWN)
+PAPER = claims_of(STUDY, __file__)

@@ -32,8 +32,9 @@ from halfulp.measures.learning import LEARNED, SIDES
 from halfulp.models.following import SIDE, arm_learned, follow, forecasts, regression
 from halfulp.models.mlp import Rounding, Trainer, run
 from halfulp.models.teacher import CHOSEN
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 ARMS: tuple[Rounding, ...] = ("nearest", "stochastic")
@@ -202,31 +203,8 @@ def figure(records: Records) -> Any:
     return panels.phase_diagram(real, said, stochastic, diverged(records), LEARNED)
 
 
-# ---- the study ------------------------------------------------------------------------------------------
-
-_PAPER: dict[str, Json] = {
-    "testbed": CHOSEN.json(), "rates": [0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6],
-    "boundary_rates": [0.1, 0.2, 0.4, 0.8],
-    "seeds": [2021, 2022, 2023], "more_seeds": [2024, 2025, 2026], "mantissas": [1, 2, 3, 4, 5],
-    "width": 64, "examples": 512, "steps": 3000,
-}  # fmt: skip
-
-STUDY = Study(
-    name="phase-diagram",
-    question="At which rates does training still learn when weights have one to five mantissa bits, and "
-    "does an fp64 reference know?",
-    units="one seed; mantissas that share its reference are paired coverage tests",
-    not_claimed=(
-        "a calibrated forecast of the final loss",
-        "that a majority crossing stops learning",
-        "anything about vendor four-bit formats",
-    ),
-    scales={
-        "smoke": {**_PAPER, "rates": [0.05, 0.4, 1.6], "boundary_rates": [0.4], "seeds": [2021],
-                  "more_seeds": [2024], "mantissas": [1, 3, 5], "width": 8, "examples": 64, "steps": 200},
-        "small": {**_PAPER, "seeds": [2021], "more_seeds": [2024]},
-        "paper": _PAPER,
-    },
+STUDY = declared(
+    __file__, shared={"testbed": CHOSEN.json()},
     stages=(
         Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
         Stage(name="arms", kind="outcome", cells=arm_cells, run=arms),
@@ -238,106 +216,29 @@ STUDY = Study(
         Estimand.of(matches_by_side, "windows-matched-by-side"),
         Estimand.of(stochastic_at_stable_rates, "stochastic-stable"),
     ),
-    gates=(
-        Gate.of("never-downward", "lowest-rate-ratio >= 1", "fewer mantissa bits never admit a lower rate"),
-        Gate.of("shrinks-upward", "compression > 1",
-                "the window of the smallest mantissa starts at a higher rate"),
-        Gate.of("stochastic-learns", f"stochastic-stable >= {LEARNED}",
-                "stochastic rounding meets the criterion at every stable rate"),
-        Gate.of("windows-predicted", "windows-matched >= 0.8", "the paper forecasts four of five windows"),
-    ),
-    rules=(
-        Rule(label="windows shrink upward as bits fall, stochastic rounding restores them, references know",
-             passed=("never-downward", "shrinks-upward", "stochastic-learns", "windows-predicted")),
-        Rule(label="windows shrink upward as bits fall, stochastic rounding restores them",
-             passed=("never-downward", "shrinks-upward", "stochastic-learns")),
-        Rule(label="windows shrink upward as bits fall", passed=("never-downward", "shrinks-upward")),
-        Rule(label="windows do not shrink upward"),
-    ),
     tables={"windows": table},
     figures={"e4": figure},
 )  # fmt: skip
 
 
-# ---- beside the paper -----------------------------------------------------------------------------------
+def also(records: Records) -> dict[str, float | str]:
+    """What the paper prints beside the estimands."""
+    measured, said = (windows(records, arm) for arm in ("nearest", "forecast"))
+    alive, broken = windows(records, "nearest", robust=False), diverged(records)
+    matched = {str(t): windows_matched(records, t) for t in (0.3, 0.5, 0.7)}
+    matched |= {side: windows_matched(records, side=side) for side in SIDES}
+    added = {m: sorted(set(alive[m]) - set(measured[m])) for m in measured}
+    return {
+        **{f"nearest m{m}": _set(rates) for m, rates in measured.items()},
+        **{f"forecast m{m}": _set(rates) for m, rates in said.items()},
+        **{f"matched {how}": "{} of {}".format(*each) for how, each in matched.items()},
+        "promised only": sum(len(set(said[m]) - set(measured[m])) for m in said),
+        "learned only": sum(len(set(measured[m]) - set(said[m])) for m in said),
+        "cells": f"{len(records['reference'])} and {len(records['arms'])}",
+        "stable": _set([rate for rate, (bad, _) in broken.items() if bad == 0]),
+        "survivors": "; ".join(f"m{m}: {_set(rates)}" for m, rates in added.items()),
+        "diverged": ", and ".join("{} of {}".format(*broken[r]) for r in (0.8, 1.6) if r in broken),
+    }
 
 
-def _window(arm: str, m: int) -> Any:
-    return lambda records: _set(windows(records, arm).get(m, []))
-
-
-def _matched(threshold: float, side: str = SIDE) -> Any:
-    return lambda records: "{} of {}".format(*windows_matched(records, threshold, side))
-
-
-def _beyond(records: Records, arm: str, other: str) -> int:
-    """(mantissa, rate) pairs in the windows of one but not of the other."""
-    ours, theirs = windows(records, arm), windows(records, other)
-    return sum(len(set(ours[m]) - set(theirs[m])) for m in ours)
-
-
-def _stable(records: Records) -> str:
-    return _set([rate for rate, (bad, _) in diverged(records).items() if bad == 0])
-
-
-def _diverged_at_the_top(records: Records) -> str:
-    found = diverged(records)
-    return ", and ".join("{} of {}".format(*found[rate]) for rate in (0.8, 1.6) if rate in found)
-
-
-def _survivors_add(records: Records) -> str:
-    robust, alive = windows(records, "nearest"), windows(records, "nearest", robust=False)
-    return "; ".join(f"m{m}: {_set(sorted(set(alive[m]) - set(robust[m])))}" for m in robust)
-
-
-_PAPER_WINDOWS = {
-    1: ("{0.2, 0.4}", "{0.4}"),
-    2: ("{0.2, 0.4}", "{0.2, 0.4}"),
-    3: ("{0.1, 0.2, 0.4}", "{0.1, 0.2, 0.4}"),
-    4: ("{0.05, 0.1, 0.2, 0.4}", "{0.05, 0.1, 0.2, 0.4}"),
-    5: ("{0.025, 0.05, 0.1, 0.2, 0.4}", "{0.025, 0.05, 0.1, 0.2, 0.4}"),
-}
-_START = "The student's start and the teacher's scale are not printed; edges of windows move with them."
-_SIDES = (
-    "The paper takes the reference's error 'at' the crossing and does not say on which side of the update."
-)
-_INFERRED = (
-    "Start and teacher, which are not printed, were chosen by study testbed, on these very references: where "
-    "forecast windows agree, they do by construction. Measured windows had no part in it."
-)
-
-PAPER = (
-    *(
-        Claim(f"{kind} window, m = {m}", "tab:e4-window", pair[i], _window(arm, m), note)
-        for m, pair in _PAPER_WINDOWS.items()
-        for i, (kind, arm, note) in enumerate(
-            (("measured", "nearest", _START), ("forecast", "forecast", _INFERRED)))
-    ),
-    Claim("windows that the reference forecasts, at 0.5", "tab:e4-window", "4 of 5", _matched(0.5), _START),
-    *(
-        Claim(f"the same, with the error {side} the crossing", "tab:e4-window", "4 of 5", _matched(0.5, side),
-              _SIDES)
-        for side in SIDES
-    ),
-    Claim("windows that the reference forecasts, at 0.7", "app:e4", "5 of 5", _matched(0.7), _START),
-    Claim("windows that the reference forecasts, at 0.3", "app:e4", "not universally", _matched(0.3), _START),
-    Claim("rates and mantissas that the reference promises and runs do not keep", "tab:e4-window", 0,
-          lambda records: _beyond(records, "forecast", "nearest")),
-    Claim("rates and mantissas that learn though the reference does not promise it", "tab:e4-window", 1,
-          lambda records: _beyond(records, "nearest", "forecast"),
-          "A majority of frozen updates is not the end of learning: what still moves goes on."),
-    Claim("references and cells", "app:e4", "36 and 180",
-          lambda records: f"{len(records['reference'])} and {len(records['arms'])}"),
-    Claim("rates at which no reference diverges", "app:e4", "{0.0125, 0.025, 0.05, 0.1, 0.2, 0.4}", _stable),
-    Claim("stochastic rounding: least median learned fraction at those rates", "app:e4", "at least 0.5",
-          lambda records: min(v for v in stochastic_at_stable_rates(records).values() if v is not None)),
-    Claim("rates that the survivor convention adds", "app:e4",
-          "m1: {0.8}; m2: {0.8}; m3: {0.8}; m4: {0.8}; m5: {0.8}", _survivors_add, _START),
-    Claim("references that end at or above their start with finite weights", "app:predictor", "not printed",
-          of(slow_divergence)),
-    Claim("references that diverge at 0.8, and at 1.6", "fig:e4", "3 of 6, and 3 of 3", _diverged_at_the_top),
-    Claim("median learned fraction, nearest, m = 1, rate 0.2", "app:e4", 0.5195,
-          lambda records: medians(records, "nearest").get((1, 0.2)), _START),
-    Claim("median learned fraction, nearest, m = 2, rate 0.8", "fig:e4", 0.34,
-          lambda records: medians(records, "nearest").get((2, 0.8)), _START),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, also)

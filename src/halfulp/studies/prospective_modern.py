@@ -27,15 +27,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from halfulp.arms import Bundle, Masked, figures, measures, tables
+from halfulp.arms import Bundle, Masked, figures, tables
 from halfulp.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, at
 from halfulp.arms.masks import masters, recipes
-from halfulp.studies.claims import Claim, Printed, label_of, printed
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 
 CONTROLS = tuple(f"control-{i}" for i in range(1, 6))
 RIVALS = ("source-F", *CONTROLS)
-MASKED = ("source-P", "target-P", *RIVALS)
 
 RUNS = Bundle(
     scales={
@@ -56,80 +55,8 @@ RUNS = Bundle(
     reference="target-{seed}",
 )  # fmt: skip
 
-_WON = {"all": "master", "source": "source-P", "target": "target-P", "freeze": "source-F", "eco": "eco"}
-
-_ABOVE = (("rivals", "best-rival", RIVALS), ("target", "that of target-P", ("target-P",)))
-_FLOORS: tuple[tuple[str, str, float, float], ...] = (  # in every target, and in the mean
-    ("source", "recovery-source", 0.5, 0.6),
-    ("rivals", "above-rivals", 0.15, 0.25),
-    ("target", "above-target", -0.1, -0.05),
-)
-
-STUDY = Study(
-    name="prospective-modern",
-    question="Do the tiles that one run's gradient times update ranks first deserve masters in other runs?",
-    units="one target training seed; masks, tiles and controls are not replicates",
-    not_claimed=(
-        "that the score is new or the best: it is one first-order signal",
-        "that lost updates are unimportant in general, or that a mask holds for another model or data",
-        "memory or time of a whole run: the budget counts bytes of masters",
-        "anything about a population of random masks: the controls are five fixed ones",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
-    estimands=(
-        RUNS.estimand("gap", "final loss of rne above raw fp32, nats", measures.gap),
-        *(
-            RUNS.estimand(f"recovery-{k}", f"share of the gap won back by {arm}", measures.recovery, arm=arm)
-            for k, arm in _WON.items()
-        ),
-        RUNS.estimand(
-            "best-rival", "largest recovery of source-F and controls", measures.best_recovery, arms=RIVALS
-        ),
-        *(
-            RUNS.estimand(f"above-{name}", f"recovery of source-P less {what}", measures.advantage,
-                          arm="source-P", over=over)
-            for name, what, over in _ABOVE
-        ),
-        RUNS.estimand(
-            "shared-tiles", "share of source-P's tiles that target-P has too", measures.shared_tiles, mask="P"
-        ),
-        RUNS.estimand(
-            "bytes-off", "largest distance of masters held from the budget", measures.bytes_off, arms=MASKED
-        ),
-        RUNS.estimand("matched", "1 where the arms began as declared", measures.matched),
-    ),
-    gates=(
-        Gate.of("material", "gap >= 0.1", "without a gap a recovery has no meaning"),
-        Gate.of("blanket", "recovery-all >= 0.9",
-                "masters everywhere must win the gap back, or masters somewhere say nothing"),
-        *(
-            gate
-            for name, estimand, each, mean in _FLOORS
-            for gate in (
-                Gate.of(name, f"{estimand} >= {each}"),
-                Gate.of(f"{name}-mean", f"{estimand} >= {mean}", scope="mean"),
-            )
-        ),
-        Gate.of("exact", "bytes-off == 0"),
-        Gate.of("matched", "matched == 1"),
-    ),
-    rules=(
-        Rule(label="not matched", failed=("matched",)),
-        Rule(label="budget not met exactly", failed=("exact",)),
-        Rule(label="no material gap", failed=("material",)),
-        Rule(label="masters everywhere do not win the gap back", failed=("blanket",)),
-        Rule(
-            label="the source's mask transfers",
-            passed=("source", "source-mean", "rivals", "rivals-mean", "target", "target-mean"),
-        ),
-        Rule(
-            label="the source's mask is above its rivals, not every floor met",
-            passed=("rivals", "rivals-mean"),
-        ),
-        Rule(label="the source's mask does not transfer"),
-    ),
-    scale_data=RUNS.data,
+STUDY = declared(
+    __file__, RUNS,
     tables=tables(RUNS),
     figures={
         "recovered": partial(
@@ -139,18 +66,4 @@ STUDY = Study(
     },
 )  # fmt: skip
 
-_TABLE = "tab:prospective-modern-allocation"
-_PRINTED: Printed = {
-    "gap": ("nearest loss gap, nats", f"{_TABLE}-losses", (1.159, 1.137, 1.186)),
-    "recovery-source": ("won back by the source's P", _TABLE, (0.604, 0.610, 0.607)),
-    "recovery-target": ("won back by the target's own P", _TABLE, (0.615, 0.605, 0.606)),
-    "best-rival": ("won back by the best of F and the controls", _TABLE, (0.182, 0.175, 0.179)),
-    "recovery-freeze": ("won back by the source's F", _TABLE, (0.009, 0.007, 0.007)),
-    "recovery-eco": ("won back by eco, without masters", "section 5", ("0.964 to 0.966",) * 3),
-}
-_NOTE = "162 million weights, 1000 updates; smaller scales have another model, text and horizon"
-
-PAPER = (
-    Claim("the rule", "appendix E", "every gate passes", label_of(STUDY)),
-    *printed(STUDY, RUNS.units, _PRINTED, note=_NOTE),
-)
+PAPER = claims_of(STUDY, __file__)

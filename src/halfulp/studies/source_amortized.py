@@ -20,16 +20,13 @@ reference that falls by a nat; a finite loss; no code at the ends of the range.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from halfulp.arms import Arm, Bundle, estimands, figures, measures, tables
+from halfulp.arms import Arm, Bundle, standard
 from halfulp.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
-from halfulp.measures.forecasts import ACCURATE_RMSE, INFORMATIVE_RANGE, INFORMATIVE_RATIO
-from halfulp.studies.claims import Claim, label_of, spread_of
-from halfulp.study.protocol import Gate, Rule, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 
 SCOPE = "core"
-LABEL = "source_amortized_reference_audit_supported"
 
 
 def _accumulated(arm: Arm, micro: int) -> Arm:
@@ -53,94 +50,5 @@ RUNS = Bundle(
     reference="target-{seed}",
 )
 
-VALID = ("learning", "endpoint", "matched")
-PASSED = ("accurate", "variation", "skill", "regret")
-
-STUDY = Study(
-    name="source-amortized",
-    question="Does one float32 run forecast the frozen fraction of nearest runs of seeds that it never saw?",
-    units="one target training seed; updates and scopes are not replicates",
-    not_claimed=(
-        "that the forecast is the source's own: what all runs share over time forecasts as well",
-        "anything about a population of seeds: the targets are three fixed ones",
-        "that the directional event is needed: specificity is a gate of its own",
-        "native fp8 compute: compute, gradients and moments are float32",
-    ),
-    scales=RUNS.configs,
-    stages=RUNS.stages,
-    estimands=(
-        *(
-            RUNS.estimand(f"progress-{arm}", "fall of the held-out loss, nats", measures.progress, arm=arm)
-            for arm in ("fp32", "rne")
-        ),
-        *estimands.of_outcomes(RUNS),
-        *estimands.of_forecasts(RUNS, warmup=False, scopes=(SCOPE,)),
-        *estimands.of_rehearsals(RUNS),
-        RUNS.estimand(
-            "skill", "share of the measured variance explained", measures.skill, warmup=False, scopes=[SCOPE]
-        ),
-        RUNS.estimand(
-            "regret", "RMSE less that of the target's own reference", measures.regret, warmup=False,
-            scopes=[SCOPE],
-        ),
-    ),
-    gates=(
-        Gate(name="learning", estimand="progress-fp32", scope="all", comparison=">=", threshold=1.0,
-             why="the references learn; the paper prints no number"),
-        Gate(name="endpoint", estimand="endpoint", scope="all", comparison="==", threshold=0.0,
-             why="no finite endpoint is observed"),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
-        Gate(name="accurate", estimand="rmse", scope="all", comparison="<=", threshold=ACCURATE_RMSE,
-             why="the accuracy that appendix C asks of a forecast"),
-        Gate(name="variation", estimand="range", scope="all", comparison=">=", threshold=INFORMATIVE_RANGE,
-             why="there is something to forecast"),
-        Gate(name="skill", estimand="skill", scope="all", comparison=">=",
-             threshold=round(1 - INFORMATIVE_RATIO**2, 12), why="E <= 0.8 E_const"),
-        Gate(name="regret", estimand="regret", scope="all", comparison="<=", threshold=0.01,
-             why="hardly worse than the target's own reference; the paper prints no number"),
-        Gate(name="specificity", estimand="added-value", scope="all", comparison="<", threshold=1.0,
-             why="better than the symmetric and the scalar event; the paper prints no number"),
-    ),
-    rules=(
-        *(
-            Rule(label="inconclusive_invalid_training", failed=(gate,), says="The training is not valid.")
-            for gate in VALID
-        ),
-        Rule(
-            label=LABEL, passed=(*PASSED, "specificity"),
-            says="The source forecasts all targets; the directional event is better than simpler ones.",
-        ),
-        Rule(
-            label=LABEL, passed=PASSED,
-            says="The source forecasts all targets; directional specificity is not supported.",
-        ),
-        Rule(
-            label="source_amortized_reference_audit_not_supported",
-            says="A gate of accuracy, variation, skill or regret failed.",
-        ),
-    ),
-    scale_data=RUNS.data,
-    tables=tables(RUNS, warmup=False),
-    figures={
-        "forecast": partial(figures.tracked, RUNS, scope=SCOPE),
-        "loss-gap": partial(figures.gaps, RUNS),
-    },
-)  # fmt: skip
-
-_WHERE = "section 4.2, appendix C"
-_NOTE = "three targets on 162 million weights, 3000 updates; the paper prints means and extremes over them"
-PAPER = (
-    Claim(claim="registered label", source=_WHERE, paper=LABEL, ours=label_of(STUDY)),
-    *(
-        Claim(claim=what, source=_WHERE, paper=paper, ours=spread_of(STUDY, estimand, ""), note=_NOTE)
-        for what, estimand, paper in (
-            ("RMSE, source, directional", "rmse", "0.00858 [max 0.00882]"),
-            ("RMSE, the target's own reference", "rmse-matched", "0.007764"),
-            ("RMSE, constant one", "rmse-one", "0.06834"),
-            ("skill against the best constant", "skill", "[min 0.9568]"),
-            ("regret against the target's own reference", "regret", "passes; 0.00858 - 0.007764"),
-            ("RMSE over the better of symmetric and scalar rho", "added-value", "above 1 in every target"),
-            ("largest share of codes at the range's ends", "endpoint", "0"),
-        )
-    ),
-)  # fmt: skip
+STUDY = declared(__file__, RUNS, **standard(RUNS, warmup=False, scopes=(SCOPE,)))
+PAPER = claims_of(STUDY, __file__)

@@ -31,19 +31,17 @@ from halfulp.arms import records
 from halfulp.drawing import COLOURS, DASHES, GREY, new_figure, percent
 from halfulp.measures.forecasts import compare, time_effect
 from halfulp.studies import neox_transfer, source_amortized
-from halfulp.studies.claims import Claim, value_of
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 from halfulp.study.protocol import (
     Cell,
     Config,
     Estimand,
     Evidence,
-    Gate,
     Json,
     Records,
-    Rule,
     Running,
     Stage,
-    Study,
     Table,
     Values,
 )  # fmt: skip
@@ -248,31 +246,8 @@ def figure(found: Records) -> Any:
 
 # ---- the study ------------------------------------------------------------------------------------------
 
-
-def _below(name: str, a: str, b: str) -> tuple[Estimand, Gate]:
-    estimand = Estimand(name=f"{a}-over-{b}", what=f"RMSE of {a} over that of {b}", compute=ratio,
-                        args={"predictor": a, "over": b})  # fmt: skip
-    return estimand, Gate(name=name, estimand=estimand.name, scope="all", comparison="<", threshold=1.0,
-                          why="an order, in every target")  # fmt: skip
-
-
-_ORDER = (
-    _below("template-below-hybrid", "B_Y", "H_S"),
-    _below("hybrid-below-source", "H_S", "X_S"),
-    _below("template-below-source", "B_Y", "X_S"),
-    _below("matched-below-template", "H_M", "B_Y"),
-)
-
-STUDY = Study(
-    name="template-challenge",
-    question="Does a fresh source forecast what an archived outcome template does not?",
-    units="one target training seed; updates are not replicates",
-    not_claimed=(
-        "a gate of source-amortized: none is changed",
-        "that this was planned before the outcomes existed: they did, and were closed",
-        "that the schedule causes what all runs share over time",
-        "anything about a population of seeds: archive and targets are three fixed seeds each",
-    ),
+STUDY = declared(
+    __file__,
     scales=dict.fromkeys(_AUDIT.configs, _CONFIG),
     evidence=(
         Evidence(
@@ -293,7 +268,11 @@ STUDY = Study(
             for what, part in PARTS.items()
             for p in PREDICTORS
         ),
-        *(estimand for estimand, _ in _ORDER),
+        *(
+            Estimand(name=f"{a}-over-{b}", what=f"RMSE of {a} over that of {b}", compute=ratio,
+                     args={"predictor": a, "over": b})
+            for a, b in (("B_Y", "H_S"), ("H_S", "X_S"), ("B_Y", "X_S"), ("H_M", "B_Y"))
+        ),
         *(
             Estimand(name=f"squares-{p}", what=f"sum of squared errors of {p} over B_Y's, less one",
                      compute=squares, args={"predictor": p, "over": "B_Y"})
@@ -310,56 +289,8 @@ STUDY = Study(
                  compute=deviation_correlation),
         Estimand(name="matched", what="1 where reference and outcome drew the same weights", compute=matched),
     ),
-    gates=(
-        *(gate for _, gate in _ORDER),
-        Gate(name="matched", estimand="matched", scope="all", comparison="==", threshold=1.0),
-    ),
-    rules=(
-        Rule(label="not matched", failed=("matched",)),
-        Rule(
-            label="B_Y < H_S < X_S in every target", passed=("template-below-hybrid", "hybrid-below-source"),
-            says="The archived template beats the fresh source, corrected or not.",
-        ),
-        Rule(
-            label="B_Y < X_S in every target", passed=("template-below-source",),
-            says="The archived template beats the fresh source; its correction is elsewhere.",
-        ),
-        Rule(label="the template does not beat the source in every target"),
-    ),
     tables={"predictors": predictors, "by target": by_target, "decomposition": decomposition},
     figures={"template": figure},
 )  # fmt: skip
 
-_TABLE = "tab:source-template"
-_PRINTED = {
-    "B_Y": (0.003599, 0.003585, 0.000144), "X_S": (0.008580, 0.005207, -0.006818),
-    "H_S": (0.004379, 0.004370, 0.000028), "X_M": (0.007764, 0.003914, -0.006699),
-    "H_M": (0.002829, 0.002806, 0.000147),
-}  # fmt: skip
-
-
-def _range(found: Records) -> str:
-    values = [v for v in deviation_correlation(found).values() if v is not None]
-    return f"{min(values):.3f} to {max(values):.3f}" if values else "-"
-
-
-PAPER = (
-    *(
-        Claim(claim=f"{what} of {p}, mean of targets", source=_TABLE, paper=paper,
-              ours=partial(_mean, predictor=p, part=part))
-        for p, numbers in _PRINTED.items()
-        for (what, part), paper in zip(PARTS.items(), numbers, strict=True)
-    ),
-    *(
-        Claim(claim=what, source="appendix C", paper=paper, ours=value_of(STUDY, estimand, ALL))
-        for what, estimand, paper in (
-            ("squared error of H_M over B_Y's, less one", "squares-H_M", -0.381),
-            ("squared error of H_S over B_Y's, less one", "squares-H_S", 0.481),
-            ("share of variation common over time", "share-common", 0.99650),
-            ("share of variation, target by time", "share-residual", 0.00346),
-            ("correlation of the mean outcome with B_Y", "template-correlation", 0.99815),
-        )
-    ),
-    Claim(claim="correlation of own deviations with the reference's", source="appendix C",
-          paper="0.669 to 0.712", ours=_range),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

@@ -35,9 +35,10 @@ from halfulp.measures.forecasts import pooled_rho
 from halfulp.models.following import follow, forecasts
 from halfulp.models.teacher import Testbed, teacher_student
 from halfulp.studies._facts import FACTS, Count, Reference, best_side, met, ranked, score
-from halfulp.studies.claims import Claim
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
 from halfulp.studies.finite_size import look
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 # ---- cells ----------------------------------------------------------------------------------------------
@@ -360,18 +361,8 @@ _SMOKE: dict[str, Json] = {
     "sizes": {"widths": [4, 16], "seeds": [43000], "mantissas": [6, 8], "rate": 0.05, "steps": 150},
 }  # fmt: skip
 
-STUDY = Study(
-    name="testbed",
-    question="Which start, teacher, loss and side of the error agree with what the paper prints of its "
-    "references?",
-    units="one candidate; its references are what the studies that share a testbed will run",
-    not_claimed=(
-        "that the paper used what was chosen",
-        "anything about a run on a grid: this study has none",
-        "that the facts would hold at other seeds: they are facts about single seeds",
-        "that the list of candidates was drawn up blind: small starts were noticed while trial runs on grids "
-        "were in view",
-    ),
+STUDY = declared(
+    __file__,
     scales={
         "smoke": {**_SMOKE, "candidates": {name: CANDIDATES[name] for name in (FORMER, SMALL)}},
         "small": {**_PAPER, "candidates": {name: CANDIDATES[name] for name in (FORMER, SMALL)}, "ranks": 1},
@@ -385,39 +376,22 @@ STUDY = Study(
         Estimand.of(facts_met, "facts"), Estimand.of(cells_met, "cells"), Estimand.of(chosen_share, "chosen"),
         *map(Estimand.of, (chosen_by_fact, former_by_fact, lead)),
     ),
-    gates=(
-        Gate.of("better-than-before", "lead > 0",
-                "a search that does not beat the choice it replaces has found nothing"),
-        Gate.of("every-fact", "chosen == 1", "each printed fact is one that the paper's own testbed met"),
-    ),
-    rules=(
-        Rule(label="a testbed that meets every printed fact about references is chosen",
-             passed=("better-than-before", "every-fact")),
-        Rule(label="the best testbed is chosen; not every printed fact about references is met",
-             passed=("better-than-before",)),
-        Rule(label="no better testbed was found"),
-    ),
     tables={"before-after": before_after, "conflicts": conflicts, "screen": facts_table,
             "whole": whole_table},
 )  # fmt: skip
 
 
-# ---- beside the paper -----------------------------------------------------------------------------------
-
-
-def _chosen(records: Records) -> str:
+def also(records: Records) -> dict[str, float | str]:
+    """What the paper does not print: what was chosen, of how many."""
     name, side = choice(records)
     bed = Testbed.of(CANDIDATES[name])
-    return (
+    chosen = (
         f"{name}: start {bed.hidden:g} and {bed.output:g}, teacher {bed.teacher_hidden:.3g} and "
         f"{bed.teacher_output:.3g} (standard deviations, hidden and output), error {side} the crossing"
     )
+    return {"chosen": chosen, "candidates": float(len(records["screen"]))}
 
 
-PAPER = (
-    Claim("start, teacher and loss", "app:e4", "not printed", _chosen,
-          "Chosen among the candidates by references alone; see the tables."),
-    Claim("candidates", "app:e4", "not printed", lambda records: float(len(records["screen"]))),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, also)
 SHOWN = (before_after, conflicts, facts_table, whole_table)
 """Tables that the comparison page shows."""

@@ -29,7 +29,7 @@ cannot: the promise is sealed before the run exists, and someone else can recomp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,9 @@ from halfulp.drawing import panels
 from halfulp.errors import TamperingError
 from halfulp.grids import grid as named
 from halfulp.models.certifiable import FAMILIES, Problem, arrival, rippled_bowl
-from halfulp.studies.claims import Claim
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study, Table
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values
 
 Array = npt.NDArray[Any]
@@ -257,20 +258,8 @@ def figure(records: Records) -> Any:
     return panels.horizons(found)
 
 
-STUDY = Study(
-    name="theory",
-    question="Do the certificate, the prefix construction and the posterior bound hold when executed?",
-    units="one family of problems on one grid",
-    not_claimed=(
-        "that a certificate exists for Adam, for minibatches, or for a network without bounded derivatives",
-        "that agreement beyond a horizon can be relied on",
-        "that these problems resemble those of practice",
-    ),
-    scales={
-        "smoke": {"grids": ["e4m3", "m5"], "problems": 4, "steps": 12, "seed": 2031},
-        "small": {"grids": ["e4m3", "e5m2", "m3", "m5", "m7"], "problems": 24, "steps": 40, "seed": 2031},
-        "paper": {"grids": ["e4m3", "e5m2", "m3", "m5", "m7"], "problems": 64, "steps": 64, "seed": 2031},
-    },
+STUDY = declared(
+    __file__,
     stages=(
         Stage(name="certify", kind="prediction", cells=certificate_cells, run=certify),
         Stage(name="execute", kind="outcome", cells=certificate_cells, run=execute, reads=("certify",)),
@@ -282,48 +271,8 @@ STUDY = Study(
             contradictions, certified, certified_moves, caution, opposite, bound_broken, bound_attained,
         ))
     ),
-    gates=(
-        Gate.of("no-contradiction", "contradictions == 0",
-                "a certificate is a proof: one contradiction refutes it"),
-        Gate.of("not-empty", "certified > 0", "a certificate that promises nothing is never contradicted",
-                scope="mean"),
-        Gate.of("moves-too", "certified-moves > 0",
-                "promising only lost updates would test half of the statement"),
-        Gate.of("opposite-events", "opposite == 1",
-                "every pair must share the whole past and part at the next update"),
-        Gate.of("bound-holds", "bound-broken == 0", "Eq. 8 is a theorem"),
-    ),
-    rules=(
-        Rule(label="statements hold as executed",
-             passed=("no-contradiction", "not-empty", "moves-too", "opposite-events", "bound-holds")),
-        Rule(label="refuted", failed=("no-contradiction",)),
-        Rule(label="refuted", failed=("opposite-events",)),
-        Rule(label="refuted", failed=("bound-holds",)),
-        Rule(label="vacuous"),
-    ),
     tables={"certificates": table},
     figures={"horizons": figure},
 )  # fmt: skip
 
-
-# ---- beside the paper ---------------------------------------------------------------------------------
-
-
-def _total(records: Records, values: Callable[[Records], Values]) -> float | None:
-    numbers = [v for v in values(records).values() if v is not None]
-    return float(sum(numbers)) if numbers else None
-
-
-_RUN = "The paper proves it and prints no runs. Ours are executed, in rational and in float64 numbers."
-_BUILT = "The paper proves it; ours are built and executed, every recorded number compared bit for bit."
-
-PAPER = (
-    Claim("runs that leave a certified code", "app:predictor, eq:hessian-certificate", 0,
-          lambda records: _total(records, contradictions), _RUN),
-    Claim("share of constructed pairs with one reached prefix and opposite next events",
-          "app:predictor, eq:reachable-bump", 1,
-          lambda records: min((v for v in opposite(records).values() if v is not None), default=None),
-          _BUILT),
-    Claim("steps that break |f_a - f_hat| <= c + v", "eq:predictor-bound", 0,
-          lambda records: _total(records, bound_broken), "A theorem; checked in whole numbers."),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__)

@@ -19,7 +19,7 @@ step 1, pooled rho 0.74 there): references forecast 7 to 3665, 56 of 72, and 0.7
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,9 @@ import numpy as np
 from halfulp.models.mlp import Series, Trainer, run
 from halfulp.models.teacher import CHOSEN, Problem, Testbed, classification, teacher_student
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import Claim, of
-from halfulp.study import Cell, Estimand, Gate, Rule, Running, Stage, Study
+from halfulp.studies.claims import claims_of
+from halfulp.studies.declared import declared
+from halfulp.study import Cell, Estimand, Running, Stage
 from halfulp.study.protocol import Config, Json, Records, Values
 
 PRINCIPAL = "gd-squared"
@@ -58,10 +59,6 @@ def recomputed_cells(config: Config) -> Iterator[Cell]:
                 yield Cell(name=f"{cell.name}.{precision}", config=c)
 
 
-def measured_cells(config: Config) -> Iterator[Cell]:
-    return timing.on_every_grid(_references(config))
-
-
 def problem(c: Config) -> Problem:
     """The testbed of a cell."""
     testbed, n = Testbed.of(c["testbed"]), c["examples"]
@@ -74,29 +71,16 @@ def problem(c: Config) -> Problem:
 def _train(cell: Running, **how: Any) -> tuple[Series, dict[str, Json]]:
     """A run of the cell's testbed, and what every record says of it."""
     c, p = cell.config, problem(cell.config)
-    start = p.start.astype(how.pop("dtype", np.float64))
+    precision = c.get("precision", "fp64")
+    if precision.startswith("m"):
+        how["store"] = precision
+    start = p.start.astype(np.float32 if precision == "fp32" else np.float64)
     trainer = Trainer(p.net, p.train, start, rate=p.factor * c["rate"], optimizer=c["optimizer"], **how)
     series = run(trainer, c["steps"], cell)
-    ends = [float(series.loss[0]), float(series.loss[-1])]
     kept = {key: c[key] for key in ("system", "rate", "seed")}
-    return series, {**kept, "diverged": trainer.diverged, "loss": ends}
-
-
-def reference(cell: Running) -> Mapping[str, Json]:
-    """The forecast crossings of every grid."""
-    c = cell.config
-    store = f"m{COARSE_REFERENCE}" if c["precision"].startswith("m") else None
-    dtype = np.float32 if c["precision"] == "fp32" else np.float64
-    series, ran = _train(cell, dtype=dtype, audit=timing.grids(c), store=store)
-    return {**ran, "predicted": timing.forecast(c, series.counts, series.size)}
-
-
-def measure(cell: Running) -> Mapping[str, Json]:
-    """The crossing of one run on a grid."""
-    grid = cell.config["grid"]
-    series, ran = _train(cell, store=grid)
-    found = timing.measured(grid, series.frozen, series.squares, series.size)
-    return {**ran, "reference": cell.config["reference"], **found}
+    return series, {
+        **kept, "diverged": trainer.diverged, "loss": [float(series.loss[0]), float(series.loss[-1])],
+    }  # fmt: skip
 
 
 # ---- the precision of the reference ---------------------------------------------------------------------
@@ -150,15 +134,9 @@ SMOKE_SYSTEMS: dict[str, Json] = {
                     "mantissas": [6, 8]},
 }  # fmt: skip
 
-STUDY = Study(
-    name="two-layer",
-    question="Does a high-precision reference forecast when the majority of a network's updates freeze?",
-    units="one precision, rate and seed; cells that share a reference are paired coverage tests",
-    not_claimed=(
-        "that cells which share a reference are independent",
-        "that a forecast crossing says anything about the loss",
-        "that the reference's path stays near the path on the grid",
-    ),
+TIMED = timing.Timed(system=PRINCIPAL, cells=_references, train=_train)
+STUDY = declared(
+    __file__,
     scales={
         "smoke": {"systems": SMOKE_SYSTEMS, "precisions": [f"m{COARSE_REFERENCE}"]},
         "small": {"systems": {name: {**c, "seeds": c["seeds"][:1]} for name, c in PAPER_SYSTEMS.items()},
@@ -166,30 +144,14 @@ STUDY = Study(
         "paper": {"systems": PAPER_SYSTEMS, "precisions": PRECISIONS},
     },
     stages=(
-        Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
-        Stage(name="recomputed", kind="prediction", cells=recomputed_cells, run=reference),
-        Stage(name="measured", kind="outcome", cells=measured_cells, run=measure),
+        Stage(name="reference", kind="prediction", cells=reference_cells, run=TIMED.reference),
+        Stage(name="recomputed", kind="prediction", cells=recomputed_cells, run=TIMED.reference),
+        Stage(name="measured", kind="outcome", cells=TIMED.measured_cells, run=TIMED.measure),
     ),
     estimands=(
         *timing.ESTIMANDS,
         Estimand.of(measured_span),
         Estimand.of(same_prediction),
-    ),
-    gates=(
-        *timing.GATES,
-        Gate.of("wide-range", "measured-span >= 100",
-                "a ratio near one means little unless times differ widely: two decades at least"),
-        Gate.of("any-reference", "same-prediction == 1",
-                "the paper has identical steps in all 25 clean cells"),
-    ),
-    rules=(
-        Rule(label="onset is predicted, over a wide range of times, from any reference precision",
-             passed=(*timing.ALL, "wide-range", "any-reference")),
-        Rule(label="onset is predicted over a wide range of times",
-             passed=("median-near-one.symmetric", "most-within.symmetric", "categories-agree.symmetric",
-                     "wide-range")),
-        Rule(label="median onset is predicted", passed=("median-near-one.symmetric",)),
-        Rule(label="onset is not predicted"),
     ),
     tables={"timing": timing.table},
     figures={"timing": timing.figure},
@@ -218,38 +180,15 @@ def lone_seed(records: Records) -> str | None:
     )
 
 
-def _same_steps(records: Records) -> str:
+def also(records: Records) -> dict[str, float | str | None]:
+    """What the paper prints beside the estimands."""
     found, single = (clean_comparisons(records, which) for which in (PRECISIONS, ["fp32"]))
     fp32 = f"fp64 and fp32 alone: {sum(single.values())} of {len(single)}"
-    return f"{sum(found.values())} of {len(found)} ({fp32})"
+    return {
+        "crossed": len(timing.locations(records)[PRINCIPAL]),
+        "lone seed": lone_seed(records),
+        "same steps": f"{sum(found.values())} of {len(found)} ({fp32})",
+    }
 
 
-def _principal(quantity: str) -> Callable[[Records], float | str | None]:
-    return timing.value(PRINCIPAL, "symmetric", quantity)
-
-
-PAPER = (
-    *timing.transfer_rows(PRINCIPAL, "two-layer, GD, squared loss", 55, 1.000, "94.5%"),
-    Claim("two-layer cells", "section 3", 72, _principal("cells")),
-    Claim("categories that differ, of all two-layer cells", "section 3", 4, _principal("disagreements"),
-          timing.OPEN),
-    Claim("earliest and latest measured crossing", "section 3", "11 to 4222", _principal("measured_range"),
-          timing.OPEN),
-    Claim("earliest and latest forecast crossing", "section 3", "11 to 4575", _principal("forecast_range"),
-          timing.OPEN),
-    Claim("latest over earliest measured crossing", "section 3", 384, _principal("span"), timing.OPEN),
-    Claim("mean ratio", "app:predictor", 1.019, _principal("mean_ratio")),
-    Claim("cells with a measured crossing after step 1", "fig:controlled", 58,
-          lambda records: len(timing.locations(records)[PRINCIPAL]), timing.OPEN),
-    Claim("pooled rho at the crossing, two-layer, median", "app:arithmetic", 0.74,
-          of(timing.rho_at_crossing, PRINCIPAL), timing.POOLED),
-    Claim("a seed that freezes long before its siblings", "app:predictor",
-          "at 61 (forecast 61), siblings near 1800", lone_seed, timing.OPEN),
-    Claim("clean cells in which fp64, fp32 and 16-bit references forecast the same step", "app:predictor",
-          "25 of 25", _same_steps,
-          "'Clean' is not defined in the paper; here: the grid has at least four bits less than 16, and the "
-          "fp64 reference crosses one half once, after step 1."),
-    *timing.transfer_rows("adam-squared", "two-layer, Adam, squared loss", 60, 1.000, "90.0%"),
-    *timing.transfer_rows("gd-cross-entropy", "two-layer, GD, cross-entropy", 64, 1.016, "92.2%"),
-    *timing.transfer_rows("three-layer", "three-layer, GD, cross-entropy", 25, 0.999, "96.0%"),
-)  # fmt: skip
+PAPER = claims_of(STUDY, __file__, timing.shown, also)

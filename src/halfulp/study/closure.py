@@ -8,7 +8,8 @@ are left out.
 Of the engine, every study depends on the modules that make a record and turn records into a label
 (`ENGINE`), and on no others: the registry grows, reports and figures change their looks, and neither is a
 study's business. A
-module's data (a table beside it in its package) goes with the package's ``__init__``.
+module's data goes with it: ``margin.toml`` with ``margin.py``, any other table with its package's
+``__init__``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def closure(content: bytes | None, module: str) -> set[Path]:
         for beside in path.parent.iterdir()
         if beside.is_file() and beside.suffix not in (".py", ".pyc", ".nbi", ".nbc")
     }
+    tables |= {table for path in found.values() if (table := path.with_suffix(".toml")).is_file()}
     return {*found.values(), *tables, PACKAGE / "canonical.py"}
 
 

@@ -56,7 +56,7 @@ def declare(study: Study, scale: str) -> dict[str, Json]:
                 "cells": [
                     {"name": cell.name, "config": cell.config} for cell in study.cells(scale, stage.name)
                 ],
-                **_given(only_if=list(stage.only_if)),
+                **_given(only_if=list(stage.only_if), clocks=stage.clocks),
             }
             for stage in study.stages
         ],
@@ -111,6 +111,7 @@ class SealedStage:
     reads: tuple[str, ...]
     cells: Mapping[str, Config]
     only_if: tuple[str, ...] = ()
+    clocks: bool = False
 
 
 class Protocol:
@@ -138,6 +139,7 @@ class Protocol:
                 tuple(s["reads"]),
                 {c["name"]: c["config"] for c in s["cells"]},
                 tuple(s.get("only_if", ())),
+                s.get("clocks", False),
             )
             for s in content["stages"]
         )

@@ -114,6 +114,8 @@ class Stage:
     only_if: tuple[str, ...] = ()
     """Gates that must have passed, judged from the stages before this one. If one failed, the stage is
     recorded as not authorised and none of its cells runs."""
+    clocks: bool = False
+    """Whether records hold measured seconds or sizes: these are judged, and never replayed."""
 
     def __post_init__(self) -> None:
         check_name("stage", self.name)

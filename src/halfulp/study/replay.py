@@ -25,7 +25,8 @@ def replay_cells(
     """Replay cells (all, if none is named); differences become problems of the page."""
     chosen = [protocol.cell(name) for name in names] or list(records)
     by_hand = [key for key in chosen if key in events.recovered]
-    waiting = deque(key for key in chosen if key not in events.recovered)
+    timed = [key for key in chosen if key not in by_hand and protocol.stage(key[0]).clocks]
+    waiting = deque(key for key in chosen if key not in by_hand + timed)
     executor = Local(Opening(store.folder, events.seal, "", folder, protocol.threads, replay=True), workers)
     same, under_way = 0, 0
     try:
@@ -42,9 +43,12 @@ def replay_cells(
                 page.problems += [problem] if problem else []
     finally:
         executor.close()
-    page.recomputed.append(f"{same} of {len(chosen)} cells run again left the same record, bit for bit")
+    again = len(chosen) - len(timed)
+    page.recomputed.append(f"{same} of {again} cells run again left the same record, bit for bit")
     for stage, cell in by_hand:
         page.not_checked.append(f"cell {stage}/{cell} was not run again: its record was made by hand")
+    for stage, cell in timed:
+        page.not_checked.append(f"cell {stage}/{cell} was not run again: its record holds clocks")
     if len(chosen) < len(records):
         page.not_checked.append(f"the other {len(records) - len(chosen)} cells were not run again")
 

@@ -146,7 +146,7 @@ PROTOCOL: dict[str, Any] = {
     "format": int, "study": NAME, "scale": SCALES, "config": dict, "question": str, "units": str,
     "not_claimed": TEXTS, "data": TEXTS, "retries": int, "threads": int,
     "stages": [{"name": NAME, "kind": ("reference", "prediction", "outcome"), "reads": TEXTS, "run": str,
-                "cells": [{"name": NAME, "config": dict}], "only_if?": TEXTS}],
+                "cells": [{"name": NAME, "config": dict}], "only_if?": TEXTS, "clocks?": bool}],
     "estimands": [{"name": NAME, "what": str, "compute": str, "args?": dict}],
     "gates": [{"name": NAME, "estimand": NAME, "scope": SCOPES, "comparison": COMPARISONS, "threshold": float,
                "why": str}],

@@ -39,7 +39,8 @@ def lines(protocol: Protocol) -> Iterator[str]:
         reads = f", reads {', '.join(stage['reads'])}" if stage["reads"] else ""
         gates = f", only if {' and '.join(stage['only_if'])} passed" if "only_if" in stage else ""
         cells = f"{count(len(stage['cells']), 'cell')} by {plain(stage['run'])}"
-        yield f"stage {stage['name']}: {stage['kind']}, {cells}{reads}{plain(gates)}"
+        clocks = ", holds clocks" if stage.get("clocks") else ""
+        yield f"stage {stage['name']}: {stage['kind']}, {cells}{reads}{plain(gates)}{clocks}"
         yield from (f"  {line}".rstrip() for line in _cells(stage["cells"], _leaves(content["config"])))
     yield ""
     for estimand in content["estimands"]:

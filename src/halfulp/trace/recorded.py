@@ -11,6 +11,7 @@ import numpy.typing as npt
 import polars as pl
 import torch
 
+from halfulp import pictures
 from halfulp.errors import UsageError
 from halfulp.grids import grid as named
 from halfulp.measures.crossings import Crossing, crossing
@@ -50,6 +51,30 @@ class Recorded(ABC):
     def trouble(self) -> str | None:
         """Why the recording stopped before the run did, if it did."""
         return None
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what each grid leaves unchanged, by step, and on the first one by tensor."""
+        if not self.recorded or not self.tensors:
+            return pictures.pre(f"{self.where}: no step was recorded.")
+        steps, shown_grids = self.steps_of(), self.grids[: len(pictures.COLOURS)]
+        lines = {g: (steps, self.frozen(g)) for g in shown_grids}
+        chosen = pl.col("grid") == 0
+        total = self.scan().filter(chosen).group_by("tensor").agg(pl.col("frozen").mean()).collect()
+        mean = dict(zip(total["tensor"], total["frozen"], strict=True))
+        rows = [
+            (t["name"], mean[t["id"]] / t["recorded"], f"{t['recorded']:,} weights, {t['stored']}")
+            for t in self.tensors
+            if t["id"] in mean
+        ]
+        rows.sort(key=lambda row: (-row[1], row[0]))
+        size = f"{len(self.steps):,} steps, {len(self.tensors):,} tensors, {self.numel():,} weights"
+        return pictures.framed(
+            f"{self.where}: {size}",
+            "<div>share of weights that a step leaves unchanged</div>",
+            pictures.curves(lines),
+            f"<div>by tensor, on {pictures.safe(self.grids[0])}</div>",
+            pictures.bars(rows),
+        )
 
     @abstractmethod
     def scan(self, table: str = "grids") -> pl.LazyFrame:
@@ -127,6 +152,12 @@ class Recorded(ABC):
         """The tensors that are stored in full precision."""
         return [t["id"] for t in self.tensors if t["stored"] in ("float32", "fp32", "float64")]
 
+    def tells_zero(self) -> list[int]:
+        """The tensors of which it is known whether a proposal was zero: where weights are on a grid, and only
+        their change is seen, a lost update looks like none."""
+        known = self.manifest["run"].get("proposals") == "known"
+        return [t["id"] for t in self.tensors] if known else self.in_full()
+
     def numel(self, scope: Scope = "all") -> int:
         """Coordinates recorded in a scope."""
         ids = set(self.ids(scope))
@@ -169,10 +200,11 @@ class Recorded(ABC):
         """
         if by == "code":
             return self.series("frozen", grid, scope)
-        if by == "symmetric":
-            return self.series("symmetric", grid, scope)
-        if by == "phase":
-            return self.series("phase", grid, scope) / 2.0**16
+        if by in ("symmetric", "phase"):
+            found = self.series(by, grid, scope)
+            if not len(found):
+                raise UsageError(f"{self.where} does not say {by!r}: it is of casts, or has no step.")
+            return found if by == "symmetric" else found / 2.0**16
         if by == "rho":
             return scalar_rho_map(self.update_ratio(scope) / named(grid).epsilon)
         raise UsageError(f"by= takes code, symmetric, phase or rho, not {by!r}.")
@@ -180,10 +212,10 @@ class Recorded(ABC):
     def zero_proposals(self, scope: Scope = "all") -> Array:
         """The share of coordinates that a step was not asked to move, one value a recorded step.
 
-        Known of weights in full precision only: where they are on a grid, a lost update looks like none.
+        Where that is known, :meth:`tells_zero`; elsewhere none.
         """
         rows = self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope)))
-        known = pl.col("zero_proposal") * pl.col("tensor").is_in(self.in_full())
+        known = pl.col("zero_proposal") * pl.col("tensor").is_in(self.tells_zero())
         return self.share(rows.with_columns(known), "zero_proposal")
 
     def nonfinite(self, scope: Scope = "all") -> Array:

@@ -2,6 +2,8 @@
 
 from halfulp.writeback.adamw import Adam, AdamW
 from halfulp.writeback.checkpoint import load, save
+from halfulp.writeback.dispatch import Dispatch
+from halfulp.writeback.native import NativeWeight, native
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.policies import (
     DQT,
@@ -19,6 +21,7 @@ from halfulp.writeback.policies import (
 from halfulp.writeback.report import Bytes, Events
 
 __all__ = [
-    "DQT", "ECO", "POLICIES", "Adam", "AdamW", "Bytes", "DeadzoneStochastic", "Events", "Kahan",
-    "Master", "Nearest", "Policy", "Stochastic", "TileMaster", "WriteBack", "load", "policy", "save",
+    "DQT", "ECO", "POLICIES", "Adam", "AdamW", "Bytes", "DeadzoneStochastic", "Dispatch", "Events", "Kahan",
+    "Master", "NativeWeight", "Nearest", "Policy", "Stochastic", "TileMaster", "WriteBack", "load",
+    "native", "policy", "save",
 ]  # fmt: skip

@@ -29,8 +29,10 @@ from halfulp import files, kernels, tensors
 from halfulp.documents import Fields, listed, parsed, whole
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
 from halfulp.writeback.consistency import check_consistent
+from halfulp.writeback.native import NativeCodes
 from halfulp.writeback.policies import TileMaster
 from halfulp.writeback.sharding import is_sharded, local, wrap_like
+from halfulp.writeback.storage import Codes
 from halfulp.writeback.tiles import put_tiles, take_tiles
 
 if TYPE_CHECKING:
@@ -320,8 +322,12 @@ def _check_values(slot: Slot, out: dict[str, torch.Tensor]) -> None:
 
 def _values(slot: Slot, tensors: dict[str, torch.Tensor], key: str, scales: str) -> torch.Tensor:
     """What is stored by a state, or beside it in the model, in the type that policies work in; checked."""
-    if slot.codes is None:
-        p = tensors.get(key, local(slot.p.detach()))
+    if slot.codes is None or isinstance(slot.codes, NativeCodes):
+        p = (
+            tensors.get(key, local(slot.p.detach()))
+            if slot.codes is None
+            else slot.codes.get(tensors.get(key))
+        )
         _check_on_grid(slot, p)
         return p if slot.storage == "container" else p.float()
     try:
@@ -351,10 +357,10 @@ def _take(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
         if key == "moved":
             slot.moved = value.clone()
         elif key == "codes":
-            assert slot.codes is not None
+            assert isinstance(slot.codes, Codes)
             slot.codes.packed = value.clone()
         elif key == "steps":
-            assert slot.codes is not None
+            assert isinstance(slot.codes, Codes)
             slot.codes.scales = value.clone()
         else:
             slot.state[key] = value.clone()

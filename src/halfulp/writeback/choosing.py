@@ -12,8 +12,9 @@ import torch
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.grids import Grid, container
 from halfulp.grids import grid as named
+from halfulp.writeback.native import is_native, scale_of
 from halfulp.writeback.policies import Policy, Remainder, TileMaster, policy
-from halfulp.writeback.sharding import is_sharded, shard_offset, unsupported_moving
+from halfulp.writeback.sharding import is_sharded, local, shard_offset, unsupported_moving
 from halfulp.writeback.slot import Slot
 from halfulp.writeback.standin import NARROW
 
@@ -93,8 +94,10 @@ class Chooser:
     ) -> Slot:
         try:
             container(p.dtype)
-            storage = self.storage or ("native" if p.dtype in NARROW else "container")
+            storage = self.storage or ("native" if p.dtype in NARROW or is_native(p) else "container")
             self._check_type(p, chosen, storage)
+            if is_native(p):
+                _check_native(p, g, storage)
             resolved = g.within(p.dtype)
             shard_offset(p)  # refuses shards that no stream can follow
             unsupported_moving(p, resolved)
@@ -134,10 +137,10 @@ class Chooser:
                 f"LBFGS evaluates the model while it moves the weights, which storage={storage!r} hides "
                 f"from it{why}: use float32 parameters with storage='container'."
             )
-        if storage == "native" and p.dtype not in NARROW:
+        if storage == "native" and p.dtype not in NARROW and not is_native(p):
             raise UsageError(
-                f"storage='native' takes bfloat16 or float16 parameters, not {p.dtype}. Leave storage= out: "
-                "each parameter is then stored by its own type."
+                f"storage='native' takes bfloat16 or float16 parameters, not {p.dtype}; hu.native(model) "
+                "makes float8 ones. Leave storage= out: each parameter is then stored by its own type."
             )
         if p.dtype in NARROW and storage == "container" and chosen.precise:
             raise UsageError(
@@ -145,6 +148,16 @@ class Chooser:
                 f"{p.dtype}, to which the optimizer rounds before the policy sees anything: leave storage= "
                 "out, or use storage='native'. Only 'rne' takes storage='container' here."
             )
+
+
+def _check_native(p: torch.Tensor, g: Grid, storage: str) -> None:
+    """Refuse a grid or a storage that the codes of a native weight are not of."""
+    scale = local(p).scale  # type: ignore[attr-defined]  # of a NativeWeight
+    if storage != "native" or scale_of(g) != scale:
+        raise UsageError(
+            f"it is stored as float8_e4m3fn codes times {scale:g}, which storage={storage!r} on grid "
+            f"{g.name} is not. Leave storage= out, and use the grid that hu.native(model, grid) was given."
+        )
 
 
 def _fits_any_step(grid: Grid, dtype: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from halfulp import files, tensors
+from halfulp import files, pictures, tensors
 from halfulp.documents import Fields, parsed
 from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
 from halfulp.kernels import TILE, tiles_of
@@ -55,6 +55,19 @@ class Mask:
     def blanket_bytes(self) -> int:
         """What masters for every tile would take."""
         return MASTER_BYTES * sum(self.sizes.values())
+
+    def _repr_html_(self) -> str:
+        """In a notebook: where in each tensor the chosen tiles are, the most bytes first."""
+        rows = []
+        for name in sorted(self.tiles, key=lambda n: (-self.payload(n), n)):
+            chosen = self.tiles[name].numpy()
+            note = f"{int(chosen.sum()):,} of {chosen.size:,} tiles, {self.payload(name):,} bytes"
+            rows.append((name, chosen, note))
+        title = (
+            f"masters for {self.payload_bytes:,} of {self.blanket_bytes:,} bytes, by {self.score}; tiles of "
+            f"{self.tile}"
+        )
+        return pictures.framed(title, pictures.strips(rows))
 
     def shuffled(self, seed: int) -> Mask:
         """A control of the same payload: as many tiles of every tensor, at random places in it.

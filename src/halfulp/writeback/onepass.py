@@ -142,7 +142,7 @@ def started(wb: WriteBack, slot: Slot) -> dict[str, Any]:
     """The optimizer's state of a parameter, as its own first step would make it."""
     state = wb.optimizer.state[slot.stepped]
     if not state:
-        shape = slot.p.shape if slot.codes is not None else local(slot.p).shape
+        shape = slot.codes.shape if slot.codes is not None else local(slot.p).shape
         state["step"] = torch.zeros((), dtype=torch.float32)
         for key in (FIRST, SECOND):
             state[key] = wrap_like(torch.zeros(shape, dtype=wb.moments), slot.p)

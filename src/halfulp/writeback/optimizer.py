@@ -28,6 +28,7 @@ from halfulp.text import plain
 from halfulp.writeback import checkpoint, onepass, passing
 from halfulp.writeback.backward import InBackward
 from halfulp.writeback.choosing import Chooser, Select, Storage, unwrapped
+from halfulp.writeback.native import plain as decoded
 from halfulp.writeback.policies import Policy, Step
 from halfulp.writeback.report import Bytes, Events, TensorEvents
 from halfulp.writeback.sharding import local, shard_offset
@@ -37,6 +38,7 @@ from halfulp.writeback.storage import Codes, Shells
 
 DECOUPLED = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
 PROJECTION = -1  # the step number of the initial projection's stream
+LOOK_EVERY = 32  # steps between looks for spoilt moments: they do not get well, and a look waits for a GPU
 
 
 class WriteBack(torch.optim.Optimizer):
@@ -103,7 +105,7 @@ class WriteBack(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.seed, self.project, self.storage = int(seed), project, storage
         self.nonfinite, self.telemetry, self.one_pass = nonfinite, telemetry, one_pass
-        self._told = False
+        self._told = self._told_spoilt = False
         self._backward: InBackward | None = None
         # torch's optimizers keep all their state by parameter, so they can be given one at a time; and they
         # leave parameters without a gradient alone.
@@ -160,7 +162,7 @@ class WriteBack(torch.optim.Optimizer):
         """First stored values and the policies' state: all that can fail, and nothing else is changed."""
         starts = []
         for slot in planned:
-            raw = local(slot.p.detach())
+            raw = decoded(local(slot.p.detach()))
             raw = raw.float() if slot.storage != "container" and raw.dtype in NARROW else raw
             q, scales = self._projected(slot, raw)
             slot.state = slot.policy.start(raw, q, slot.name)
@@ -182,7 +184,7 @@ class WriteBack(torch.optim.Optimizer):
                 local(slot.p.detach()).copy_(q)
             if slot.storage != "container":
                 slot.shadow = stand_in(slot.p)
-            if slot.codes is not None:
+            if isinstance(slot.codes, Codes):
                 self._shells.add(slot.p, slot.codes)
         stand_ins = {slot.p: slot.shadow for slot in planned if slot.shadow is not None}
         if stand_ins and self._groups is None:
@@ -193,7 +195,7 @@ class WriteBack(torch.optim.Optimizer):
         self.slots += planned
         managed = {id(slot.p) for slot in planned}
         self._frozen = [p for p in self._frozen if id(p) not in managed]
-        packed = [slot.p for slot in planned if slot.codes is not None]
+        packed = [slot.p for slot in planned if slot.storage == "packed"]
         if packed:
             assert self._model is not None
             self._shells.attach(self._model, packed)
@@ -287,7 +289,24 @@ class WriteBack(torch.optim.Optimizer):
             raise
         if self._backward is not None:
             self._backward.done.clear()
+        if self.telemetry and not self._told_spoilt and self.steps % LOOK_EVERY == 1:
+            self._tell_spoilt()
         return found if searching else loss
+
+    def _tell_spoilt(self) -> None:
+        """Say once that weights stand still because their proposals are not finite: no loss will show it."""
+        at = kernels.WRITE_COUNTS.index("nonfinite")
+        recent = [s for s in self.slots if s.events is not None and s.events.step == self.steps]
+        spoilt = [s for s in recent if s.events is not None and bool(s.events.counts[:, at].any())]
+        if spoilt:
+            self._told_spoilt = True
+            logging.getLogger("halfulp").warning(
+                "halfulp: at step %s the update of %r%s is not finite (NaN or infinity) in places, and those "
+                "weights stay as they are. A NaN gradient spoils an optimizer's moments for good: go back to "
+                "a checkpoint. See opt.events.nonfinite; nonfinite='raise' refuses such steps beforehand.",
+                self.steps, spoilt[0].name,
+                f" and of {len(spoilt) - 1} other tensors" if len(spoilt) > 1 else "",
+            )  # fmt: skip
 
     def in_backward(self) -> InBackward:
         """Move every managed parameter as its gradient arrives, and free the gradient: from now on a backward
@@ -460,7 +479,7 @@ class WriteBack(torch.optim.Optimizer):
             name=slot.name, grid=slot.grid, stream=self._stream(slot, self.steps), q=q, z=z, state=slot.state,
             moved=slot.moved, sums=onepass.sampling(z.numel()) if decay > 0 and self.telemetry else 0,
             decay=rate * decay, group=group, moments=self.optimizer.state.get(slot.stepped, {}),
-            keep_scales=slot.codes is not None,
+            keep_scales=slot.storage == "packed",
         )  # fmt: skip
 
     def _close(self, slot: Slot, step: Step, written: kernels.Written) -> None:

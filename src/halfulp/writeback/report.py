@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from halfulp import pictures
 from halfulp.kernels import WRITE_COUNTS, Written
 from halfulp.text import shown
 from halfulp.writeback.sharding import is_sharded, reduce_sum
@@ -127,6 +128,19 @@ class Events:
             entry[0] += r.frozen
             entry[1] += r.numel
         return {g: f / max(n, 1) for g, (f, n) in totals.items()}
+
+    def _repr_html_(self) -> str:
+        """In a notebook: tensors by what the step left unchanged, most first."""
+        rows = sorted(self.rows, key=lambda r: (-r.frozen_fraction, r.name))
+        never = [
+            "" if r.never_moved is None else f"{r.never_moved / max(r.numel, 1):.1%} never moved"
+            for r in rows
+        ]
+        drawn = [(r.name, r.frozen_fraction, note) for r, note in zip(rows, never, strict=True)]
+        title = (
+            f"step {self.step}: {self.frozen:.1%} of weights unchanged, {self.never_moved:.1%} never moved"
+        )
+        return pictures.framed(title, pictures.bars(drawn))
 
     def __str__(self) -> str:
         names = [shown(r.name, 120) for r in self.rows]

@@ -10,6 +10,7 @@ import torch
 from halfulp import kernels
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
+from halfulp.writeback.native import NativeCodes, is_native
 from halfulp.writeback.policies import Policy, State
 from halfulp.writeback.report import TILE_BYTES, Bytes, TensorEvents
 from halfulp.writeback.sharding import local
@@ -35,7 +36,7 @@ class Slot:
         self.state: State = {}
         self.moved: torch.Tensor | None = None
         self.scratch: torch.Tensor | None = None
-        self.codes: Codes | None = None
+        self.codes: Codes | NativeCodes | None = NativeCodes(p, grid) if is_native(p) else None
         self.shadow: torch.nn.Parameter | None = None
         self.resting: dict[str, torch.Tensor] = {}
         """The training weights while the model holds others, those for evaluation."""
@@ -48,7 +49,9 @@ class Slot:
         state = {k: t.clone() for k, t in self.state.items()}
         moved = None if self.moved is None else self.moved.clone()
         values = local(self.p.detach()).clone() if self.codes is None else None
-        packed, scales = (None, None) if self.codes is None else (self.codes.packed, self.codes.scales)
+        packed, scales = (
+            (None, None) if self.codes is None else (self.codes.packed.clone(), self.codes.scales)
+        )
         events = self.events
 
         def put_back() -> None:
@@ -56,14 +59,14 @@ class Slot:
             if values is not None:
                 local(self.p.detach()).copy_(values)
             if self.codes is not None and packed is not None:
-                self.codes.packed, self.codes.scales = packed, scales
+                self._put_codes(packed, scales)
 
         return put_back
 
     def values(self) -> torch.Tensor:
         """What is stored here, in the type in which the optimizer is given it; fresh beside a container."""
         if self.codes is not None:
-            return self.codes.get(torch.float32)
+            return self.codes.get()
         p = local(self.p.detach())
         return p if self.storage == "container" else p.float()
 
@@ -79,18 +82,21 @@ class Slot:
         if self.codes is None:
             return {"resting": local(self.p.detach()).clone()}
         scales = self.codes.scales
-        return {"resting": self.codes.packed} | ({} if scales is None else {"resting_steps": scales})
+        return {"resting": self.codes.packed.clone()} | ({} if scales is None else {"resting_steps": scales})
 
     def wake(self) -> None:
         """Put the training weights back."""
         if self.codes is None:
             local(self.p.detach()).copy_(self.resting["resting"])
         else:
-            self.codes.packed, self.codes.scales = (
-                self.resting["resting"],
-                self.resting.get("resting_steps"),
-            )
+            self._put_codes(self.resting["resting"], self.resting.get("resting_steps"))
         self.resting = {}
+
+    def _put_codes(self, packed: torch.Tensor, scales: torch.Tensor | None) -> None:
+        assert self.codes is not None
+        self.codes.packed = packed
+        if isinstance(self.codes, Codes):
+            self.codes.scales = scales
 
     @property
     def aside(self) -> torch.dtype:
@@ -109,7 +115,7 @@ class Slot:
         kept = {**self.state, **self.resting}
         if self.moved is not None:
             kept["moved"] = self.moved
-        if self.codes is not None:
+        if isinstance(self.codes, Codes):  # native ones are in the model
             kept["codes"] = self.codes.packed
             if self.codes.scales is not None:
                 kept["steps"] = self.codes.scales
@@ -150,7 +156,7 @@ def measure(slots: Sequence[Slot], one_by_one: bool, at_once: Sequence[Slot] = (
     weights = sum(
         local(s.p).numel() * s.p.element_size()
         if s.codes is None
-        else s.codes.payload_bytes + s.p.element_size()  # and the shell's one number
+        else s.codes.payload_bytes + (s.p.element_size() if s.storage == "packed" else 0)  # a shell's number
         for s in slots
     )
     kept = sum(

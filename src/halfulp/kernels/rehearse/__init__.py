@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ from halfulp.kernels.rehearse.reference import CARRY, COUNTS, MASTER, NOTHING, P
 from halfulp.streams import Stream
 
 __all__ = [
-    "CARRY", "COUNTS", "DEADZONE", "MASTER", "NEAREST", "NOTHING", "PENDING", "STOCHASTIC", "Held", "Rule",
-    "Tensor", "begin", "fused", "move", "move_many", "table_of", "values",
+    "CARRY", "COUNTS", "DEADZONE", "MASTER", "NEAREST", "NOTHING", "PENDING", "STOCHASTIC", "Asked", "Held",
+    "Rule", "Tensor", "begin", "fused", "move", "move_many", "table_of", "values",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -78,8 +78,6 @@ class Tensor:
 
     pulls: Sequence[float]
     stream: Stream
-    back: tuple[float, float] = (0.0, 0.0)
-    """The factors b and c of what is pending."""
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
@@ -150,50 +148,69 @@ def table_of(sizes: Sequence[int], wanted: Sequence[bool] | None = None) -> Arra
     return np.concatenate(rows) if rows else np.empty((0, 3), dtype=np.int64)
 
 
+class Asked:
+    """What a step asks of tensors that lie side by side (:func:`table_of`), for all rehearsals of them; None
+    for one that has no part in the step."""
+
+    def __init__(self, tensors: Sequence[Tensor | None], table: Array, dtype: torch.dtype) -> None:
+        self.tensors = tensors
+        rows = max((len(a.pulls) for a in tensors if a is not None), default=0)
+        self.work = str(working(dtype)).removeprefix("torch.")
+        self.pulls = np.zeros((len(tensors), rows), dtype=self.work)
+        self.offsets = np.zeros(len(tensors), dtype=np.int64)
+        absent = np.zeros(len(tensors), dtype=bool)
+        for i, a in enumerate(tensors):
+            if a is None:
+                absent[i] = True
+            else:
+                self.pulls[i], self.offsets[i] = a.pulls, a.stream.offset
+        self.table = table
+        if absent.any():
+            self.table = table.copy()
+            self.table[absent[table[:, 0]], 0] = -1
+
+    @cached_property
+    def keys(self) -> Array:
+        """Of the streams, a row a tensor."""
+        made = [(0, 0) if a is None else a.stream.key for a in self.tensors]
+        return np.array(made, dtype=np.uint32).reshape(-1, 2)
+
+
 def move_many(
     rule: Rule,
     held: Held,
     w: torch.Tensor,
     after: torch.Tensor,
-    asked: Sequence[Tensor | None],
-    table: Array,
+    asked: Asked,
+    back: Sequence[tuple[float, float]] | None = None,
     chosen: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Replay a step on tensors that lie side by side (:func:`table_of`); None for one that has no part in it.
+) -> Array:
+    """Replay a step on tensors that lie side by side, for rules that are :func:`fused`.
 
-    For rules that are :func:`fused`. Returns what happened: (tiles, rows, COUNTS), int32.
+    ``back``: of every tensor, the factors of what is pending. Returns what happened: (tiles, rows, COUNTS),
+    int32.
     """
     from halfulp.kernels.rehearse import cpu
 
-    work = "float64" if w.dtype == torch.float64 else "float32"
+    work, many = asked.work, len(asked.tensors)
     plan = plan_for(rule.grid, getattr(torch, work))
-    rows = len(held.held)
-    pulls, back = np.zeros((len(asked), rows), dtype=work), np.zeros((len(asked), 2), dtype=work)
-    keys, offsets = np.zeros((len(asked), 2), dtype=np.uint32), np.zeros(len(asked), dtype=np.int64)
-    absent = np.array([a is None for a in asked])
-    for i, a in enumerate(asked):
-        if a is not None:
-            pulls[i], back[i], offsets[i] = a.pulls, a.back, a.stream.offset
-            if rule.mode != NEAREST:
-                keys[i] = a.stream.key
-    if absent.any():
-        table = table.copy()
-        table[absent[table[:, 0]], 0] = -1
+    keys = np.zeros((many, 2), dtype=np.uint32) if rule.mode == NEAREST else asked.keys
+    factors = np.zeros((many, 2), dtype=work) if back is None else np.array(back, dtype=work).reshape(-1, 2)
     codes = held.held.numpy()
     beside = np.empty((0, 0), dtype=work) if held.kept is None else _flat_rows(held.kept)
     which = np.empty(0, dtype=np.uint8) if chosen is None else chosen.reshape(-1).view(torch.uint8).numpy()
     top, lookup = np.int32(1 << (rule.grid.bits - 1)), np.empty(0, dtype=work)
     if rule.coded:
         lookup = _lookup(rule.grid, work)
-    counts = np.zeros((len(table), rows, len(COUNTS)), dtype=np.int32)
-    kernel = cpu.move_tiles(rule.mode, rule.keeps, work == "float32")
+    counts = np.zeros((len(asked.table), len(codes), len(COUNTS)), dtype=np.int32)
+    kernel = cpu.move_tiles(rule.mode, rule.keeps, work == "float32" and rule.grid.lowest is None)
     run(
-        kernel, len(table), flat_of(w), flat_of(after), table, keys, offsets, pulls, back,
-        plan.floats, plan.ints, _params.masks(work), lookup, top,
+        kernel, len(asked.table), flat_of(w), flat_of(after), asked.table, keys, asked.offsets, asked.pulls,
+        factors, plan.floats, plan.ints, _params.masks(work), lookup, top,
         codes.view(np.uint16) if codes.dtype == np.int16 else codes, beside, which, held.moved.numpy(),
         counts,
     )  # fmt: skip
-    return torch.from_numpy(counts)
+    return counts
 
 
 @lru_cache(maxsize=64)
@@ -219,21 +236,23 @@ def move(
     w: torch.Tensor,
     after: torch.Tensor,
     asked: Tensor,
+    back: tuple[float, float] = (0.0, 0.0),
     chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Replay a step of one tensor, w to after, on every row of what is held.
 
-    Returns what happened: (tiles, rows, COUNTS), int32.
+    ``back``: the factors b and c of what is pending. Returns what happened: (tiles, rows, COUNTS), int32.
     """
     if fused(rule, w):
-        return move_many(rule, held, w, after, [asked], table_of([w.numel()]), chosen)
+        alone = Asked([asked], table_of([w.numel()]), w.dtype)
+        return torch.from_numpy(move_many(rule, held, w, after, alone, [back], chosen))
     found = []
     for i, k in enumerate(asked.pulls):
         row = {name: t[i] for name, t in held.tensors().items()}
         if on_gpu(w) and _simple(rule, w) and row.get("kept", row["held"]).dtype != torch.bfloat16:
-            found.append(_move_on_gpu(rule, row, w, after, k, asked, chosen))
+            found.append(_move_on_gpu(rule, row, w, after, (k, *back), asked.stream, chosen))
         else:
-            found.append(_move(rule, Held(**row), w, after, k, asked, chosen))
+            found.append(_move(rule, Held(**row), w, after, (k, *back), asked.stream, chosen))
     return torch.stack(found, dim=1)
 
 
@@ -242,16 +261,16 @@ def _move_on_gpu(
     row: dict[str, torch.Tensor],
     w: torch.Tensor,
     after: torch.Tensor,
-    k: float,
-    asked: Tensor,
+    told: tuple[float, float, float],
+    stream: Stream,
     chosen: torch.Tensor | None,
 ) -> torch.Tensor:
     from halfulp.kernels.rehearse import gpu
 
     work = working(w.dtype)
-    told = torch.tensor([k, *asked.back], dtype=work, device=w.device)
-    lookup = _lookup_on(rule.grid, str(work).removeprefix("torch."), w.device) if rule.coded else told
-    return gpu.move(rule, row, w, after, told, lookup, asked.stream, chosen)
+    sent = torch.tensor(told, dtype=work, device=w.device)
+    lookup = _lookup_on(rule.grid, str(work).removeprefix("torch."), w.device) if rule.coded else sent
+    return gpu.move(rule, row, w, after, sent, lookup, stream, chosen)
 
 
 def _move(
@@ -259,11 +278,15 @@ def _move(
     h: Held,
     w: torch.Tensor,
     after: torch.Tensor,
-    k: float,
-    asked: Tensor,
+    told: tuple[float, float, float],
+    stream: Stream,
     chosen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One row of one tensor, from the library's own rounding and write-back kernels: for any grid."""
+    """One row of one tensor, from the library's own rounding and write-back kernels: for any grid.
+
+    ``told``: the pull, and the factors of what is pending.
+    """
+    k, b, c = told
     work, grid, shape = working(w.dtype), rule.grid, w.shape
     s = (values(rule, h.held, work) if rule.coded else h.held).reshape(shape)
     w = w.to(work)
@@ -282,11 +305,10 @@ def _move(
     rest = None if h.kept is None else torch.zeros_like(z)
     moved = h.moved.clone()  # a row of a larger tensor may begin anywhere
     written = kernels.write_back(
-        s, z, grid, NAMES[rule.mode], asked.stream, moved=moved, carry=rest, carry_in=False
+        s, z, grid, NAMES[rule.mode], stream, moved=moved, carry=rest, carry_in=False
     )
     h.moved.copy_(moved)
     if beside is not None and rest is not None and h.kept is not None:
-        b, c = asked.back
         new = rest if rule.keeps == CARRY else b * beside + c * rest
         h.kept.copy_(torch.where(ok, new, beside).reshape(-1))
     h.held.copy_((_coded(written.out, grid) if rule.coded else written.out).reshape(-1))

@@ -374,9 +374,10 @@
       const forecast = shares(found.forecast), measured = shares(found.measured);
       const off = (d) => forecast.map((y) => (y == null ? null : Math.min(1, Math.max(0, y + d))));
       const lines = [
-        { name: "forecast", x, y: forecast, low: off(-found.band), high: off(found.band), index: 0, dash: [6, 3] },
+        { name: found.rehearsed ? "projected" : "forecast", x, y: forecast, low: off(-found.band), high: off(found.band), index: 0, dash: [6, 3] },
         { name: "measured", x, y: measured, index: 1, dash: [] },
       ];
+      if (found.rehearsed) lines.splice(1, 0, { name: "rehearsed", x, y: shares(found.rehearsed), index: 2, dash: [2, 3] });
       plots.push(chart(target, lines, { share: true, log: $("log") && $("log").checked, label: "Forecast and measured share of updates lost" }));
     });
   }

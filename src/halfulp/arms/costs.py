@@ -1,0 +1,178 @@
+"""What arms cost: seconds, bytes that persist, bytes at the peak, each arm in a process of its own.
+
+A cell of a systems study is one *repetition*: all arms, one after the other, each in a fresh process, in an
+order that is rotated from repetition to repetition, so that no arm always follows the same one or is always
+first on a cold machine. A process builds the arm, takes some updates that are not timed (caches, compiled
+kernels), and then times a window of updates. Nothing is evaluated, and nothing audited unless the arm sums
+scores.
+
+What is measured is in the record's ``measured``, a row a process, in the order in which they ran:
+
+``wall_seconds``
+    from before the model is built to the end of the window: the accounted wall.
+``window_seconds``, ``updates``
+    of the timed window.
+``persistent_bytes``
+    of every tensor that outlives an update: weights, moments, and what the policy keeps; exact.
+``policy_bytes``
+    of the latter alone: packed masters and the indices of their tiles, or all masters.
+``peak_bytes``
+    on a GPU the most that was allocated; on a CPU how far the resident set rose above what it was before the
+    model was built, which is coarse.
+
+Seconds are an outcome like any other: estimands are recomputed from the records, but no run gives the same
+again, so such a stage says that it holds clocks and is never replayed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfulp.arms.arm import Arm
+from halfulp.arms.corpus import files_of, open_corpus
+from halfulp.arms.masks import PACKED, unpacked
+from halfulp.arms.run import audited
+from halfulp.errors import HalfulpError
+from halfulp.models.decoder import Decoder
+from halfulp.models.training import Training, adamw
+from halfulp.study.protocol import Cell, Running
+from halfulp.trace import Memory
+from halfulp.writeback import WriteBack
+from halfulp.writeback.policies import parsed
+
+Json = Any
+MODULE = "halfulp.arms.costs"
+
+
+def repetitions(arms: Mapping[str, Arm], count: int, *, updates: int, warm: int) -> Iterator[Cell]:
+    """Cells of a systems stage: every repetition begins with another arm."""
+    names = list(arms)
+    for i in range(count):
+        order = names[i % len(names) :] + names[: i % len(names)]
+        yield Cell(
+            name=f"repetition-{i + 1}",
+            config={
+                "order": order, "updates": updates, "warm": warm,
+                "arms": {name: arm.to_json() for name, arm in arms.items()},
+            },
+        )  # fmt: skip
+
+
+def repetition(running: Running) -> dict[str, Json]:
+    """Every arm in a process of its own; what each measured, in order."""
+    config, rows = running.config, []
+    for done, name in enumerate(config["order"]):
+        arm = Arm.from_json(config["arms"][name])
+        asked: dict[str, Json] = {
+            "arm": config["arms"][name], "updates": config["updates"], "warm": config["warm"],
+            "data": {file: str(running.data(file)) for file in files_of(arm.corpus)},
+        }  # fmt: skip
+        if arm.mask is not None:
+            packed = running.read_bytes(arm.mask["stage"], arm.mask["cell"], PACKED)
+            asked["masks"] = base64.b64encode(packed).decode()
+        rows.append({"arm": name, **_process(asked)})
+        running.progress(done + 1, len(config["order"]))
+    return {"measured": rows}
+
+
+def _process(asked: Mapping[str, Json]) -> dict[str, Json]:
+    """Ask a fresh process; what it measured."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", MODULE], input=json.dumps(asked), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise HalfulpError(f"a process that was to be timed failed: {done.stderr[-2000:]}")
+    measured: dict[str, Json] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+# ---- in the process ---------------------------------------------------------------------------------------
+
+
+class _Given:
+    """Of a running cell, what opening a text needs."""
+
+    def __init__(self, data: Mapping[str, str]) -> None:
+        self.files = data
+
+    def data(self, name: str) -> Path:
+        return Path(self.files[name])
+
+
+def measure(asked: Mapping[str, Json]) -> dict[str, Json]:
+    """Build an arm, warm it up, and time a window of its updates."""
+    arm = Arm.from_json(asked["arm"])
+    tokens, _ = open_corpus(_Given(asked["data"]), arm.corpus, arm.model.vocabulary)  # type: ignore[arg-type]
+    before, began = _resident(), time.perf_counter()
+    device = torch.device("cuda" if arm.device == "auto" and torch.cuda.is_available() else "cpu")
+    model = Decoder(arm.model, seed=arm.seed, device=device)
+    optimizer: torch.optim.Optimizer = adamw(model, arm.recipe)
+    if arm.grid is not None:
+        kind, options = parsed(arm.policy or "")
+        masks = unpacked(base64.b64decode(asked["masks"]), "masks") if arm.mask else {}
+        policy = masks[arm.mask["name"]].policy(**options) if arm.mask else kind(**options)
+        optimizer = WriteBack(optimizer, arm.grid, policy, model=model, seed=arm.stream_seed, telemetry=False)
+    training = Training(model, optimizer, tokens, arm.recipe)
+    with audited(arm, training, Memory(), []) if arm.scores is not None else contextlib.nullcontext():
+        for _ in range(asked["warm"]):
+            training.step()
+        _settle(device)
+        started = time.perf_counter()
+        for _ in range(asked["updates"]):
+            training.step()
+        _settle(device)
+        ended = time.perf_counter()
+    return {
+        "wall_seconds": ended - began,
+        "window_seconds": ended - started,
+        "updates": asked["updates"],
+        "peak_bytes": _peak(device, before),
+        **storage(model, optimizer),
+    }
+
+
+def storage(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of the tensors that outlive an update, each storage once, and of those that a policy keeps."""
+    slots = optimizer.slots if isinstance(optimizer, WriteBack) else ()
+    policy = [t for slot in slots for t in slot.state.values()]
+    inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
+    states = [t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    return {
+        "persistent_bytes": _bytes([*model.parameters(), *states, *policy]),
+        "policy_bytes": _bytes(policy),
+    }
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _resident() -> int:
+    """The most memory that this process has had, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _peak(device: torch.device, before: int) -> int:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _resident() - before
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.load(sys.stdin))))

@@ -1,0 +1,51 @@
+"""Coordinates that no update of a window would have moved: what the first allocator ranks tensors by.
+
+A coordinate is *silent* while every proposal so far was below the symmetric half-gap of its weight
+(:func:`halfulp.events.symmetric_frozen`), the approximation that the paper's whole-tensor study used; it
+predates the exact event. One flag a coordinate is kept, so it is not among the scores, which are sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from halfulp.events import symmetric_frozen
+
+_KEPT = "silent."
+
+
+class Silent:
+    """Follows the matrices of a model over the first updates of a run."""
+
+    def __init__(self, model: torch.nn.Module, grid: str, last: int) -> None:
+        self.grid, self.last = grid, last
+        self.watched = {n: p for n, p in model.named_parameters() if p.dim() >= 2}
+        self.flags = {n: torch.ones(p.shape, dtype=torch.bool) for n, p in self.watched.items()}
+        self.before: dict[str, torch.Tensor] = {}
+
+    def begin(self, update: int) -> None:
+        """Before an update: what the weights are, if it is in the window."""
+        inside = update <= self.last
+        self.before = {n: p.detach().clone() for n, p in self.watched.items()} if inside else {}
+
+    def end(self) -> None:
+        """After it: who was asked to move far enough."""
+        for name, w in self.before.items():
+            d = self.watched[name].detach() - w
+            self.flags[name] &= symmetric_frozen(w, d, self.grid).cpu()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By tensor, the share of coordinates that were never asked to."""
+        return {n: int(flags.sum()) / flags.numel() for n, flags in self.flags.items()}
+
+    def save(self) -> dict[str, torch.Tensor]:
+        """The flags, as a run keeps them."""
+        return {_KEPT + n: flags for n, flags in self.flags.items()}
+
+    def load(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Take them up again; what else was kept."""
+        self.flags = {n: kept[_KEPT + n] for n in self.flags}
+        return {k: t for k, t in kept.items() if not k.startswith(_KEPT)}

@@ -1,0 +1,78 @@
+"""Which coordinates were ever moved, on a device: what the CPU's kernel keeps in the same pass.
+
+On a GPU the counts of a step come from Triton, which does not follow coordinates over steps. Here they are
+followed with rounding, that is Triton's as well, and torch operations for the bits:
+
+    q = Q(w),   r = Q(q + d),   moved |= r != q
+
+bit by bit what :func:`halfulp.kernels.reference.audit` does with ``moved``; a coordinate that is not finite
+counts as asked for nothing. It takes some passes over the tensor a grid, and a bit a weight and grid to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from halfulp import kernels
+from halfulp.grids import Grid
+from halfulp.kernels import AUDIT_COUNTS, TILE, Audited, tiles_of
+from halfulp.kernels.plan import on_gpu
+
+NEVER = AUDIT_COUNTS.index("never_moved")
+
+
+def audit(
+    before: torch.Tensor,
+    after: torch.Tensor,
+    grids: Sequence[Grid],
+    *,
+    moved: torch.Tensor | None,
+    stay: torch.Tensor | None,
+) -> Audited:
+    """What each grid would do to one step, coordinates followed wherever the tensors are."""
+    if moved is None or not on_gpu(before):
+        return kernels.audit(before, after, grids, after=True, moved=moved, stay=stay)
+    found = kernels.audit(before, after, grids, after=True)
+    found.counts[:, :, NEVER] = follow(before, after, grids, moved)
+    return found
+
+
+def follow(
+    before: torch.Tensor, after: torch.Tensor, grids: Sequence[Grid], moved: torch.Tensor
+) -> torch.Tensor:
+    """Mark what a step moves in ``moved`` (grids x bytes); how many never moved, (tiles, grids)."""
+    work = torch.float64 if before.dtype == torch.float64 else torch.float32
+    d = after.to(work) - before.to(work)
+    ok = torch.isfinite(before) & torch.isfinite(d)
+    w, d = torch.where(ok, before, 0), torch.where(ok, d, 0)
+    never = torch.zeros((tiles_of(w.numel()), len(grids)), dtype=torch.int32, device=w.device)
+    for k, grid in enumerate(grids):
+        q = kernels.round(w, grid)
+        z = (q.to(work) + d).to(w.dtype)
+        old = grid.scaling is not None and grid.scaling.from_old
+        r = kernels.round(z, grid, scale=kernels.scales(q, grid) if old else None)
+        moved[k] |= packed((r != q).reshape(-1))
+        never[:, k] = _tile_counts(~unpacked(moved[k], w.numel()))
+    return never
+
+
+def packed(flags: torch.Tensor) -> torch.Tensor:
+    """A bit a flag, the lowest of a byte first."""
+    rows = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.numel() % 8)).view(-1, 8)
+    return (rows << _places(flags.device)).sum(dim=1, dtype=torch.uint8)
+
+
+def unpacked(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """The flags again."""
+    return ((bits[:, None] >> _places(bits.device)) & 1).to(torch.bool).reshape(-1)[:count]
+
+
+def _places(device: torch.device) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def _tile_counts(flags: torch.Tensor) -> torch.Tensor:
+    padded = torch.nn.functional.pad(flags, (0, -flags.numel() % TILE))
+    return padded.view(-1, TILE).sum(dim=1, dtype=torch.int32)

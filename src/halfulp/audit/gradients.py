@@ -1,0 +1,104 @@
+"""Gradients that accumulate over micro-batches: a sum in ``.grad`` that loses small contributions.
+
+``backward`` adds a micro-batch's gradient g to the buffer G in the parameter's own dtype, so in bfloat16 a
+contribution of less than half a gap of G is lost, element by element. A hook on the parameter sees both, g on
+its way and G as it still is: the event is counted there, exactly, and nothing is set aside. A second hook
+says that g was really added: ``torch.autograd.grad`` comes by the first one, too.
+
+The role is ``grad``. One of its steps is one accumulation, a ``backward`` that finds a buffer which is not
+zero; the first micro-batch after ``zero_grad`` loses nothing and is none. What is zero in g was not asked to
+be added, and counts as such: rows of an embedding that the micro-batch did not use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from halfulp import kernels
+from halfulp.audit.rows import Row, numbers, numbers_on_device
+from halfulp.audit.watched import Watched
+
+if TYPE_CHECKING:
+    from halfulp.audit.roles import Companion, Roles
+
+ROLE = "grad"
+
+
+class Accumulation:
+    """The audit of gradient buffers, beside that of the weights."""
+
+    def __init__(self, roles: Roles) -> None:
+        self.roles = roles
+        self.audit: Companion | None = None
+        self._handles: dict[torch.Tensor, tuple[Any, Any]] = {}
+        self._coming: dict[torch.Tensor, np.ndarray[Any, Any]] = {}
+        """What was found of contributions that are not added yet, by tensor."""
+        self._pending: dict[int, np.ndarray[Any, Any]] = {}
+        """What this accumulation found so far, by tensor."""
+        self._lock = threading.Lock()  # backward has threads of its own for other devices
+
+    def watch(self, watched: Iterable[Watched]) -> None:
+        """Look at the gradients of tensors from now on."""
+        for w in watched:
+            plain = not w.sharded and w.codes is None and w.tensor.requires_grad and w.tensor.is_leaf
+            if plain and w.tensor not in self._handles:
+                tensor: Any = w.tensor  # torch does not type what registers hooks
+                added = tensor.register_post_accumulate_grad_hook(self._added)
+                self._handles[w.tensor] = (tensor.register_hook(self._hook(w)), added)
+
+    def stop(self) -> None:
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles = {}
+        self.flush()
+
+    def flush(self) -> None:
+        """The accumulation is over: its tensors are a row of the role's trace."""
+        if self.audit is None or not self._pending:
+            return
+        ids = list(self._pending)
+        self.audit.step += 1
+        totals = np.stack([self._pending[i] for i in ids])
+        row = Row(step=self.audit.step, ids=ids, rates=[float("nan")] * len(ids), numbers=totals)
+        self.audit._rows.append(row)
+        self._pending = {}
+        self.audit._commit_if_due()
+
+    def _hook(self, w: Watched) -> Callable[[torch.Tensor], None]:
+        def contributed(g: torch.Tensor) -> None:
+            buffer = w.tensor.grad
+            self._coming.pop(w.tensor, None)  # which was not added after all
+            if buffer is None or not self.roles.due():
+                return
+            kinds = buffer.layout == g.layout == torch.strided and buffer.dtype == g.dtype == w.tensor.dtype
+            if kinds and buffer.shape == g.shape and bool(buffer.any()):
+                with self._lock, torch.no_grad():
+                    self._count(w, buffer, g.detach())
+
+        contributed.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving is silent about it
+        return contributed
+
+    def _count(self, w: Watched, buffer: torch.Tensor, g: torch.Tensor) -> None:
+        if self.audit is None:
+            self.audit = self.roles.companion(ROLE, {w.name: w.tensor}, never_moved=False, known=True)
+            self.audit._batching = False
+        mine = self.audit.take(w.name, w.tensor)
+        found = kernels.audit(buffer, g, mine.grids, phase=False)
+        on_cpu = found.counts.device.type == "cpu"
+        self._coming[w.tensor] = numbers(found)[0] if on_cpu else numbers_on_device(found).cpu().numpy()
+
+    def _added(self, p: torch.Tensor) -> None:
+        """A contribution is in its buffer."""
+        mine = None if self.audit is None else self.audit.watched.get(p)
+        with self._lock:
+            row = None if mine is None else self._coming.pop(p, None)
+            if mine is not None and row is not None:
+                if mine.id in self._pending:
+                    self.flush()
+                self._pending[mine.id] = row

@@ -1,0 +1,54 @@
+"""Studies are short declarations over one engine: lengths, tables, and nothing said twice."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import halfulp
+from halfulp.studies.declared import table_of
+from halfulp.study.loading import REGISTRY
+
+ROOT = Path(halfulp.__file__).parent
+RUN = 6
+"""Lines of code that two places may not share."""
+
+
+def code(path: Path) -> list[str]:
+    """The lines of a module but for its docstring, blank lines and comments."""
+    text = path.read_text(encoding="utf-8")
+    doc = ast.parse(text).body[0]
+    assert isinstance(doc, ast.Expr)
+    lines = text.splitlines()[doc.end_lineno or 0 :]
+    return [line for line in lines if line.strip() and not line.strip().startswith("#")]
+
+
+@pytest.mark.parametrize("name", ["char_gpt", "matched_10k", "prospective_modern"])
+def test_a_decoder_study_is_a_page(name: str) -> None:
+    assert len(code(ROOT / "studies" / f"{name}.py")) <= 120
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_what_is_declared_is_data(name: str) -> None:
+    """Question, gates and rules stand in the table beside the module, and the module makes none."""
+    module = ROOT.joinpath(*REGISTRY[name].split(".")[1:]).with_suffix(".py")
+    assert {"question", "units", "not_claimed", "gates", "rules"} <= set(table_of(str(module)))
+    assert not re.search(r"\b(Gate|Rule|Study)\(|\bGate\.of\(", "\n".join(code(module)))
+
+
+def test_no_code_stands_twice() -> None:
+    """Six lines in a row that are the same to the letter, in studies and arms; imports do not count."""
+    seen: dict[tuple[str, ...], str] = {}
+    twice = []
+    for path in sorted([*(ROOT / "studies").glob("*.py"), *(ROOT / "arms").glob("*.py")]):
+        lines = [line.strip() for line in code(path)]
+        telling = [x for x in lines if re.search(r"\w{2}", x) and not re.match(r"(from|import) ", x)]
+        for i in range(len(telling) - RUN + 1):
+            window = tuple(telling[i : i + RUN])
+            where = seen.setdefault(window, f"{path.name}:{i}")
+            if where != f"{path.name}:{i}":
+                twice.append((path.name, where, window[0]))
+    assert not twice
