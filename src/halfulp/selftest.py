@@ -120,11 +120,11 @@ def _write_backs(device: torch.device) -> Iterator[Line]:
         for mode, said in MODES.items():
             moved = np.zeros((q.size + 7) // 8, dtype=np.uint8)
             marks = torch.from_numpy(moved.copy()).to(device)
-            tensors = (torch.from_numpy(v.copy()).to(device) for v in (q, z))
-            made = kernels.write_back(*tensors, g, said, STREAM, moved=marks, sums=True)
+            stored, proposed = (torch.from_numpy(v.copy()).to(device) for v in (q, z))
+            made = kernels.write_back(stored, proposed, g, said, STREAM, moved=marks, sums=True)
             expected, found = reference.write_back(q, z, g, mode, STREAM, moved)
             pairs = (
-                (made.values, expected),
+                (made.out, expected),
                 (made.counts, found["counts"]),
                 (made.sums, found["sums"]),
                 (marks, moved),
@@ -134,9 +134,10 @@ def _write_backs(device: torch.device) -> Iterator[Line]:
 
 def _audits(device: torch.device) -> Iterator[Line]:
     w, d = _values(3), _values(4, 30)
+    weights, proposals = (torch.from_numpy(x).to(device) for x in (w, d))
     for name in GRIDS:
         g = hu.grid(name).within(torch.float32)
-        made = kernels.audit(*(torch.from_numpy(x).to(device) for x in (w, d)), [g])
+        made = kernels.audit(weights, proposals, [g])
         found = reference.audit(w, d, [g])
         pairs = (
             (made.counts, found["counts"]),
@@ -243,7 +244,7 @@ def _speed(device: str, matrices: int) -> Iterator[str]:
     """Medians of interleaved rounds."""
     if not matrices:
         return
-    ready = []
+    ready: list[tuple[str, Any, list[float]]] = []
     for name, make in _contestants(device).items():
         dtype = torch.float32 if name.startswith("float32") else torch.bfloat16
         made = torch.Generator().manual_seed(0)
@@ -254,7 +255,6 @@ def _speed(device: str, matrices: int) -> Iterator[str]:
         for p in params:
             p.grad = torch.full_like(p, 1e-3)
         ready.append((name, make(params), []))
-    taken: list[float]
     for turn in range(18):
         for _, optimizer, taken in ready:
             _wait(device)

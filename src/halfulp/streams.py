@@ -69,7 +69,8 @@ def key_of(seed: int, name: str, step: int, bits: int = 32) -> tuple[int, int]:
     """The 64-bit Threefry key of a stream, as two words."""
     kind = 1 if bits == 32 else 2
     text = b"halfulp.stream.%d\0%d\0%d\0" % (kind, seed, step) + name.encode("utf-8", "surrogatepass")
-    return KEY.unpack_from(hashlib.sha256(text).digest())  # type: ignore[return-value]  # two
+    k0, k1 = KEY.unpack_from(hashlib.sha256(text).digest())
+    return k0, k1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,8 +177,8 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
         calls[like][2].append(job)
     for case, together, jobs in calls.values():
         for slot, job, found in zip(together, jobs, onepass.steps(case, jobs), strict=True):
-            group = wb.param_groups[slot.place[0]]
-            decay = float(group["lr"]) * float(group["weight_decay"]) if case.rule == onepass.ADAMW else 0.0
+            g = wb.param_groups[slot.place[0]]
+            decay = float(g["lr"]) * float(g["weight_decay"]) if case.rule == onepass.ADAMW else 0.0
             slot.events = TensorEvents.of(
                 slot.name, step, slot.p, Written(job.stored, *found), decay, slot.moved is not None
             )
