@@ -29,7 +29,7 @@ ORDER = (
     ("arms",),
     ("studies",),
     ("report",),
-    ("demo",),
+    ("demo", "selftest"),
     ("cli",),
     ("__main__",),
 )

@@ -25,7 +25,7 @@ from halfulp.masks import (
     tile_sizes,
     whole_tensors,
 )
-from halfulp.writeback.policies import put_tiles, take_tiles
+from halfulp.writeback.tiles import put_tiles, take_tiles
 
 
 @pytest.fixture(scope="module")

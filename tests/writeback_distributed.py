@@ -90,6 +90,8 @@ def line(r: Any) -> str:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
+    if isinstance(x, DTensor) and x.dtype == torch.int16:  # which gloo does not send
+        return whole(x.to(torch.int32)).to(torch.int16)
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -191,7 +193,6 @@ def refusals(folder: Path) -> dict[str, str]:
     tries: dict[str, Callable[[], Any]] = {
         "step": lambda: hu.WriteBack(adamw(model), "int8", "sr", model=model),
         "packed": lambda: hu.WriteBack(adamw(model), "e4m3", "sr", model=model, storage="packed"),
-        "tiles": lambda: hu.WriteBack(adamw(model), "e4m3", hu.TileMaster({}), model=model),
         "columns": columns,
         "file": lambda: hu.writeback.save(
             hu.WriteBack(adamw(model), "e4m3", "sr", model=model), folder / "state.safetensors"

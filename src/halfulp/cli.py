@@ -364,6 +364,17 @@ def demo(
 
 
 @app.command()
+def selftest(
+    device: str = typer.Option("cpu", help="cpu or cuda."),
+    matrices: int = typer.Option(10, min=0, help="Millions of weights to time a step of; 0: no benchmark."),
+) -> None:
+    """Compare every kernel with the reference on this machine, time a step, and print one page to post."""
+    from halfulp import selftest as test
+
+    raise typer.Exit(0 if test.run(device, matrices, typer.echo) else 1)
+
+
+@app.command()
 def data(
     name: str = typer.Argument("", help="A data set: find it, download it if needed; none lists them all."),
 ) -> None:

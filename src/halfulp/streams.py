@@ -27,6 +27,7 @@ and a sharded tensor draws something else than the whole.
 from __future__ import annotations
 
 import hashlib
+import struct
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +42,7 @@ ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 PARITY = 0x1BD11BDA
 MAX_ELEMENTS = 2**58  # the six bits of the counter above that belong to the level
 MAX_LEVELS = 64
+KEY = struct.Struct("<II")
 
 
 def threefry2x32(key: tuple[int, int], counter: tuple[Any, Any], rounds: int = 20) -> tuple[Words, Words]:
@@ -61,6 +63,14 @@ def threefry2x32(key: tuple[int, int], counter: tuple[Any, Any], rounds: int = 2
             x0 = x0 + ks[s % 3]
             x1 = x1 + ks[(s + 1) % 3] + np.uint32(s)
     return x0, x1
+
+
+def key_of(seed: int, name: str, step: int, bits: int = 32) -> tuple[int, int]:
+    """The 64-bit Threefry key of a stream, as two words."""
+    kind = 1 if bits == 32 else 2
+    text = b"halfulp.stream.%d\0%d\0%d\0" % (kind, seed, step) + name.encode("utf-8", "surrogatepass")
+    k0, k1 = KEY.unpack_from(hashlib.sha256(text).digest())
+    return k0, k1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +105,7 @@ class Stream:
     @property
     def key(self) -> tuple[int, int]:
         """The 64-bit Threefry key, as two words."""
-        name = self.name.encode("utf-8", "surrogatepass")
-        kind = 1 if self.bits == 32 else 2
-        text = b"halfulp.stream.%d\0%d\0%d\0" % (kind, self.seed, self.step) + name
-        digest = hashlib.sha256(text).digest()
-        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+        return key_of(self.seed, self.name, self.step, self.bits)
 
     def at(self, offset: int) -> Stream:
         """The same stream for elements that begin ``offset`` further on."""

@@ -195,7 +195,10 @@ def stochastic(x: Any, out: Any, words: Any, f: Any, k: Any, exponent: Any, sign
 
 
 @kernel
-def settle(x: Any, out: Any, f: Any, k: Any, exponent: Any, sign: Any, k0: Any, k1: Any, first: Any) -> None:
+def settle(
+    x: Any, out: Any, f: Any, k: Any, exponent: Any, sign: Any, k0: Any, k1: Any, first: Any,
+    short: Any = False,
+) -> None:  # fmt: skip
     """Stochastic rounding to the last digit, for the one tile in millions that needs more than 31."""
     for i in range(x.size):
         v = x[i]
@@ -209,12 +212,12 @@ def settle(x: Any, out: Any, f: Any, k: Any, exponent: Any, sign: Any, k0: Any, 
             e = max(bits_of(a) & exponent, k[EMIN])
             s = a * float_like(v, k[INVERSE] - e)
             n = np.floor(s)
-            up = exact_up(np.float64(s - n), k0, k1, first + i)
+            up = exact_up(np.float64(s - n), k0, k1, first + i, short)
             r = (n + f[UNIT] if up else n) * float_like(v, e - k[MANT])
             out[i] = float_like(v, bits_of(r) | (u & sign))
         else:
             b = min(u & ~sign, k[TOP])
-            up = exact_up(np.float64(b & ~k[KEEP]) * 2.0 ** -np.float64(k[CUT]), k0, k1, first + i)
+            up = exact_up(np.float64(b & ~k[KEEP]) * 2.0 ** -np.float64(k[CUT]), k0, k1, first + i, short)
             out[i] = float_like(v, ((b & k[KEEP]) + (np.int64(up) << k[CUT])) | (u & sign))
 
 

@@ -287,6 +287,27 @@ from_signed = _unary("Signed bytes and halves as integers.", types.int32, lambda
 signed = _unary("Unsigned lanes, taken as signed.", types.int32, lambda b, x, wide: b.bitcast(x, wide))
 
 
+def _paired(first: int) -> Any:
+    """Bytes first and first + 1 of every lane, and the same exchanged: (a, b) to (a, b, b, a)."""
+    order = [4 * i + first + b for i in range(COUNT) for b in (0, 1, 1, 0)]
+
+    def make(builder: Any, x: Any, wide: Any) -> Any:
+        small = ir.VectorType(ir.IntType(8), 4 * COUNT)
+        picked = ir.Constant(ir.VectorType(ir.IntType(32), 4 * COUNT), order)
+        bytes_ = builder.bitcast(x, small)
+        return builder.bitcast(builder.shuffle_vector(bytes_, bytes_, picked), wide)
+
+    return make
+
+
+lower_pair = _unary(
+    "The lower halves of lanes; above each the same, bytes exchanged.", types.uint32, _paired(0)
+)
+upper_pair = _unary(
+    "The upper halves of lanes; above each the same, bytes exchanged.", types.uint32, _paired(2)
+)
+
+
 @intrinsic
 def fma(_ctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once. One of them is lanes at least; scalars are spread."""

@@ -1,12 +1,14 @@
 """One optimizer step in one sweep over memory: moments, proposal, policy, codes and counts.
 
-:func:`step` is the call on tensors; :mod:`~halfulp.kernels.onepass_reference` defines it,
+:func:`steps` is the call on tensors; :mod:`~halfulp.kernels.onepass_reference` defines it,
 :mod:`~halfulp.kernels.onepass_lanes` does it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from halfulp.kernels.onepass_reference import (
     small,
 )
 from halfulp.kernels.params import BITS, CUT, EMIN, INVERSE, MAGIC, MANT, SHIFT, params
-from halfulp.kernels.plan import flat_of, key_of, plan_for
+from halfulp.kernels.plan import key_of, plan_for
 from halfulp.kernels.pool import run
 from halfulp.kernels.reference import NEAREST, WRITE_COUNTS, tiles_of
 from halfulp.streams import Stream
@@ -45,9 +47,14 @@ __all__ = [
     "MASTER",
     "NOTHING",
     "REMAINDER",
+    "Case",
+    "Job",
     "Settings",
     "kind_of",
+    "rates",
+    "small",
     "step",
+    "steps",
     "torchs_end",
 ]
 
@@ -83,6 +90,84 @@ def _coding(grid: Grid, short: bool) -> tuple[Array, Array]:
     return np.array(floats, dtype=np.float32), np.array([int(i) for i in ints], dtype=np.int32)
 
 
+@dataclass(kw_only=True)
+class Case:
+    """What tensors that are moved in one call have in common: how, and how everything is stored."""
+
+    grid: Grid
+    rule: int
+    small: bool
+    mode: int = NEAREST
+    keeps: int = NOTHING
+    short: bool = True
+    drawn: bool = False
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One contiguous tensor to be moved in place.
+
+    ``stored``: float32, bfloat16, or codes of eight bits (uint8). ``keys``: of the streams of weights and of
+    moments, two words each. ``offset``: where in the whole tensor this one begins. ``plain``: the first
+    element whose second moment is summed in the other order, see :mod:`~halfulp.kernels.onepass_reference`.
+    ``sums``: of every how many tiles."""
+
+    stored: torch.Tensor
+    grad: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
+    kept: torch.Tensor | None
+    moved: torch.Tensor | None
+    rates: Array
+    keys: tuple[int, int, int, int]
+    offset: int
+    plain: int
+    sums: int
+
+    @property
+    def types(self) -> tuple[torch.dtype | None, ...]:
+        """How everything is stored: the same for all jobs of a call."""
+        kept = None if self.kept is None else self.kept.dtype
+        return self.stored.dtype, self.grad.dtype, self.first.dtype, kept
+
+
+EMPTY = {
+    None: np.empty(0, np.float32), torch.float32: np.empty(0, np.float32), torch.uint8: np.empty(0, np.uint8),
+    torch.bfloat16: np.empty(0, np.uint16), torch.int16: np.empty(0, np.int16),
+    torch.int8: np.empty(0, np.int8),
+}  # fmt: skip
+
+
+def steps(case: Case, jobs: list[Job]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One step of tensors of a case and of the same types, in one call; what was counted of each, per tile
+    (WRITE_COUNTS), and sums."""
+    from halfulp.kernels.onepass_lanes import tiles
+
+    resolved = plan_for(case.grid, torch.float32)
+    kind = kind_of(resolved.grid)
+    assert kind is not None
+    ends, table, n = [], [], 0
+    for job in jobs:
+        size = job.stored.numel()
+        table.append((
+            job.stored.data_ptr(), job.grad.data_ptr(), job.first.data_ptr(), job.second.data_ptr(),
+            0 if job.kept is None else job.kept.data_ptr(), 0 if job.moved is None else job.moved.data_ptr(),
+            size, job.offset, job.plain, job.sums, n,
+        ))  # fmt: skip
+        n += tiles_of(size)
+        ends.append(n)
+    counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, 2))
+    made = tiles(case.rule, case.mode, case.keeps, kind, case.short, case.small, case.drawn)
+    stored, grad, moments, kept = (EMPTY[kind] for kind in jobs[0].types)
+    run(
+        made, n, stored, grad, moments, moments, kept, EMPTY[torch.uint8], np.array(table, dtype=np.int64),
+        np.stack([job.rates for job in jobs]), np.array([job.keys for job in jobs], dtype=np.uint32),
+        *_coding(resolved.grid, case.short), resolved.floats, resolved.ints, resolved.masks, counts, totals,
+    )  # fmt: skip
+    found = torch.from_numpy(counts), torch.from_numpy(totals)
+    return [(found[0][a:b], found[1][a:b]) for a, b in pairwise([0, *ends])]
+
+
 def step(
     stored: torch.Tensor,
     grad: torch.Tensor,
@@ -95,39 +180,23 @@ def step(
     keeps: int = NOTHING,
     kept: torch.Tensor | None = None,
     stream: Stream | None = None,
-    drawing: tuple[Stream, Stream] | None = None,
+    drawing: Stream | None = None,
     plain: int | None = None,
     moved: torch.Tensor | None = None,
     sums: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of one contiguous tensor, in place; what was counted, per tile (WRITE_COUNTS), and sums.
-
-    ``stored``: float32, bfloat16, or codes of eight bits (uint8). ``plain``: the first element whose second
-    moment is summed in the other order, see :mod:`~halfulp.kernels.onepass_reference`; by default none.
-    """
-    from halfulp.kernels.onepass_lanes import tiles
-
-    resolved = plan_for(grid, torch.float32)
-    kind = kind_of(resolved.grid)
-    assert kind is not None
-    short = stream is None or stream.bits == 16
+    """:func:`steps` of one tensor, as :func:`halfulp.kernels.onepass_reference.step` has it."""
     k0, k1, offset = key_of(stream, mode, stored.numel())
-    keys = [k0, k1, *(drawing[0].key if drawing else (0, 0)), *(drawing[1].key if drawing else (0, 0))]
-    if drawing is not None:
-        offset = drawing[0].offset
-    n = tiles_of(stored.numel())
-    counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, 2))
-    empty = np.empty(0, dtype=np.float32)
-    case = tiles(settings.rule, mode, keeps, kind, short, small(settings), drawing is not None)
-    run(
-        case, n, flat_of(stored), flat_of(grad), flat_of(first), flat_of(second), empty if kept is None else
-        flat_of(kept), rates(settings),
-        *_coding(resolved.grid, short), resolved.floats, resolved.ints, resolved.masks,
-        np.array([int(key) for key in keys], dtype=np.uint32), offset,
-        stored.numel() if plain is None else plain,
-        np.empty(0, dtype=np.uint8) if moved is None else moved.numpy(), int(sums), counts, totals,
+    case = Case(
+        grid=grid, rule=settings.rule, small=small(settings), mode=mode, keeps=keeps,
+        short=stream is None or stream.bits == 16, drawn=drawing is not None,
     )  # fmt: skip
-    return torch.from_numpy(counts), torch.from_numpy(totals)
+    job = Job(
+        stored=stored, grad=grad, first=first, second=second, kept=kept, moved=moved, rates=rates(settings),
+        keys=(k0, k1, *(drawing.key if drawing else (0, 0))), offset=drawing.offset if drawing else offset,
+        plain=stored.numel() if plain is None else plain, sums=sums,
+    )  # fmt: skip
+    return steps(case, [job])[0]
 
 
 @cache

@@ -2,7 +2,8 @@
 
 Gradient, moments and stored weights are read once and written once: the moments move, the optimizer's
 proposal is rounded by the policy, what was lost is counted. :mod:`halfulp.kernels.onepass_reference` defines
-every bit of it. There is a loop for each case (:func:`tiles`), so that nothing is asked inside.
+every bit of it. There is a loop for each case (:func:`tiles`), so that nothing is asked inside, and one call
+does all tensors of a step that are of a case. Draws are made before a tile, two chains at a time.
 
 What is rare in sixteen lanes (a value that is not finite, an end of bfloat16's range, a draw that its digits
 do not decide) is only noticed; :mod:`halfulp.kernels.onepass_rare` then does those sixteen one by one.
@@ -17,16 +18,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
 from halfulp.kernels import lanes
 from halfulp.kernels.cpu_tile import sum_abs
 from halfulp.kernels.cpu_tile_write import sum_changes
 from halfulp.kernels.onepass_rare import EXPONENT, MAGNITUDE, NEAR_END, TO_END, slowly
-from halfulp.kernels.onepass_reference import ADAM, BFLOAT, CARRY, ERROR, NOTHING, REMAINDER, WHOLE
+from halfulp.kernels.onepass_reference import ADAM, BFLOAT, CARRY, ERROR, NOTHING, REMAINDER
+from halfulp.kernels.onepass_stored import kept_of, moment_of, stored_of, to_keep, values_of
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE
-from halfulp.kernels.simd import JIT, kernel, ones, specialised, threefry, two_threefry
+from halfulp.kernels.simd import array_at, kernel, ones, specialised, two_blocks, two_threefry
 
 
 class Rates(NamedTuple):
@@ -64,8 +64,9 @@ class Coding(NamedTuple):
 
 RULE, MODE, KEEPS, GRID, SHORT, SMALL, DRAWN = 0, STOCHASTIC, NOTHING, BFLOAT, True, True, False
 RESTS, BESIDE = False, False  # whether something is not written; whether something is kept beside weights
-WORDS: Any = None
+FILL: Any = None
 RUN: Any = None
+TENSOR: Any = None
 """And otherwise, in copies of the functions below."""
 
 
@@ -108,244 +109,83 @@ def _drawn(v: Any, word: Any, g: Any, grid: Any, short: Any) -> Any:
 
 
 @kernel
-def short_words(k0: Any, k1: Any, first: Any) -> Any:
-    """Draws of elements first .. first + 63, a multiple of 64, of the stream with 16 digits."""
-    a, b = threefry(k0, k1, (first >> 6) << 4, 0)
-    return a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
+def fill_long(words: Any, k0: Any, k1: Any, first: Any, n: Any) -> None:
+    """Draws of n elements and some more, from first on, a multiple of 64, of the stream with 32 digits."""
+    for i in range(0, n, 64):
+        a, b, c, d = two_threefry(k0, k1, first + i)
+        lanes.store(words, i, a)
+        lanes.store(words, i + 16, b)
+        lanes.store(words, i + 32, c)
+        lanes.store(words, i + 48, d)
 
 
 @kernel
-def long_words(k0: Any, k1: Any, first: Any) -> Any:
-    """Draws of elements first .. first + 63, a multiple of 32, of the stream with 32."""
-    return two_threefry(k0, k1, first)
+def fill_short(words: Any, k0: Any, k1: Any, first: Any, n: Any) -> None:
+    """The same of the stream with 16."""
+    for i in range(0, n, 128):
+        a, b, c, d = two_blocks(k0, k1, ((first + i) >> 6) << 4)
+        lanes.store(words, i, a & 0xFFFF)
+        lanes.store(words, i + 16, a >> 16)
+        lanes.store(words, i + 32, b & 0xFFFF)
+        lanes.store(words, i + 48, b >> 16)
+        lanes.store(words, i + 64, c & 0xFFFF)
+        lanes.store(words, i + 80, c >> 16)
+        lanes.store(words, i + 96, d & 0xFFFF)
+        lanes.store(words, i + 112, d >> 16)
 
 
-# Functions of lanes alone: arrays as arguments would cost atomic counts of references. ``like`` are lanes as
-# they were loaded, whose type says how values are stored.
-
-
-def values_of(like: Any, g: Any, whole: Any) -> Any:
-    """Stored lanes as floats: codes, bfloat16 or float32."""
-    raise TypeError("for compiled code only")
-
-
-@overload(values_of, jit_options=JIT)
-def _values_of(like: Any, g: Any, whole: Any) -> Any:
-    if like.dtype == types.uint8:
-
-        def decoded(like: Any, g: Any, whole: Any) -> Any:
-            c = lanes.from_unsigned(like)
-            if whole == WHOLE:
-                return lanes.to_float((c ^ g.top) - g.top) * g.quantum
-            a = c & (g.top - 1)
-            small = lanes.bits_of(lanes.to_float(a) * g.quantum)
-            value = lanes.select(a < g.first, small, (a << g.cut) + (g.emin - 0x800000))
-            return lanes.floats_of(value | ((c & g.top) << g.left))
-
-        return decoded
-
-    def plain(like: Any, g: Any, whole: Any) -> Any:
-        return lanes.widened(like)
-
-    return plain
-
-
-def stored_of(like: Any, r: Any, g: Any, whole: Any) -> Any:
-    """Values that fit them as lanes to be stored."""
-    raise TypeError("for compiled code only")
-
-
-@overload(stored_of, jit_options=JIT)
-def _stored_of(like: Any, r: Any, g: Any, whole: Any) -> Any:
-    if like.dtype == types.uint8:
-
-        def encoded(like: Any, r: Any, g: Any, whole: Any) -> Any:
-            if whole == WHOLE:
-                return lanes.bytes_of(lanes.to_int(r * g.unit) & (g.top + g.top - 1))
-            u = lanes.bits_of(r)
-            a = u & MAGNITUDE
-            small = lanes.to_int(lanes.floats_of(a) * g.unit)
-            code = lanes.select(a < g.emin, small, (a - (g.emin - 0x800000)) >> g.cut)
-            return lanes.bytes_of(code | ((u >> g.left) & g.top))
-
-        return encoded
-
-    if like.dtype == types.uint16:
-
-        def halves(like: Any, r: Any, g: Any, whole: Any) -> Any:
-            return lanes.upper(lanes.bits_of(r))
-
-        return halves
-
-    def plain(like: Any, r: Any, g: Any, whole: Any) -> Any:
-        return r
-
-    return plain
-
-
-def moment_of(like: Any, x: Any, word: Any, rare: Any) -> Any:
-    """Moments as they are stored: float32, or bfloat16 by draws."""
-    raise TypeError("for compiled code only")
-
-
-@overload(moment_of, jit_options=JIT)
-def _moment_of(like: Any, x: Any, word: Any, rare: Any) -> Any:
-    if like.dtype == types.uint16:
-
-        def drawn(like: Any, x: Any, word: Any, rare: Any) -> Any:
-            u = lanes.bits_of(x)
-            r = u + lanes.signed(word)
-            if rare:
-                quiet = u | lanes.select(x != x, lanes.splat(u, 0x400000), 0)
-                r = lanes.select((u & EXPONENT) == EXPONENT, quiet, r)
-            return lanes.upper(r)
-
-        return drawn
-
-    def plain(like: Any, x: Any, word: Any, rare: Any) -> Any:
-        return x
-
-    return plain
-
-
-def kept_of(like: Any, q: Any) -> Any:
-    """What is kept beside weights: a carry or master as it is, a master from its remainder."""
-    raise TypeError("for compiled code only")
-
-
-@overload(kept_of, jit_options=JIT)
-def _kept_of(like: Any, q: Any) -> Any:
-    if like.dtype == types.int16:
-
-        def from_16(like: Any, q: Any) -> Any:
-            return lanes.floats_of(lanes.bits_of(q) + lanes.from_signed(like))
-
-        return from_16
-    if like.dtype == types.int8:
-
-        def from_8(like: Any, q: Any) -> Any:
-            return lanes.floats_of(lanes.bits_of(q) + (lanes.from_signed(like) << 8))
-
-        return from_8
-
-    def plain(like: Any, q: Any) -> Any:
-        return lanes.widened(like)
-
-    return plain
-
-
-def to_keep(like: Any, x: Any, r: Any) -> Any:
-    """A carry (nearest, in bfloat16) or master x, or what a master x lacks to the weight r."""
-    raise TypeError("for compiled code only")
-
-
-@overload(to_keep, jit_options=JIT)
-def _to_keep(like: Any, x: Any, r: Any) -> Any:
-    if like.dtype == types.int16:
-
-        def as_16(like: Any, x: Any, r: Any) -> Any:
-            return lanes.shorts_of(lanes.bits_of(x) - lanes.bits_of(r))
-
-        return as_16
-    if like.dtype == types.int8:
-
-        def as_8(like: Any, x: Any, r: Any) -> Any:
-            return lanes.chars_of((lanes.bits_of(x) - lanes.bits_of(r)) >> 8)
-
-        return as_8
-    if like.dtype == types.uint16:
-
-        def rounded(like: Any, x: Any, r: Any) -> Any:
-            u = lanes.bits_of(x)
-            return lanes.upper(u + 0x7FFF + ((u >> 16) & 1))
-
-        return rounded
-
-    def plain(like: Any, x: Any, r: Any) -> Any:
-        return x
-
-    return plain
+@kernel
+def fill_pairs(words: Any, k0: Any, k1: Any, first: Any, n: Any) -> None:
+    """The same for both moments: a draw of 16 digits, and above it the same with its bytes exchanged."""
+    for i in range(0, n, 128):
+        a, b, c, d = two_blocks(k0, k1, ((first + i) >> 6) << 4)
+        lanes.store(words, i, lanes.lower_pair(a))
+        lanes.store(words, i + 16, lanes.upper_pair(a))
+        lanes.store(words, i + 32, lanes.lower_pair(b))
+        lanes.store(words, i + 48, lanes.upper_pair(b))
+        lanes.store(words, i + 64, lanes.lower_pair(c))
+        lanes.store(words, i + 80, lanes.upper_pair(c))
+        lanes.store(words, i + 96, lanes.lower_pair(d))
+        lanes.store(words, i + 112, lanes.upper_pair(d))
 
 
 def _run(given: Any, t0: Any, t1: Any) -> None:
-    """The tiles [t0, t1), all of them whole. ``given``: the arguments of :func:`_tiles`, and buffers."""
-    stored, grad, first_, second, kept, rates, f, k, ft, kt, masks, keys = given[:12]
-    offset, plain, moved, want_sums, counts, sums = given[12:18]
-    bits, words, words_m, words_v, all_z, all_q, buffer, sixteen = given[18:]
-    now, packed = bits.view(np.uint8), bits.view(np.uint64)
+    """The tiles [t0, t1) of a tensor, all of them whole. ``given``: its arrays, then what :func:`_tiles` says
+    of it, then buffers."""
+    stored, grad, first_, second, kept, moved, counts, sums = given[:8]
+    rates, f, k, ft, kt, masks, keys, offset, plain, want_sums = given[8:18]
+    changes, proposals, words, pairs, all_z, all_q, buffer, sixteen = given[18:]
+    now, packed, asked_for = changes.view(np.uint8), changes.view(np.uint64), proposals.view(np.uint64)
     a = Rates(rates[0], rates[1], rates[2], rates[3], rates[4], rates[5], rates[6], rates[7], rates[8])
     g = Coding(f[0], f[1], f[2], f[3], f[4], k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7])
-    k0, k1, k2, k3, k4, k5 = keys[0], keys[1], keys[2], keys[3], keys[4], keys[5]
     for t in range(t0, t1):
         first = t * TILE
-        changed, proposals, ends, bad, wrong = 0, 0, 0, 0, 0
+        ends, bad, wrong = 0, 0, 0
         sampled = want_sums and t % want_sums == 0
-        # Draws come 64 at a time. Where a shard begins within 64, those of the next 64 are needed, too.
-        shift = (offset + first) & 63
-        fill = (offset + first) - shift
-        ahead = 64 if shift else 0
-        for start in range(-ahead, TILE, 64):
-            if ahead:
-                for i in range(0, 64, lanes.COUNT):
-                    lanes.store(words, i, lanes.load(words, 64 + i))
-                    lanes.store(words_m, i, lanes.load(words_m, 64 + i))
-                    lanes.store(words_v, i, lanes.load(words_v, 64 + i))
-            if MODE != NEAREST:
-                four = WORDS(k0, k1, fill + start + ahead)
-                lanes.store(words, ahead, four[0])
-                lanes.store(words, ahead + 16, four[1])
-                lanes.store(words, ahead + 32, four[2])
-                lanes.store(words, ahead + 48, four[3])
-            if DRAWN:
-                four = short_words(k2, k3, fill + start + ahead)
-                lanes.store(words_m, ahead, four[0])
-                lanes.store(words_m, ahead + 16, four[1])
-                lanes.store(words_m, ahead + 32, four[2])
-                lanes.store(words_m, ahead + 48, four[3])
-                four = short_words(k4, k5, fill + start + ahead)
-                lanes.store(words_v, ahead, four[0])
-                lanes.store(words_v, ahead + 16, four[1])
-                lanes.store(words_v, ahead + 32, four[2])
-                lanes.store(words_v, ahead + 48, four[3])
-            if start < 0:
-                continue
-            for at in range(0, 64, lanes.COUNT):
-                i, j = start + at, first + start + at
+        shift = (offset + first) & 63  # draws are made 64 at a time; a shard may begin within
+        if MODE != NEAREST:
+            FILL(words, keys[0], keys[1], offset + first - shift, shift + TILE)
+        if DRAWN:
+            fill_pairs(pairs, keys[2], keys[3], offset + first - shift, shift + TILE)
+        # A pipeline of three, for a square root and a division take the time of a turn each: moments and root
+        # of sixteen weights, the proposal of the sixteen before, and the write-back of those before them.
+        m = v = root = w = next_m = next_v = z = x = lanes.splat(lanes.load(all_z, 0), 0.0)
+        for turn in range(0, TILE + 2 * lanes.COUNT, lanes.COUNT):
+            if turn >= 2 * lanes.COUNT:
+                i = turn - 2 * lanes.COUNT
+                j = first + i
                 coded = lanes.load(stored, j)
                 q = values_of(coded, g, GRID)
-                d = lanes.widened(lanes.load(grad, j))
-                old_m, old_v = lanes.load(first_, j), lanes.load(second, j)
-                m, v = lanes.widened(old_m), lanes.widened(old_v)
-                w = q
                 if BESIDE:
                     old = lanes.load(kept, j)
                     before = kept_of(old, q)
-                    if KEEPS != CARRY:
-                        w = before
-                if RULE == ADAM:
-                    d = lanes.fma(w, a.decay, d)
-                else:
-                    w = w * a.decay
-                m = lanes.fma(d - m, a.share, m if SMALL else d)
-                weighted = d * a.rest2
-                if j + lanes.COUNT > plain:  # the end of a tensor, as torch's vector width leaves it
-                    behind = lanes.signed(lanes.counting(0)) >= plain - j
-                    v = lanes.select(
-                        behind, lanes.fma(v, a.beta2, weighted * d), lanes.fma(weighted, d, v * a.beta2)
-                    )
-                else:
-                    v = lanes.fma(weighted, d, v * a.beta2)
-                root = lanes.sqrt(v)
-                x = root * a.inverse
-                x = lanes.fma(lanes.fma(x, -a.root, root), a.inverse, x) + a.eps
-                z = w + m * a.step / x
                 if KEEPS == CARRY:
                     z = z + before
                 if KEEPS == REMAINDER:
                     u = lanes.bits_of(z)
                     rare = (u & MAGNITUDE) > NEAR_END
                     if kept.itemsize == 1:
-                        word = lanes.load(words, shift + at)
+                        word = lanes.load(words, shift + i)
                         if SHORT:
                             u = (u + lanes.signed(word >> 8)) & -256
                         else:
@@ -359,7 +199,7 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     u = lanes.bits_of(z)
                     rare = (u & MAGNITUDE) > (NEAR_END if GRID == BFLOAT else TO_END)
                 else:
-                    r, rare = _drawn(z, lanes.load(words, shift + at), g, GRID, SHORT)
+                    r, rare = _drawn(z, lanes.load(words, shift + i), g, GRID, SHORT)
                     u = lanes.bits_of(z)
                     rare = rare | ((u & MAGNITUDE) > (NEAR_END if GRID == BFLOAT else TO_END))
                     if MODE == DEADZONE:
@@ -376,34 +216,27 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                 if odd:
                     if GRID != BFLOAT:
                         ends -= ones(at_end)
-                    lanes.store(sixteen, 0, w)
-                    lanes.store(sixteen, 16, m)
-                    lanes.store(sixteen, 32, v)
+                    old_w = before if BESIDE and KEEPS != CARRY else q
+                    lanes.store(sixteen, 0, old_w if RULE == ADAM else old_w * a.decay)
+                    lanes.store(sixteen, 16, next_m)
+                    lanes.store(sixteen, 32, next_v)
                     lanes.store(sixteen, 48, q)
                     if BESIDE:
                         lanes.store(sixteen, 64, before)
                     found = slowly(
-                        sixteen,
-                        rates,
-                        ft,
-                        kt,
-                        masks,
-                        keys,
-                        offset + j,
-                        MODE,
-                        KEEPS,
-                        SHORT,
+                        sixteen, rates, ft, kt, masks, keys, offset + j, MODE, KEEPS, SHORT,
                         kept.itemsize == 1,
-                    )
+                    )  # fmt: skip
                     wrong = found & 0xFFFF
                     bad += ones(wrong)
                     ends += found >> 16
                     z, r, rest = lanes.load(sixteen, 0), lanes.load(sixteen, 16), lanes.load(sixteen, 32)
                     x = lanes.load(sixteen, 48)
                 if KEEPS == ERROR and a.feed != 0:
-                    m = m + (x * rest) * a.feed
-                lanes.store(first_, j, moment_of(old_m, m, lanes.load(words_m, shift + at), odd))
-                lanes.store(second, j, moment_of(old_v, v, lanes.load(words_v, shift + at), odd))
+                    next_m = next_m + (x * rest) * a.feed
+                pair = lanes.load(pairs, shift + i)
+                lanes.store(first_, j, moment_of(lanes.load(first_, j), next_m, pair & 0xFFFF, odd))
+                lanes.store(second, j, moment_of(lanes.load(second, j), next_v, pair >> 16, odd))
                 if BESIDE:
                     lanes.store(kept, j, to_keep(old, rest, r))
                 lanes.store(stored, j, stored_of(coded, r, g, GRID))
@@ -420,12 +253,40 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                             if (wrong >> b) & 1:
                                 all_z[i + b] = 0
                                 all_q[i + b] = 0
-                differs = lanes.mask(r != q)
-                bits[i >> 4] = differs
-                changed += ones(differs)
-                proposals += ones(lanes.mask(z != q))
+                changes[i >> 4] = lanes.mask(r != q)
+                proposals[i >> 4] = lanes.mask(z != q)
+            if turn < TILE + lanes.COUNT:
+                next_m, next_v = m, v
+                x = root * a.inverse
+                x = lanes.fma(lanes.fma(x, -a.root, root), a.inverse, x) + a.eps
+                z = w + m * a.step / x
+            if turn < TILE:
+                j = first + turn
+                w = values_of(lanes.load(stored, j), g, GRID)
+                if BESIDE and KEEPS != CARRY:
+                    w = kept_of(lanes.load(kept, j), w)
+                d = lanes.widened(lanes.load(grad, j))
+                m, v = lanes.widened(lanes.load(first_, j)), lanes.widened(lanes.load(second, j))
+                if RULE == ADAM:
+                    d = lanes.fma(w, a.decay, d)
+                else:
+                    w = w * a.decay
+                m = lanes.fma(d - m, a.share, m if SMALL else d)
+                weighted = d * a.rest2
+                if j + lanes.COUNT > plain:  # the end of a tensor, as torch's vector width leaves it
+                    behind = lanes.signed(lanes.counting(0)) >= plain - j
+                    v = lanes.select(
+                        behind, lanes.fma(v, a.beta2, weighted * d), lanes.fma(weighted, d, v * a.beta2)
+                    )
+                else:
+                    v = lanes.fma(weighted, d, v * a.beta2)
+                root = lanes.sqrt(v)
+        changed, asked = 0, 0
+        for i in range(TILE // 64):
+            changed += ones(packed[i])
+            asked += ones(asked_for[i])
         counts[t, 0] = TILE - changed - bad
-        counts[t, 1] = TILE - proposals - bad
+        counts[t, 1] = TILE - asked - bad
         counts[t, 2] = ends
         counts[t, 3] = bad
         counts[t, 4] = 0
@@ -443,24 +304,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
             sums[t, 0] = sum_abs(all_q, buffer)
 
 
-def _tiles(
-    stored: Any, grad: Any, first_: Any, second: Any, kept: Any, rates: Any, f: Any, k: Any, ft: Any, kt: Any,
-    masks: Any, keys: Any, offset: Any, plain: Any, moved: Any, want_sums: Any, counts: Any, sums: Any,
-    t0: Any, t1: Any,
-) -> None:  # fmt: skip
-    """The tiles [t0, t1). ``kept``: a carry (float32, bfloat16), masters or remainders; ``f`` and ``k``: a
-    grid's :class:`Coding`, ``ft`` and ``kt`` its tables; ``keys``: of weights and both moments; ``plain``:
-    the first
-    element whose second moment is summed in the other order; ``want_sums``: of every so many tiles."""
-    buffers = (
-        np.empty(TILE // lanes.COUNT, np.uint16), np.empty(128, np.uint32), np.empty(128, np.uint32),
-        np.empty(128, np.uint32), np.empty(TILE, np.float32), np.empty(TILE, np.float32),
-        np.empty(TILE // 2, np.float64), np.empty(80, np.float32),
-    )  # fmt: skip
-    given = (
-        stored, grad, first_, second, kept, rates, f, k, ft, kt, masks, keys, offset, plain, moved, want_sums,
-        counts, sums,
-    )  # fmt: skip
+def _tensor(given: Any, buffers: Any, t0: Any, t1: Any) -> None:
+    """The tiles [t0, t1) of a tensor."""
+    stored, grad, first_, second, kept, moved, counts, sums = given[:8]
+    rates, f, k, ft, kt, masks, keys, offset, plain, want_sums = given[8:]
     whole = min(t1, stored.size // TILE)
     RUN(given + buffers, t0, whole)
     if whole == t1:
@@ -472,12 +319,8 @@ def _tiles(
     moved_, counts_, sums_ = np.zeros(TILE // 8, np.uint8), np.zeros((1, 5), np.int32), np.zeros((1, 2))
     ever = moved_ if moved.size else moved_[:0]
     for i in range(n):
-        stored_[i], grad_[i], m_[i], v_[i] = (
-            stored[first + i],
-            grad[first + i],
-            first_[first + i],
-            second[first + i],
-        )
+        stored_[i], grad_[i] = stored[first + i], grad[first + i]
+        m_[i], v_[i] = first_[first + i], second[first + i]
         if kept.size:
             kept_[i] = kept[first + i]
     for i in range(n, TILE):
@@ -486,8 +329,8 @@ def _tiles(
         if moved.size:
             moved_[i] = moved[first // 8 + i]
     given_ = (
-        stored_, grad_, m_, v_, kept_, rates, f, k, ft, kt, masks, keys, offset + first, plain - first, ever,
-        want_sums if want_sums and whole % want_sums == 0 else 0, counts_, sums_,
+        stored_, grad_, m_, v_, kept_, ever, counts_, sums_, rates, f, k, ft, kt, masks, keys, offset + first,
+        plain - first, want_sums if want_sums and whole % want_sums == 0 else 0,
     )  # fmt: skip
     RUN(given_ + buffers, 0, 1)
     for i in range(n):
@@ -506,6 +349,41 @@ def _tiles(
     sums[whole, 0], sums[whole, 1] = sums_[0, 0], sums_[0, 1]
 
 
+def _tiles(
+    stored: Any, grad: Any, first_: Any, second: Any, kept: Any, moved: Any, table: Any, rates: Any,
+    keys: Any, f: Any, k: Any, ft: Any, kt: Any, masks: Any, counts: Any, sums: Any, t0: Any, t1: Any,
+) -> None:  # fmt: skip
+    """The tiles [t0, t1) of those of all tensors, one after the other.
+
+    The first six are empty arrays, for their types. ``table`` has a row a tensor: TABLE; ``rates`` and
+    ``keys`` (of weights and of moments) too. ``f`` and ``k``: a grid's :class:`Coding`, ``ft`` and ``kt`` its
+    tables."""
+    buffers = (
+        np.empty(TILE // lanes.COUNT, np.uint16), np.empty(TILE // lanes.COUNT, np.uint16),
+        np.empty(TILE + 128, np.uint32), np.empty(TILE + 128, np.uint32), np.zeros(TILE, np.float32),
+        np.empty(TILE, np.float32), np.empty(TILE // 2, np.float64), np.empty(80, np.float32),
+    )  # fmt: skip
+    for i in range(len(table)):
+        row = table[i]
+        size, start = row[6], row[10]
+        n = (size + TILE - 1) // TILE
+        if start + n <= t0 or start >= t1:
+            continue
+        given = (
+            array_at(stored, row[0], size), array_at(grad, row[1], size), array_at(first_, row[2], size),
+            array_at(second, row[3], size), array_at(kept, row[4], size if row[4] else 0),
+            array_at(moved, row[5], (size + 7) // 8 if row[5] else 0), counts[start : start + n],
+            sums[start : start + n], rates[i], f, k, ft, kt, masks, keys[i], row[7], row[8], row[9],
+        )  # fmt: skip
+        TENSOR(given, buffers, max(t0 - start, 0), min(t1 - start, n))
+
+
+TABLE = ("stored", "grad", "first", "second", "kept", "moved", "size", "offset", "plain", "sums", "start")
+"""A tensor's addresses (zero: it has none); how many weights; where in the whole they begin; the first
+element whose second moment is summed in the other order; of every how many tiles sums are wanted; its first
+tile."""
+
+
 @cache
 def tiles(rule: int, mode: int, keeps: int, grid: int, short: bool, small: bool, drawn: bool) -> Any:
     """The compiled step of a case; types of arrays make others of it. ``small``: 1 - beta1 is below a half;
@@ -514,5 +392,5 @@ def tiles(rule: int, mode: int, keeps: int, grid: int, short: bool, small: bool,
     values = (rule, mode, keeps, grid, short, small, drawn)
     case, name = dict(zip(names, values, strict=True)), "_".join(str(int(v)) for v in values)
     case |= {"RESTS": keeps in (CARRY, ERROR), "BESIDE": keeps not in (NOTHING, ERROR)}
-    run = specialised(_run, name, WORDS=short_words if short else long_words, **case)
-    return specialised(_tiles, name, RUN=run)
+    run = specialised(_run, name, FILL=fill_short if short else fill_long, **case)
+    return specialised(_tiles, name, TENSOR=specialised(_tensor, name, RUN=run))

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from halfulp.kernels import lanes
 from halfulp.kernels.cpu_tile import nearest, settle
 from halfulp.kernels.onepass_reference import CARRY, ERROR, LARGEST, MASTER, NOTHING, REMAINDER
-from halfulp.kernels.params import CUT, EMIN, HI, INVERSE, KEEP, KIND, LO, MAGIC, MANT, TOP, UNIT
+from halfulp.kernels.params import HI, LO
 from halfulp.kernels.reference import DEADZONE, NEAREST
-from halfulp.kernels.simd import bits_of, exact_up, float_like, kernel, threefry
+from halfulp.kernels.simd import bits_of, exact_up, float_like, kernel
 
 EXPONENT = 0x7F800000
 MAGNITUDE = 0x7FFFFFFF
@@ -22,54 +21,6 @@ NEAR_END = 0x7F7EFFFF
 """Patterns above this are rounded to bfloat16's largest number, or might be, or are not finite."""
 TO_END = 0x7F7FFFFF
 """Patterns above this are not finite."""
-
-
-@kernel
-def digit_at(k0: Any, k1: Any, i: Any, level: Any) -> Any:
-    """One digit of one element of the stream with 16: see :mod:`halfulp.streams`."""
-    words = np.empty(32, np.uint32)
-    a, b = threefry(k0, k1, (i >> 6) << 4, level)
-    lanes.store(words, 0, a)
-    lanes.store(words, 16, b)
-    word = words[((i >> 5) & 1) * 16 + (i & 15)]
-    return 0xFFFF - np.int64((word >> np.uint32(16 * ((i >> 4) & 1))) & np.uint32(0xFFFF))
-
-
-@kernel
-def short_up(fraction: Any, k0: Any, k1: Any, i: Any) -> Any:
-    """U < fraction for element i, to the last digit, in digits of 16 bits."""
-    level = 0
-    while fraction > 0.0:
-        scaled = fraction * 65536.0
-        digit = np.floor(scaled)
-        drawn = np.float64(digit_at(k0, k1, i, level))
-        if drawn != digit:
-            return bool(drawn < digit)
-        fraction = scaled - digit
-        level += 1
-    return False
-
-
-@kernel
-def settle_short(x: Any, out: Any, f: Any, k: Any, k0: Any, k1: Any, first: Any) -> None:
-    """:func:`halfulp.kernels.cpu_tile.settle` with digits of 16 bits, of finite values."""
-    for i in range(x.size):
-        v = x[i]
-        u = bits_of(v)
-        sign = np.int64(u) & -(2**31)
-        if k[KIND] == MAGIC:
-            limit = -f[LO] if u < 0 else f[HI]
-            a = min(abs(v), limit)
-            e = max(bits_of(a) & EXPONENT, k[EMIN])
-            s = a * float_like(v, k[INVERSE] - e)
-            n = np.floor(s)
-            up = short_up(np.float64(s - n), k0, k1, first + i)
-            r = (n + f[UNIT] if up else n) * float_like(v, e - k[MANT])
-            out[i] = float_like(v, np.int64(bits_of(r)) | sign)
-        else:
-            b = min(np.int64(u) & MAGNITUDE, np.int64(k[TOP]))
-            up = short_up(np.float64(b & ~np.int64(k[KEEP])) * 2.0 ** -np.float64(k[CUT]), k0, k1, first + i)
-            out[i] = float_like(v, ((b & np.int64(k[KEEP])) + (np.int64(up) << np.int64(k[CUT]))) | sign)
 
 
 @kernel
@@ -83,8 +34,7 @@ def _master(z: Any, short: Any, eight: Any, k0: Any, k1: Any, i: Any) -> Any:
     u = np.int64(bits_of(z)) & MAGNITUDE
     if eight:
         part = np.float64(u & 255) / 256.0
-        up = short_up(part, k0, k1, i) if short else exact_up(part, k0, k1, i)
-        u = (u & ~255) + 256 * np.int64(up)
+        u = (u & ~255) + 256 * np.int64(exact_up(part, k0, k1, i, short))
     most = LARGEST & ~255 if eight else LARGEST
     return float_like(z, (most if u > most else u) | (np.int64(bits_of(z)) & -(2**31)))
 
@@ -120,10 +70,7 @@ def slowly(
     elif mode == NEAREST:
         nearest(z, r, f, k, masks[0], masks[1])
     else:
-        if short:
-            settle_short(z, r, f, k, keys[0], keys[1], index)
-        else:
-            settle(z, r, f, k, masks[0], masks[1], keys[0], keys[1], index)
+        settle(z, r, f, k, masks[0], masks[1], keys[0], keys[1], index, short)
         if mode == DEADZONE:
             nearest(z, near, f, k, masks[0], masks[1])
             for i in range(16):

@@ -14,15 +14,16 @@ begins; :class:`halfulp.AdamW` has no such end, so that its results do not depen
 (torch's other steps, ``foreach`` and the plain loop, take a square root that is not correctly rounded.)
 
 Then the policy makes stored values of z as :func:`halfulp.kernels.reference.write_back` does. Moments in
-bfloat16 are rounded stochastically, with the short streams of their own names. The step itself uses them
-before they are rounded.
+bfloat16 are rounded stochastically, with one draw of 16 digits a weight from a short stream of their own: the
+first moment takes the draw, the second the same with its two bytes exchanged. Each is right on average; that
+one goes up says next to nothing of the other, whose leading eight digits are others (the probability of both
+is off the product by less than 2**-7). The step itself uses moments before they are rounded.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -78,7 +79,7 @@ def rates(s: Settings) -> Array:
         "beta2": real(b2),
         "rest2": real(1 - b2),
         "root": root,
-        "inverse": _nearest(1 / Fraction(float(root))) if root else real(np.inf),
+        "inverse": real(1) / root if root else real(np.inf),
         "eps": real(s.eps),
         "step": real(-(s.lr / c1)) if c1 else real(-np.inf),
         "feed": real(feed),
@@ -89,13 +90,6 @@ def rates(s: Settings) -> Array:
 def small(s: Settings) -> bool:
     """Whether the moment moves from m towards g, or back from g: by the smaller of the two steps."""
     return bool(abs(real(1 - s.betas[0])) < real(0.5))
-
-
-def _nearest(x: Fraction) -> np.float32:
-    """A positive rational to the nearest float32, without rounding twice."""
-    near = real(float(x))
-    around = (np.nextafter(near, real(0)), near, np.nextafter(near, real(np.inf)))
-    return min(around, key=lambda y: (abs(Fraction(float(y)) - x), int(y.view(np.int32)) & 1))
 
 
 def fma(a: Any, b: Any, c: Any) -> Array:
@@ -169,11 +163,10 @@ def away(z: Array) -> Array:
     return ((z.view(np.int32) + 0x8000) & -65536).view(real)
 
 
-def drawn(x: Array, stream: Stream) -> Array:
-    """Moments as bfloat16's patterns, stochastically; beyond its largest number they may become infinite."""
+def drawn(x: Array, digits: Array) -> Array:
+    """Moments as bfloat16's patterns, by draws; beyond its largest number they may become infinite."""
     u = np.ascontiguousarray(x, dtype=real).view(np.uint32)
-    lower = (u & 0xFFFF).astype(np.float64) / 65536.0
-    up = reference._stochastic_up(lower.reshape(-1), stream).reshape(x.shape)
+    up = digits.reshape(x.shape) < (u & 0xFFFF)
     quiet = (u | np.where(np.isnan(x), 0x400000, 0).astype(np.uint32)) >> 16
     return np.where(np.isfinite(x), (u >> 16) + up, quiet).astype(np.uint16)
 
@@ -190,7 +183,7 @@ def step(
     keeps: int = NOTHING,
     kept: Array | None = None,
     stream: Stream | None = None,
-    drawing: tuple[Stream, Stream] | None = None,
+    drawing: Stream | None = None,
     plain: int | None = None,
     moved: Array | None = None,
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
@@ -232,5 +225,6 @@ def step(
             with np.errstate(all="ignore"):
                 m = m + denominator(v, s) * wide * feed
     if drawing is not None:
-        m, v = drawn(m, drawing[0]), drawn(v, drawing[1])
+        digits = drawing.words(q.size)
+        m, v = drawn(m, digits), drawn(v, (digits >> 8) | ((digits & 255) << 8))
     return r, m, v, found

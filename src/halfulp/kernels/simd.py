@@ -224,6 +224,21 @@ def span(_ctx: Any, x: Any, first: Any, last: Any) -> Any:
     return x(x, types.intp, types.intp), build
 
 
+@intrinsic
+def array_at(_ctx: Any, like: Any, address: Any, size: Any) -> Any:
+    """The contiguous array of like's type that begins at an address, of memory that the caller keeps
+    alive."""
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        made = context.make_array(sig.return_type)(context, builder)
+        itemsize = context.get_constant(types.intp, like.dtype.bitwidth // 8)
+        place = builder.inttoptr(args[1], made.data.type)
+        populate_array(made, place, [args[2]], [itemsize], itemsize, None)
+        return made._getvalue()
+
+    return like(like, types.intp, types.intp), build
+
+
 LANES = lanes.COUNT
 
 
@@ -298,13 +313,41 @@ def threefry(k0: Any, k1: Any, block: Any, level: Any) -> Any:
 
 
 @inline
+def _four_twice(x0: Any, x1: Any, y0: Any, y1: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """:func:`_four` of two chains, turn by turn: neither waits for itself."""
+    x0, y0 = x0 + x1, y0 + y1
+    x1, y1 = _turn(x1, a) ^ x0, _turn(y1, a) ^ y0
+    x0, y0 = x0 + x1, y0 + y1
+    x1, y1 = _turn(x1, b) ^ x0, _turn(y1, b) ^ y0
+    x0, y0 = x0 + x1, y0 + y1
+    x1, y1 = _turn(x1, c) ^ x0, _turn(y1, c) ^ y0
+    x0, y0 = x0 + x1, y0 + y1
+    x1, y1 = _turn(x1, d) ^ x0, _turn(y1, d) ^ y0
+    return x0, x1, y0, y1
+
+
+@inline
+def two_blocks(k0: Any, k1: Any, block: Any) -> Any:
+    """The two words of blocks block .. block + 15, and those of the next sixteen, a multiple of 16."""
+    k2 = k0 ^ k1 ^ PARITY
+    x0, y0 = lanes.counting(block) + k0, lanes.counting(block + 16) + k0
+    x1, y1 = lanes.splat(x0, block >> 32) + k1, lanes.splat(x0, (block + 16) >> 32) + k1
+    x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 13, 15, 26, 6)
+    x0, x1, y0, y1 = x0 + k1, x1 + (k2 + 1), y0 + k1, y1 + (k2 + 1)
+    x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 17, 29, 16, 24)
+    x0, x1, y0, y1 = x0 + k2, x1 + (k0 + 2), y0 + k2, y1 + (k0 + 2)
+    x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 13, 15, 26, 6)
+    x0, x1, y0, y1 = x0 + k0, x1 + (k1 + 3), y0 + k0, y1 + (k1 + 3)
+    x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 17, 29, 16, 24)
+    x0, x1, y0, y1 = x0 + k1, x1 + (k2 + 4), y0 + k1, y1 + (k2 + 4)
+    x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 13, 15, 26, 6)
+    return x0 + k2, x1 + (k0 + 5), y0 + k2, y1 + (k0 + 5)
+
+
+@inline
 def two_threefry(k0: Any, k1: Any, first: Any) -> Any:
-    """The words of elements first .. first + 63, a multiple of 32, see halfulp.streams: in four lanes. Two
-    chains side by side keep the processor busier than one."""
-    block = (first >> 5) << 4
-    a, b = threefry(k0, k1, block, 0)
-    c, d = threefry(k0, k1, block + 16, 0)
-    return a, b, c, d
+    """The words of elements first .. first + 63, a multiple of 32, see halfulp.streams: in four lanes."""
+    return two_blocks(k0, k1, (first >> 5) << 4)
 
 
 @kernel
@@ -336,15 +379,26 @@ def word_at(k0: Any, k1: Any, i: Any, level: Any) -> Any:
 
 
 @kernel
-def exact_up(fraction: Any, k0: Any, k1: Any, i: Any) -> Any:
-    """U < fraction for element i, to the last digit."""
+def digit_at(k0: Any, k1: Any, i: Any, level: Any) -> Any:
+    """One digit of one element of the stream with 16."""
+    words = np.empty(32, np.uint32)
+    a, b = threefry(k0, k1, (i >> 6) << 4, level)
+    lanes.store(words, 0, a)
+    lanes.store(words, 16, b)
+    word = words[((i >> 5) & 1) * 16 + (i & 15)]
+    return 0xFFFF - np.int64((word >> np.uint32(16 * ((i >> 4) & 1))) & np.uint32(0xFFFF))
+
+
+@kernel
+def exact_up(fraction: Any, k0: Any, k1: Any, i: Any, short: Any = False) -> Any:
+    """U < fraction for element i, to the last digit; ``short``: in digits of 16 bits."""
     level = 0
     while fraction > 0.0:
-        scaled = fraction * 4294967296.0
+        scaled = fraction * (65536.0 if short else 4294967296.0)
         digit = np.floor(scaled)
-        word = np.float64(word_at(k0, k1, i, level))
-        if word != digit:
-            return bool(word < digit)
+        drawn = np.float64(digit_at(k0, k1, i, level)) if short else np.float64(word_at(k0, k1, i, level))
+        if drawn != digit:
+            return bool(drawn < digit)
         fraction = scaled - digit
         level += 1
     return False

@@ -89,9 +89,8 @@ class AdamW(_OnePass):
     ``params``, ``lr``, ``betas``, ``eps``, ``weight_decay`` as torch has them; names
     (``model.named_parameters()``) or ``model=`` where something is drawn. ``moments``: ``fp32`` or
     ``bf16``, the latter rounded
-    stochastically. ``select``: which tensors are on the grid, by default those of two or more dimensions and
-    all that are bfloat16; the others are moved by torch's fused step. The rest as in
-    :class:`~halfulp.WriteBack`.
+    stochastically. ``select``: which tensors are on the grid, by default as in
+    :class:`~halfulp.WriteBack`; the others are moved by torch's fused step. The rest as there.
 
     >>> model = torch.nn.Linear(64, 64).bfloat16()
     >>> opt = AdamW(model.named_parameters(), lr=3e-4, moments="bf16")

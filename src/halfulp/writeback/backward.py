@@ -51,7 +51,7 @@ class InBackward:
                 f"parameter {slot.name!r} has a second gradient before step(): with in_backward() every "
                 "backward is a step, so gradients are not accumulated over several."
             )
-        onepass.move(self.wb, slot, self.wb.steps + 1)
+        onepass.move(self.wb, [slot], self.wb.steps + 1)
         p.grad = None
         self.done.append(slot)
 

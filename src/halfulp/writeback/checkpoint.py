@@ -30,8 +30,10 @@ from halfulp.documents import Fields, listed, parsed, whole
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
 from halfulp.writeback.consistency import check_consistent
 from halfulp.writeback.native import NativeCodes
+from halfulp.writeback.policies import TileMaster
 from halfulp.writeback.sharding import is_sharded, local, wrap_like
 from halfulp.writeback.storage import Codes
+from halfulp.writeback.tiles import put_tiles, take_tiles
 
 if TYPE_CHECKING:
     from halfulp.writeback.optimizer import WriteBack
@@ -115,11 +117,21 @@ def _state(wb: WriteBack) -> dict[str, Any]:
         kept = slot.kept_tensors()
         if "moved" in kept and is_sharded(slot.p):  # bits do not shard; whole bytes do
             kept["moved"] = unpacked(kept["moved"], local(slot.p))
+        if isinstance(slot.policy, TileMaster) and is_sharded(slot.p):  # nor do the masters of some tiles
+            kept["master"] = _spread(slot, kept["master"])
         entry = state.setdefault(number(wb, slot), {})
-        entry.update({PREFIX + k: wrap_like(v, slot.p) for k, v in kept.items()})
+        entry.update({PREFIX + k: v if k == "tiles" else wrap_like(v, slot.p) for k, v in kept.items()})
     groups = [{k: v for k, v in g.items() if k not in OURS} for g in base["param_groups"]]
     groups[0][KEY] = json.dumps({**identity(wb, wb.slots), "sha256": None}, sort_keys=True)
     return {**base, "state": state, "param_groups": groups}  # some optimizers have more
+
+
+def _spread(slot: Slot, master: torch.Tensor) -> torch.Tensor:
+    """Masters of a shard's tiles where they belong in the shard, zeros elsewhere."""
+    assert isinstance(slot.policy, TileMaster)
+    whole = torch.zeros(local(slot.p).shape, dtype=master.dtype, device=master.device)
+    put_tiles(whole, slot.state["tiles"], master, slot.policy.tile, slot.policy.offset)
+    return whole
 
 
 def unpacked(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -181,7 +193,7 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
 def _late(wb: WriteBack, theirs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:
     """What the state manages and is frozen here: it was trained when the state was saved."""
     numbers = {id(p): n for n, p in enumerate(p for g in wb.param_groups for p in g["params"])}
-    return wb._prepared(wb._plan_frozen(lambda _, p: numbers[id(p)] in theirs["parameters"]))
+    return wb._prepared(wb._plan_frozen(lambda _, p, _grid: numbers[id(p)] in theirs["parameters"]))
 
 
 def _parsed(line: Any) -> dict[str, Any]:
@@ -285,6 +297,8 @@ def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
         value = local(saved[key]).detach()
         if key == "moved" and is_sharded(slot.p):
             value = packed(value)
+        if key == "master" and isinstance(slot.policy, TileMaster) and is_sharded(slot.p):
+            value = take_tiles(value, slot.state["tiles"], 0, slot.policy.tile, slot.policy.offset)
         if value.dtype != have.dtype or value.shape != have.shape:
             raise CorruptionError(
                 f"parameter {slot.name!r}: saved {key} is {tuple(value.shape)} of {value.dtype}, expected "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -33,14 +34,12 @@ class Chooser:
     storage: Storage | None
     draws_projection: bool
     keep_scratch: bool | None
-    vectors: bool = False
-    """Whether narrow tensors of one dimension are managed by default, too."""
 
     def plan(
         self,
         groups: list[dict[str, Any]],
         first: int = 0,
-        wanted: Callable[[str, torch.nn.Parameter], bool] | None = None,
+        wanted: Callable[[str, torch.nn.Parameter, Grid], bool] | None = None,
     ) -> list[Slot]:
         """Which parameters of these groups to manage and how; changes nothing."""
         wanted = wanted or self.wanted
@@ -56,7 +55,7 @@ class Chooser:
             chosen = policy(group.get("policy", self.policy))
             for j, p in enumerate(group["params"]):
                 name = from_model.get(p) or (names[j] if names else f"{i}.{j}")
-                if not wanted(name, p):
+                if not wanted(name, p, chosen_grid):
                     continue
                 if (chosen.stochastic or self.draws_projection) and p not in from_model and not names:
                     what = f"policy {chosen.name!r}" if chosen.stochastic else "project='stochastic'"
@@ -68,13 +67,15 @@ class Chooser:
                 planned.append(self._slot(name, p, chosen_grid, chosen, (i, j)))
         return planned
 
-    def wanted(self, name: str, p: torch.Tensor) -> bool:
+    def wanted(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
+        """By default matrices, and everything whose own type is the grid: a norm's gain of exactly 1 stays
+        there under an optimizer that rounds, and nothing is given up by saving it."""
         if callable(self.select):
             return bool(self.select(name, p))
         if self.select is not None:
             self.select = list(self.select)
             return name in self.select
-        return p.requires_grad and (p.dim() >= 2 or (self.vectors and p.dtype in NARROW))
+        return p.requires_grad and (p.dim() >= 2 or _is_own(grid, p.dtype))
 
     def check(self, planned: list[Slot]) -> None:
         """Refuse a choice that names what is not there, or nothing."""
@@ -85,7 +86,7 @@ class Chooser:
         if not planned:
             raise UsageError(
                 "no parameter to write back: none of the optimizer's is trainable with two or more "
-                "dimensions. Choose with params=lambda name, p: ..."
+                "dimensions, or has the grid as its own type. Choose with params=lambda name, p: ..."
             )
 
     def _slot(
@@ -111,10 +112,7 @@ class Chooser:
                     "float32 shards then hold grid values, bfloat16 shards are stepped in float32."
                 )
             if is_sharded(p) and isinstance(chosen, TileMaster):
-                raise UsageError(
-                    f"policy {chosen.name!r} is for whole tensors; this one is sharded. Use 'master' or "
-                    "hu.Kahan(torch.bfloat16), which shards take."
-                )
+                chosen = replace(chosen, shard=(shard_offset(p), p.numel()))
             if resolved.bits > 16 and storage == "packed":
                 raise UsageError(f"grid {g.name} has {resolved.bits} bits: nothing to pack.")
         except HalfulpError as error:
@@ -165,6 +163,15 @@ def _check_native(p: torch.Tensor, g: Grid, storage: str) -> None:
 def _fits_any_step(grid: Grid, dtype: torch.dtype) -> bool:
     """Whether a narrow dtype holds a grid's values under whatever scale float32 gives it."""
     return grid.scaling is None or (grid.scaling.rule in ("mx", "nv") and dtype == torch.bfloat16)
+
+
+@cache
+def _is_own(grid: Grid, dtype: torch.dtype) -> bool:
+    """Whether the grid is what a narrow type holds, by whatever name."""
+    if dtype not in NARROW:
+        return False
+    mine, theirs = (replace(g.within(torch.float32), name="") for g in (grid, named(dtype)))
+    return mine == theirs
 
 
 def unwrapped(model: torch.nn.Module | None) -> torch.nn.Module | None:

@@ -20,7 +20,8 @@ import torch
 
 from halfulp import kernels
 from halfulp.errors import CorruptionError
-from halfulp.writeback.policies import take_tiles
+from halfulp.writeback.policies import TileMaster
+from halfulp.writeback.tiles import take_tiles
 
 if TYPE_CHECKING:
     from halfulp.writeback.slot import Slot
@@ -45,8 +46,8 @@ def check_consistent(slot: Slot, tensors: dict[str, torch.Tensor], q: torch.Tens
 
 def _check_master(slot: Slot, tensors: dict[str, torch.Tensor], q: torch.Tensor) -> None:
     master = tensors["master"]
-    if "tiles" in tensors:
-        q = take_tiles(q, tensors["tiles"], master.numel())
+    if isinstance(slot.policy, TileMaster):
+        q = take_tiles(q, tensors["tiles"], master.numel(), slot.policy.tile, slot.policy.offset)
     off = kernels.round(master, slot.grid) != q
     if getattr(slot.policy, "start_from", "code") == "raw" and bool(off.any()):
         below, above = slot.grid.neighbours(master)

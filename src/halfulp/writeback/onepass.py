@@ -20,7 +20,7 @@ from torch.optim import optimizer as torchs
 from halfulp.kernels import Written, onepass, tiles_of
 from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC
-from halfulp.streams import Stream
+from halfulp.streams import key_of
 from halfulp.writeback import policies
 from halfulp.writeback.report import TensorEvents
 from halfulp.writeback.sharding import local, shard_offset, wrap_like
@@ -41,20 +41,22 @@ class Way(NamedTuple):
     key: str | None = None
 
 
+WAYS = {
+    policies.Nearest: Way(NEAREST),
+    policies.Stochastic: Way(STOCHASTIC),
+    policies.DeadzoneStochastic: Way(DEADZONE),
+    policies.Kahan: Way(NEAREST, onepass.CARRY, "carry"),
+    policies.Master: Way(NEAREST, onepass.MASTER, "master"),
+    policies.Remainder16: Way(NEAREST, onepass.REMAINDER, "remainder"),
+    policies.Remainder8: Way(STOCHASTIC, onepass.REMAINDER, "remainder"),
+}
+
+
 def way(policy: policies.Policy) -> Way | None:
     """What the kernel has for a policy; nothing for one that it does not know, a user's own for instance."""
-    kind = type(policy)
-    if kind is policies.ECO:
+    if type(policy) is policies.ECO:
         return Way(STOCHASTIC if policy.stochastic else NEAREST, onepass.ERROR)
-    return {
-        policies.Nearest: Way(NEAREST),
-        policies.Stochastic: Way(STOCHASTIC),
-        policies.DeadzoneStochastic: Way(DEADZONE),
-        policies.Kahan: Way(NEAREST, onepass.CARRY, "carry"),
-        policies.Master: Way(NEAREST, onepass.MASTER, "master"),
-        policies.Remainder16: Way(NEAREST, onepass.REMAINDER, "remainder"),
-        policies.Remainder8: Way(STOCHASTIC, onepass.REMAINDER, "remainder"),
-    }.get(kind)
+    return WAYS.get(type(policy))
 
 
 def unsuited(optimizer: torch.optim.Optimizer) -> str | None:
@@ -149,44 +151,64 @@ def started(wb: WriteBack, slot: Slot) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def move(wb: WriteBack, slot: Slot, step: int) -> None:
-    """One step of one parameter."""
-    group, how = wb.param_groups[slot.place[0]], way(slot.policy)
-    assert how is not None and slot.p.grad is not None
-    state = started(wb, slot)
-    state["step"] += 1
-    rule = RULES[type(wb.optimizer)]
-    settings = onepass.Settings(
-        lr=float(group["lr"]), betas=(float(group["betas"][0]), float(group["betas"][1])),
-        eps=float(group["eps"]), weight_decay=float(group["weight_decay"]), rule=rule, t=int(state["step"]),
-        decay_exact=isinstance(slot.policy, policies.ECO) and slot.policy.decay_exact,
+def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
+    """One step of these parameters: a kernel call for all that are stored and rounded alike."""
+    states = [started(wb, slot) for slot in slots]
+    torch._foreach_add_([state["step"] for state in states], 1)
+    settings: dict[tuple[int, int, bool], onepass.Settings] = {}
+    calls: dict[Any, tuple[onepass.Case, list[Slot], list[onepass.Job]]] = {}
+    for slot, state in zip(slots, states, strict=True):
+        group, how = slot.place[0], way(slot.policy)
+        assert how is not None
+        exact = isinstance(slot.policy, policies.ECO) and slot.policy.decay_exact
+        at = group, int(state["step"]), exact
+        if at not in settings:
+            settings[at] = _settings(wb, *at)
+        job = _job(wb, slot, state, how, settings[at], step)
+        numbers = settings[at]
+        like = (id(slot.grid), how, onepass.small(numbers), job.types)
+        if like not in calls:
+            case = onepass.Case(
+                grid=slot.grid, rule=numbers.rule, small=like[2], mode=how.mode, keeps=how.keeps,
+                short=not wb.like_torch, drawn=wb.moments == torch.bfloat16,
+            )  # fmt: skip
+            calls[like] = case, [], []
+        calls[like][1].append(slot)
+        calls[like][2].append(job)
+    for case, together, jobs in calls.values():
+        for slot, job, found in zip(together, jobs, onepass.steps(case, jobs), strict=True):
+            g = wb.param_groups[slot.place[0]]
+            decay = float(g["lr"]) * float(g["weight_decay"]) if case.rule == onepass.ADAMW else 0.0
+            slot.events = TensorEvents.of(
+                slot.name, step, slot.p, Written(job.stored, *found), decay, slot.moved is not None
+            )
+
+
+def _settings(wb: WriteBack, group: int, t: int, exact: bool) -> onepass.Settings:
+    g = wb.param_groups[group]
+    return onepass.Settings(
+        lr=float(g["lr"]), betas=(float(g["betas"][0]), float(g["betas"][1])), eps=float(g["eps"]),
+        weight_decay=float(g["weight_decay"]), rule=RULES[type(wb.optimizer)], t=t, decay_exact=exact,
     )  # fmt: skip
+
+
+def _job(
+    wb: WriteBack, slot: Slot, state: dict[str, Any], how: Way, settings: onepass.Settings, step: int
+) -> onepass.Job:
+    assert slot.p.grad is not None
     stored = local(slot.p.detach()) if slot.codes is None else slot.codes.packed
-    size, end = stored.numel(), onepass.torchs_end()
-    offset = shard_offset(slot.p)
-    bits = 32 if wb.like_torch else 16
-    draws = how.mode != NEAREST
-    decay = settings.lr * settings.weight_decay if rule == onepass.ADAMW else 0.0
-    counts, sums = onepass.step(
-        stored, local(slot.p.grad.detach()), local(state[FIRST]), local(state[SECOND]), slot.grid, settings,
-        mode=how.mode, keeps=how.keeps, kept=slot.state[how.key] if how.key else None,
-        stream=Stream(seed=wb.seed, name=slot.name, step=step, offset=offset, bits=bits) if draws else None,
-        drawing=_drawing(wb, slot, step, offset) if wb.moments == torch.bfloat16 else None,
-        plain=size - size % end if wb.like_torch and end else None, moved=slot.moved,
-        sums=sampling(size) if settings.weight_decay > 0 and rule == onepass.ADAMW and wb.telemetry else 0,
+    size, end = stored.numel(), onepass.torchs_end() if wb.like_torch else None
+    draws, bits = how.mode != NEAREST, 32 if wb.like_torch else 16
+    of_weights = key_of(wb.seed, slot.name, step, bits) if draws else (0, 0)
+    narrow = wb.moments == torch.bfloat16
+    of_moments = key_of(wb.seed, f"{slot.name}\0moments", step, 16) if narrow else (0, 0)
+    decays = settings.weight_decay > 0 and settings.rule == onepass.ADAMW and wb.telemetry
+    return onepass.Job(
+        stored=stored, grad=local(slot.p.grad.detach()).contiguous(), first=local(state[FIRST]),
+        second=local(state[SECOND]), kept=slot.state[how.key] if how.key else None, moved=slot.moved,
+        rates=onepass.rates(settings), keys=(*of_weights, *of_moments), offset=shard_offset(slot.p),
+        plain=size - size % end if end else size, sums=sampling(size) if decays else 0,
     )  # fmt: skip
-    slot.events = TensorEvents.of(
-        slot.name, step, slot.p, Written(stored, counts, sums), decay, slot.moved is not None
-    )
-
-
-def _drawing(wb: WriteBack, slot: Slot, step: int, offset: int) -> tuple[Stream, Stream]:
-    """The streams of both moments: those of the tensor's name with theirs."""
-    first, second = (
-        Stream(seed=wb.seed, name=f"{slot.name}\0{key}", step=step, offset=offset, bits=16)
-        for key in (FIRST, SECOND)
-    )
-    return first, second
 
 
 def sampling(numel: int) -> int:

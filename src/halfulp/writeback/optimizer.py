@@ -45,13 +45,14 @@ class WriteBack(torch.optim.Optimizer):
     """Keep weights on a grid while any optimizer trains them.
 
     ``params``: which tensors, as a predicate ``(name, tensor) -> bool`` or names; by default every
-    trainable tensor of two or more dimensions. A parameter group may carry its own ``grid`` and
-    ``policy``. ``project``: how the first codes are made (``nearest``, ``stochastic``, or ``none`` for
-    weights that are on the grid already). ``storage``: where weights live between steps, see
-    :mod:`halfulp.writeback.storage`; by default each parameter's own type says it: bfloat16 and float16 are
-    ``native``, others a ``container``. ``materialise``: whether ``native`` and ``packed`` weights are given
-    to the optimizer one ``tensor`` at a time (the default for torch's own) or ``all`` at once. A parameter
-    that is frozen now and trained later is taken up at the first step that has a gradient for it.
+    trainable tensor of two or more dimensions, and those of fewer whose own type the grid is (norm gains of a
+    bfloat16 model on ``bf16``). A parameter group may carry its own ``grid`` and ``policy``. ``project``: how
+    the first codes are made (``nearest``, ``stochastic``, or ``none`` for weights that are on the grid
+    already). ``storage``: where weights live between steps, see :mod:`halfulp.writeback.storage`; by default
+    each parameter's own type says it: bfloat16 and float16 are ``native``, others a ``container``.
+    ``materialise``: whether ``native`` and ``packed`` weights are given to the optimizer one ``tensor`` at a
+    time (the default for torch's own) or ``all`` at once. A parameter that is frozen now and trained later
+    is taken up at the first step that has a gradient for it.
     ``one_pass``: whether a step may be made in one sweep over memory where that gives the same bits, see
     :mod:`halfulp.writeback.onepass`.
     ``nonfinite``: ``count`` proposals that are not finite and leave their weights alone, or ``raise``
@@ -116,7 +117,6 @@ class WriteBack(torch.optim.Optimizer):
         self._chooser = Chooser(
             optimizer=optimizer, grid=grid, policy=policy, model=self._model, select=params, storage=storage,
             draws_projection=project == "stochastic", keep_scratch=keep_scratch,
-            vectors=not self.like_torch,
         )  # fmt: skip
         self._shells = Shells()
         planned = self._chooser.plan(optimizer.param_groups)
@@ -210,16 +210,16 @@ class WriteBack(torch.optim.Optimizer):
         thawed = [p for p in self._frozen if p.requires_grad and p.grad is not None]
         if not thawed:
             return
-        fresh = {id(p) for p in thawed}
-        self._commit(
-            self._prepared(self._plan_frozen(lambda n, p: id(p) in fresh and self._chooser.wanted(n, p)))
-        )
+        fresh, wanted = {id(p) for p in thawed}, self._chooser.wanted
+        self._commit(self._prepared(self._plan_frozen(lambda n, p, g: id(p) in fresh and wanted(n, p, g))))
         self._frozen = [p for p in self._frozen if id(p) not in fresh]
 
-    def _plan_frozen(self, wanted: Callable[[str, torch.nn.Parameter], bool]) -> list[Slot]:
+    def _plan_frozen(self, wanted: Callable[[str, torch.nn.Parameter, Grid], bool]) -> list[Slot]:
         """Slots for some of the parameters that are frozen so far."""
         frozen = {id(p) for p in self._frozen}
-        return self._chooser.plan(self.param_groups, wanted=lambda n, p: id(p) in frozen and wanted(n, p))
+        return self._chooser.plan(
+            self.param_groups, wanted=lambda n, p, g: id(p) in frozen and wanted(n, p, g)
+        )
 
     def _projected(self, slot: Slot, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first stored values, and the scales that they were rounded with."""
@@ -339,7 +339,8 @@ class WriteBack(torch.optim.Optimizer):
         once = self._suited(active) if closure is None else []
         if not once:
             return self._wrapped_rounds(active, closure)
-        rest = [s for s in active if s not in once]
+        taken = set(once)
+        rest = [s for s in active if s not in taken]
         hidden = [s.p for s in once if s.shadow is None]
         grads = [p.grad for p in hidden]
         try:
@@ -350,8 +351,7 @@ class WriteBack(torch.optim.Optimizer):
         finally:
             for p, grad in zip(hidden, grads, strict=True):
                 p.grad = grad
-        for slot in once:
-            onepass.move(self, slot, self.steps)
+        onepass.move(self, once, self.steps)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask
         return None
 

@@ -37,6 +37,7 @@ from halfulp.kernels import TILE, Written
 from halfulp.kernels.onepass_reference import LARGEST
 from halfulp.streams import Stream
 from halfulp.writeback.moments import check_moments, feed_back
+from halfulp.writeback.tiles import put_tiles, take_tiles
 
 State = dict[str, torch.Tensor]
 
@@ -309,9 +310,15 @@ class TileMaster(Policy):
     mask: dict[str, torch.Tensor] = field(default_factory=dict)
     start_from: Literal["code", "raw"] = "code"
     tile: int = TILE
+    shard: tuple[int, int] | None = None
+    """Where a shard begins in its tensor, and how many coordinates that has; a write-back says it."""
 
     def __post_init__(self) -> None:
         kernels.checked_tile(self.tile)
+
+    @property
+    def offset(self) -> int | None:
+        return None if self.shard is None else self.shard[0]
 
     def chosen(self, name: str, numel: int) -> torch.Tensor:
         """The chosen tiles of a tensor, as sorted indices."""
@@ -331,17 +338,18 @@ class TileMaster(Policy):
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
         source = (projected if self.start_from == "code" else raw).detach()
-        tiles = self.chosen(name, source.numel())
-        size = int((source.numel() - tiles * self.tile).clamp(max=self.tile).sum())
+        numel = source.numel() if self.shard is None else self.shard[1]
+        tiles = self.chosen(name, numel)
+        size = int((numel - tiles * self.tile).clamp(max=self.tile).sum())
         tiles = tiles.to(source.device, torch.int32)
-        return {"master": take_tiles(source, tiles, size, self.tile), "tiles": tiles}
+        return {"master": take_tiles(source, tiles, size, self.tile, self.offset), "tiles": tiles}
 
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
-        put_tiles(p, state["tiles"], state["master"], self.tile)
+        put_tiles(p, state["tiles"], state["master"], self.tile, self.offset)
 
     def after(self, step: Step) -> Written:
         master = step.state["master"]
-        moved = take_tiles(step.z, step.state["tiles"], master.numel(), self.tile)
+        moved = take_tiles(step.z, step.state["tiles"], master.numel(), self.tile, self.offset)
         step.state["master"] = torch.where(torch.isfinite(moved), moved, master)
         return step.write()
 
@@ -349,34 +357,6 @@ class TileMaster(Policy):
     def spec(self) -> str:
         size = "" if self.tile == TILE else f",tile={self.tile}"
         return f"tile-master(start_from={self.start_from}{size})"
-
-
-def _whole(
-    flat: torch.Tensor, tiles: torch.Tensor, size: int, tile: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole tiles of a flat tensor as rows, and which are chosen: all, or all but the short last one.
-
-    ``size``, the number of coordinates that were chosen, tells which without looking at the device.
-    """
-    rows = flat[: flat.numel() // tile * tile].view(-1, tile)
-    return rows, tiles[: size // tile].long()
-
-
-def take_tiles(x: torch.Tensor, tiles: torch.Tensor, size: int, tile: int = TILE) -> torch.Tensor:
-    """The coordinates of chosen tiles, in order; the last tile of a tensor may be short."""
-    flat = x.reshape(-1)
-    rows, whole = _whole(flat, tiles, size, tile)
-    return torch.cat([rows[whole].view(-1), flat[flat.numel() - size % tile :]])
-
-
-def put_tiles(x: torch.Tensor, tiles: torch.Tensor, values: torch.Tensor, tile: int = TILE) -> None:
-    """The inverse of :func:`take_tiles`, in place."""
-    flat = x.reshape(-1)
-    rows, whole = _whole(flat, tiles, values.numel(), tile)
-    rows.index_copy_(0, whole, values[: whole.numel() * tile].view(-1, tile))
-    flat[flat.numel() - values.numel() % tile :] = values[whole.numel() * tile :]
-    if not x.is_contiguous():
-        x.copy_(flat.view(x.shape))
 
 
 class DQT(Policy):
