@@ -17,14 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
-import halfulp as hu
 from halfulp import kernels
 from halfulp.errors import UsageError
+from halfulp.grids import grid as named
 from halfulp.kernels import onepass, onepass_reference, reference
 from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE
 from halfulp.streams import Stream
 from halfulp.version import __version__
+from halfulp.writeback import AdamW, WriteBack
 
 GRIDS = ("bf16", "fp16", "e5m2", "e4m3@128", "e2m1", "m3", "int4@16/asym", "int8/row", "mxfp4", "int3/dqt")
 POLICIES = {
@@ -105,7 +106,7 @@ def _difference(ours: torch.Tensor, theirs: Any) -> str:
 def _rounding(device: torch.device) -> Iterator[Line]:
     x = _values(0)
     for name in GRIDS:
-        g = hu.grid(name).within(torch.float32)
+        g = named(name).within(torch.float32)
         for mode, stream in ((NEAREST, None), (STOCHASTIC, STREAM)):
             made = kernels.round(torch.from_numpy(x).to(device), g, stream)
             yield f"{name}, {MODES[mode]}", _difference(made, reference.round(x, g, mode, stream))
@@ -113,7 +114,7 @@ def _rounding(device: torch.device) -> Iterator[Line]:
 
 def _write_backs(device: torch.device) -> Iterator[Line]:
     for name in GRIDS:
-        g = hu.grid(name).within(torch.float32)
+        g = named(name).within(torch.float32)
         q = reference.round(np.where(np.isfinite(x := _values(1, 8)), x, 0).astype(np.float32), g)
         with np.errstate(over="ignore", invalid="ignore"):
             z = (q + _values(2) * np.float32(0.01)).astype(np.float32)
@@ -136,7 +137,7 @@ def _audits(device: torch.device) -> Iterator[Line]:
     w, d = _values(3), _values(4, 30)
     weights, proposals = (torch.from_numpy(x).to(device) for x in (w, d))
     for name in GRIDS:
-        g = hu.grid(name).within(torch.float32)
+        g = named(name).within(torch.float32)
         made = kernels.audit(weights, proposals, [g])
         found = reference.audit(w, d, [g])
         pairs = (
@@ -152,7 +153,7 @@ def _one_pass(device: torch.device) -> Iterator[Line]:
     drawn."""
     if device.type != "cpu":
         return
-    g, n, rng = plan_for(hu.grid("bf16"), torch.float32).grid, 2 * TILE + 101, np.random.default_rng(5)
+    g, n, rng = plan_for(named("bf16"), torch.float32).grid, 2 * TILE + 101, np.random.default_rng(5)
     for mode, kind in ((NEAREST, torch.float32), (STOCHASTIC, torch.bfloat16)):
         w, m, v = (torch.zeros(n, dtype=t) for t in (torch.bfloat16, kind, kind))
         w.copy_(torch.from_numpy((rng.standard_normal(n) * 0.02).astype(np.float32)))
@@ -191,7 +192,7 @@ def _two_passes(device: torch.device) -> Iterator[Line]:
             torch.manual_seed(0)
             model = torch.nn.Linear(70, 33)
             inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-            opt = hu.WriteBack(inner, grid, policy, model=model, one_pass=once)
+            opt = WriteBack(inner, grid, policy, model=model, one_pass=once)
             for step in range(5):
                 made = torch.Generator().manual_seed(step)
                 for p in model.parameters():
@@ -221,10 +222,10 @@ def _contestants(device: str) -> dict[str, Callable[[torch.nn.ParameterList], An
         return torch.optim.AdamW(params.parameters(), lr=6e-4, weight_decay=0.1, fused=True)
 
     def around(policy: str) -> Callable[[torch.nn.ParameterList], Any]:
-        return lambda params: hu.WriteBack(torchs(params), "bf16", policy, model=params)
+        return lambda params: WriteBack(torchs(params), "bf16", policy, model=params)
 
     def ours(policy: str, moments: Any) -> Callable[[torch.nn.ParameterList], Any]:
-        return lambda params: hu.AdamW(
+        return lambda params: AdamW(
             params.named_parameters(), lr=6e-4, weight_decay=0.1, policy=policy, moments=moments
         )
 
