@@ -335,7 +335,9 @@ def test_no_allocator_headline() -> None:
     decision = decided(gpt2_pareto.STUDY, Outcomes(found))
     assert [decision.gates[f"quality[{p}%]"].passed for p in (5, 10, 20)] == [False, True, True]
     assert decision.label == "retain_allocator_headline=false"
-    cheap = [{**row, "window_seconds": 250.0} if row["arm"].startswith("source") else row for row in measured]
+    cheap = [
+        {**row, "window_seconds": 250.0} if str(row["arm"]).startswith("source") else row for row in measured
+    ]
     found["costs"] = {"repetition-1": {"measured": [*cheap, {**trace, "window_seconds": 1.0}]}}
     assert decided(gpt2_pareto.STUDY, Outcomes(found)).label == "retain_allocator_headline=true"
 
