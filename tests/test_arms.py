@@ -270,7 +270,7 @@ def test_what_is_left_at_its_default_is_left_out() -> None:
     assert "seed" not in plain.to_json()["recipe"]
     fp32 = replace(
         plain, seed=3, projected="e5m2", audit=("e5m2", "bf16"), scores=("e5m2", 5), tile=32,
-        attention="math", tables=False, rehearse=("e5m2", "e5m2:tiles(half)"),
+        attention="math", replay=True, tables=False, rehearse=("e5m2", "e5m2:tiles(half)"),
         masks={"stage": "masks", "cell": "source"},
         attribute={"of": ["e5m2"], "moments": 3, "points": 4, "batches": 2},
         make={"P": {"score": "P", "share": 0.1}},

@@ -263,7 +263,8 @@ class Bundle:
         """Where the mask of an arm is kept."""
         if self.anchors is not None:
             return {"evidence": self.anchors.evidence, **self.anchors.bundle._mask(unit, whose, name)}
-        assert self.masked is not None
+        if self.masked is None:  # a study with stages of its own for them
+            return {"stage": f"{whose}-masks", "cell": unit, "name": name}
         own = unit if self.masked.apart else self.reference_of(unit)
         cell = self.source_of(unit) if whose == "source" else own
         return {"stage": self.masked.stage(whose), "cell": cell, "name": name}

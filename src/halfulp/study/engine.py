@@ -171,11 +171,7 @@ def _deviate(study: OpenStudy, changed: dict[str, list[str]], code: str, reason:
 
 
 def _check_files(study: OpenStudy) -> None:
-    """What the ledger names must be there, unharmed; a record that it does not name is not a record.
-
-    A kill leaves such records of the stage that was running, and they are made anew. Of a later stage there
-    can be none: an outcome that is older than its forecast is refused.
-    """
+    """What the ledger names must be there, unharmed; a record that it does not name is not a record."""
     store, events = study.store, study.ledger
     expected = open_study(store.folder).files
     present = store.present()
@@ -185,27 +181,10 @@ def _check_files(study: OpenStudy) -> None:
     for name in sorted(present - expected - set(EXPORTED)):
         unnamed = name == "result.json" or name.startswith(("records/", "attached/", "seals/"))
         if unnamed and events.closed is None:
-            _check_order(study, name)
             files.remove_any(store.folder / name)
         else:
             raise CorruptionError(
                 f"{store.folder / name} does not belong to the study. Remove it, then run again."
-            )
-
-
-def _check_order(study: OpenStudy, name: str) -> None:
-    """Refuse a record, an attached file or a seal of a stage that could not have begun."""
-    parts = name.split("/")
-    stages = [stage.name for stage in study.protocol.stages]
-    stage = parts[1].removesuffix(".json") if len(parts) > 1 else ""
-    if stage not in stages:
-        return
-    settled = study.ledger.stages.keys() | study.ledger.not_run
-    for earlier in stages[: stages.index(stage)]:
-        if earlier not in settled:
-            raise TamperingError(
-                f"{study.store.folder / name} exists although stage {earlier}, which comes before {stage}, "
-                "is not sealed: it was not made by this study. Seal anew in a folder of its own (--out)."
             )
 
 

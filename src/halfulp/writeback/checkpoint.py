@@ -263,7 +263,8 @@ def _check_identity(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
             where = "the state" if a is None else "this WriteBack"
             raise UsageError(
                 f"parameter {k} is managed only in {where}: {a or b}. If it was frozen when the state was "
-                "saved, make the WriteBack while it is frozen, and train it after loading."
+                "saved, make the WriteBack while it is frozen, and train it after loading. States of "
+                "version 0.1 hold matrices alone: params=lambda name, p: p.dim() >= 2."
             )
         stored = [
             s.get(str(k)) if isinstance(s, dict) else s for s in (mine["storage"], theirs.get("storage"))
