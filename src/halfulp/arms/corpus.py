@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
 
 from halfulp.data import tokens
 from halfulp.errors import UsageError
 from halfulp.models.training import Tokens
-from halfulp.study import Running
 
 
-def open_corpus(running: Running, corpus: Mapping[str, str], vocabulary: int) -> tuple[Tokens, Tokens]:
+class Files(Protocol):
+    """Where data sets are: a running cell, or whoever stands for one."""
+
+    def data(self, name: str) -> Path:
+        """The file of a data set."""
+
+
+def open_corpus(running: Files, corpus: Mapping[str, str], vocabulary: int) -> tuple[Tokens, Tokens]:
     """Training and held-out tokens.
 
     ``kind``: ``characters`` of the text ``train``, whose last tenth is held out; ``bytes`` of the texts

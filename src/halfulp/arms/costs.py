@@ -43,14 +43,13 @@ import torch
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import files_of, open_corpus
 from halfulp.arms.masks import PACKED, unpacked
-from halfulp.arms.run import audited
+from halfulp.arms.run import audited, optimizer_of
 from halfulp.errors import HalfulpError
 from halfulp.models.decoder import Decoder
-from halfulp.models.training import Training, adamw
+from halfulp.models.training import Training
 from halfulp.study.protocol import Cell, Running
 from halfulp.trace import Memory
 from halfulp.writeback import WriteBack
-from halfulp.writeback.policies import parsed
 
 Json = Any
 MODULE = "halfulp.arms.costs"
@@ -115,16 +114,12 @@ class _Given:
 def measure(asked: Mapping[str, Json]) -> dict[str, Json]:
     """Build an arm, warm it up, and time a window of its updates."""
     arm = Arm.from_json(asked["arm"])
-    tokens, _ = open_corpus(_Given(asked["data"]), arm.corpus, arm.model.vocabulary)  # type: ignore[arg-type]
+    tokens, _ = open_corpus(_Given(asked["data"]), arm.corpus, arm.model.vocabulary)
     before, began = _settled(), time.perf_counter()
     device = torch.device("cuda" if arm.device == "auto" and torch.cuda.is_available() else "cpu")
     model = Decoder(arm.model, seed=arm.seed, device=device)
-    optimizer: torch.optim.Optimizer = adamw(model, arm.recipe)
-    if arm.grid is not None:
-        kind, options = parsed(arm.policy or "")
-        masks = unpacked(base64.b64decode(asked["masks"]), "masks") if arm.mask else {}
-        policy = masks[arm.mask["name"]].policy(**options) if arm.mask else kind(**options)
-        optimizer = WriteBack(optimizer, arm.grid, policy, model=model, seed=arm.stream_seed, telemetry=False)
+    masks = unpacked(base64.b64decode(asked["masks"]), "masks") if arm.mask else {}
+    optimizer = optimizer_of(arm, model, masks[arm.mask["name"]] if arm.mask else None)
     training = Training(model, optimizer, tokens, arm.recipe)
     with audited(arm, training, Memory(), []) if arm.scores is not None else contextlib.nullcontext():
         for _ in range(asked["warm"]):

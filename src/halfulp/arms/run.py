@@ -42,6 +42,7 @@ from halfulp.arms.masks import PACKED, Ranked, described, pack, read_mask, read_
 from halfulp.arms.silent import Silent
 from halfulp.audit.recorder import Audit
 from halfulp.audit.rehearsal import Spec
+from halfulp.masks import Mask
 from halfulp.measures.groups import group_of
 from halfulp.models.decoder import Decoder
 from halfulp.models.training import Training, adamw, project, sequences, starts
@@ -144,6 +145,10 @@ def run(running: Running) -> dict[str, Json]:
 
 
 def _optimizer(running: Running, arm: Arm, model: Decoder) -> torch.optim.Optimizer:
+    return optimizer_of(arm, model, read_mask(running, arm) if arm.mask else None)
+
+
+def optimizer_of(arm: Arm, model: Decoder, mask: Mask | None) -> torch.optim.Optimizer:
     """What steps a model: AdamW, or a write-back around it, from the arm's first codes."""
     if arm.projected:
         project(model, arm.projected)
@@ -153,7 +158,7 @@ def _optimizer(running: Running, arm: Arm, model: Decoder) -> torch.optim.Optimi
     if arm.grid is None:
         return plain_adamw
     kind, options = parsed(arm.policy or "")
-    policy = read_mask(running, arm).policy(**options) if arm.mask else kind(**options)
+    policy = mask.policy(**options) if mask is not None else kind(**options)
     return WriteBack(
         plain_adamw, arm.grid, policy, model=model, seed=arm.stream_seed, project=arm.projection,
         storage=arm.storage, telemetry=False,
