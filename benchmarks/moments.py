@@ -31,10 +31,9 @@ MARKS = (100, 1000, 10_000)
 # How weights are written, how moments are kept, and whether those are then rounded to nearest.
 ARMS: dict[str, tuple[str, Any, bool]] = {
     "masters (remainder16), float32 moments": ("remainder16", "fp32", False),
-    "masters, bf16 moments, stochastic": ("remainder16", "bf16", False),
-    "masters, bf16 moments, nearest": ("remainder16", "fp32", True),
     "sr, float32 moments": ("sr", "fp32", False),
     "sr, bf16 moments, stochastic": ("sr", "bf16", False),
+    "sr, bf16 moments, nearest": ("sr", "fp32", True),
     "rne, float32 moments": ("rne", "fp32", False),
 }
 
