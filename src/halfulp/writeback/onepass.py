@@ -169,16 +169,16 @@ def _plain(x: torch.Tensor, dtype: torch.dtype, where: torch.device) -> bool:
 def started(wb: WriteBack, slot: Slot) -> tuple[dict[str, Any], int]:
     """The optimizer's state of a parameter, as its own first step would make it; and which step this is."""
     state = wb.optimizer.state[slot.stepped]
-    kept = KEPT[type(wb.optimizer)]
-    new = [key for key in kept if state.get(key) is None]
+    counts = isinstance(wb.optimizer, torch.optim.Adam | torch.optim.AdamW)  # the others do not
+    if counts and "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+    new = [key for key in KEPT[type(wb.optimizer)] if state.get(key) is None]
     for key in new:
         p = local(slot.p)
         shape = slot.codes.shape if slot.codes is not None else p.shape
         state[key] = wrap_like(torch.zeros(shape, dtype=wb.moments, device=p.device), slot.p)
-    if isinstance(wb.optimizer, torch.optim.SGD | Lion):  # these do not count
+    if not counts:
         return state, 1 if new else 2
-    if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
     state["step"] += 1
     return state, int(state["step"])
 
