@@ -28,7 +28,7 @@ def test_nearest_moments_and_gains_stand_still(demonstration: Any) -> None:
     exact, drawn, nearest, still = (demonstration.train(*arm, 400) for arm in arms)
     assert abs(exact["second_moment"] - 1) < 1e-3
     assert abs(drawn["second_moment"] - 1) < 0.02
-    assert nearest["second_moment"] > 1.1
+    assert nearest["second_moment"] > 1.05
     assert still["gains_at_one"] == demonstration.HIDDEN
     assert exact["gains_at_one"] == drawn["gains_at_one"] == 0
     assert abs(drawn["losses"][400] / exact["losses"][400] - 1) < 0.05
