@@ -46,10 +46,10 @@ from halfulp.writeback import WriteBack
 
 GRIDS = {"bf16": "bf16", "e4m3": "e4m3@128", "e5m2": "e5m2"}
 SEEDS = (72001, 72002)
-MIDDLE = {"smoke": 6e-4, "small": 1.8e-3, "paper": 6e-4}
-RUNGS = {"smoke": (-1, 0, 1), "small": (-3, -2, -1, 0, 1, 2, 3), "paper": (-3, -2, -1, 0, 1, 2, 3)}
+MIDDLE = {"smoke": 6e-4, "small": 3.6e-3, "paper": 6e-4}
+RUNGS = {"smoke": (-1, 0, 1), "small": (-2, -1, 0, 1, 2, 3), "paper": (-3, -2, -1, 0, 1, 2, 3)}
 """Powers of two by which a ladder's rates differ from the middle."""
-LENGTHS = {"smoke": (6, 2), "small": (300, 30), "paper": (3000, 100)}
+LENGTHS = {"smoke": (6, 2), "small": (200, 20), "paper": (3000, 100)}
 """Updates and warmup."""
 BYTES = {"kind": "bytes", "train": "se_prose_train.txt.gz", "held_out": "se_prose_val.txt.gz"}
 
