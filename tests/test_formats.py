@@ -59,7 +59,7 @@ def test_a_trace_of_format_1(tmp_path: Path) -> None:
     trace = hu.Trace.open(FIRST / "trace")
     assert answers(trace) == json.loads((FIRST / "answers.json").read_text())
     again = hu.replay(trace, GRIDS, tmp_path / "replayed")
-    assert again.manifest["format"] == 3
+    assert again.manifest["format"] == 4
     assert again.frozen("bf16").tolist() == trace.frozen("bf16").tolist()
 
 

@@ -38,7 +38,7 @@ from halfulp.grids import CONTAINERS, Grid
 from halfulp.grids import grid as named
 from halfulp.kernels import TILE, WRITE_COUNTS
 from halfulp.trace import Memory
-from halfulp.writeback.sharding import is_sharded, local
+from halfulp.writeback.sharding import local
 
 CHUNK = 256 * TILE
 """Coordinates that are looked at in one go: the only memory beside a bit a weight."""
@@ -265,7 +265,7 @@ def paired(main: Copies, stored: Copies) -> dict[str, tuple[torch.Tensor, torch.
         raise UsageError("nothing to audit: main and stored have no tensors.")
     for name, (m, q) in found.items():
         fit = m.shape == q.shape and m.device == q.device and m.is_floating_point() and q.is_floating_point()
-        if is_sharded(m) != is_sharded(q) or local(m).shape != local(q).shape:
+        if m.shape == q.shape and local(m).shape != local(q).shape:
             raise UsageError(
                 f"{name!r}: main and stored must be sharded alike; here they hold {tuple(local(m).shape)} "
                 f"and {tuple(local(q).shape)} of {tuple(m.shape)}."
