@@ -45,12 +45,14 @@ from halfulp.kernels.gpu_maths import (
 from halfulp.kernels.gpu_tiles import (
     DEADZONE,
     TILE,
+    WRITE_SUMS,
     carried,
     columns,
     pack_three,
     pack_two,
     store_three,
     store_two,
+    sum_written,
     this_tile,
     tree,
 )
@@ -316,8 +318,8 @@ def step_run(
 def sum_tile(
     memory: tl.tuple, sums: tl.tensor, tile: tl.tensor, n: tl.tensor, a: tl.tuple, key: tl.tuple,
     offset: tl.tensor, RULE: tl.constexpr, KEEPS: tl.constexpr, SMALL: tl.constexpr, EIGHT: tl.constexpr,
-) -> None:  # fmt: skip
-    """The sums of |q| and |z - q|, before anything is written."""
+) -> Any:  # fmt: skip
+    """The sums of sizes, before anything is written; what is stored and proposed, for those of what is."""
     i, mask = columns(tile, n)
     d = digit(key, offset + i, tl.full((), 0, tl.int32)) if EIGHT else tl.zeros((256, 4), tl.int32)
     q, z, _, _, _, ok = asked(memory, i, mask, d, a, RULE, KEEPS, SMALL, EIGHT)
@@ -325,9 +327,12 @@ def sum_tile(
         u = bits(z)
         z = as_float(tl.where((u & 0xFFFF) == 0x8000, u | 1, u))
     ok = ok & mask
-    q, z = q.to(tl.float64), z.to(tl.float64)
+    q = q.to(tl.float64)
+    change = tl.where(ok, z.to(tl.float64) - q, 0.0)
     tl.store(sums, tree(tl.where(ok, tl.abs(q), 0.0)))
-    tl.store(sums + 1, tree(tl.where(ok, tl.abs(z - q), 0.0)))
+    tl.store(sums + 1, tree(tl.abs(change)))
+    tl.store(sums + 2, tree(change * change))
+    return q, change, ok
 
 
 @triton.jit(do_not_specialize=["k0", "k1", "m0", "m1", "offset", "every"])
@@ -345,8 +350,14 @@ def step_tile(
     memory = (stored, grad, first, second, kept)
     key, drawing = (k0, k1), (m0, m1)
     if SUMS:
+        sums += WRITE_SUMS * tile
+        q, change, ok = (
+            tl.zeros((256, 4), tl.float64),
+            tl.zeros((256, 4), tl.float64),
+            tl.zeros((256, 4), tl.int1),
+        )
         if tile % every == 0:
-            sum_tile(memory, sums + 2 * tile, tile, n, a, key, offset, RULE, KEEPS, SMALL, EIGHT)
+            q, change, ok = sum_tile(memory, sums, tile, n, a, key, offset, RULE, KEEPS, SMALL, EIGHT)
         tl.debug_barrier()  # before anything is written over what other threads still read
     three = tl.zeros((RUN,), tl.int32)
     two = tl.zeros((RUN,), tl.int32)
@@ -359,6 +370,10 @@ def step_tile(
         two += c
     store_three(counts + 5 * tile, tl.sum(three, axis=0))
     store_two(counts + 5 * tile + 3, tl.sum(two, axis=0))
+    if SUMS:
+        tl.debug_barrier()
+        if tile % every == 0:
+            sum_written(stored, q, change, ok, sums, tile, n)
 
 
 # ---- from the host -----------------------------------------------------------------------------------
