@@ -188,7 +188,7 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
             g = wb.param_groups[slot.place[0]]
             decay = float(g["lr"]) * float(g["weight_decay"]) if case.rule == onepass.ADAMW else 0.0
             slot.events = TensorEvents.of(
-                slot.name, step, slot.p, Written(job.stored, *found), decay, slot.moved is not None
+                slot.name, step, slot.p, Written(job.stored, *found), decay, slot.moved is not None, job.sums
             )
 
 
@@ -239,15 +239,14 @@ def _job(
     if isinstance(slot.policy, policies.TileMaster):
         assert masters is not None
         kept = masters[:size]
-    decays = settings.weight_decay > 0 and settings.rule == onepass.ADAMW and wb.telemetry
     return onepass.Job(
         stored=stored, grad=local(slot.p.grad.detach()).contiguous(), first=local(state[FIRST]),
         second=local(state[SECOND]), kept=kept, moved=slot.moved,
         rates=onepass.rates(settings), keys=(*of_weights, *of_moments), offset=shard_offset(slot.p),
-        plain=size - size % end if end else size, sums=sampling(size) if decays else 0,
+        plain=size - size % end if end else size, sums=sampling(size) if wb.telemetry else 0,
     )  # fmt: skip
 
 
 def sampling(numel: int) -> int:
-    """Which tiles tell how much of a proposal is decay: all of a small tensor, every sixteenth of a large."""
+    """Of every how many tiles there are sums: of all of a small tensor, of a sixteenth of a large one."""
     return 16 if tiles_of(numel) >= 256 else 1
