@@ -21,6 +21,8 @@ PREDICTORS = ("frozen", "symmetric", "rho")
 REHEARSAL = "rehearsal"
 """The event at the codes of the rehearsed nearest run, where there is one."""
 NEAREST = "rne"
+AGAIN = "second-reference"
+"""The stage in which references run once more, with the masks that they made."""
 
 
 def forecast(running: Running) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def forecast(running: Running) -> dict[str, Any]:
     series = {p: {scope: each[p].tolist() for scope, each in found.items()} for p in predictors}
     stays = {scope: float(records.share(record, expected, scope)[-1]) for scope in found}
     crossings = {scope: asdict(crossing(each["frozen"])) for scope, each in found.items()}
-    losses = {arm: records.rehearsed_losses(record, spec) for arm, spec in rehearsed.items()}
+    losses = _losses(running, record)
     heard = {"losses": losses} if losses else {}
     if len(found) == 1:  # then without the level of scopes
         (scope,) = found
@@ -80,8 +82,16 @@ def forecast_losses(running: Running) -> dict[str, Any]:
     """What a reference forecasts of the arms that it rehearses: their losses alone, by update and bound."""
     config = running.config
     record = running.read("reference", config["reference"])
-    losses = {arm: records.rehearsed_losses(record, spec) for arm, spec in config["rehearse"].items()}
-    return {"seed": config["seed"], "grid": config["grid"], "losses": losses}
+    return {"seed": config["seed"], "grid": config["grid"], "losses": _losses(running, record)}
+
+
+def _losses(running: Running, record: records.Record) -> dict[str, Any]:
+    """Of every rehearsed arm the losses; of those that needed a second reference, from there."""
+    config = running.config
+    told = [(record, config.get("rehearse", {}))]
+    if "again" in config:
+        told.append((running.read(AGAIN, config["reference"]), config["again"]))
+    return {arm: records.rehearsed_losses(r, spec) for r, specs in told for arm, spec in specs.items()}
 
 
 def _series(table: pl.DataFrame, column: str) -> dict[str, np.ndarray[Any, Any]]:

@@ -337,7 +337,9 @@ def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, An
 
 def _counted(running: Running, trace: Recorded, *, attached: bool) -> dict[str, dict[str, list[int]]]:
     """What the audit counted, attached; and, for the record, coordinates left unchanged by grid and group."""
-    grids = _by_group(trace, trace.scan("grids").drop("frozen_decay", "frozen_gradient"), "grid")
+    grids = _by_group(
+        trace, trace.scan("grids").drop("frozen_decay", "frozen_gradient", *kernels.ARRIVED), "grid"
+    )
     grids = grids.with_columns(pl.col("grid").replace_strict(dict(enumerate(trace.grids))))
     if attached:
         _attach(running, "grids", grids)
