@@ -25,6 +25,7 @@ from halfulp.writeback import policies
 from halfulp.writeback.lion import Lion
 from halfulp.writeback.report import TensorEvents
 from halfulp.writeback.sharding import local, shard_offset, wrap_like
+from halfulp.writeback.tiles import put_tiles, take_tiles
 
 if TYPE_CHECKING:
     from halfulp.writeback.optimizer import WriteBack
@@ -62,6 +63,7 @@ WAYS = {
     policies.DeadzoneStochastic: Way(DEADZONE),
     policies.Kahan: Way(NEAREST, onepass.CARRY, "carry"),
     policies.Master: Way(NEAREST, onepass.MASTER, "master"),
+    policies.TileMaster: Way(NEAREST, onepass.MASTER, "master"),
     policies.Remainder16: Way(NEAREST, onepass.REMAINDER, "remainder"),
     policies.Remainder8: Way(STOCHASTIC, onepass.REMAINDER, "remainder"),
 }
@@ -117,8 +119,8 @@ def unsuited_tensor(wb: WriteBack, slot: Slot) -> str | None:
         return f"{slot.name!r} is on {p.device.type}"
     if p.device.type == "cuda" and wb.like_torch:
         return f"{slot.name!r} is on a GPU, where torch's fused step has an arithmetic of its own"
-    if p.device.type == "cuda" and slot.codes is not None:
-        return f"{slot.name!r} is on a GPU, where codes are packed in two passes"
+    if p.device.type == "cuda" and (slot.codes is not None or isinstance(slot.policy, policies.TileMaster)):
+        return f"{slot.name!r} is on a GPU, where codes and tile masters are stepped in two passes"
     if onepass.kind_of(plan_for(slot.grid, torch.float32).grid) is None:
         return f"grid {slot.grid.name} has scales that move, or exponents that lanes do not round"
     if way(slot.policy) is None:
@@ -188,6 +190,7 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
     """One step of these parameters: a kernel call for all that are stored and rounded alike."""
     settings: dict[tuple[int, int, bool], onepass.Settings] = {}
     calls: dict[Any, tuple[onepass.Case, list[Slot], list[onepass.Job]]] = {}
+    masters = _masters(slots)
     for slot in slots:
         state, t = started(wb, slot)
         group, how = slot.place[0], way(slot.policy)
@@ -196,9 +199,10 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
         at = group, t, exact
         if at not in settings:
             settings[at] = _settings(wb, *at)
-        job = _job(wb, slot, state, how, settings[at], step)
+        job = _job(wb, slot, state, how, settings[at], step, masters)
         numbers = settings[at]
-        like = (id(slot.grid), how, numbers.rule, onepass.small(numbers), job.types)
+        alone = slot if isinstance(slot.policy, policies.TileMaster) else None  # they share the memory
+        like = (id(slot.grid), how, numbers.rule, onepass.small(numbers), job.types, alone)
         if like not in calls:
             case = onepass.Case(
                 grid=slot.grid, rule=numbers.rule, small=like[3], mode=how.mode, keeps=how.keeps,
@@ -208,12 +212,40 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
         calls[like][1].append(slot)
         calls[like][2].append(job)
     for case, together, jobs in calls.values():
-        for slot, job, found in zip(together, jobs, onepass.steps(case, jobs), strict=True):
+        for slot, job in zip(together, jobs, strict=True):
+            _spread(slot, job)
+        made = onepass.steps(case, jobs)
+        for slot, job, found in zip(together, jobs, made, strict=True):
+            _collect(slot, job)
             g = wb.param_groups[slot.place[0]]
             decay = float(g["lr"]) * float(g["weight_decay"]) if case.rule in DECOUPLED else 0.0
             slot.events = TensorEvents.of(
                 slot.name, step, slot.p, Written(job.stored, *found), decay, slot.moved is not None, job.sums
             )
+
+
+def _masters(slots: Sequence[Slot]) -> torch.Tensor | None:
+    """Memory for the masters of a whole tensor, where only chosen tiles keep theirs: a tensor at a time."""
+    chosen = [s for s in slots if isinstance(s.policy, policies.TileMaster)]
+    sizes = [local(s.p).numel() if s.codes is None else s.codes.packed.numel() for s in chosen]
+    return torch.empty(max(sizes)) if sizes else None
+
+
+def _spread(slot: Slot, job: onepass.Job) -> None:
+    """Masters of a whole tensor: of chosen tiles the packed ones, elsewhere what is stored, whose master step
+    is the nearest step."""
+    if isinstance(slot.policy, policies.TileMaster):
+        assert job.kept is not None
+        job.kept.copy_(slot.values().reshape(-1))
+        put_tiles(job.kept, slot.state["tiles"], slot.state["master"], slot.policy.tile, slot.policy.offset)
+
+
+def _collect(slot: Slot, job: onepass.Job) -> None:
+    """Keep the masters of chosen tiles."""
+    if isinstance(slot.policy, policies.TileMaster):
+        assert job.kept is not None
+        master, how = slot.state["master"], slot.policy
+        master.copy_(take_tiles(job.kept, slot.state["tiles"], master.numel(), how.tile, how.offset))
 
 
 def _settings(wb: WriteBack, group: int, t: int, exact: bool) -> onepass.Settings:
@@ -227,8 +259,9 @@ def _settings(wb: WriteBack, group: int, t: int, exact: bool) -> onepass.Setting
 
 
 def _job(
-    wb: WriteBack, slot: Slot, state: dict[str, Any], how: Way, settings: onepass.Settings, step: int
-) -> onepass.Job:
+    wb: WriteBack, slot: Slot, state: dict[str, Any], how: Way, settings: onepass.Settings, step: int,
+    masters: torch.Tensor | None,
+) -> onepass.Job:  # fmt: skip
     assert slot.p.grad is not None
     stored = local(slot.p.detach()) if slot.codes is None else slot.codes.packed
     size, end = stored.numel(), onepass.torchs_end(settings.rule) if wb.like_torch else None
@@ -236,10 +269,14 @@ def _job(
     of_weights = key_of(wb.seed, slot.name, step, bits) if draws else (0, 0)
     narrow = wb.moments == torch.bfloat16
     of_moments = key_of(wb.seed, f"{slot.name}\0moments", step, 16) if narrow else (0, 0)
+    kept = slot.state[how.key] if how.key else None
+    if isinstance(slot.policy, policies.TileMaster):
+        assert masters is not None
+        kept = masters[:size]
     first, *second = (local(state[key]) for key in KEPT[type(wb.optimizer)])
     return onepass.Job(
         stored=stored, grad=local(slot.p.grad.detach()).contiguous(), first=first,
-        second=second[0] if second else None, kept=slot.state[how.key] if how.key else None, moved=slot.moved,
+        second=second[0] if second else None, kept=kept, moved=slot.moved,
         rates=onepass.rates(settings), keys=(*of_weights, *of_moments), offset=shard_offset(slot.p),
         plain=size - size % end if end else size, sums=sampling(size) if wb.telemetry else 0,
     )  # fmt: skip
