@@ -3,10 +3,10 @@
 ``margin.toml`` beside ``margin.py`` holds the question, the scientific unit, what is not claimed, the gates
 (``name``, ``when``, ``why`` and, unless it is ``all``, ``scope``), the rules that turn gates into a label,
 the scales (``paper`` whole, the others by what they change of it), the estimands, and what the paper prints
-(:mod:`halfulp.studies.claims`). An estimand is a ``measure`` of a decoder study or a function of the module
-(``compute``) with its arguments; ``name`` and ``what`` are the function's name and docstring unless they are
-given. The module holds what is run and what is computed. Both are sealed: the table belongs to its module
-(:mod:`halfulp.study.closure`).
+(:mod:`halfulp.studies.claims`). An estimand is a ``measure`` of a decoder study, or the name of a function of
+the module, or that (``compute``) with arguments; ``name`` and ``what`` are the function's name and docstring
+unless they are given. The module holds what is run and what is computed. Both are sealed: the table belongs
+to its module (:mod:`halfulp.study.closure`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def declared(
     if runs is not None:
         given |= {"scales": runs.configs, "stages": runs.stages, "scale_data": runs.data}
     make = partial(_computed, module) if runs is None else runs.estimand
-    more = (make(**row) for row in table.get("estimands", ()))
+    more = (make(**({"compute": row} if isinstance(row, str) else row)) for row in table.get("estimands", ()))
     return Study(
         name=name.rpartition(".")[2].replace("_", "-"), question=table["question"], units=table["units"],
         not_claimed=tuple(table["not_claimed"]), estimands=(*estimands, *more), gates=tuple(gates),
