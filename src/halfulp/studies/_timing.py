@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from halfulp.drawing import panels
 from halfulp.grids import grid as named
 from halfulp.measures.crossings import (
     TOLERANCE,
+    Array,
     Crossing,
     TimingPair,
     TimingSummary,
@@ -38,8 +38,6 @@ from halfulp.measures.crossings import (
 )  # fmt: skip
 from halfulp.measures.forecasts import pooled_rho
 from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
-
-Array = npt.NDArray[Any]
 
 PREDICTORS = ("symmetric", "exact")
 

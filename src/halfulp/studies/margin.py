@@ -41,19 +41,16 @@ from dataclasses import astuple
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from halfulp.audit.trust import PRIMARY, THRESHOLDS, OnsetInterval, auroc_of_counts, onset_interval
 from halfulp.drawing import panels
 from halfulp.errors import TamperingError
 from halfulp.measures.crossings import persistent_majority
 from halfulp.models import lockstep_kernels as compiled
-from halfulp.models.lockstep import Finished, answered, auroc_bound, from_text, run_units, to_text
+from halfulp.models.lockstep import Array, Finished, answered, auroc_bound, from_text, run_units, to_text
 from halfulp.models.teacher import CHOSEN
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
-
-Array = npt.NDArray[Any]
 
 SCORES = ("exact", "symmetric")
 WHERE = ("inside", "earlier", "later")

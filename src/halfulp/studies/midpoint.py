@@ -35,8 +35,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy.typing as npt
-
 from halfulp.drawing import panels
 from halfulp.errors import TamperingError
 from halfulp.measures import learning
@@ -45,12 +43,10 @@ from halfulp.measures.learning import LEARNED as POSITIVE
 from halfulp.measures.learning import SIDES
 from halfulp.models.digests import digest
 from halfulp.models.following import PREDICTORS as TIMED
-from halfulp.models.following import SIDE, follow, forecasts, regression
+from halfulp.models.following import SIDE, Array, follow, forecasts, regression
 from halfulp.models.teacher import CHOSEN, Problem
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
-
-Array = npt.NDArray[Any]
 
 PREDICTORS = (*TIMED, "monotone")
 EARLIEST = 3

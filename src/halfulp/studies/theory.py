@@ -34,7 +34,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from halfulp.audit.certificates import Descent, reachable_prefix
@@ -42,11 +41,9 @@ from halfulp.audit.trust import Posterior, posterior
 from halfulp.drawing import panels
 from halfulp.errors import TamperingError
 from halfulp.grids import grid as named
-from halfulp.models.certifiable import FAMILIES, Problem, arrival, rippled_bowl
+from halfulp.models.certifiable import FAMILIES, Array, Problem, arrival, rippled_bowl
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
-
-Array = npt.NDArray[Any]
 
 PREMISES = ("start", "transition", "cell", "bound", "none")
 
