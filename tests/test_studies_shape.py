@@ -21,8 +21,8 @@ FIRST = (
 )  # fmt: skip
 """What is left in `studies/` of the studies that there were before arms were a package."""
 BUDGET = 5050
-"""Lines of these and of all of `arms/`, which serves later studies too: 4,998 when this was written. Before there
-were arms, `studies/` took 5,195."""
+"""Lines of these and of all of `arms/`, which serves later studies too: 4,998 when this was written. Before
+there were arms, `studies/` took 5,195."""
 
 
 def code(path: Path) -> list[str]:
