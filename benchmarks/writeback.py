@@ -1,10 +1,8 @@
 """What a write-back costs beside other low-precision optimizers: time and bytes, in one run.
 
 Ten matrices of a million weights each (``--matrices``), gradients given in the type of the parameters. Every
-contestant steps once in each repetition, in shuffled order; the result is the median. Bytes are measured:
-the storage of
-parameters and of everything that
-the optimizer keeps, divided by the parameters.
+contestant steps once in each repetition, in shuffled order (but see APART); the result is the median. Bytes
+are measured: the storage of parameters and of everything that the optimizer keeps, divided by the parameters.
 
     python benchmarks/writeback.py [--json OUT] [--matrices 10] [--only one-pass]
 """
@@ -95,6 +93,23 @@ def optimi() -> Any:
     return params, AdamW(params.parameters(), lr=RATE, weight_decay=DECAY, kahan_sum=True)
 
 
+def heavyball() -> Any:
+    from heavyball import AdamW
+
+    params = parameters(torch.bfloat16)
+    given = [p.grad for p in params]
+    optimizer = AdamW(params.parameters(), lr=RATE, weight_decay=DECAY)
+    plain_step = optimizer.step
+
+    def step() -> None:  # it takes gradients away
+        for p, grad in zip(params, given, strict=True):
+            p.grad = grad
+        plain_step()
+
+    optimizer.step = step
+    return params, optimizer
+
+
 ONE_PASS: dict[str, Callable[[], Any]] = {
     "torch AdamW, fp32, fused": plain(fused=True),
     "halfulp AdamW sr, bf16, fp32 moments": one(),
@@ -128,7 +143,10 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "torchao _AdamW, bf16, stochastic": torchao,
     "optimi AdamW, bf16, kahan": optimi,
 }
-CONTESTANTS = {**ONE_PASS, **OTHERS}
+APART = {"heavyball AdamW, bf16, stochastic, compiled": heavyball}
+"""Their threads wait awake for more work and take the cores from whoever comes next: stepped by themselves,
+after the others."""
+CONTESTANTS = {**ONE_PASS, **OTHERS, **APART}
 
 
 def storage_bytes(*tensors: Any) -> int:
@@ -147,7 +165,8 @@ def kept(params: Any, optimizer: Any) -> float:
     tensors: list[Any] = list(params.parameters())
     inner = getattr(optimizer, "optimizer", optimizer)
     for state in inner.state.values():
-        tensors += [v for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1]
+        for part in (state, *(v for v in state.values() if isinstance(v, dict))):  # heavyball's are nested
+            tensors += [v for v in part.values() if isinstance(v, torch.Tensor) and v.numel() > 1]
     if isinstance(optimizer, hu.WriteBack):
         for slot in optimizer.slots:
             tensors += list(slot.kept_tensors().values())
@@ -178,11 +197,13 @@ def main() -> None:
             continue
         ready.append((row, params, optimizer, []))
     order = random.Random(0)
-    for _ in range(options.repetitions):
-        for _, _, optimizer, seconds in order.sample(ready, len(ready)):
-            start = time.perf_counter()
-            optimizer.step()
-            seconds.append(time.perf_counter() - start)
+    for together in (True, False):
+        chosen = [one for one in ready if (one[0]["contestant"] not in APART) == together]
+        for _ in range(options.repetitions):
+            for _, _, optimizer, seconds in order.sample(chosen, len(chosen)):
+                start = time.perf_counter()
+                optimizer.step()
+                seconds.append(time.perf_counter() - start)
     for row, params, optimizer, seconds in ready:
         row["seconds"] = statistics.median(seconds)
         row["bytes_per_parameter"] = kept(params, optimizer)

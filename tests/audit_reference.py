@@ -129,7 +129,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 # ---- brute force -----------------------------------------------------------------------------------------
 
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
-PER_GRID = (*COUNTS, "phase", "expected")
+PER_GRID = (*COUNTS, "phase", "expected", "arrived", "written_sq")
 SHARED = ("zero_proposal", "nonfinite", "weight_sq", "proposal_sq", "lr")
 
 
@@ -180,10 +180,13 @@ class Brute:
             moved = self.moved.setdefault(name, np.zeros((g, (b.size + 7) // 8), dtype=np.uint8))
             stay = self.stay.setdefault(name, np.ones((g, b.size), dtype=b.dtype))
             found = reference.audit(b, d, self.grids, moved=moved, stay=stay)
-            counts, phase, expected = (total(found[k]) for k in ("counts", "phase", "expected"))
+            counts, phase, expected, arrived = (
+                total(found[k]) for k in ("counts", "phase", "expected", "arrived")
+            )
             for k, grid in enumerate(self.grids):
                 row = dict(zip(COUNTS, counts[k], strict=True))
                 row |= {"phase": phase[k], "expected": expected[k]}
+                row |= {"arrived": arrived[k, 0], "written_sq": arrived[k, 1]}
                 if decay is not None:
                     shrink = (b * np.float32(-lr[name] * decay[name])).astype(b.dtype)
                     for column, part in (("frozen_decay", shrink), ("frozen_gradient", d - shrink)):

@@ -239,7 +239,8 @@ def audited(w: Any, d: Any, grids: list[Grid], after: bool = False, phase: bool 
             proposal = d.astype(work) - w.astype(work)
     expected = reference.audit(w, proposal, grids, phase)
     found = gpu.audit(tensor(w), tensor(d), after, grids, phase)
-    for key, ours in zip(("counts", "shared", "sums", "phase", "expected"), found, strict=True):
+    parts = ("counts", "shared", "sums", "phase", "expected", "arrived")
+    for key, ours in zip(parts, found, strict=True):
         same(ours, expected[key], key, w.dtype, w.shape, [g.name for g in grids])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from audit_reference import made
+from test_audit_recorder import environment
 
 import halfulp as hu
 from halfulp.audit import casts
@@ -186,3 +189,31 @@ def test_what_does_not_pair_up_is_refused() -> None:
             hu.CastAudit(main, stored, "bf16")
     with pytest.raises(hu.UsageError, match="say grids="):
         hu.CastAudit([a, a.clone()], [b, a.half()])
+
+
+def test_ranks_that_hold_shards_leave_the_trace_of_one_process(tmp_path: Path) -> None:
+    """Every rank looks at its own; counts are summed, and so are squares, in another order."""
+    program = Path(__file__).with_name("casts_ranks.py")
+    started = [
+        subprocess.Popen(
+            [sys.executable, program, tmp_path, str(rank), str(world)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
+        )
+        for world in (1, 2)
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        said = [p.communicate(timeout=600)[0].decode() for p in started]
+    finally:
+        for p in started:
+            p.kill()
+    assert [p.returncode for p in started] == [0] * 3, "\n".join(said)
+    one, two = (hu.Trace.open(tmp_path / f"world{world}") for world in (1, 2))
+    assert one.tensors == two.tensors
+    assert one.table().equals(two.table())
+    assert one.steps.tolist() == [1, 3, 5]
+    assert 0 < one.frozen("bf16").mean() < 1
+    a, b = (t.scan("tensors").collect().sort("step", "tensor") for t in (one, two))
+    sums = ["weight_sq", "proposal_sq"]
+    assert a.drop(sums).equals(b.drop(sums))
+    np.testing.assert_allclose(a.select(sums).to_numpy(), b.select(sums).to_numpy(), rtol=1e-12)

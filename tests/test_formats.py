@@ -59,7 +59,7 @@ def test_a_trace_of_format_1(tmp_path: Path) -> None:
     trace = hu.Trace.open(FIRST / "trace")
     assert answers(trace) == json.loads((FIRST / "answers.json").read_text())
     again = hu.replay(trace, GRIDS, tmp_path / "replayed")
-    assert again.manifest["format"] == 3
+    assert again.manifest["format"] == 4
     assert again.frozen("bf16").tolist() == trace.frozen("bf16").tolist()
 
 
@@ -102,24 +102,25 @@ def test_recording_goes_on_with_a_trace_of_format_1(first: Path) -> None:
     old = before.table()
     record(first, 7, resume=True)
     trace = hu.Trace.open(first)
-    assert trace.manifest["format"] == 3
+    assert trace.manifest["format"] == 4
     assert trace.steps.tolist() == list(range(1, 8))
     assert trace.table().filter(pl.col("step") <= 5).equals(old)
     assert not list(first.rglob("state.safetensors"))
 
 
 def test_a_trace_of_format_2(tmp_path: Path) -> None:
-    """It says what it said, and a recording goes on with it: then the trace is of format 3, not its parts."""
+    """It says what it said, and a recording goes on with it: then the trace is of format 4, not its parts."""
     folder = Path(shutil.copytree(SECOND / "trace", tmp_path / "trace"))
     assert answers(hu.Trace.open(folder)) == json.loads((SECOND / "answers.json").read_text())
     old = hu.Trace.open(folder).table()
     record(folder, 7, resume=True)
     trace = hu.Trace.open(folder)
-    assert trace.manifest["format"] == 3
+    assert trace.manifest["format"] == 4
     assert trace.table().filter(pl.col("step") <= 5).equals(old)
     formats = [json.loads((part / "part.json").read_text())["format"] for part in trace.parts]
-    assert formats == [2, 2, 2, 3]
+    assert formats == [2, 2, 2, 4]
     assert trace.rehearsals == []
+    assert len(trace.gain("bf16")) == len(trace.cosine("bf16")) == 2  # only the steps since then say it
     with pytest.raises(hu.UsageError, match="rehearse=None"):
         record(folder, 8, resume=True, rehearse="e5m2")
 

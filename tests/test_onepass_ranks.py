@@ -12,6 +12,7 @@ import torch.distributed as dist
 from forks import launch
 from onepass_ranks import CASES, STEPS, STOP, TILE, run
 from oracle import assert_same
+from writeback_distributed import joined
 
 pytestmark = [
     pytest.mark.skipif(
@@ -49,8 +50,12 @@ def test_ranks_are_one_process(
 ) -> None:
     """Weights, moments, what policies keep and events; norms and biases of one dimension included."""
     expected = alone[case]
-    runs = [(world, found[case], 0) for world, many in ranks.items() for found in many]
-    runs += [(3, found[f"resumed {case}"], STOP) for found in ranks[3]]
+    made = [(2, case, 0), (3, case, 0), (3, f"resumed {case}", STOP)]
+    runs = [
+        (world, run, first)
+        for world, key, first in made
+        for run in joined([found[key] for found in ranks[world]])
+    ]
     for world, found, first in runs:
         assert found["steps"] == STEPS
         for part in ("weights", "kept"):

@@ -71,7 +71,7 @@ def test_inventories(config: DecoderConfig, tiles: int, tenth: int, payload: int
     [
         (tile_screen, [1, 1, 1, 20]), (leverage_primary, [3, 3, 3, 24, 21]), (saliency_challenge, [27, 27]),
         (mask_reuse, [1, 3, 3, 21]), (eco_comparator, [3]), (depth_17, [1, 3, 3, 15]),
-        (gpt2_pareto, [1, 3, 3, 36, 3]), (whole_tensor, [2, 2, 2, 34]), (packed_systems, [1, 3]),
+        (gpt2_pareto, [1, 3, 3, 3, 36, 3]), (whole_tensor, [2, 2, 2, 34]), (packed_systems, [1, 3]),
         (eco_systems, [1, 4]),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,18 @@ def test_every_reader_withstands_some_mutants(readers: dict[str, fuzz.Reader], t
 
 def test_crashers_of_the_past(readers: dict[str, fuzz.Reader], tmp_path: Path) -> None:
     """What once got past the readers: ``tests/fixtures/crashers/READER-NUMBER-FILE``."""
-    for crasher in sorted(fuzz.CRASHERS.glob("*")):
-        (reader,) = (r for n, r in readers.items() if crasher.name.startswith(n.replace(" ", "-") + "-"))
-        target = tmp_path / crasher.name
+    named = {name.replace(" ", "-") + "-": reader for name, reader in readers.items()}
+    crashers = sorted(fuzz.CRASHERS.glob("*"))
+    assert crashers
+    for crasher in crashers:
+        start = max((n for n in named if crasher.name.startswith(n)), key=len)
+        reader, target = named[start], tmp_path / crasher.name
         if reader.place.is_dir():
-            pytest.fail(f"{crasher.name}: a folder's file needs its place; add it to test_formats.py")
-        target.write_bytes(crasher.read_bytes())
+            shutil.copytree(reader.place, target)
+            (damaged,) = target.rglob(crasher.name.removeprefix(start).partition("-")[2])
+        else:
+            damaged = target
+        damaged.write_bytes(crasher.read_bytes())
         with contextlib.suppress(hu.HalfulpError):
             reader.read(target)
 

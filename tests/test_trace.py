@@ -65,7 +65,8 @@ def test_tables_open_without_halfulp(recorded: Path) -> None:
     assert dict(grids.schema) == {
         "step": pl.Int64, "tensor": pl.Int32, "grid": pl.Int16, "frozen": pl.Int64, "symmetric": pl.Int64,
         "endpoint": pl.Int64, "subnormal": pl.Int64, "zero_code": pl.Int64, "never_moved": pl.Int64,
-        "phase": pl.Int64, "expected": pl.Float64, "frozen_decay": pl.Int64, "frozen_gradient": pl.Int64,
+        "phase": pl.Int64, "expected": pl.Float64, "arrived": pl.Float64, "written_sq": pl.Float64,
+        "frozen_decay": pl.Int64, "frozen_gradient": pl.Int64,
     }  # fmt: skip
     tensors = pl.read_parquet(recorded / "parts" / "*" / "tensors.parquet")
     assert dict(tensors.schema) == {
@@ -163,6 +164,38 @@ def test_rho_and_the_update_ratio(recorded: Path) -> None:
     ratio = np.sqrt(sums["proposal_sq"].to_numpy() / sums["weight_sq"].to_numpy())
     np.testing.assert_allclose(trace.update_ratio(), ratio, rtol=1e-14)
     np.testing.assert_array_equal(trace.frozen("bf16", by="rho"), scalar_rho_map(trace.update_ratio() * 256))
+
+
+def test_how_much_of_the_update_arrives(recorded: Path) -> None:
+    """<u, d> / |d|**2 and the cosine of u and d, brute force in float64 on the weights that were kept."""
+    trace = hu.Trace.open(recorded)
+    steps = [trace.kept(part) for part in trace.parts]
+    for grid in GRIDS:
+        for scope in ("all", "h.0.mlp.0.weight"):
+            ids, at = trace.ids(scope), 0
+            gains, cosines = trace.gain(grid, scope), trace.cosine(grid, scope)
+            for kept in steps:
+                first = next(iter(kept.values()))
+                for i in range(len(first)):
+                    dot = written = proposed = 0.0
+                    for t in ids:
+                        if f"{t}.before" not in kept:
+                            continue
+                        w, after = kept[f"{t}.before"][i], kept[f"{t}.after"][i]
+                        q = hu.grid(grid).round(w)
+                        u = (hu.grid(grid).round(q + (after - w)) - q).double()
+                        d = (after - w).double()
+                        dot, written = dot + float((u * d).sum()), written + float((u * u).sum())
+                        proposed += float((d * d).sum())
+                    # Products and 16 of them are added in float32: 5 roundings of 2**-24, and then float64.
+                    assert gains[at] == pytest.approx(dot / proposed, rel=1e-6, abs=1e-9)
+                    if written:
+                        assert cosines[at] == pytest.approx(dot / (written * proposed) ** 0.5, rel=1e-6)
+                    at += 1
+            assert at == len(gains) == len(cosines) == 7
+    assert len({round(float(trace.gain(g).mean()), 3) for g in GRIDS}) > 1
+    with pytest.raises(hu.UsageError, match="was not recorded"):
+        trace.gain("fp16")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,17 @@ import torch
 import torch.distributed as dist
 from forks import LOOPBACK, launch
 from oracle import assert_same
-from writeback_distributed import CASES, GRIDS, NARROW, POLICIES, STEPS, Uneven, single, single_narrow
+from writeback_distributed import (
+    CASES,
+    GRIDS,
+    NARROW,
+    POLICIES,
+    STEPS,
+    Uneven,
+    joined,
+    single,
+    single_narrow,
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available() or sys.platform == "win32", reason="needs gloo"
@@ -51,8 +61,7 @@ def test_two_processes_are_one(
 ) -> None:
     """Weights, moments, what the policy keeps, and events summed over the ranks, which every rank knows."""
     expected = alone[key.partition(" ")[2]]
-    for rank, found in enumerate(ranks):
-        run = found[key]
+    for rank, run in enumerate(joined([found[key] for found in ranks])):
         assert run["steps"] == STEPS
         for name, value in expected["weights"].items():
             assert_same(run["weights"][name], value, f"{name} on rank {rank}")

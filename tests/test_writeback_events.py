@@ -79,6 +79,36 @@ def test_counts(policy: str, grid: str) -> None:
     assert seen["endpoint"] > 0 or grid in ("bf16", "e4m3@16")
 
 
+@pytest.mark.parametrize("policy", ["rne", "sr", "deadzone-sr", "kahan", "master"])
+def test_how_much_of_a_step_arrives(policy: str) -> None:
+    """<u, d> / |d|**2 and the cosine: d from the stored value to what the policy rounds, u to the new one.
+    Masters and carries make them of what has not been written yet as well."""
+    model = Tied()
+    base = adamw(model, lr=3e-3, weight_decay=0.0)
+    opt = hu.WriteBack(base, "e4m3@16", policy, model=model)
+    proposed: dict[str, torch.Tensor] = {}
+    base.register_step_post_hook(lambda *_: proposed.update(values(model)))
+    for step in range(3):
+        before = values(model)
+        carries = {s.name: s.state["carry"].clone() for s in opt.slots} if policy == "kahan" else {}
+        train(model, opt, 1, start=step)
+        total = [0.0, 0.0, 0.0]
+        for name in TWO_DIMENSIONAL:
+            q, d = before[name].double(), proposed[name]
+            d = (d + carries[name] if carries else d).double() - q
+            u = values(model)[name].double() - q
+            dot, proposal, written = float((u * d).sum()), float((d * d).sum()), float((u * u).sum())
+            total = [a + b for a, b in zip(total, (dot, proposal, written), strict=True)]
+            row = opt.events[name]
+            # float64 sums of a thousand terms in another order: relative 1000 * 2**-53
+            assert row.gain == pytest.approx(dot / proposal, rel=1e-12)
+            along = dot / (proposal * written) ** 0.5 if written else None
+            assert row.cosine == (None if along is None else pytest.approx(along, rel=1e-12))
+        assert opt.events.gain == pytest.approx(total[0] / total[1], rel=1e-12)
+        assert opt.events.cosine == pytest.approx(total[0] / (total[1] * total[2]) ** 0.5, rel=1e-12)
+        assert "arrived" in str(opt.events)
+
+
 @pytest.mark.parametrize("policy", ["rne", "sr", "kahan", "master"])
 def test_the_share_of_decay(policy: str) -> None:
     """lr * decay * sum |q| over sum |d|, with d from the stored value to what the policy rounds."""

@@ -89,23 +89,30 @@ def line(r: Any) -> str:
     return f"{r.name} {' '.join(map(str, counts))} {r.decay_share:.12g}"
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
-    if isinstance(x, DTensor) and x.dtype == torch.int16:  # which gloo does not send
-        return whole(x.to(torch.int32)).to(torch.int16)
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def outcome(model: torch.nn.Module, opt: hu.WriteBack, events: list[Any]) -> dict[str, Any]:
-    """Everything of a run, gathered."""
+    """Everything of a run; of what is sharded, this rank's rows: see :func:`joined`."""
     state = opt.state_dict()["state"]
-    kept = {
-        f"{k}/{n}": whole(v).clone()
-        for k, e in state.items()
-        for n, v in e.items()
-        if not n.endswith("moved")
+    parts = {
+        "weights": {n.removeprefix("module."): v.detach() for n, v in model.state_dict().items()},
+        "kept": {f"{k}/{n}": v for k, e in state.items() for n, v in e.items() if not n.endswith("moved")},
     }
-    weights = {n.removeprefix("module."): whole(v.detach()).clone() for n, v in model.state_dict().items()}
-    return {"weights": weights, "kept": kept, "events": events, "steps": opt.steps}
+    shards = [[part, name] for part in parts for name, v in parts[part].items() if isinstance(v, DTensor)]
+    found = {
+        part: {n: (v.to_local() if isinstance(v, DTensor) else v).clone() for n, v in named.items()}
+        for part, named in parts.items()
+    }
+    return {**found, "shards": shards, "events": events, "steps": opt.steps}
+
+
+def joined(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the ranks of a run found, each with whole tensors. Rows are put together here and not by the
+    ranks: hundreds of collectives of gloo's would be hundreds of chances for its threads to abort."""
+    whole = [{part: dict(run[part]) for part in ("weights", "kept")} for run in runs]
+    for part, name in runs[0]["shards"]:
+        rows = torch.cat([run[part][name] for run in runs])
+        for tensors in whole:
+            tensors[part][name] = rows
+    return [run | tensors for run, tensors in zip(runs, whole, strict=True)]
 
 
 def single(grid: str, policy: str) -> dict[str, Any]:

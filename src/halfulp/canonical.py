@@ -55,9 +55,12 @@ def parse(content: bytes | str) -> Any:
     """The value of JSON in any form; large doubles, which look like integers, are read as doubles."""
     text = content.decode() if isinstance(content, bytes) else content
     try:
-        return json.loads(text, parse_int=_integer, parse_constant=_refuse)
+        value = json.loads(text, parse_int=_integer, parse_constant=_refuse)
+        if "\\u" in text:  # half a surrogate pair, which no file, table or terminal takes
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+    return value
 
 
 def digest(value: Any) -> str:

@@ -17,6 +17,9 @@ contexts. A bundle says which there are and yields the study's stages:
     with masks: a source run's scores, the masks that they give, those of each target's own reference. Runs
     that make their masks themselves need no stages for them, and where no source is named every target is
     its own: a shorter run of the same seed.
+``second-reference``
+    where a target's own masks are rehearsed: the references once more, because a mask of a run's own scores
+    is known only when that run is over.
 ``outcome``
     every arm of every unit; those of a later ``stage`` in one of their own, after the gates that it names.
 
@@ -39,7 +42,7 @@ from safetensors.numpy import load as load_tensors
 from halfulp.arms import masks, measures, records
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import files_of
-from halfulp.arms.forecasts import forecast, forecast_losses
+from halfulp.arms.forecasts import AGAIN, forecast, forecast_losses
 from halfulp.arms.measures import FP32
 from halfulp.arms.run import run
 from halfulp.errors import UsageError
@@ -116,6 +119,10 @@ class Bundle:
                 f"anchors start from the codes of a grid: {self.reference!r} names no condition."
             )
         grids = {how["grid"] for how in self.conditions.values()}
+        if self.again and (self.masked is None or self.masked.apart or len(self.conditions) > 1):
+            raise UsageError(
+                "a target's own masks are rehearsed where its reference makes them, on one grid."
+            )
         if self.forecast_from is not None and (self.masked is not None or len(grids) > 1):
             raise UsageError("one source forecasts one grid; a source of masks is named with the masks.")
         if not self.anchored and self.forecast_from is None:
@@ -141,15 +148,21 @@ class Bundle:
         """The cell of an arm; where there is one arm, the unit's name says it."""
         return unit if len(self.arms) == 1 else f"{unit}-{arm}"
 
-    def rehearsals(self, condition: str) -> dict[str, str]:
-        """What a reference rehearses of a condition, by arm."""
+    def rehearsals(self, condition: str, own: bool = False) -> dict[str, str]:
+        """What a reference rehearses of a condition, by arm; ``own``: the masks that it made itself."""
         grid = self.conditions[condition]["grid"]
         made = {}
         for arm in self.rehearse:
-            policy, (_, mask) = self.arms[arm]["policy"], self.arms[arm].get("mask", ("", ""))
+            policy, (whose, mask) = self.arms[arm]["policy"], self.arms[arm].get("mask", ("", ""))
             how = f":tiles({mask})" if mask else "" if policy == "rne" else f":{policy}"
-            made[arm] = grid + how
+            if own == (whose == "target"):
+                made[arm] = grid + how
         return made
+
+    @property
+    def again(self) -> bool:
+        """Whether references run once more, to rehearse masks that they made when they ended."""
+        return any(self.rehearsals(condition, own=True) for condition in self.conditions)
 
     def source_of(self, unit: str) -> str:
         """The cell of the run that chose the tiles of a unit's masks."""
@@ -221,6 +234,16 @@ class Bundle:
             changes["masks"] = {"stage": "source", "cell": self.source_of(unit)}
         return self._run(config, seed, audit=(grid,), rehearse=rehearse, **changes)
 
+    def second_references(self, config: Config) -> Iterator[Cell]:
+        """The references once more: the same float32 runs, which now know the masks of their own scores."""
+        for unit, (condition, seed) in self.units.items():
+            first, name = self._reference(config, condition, seed), self.reference_of(unit)
+            arm = replace(
+                first, scores=None, make=None, masks={"stage": "reference", "cell": name},
+                rehearse=tuple(self.rehearsals(condition, own=True).values()),
+            )  # fmt: skip
+            yield Cell(name=name, config=arm.to_json())
+
     def forecasts(self, config: Config) -> Iterator[Cell]:
         """A forecast for every unit, or the one of the source."""
         source, units = self.forecast_from is not None, self.units
@@ -231,6 +254,7 @@ class Bundle:
             made |= {"reference": name if source else self.reference_of(name), "scopes": list(self.scopes)}
             made |= {"stage": name} if source else {}
             made |= {"rehearse": self.rehearsals(condition)} if self.rehearse else {}
+            made |= {"again": self.rehearsals(condition, own=True)} if self.again else {}
             yield Cell(name=name, config=made)
 
     def forecast_source(self, config: Config) -> Iterator[Cell]:
@@ -315,6 +339,9 @@ class Bundle:
         if masked is not None and masked.of_target:
             read = (*read, masked.stage("target"))
             made += [self._masks_stage("target", "source-masks", "reference")] if masked.apart else []
+        if self.again:
+            made.append(replace(reference, name=AGAIN, cells=self.second_references, reads=("reference",)))
+            forecasts = replace(forecasts, reads=("reference", AGAIN))
         if (self.scopes or self.rehearse) and self.forecast_from is None and self.anchors is None:
             made.append(forecasts)
         for name in dict.fromkeys(map(self.stage_of, self.arms)):

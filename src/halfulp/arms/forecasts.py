@@ -17,6 +17,9 @@ from halfulp.measures.forecasts import pooled_rho, scalar_rho_map
 from halfulp.measures.groups import CORE
 from halfulp.study import Running
 
+AGAIN = "second-reference"
+"""The stage in which references run once more, with the masks that they made."""
+
 
 def forecast(running: Running) -> dict[str, Any]:
     """The frozen fraction of every update on a grid, by scope, as each predictor has it.
@@ -63,9 +66,10 @@ def forecast(running: Running) -> dict[str, Any]:
 def forecast_losses(running: Running) -> dict[str, Any]:
     """What a reference forecasts of the arms that it rehearses: their losses alone, by update and bound."""
     config = running.config
-    record = running.read(config.get("stage", "reference"), config["reference"])
-    rehearsed = config.get("rehearse", {}).items()
-    losses = {arm: records.rehearsed_losses(record, spec) for arm, spec in rehearsed}
+    told = [(running.read(config.get("stage", "reference"), config["reference"]), config.get("rehearse", {}))]
+    if "again" in config:
+        told.append((running.read(AGAIN, config["reference"]), config["again"]))
+    losses = {arm: records.rehearsed_losses(r, spec) for r, specs in told for arm, spec in specs.items()}
     return {"seed": config["seed"], "grid": config["grid"], **({"losses": losses} if losses else {})}
 
 

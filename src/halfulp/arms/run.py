@@ -152,7 +152,8 @@ def _count(
     running: Running, arm: Arm, record: dict[str, Json], trace: Recorded, named: Mapping[str, str]
 ) -> None:
     """What the audit counted: in the record what measures need, and all of it attached."""
-    grids = _by_group(trace, trace.scan("grids").drop("frozen_decay", "frozen_gradient"), grid=trace.grids)
+    kept = trace.scan("grids").drop("frozen_decay", "frozen_gradient", *kernels.ARRIVED)
+    grids = _by_group(trace, kept, grid=trace.grids)
     tables = {"grids": grids}
     own = [] if arm.grid is None else [(found["update"], found) for found in record["evaluations"]]
     record["frozen"] = _counted(grids, "grid", dict.fromkeys(trace.grids, own))

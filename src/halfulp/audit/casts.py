@@ -28,7 +28,7 @@ import torch
 from halfulp import kernels
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import Naming, model_names
-from halfulp.audit.ranks import rank
+from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.recorder import Audit
 from halfulp.audit.roles import Copies, Held
 from halfulp.audit.rows import PER_GRID, SHARED, Row
@@ -38,9 +38,12 @@ from halfulp.grids import CONTAINERS, Grid
 from halfulp.grids import grid as named
 from halfulp.kernels import TILE, WRITE_COUNTS
 from halfulp.trace import Memory
+from halfulp.writeback.sharding import local
 
 CHUNK = 256 * TILE
 """Coordinates that are looked at in one go: the only memory beside a bit a weight."""
+COUNTED = ("frozen", "endpoint", "never_moved")
+"""What a cast tells of a grid."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float8_e5m2": "e5m2", "float8_e4m3fn": "e4m3"}
 
 
@@ -53,7 +56,9 @@ class CastAudit(Audit):
     bfloat16 tensors). The other options are those of :class:`~halfulp.Audit`.
 
     A look is taken when a torch optimizer that holds main parameters (or the memory that they are views of)
-    has stepped, which is before the cast. Where no torch optimizer steps them, say :meth:`look` there.
+    has stepped, which is before the cast. Where no torch optimizer steps them, say :meth:`look` there. On
+    several ranks, main and stored tensors may be shards (DTensor), placed alike: every rank looks at its own,
+    counts are summed, and rank 0 records.
 
     >>> model = torch.nn.Linear(8, 8).bfloat16()
     >>> main = [p.detach().float() for p in model.parameters()]
@@ -134,11 +139,11 @@ class CastAudit(Audit):
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of any optimizer: a look at the main parameters that it holds."""
         rates = {
-            p.untyped_storage().data_ptr(): float(group.get("lr", math.nan))
+            _memory(p): float(group.get("lr", math.nan))
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        at = {m: m.untyped_storage().data_ptr() for m in self._names}
+        at = {m: _memory(m) for m in self._names}
         mine = [m for m in self._names if at[m] in rates]
         if mine:
             self._look(id(optimizer), mine, {m: rates[at[m]] for m in mine})
@@ -169,10 +174,12 @@ class CastAudit(Audit):
         return {**told, "policy_bytes_per_weight": float(beside)}
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
+        seen = self._of(optimizer)
+        if not seen:
+            return
+        rows = reduced(seen, [self._counted(w, self._copies[w.tensor]) for w in seen])
         if rank() != 0:
             return
-        seen = self._of(optimizer)
-        rows = np.stack([self._counted(w, self._copies[w.tensor]) for w in seen])
         frozen = rows[:, : -len(SHARED) : len(PER_GRID)]
         sizes = np.array([w.recorded for w in seen])
         self._looks, self._moved_any = (
@@ -185,16 +192,17 @@ class CastAudit(Audit):
 
     # ---- counting ----
 
-    def _counted(self, w: Watched, stored: torch.Tensor) -> np.ndarray[Any, Any]:
-        """The row of one tensor; what a cast does not tell is not a number."""
-        main, n = w.tensor.detach(), w.tensor.numel()
+    def _counted(self, w: Watched, stored: torch.Tensor) -> torch.Tensor:
+        """The row of one tensor, or of the shard here; what a cast does not tell is not a number."""
+        main, stored = local(w.tensor.detach()), local(stored.detach())
+        n = main.numel()
         row = np.full(len(w.grids) * len(PER_GRID) + len(SHARED), np.nan)
         shared = np.zeros(len(SHARED))
-        flat_main, flat_stored = main.reshape(-1), stored.detach().reshape(-1)
+        flat_main, flat_stored = main.reshape(-1), stored.reshape(-1)
         for k, g in enumerate(w.grids):
             moves = g.scaling is not None and g.scaling.moves
             total = np.zeros(len(WRITE_COUNTS), dtype=np.int64)
-            for begin in range(0, n, n if moves else CHUNK):
+            for begin in range(0, n, max(n, 1) if moves else CHUNK):
                 piece = slice(begin, n if moves else min(begin + CHUNK, n))
                 shape = main.shape if moves else (-1,)
                 z, s = flat_main[piece].view(shape), flat_stored[piece].view(shape)
@@ -205,10 +213,10 @@ class CastAudit(Audit):
             told = dict(zip(WRITE_COUNTS, total.tolist(), strict=True))
             if k == 0:
                 shared[:2] = told["zero_proposal"], told["nonfinite"]
-            for column in ("frozen", "endpoint", "never_moved"):
+            for column in COUNTED:
                 row[k * len(PER_GRID) + PER_GRID.index(column)] = told[column]
         row[-len(SHARED) :] = shared
-        return row
+        return torch.from_numpy(row).to(main.device)
 
     def _cast(
         self, z: torch.Tensor, stored: torch.Tensor, grid: Grid, on: str, bits: torch.Tensor | None
@@ -257,11 +265,16 @@ def paired(main: Copies, stored: Copies) -> dict[str, tuple[torch.Tensor, torch.
         raise UsageError("nothing to audit: main and stored have no tensors.")
     for name, (m, q) in found.items():
         fit = m.shape == q.shape and m.device == q.device and m.is_floating_point() and q.is_floating_point()
+        if m.shape == q.shape and local(m).shape != local(q).shape:
+            raise UsageError(
+                f"{name!r}: main and stored must be sharded alike; here they hold {tuple(local(m).shape)} "
+                f"and {tuple(local(q).shape)} of {tuple(m.shape)}."
+            )
         if (
             not fit
             or _dtype(m) not in CONTAINERS
             or q.element_size() > m.element_size()
-            or m.data_ptr() == q.data_ptr() != 0
+            or local(m).data_ptr() == local(q).data_ptr() != 0
         ):
             raise UsageError(
                 f"{name!r}: main is {_dtype(m)} of {tuple(m.shape)} on {m.device}, stored {_dtype(q)} of "
@@ -277,6 +290,11 @@ def _listed(held: Copies) -> dict[str, torch.Tensor]:
     if isinstance(held, Mapping):
         return {str(name): x for name, x in held.items()}
     return {str(i): x for i, x in enumerate(held)}
+
+
+def _memory(x: torch.Tensor) -> int:
+    """Where a tensor, or the shard of it here, lies; what is a view of it lies there as well."""
+    return local(x.detach()).untyped_storage().data_ptr()
 
 
 def _dtype(x: torch.Tensor) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from halfulp.audit.rehearsed_outcome import rehearsed_outcomes
+from halfulp.audit.verdict import known
 from halfulp.errors import UsageError
 from halfulp.measures.crossings import timing_pair
 from halfulp.measures.forecasts import Comparison, compare
@@ -70,12 +71,23 @@ def compare_traces(
             + ("informative" if c.informative else f"not informative, because {_UNINFORMATIVE}"),
             "  better than symmetric spacing and than rho alone: "
             + ("yes" if c.directional_added_value else "no"),
+            *_arrival(reference, measured, g, scope),
             f"  majority: forecast {_when(pair.forecast.first)}, measured {_when(pair.measured.first)}"
             + (f", ratio {pair.ratio:.3f}" if pair.eligible else " (no timing ratio: not both after step 1)"),
         ]
     for found in rehearsed_outcomes(reference, measured, grid, scope, warmup):
         out += found.lines
     return out
+
+
+def _arrival(reference: Trace, measured: Trace, grid: str, scope: str) -> list[str]:
+    """How much of the update arrives, as the traces that know proposals have it."""
+    told = []
+    for trace, what in ((reference, "forecast"), (measured, "measured")):
+        gain, cosine = known(trace.gain(grid, scope)), known(trace.cosine(grid, scope))
+        if gain is not None:
+            told.append(f"{what} {gain:.1%}" + ("" if cosine is None else f" (cosine {cosine:.2f})"))
+    return [f"  how much of the update arrives: {', '.join(told)}"] if told else []
 
 
 _UNINFORMATIVE = "the outcome hardly varies, or a constant does as well"

@@ -38,6 +38,7 @@ from halfulp.canonical import LARGEST
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
+from halfulp.kernels.scoring import Scored, add_scores
 from halfulp.measures.groups import Rules
 from halfulp.trace import MOST_ROWS, Memory, Trace, TraceWriter, free_folder
 from halfulp.trace.reading import SCHEMAS
@@ -380,8 +381,10 @@ class Audit(Watching):
                 counted = following.audit(w.before, w.values(), w.grids, moved=w.moved, stay=w.stay)
                 on_cpu = counted.counts.device.type == "cpu"
                 found[w] = torch.from_numpy(numbers(counted)[0]) if on_cpu else numbers_on_device(counted)
-            if self.decay or self.keep or w.scores is not None:
+            if self.decay or self.keep:
                 self._look_closer(w, found[w], optimizer, groups[w.tensor])
+        if self.scores is not None:
+            self._score(self.scores, [w for w in seen if w.scores is not None])
         if not seen:
             return
         totals = reduced(seen, [found[w] for w in seen])
@@ -417,16 +420,22 @@ class Audit(Watching):
             for j, d in (("frozen_decay", shrink), ("frozen_gradient", (after - w.before) - shrink)):
                 alone = kernels.audit(w.before, d, w.grids, phase=False).counts[:, :, 0]
                 row[PER_GRID.index(j) : -len(SHARED) : len(PER_GRID)] = alone.sum(dim=0, dtype=torch.float64)
-        if self.scores is not None and w.scores is not None:
-            s, gradient = self.scores, w.gradient()
-            if s.first <= self.step <= s.last and gradient is not None:
-                found = kernels.score(w.before, gradient, after, s.grid, after=True, tile=s.tile)
-                w.scores += found.cpu()
-            w.given = None
         if self.keep and self._writer is not None and self.trouble is None:
             for what, value in (("before", w.before), ("after", after)):
                 copy = value.clone(memory_format=torch.contiguous_format)
                 self._kept.setdefault(f"{w.id}.{what}", []).append(copy)
+
+    def _score(self, asked: Scores, seen: list[Watched]) -> None:
+        """Add to the scores what this step says, where there was a gradient."""
+        if asked.first <= self.step <= asked.last:
+            scored = []
+            for w in seen:
+                gradient = w.gradient()
+                if gradient is not None and w.before is not None and w.scores is not None:
+                    scored.append(Scored(w.before, gradient, w.values(), w.scores))
+            add_scores(scored, asked.grid, asked.tile)
+        for w in seen:
+            w.given = None
 
     # ---- the trace ----
 

@@ -16,16 +16,17 @@ import polars as pl
 import torch
 
 from halfulp import kernels
-from halfulp.kernels import AUDIT_COUNTS
+from halfulp.kernels import ARRIVED, AUDIT_COUNTS
 from halfulp.kernels.simd import kernel_of
 from halfulp.trace.reading import SCHEMAS
 from halfulp.trace.schema import TABLES
 
 Array = npt.NDArray[Any]
 
-PER_GRID = (*AUDIT_COUNTS, "phase", "expected", "frozen_decay", "frozen_gradient")
+PER_GRID = (*AUDIT_COUNTS, "phase", "expected", *ARRIVED, "frozen_decay", "frozen_gradient")
 SHARED = ("zero_proposal", "nonfinite", "weight_sq", "proposal_sq")
-COUNTED = {*PER_GRID, *SHARED} - {"expected", "weight_sq", "proposal_sq"}
+COUNTED = {*PER_GRID, *SHARED} - {"expected", *ARRIVED, "weight_sq", "proposal_sq"}
+EACH = len(PER_GRID)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +58,14 @@ def numbers(found: kernels.Audited, starts: Sequence[int] = (0,)) -> Array:
 
     counts = found.counts.numpy()
     made = np.zeros((len(starts), counts.shape[1] * len(PER_GRID) + len(SHARED)))
-    parts = (found.phase.numpy(), found.expected.numpy(), found.shared.numpy(), found.sums.numpy())
-    _add_tiles(counts, *parts, np.array(starts), made)
+    parts = (found.phase, found.expected, found.arrived, found.shared, found.sums)
+    _add_tiles(counts, *(x.numpy() for x in parts), np.array(starts), made)
     return made
 
 
 @kernel_of(__file__)
 def _add_tiles(
-    counts: Any, phase: Any, expected: Any, shared: Any, sums: Any, starts: Any, made: Any
+    counts: Any, phase: Any, expected: Any, arrived: Any, shared: Any, sums: Any, starts: Any, made: Any
 ) -> None:
     """Tile after tile, into the rows that :func:`numbers` gives."""
     tiles, grids, kinds = counts.shape
@@ -73,16 +74,18 @@ def _add_tiles(
         last = starts[i + 1] if i + 1 < starts.size else tiles
         for t in range(starts[i], last):
             for g in range(grids):
-                at = g * (kinds + 4)
+                at = g * EACH
                 for j in range(kinds):
                     row[at + j] += counts[t, g, j]
                 row[at + kinds] += phase[t, g]
                 row[at + kinds + 1] += expected[t, g]
+                row[at + kinds + 2] += arrived[t, g, 0]
+                row[at + kinds + 3] += arrived[t, g, 1]
             for j in range(2):
-                row[grids * (kinds + 4) + j] += shared[t, j]
-                row[grids * (kinds + 4) + 2 + j] += sums[t, j]
+                row[grids * EACH + j] += shared[t, j]
+                row[grids * EACH + 2 + j] += sums[t, j]
         for g in range(grids):
-            row[g * (kinds + 4) + kinds + 2 : (g + 1) * (kinds + 4)] = np.nan
+            row[g * EACH + kinds + 4 : (g + 1) * EACH] = np.nan
 
 
 def numbers_on_device(found: kernels.Audited) -> torch.Tensor:
@@ -93,7 +96,9 @@ def numbers_on_device(found: kernels.Audited) -> torch.Tensor:
 
     counts = total(found.counts)
     apart = torch.full((len(counts), 2), torch.nan, dtype=torch.float64, device=counts.device)
-    per_grid = [counts, total(found.phase)[:, None], total(found.expected)[:, None], apart]
+    per_grid = [
+        counts, total(found.phase)[:, None], total(found.expected)[:, None], total(found.arrived), apart,
+    ]  # fmt: skip
     return torch.cat([torch.cat(per_grid, dim=1).reshape(-1), total(found.shared), total(found.sums)])
 
 
@@ -132,4 +137,5 @@ def tables(rows: Sequence[Row], losses: Mapping[int, float], grids: int) -> dict
 def _columns(names: Sequence[str], values: Array) -> dict[str, pl.Series]:
     """Columns; counts are whole numbers, and null where nothing was counted."""
     columns = {name: pl.Series(np.ascontiguousarray(values[:, i])) for i, name in enumerate(names)}
-    return {name: c.fill_nan(None).cast(pl.Int64) if name in COUNTED else c for name, c in columns.items()}
+    known = {n: c.fill_nan(None) if n in COUNTED or n in ARRIVED else c for n, c in columns.items()}
+    return {name: c.cast(pl.Int64) if name in COUNTED else c for name, c in known.items()}

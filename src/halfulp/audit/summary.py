@@ -27,7 +27,7 @@ def summary(
         shared[:, SHARED.index(c)].sum() for c in ("weight_sq", "proposal_sq", "nonfinite")
     )
 
-    def shares(counts: np.ndarray[Any, Any], size: int) -> dict[str, float]:
+    def shares(counts: np.ndarray[Any, Any], size: float) -> dict[str, float]:
         return {g: float(c / size) for g, c in zip(grids, counts, strict=True)}
 
     # Zero proposals are nothing lost, where weights are stored in full: elsewhere rounding made them zero.
@@ -35,6 +35,8 @@ def summary(
     idle = np.where(full, shared[:, SHARED.index("zero_proposal")], 0)
     asked = sizes - idle - shared[:, SHARED.index("nonfinite")]
     lost = np.maximum(frozen - idle[:, None], 0) / np.maximum(asked, 1)[:, None]
+    arrived = per_grid[full, :, PER_GRID.index("arrived")].sum(axis=0)
+    proposed = shared[full, SHARED.index("proposal_sq")].sum()
     return {
         "step": rows[0].step,
         "loss": loss,
@@ -43,6 +45,7 @@ def summary(
         "tensors": {w.name: shares(f, n) for w, f, n in zip(tensors, frozen, sizes, strict=True)},
         "lost": {w.name: shares(x, 1) for w, x in zip(tensors, lost, strict=True)},
         "never_moved": shares(never.sum(axis=0), sizes.sum()) if never_moved else {},
+        "gain": shares(arrived, proposed) if proposed > 0 and np.isfinite(arrived).all() else {},
         "update_ratio": math.sqrt(proposal / max(weight, 1e-300)),
         "nonfinite": int(bad),
     }

@@ -66,6 +66,10 @@ class Finding:
     never_moved: float | None
     stuck: tuple[tuple[str, str, float, float], ...]
     """(name, group, share of updates lost, share that never moved) of tensors that hardly move."""
+    gain: float | None
+    """How much of the update arrives, at an average step; None where proposals are not known."""
+    cosine: float | None
+    """Between what is proposed and what arrives."""
 
     @property
     def realized(self) -> bool:
@@ -182,7 +186,23 @@ def _finding(trace: Recorded, grid: str, scope: Scope) -> Finding:
         onset=onset_words(crossing(f, steps=steps)) if len(f) else NOT_FINITE,
         never_moved=float(trace.never_moved(grid, scope)[-1]) if followed else None,
         stuck=_stuck(trace, grid, followed, trace.ids("all" if isinstance(scope, str) else scope)),
+        gain=known(trace.gain(grid, scope)),
+        cosine=known(trace.cosine(grid, scope)),
     )
+
+
+def known(shares: Array) -> float | None:
+    """The mean over the steps that have a value, if one has."""
+    mean = average(shares)
+    return None if mean != mean else mean
+
+
+def arrival_words(found: Finding) -> str | None:
+    """How much of the update arrives; None where that is not known."""
+    if found.gain is None:
+        return None
+    along = "" if found.cosine is None else f", cosine {found.cosine:.2f} with what was proposed"
+    return f"{found.gain:.1%} of the update {'arrives' if found.realized else 'would arrive'}{along}"
 
 
 def _stored(trace: Recorded, grid: str, scope: Scope) -> float:
@@ -379,6 +399,8 @@ def role_lines(trace: Recorded) -> list[str]:
             out += ["", f"{head}: {found.lost:.1%} of its updates in {grid} lost."]
         else:
             out += ["", f"{head}: {found.lost:.1%} of its updates would be lost in {grid}."]
+        if arrives := arrival_words(found):
+            out.append(f"  {arrives}")
         if found.never_moved is not None:
             moved = f"  never moved: {found.never_moved:.1%} of its values"
             out.append(moved if home else f"{moved}, if it were stored so")
@@ -411,6 +433,8 @@ def _grid_lines(trace: Recorded, grid: str) -> list[str]:
         kind = "lost" if found.realized else "would be lost"
         late = f"{found.lost_late:.1%} at the end"
         out.append(f"{grid}: {found.lost:.1%} of updates {kind} ({late}): {found.onset}.")
+        if arrives := arrival_words(found):
+            out.append(f"  {arrives}")
         if found.idle >= IDLE:
             out.append(f"  {found.idle:.1%} of the proposals were zero, with nothing to lose: not counted")
         out += _core_lines(trace, grid, trace.ids(scope))

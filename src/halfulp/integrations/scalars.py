@@ -12,9 +12,10 @@ LONGEST = 120
 class Scalars:
     """Turns what a listener is called with into tags and values.
 
-    ``halfulp/frozen/GRID`` and ``halfulp/never_moved/GRID`` (shares of all weights),
-    ``halfulp/update_ratio``, and ``halfulp/tensor/NAME/GRID`` for up to ``worst`` tensors a grid: those that
-    lose the majority of their updates, the worst first. A tensor that is shown once is shown from then on.
+    ``halfulp/frozen/GRID`` and ``halfulp/never_moved/GRID`` (shares of all weights), ``halfulp/gain/GRID``
+    (how much of the update arrives), ``halfulp/update_ratio``, and ``halfulp/tensor/NAME/GRID`` for up to
+    ``worst`` tensors a grid: those that lose the majority of their updates, the worst first. A tensor that is
+    shown once is shown from then on.
     """
 
     def __init__(self, worst: int = 8) -> None:
@@ -25,6 +26,7 @@ class Scalars:
         """Tags and values of one step."""
         out = {f"halfulp/frozen/{tag(g)}": share for g, share in summary["frozen"].items()}
         out |= {f"halfulp/never_moved/{tag(g)}": share for g, share in summary["never_moved"].items()}
+        out |= {f"halfulp/gain/{tag(g)}": share for g, share in summary.get("gain", {}).items()}
         out["halfulp/update_ratio"] = summary["update_ratio"]
         tensors = summary["tensors"]
         for grid in summary["frozen"]:

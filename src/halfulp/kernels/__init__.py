@@ -48,11 +48,21 @@ from halfulp.kernels.plan import (
     writes_directly,
 )
 from halfulp.kernels.pool import GRAIN, run
-from halfulp.kernels.reference import AUDIT_COUNTS, MODES, SCORES, SHARED_COUNTS, TILE, WRITE_COUNTS, tiles_of
+from halfulp.kernels.reference import (
+    ARRIVED,
+    AUDIT_COUNTS,
+    MODES,
+    SCORES,
+    SHARED_COUNTS,
+    TILE,
+    WRITE_COUNTS,
+    WRITE_SUMS,
+    tiles_of,
+)
 from halfulp.streams import Stream
 
 __all__ = [
-    "AUDIT_COUNTS", "SCORES", "SHARED_COUNTS", "TILE", "WRITE_COUNTS",
+    "ARRIVED", "AUDIT_COUNTS", "SCORES", "SHARED_COUNTS", "TILE", "WRITE_COUNTS", "WRITE_SUMS",
     "Audited", "Written", "audit", "checked_tile", "decode", "encode", "round", "scales", "score",
     "set_aside", "tiles_of", "write_back",
 ]  # fmt: skip
@@ -69,6 +79,7 @@ class Audited:
     ``counts`` (tiles, grids, AUDIT_COUNTS) and ``shared`` (tiles, SHARED_COUNTS) are int32,
     ``sums`` (tiles; squares of weights and proposals) float64, ``phase`` (tiles, grids) int64
     in units of 2**-16, ``expected`` (tiles, grids) float64: the sums of the followed probabilities.
+    ``arrived`` (tiles, grids, ARRIVED) float64: with u the change that is written, <u, d> and <u, u>.
     """
 
     counts: torch.Tensor
@@ -76,11 +87,16 @@ class Audited:
     sums: torch.Tensor
     phase: torch.Tensor
     expected: torch.Tensor
+    arrived: torch.Tensor
     numel: int
 
     def frozen(self) -> torch.Tensor:
         """The fraction of coordinates that each grid leaves unchanged."""
         return self.counts[:, :, 0].sum(dim=0, dtype=torch.float64) / max(self.numel, 1)
+
+    def gain(self) -> torch.Tensor:
+        """How much of the proposals arrives on each grid: <written, proposed> / |proposed|**2."""
+        return self.arrived[:, :, 0].sum(dim=0) / self.sums[:, 1].sum()
 
 
 @dataclass(frozen=True)
@@ -182,7 +198,7 @@ def audit(
         if moved is not None or stay is not None:
             raise UsageError("following coordinates over steps is a CPU feature: move the tensors there.")
         made = gpu.audit(w, d, after, [p.grid for p in plans], phase)
-        return Audited(made[0], made[1], made[2], made[3], made[4], w.numel())
+        return Audited(made[0], made[1], made[2], made[3], made[4], made[5], w.numel())
     from halfulp.kernels import cpu
 
     flat_w, flat_d = flat_of(w), flat_of(d)
@@ -190,6 +206,7 @@ def audit(
     counts = np.zeros((n, g, len(AUDIT_COUNTS)), dtype=np.int32)
     shared, sums = np.zeros((n, 2), dtype=np.int32), np.zeros((n, 2))
     phases, expected = np.zeros((n, g), dtype=np.int64), np.zeros((n, g))
+    arrived = np.zeros((n, g, len(ARRIVED)))
     bits = np.empty((0, 0), dtype=np.uint8) if moved is None else moved.numpy()
     odds = np.empty((0, 0), dtype=work) if stay is None else stay.numpy()
     # The phase sum depends on the mantissa alone: the row of a moving grid is there for nothing else.
@@ -198,15 +215,15 @@ def audit(
     used = np.empty(0, dtype=np.int32) if extents is None else extents
     run(
         cpu.audit_tiles, n, flat_w, flat_d, after, used, floats, ints, np.array(rows, dtype=np.int64),
-        _params.masks(work), narrowing(w.dtype), phase, bits, odds, np.int32(1), counts, shared, sums, phases,
-        expected,
+        _params.masks(work), narrowing(w.dtype), phase, bits, odds, np.int32(1), counts, shared, sums,
+        arrived, phases, expected,
     )  # fmt: skip
     for i, plan in enumerate(plans):
         if plan.scaled:
             own = (bits[i] if bits.size else bits.reshape(-1), odds[i] if odds.size else odds.reshape(-1))
-            counts[:, i], expected[:, i] = _audit_moving(flat_w, flat_d, after, plan, w, *own)
-    parts = [torch.from_numpy(a) for a in (counts, shared, sums, phases, expected)]
-    return Audited(parts[0], parts[1], parts[2], parts[3], parts[4], flat_w.size)
+            counts[:, i], arrived[:, i], expected[:, i] = _audit_moving(flat_w, flat_d, after, plan, w, *own)
+    parts = [torch.from_numpy(a) for a in (counts, shared, sums, phases, expected, arrived)]
+    return Audited(parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], flat_w.size)
 
 
 def _check_followed(
@@ -256,19 +273,19 @@ def _scales_of_step(
 
 def _audit_moving(
     w: Array, d: Array, after: bool, plan: Plan, like: torch.Tensor, moved: Array, stay: Array
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     from halfulp.kernels import cpu_scaled
 
     now, then = _scales_of_step(w, w, d, after, plan, like)
-    counts, expected = (
-        np.zeros((tiles_of(w.size), len(AUDIT_COUNTS)), dtype=np.int32),
-        np.zeros(tiles_of(w.size)),
-    )
+    n = tiles_of(w.size)
+    counts, arrived = np.zeros((n, len(AUDIT_COUNTS)), dtype=np.int32), np.zeros((n, len(ARRIVED)))
+    expected = np.zeros(n)
     run(
         cpu_scaled.audit_tiles_scaled, len(counts), w, d, after, now, then, *plan.layout(tuple(like.shape)),
-        plan.floats, plan.ints, plan.masks, narrowing(like.dtype), plan.empty, moved, stay, counts, expected,
+        plan.floats, plan.ints, plan.masks, narrowing(like.dtype), plan.empty, moved, stay, counts, arrived,
+        expected,
     )  # fmt: skip
-    return counts, expected
+    return counts, arrived, expected
 
 
 def write_back(
@@ -291,8 +308,8 @@ def write_back(
     ``nearest``, ``stochastic``, or ``deadzone`` (stochastic only where nearest would throw a
     non-zero proposal away). The result goes to ``out``, by default over ``z``. A proposal that is
     not finite leaves the stored value as it is and is counted. ``moved`` is a bit a coordinate
-    (``torch.zeros((numel + 7) // 8, dtype=torch.uint8)``), updated in place. ``sums`` adds the
-    sums of |q| and |z - q| per tile; a number n asks for every n-th tile only. ``carry`` takes what was not
+    (``torch.zeros((numel + 7) // 8, dtype=torch.uint8)``), updated in place. ``sums`` adds WRITE_SUMS per
+    tile, of sizes and of what arrives; a number n asks for every n-th tile only. ``carry`` takes what was not
     written and, with ``carry_in``, is added to the proposal first: compensated summation in float32 or
     float64, whose carry may be kept in another dtype. Beside float32, q may be bfloat16
     (:func:`set_aside`). With a ``queue`` everything is prepared and checked, and the work itself is put
@@ -355,7 +372,7 @@ def write_back(
     direct = writes_directly(out) and out.data_ptr() != q.data_ptr()
     result = (flat_z if out is z else flat_of(out)) if direct else np.empty_like(flat_z)
     n = tiles_of(flat_q.size)
-    counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, 2))
+    counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, len(WRITE_SUMS)))
     bits = np.empty(0, dtype=np.uint8) if moved is None else moved.numpy()
     rest = plan.empty if carry is None else flat_of(carry)
     carry_in = carry is not None and carry_in

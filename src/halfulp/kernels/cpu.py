@@ -34,6 +34,7 @@ from halfulp.kernels.cpu_tile import (
     sum_squares,
     tile_of,
 )  # fmt: skip
+from halfulp.kernels.cpu_tile_arrival import LEFT, arrival, binade_of
 from halfulp.kernels.cpu_tile_audit import (
     audit_inside,
     clean,
@@ -156,8 +157,8 @@ def decode_tiles(codes: Any, values: Any, out: Any, t0: Any, t1: Any) -> Any:
 @kernel
 def audit_tiles(
     w: Any, d: Any, after: Any, extents: Any, f: Any, k: Any, slots: Any, masks: Any, to: Any, phase: Any,
-    moved: Any, stay: Any, one: Any, counts: Any, shared: Any, sums: Any, phases: Any, expected: Any,
-    t0: Any, t1: Any,
+    moved: Any, stay: Any, one: Any, counts: Any, shared: Any, sums: Any, arrived: Any, phases: Any,
+    expected: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
     """Every static grid on every tile. ``after``: d holds the weights after the step; ``one``: 1.
 
@@ -172,7 +173,11 @@ def audit_tiles(
     q_, z_, r_ = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
     s_, bits = np.empty(TILE, f.dtype), np.empty(TILE // LANES, np.uint16)
     log_w, log_d = np.empty(TILE, np.int32), np.empty(TILE, np.int32)
-    buffer, lanes = np.empty(TILE // 2, np.float64), np.empty(LANES, np.int32)
+    buffer, lanes, left = (
+        np.empty(TILE // 2, np.float64),
+        np.empty(LANES, np.int32),
+        np.empty(2 * LEFT, f.dtype),
+    )
     rows, columns, wholes = f.shape[0], f.shape[1], k.shape[1]
     follow, odds = moved.shape[0] > 0, stay.shape[0] > 0
     moved_row = moved.shape[1] if follow else 0
@@ -204,6 +209,7 @@ def audit_tiles(
         shared[t, 1] = bad
         sums[t, 0] = sum_squares(size_, buffer)
         sums[t, 1] = sum_squares(sized_, buffer)
+        scale = binade_of(widest, exponent)
         if phase:
             log2_points(size, log_w[:n])
             log2_points(sized, log_d[:n])
@@ -221,9 +227,9 @@ def audit_tiles(
                 continue
             ends, tiny = 0, least < fg[T_SUB]
             if plain:
-                changed, symmetric, zero, small, whole = audit_inside(
-                    size_, sized_, turned_, log_w, n, phase, tiny, fg, kg, exponent, q_, z_, r_, bits, lanes,
-                    one,
+                changed, symmetric, zero, small, whole, arrived[t, o, 0], arrived[t, o, 1] = audit_inside(
+                    size_, sized_, turned_, log_w, n, phase, tiny, scale, fg, kg, exponent, q_, z_, r_, bits,
+                    lanes, left, buffer, one,
                 )  # fmt: skip
                 if phase:
                     phases[t, o] = whole - bad * 65536
@@ -236,6 +242,11 @@ def audit_tiles(
                     ends = count_ends(q, fg[LO], fg[HI])
                     nearest(z, r, fg, kg, exponent, sign)
                     symmetric = count_symmetric(size, sized, fg[UP], kg[EMIN], exponent)
+                if n < TILE:
+                    q_[n:] = 0
+                    r_[n:] = 0
+                d_all = turned_ if inside else padded(y, d_)
+                arrived[t, o, 0], arrived[t, o, 1] = arrival(q_, r_, d_all, scale, left, buffer)
                 changed = changes(q_, r_, n, bits)
                 zero, small = (
                     count_small(size, fg[T_ZERO], fg[T_SUB], one) if tiny else (np.int32(0), np.int32(0))

@@ -29,6 +29,7 @@ from halfulp.kernels.cpu_tile import (
     store,
     sum_abs,
 )  # fmt: skip
+from halfulp.kernels.cpu_tile_arrival import LEFT, arrival, binade_of
 from halfulp.kernels.cpu_tile_score import clean_three, score_sums
 from halfulp.kernels.cpu_tile_write import (
     finish_write,
@@ -262,14 +263,15 @@ def stay_scaled(q: Any, z: Any, scale: Any, stay: Any, f: Any, k: Any, cast: Any
 @kernel
 def audit_tiles_scaled(
     w: Any, d: Any, after: Any, scales: Any, next_scales: Any, row: Any, length: Any, f: Any, k: Any,
-    masks: Any, to: Any, work: Any, moved: Any, stay: Any, counts: Any, expected: Any, t0: Any, t1: Any,
+    masks: Any, to: Any, work: Any, moved: Any, stay: Any, counts: Any, arrived: Any, expected: Any, t0: Any,
+    t1: Any,
 ) -> None:  # fmt: skip
     """One moving grid on every tile: reference.audit's counts, without the shared ones."""
     s_, buffer = np.zeros(TILE, work.dtype), np.empty(TILE // 2)
     bits = np.empty(TILE // LANES, np.uint16)
     x_, y_, v_ = np.empty(TILE, work.dtype), np.empty(TILE, work.dtype), np.empty(TILE, work.dtype)
     q_, scale_, keep_ = np.empty(TILE, work.dtype), np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
-    cast = np.empty(1, work.dtype)
+    cast, left = np.empty(1, work.dtype), np.empty(2 * LEFT, work.dtype)
     emin, up, lo, hi = k[EMIN], f[UP], f[LO], f[HI]
     normal = float_like(hi, emin) if f[T_SUB] > f[T_ZERO] else 0.0  # integers have no subnormals
     for t in range(t0, t1):
@@ -292,6 +294,15 @@ def audit_tiles_scaled(
         expand(next_scales, first, row, length, scale)
         nearest_scaled(z, scale, x, f, k, cast)
         counts[t, 0] = count_equal(x, q) - bad
+        widest = bits_of(abs(d_[0]))
+        for i in range(n):
+            widest = greater(widest, bits_of(abs(d_[i])))
+        if n < TILE:
+            q_[n:] = 0
+            x_[n:] = 0
+            v_[n:] = 0
+        binade = binade_of(float_like(d_[0], widest), masks[0])
+        arrived[t, 0], arrived[t, 1] = arrival(q_, x_, v_, binade, left, buffer)
         if moved.size > 0:
             start = t * (TILE // 8)
             changes(q_, x_, n, bits)

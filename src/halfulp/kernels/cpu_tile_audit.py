@@ -10,6 +10,7 @@ from numba.extending import overload
 
 from halfulp.kernels import lanes
 from halfulp.kernels.cpu_tile import ONE, changes
+from halfulp.kernels.cpu_tile_arrival import LEFT, arrival, arrived_of
 from halfulp.kernels.params import (
     CUT,
     EMIN,
@@ -187,67 +188,88 @@ def _greater(a: Any, least: Any) -> Any:
 
 @kernel
 def _audit_lanes(
-    size: Any, sized: Any, turned: Any, ratio: Any, phase: Any, tiny: Any, g: Any, bits: Any
-) -> Any:
+    size: Any, sized: Any, turned: Any, ratio: Any, phase: Any, tiny: Any, scale: Any, g: Any, bits: Any,
+    left: Any,
+) -> Any:  # fmt: skip
     changed, symmetric, zeros, smalls = 0, 0, 0, 0
-    total = lanes.splat(lanes.load(ratio, 0), 0)
-    for j in range(0, TILE, lanes.COUNT):
-        a, b, turn = lanes.load(size, j), lanes.load(sized, j), lanes.load(turned, j)
-        u = lanes.bits_of(a)
-        e = _greater(u & g.exponent, g.emin)
-        if g.magic:
-            c = lanes.floats_of(e + g.shift)
-            q = (a + c) - c
-            z = q + turn
-            c = lanes.floats_of(_greater(lanes.bits_of(z) & g.exponent, g.emin) + g.shift)
-            r = (z + c) - c
-        else:
-            q = lanes.floats_of((u + g.half + ((u >> g.cut) & g.odd)) & g.keep)
-            u = lanes.bits_of(q + turn)
-            r = lanes.floats_of((u + g.half + ((u >> g.cut) & g.odd)) & g.keep)
-        differs = lanes.mask(r != q)
-        bits[j >> 4] = differs
-        changed += ones(differs)
-        symmetric += ones(lanes.mask(b * g.up < lanes.floats_of(e)))
-        if tiny:
-            zeros += ones(lanes.mask(a < g.zero))
-            smalls += ones(lanes.mask(a < g.normal))
-        if phase:
-            v = _greater(lanes.load(ratio, j) - g.points, 0)
-            v = lanes.select(v < 65536, v, 65536)
-            v = lanes.select(a == 0.0, lanes.splat(v, 0), v)
-            total = total + lanes.select(b == 0.0, lanes.splat(v, 65536), v)
+    total, none = lanes.splat(lanes.load(ratio, 0), 0), lanes.splat(lanes.load(size, 0), 0.0)
+    for c in range(0, LEFT, lanes.COUNT):  # the order of cpu_tile_arrival, for its sums
+        dot1 = sq1 = none
+        for k1 in range(c, c + 2 * LEFT, LEFT):
+            dot2 = sq2 = none
+            for k2 in range(k1, k1 + 4 * LEFT, 2 * LEFT):
+                dot4 = sq4 = none
+                for k4 in range(k2, k2 + 8 * LEFT, 4 * LEFT):
+                    dot8 = sq8 = none
+                    for j in range(k4, k4 + 16 * LEFT, 8 * LEFT):
+                        a, b, turn = lanes.load(size, j), lanes.load(sized, j), lanes.load(turned, j)
+                        u = lanes.bits_of(a)
+                        e = _greater(u & g.exponent, g.emin)
+                        if g.magic:
+                            m = lanes.floats_of(e + g.shift)
+                            q = (a + m) - m
+                            z = q + turn
+                            m = lanes.floats_of(_greater(lanes.bits_of(z) & g.exponent, g.emin) + g.shift)
+                            r = (z + m) - m
+                        else:
+                            q = lanes.floats_of((u + g.half + ((u >> g.cut) & g.odd)) & g.keep)
+                            u = lanes.bits_of(q + turn)
+                            r = lanes.floats_of((u + g.half + ((u >> g.cut) & g.odd)) & g.keep)
+                        differs = lanes.mask(r != q)
+                        bits[j >> 4] = differs
+                        changed += ones(differs)
+                        change = r - q
+                        shifted = change * scale
+                        dot8 = dot8 + shifted * turn
+                        sq8 = sq8 + shifted * change
+                        symmetric += ones(lanes.mask(b * g.up < lanes.floats_of(e)))
+                        if tiny:
+                            zeros += ones(lanes.mask(a < g.zero))
+                            smalls += ones(lanes.mask(a < g.normal))
+                        if phase:
+                            v = _greater(lanes.load(ratio, j) - g.points, 0)
+                            v = lanes.select(v < 65536, v, 65536)
+                            v = lanes.select(a == 0.0, lanes.splat(v, 0), v)
+                            total = total + lanes.select(b == 0.0, lanes.splat(v, 65536), v)
+                    dot4, sq4 = dot4 + dot8, sq4 + sq8
+                dot2, sq2 = dot2 + dot4, sq2 + sq4
+            dot1, sq1 = dot1 + dot2, sq1 + sq2
+        lanes.store(left, c, dot1)
+        lanes.store(left, LEFT + c, sq1)
     return changed, symmetric, zeros, smalls, total
 
 
 def audit_inside(
-    size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, f: Any, k: Any,
-    exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, one: Any,
+    size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, scale: Any, f: Any, k: Any,
+    exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, left: Any, buffer: Any, one: Any,
 ) -> Any:  # fmt: skip
     """One grid on a tile, filled up with zeros after n, where nothing comes near its largest code: how many
     of the n change (and which, as bits), how many are frozen by symmetric spacing, how many weights round to
-    zero and to less than the smallest normal (counted if one is ``tiny``), and the phase sum."""
+    zero and to less than the smallest normal (counted if one is ``tiny``), the phase sum, and what arrives of
+    the proposals: two sums."""
     raise TypeError("for compiled code only")
 
 
 @overload(audit_inside, jit_options=JIT)
 def _audit_inside(
-    size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, f: Any, k: Any,
-    exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, one: Any,
+    size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, scale: Any, f: Any, k: Any,
+    exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, left: Any, buffer: Any, one: Any,
 ) -> Any:  # fmt: skip
     if size.dtype == types.float32:
 
         def in_lanes(
-            size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, f: Any, k: Any,
-            exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, one: Any,
+            size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, scale: Any, f: Any,
+            k: Any, exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, left: Any, buffer: Any,
+            one: Any,
         ) -> Any:  # fmt: skip
             g = Numbers(
                 k[KIND] == MAGIC, k[EMIN], k[SHIFT], f[UP], k[HALF], k[CUT], k[ODD], k[KEEP], k[POINTS],
                 f[T_ZERO], f[T_SUB], exponent,
             )  # fmt: skip
             changed, symmetric, zeros, smalls, total = _audit_lanes(
-                size, sized, turned, ratio, phase, tiny, g, bits
+                size, sized, turned, ratio, phase, tiny, scale, g, bits, left
             )
+            dot, square = arrived_of(left, scale, buffer)
             lanes.store(sums, 0, total)
             whole = np.int64(0)
             for i in range(lanes.COUNT):
@@ -255,19 +277,22 @@ def _audit_inside(
             rest = TILE - n  # zeros: they do not change, and are frozen by the other measures
             if tiny:
                 zeros, smalls = zeros - rest, smalls - rest
-            return changed, symmetric - rest, zeros, smalls, whole - rest * 65536
+            return changed, symmetric - rest, zeros, smalls, whole - rest * 65536, dot, square
 
         return in_lanes
 
     def in_passes(
-        size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, f: Any, k: Any,
-        exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, one: Any,
+        size: Any, sized: Any, turned: Any, ratio: Any, n: Any, phase: Any, tiny: Any, scale: Any, f: Any,
+        k: Any, exponent: Any, q: Any, z: Any, r: Any, bits: Any, sums: Any, left: Any, buffer: Any, one: Any,
     ) -> Any:  # fmt: skip
         a, b, c = size[:n], sized[:n], turned[:n]
         symmetric = kept(a, b, c, q[:n], z[:n], r[:n], f, k, exponent, one)
         total = phase_sum(a, b, ratio[:n], k[POINTS]) if phase else 0
         zeros, smalls = count_small(a, f[T_ZERO], f[T_SUB], one) if tiny else (np.int32(0), np.int32(0))
-        return changes(q, r, n, bits), symmetric, zeros, smalls, total
+        q[n:] = 0
+        r[n:] = 0
+        dot, square = arrival(q, r, turned, scale, left, buffer)
+        return changes(q, r, n, bits), symmetric, zeros, smalls, total, dot, square
 
     return in_passes
 

@@ -8,6 +8,7 @@ import numpy as np
 from numba.extending import overload
 
 from halfulp.kernels.cpu_tile import changes, count_ends, load, merge, nonfinite, padded, sum_abs, tree
+from halfulp.kernels.cpu_tile_arrival import sum_arrival
 from halfulp.kernels.reference import TILE
 from halfulp.kernels.simd import JIT, bits_of, float_like, kernel, narrow, round_bits, span, widen
 
@@ -39,6 +40,8 @@ def finish_write(
     if want_sums and t % want_sums == 0:
         sums[t, 1] = sum_changes(q, z, buffer)
         sums[t, 0] = sum_abs(q, buffer) if bad == 0 else sum_proposed(q, proposed, exponent, buffer)
+        r[n:] = 0
+        sums[t, 2], sums[t, 3], sums[t, 4] = sum_arrival(q, z, r, buffer)
 
 
 @kernel

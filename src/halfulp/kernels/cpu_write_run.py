@@ -17,6 +17,7 @@ from numba.extending import overload
 from halfulp.kernels import lanes
 from halfulp.kernels import params as p
 from halfulp.kernels.cpu_tile import sum_abs, tile_of
+from halfulp.kernels.cpu_tile_arrival import sum_arrival
 from halfulp.kernels.cpu_tile_write import add_carry, sum_changes
 from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
 from halfulp.kernels.simd import JIT, bits_of, inline, kernel, narrow, ones, span, specialised, two_threefry
@@ -196,6 +197,10 @@ def _run(f: Any, k: Any, masks: Any, given: Any, t0: Any, t1: Any) -> Any:
                 add_carry(kept, held, whole, g.exponent)
             sums[t, 1] = sum_changes(tile, whole if CARRY_IN else kept, buffer)
             sums[t, 0] = sum_abs(tile, buffer)
+            proposal = whole if CARRY_IN else kept
+            sums[t, 2], sums[t, 3], sums[t, 4] = sum_arrival(
+                tile, proposal, span(out, first, first + TILE), buffer
+            )
     return t1
 
 

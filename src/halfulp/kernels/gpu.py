@@ -271,7 +271,7 @@ def _project(
 def audit(
     w: torch.Tensor, d: torch.Tensor, after: bool, grids: list[Grid] | tuple[Grid, ...], phase: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """What each grid would do to proposals d at weights w: the five parts of the reference's answer.
+    """What each grid would do to proposals d at weights w: the six parts of the reference's answer.
 
     ``after``: d holds the weights after the step. Phases that are not wanted are zero, and so is what
     follows coordinates over steps, which is not done here.
@@ -281,10 +281,12 @@ def audit(
     shared = torch.empty((tiles, len(reference.SHARED_COUNTS)), dtype=torch.int32, device=where)
     sums = torch.empty((tiles, len(reference.AUDIT_SUMS)), dtype=torch.float64, device=where)
     phases = torch.zeros((tiles, len(grids)), dtype=torch.int64, device=where)
+    arrived = torch.zeros((tiles, len(grids), len(reference.ARRIVED)), dtype=torch.float64, device=where)
     pair = _memory(w), _memory(d)
     _run(
         device.audit_tile, w,
-        *pair, *_tables(tuple(grids), _work(w), where), counts, shared, sums, phases, w.numel(), len(grids),
+        *pair, *_tables(tuple(grids), _work(w), where), counts, shared, sums, arrived, phases,
+        w.numel(), len(grids),
         AFTER=after, PHASE=phase, TO=TO[w.dtype],
     )  # fmt: skip
     for number, grid in enumerate(grids):
@@ -293,10 +295,10 @@ def audit(
             _run(
                 device.audit_scaled_tile, w,
                 *pair, _memory(q), _memory(z), *_row(grid, w), now, then, *_segments(w, grid),
-                counts, w.numel(), len(grids), number,
+                counts, arrived, w.numel(), len(grids), number,
                 AFTER=after, TO=TO[w.dtype],
             )  # fmt: skip
-    return counts, shared, sums, phases, torch.zeros_like(phases, dtype=torch.float64)
+    return counts, shared, sums, phases, torch.zeros_like(phases, dtype=torch.float64), arrived
 
 
 def score(
@@ -328,9 +330,9 @@ _CONTAINERS = {
     "float64": ("*fp64", "*fp64", "*i64", 0),
 }
 _TYPES = {
-    "scales": "*fp64", "next_scales": "*fp64", "sums": "*fp64", "scores": "*fp64", "counts": "*i32",
-    "shared": "*i32", "phases": "*i64", "moved": "*u8", "row": "i64", "per_row": "i64", "length": "i64",
-    "n": "i64", "offset": "i64", "k0": "i32", "k1": "i32", "n_grids": "i32", "number": "i32",
+    "scales": "*fp64", "next_scales": "*fp64", "sums": "*fp64", "scores": "*fp64", "arrived": "*fp64",
+    "counts": "*i32", "shared": "*i32", "phases": "*i64", "moved": "*u8", "row": "i64", "per_row": "i64",
+    "length": "i64", "n": "i64", "offset": "i64", "k0": "i32", "k1": "i32", "n_grids": "i32", "number": "i32",
 }  # fmt: skip
 _ROUND: dict[str, Any] = {"MODE": reference.STOCHASTIC, "ALIGNED": True}
 _WRITE: dict[str, Any] = {"MODE": reference.DEADZONE, "ALIGNED": True, "MARK": True, "CARRY": 2, "SUMS": True}

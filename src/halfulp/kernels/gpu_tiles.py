@@ -55,6 +55,7 @@ UP, POINTS = tl.constexpr(params.UP), tl.constexpr(params.POINTS)
 T_SUB, T_ZERO = tl.constexpr(params.T_SUB), tl.constexpr(params.T_ZERO)
 P0, P1, P2, P3, P4, P5, P6, P7 = (tl.constexpr(c) for c in reference.LOG2_POLYNOMIAL)
 PHASE_ONE = tl.constexpr(reference.PHASE_ONE)
+WRITE_SUMS = tl.constexpr(len(reference.WRITE_SUMS))
 AUDIT_COUNTS = tl.constexpr(len(reference.AUDIT_COUNTS))  # only the first five are of one step alone
 CARRY_OUT, CARRY_IN = tl.constexpr(1), tl.constexpr(2)  # a carry is only written; also read
 
@@ -92,6 +93,44 @@ def tree(x: tl.tensor) -> Any:
     second = tl.sum(tl.where(j == 1, x, 0.0), axis=0)
     third = tl.sum(tl.where(j == 2, x, 0.0), axis=0)
     return first + second + third
+
+
+@triton.jit
+def short_tree(x: tl.tensor) -> Any:
+    """The halving tree in the working type down to 48 sums, then in float64; zero is never negative."""
+    x = tl.reshape(x, (2, 2, 2, 2, 16, 4))
+    for _ in tl.static_range(4):
+        x = tl.sum(x, axis=0)
+    x = tl.reshape(x.to(tl.float64), (2, 2, 2, 2, 4))
+    for _ in tl.static_range(4):
+        x = tl.sum(x, axis=0)
+    j = tl.arange(0, 4)
+    first = tl.sum(tl.where(j == 0, x, 0.0), axis=0)
+    second = tl.sum(tl.where(j == 1, x, 0.0), axis=0)
+    third = tl.sum(tl.where(j == 2, x, 0.0), axis=0)
+    return first + second + third + 0.0
+
+
+@triton.jit
+def binade_of(sized: tl.tensor) -> Any:
+    """The power of two by which changes are multiplied, from the sizes of a tile's proposals."""
+    widest = tl.max(tl.max(sized, axis=1), axis=0)
+    if sized.dtype == tl.float64:
+        field, unit = 0x7FF0000000000000, 0x10000000000000
+    else:
+        field, unit = 0x7F800000, 0x800000
+    scale = as_float(tl.maximum(field - unit - exponent(bits(widest)), unit))
+    return tl.where(widest == 0, 1.0, scale)
+
+
+@triton.jit
+def store_arrival(out: tl.tensor, q: tl.tensor, r: tl.tensor, y: tl.tensor, scale: tl.tensor) -> None:
+    """The two sums of reference.arrival; q and r are zero wherever nothing is."""
+    change = r - q
+    shifted = change * scale
+    back = 1.0 / scale.to(tl.float64)
+    tl.store(out, short_tree(shifted * y) * back)
+    tl.store(out + 1, short_tree(shifted * change) * back)
 
 
 @triton.jit
@@ -239,15 +278,29 @@ def write_some(
 def sum_sizes(
     stored: tl.tensor, proposed: tl.tensor, carry: tl.tensor, sums: tl.tensor, tile: tl.tensor, n: tl.tensor,
     CARRY: tl.constexpr,
-) -> None:  # fmt: skip
+) -> Any:  # fmt: skip
+    """The sums of sizes; what is stored and proposed, for those that need what is written."""
     i, mask = columns(tile, n)
     q, z = load(stored, i, mask).to(tl.float64), load(proposed, i, mask)
     ok = mask & finite(z)
     if CARRY == CARRY_IN:
         z = carried(z, load(carry, i, mask))
-    z = z.to(tl.float64)
+    d = tl.where(ok, z.to(tl.float64) - q, 0.0)
     tl.store(sums, tree(tl.where(ok, tl.abs(q), 0.0)))
-    tl.store(sums + 1, tree(tl.where(ok, tl.abs(z - q), 0.0)))
+    tl.store(sums + 1, tree(tl.abs(d)))
+    tl.store(sums + 2, tree(d * d))
+    return q, d, ok
+
+
+@triton.jit
+def sum_written(
+    out: tl.tensor, q: tl.tensor, d: tl.tensor, ok: tl.tensor, sums: tl.tensor, tile: tl.tensor, n: tl.tensor
+) -> None:
+    """The sums of what arrived, once it is written."""
+    i, mask = columns(tile, n)
+    change = tl.where(ok, load(out, i, mask).to(tl.float64) - q, 0.0)
+    tl.store(sums + 3, tree(change * d))
+    tl.store(sums + 4, tree(change * change))
 
 
 @triton.jit(do_not_specialize=["row", "per_row", "length", "k0", "k1", "offset"])
@@ -265,7 +318,7 @@ def write_tile(
     f, k = floats_at(f, 0), ints_at(k, 0)
     segments, key = (scales, row, per_row, length), (k0, k1)
     if SUMS:
-        sum_sizes(stored, proposed, carry, sums + 2 * tile, tile, n, CARRY)
+        q, d, ok = sum_sizes(stored, proposed, carry, sums + WRITE_SUMS * tile, tile, n, CARRY)
         tl.debug_barrier()  # before anything is written over what other threads still read
     three = tl.zeros((8, 16), tl.int32)
     two = tl.zeros((8, 16), tl.int32)
@@ -277,14 +330,17 @@ def write_tile(
             stored, proposed, out, first, f, k, segments, moved, carry, start, n, key, offset,
             MODE, SCALES, TO, MARK, CARRY,
         )  # fmt: skip
-        c, d = write_some(
+        c, e = write_some(
             stored, proposed, out, second, f, k, segments, moved, carry, start + 16, n, key, offset,
             MODE, SCALES, TO, MARK, CARRY,
         )  # fmt: skip
         three += a + c
-        two += b + d
+        two += b + e
     store_three(counts + 5 * tile, total(three))
     store_two(counts + 5 * tile + 3, total(two))
+    if SUMS:
+        tl.debug_barrier()
+        sum_written(out, q, d, ok, sums + WRITE_SUMS * tile, tile, n)
 
 
 # ---- audit ---------------------------------------------------------------------------------------
@@ -321,7 +377,7 @@ def log2_points(a: tl.tensor) -> Any:
 @triton.jit(do_not_specialize=["n_grids"])
 def audit_tile(
     w: tl.tensor, d: tl.tensor, f: tl.tensor, k: tl.tensor,
-    counts: tl.tensor, shared: tl.tensor, sums: tl.tensor, phases: tl.tensor,
+    counts: tl.tensor, shared: tl.tensor, sums: tl.tensor, arrived: tl.tensor, phases: tl.tensor,
     n: tl.tensor, n_grids: tl.tensor,
     AFTER: tl.constexpr, PHASE: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -337,6 +393,7 @@ def audit_tile(
     wide = y.to(tl.float64)
     tl.store(sums + 2 * tile + 1, tree(wide * wide))
     size, sized = tl.abs(x), tl.abs(y)
+    binade = binade_of(sized)
     if PHASE:
         ratio = log2_points(size) - log2_points(sized)
     for g in range(n_grids):
@@ -348,7 +405,9 @@ def audit_tile(
             tl.store(phases + at, total(tl.where(ok, points, 0)).to(tl.int64))
         if kg[KIND] != SCALED:
             q = nearest(x, fg, kg)
-            frozen = nearest(fit(q + y, TO), fg, kg) == q
+            r = nearest(fit(q + y, TO), fg, kg)
+            frozen = r == q
+            store_arrival(arrived + 2 * at, q, r, y, binade)
             symmetric = sized * fg[UP] < as_float(tl.maximum(exponent(bits(size)), kg[EMIN]))
             end = (q >= fg[HI]) | (q <= fg[LO])
             zero = size < fg[T_ZERO]
@@ -361,7 +420,7 @@ def audit_tile(
 def audit_scaled_tile(
     w: tl.tensor, d: tl.tensor, stored: tl.tensor, proposed: tl.tensor, f: tl.tensor, k: tl.tensor,
     scales: tl.tensor, next_scales: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
-    counts: tl.tensor, n: tl.tensor, n_grids: tl.tensor, number: tl.tensor,
+    counts: tl.tensor, arrived: tl.tensor, n: tl.tensor, n_grids: tl.tensor, number: tl.tensor,
     AFTER: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
     """Counts of one grid, which has scales: those of the ``stored`` values, and of the ``proposed``."""
@@ -373,7 +432,8 @@ def audit_scaled_tile(
     q, z = load(stored, i, mask), load(proposed, i, mask)
     scale = scales_at((scales, row, per_row, length), i, mask)
     later = scales_at((next_scales, row, per_row, length), i, mask)
-    frozen = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO) == q
+    r = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO)
+    frozen = r == q
     e = tl.maximum(exponent(bits(x.to(tl.float64) / scale)), k[EMIN])
     symmetric = tl.abs(y).to(tl.float64) < as_float(e - k[MANT]) * scale * 0.5
     element = q.to(tl.float64) / scale
@@ -381,6 +441,9 @@ def audit_scaled_tile(
     zero = element == 0
     normal = tl.where(f[T_ZERO] < f[T_SUB], as_float(k[EMIN]), 0.0)  # integers have no subnormals
     small = (tl.abs(element) < normal) & ~zero
+    y = tl.where(ok, y, 0.0)
+    at = arrived + 2 * (tile * n_grids + number)
+    store_arrival(at, tl.where(mask, q, 0.0), tl.where(mask, r, 0.0), y, binade_of(tl.abs(y)))
     at = counts + AUDIT_COUNTS * (tile * n_grids + number)
     store_three(at, total(pack_three(ok & frozen, ok & symmetric, ok & end)))
     store_two(at + 3, total(pack_two(ok & small, ok & zero)))

@@ -36,7 +36,7 @@ from halfulp.kernels.onepass_reference import (
 from halfulp.kernels.params import BITS, CUT, EMIN, INVERSE, MAGIC, MANT, SHIFT, params
 from halfulp.kernels.plan import key_of, plan_for
 from halfulp.kernels.pool import run
-from halfulp.kernels.reference import NEAREST, WRITE_COUNTS, tiles_of
+from halfulp.kernels.reference import NEAREST, WRITE_COUNTS, WRITE_SUMS, tiles_of
 from halfulp.streams import Stream
 
 __all__ = [
@@ -156,7 +156,7 @@ def steps(case: Case, jobs: list[Job]) -> list[tuple[torch.Tensor, torch.Tensor]
         ))  # fmt: skip
         n += tiles_of(size)
         ends.append(n)
-    counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, 2))
+    counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, len(WRITE_SUMS)))
     made = tiles(case.rule, case.mode, case.keeps, kind, case.short, case.small, case.drawn)
     stored, grad, moments, kept = (EMPTY[kind] for kind in jobs[0].types)
     run(

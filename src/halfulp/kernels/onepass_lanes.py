@@ -21,12 +21,15 @@ import numpy as np
 
 from halfulp.kernels import lanes
 from halfulp.kernels.cpu_tile import sum_abs
+from halfulp.kernels.cpu_tile_arrival import sum_arrival
 from halfulp.kernels.cpu_tile_write import sum_changes
 from halfulp.kernels.onepass_rare import EXPONENT, MAGNITUDE, NEAR_END, TO_END, slowly
 from halfulp.kernels.onepass_reference import ADAM, BFLOAT, CARRY, ERROR, NOTHING, REMAINDER
 from halfulp.kernels.onepass_stored import kept_of, moment_of, stored_of, to_keep, values_of
-from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE
+from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE, WRITE_SUMS
 from halfulp.kernels.simd import array_at, kernel, ones, specialised, two_blocks, two_threefry
+
+SUMS = len(WRITE_SUMS)
 
 
 class Rates(NamedTuple):
@@ -154,7 +157,7 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
     of it, then buffers."""
     stored, grad, first_, second, kept, moved, counts, sums = given[:8]
     rates, f, k, ft, kt, masks, keys, offset, plain, want_sums = given[8:18]
-    changes, proposals, words, pairs, all_z, all_q, buffer, sixteen = given[18:]
+    changes, proposals, words, pairs, all_z, all_q, all_r, buffer, sixteen = given[18:]
     now, packed, asked_for = changes.view(np.uint8), changes.view(np.uint64), proposals.view(np.uint64)
     a = Rates(rates[0], rates[1], rates[2], rates[3], rates[4], rates[5], rates[6], rates[7], rates[8])
     g = Coding(f[0], f[1], f[2], f[3], f[4], k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7])
@@ -248,11 +251,13 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     else:
                         lanes.store(all_z, i, z)
                     lanes.store(all_q, i, q)
+                    lanes.store(all_r, i, r)
                     if odd and wrong:
                         for b in range(lanes.COUNT):
                             if (wrong >> b) & 1:
                                 all_z[i + b] = 0
                                 all_q[i + b] = 0
+                                all_r[i + b] = 0
                 changes[i >> 4] = lanes.mask(r != q)
                 proposals[i >> 4] = lanes.mask(z != q)
             if turn < TILE + lanes.COUNT:
@@ -302,6 +307,7 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
         if sampled:
             sums[t, 1] = sum_changes(all_z, all_q, buffer)
             sums[t, 0] = sum_abs(all_q, buffer)
+            sums[t, 2], sums[t, 3], sums[t, 4] = sum_arrival(all_q, all_z, all_r, buffer)
 
 
 def _tensor(given: Any, buffers: Any, t0: Any, t1: Any) -> None:
@@ -316,7 +322,7 @@ def _tensor(given: Any, buffers: Any, t0: Any, t1: Any) -> None:
     first, n = whole * TILE, stored.size - whole * TILE
     stored_, grad_ = np.zeros(TILE, stored.dtype), np.zeros(TILE, grad.dtype)
     m_, v_, kept_ = np.zeros(TILE, first_.dtype), np.zeros(TILE, second.dtype), np.zeros(TILE, kept.dtype)
-    moved_, counts_, sums_ = np.zeros(TILE // 8, np.uint8), np.zeros((1, 5), np.int32), np.zeros((1, 2))
+    moved_, counts_, sums_ = np.zeros(TILE // 8, np.uint8), np.zeros((1, 5), np.int32), np.zeros((1, SUMS))
     ever = moved_ if moved.size else moved_[:0]
     for i in range(n):
         stored_[i], grad_[i] = stored[first + i], grad[first + i]
@@ -346,7 +352,8 @@ def _tensor(given: Any, buffers: Any, t0: Any, t1: Any) -> None:
     counts[whole, 1] -= TILE - n
     if moved.size:
         counts[whole, 4] -= TILE - n
-    sums[whole, 0], sums[whole, 1] = sums_[0, 0], sums_[0, 1]
+    for c in range(SUMS):
+        sums[whole, c] = sums_[0, c]
 
 
 def _tiles(
@@ -361,7 +368,8 @@ def _tiles(
     buffers = (
         np.empty(TILE // lanes.COUNT, np.uint16), np.empty(TILE // lanes.COUNT, np.uint16),
         np.empty(TILE + 128, np.uint32), np.empty(TILE + 128, np.uint32), np.zeros(TILE, np.float32),
-        np.empty(TILE, np.float32), np.empty(TILE // 2, np.float64), np.empty(80, np.float32),
+        np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE // 2, np.float64),
+        np.empty(80, np.float32),
     )  # fmt: skip
     for i in range(len(table)):
         row = table[i]

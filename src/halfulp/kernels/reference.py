@@ -40,7 +40,9 @@ SHARED_COUNTS = ("zero_proposal", "nonfinite")
 """Per tile, for all grids: proposals equal to zero; coordinates with a non-finite weight or proposal."""
 AUDIT_SUMS = ("weight_sq", "proposal_sq")
 WRITE_COUNTS = ("frozen", "zero_proposal", "endpoint", "nonfinite", "never_moved")
-WRITE_SUMS = ("weight_abs", "proposal_abs")
+WRITE_SUMS = ("weight_abs", "proposal_abs", "proposal_sq", "arrived", "written_sq")
+ARRIVED = ("arrived", "written_sq")
+"""With u the change that is written: <u, d> and <u, u>. Over <d, d>, the first is the gain."""
 SCORES = ("F", "L", "C", "G", "U", "W", "T", "P")
 """Freeze, leverage max(0, -g u), combined freeze * leverage, |g|, |u|, |w|, |g w|, |g u|."""
 
@@ -322,6 +324,31 @@ def tile_sum(x: Array, tile: int = TILE) -> Array:
     return np.asarray(t[:, 0] + t[:, 1] + t[:, 2])
 
 
+def arrival(q: Array, r: Array, d: Array) -> Array:
+    """How much of the proposals d arrives where r is written over q: (tiles, ARRIVED).
+
+    The change r - q and the products are of the working type. One factor is first multiplied by a power of
+    two, the inverse of the binade of the tile's largest proposal, so that no product leaves the range. The
+    halving tree of :func:`tile_sum` adds in the working type down to 48 partial sums, and in float64 from
+    there.
+    """
+    u = tiled(r - q)
+    proposed = tiled(d.astype(u.dtype))
+    bias = 127 if u.dtype == np.float32 else 1023
+    widest = np.abs(proposed).max(axis=1, keepdims=True).astype(np.float64)
+    binade = np.clip(np.frexp(widest)[1] - 1, -bias, bias - 1)
+    scale = np.where(widest == 0, 1.0, np.ldexp(1.0, -binade))
+    shifted = u * scale.astype(u.dtype)
+    sums = []
+    for t in (shifted * proposed, shifted * u):
+        while t.shape[1] > 3:
+            half = t.shape[1] // 2
+            t = t[:, :half] + t[:, half:]
+            t = t.astype(np.float64) if half == 48 else t
+        sums.append((t[:, 0] + t[:, 1] + t[:, 2] + 0.0) * (1.0 / scale[:, 0]))  # never -0
+    return np.stack(sums, axis=1)
+
+
 def tile_count(x: Array) -> Array:
     return np.asarray(tiled(x.astype(np.int32)).sum(axis=1, dtype=np.int32))
 
@@ -348,7 +375,8 @@ def audit(
     """What each grid would do to proposals d at weights w: counts and sums per tile.
 
     ``counts`` is (tiles, grids, AUDIT_COUNTS), ``shared`` (tiles, SHARED_COUNTS), ``sums``
-    (tiles, AUDIT_SUMS) and ``phase`` (tiles, grids), in units of 1 / PHASE_ONE.
+    (tiles, AUDIT_SUMS), ``arrived`` (tiles, grids, ARRIVED) and ``phase`` (tiles, grids), in units of
+    1 / PHASE_ONE.
     A coordinate with a non-finite weight or proposal enters only the non-finite count.
 
     ``moved`` (grids, bytes of bits) and ``stay`` (grids, coordinates) follow every coordinate over the
@@ -362,6 +390,7 @@ def audit(
     counts = np.zeros((n_tiles, len(grids), len(AUDIT_COUNTS)), dtype=np.int32)
     phases = np.zeros((n_tiles, len(grids)), dtype=np.int64)
     expected = np.zeros((n_tiles, len(grids)))
+    arrived = np.zeros((n_tiles, len(grids), len(ARRIVED)))
     for k, grid in enumerate(grids):
         g = grid.within(w.dtype)
         shaped = safe_w.reshape(w.shape)
@@ -371,6 +400,8 @@ def audit(
             z = (q + safe_d.reshape(w.shape)).astype(w.dtype)
         r = written(q, z, g)
         frozen = r.reshape(-1) == q.reshape(-1)
+        work = np.float64 if w.dtype == np.float64 else np.float32
+        arrived[:, k] = arrival(q.reshape(-1).astype(work), r.reshape(-1).astype(work), safe_d)
         unit = _unit_at(safe_w, g, scale, w.shape)
         element = np.abs(q.reshape(-1).astype(np.float64)) / _each(scale, g, w.shape)
         top = np.where(np.signbit(q.reshape(-1)), -g.lo, g._fixed()[1])
@@ -396,6 +427,7 @@ def audit(
         "counts": counts,
         "shared": np.stack([tile_count((flat_d == 0) & ok), tile_count(~ok)], axis=1),
         "sums": np.stack([tile_sum(wide_w * wide_w), tile_sum(wide_d * wide_d)], axis=1),
+        "arrived": arrived,
         "phase": phases,
         "expected": expected,
     }
@@ -517,9 +549,11 @@ def write_back(
         carry[ok] = np.where(end, 0, safe - r)[ok]
     columns = (same & flat_ok, (safe == q).reshape(-1) & flat_ok, (element >= top) & flat_ok, ~flat_ok, never)
     d = np.where(ok, safe.astype(np.float64) - q.astype(np.float64), 0.0)
+    u = np.where(ok, r.astype(np.float64) - q.astype(np.float64), 0.0)
+    sums = (np.where(ok, np.abs(q), 0.0), np.abs(d), d * d, u * d, u * u)
     return r, {
         "counts": np.stack([tile_count(c) for c in columns], axis=1),
-        "sums": np.stack([tile_sum(np.where(ok, np.abs(q), 0.0)), tile_sum(np.abs(d))], axis=1),
+        "sums": np.stack([tile_sum(s) for s in sums], axis=1),
     }
 
 

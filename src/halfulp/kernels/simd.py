@@ -23,9 +23,10 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 from halfulp.kernels import lanes
+from halfulp.kernels.kept import Kept
 from halfulp.streams import PARITY
 
-JIT: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "cache": True}
+JIT: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
 
 def _sources() -> str:
@@ -41,8 +42,8 @@ SOURCES = _sources()
 def _compiled(function: Any, stamp: str = SOURCES, **options: Any) -> Any:
     """njit, with a cache that forgets when any of the sources changes. numba itself looks only at the file
     of the function, not at those whose functions and constants are compiled into it."""
-    made = njit(**JIT, **options)(function)
-    made._cache._cache_file._source_stamp = stamp
+    made = njit(cache=True, **JIT, **options)(function)
+    made._cache._cache_file = Kept(made._cache._cache_file, stamp)
     return made
 
 

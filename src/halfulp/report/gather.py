@@ -192,6 +192,8 @@ class Gathered:
             onset=verdict.NOT_FINITE if found is None else verdict.onset_words(found),
             never_moved=self.never_moved(grid, scope),
             stuck=self._stuck(grid),
+            gain=verdict.known(self.trace.gain(grid, scope)),
+            cosine=verdict.known(self.trace.cosine(grid, scope)),
         )
 
     def _idle(self, scope: str) -> float:

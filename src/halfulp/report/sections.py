@@ -30,6 +30,10 @@ WHEN = (
     "Drag to zoom, double-click to go back; the arrow keys move the cursor."
 )
 MOVED = " The charts count them as weights that changed."
+ARRIVES = (
+    "The update that arrives is the part of the proposed change that is written, along it: "
+    "⟨written, proposed⟩ / |proposed|²; it can pass 100%, because rounding up overshoots."
+)
 WHERE = (
     "Each row is a tensor, or a layer where there are many, layer by layer. The colour is the share of its "
     "updates that is lost."
@@ -74,6 +78,7 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
         numeric("updates lost" if run.loses else "code kept"),
         "over the run",
         numeric("at the end"),
+        *([numeric("update arrives"), numeric("cosine")] if _told(findings) else []),
         "majority lost",
         numeric("never moved"),
         numeric("stuck tensors"),
@@ -87,7 +92,9 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
     )
     caption = (
         f"Shares of {words.scope_words(run.scope)}.{nothing} Stuck: at least {verdict.STUCK:.0%} of a "
-        "tensor's updates lost. On the right, bytes a weight, stored packed, with a policy that keeps them."
+        "tensor's updates lost."
+        + (f" {ARRIVES}" if _told(findings) else "")
+        + " On the right, bytes a weight, stored packed, with a policy that keeps them."
     )
     return tag(
         "section",
@@ -101,10 +108,15 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
         tag("p", holds, class_="facts") if (holds := holdings.words(run.trace)) else None,
         tag("p", there, class_="facts") if (there := verdict.copies_words(run.trace)) else None,
         tag("ul", *said, class_="sentences") if said else None,
-        table(head, [_grid_row(run, finding) for finding in findings], caption=caption),
+        table(head, [_grid_row(run, finding, told=_told(findings)) for finding in findings], caption=caption),
         class_="verdict",
         aria_label="Verdict",
     )
+
+
+def _told(findings: Sequence[Finding]) -> bool:
+    """Whether it is known how much of the update arrives."""
+    return any(f.gain is not None for f in findings)
 
 
 def _telling(findings: Sequence[Finding]) -> list[Finding]:
@@ -119,7 +131,7 @@ def _sampled(trace: Trace) -> str | None:
     return f" A fixed sample of {share:.0%} of the tiles: {verdict._error(trace)}." if share else None
 
 
-def _grid_row(run: Run, finding: Finding) -> list[Content]:
+def _grid_row(run: Run, finding: Finding, *, told: bool) -> list[Content]:
     severity = words.SEVERITIES[finding.severity] if run.loses or finding.grid != run.grid else "kept"
     sign = {"most": "●", "some": "◐", "fine": "○", "kept": "○", "unknown": ""}[severity]
     late = tag("span", sign, class_=f"mark {severity}", aria_hidden="true")
@@ -131,6 +143,7 @@ def _grid_row(run: Run, finding: Finding) -> list[Content]:
         number(words.percent(finding.lost)),
         tag("td", sparkline(run.gathered.share("frozen", finding.grid, run.scope)), class_="spark"),
         number(late, words.percent(finding.lost_late)),
+        *([number(words.arriving(finding.gain)), number(words.angle(finding.cosine))] if told else []),
         tag("td", words.onset(run.gathered.crossing(finding.grid, run.scope)), class_="onset"),
         number(words.percent(finding.never_moved)),
         number(len(finding.stuck) or "none"),

@@ -45,6 +45,24 @@ def percent(share: float | None, digits: int | None = None) -> str:
     return f"{share:.{digits}%}"
 
 
+def arriving(gain: float | None) -> str:
+    """How much of an update arrives: a share that may pass 1.
+
+    >>> arriving(0.382), arriving(1.04), arriving(None)
+    ('38%', '104%', '-')
+    """
+    return "-" if gain is None else percent(gain) if 0 <= gain <= 1 else f"{gain:.0%}"
+
+
+def angle(cosine: float | None) -> str:
+    """A cosine.
+
+    >>> angle(0.6249), angle(None)
+    ('0.62', '-')
+    """
+    return "-" if cosine is None else f"{cosine:.2f}"
+
+
 def points(difference: float, *, signed: bool = False) -> str:
     """A difference of shares, in percentage points.
 

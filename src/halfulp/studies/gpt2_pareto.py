@@ -15,7 +15,8 @@ tolerances.
 
 Costs are measured apart from the outcomes, in fresh processes, rotated (:mod:`halfulp.arms.costs`); the wall
 of a run is the median second an update times its updates (on a CPU, of the process's own time). Recoveries
-are forecast first: every target's float32 run rehearses the source's masks.
+are forecast first, of every mask: every target's float32 run rehearses the source's masks and controls, and
+once more those that it made itself.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ RUNS = Bundle(
         **shared.PLAIN, "eco": {"policy": "eco"}, **masters("source", *_OWN), **masters("target", *_OWN),
         **masters("source", *_CONTROLS),
     },
-    rehearse=("rne", *SOURCE),
+    rehearse=("rne", *SOURCE, *_CONTROLS, *(f"target-{name}" for name in _OWN)),
     masked=Masked(source=2041, window=0.6, apart=False, of_source={**_OWN, **_CONTROLS}, of_target=_OWN),
     unit="target-{seed}",
     reference="target-{seed}",

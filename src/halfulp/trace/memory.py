@@ -102,7 +102,8 @@ class Memory:
         if self.parts:
             for name in dict.fromkeys(name for part in self.parts for name in part):
                 buffer = io.BytesIO()
-                pl.concat([part[name] for part in self.parts if name in part]).write_parquet(buffer)
+                found = [part[name] for part in self.parts if name in part]
+                pl.concat(found, how="diagonal").write_parquet(buffer)
                 made[_TABLE + name] = _bytes(buffer.getvalue())
         return {**made, **{_STATE + name: value for name, value in self.state.items()}}
 
@@ -145,7 +146,8 @@ class MemoryTrace(Recorded):
                 f"{self.where} has {', '.join(known) if self.parts else 'no step'}, not {table!r}."
             )
         empty = pl.DataFrame(schema=SCHEMAS[table])
-        return pl.concat([empty, *(part[table] for part in self.parts if table in part)]).lazy()
+        found = (part[table] for part in self.parts if table in part)
+        return pl.concat([empty, *found], how="diagonal").lazy()  # older ones lack columns
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.followed

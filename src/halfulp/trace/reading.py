@@ -12,7 +12,7 @@ import torch
 from halfulp import files, tensors
 from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
 from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
-from halfulp.trace.recorded import SERIES, Recorded
+from halfulp.trace.recorded import ARRIVED, COLUMNS, Recorded
 from halfulp.trace.schema import (
     DIGESTS,
     KEPT,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SCHEMAS: dict[str, dict[str, pl.DataType | type[pl.DataType]]] = {
     "grids": {
         "step": pl.Int64, "tensor": pl.Int32, "grid": pl.Int16,
-        **{name: pl.Float64 if name == "expected" else pl.Int64 for name in SERIES},
+        **{name: pl.Float64 if name in ("expected", *ARRIVED) else pl.Int64 for name in COLUMNS},
     },
     "tensors": {
         "step": pl.Int64, "tensor": pl.Int32, "zero_proposal": pl.Int64, "nonfinite": pl.Int64,
@@ -157,7 +157,9 @@ class Trace(Recorded):
         if not self.parts:
             raise UsageError(f"{self.path} holds no complete part yet: no step was committed.")
         found = self.table_files(table)
-        return pl.scan_parquet(found) if found else pl.LazyFrame(schema=SCHEMAS[table])
+        if not found:
+            return pl.LazyFrame(schema=SCHEMAS[table])
+        return pl.scan_parquet(found, schema=pl.Schema(SCHEMAS[table]), missing_columns="insert")
 
     def table_files(self, table: str) -> list[Path]:
         """The Parquet files of a table, checked: digests first, then columns and rows.
@@ -177,13 +179,15 @@ class Trace(Recorded):
     def _count(self, table: str, found: list[Path], stated: list[int | None]) -> None:
         """Hold a table's columns and rows, which its files state at their ends, against what is expected."""
         try:
-            frame = pl.scan_parquet(found)
-            columns = dict(frame.collect_schema())
-            rows = int(frame.select(pl.len()).collect().item())
+            columns = [dict(pl.read_parquet_schema(file)) for file in found]
+            rows = sum(int(pl.scan_parquet(file).select(pl.len()).collect().item()) for file in found)
         except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
             raise CorruptionError(f"{self.path}: the table {table} cannot be read: {error}.") from None
-        if columns != SCHEMAS[table]:
-            raise CorruptionError(f"{self.path}: the table {table} has columns {list(columns)}.")
+        known = SCHEMAS[table]
+        before = {name: kind for name, kind in known.items() if name not in ARRIVED}  # formats 1 to 3
+        for there in columns:
+            if there not in (known, before):
+                raise CorruptionError(f"{self.path}: the table {table} has columns {list(there)}.")
         if None not in stated and rows != sum(n or 0 for n in stated):
             raise CorruptionError(f"{self.path}: {table} has {rows:,} rows; its parts state another number.")
         if rows > MOST_ROWS * len(found):

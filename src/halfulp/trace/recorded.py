@@ -22,6 +22,10 @@ from halfulp.trace.scores import Scores
 
 COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
 SERIES = (*COUNTS, "phase", "expected", "frozen_decay", "frozen_gradient")
+ARRIVED = ("arrived", "written_sq")
+"""Of a tensor on a grid, with d what is proposed and u what is written: <u, d> and |u|**2; since format 4."""
+COLUMNS = (*SERIES[:8], *ARRIVED, *SERIES[8:])
+"""What the table of grids says."""
 Array = npt.NDArray[Any]
 Scope = str | Sequence[int]
 """A scope by name, or the ids of its tensors."""
@@ -252,6 +256,41 @@ class Recorded(ABC):
         return np.asarray(
             np.sqrt(frame["proposal_sq"].to_numpy() / np.maximum(frame["weight_sq"].to_numpy(), 1e-300))
         )
+
+    def gain(self, grid: str, scope: Scope = "all") -> Array:
+        """How much of the update arrives: <u, d> / |d|**2, one value a step; NaN where nothing was proposed.
+
+        d is the change that the optimizer made, and u what is left of it on a grid. Of tensors whose
+        proposals are known, :meth:`tells_zero`: where weights are stored on a coarse grid and only their
+        change is seen, it has all arrived. Below 1, updates are lost; single ones may become larger, to twice
+        their size, by rounding up. Empty for traces of before format 4.
+        """
+        dot, _, proposed = self._arrived(grid, scope)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(proposed > 0, dot / proposed, np.nan)
+
+    def cosine(self, grid: str, scope: Scope = "all") -> Array:
+        """The cosine of the angle between what is proposed and what arrives of it; NaN where nothing does."""
+        dot, written, proposed = self._arrived(grid, scope)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(written * proposed > 0, dot / np.sqrt(written * proposed), np.nan)
+
+    def _arrived(self, grid: str, scope: Scope) -> tuple[Array, Array, Array]:
+        """By step: <u, d>, |u|**2 and |d|**2, of the tensors that have them."""
+        ids = sorted(set(self.ids(scope)) & set(self.tells_zero()))
+        here = pl.col("tensor").is_in(ids)
+        mine = (pl.col("grid") == self._grid_id(grid)) & here & pl.col("arrived").is_not_null()
+        frame = (
+            self.scan()
+            .filter(mine)
+            .join(self.scan("tensors").filter(here), on=["step", "tensor"])
+            .group_by("step")
+            .agg(pl.col("arrived", "written_sq", "proposal_sq").sum())
+            .sort("step")
+            .collect()
+        )
+        dot, written, proposed = (frame[c].to_numpy() for c in ("arrived", "written_sq", "proposal_sq"))
+        return dot, written, proposed
 
     def crossing(self, grid: str, scope: str = "all") -> Crossing:
         """First and persistent majority crossing, and the category."""

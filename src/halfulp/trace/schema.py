@@ -6,7 +6,8 @@ and SHA-256 of each of its files. So a manifest that was edited or replaced, and
 copied, moved or left out, do not fit. Format 1 has a digest for each file of a part and nothing else.
 Format 3 is format 2 with a table of rehearsals, where there are any, and one of losses in the parts in which
 something was evaluated; a trace of format 2 becomes one of format 3 when a recording goes on with it, and its
-older parts stay what they are.
+older parts stay what they are. Format 4 is format 3 with two more columns in the table of grids, of what
+arrives of the proposals; they are null where a part was written before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from halfulp.errors import CorruptionError, HalfulpError, TamperingError, Versio
 from halfulp.grids import grid as named
 
 KIND, PART_KIND, TROUBLE_KIND = "halfulp.trace", "halfulp.part", "halfulp.trouble"
-FORMAT, READ = 3, (1, 2, 3)
+FORMAT, READ = 4, (1, 2, 3, 4)
 TABLES = ("grids", "tensors", "run")
 REHEARSED = "rehearsals"
 """The table that a trace with rehearsals has beside the others."""

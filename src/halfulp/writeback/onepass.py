@@ -180,7 +180,7 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
             g = wb.param_groups[slot.place[0]]
             decay = float(g["lr"]) * float(g["weight_decay"]) if case.rule == onepass.ADAMW else 0.0
             slot.events = TensorEvents.of(
-                slot.name, step, slot.p, Written(job.stored, *found), decay, slot.moved is not None
+                slot.name, step, slot.p, Written(job.stored, *found), decay, slot.moved is not None, job.sums
             )
 
 
@@ -202,15 +202,14 @@ def _job(
     of_weights = key_of(wb.seed, slot.name, step, bits) if draws else (0, 0)
     narrow = wb.moments == torch.bfloat16
     of_moments = key_of(wb.seed, f"{slot.name}\0moments", step, 16) if narrow else (0, 0)
-    decays = settings.weight_decay > 0 and settings.rule == onepass.ADAMW and wb.telemetry
     return onepass.Job(
         stored=stored, grad=local(slot.p.grad.detach()).contiguous(), first=local(state[FIRST]),
         second=local(state[SECOND]), kept=slot.state[how.key] if how.key else None, moved=slot.moved,
         rates=onepass.rates(settings), keys=(*of_weights, *of_moments), offset=shard_offset(slot.p),
-        plain=size - size % end if end else size, sums=sampling(size) if decays else 0,
+        plain=size - size % end if end else size, sums=sampling(size) if wb.telemetry else 0,
     )  # fmt: skip
 
 
 def sampling(numel: int) -> int:
-    """Which tiles tell how much of a proposal is decay: all of a small tensor, every sixteenth of a large."""
+    """Of every how many tiles there are sums: of all of a small tensor, of a sixteenth of a large one."""
     return 16 if tiles_of(numel) >= 256 else 1

@@ -477,14 +477,14 @@ class WriteBack(torch.optim.Optimizer):
         rate, decay = decoupled(self.optimizer, group)
         return Step(
             name=slot.name, grid=slot.grid, stream=self._stream(slot, self.steps), q=q, z=z, state=slot.state,
-            moved=slot.moved, sums=onepass.sampling(z.numel()) if decay > 0 and self.telemetry else 0,
+            moved=slot.moved, sums=onepass.sampling(z.numel()) if self.telemetry else 0,
             decay=rate * decay, group=group, moments=self.optimizer.state.get(slot.stepped, {}),
             keep_scales=slot.storage == "packed",
         )  # fmt: skip
 
     def _close(self, slot: Slot, step: Step, written: kernels.Written) -> None:
         slot.events = TensorEvents.of(
-            slot.name, self.steps, slot.p, written, step.decay, slot.moved is not None
+            slot.name, self.steps, slot.p, written, step.decay, slot.moved is not None, step.sums
         )
         if slot.shadow is not None:
             slot.store(step.z, step.scales)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from halfulp import pictures
-from halfulp.kernels import WRITE_COUNTS, Written
+from halfulp.kernels import WRITE_COUNTS, WRITE_SUMS, Written
 from halfulp.text import shown
 from halfulp.writeback.sharding import is_sharded, reduce_sum
 
-TILE_BYTES = 4 * len(WRITE_COUNTS) + 8 * 2
-"""What the counts and the two sums of a tile take."""
+TILE_BYTES = 4 * len(WRITE_COUNTS) + 8 * len(WRITE_SUMS)
+"""What the counts and the sums of a tile take."""
 
 
 @dataclass(kw_only=True)
@@ -26,26 +27,36 @@ class TensorEvents:
     sums: torch.Tensor
     decay_rate: float
     tracked: bool
+    summed: int
+    """Of every how many tiles there are sums; 0 for none."""
     parameter: torch.Tensor
 
     @classmethod
     def of(
-        cls, name: str, step: int, p: torch.Tensor, written: Written, decay_rate: float, tracked: bool
+        cls,
+        name: str,
+        step: int,
+        p: torch.Tensor,
+        written: Written,
+        decay_rate: float,
+        tracked: bool,
+        summed: int,
     ) -> TensorEvents:
         """From what the kernel counted; totals are taken when they are asked for."""
         return cls(
             name=name, step=step, numel=p.numel(), counts=written.counts, sums=written.sums,
-            decay_rate=decay_rate, tracked=tracked, parameter=p,
+            decay_rate=decay_rate, tracked=tracked, summed=min(summed, 1) if p.is_cuda else summed,
+            parameter=p,
         )  # fmt: skip
 
     def total(self) -> dict[str, float]:
-        """Counts over all tiles and all ranks, and the sums of |q| and |d|."""
+        """Counts over all tiles and all ranks, and sums: of a sample of tiles, for all of them."""
         counts = self.counts.sum(dim=0, dtype=torch.float64)
-        numbers = torch.cat([counts, self.sums.sum(dim=0).to(counts.device)])
+        all_tiles = len(self.sums) / max(len(self.sums[:: self.summed or 1]), 1)
+        numbers = torch.cat([counts, all_tiles * self.sums.sum(dim=0).to(counts.device)])
         if is_sharded(self.parameter):
             numbers = reduce_sum(numbers, self.parameter)
-        keys = (*WRITE_COUNTS, "weight_abs", "proposal_abs")
-        return dict(zip(keys, numbers.tolist(), strict=True))
+        return dict(zip((*WRITE_COUNTS, *WRITE_SUMS), numbers.tolist(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +72,26 @@ class EventRow:
     never_moved: int | None
     decay_share: float | None
     """Sum of |lr * decay * w| over the sum of |proposal|, where weight decay is decoupled."""
+    proposal_sq: float
+    """The sum of squares of what was proposed; for a large tensor from every sixteenth tile. Zero without
+    telemetry, as the two below: products with what was written, and its squares."""
+    arrived: float
+    written_sq: float
 
     @property
     def frozen_fraction(self) -> float:
         return self.frozen / max(self.numel, 1)
+
+    @property
+    def gain(self) -> float | None:
+        """How much of the proposal was written: <written, proposed> / |proposed|**2. None without one."""
+        return self.arrived / self.proposal_sq if self.proposal_sq > 0 else None
+
+    @property
+    def cosine(self) -> float | None:
+        """Between what was proposed and what was written; None if either is nothing."""
+        both = self.proposal_sq * self.written_sq
+        return self.arrived / math.sqrt(both) if both > 0 else None
 
 
 @dataclass(frozen=True)
@@ -93,6 +120,9 @@ class Events:
                     nonfinite=int(t["nonfinite"]),
                     never_moved=int(t["never_moved"]) if e.tracked else None,
                     decay_share=e.decay_rate * t["weight_abs"] / t["proposal_abs"] if decays else None,
+                    proposal_sq=t["proposal_sq"],
+                    arrived=t["arrived"],
+                    written_sq=t["written_sq"],
                 )
             )
         return cls(tuple(rows), max((e.step for e in events), default=0))
@@ -119,6 +149,18 @@ class Events:
     @property
     def nonfinite(self) -> int:
         return sum(r.nonfinite for r in self.rows)
+
+    @property
+    def gain(self) -> float | None:
+        """How much of the whole proposal was written; None if none was made, or telemetry is off."""
+        proposed = math.fsum(r.proposal_sq for r in self.rows)
+        return math.fsum(r.arrived for r in self.rows) / proposed if proposed > 0 else None
+
+    @property
+    def cosine(self) -> float | None:
+        """Between all that was proposed and all that was written; None if either is nothing."""
+        both = math.fsum(r.proposal_sq for r in self.rows) * math.fsum(r.written_sq for r in self.rows)
+        return math.fsum(r.arrived for r in self.rows) / math.sqrt(both) if both > 0 else None
 
     def by_group(self, group_of: dict[str, str]) -> dict[str, float]:
         """Frozen share per group, coordinate-weighted, from a map of tensor names to groups."""
@@ -150,8 +192,9 @@ class Events:
         ]
         for name, r in zip(names, self.rows, strict=True):
             never = "" if r.never_moved is None else f"  never moved {r.never_moved / max(r.numel, 1):7.2%}"
+            gain = "" if r.gain is None else f"  arrived {r.gain:7.2%}"
             decay = "" if r.decay_share is None else f"  decay {r.decay_share:.2%} of the proposal"
-            lines.append(f"  {name:{width}}  unchanged {r.frozen_fraction:7.2%}{never}{decay}")
+            lines.append(f"  {name:{width}}  unchanged {r.frozen_fraction:7.2%}{never}{gain}{decay}")
         return "\n".join(lines)
 
 
