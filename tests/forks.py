@@ -45,7 +45,7 @@ def killed(run: Callable[[Callable[[str], None]], object], number: int, kind: st
     return False
 
 
-def launch(script: str, world: int, folder: Path, timeout: float) -> None:
+def launch(script: str, world: int, folder: Path) -> None:
     """A script of the tests as so many ranks, given its rank, how many there are, and a folder."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(Path(hu.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -58,7 +58,7 @@ def launch(script: str, world: int, folder: Path, timeout: float) -> None:
         for rank in range(world)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=timeout)[0] for process in started]
+        said = [process.communicate(timeout=500)[0] for process in started]
     finally:
         for process in started:
             process.kill()

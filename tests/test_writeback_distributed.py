@@ -41,7 +41,7 @@ KEYS = [
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch("writeback_distributed.py", RANKS, folder, timeout=200)
+    launch("writeback_distributed.py", RANKS, folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
