@@ -205,12 +205,19 @@ def assert_same(a: Any, b: Any) -> None:
             assert torch.equal(x[key], y[key]), key
 
 
+SOME = hu.TileMaster(
+    {n: torch.arange(-(-p.numel() // 96)) % 3 != 1 for n, p in model_of(torch.float32).named_parameters()},
+    tile=96,
+)
 WRITE_BACKS: dict[str, tuple[Any, str, str | None, torch.dtype]] = {
     "sr": ("sr", "bf16", None, torch.float32),
     "rne": ("rne", "bf16", None, torch.float32),
     "eco": ("eco", "e4m3@128", None, torch.float32),
     "kahan": ("kahan", "bf16", None, torch.float32),
     "master": ("master", "bf16", None, torch.float32),
+    "some tiles": (SOME, "e4m3@128", None, torch.float32),
+    "some tiles native": (SOME, "bf16", None, torch.bfloat16),
+    "some tiles packed": (SOME, "e4m3@128", "packed", torch.float32),
     "deadzone-sr": ("deadzone-sr", "e4m3@128", None, torch.float32),
     "sr native": ("sr", "bf16", None, torch.bfloat16),
     "sr packed": ("sr", "e4m3@128", "packed", torch.float32),

@@ -24,6 +24,7 @@ from halfulp.streams import key_of
 from halfulp.writeback import policies
 from halfulp.writeback.report import TensorEvents
 from halfulp.writeback.sharding import local, shard_offset, wrap_like
+from halfulp.writeback.tiles import put_tiles, take_tiles
 
 if TYPE_CHECKING:
     from halfulp.writeback.optimizer import WriteBack
@@ -47,6 +48,7 @@ WAYS = {
     policies.DeadzoneStochastic: Way(DEADZONE),
     policies.Kahan: Way(NEAREST, onepass.CARRY, "carry"),
     policies.Master: Way(NEAREST, onepass.MASTER, "master"),
+    policies.TileMaster: Way(NEAREST, onepass.MASTER, "master"),
     policies.Remainder16: Way(NEAREST, onepass.REMAINDER, "remainder"),
     policies.Remainder8: Way(STOCHASTIC, onepass.REMAINDER, "remainder"),
 }
@@ -157,6 +159,7 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
     torch._foreach_add_([state["step"] for state in states], 1)
     settings: dict[tuple[int, int, bool], onepass.Settings] = {}
     calls: dict[Any, tuple[onepass.Case, list[Slot], list[onepass.Job]]] = {}
+    masters = _masters(slots)
     for slot, state in zip(slots, states, strict=True):
         group, how = slot.place[0], way(slot.policy)
         assert how is not None
@@ -164,9 +167,10 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
         at = group, int(state["step"]), exact
         if at not in settings:
             settings[at] = _settings(wb, *at)
-        job = _job(wb, slot, state, how, settings[at], step)
+        job = _job(wb, slot, state, how, settings[at], step, masters)
         numbers = settings[at]
-        like = (id(slot.grid), how, onepass.small(numbers), job.types)
+        alone = slot if isinstance(slot.policy, policies.TileMaster) else None  # they share the memory
+        like = (id(slot.grid), how, onepass.small(numbers), job.types, alone)
         if like not in calls:
             case = onepass.Case(
                 grid=slot.grid, rule=numbers.rule, small=like[2], mode=how.mode, keeps=how.keeps,
@@ -176,12 +180,40 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
         calls[like][1].append(slot)
         calls[like][2].append(job)
     for case, together, jobs in calls.values():
-        for slot, job, found in zip(together, jobs, onepass.steps(case, jobs), strict=True):
+        for slot, job in zip(together, jobs, strict=True):
+            _spread(slot, job)
+        made = onepass.steps(case, jobs)
+        for slot, job, found in zip(together, jobs, made, strict=True):
+            _collect(slot, job)
             g = wb.param_groups[slot.place[0]]
             decay = float(g["lr"]) * float(g["weight_decay"]) if case.rule == onepass.ADAMW else 0.0
             slot.events = TensorEvents.of(
                 slot.name, step, slot.p, Written(job.stored, *found), decay, slot.moved is not None, job.sums
             )
+
+
+def _masters(slots: Sequence[Slot]) -> torch.Tensor | None:
+    """Memory for the masters of a whole tensor, where only chosen tiles keep theirs: a tensor at a time."""
+    chosen = [s for s in slots if isinstance(s.policy, policies.TileMaster)]
+    sizes = [local(s.p).numel() if s.codes is None else s.codes.packed.numel() for s in chosen]
+    return torch.empty(max(sizes)) if sizes else None
+
+
+def _spread(slot: Slot, job: onepass.Job) -> None:
+    """Masters of a whole tensor: of chosen tiles the packed ones, elsewhere what is stored, whose master step
+    is the nearest step."""
+    if isinstance(slot.policy, policies.TileMaster):
+        assert job.kept is not None
+        job.kept.copy_(slot.values().reshape(-1))
+        put_tiles(job.kept, slot.state["tiles"], slot.state["master"], slot.policy.tile, slot.policy.offset)
+
+
+def _collect(slot: Slot, job: onepass.Job) -> None:
+    """Keep the masters of chosen tiles."""
+    if isinstance(slot.policy, policies.TileMaster):
+        assert job.kept is not None
+        master, how = slot.state["master"], slot.policy
+        master.copy_(take_tiles(job.kept, slot.state["tiles"], master.numel(), how.tile, how.offset))
 
 
 def _settings(wb: WriteBack, group: int, t: int, exact: bool) -> onepass.Settings:
@@ -193,8 +225,9 @@ def _settings(wb: WriteBack, group: int, t: int, exact: bool) -> onepass.Setting
 
 
 def _job(
-    wb: WriteBack, slot: Slot, state: dict[str, Any], how: Way, settings: onepass.Settings, step: int
-) -> onepass.Job:
+    wb: WriteBack, slot: Slot, state: dict[str, Any], how: Way, settings: onepass.Settings, step: int,
+    masters: torch.Tensor | None,
+) -> onepass.Job:  # fmt: skip
     assert slot.p.grad is not None
     stored = local(slot.p.detach()) if slot.codes is None else slot.codes.packed
     size, end = stored.numel(), onepass.torchs_end() if wb.like_torch else None
@@ -202,9 +235,13 @@ def _job(
     of_weights = key_of(wb.seed, slot.name, step, bits) if draws else (0, 0)
     narrow = wb.moments == torch.bfloat16
     of_moments = key_of(wb.seed, f"{slot.name}\0moments", step, 16) if narrow else (0, 0)
+    kept = slot.state[how.key] if how.key else None
+    if isinstance(slot.policy, policies.TileMaster):
+        assert masters is not None
+        kept = masters[:size]
     return onepass.Job(
         stored=stored, grad=local(slot.p.grad.detach()).contiguous(), first=local(state[FIRST]),
-        second=local(state[SECOND]), kept=slot.state[how.key] if how.key else None, moved=slot.moved,
+        second=local(state[SECOND]), kept=kept, moved=slot.moved,
         rates=onepass.rates(settings), keys=(*of_weights, *of_moments), offset=shard_offset(slot.p),
         plain=size - size % end if end else size, sums=sampling(size) if wb.telemetry else 0,
     )  # fmt: skip

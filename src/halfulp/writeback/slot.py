@@ -11,7 +11,7 @@ from halfulp import kernels
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.writeback.native import NativeCodes, is_native
-from halfulp.writeback.policies import Policy, State
+from halfulp.writeback.policies import Policy, State, TileMaster
 from halfulp.writeback.report import TILE_BYTES, Bytes, TensorEvents
 from halfulp.writeback.sharding import local
 from halfulp.writeback.storage import Codes
@@ -151,7 +151,8 @@ def _fits_bfloat16(grid: Grid) -> bool:
 
 def measure(slots: Sequence[Slot], one_by_one: bool, at_once: Sequence[Slot] = ()) -> Bytes:
     """Bytes for these parameters: between steps, and what a step adds, with stand-ins one by one or not.
-    ``at_once``: those that are moved in one pass, which sets nothing aside."""
+    ``at_once``: those that are moved in one pass, which sets nothing aside but, one tensor at a time, the
+    masters of one of which only chosen tiles keep theirs."""
     numel = sum(local(s.p).numel() for s in slots)
     weights = sum(
         local(s.p).numel() * s.p.element_size()
@@ -182,6 +183,7 @@ def measure(slots: Sequence[Slot], one_by_one: bool, at_once: Sequence[Slot] = (
     together = sum(added[s] for s in slots if s not in apart)
     # One tensor at a time, everything is kept until the last is done, to be put back if it fails.
     step = max([together, *(added[s] for s in apart)]) + (weights + kept + moved if apart else 0)
+    step += max((4 * local(s.p).numel() for s in at_once if isinstance(s.policy, TileMaster)), default=0)
     scratch = sum(aside[s] for s in slots if s.keep_scratch)
     return Bytes(
         parameters=numel,
