@@ -76,7 +76,10 @@ def train(net: torch.nn.Module, opt: Any, steps: range) -> None:
 
 def held(audit: hu.Audit) -> dict[str, torch.Tensor]:
     assert audit.rehearsing is not None
-    return {name: value.clone() for name, value in audit.rehearsing.state().items()}
+    found = audit.rehearsing.state()
+    for w in audit.rehearsing.tensors:
+        found |= audit.rehearsing.state_of(w)
+    return {name: value.clone() for name, value in found.items()}
 
 
 def steps_of(audit: hu.Audit) -> int:

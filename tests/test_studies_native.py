@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import decoder_kill
 import numpy as np
 import pytest
 import torch
@@ -284,6 +288,35 @@ def test_dqt_smoke_and_continuation(folder: Path) -> None:
     assert direct.train(stopped) == record
     assert stopped.attached == whole.attached
     assert len(record["evidence"]) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_dqt_is_killed_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SIGKILL, again and again, anywhere on the disk: every update's evidence, checkpoints, record, label.
+
+    Then all cells are run again, the six checkpoints from their files, and give the same records.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, decoder_kill.__file__, str(tmp_path), "60", "dqt-int3"],
+        capture_output=True, text=True, env=environment, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["dqt-int3"]
+    assert found["same"]
+    assert found["runs"] > 3
+    quick_identity(monkeypatch)
+    monkeypatch.setenv("HALFULP_DATA", str(tmp_path))
+    folders = [tmp_path / how / "dqt-int3" for how in ("broken", "whole")]
+    mine, expected = (
+        json.loads(Store(f).record_file("train", dqt_int3.CELL).read_text())["outcome"] for f in folders
+    )
+    assert len(expected["evidence"]) == 10
+    assert mine["evidence"] == expected["evidence"]
+    page = validate(folders[0], replay=[], workers=1)
+    assert page.problems == []
+    assert "7 of 7 cells run again left the same record, bit for bit" in page.recomputed
 
 
 def test_an_overflow_is_tried_again_on_the_same_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,13 @@ def cut(path: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
+def rename(path: Path, to: Path) -> None:
+    """Give a file or a folder another name in the same folder; it is on the disk when this returns."""
+    with _told("rename", path):
+        os.rename(path, to)
+    _sync([path.parent])
+
+
 def remove(path: Path) -> None:
     """Remove a file, if it is there."""
     with _told("unlink", path):

@@ -31,6 +31,15 @@ def many() -> bool:
     return world() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def spread(what: Any, mesh: Any) -> Any:
+    """What the first rank of a mesh knows, for all of its ranks."""
+    dist = torch.distributed
+    told = [what]
+    for group in mesh.get_all_groups():
+        dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
+    return told[0]
+
+
 def taking_part(watched: Sequence[Watched]) -> list[Watched]:
     """The tensors that are part of a step that is just over.
 

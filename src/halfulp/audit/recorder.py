@@ -27,21 +27,23 @@ from halfulp import kernels
 from halfulp.audit import following, holdings, manifest
 from halfulp.audit.attribution import Attributed
 from halfulp.audit.batch import Batch
+from halfulp.audit.beginning import Beginning
 from halfulp.audit.hooks import StepHooks
-from halfulp.audit.ranks import many, rank, reduced, taking_part, world
+from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
 from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
+from halfulp.audit.shards import Shards
 from halfulp.audit.summary import summary
 from halfulp.audit.watched import Watched
-from halfulp.audit.watching import Watching
 from halfulp.canonical import LARGEST
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.grids import Grid
 from halfulp.grids import grid as named
 from halfulp.kernels.scoring import Scored, add_scores
 from halfulp.measures.groups import Rules
-from halfulp.trace import MOST_ROWS, Memory, Trace, TraceWriter, free_folder
+from halfulp.trace import MOST_ROWS, Memory, TraceWriter
 from halfulp.trace.reading import SCHEMAS
+from halfulp.trace.resuming import Resumed
 from halfulp.trace.schema import LOSSES, REHEARSED
 from halfulp.trace.scores import Scores
 from halfulp.writeback.optimizer import WriteBack, decoupled
@@ -52,7 +54,7 @@ PART_ROWS = MOST_ROWS // 2
 """A part is written when its largest table has this many rows, however few steps those are."""
 
 
-class Audit(Watching):
+class Audit(Beginning):
     """Record a reference trace (or a realized one) while training runs.
 
     ``optimizers``: one or several, or None for every optimizer in the process. ``every``: audit each n-th
@@ -173,6 +175,12 @@ class Audit(Watching):
         self._opened, self._writing = 0.0, 0.0
         self._skip_until = 0
         self._loaded: dict[str, torch.Tensor] = {}
+        self._resumed: Resumed | None = None
+        self._shards: Shards | None = None
+        self._touched = 0
+        """The last step of which a shard was part."""
+        self._unwritten = 0
+        """Steps that were due since the last part, the same on all ranks."""
         self._untrained = False
         """Whether tensors without gradients are followed as well: those of roles are."""
         self._batching = True
@@ -203,52 +211,9 @@ class Audit(Watching):
             groups = [group for o in self.optimizers for group in o.param_groups]
             if not any(p.requires_grad for group in groups for p in group["params"]):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
-        if self.resume and self.rehearsing is not None and many():
-            raise UsageError(
-                "rehearsals on several ranks cannot be resumed: the trace is the first rank's, which has not "
-                "the codes of the others. Leave resume= or rehearse= out."
-            )
         self._opened = time.monotonic()
-        if self.out is not None and rank() == 0:
-            self.out = self._free(self.out)
-            self._take_up(self._folder(self.out))
-        elif self._memory is not None and rank() == 0:
-            self._take_up(self._memory.begin(self._manifest()))
+        self._begin()
         self._hooks.attach(self.optimizers)
-
-    def _free(self, out: Path) -> Path:
-        """The folder for the trace: a notebook's cell that runs again gets another one."""
-        if self.resume or self.exists == "raise" or not (out / "manifest.json").exists():
-            return out
-        free = free_folder(out)
-        print(f"halfulp: {out} holds a trace already; this one goes to {free}.", file=sys.stderr)
-        return free
-
-    def _folder(self, out: Path) -> TraceWriter:
-        if self.resume and self.unfit == "drop" and (out / "manifest.json").exists():
-            known = Trace.open(out).grids
-            self.grids = [g for g in self.grids if g.name in known]
-        return TraceWriter(out, self._manifest(), resume=self.resume)
-
-    def _take_up(self, writer: TraceWriter | Memory) -> None:
-        """Go on where a recording ended."""
-        self._writer = writer
-        self._skip_until = self._writer.last_step
-        if not self._writer.count:
-            return
-        self._loaded = self._writer.load_state()
-        self.attributed.take_up(self._loaded)
-        options = self._writer.manifest["options"]
-        self.never_moved, self.expected = options["never_moved"], options["expected_never_moved"]
-        missing = -(-self._skip_until // self.every) * self.every + 1
-        if self.rehearsing is not None:
-            missing = self.rehearsing.begin_at(self._loaded) + 1
-        if missing <= self.step:
-            writer.close()  # this audit will not write: another may
-            raise UsageError(
-                f"{self.out or 'this memory'} ends at step {missing - 1}, but this run goes on after "
-                f"step {self.step}: step {missing} would be missing. Resume from an earlier checkpoint."
-            )
 
     def stop(self) -> None:
         """Remove the hooks and make everything durable."""
@@ -320,6 +285,7 @@ class Audit(Watching):
         start = time.perf_counter()
         if not self._stepped:
             self.step += 1
+            self._unwritten += self._due(self.step)
         self._stepped.append(optimizer)
         if self._due(self.step) or self._rehearses(self.step):
             with torch.no_grad():
@@ -364,6 +330,8 @@ class Audit(Watching):
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
+        if any(w.sharded for w in seen):
+            self._touched = self.step
         for batch in self._batches_of(seen):
             batch.look([w for w in seen if w.batch is batch])
         if self.rehearsing is not None and self._rehearses(self.step):
@@ -443,12 +411,20 @@ class Audit(Watching):
         enough = max(self.part_seconds, self._writing / WRITING_SHARE)
         late = time.monotonic() - self._opened > enough and world() == 1
         each = len(self.grids) if self.rehearsing is None else max(len(self.grids), self.rehearsing.each)
-        many = sum(len(r.ids) for r in self._rows) * each >= PART_ROWS
-        if late or many or len({r.step for r in self._rows}) >= self.part_steps:
+        most = min(self.part_steps, PART_ROWS // (each * max(1, len(self.watched))))
+        if late or self._unwritten >= max(1, most):
             self.commit()
 
     def commit(self) -> None:
-        """Write what was recorded since the last part."""
+        """Write what was recorded since the last part; where tensors are sharded, all ranks call it."""
+        self._unwritten = 0
+        if self._shards is not None and self._touched > self._shards.step:
+            self._written(self._shards.save, self._touched, self._state_of)
+        self._commit_part()
+        if self._shards is not None and self._writer is not None:
+            self._written(self._shards.clear)
+
+    def _commit_part(self) -> None:
         self._opened = time.monotonic()
         rows, kept = self._rows, self._kept
         losses = {row.step: self._loss(row.step) for row in rows}
@@ -460,30 +436,38 @@ class Audit(Watching):
         if evaluated:
             extra[LOSSES] = pl.DataFrame(self._evaluated, schema=SCHEMAS[LOSSES], orient="row")
             self._evaluated = []
-        state: dict[str, torch.Tensor] = {} if self.rehearsing is None else self.rehearsing.state()
-        state.update(self.attributed.state())
+        state = {**self._loaded, **self.attributed.state()}  # of tensors that have not come up again, too
+        if self.rehearsing is not None:
+            state.update(self.rehearsing.state())
+        if self._shards is not None:
+            state.update(self._shards.name())
         for w in self.watched.values():
-            state.update(w.state())
+            state.update({} if w.sharded else self._state_of(w))
         start = time.monotonic()
         made, weights = tables(rows, losses, len(self.grids)), {n: torch.stack(v) for n, v in kept.items()}
         last = rows[-1].step if rows else evaluated[-1]
         self._written(self._writer.commit, {**made, **extra}, state, weights, last_step=last)
         self._writing = time.monotonic() - start
 
+    def _state_of(self, w: Watched) -> dict[str, torch.Tensor]:
+        """What a resumed audit needs of a tensor: of the shard on this rank, or of all of it."""
+        return {**w.state(), **({} if self.rehearsing is None else self.rehearsing.state_of(w))}
+
     def _written(self, write: Callable[..., None], *what: Any, **options: Any) -> None:
         """Write to the trace; if that fails, step aside: the training is not the audit's to stop."""
-        if self._writer is None or self.trouble is not None:
+        if self.trouble is not None:
             return
         try:
             write(*what, **options)
         except (HalfulpError, OSError) as error:
-            last = self._writer.last_step
+            last = "" if self._writer is None else f" It ends at step {self._writer.last_step};"
             self.trouble = (
-                f"the trace {self.out} could not be written at step {self.step}: {error} It ends at step "
-                f"{last}; the run went on without it."
+                f"the trace {self.out} could not be written at step {self.step}: {error}{last} the run went "
+                "on without it."
             )
             print(f"halfulp: {self.trouble}", file=sys.stderr, flush=True)
-            self._writer.note_trouble(self.trouble)
+            if self._writer is not None:
+                self._writer.note_trouble(self.trouble)
             self._rows, self._losses, self._kept = [], {}, {}
 
     def _manifest(self) -> dict[str, Any]:

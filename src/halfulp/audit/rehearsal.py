@@ -422,11 +422,13 @@ class Rehearsals:
     # ---- the trace ----
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a resumed audit needs."""
-        made = {STEP: torch.tensor([self.step])}
-        for r in self.tensors.values():
-            made.update({name: t.contiguous() for name, t in r.state().items()})
-        return made
+        """What a resumed audit needs, beside what it needs of every tensor."""
+        return {STEP: torch.tensor([self.step])}
+
+    def state_of(self, w: Watched) -> dict[str, torch.Tensor]:
+        """What a resumed audit needs of a tensor."""
+        found = self.tensors[w].state() if w in self.tensors else {}
+        return {name: t.contiguous() for name, t in found.items()}
 
     def table(self) -> pl.DataFrame:
         """What was recorded since the last part: the table ``rehearsals``."""

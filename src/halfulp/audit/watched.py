@@ -124,7 +124,7 @@ class Watched:
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a resumed audit needs."""
-        kept = {what: getattr(self, what) for what in FOLLOWED if not self.sharded}
+        kept = {what: getattr(self, what) for what in FOLLOWED}
         return {
             f"{self.id}.{what}": value.contiguous().cpu() for what, value in kept.items() if value is not None
         }

@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 
-from halfulp.audit import holdings, manifest
+from halfulp.audit import holdings, manifest, shards
 from halfulp.audit.attribution import Attributing
 from halfulp.audit.batch import Batch, batches
 from halfulp.audit.names import Naming, models_around, name_parameters
 from halfulp.audit.ranks import rank
+from halfulp.audit.shards import Shards
 from halfulp.audit.watched import Watched, check_shard
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.measures.groups import Rules, group_of
 from halfulp.trace import Memory, TraceWriter
+from halfulp.trace.resuming import Resumed
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.sharding import is_sharded
 
@@ -46,6 +48,9 @@ class Watching(Attributing):
     _batching: bool
     _batches: list[Batch]
     _loaded: dict[str, torch.Tensor]
+    _resumed: Resumed | None
+    """Where a resumed recording goes on; none if it is in memory."""
+    _shards: Shards | None
     _seen: list[torch.optim.Optimizer]
     _holds: dict[torch.optim.Optimizer, dict[str, Any]]
     _gradients: holdings.Sizes
@@ -93,6 +98,7 @@ class Watching(Attributing):
             return
         if any(w.tensor.device.type == "cuda" for w in self.watched.values()):
             self.expected = False  # probabilities are followed on the CPU only
+        self._share([self.watched[p] for p in chosen])
         for p in chosen:
             self.watched[p].follow(
                 moved=self.never_moved,
@@ -125,6 +131,22 @@ class Watching(Attributing):
             told["optimizers"] = [self._described(o) for o in self._seen]
             told["options"].update(never_moved=self.never_moved, expected_never_moved=self.expected)
             self._written(self._writer.write_manifest)
+
+    def _share(self, new: list[Watched]) -> None:
+        """Meet the ranks that hold other shards, and take from a resumed trace what this one needs."""
+        writer = self._writer if isinstance(self._writer, TraceWriter) else None
+        last = self._skip_until
+        writes = None if writer is None else (writer.path, writer.manifest["id"], last)
+        sharded = [w for w in new if w.sharded]
+        self._shards = shards.met(self._shards, writes, sharded, last, self._loaded)
+        if self._shards is not None:
+            self.out = self._shards.out  # numbered, if it was taken
+        if self._resumed is not None:
+            shards.give(self._loaded, self._resumed, new, self._followed)
+
+    def _followed(self, w: Watched) -> bool:
+        rehearsed = self.rehearsing is not None and self.rehearsing.wants(w.name, w.tensor)
+        return rehearsed or self.never_moved
 
     def _described(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         holds = self._holds.get(optimizer)
@@ -165,8 +187,10 @@ class Watching(Attributing):
         try:
             w.grids = [g.within(p.dtype) for g in self.grids]
             check_shard(p, w.grids)
-            if is_sharded(p) and (self.resume or self.keep or self.scores is not None):
-                raise UsageError("resume=, keep= and scores= are for whole tensors; this one is sharded.")
+            if is_sharded(p) and (self.keep or self.scores is not None):
+                raise UsageError("keep= and scores= are for whole tensors; this one is sharded.")
+            if is_sharded(p) and self.resume and self.out is None:
+                raise UsageError("resume= of a sharded tensor needs a folder: out=.")
         except UsageError as error:
             raise UsageError(f"parameter {name!r}: {error}") from None
         w.choose(self.sample, self.seed)
@@ -174,7 +198,8 @@ class Watching(Attributing):
 
     def _id(self, name: str, p: torch.Tensor) -> int:
         """The number of a tensor in the trace: the one it has there already, or the next."""
-        known = {} if self._writer is None else {t["name"]: t for t in self._writer.manifest["tensors"]}
+        begun = self._resumed if self._writer is None else self._writer
+        known = {} if begun is None else {t["name"]: t for t in begun.manifest["tensors"]}
         if name in known and known[name]["shape"] != list(p.shape):
             raise UsageError(
                 f"cannot resume {self.out}: {name!r} has shape {known[name]['shape']} there, but "

@@ -10,6 +10,7 @@ A folder, readable at any moment::
         kept.safetensors         weights before and after every step, if they were kept
         part.json                which trace and place it belongs to; bytes, rows and SHA-256 of the files
     state/000000.safetensors     what a resumed recording needs, and the scores, as of the newest part
+    shards/000000500.1.safetensors  the same of the shards of rank 1 at step 500, where tensors are sharded
     trouble.json                 why the recording stopped before the run, if it did
     .lock                        held by the process that records, while it does
 

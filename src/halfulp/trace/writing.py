@@ -18,6 +18,7 @@ import torch
 from halfulp import canonical, documents, files, tensors
 from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.trace.reading import Trace
+from halfulp.trace.resuming import FOLDER, STEP, Resumed, clear
 from halfulp.trace.schema import (
     DOCUMENT,
     FORMAT,
@@ -43,6 +44,7 @@ class TraceWriter:
     def __init__(self, path: Path, manifest: dict[str, Any], *, resume: bool = False) -> None:
         self.path = path
         self.last_step, self.count = 0, 0
+        self.resumed: Resumed | None = None
         self._before: str | None = None
         _check_free(path, resume)
         self._lock = _held(path)
@@ -69,19 +71,25 @@ class TraceWriter:
         if self.manifest["format"] < FORMAT:  # its parts stay as they are
             self.manifest["format"] = FORMAT
             self.write_manifest()
-        self.last_step, self.count = found.last_step, len(found.parts)
-        self._before = found.documents[-1].digest if found.documents else None
+        self.resumed = Resumed.of(found)
+        self.last_step, self.count = self.resumed.last_step, self.resumed.count
+        self._before = found.documents[self.count - 1].digest if self.count else None
 
     def _clear(self) -> None:
-        """Remove what a crash left: files aside, states that no part names, and a note of old trouble."""
-        for folder in (self.path, self.path / "parts", self.path / "state"):
+        """Remove what a crash left: files aside, states that no part names, and a note of old trouble;
+        and the shards of steps that are recorded again, or a rank might lag behind and seem not to."""
+        for folder in (self.path, *(self.path / name for name in ("parts", "state", FOLDER))):
             for stale in (*folder.glob(f"{files.PART}*"), *folder.glob(".manifest.json.*")):
                 files.remove_any(stale)
         for stale in (self.path / "parts").glob(".[0-9]*"):
             files.remove_any(stale)
+        named = 0 if self.resumed is None else len(self.resumed.trace.documents)
+        needed = [state_file(self.path, i) for i in range(max(0, self.count - 1), named)]
         for stale in (self.path / "state").glob("*.safetensors"):
-            if stale != state_file(self.path, self.count - 1):
+            if stale not in needed:
                 files.remove(stale)
+        step = 0 if self.resumed is None else self.resumed.shards[0]
+        clear(self.path, lambda later: later > step)
         files.remove(self.path / TROUBLE)
 
     def write_manifest(self) -> None:
@@ -101,6 +109,7 @@ class TraceWriter:
                 raise UsageError(
                     f"a part of a trace has at most {MOST_ROWS:,} rows a table; {name} has {len(frame):,}."
                 )
+        self._cut()
         place = state_file(self.path, self.count)
         followed = _Measured(tensors.content(state, seal=False))
         try:
@@ -113,8 +122,16 @@ class TraceWriter:
             else:
                 with contextlib.suppress(OSError):
                     place.unlink(missing_ok=True)
-        if self.count > 1:  # only the newest state can be resumed from
-            files.remove(state_file(self.path, self.count - 2))
+        states = 2 if STEP in state else 1  # only these can be resumed from
+        if self.count > states:
+            files.remove(state_file(self.path, self.count - 1 - states))
+
+    def _cut(self) -> None:
+        """Remove the part after the one that this recording goes on from."""
+        if self._part(self.count).is_dir():
+            gone = self._part(self.count).with_name(f".{self.count:06d}")
+            files.rename(self._part(self.count), gone)
+            files.remove_tree(gone)
 
     def _put(
         self, number: int, contents: dict[str, _Measured], tables: Mapping[str, pl.DataFrame], state: Entry
@@ -148,14 +165,14 @@ class TraceWriter:
             with contextlib.suppress(OSError):  # somebody put something there, or it cannot be changed
                 (self.path / MANIFEST).unlink(missing_ok=True)
                 (self.path / LOCK).unlink(missing_ok=True)
-                for folder in (self.path / "parts", self.path / "state", self.path):
+                for folder in (*(self.path / name for name in ("parts", "state", FOLDER)), self.path):
                     with contextlib.suppress(FileNotFoundError):
                         folder.rmdir()
         return self.count == 0
 
     def load_state(self) -> dict[str, torch.Tensor]:
-        """The state of the newest part."""
-        return Trace.open(self.path, verify=False).state()
+        """The state that this recording goes on from."""
+        return {} if self.resumed is None else self.resumed.load_state()
 
     def note_trouble(self, what: str) -> None:
         """Leave a note of why the recording stopped, if the disk still takes one."""
@@ -304,7 +321,7 @@ def _begun(path: Path) -> bool:
     """Whether a folder is empty, or holds no more than what a recording that was killed at once left."""
     if not path.is_dir() or any((path / "parts").glob("[!.]*")):
         return False
-    ours = ("parts", "state", LOCK)
+    ours = ("parts", "state", FOLDER, LOCK)
     return all(p.name in ours or p.name.startswith((files.PART, ".manifest.json.")) for p in path.iterdir())
 
 

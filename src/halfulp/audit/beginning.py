@@ -1,0 +1,100 @@
+"""How an audit begins: with a new trace, or where an earlier recording ended.
+
+The first rank writes. On the others a resumed audit reads the same trace: it must skip the same steps, and go
+on with the codes of rehearsals and with what is followed of its shards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from halfulp.audit.ranks import many, rank
+from halfulp.audit.watching import Watching
+from halfulp.errors import UsageError
+from halfulp.trace import Memory, Trace, TraceWriter, free_folder
+from halfulp.trace.resuming import Resumed, told
+
+
+class Beginning(Watching):
+    """The part of an audit that takes up a trace."""
+
+    exists: str
+    every: int
+    _memory: Memory | None
+    _touched: int
+    _manifest: Callable[[], dict[str, Any]]
+
+    def _begin(self) -> None:
+        """Open the trace, and go on with it if it is resumed."""
+        if self.resume and self.rehearsing is not None and self._memory is not None and many():
+            raise UsageError(
+                "rehearsals on several ranks cannot be resumed from memory, which is the first rank's. "
+                "Pass a folder, out=, that all ranks see."
+            )
+        if rank() == 0:
+            if self.out is not None:
+                self.out = self._free(self.out)
+                self._writer = self._folder(self.out)
+                self._resumed = self._writer.resumed
+            elif self._memory is not None:
+                self._writer = self._memory.begin(self._manifest())
+        elif self.out is not None and self.resume:
+            self._resumed = self._seen_from_here(self.out)
+        self._take_up()
+
+    def _free(self, out: Path) -> Path:
+        """The folder for the trace: a notebook's cell that runs again gets another one."""
+        if self.resume or self.exists == "raise" or not (out / "manifest.json").exists():
+            return out
+        free = free_folder(out)
+        print(f"halfulp: {out} holds a trace already; this one goes to {free}.", file=sys.stderr)
+        return free
+
+    def _folder(self, out: Path) -> TraceWriter:
+        if self.resume and self.unfit == "drop" and (out / "manifest.json").exists():
+            self._keep_fit(Trace.open(out))
+        return TraceWriter(out, self._manifest(), resume=self.resume)
+
+    def _keep_fit(self, found: Trace) -> None:
+        """Leave out grids that a trace was begun without."""
+        if self.unfit == "drop":
+            self.grids = [g for g in self.grids if g.name in found.grids]
+
+    def _seen_from_here(self, out: Path) -> Resumed | None:
+        """The trace that the first rank goes on with, on another."""
+        if (out / "manifest.json").exists():
+            found = Trace.open(out, verify=False)
+            if found.recorded:
+                self._keep_fit(found)
+                return Resumed.of(found)
+        elif self.step and self.rehearsing is not None:
+            raise UsageError(
+                f"cannot resume {out}: rank {rank()} finds no trace there, but needs the codes of the "
+                "rehearsals. All ranks need to see one folder."
+            )
+        return None
+
+    def _take_up(self) -> None:
+        """Go on where a recording ended."""
+        begun = self._resumed if self._writer is None else self._writer
+        if begun is None or not (begun.count or (self._resumed is not None and self._resumed.cut)):
+            return
+        self._skip_until = begun.last_step
+        self._loaded = begun.load_state()
+        self._touched = told(self._loaded)[0] or self._skip_until
+        self.attributed.take_up(self._loaded)
+        options = begun.manifest["options"]
+        self.never_moved, self.expected = options["never_moved"], options["expected_never_moved"]
+        missing = -(-self._skip_until // self.every) * self.every + 1
+        if self.rehearsing is not None and begun.count:
+            missing = self.rehearsing.begin_at(self._loaded) + 1
+        if missing <= self.step:
+            if self._writer is not None:
+                self._writer.close()  # this audit will not write: another may
+            raise UsageError(
+                f"{self.out or 'this memory'} ends at step {missing - 1}, but this run goes on after "
+                f"step {self.step}: step {missing} would be missing. Resume from an earlier checkpoint."
+            )

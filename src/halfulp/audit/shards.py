@@ -1,0 +1,239 @@
+"""What is followed of shards: saved by every rank, and given back to as many ranks as there are then.
+
+A file of a rank says which coordinates of each tensor are in it, so a rank takes what it needs: its own file
+if the tensors are sharded as they were, else pieces of several. A trace of whole tensors can be resumed on
+shards, and one of shards on whole tensors. :mod:`halfulp.trace.resuming` says from where.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+
+from halfulp import files, tensors
+from halfulp.audit.ranks import rank, spread
+from halfulp.audit.watched import Watched
+from halfulp.errors import CorruptionError, HalfulpError, UsageError
+from halfulp.trace.resuming import RANKS, STEP, Resumed, clear, shard_file, told
+from halfulp.trace.schema import read_manifest
+from halfulp.writeback.sharding import local, shard_offset
+
+State = dict[str, torch.Tensor]
+Range = tuple[int, int]
+"""The first coordinate of a shard in the whole tensor, and how many."""
+Writes = tuple[Path, str, int]
+"""What the first rank tells: folder, id and last step of its trace."""
+TRACE, PLACES = "halfulp.trace", "halfulp.ranges"
+BITS, ONE = "moved", "largest"
+"""Of what is followed, packed bits, and one number a tensor; everything else is a value a coordinate."""
+
+
+def range_of(w: Watched) -> Range:
+    return shard_offset(w.tensor), local(w.tensor).numel()
+
+
+def _first_replica(x: Any) -> bool:
+    """Whether no other rank is to save the same shard."""
+    at = x.device_mesh.get_coordinate()
+    return all(c == 0 for c, how in zip(at, x.placements, strict=True) if how.is_replicate())
+
+
+class Shards:
+    """The shards that this rank follows, and their files."""
+
+    def __init__(self, out: Path, trace: str) -> None:
+        self.out, self.trace, self.rank = out, trace, rank()
+        self.ranks: set[int] = set()
+        self.ranges: dict[Watched, Range] = {}
+        """Of what this rank saves: every shard once."""
+        self.step, self.of = 0, list[int]()
+        """Of the newest files: up to which step, and of which ranks."""
+        self.named = (0, 0)
+        """The steps of the files that the newest two parts go on from."""
+
+    def take_up(self, state: State) -> None:
+        """Go on with the files that a state names."""
+        self.step, self.of = told(state)
+        self.named = (self.step, self.step)
+
+    def add(self, new: Sequence[Watched]) -> None:
+        """Follow these as well."""
+        for w in new:
+            self.ranks.update(w.tensor.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]  # a DTensor
+            if _first_replica(w.tensor):
+                self.ranges[w] = range_of(w)
+
+    def save(self, step: int, state: Callable[[Watched], State]) -> None:
+        """Write this rank's file; it appears whole."""
+        made = {name: t for w in self.ranges for name, t in state(w).items()}
+        said = {TRACE: self.trace, PLACES: json.dumps({w.id: r for w, r in self.ranges.items()})}
+        files.put(shard_file(self.out, step, self.rank), tensors.content(made, said))
+        self.step, self.of = step, sorted(self.ranks)
+
+    def name(self) -> State:
+        """For the state of a part, from which files it goes on."""
+        self.named = (self.named[1], self.step)
+        return {STEP: torch.tensor([self.step]), RANKS: torch.tensor(self.of)} if self.step else {}
+
+    def clear(self) -> None:
+        """Remove what no part goes on from; the first rank does it for all."""
+        keep = {*self.named, self.step}
+        clear(self.out, lambda step: step <= self.step and step not in keep)  # a later one is being written
+
+
+def met(
+    shards: Shards | None, writes: Writes | None, new: Sequence[Watched], last: int, loaded: State
+) -> Shards | None:
+    """Have all ranks that share tensors know where the trace is; None: it is nowhere, or not seen from here.
+
+    ``last`` and ``loaded``: the last step that this rank found there, and the state.
+    """
+    found: Any = writes
+    for mesh in dict.fromkeys(w.tensor.device_mesh for w in new):  # type: ignore[attr-defined]  # DTensors
+        heard = spread(found, mesh)
+        found = heard if found is None else found
+    if found is None or not new:
+        return shards
+    out, trace, step = found
+    if step != last:
+        raise UsageError(
+            f"cannot resume {out}: the first rank goes on after step {step}, rank {rank()} after {last}. All "
+            "ranks need to see one folder."
+        )
+    if shards is None and _sees(out, trace):
+        shards = Shards(out, trace)
+        shards.take_up(loaded)
+    if shards is not None:
+        shards.add(new)
+    return shards
+
+
+def _sees(out: Path, trace: str) -> bool:
+    try:
+        seen = read_manifest(out / "manifest.json").get("id") == trace
+    except (HalfulpError, OSError):
+        seen = False
+    if not seen:
+        print(
+            f"halfulp: rank {rank()} does not see {out}, where the first rank records: the run can be "
+            "recorded, but not resumed.", file=sys.stderr,
+        )  # fmt: skip
+    return seen
+
+
+# ---- resuming --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Pieces:
+    """What was found of one tensor, as far as this rank needs it."""
+
+    w: Watched
+    range: Range
+    found: dict[int, State] = field(default_factory=dict)
+    exact: State | None = None
+
+    def add(self, range: Range, state: State) -> None:
+        if range == self.range:
+            self.exact = state
+            return
+        if self.w.tiles is not None:
+            raise UsageError(
+                f"cannot resume: {self.w.name!r} is sharded in another way than it was, and its sample was "
+                "drawn from every shard. Resume on as many ranks as before."
+            )
+        first, numel = range
+        begin = max(first, self.range[0])
+        end = min(first + numel, sum(self.range))
+        if begin < end or not self.range[1]:
+            end = max(begin, end)
+            cut = {name: _cut(name, t, numel, begin - first, end - first) for name, t in state.items()}
+            self.found[begin] = cut
+
+    @property
+    def complete(self) -> bool:
+        sizes = (next(t.shape[1] for name, t in s.items() if not _is(name, ONE)) for s in self.found.values())
+        return self.exact is not None or (bool(self.found) and sum(sizes) == self.range[1])
+
+    def made(self) -> State:
+        if self.exact is not None:
+            return self.exact
+        parts = [self.found[first] for first in sorted(self.found)]
+        return {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
+
+
+def _is(name: str, what: str) -> bool:
+    return name.rpartition(".")[2] == what
+
+
+def _cut(name: str, t: torch.Tensor, numel: int, begin: int, end: int) -> torch.Tensor:
+    if _is(name, ONE):
+        return t
+    if _is(name, BITS):
+        bits = np.unpackbits(t.numpy(), axis=1, count=numel, bitorder="little")
+        return torch.from_numpy(bits[:, begin:end].copy())
+    return t[:, begin:end].clone()
+
+
+def _joined(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if _is(name, ONE):
+        return parts[0]
+    whole = torch.cat(list(parts), dim=1)
+    return (
+        torch.from_numpy(np.packbits(whole.numpy(), axis=1, bitorder="little")) if _is(name, BITS) else whole
+    )
+
+
+def give(
+    loaded: State, resumed: Resumed, new: Iterable[Watched], followed: Callable[[Watched], bool]
+) -> None:
+    """Of tensors that come up, put what this rank needs into what was loaded from a trace's state."""
+    step, ranks = told(loaded)
+    here: dict[int, State] = {}
+    for name in [n for n in loaded if n.partition(".")[0].isdecimal()]:
+        here.setdefault(int(name.partition(".")[0]), {})[name] = loaded[name]
+    wanted = {w.id: _Pieces(w, range_of(w)) for w in new if w.sharded or (step and w.id not in here)}
+    for i in [i for i in wanted if i in here]:
+        for name in here[i]:
+            del loaded[name]
+        _take(wanted, loaded, i, (0, wanted[i].w.tensor.numel()), here[i])
+    for r in sorted(ranks, key=lambda r: (r != rank(), r)):  # its own is all that it needs, as a rule
+        if not wanted:
+            break
+        found, ranges = _read(shard_file(resumed.trace.path, step, r), resumed.manifest["id"])
+        for i in [i for i in wanted if i in ranges]:
+            state = {n: t for n, t in found.items() if n.partition(".")[0] == str(i)}
+            _take(wanted, loaded, i, ranges[i], state)
+    left = {i for i, pieces in wanted.items() if followed(pieces.w)}
+    if left and resumed.count:
+        rows = resumed.trace.scan("tensors").filter(pl.col("step") <= resumed.last_step).select("tensor")
+        for i in left & set(rows.unique().collect()["tensor"].to_list()):
+            raise UsageError(
+                f"cannot resume {resumed.trace.path}: it has steps of {wanted[i].w.name!r}, but not what was "
+                "followed of its shards. An older halfulp did not save that."
+            )
+
+
+def _take(wanted: dict[int, _Pieces], loaded: State, i: int, range: Range, state: State) -> None:
+    wanted[i].add(range, state)
+    if wanted[i].complete:
+        loaded.update(wanted.pop(i).made())
+
+
+def _read(file: Path, trace: str) -> tuple[State, dict[int, Range]]:
+    found, said = tensors.read(file)
+    if said.get(TRACE) != trace or tensors.DIGEST not in said:
+        raise CorruptionError(f"{file} belongs to another trace than the one that it lies in.")
+    try:
+        ranges = {int(i): (int(first), int(numel)) for i, (first, numel) in json.loads(said[PLACES]).items()}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        raise CorruptionError(f"{file} does not say which coordinates it holds.") from None
+    return found, ranges
