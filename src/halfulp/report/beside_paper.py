@@ -89,9 +89,9 @@ Each row sets a number that the paper prints beside the number that our records 
 The paper trains GPT-2 124M and decoders of 162 and 198 million weights on OpenWebText, on a GPU. These are
 the scales `small`: decoders of the same kinds with 1.3 to 2.8 million weights on novels in 4096 pieces, 40
 updates of a schedule of 120 where the paper has 1000 of 3000 (`whole-tensor`: 40 for 3000), on one core of a
-CPU that others shared. The costs of `gpt2-pareto` were not resolved there (no peak, and walls that other work
-lengthened), so its survivors and its label are luck; its recoveries stand. What of the paper does not appear
-at this size is said in docs/allocation.md.
+CPU that others shared. So seconds are those that a process itself used of a processor, and peaks those of its
+resident set, which is coarse: survivors are of this machine. What of the paper does not appear at this size
+is said in docs/allocation.md.
 
 This page is made by `halfulp paper` from the folders in `studies/`."""
 
