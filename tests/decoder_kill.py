@@ -10,18 +10,16 @@ others, which are named before it. One that is ``whole`` is not killed.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from decoder_cells import write_corpora
+from forks import killed
 from study_samples import quick_identity, tree
 
-from halfulp import files
 from halfulp.study import engine, loading
 from halfulp.study import seal as seals
 
@@ -46,28 +44,8 @@ def run(name: str, out: Path, **options: Any) -> dict[str, Any]:
     return engine.run(loading.load(name), "smoke", out, **given)
 
 
-def killed(name: str, out: Path, operation: int) -> bool:
-    """Whether a run came to its end before so many operations on the disk."""
-    child = os.fork()
-    if child == 0:
-        left = operation
-
-        def hook(what: str, where: Path) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        files.hook = hook
-        try:
-            run(name, out)
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the run failed"
-    return os.WIFSIGNALED(status)
+def killed_at(operation: int, name: str, out: Path) -> bool:
+    return killed(lambda event: run(name, out), operation)
 
 
 def main(folder: Path, most: int, names: list[str]) -> None:
@@ -78,10 +56,10 @@ def main(folder: Path, most: int, names: list[str]) -> None:
     drawn = random.Random(17)
     found = {}
     for name, _, once in (given.partition(":") for given in names):
-        assert not killed(name, whole / name, 10**9)
+        assert not killed_at(0, name, whole / name)
         label = json.loads((whole / name / "result.json").read_text())["label"]
         runs = 1
-        while not once and killed(name, broken / name, drawn.randint(1, most)):
+        while not once and killed_at(drawn.randint(1, most), name, broken / name):
             runs += 1
             assert runs < 400, "no progress"
         found[name] = {"runs": runs, "label": label}

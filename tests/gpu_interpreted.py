@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from halfulp.grids import Grid, float_grid, grid
-from halfulp.kernels import params, reference
+from halfulp.kernels import onepass, onepass_reference, params, reference
+from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE
 from halfulp.streams import Stream
 
@@ -426,6 +427,90 @@ def check_score() -> None:
         same(
             gpu.score(tensor(w), tensor(g_), tensor(u), False, g) + 0.0, reference.score(w, g_, u, g) + 0.0, n
         )
+
+
+STEPS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
+    "bf16, all drawn": ("bf16", "bfloat16", STOCHASTIC, onepass.NOTHING, {"moments": np.uint16}),
+    "a shard": ("bf16", "bfloat16", STOCHASTIC, onepass.NOTHING, {"moments": np.uint16, "offset": 37}),
+    "e4m3": ("e4m3@128", "float32", STOCHASTIC, onepass.NOTHING, {"offset": 64}),
+    "dead zone": ("e4m3@128", "float32", DEADZONE, onepass.NOTHING, {}),
+    "Adam, master": ("bf16", "float32", NEAREST, onepass.MASTER, {"rule": onepass.ADAM, "beta": 0.3}),
+    "kahan": ("bf16", "bfloat16", NEAREST, onepass.CARRY, {"kept": np.uint16}),
+    "eco": ("e4m3@128", "float32", NEAREST, onepass.ERROR, {}),
+    "remainder16": ("bf16", "bfloat16", NEAREST, onepass.REMAINDER, {"kept": np.int16}),
+    "remainder8": ("bf16", "bfloat16", STOCHASTIC, onepass.REMAINDER, {"kept": np.int8}),
+    "SGD, eco": ("bf16", "float32", STOCHASTIC, onepass.ERROR, {"rule": onepass.SGD}),
+    "Nesterov": ("int4@64", "float32", NEAREST, onepass.CARRY, {"rule": onepass.NESTEROV}),
+    "Lion": ("bf16", "bfloat16", STOCHASTIC, onepass.NOTHING, {"rule": onepass.LION, "moments": np.uint16}),
+}
+
+
+def fused_as_on_a_gpu() -> None:
+    """The interpreter's FMA rounds twice, a GPU's once: give it the reference's."""
+    from triton.runtime import interpreter
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        made = onepass_reference.fma(x.data, y.data, z.data)
+        return interpreter.TensorHandle(made, z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = create_fma
+
+
+def patterned(x: Any) -> torch.Tensor:
+    """An array as the kernel has it: patterns of bfloat16 as bfloat16."""
+    return (
+        torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16) if x.dtype == np.uint16 else tensor(x)
+    )
+
+
+def stepped(case: str, evil: bool) -> None:
+    from halfulp.kernels import gpu_onepass
+
+    name, storage, mode, keeps, options = STEPS[case]
+    g = plan_for(grid(name), torch.float32).grid
+    rng, n, kind = np.random.default_rng(5), TILE + 101, options.get("moments", np.float32)
+    rule = options.get("rule", onepass.ADAMW)
+    q = reference.round((rng.standard_normal(n) * 0.02).astype(np.float32), g)
+    m, v = np.zeros(n, kind), np.zeros(n, kind) if rule < onepass.SGD else None
+    kept, moved = np.zeros(n, options.get("kept", np.float32)), np.zeros((n + 7) // 8, np.uint8)
+    kept = q.copy() if keeps == onepass.MASTER else kept
+    mine = [tensor(q).to(getattr(torch, storage)), patterned(m), None if v is None else patterned(v)]
+    beside, marks = patterned(kept), tensor(moved)
+    for t in (1, 2, 3):
+        grad = (rng.standard_normal(n) * 1e-3).astype(np.float32)
+        if evil:
+            for value, count in ((np.nan, 3), (np.inf, 3), (3e25, 3), (0, 30)):
+                grad[rng.integers(0, n, count)] = value
+        s = onepass.Settings(
+            lr=6e-4, betas=(options.get("beta", 0.9), 0.999), weight_decay=0.1, rule=rule, t=t, dampening=0.0
+        )
+        offset = options.get("offset", 0)
+        streams = [Stream(seed=3, name=x, step=t, bits=16, offset=offset) for x in "wm"]
+        given: dict[str, Any] = {"mode": mode, "keeps": keeps, "stream": streams[0]}
+        given["drawing"] = streams[1] if kind == np.uint16 else None
+        q, m, v, found = onepass_reference.step(q, grad, m, v, g, s, kept=kept, moved=moved, **given)
+        one, job = onepass.prepared(
+            mine[0], torch.from_numpy(grad), *mine[1:], g, s, moved=marks, sums=1,
+            kept=beside if keeps not in (onepass.NOTHING, onepass.ERROR) else None, **given,
+        )  # fmt: skip
+        ((counts, sums),) = gpu_onepass.steps(one, [job])
+        same(mine[0].float(), q, case, t, "weights")
+        same(counts, found["counts"], case, t)
+        same(sums, found["sums"], case, t)
+        same(marks, moved, case, t)
+        if keeps not in (onepass.NOTHING, onepass.ERROR):
+            same(beside, kept, case, t, "kept")
+        for ours, theirs in ((mine[1], m), (mine[2], v)):
+            if theirs is not None:  # of a NaN the sign is nobody's
+                a, b = (torch.nan_to_num(x.float(), nan=7.0) for x in (ours, patterned(theirs)))
+                same(a, b.numpy(), case, t, "moments")
+
+
+def check_one_pass() -> None:
+    fused_as_on_a_gpu()
+    for case in STEPS:
+        for evil in (False, True):
+            stepped(case, evil)
 
 
 CHECKS = {name: check for name, check in globals().items() if name.startswith("check_")}

@@ -10,19 +10,18 @@ Prints how often a run was killed before which kind of event, as JSON.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from forks import killed
 
 import halfulp as hu
-from halfulp import files
 from halfulp.audit import rehearsal
 
 STEPS, EACH = 14, 4
@@ -79,33 +78,6 @@ def run(out: Path, event: Callable[[str], None]) -> None:
                 audit.save_as_if(spec, out / f"{name}.{bound}.safetensors", bound=bound)
 
 
-def killed(out: Path, kind: str = "", until: int = 0) -> bool:
-    """Run in a fork that kills itself before its n-th event of a kind; whether it came so far."""
-    child = os.fork()
-    if child == 0:
-        left = until
-
-        def event(what: str) -> None:
-            nonlocal left
-            left -= what == kind
-            if what == kind and left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        files.hook = lambda operation, where: event("disk")
-        try:
-            run(out, event)
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(status) == 0, "the run failed"
-    return False
-
-
 def main(folder: Path, wanted: int) -> None:
     torch.set_num_threads(1)
     w = torch.nn.Parameter(torch.ones(8, 8))  # import and compile what every run would
@@ -114,16 +86,16 @@ def main(folder: Path, wanted: int) -> None:
         audit.optimizers[0].step()  # type: ignore[index]  # it has one
     for name in ("whole", "killed"):
         (folder / name).mkdir()
-    assert not killed(folder / "whole")
+    assert not killed(partial(run, folder / "whole"), 0)
     drawn, kills = random.Random(0), Counter[str]()
     while kills.total() < wanted:
         kind = list(MOST)[kills.total() % len(MOST)]
-        if killed(folder / "killed", kind, drawn.randint(1, MOST[kind])):
+        if killed(partial(run, folder / "killed"), drawn.randint(1, MOST[kind]), kind):
             kills[kind] += 1
         else:  # it came to its end: on to another one
             (folder / "killed").rename(folder / f"killed-{len(list(folder.iterdir()))}")
             (folder / "killed").mkdir()
-    assert not killed(folder / "killed")
+    assert not killed(partial(run, folder / "killed"), 0)
     print(json.dumps(kills))
 
 

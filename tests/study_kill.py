@@ -7,44 +7,19 @@ no thread is running.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from forks import killed
 from study_samples import quick_identity, run, study_file, tree
 
-from halfulp import files
 from halfulp.study.executor import Inline
 
 
 def killed_at(operation: int, path: Path, out: Path) -> bool:
-    """Run in a fork that kills itself before its n-th operation; whether it came to its end instead."""
-    child = os.fork()
-    if child == 0:
-        counter = 0
-
-        def hook(name: str, where: Path) -> None:
-            nonlocal counter
-            counter += 1
-            if counter == operation:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        files.hook = hook
-        try:
-            run(path, out)
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return False
-    assert os.WEXITSTATUS(status) == 0, "the run failed"
-    return True
+    return killed(lambda event: run(path, out), operation)
 
 
 def every_operation(path: Path, out: Path, expected: dict[str, str]) -> dict[str, object]:
@@ -53,7 +28,7 @@ def every_operation(path: Path, out: Path, expected: dict[str, str]) -> dict[str
     while True:
         operation += 1
         shutil.rmtree(out, ignore_errors=True)
-        if killed_at(operation, path, out):
+        if not killed_at(operation, path, out):
             break
         run(path, out)
         if tree(out) != expected or (out / "work").exists():
@@ -73,7 +48,7 @@ def again_and_again(path: Path, out: Path, expected: dict[str, str], every: int)
     """Killed after so many operations, each time, until it is done."""
     shutil.rmtree(out, ignore_errors=True)
     runs = 1
-    while not killed_at(every, path, out):
+    while killed_at(every, path, out):
         runs += 1
         assert runs < 200, "no progress"
     return {"runs": runs, "same": tree(out) == expected}

@@ -77,7 +77,7 @@ def test_reference_record_is_the_trace(folder: Path, tmp_path: Path) -> None:
     """The counts of a float32 arm are those of an audit that writes a trace."""
     record = run_arm(Here(arm(audit=("e5m2", "e4m3@128")), folder))
     model = Decoder(MODEL, seed=7)
-    run = Training(model, adamw(model, RECIPE), open_corpus(Here({}, folder), CORPUS, 65)[0], RECIPE)
+    run = Training(model, adamw(model, RECIPE), open_corpus(Here({}, folder).data, CORPUS, 65)[0], RECIPE)
     with hu.Audit(run.optimizer, ["e5m2", "e4m3@128"], model=model, out=tmp_path / "trace"):
         while not run.done:
             run.step()
@@ -97,7 +97,7 @@ def test_rehearsals_of_an_arm(folder: Path) -> None:
     plain = run_arm(Here(arm(audit=("e5m2",)), folder))
     assert [e["loss"] for e in record["evaluations"]] == [e["loss"] for e in plain["evaluations"]]
     model = Decoder(MODEL, seed=7)
-    train, held_out = open_corpus(Here({}, folder), CORPUS, 65)
+    train, held_out = open_corpus(Here({}, folder).data, CORPUS, 65)
     run = Training(model, adamw(model, RECIPE), train, RECIPE, held_out=held_out)
     grid, names = hu.grid("e5m2"), [n for n, p in model.named_parameters() if p.dim() >= 2]
     start = {n: p.detach().clone() for n, p in model.named_parameters() if n in names}
@@ -133,7 +133,7 @@ def test_outcome_record_is_what_happened(kind: str, folder: Path) -> None:
     """Frozen, never moved and occupancy, recounted from the weights after every update."""
     how: dict[str, Any] = KINDS[kind]
     record = run_arm(Here(arm(**how), folder))
-    train, held_out = open_corpus(Here({}, folder), CORPUS, 65)
+    train, held_out = open_corpus(Here({}, folder).data, CORPUS, 65)
     model = Decoder(MODEL, seed=7)
     optimizer = hu.WriteBack(
         adamw(model, RECIPE), how["grid"], how["policy"], model=model, seed=how.get("stream_seed", 0)
@@ -197,19 +197,19 @@ def test_matched_arms_start_alike(folder: Path) -> None:
 def test_corpora(folder: Path) -> None:
     """Letters with a tenth held out, bytes of two files, token files; a small vocabulary is refused."""
     cell = Here({}, folder)
-    train, held_out = open_corpus(cell, CORPUS, 65)
+    train, held_out = open_corpus(cell.data, CORPUS, 65)
     assert (len(train), len(held_out)) == (5458, 607)
     both = {"train": "tinyshakespeare.txt", "held_out": "held-out.txt"}
-    raw, other = open_corpus(cell, {"kind": "bytes", **both}, 256)
+    raw, other = open_corpus(cell.data, {"kind": "bytes", **both}, 256)
     assert raw[:5458].tolist() == (train + 33).tolist()
     assert len(other) == 500
-    mapped, _ = open_corpus(cell, {"kind": "bin", "train": "train.bin", "held_out": "val.bin"}, 65)
+    mapped, _ = open_corpus(cell.data, {"kind": "bin", "train": "train.bin", "held_out": "val.bin"}, 65)
     assert isinstance(mapped, np.memmap)
     assert np.array_equal(mapped[:5458], train)
     with pytest.raises(UsageError, match="65 characters, the model knows 64"):
-        open_corpus(cell, CORPUS, 64)
+        open_corpus(cell.data, CORPUS, 64)
     with pytest.raises(UsageError, match="not 'words'"):
-        open_corpus(cell, {"kind": "words", **both}, 65)
+        open_corpus(cell.data, {"kind": "words", **both}, 65)
 
 
 def test_diverged_loss_is_null(folder: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_bundle_forecasts_what_its_references_rehearse(folder: Path) -> None:
             files[name][cell.name] = here.attached
     (reference,), (told,) = found["reference"].values(), found["forecast"].values()
     assert set(reference["rehearsed"]) == {"e5m2", "e5m2:sr"}
-    assert told["rehearsal"] == records.rehearsed(reference, "e5m2", "core").tolist()
+    assert told["rehearsal"] == records.frozen(reference, "e5m2", "core", "rehearsed").tolist()
     last = reference["evaluations"][-1]
     for name, spec in (("rne", "e5m2"), ("sr", "e5m2:sr")):
         assert told["losses"][name]["12"] == last["rehearsed"][spec]["loss"]
@@ -315,7 +315,7 @@ def test_attachments_are_the_trace(folder: Path, tmp_path: Path) -> None:
     cell = Here(arm(audit=("e5m2", "e4m3@128"), scores=("e5m2", 5)), folder)
     record = run_arm(cell)
     model = Decoder(MODEL, seed=7)
-    run = Training(model, adamw(model, RECIPE), open_corpus(Here({}, folder), CORPUS, 65)[0], RECIPE)
+    run = Training(model, adamw(model, RECIPE), open_corpus(Here({}, folder).data, CORPUS, 65)[0], RECIPE)
     matrices = [n for n, p in model.named_parameters() if p.dim() >= 2]
     with hu.Audit(
         run.optimizer, ["e5m2", "e4m3@128"], model=model, out=tmp_path / "trace", scores=("e5m2", 1, 5),

@@ -19,6 +19,7 @@ from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC
 from halfulp.streams import Stream
 from halfulp.writeback import onepass as passes
+from halfulp.writeback.lion import Lion as PlainLion
 
 real = np.float32
 SIZE = 768 * 2 + 101
@@ -45,6 +46,8 @@ class Case:
         self.q = reference.round((self.rng.standard_normal(self.n) * 0.02).astype(real), self.grid)
         kind = options.get("moments", np.float32)
         self.m, self.v = np.zeros(self.n, kind), np.zeros(self.n, kind)
+        if options.get("rule", onepass.ADAMW) >= onepass.SGD:
+            self.v = None
         self.kept = None
         if keeps == onepass.MASTER:
             self.kept = self.q.copy()
@@ -79,8 +82,9 @@ class Case:
             g = g.bfloat16()
         betas = (self.options.get("beta", 0.9), 0.999)
         s = onepass.Settings(
-            lr=6e-4, betas=betas, weight_decay=0.1, rule=self.options.get("rule", onepass.ADAMW), t=t
-        )
+            lr=6e-4, betas=betas, weight_decay=0.1, rule=self.options.get("rule", onepass.ADAMW), t=t,
+            dampening=self.options.get("dampening", 0.0),
+        )  # fmt: skip
         bits = self.options.get("bits", 16)
         stream = Stream(seed=3, name="w", step=t, offset=self.offset, bits=bits)
         drawing = None
@@ -100,8 +104,8 @@ class Case:
         values = f["stored"]
         values = kernels.decode(values, self.grid) if values.dtype == torch.uint8 else values.float()
         for name, a, b in (
-            ("weights", self.q, values.numpy()), ("first", self.m, flat(f["m"])), ("second", self.v,
-            flat(f["v"])),
+            ("weights", self.q, values.numpy()), ("first", self.m, flat(f["m"])),
+            ("second", self.v, None if f["v"] is None else flat(f["v"])),
             ("kept", self.kept, None if f["kept"] is None else flat(f["kept"])),
             ("moved", self.moved, f["moved"].numpy()), ("counts", found["counts"], counts.numpy()),
             ("sums", found["sums"], sums.numpy()),
@@ -128,6 +132,18 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "master, Adam": (("bf16", "float32", NEAREST, onepass.MASTER), {"rule": onepass.ADAM}),
     "remainder16": (("bf16", "bfloat16", NEAREST, onepass.REMAINDER), {"kept": np.int16}),
     "remainder8": (("bf16", "bfloat16", STOCHASTIC, onepass.REMAINDER), {"kept": np.int8}),
+    "SGD, sr, bf16 moment, a shard": (
+        ("bf16", "bfloat16", STOCHASTIC),
+        {"rule": onepass.SGD, "moments": np.uint16, "offset": 37, "dampening": 0.3},
+    ),
+    "SGD, eco on e4m3": (("e4m3@128", "float32", NEAREST, onepass.ERROR), {"rule": onepass.SGD}),
+    "Nesterov, kahan": (("bf16", "float32", NEAREST, onepass.CARRY), {"rule": onepass.NESTEROV}),
+    "Lion, sr, bf16 moment": (
+        ("bf16", "bfloat16", STOCHASTIC), {"rule": onepass.LION, "moments": np.uint16, "narrow": True},
+    ),
+    "Lion, remainder16": (
+        ("bf16", "bfloat16", NEAREST, onepass.REMAINDER), {"rule": onepass.LION, "kept": np.int16},
+    ),
 }  # fmt: skip
 
 
@@ -145,7 +161,7 @@ def test_the_kernel_equals_the_reference(name: str) -> None:
 @pytest.mark.parametrize("size", [5, 31, 1000, 999])
 def test_the_reference_equals_torchs_fused_step(size: int, adam: bool) -> None:
     """Ends of tensors included, over steps; on a torch whose arithmetic is known."""
-    width = onepass.torchs_end()
+    width = onepass.torchs_end(onepass.ADAM if adam else onepass.ADAMW)
     if width is None:
         pytest.skip("this torch has another arithmetic; write-backs are made in two passes")
     made = torch.Generator().manual_seed(size)
@@ -160,6 +176,35 @@ def test_the_reference_equals_torchs_fused_step(size: int, adam: bool) -> None:
         w = onepass_reference.proposed(w, m, v, s)
         state = optimizer.state[p]
         for mine, theirs in ((w, p.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+            np.testing.assert_array_equal(mine.view(np.int32), theirs.numpy().view(np.int32))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("size", "decay", "dampening"), [(5, 0.1, 0.0), (1000, 0.0, 0.3), (999, 0.1, 0.3)])
+def test_the_reference_equals_torchs_fused_sgd(
+    size: int, decay: float, dampening: float, nesterov: bool
+) -> None:
+    """From the first step on, ends of tensors and zeros of either sign included."""
+    rule = onepass.NESTEROV if nesterov else onepass.SGD
+    width = onepass.torchs_end(rule)
+    if width is None:
+        pytest.skip("this torch has another arithmetic; write-backs are made in two passes")
+    dampening = 0.0 if nesterov else dampening  # torch has not both
+    made = torch.Generator().manual_seed(size)
+    p = torch.nn.Parameter(torch.randn(size, generator=made) * 0.02)
+    optimizer = torch.optim.SGD(
+        [p], lr=1e-2, momentum=0.9, dampening=dampening, weight_decay=decay, nesterov=nesterov, fused=True
+    )
+    w, m = p.detach().numpy().copy(), np.zeros(size, real)
+    for t in range(1, 12):
+        p.grad = torch.randn(size, generator=made) * 1e-2
+        p.grad[:3] = torch.tensor([-0.0, 0.0, -0.0])
+        optimizer.step()
+        s = onepass.Settings(
+            lr=1e-2, betas=(0.9, 0.0), weight_decay=decay, rule=rule, t=t, dampening=dampening
+        )
+        w, m = onepass_reference.one_moment(w, p.grad.numpy(), m, s, size - size % width)
+        for mine, theirs in ((w, p.detach()), (m, optimizer.state[p]["momentum_buffer"])):
             np.testing.assert_array_equal(mine.view(np.int32), theirs.numpy().view(np.int32))
 
 
@@ -229,11 +274,36 @@ WRITE_BACKS: dict[str, tuple[Any, str, str | None, torch.dtype]] = {
 @pytest.mark.parametrize("name", WRITE_BACKS)
 def test_one_pass_equals_two(name: str) -> None:
     """Weights, the optimizer's state, what policies keep, events; fifty steps, resumed in the middle."""
-    policy, grid, storage, dtype = WRITE_BACKS[name]
+
+    def inner(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+
+    both(inner, *WRITE_BACKS[name])
+
+
+def sgd(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1, fused=True, **options)
+
+
+OTHER_RULES: dict[str, tuple[Any, ...]] = {
+    "SGD, sr": (sgd, "sr", "bf16", None, torch.bfloat16),
+    "SGD, eco": (sgd, "eco", "e4m3@128", None, torch.float32),
+    "Nesterov, kahan": (lambda m: sgd(m, nesterov=True), "kahan", "bf16", None, torch.float32),
+    "Lion, sr": (lambda m: PlainLion(m.parameters(), weight_decay=0.1), "sr", "bf16", None, torch.bfloat16),
+    "Lion, master": (lambda m: PlainLion(m.parameters()), "master", "bf16", None, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RULES)
+def test_one_pass_equals_two_for_other_rules(name: str) -> None:
+    both(*OTHER_RULES[name])
+
+
+def both(inner: Any, policy: str, grid: str, storage: Any, dtype: torch.dtype) -> None:
+    """Fifty steps in one pass and in two, the first resumed in the middle."""
 
     def write_back(model: torch.nn.Module, once: bool) -> hu.WriteBack:
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-        return hu.WriteBack(inner, grid, policy, model=model, storage=storage, one_pass=once)
+        return hu.WriteBack(inner(model), grid, policy, model=model, storage=storage, one_pass=once)
 
     models = [model_of(dtype), model_of(dtype)]
     one, two = write_back(models[0], True), write_back(models[1], False)
@@ -266,7 +336,8 @@ def test_what_cannot_be_one_pass_says_why(caplog: pytest.LogCaptureFixture) -> N
         return passes.suited(opt, opt.slots)[1]
 
     assert "not torch's" in str(reason(Mine, fused=True))
-    assert "not torch's" in str(reason(torch.optim.SGD))
+    assert "not torch's" in str(reason(torch.optim.Adagrad))
+    assert "momentum" in str(reason(torch.optim.SGD, fused=True))
     assert "fused=True" in str(reason(torch.optim.AdamW))
     assert "amsgrad" in str(reason(torch.optim.AdamW, fused=True, amsgrad=True))
     assert "maximize" in str(reason(torch.optim.AdamW, fused=True, maximize=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forks import launch
 from onepass_ranks import CASES, STEPS, STOP, TILE, run
 from oracle import assert_same
 from writeback_distributed import joined
-
-import halfulp as hu
 
 pytestmark = [
     pytest.mark.skipif(
@@ -25,27 +22,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
 ]
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
 
 def launched(world: int, folder: Path) -> list[dict[str, Any]]:
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(Path(hu.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(here / "onepass_ranks.py"), str(rank), str(world), str(folder)],
-            env=os.environ | {"PYTHONPATH": path} | LOOPBACK, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=500)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [p.returncode for p in started] == [0] * world, "\n".join(said)
+    launch("onepass_ranks.py", world, folder)
     return [torch.load(folder / f"rank{r} of {world}.pt", weights_only=True) for r in range(world)]
 
 

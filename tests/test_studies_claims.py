@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -64,9 +65,10 @@ RECORDS: Records = {"toss": {"a": {"heads": 1}, "b": {"heads": None}, "c": {"hea
 
 
 def test_rows_become_claims(tmp_path: Path) -> None:
-    module = tmp_path / "coin.py"
-    module.with_suffix(".toml").write_text(TABLE, encoding="utf-8")
-    claims = claims_of(STUDY, str(module), also, tosses)
+    (tmp_path / "coin.toml").write_text(TABLE, encoding="utf-8")
+    module = ModuleType("coin")
+    vars(module).update(__file__=str(tmp_path / "coin.py"), STUDY=STUDY, also=also, tosses=tosses)
+    claims = claims_of(module)
     assert [(c.claim, c.source, c.paper, c.ours(RECORDS), c.note) for c in claims] == [
         ("heads, a", "section 1", 1, 1, "two tosses"),
         ("heads, b", "section 1", "none", None, "two tosses"),
@@ -76,5 +78,6 @@ def test_rows_become_claims(tmp_path: Path) -> None:
         ("heads of a", "section 1", 1, 1, "two tosses"),
         ("outcome", "section 1", "one side", "one side", "two tosses"),
     ]
+    del module.tosses
     with pytest.raises(UsageError, match="a claim is about 'tosses', which it does not compute"):
-        claims_of(STUDY, str(module), also)
+        claims_of(module)

@@ -29,6 +29,7 @@ from halfulp.studies import (
     phase_diagram,
     two_layer,
 )
+from halfulp.studies.claims import claims_of
 from halfulp.study import engine, loading
 from halfulp.study.loading import REGISTRY
 from halfulp.study.protocol import Study
@@ -372,7 +373,7 @@ def test_a_diverged_arm_counts_as_zero() -> None:
 
 def test_the_published_windows_pass() -> None:
     """tab:e4-window through the gates: windows shrink upward, four of five are forecast."""
-    printed = {c.claim: str(c.paper) for c in phase_diagram.PAPER}
+    printed = {c.claim: str(c.paper) for c in claims_of(phase_diagram)}
     real, told = (
         {
             m: [float(r) for r in printed[f"{kind} window, m = {m}"].strip("{}").split(",")]
@@ -515,7 +516,7 @@ def test_the_page_is_made_of_records_alone(smoke: Path, tmp_path: Path) -> None:
     assert "Not a scientific result" in text
     for name in NAMES:
         assert f"## {name}\n" in text
-        claims = importlib.import_module(REGISTRY[name]).PAPER if _runnable(name) else ()
+        claims = claims_of(importlib.import_module(REGISTRY[name])) if _runnable(name) else ()
         assert len({c.claim for c in claims}) == len(claims)
         assert all(c.source for c in claims)
     result = canonical.loads((smoke / "finite-size-smoke" / "result.json").read_bytes(), "result.json")

@@ -14,6 +14,7 @@ from halfulp.arms import Arm, measures
 from halfulp.arms.bundle import Unit
 from halfulp.models.training import Schedule
 from halfulp.studies import char_gpt, matched_10k
+from halfulp.studies.claims import claims_of
 from halfulp.study import Outcomes
 from halfulp.study.verdict import decide, evaluate
 
@@ -94,7 +95,7 @@ def test_char_gpt_smoke(char_records: Outcomes) -> None:
         table = make(char_records)
         assert table.rows, name
         assert all(len(row) == len(table.columns) for row in table.rows), name
-    assert {type(claim.ours(char_records)) for claim in char_gpt.PAPER} <= {float, int, type(None)}
+    assert {type(claim.ours(char_records)) for claim in claims_of(char_gpt)} <= {float, int, type(None)}
 
 
 def test_matched_smoke(matched_records: Outcomes) -> None:
@@ -113,7 +114,9 @@ def test_matched_smoke(matched_records: Outcomes) -> None:
         table = make(matched_records)
         assert all(len(row) == len(table.columns) for row in table.rows), name
     assert "raw" in matched_10k.STUDY.tables["losses"](matched_records).caption
-    assert all(claim.ours(matched_records) is not None for claim in matched_10k.PAPER if "gap" in claim.claim)
+    assert all(
+        claim.ours(matched_records) is not None for claim in claims_of(matched_10k) if "gap" in claim.claim
+    )
 
 
 def test_figures(char_records: Outcomes, matched_records: Outcomes, tmp_path: Path) -> None:

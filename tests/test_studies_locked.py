@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from halfulp.studies import margin, midpoint, theory
+from halfulp.studies.claims import claims_of
 from halfulp.study import engine, loading
 from halfulp.study.protocol import Study
 from halfulp.study.validate import validate
@@ -126,7 +127,7 @@ def test_every_margin_decision_can_come_out_either_way(changes: dict[str, float]
 
 def test_the_papers_interval_counts_are_its_containment() -> None:
     """Steps outside, by mantissa, against 0.368 of 64 x 4,000: so containment is pooled over steps."""
-    printed = [claim.paper for claim in margin.PAPER if claim.claim.startswith("steps above/below")]
+    printed = [claim.paper for claim in claims_of(margin) if claim.claim.startswith("steps above/below")]
     outside = sum(int(k) for pair in printed for k in str(pair).split("/"))
     assert round(1 - outside / (64 * 4000), 3) == 0.368
 
@@ -186,7 +187,7 @@ def test_reports_are_made_of_records_alone(twice: tuple[Any, Path, Path]) -> Non
         assert all(len(row) == len(made.columns) for row in made.rows)
     for draw in module.STUDY.figures.values():
         assert all(axes.has_data() for axes in draw(records).axes)
-    for claim in module.PAPER:
+    for claim in claims_of(module):
         assert isinstance(claim.ours(records), int | float | str | None), claim.claim
     values = evaluate(module.STUDY.estimands, records)
     assert decide(module.STUDY, values).label == json.loads((out / "result.json").read_bytes())["label"]

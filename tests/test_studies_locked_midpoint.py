@@ -16,6 +16,7 @@ from halfulp.measures.crossings import persistent_majority
 from halfulp.models import mlp
 from halfulp.models.teacher import Testbed, teacher_student
 from halfulp.studies import midpoint
+from halfulp.studies.claims import claims_of
 from halfulp.study.verdict import decide, evaluate
 
 RATES, FLOORS = midpoint.STUDY.config("paper")["rates"], midpoint.STUDY.config("paper")["floors"]
@@ -72,9 +73,10 @@ def test_the_papers_table_comes_out_of_such_records() -> None:
     assert values["false-negatives"] == {"study": 5}
     assert values["false-negatives-at-start"] == {"study": 5}
     assert decide(midpoint.STUDY, values).label == "not promoted"
-    ours = {(c.claim, str(c.paper)): c.ours(records) for c in midpoint.PAPER}
-    printed = [f"{c.paper}" for c in midpoint.PAPER if c.claim.startswith(("windows", "onsets"))]
-    assert [ours[c.claim, str(c.paper)] for c in midpoint.PAPER[:4] + midpoint.PAPER[8:11]] == printed
+    claims = claims_of(midpoint)
+    ours = {(c.claim, str(c.paper)): c.ours(records) for c in claims}
+    printed = [f"{c.paper}" for c in claims if c.claim.startswith(("windows", "onsets"))]
+    assert [ours[c.claim, str(c.paper)] for c in claims[:4] + claims[8:11]] == printed
     names = [row[0] for row in midpoint.misses_table(records).rows]
     assert names == [f"m{6 - i}-rate{i}-2028" for i in range(1, 6)]
 

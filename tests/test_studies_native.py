@@ -388,7 +388,7 @@ def test_a_state_of_more_than_three_bits_is_refused() -> None:
 def test_half_is_bfloat16_on_a_cpu(folder: Path) -> None:
     arm = dqt_arm()
     model = Decoder(arm.model, seed=1)
-    train, held_out = open_corpus(Here(arm.to_json(), folder), arm.corpus, arm.model.vocabulary)
+    train, held_out = open_corpus(Here(arm.to_json(), folder).data, arm.corpus, arm.model.vocabulary)
     training = Training(model, adamw(model, arm.recipe), train, arm.recipe, held_out=held_out)
     with training._precision():
         x = torch.ones(2, 2) @ torch.ones(2, 2)

@@ -20,6 +20,7 @@ from halfulp.masks import Mask
 from halfulp.models.decoder import Decoder
 from halfulp.models.training import Schedule
 from halfulp.studies import prospective_modern
+from halfulp.studies.claims import claims_of
 from halfulp.studies.prospective_modern import CONTROLS, RIVALS, RUNS, STUDY
 from halfulp.study.verdict import decide, evaluate
 
@@ -148,7 +149,7 @@ def test_smoke(finished: tuple[Records, Files], tmp_path: Path) -> None:
         table = make(records)
         assert len(table.rows) in (3, 3 * len(RUNS.arms))
         assert {len(row) for row in table.rows} == {len(table.columns)}
-    assert all(claim.ours(records) is not None for claim in prospective_modern.PAPER)
+    assert all(claim.ours(records) is not None for claim in claims_of(prospective_modern))
     pytest.importorskip("matplotlib")
     figure = STUDY.figures["recovered"](records)
     figure.savefig(tmp_path / "recovered.svg")

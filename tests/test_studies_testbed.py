@@ -25,6 +25,7 @@ from halfulp.studies import (
     testbed,
     two_layer,
 )
+from halfulp.studies.claims import claims_of
 from halfulp.study import engine, loading
 from halfulp.study.protocol import Study
 from halfulp.study.verdict import decide, evaluate
@@ -273,5 +274,5 @@ def test_one_reference_without_progress_stops_every_run(
     assert (tmp_path / "out" / "records" / "nearest").exists() != stops
     assert ce_transfer.failed(closed.records) == {"study": float(stops)}
     assert ce_transfer.runs(closed.records) == {"study": 0.0 if stops else 8.0}
-    ours = [claim.ours(closed.records) for claim in ce_transfer.PAPER]
+    ours = [claim.ours(closed.records) for claim in claims_of(ce_transfer)]
     assert ours == [4, float(stops), 0.0 if stops else 8.0]

@@ -29,6 +29,7 @@ from halfulp.studies import (
     source_amortized,
     template_challenge,
 )
+from halfulp.studies.claims import claims_of
 from halfulp.study import Outcomes, Study, engine, loading
 from halfulp.study.store import Store
 from halfulp.study.verdict import decide, evaluate
@@ -178,7 +179,7 @@ def test_smoke(name: str, found: dict[str, Outcomes], tmp_path: Path) -> None:
         assert table.rows, title
         assert all(len(row) == len(table.columns) for row in table.rows), title
     module = template_challenge if name == "template-challenge" else TRAINED[name]
-    assert {type(claim.ours(found[name])) for claim in module.PAPER} <= {float, str, type(None)}
+    assert {type(claim.ours(found[name])) for claim in claims_of(module)} <= {float, str, type(None)}
     pytest.importorskip("matplotlib")
     for title, draw in study.figures.items():
         drawn = draw(found[name])
@@ -430,7 +431,7 @@ def template_records(rmse: Mapping[str, tuple[float, float]]) -> dict[str, dict[
 
 def test_template_rows() -> None:
     """tab:source-template: B_Y < H_S < X_S, the three error columns, and what the text says of squares."""
-    paper = {claim.claim: claim.paper for claim in template_challenge.PAPER}
+    paper = {claim.claim: claim.paper for claim in claims_of(template_challenge)}
     printed = {
         p: [float(paper[f"{part} of {p}, mean of targets"]) for part in template_challenge.PARTS]
         for p in template_challenge.COMPARED

@@ -97,7 +97,7 @@ def test_reading_needs_no_pandas(recorded: Path) -> None:
 def test_the_manifest(recorded: Path) -> None:
     manifest = json.loads((recorded / "manifest.json").read_text())
     assert manifest["kind"] == "halfulp.trace"
-    assert manifest["format"] == 3
+    assert manifest["format"] == 4
     assert len(manifest["id"]) == 32
     assert manifest.pop("sha256") == canonical.digest(manifest)
     assert manifest["halfulp"] == hu.__version__
@@ -301,7 +301,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], type[hu.HalfulpError], str]]
     ),
     "another kind": ("manifest.json", changed("kind", "tensorboard"), hu.CorruptionError, "'tensorboard'"),
     "no tensors": ("manifest.json", changed("tensors", None), hu.CorruptionError, "it has no tensors"),
-    "newer format": ("manifest.json", changed("format", 4), hu.VersionError, "has trace format 4"),
+    "newer format": ("manifest.json", changed("format", 5), hu.VersionError, "has trace format 5"),
     "older format": ("manifest.json", changed("format", 1), hu.TamperingError, "format 1 does not"),
     "swapped grids": (
         "manifest.json", changed("grids", GRIDS[::-1]), hu.TamperingError, "is not what was written",

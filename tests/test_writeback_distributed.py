@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forks import LOOPBACK, launch
 from oracle import assert_same
 from writeback_distributed import (
     CASES,
@@ -24,13 +25,10 @@ from writeback_distributed import (
     single_narrow,
 )  # fmt: skip
 
-import halfulp as hu
-
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available() or sys.platform == "win32", reason="needs gloo"
 )
 RANKS = 2
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 KEYS = [
     *(f"fsdp {grid} {policy}" for grid, policy in CASES),
     *(f"{kind} e4m3@128 {policy}" for kind in ("ddp", "resumed") for policy in POLICIES),
@@ -43,23 +41,7 @@ KEYS = [
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("ranks")
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(Path(hu.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(here / "writeback_distributed.py"), str(rank), str(RANKS), str(folder)],
-            env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": str(rank)} | LOOPBACK,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=200)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [p.returncode for p in started] == [0] * RANKS, "\n".join(said)
+    launch("writeback_distributed.py", RANKS, folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

@@ -19,11 +19,23 @@ from halfulp.stored import Change, Check, Sync, check
 from halfulp.streams import Stream
 from halfulp.trace import Memory, Trace
 from halfulp.version import __version__
-from halfulp.writeback import ECO, Adam, AdamW, Dispatch, Kahan, Master, TileMaster, WriteBack, native
+from halfulp.writeback import (
+    ECO,
+    SGD,
+    Adam,
+    AdamW,
+    Dispatch,
+    Kahan,
+    Lion,
+    Master,
+    TileMaster,
+    WriteBack,
+    native,
+)  # fmt: skip
 
 __all__ = [
-    "ECO", "Adam", "AdamW", "Alert", "Audit", "CastAudit", "Change", "Check", "CorruptionError", "Dispatch",
-    "Grid", "HalfulpError", "Kahan", "Mask",
+    "ECO", "SGD", "Adam", "AdamW", "Alert", "Audit", "CastAudit", "Change", "Check", "CorruptionError",
+    "Dispatch", "Grid", "HalfulpError", "Kahan", "Lion", "Mask",
     "Master", "Memory", "Rehearse", "Stream", "Sync", "TamperingError", "TileMaster", "Trace",
     "UsageError", "VersionError", "WriteBack", "__version__", "allocate", "check", "float_grid", "frozen",
     "grid", "integer_grid", "margin", "native", "phase", "replay", "rho", "symmetric_frozen", "verdict",

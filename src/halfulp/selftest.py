@@ -153,13 +153,12 @@ def _audits(device: torch.device) -> Iterator[Line]:
 def _one_pass(device: torch.device) -> Iterator[Line]:
     """Three steps of bfloat16 weights by the kernel and by the reference: nearest, and with everything
     drawn."""
-    if device.type != "cpu":
-        return
     g, n, rng = plan_for(named("bf16"), torch.float32).grid, 2 * TILE + 101, np.random.default_rng(5)
     for mode, kind in ((NEAREST, torch.float32), (STOCHASTIC, torch.bfloat16)):
         w, m, v = (torch.zeros(n, dtype=t) for t in (torch.bfloat16, kind, kind))
         w.copy_(torch.from_numpy((rng.standard_normal(n) * 0.02).astype(np.float32)))
         theirs = [w.float().numpy(), *(_patterns(x) for x in (m, v))]
+        w, m, v = (x.to(device) for x in (w, m, v))
         wrong = ""
         for t in (1, 2, 3):
             grad = torch.from_numpy((rng.standard_normal(n) * 1e-3).astype(np.float32)).to(kind)
@@ -170,7 +169,7 @@ def _one_pass(device: torch.device) -> Iterator[Line]:
             theirs[0], theirs[1], theirs[2], _ = onepass_reference.step(
                 theirs[0], grad.float().numpy(), theirs[1], theirs[2], g, s, **given
             )
-            onepass.step(w, grad, m, v, g, s, **given)
+            onepass.step(w, grad.to(device), m, v, g, s, **given)
             mine = (w.float(), *(torch.from_numpy(_patterns(x)) for x in (m, v)))
             pairs = zip(mine, theirs, strict=True)
             wrong = wrong or next(filter(None, (_difference(a, b) for a, b in pairs)), "")
@@ -179,6 +178,7 @@ def _one_pass(device: torch.device) -> Iterator[Line]:
 
 def _patterns(x: torch.Tensor) -> Any:
     """Moments as the reference has them: bfloat16 as its patterns."""
+    x = x.cpu()
     return (
         x.view(torch.int16).numpy().view(np.uint16).copy() if x.dtype == torch.bfloat16 else x.numpy().copy()
     )
@@ -186,7 +186,7 @@ def _patterns(x: torch.Tensor) -> Any:
 
 def _two_passes(device: torch.device) -> Iterator[Line]:
     """Five steps around torch's fused AdamW, in one pass and in two."""
-    if device.type != "cpu" or onepass.torchs_end() is None:
+    if device.type != "cpu" or onepass.torchs_end(onepass.ADAMW) is None:
         return
     for policy, grid in POLICIES.items():
         found = []
@@ -231,12 +231,10 @@ def _contestants(device: str) -> dict[str, Callable[[torch.nn.ParameterList], An
             params.named_parameters(), lr=6e-4, weight_decay=0.1, policy=policy, moments=moments
         )
 
-    if device == "cuda":
-        return {"float32, torch's fused AdamW": torchs} | {
-            f"bfloat16, {policy}, two passes": around(policy) for policy in ("rne", "sr")
-        }
+    two = {f"bfloat16, {policy}, two passes": around(policy) for policy in ("rne", "sr")}
     return {
         "float32, torch's fused AdamW": torchs,
+        **(two if device == "cuda" else {}),
         "bfloat16, rne, float32 moments": ours("rne", "fp32"),
         "bfloat16, sr, float32 moments": ours("sr", "fp32"),
         "bfloat16, sr, bfloat16 moments": ours("sr", "bf16"),

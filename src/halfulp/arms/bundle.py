@@ -34,7 +34,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from safetensors.numpy import load as load_tensors
@@ -220,8 +220,8 @@ class Bundle:
             made[name] = self._reference(config, condition, seed)
         return (Cell(name=name, config=arm.to_json()) for name, arm in made.items())
 
-    def _reference(self, config: Config, condition: str, seed: int) -> Arm:
-        changes = dict(self.conditions[condition])
+    def _reference(self, config: Config, condition: str, seed: int, **how: Any) -> Arm:
+        changes = {**self.conditions[condition], **how}
         grid = changes.pop("grid")
         if self.anchor == "projected":
             changes["projected"] = grid
@@ -246,29 +246,22 @@ class Bundle:
 
     def forecasts(self, config: Config) -> Iterator[Cell]:
         """A forecast for every unit, or the one of the source."""
+        source, units = self.forecast_from is not None, self.units
         if self.forecast_from is not None:
-            condition = next(iter(self.conditions))
-            yield self._forecast("source", condition, self.forecast_from, reference="source", stage="source")
-            return
-        for unit, (condition, seed) in self.units.items():
-            yield self._forecast(unit, condition, seed, reference=self.reference_of(unit))
-
-    def _forecast(self, name: str, condition: str, seed: int, **where: str) -> Cell:
-        grid = self.conditions[condition]["grid"]
-        config = {"seed": seed, "grid": grid, **where, "scopes": list(self.scopes)}
-        rehearse = {"rehearse": self.rehearsals(condition)} if self.rehearse else {}
-        again = {"again": self.rehearsals(condition, own=True)} if self.again else {}
-        return Cell(name=name, config={**config, **rehearse, **again})
+            units = {"source": (next(iter(self.conditions)), self.forecast_from)}
+        for name, (condition, seed) in units.items():
+            made: dict[str, Json] = {"seed": seed, "grid": self.conditions[condition]["grid"]}
+            made |= {"reference": name if source else self.reference_of(name), "scopes": list(self.scopes)}
+            made |= {"stage": name} if source else {}
+            made |= {"rehearse": self.rehearsals(condition)} if self.rehearse else {}
+            made |= {"again": self.rehearsals(condition, own=True)} if self.again else {}
+            yield Cell(name=name, config=made)
 
     def forecast_source(self, config: Config) -> Iterator[Cell]:
-        """The float32 run that all targets are forecast from."""
+        """The float32 run that all targets are forecast from; where conditions are schedules, on its own."""
         assert self.forecast_from is not None
-        condition = next(iter(self.conditions))
-        arm = self._reference(config, condition, self.forecast_from)
-        if len(self.conditions) > 1:  # they are schedules, and the source has its own
-            arm = replace(
-                arm, recipe=replace(arm.recipe, schedule=Arm.from_json(config["arm"]).recipe.schedule)
-            )
+        own = {"schedule": None} if len(self.conditions) > 1 else {}
+        arm = self._reference(config, next(iter(self.conditions)), self.forecast_from, **own)
         yield Cell(name="source", config=arm.to_json())
 
     def outcomes(self, config: Config, stage: str = "outcome") -> Iterator[Cell]:
@@ -309,73 +302,55 @@ class Bundle:
             arm = self._run(config, seed, **how)
             yield Cell(name=name, config=replace(arm, recipe=replace(arm.recipe, updates=window)).to_json())
 
-    def source_masks(self, config: Config) -> Iterator[Cell]:
-        """The masks that the source gives."""
-        yield self._masks("source", config, stage="source", cell="source")
-
-    def target_masks(self, config: Config) -> Iterator[Cell]:
-        """The masks that each target would have given itself."""
-        for unit in self.units:
-            reference = self.reference_of(unit)
-            yield self._masks(
-                unit, config, stage="reference", cell=reference, beside=["source-masks", "source"]
-            )
-
-    def _masks(self, name: str, config: Config, **where: Json) -> Cell:
+    def masks(self, config: Config, whose: str) -> Iterator[Cell]:
+        """The masks that the source gives, or those that each target would have given itself."""
         assert self.masked is not None
-        recipes = self.masked.of_source if name == "source" else self.masked.of_target
-        tile = Arm.from_json(config["arm"]).tile
-        return Cell(
-            name=name, config={**where, "tile": tile, "masks": {k: dict(v) for k, v in recipes.items()}}
-        )
+        recipes = self.masked.of_source
+        where: dict[str, Config] = {"source": {"stage": "source", "cell": "source"}}
+        if whose == "target":
+            beside = {"stage": "reference", "beside": ["source-masks", "source"]}
+            recipes = self.masked.of_target
+            where = {unit: {**beside, "cell": self.reference_of(unit)} for unit in self.units}
+        made = {"tile": Arm.from_json(config["arm"]).tile, "masks": {k: dict(v) for k, v in recipes.items()}}
+        return (Cell(name=name, config={**made, **at}) for name, at in where.items())
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """A study's stages, in order: what is forecast is sealed before any outcome."""
+        reference = Stage(name="reference", kind="reference", cells=self.references, run=run)
+        source = replace(reference, name="source", cells=self.source)
+        forecasts = Stage(
+            name="forecast", kind="prediction", cells=self.forecasts, reads=("reference",),
+            run=forecast if self.scopes else forecast_losses,
+        )  # fmt: skip
         made: list[Stage] = []
         masked, read = self.masked, tuple[str, ...]()
         if self.forecast_from is not None:
-            made += [
-                Stage(name="source", kind="reference", cells=self.forecast_source, run=run),
-                self._forecast_stage("source"),
-            ]
+            made += [replace(source, cells=self.forecast_source), replace(forecasts, reads=("source",))]
         if masked is not None:
-            made.append(Stage(name="source", kind="reference", cells=self.source, run=run))
+            made.append(source)
             read = (masked.stage("source"),)
         if masked is not None and masked.apart:
-            made.append(self._masks_stage("source", self.source_masks, ("source",)))
+            made.append(self._masks_stage("source", "source"))
+        elif masked is not None:
+            reference = replace(reference, reads=read)
         if self.anchors is None and self.anchored:
-            early = read if masked is not None and not masked.apart else ()
-            made.append(
-                Stage(name="reference", kind="reference", cells=self.references, run=run, reads=early)
-            )
+            made.append(reference)
         if masked is not None and masked.of_target:
-            if masked.apart:
-                made.append(self._masks_stage("target", self.target_masks, ("source-masks", "reference")))
             read = (*read, masked.stage("target"))
+            made += [self._masks_stage("target", "source-masks", "reference")] if masked.apart else []
         if self.again:
-            made.append(
-                Stage(
-                    name=AGAIN, kind="reference", cells=self.second_references, run=run, reads=("reference",)
-                )
-            )
+            made.append(replace(reference, name=AGAIN, cells=self.second_references, reads=("reference",)))
+            forecasts = replace(forecasts, reads=("reference", AGAIN))
         if (self.scopes or self.rehearse) and self.forecast_from is None and self.anchors is None:
-            made.append(self._forecast_stage("reference", *((AGAIN,) if self.again else ())))
-        later = dict.fromkeys(self.stage_of(arm) for arm in self.arms)
-        for stage in later:
-            made.append(
-                Stage(
-                    name=stage, kind="outcome", cells=functools.partial(self.outcomes, stage=stage), run=run,
-                    reads=read, only_if=tuple(self.only_if.get(stage, ())),
-                )
-            )  # fmt: skip
+            made.append(forecasts)
+        for name in dict.fromkeys(map(self.stage_of, self.arms)):
+            cells, gates = functools.partial(self.outcomes, stage=name), tuple(self.only_if.get(name, ()))
+            made.append(Stage(name=name, kind="outcome", cells=cells, run=run, reads=read, only_if=gates))
         return tuple(made)
 
-    def _forecast_stage(self, *reads: str) -> Stage:
-        how = forecast if self.scopes else forecast_losses
-        return Stage(name="forecast", kind="prediction", cells=self.forecasts, run=how, reads=reads)
-
-    def _masks_stage(self, whose: str, cells: Callable[[Config], Iterator[Cell]], reads: Any) -> Stage:
+    def _masks_stage(self, whose: str, *reads: str) -> Stage:
+        cells = functools.partial(self.masks, whose=whose)
         return Stage(name=f"{whose}-masks", kind="prediction", cells=cells, run=masks.make_masks, reads=reads)
 
     # ---- records ----
@@ -384,46 +359,33 @@ class Bundle:
         """The units, or those of a condition, with their records."""
         return [Unit(self, found, u) for u, (c, _) in self.units.items() if condition in (None, c)]
 
-    def each(self, measure: Callable[..., float | None]) -> Callable[..., Values]:
-        """What computes a measure of every unit; a protocol shows its name."""
-
-        @functools.wraps(measure)
-        def compute(found: Records, scopes: Sequence[str] = (), **arguments: Any) -> Values:
-            units = {name: Unit(self, found, name) for name in self.units}
-            if not scopes:
-                return {name: measure(unit, **arguments) for name, unit in units.items()}
-            return {
-                f"{name} {scope}": measure(unit, scope=scope, **arguments)
-                for name, unit in units.items()
-                for scope in scopes
-            }
-
-        return compute
-
-    def total(self, name: str, what: str, measure: Callable[..., float | None], **arguments: Any) -> Estimand:
-        """The sum of a measure over all units, as an estimand; none where a unit has none."""
-
-        @functools.wraps(measure)
-        def compute(found: Records, **given: Any) -> Values:
-            values = [measure(unit, **given) for unit in self.over(found)]
-            return {"all": None if None in values else sum(v for v in values if v is not None)}
-
-        return Estimand(name=name, what=what, compute=compute, args=arguments)
-
     def ran(self, found: Records) -> list[str]:
         """The arms that there are records of, those that are evidence first."""
         (first, *_) = self.over(found)
         return [arm for arm in self.matched if first.ran(arm)]
 
     def estimand(
-        self, name: str, what: str, measure: Callable[..., float | None] | str, **arguments: Any
-    ) -> Estimand:
+        self, name: str, what: str, measure: Callable[..., float | None] | str, *, total: bool = False,
+        **sealed: Any,
+    ) -> Estimand:  # fmt: skip
         """A measure of every unit, by itself or its name, as an estimand; its arguments are sealed.
 
-        With ``scopes=``, of every unit and scope: ``e5m2-1337 core``.
+        With ``scopes=``, of every unit and scope: ``e5m2-1337 core``. ``total``: the sum of all units.
         """
         called = getattr(measures, measure) if isinstance(measure, str) else measure
-        return Estimand(name=name, what=what, compute=self.each(called), args=arguments)
+
+        @functools.wraps(called)  # a protocol shows its name
+        def compute(found: Records, scopes: Sequence[str] = (), **arguments: Any) -> Values:
+            within = {f" {scope}": {"scope": scope} for scope in scopes} or {"": {}}
+            values = {
+                unit.name + scope: called(unit, **more, **arguments)
+                for unit in self.over(found)
+                for scope, more in within.items()
+            }
+            known = [value for value in values.values() if value is not None]
+            return values if not total else {"all": sum(known) if len(known) == len(values) else None}
+
+        return Estimand(name=name, what=what, compute=compute, args=sealed)
 
 
 @dataclass(frozen=True)
@@ -434,33 +396,24 @@ class Unit:
     found: Records
     name: str
 
-    @property
-    def arms(self) -> tuple[str, ...]:
-        return tuple(self.bundle.arms)
-
-    @property
-    def _beside(self) -> Unit:
-        """The same unit of the study that is evidence."""
-        assert self.bundle.anchors is not None
-        assert isinstance(self.found, Outcomes)
-        anchors = self.bundle.anchors
-        return Unit(anchors.bundle, self.found.evidence[anchors.evidence], self.name)
-
-    def _elsewhere(self, arm: str) -> bool:
-        anchors = self.bundle.anchors
-        return anchors is not None and (arm == FP32 or arm in anchors.arms)
+    def _at(self, arm: str) -> tuple[Outcomes, str, str]:
+        """The records, stage and cell of an arm, or of the float32 anchor; they may be evidence."""
+        anchors, found = self.bundle.anchors, cast(Outcomes, self.found)
+        if anchors is not None and arm in (FP32, *anchors.arms):
+            return Unit(anchors.bundle, found.evidence[anchors.evidence], self.name)._at(arm)
+        if arm == FP32:
+            return found, "reference", self.bundle.reference_of(self.name)
+        return found, self.bundle.stage_of(arm), self.bundle.cell(self.name, arm)
 
     def ran(self, arm: str) -> bool:
         """Whether the stage of an arm has records here: a later one may not have been authorised."""
-        return self._elsewhere(arm) or self.bundle.stage_of(arm) in self.found
+        found, stage, _ = self._at(arm)
+        return stage in found
 
     def run(self, arm: str) -> records.Record:
         """The record of an arm, or of the float32 anchor."""
-        if self._elsewhere(arm):
-            return self._beside.run(arm)
-        if arm == FP32:
-            return self.found["reference"][self.bundle.reference_of(self.name)]
-        return self.found[self.bundle.stage_of(arm)][self.bundle.cell(self.name, arm)]
+        found, stage, cell = self._at(arm)
+        return found[stage][cell]
 
     @property
     def siblings(self) -> list[Unit]:
@@ -473,14 +426,9 @@ class Unit:
 
         None where they were not kept: the first release kept none.
         """
-        if self._elsewhere(arm):
-            return self._beside.contexts(arm)
-        stage, cell = ("reference", self.bundle.reference_of(self.name))
-        if arm != FP32:
-            stage, cell = self.bundle.stage_of(arm), self.bundle.cell(self.name, arm)
-        assert isinstance(self.found, Outcomes)
+        found, stage, cell = self._at(arm)
         try:
-            kept = self.found.attached(stage, cell, "contexts.safetensors")
+            kept = found.attached(stage, cell, "contexts.safetensors")
         except UsageError:
             return None
         return np.asarray(load_tensors(kept)["loss"], dtype=np.float64)
@@ -496,43 +444,32 @@ class Unit:
         found = found[scope] if isinstance(found, Mapping) else found
         return None if found is None else np.asarray(found)
 
-    def forecast_loss(self, arm: str, bound: str, update: int | None = None) -> float | None:
-        """The loss of an arm after an update, as its rehearsal has it; the last by default.
+    @property
+    def source(self) -> records.Record:
+        """The float32 run that the forecast was made of: the unit's own, or the source of all."""
+        return self.run(FP32) if self.bundle.forecast_from is None else self.found["source"]["source"]
 
-        None where it was not rehearsed, or only in the run of another seed, whose losses are its own.
-        """
-        return None if self.bundle.forecast_from is not None else self._rehearsed(arm, bound, update)
-
-    def forecast_gap(self, arm: str, bound: str, update: int | None = None) -> float | None:
-        """The loss of a rehearsed arm above that of the float32 run which rehearsed it."""
-        source = self.bundle.forecast_from is not None
-        teller = self.found["source"]["source"] if source else self.run(FP32)
-        loss, anchor = self._rehearsed(arm, bound, update), records.loss(teller, update)
-        return None if loss is None or anchor is None else loss - anchor
-
-    def _rehearsed(self, arm: str, bound: str, update: int | None) -> float | None:
-        losses = self.of_forecast("losses")
-        at = str(self.run(FP32)["updates"] if update is None else update)
+    def rehearsed_loss(self, arm: str, bound: str, update: int | None = None) -> float | None:
+        """The loss of an arm after an update, the last by default, as a rehearsal has it, if there is one."""
+        losses, at = self.of_forecast("losses"), str(self.source["updates"] if update is None else update)
         return losses[arm][at][bound] if losses is not None and at in losses.get(arm, ()) else None
 
+    def _masks(self, whose: str) -> tuple[Outcomes, str, str]:
+        """The records, stage and cell of the masks of the ``source`` or the ``target``; maybe of evidence."""
+        where, found = self.bundle._mask(self.name, whose, ""), cast(Outcomes, self.found)
+        found = found.evidence[where["evidence"]] if "evidence" in where else found
+        return found, where["stage"], where["cell"]
+
     def masks(self, whose: str) -> records.Record:
-        """What was recorded of the masks of the ``source`` or the ``target``."""
-        if self.bundle.anchors is not None:
-            return self._beside.masks(whose)
-        where = self.bundle._mask(self.name, whose, "")
-        record = self.found[where["stage"]][where["cell"]]
-        assert self.bundle.masked is not None
-        found: records.Record = record if self.bundle.masked.apart else record["masks"]
-        return found
+        """What was recorded of these masks."""
+        found, stage, cell = self._masks(whose)
+        record: records.Record = found[stage][cell]
+        return record if stage.endswith(masks.APART) else record["masks"]
 
     def packed(self, whose: str) -> dict[str, Mask]:
         """These masks themselves, where the runs that summed made them."""
-        if self.bundle.anchors is not None:
-            return self._beside.packed(whose)
-        assert isinstance(self.found, Outcomes)
-        where = self.bundle._mask(self.name, whose, "")
-        stage, cell = where["stage"], where["cell"]
-        return masks.unpacked(self.found.attached(stage, cell, masks.PACKED), f"{stage}/{cell}")
+        found, stage, cell = self._masks(whose)
+        return masks.unpacked(found.attached(stage, cell, masks.PACKED), f"{stage}/{cell}")
 
     def budget(self, arm: str) -> int:
         """The bytes that the mask of an arm was to spend."""

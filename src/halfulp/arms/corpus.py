@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from halfulp.data import tokens
 from halfulp.errors import UsageError
 from halfulp.models.training import Tokens
 
 
-class Files(Protocol):
-    """Where data sets are: a running cell, or whoever stands for one."""
-
-    def data(self, name: str) -> Path:
-        """The file of a data set."""
-
-
-def open_corpus(running: Files, corpus: Mapping[str, str], vocabulary: int) -> tuple[Tokens, Tokens]:
-    """Training and held-out tokens.
+def open_corpus(
+    file: Callable[[str], Path], corpus: Mapping[str, str], vocabulary: int
+) -> tuple[Tokens, Tokens]:
+    """Training and held-out tokens; ``file`` finds a data set by its name.
 
     ``kind``: ``characters`` of the text ``train``, whose last tenth is held out; ``bytes`` of the texts
     ``train`` and ``held_out``; ``bin`` for token files.
     """
-    kind, train = corpus["kind"], running.data(corpus["train"])
+    kind, train = corpus["kind"], file(corpus["train"])
     if kind == "characters":
         found, alphabet = tokens.characters(tokens.read_text(train))
         if len(alphabet) > vocabulary:
             raise UsageError(f"{train} has {len(alphabet)} characters, the model knows {vocabulary}.")
         cut = int(len(found) * 0.9)  # as nanoGPT cuts it
         return found[:cut], found[cut:]
-    held_out = running.data(corpus["held_out"])
+    held_out = file(corpus["held_out"])
     if kind == "bytes":
         return tokens.raw_bytes(tokens.read_raw(train)), tokens.raw_bytes(tokens.read_raw(held_out))
     if kind == "bin":

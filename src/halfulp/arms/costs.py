@@ -43,7 +43,7 @@ import torch
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import files_of, open_corpus
 from halfulp.arms.masks import PACKED, unpacked
-from halfulp.arms.run import audited, optimizer_of
+from halfulp.arms.run import audited, device, optimizer_of
 from halfulp.errors import HalfulpError
 from halfulp.models.decoder import Decoder
 from halfulp.models.training import Training
@@ -101,42 +101,32 @@ def _process(asked: Mapping[str, Json]) -> dict[str, Json]:
 # ---- in the process ---------------------------------------------------------------------------------------
 
 
-class _Given:
-    """Of a running cell, what opening a text needs."""
-
-    def __init__(self, data: Mapping[str, str]) -> None:
-        self.files = data
-
-    def data(self, name: str) -> Path:
-        return Path(self.files[name])
-
-
 def measure(asked: Mapping[str, Json]) -> dict[str, Json]:
     """Build an arm, warm it up, and time a window of its updates."""
     arm = Arm.from_json(asked["arm"])
-    tokens, _ = open_corpus(_Given(asked["data"]), arm.corpus, arm.model.vocabulary)
+    tokens, _ = open_corpus(lambda name: Path(asked["data"][name]), arm.corpus, arm.model.vocabulary)
     before, began = _settled(), time.perf_counter()
-    device = torch.device("cuda" if arm.device == "auto" and torch.cuda.is_available() else "cpu")
-    model = Decoder(arm.model, seed=arm.seed, device=device)
+    where = device(arm.device)
+    model = Decoder(arm.model, seed=arm.seed, device=where)
     masks = unpacked(base64.b64decode(asked["masks"]), "masks") if arm.mask else {}
     optimizer = optimizer_of(arm, model, masks[arm.mask["name"]] if arm.mask else None)
     training = Training(model, optimizer, tokens, arm.recipe)
     with audited(arm, training, Memory(), []) if arm.scores is not None else contextlib.nullcontext():
         for _ in range(asked["warm"]):
             training.step()
-        _settle(device)
+        _settle(where)
         started, used = time.perf_counter(), time.process_time()
         for _ in range(asked["updates"]):
             training.step()
-        _settle(device)
+        _settle(where)
         ended, spent = time.perf_counter(), time.process_time()
     return {
         "wall_seconds": ended - began,
         "window_seconds": ended - started,
         "processor_seconds": spent - used,
         "updates": asked["updates"],
-        "gpu": device.type == "cuda",
-        "peak_bytes": _peak(device, before),
+        "gpu": where.type == "cuda",
+        "peak_bytes": _peak(where, before),
         **storage(model, optimizer),
     }
 

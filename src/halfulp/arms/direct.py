@@ -54,7 +54,7 @@ def file_of(update: int) -> str:
 def train(running: Running) -> dict[str, Any]:
     """Train; the record, with a checkpoint before the first update and after every ``eval_every``."""
     arm = Arm.from_json(running.config)
-    tokens, held_out = open_corpus(running, arm.corpus, arm.model.vocabulary)
+    tokens, held_out = open_corpus(running.data, arm.corpus, arm.model.vocabulary)
     model = Decoder(arm.model, seed=arm.seed, device=device(arm.device))
     optimizer = WriteBack(
         adamw(model, arm.recipe), arm.grid or "", arm.policy or "", model=model, seed=arm.stream_seed,
@@ -97,7 +97,7 @@ def replay(running: Running) -> dict[str, Any]:
     """The held-out loss of a checkpoint's file, in a model that was made for it."""
     update, cell = running.config["update"], running.config["cell"]
     arm = Arm.from_json(running.config["arm"])
-    tokens, held_out = open_corpus(running, arm.corpus, arm.model.vocabulary)
+    tokens, held_out = open_corpus(running.data, arm.corpus, arm.model.vocabulary)
     model = Decoder(arm.model, seed=arm.seed + 1, device=device(arm.device))
     put_state(model, load_tensors(running.read_bytes("train", cell, file_of(update))))
     training = Training(model, adamw(model, arm.recipe), tokens, arm.recipe, held_out=held_out)

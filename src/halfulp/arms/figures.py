@@ -39,10 +39,11 @@ def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: fl
         moved.plot([condition], ends[1:], "o", color=colour, markerfacecolor="white")
     if target is not None:
         shares.axhline(target, color=GREY, linewidth=0.8, linestyle=":")
-    _name(lost, f"nats above {bundle.anchor} fp32", "loss gap")
-    _name(shares, "share of the rne gap", "recovery")
-    moved.set_title("never moved")
-    moved.set_ylabel(f"attention and mlp; open: {others[0]}")
+    lost.set(title="loss gap", xlabel="update", ylabel=f"nats above {bundle.anchor} fp32")
+    shares.set(title="recovery", xlabel="update", ylabel="share of the rne gap")
+    moved.set(title="never moved", ylabel=f"attention and mlp; open: {others[0]}")
+    lost.legend()
+    shares.legend()
     percent(shares, full=False)
     percent(moved)
     return figure
@@ -62,8 +63,7 @@ def tracked(bundle: Bundle, found: Records, scope: str) -> Any:
         for predictor, colour, dash in zip(("frozen", "symmetric", "rho"), colours, DASHES[1:], strict=False):
             curves = [f for unit in units if (f := unit.forecast(scope, predictor)) is not None]
             _draw(panel, np.mean(curves, axis=0), colour, measures.PREDICTORS[predictor], linestyle=dash)
-        panel.set_title(condition)
-        panel.set_xlabel("update")
+        panel.set(title=condition, xlabel="update")
         percent(panel, full=False)
     panels[0].set_ylabel(f"updates lost, {scope}")
     panels[0].legend()
@@ -75,7 +75,8 @@ def gaps(bundle: Bundle, found: Records) -> Any:
     figure, (panel,) = new_figure()
     for condition, colour in zip(bundle.conditions, CONDITIONS, strict=False):
         _draw_gaps(panel, bundle, bundle.over(found, condition), condition, colour)
-    _name(panel, f"nats above {bundle.anchor} fp32")
+    panel.set(xlabel="update", ylabel=f"nats above {bundle.anchor} fp32")
+    panel.legend()
     return figure
 
 
@@ -111,8 +112,7 @@ def trajectories(bundle: Bundle, found: Records, scope: str) -> Any:
             if at is not None:
                 panel.axvline(at, color=colour, linewidth=0.8, linestyle=":")
         panel.axhline(0.5, color=GREY, linewidth=0.8)
-        panel.set_title(unit.name)
-        panel.set_xlabel("update")
+        panel.set(title=unit.name, xlabel="update")
         percent(panel)
     panels[0].set_ylabel(f"updates lost, {scope}")
     panels[0].legend()
@@ -124,13 +124,6 @@ def _draw_gaps(panel: Any, bundle: Bundle, units: Sequence[Unit], condition: str
     for arm, dash in zip(bundle.arms, DASHES, strict=False):
         curve = ((u, _known(measures.gap(unit, arm, u) for unit in units)) for u in updates)
         _band(panel, curve, colour, dash, f"{condition} {arm}")
-
-
-def _name(panel: Any, what: str, title: str = "") -> None:
-    panel.set_title(title)
-    panel.set_xlabel("update")
-    panel.set_ylabel(what)
-    panel.legend()
 
 
 def _draw(panel: Any, series: records.Array, colour: str, label: str, **how: Any) -> None:
@@ -180,8 +173,7 @@ def budget_curve(
     heights = [_mean(won[arm]) for arm in steps]
     panel.step([*(at[arm] for arm in front), 1.12], heights, where="post", color=COLOURS[1], linewidth=1)
     panel.axhline(0, color=GREY, linewidth=0.8)
-    panel.set_xlim(-0.04, 1.12)
-    panel.set_xlabel("bytes that the policy keeps, as a share of masters everywhere")
-    panel.set_ylabel("share of the gap won back")
+    panel.set(xlim=(-0.04, 1.12), ylabel="share of the gap won back",
+              xlabel="bytes that the policy keeps, as a share of masters everywhere")  # fmt: skip
     percent(panel, full=False)
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,11 +17,6 @@ from halfulp.measures.forecasts import pooled_rho, scalar_rho_map
 from halfulp.measures.groups import CORE
 from halfulp.study import Running
 
-PREDICTORS = ("frozen", "symmetric", "rho")
-"""The exact event; the symmetric half-gap; the pooled scalar through the uniform-phase map."""
-REHEARSAL = "rehearsal"
-"""The event at the codes of the rehearsed nearest run, where there is one."""
-NEAREST = "rne"
 AGAIN = "second-reference"
 """The stage in which references run once more, with the masks that they made."""
 
@@ -28,6 +24,8 @@ AGAIN = "second-reference"
 def forecast(running: Running) -> dict[str, Any]:
     """The frozen fraction of every update on a grid, by scope, as each predictor has it.
 
+    ``frozen`` is the exact event, ``symmetric`` the half-gap, ``rho`` the pooled scalar through the
+    uniform-phase map, ``rehearsal`` the event at the codes of the rehearsed nearest run, if there is one;
     ``stays`` is the share of coordinates that stochastic rounding is expected never to move, at the end.
     """
     config = running.config
@@ -49,49 +47,30 @@ def forecast(running: Running) -> dict[str, Any]:
         )
         return scalar_rho_map(pooled_rho(d, w, named(grid).epsilon))
 
-    rehearsed = config.get("rehearse", {})
-    found = {
-        scope: {
-            "frozen": records.frozen(record, grid, scope),
-            "symmetric": records.share(record, counted, scope),
-            "rho": rho(scope),
-            **({"rehearsal": records.rehearsed(record, grid, scope)} if NEAREST in rehearsed else {}),
-        }
-        for scope in config["scopes"]
+    by_scope: dict[str, Callable[[str], Any]] = {
+        "frozen": lambda scope: records.frozen(record, grid, scope).tolist(),
+        "symmetric": lambda scope: records.share(record, counted, scope).tolist(),
+        "rho": lambda scope: rho(scope).tolist(),
+        "stays": lambda scope: float(records.share(record, expected, scope)[-1]),
+        "crossings": lambda scope: asdict(crossing(records.frozen(record, grid, scope))),
     }
-    predictors = (*PREDICTORS, *((REHEARSAL,) if NEAREST in rehearsed else ()))
-    series = {p: {scope: each[p].tolist() for scope, each in found.items()} for p in predictors}
-    stays = {scope: float(records.share(record, expected, scope)[-1]) for scope in found}
-    crossings = {scope: asdict(crossing(each["frozen"])) for scope, each in found.items()}
-    losses = _losses(running, record)
-    heard = {"losses": losses} if losses else {}
-    if len(found) == 1:  # then without the level of scopes
-        (scope,) = found
-        return {
-            "seed": config["seed"],
-            "grid": grid,
-            **{p: series[p][scope] for p in predictors},
-            "stays": stays[scope],
-            **crossings[scope],
-            **heard,
-        }
-    return {"seed": config["seed"], "grid": grid, **series, "stays": stays, "crossings": crossings, **heard}
+    if "rne" in config.get("rehearse", {}):
+        by_scope["rehearsal"] = lambda scope: records.frozen(record, grid, scope, "rehearsed").tolist()
+    found = {name: {scope: of(scope) for scope in config["scopes"]} for name, of in by_scope.items()}
+    if len(config["scopes"]) == 1:  # then without the level of scopes
+        found = {name: each[config["scopes"][0]] for name, each in found.items()}
+        found |= found.pop("crossings")
+    return {**forecast_losses(running), **found}
 
 
 def forecast_losses(running: Running) -> dict[str, Any]:
     """What a reference forecasts of the arms that it rehearses: their losses alone, by update and bound."""
     config = running.config
-    record = running.read("reference", config["reference"])
-    return {"seed": config["seed"], "grid": config["grid"], "losses": _losses(running, record)}
-
-
-def _losses(running: Running, record: records.Record) -> dict[str, Any]:
-    """Of every rehearsed arm the losses; of those that needed a second reference, from there."""
-    config = running.config
-    told = [(record, config.get("rehearse", {}))]
+    told = [(running.read(config.get("stage", "reference"), config["reference"]), config.get("rehearse", {}))]
     if "again" in config:
         told.append((running.read(AGAIN, config["reference"]), config["again"]))
-    return {arm: records.rehearsed_losses(r, spec) for r, specs in told for arm, spec in specs.items()}
+    losses = {arm: records.rehearsed_losses(r, spec) for r, specs in told for arm, spec in specs.items()}
+    return {"seed": config["seed"], "grid": config["grid"], **({"losses": losses} if losses else {})}
 
 
 def _series(table: pl.DataFrame, column: str) -> dict[str, np.ndarray[Any, Any]]:

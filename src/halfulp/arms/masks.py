@@ -25,9 +25,10 @@ a bit a tile; or it keeps its sums, and a cell of a later stage makes them (:fun
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ import torch
 from safetensors.torch import load as load_tensors
 
 from halfulp import tensors
-from halfulp.arms.arm import Arm
 from halfulp.kernels import SCORES, tiles_of
 from halfulp.masks import REHEARSED, Mask, choose, drawn, tile_sizes, whole_tensors
 from halfulp.streams import Stream
@@ -47,6 +47,8 @@ from halfulp.writeback import TileMaster
 Json = Any
 Recipes = Mapping[str, Mapping[str, Json]]
 PACKED = "masks.safetensors"
+APART = "-masks"
+"""What the names of stages end with that do nothing but make masks."""
 _KEY = "halfulp.arms.masks"
 
 
@@ -81,7 +83,7 @@ class Ranked:
     """Of every score, by tensor: a row a tile."""
     attributed: Callable[[int], Mapping[str, Any]] = lambda rehearsal: {}
     """What the tiles of an attributed rehearsal cost, by tensor."""
-    silent: Mapping[str, float] | None = None
+    silent: Mapping[str, float] = field(default_factory=dict)
     """By tensor: the share of coordinates that every update of the window would have left where they were."""
     read: Callable[[Mapping[str, str]], Mask] | None = None
     """A mask of an earlier stage."""
@@ -127,7 +129,6 @@ class Ranked:
             spent = made[recipe["like"]].payload_bytes / made[recipe["like"]].blanket_bytes
             ranks = {n: float(Stream(seed=recipe["draw"], name=n, step=0).words(1)[0]) for n in self.sizes}
             return whole_tensors(ranks, self.sizes, spent, "random tensors", self.tile)
-        assert self.silent is not None
         sign = -1.0 if recipe.get("anti") else 1.0
         ranks = {n: sign * share for n, share in self.silent.items() if n != recipe.get("without")}
         return whole_tensors(ranks, self.sizes, recipe["share"], "whole tensors", self.tile)
@@ -153,40 +154,29 @@ def make_masks(running: Running) -> dict[str, Json]:
         found = load_tensors(running.read_bytes(stage, cell, "attribution.safetensors"))
         return {n: found[f"{rehearsal}.{n}"] for n in sizes}
 
-    def read(where: Mapping[str, str]) -> Mask:
-        return read_named(running, where)
-
+    read = partial(read_named, running)
     made = Ranked(sizes, config["tile"], sums, attributed, read=read).masks(config["masks"])
     for name, mask in made.items():
         running.attach(f"{name}.safetensors", mask.to_bytes())
-    record: dict[str, Json] = {
-        "budget": {name: mask.budget for name, mask in made.items()},
-        "tiles": {name: {n: int(t.sum()) for n, t in mask.tiles.items()} for name, mask in made.items()},
-    }
-    if "beside" in config:
-        stage, cell = config["beside"]
-        record["shared"] = {
-            name: read_named(running, {"stage": stage, "cell": cell, "name": name}).overlap(mask)
-            for name, mask in made.items()
-        }
-    return record
+    if "beside" not in config:
+        return described(made, {n: n for n in sizes})
+    stage, cell = config["beside"]
+    beside = {name: read({"stage": stage, "cell": cell, "name": name}) for name in made}
+    return described(made, {n: n for n in sizes}, beside)
 
 
 def described(
-    made: Mapping[str, Mask], group_of: Mapping[str, str], beside: Mapping[str, Mask]
+    made: Mapping[str, Mask], group_of: Mapping[str, str], beside: Mapping[str, Mask] | None = None
 ) -> dict[str, Json]:
     """What a record says of masks: budgets, tiles by group, tiles that others of the same name have too."""
-    tiles: dict[str, dict[str, int]] = {}
+    tiles: dict[str, Counter[str]] = {name: Counter() for name in made}
     for name, mask in made.items():
-        tiles[name] = {}
         for tensor, chosen in mask.tiles.items():
-            group = group_of[tensor]
-            tiles[name][group] = tiles[name].get(group, 0) + int(chosen.sum())
-    return {
-        "budget": {name: mask.budget for name, mask in made.items()},
-        "tiles": tiles,
-        "shared": {name: beside[name].overlap(mask) for name, mask in made.items() if name in beside},
-    }
+            tiles[name][group_of[tensor]] += int(chosen.sum())
+    said: dict[str, Json] = {"budget": {name: mask.budget for name, mask in made.items()}, "tiles": tiles}
+    if beside is not None:
+        said["shared"] = {name: beside[name].overlap(mask) for name, mask in made.items() if name in beside}
+    return said
 
 
 # ---- keeping and reading them -----------------------------------------------------------------------------
@@ -221,19 +211,13 @@ def unpacked(content: bytes, where: str) -> dict[str, Mask]:
     return made
 
 
-def read_mask(running: Running, arm: Arm) -> Mask:
-    """The mask that an arm's masters follow."""
-    assert arm.mask is not None
-    return read_named(running, arm.mask)
-
-
 def read_named(running: Running, where: Mapping[str, str]) -> Mask:
     """A mask by the stage and the cell that attached it, and its name; ``evidence``: of another study.
 
     Without a stage of masks, it is one of those that the run packed when it ended.
     """
     stage, cell, name = where["stage"], where["cell"], where["name"]
-    if not stage.endswith("-masks"):
+    if not stage.endswith(APART):
         return read_packed(running, where)[name]
     file = f"{name}.safetensors"
     return Mask.from_bytes(running.read_bytes(stage, cell, file), f"{stage}/{cell}/{file}")

@@ -16,7 +16,8 @@ import numpy as np
 
 from halfulp.arms import records
 from halfulp.measures.crossings import crossing
-from halfulp.measures.forecasts import Comparison, compare
+from halfulp.measures.forecasts import Comparison, compare, scalar_rho_map
+from halfulp.models.training import Schedule
 
 if TYPE_CHECKING:
     from halfulp.arms.bundle import Bundle, Unit
@@ -149,7 +150,8 @@ The first four were sealed; there is a rehearsal where the references have one. 
 directional forecast of the unit's own reference, which is the sealed one unless a source was reused, and
 ``rehearsed`` that reference's rehearsal. Nobody
 has the last three in time, or they cost nothing: the mean of what the other targets measured under the same
-condition, the best constant in hindsight, and one.
+condition, the best constant in hindsight, and one. ``schedule`` is the learning rate alone, through the
+uniform-phase map, rho being the rate over its peak, of runs whose records have one.
 """
 
 
@@ -176,8 +178,13 @@ def forecast_by(unit: Unit, scope: str, predictor: str, first: int = 0) -> recor
         siblings = unit.siblings
         return np.mean([measured(u, scope) for u in siblings], axis=0) if siblings else None
     if predictor in ("matched", "rehearsed"):
-        read = records.frozen if predictor == "matched" else records.rehearsed
-        return read(unit.run(FP32), unit.run("rne")["grid"], scope)
+        of = "frozen" if predictor == "matched" else predictor
+        return records.frozen(unit.run(FP32), unit.run("rne")["grid"], scope, of)
+    if predictor == "schedule":
+        run = unit.run("rne")
+        schedule = Schedule(**run["schedule"])
+        rates = np.array([schedule.rate(update) for update in range(1, run["updates"] + 1)])
+        return scalar_rho_map(rates / schedule.peak)
     return unit.forecast(scope, predictor)
 
 
@@ -251,7 +258,8 @@ def forecast_gap(unit: Unit, arm: str = "rne", bound: str = "point", update: int
 
     Of a source that was reused: above its own.
     """
-    return unit.forecast_gap(arm, bound, update)
+    ours, anchor = unit.rehearsed_loss(arm, bound, update), records.loss(unit.source, update)
+    return None if ours is None or anchor is None else ours - anchor
 
 
 def gap_ratio(unit: Unit, arm: str = "rne", bound: str = "point") -> Found:
@@ -268,7 +276,9 @@ def gap_error(unit: Unit, arm: str = "rne") -> Found:
 
 def inside(unit: Unit, arm: str = "rne") -> Found:
     """How far the measured loss is inside its bounds, in nats; negative outside."""
-    lower, upper = (unit.forecast_loss(arm, bound) for bound in ("lower", "upper"))
+    if unit.bundle.forecast_from is not None:  # bounds of another seed's loss
+        return None
+    lower, upper = (unit.rehearsed_loss(arm, bound) for bound in ("lower", "upper"))
     found = loss(unit, arm)
     return None if lower is None or upper is None or found is None else min(found - lower, upper - found)
 

@@ -8,14 +8,13 @@ rate over its peak. *Centred* errors leave out the mean over time of both, so th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from halfulp.arms import measures, records
+from halfulp.arms import measures
 from halfulp.arms.bundle import Bundle, Unit
 from halfulp.arms.measures import Found
-from halfulp.measures.forecasts import Comparison, compare, scalar_rho_map
-from halfulp.models.training import Schedule
 from halfulp.study.protocol import Records, Values
 
 SOURCE_FREE = ("constant", "schedule")
@@ -61,47 +60,34 @@ def improvement_ratio(unit: Unit, arm: str, over: str) -> Found:
 # ---- a source against none --------------------------------------------------------------------------
 
 
-def _told(unit: Unit, scope: str, predictor: str) -> records.Array:
-    run = unit.run("rne")
-    if predictor == "schedule":
-        schedule = Schedule(**run["schedule"])
-        rates = np.array([schedule.rate(update) for update in range(1, run["updates"] + 1)])
-        return scalar_rho_map(rates / schedule.peak)
-    found = measures.forecast_by(unit, scope, predictor, run["warmup"])
-    assert found is not None
-    return found
-
-
-def against(unit: Unit, scope: str, predictor: str) -> Comparison:
-    """A predictor against the measured frozen fraction, after the warmup."""
-    run = unit.run("rne")
-    return compare(_told(unit, scope, predictor), measures.measured(unit, scope), warmup=run["warmup"])
+against = partial(measures.comparison, warmup=False)
+"""A predictor against the measured frozen fraction, after the warmup."""
 
 
 def strongest(unit: Unit, scope: str) -> str:
     """The source-free predictor with the smallest centred error."""
-    return min(SOURCE_FREE, key=lambda predictor: against(unit, scope, predictor).centred_rmse)
+    return min(SOURCE_FREE, key=lambda predictor: against(unit, scope, predictor=predictor).centred_rmse)
 
 
 def centred_ratio(unit: Unit, scope: str) -> Found:
     """Centred RMSE of the source over that of the strongest source-free predictor."""
-    best = against(unit, scope, strongest(unit, scope)).centred_rmse
-    return against(unit, scope, "frozen").centred_rmse / best if best else None
+    best = against(unit, scope, predictor=strongest(unit, scope)).centred_rmse
+    return against(unit, scope, predictor="frozen").centred_rmse / best if best else None
 
 
 def raw_ratio(unit: Unit, scope: str) -> Found:
     """RMSE of the source over the smallest of the source-free predictors'."""
-    best = min(against(unit, scope, predictor).rmse for predictor in SOURCE_FREE)
-    return against(unit, scope, "frozen").rmse / best if best else None
+    best = min(against(unit, scope, predictor=predictor).rmse for predictor in SOURCE_FREE)
+    return against(unit, scope, predictor="frozen").rmse / best if best else None
 
 
 def residual_correlation(unit: Unit, scope: str) -> Found:
     """Correlation over updates of source and measurement, both less the strongest source-free predictor."""
     first = unit.run("rne")["warmup"]
-    without = _told(unit, scope, strongest(unit, scope))
-    told, seen = (
-        (x - without)[first:] for x in (_told(unit, scope, "frozen"), measures.measured(unit, scope))
-    )
+    best, source = (measures.forecast_by(unit, scope, p, first) for p in (strongest(unit, scope), "frozen"))
+    assert best is not None
+    assert source is not None
+    told, seen = ((x - best)[first:] for x in (source, measures.measured(unit, scope)))
     if min(told.std(), seen.std()) == 0:
         return None
     return float(np.corrcoef(told, seen)[0, 1])
@@ -112,7 +98,7 @@ def macro_ratio(bundle: Bundle, found: Records, scope: str) -> Values:
     made: dict[str, float | None] = {}
     for condition in bundle.conditions:
         units = bundle.over(found, condition)
-        ours = np.mean([against(u, scope, "frozen").centred_rmse for u in units])
-        best = np.mean([against(u, scope, strongest(u, scope)).centred_rmse for u in units])
+        ours = np.mean([against(u, scope, predictor="frozen").centred_rmse for u in units])
+        best = np.mean([against(u, scope, predictor=strongest(u, scope)).centred_rmse for u in units])
         made[condition] = float(ours / best) if best else None
     return made

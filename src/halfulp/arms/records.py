@@ -32,14 +32,12 @@ def share(record: Record, counts: Mapping[str, Any], scope: str) -> Any:
     return np.sum([counts[g] for g in groups], axis=0) / total
 
 
-def frozen(record: Record, grid: str, scope: str) -> Array:
-    """The share of a scope's coordinates that every update leaves unchanged, weighted by coordinates."""
-    return np.asarray(share(record, record["frozen"][grid], scope), dtype=np.float64)
+def frozen(record: Record, name: str, scope: str, of: str = "frozen") -> Array:
+    """The share of a scope's coordinates that every update leaves unchanged, weighted by coordinates.
 
-
-def rehearsed(record: Record, spec: str, scope: str) -> Array:
-    """The same of the run that a reference rehearsed."""
-    return np.asarray(share(record, record["rehearsed"][spec], scope), dtype=np.float64)
+    On a grid, by its name; ``of="rehearsed"``: in a run that was rehearsed, by what it was declared as.
+    """
+    return np.asarray(share(record, record[of][name], scope), dtype=np.float64)
 
 
 def rehearsed_losses(record: Record, spec: str) -> dict[str, dict[str, float | None]]:

@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfulp import kernels
 from halfulp.arms.arm import Arm
 from halfulp.arms.corpus import open_corpus
-from halfulp.arms.masks import PACKED, Ranked, described, pack, read_mask, read_named, read_packed
+from halfulp.arms.masks import PACKED, Ranked, described, pack, read_named, read_packed
 from halfulp.arms.silent import Silent
 from halfulp.audit.recorder import Audit
 from halfulp.audit.rehearsal import Spec
@@ -62,7 +62,7 @@ def run(running: Running) -> dict[str, Json]:
     """Train an arm; its record."""
     arm = Arm.from_json(running.config)
     recipe = arm.recipe
-    train, held_out = open_corpus(running, arm.corpus, arm.model.vocabulary)
+    train, held_out = open_corpus(running.data, arm.corpus, arm.model.vocabulary)
     model = Decoder(arm.model, seed=arm.seed, device=device(arm.device))
     record: dict[str, Json] = {
         "seed": arm.seed, "grid": arm.grid, "policy": arm.policy or "fp32", "projected": arm.projected,
@@ -82,19 +82,15 @@ def run(running: Running) -> dict[str, Json]:
     if saved is not None:
         record, kept = training.load(saved)
         contexts = [kept.pop("contexts")] if "contexts" in kept else []
-        memory = Memory.loaded(kept if silent is None else silent.load(kept))
+        memory = Memory.loaded(silent.load(kept))
     rehearse = rehearsals(running, arm)
     with attention(arm.attention), audited(arm, training, memory, list(rehearse.values())) as audit:
         named = {} if audit is None else dict(zip(rehearse, audit.rehearsals, strict=True))
         if arm.replay and saved is None:
             record["replayed"].append(_replayed(running, arm, training))
         while not training.done:
-            if silent is not None:
-                silent.begin(training.update + 1)
-            with _evidence(arm, training, record):
+            with silent.watching(training.update + 1), _evidence(arm, training, record):
                 training.step()
-            if silent is not None:
-                silent.end()
             if arm.attribute is not None and audit is not None and training.update in _moments(arm):
                 record.setdefault("attributed", []).append(_attribute(audit, training, arm, named))
             if isinstance(optimizer, WriteBack):
@@ -110,8 +106,7 @@ def run(running: Running) -> dict[str, Json]:
                 if audit is not None:
                     audit.commit()
                 more = {"contexts": torch.cat(contexts)} if contexts else {}
-                more |= {} if silent is None else silent.save()
-                running.save(training.save(record, {**memory.save(), **more}))
+                running.save(training.save(record, {**memory.save(), **more, **silent.save()}))
             running.progress(training.update, recipe.updates)
     if arm.replay:
         record["replayed"].append(_replayed(running, arm, training))
@@ -119,33 +114,64 @@ def run(running: Running) -> dict[str, Json]:
         running.attach("dispatch.json", json.dumps(record["dispatch"], sort_keys=True).encode())
     if contexts and arm.tables:
         running.attach("contexts.safetensors", save_tensors({"loss": torch.cat(contexts)}))
-    if not arm.watched:
-        return record
-    trace = memory.trace
-    if arm.scores is not None or arm.attribute is not None:
-        record["sizes"] = {t["name"]: t["numel"] for t in trace.tensors}
-    if arm.make is not None:
-        record["masks"] = _make(running, arm, trace, named, None if silent is None else silent.shares)
-    elif arm.scores is not None:
-        sums = {name: torch.from_numpy(found) for name, found in trace.scores().items()}
-        running.attach("scores.safetensors", save_tensors(sums))
-    record["frozen"] = _counted(running, trace, attached=arm.tables)
-    if rehearse:
-        _count_rehearsals(running, record, trace, list(rehearse), attached=arm.tables)
-    if arm.attribute is not None and arm.make is None:
-        found = {
-            f"{i}.{tensor}": torch.from_numpy(sums)
-            for i, spec in enumerate(arm.attribute["of"])
-            for tensor, sums in trace.attribution(named[spec]).items()
-        }
-        running.attach("attribution.safetensors", save_tensors(found))
-    if arm.grid is not None:
-        _note_never_moved(record, trace)
+    if arm.watched:
+        _count(running, arm, record, memory.trace, named)
+        _score(running, arm, record, memory.trace, named, silent.shares)
     return record
 
 
+def _score(
+    running: Running, arm: Arm, record: dict[str, Json], trace: Recorded, named: Mapping[str, str],
+    silent: Mapping[str, float],
+) -> None:  # fmt: skip
+    """Sums by tile, attached, or the masks that are made of them."""
+    sizes = {t["name"]: t["numel"] for t in trace.tensors}
+    specs = () if arm.attribute is None else tuple(arm.attribute["of"])
+    if arm.scores is not None or specs:
+        record["sizes"] = sizes
+
+    def attributed(rehearsal: int) -> Mapping[str, Any]:
+        return trace.attribution(named[specs[rehearsal]])
+
+    if arm.make is not None:
+        made = Ranked(sizes, arm.tile, trace.scores, attributed, silent).masks(arm.make)
+        running.attach(PACKED, pack(made))
+        parts = {t["name"]: _part(t["name"], t["group"]) for t in trace.tensors}
+        record["masks"] = described(made, parts, {} if arm.masks is None else read_packed(running, arm.masks))
+        record["masks"] |= {"silent": dict(silent)} if silent else {}
+        return
+    if arm.scores is not None:
+        sums = {name: torch.from_numpy(found) for name, found in trace.scores().items()}
+        running.attach("scores.safetensors", save_tensors(sums))
+    if specs:
+        each = {f"{i}.{n}": torch.from_numpy(s) for i in range(len(specs)) for n, s in attributed(i).items()}
+        running.attach("attribution.safetensors", save_tensors(each))
+
+
+def _count(
+    running: Running, arm: Arm, record: dict[str, Json], trace: Recorded, named: Mapping[str, str]
+) -> None:
+    """What the audit counted: in the record what measures need, and all of it attached."""
+    kept = trace.scan("grids").drop("frozen_decay", "frozen_gradient", *kernels.ARRIVED)
+    grids = _by_group(trace, kept, grid=trace.grids)
+    tables = {"grids": grids}
+    own = [] if arm.grid is None else [(found["update"], found) for found in record["evaluations"]]
+    record["frozen"] = _counted(grids, "grid", dict.fromkeys(trace.grids, own))
+    if named:
+        table = _by_group(trace, trace.scan("rehearsals"), rehearsal=list(named), bound=BOUNDS)
+        tables["rehearsals"] = table
+        each = {spec: [(e["update"], e["rehearsed"][spec]) for e in record["evaluations"]] for spec in named}
+        record["rehearsed"] = _counted(table.filter(pl.col("bound") == "point"), "rehearsal", each)
+    if arm.tables:
+        tables["groups"] = _by_group(trace, trace.scan("tensors").drop("lr"))
+    for name, table in tables.items() if arm.tables else ():
+        content = io.BytesIO()
+        table.write_parquet(content, compression="zstd")
+        running.attach(f"{name}.parquet", content.getvalue())
+
+
 def _optimizer(running: Running, arm: Arm, model: Decoder) -> torch.optim.Optimizer:
-    return optimizer_of(arm, model, read_mask(running, arm) if arm.mask else None)
+    return optimizer_of(arm, model, read_named(running, arm.mask) if arm.mask else None)
 
 
 def optimizer_of(arm: Arm, model: Decoder, mask: Mask | None) -> torch.optim.Optimizer:
@@ -219,29 +245,11 @@ def rehearsals(running: Running, arm: Arm) -> dict[str, Spec]:
     return made
 
 
-def _silent(arm: Arm, model: Decoder) -> Silent | None:
+def _silent(arm: Arm, model: Decoder) -> Silent:
     """What recipes for whole tensors need, where there are some."""
     if arm.scores is None or not any("whole" in recipe for recipe in (arm.make or {}).values()):
-        return None
-    return Silent(model, *arm.scores)
-
-
-def _make(
-    running: Running, arm: Arm, trace: Recorded, named: Mapping[str, str], silent: Mapping[str, float] | None
-) -> dict[str, Json]:
-    """Make the masks of an arm and attach them; what the record says of them."""
-    assert arm.make is not None
-    specs = () if arm.attribute is None else tuple(arm.attribute["of"])
-    sizes = {t["name"]: t["numel"] for t in trace.tensors}
-
-    def attributed(rehearsal: int) -> Mapping[str, Any]:
-        return trace.attribution(named[specs[rehearsal]])
-
-    made = Ranked(sizes, arm.tile, trace.scores, attributed, silent).masks(arm.make)
-    running.attach(PACKED, pack(made))
-    parts = {t["name"]: _part(t["name"], t["group"]) for t in trace.tensors}
-    said = described(made, parts, {} if arm.masks is None else read_packed(running, arm.masks))
-    return said if silent is None else {**said, "silent": dict(silent)}
+        return Silent({}, "", 0)
+    return Silent({n: p for n, p in model.named_parameters() if p.dim() >= 2}, *arm.scores)
 
 
 def _part(name: str, group: str) -> str:
@@ -335,53 +343,30 @@ def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, An
     return found, apart
 
 
-def _counted(running: Running, trace: Recorded, *, attached: bool) -> dict[str, dict[str, list[int]]]:
-    """What the audit counted, attached; and, for the record, coordinates left unchanged by grid and group."""
-    grids = _by_group(
-        trace, trace.scan("grids").drop("frozen_decay", "frozen_gradient", *kernels.ARRIVED), "grid"
-    )
-    grids = grids.with_columns(pl.col("grid").replace_strict(dict(enumerate(trace.grids))))
-    if attached:
-        _attach(running, "grids", grids)
-        _attach(running, "groups", _by_group(trace, trace.scan("tensors").drop("lr")))
-    frozen: dict[str, dict[str, list[int]]] = {grid: {} for grid in trace.grids}
-    for (grid, group), rows in grids.partition_by("grid", "group", as_dict=True).items():
-        frozen[str(grid)][str(group)] = rows["frozen"].to_list()
+def _counted(
+    table: pl.DataFrame, key: str, evaluations: Mapping[str, Sequence[tuple[int, dict[str, Json]]]]
+) -> dict[str, dict[str, list[int]]]:
+    """By name and group: coordinates that every update left unchanged. Evaluations, of these names and
+    updates, are told how many never moved."""
+    frozen: dict[str, dict[str, list[int]]] = {name: {} for name in evaluations}
+    for (name, group), rows in table.partition_by(key, "group", as_dict=True).items():
+        frozen[name][group] = rows["frozen"].to_list()
+        never = dict(zip(rows["step"], rows["never_moved"], strict=True))
+        for update, found in evaluations[name]:
+            found.setdefault("never_moved", {})[group] = never[update]
     return frozen
 
 
-def _count_rehearsals(
-    running: Running, record: dict[str, Json], trace: Recorded, specs: list[str], *, attached: bool
-) -> None:
-    """The counts of rehearsals, attached; for the record, those of the point forecast."""
-    table = _by_group(trace, trace.scan("rehearsals"), "rehearsal", "bound")
-    numbers = {"rehearsal": specs, "bound": BOUNDS}
-    for column, names in numbers.items():
-        table = table.with_columns(pl.col(column).replace_strict(dict(enumerate(names))))
-    if attached:
-        _attach(running, "rehearsals", table)
-    point = table.filter(pl.col("bound") == "point")
-    record["rehearsed"] = {spec: {} for spec in specs}
-    for (spec, group), rows in point.partition_by("rehearsal", "group", as_dict=True).items():
-        record["rehearsed"][str(spec)][str(group)] = rows["frozen"].to_list()
-        never = dict(zip(rows["step"], rows["never_moved"], strict=True))
-        for found in record["evaluations"]:
-            found["rehearsed"][spec].setdefault("never_moved", {})[group] = never[found["update"]]
+def _by_group(trace: Recorded, table: pl.LazyFrame, **named: Sequence[str]) -> pl.DataFrame:
+    """Columns summed over the tensors of a group, in their order: threads may not decide a sum.
 
-
-def _attach(running: Running, name: str, table: pl.DataFrame) -> None:
-    made = io.BytesIO()
-    table.write_parquet(made, compression="zstd")
-    running.attach(f"{name}.parquet", made.getvalue())
-
-
-def _by_group(trace: Recorded, table: pl.LazyFrame, *more: str) -> pl.DataFrame:
-    """Columns summed over the tensors of a group, in their order: threads may not decide a sum."""
+    The numbers of more keys are replaced by their names.
+    """
     tensors = pl.LazyFrame(
         {"tensor": [t["id"] for t in trace.tensors], "group": [t["group"] for t in trace.tensors]},
         schema={"tensor": pl.Int32, "group": pl.String},
     )
-    keys = (*more, "group", "step")
+    keys = (*named, "group", "step")
     rows = table.join(tensors, on="tensor").sort(*keys, "tensor").collect()
     first = np.flatnonzero(rows.select(pl.struct(keys).is_first_distinct()).to_series().to_numpy())
     summed = {
@@ -389,20 +374,8 @@ def _by_group(trace: Recorded, table: pl.LazyFrame, *more: str) -> pl.DataFrame:
         for name in rows.columns
         if name not in (*keys, "tensor")
     }
-    return rows[first].select(keys).with_columns(**summed)
-
-
-def _note_never_moved(record: dict[str, Json], trace: Recorded) -> None:
-    """At every evaluation, by group: counts of the audit of the same update."""
-    table = _by_group(
-        trace,
-        trace.scan("grids")
-        .filter(pl.col("step").is_in([e["update"] for e in record["evaluations"]]))
-        .select("step", "tensor", "never_moved"),
-    )
-    for found in record["evaluations"]:
-        rows = table.filter(pl.col("step") == found["update"])
-        found["never_moved"] = dict(zip(rows["group"], rows["never_moved"], strict=True))
+    names = [pl.col(key).replace_strict(dict(enumerate(each))) for key, each in named.items()]
+    return rows[first].select(keys).with_columns(*names, **summed)
 
 
 def digest(model: Decoder) -> str:

@@ -7,7 +7,8 @@ predates the exact event. One flag a coordinate is kept, so it is not among the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -17,22 +18,18 @@ _KEPT = "silent."
 
 
 class Silent:
-    """Follows the matrices of a model over the first updates of a run."""
+    """Follows some tensors over the first updates of a run."""
 
-    def __init__(self, model: torch.nn.Module, grid: str, last: int) -> None:
-        self.grid, self.last = grid, last
-        self.watched = {n: p for n, p in model.named_parameters() if p.dim() >= 2}
+    def __init__(self, watched: Mapping[str, torch.Tensor], grid: str, last: int) -> None:
+        self.watched, self.grid, self.last = watched, grid, last
         self.flags = {n: torch.ones(p.shape, dtype=torch.bool) for n, p in self.watched.items()}
-        self.before: dict[str, torch.Tensor] = {}
 
-    def begin(self, update: int) -> None:
-        """Before an update: what the weights are, if it is in the window."""
-        inside = update <= self.last
-        self.before = {n: p.detach().clone() for n, p in self.watched.items()} if inside else {}
-
-    def end(self) -> None:
-        """After it: who was asked to move far enough."""
-        for name, w in self.before.items():
+    @contextlib.contextmanager
+    def watching(self, update: int) -> Iterator[None]:
+        """Around an update, if it is in the window: who was asked to move far enough."""
+        before = {n: p.detach().clone() for n, p in self.watched.items()} if update <= self.last else {}
+        yield
+        for name, w in before.items():
             d = self.watched[name].detach() - w
             self.flags[name] &= symmetric_frozen(w, d, self.grid).cpu()
 

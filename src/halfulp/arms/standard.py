@@ -1,4 +1,4 @@
-"""What transfer studies compute, tabulate and draw of their bundles, all in the same way."""
+"""What decoder studies compute, tabulate and draw of their bundles, in the same way and by the same names."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from halfulp.arms import estimands, figures
+from halfulp.arms import figures, measures
 from halfulp.arms.bundle import Bundle
+from halfulp.arms.measures import FP32, rivals
 from halfulp.arms.tables import tables
+from halfulp.study.protocol import Estimand
 
 
 def standard(
@@ -31,10 +33,69 @@ def standard(
         losses = {"loss-gap": partial(figures.gaps, bundle)}
     return {
         "estimands": (
-            *estimands.of_outcomes(bundle, moved),
-            *estimands.of_forecasts(bundle, warmup=warmup, scopes=scopes),
-            *estimands.of_rehearsals(bundle),
+            *of_outcomes(bundle, moved),
+            *of_forecasts(bundle, warmup=warmup, scopes=scopes),
+            *of_rehearsals(bundle),
         ),
         "tables": tables(bundle, warmup=warmup, scopes=moved),
         "figures": {**losses, "forecast": partial(figures.tracked, bundle, scope=drawn)},
     }
+
+
+def of_outcomes(bundle: Bundle, scopes: Sequence[str] = ("core",)) -> tuple[Estimand, ...]:
+    """Losses, gaps, recoveries, never-moved shares by scope, codes at the ends, and whether arms match."""
+    anchor, arms = f"{bundle.anchor} fp32", list(bundle.arms)
+    others, within = [arm for arm in arms if arm != "rne"], {"scopes": list(scopes)}
+    by_arm: tuple[tuple[str, str, Any, Sequence[str], dict[str, Any]], ...] = (
+        ("loss", "final held-out loss, nats", measures.loss, (FP32, *arms), {}),
+        ("gap", f"final loss above {anchor}, nats", measures.gap, arms, {}),
+        ("recovery", f"share of gap-rne won back; anchor: {anchor}", measures.recovery, others, {}),
+        ("never-moved", "share of coordinates", measures.never_moved, arms, within),
+    )
+    return (
+        *(
+            bundle.estimand(f"{name}-{arm}", what, measure, arm=arm, **more)
+            for name, what, measure, each, more in by_arm
+            for arm in each
+        ),
+        bundle.estimand(
+            "endpoint", "largest share of codes at the range's ends", measures.endpoint, arms=arms
+        ),
+        bundle.estimand("matched", "1 where the arms began as declared", measures.matched),
+    )
+
+
+def of_rehearsals(bundle: Bundle) -> tuple[Estimand, ...]:
+    """What the references' rehearsals said of losses: gaps, over what was measured, at the bounds, too."""
+    upper: dict[str, Any] = {"bound": "upper"}
+    return tuple(
+        bundle.estimand(f"{name}-{arm}", f"{what}, {arm}", measure, arm=arm, **args)
+        for arm in bundle.rehearse
+        for name, what, measure, args in (
+            ("foretold-gap", "loss gap of the rehearsal, nats", measures.forecast_gap, {}),
+            ("foretold-most", "loss gap of its upper bound, nats", measures.forecast_gap, upper),
+            ("foretold-ratio", "gap of the rehearsal over the measured one", measures.gap_ratio, {}),
+        )
+    )
+
+
+def of_forecasts(bundle: Bundle, *, warmup: bool, scopes: Sequence[str] = ()) -> tuple[Estimand, ...]:
+    """How good the forecast is beside its rivals, by unit and scope; ``warmup``: whether that counts too."""
+    over: dict[str, Any] = {"scopes": list(scopes or bundle.scopes), "warmup": warmup}
+    when = "all updates" if warmup else "updates after the warmup"
+    better = "RMSE over the smaller of the symmetric and the scalar rho forecast's"
+    return (
+        *(
+            bundle.estimand(name, what, measure, **over)
+            for name, what, measure in (
+                ("rmse", f"of the forecast frozen fraction, {when}", measures.forecast_rmse),
+                ("range", "95th less 5th percentile of the measured fraction", measures.measured_range),
+                ("of-constant", "RMSE over that of the best constant", measures.informativeness),
+                ("added-value", better, measures.added_value),
+            )
+        ),
+        *(
+            bundle.estimand(f"rmse-{p}", f"RMSE of {what}", measures.forecast_rmse, predictor=p, **over)
+            for p, what in rivals(bundle).items()
+        ),
+    )

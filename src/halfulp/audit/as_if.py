@@ -103,7 +103,7 @@ class RandomState:
 
     def put_back(self) -> None:
         random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
+        np.random.set_state(self._numpy)  # noqa: NPY002  # others use it
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)

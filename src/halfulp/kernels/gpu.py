@@ -34,6 +34,7 @@ import torch
 
 from halfulp.grids import Grid, Scaling
 from halfulp.kernels import gpu_tiles as device
+from halfulp.kernels import onepass_reference as onepass
 from halfulp.kernels import reference
 from halfulp.kernels.params import SCALED, params, table, working
 from halfulp.streams import Stream
@@ -50,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ("audit_tile", 4, None),
         ("audit_scaled_tile", 8, None),
         ("score_tile", 4, None),
+        ("step_tile", 4, None),
     )
 }
 PTXAS = ("--fmad=false", "--regAllocOptLevel=2")  # what Triton passes to the assembler with these options
@@ -333,10 +335,15 @@ _TYPES = {
     "scales": "*fp64", "next_scales": "*fp64", "sums": "*fp64", "scores": "*fp64", "arrived": "*fp64",
     "counts": "*i32", "shared": "*i32", "phases": "*i64", "moved": "*u8", "row": "i64", "per_row": "i64",
     "length": "i64", "n": "i64", "offset": "i64", "k0": "i32", "k1": "i32", "n_grids": "i32", "number": "i32",
+    "rates": "*fp32", "m0": "i32", "m1": "i32", "every": "i32",
 }  # fmt: skip
 _ROUND: dict[str, Any] = {"MODE": reference.STOCHASTIC, "ALIGNED": True}
 _WRITE: dict[str, Any] = {"MODE": reference.DEADZONE, "ALIGNED": True, "MARK": True, "CARRY": 2, "SUMS": True}
 _AUDIT: dict[str, Any] = {"AFTER": True, "PHASE": True}
+_STEP: dict[str, Any] = {
+    "RULE": onepass.ADAMW, "MODE": reference.STOCHASTIC, "KEEPS": onepass.NOTHING, "SMALL": True,
+    "EIGHT": False, "DRAWN": True, "MARK": True, "SUMS": True, "ALIGNED": True,
+}  # fmt: skip
 
 # The largest form of every kernel (kernel, container, constants), and the commonest.
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -355,6 +362,18 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         for tile in (1, 96, reference.TILE, 1536)
         for scales in (False, True)
     ),
+    ("step_tile", "bfloat16", _STEP),
+    ("step_tile", "bfloat16", _STEP | {"MODE": reference.NEAREST, "KEEPS": onepass.REMAINDER}),
+    (
+        "step_tile",
+        "float32",
+        _STEP | {"DRAWN": False, "MODE": reference.DEADZONE, "KEEPS": onepass.ERROR, "ALIGNED": False},
+    ),
+    (
+        "step_tile",
+        "float32",
+        _STEP | {"DRAWN": False, "RULE": onepass.NESTEROV, "KEEPS": onepass.CARRY},
+    ),
 )
 
 
@@ -364,10 +383,12 @@ def compile_ptx(name: str, holder: str, constants: dict[str, Any], arch: int, **
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel: Any = getattr(device, name)
+    from halfulp.kernels import gpu_onepass
+
+    kernel: Any = getattr(gpu_onepass if name == "step_tile" else device, name)
     values, floats, ints, to = _CONTAINERS[holder]
     scaled = constants.get("SCALES", name == "audit_scaled_tile")
-    constants = constants | {"TO": to}
+    constants = constants | ({} if name == "step_tile" else {"TO": to})
     types = _TYPES | {"f": "*fp64" if scaled else floats, "k": "*i64" if scaled else ints}
     signature = {a: "constexpr" if a in constants else types.get(a, values) for a in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
@@ -401,11 +422,12 @@ def _assemble(ptx: str, arch: int) -> tuple[int, int]:
 def count_hazards(ptx: str) -> dict[str, int]:
     """Instructions that could break equality with the reference, by kind.
 
-    ``fused``: a multiplication with an addition. ``approximate``: a division or another function.
-    ``flushed``: subnormals taken for zero; not in ``floor``, whose argument is never negative here.
+    ``fused``: a multiplication with an addition (the one-pass step asks for some). ``approximate``: a
+    division or another function. ``flushed``: subnormals taken for zero; not in ``floor``, whose argument is
+    never negative here.
     """
     return {
-        "fused": len(re.findall(r"\bfma\.", ptx)),
+        "fused": len(re.findall(r"\bfma\.", ptx)) + len(re.findall(r"\bfma\.rn\.f32x2\b", ptx)),
         "approximate": len(re.findall(r"\.approx\b|\bdiv\.full\b", ptx)),
         "flushed": len(re.findall(r"\.ftz\b", ptx)) - len(re.findall(r"\bcvt\.rmi\.ftz\b", ptx)),
     }

@@ -23,13 +23,15 @@ from halfulp.kernels.onepass_reference import (
     CARRY,
     ERROR,
     FLOAT,
+    LION,
     MASTER,
+    NESTEROV,
     NOTHING,
     REMAINDER,
+    SGD,
     WHOLE,
     Settings,
-    moments,
-    proposed,
+    proposal,
     rates,
     small,
 )
@@ -44,13 +46,17 @@ __all__ = [
     "ADAMW",
     "CARRY",
     "ERROR",
+    "LION",
     "MASTER",
+    "NESTEROV",
     "NOTHING",
     "REMAINDER",
+    "SGD",
     "Case",
     "Job",
     "Settings",
     "kind_of",
+    "prepared",
     "rates",
     "small",
     "step",
@@ -115,7 +121,7 @@ class Job:
     stored: torch.Tensor
     grad: torch.Tensor
     first: torch.Tensor
-    second: torch.Tensor
+    second: torch.Tensor | None
     kept: torch.Tensor | None
     moved: torch.Tensor | None
     rates: Array
@@ -141,6 +147,10 @@ EMPTY = {
 def steps(case: Case, jobs: list[Job]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """One step of tensors of a case and of the same types, in one call; what was counted of each, per tile
     (WRITE_COUNTS), and sums."""
+    if jobs[0].stored.device.type != "cpu":
+        from halfulp.kernels import gpu_onepass
+
+        return gpu_onepass.steps(case, jobs)
     from halfulp.kernels.onepass_lanes import tiles
 
     resolved = plan_for(case.grid, torch.float32)
@@ -150,7 +160,8 @@ def steps(case: Case, jobs: list[Job]) -> list[tuple[torch.Tensor, torch.Tensor]
     for job in jobs:
         size = job.stored.numel()
         table.append((
-            job.stored.data_ptr(), job.grad.data_ptr(), job.first.data_ptr(), job.second.data_ptr(),
+            job.stored.data_ptr(), job.grad.data_ptr(), job.first.data_ptr(),
+            0 if job.second is None else job.second.data_ptr(),
             0 if job.kept is None else job.kept.data_ptr(), 0 if job.moved is None else job.moved.data_ptr(),
             size, job.offset, job.plain, job.sums, n,
         ))  # fmt: skip
@@ -168,11 +179,11 @@ def steps(case: Case, jobs: list[Job]) -> list[tuple[torch.Tensor, torch.Tensor]
     return [(found[0][a:b], found[1][a:b]) for a, b in pairwise([0, *ends])]
 
 
-def step(
+def prepared(
     stored: torch.Tensor,
     grad: torch.Tensor,
     first: torch.Tensor,
-    second: torch.Tensor,
+    second: torch.Tensor | None,
     grid: Grid,
     settings: Settings,
     *,
@@ -184,8 +195,8 @@ def step(
     plain: int | None = None,
     moved: torch.Tensor | None = None,
     sums: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`steps` of one tensor, as :func:`halfulp.kernels.onepass_reference.step` has it."""
+) -> tuple[Case, Job]:
+    """What :func:`steps` takes for one tensor, from what the reference takes."""
     k0, k1, offset = key_of(stream, mode, stored.numel())
     case = Case(
         grid=grid, rule=settings.rule, small=small(settings), mode=mode, keeps=keeps,
@@ -193,22 +204,31 @@ def step(
     )  # fmt: skip
     job = Job(
         stored=stored, grad=grad, first=first, second=second, kept=kept, moved=moved, rates=rates(settings),
-        keys=(k0, k1, *(drawing.key if drawing else (0, 0))), offset=drawing.offset if drawing else offset,
+        keys=(int(k0), int(k1), *(drawing.key if drawing else (0, 0))),
+        offset=drawing.offset if drawing else offset,
         plain=stored.numel() if plain is None else plain, sums=sums,
     )  # fmt: skip
+    return case, job
+
+
+def step(*tensors: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`steps` of one tensor, as :func:`halfulp.kernels.onepass_reference.step` has it."""
+    case, job = prepared(*tensors, **options)
     return steps(case, [job])[0]
 
 
 @cache
-def torchs_end() -> int | None:
+def torchs_end(rule: int) -> int | None:
     """How many elements torch's fused step takes at a time, so that the rest at the end of a tensor is summed
     otherwise; None if its arithmetic is not the one of the reference (another compiler or processor)."""
+    if rule == LION:  # not torch's
+        return 1
     made = torch.Generator().manual_seed(0)
     size = 32 + 15
     g, m, w = (torch.randn(size, generator=made) * 1e-3 for _ in range(3))
     v = torch.rand(size, generator=made) * 1e-6
     for width in (8, 16, 4):
-        if all(_equals_torch(w, g, m, v, rule, beta, width) for rule in (ADAM, ADAMW) for beta in (0.9, 0.3)):
+        if all(_equals_torch(w, g, m, v, rule, beta, width) for beta in (0.9, 0.3)):
             return width
     return None
 
@@ -216,17 +236,27 @@ def torchs_end() -> int | None:
 def _equals_torch(
     w: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, rule: int, beta: float, width: int
 ) -> bool:
-    s = Settings(lr=1e-3, betas=(beta, 0.99), eps=1e-8, weight_decay=0.1, rule=rule, t=7)
-    p, first, second = w.clone(), m.clone(), v.clone()
-    fused = torch._fused_adam_ if rule == ADAM else torch._fused_adamw_
-    fused(
-        [p], [g.clone()], [first], [second], [], [torch.tensor(float(s.t))], lr=s.lr, beta1=beta,
-        beta2=s.betas[1], weight_decay=s.weight_decay, eps=s.eps, amsgrad=False, maximize=False,
-        grad_scale=None, found_inf=None,
+    s = Settings(
+        lr=1e-3, betas=(beta, 0.99), eps=1e-8, weight_decay=0.1, rule=rule, t=7,
+        dampening=0.3 if rule == SGD else 0.0,
     )  # fmt: skip
-    decayed, m1, v1 = moments(w.numpy(), g.numpy(), m.numpy(), v.numpy(), s, w.numel() - w.numel() % width)
-    made = (proposed(decayed, m1, v1, s), m1, v1)
+    p, first, second = w.clone(), m.clone(), v.clone()
+    shared: dict[str, Any] = {
+        "lr": s.lr, "weight_decay": s.weight_decay, "maximize": False, "grad_scale": None, "found_inf": None
+    }  # fmt: skip
+    if rule in (ADAMW, ADAM):
+        fused = torch._fused_adam_ if rule == ADAM else torch._fused_adamw_
+        fused(
+            [p], [g.clone()], [first], [second], [], [torch.tensor(float(s.t))], beta1=beta,
+            beta2=s.betas[1], eps=s.eps, amsgrad=False, **shared,
+        )  # fmt: skip
+    else:
+        torch._fused_sgd_(
+            [p], [g.clone()], [first], momentum=beta, dampening=s.dampening, nesterov=rule == NESTEROV,
+            is_first_step=False, **shared,
+        )  # fmt: skip
+    found = proposal(w.numpy(), g.numpy(), m.numpy(), v.numpy(), s, w.numel() - w.numel() % width)
     return all(
         np.array_equal(a.view(np.int32), b.numpy().view(np.int32))
-        for a, b in zip(made, (p, first, second), strict=True)
+        for a, b in zip(found, (p, first, second), strict=True)
     )

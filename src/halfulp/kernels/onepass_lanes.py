@@ -3,7 +3,7 @@
 Gradient, moments and stored weights are read once and written once: the moments move, the optimizer's
 proposal is rounded by the policy, what was lost is counted. :mod:`halfulp.kernels.onepass_reference` defines
 every bit of it. There is a loop for each case (:func:`tiles`), so that nothing is asked inside, and one call
-does all tensors of a step that are of a case. Draws are made before a tile, two chains at a time.
+does all tensors of a step that are of a case. Draws are made 128 at a time, in two chains.
 
 What is rare in sixteen lanes (a value that is not finite, an end of bfloat16's range, a draw that its digits
 do not decide) is only noticed; :mod:`halfulp.kernels.onepass_rare` then does those sixteen one by one.
@@ -24,10 +24,20 @@ from halfulp.kernels.cpu_tile import sum_abs
 from halfulp.kernels.cpu_tile_arrival import sum_arrival
 from halfulp.kernels.cpu_tile_write import sum_changes
 from halfulp.kernels.onepass_rare import EXPONENT, MAGNITUDE, NEAR_END, TO_END, slowly
-from halfulp.kernels.onepass_reference import ADAM, BFLOAT, CARRY, ERROR, NOTHING, REMAINDER
+from halfulp.kernels.onepass_reference import (
+    ADAM,
+    ADAMW,
+    BFLOAT,
+    CARRY,
+    ERROR,
+    LION,
+    NESTEROV,
+    NOTHING,
+    REMAINDER,
+)  # fmt: skip
 from halfulp.kernels.onepass_stored import kept_of, moment_of, stored_of, to_keep, values_of
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE, WRITE_SUMS
-from halfulp.kernels.simd import array_at, kernel, ones, specialised, two_blocks, two_threefry
+from halfulp.kernels.simd import array_at, kernel, ones, specialised, two_short, two_threefry
 
 SUMS = len(WRITE_SUMS)
 
@@ -44,6 +54,7 @@ class Rates(NamedTuple):
     eps: Any
     step: Any
     feed: Any
+    beta1: Any
 
 
 class Coding(NamedTuple):
@@ -67,6 +78,7 @@ class Coding(NamedTuple):
 
 RULE, MODE, KEEPS, GRID, SHORT, SMALL, DRAWN = 0, STOCHASTIC, NOTHING, BFLOAT, True, True, False
 RESTS, BESIDE = False, False  # whether something is not written; whether something is kept beside weights
+TWO = True  # whether the rule has a second moment
 FILL: Any = None
 RUN: Any = None
 TENSOR: Any = None
@@ -111,45 +123,46 @@ def _drawn(v: Any, word: Any, g: Any, grid: Any, short: Any) -> Any:
     return lanes.floats_of(r | (u & ~MAGNITUDE)), drawn == digits
 
 
+AT_ONCE = 128  # draws
+
+
 @kernel
-def fill_long(words: Any, k0: Any, k1: Any, first: Any, n: Any) -> None:
-    """Draws of n elements and some more, from first on, a multiple of 64, of the stream with 32 digits."""
-    for i in range(0, n, 64):
+def fill_long(words: Any, at: Any, k0: Any, k1: Any, first: Any) -> None:
+    """AT_ONCE draws from first on, a multiple of 64, of the stream with 32 digits."""
+    for i in range(0, AT_ONCE, 64):
         a, b, c, d = two_threefry(k0, k1, first + i)
-        lanes.store(words, i, a)
-        lanes.store(words, i + 16, b)
-        lanes.store(words, i + 32, c)
-        lanes.store(words, i + 48, d)
+        lanes.store(words, at + i, a)
+        lanes.store(words, at + i + 16, b)
+        lanes.store(words, at + i + 32, c)
+        lanes.store(words, at + i + 48, d)
 
 
 @kernel
-def fill_short(words: Any, k0: Any, k1: Any, first: Any, n: Any) -> None:
+def fill_short(words: Any, at: Any, k0: Any, k1: Any, first: Any) -> None:
     """The same of the stream with 16."""
-    for i in range(0, n, 128):
-        a, b, c, d = two_blocks(k0, k1, ((first + i) >> 6) << 4)
-        lanes.store(words, i, a & 0xFFFF)
-        lanes.store(words, i + 16, a >> 16)
-        lanes.store(words, i + 32, b & 0xFFFF)
-        lanes.store(words, i + 48, b >> 16)
-        lanes.store(words, i + 64, c & 0xFFFF)
-        lanes.store(words, i + 80, c >> 16)
-        lanes.store(words, i + 96, d & 0xFFFF)
-        lanes.store(words, i + 112, d >> 16)
+    a, b, c, d = two_short(k0, k1, (first >> 6) << 4)
+    lanes.store(words, at, a & 0xFFFF)
+    lanes.store(words, at + 16, a >> 16)
+    lanes.store(words, at + 32, b & 0xFFFF)
+    lanes.store(words, at + 48, b >> 16)
+    lanes.store(words, at + 64, c & 0xFFFF)
+    lanes.store(words, at + 80, c >> 16)
+    lanes.store(words, at + 96, d & 0xFFFF)
+    lanes.store(words, at + 112, d >> 16)
 
 
 @kernel
-def fill_pairs(words: Any, k0: Any, k1: Any, first: Any, n: Any) -> None:
+def fill_pairs(words: Any, at: Any, k0: Any, k1: Any, first: Any) -> None:
     """The same for both moments: a draw of 16 digits, and above it the same with its bytes exchanged."""
-    for i in range(0, n, 128):
-        a, b, c, d = two_blocks(k0, k1, ((first + i) >> 6) << 4)
-        lanes.store(words, i, lanes.lower_pair(a))
-        lanes.store(words, i + 16, lanes.upper_pair(a))
-        lanes.store(words, i + 32, lanes.lower_pair(b))
-        lanes.store(words, i + 48, lanes.upper_pair(b))
-        lanes.store(words, i + 64, lanes.lower_pair(c))
-        lanes.store(words, i + 80, lanes.upper_pair(c))
-        lanes.store(words, i + 96, lanes.lower_pair(d))
-        lanes.store(words, i + 112, lanes.upper_pair(d))
+    a, b, c, d = two_short(k0, k1, (first >> 6) << 4)
+    lanes.store(words, at, lanes.lower_pair(a))
+    lanes.store(words, at + 16, lanes.upper_pair(a))
+    lanes.store(words, at + 32, lanes.lower_pair(b))
+    lanes.store(words, at + 48, lanes.upper_pair(b))
+    lanes.store(words, at + 64, lanes.lower_pair(c))
+    lanes.store(words, at + 80, lanes.upper_pair(c))
+    lanes.store(words, at + 96, lanes.lower_pair(d))
+    lanes.store(words, at + 112, lanes.upper_pair(d))
 
 
 def _run(given: Any, t0: Any, t1: Any) -> None:
@@ -159,31 +172,34 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
     rates, f, k, ft, kt, masks, keys, offset, plain, want_sums = given[8:18]
     changes, proposals, words, pairs, all_z, all_q, all_r, buffer, sixteen = given[18:]
     now, packed, asked_for = changes.view(np.uint8), changes.view(np.uint64), proposals.view(np.uint64)
-    a = Rates(rates[0], rates[1], rates[2], rates[3], rates[4], rates[5], rates[6], rates[7], rates[8])
+    a = Rates(
+        rates[0], rates[1], rates[2], rates[3], rates[4], rates[5], rates[6], rates[7], rates[8], rates[9]
+    )
     g = Coding(f[0], f[1], f[2], f[3], f[4], k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7])
     for t in range(t0, t1):
         first = t * TILE
         ends, bad, wrong = 0, 0, 0
         sampled = want_sums and t % want_sums == 0
-        shift = (offset + first) & 63  # draws are made 64 at a time; a shard may begin within
-        if MODE != NEAREST:
-            FILL(words, keys[0], keys[1], offset + first - shift, shift + TILE)
-        if DRAWN:
-            fill_pairs(pairs, keys[2], keys[3], offset + first - shift, shift + TILE)
+        shift = (offset + first) & 63  # draws are made from multiples of 64; a shard may begin within
+        start, ready = offset + first - shift, 0
         # A pipeline of three, for a square root and a division take the time of a turn each: moments and root
         # of sixteen weights, the proposal of the sixteen before, and the write-back of those before them.
-        m = v = root = w = next_m = next_v = z = x = lanes.splat(lanes.load(all_z, 0), 0.0)
+        m = v = root = w = q = before = lanes.splat(lanes.load(all_z, 0), 0.0)
+        next_m = next_v = next_q = next_before = z = x = m
         for turn in range(0, TILE + 2 * lanes.COUNT, lanes.COUNT):
             if turn >= 2 * lanes.COUNT:
                 i = turn - 2 * lanes.COUNT
                 j = first + i
-                coded = lanes.load(stored, j)
-                q = values_of(coded, g, GRID)
-                if BESIDE:
-                    old = lanes.load(kept, j)
-                    before = kept_of(old, q)
+                if (MODE != NEAREST or DRAWN) and ready < shift + i + lanes.COUNT:
+                    # Few at a time, so that memory is not idle meanwhile.
+                    if MODE != NEAREST:
+                        FILL(words, ready, keys[0], keys[1], start + ready)
+                    if DRAWN:
+                        fill_pairs(pairs, ready, keys[2], keys[3], start + ready)
+                    ready += AT_ONCE
+                asked = z
                 if KEEPS == CARRY:
-                    z = z + before
+                    z = z + next_before
                 if KEEPS == REMAINDER:
                     u = lanes.bits_of(z)
                     rare = (u & MAGNITUDE) > NEAR_END
@@ -207,7 +223,7 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     rare = rare | ((u & MAGNITUDE) > (NEAR_END if GRID == BFLOAT else TO_END))
                     if MODE == DEADZONE:
                         near = _nearest(z, g, GRID)
-                        r = lanes.select((near == q) & (z != q), r, near)
+                        r = lanes.select((near == next_q) & (z != next_q), r, near)
                 rest = z - r if RESTS else z
                 if GRID != BFLOAT:
                     at_end = lanes.mask((r >= g.hi) | (r <= g.lo))
@@ -219,16 +235,19 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                 if odd:
                     if GRID != BFLOAT:
                         ends -= ones(at_end)
-                    old_w = before if BESIDE and KEEPS != CARRY else q
-                    lanes.store(sixteen, 0, old_w if RULE == ADAM else old_w * a.decay)
+                    old_w = next_before if BESIDE and KEEPS != CARRY else next_q
+                    if TWO:
+                        lanes.store(sixteen, 0, old_w if RULE == ADAM else old_w * a.decay)
+                    else:
+                        lanes.store(sixteen, 0, asked)
                     lanes.store(sixteen, 16, next_m)
                     lanes.store(sixteen, 32, next_v)
-                    lanes.store(sixteen, 48, q)
+                    lanes.store(sixteen, 48, next_q)
                     if BESIDE:
-                        lanes.store(sixteen, 64, before)
+                        lanes.store(sixteen, 64, next_before)
                     found = slowly(
                         sixteen, rates, ft, kt, masks, keys, offset + j, MODE, KEEPS, SHORT,
-                        kept.itemsize == 1,
+                        kept.itemsize == 1, TWO,
                     )  # fmt: skip
                     wrong = found & 0xFFFF
                     bad += ones(wrong)
@@ -236,13 +255,14 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     z, r, rest = lanes.load(sixteen, 0), lanes.load(sixteen, 16), lanes.load(sixteen, 32)
                     x = lanes.load(sixteen, 48)
                 if KEEPS == ERROR and a.feed != 0:
-                    next_m = next_m + (x * rest) * a.feed
+                    next_m = next_m + (x * rest) * a.feed if TWO else lanes.fma(rest, a.feed, next_m)
                 pair = lanes.load(pairs, shift + i)
                 lanes.store(first_, j, moment_of(lanes.load(first_, j), next_m, pair & 0xFFFF, odd))
-                lanes.store(second, j, moment_of(lanes.load(second, j), next_v, pair >> 16, odd))
+                if TWO:
+                    lanes.store(second, j, moment_of(lanes.load(second, j), next_v, pair >> 16, odd))
                 if BESIDE:
-                    lanes.store(kept, j, to_keep(old, rest, r))
-                lanes.store(stored, j, stored_of(coded, r, g, GRID))
+                    lanes.store(kept, j, to_keep(lanes.load(kept, j), rest, r))
+                lanes.store(stored, j, stored_of(lanes.load(stored, j), r, g, GRID))
                 if sampled:
                     if KEEPS == REMAINDER:  # as the two-pass policy has it
                         u = lanes.bits_of(z)
@@ -250,7 +270,7 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                         lanes.store(all_z, i, lanes.floats_of(u | tie))
                     else:
                         lanes.store(all_z, i, z)
-                    lanes.store(all_q, i, q)
+                    lanes.store(all_q, i, next_q)
                     lanes.store(all_r, i, r)
                     if odd and wrong:
                         for b in range(lanes.COUNT):
@@ -258,40 +278,59 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                                 all_z[i + b] = 0
                                 all_q[i + b] = 0
                                 all_r[i + b] = 0
-                changes[i >> 4] = lanes.mask(r != q)
-                proposals[i >> 4] = lanes.mask(z != q)
+                changes[i >> 4] = lanes.mask(r != next_q)
+                proposals[i >> 4] = lanes.mask(z != next_q)
             if turn < TILE + lanes.COUNT:
-                next_m, next_v = m, v
-                x = root * a.inverse
-                x = lanes.fma(lanes.fma(x, -a.root, root), a.inverse, x) + a.eps
-                z = w + m * a.step / x
+                next_m, next_v, next_q, next_before = m, v, q, before
+                if TWO:
+                    x = root * a.inverse
+                    x = lanes.fma(lanes.fma(x, -a.root, root), a.inverse, x) + a.eps
+                    z = w + m * a.step / x
+                elif RULE == LION:
+                    z = w + root * a.step
+                else:
+                    z = lanes.fma(root, a.step, w)
             if turn < TILE:
                 j = first + turn
-                w = values_of(lanes.load(stored, j), g, GRID)
-                if BESIDE and KEEPS != CARRY:
-                    w = kept_of(lanes.load(kept, j), w)
+                w = q = values_of(lanes.load(stored, j), g, GRID)
+                if BESIDE:
+                    before = kept_of(lanes.load(kept, j), q)
+                    if KEEPS != CARRY:
+                        w = before
                 d = lanes.widened(lanes.load(grad, j))
-                m, v = lanes.widened(lanes.load(first_, j)), lanes.widened(lanes.load(second, j))
-                if RULE == ADAM:
-                    d = lanes.fma(w, a.decay, d)
-                else:
+                m = lanes.widened(lanes.load(first_, j))
+                behind = j + lanes.COUNT > plain  # the end of a tensor, as torch's vector width leaves it
+                late = lanes.signed(lanes.counting(0)) >= plain - j
+                if RULE in (ADAMW, LION):
                     w = w * a.decay
-                m = lanes.fma(d - m, a.share, m if SMALL else d)
-                weighted = d * a.rest2
-                if j + lanes.COUNT > plain:  # the end of a tensor, as torch's vector width leaves it
-                    behind = lanes.signed(lanes.counting(0)) >= plain - j
-                    v = lanes.select(
-                        behind, lanes.fma(v, a.beta2, weighted * d), lanes.fma(weighted, d, v * a.beta2)
-                    )
+                elif a.decay != 0:
+                    d = lanes.fma(w, a.decay, d)
+                if TWO:
+                    v = lanes.widened(lanes.load(second, j))
+                    m = lanes.fma(d - m, a.share, m if SMALL else d)
+                    weighted = d * a.rest2
+                    next_to = lanes.fma(weighted, d, v * a.beta2)
+                    if behind:
+                        next_to = lanes.select(late, lanes.fma(v, a.beta2, weighted * d), next_to)
+                    v = next_to
+                    root = lanes.sqrt(v)  # in the other rules, the direction of the step
+                elif RULE == LION:
+                    c = m * a.beta1 + d * a.share
+                    root = lanes.select(c < 0, lanes.splat(c, -1.0), c)
+                    root = lanes.select(c > 0, lanes.splat(c, 1.0), root)
+                    m = m * a.beta2 + d * a.rest2
                 else:
-                    v = lanes.fma(weighted, d, v * a.beta2)
-                root = lanes.sqrt(v)
-        changed, asked = 0, 0
+                    turned = lanes.fma(d, a.share, m * a.beta1)
+                    if behind:
+                        turned = lanes.select(late, lanes.fma(m, a.beta1, d * a.share), turned)
+                    m = turned
+                    root = lanes.fma(m, a.beta2, d) if RULE == NESTEROV else m
+        changed, wanted = 0, 0
         for i in range(TILE // 64):
             changed += ones(packed[i])
-            asked += ones(asked_for[i])
+            wanted += ones(asked_for[i])
         counts[t, 0] = TILE - changed - bad
-        counts[t, 1] = TILE - asked - bad
+        counts[t, 1] = TILE - wanted - bad
         counts[t, 2] = ends
         counts[t, 3] = bad
         counts[t, 4] = 0
@@ -326,7 +365,9 @@ def _tensor(given: Any, buffers: Any, t0: Any, t1: Any) -> None:
     ever = moved_ if moved.size else moved_[:0]
     for i in range(n):
         stored_[i], grad_[i] = stored[first + i], grad[first + i]
-        m_[i], v_[i] = first_[first + i], second[first + i]
+        m_[i] = first_[first + i]
+        if second.size:
+            v_[i] = second[first + i]
         if kept.size:
             kept_[i] = kept[first + i]
     for i in range(n, TILE):
@@ -340,7 +381,9 @@ def _tensor(given: Any, buffers: Any, t0: Any, t1: Any) -> None:
     )  # fmt: skip
     RUN(given_ + buffers, 0, 1)
     for i in range(n):
-        stored[first + i], first_[first + i], second[first + i] = stored_[i], m_[i], v_[i]
+        stored[first + i], first_[first + i] = stored_[i], m_[i]
+        if second.size:
+            second[first + i] = v_[i]
         if kept.size:
             kept[first + i] = kept_[i]
     for i in range((n + 7) // 8):
@@ -379,7 +422,7 @@ def _tiles(
             continue
         given = (
             array_at(stored, row[0], size), array_at(grad, row[1], size), array_at(first_, row[2], size),
-            array_at(second, row[3], size), array_at(kept, row[4], size if row[4] else 0),
+            array_at(second, row[3], size if row[3] else 0), array_at(kept, row[4], size if row[4] else 0),
             array_at(moved, row[5], (size + 7) // 8 if row[5] else 0), counts[start : start + n],
             sums[start : start + n], rates[i], f, k, ft, kt, masks, keys[i], row[7], row[8], row[9],
         )  # fmt: skip
@@ -400,5 +443,6 @@ def tiles(rule: int, mode: int, keeps: int, grid: int, short: bool, small: bool,
     values = (rule, mode, keeps, grid, short, small, drawn)
     case, name = dict(zip(names, values, strict=True)), "_".join(str(int(v)) for v in values)
     case |= {"RESTS": keeps in (CARRY, ERROR), "BESIDE": keeps not in (NOTHING, ERROR)}
+    case |= {"TWO": rule in (ADAMW, ADAM)}
     run = specialised(_run, name, FILL=fill_short if short else fill_long, **case)
     return specialised(_tiles, name, TENSOR=specialised(_tensor, name, RUN=run))

@@ -42,9 +42,10 @@ def _master(z: Any, short: Any, eight: Any, k0: Any, k1: Any, i: Any) -> Any:
 @kernel
 def slowly(
     rows: Any, rates: Any, f: Any, k: Any, masks: Any, keys: Any, index: Any, mode: Any, keeps: Any,
-    short: Any, eight: Any,
+    short: Any, eight: Any, two: Any,
 ) -> Any:  # fmt: skip
-    """``rows`` come with w (decayed), m, v, q and what is kept, sixteen of each, and go with z, r, what is to
+    """``rows`` come with w (decayed), m, v, q and what is kept, sixteen of each (of a rule without a second
+    moment the proposals instead of w), and go with z, r, what is to
     be kept (a carry, an error, a master) and the denominators. Returns, in bits: which proposals were not
     finite (16), and how many weights are at an end of the range."""
     z, r, near = np.empty(16, f.dtype), np.empty(16, f.dtype), np.empty(16, f.dtype)
@@ -52,9 +53,11 @@ def slowly(
     bad, ends = 0, 0
     for i in range(16):
         q = rows[48 + i]
-        below = np.sqrt(rows[32 + i]) / rates[4] + rates[6]
-        value = rows[i] + rows[16 + i] * rates[7] / below
-        rows[32 + i] = below
+        value = rows[i]
+        if two:
+            below = np.sqrt(rows[32 + i]) / rates[4] + rates[6]
+            value = rows[i] + rows[16 + i] * rates[7] / below
+            rows[32 + i] = below
         fine = finite(value)
         if not fine:
             bad |= 1 << i

@@ -13,6 +13,15 @@ begins; :class:`halfulp.AdamW` has no such end, so that its results do not depen
 
 (torch's other steps, ``foreach`` and the plain loop, take a square root that is not correctly rounded.)
 
+SGD with momentum b and dampening as torch's fused step has it, with the same rule for the last elements; at
+the first step m is g::
+
+    g  = g + wd w      m  = b m + (1 - dampening) g      z  = w - lr m   or   w - lr (g + b m)  (Nesterov)
+
+Lion (Chen et al. 2023), of which torch has none, so that every operation is rounded, products as well::
+
+    w  = (1 - lr wd) w    z  = w - lr sign(b1 m + (1 - b1) g)      m  = b2 m + (1 - b2) g
+
 Then the policy makes stored values of z as :func:`halfulp.kernels.reference.write_back` does. Moments in
 bfloat16 are rounded stochastically, with one draw of 16 digits a weight from a short stream of their own: the
 first moment takes the draw, the second the same with its two bytes exchanged. Each is right on average; that
@@ -37,8 +46,8 @@ from halfulp.streams import Stream
 Array = npt.NDArray[Any]
 real = np.float32
 
-ADAMW, ADAM = 0, 1
-"""Rules: decay of the weight itself, or as a part of the gradient."""
+ADAMW, ADAM, SGD, NESTEROV, LION = 0, 1, 2, 3, 4
+"""Rules. Those from SGD on have no second moment."""
 NOTHING, CARRY, ERROR, MASTER, REMAINDER = 0, 1, 2, 3, 4
 """What a policy keeps of what it does not write: nothing; a carry beside the weight; the error, in the first
 moment; a master; what a bfloat16 weight lacks to its master, in 16 or 8 bits."""
@@ -48,12 +57,13 @@ BFLOAT, FLOAT, WHOLE = 0, 1, 2
 LARGEST = 0x7F7F7FFF
 """The largest master whose nearest bfloat16, ties away from zero, is finite."""
 
-RATES = ("decay", "share", "beta2", "rest2", "root", "inverse", "eps", "step", "feed")
+RATES = ("decay", "share", "beta2", "rest2", "root", "inverse", "eps", "step", "feed", "beta1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A parameter group's numbers at one step. ``t``: the number of this step, from 1."""
+    """A parameter group's numbers at one step. ``t``: the number of this step, from 1; of SGD, whose momentum
+    is ``betas[0]``, only whether it is the first."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -62,18 +72,38 @@ class Settings:
     rule: int = ADAMW
     t: int = 1
     decay_exact: bool = False
+    dampening: float = 0.0
 
 
 @lru_cache(maxsize=64)
 def rates(s: Settings) -> Array:
     """The numbers of a step, float32: RATES. All tensors of a group have the same, so they are kept."""
+    made = dict.fromkeys(RATES, real(0)) | (_of_adam(s) if s.rule in (ADAMW, ADAM) else _of_one_moment(s))
+    return np.array([made[name] for name in RATES], dtype=real)
+
+
+def _of_one_moment(s: Settings) -> dict[str, Any]:
+    b1, b2 = s.betas
+    made = {"step": real(-s.lr)}
+    if s.rule == LION:
+        decay, rest = real(1 - s.lr * s.weight_decay), real(1 - b2)
+        made |= {"decay": decay, "share": real(1 - b1), "beta1": real(b1)}
+        return made | {"beta2": real(b2), "rest2": rest}
+    made |= {"decay": real(s.weight_decay), "beta2": real(b1)}
+    made["feed"] = real(0.0 if s.lr == 0 or b1 == 0 else 1 / s.lr * (1 - 1 / b1))
+    if s.t == 1:  # the moment is the gradient: 1 g + (-0) 0, and the sign of a zero is that of g
+        return made | {"share": real(1), "beta1": real(-0.0)}
+    return made | {"share": real(1 - s.dampening), "beta1": real(b1)}
+
+
+def _of_adam(s: Settings) -> dict[str, Any]:
     b1, b2 = s.betas
     c1, c2 = 1 - b1**s.t, 1 - b2**s.t
     share = real(1 - b1)
     root = real(math.sqrt(c2))
     feed = 0.0 if s.lr == 0 or b1 == 0 else c1 / s.lr * (1 - 1 / b1)
     feed *= 1 - s.lr * s.weight_decay if s.decay_exact else 1
-    made = {
+    return {
         "decay": real(1 - s.lr * s.weight_decay) if s.rule == ADAMW else real(s.weight_decay),
         "share": share if small(s) else share - real(1),
         "beta2": real(b2),
@@ -83,13 +113,13 @@ def rates(s: Settings) -> Array:
         "eps": real(s.eps),
         "step": real(-(s.lr / c1)) if c1 else real(-np.inf),
         "feed": real(feed),
+        "beta1": real(b1),
     }
-    return np.array([made[name] for name in RATES], dtype=real)
 
 
 def small(s: Settings) -> bool:
-    """Whether the moment moves from m towards g, or back from g: by the smaller of the two steps."""
-    return bool(abs(real(1 - s.betas[0])) < real(0.5))
+    """Whether Adam's moment moves from m towards g, or back from g: by the smaller of the two steps."""
+    return s.rule in (ADAMW, ADAM) and bool(abs(real(1 - s.betas[0])) < real(0.5))
 
 
 def fma(a: Any, b: Any, c: Any) -> Array:
@@ -111,10 +141,10 @@ def moments(w: Array, g: Array, m: Array, v: Array, s: Settings, plain: int) -> 
     """The weight as it is decayed, and the next moments."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
-        if s.rule == ADAM:
-            g = fma(w, a["decay"], g)
-        else:
+        if s.rule == ADAMW:
             w = w * a["decay"]
+        elif a["decay"] != 0:
+            g = fma(w, a["decay"], g)
         m = fma(a["share"], g - m, m if small(s) else g)
         weighted = a["rest2"] * g
         v = np.where(
@@ -136,6 +166,32 @@ def proposed(w: Array, m: Array, v: Array, s: Settings) -> Array:
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
         return np.asarray(w + a["step"] * m / denominator(v, s))
+
+
+def one_moment(w: Array, g: Array, m: Array, s: Settings, plain: int) -> tuple[Array, Array]:
+    """z and the next moment of a rule that has one."""
+    a = dict(zip(RATES, rates(s), strict=True))
+    with np.errstate(all="ignore"):
+        if s.rule == LION:
+            c = a["beta1"] * m + a["share"] * g
+            sign = np.where(c > 0, real(1), np.where(c < 0, real(-1), c))  # of NaN, and of zeros, themselves
+            return w * a["decay"] + a["step"] * sign, a["beta2"] * m + a["rest2"] * g
+        if a["decay"] != 0:
+            g = fma(w, a["decay"], g)
+        m = np.where(
+            np.arange(g.size).reshape(g.shape) < plain,
+            fma(a["share"], g, m * a["beta1"]),
+            fma(m, a["beta1"], g * a["share"]),
+        )
+        return fma(fma(m, a["beta2"], g) if s.rule == NESTEROV else m, a["step"], w), m
+
+
+def proposal(w: Array, g: Array, m: Array, v: Any, s: Settings, plain: int) -> tuple[Array, Array, Any]:
+    """z and the next moments, by any rule."""
+    if s.rule in (ADAMW, ADAM):
+        w, m, v = moments(w, g, m, v, s, plain)
+        return proposed(w, m, v, s), m, v
+    return *one_moment(w, g, m, s, plain), v
 
 
 def composed(q: Array, remainder: Array) -> Array:
@@ -175,7 +231,7 @@ def step(
     q: Array,
     g: Array,
     m: Array,
-    v: Array,
+    v: Array | None,
     grid: Grid,
     s: Settings,
     *,
@@ -186,18 +242,19 @@ def step(
     drawing: Stream | None = None,
     plain: int | None = None,
     moved: Array | None = None,
-) -> tuple[Array, Array, Array, dict[str, Array]]:
+) -> tuple[Array, Array, Any, dict[str, Array]]:
     """One step of one tensor: the next stored values, both moments, and counts and sums per tile.
 
-    All float32, moments as bfloat16 patterns with ``drawing``. ``kept`` is updated in place.
+    All float32, moments as bfloat16 patterns with ``drawing``. ``v`` is None where the rule has no second
+    moment. ``kept`` is updated in place.
     """
     plain = q.size if plain is None else plain
     if drawing is not None:
-        m, v = ((x.astype(np.uint32) << 16).view(real) for x in (m, v))
+        m = (m.astype(np.uint32) << 16).view(real)
+        v = None if v is None else (v.astype(np.uint32) << 16).view(real)
     master = kept if keeps == MASTER else composed(q, kept) if keeps == REMAINDER and kept is not None else q
     assert master is not None
-    w, m, v = moments(master, g, m, v, s, plain)
-    z = proposed(w, m, v, s)
+    z, m, v = proposal(master, g, m, v, s, plain)
     ok = np.isfinite(z)
     if keeps == REMAINDER:
         assert kept is not None
@@ -223,8 +280,9 @@ def step(
         if keeps == ERROR and feed != 0:
             assert wide is not None
             with np.errstate(all="ignore"):
-                m = m + denominator(v, s) * wide * feed
+                m = fma(wide, feed, m) if v is None else m + denominator(v, s) * wide * feed
     if drawing is not None:
         digits = drawing.words(q.size)
-        m, v = drawn(m, digits), drawn(v, (digits >> 8) | ((digits & 255) << 8))
+        m = drawn(m, digits)
+        v = None if v is None else drawn(v, (digits >> 8) | ((digits & 255) << 8))
     return r, m, v, found

@@ -274,7 +274,7 @@ lesser, greater = _pick("<"), _pick(">")
 """Integer minimum and maximum without widening."""
 
 
-# ---- Threefry-2x32-20 -----------------------------------------------------------------------
+# ---- Threefry-2x32, of 20 rounds and, for short streams, of 13 ------------------------------------
 
 
 @inline
@@ -296,8 +296,8 @@ def _four(x0: Any, x1: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 @inline
-def threefry(k0: Any, k1: Any, block: Any, level: Any) -> Any:
-    """The two words of blocks block .. block + 15, a multiple of 16, at a level of digits: in lanes."""
+def twelve(k0: Any, k1: Any, block: Any, level: Any) -> Any:
+    """Twelve rounds of blocks block .. block + 15, a multiple of 16, at a level of digits: in lanes."""
     k2 = k0 ^ k1 ^ PARITY
     x0 = lanes.counting(block) + k0
     x1 = lanes.splat(x0, (block >> 32) | (level << 26)) + k1
@@ -306,7 +306,14 @@ def threefry(k0: Any, k1: Any, block: Any, level: Any) -> Any:
     x0, x1 = _four(x0, x1, 17, 29, 16, 24)
     x0, x1 = x0 + k2, x1 + (k0 + 2)
     x0, x1 = _four(x0, x1, 13, 15, 26, 6)
-    x0, x1 = x0 + k0, x1 + (k1 + 3)
+    return x0 + k0, x1 + (k1 + 3)
+
+
+@inline
+def threefry(k0: Any, k1: Any, block: Any, level: Any) -> Any:
+    """The two words of those blocks after twenty rounds."""
+    k2 = k0 ^ k1 ^ PARITY
+    x0, x1 = twelve(k0, k1, block, level)
     x0, x1 = _four(x0, x1, 17, 29, 16, 24)
     x0, x1 = x0 + k1, x1 + (k2 + 4)
     x0, x1 = _four(x0, x1, 13, 15, 26, 6)
@@ -328,8 +335,8 @@ def _four_twice(x0: Any, x1: Any, y0: Any, y1: Any, a: Any, b: Any, c: Any, d: A
 
 
 @inline
-def two_blocks(k0: Any, k1: Any, block: Any) -> Any:
-    """The two words of blocks block .. block + 15, and those of the next sixteen, a multiple of 16."""
+def _two_twelve(k0: Any, k1: Any, block: Any) -> Any:
+    """:func:`twelve` of blocks block .. block + 15, and of the next sixteen, at the first level."""
     k2 = k0 ^ k1 ^ PARITY
     x0, y0 = lanes.counting(block) + k0, lanes.counting(block + 16) + k0
     x1, y1 = lanes.splat(x0, block >> 32) + k1, lanes.splat(x0, (block + 16) >> 32) + k1
@@ -338,17 +345,26 @@ def two_blocks(k0: Any, k1: Any, block: Any) -> Any:
     x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 17, 29, 16, 24)
     x0, x1, y0, y1 = x0 + k2, x1 + (k0 + 2), y0 + k2, y1 + (k0 + 2)
     x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 13, 15, 26, 6)
-    x0, x1, y0, y1 = x0 + k0, x1 + (k1 + 3), y0 + k0, y1 + (k1 + 3)
-    x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 17, 29, 16, 24)
-    x0, x1, y0, y1 = x0 + k1, x1 + (k2 + 4), y0 + k1, y1 + (k2 + 4)
-    x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 13, 15, 26, 6)
-    return x0 + k2, x1 + (k0 + 5), y0 + k2, y1 + (k0 + 5)
+    return x0 + k0, x1 + (k1 + 3), y0 + k0, y1 + (k1 + 3)
+
+
+@inline
+def two_short(k0: Any, k1: Any, block: Any) -> Any:
+    """The two words of blocks block .. block + 15 after thirteen rounds, and those of the next sixteen."""
+    x0, x1, y0, y1 = _two_twelve(k0, k1, block)
+    x0, y0 = x0 + x1, y0 + y1
+    return x0, _turn(x1, 17) ^ x0, y0, _turn(y1, 17) ^ y0
 
 
 @inline
 def two_threefry(k0: Any, k1: Any, first: Any) -> Any:
     """The words of elements first .. first + 63, a multiple of 32, see halfulp.streams: in four lanes."""
-    return two_blocks(k0, k1, (first >> 5) << 4)
+    k2 = k0 ^ k1 ^ PARITY
+    x0, x1, y0, y1 = _two_twelve(k0, k1, (first >> 5) << 4)
+    x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 17, 29, 16, 24)
+    x0, x1, y0, y1 = x0 + k1, x1 + (k2 + 4), y0 + k1, y1 + (k2 + 4)
+    x0, x1, y0, y1 = _four_twice(x0, x1, y0, y1, 13, 15, 26, 6)
+    return x0 + k2, x1 + (k0 + 5), y0 + k2, y1 + (k0 + 5)
 
 
 @kernel
@@ -383,9 +399,10 @@ def word_at(k0: Any, k1: Any, i: Any, level: Any) -> Any:
 def digit_at(k0: Any, k1: Any, i: Any, level: Any) -> Any:
     """One digit of one element of the stream with 16."""
     words = np.empty(32, np.uint32)
-    a, b = threefry(k0, k1, (i >> 6) << 4, level)
+    a, b = twelve(k0, k1, (i >> 6) << 4, level)
+    a = a + b
     lanes.store(words, 0, a)
-    lanes.store(words, 16, b)
+    lanes.store(words, 16, _turn(b, 17) ^ a)
     word = words[((i >> 5) & 1) * 16 + (i & 15)]
     return 0xFFFF - np.int64((word >> np.uint32(16 * ((i >> 4) & 1))) & np.uint32(0xFFFF))
 

@@ -29,7 +29,7 @@ from halfulp.report import recoveries
 from halfulp.report.terms import tables
 from halfulp.studies import _timing as timing
 from halfulp.studies import phase_diagram
-from halfulp.studies.claims import Claim
+from halfulp.studies.claims import claims_of
 from halfulp.study.loading import REGISTRY
 from halfulp.study.protocol import Json, Records
 from halfulp.study.reading import open_closed
@@ -89,9 +89,9 @@ Each row sets a number that the paper prints beside the number that our records 
 The paper trains GPT-2 124M and decoders of 162 and 198 million weights on OpenWebText, on a GPU. These are
 the scales `small`: decoders of the same kinds with 1.3 to 2.8 million weights on novels in 4096 pieces, 40
 updates of a schedule of 120 where the paper has 1000 of 3000 (`whole-tensor`: 40 for 3000), on one core of a
-CPU that others shared. The costs of `gpt2-pareto` were not resolved there (no peak, and walls that other work
-lengthened), so its survivors and its label are luck; its recoveries stand. What of the paper does not appear
-at this size is said in docs/allocation.md.
+CPU that others shared. So seconds are those that a process itself used of a processor, and peaks those of its
+resident set, which is coarse: survivors are of this machine. What of the paper does not appear at this size
+is said in docs/allocation.md.
 
 This page is made by `halfulp paper` from the folders in `studies/`."""
 
@@ -177,7 +177,7 @@ def _section(name: str, closed: Closed) -> Iterator[str]:
             made = make(closed.records)
             rows = [[value if isinstance(value, str) else short(value) for value in row] for row in made.rows]
             yield _folded(title, [cell(made.caption), _table(made.columns, rows)])
-    claims: Sequence[Claim] = module.PAPER
+    claims = claims_of(module)
     notes = list(dict.fromkeys(c.note for c in claims if c.note))
     yield _table(
         ("claim", "paper", "ours", "where", "note"),
@@ -229,7 +229,7 @@ def figure(emulator: Records, two_layer: Records, cnn: Records | None) -> Any:
     left.set_title("(a) forecast and outcome")
     _draw_event(middle)
     middle.set_title("(b) the event, three mantissa bits")
-    direct = timing.bf16_locations(emulator).get("frozen-features")
+    direct = timing.locations(emulator, "bf16").get("frozen-features")
     found = timing.locations(emulator) | ({"bfloat16": direct} if direct else {})
     panels.locations(right, found | timing.locations(two_layer) | (timing.locations(cnn) if cnn else {}))
     right.set_title("(c) where runs cross")

@@ -31,8 +31,8 @@ WHEN = (
 )
 MOVED = " The charts count them as weights that changed."
 ARRIVES = (
-    "The update that arrives is the part of the proposed change that is written, along it: "
-    "⟨written, proposed⟩ / |proposed|²; it can pass 100%, because rounding up overshoots."
+    "Arrives: how much of the proposed change is written, along it, ⟨written, proposed⟩ / |proposed|²; it "
+    "can pass 100%, because rounding up overshoots."
 )
 WHERE = (
     "Each row is a tensor, or a layer where there are many, layer by layer. The colour is the share of its "
@@ -78,10 +78,10 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
         numeric("updates lost" if run.loses else "code kept"),
         "over the run",
         numeric("at the end"),
-        *([numeric("update arrives"), numeric("cosine")] if _told(findings) else []),
+        *([numeric("arrives")] if _told(findings) else []),
         "majority lost",
         numeric("never moved"),
-        numeric("stuck tensors"),
+        numeric("stuck"),
         *(numeric(head) for head, _ in words.cures(run)),
     ]
     idle, bad = findings[0].idle, verdict.nonfinite_words(run.trace)
@@ -143,7 +143,7 @@ def _grid_row(run: Run, finding: Finding, *, told: bool) -> list[Content]:
         number(words.percent(finding.lost)),
         tag("td", sparkline(run.gathered.share("frozen", finding.grid, run.scope)), class_="spark"),
         number(late, words.percent(finding.lost_late)),
-        *([number(words.arriving(finding.gain)), number(words.angle(finding.cosine))] if told else []),
+        *([number(words.arriving(finding), title=words.angle(finding))] if told else []),
         tag("td", words.onset(run.gathered.crossing(finding.grid, run.scope)), class_="onset"),
         number(words.percent(finding.never_moved)),
         number(len(finding.stuck) or "none"),

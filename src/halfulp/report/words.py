@@ -45,22 +45,16 @@ def percent(share: float | None, digits: int | None = None) -> str:
     return f"{share:.{digits}%}"
 
 
-def arriving(gain: float | None) -> str:
-    """How much of an update arrives: a share that may pass 1.
-
-    >>> arriving(0.382), arriving(1.04), arriving(None)
-    ('38%', '104%', '-')
-    """
-    return "-" if gain is None else percent(gain) if 0 <= gain <= 1 else f"{gain:.0%}"
+def arriving(finding: Finding) -> str:
+    """How much of an update arrives: a share that may pass 1."""
+    if finding.gain is None:
+        return "-"
+    return percent(finding.gain) if 0 <= finding.gain <= 1 else f"{finding.gain:.0%}"
 
 
-def angle(cosine: float | None) -> str:
-    """A cosine.
-
-    >>> angle(0.6249), angle(None)
-    ('0.62', '-')
-    """
-    return "-" if cosine is None else f"{cosine:.2f}"
+def angle(finding: Finding) -> str | None:
+    """Whether what arrives goes where it was proposed to."""
+    return None if finding.cosine is None else f"cosine {finding.cosine:.2f} with what was proposed"
 
 
 def points(difference: float, *, signed: bool = False) -> str:

@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from halfulp.drawing import panels
 from halfulp.grids import grid as named
 from halfulp.measures.crossings import (
     TOLERANCE,
+    Array,
     Crossing,
     TimingPair,
     TimingSummary,
@@ -37,10 +37,7 @@ from halfulp.measures.crossings import (
     timing_pair,
 )  # fmt: skip
 from halfulp.measures.forecasts import pooled_rho
-from halfulp.study import Cell, Estimand, Running, Stage, Table
-from halfulp.study.protocol import Config, Json, Records, Values
-
-Array = npt.NDArray[Any]
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
 
 PREDICTORS = ("symmetric", "exact")
 
@@ -54,14 +51,6 @@ def each_rate_and_seed(config: Config, keys: Sequence[str], prefix: str = "") ->
         for seed in config["seeds"]:
             c = {**{key: config[key] for key in keys}, "rate": rate, "seed": seed}
             yield Cell(name=f"{prefix}rate={rate}.seed={seed}", config=c)
-
-
-def on_every_grid(references: Iterator[Cell]) -> Iterator[Cell]:
-    """A cell on each grid that a reference speaks of."""
-    for cell in references:
-        for m in cell.config["mantissas"]:
-            c = {**cell.config, "reference": cell.name, "grid": f"m{m}"}
-            yield Cell(name=f"{cell.name}.m{m}", config=c)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +75,11 @@ class Timed:
         return {"system": self.system, **kept, "reference": reference, **found}
 
     def measured_cells(self, config: Config) -> Iterator[Cell]:
-        return on_every_grid(self.cells(config))
+        """A cell on each grid that a reference speaks of."""
+        for cell in self.cells(config):
+            for grid in grids(cell.config):
+                c = {**cell.config, "reference": cell.name, "grid": grid}
+                yield Cell(name=f"{cell.name}.{grid}", config=c)
 
     @property
     def stages(self) -> tuple[Stage, Stage]:
@@ -104,8 +97,7 @@ def grids(config: Config) -> list[str]:
 
 def crossing_json(frozen: Array, size: int) -> dict[str, Json]:
     """The crossings of counts over ``size`` coordinates, one a step."""
-    found = crossing(np.asarray(frozen) / size)
-    return {"first": found.first, "persistent": found.persistent, "category": found.category}
+    return asdict(crossing(np.asarray(frozen) / size))
 
 
 def forecast(config: Config, counts: Array, size: int) -> dict[str, Json]:
@@ -148,24 +140,14 @@ def points(records: Records, system: str, predictor: str = "symmetric") -> list[
     return [p.steps for p in pairs(records, predictor)[system] if p.steps is not None]
 
 
-def _later(records: Records, stage: str, system: str, of: Callable[[Json], Json]) -> dict[str, list[float]]:
-    """Pooled rho at the first crossing of every cell that crosses after step 1, by what it is a run of."""
+def locations(records: Records, stage: str = "measured") -> dict[str, list[float]]:
+    """Pooled rho where runs first cross, if after step 1, by system; of ``bf16``, direct ones by network."""
     found: dict[str, list[float]] = {}
     for cell in records[stage].values():
-        ran = of(cell)
+        ran, system = (cell["direct"], cell["network"]) if stage == "bf16" else (cell, cell["system"])
         if ran["crossing"]["category"] == "later" and ran["rho"] is not None:
-            found.setdefault(cell[system], []).append(ran["rho"])
+            found.setdefault(system, []).append(ran["rho"])
     return found
-
-
-def locations(records: Records) -> dict[str, list[float]]:
-    """Where in rho the runs of each system cross, if after step 1."""
-    return _later(records, "measured", "system", lambda cell: cell)
-
-
-def bf16_locations(records: Records) -> dict[str, list[float]]:
-    """The same of the direct bfloat16 runs, by network."""
-    return _later(records, "bf16", "network", lambda cell: cell["direct"])
 
 
 # ---- estimands and gates --------------------------------------------------------------------------------
@@ -200,7 +182,7 @@ def bf16_rmse(records: Records) -> Values:
 
 def bf16_rho(records: Records) -> Values:
     """Median pooled rho where bfloat16 runs cross."""
-    return {network: float(np.median(values)) for network, values in bf16_locations(records).items()}
+    return {network: float(np.median(values)) for network, values in locations(records, "bf16").items()}
 
 
 _QUANTITIES = {

@@ -26,10 +26,8 @@ from halfulp.measures import learning
 from halfulp.models.following import PREDICTORS, SIDE, arm_learned, follow, forecasts
 from halfulp.models.teacher import CHOSEN, Problem, Testbed, classification
 from halfulp.studies._timing import each_rate_and_seed
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
-from halfulp.study import Cell, Estimand, Running, Stage, Table
-from halfulp.study.protocol import Config, Json, Records, Values
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
 
 
 def reference_cells(config: Config) -> Iterator[Cell]:
@@ -138,7 +136,7 @@ def progress_table(records: Records) -> Table:
 
 
 STUDY = declared(
-    __file__, shared={"testbed": CHOSEN.json()}, tables={"progress": progress_table},
+    __name__, shared={"testbed": CHOSEN.json()}, tables={"progress": progress_table},
     estimands=(
         Estimand.of(window_matches, "directional-windows", predictors=["directional"]),
         *map(Estimand.of, (progress, failed, runs, accuracy, window_matches)),
@@ -153,6 +151,3 @@ STUDY = declared(
 def also(records: Records) -> dict[str, float]:
     """What the paper prints beside the estimands."""
     return {"references": len(records["reference"])}
-
-
-PAPER = claims_of(STUDY, __file__, also)

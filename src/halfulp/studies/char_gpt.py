@@ -23,7 +23,6 @@ from halfulp.arms import Arm, Bundle, figures, tables
 from halfulp.arms.arm import PLAYS
 from halfulp.models.decoder import CHARACTER, DecoderConfig
 from halfulp.models.training import Recipe, Schedule
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 
 SCOPE = "all-2d"
@@ -53,9 +52,7 @@ RUNS = Bundle(
 )
 
 STUDY = declared(
-    __file__, RUNS,
+    __name__, RUNS,
     tables=tables(RUNS, scopes=(SCOPE,)),
     figures={"trajectories": partial(figures.trajectories, RUNS, scope=SCOPE)},
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

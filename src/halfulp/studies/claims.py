@@ -1,8 +1,8 @@
 """What the paper says, beside what our records say.
 
-A study's module exports ``PAPER``, a tuple of claims. A claim holds the paper's own number (or word) with the
-place where it is printed, and a function that computes ours *from records alone*; the comparison page is made
-of nothing else, so no number of ours is ever typed in.
+A claim holds the paper's own number (or word) with the place where it is printed, and a function that
+computes ours *from records alone*; the comparison page is made of nothing else, so no number of ours is ever
+typed in.
 
 What the paper prints is data: the part ``paper`` of the table beside the module
 (:mod:`halfulp.studies.declared`). A row of ``claims`` says what is claimed (``claim``), where (``source``),
@@ -10,7 +10,7 @@ the paper's number (``paper``), the name of our quantity (``ours``) and, where t
 of one of the ``notes``; ``source`` and ``note`` above the rows are those of rows that have none. Where
 ``paper`` is a table itself, ``{}`` in the row stands for its keys, one claim each. Our quantity is one of
 
-    NAME UNIT             an estimand of the study, or a function that its module hands over, for a unit
+    NAME UNIT             an estimand of the study, or a function of its module, for a unit
     NAME                  the same for the whole study
     OVER NAME WORDS ...   over the units that begin or end with one of these words, or over all: the least,
                           the most, the sum, the mean, the range, or the spread (mean and range)
@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,6 @@ from halfulp.study.protocol import Json, Records, Study
 from halfulp.study.verdict import decide, evaluate
 
 Ours = Callable[[Records], float | str | None]
-Compute = Callable[[Records], Any]
 
 OVER: dict[str, Callable[[list[float]], float | str]] = {
     "least": min, "most": max, "sum": sum, "mean": lambda v: float(np.mean(v)),
@@ -55,11 +55,10 @@ class Claim:
     note: str = ""
 
 
-def claims_of(study: Study, module: str, *functions: Compute) -> tuple[Claim, ...]:
-    """The claims of the table beside a study's module (its ``__file__``); ``functions`` by their names."""
-    known: dict[str, Compute] = {e.name: partial(e.compute, **e.args) for e in study.estimands}
-    known |= {function.__name__.strip("_"): function for function in functions}
-    table = table_of(module)["paper"]
+def claims_of(module: ModuleType) -> tuple[Claim, ...]:
+    """The claims of the table beside a study's module."""
+    study, table = module.STUDY, table_of(str(module.__file__))["paper"]
+    known = vars(module) | {e.name: partial(e.compute, **e.args) for e in study.estimands}
     notes = {"": "", **table.get("notes", {})}
     return tuple(
         Claim(claim, row["source"], paper, _ours(study, known, ours), notes[row.get("note", "")])
@@ -76,24 +75,21 @@ def _rows(row: Mapping[str, Json]) -> Iterator[tuple[str, str, float | str]]:
         yield row["claim"].replace("{}", key), row["ours"].replace("{}", key), paper
 
 
-def _ours(study: Study, known: Mapping[str, Compute], text: str) -> Ours:
+def _ours(study: Study, known: Mapping[str, Any], text: str) -> Ours:
     if text == "label":
         return lambda records: decide(study, evaluate(study.estimands, records)).label
     over, words = "", text.split()
     if words[0] not in known and words[0] in OVER:
         over, *words = words
-    name, unit = words[0], " ".join(words[1:])
+    name, unit, ends = words[0], " ".join(words[1:]), tuple(words[1:]) or ("",)
     if name not in known:
         raise UsageError(f"Study {study.name}: a claim is about {name!r}, which it does not compute.")
 
-    def one(records: Records) -> float | str | None:
-        found: float | str | Mapping[str, Any] | None = known[name](records)
-        return found.get(unit or "study") if isinstance(found, Mapping) else found
-
-    def all_of_them(records: Records) -> float | str | None:
-        ends = tuple(words[1:]) or ("",)
-        found = {u: v for u, v in known[name](records).items() if u.startswith(ends) or u.endswith(ends)}
-        values = [v for v in found.values() if v is not None]
+    def ours(records: Records) -> float | str | None:
+        found: Any = known[name](records)
+        if not over:
+            return found.get(unit or "study") if isinstance(found, Mapping) else found
+        values = [v for u, v in found.items() if (u.startswith(ends) or u.endswith(ends)) and v is not None]
         return OVER[over](values) if values else None
 
-    return all_of_them if over else one
+    return ours

@@ -18,10 +18,8 @@ from typing import Any
 from halfulp.models import bfloat16
 from halfulp.models.cnn import Cnn, mnist, train
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
-from halfulp.study import Cell, Estimand, Running, Stage
-from halfulp.study.protocol import Config, Json
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Running, Stage
 
 SYSTEM = "cnn"
 DATA = ("mnist/train-images-idx3-ubyte.gz", "mnist/train-labels-idx1-ubyte.gz")
@@ -59,7 +57,7 @@ def bf16(cell: Running) -> Mapping[str, Json]:
 
 TIMED = timing.Timed(system=SYSTEM, cells=reference_cells, train=_train)
 STUDY = declared(
-    __file__,
+    __name__,
     stages=(
         *TIMED.stages,
         Stage(name="bf16", kind="outcome", cells=bf16_cells, run=bf16),
@@ -70,4 +68,4 @@ STUDY = declared(
     figures={"timing": timing.figure, "bf16": timing.bf16_figure},
 )  # fmt: skip
 
-PAPER = claims_of(STUDY, __file__, timing.shown)
+shown = timing.shown

@@ -20,7 +20,6 @@ from halfulp.arms.family import at
 from halfulp.arms.masks import masters, recipes
 from halfulp.studies import _allocation as shared
 from halfulp.studies import prospective_modern
-from halfulp.studies.claims import claims_of
 
 LAYERS = {"smoke": 7, "small": 9, "paper": 17}
 
@@ -45,10 +44,8 @@ RUNS = replace(
 )  # fmt: skip
 
 STUDY = shared.study(
-    __file__, RUNS,
+    __name__, RUNS,
     shared.less(RUNS, "M", "source-P", ["target-P"]),
     shared.less(RUNS, "C1", "source-P", ["control-1"]),
     beside="P", highlight="source-P", faint=("control-1",),
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

@@ -29,7 +29,6 @@ from halfulp.arms.arm import PLAYS, WIKIPEDIA, Arm
 from halfulp.arms.corpus import files_of
 from halfulp.models.decoder import LLAMA, DecoderConfig
 from halfulp.models.training import Recipe, Schedule
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Table, Values
 
@@ -132,7 +131,7 @@ _WHAT = {
 }  # fmt: skip
 
 STUDY = declared(
-    __file__,
+    __name__,
     scales={scale: {"arm": arm.to_json()} for scale, arm in ARMS.items()},
     scale_data={scale: files_of(arm.corpus) for scale, arm in ARMS.items()},
     stages=(
@@ -142,5 +141,3 @@ STUDY = declared(
     estimands=tuple(Estimand(name=f.__name__, what=what, compute=f) for f, what in _WHAT.items()),
     tables={"checkpoints": curve},
 )
-
-PAPER = claims_of(STUDY, __file__)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from halfulp.arms import Anchors, measures, records
 from halfulp.studies import _allocation as shared
 from halfulp.studies import prospective_modern
-from halfulp.studies.claims import claims_of
 from halfulp.study.outcomes import Outcomes
 from halfulp.study.protocol import Estimand, Evidence, Records, Values
 
@@ -42,7 +41,7 @@ def apart(found: Records) -> Values:
 
 
 STUDY = shared.study(
-    __file__, RUNS,
+    __name__, RUNS,
     shared.less(RUNS, "above-source", "eco", ["source-P"]),
     Estimand.of(apart),
     highlight="eco",
@@ -53,5 +52,3 @@ STUDY = shared.study(
         ),
     ),
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

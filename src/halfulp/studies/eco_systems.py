@@ -9,7 +9,6 @@ are no decision. ECO keeps no tensor that nearest does not. Here, too, seconds d
 from __future__ import annotations
 
 from halfulp.studies import _systems as systems
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 from halfulp.studies.packed_systems import RUNS
 from halfulp.study.protocol import Estimand
@@ -17,7 +16,7 @@ from halfulp.study.protocol import Estimand
 ARMS = ("rne", "eco", "source-P", "master")
 
 STUDY = declared(
-    __file__,
+    __name__,
     scales=systems.configs(RUNS),
     stages=systems.stages(RUNS, ARMS, count=4),
     estimands=(
@@ -32,5 +31,3 @@ STUDY = declared(
     scale_data=RUNS.data,
     tables={"processes": systems.measured},
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

@@ -29,10 +29,8 @@ from halfulp.models.following import regression
 from halfulp.models.mlp import Series, Trainer, run
 from halfulp.models.teacher import CHOSEN, Problem, frozen_features
 from halfulp.studies import _timing as timing
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
-from halfulp.study import Cell, Estimand, Running, Stage
-from halfulp.study.protocol import Config, Json
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Running, Stage
 
 SYSTEM = "emulator"
 KEYS = ("testbed", "rate", "steps", "examples", "features", "outputs", "width")
@@ -79,7 +77,7 @@ def bf16(cell: Running) -> Mapping[str, Json]:
 
 TIMED = timing.Timed(system=SYSTEM, cells=reference_cells, train=_train)
 STUDY = declared(
-    __file__, shared={"testbed": CHOSEN.json()},
+    __name__, shared={"testbed": CHOSEN.json()},
     stages=(
         *TIMED.stages,
         Stage(name="bf16", kind="outcome", cells=bf16_cells, run=bf16),
@@ -89,4 +87,4 @@ STUDY = declared(
     figures={"timing": timing.figure, "bf16": timing.bf16_figure},
 )  # fmt: skip
 
-PAPER = claims_of(STUDY, __file__, timing.shown)
+shown = timing.shown

@@ -22,7 +22,7 @@ counts as missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,8 @@ from halfulp.measures.crossings import MAJORITY
 from halfulp.measures.forecasts import scalar_rho_map
 from halfulp.models.mlp import Array, Trainer
 from halfulp.models.teacher import CHOSEN, INPUTS, Testbed, teacher_student
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
-from halfulp.study import Cell, Estimand, Running, Stage, Table
-from halfulp.study.protocol import Config, Json, Records, Values
+from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
 
 QUANTILES = (0.16, 0.50, 0.84)
 
@@ -179,13 +177,12 @@ def table(records: Records) -> Table:
     """Mean width by size and mantissa, and the fits."""
     by_mantissa, fitted = widths(records), fits(records)
     sizes = sorted({n for by_size in by_mantissa.values() for n in by_size})
-    rows: list[Sequence[str | float | None]] = [
-        (f"m{m}", *(by_size[n] for n in sizes), *(fitted[m] or (None, None)))
-        for m, by_size in by_mantissa.items()
-    ]
     return Table(
         columns=("grid", *(f"N = {n}" for n in sizes), "a", "R squared"),
-        rows=rows,
+        rows=[
+            (f"m{m}", *(by_size[n] for n in sizes), *(fitted[m] or (None, None)))
+            for m, by_size in by_mantissa.items()
+        ],
         caption="Q0.84 - Q0.16 of z at the first majority crossing, in bits; mean over seeds.",
     )
 
@@ -201,12 +198,8 @@ def figure(records: Records) -> Any:
 
 
 STUDY = declared(
-    __file__, shared={"testbed": CHOSEN.json()},
+    __name__, shared={"testbed": CHOSEN.json()},
     stages=(Stage(name="crossing", kind="outcome", cells=cells, run=cross),),
-    estimands=(
-        Estimand.of(mean_width, "width"),
-        *map(Estimand.of, (growth, exponent, phase_error, weighted_phase_error, crossed)),
-    ),
     tables={"widths": table},
     figures={"widths": figure},
 )  # fmt: skip
@@ -225,6 +218,3 @@ def also(records: Records) -> dict[str, float | str]:
         worst = max(errors, key=lambda name: errors[name])
         found["worst"] = f"{errors[worst]:.3f} ({worst})"
     return found
-
-
-PAPER = claims_of(STUDY, __file__, also)

@@ -117,7 +117,7 @@ def train(running: Running) -> dict[str, Json]:
     arm = Arm.from_json(running.config["arm"])
     if "forecast" in running.config:
         arm = _with_peak(arm, running.read("forecast", running.config["forecast"])["rate"])
-    train_on, held_out = open_corpus(running, arm.corpus, arm.model.vocabulary)
+    train_on, held_out = open_corpus(running.data, arm.corpus, arm.model.vocabulary)
     model = Decoder(arm.model, seed=arm.seed, device=device(arm.device))
     assert arm.grid is not None and arm.policy is not None
     optimizer = WriteBack(adamw(model, arm.recipe), arm.grid, arm.policy, model=model, seed=arm.stream_seed)
@@ -298,7 +298,7 @@ def ladders(found: Records) -> Any:
 
 
 STUDY = declared(
-    __file__,
+    __name__,
     scales={
         scale: {"arm": _arm(scale).to_json(), "middle": MIDDLE[scale], "rungs": list(RUNGS[scale])}
         for scale in MIDDLE

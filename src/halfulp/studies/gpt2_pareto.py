@@ -30,7 +30,6 @@ from halfulp.arms.masks import masters
 from halfulp.measures.dominance import Point, Tolerance, front, survivors
 from halfulp.studies import _allocation as shared
 from halfulp.studies import _systems as systems
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import Estimand, Records, Table, Values
 
@@ -200,7 +199,7 @@ def curve(found: Records) -> Any:
 
 
 STUDY = declared(
-    __file__,
+    __name__,
     scales=systems.configs(RUNS),
     stages=(*RUNS.stages, systems.costs_stage(RUNS, (*CHOICES, systems.TRACE))),
     estimands=(
@@ -222,5 +221,3 @@ STUDY = declared(
     },
     figures={"budget-curve": curve, **shared.figure(RUNS, "source-P-10", tuple(_CONTROLS))},
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__, tolerant_survivors, strict_survivors)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from halfulp.arms import Bundle, Masked, measures
 from halfulp.studies import _allocation as shared
-from halfulp.studies.claims import claims_of
 
 BUDGETS = (10, 20)
 SCORES = ("F", "G", "U", "W", "T", "P")
@@ -59,7 +58,7 @@ RUNS = Bundle(
 
 
 STUDY = shared.study(
-    __file__, RUNS,
+    __name__, RUNS,
     *(
         estimand
         for p in BUDGETS
@@ -67,12 +66,10 @@ STUDY = shared.study(
             RUNS.estimand(f"above-median-{p}", f"recovery of L-{p} less the median of random masks",
                           measures.above_median, arm=f"L-{p}", over=list(RANDOM[p])),
             shared.less(RUNS, f"above-best-{p}", f"L-{p}", RANDOM[p], "random masks"),
-            RUNS.total(f"wins-{p}", f"seeds in which L-{p} is above the best random mask",
-                       measures.wins, arm=f"L-{p}", over=list(RANDOM[p])),
+            RUNS.estimand(f"wins-{p}", f"seeds in which L-{p} is above the best random mask",
+                          measures.wins, total=True, arm=f"L-{p}", over=list(RANDOM[p])),
         )
     ),
     shared.less(RUNS, "gain", "L-20", ["L-10"]),
     beside="L-10", highlight="L-10", faint=(*RANDOM[10], *RANDOM[20]),
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

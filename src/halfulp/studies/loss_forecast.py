@@ -375,7 +375,7 @@ def against_measured(found: Records) -> Any:
 # ---- the study ----------------------------------------------------------------------------------------
 
 STUDY = declared(
-    __file__,
+    __name__,
     scales={
         scale: {name: runs.configs[scale] for name, runs in BUNDLES.items()} for scale in HORIZONS
     },

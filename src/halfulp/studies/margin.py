@@ -37,24 +37,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from halfulp.audit.trust import PRIMARY, THRESHOLDS, OnsetInterval, auroc_of_counts, onset_interval
 from halfulp.drawing import panels
 from halfulp.errors import TamperingError
 from halfulp.measures.crossings import persistent_majority
 from halfulp.models import lockstep_kernels as compiled
-from halfulp.models.lockstep import Finished, answered, auroc_bound, from_text, run_units, to_text
+from halfulp.models.lockstep import Array, Finished, answered, auroc_bound, from_text, run_units, to_text
 from halfulp.models.teacher import CHOSEN
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
-from halfulp.study import Cell, Estimand, Running, Stage, Table
-from halfulp.study.protocol import Config, Json, Records, Values
-
-Array = npt.NDArray[Any]
+from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
 
 SCORES = ("exact", "symmetric")
 WHERE = ("inside", "earlier", "later")
@@ -82,17 +78,11 @@ def cells(config: Config) -> list[Cell]:
 def forecast(cell: Running) -> Mapping[str, Json]:
     """From references alone: what is claimed, and digests that bind the rest."""
     units, total, _ = run_units(cell, measure=False)
-    rows = []
-    for u in units:
-        onset = onset_interval(u.lower(), u.upper())
-        rows.append(
-            {
-                "seed": u.seed, "data": u.fingerprint, "path": u.end, "forecast": u.forecast,
-                "onset": [onset.earliest, onset.latest],
-            }
-        )  # fmt: skip
     return {
-        "units": rows,
+        "units": [
+            {"seed": u.seed, **bound(u), "onset": list(astuple(onset_interval(u.lower(), u.upper())))}
+            for u in units
+        ],
         "events": int(total[0].sum()),
         "levels": {score: to_text(counts) for score, counts in zip(SCORES, total, strict=True)},
     }
@@ -103,7 +93,7 @@ def outcome(cell: Running) -> Mapping[str, Json]:
     sealed = cell.read("forecast", cell.name)
     units, total, wrong = run_units(cell, measure=True)
     for u, row in zip(units, sealed["units"], strict=True):
-        check(cell, row, {"data": u.fingerprint, "path": u.end, "forecast": u.forecast})
+        check(cell, row, bound(u))
     check(cell, sealed["levels"], dict(zip(SCORES, map(to_text, total), strict=True)))
     return {
         "units": [
@@ -111,6 +101,11 @@ def outcome(cell: Running) -> Mapping[str, Json]:
         ],
         "wrong": {score: to_text(counts) for score, counts in zip((*SCORES, OWN), wrong, strict=True)},
     }
+
+
+def bound(u: Finished) -> dict[str, Json]:
+    """What a forecast is bound by: digests of its data, of the reference's end, and of what it says."""
+    return {"data": u.fingerprint, "path": u.end, "forecast": u.forecast}
 
 
 def check(cell: Running, sealed: Mapping[str, Json], found: Mapping[str, Json]) -> None:
@@ -297,31 +292,12 @@ def figure(records: Records) -> Any:
     return panels.margins({"projection": curve}, (risk(records)["all"] or 0) / 2, units)
 
 
-ESTIMANDS = (
-    *map(Estimand.of, (
-        events, auroc, auroc_error, auroc_own, auroc_gain, coverage, risk, primary_coverage, risk_ratio,
-        first_divergence, refuted,
-    )),
-    *(
-        Estimand(name=name, what=what, compute=share, args={"part": part, "whole": whole})
-        for name, what, part, whole in (
-            ("containment", "steps with f inside its interval", "steps -above -below", "steps"),
-            ("onset-inside", "units whose onset lies in its interval", "inside", "units"),
-            ("certified", "events with both premises of the bound", "events -diverged -violated",
-             "events"),
-            ("wrong-diverged", "mistakes made at different codes", "wrong_diverged",
-             "wrong_diverged wrong_same"),
-        )
-    ),
-)  # fmt: skip
-
 STUDY = declared(
-    __file__, shared={"testbed": CHOSEN.json()},
+    __name__, shared={"testbed": CHOSEN.json()},
     stages=(
         Stage(name="forecast", kind="prediction", cells=cells, run=forecast),
         Stage(name="outcome", kind="outcome", cells=cells, run=outcome, reads=("forecast",)),
     ),
-    estimands=ESTIMANDS,
     tables={"abstention": thresholds_table, "intervals": units_table},
     figures={"margin": figure},
 )  # fmt: skip
@@ -343,6 +319,3 @@ def also(records: Records) -> dict[str, float | str | None]:
             for grid, units in _by_grid(records).items()
         },
     }
-
-
-PAPER = claims_of(STUDY, __file__, also)

@@ -37,10 +37,8 @@ from halfulp.models import lockstep_kernels as compiled
 from halfulp.models.lockstep import Finished, RehearsedUnit, answered, run_units
 from halfulp.studies import margin
 from halfulp.studies._timing import crossing_json
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
-from halfulp.study import Cell, Estimand, Running, Stage, Table
-from halfulp.study.protocol import Config, Json, Records, Values
+from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
 
 FIXED = (0.001, 0.01, 0.1)
 PREDICTORS = ("projection", "open", "point", *(f"pull-{k}" for k in FIXED))
@@ -57,8 +55,7 @@ def cells(config: Config) -> Iterator[Cell]:
 def forecast(cell: Running) -> Mapping[str, Json]:
     """From references alone: what every predictor says, bound by digests, and how often it would answer."""
     units, total, _ = run_units(cell, measure=False, make=RehearsedUnit)
-    kept = [{"seed": u.seed, "data": u.fingerprint, "path": u.end, "forecast": u.forecast} for u in units]
-    return {"units": kept, "answered": _answered(total)}
+    return {"units": [{"seed": u.seed, **margin.bound(u)} for u in units], "answered": _answered(total)}
 
 
 def outcome(cell: Running) -> Mapping[str, Json]:
@@ -66,7 +63,7 @@ def outcome(cell: Running) -> Mapping[str, Json]:
     sealed = cell.read("forecast", cell.name)
     units, total, wrong = run_units(cell, measure=True, make=RehearsedUnit)
     for u, row in zip(units, sealed["units"], strict=True):
-        margin.check(cell, row, {"data": u.fingerprint, "path": u.end, "forecast": u.forecast})
+        margin.check(cell, row, margin.bound(u))
     margin.check(cell, sealed["answered"], _answered(total))
     return {"units": [_judged(u) for u in units], "wrong": _answered(wrong)}
 
@@ -186,7 +183,7 @@ def table(records: Records) -> Table:
 
 
 STUDY = declared(
-    __file__,
+    __name__,
     scales={
         name: {key: value for key, value in config.items() if key != "pulls"}
         for name, config in margin.STUDY.scales.items()
@@ -195,10 +192,5 @@ STUDY = declared(
         Stage(name="forecast", kind="prediction", cells=cells, run=forecast),
         Stage(name="outcome", kind="outcome", cells=cells, run=outcome, reads=("forecast",)),
     ),
-    estimands=tuple(map(Estimand.of, (
-        event_error, same_code, coverage, risk, frozen_rmse, onset_within, error_gain, code_gain, risk_ratio,
-    ))),
     tables={"predictors": table},
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from halfulp.arms import Bundle, Masked
 from halfulp.arms.masks import masters, recipes
 from halfulp.studies import _allocation as shared
-from halfulp.studies.claims import claims_of
 
 RIVALS = ("source-F", "control-1")
 
@@ -40,7 +39,7 @@ RUNS = Bundle(
 )  # fmt: skip
 
 STUDY = shared.study(
-    __file__, RUNS,
+    __name__, RUNS,
     shared.less(RUNS, "M", "source-P", ["target-P"]),
     shared.less(RUNS, "D_F", "source-P", ["source-F"]),
     shared.less(RUNS, "D_C", "source-P", ["control-1"]),
@@ -48,5 +47,3 @@ STUDY = shared.study(
     shared.less(RUNS, "ninth", "source-R", ["source-P"]),
     beside="P", highlight="source-P", faint=("control-1",),
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

@@ -30,7 +30,6 @@ from functools import partial
 from halfulp.arms import Bundle, figures, tables
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
 from halfulp.measures.forecasts import RECOVERED
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 
 EARLY = 0.3
@@ -50,9 +49,7 @@ RUNS = Bundle(
 
 
 STUDY = declared(
-    __file__, RUNS,
+    __name__, RUNS,
     tables=tables(RUNS),
     figures={"policy-effect": partial(figures.policy_effect, RUNS, after=EARLY, target=RECOVERED)},
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

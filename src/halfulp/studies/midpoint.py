@@ -35,8 +35,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy.typing as npt
-
 from halfulp.drawing import panels
 from halfulp.errors import TamperingError
 from halfulp.measures import learning
@@ -45,14 +43,10 @@ from halfulp.measures.learning import LEARNED as POSITIVE
 from halfulp.measures.learning import SIDES
 from halfulp.models.digests import digest
 from halfulp.models.following import PREDICTORS as TIMED
-from halfulp.models.following import SIDE, follow, forecasts, regression
+from halfulp.models.following import SIDE, Array, follow, forecasts, regression
 from halfulp.models.teacher import CHOSEN, Problem
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
-from halfulp.study import Cell, Estimand, Running, Stage, Table
-from halfulp.study.protocol import Config, Json, Records, Values
-
-Array = npt.NDArray[Any]
+from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
 
 PREDICTORS = (*TIMED, "monotone")
 EARLIEST = 3
@@ -281,20 +275,10 @@ def figure(records: Records) -> Any:
 
 
 STUDY = declared(
-    __file__, shared={"testbed": CHOSEN.json()},
+    __name__, shared={"testbed": CHOSEN.json()},
     stages=(
         Stage(name="forecast", kind="prediction", cells=reference_cells, run=forecast),
         Stage(name="outcome", kind="outcome", cells=outcome_cells, run=outcome, reads=("forecast",)),
-    ),
-    estimands=(
-        *map(Estimand.of, (
-            window_matches, accuracy, accuracy_by_side, progress, onset_within, onset_eligible,
-            false_negatives,
-        )),
-        Estimand.of(false_negatives, "false-negatives-at-start", onsets=[1]),
-        Estimand.of(window_matches, "directional-windows", predictors=["directional"]),
-        Estimand.of(onset_within, "directional-onset", predictors=["directional"]),
-        *(Estimand.of(against, f"against-{other}", other=other) for other in ("symmetric", "monotone")),
     ),
     tables={"predictors": predictors_table, "windows": windows_table, "misses": misses_table},
     figures={"midpoint": figure},
@@ -316,6 +300,3 @@ def also(records: Records) -> dict[str, float | str]:
             each = [cell[key] for cell in missed]
             found[key] = f"{min(each):.3f} to {max(each):.3f}"
     return found
-
-
-PAPER = claims_of(STUDY, __file__, also)

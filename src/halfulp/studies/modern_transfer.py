@@ -26,7 +26,6 @@ from halfulp.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, three_
 from halfulp.measures.forecasts import (
     RECOVERED,
 )
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 
 SCOPES = ("core", "all-2d")
@@ -41,5 +40,4 @@ RUNS = Bundle(
     unit="seed-{seed}",
 )
 
-STUDY = declared(__file__, RUNS, **standard(RUNS, warmup=False, moved=SCOPES, target=RECOVERED))
-PAPER = claims_of(STUDY, __file__)
+STUDY = declared(__name__, RUNS, **standard(RUNS, warmup=False, moved=SCOPES, target=RECOVERED))

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from halfulp.arms import Bundle, estimands, figures, measures, tables
+from halfulp.arms import Bundle, figures, measures, tables
 from halfulp.arms import native as of_native
 from halfulp.arms.family import PAPER_NEOX, SMALL_NATIVE, SMOKE_NEOX, native_three_thousand
-from halfulp.studies.claims import claims_of
+from halfulp.arms.standard import of_outcomes
 from halfulp.studies.declared import declared
 
 NATIVE = ("rne", "sr", "deadzone-sr")
@@ -37,10 +37,10 @@ RUNS = Bundle(
 _EVERY = ["fp32", *NATIVE]
 
 STUDY = declared(
-    __file__,
+    __name__,
     RUNS,
     estimands=(
-        *estimands.of_outcomes(RUNS),
+        *of_outcomes(RUNS),
         *(
             RUNS.estimand(name, what, measure, **args)
             for name, what, measure, args in (
@@ -58,5 +58,3 @@ STUDY = declared(
     tables=tables(RUNS),
     figures={"policy-effect": partial(figures.policy_effect, RUNS, target=0.9)},
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

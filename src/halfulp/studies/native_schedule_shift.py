@@ -30,7 +30,6 @@ from typing import Any
 from halfulp.arms import Bundle, figures, measures
 from halfulp.arms import native as of_native
 from halfulp.arms.family import PAPER_NEOX, SMALL_NATIVE, SMOKE_NEOX, native_three_thousand
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import Estimand, Records, Table, Values
 from halfulp.study.retrospective import Retrospective
@@ -60,7 +59,10 @@ def ratios(found: Records) -> Table:
     """The source beside every predictor that needs none, and what the other targets measured."""
     rows: list[tuple[str | float | None, ...]] = []
     for unit in RUNS.over(found):
-        each = [of_native.against(unit, SCOPE, p) for p in ("frozen", *of_native.SOURCE_FREE, "template")]
+        each = [
+            of_native.against(unit, SCOPE, predictor=p)
+            for p in ("frozen", *of_native.SOURCE_FREE, "template")
+        ]
         rows.append((unit.name, *(c.centred_rmse for c in each), *(c.rmse for c in each[:1])))
     return Table(
         columns=("unit", "source", "best constant", "schedule", "other targets", "source, not centred"),
@@ -91,7 +93,7 @@ ESTIMANDS = (
 )  # fmt: skip
 
 STUDY = declared(
-    __file__,
+    __name__,
     RUNS,
     estimands=ESTIMANDS,
     tables={"centred errors": ratios},
@@ -111,5 +113,3 @@ RETROSPECTIVE = Retrospective(
         if not rule.recovered
     ),
 )
-
-PAPER = claims_of(STUDY, __file__)

@@ -19,7 +19,6 @@ from dataclasses import replace
 
 from halfulp.arms import Arm, Bundle, standard
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 
 LEGACY_SPLIT = 4241
@@ -43,5 +42,4 @@ RUNS = Bundle(
     rehearse=("rne",),
 )
 
-STUDY = declared(__file__, RUNS, **standard(RUNS, drawn="all-2d"))
-PAPER = claims_of(STUDY, __file__)
+STUDY = declared(__name__, RUNS, **standard(RUNS, drawn="all-2d"))

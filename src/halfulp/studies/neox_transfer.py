@@ -26,7 +26,6 @@ from functools import partial
 from halfulp.arms import Bundle, standard
 from halfulp.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
 from halfulp.arms.tables import forecasts
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 
 SCOPE = "core"
@@ -44,5 +43,4 @@ RUNS = Bundle(
 
 _SHOWN = standard(RUNS, scopes=(SCOPE,))
 _SHOWN["tables"] = {**_SHOWN["tables"], "harmonised audit": partial(forecasts, RUNS, warmup=False)}
-STUDY = declared(__file__, RUNS, **_SHOWN)
-PAPER = claims_of(STUDY, __file__)
+STUDY = declared(__name__, RUNS, **_SHOWN)

@@ -19,7 +19,6 @@ from halfulp.arms.masks import masters, recipes
 from halfulp.studies import _allocation as shared
 from halfulp.studies import _systems as systems
 from halfulp.studies import prospective_modern
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import Estimand
 
@@ -39,7 +38,7 @@ RUNS = replace(
 )  # fmt: skip
 
 STUDY = declared(
-    __file__,
+    __name__,
     scales=systems.configs(RUNS),
     stages=systems.stages(RUNS, ARMS),
     estimands=(
@@ -54,5 +53,3 @@ STUDY = declared(
     scale_data=RUNS.data,
     tables={"processes": systems.measured},
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

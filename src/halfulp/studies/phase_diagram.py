@@ -32,10 +32,8 @@ from halfulp.measures.learning import LEARNED, SIDES
 from halfulp.models.following import SIDE, arm_learned, follow, forecasts, regression
 from halfulp.models.mlp import Rounding, Trainer, run
 from halfulp.models.teacher import CHOSEN
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
-from halfulp.study import Cell, Estimand, Running, Stage, Table
-from halfulp.study.protocol import Config, Json, Records, Values
+from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
 
 ARMS: tuple[Rounding, ...] = ("nearest", "stochastic")
 
@@ -204,17 +202,10 @@ def figure(records: Records) -> Any:
 
 
 STUDY = declared(
-    __file__, shared={"testbed": CHOSEN.json()},
+    __name__, shared={"testbed": CHOSEN.json()},
     stages=(
         Stage(name="reference", kind="prediction", cells=reference_cells, run=reference),
         Stage(name="arms", kind="outcome", cells=arm_cells, run=arms),
-    ),
-    estimands=(
-        *(Estimand.of(median_learned, f"learned.{arm}", arm=arm) for arm in (*ARMS, "forecast")),
-        Estimand.of(lowest_rate_ratio), Estimand.of(compression), Estimand.of(slow_divergence),
-        Estimand.of(matches, "windows-matched"),
-        Estimand.of(matches_by_side, "windows-matched-by-side"),
-        Estimand.of(stochastic_at_stable_rates, "stochastic-stable"),
     ),
     tables={"windows": table},
     figures={"e4": figure},
@@ -239,6 +230,3 @@ def also(records: Records) -> dict[str, float | str]:
         "survivors": "; ".join(f"m{m}: {_set(rates)}" for m, rates in added.items()),
         "diverged": ", and ".join("{} of {}".format(*broken[r]) for r in (0.8, 1.6) if r in broken),
     }
-
-
-PAPER = claims_of(STUDY, __file__, also)

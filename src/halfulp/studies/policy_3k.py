@@ -19,7 +19,6 @@ from __future__ import annotations
 from halfulp.arms import Bundle, standard
 from halfulp.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, three_thousand
 from halfulp.measures.forecasts import RECOVERED
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 
 SEEDS = (1337, 1338, 42)
@@ -34,5 +33,4 @@ RUNS = Bundle(
     rehearse=("rne",),
 )
 
-STUDY = declared(__file__, RUNS, **standard(RUNS, warmup=False, moved=NEVER, target=RECOVERED))
-PAPER = claims_of(STUDY, __file__)
+STUDY = declared(__name__, RUNS, **standard(RUNS, warmup=False, moved=NEVER, target=RECOVERED))

@@ -30,7 +30,6 @@ from functools import partial
 from halfulp.arms import Bundle, Masked, figures, tables
 from halfulp.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, at
 from halfulp.arms.masks import masters, recipes
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 
 CONTROLS = tuple(f"control-{i}" for i in range(1, 6))
@@ -56,7 +55,7 @@ RUNS = Bundle(
 )  # fmt: skip
 
 STUDY = declared(
-    __file__, RUNS,
+    __name__, RUNS,
     tables=tables(RUNS),
     figures={
         "recovered": partial(
@@ -65,5 +64,3 @@ STUDY = declared(
         )
     },
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from halfulp.arms import Anchors, Bundle
 from halfulp.studies import _allocation as shared
 from halfulp.studies import leverage_primary
-from halfulp.studies.claims import claims_of
 from halfulp.studies.leverage_primary import NINTH, SCORES, STRUCTURAL
 from halfulp.study.protocol import Evidence
 
@@ -42,7 +41,7 @@ RUNS = Bundle(
 )  # fmt: skip
 
 STUDY = shared.study(
-    __file__, RUNS,
+    __name__, RUNS,
     shared.less(RUNS, "above-scores", "L-10", FAMILY, "the six scores"),
     shared.less(RUNS, "above-structure", "L-10", CONTROLS, "the structural controls"),
     shared.less(RUNS, "ninth-above-scores", f"{NINTH}-10", ("L-10", *FAMILY), "L and the six scores"),
@@ -55,5 +54,3 @@ STUDY = shared.study(
         ),
     ),
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

@@ -23,7 +23,6 @@ from dataclasses import replace
 
 from halfulp.arms import Arm, Bundle, standard
 from halfulp.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 
 SCOPE = "core"
@@ -50,5 +49,4 @@ RUNS = Bundle(
     reference="target-{seed}",
 )
 
-STUDY = declared(__file__, RUNS, **standard(RUNS, warmup=False, scopes=(SCOPE,)))
-PAPER = claims_of(STUDY, __file__)
+STUDY = declared(__name__, RUNS, **standard(RUNS, warmup=False, scopes=(SCOPE,)))

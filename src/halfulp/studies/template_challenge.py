@@ -31,7 +31,6 @@ from halfulp.arms import records
 from halfulp.drawing import COLOURS, DASHES, GREY, new_figure, percent
 from halfulp.measures.forecasts import compare, time_effect
 from halfulp.studies import neox_transfer, source_amortized
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import (
     Cell,
@@ -247,7 +246,7 @@ def figure(found: Records) -> Any:
 # ---- the study ------------------------------------------------------------------------------------------
 
 STUDY = declared(
-    __file__,
+    __name__,
     scales=dict.fromkeys(_AUDIT.configs, _CONFIG),
     evidence=(
         Evidence(
@@ -292,5 +291,3 @@ STUDY = declared(
     tables={"predictors": predictors, "by target": by_target, "decomposition": decomposition},
     figures={"template": figure},
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

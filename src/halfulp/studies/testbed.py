@@ -35,11 +35,9 @@ from halfulp.measures.forecasts import pooled_rho
 from halfulp.models.following import follow, forecasts
 from halfulp.models.teacher import Testbed, teacher_student
 from halfulp.studies._facts import FACTS, Count, Reference, best_side, met, ranked, score
-from halfulp.studies.claims import claims_of
 from halfulp.studies.declared import declared
 from halfulp.studies.finite_size import look
-from halfulp.study import Cell, Estimand, Running, Stage, Table
-from halfulp.study.protocol import Config, Json, Records, Values
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
 
 # ---- cells ----------------------------------------------------------------------------------------------
 
@@ -352,7 +350,7 @@ _SMOKE: dict[str, Json] = {
 }  # fmt: skip
 
 STUDY = declared(
-    __file__,
+    __name__,
     scales={
         "smoke": {**_SMOKE, "candidates": {name: CANDIDATES[name] for name in (FORMER, SMALL)}},
         "small": {**_PAPER, "candidates": {name: CANDIDATES[name] for name in (FORMER, SMALL)}, "ranks": 1},
@@ -382,6 +380,5 @@ def also(records: Records) -> dict[str, float | str]:
     return {"chosen": chosen, "candidates": float(len(records["screen"]))}
 
 
-PAPER = claims_of(STUDY, __file__, also)
 SHOWN = (before_after, conflicts, facts_table, whole_table)
 """Tables that the comparison page shows."""

@@ -34,7 +34,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from halfulp.audit.certificates import Descent, reachable_prefix
@@ -42,13 +41,9 @@ from halfulp.audit.trust import Posterior, posterior
 from halfulp.drawing import panels
 from halfulp.errors import TamperingError
 from halfulp.grids import grid as named
-from halfulp.models.certifiable import FAMILIES, Problem, arrival, rippled_bowl
-from halfulp.studies.claims import claims_of
+from halfulp.models.certifiable import FAMILIES, Array, Problem, arrival, rippled_bowl
 from halfulp.studies.declared import declared
-from halfulp.study import Cell, Estimand, Running, Stage, Table
-from halfulp.study.protocol import Config, Json, Records, Values
-
-Array = npt.NDArray[Any]
+from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
 
 PREMISES = ("start", "transition", "cell", "bound", "none")
 
@@ -75,14 +70,13 @@ def _problems(config: Config) -> Iterator[Problem]:
 
 def certify(cell: Running) -> Mapping[str, Json]:
     """Horizons, what ended them, and a digest of every promised code."""
-    horizons, moves, stopped, promises = [], [], [], []
-    for problem in _problems(cell.config):
-        c = problem.certify(cell.config["steps"])
-        horizons.append(c.horizon)
-        moves.append(int((~c.frozen).any(axis=1).sum()))
-        stopped.append(c.stopped_by or "none")
-        promises.append(_digest(c.codes[: c.horizon + 1])[:16])
-    return {"horizon": horizons, "moves": moves, "stopped_by": stopped, "promised": promises}
+    found = [problem.certify(cell.config["steps"]) for problem in _problems(cell.config)]
+    return {
+        "horizon": [c.horizon for c in found],
+        "moves": [int((~c.frozen).any(axis=1).sum()) for c in found],
+        "stopped_by": [c.stopped_by or "none" for c in found],
+        "promised": [_digest(c.codes[: c.horizon + 1])[:16] for c in found],
+    }
 
 
 def execute(cell: Running) -> Mapping[str, Json]:
@@ -256,20 +250,13 @@ def figure(records: Records) -> Any:
 
 
 STUDY = declared(
-    __file__,
+    __name__,
     stages=(
         Stage(name="certify", kind="prediction", cells=certificate_cells, run=certify),
         Stage(name="execute", kind="outcome", cells=certificate_cells, run=execute, reads=("certify",)),
         Stage(name="prefix", kind="outcome", cells=partial(each_grid, stage="prefix"), run=prefix),
         Stage(name="bound", kind="outcome", cells=partial(each_grid, stage="bound"), run=bound),
     ),
-    estimands=tuple(
-        map(Estimand.of, (
-            contradictions, certified, certified_moves, caution, opposite, bound_broken, bound_attained,
-        ))
-    ),
     tables={"certificates": table},
     figures={"horizons": figure},
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from halfulp.arms import Bundle, Masked
 from halfulp.studies import _allocation as shared
-from halfulp.studies.claims import claims_of
 from halfulp.study.protocol import Estimand, Records, Values
 
 BUDGETS = (10, 20)
@@ -58,7 +57,7 @@ def _above(percent: int) -> Estimand:
 
 
 STUDY = shared.study(
-    __file__, RUNS,
+    __name__, RUNS,
     *(_above(percent) for percent in BUDGETS),
     Estimand(name="promotion", what="the larger of above-10 and above-20", compute=promotion),
     *(
@@ -67,5 +66,3 @@ STUDY = shared.study(
     ),
     beside="C-10", highlight="C-10", faint=(*RANDOM[10], *RANDOM[20]),
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

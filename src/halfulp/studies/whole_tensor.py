@@ -17,7 +17,6 @@ from halfulp.arms import Bundle, Masked, measures
 from halfulp.arms.bundle import Unit
 from halfulp.arms.family import PAPER_GPT2, at, three_thousand
 from halfulp.studies import _allocation as shared
-from halfulp.studies.claims import claims_of
 
 RAW = "tile-master(start_from=raw)"
 NEAR = 0.01
@@ -82,7 +81,7 @@ def won_against_draws(unit: Unit) -> float | None:
 
 
 STUDY = shared.study(
-    __file__, RUNS,
+    __name__, RUNS,
     *(
         RUNS.estimand(f"spent-{arm}", f"masters of {arm}, as a share of masters for all", spent, arm=arm)
         for arm in CHOSEN
@@ -92,5 +91,3 @@ STUDY = shared.study(
     RUNS.estimand("draws-won", "near draws that the selection is above", won_against_draws),
     beside="select-25", highlight="select-25", faint=(*DRAWS[25], *DRAWS[50]),
 )  # fmt: skip
-
-PAPER = claims_of(STUDY, __file__)

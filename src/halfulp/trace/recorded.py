@@ -276,20 +276,22 @@ class Recorded(ABC):
             return np.where(written * proposed > 0, dot / np.sqrt(written * proposed), np.nan)
 
     def _arrived(self, grid: str, scope: Scope) -> tuple[Array, Array, Array]:
-        """By step: <u, d>, |u|**2 and |d|**2, of the tensors that have them."""
+        """By step: <u, d>, |u|**2 and |d|**2, of the tensors that have them, in their order: threads may not
+        decide a sum."""
         ids = sorted(set(self.ids(scope)) & set(self.tells_zero()))
         here = pl.col("tensor").is_in(ids)
         mine = (pl.col("grid") == self._grid_id(grid)) & here & pl.col("arrived").is_not_null()
-        frame = (
+        rows = (
             self.scan()
             .filter(mine)
             .join(self.scan("tensors").filter(here), on=["step", "tensor"])
-            .group_by("step")
-            .agg(pl.col("arrived", "written_sq", "proposal_sq").sum())
-            .sort("step")
+            .sort("step", "tensor")
+            .select("step", "arrived", "written_sq", "proposal_sq")
             .collect()
         )
-        dot, written, proposed = (frame[c].to_numpy() for c in ("arrived", "written_sq", "proposal_sq"))
+        _, first = np.unique(rows["step"].to_numpy(), return_index=True)
+        columns = (rows[name].to_numpy() for name in ("arrived", "written_sq", "proposal_sq"))
+        dot, written, proposed = (np.add.reduceat(c, first) if len(c) else c for c in columns)
         return dot, written, proposed
 
     def crossing(self, grid: str, scope: str = "all") -> Crossing:

@@ -1,6 +1,6 @@
 """Write-back: what happens between an optimizer's proposal and the stored weight."""
 
-from halfulp.writeback.adamw import Adam, AdamW
+from halfulp.writeback.adamw import SGD, Adam, AdamW, Lion
 from halfulp.writeback.checkpoint import load, save
 from halfulp.writeback.dispatch import Dispatch
 from halfulp.writeback.native import NativeWeight, native
@@ -21,7 +21,7 @@ from halfulp.writeback.policies import (
 from halfulp.writeback.report import Bytes, Events
 
 __all__ = [
-    "DQT", "ECO", "POLICIES", "Adam", "AdamW", "Bytes", "DeadzoneStochastic", "Dispatch", "Events", "Kahan",
-    "Master", "NativeWeight", "Nearest", "Policy", "Stochastic", "TileMaster", "WriteBack", "load",
-    "native", "policy", "save",
+    "DQT", "ECO", "POLICIES", "SGD", "Adam", "AdamW", "Bytes", "DeadzoneStochastic", "Dispatch", "Events",
+    "Kahan", "Lion", "Master", "NativeWeight", "Nearest", "Policy", "Stochastic", "TileMaster", "WriteBack",
+    "load", "native", "policy", "save",
 ]  # fmt: skip

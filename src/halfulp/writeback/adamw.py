@@ -1,4 +1,4 @@
-"""``AdamW`` and ``Adam`` for weights on a grid, in one pass, for those who start afresh.
+"""``AdamW``, ``Adam``, ``SGD`` and ``Lion`` for weights on a grid, in one pass, for those who start afresh.
 
 A write-back around torch's own, so that schedulers, checkpoints, events and bytes are those of
 :class:`~halfulp.WriteBack`. What it may do because no earlier run has to be continued bit for bit: draws of
@@ -9,7 +9,7 @@ bfloat16 does not move under nearest rounding.)
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
@@ -17,53 +17,51 @@ from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.writeback import onepass
 from halfulp.writeback.choosing import Select, Storage
+from halfulp.writeback.lion import Lion as PlainLion
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.policies import Policy
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+class Given(TypedDict, total=False):
+    """What all of them take: see :class:`AdamW`."""
+
+    grid: str | Grid | torch.dtype
+    policy: str | Policy
+    moments: Literal["fp32", "bf16"]
+    model: torch.nn.Module | None
+    select: Select
+    seed: int
+    storage: Storage | None
+    nonfinite: Literal["count", "raise"]
+    telemetry: bool
+
+
 class _OnePass(WriteBack):
-    """What both have in common."""
+    """What they have in common."""
 
     like_torch = False
-    kind: Any
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        grid: str | Grid | torch.dtype = "bf16",
-        policy: str | Policy = "sr",
-        moments: Literal["fp32", "bf16"] = "fp32",
-        model: torch.nn.Module | None = None,
-        select: Select = None,
-        seed: int = 0,
-        storage: Storage | None = None,
-        nonfinite: Literal["count", "raise"] = "count",
-        telemetry: bool = True,
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, given: Given) -> None:
+        moments = given.pop("moments", "fp32")
         if moments not in MOMENTS:
             raise UsageError(f"moments must be one of {', '.join(MOMENTS)}, not {moments!r}.")
         self.moments = MOMENTS[moments]
-        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            self.kind(params, fused=True, **options), grid, policy, model=model, params=select, seed=seed,
-            storage=storage, nonfinite=nonfinite, telemetry=telemetry,
-        )  # fmt: skip
+        options: dict[str, Any] = {"grid": "bf16", **given}
+        if "select" in options:
+            options["params"] = options.pop("select")
+        super().__init__(inner, **options)
 
     def _prepared(self, planned: Any) -> Any:
         made = super()._prepared(planned)
         for slot, _ in made:
-            why = slot.two_passes or onepass.unsuited_group(self.param_groups[slot.place[0]])
+            group = self.param_groups[slot.place[0]]
+            why = slot.two_passes or onepass.unsuited_group(self, group)
             if why is not None:
                 raise UsageError(
                     f"halfulp.{type(self).__name__} makes its steps in one pass, and parameter {slot.name!r} "
-                    f"cannot have one: {why}. Use halfulp.WriteBack(torch.optim.{self.kind.__name__}(...))."
+                    f"cannot have one: {why}. Use halfulp.WriteBack around torch's own, or another's."
                 )
         return made
 
@@ -78,12 +76,30 @@ class _OnePass(WriteBack):
         super().load_state_dict(state_dict)
         for slot in self.slots:
             state = self.optimizer.state.get(slot.stepped, {})
-            for key in (onepass.FIRST, onepass.SECOND):
-                if key in state:
+            for key in onepass.KEPT[type(self.optimizer)]:
+                if state.get(key) is not None:
                     state[key] = state[key].to(self.moments)
+            if "step" in state:
+                state["step"] = state["step"].cpu()  # to read it from a GPU would wait for it
 
 
-class AdamW(_OnePass):
+class _Adams(_OnePass):
+    kind: Any
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **given: Unpack[Given],
+    ) -> None:
+        inner = self.kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        super().__init__(inner, given)
+
+
+class AdamW(_Adams):
     """AdamW with weights on a grid, in one pass.
 
     ``params``, ``lr``, ``betas``, ``eps``, ``weight_decay`` as torch has them; names
@@ -103,7 +119,42 @@ class AdamW(_OnePass):
     kind = torch.optim.AdamW
 
 
-class Adam(_OnePass):
+class Adam(_Adams):
     """As :class:`AdamW`, with weight decay as a part of the gradient."""
 
     kind = torch.optim.Adam
+
+
+class SGD(_OnePass):
+    """SGD with momentum and weights on a grid, in one pass: as :class:`AdamW`, otherwise as torch has it.
+    Bytes a bfloat16 weight: 6, or 4 with ``moments="bf16"``."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **given: Unpack[Given],
+    ) -> None:
+        options: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        inner = torch.optim.SGD(params, lr=lr, weight_decay=weight_decay, fused=True, **options)
+        super().__init__(inner, given)
+
+
+class Lion(_OnePass):
+    """Lion (Chen et al. 2023) with weights on a grid, in one pass: as :class:`AdamW`. Bytes a bfloat16
+    weight: 6, or 4 with ``moments="bf16"``. Weight decay is decoupled. ``eco`` is refused: a step is a
+    sign, and a moment of any size brings back the same."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **given: Unpack[Given],
+    ) -> None:
+        super().__init__(PlainLion(params, lr=lr, betas=betas, weight_decay=weight_decay), given)

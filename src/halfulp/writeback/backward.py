@@ -28,7 +28,7 @@ class InBackward:
         self.done: list[Slot] = []
         reason = onepass.unsuited(wb.optimizer)
         for slot in wb.slots:
-            why = reason or onepass.unsuited_group(wb.param_groups[slot.place[0]]) or slot.two_passes
+            why = reason or onepass.unsuited_group(wb, wb.param_groups[slot.place[0]]) or slot.two_passes
             why = why or ("it is sharded" if is_sharded(slot.p) else None)
             if why is not None:
                 raise UsageError(

@@ -1,11 +1,11 @@
 """Which weights a step moves in one pass, and the call that does it.
 
-Adam and AdamW made with ``fused=True`` have an arithmetic that :mod:`halfulp.kernels.onepass_reference`
-equals bit for bit, so a write-back around one of them need not call it: gradient, moments and weights are
-read once and written once. Everything that the optimizer keeps (``step``, ``exp_avg``, ``exp_avg_sq``) is
-kept
-in its place and is the same. Where that is not so, for an optimizer (:func:`unsuited`) or a tensor
-(:func:`unsuited_tensor`), the step is made in two passes; both return the reason.
+Adam, AdamW and SGD with momentum, made with ``fused=True``, have an arithmetic that
+:mod:`halfulp.kernels.onepass_reference` equals bit for bit, so a write-back around one of them need not call
+it: gradient, moments and weights are read once and written once. Everything that the optimizer keeps
+(``step``, ``exp_avg``, ``momentum_buffer``...) is kept in its place and is the same. Where that is not so,
+for an optimizer (:func:`unsuited`), a group (:func:`unsuited_group`) or a tensor (:func:`unsuited_tensor`),
+the step is made in two passes; they return the reason.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC
 from halfulp.streams import key_of
 from halfulp.writeback import policies
+from halfulp.writeback.lion import Lion
 from halfulp.writeback.report import TensorEvents
 from halfulp.writeback.sharding import local, shard_offset, wrap_like
 from halfulp.writeback.tiles import put_tiles, take_tiles
@@ -30,8 +31,22 @@ if TYPE_CHECKING:
     from halfulp.writeback.optimizer import WriteBack
     from halfulp.writeback.slot import Slot
 
-FIRST, SECOND = "exp_avg", "exp_avg_sq"
-RULES = {torch.optim.Adam: onepass.ADAM, torch.optim.AdamW: onepass.ADAMW}
+KEPT: dict[Any, tuple[str, ...]] = {
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"), torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",), Lion: ("exp_avg",),
+}  # fmt: skip
+"""The optimizers that one pass knows, and the names of their moments."""
+
+
+def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    if type(optimizer) is torch.optim.SGD:
+        return onepass.NESTEROV if group["nesterov"] else onepass.SGD
+    rules = {torch.optim.Adam: onepass.ADAM, torch.optim.AdamW: onepass.ADAMW, Lion: onepass.LION}
+    return rules[type(optimizer)]
+
+
+DECOUPLED = (onepass.ADAMW, onepass.LION)
+"""Rules whose weight decay is a part of the proposal of its own."""
 
 
 class Way(NamedTuple):
@@ -64,8 +79,8 @@ def way(policy: policies.Policy) -> Way | None:
 def unsuited(optimizer: torch.optim.Optimizer) -> str | None:
     """Why an optimizer's own step must be called."""
     name = type(optimizer).__name__
-    if type(optimizer) not in RULES:
-        return f"{name} is not torch's Adam or AdamW"
+    if type(optimizer) not in KEPT:
+        return f"{name} is not torch's Adam, AdamW or SGD"
     patched = optimizer.__dict__.get("step")
     if patched is not None and not getattr(patched, "_wrapped_by_lr_sched", False):
         return "its step() was replaced"
@@ -75,24 +90,37 @@ def unsuited(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def unsuited_group(group: dict[str, Any]) -> str | None:
-    """Why the optimizer's own step must be called for a group."""
-    if not group.get("fused"):
+def unsuited_group(wb: WriteBack, group: dict[str, Any]) -> str | None:
+    """Why the optimizer's own step must be called for a group; of optimizers that one pass knows."""
+    if not group.get("fused") and type(wb.optimizer) is not Lion:
         return "it was not made with fused=True, the arithmetic that one pass equals"
     for option in ("amsgrad", "maximize", "capturable", "differentiable"):
         if group.get(option):
             return f"{option}=True"
-    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    names = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening")
+    numbers = [x for name in names if name in group for x in _each(group[name])]
     if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
         return "its rate, betas, eps or weight decay are not plain finite numbers"
+    if group.get("momentum") == 0:
+        return "SGD without momentum has nothing that one pass would save"
+    if wb.like_torch and onepass.torchs_end(rule_of(wb.optimizer, group)) is None:
+        return "torch's fused step has another arithmetic on this machine"
     return None
 
 
-def unsuited_tensor(slot: Slot) -> str | None:
+def _each(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)
+
+
+def unsuited_tensor(wb: WriteBack, slot: Slot) -> str | None:
     """Why the optimizer's own step must be called for a tensor."""
     p = local(slot.p)
-    if p.device.type != "cpu":
+    if p.device.type not in ("cpu", "cuda"):
         return f"{slot.name!r} is on {p.device.type}"
+    if p.device.type == "cuda" and wb.like_torch:
+        return f"{slot.name!r} is on a GPU, where torch's fused step has an arithmetic of its own"
+    if p.device.type == "cuda" and (slot.codes is not None or isinstance(slot.policy, policies.TileMaster)):
+        return f"{slot.name!r} is on a GPU, where codes and tile masters are stepped in two passes"
     if onepass.kind_of(plan_for(slot.grid, torch.float32).grid) is None:
         return f"grid {slot.grid.name} has scales that move, or exponents that lanes do not round"
     if way(slot.policy) is None:
@@ -109,11 +137,9 @@ def unsuited_tensor(slot: Slot) -> str | None:
 def suited(wb: WriteBack, active: Sequence[Slot]) -> tuple[list[Slot], str | None]:
     """Which of these tensors can be moved in one pass, and why the first of the others cannot."""
     reason = unsuited(wb.optimizer)
-    if reason is None and onepass.torchs_end() is None and wb.like_torch:
-        reason = "torch's fused step has another arithmetic on this machine"
     if reason is not None:
         return [], reason
-    groups = [unsuited_group(g) for g in wb.param_groups]
+    groups = [unsuited_group(wb, g) for g in wb.param_groups]
     found = []
     for slot in active:
         why = groups[slot.place[0]] or slot.two_passes or _unsuited_state(wb, slot)
@@ -131,49 +157,55 @@ def _unsuited_state(wb: WriteBack, slot: Slot) -> str | None:
     if grad.layout != torch.strided or grad.dtype not in (torch.float32, torch.bfloat16):
         return f"the gradient of {slot.name!r} is {grad.layout} of {grad.dtype}"
     state = wb.optimizer.state.get(slot.stepped, {})
-    odd = [k for k in (FIRST, SECOND) if k in state and not _plain(state[k], wb.moments)]
+    kept = KEPT[type(wb.optimizer)]
+    where = local(slot.p).device
+    odd = [k for k in kept if state.get(k) is not None and not _plain(state[k], wb.moments, where)]
     return f"{odd[0]} of {slot.name!r} is not contiguous {wb.moments}" if odd else None
 
 
-def _plain(x: torch.Tensor, dtype: torch.dtype) -> bool:
+def _plain(x: torch.Tensor, dtype: torch.dtype, where: torch.device) -> bool:
     here = local(x)
-    return here.dtype == dtype and here.is_contiguous() and here.device.type == "cpu"
+    return here.dtype == dtype and here.is_contiguous() and here.device == where
 
 
-def started(wb: WriteBack, slot: Slot) -> dict[str, Any]:
-    """The optimizer's state of a parameter, as its own first step would make it."""
+def started(wb: WriteBack, slot: Slot) -> tuple[dict[str, Any], int]:
+    """The optimizer's state of a parameter, as its own first step would make it; and which step this is."""
     state = wb.optimizer.state[slot.stepped]
-    if not state:
-        shape = slot.codes.shape if slot.codes is not None else local(slot.p).shape
+    counts = isinstance(wb.optimizer, torch.optim.Adam | torch.optim.AdamW)  # the others do not
+    if counts and "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32)
-        for key in (FIRST, SECOND):
-            state[key] = wrap_like(torch.zeros(shape, dtype=wb.moments), slot.p)
-    found: dict[str, Any] = state
-    return found
+    new = [key for key in KEPT[type(wb.optimizer)] if state.get(key) is None]
+    for key in new:
+        p = local(slot.p)
+        shape = slot.codes.shape if slot.codes is not None else p.shape
+        state[key] = wrap_like(torch.zeros(shape, dtype=wb.moments, device=p.device), slot.p)
+    if not counts:
+        return state, 1 if new else 2
+    state["step"] += 1
+    return state, int(state["step"])
 
 
 @torch.no_grad()
 def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
     """One step of these parameters: a kernel call for all that are stored and rounded alike."""
-    states = [started(wb, slot) for slot in slots]
-    torch._foreach_add_([state["step"] for state in states], 1)
     settings: dict[tuple[int, int, bool], onepass.Settings] = {}
     calls: dict[Any, tuple[onepass.Case, list[Slot], list[onepass.Job]]] = {}
     masters = _masters(slots)
-    for slot, state in zip(slots, states, strict=True):
+    for slot in slots:
+        state, t = started(wb, slot)
         group, how = slot.place[0], way(slot.policy)
         assert how is not None
         exact = isinstance(slot.policy, policies.ECO) and slot.policy.decay_exact
-        at = group, int(state["step"]), exact
+        at = group, t, exact
         if at not in settings:
             settings[at] = _settings(wb, *at)
         job = _job(wb, slot, state, how, settings[at], step, masters)
         numbers = settings[at]
         alone = slot if isinstance(slot.policy, policies.TileMaster) else None  # they share the memory
-        like = (id(slot.grid), how, onepass.small(numbers), job.types, alone)
+        like = (id(slot.grid), how, numbers.rule, onepass.small(numbers), job.types, alone)
         if like not in calls:
             case = onepass.Case(
-                grid=slot.grid, rule=numbers.rule, small=like[2], mode=how.mode, keeps=how.keeps,
+                grid=slot.grid, rule=numbers.rule, small=like[3], mode=how.mode, keeps=how.keeps,
                 short=not wb.like_torch, drawn=wb.moments == torch.bfloat16,
             )  # fmt: skip
             calls[like] = case, [], []
@@ -186,7 +218,7 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
         for slot, job, found in zip(together, jobs, made, strict=True):
             _collect(slot, job)
             g = wb.param_groups[slot.place[0]]
-            decay = float(g["lr"]) * float(g["weight_decay"]) if case.rule == onepass.ADAMW else 0.0
+            decay = float(g["lr"]) * float(g["weight_decay"]) if case.rule in DECOUPLED else 0.0
             slot.events = TensorEvents.of(
                 slot.name, step, slot.p, Written(job.stored, *found), decay, slot.moved is not None, job.sums
             )
@@ -218,9 +250,11 @@ def _collect(slot: Slot, job: onepass.Job) -> None:
 
 def _settings(wb: WriteBack, group: int, t: int, exact: bool) -> onepass.Settings:
     g = wb.param_groups[group]
+    b1, b2 = g["betas"] if "betas" in g else (g["momentum"], 0.0)
     return onepass.Settings(
-        lr=float(g["lr"]), betas=(float(g["betas"][0]), float(g["betas"][1])), eps=float(g["eps"]),
-        weight_decay=float(g["weight_decay"]), rule=RULES[type(wb.optimizer)], t=t, decay_exact=exact,
+        lr=float(g["lr"]), betas=(float(b1), float(b2)), eps=float(g.get("eps", 0.0)),
+        weight_decay=float(g["weight_decay"]), rule=rule_of(wb.optimizer, g), t=t, decay_exact=exact,
+        dampening=float(g.get("dampening", 0.0)),
     )  # fmt: skip
 
 
@@ -230,7 +264,7 @@ def _job(
 ) -> onepass.Job:  # fmt: skip
     assert slot.p.grad is not None
     stored = local(slot.p.detach()) if slot.codes is None else slot.codes.packed
-    size, end = stored.numel(), onepass.torchs_end() if wb.like_torch else None
+    size, end = stored.numel(), onepass.torchs_end(settings.rule) if wb.like_torch else None
     draws, bits = how.mode != NEAREST, 32 if wb.like_torch else 16
     of_weights = key_of(wb.seed, slot.name, step, bits) if draws else (0, 0)
     narrow = wb.moments == torch.bfloat16
@@ -239,9 +273,10 @@ def _job(
     if isinstance(slot.policy, policies.TileMaster):
         assert masters is not None
         kept = masters[:size]
+    first, *second = (local(state[key]) for key in KEPT[type(wb.optimizer)])
     return onepass.Job(
-        stored=stored, grad=local(slot.p.grad.detach()).contiguous(), first=local(state[FIRST]),
-        second=local(state[SECOND]), kept=kept, moved=slot.moved,
+        stored=stored, grad=local(slot.p.grad.detach()).contiguous(), first=first,
+        second=second[0] if second else None, kept=kept, moved=slot.moved,
         rates=onepass.rates(settings), keys=(*of_weights, *of_moments), offset=shard_offset(slot.p),
         plain=size - size % end if end else size, sums=sampling(size) if wb.telemetry else 0,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from halfulp.text import plain
 from halfulp.writeback import checkpoint, onepass, passing
 from halfulp.writeback.backward import InBackward
 from halfulp.writeback.choosing import Chooser, Select, Storage, unwrapped
+from halfulp.writeback.lion import Lion
 from halfulp.writeback.native import plain as decoded
 from halfulp.writeback.policies import Policy, Step
 from halfulp.writeback.report import Bytes, Events, TensorEvents
@@ -36,7 +37,8 @@ from halfulp.writeback.slot import Slot, measure, set_aside
 from halfulp.writeback.standin import NARROW, drop, exchange, fill, stand_in
 from halfulp.writeback.storage import Codes, Shells
 
-DECOUPLED = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
+TORCHS = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
+DECOUPLED = (*TORCHS, Lion)
 PROJECTION = -1  # the step number of the initial projection's stream
 LOOK_EVERY = 32  # steps between looks for spoilt moments: they do not get well, and a look waits for a GPU
 
@@ -109,7 +111,7 @@ class WriteBack(torch.optim.Optimizer):
         self._backward: InBackward | None = None
         # torch's optimizers keep all their state by parameter, so they can be given one at a time; and they
         # leave parameters without a gradient alone.
-        self._torchs_own = type(optimizer).__module__.startswith("torch.optim")
+        self._torchs_own = type(optimizer).__module__.startswith("torch.optim") or type(optimizer) is Lion
         self.materialise = materialise or ("tensor" if self._torchs_own else "all")
         self.steps = 0
         self.slots: list[Slot] = []
@@ -171,7 +173,7 @@ class WriteBack(torch.optim.Optimizer):
             if slot.storage == "packed":
                 slot.codes = Codes(grid=slot.grid, shape=tuple(slot.p.shape))
                 slot.codes.put(q, scales)
-            slot.two_passes = onepass.unsuited_tensor(slot)
+            slot.two_passes = onepass.unsuited_tensor(self, slot)
             starts.append((slot, q))
         return starts
 
@@ -512,8 +514,8 @@ class WriteBack(torch.optim.Optimizer):
 
     def bytes(self) -> Bytes:
         """Bytes a managed parameter: what persists for weights and policies, and what a step adds."""
-        groups = [onepass.unsuited_group(g) for g in self.param_groups]
         able = self.one_pass and onepass.unsuited(self.optimizer) is None
+        groups = [onepass.unsuited_group(self, g) for g in self.param_groups] if able else []
         once = [s for s in self.slots if able and s.two_passes is None and groups[s.place[0]] is None]
         return measure(self.slots, one_by_one=self.materialise == "tensor", at_once=once)
 
