@@ -2,7 +2,9 @@
 
 Each form in a process of its own: four matrices of 2048 x 2048, AdamW with float32 moments, one training step
 after a first that makes the moments. The peak is the process's resident memory (Linux) above what it had
-before the model: weights, gradients, moments and all that a step sets aside.
+before the model: weights, gradients, moments and all that a step sets aside. glibc keeps what is freed in
+blocks of up to 32 MB, so that the peak would tell what was ever freed; here it gives back at once what is
+larger than a megabyte (MALLOC_MMAP_THRESHOLD_), for all forms.
 
     python benchmarks/native.py [--out results/bench/native.json]
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -80,7 +83,8 @@ def main() -> None:
     found = {}
     for form in FORMS:
         command = [sys.executable, __file__, "--form", form]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        place = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+        said = subprocess.run(command, capture_output=True, text=True, check=True, env=place).stdout
         found[form] = json.loads(said.splitlines()[-1])
     print(
         "| weights | stored, bytes a weight | peak of a step, bytes a weight | step, s |\n|---|--:|--:|--:|"

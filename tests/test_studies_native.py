@@ -27,7 +27,9 @@ from halfulp.errors import CorruptionError, UsageError
 from halfulp.models.decoder import LLAMA, NEOX, Decoder, inventory
 from halfulp.models.training import Training, adamw
 from halfulp.studies import dqt_int3, native_coupled_sr, native_schedule_shift
-from halfulp.study import engine, loading, recovery, retrospective
+from halfulp.study import engine, loading, recovery, replay, retrospective
+from halfulp.study import seal as seals
+from halfulp.study.executor import Inline
 from halfulp.study.running import CellRun
 from halfulp.study.store import Store
 from halfulp.study.validate import validate
@@ -307,14 +309,15 @@ def test_dqt_is_killed_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found["same"]
     assert found["runs"] > 3
     quick_identity(monkeypatch)
-    monkeypatch.setenv("HALFULP_DATA", str(tmp_path))
+    monkeypatch.setattr(seals, "locate", lambda name, beside: tmp_path / name)
+    monkeypatch.setattr(replay, "Local", lambda opening, workers: Inline(opening))  # which sees that text
     folders = [tmp_path / how / "dqt-int3" for how in ("broken", "whole")]
     mine, expected = (
         json.loads(Store(f).record_file("train", dqt_int3.CELL).read_text())["outcome"] for f in folders
     )
     assert len(expected["evidence"]) == 10
     assert mine["evidence"] == expected["evidence"]
-    page = validate(folders[0], replay=[], workers=1)
+    page = validate(folders[0], replay=[])
     assert page.problems == []
     assert "7 of 7 cells run again left the same record, bit for bit" in page.recomputed
 
