@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
 ]
 TABLES = ("grids", "tensors", "run", "rehearsals", "losses")
-SUMS = ("weight_sq", "proposal_sq", "expected")
+SUMS = ("weight_sq", "proposal_sq", "expected", "arrived", "written_sq")
 """Columns that are added up over shards, and so in another order where there are others."""
 
 
