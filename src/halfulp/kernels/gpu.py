@@ -173,6 +173,8 @@ def _options(name: str, constants: dict[str, Any]) -> dict[str, Any]:
     more = max(min(rows // 256, 4), 1)  # with still more warps, each has too few registers
     if constants.get("MANY", 1) > 1 and constants.get("SCALES"):  # several small tiles, each with its scales
         more *= 2
+    if name == "write_tile" and constants.get("SUMS"):  # a whole tile is held until it is written
+        more *= 4
     return OPTIONS[name] | {"num_warps": OPTIONS[name]["num_warps"] * more}
 
 
