@@ -1221,7 +1221,8 @@ def test_ddp_leaves_one_trace_equal_to_that_of_one_process(ranks: Path, kind: st
 def test_fsdp_leaves_one_trace_equal_to_that_of_one_process(ranks: Path, kind: str) -> None:
     """Every count; sums of squares and probabilities are added in another order.
 
-    Adding n non-negative numbers in any order errs by a factor of at most 1 + (n - 1) 2**-53.
+    Adding n non-negative numbers in any order errs by a factor of at most 1 + (n - 1) 2**-53. What arrives is
+    added four times in float32 before.
     """
     single = hu.Trace.open(ranks / "of-single" / f"single{kind}")
     found = hu.Trace.open(ranks / "of-fsdp" / f"fsdp{kind}")
@@ -1232,6 +1233,8 @@ def test_fsdp_leaves_one_trace_equal_to_that_of_one_process(ranks: Path, kind: s
         for column in a.columns:
             if column in ("weight_sq", "proposal_sq", "expected"):
                 np.testing.assert_allclose(a[column], b[column], rtol=2 * largest * 2.0**-53, atol=0)
+            elif column in ("arrived", "written_sq"):
+                np.testing.assert_allclose(a[column], b[column], rtol=2 * 5 * 2.0**-24, atol=0)
             else:
                 assert a[column].equals(b[column], null_equal=True), (name, column)
     if not kind:

@@ -80,6 +80,7 @@ class Audit(Beginning):
     dtype. Where that is bfloat16, the optimizer's own rounding is part of the change.
 
     >>> import tempfile
+    >>> from halfulp.trace import Trace
     >>> model = torch.nn.Linear(8, 8)
     >>> opt = torch.optim.SGD(model.parameters(), lr=1e-6)
     >>> folder = tempfile.mkdtemp() + "/run"
