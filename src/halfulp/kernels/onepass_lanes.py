@@ -80,6 +80,7 @@ RULE, MODE, KEEPS, GRID, SHORT, SMALL, DRAWN = 0, STOCHASTIC, NOTHING, BFLOAT, T
 RESTS, BESIDE = False, False  # whether something is not written; whether something is kept beside weights
 TWO = True  # whether the rule has a second moment
 FILL: Any = None
+ONCE = 0  # how many draws it makes
 RUN: Any = None
 TENSOR: Any = None
 """And otherwise, in copies of the functions below."""
@@ -127,9 +128,9 @@ AT_ONCE = 128  # draws
 
 
 @kernel
-def fill_long(words: Any, at: Any, k0: Any, k1: Any, first: Any) -> None:
-    """AT_ONCE draws from first on, a multiple of 64, of the stream with 32 digits."""
-    for i in range(0, AT_ONCE, 64):
+def fill_long(words: Any, at: Any, k0: Any, k1: Any, first: Any, n: Any) -> None:
+    """n draws and some more from first on, a multiple of 64, of the stream with 32 digits."""
+    for i in range(0, n, 64):
         a, b, c, d = two_threefry(k0, k1, first + i)
         lanes.store(words, at + i, a)
         lanes.store(words, at + i + 16, b)
@@ -138,8 +139,8 @@ def fill_long(words: Any, at: Any, k0: Any, k1: Any, first: Any) -> None:
 
 
 @kernel
-def fill_short(words: Any, at: Any, k0: Any, k1: Any, first: Any) -> None:
-    """The same of the stream with 16."""
+def fill_short(words: Any, at: Any, k0: Any, k1: Any, first: Any, _n: Any) -> None:
+    """AT_ONCE of the stream with 16."""
     a, b, c, d = two_short(k0, k1, (first >> 6) << 4)
     lanes.store(words, at, a & 0xFFFF)
     lanes.store(words, at + 16, a >> 16)
@@ -191,12 +192,13 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                 i = turn - 2 * lanes.COUNT
                 j = first + i
                 if (MODE != NEAREST or DRAWN) and ready < shift + i + lanes.COUNT:
-                    # Few at a time, so that memory is not idle meanwhile.
+                    # Few at a time where that is quick, so that memory is not idle meanwhile.
                     if MODE != NEAREST:
-                        FILL(words, ready, keys[0], keys[1], start + ready)
+                        FILL(words, ready, keys[0], keys[1], start + ready, shift + TILE)
                     if DRAWN:
-                        fill_pairs(pairs, ready, keys[2], keys[3], start + ready)
-                    ready += AT_ONCE
+                        for some in range(ready, ready + ONCE, AT_ONCE):
+                            fill_pairs(pairs, some, keys[2], keys[3], start + some)
+                    ready += ONCE
                 asked = z
                 if KEEPS == CARRY:
                     z = z + next_before
@@ -444,5 +446,6 @@ def tiles(rule: int, mode: int, keeps: int, grid: int, short: bool, small: bool,
     case, name = dict(zip(names, values, strict=True)), "_".join(str(int(v)) for v in values)
     case |= {"RESTS": keeps in (CARRY, ERROR), "BESIDE": keeps not in (NOTHING, ERROR)}
     case |= {"TWO": rule in (ADAMW, ADAM)}
-    run = specialised(_run, name, FILL=fill_short if short else fill_long, **case)
+    draws = {"FILL": fill_short, "ONCE": AT_ONCE} if short else {"FILL": fill_long, "ONCE": TILE + AT_ONCE}
+    run = specialised(_run, name, **draws, **case)
     return specialised(_tiles, name, TENSOR=specialised(_tensor, name, RUN=run))

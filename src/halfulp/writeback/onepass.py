@@ -283,5 +283,6 @@ def _job(
 
 
 def sampling(numel: int) -> int:
-    """Of every how many tiles there are sums: of all of a small tensor, of a sixteenth of a large one."""
-    return 16 if tiles_of(numel) >= 256 else 1
+    """Of every how many tiles there are sums: of all of a small tensor, of sixteen or more of a large one."""
+    tiles = tiles_of(numel)
+    return 64 if tiles >= 1024 else 16 if tiles >= 256 else 1

@@ -73,7 +73,7 @@ class EventRow:
     decay_share: float | None
     """Sum of |lr * decay * w| over the sum of |proposal|, where weight decay is decoupled."""
     proposal_sq: float
-    """The sum of squares of what was proposed; for a large tensor from every sixteenth tile. Zero without
+    """The sum of squares of what was proposed; for a large tensor from every 16th or 64th tile. Zero without
     telemetry, as the two below: products with what was written, and its squares."""
     arrived: float
     written_sq: float
