@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import halfulp as hu
 from halfulp import files
@@ -84,7 +84,10 @@ def run(out: Path, mode: str, rank: int, world: int) -> None:
             made = torch.Generator().manual_seed(step)
             for p in params:
                 whole = torch.randn(p.shape, generator=made)  # not by backward: sums over ranks are rounded
-                p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if mode == "fsdp" else whole
+                if isinstance(p, DTensor):
+                    p.grad = distribute_tensor(whole, p.device_mesh, p.placements)
+                else:
+                    p.grad = whole
                 if mode == "ddp":
                     dist.all_reduce(p.grad, op=dist.ReduceOp.MAX)  # as ranks meet in a backward pass
             files.hook("step", out)

@@ -36,8 +36,8 @@ def check(grid: hu.Grid, tile: int, dtype: torch.dtype = torch.float32, **how: A
     for seed in (1, 2):
         jobs = []
         for shape, scores, sums in zip(SHAPES, found, expected, strict=True):
-            given, known = drawn(shape, dtype, seed, **how)
-            jobs.append(Scored(*given, scores))
+            (w, g, after), known = drawn(shape, dtype, seed, **how)
+            jobs.append(Scored(w, g, after, scores))
             sums += quiet(reference.score, *known, grid, tile)
         add_scores(jobs, grid, tile)
     for shape, scores, sums in zip(SHAPES, found, expected, strict=True):

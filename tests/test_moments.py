@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,7 @@ def demonstration(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(BENCHMARKS)
     for name in ("kernels", "moments"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    import moments
-
-    return moments
+    return importlib.import_module("moments")
 
 
 def test_nearest_moments_and_gains_stand_still(demonstration: Any) -> None:
