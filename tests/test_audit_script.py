@@ -530,9 +530,14 @@ def started(folder: Path, text: str, *args: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(textwrap.dedent(text))
     command = [sys.executable, "-m", "halfulp.cli", "audit", "--grids", "bf16", *args, "train.py"]
     place = environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+
+    def listen() -> None:  # a shell's background jobs ignore it, and hand that on
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     return subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=place
-    )
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=place,
+        preexec_fn=listen,
+    )  # fmt: skip
 
 
 def ended(process: subprocess.Popen[str], number: int) -> str:
