@@ -204,8 +204,8 @@ def _evidence(arm: Arm, training: Training, record: dict[str, Json]) -> Iterator
     read = () if arm.model.tied else ("transformer.wte.weight", "transformer.wpe.weight")
     parts = -(-arm.recipe.batch // (arm.recipe.micro or arm.recipe.batch))
     expected = dispatch.expected(parts * dispatch.products(training.model, read))
-    told = {"update": update, "calls": seen.calls, "kernels": seen.kernels, "shapes": seen.shapes}
-    record.setdefault("dispatch", []).append({**told, "expected": expected})
+    made = {"update": update, "calls": seen.calls, "kernels": seen.kernels, "shapes": seen.shapes}
+    record.setdefault("dispatch", []).append({**made, "expected": expected})
 
 
 def _replayed(running: Running, arm: Arm, training: Training) -> dict[str, Json]:
@@ -346,7 +346,7 @@ def _counted(
     table: pl.DataFrame, key: str, evaluations: Mapping[str, Sequence[tuple[int, dict[str, Json]]]]
 ) -> dict[str, dict[str, list[int]]]:
     """By name and group: coordinates that every update left unchanged. Evaluations, of these names and
-    updates, are told how many never moved."""
+    updates, get how many never moved."""
     frozen: dict[str, dict[str, list[int]]] = {name: {} for name in evaluations}
     for (name, group), rows in table.partition_by(key, "group", as_dict=True).items():
         frozen[name][group] = rows["frozen"].to_list()

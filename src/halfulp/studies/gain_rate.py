@@ -16,7 +16,7 @@ gain of the run at the best rung. **Then** the same with masters (the stored cod
 is stepped is float32), and one run with masters at the forecast rate itself.
 
 The rules, fixed with the seal. Every best rate lies inside the ladder. The premise: in the mean of units,
-masters want a lower rate. *Foretold*: the forecast is within a factor of the root of two, half a rung, in
+masters want a lower rate. The forecast is to be within a factor of the root of two, half a rung, in
 every unit, and nearer than the rate that the nearest run had in the mean. And a run at the forecast rate is
 to end within 0.02 nats of the best on the ladder.
 

@@ -41,7 +41,7 @@ from halfulp.audit.trust import Posterior, posterior
 from halfulp.drawing import panels
 from halfulp.grids import grid as named
 from halfulp.measures.values import quotient
-from halfulp.models.certifiable import FAMILIES, Array, Problem, arrival, rippled_bowl
+from halfulp.models.certifiable import FAMILIES, Array, CertifiableProblem, arrival, rippled_bowl
 from halfulp.models.digests import refuse_other
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
@@ -64,9 +64,9 @@ def certificate_cells(config: Config) -> list[Cell]:
     ]
 
 
-def _problems(config: Config) -> Iterator[Problem]:
+def _problems(config: Config) -> Iterator[CertifiableProblem]:
     for number in range(config["problems"]):
-        yield Problem(config["family"], config["grid"], config["seed"], number)
+        yield CertifiableProblem(config["family"], config["grid"], config["seed"], number)
 
 
 def certify(cell: Running) -> Mapping[str, Json]:
