@@ -195,12 +195,11 @@ def caution(records: Records) -> Values:
 
 def opposite(records: Records) -> Values:
     """Share of pairs that agree on the past and on arrival, and part at the next update."""
-    pairs = {name: r["pairs"] for name, r in records["prefix"].items()}
-    apart = {
-        name: sum(p["stay"] == p["from"] < p["cross"] and p["same_value"] for p in each)
-        for name, each in pairs.items()
+    parted = {
+        name: [p["stay"] == p["from"] < p["cross"] and p["same_value"] for p in r["pairs"]]
+        for name, r in records["prefix"].items()
     }
-    return {name: quotient(apart[name], len(each)) for name, each in pairs.items()}
+    return {name: quotient(sum(each), len(each)) for name, each in parted.items()}
 
 
 def bound_broken(records: Records) -> Values:
