@@ -98,7 +98,7 @@ def test_imports_point_one_way(name: str) -> None:
 
 
 ALIKE = {"AuditCallback", "Lion"}
-"""Callbacks of two libraries, called the same for the users of both; `halfulp.Lion`, and the plain one in it."""
+"""Callbacks of two libraries, called the same for users of both; `halfulp.Lion`, and the plain one in it."""
 
 
 def test_classes_have_names_of_their_own() -> None:
