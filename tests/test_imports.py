@@ -95,3 +95,18 @@ def test_imports_point_one_way(name: str) -> None:
         and (package(other) == "" or PLACE[package(other)] >= PLACE[name])
     ]
     assert not wrong
+
+
+ALIKE = {"AuditCallback", "Lion"}
+"""Callbacks of two libraries, called the same for users of both; `halfulp.Lion`, and the plain one in it."""
+
+
+def test_classes_have_names_of_their_own() -> None:
+    """One word for one thing. The parts of kernels are their modules' own, and compiled under these names."""
+    places: dict[str, list[str]] = {}
+    for name, path in modules():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and package(name) != "kernels":
+                places.setdefault(node.name, []).append(name)
+    twice = {name: where for name, where in places.items() if len(where) > 1 and name not in ALIKE}
+    assert not twice

@@ -149,7 +149,7 @@ def test_both_paths_are_the_trainers(grid: str) -> None:
     start = g.round(torch.from_numpy(p.start)).numpy()
     reference = Trainer(p.net, p.train, start, rate=0.3)
     stored = Trainer(p.net, p.train, start, rate=0.3, store=grid)
-    unit = runs.Unit(config, 5, measure=True)
+    unit = runs.LockstepUnit(config, 5, measure=True)
     total, wrong = (np.zeros((rows, compiled.LEVELS), np.int64) for rows in (2, 3))
     rows = unit.advance(40, total, wrong)
     added = np.zeros((40, 6), int)

@@ -197,5 +197,5 @@ def test_an_outcome_is_a_share_of_its_reference(monkeypatch: pytest.MonkeyPatch)
 def test_an_outcome_refuses_other_data() -> None:
     sealed = run_cell(midpoint.forecast, Alone("rate1-4", CONFIG, {}))
     config = {**CONFIG, "m": 6, "reference": "rate1-4", "seed": 5}
-    with pytest.raises(TamperingError, match="data and start"):
+    with pytest.raises(TamperingError, match="data is not what the forecast sealed"):
         midpoint.outcome(Alone("m6-rate1-4", config, {"forecast": {"rate1-4": sealed}}))

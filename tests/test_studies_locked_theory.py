@@ -12,7 +12,7 @@ from locked_cells import Alone, run_cell
 
 import halfulp as hu
 from halfulp.errors import TamperingError
-from halfulp.models.certifiable import FAMILIES, Problem, nearest
+from halfulp.models.certifiable import FAMILIES, CertifiableProblem, nearest
 from halfulp.studies import theory
 
 CONFIG = {"grids": ["m5"], "grid": "m5", "problems": 6, "steps": 20, "seed": 2031}
@@ -40,7 +40,7 @@ def test_nearest_sees_what_float64_does_not() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_problem_is_a_function_of_its_key(family: str) -> None:
-    a, b, c = (Problem(family, "m5", 1, k) for k in (3, 3, 7))
+    a, b, c = (CertifiableProblem(family, "m5", 1, k) for k in (3, 3, 7))
     assert (a.w0 == b.w0).all()
     assert a.rate == b.rate
     assert a.w0.shape == c.w0.shape == (4,)
@@ -49,7 +49,7 @@ def test_a_problem_is_a_function_of_its_key(family: str) -> None:
 
 def test_the_logistic_gradient_is_that_of_its_loss() -> None:
     """Central differences: error below h**2 |F'''| / 6 + eps F / h, here 1e-10."""
-    p, h = Problem("logistic", "m5", 1, 3), 1e-6
+    p, h = CertifiableProblem("logistic", "m5", 1, 3), 1e-6
     x, y = p.x, p.y
 
     def loss(w: np.ndarray) -> float:

@@ -11,7 +11,7 @@ from locked_cells import Alone, InterruptedCellError, run_cell
 import halfulp as hu
 from halfulp.kernels.rehearse import reference
 from halfulp.models import lockstep_kernels as compiled
-from halfulp.models.lockstep import RehearsedUnit, Unit
+from halfulp.models.lockstep import LockstepUnit, RehearsedUnit
 from halfulp.studies import margin, margin_rehearsal
 from halfulp.study.verdict import decide, evaluate
 
@@ -34,8 +34,8 @@ def test_rehearsals_against_the_reference_kernel() -> None:
     unit, grid = RehearsedUnit(config, 3101, measure=True), hu.grid(config["grid"]).within(np.float64)
     row, *shapes = unit.shapes(config)
     total, wrong = (np.zeros(shape, np.int64) for shape in shapes)
-    rule, plain = reference.Rule(grid), Unit(config, 3101, measure=True)
-    alone = [np.zeros(shape, np.int64) for shape in Unit.shapes(config)[1:]]
+    rule, plain = reference.Rule(grid), LockstepUnit(config, 3101, measure=True)
+    alone = [np.zeros(shape, np.int64) for shape in LockstepUnit.shapes(config)[1:]]
     for _ in range(config["steps"]):
         w, q, held = unit.w.copy(), unit.q.copy(), unit.s.copy()
         (counts,) = unit.advance(1, total, wrong)

@@ -47,6 +47,7 @@ from halfulp.arms.measures import FP32
 from halfulp.arms.run import run
 from halfulp.errors import UsageError
 from halfulp.masks import Mask
+from halfulp.measures.values import known
 from halfulp.study.outcomes import Outcomes
 from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Values
 
@@ -382,8 +383,8 @@ class Bundle:
                 for unit in self.over(found)
                 for scope, more in within.items()
             }
-            known = [value for value in values.values() if value is not None]
-            return values if not total else {"all": sum(known) if len(known) == len(values) else None}
+            there = known(values.values())
+            return values if not total else {"all": sum(there) if len(there) == len(values) else None}
 
         return Estimand(name=name, what=what, compute=compute, args=sealed)
 

@@ -10,6 +10,7 @@ import numpy as np
 from halfulp.arms import measures, records
 from halfulp.arms.bundle import Bundle, Unit
 from halfulp.drawing import COLOURS, DASHES, GREY, new_figure, percent
+from halfulp.measures.values import known
 from halfulp.study.protocol import Records
 
 Curves = Iterable[tuple[int, Sequence[float]]]
@@ -31,9 +32,9 @@ def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: fl
         _draw_gaps(lost, bundle, units, condition, colour)
         for arm, dash in zip(others, DASHES, strict=False):
             name = condition if len(others) == 1 else f"{condition} {arm}"
-            curve = ((u, _known(measures.recovery(x, arm, u) for x in units)) for u in late)
+            curve = ((u, known(measures.recovery(x, arm, u) for x in units)) for u in late)
             _band(shares, curve, colour, dash, name)
-        ends = [_mean(_known(measures.never_moved(x, arm) for x in units)) for arm in ("rne", others[0])]
+        ends = [_mean(known(measures.never_moved(x, arm) for x in units)) for arm in ("rne", others[0])]
         moved.plot([condition, condition], ends, color=colour, linewidth=1)
         moved.plot([condition], ends[:1], "o", color=colour)
         moved.plot([condition], ends[1:], "o", color=colour, markerfacecolor="white")
@@ -87,11 +88,11 @@ def recovered(
     figure, (panel,) = new_figure(1, 1)
     units = bundle.over(found)
     for place, arm in enumerate(arms):
-        known = _known(measures.recovery(unit, arm) for unit in units)
-        if known:
+        won = known(measures.recovery(unit, arm) for unit in units)
+        if won:
             colour = COLOURS[1] if arm == highlight else GREY if arm in faint else COLOURS[0]
-            panel.plot([place, place], [min(known), max(known)], color=colour, linewidth=1)
-            panel.plot([place] * len(known), known, "o", color=colour)
+            panel.plot([place, place], [min(won), max(won)], color=colour, linewidth=1)
+            panel.plot([place] * len(won), won, "o", color=colour)
     panel.axhline(0, color=GREY, linewidth=0.8)
     panel.set_xticks(range(len(arms)), arms, rotation=45, ha="right")
     panel.set_ylabel("share of the gap won back")
@@ -122,7 +123,7 @@ def trajectories(bundle: Bundle, found: Records, scope: str) -> Any:
 def _draw_gaps(panel: Any, bundle: Bundle, units: Sequence[Unit], condition: str, colour: str) -> None:
     updates = list(records.losses(units[0].run("rne")))
     for arm, dash in zip(bundle.arms, DASHES, strict=False):
-        curve = ((u, _known(measures.gap(unit, arm, u) for unit in units)) for u in updates)
+        curve = ((u, known(measures.gap(unit, arm, u) for unit in units)) for u in updates)
         _band(panel, curve, colour, dash, f"{condition} {arm}")
 
 
@@ -130,19 +131,15 @@ def _draw(panel: Any, series: records.Array, colour: str, label: str, **how: Any
     panel.plot(range(1, len(series) + 1), series, color=colour, label=label, **how)
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [v for v in values if v is not None]
-
-
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
 def _band(panel: Any, curve: Curves, colour: str, dash: Any, name: str) -> None:
-    known = [(u, values) for u, values in curve if values]
-    at = [u for u, _ in known]
-    panel.plot(at, [_mean(v) for _, v in known], color=colour, linestyle=dash, label=name)
-    panel.fill_between(at, [min(v) for _, v in known], [max(v) for _, v in known], color=colour, alpha=0.2)
+    found = {u: values for u, values in curve if values}
+    panel.plot(list(found), [*map(_mean, found.values())], color=colour, linestyle=dash, label=name)
+    low, high = ([*map(end, found.values())] for end in (min, max))
+    panel.fill_between(list(found), low, high, color=colour, alpha=0.2)
 
 
 def budget_curve(

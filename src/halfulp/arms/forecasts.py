@@ -66,10 +66,10 @@ def forecast(running: Running) -> dict[str, Any]:
 def forecast_losses(running: Running) -> dict[str, Any]:
     """What a reference forecasts of the arms that it rehearses: their losses alone, by update and bound."""
     config = running.config
-    told = [(running.read(config.get("stage", "reference"), config["reference"]), config.get("rehearse", {}))]
+    said = [(running.read(config.get("stage", "reference"), config["reference"]), config.get("rehearse", {}))]
     if "again" in config:
-        told.append((running.read(AGAIN, config["reference"]), config["again"]))
-    losses = {arm: records.rehearsed_losses(r, spec) for r, specs in told for arm, spec in specs.items()}
+        said.append((running.read(AGAIN, config["reference"]), config["again"]))
+    losses = {arm: records.rehearsed_losses(r, spec) for r, specs in said for arm, spec in specs.items()}
     return {"seed": config["seed"], "grid": config["grid"], **({"losses": losses} if losses else {})}
 
 

@@ -17,12 +17,11 @@ import numpy as np
 from halfulp.arms import records
 from halfulp.measures.crossings import crossing
 from halfulp.measures.forecasts import Comparison, compare, scalar_rho_map
+from halfulp.measures.values import Found, known, less, quotient
 from halfulp.models.training import Schedule
 
 if TYPE_CHECKING:
     from halfulp.arms.bundle import Bundle, Unit
-
-Found = float | None
 
 FP32 = "fp32"
 
@@ -37,20 +36,22 @@ def loss(unit: Unit, arm: str, update: int | None = None) -> Found:
 
 def progress(unit: Unit, arm: str = FP32) -> Found:
     """How far the held-out loss fell between the first evaluation and the last."""
-    found = list(records.losses(unit.run(arm)).values())
-    return None if found[0] is None or found[-1] is None else found[0] - found[-1]
+    first, *_, last = records.losses(unit.run(arm)).values()
+    return less(first, last)
 
 
 def gap(unit: Unit, arm: str = "rne", update: int | None = None) -> Found:
     """Held-out loss above the anchor's."""
-    ours, anchor = loss(unit, arm, update), loss(unit, FP32, update)
-    return None if ours is None or anchor is None else ours - anchor
+    return less(loss(unit, arm, update), loss(unit, FP32, update))
 
 
 def recovery(unit: Unit, arm: str, update: int | None = None) -> Found:
     """The share of the nearest arm's gap that an arm does not have; None without a gap."""
-    whole, left = gap(unit, "rne", update), gap(unit, arm, update)
-    return None if whole is None or left is None or whole <= 0 else (whole - left) / whole
+    return _won_back(gap(unit, "rne", update), gap(unit, arm, update))
+
+
+def _won_back(whole: Found, left: Found) -> Found:
+    return None if whole is None or whole <= 0 else quotient(less(whole, left), whole)
 
 
 def early_recovery(unit: Unit, arm: str, after: float) -> Found:
@@ -66,21 +67,19 @@ def early_update(unit: Unit, arm: str, after: float) -> int:
 
 def best_recovery(unit: Unit, arms: Sequence[str]) -> Found:
     """The largest recovery among some arms; None if one is missing."""
-    found = [recovery(unit, arm) for arm in arms]
-    return None if None in found else max(r for r in found if r is not None)
+    found = known(recovery(unit, arm) for arm in arms)
+    return max(found) if len(found) == len(arms) else None
 
 
 def advantage(unit: Unit, arm: str, over: Sequence[str]) -> Found:
     """Recovery of an arm less the largest among others."""
-    ours, theirs = recovery(unit, arm), best_recovery(unit, over)
-    return None if ours is None or theirs is None else ours - theirs
+    return less(recovery(unit, arm), best_recovery(unit, over))
 
 
 def above_median(unit: Unit, arm: str, over: Sequence[str]) -> Found:
     """Recovery of an arm less the median among others."""
-    ours, found = recovery(unit, arm), [recovery(unit, other) for other in over]
-    known = [r for r in found if r is not None]
-    return None if ours is None or len(known) < len(found) else ours - statistics.median(known)
+    theirs = known(recovery(unit, other) for other in over)
+    return less(recovery(unit, arm), statistics.median(theirs) if len(theirs) == len(over) else None)
 
 
 def wins(unit: Unit, arm: str, over: Sequence[str]) -> Found:
@@ -91,8 +90,7 @@ def wins(unit: Unit, arm: str, over: Sequence[str]) -> Found:
 
 def forecast_recovery(unit: Unit, arm: str) -> Found:
     """The recovery that the rehearsals of the nearest arm and of another forecast."""
-    whole, left = forecast_gap(unit), forecast_gap(unit, arm)
-    return None if whole is None or left is None or whole <= 0 else (whole - left) / whole
+    return _won_back(forecast_gap(unit), forecast_gap(unit, arm))
 
 
 # ---- visibility -------------------------------------------------------------------------------------
@@ -214,13 +212,13 @@ def added_value(unit: Unit, scope: str, warmup: bool = True) -> Found:
     found = comparison(unit, scope, warmup)
     if found.symmetric_rmse is None or found.rho_rmse is None:
         return None
-    return _ratio(found.rmse, min(found.symmetric_rmse, found.rho_rmse))
+    return quotient(found.rmse, min(found.symmetric_rmse, found.rho_rmse))
 
 
 def informativeness(unit: Unit, scope: str, warmup: bool = True) -> Found:
     """RMSE of the forecast over that of the best constant in hindsight."""
     found = comparison(unit, scope, warmup)
-    return _ratio(found.rmse, found.constant_rmse)
+    return quotient(found.rmse, found.constant_rmse)
 
 
 def informative(unit: Unit, scope: str, warmup: bool = True) -> Found:
@@ -246,8 +244,7 @@ def regret(unit: Unit, scope: str, warmup: bool = True) -> Found:
 
 def rmse_ratio(unit: Unit, scope: str, predictor: str, over: str, warmup: bool = True) -> Found:
     """RMSE of a predictor over that of another."""
-    ours, theirs = (forecast_rmse(unit, scope, warmup, p) for p in (predictor, over))
-    return None if ours is None or theirs is None else _ratio(ours, theirs)
+    return quotient(*(forecast_rmse(unit, scope, warmup, p) for p in (predictor, over)))
 
 
 # ---- losses that were forecast ------------------------------------------------------------------------
@@ -258,14 +255,12 @@ def forecast_gap(unit: Unit, arm: str = "rne", bound: str = "point", update: int
 
     Of a source that was reused: above its own.
     """
-    ours, anchor = unit.rehearsed_loss(arm, bound, update), records.loss(unit.source, update)
-    return None if ours is None or anchor is None else ours - anchor
+    return less(unit.rehearsed_loss(arm, bound, update), records.loss(unit.source, update))
 
 
 def gap_ratio(unit: Unit, arm: str = "rne", bound: str = "point") -> Found:
     """The forecast gap over the measured one."""
-    forecast, found = forecast_gap(unit, arm, bound), gap(unit, arm)
-    return None if forecast is None or not found else forecast / found
+    return quotient(forecast_gap(unit, arm, bound), gap(unit, arm))
 
 
 def gap_error(unit: Unit, arm: str = "rne") -> Found:
@@ -298,10 +293,6 @@ def misordered(units: Sequence[Unit], arm: str = "rne", above: float = 0.0) -> F
         if max(a, b) > above and a != b:
             wrong += (a < b) != (forecast_a < forecast_b) or forecast_a == forecast_b
     return float(wrong)
-
-
-def _ratio(a: float, b: float) -> Found:
-    return None if b == 0 else a / b
 
 
 # ---- evaluation noise -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 
 from halfulp.arms import measures
 from halfulp.arms.bundle import Bundle, Unit
-from halfulp.arms.measures import Found
+from halfulp.measures.values import Found, quotient
 from halfulp.study.protocol import Records, Values
 
 SOURCE_FREE = ("constant", "schedule")
@@ -53,8 +53,7 @@ def paired(unit: Unit) -> Found:
 
 def improvement_ratio(unit: Unit, arm: str, over: str) -> Found:
     """What an arm wins back over what another one does."""
-    ours, theirs = measures.recovery(unit, arm), measures.recovery(unit, over)
-    return None if ours is None or not theirs else ours / theirs
+    return quotient(measures.recovery(unit, arm), measures.recovery(unit, over))
 
 
 # ---- a source against none --------------------------------------------------------------------------
@@ -72,13 +71,13 @@ def strongest(unit: Unit, scope: str) -> str:
 def centred_ratio(unit: Unit, scope: str) -> Found:
     """Centred RMSE of the source over that of the strongest source-free predictor."""
     best = against(unit, scope, predictor=strongest(unit, scope)).centred_rmse
-    return against(unit, scope, predictor="frozen").centred_rmse / best if best else None
+    return quotient(against(unit, scope, predictor="frozen").centred_rmse, best)
 
 
 def raw_ratio(unit: Unit, scope: str) -> Found:
     """RMSE of the source over the smallest of the source-free predictors'."""
     best = min(against(unit, scope, predictor=predictor).rmse for predictor in SOURCE_FREE)
-    return against(unit, scope, predictor="frozen").rmse / best if best else None
+    return quotient(against(unit, scope, predictor="frozen").rmse, best)
 
 
 def residual_correlation(unit: Unit, scope: str) -> Found:
@@ -87,10 +86,8 @@ def residual_correlation(unit: Unit, scope: str) -> Found:
     best, source = (measures.forecast_by(unit, scope, p, first) for p in (strongest(unit, scope), "frozen"))
     assert best is not None
     assert source is not None
-    told, seen = ((x - best)[first:] for x in (source, measures.measured(unit, scope)))
-    if min(told.std(), seen.std()) == 0:
-        return None
-    return float(np.corrcoef(told, seen)[0, 1])
+    said, seen = ((x - best)[first:] for x in (source, measures.measured(unit, scope)))
+    return float(np.corrcoef(said, seen)[0, 1]) if said.std() and seen.std() else None
 
 
 def macro_ratio(bundle: Bundle, found: Records, scope: str) -> Values:

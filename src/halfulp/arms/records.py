@@ -51,7 +51,7 @@ def never_moved(record: Record, scope: str) -> float:
 
 
 def losses(record: Record) -> dict[int, float | None]:
-    """Held-out loss by update."""
+    """Held-out loss, which others call validation loss, by update."""
     return {e["update"]: e["loss"] for e in record["evaluations"]}
 
 

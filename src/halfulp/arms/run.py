@@ -44,6 +44,7 @@ from halfulp.audit.recorder import Audit
 from halfulp.audit.rehearsal import Spec
 from halfulp.masks import Mask
 from halfulp.measures.groups import group_of
+from halfulp.measures.values import finite
 from halfulp.models.decoder import Decoder
 from halfulp.models.training import Training, adamw, project, sequences, starts
 from halfulp.study import Running
@@ -203,8 +204,8 @@ def _evidence(arm: Arm, training: Training, record: dict[str, Json]) -> Iterator
     read = () if arm.model.tied else ("transformer.wte.weight", "transformer.wpe.weight")
     parts = -(-arm.recipe.batch // (arm.recipe.micro or arm.recipe.batch))
     expected = dispatch.expected(parts * dispatch.products(training.model, read))
-    told = {"update": update, "calls": seen.calls, "kernels": seen.kernels, "shapes": seen.shapes}
-    record.setdefault("dispatch", []).append({**told, "expected": expected})
+    made = {"update": update, "calls": seen.calls, "kernels": seen.kernels, "shapes": seen.shapes}
+    record.setdefault("dispatch", []).append({**made, "expected": expected})
 
 
 def _replayed(running: Running, arm: Arm, training: Training) -> dict[str, Json]:
@@ -215,8 +216,7 @@ def _replayed(running: Running, arm: Arm, training: Training) -> dict[str, Json]
         model, _optimizer(running, arm, model), training.tokens, arm.recipe, held_out=training.held_out
     )
     again.load(saved)
-    losses = [training.evaluate(), again.evaluate()]
-    here, there = (x if math.isfinite(x) else None for x in losses)
+    here, there = (finite(each.evaluate()) for each in (training, again))
     same = digest(training.model) == digest(model)
     return {"update": training.update, "loss": here, "again": there, "same_weights": same}
 
@@ -279,8 +279,7 @@ def _rehearsed(audit: Audit, training: Training, named: Mapping[str, str]) -> di
         losses: dict[str, float | None] = {}
         for bound in BOUNDS:
             with audit.as_if(name, bound=bound):
-                loss = training.evaluate()
-            losses[bound] = loss if math.isfinite(loss) else None
+                losses[bound] = finite(training.evaluate())
         found[spec] = {"loss": losses}
     return found
 
@@ -331,7 +330,7 @@ def device(wanted: str) -> torch.device:
 
 def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, Any]]:
     loss, apart = training.evaluate_contexts()
-    found: dict[str, Json] = {"update": training.update, "loss": loss if math.isfinite(loss) else None}
+    found: dict[str, Json] = {"update": training.update, "loss": finite(loss)}
     if isinstance(training.optimizer, WriteBack):
         total = torch.zeros(len(kernels.AUDIT_COUNTS), dtype=torch.int64)
         for slot in training.optimizer.slots:
@@ -347,7 +346,7 @@ def _counted(
     table: pl.DataFrame, key: str, evaluations: Mapping[str, Sequence[tuple[int, dict[str, Json]]]]
 ) -> dict[str, dict[str, list[int]]]:
     """By name and group: coordinates that every update left unchanged. Evaluations, of these names and
-    updates, are told how many never moved."""
+    updates, get how many never moved."""
     frozen: dict[str, dict[str, list[int]]] = {name: {} for name in evaluations}
     for (name, group), rows in table.partition_by(key, "group", as_dict=True).items():
         frozen[name][group] = rows["frozen"].to_list()

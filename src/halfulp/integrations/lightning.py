@@ -69,7 +69,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         audit, real = self.running.audit, trainer.callback_metrics.get(self.monitor)
         if audit is None or real is None or trainer.sanity_checking or trainer.world_size > 1:
             return
-        again = Validation(trainer, pl_module, self.monitor)
+        again = ModuleValidation(trainer, pl_module, self.monitor)
         made = self.running.evaluated(self.monitor, float(real), again, verify=True)
         for logger in trainer.loggers if made else ():
             logger.log_metrics(made, step=trainer.global_step)
@@ -86,7 +86,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         self.running.stop()
 
 
-class Validation:
+class ModuleValidation:
     """A module's validation once more, in the middle of its trainer's: its steps, and what they log.
 
     The trainer's own loop is not entered again, for it would call every callback and logger a second time.

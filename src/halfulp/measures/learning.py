@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
+from halfulp.measures.values import grouped, known
+
 LEARNED = 0.5
 """A run or a forecast is positive from this share on."""
 SIDES = ("before", "after")
@@ -33,10 +35,7 @@ def learned(start: float, error: float, end: float) -> float:
 
 def gathered(cells: Iterable[tuple[int, float, float | None]]) -> dict[tuple[int, float], list[float | None]]:
     """(mantissa, rate, share) of every cell, as :data:`Shares`."""
-    found: dict[tuple[int, float], list[float | None]] = {}
-    for m, rate, share in cells:
-        found.setdefault((m, rate), []).append(share)
-    return found
+    return grouped(((m, rate), share) for m, rate, share in cells)
 
 
 def medians(shares: Shares, *, robust: bool = True) -> dict[tuple[int, float], float | None]:
@@ -47,7 +46,7 @@ def medians(shares: Shares, *, robust: bool = True) -> dict[tuple[int, float], f
     """
     found = {}
     for key, values in shares.items():
-        each = [0.0 if v is None else v for v in values] if robust else [v for v in values if v is not None]
+        each = [0.0 if v is None else v for v in values] if robust else known(values)
         found[key] = median(each) if each else None
     return found
 

@@ -31,7 +31,7 @@ is at most 1/4, by 480 u and a few u of its own; a term by 6 times that, 3.3e-13
 and dividing by 32 costs 33 * 6 u more. Together below 4e-13."""
 
 
-class Problem:
+class CertifiableProblem:
     """One objective with its start and rate: a pure function of the key."""
 
     def __init__(self, family: str, grid: str, seed: int, number: int) -> None:

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from halfulp.errors import TamperingError
+
+
+def refuse_other(cell: str, sealed: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Refuse to judge another forecast than the sealed one: what is found is what that was bound to."""
+    for key, value in found.items():
+        if sealed[key] != value:
+            raise TamperingError(
+                f"cell {cell}: {key} is not what the forecast sealed (expected {str(sealed[key])[:16]}..., "
+                f"found {str(value)[:16]}...). The outcome would be held against another forecast; run the "
+                "study again from its seal, in the sealed environment."
+            )
 
 
 def digest(*arrays: npt.NDArray[Any]) -> str:

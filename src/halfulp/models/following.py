@@ -42,7 +42,7 @@ SIDE = "after"
 
 
 @dataclass(frozen=True)
-class Run:
+class Followed:
     """A run with a test error after every step."""
 
     trainer: Trainer
@@ -79,14 +79,14 @@ def regression(c: Config) -> Problem:
     return teacher_student(c["seed"], width=c["width"], examples=n, tests=n, testbed=testbed)
 
 
-def follow(p: Problem, rate: float, steps: int, running: Running | None = None, **how: Any) -> Run:
+def follow(p: Problem, rate: float, steps: int, running: Running | None = None, **how: Any) -> Followed:
     """Train a problem at a rate of its own loss."""
     trainer = Trainer(p.net, p.train, p.start, rate=p.factor * rate, test=p.test, **how)
     start = trainer.error(p.test)
-    return Run(trainer, run(trainer, steps, running), start)
+    return Followed(trainer, run(trainer, steps, running), start)
 
 
-def forecasts(reference: Run, mantissas: Sequence[int]) -> dict[str, dict[str, dict[str, Json]]]:
+def forecasts(reference: Followed, mantissas: Sequence[int]) -> dict[str, dict[str, dict[str, Json]]]:
     """By grid and predictor: the first crossing, the onset, and what is learned on both sides of it."""
     series = reference.series
     weights, proposals = series.squares.T
@@ -103,7 +103,7 @@ def forecasts(reference: Run, mantissas: Sequence[int]) -> dict[str, dict[str, d
     return found
 
 
-def _forecast(reference: Run, frozen: Array) -> dict[str, Json]:
+def _forecast(reference: Followed, frozen: Array) -> dict[str, Json]:
     onset = None if reference.diverged else persistent_majority(frozen)
     whole = len(reference.series)
     return {

@@ -2,7 +2,8 @@
 
 A *unit* is one seed, rate and mantissa; a cell holds the units of one rate and mantissa, because their
 events are pooled in one histogram a cell. A unit is resumed where it stopped, in the middle if need be. What
-forecasts is the projection of the reference (`Unit`), or that and rehearsals beside it (`RehearsedUnit`).
+forecasts is the projection of the reference (`LockstepUnit`), or that and rehearsals beside it
+(`RehearsedUnit`).
 
 Histograms are kept in records as text: base64 of one LEB128 number a level (seven bits a byte, the last byte
 below 128). A general compressor would save a third, and make a record depend on its version.
@@ -37,7 +38,7 @@ CHUNK = 500
 # ---- runs ---------------------------------------------------------------------------------------------
 
 
-class Unit:
+class LockstepUnit:
     """A reference, and if it is measured a quantized run beside it, from the same stored start."""
 
     kept: tuple[str, ...] = ("w", "q", "mistakes")
@@ -81,7 +82,7 @@ class Unit:
         return out
 
 
-class RehearsedUnit(Unit):
+class RehearsedUnit(LockstepUnit):
     """The same, forecast by the projection and by rehearsals beside it, under a pull each.
 
     A rehearsal moves codes of its own by the reference's proposals, as
@@ -89,7 +90,7 @@ class RehearsedUnit(Unit):
     event where Q(z) is s, and its margin is that of z. Every count is one a predictor, the projection first.
     """
 
-    kept = (*Unit.kept, "s")
+    kept = (*LockstepUnit.kept, "s")
 
     def __init__(self, config: Config, seed: int, *, measure: bool) -> None:
         super().__init__(config, seed, measure=measure)
@@ -116,7 +117,7 @@ class RehearsedUnit(Unit):
 class Finished:
     """What a unit left: counts of every step, mistakes, and digests."""
 
-    def __init__(self, unit: Unit, seed: int, steps: Array) -> None:
+    def __init__(self, unit: LockstepUnit, seed: int, steps: Array) -> None:
         self.seed, self.steps, self.n = seed, steps, unit.w.size
         self.mistakes = unit.mistakes
         self.fingerprint, self.end = unit.fingerprint, digest(unit.w)
@@ -130,7 +131,7 @@ class Finished:
 
 
 def run_units(
-    cell: Running, *, measure: bool, make: type[Unit] = Unit
+    cell: Running, *, measure: bool, make: type[LockstepUnit] = LockstepUnit
 ) -> tuple[list[Finished], Array, Array]:
     """The units of a cell, with checkpoints; and the histograms of all events and of the mistakes."""
     config, length = cell.config, cell.config["steps"]

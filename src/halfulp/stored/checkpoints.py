@@ -29,20 +29,11 @@ INDEX = ".safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor, wherever it lies."""
+class Stored(tensors.Place):
+    """One tensor, wherever it lies; its ``kind`` is its dtype in words."""
 
-    name: str
-    kind: str
-    """Its dtype in words."""
-    dtype: torch.dtype | None
-    """None: one that is not known here."""
-    shape: tuple[int, ...]
-    size: int
-    """In bytes."""
     source: int | memoryview
     """An open file, or the bytes themselves."""
-    first: int = 0
     path: Path | None = None
 
     def read(self, at: int, into: Array) -> None:
@@ -74,7 +65,7 @@ def opened(what: Path | Mapping[str, torch.Tensor]) -> Iterator[Iterator[Stored]
 def _in_memory(held: Mapping[str, torch.Tensor]) -> Any:
     for name, x in held.items():
         kind = str(x.dtype).removeprefix("torch.")
-        yield Stored(name, kind, x.dtype, tuple(x.shape), x.numel() * x.element_size(), tensors.raw(x))
+        yield Stored(name, kind, x.dtype, tuple(x.shape), 0, x.numel() * x.element_size(), tensors.raw(x))
 
 
 def _in_files(paths: list[Path]) -> Any:
@@ -83,7 +74,7 @@ def _in_files(paths: list[Path]) -> Any:
         with files.opened(path, follow=True) as file:
             for p in places:
                 kind = p.kind if p.dtype is None else str(p.dtype).removeprefix("torch.")
-                yield Stored(p.name, kind, p.dtype, p.shape, p.size, file.fileno(), p.first, path)
+                yield Stored(p.name, kind, p.dtype, p.shape, p.first, p.size, file.fileno(), path)
 
 
 def shards(path: Path) -> list[Path]:

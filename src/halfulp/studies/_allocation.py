@@ -102,9 +102,9 @@ def estimands(runs: Bundle) -> tuple[Estimand, ...]:
 
 def less(runs: Bundle, name: str, arm: str, over: Sequence[str], what: str = "") -> Estimand:
     """Recovery of an arm less the largest among others."""
-    told = what or " and ".join(over)
+    others = what or " and ".join(over)
     return runs.estimand(
-        name, f"recovery of {arm} less the largest of {told}", measures.advantage, arm=arm, over=list(over)
+        name, f"recovery of {arm} less the largest of {others}", measures.advantage, arm=arm, over=list(over)
     )
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from statistics import median
 
 from halfulp.measures.learning import LEARNED, SIDES, gathered, medians
+from halfulp.measures.values import grouped
 from halfulp.models.following import PREDICTORS
 from halfulp.studies.declared import table_of
 from halfulp.studies.finite_size import means, width_of
@@ -144,9 +145,7 @@ def crossing_range(record: Reference, side: str) -> Count | None:
 
 
 def lone_seed(record: Reference, side: str) -> Count | None:
-    alike: dict[tuple[float, int], list[int]] = {}
-    for t in _later(record):
-        alike.setdefault((t["rate"], t["mantissa"]), []).append(t["first"])
+    alike = grouped(((t["rate"], t["mantissa"]), t["first"]) for t in _later(record))
     found = [sorted(each) for each in alike.values() if len(each) > 1]
     return _share([any(each[0] <= 100 and each[1] >= 1000 for each in found)]) if found else None
 

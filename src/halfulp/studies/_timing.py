@@ -37,6 +37,7 @@ from halfulp.measures.crossings import (
     timing_pair,
 )  # fmt: skip
 from halfulp.measures.forecasts import pooled_rho
+from halfulp.measures.values import grouped
 from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
 
 PREDICTORS = ("symmetric", "exact")
@@ -174,10 +175,9 @@ def rho_at_crossing(records: Records) -> Values:
 
 def bf16_rmse(records: Records) -> Values:
     """Root mean square difference of frozen fractions, m = 7 against bfloat16, over steps and seeds."""
-    found: dict[str, list[tuple[float, int]]] = {}
-    for r in records["bf16"].values():
-        found.setdefault(r["network"], []).append((r["squared_difference"] / r["size"] ** 2, r["steps"]))
-    return {n: (sum(s for s, _ in each) / sum(n for _, n in each)) ** 0.5 for n, each in found.items()}
+    each = grouped((r["network"], r) for r in records["bf16"].values())
+    squares = {n: sum(r["squared_difference"] / r["size"] ** 2 for r in runs) for n, runs in each.items()}
+    return {n: (squares[n] / sum(r["steps"] for r in runs)) ** 0.5 for n, runs in each.items()}
 
 
 def bf16_rho(records: Records) -> Values:

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from halfulp.measures import learning
+from halfulp.measures.values import grouped, known, less
 from halfulp.models.following import PREDICTORS, SIDE, arm_learned, follow, forecasts
 from halfulp.models.teacher import CHOSEN, Problem, Testbed, classification
 from halfulp.studies._timing import each_rate_and_seed
@@ -75,10 +76,8 @@ def nearest(cell: Running) -> Mapping[str, Json]:
 
 def progress(records: Records) -> Values:
     """By reference, E_0 - E_T; missing for one whose weights diverged."""
-    return {
-        name: None if r["error"]["end"] is None else r["error"]["start"] - r["error"]["end"]
-        for name, r in records["reference"].items()
-    }
+    errors = {name: r["error"] for name, r in records["reference"].items()}
+    return {name: less(error["start"], error["end"]) for name, error in errors.items()}
 
 
 def failed(records: Records) -> Values:
@@ -116,12 +115,10 @@ def window_matches(records: Records, predictors: Sequence[str] = PREDICTORS) -> 
 
 def progress_table(records: Records) -> Table:
     """Progress of the references, by rate."""
-    by_rate: dict[float, list[Mapping[str, Json]]] = {}
-    for r in records["reference"].values():
-        by_rate.setdefault(r["rate"], []).append(r)
+    by_rate = grouped((r["rate"], r) for r in records["reference"].values())
     rows: list[Sequence[str | float | None]] = []
     for rate, each in sorted(by_rate.items()):
-        ends = [r["error"]["end"] for r in each if r["error"]["end"] is not None]
+        ends = known(r["error"]["end"] for r in each)
         least = [r["error"]["least"] for r in each]
         rows.append(
             (rate, len(each), sum(r["diverged"] for r in each), each[0]["error"]["start"], median(least),

@@ -32,6 +32,7 @@ from halfulp import events
 from halfulp.drawing import panels
 from halfulp.measures.crossings import MAJORITY
 from halfulp.measures.forecasts import scalar_rho_map
+from halfulp.measures.values import finite, grouped, known, less, quotient
 from halfulp.models.mlp import Array, Trainer
 from halfulp.models.teacher import CHOSEN, INPUTS, Testbed, teacher_student
 from halfulp.studies.declared import declared
@@ -75,7 +76,7 @@ def look(q: Array, d: Array, grid: str) -> dict[str, Json]:
     gap = events.gap(stored, proposal, grid).numpy()
     with np.errstate(divide="ignore"):
         z = np.log2(gap / (2 * np.abs(d)))
-    low, middle, high = (float(v) if np.isfinite(v) else None for v in np.quantile(z, QUANTILES))
+    low, middle, high = map(finite, np.quantile(z, QUANTILES))
     rho = events.rho(stored, proposal, grid).numpy()
     uniform = float(scalar_rho_map(np.nan_to_num(rho, nan=0.0)).mean())  # no proposal: frozen
     return {"z": {"0.16": low, "0.50": middle, "0.84": high}, "uniform_phase": uniform}
@@ -86,20 +87,16 @@ def look(q: Array, d: Array, grid: str) -> dict[str, Json]:
 
 def width_of(r: Mapping[str, Json]) -> float | None:
     """Q0.84 - Q0.16 of one cell."""
-    if r["step"] is None or r["z"]["0.84"] is None or r["z"]["0.16"] is None:
-        return None
-    return float(r["z"]["0.84"] - r["z"]["0.16"])
+    return None if r["step"] is None else less(r["z"]["0.84"], r["z"]["0.16"])
 
 
 def means(rows: Iterable[tuple[int, int, float | None]]) -> dict[int, dict[int, float | None]]:
     """Mean width over seeds, of (mantissa, size, width), by mantissa and size; None if a seed has none."""
-    found: dict[int, dict[int, list[float | None]]] = {}
-    for m, n, width in rows:
-        found.setdefault(m, {}).setdefault(n, []).append(width)
-    return {
-        m: {n: None if None in each else float(np.mean(np.array(each, float))) for n, each in by_size.items()}
-        for m, by_size in found.items()
-    }
+    found: dict[int, dict[int, float | None]] = {}
+    for (m, n), each in grouped(((m, n), width) for m, n, width in rows).items():
+        there = known(each)
+        found.setdefault(m, {})[n] = float(np.mean(there)) if len(there) == len(each) else None
+    return found
 
 
 def widths(records: Records) -> dict[int, dict[int, float | None]]:
@@ -114,22 +111,18 @@ def mean_width(records: Records) -> Values:
 
 def growth(records: Records) -> Values:
     """Mean width at the largest size over that at the smallest, by mantissa."""
-    found: dict[str, float | None] = {}
-    for m, by_size in widths(records).items():
-        small, large = by_size[min(by_size)], by_size[max(by_size)]
-        found[f"m{m}"] = None if small is None or large is None else large / small
-    return found
+    return {f"m{m}": quotient(w[max(w)], w[min(w)]) for m, w in widths(records).items()}
 
 
 def fits(records: Records) -> dict[int, tuple[float, float] | None]:
     """(a, R**2) of W ~ N**-a by least squares of log W on log N, over the means."""
     found: dict[int, tuple[float, float] | None] = {}
     for m, by_size in widths(records).items():
-        known = [(n, w) for n, w in by_size.items() if w is not None]
-        if len(known) < max(len(by_size), 2):
+        there = [(n, w) for n, w in by_size.items() if w is not None]
+        if len(there) < max(len(by_size), 2):
             found[m] = None
             continue
-        x, y = (np.log(np.array(v, float)) for v in zip(*known, strict=True))
+        x, y = (np.log(np.array(v, float)) for v in zip(*there, strict=True))
         slope, offset = np.polyfit(x, y, 1)
         rest = float(np.square(y - slope * x - offset).sum())
         spread = float(np.square(y - y.mean()).sum())
@@ -159,9 +152,8 @@ def phase_error(records: Records) -> Values:
 
 def weighted_phase_error(records: Records) -> Values:
     """The same, weighted by coordinates."""
-    found = list(phase_errors(records).values())
-    total = sum(n for _, n in found)
-    return {"study": sum(e * n for e, n in found) / total if total else None}
+    found = phase_errors(records).values()
+    return {"study": quotient(sum(e * n for e, n in found), sum(n for _, n in found))}
 
 
 def crossed(records: Records) -> Values:
@@ -189,12 +181,10 @@ def table(records: Records) -> Table:
 
 def figure(records: Records) -> Any:
     """Width against size."""
-    each: dict[int, list[tuple[float, float]]] = {m: [] for m in widths(records)}
-    for r in records["crossing"].values():
-        if (width := width_of(r)) is not None:
-            each[r["mantissa"]].append((r["size"], width))
-    known = {m: [(n, w) for n, w in s.items() if w is not None] for m, s in widths(records).items()}
-    return panels.widths(each, known)
+    means = {m: [(n, w) for n, w in s.items() if w is not None] for m, s in widths(records).items()}
+    sizes = ((r["mantissa"], r["size"], width_of(r)) for r in records["crossing"].values())
+    each = grouped((m, (n, w)) for m, n, w in sizes if w is not None)
+    return panels.widths({m: each.get(m, []) for m in means}, means)
 
 
 STUDY = declared(

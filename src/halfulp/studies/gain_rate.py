@@ -16,7 +16,7 @@ gain of the run at the best rung. **Then** the same with masters (the stored cod
 is stepped is float32), and one run with masters at the forecast rate itself.
 
 The rules, fixed with the seal. Every best rate lies inside the ladder. The premise: in the mean of units,
-masters want a lower rate. *Foretold*: the forecast is within a factor of the root of two, half a rung, in
+masters want a lower rate. The forecast is to be within a factor of the root of two, half a rung, in
 every unit, and nearer than the rate that the nearest run had in the mean. And a run at the forecast rate is
 to end within 0.02 nats of the best on the ladder.
 
@@ -37,6 +37,7 @@ from halfulp.arms.corpus import files_of, open_corpus
 from halfulp.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, at
 from halfulp.arms.run import device, digest
 from halfulp.drawing import COLOURS, new_figure
+from halfulp.measures.values import finite, known, less
 from halfulp.models.decoder import Decoder
 from halfulp.models.training import Training, adamw
 from halfulp.studies.declared import declared
@@ -57,16 +58,10 @@ BYTES = {"kind": "bytes", "train": "se_prose_train.txt.gz", "held_out": "se_pros
 def _arm(scale: str) -> Arm:
     shared = {"smoke": SMOKE_MODERN, "small": SMALL_MODERN, "paper": PAPER_MODERN}[scale]
     if scale == "small":
-        sizes: dict[str, Any] = {
-            "layers": 2,
-            "width": 64,
-            "hidden": 192,
-            "context": 64,
-            "vocabulary": 256,
-            "std": 0.0693,
-        }
+        sizes: dict[str, Any] = {"layers": 2, "width": 64, "hidden": 192, "context": 64, "vocabulary": 256}
         recipe = replace(shared.recipe, context=64, eval_batches=16)
-        shared = replace(shared, model=replace(shared.model, **sizes), recipe=recipe, corpus=BYTES)
+        model = replace(shared.model, **sizes, std=0.0693)
+        shared = replace(shared, model=model, recipe=recipe, corpus=BYTES)
     updates, warmup = LENGTHS[scale]
     return at(shared, updates=updates, warmup=warmup, eval_every=updates)
 
@@ -108,8 +103,8 @@ def masters(config: Config) -> Iterator[Cell]:
     for name, grid in GRIDS.items():
         for seed in SEEDS:
             arm = replace(Arm.from_json(config["arm"]), grid=grid, policy="master", seed=seed)
-            told = {"arm": arm.to_json(), "forecast": f"{name}-{seed}"}
-            yield Cell(name=f"{name}-{seed}-forecast", config=told)
+            made = {"arm": arm.to_json(), "forecast": f"{name}-{seed}"}
+            yield Cell(name=f"{name}-{seed}-forecast", config=made)
 
 
 def train(running: Running) -> dict[str, Json]:
@@ -128,12 +123,12 @@ def train(running: Running) -> dict[str, Json]:
         gains.append(optimizer.events.gain)
         running.progress(training.update, arm.recipe.updates)
     loss, frozen = training.evaluate(), optimizer.events.frozen
-    known = [g for g in gains if g is not None and math.isfinite(g)]
-    tenth = max(len(known) // 10, 1)
+    there = [g for g in gains if g is not None and math.isfinite(g)]
+    tenth = max(len(there) // 10, 1)
     return {
-        "rate": arm.recipe.schedule.peak, "start": start, "loss": loss if math.isfinite(loss) else None,
-        "gain": statistics.fmean(known) if known else None, "frozen_last": frozen,
-        "gains": [statistics.fmean(known[i : i + tenth]) for i in range(0, len(known), tenth)],
+        "rate": arm.recipe.schedule.peak, "start": start, "loss": finite(loss),
+        "gain": statistics.fmean(there) if there else None, "frozen_last": frozen,
+        "gains": [statistics.fmean(there[i : i + tenth]) for i in range(0, len(there), tenth)],
     }  # fmt: skip
 
 
@@ -213,19 +208,23 @@ def forecast_change(found: Records) -> Values:
 
 def forecast_error(found: Records) -> Values:
     """Rungs between the forecast rate and the best with masters."""
-    told, came = forecast_change(found), rate_change(found)
-    return {u: None if told[u] is None or came[u] is None else abs(told[u] - came[u]) for u in told}  # type: ignore[operator]  # not None
+    came = rate_change(found)
+    return _sizes({u: less(said, came[u]) for u, said in forecast_change(found).items()})
 
 
 def same_error(found: Records) -> Values:
     """Rungs between the rate of the nearest run and the best with masters."""
-    return {u: None if v is None else abs(v) for u, v in rate_change(found).items()}
+    return _sizes(rate_change(found))
+
+
+def _sizes(values: Values) -> Values:
+    return {u: None if v is None else abs(v) for u, v in values.items()}
 
 
 def nearer(found: Records) -> Values:
     """How many rungs nearer the forecast is than the same rate."""
-    told, same = forecast_error(found), same_error(found)
-    return {u: None if told[u] is None or same[u] is None else same[u] - told[u] for u in told}  # type: ignore[operator]  # not None
+    same = same_error(found)
+    return {u: less(same[u], error) for u, error in forecast_error(found).items()}
 
 
 def cost(found: Records) -> Values:
@@ -243,8 +242,8 @@ def cost_of_same(found: Records) -> Values:
 
 
 def _above(found: Records, unit: str, loss: float | None) -> float | None:
-    known = [r["loss"] for r in rungs(found, "outcome", unit) if r["loss"] is not None]
-    return None if loss is None or not known else float(loss - min(known))
+    others = known(r["loss"] for r in rungs(found, "outcome", unit))
+    return less(loss, min(others, default=None))
 
 
 def _log2_ratio(over: Values, under: Values) -> Values:
@@ -287,9 +286,9 @@ def ladders(found: Records) -> Any:
             for stage, line in (("nearest", "-"), ("outcome", "--")):
                 runs = [r for r in rungs(found, stage, f"{name}-{seed}") if r["loss"] is not None]
                 panel.plot([r["rate"] for r in runs], [r["loss"] for r in runs], line, color=colour)
-            told = found["outcome"][f"{name}-{seed}-forecast"]
-            if told["loss"] is not None:
-                panel.plot([told["rate"]], [told["loss"]], "o", color=colour)
+            forecast = found["outcome"][f"{name}-{seed}-forecast"]
+            if forecast["loss"] is not None:
+                panel.plot([forecast["rate"]], [forecast["loss"]], "o", color=colour)
         panel.set_xscale("log", base=2)
         panel.set_title(grid)
         panel.set_xlabel("peak rate")

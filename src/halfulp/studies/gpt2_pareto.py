@@ -151,12 +151,12 @@ def budgets(found: Records) -> Table:
     """Means over targets by budget, as the paper prints them."""
     rows: list[tuple[str | float | None, ...]] = []
     for p in BUDGETS:
-        told = margins(found, p)
-        mean = {k: statistics.mean(v for v in values if v is not None) for k, values in told.items()}
-        least = min(v for v in told["recovery"] if v is not None)
+        held = margins(found, p)
+        mean = {k: statistics.mean(v for v in values if v is not None) for k, values in held.items()}
+        least = min(v for v in held["recovery"] if v is not None)
         ours = mean["recovery"]
         rows.append((f"{p}%", ours, least, ours - mean["transfer"], ours - mean["separation"],
-                     mean["transfer"], "pass" if passes(told) else "fail"))  # fmt: skip
+                     mean["transfer"], "pass" if passes(held) else "fail"))  # fmt: skip
     return Table(
         columns=("payload", "source-P", "least", "target-P", "control", "source less target", "quality"),
         rows=rows, caption="Means over the targets of the share of the gap won back.",

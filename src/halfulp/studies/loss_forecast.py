@@ -51,16 +51,9 @@ from halfulp.arms.forecasts import forecast_losses
 from halfulp.arms.masks import make_masks
 from halfulp.arms.run import run
 from halfulp.drawing import COLOURS, GREY, new_figure
+from halfulp.measures.values import known, less
 from halfulp.studies.declared import declared
-from halfulp.study.protocol import (
-    Cell,
-    Config,
-    Estimand,
-    Records,
-    Stage,
-    Table,
-    Values,
-)
+from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Table, Values
 
 GRIDS = {"bf16": "bf16", "e4m3": "e4m3@128", "e5m2": "e5m2", "mxfp4": "mxfp4"}
 EIGHT_BITS = ("e4m3", "e5m2")
@@ -239,10 +232,9 @@ def error(found: Records) -> Values:
 
 def median_error(found: Records) -> Values:
     """The median of these."""
-    known = list(error(found).values())
-    return {
-        "median": None if not known or None in known else statistics.median(v for v in known if v is not None)
-    }
+    each = error(found)
+    there = known(each.values())
+    return {"median": statistics.median(there) if there and len(there) == len(each) else None}
 
 
 def misordered(found: Records) -> Values:
@@ -277,16 +269,15 @@ def masked(found: Records, arm: str) -> Values:
 def saved(found: Records) -> Values:
     """How much less of the gap R leaves than P, in nats."""
     r, p = masked(found, "R"), masked(found, "P")
-    return {u: None if r[u] is None or p[u] is None else (p[u] or 0.0) - (r[u] or 0.0) for u in r}
+    return {u: less(p[u], r[u]) for u in r}
 
 
 def quiet(found: Records) -> Values:
     """How far the forecasts of sr and of masters are from the measured gaps, the farther of the two."""
     made = {}
     for unit in MASKED.over(found):
-        off = [(measures.forecast_gap(unit, a), measures.gap(unit, a)) for a in ("sr", "master")]
-        known = [abs(told - seen) for told, seen in off if told is not None and seen is not None]
-        made[unit.name] = max(known) if len(known) == len(off) else None
+        off = [less(measures.forecast_gap(unit, a), measures.gap(unit, a)) for a in ("sr", "master")]
+        made[unit.name] = None if None in off else max(map(abs, known(off)))
     return made
 
 

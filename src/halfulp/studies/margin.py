@@ -44,9 +44,10 @@ import numpy as np
 
 from halfulp.audit.trust import PRIMARY, THRESHOLDS, OnsetInterval, auroc_of_counts, onset_interval
 from halfulp.drawing import panels
-from halfulp.errors import TamperingError
 from halfulp.measures.crossings import persistent_majority
+from halfulp.measures.values import grouped, known, quotient
 from halfulp.models import lockstep_kernels as compiled
+from halfulp.models.digests import refuse_other
 from halfulp.models.lockstep import Array, Finished, answered, auroc_bound, from_text, run_units, to_text
 from halfulp.models.teacher import CHOSEN
 from halfulp.studies.declared import declared
@@ -93,8 +94,8 @@ def outcome(cell: Running) -> Mapping[str, Json]:
     sealed = cell.read("forecast", cell.name)
     units, total, wrong = run_units(cell, measure=True)
     for u, row in zip(units, sealed["units"], strict=True):
-        check(cell, row, bound(u))
-    check(cell, sealed["levels"], dict(zip(SCORES, map(to_text, total), strict=True)))
+        refuse_other(cell.name, row, bound(u))
+    refuse_other(cell.name, sealed["levels"], dict(zip(SCORES, map(to_text, total), strict=True)))
     return {
         "units": [
             _judged(u, OnsetInterval(*row["onset"])) for u, row in zip(units, sealed["units"], strict=True)
@@ -106,17 +107,6 @@ def outcome(cell: Running) -> Mapping[str, Json]:
 def bound(u: Finished) -> dict[str, Json]:
     """What a forecast is bound by: digests of its data, of the reference's end, and of what it says."""
     return {"data": u.fingerprint, "path": u.end, "forecast": u.forecast}
-
-
-def check(cell: Running, sealed: Mapping[str, Json], found: Mapping[str, Json]) -> None:
-    """Refuse to judge another forecast than the sealed one."""
-    for key, value in found.items():
-        if sealed[key] != value:
-            raise TamperingError(
-                f"cell {cell.name}: {key} of the reference is not what the forecast sealed (expected "
-                f"{str(sealed[key])[:16]}..., found {str(value)[:16]}...). The outcome would be held against "
-                "another forecast; run the study again from its seal, in the sealed environment."
-            )
 
 
 def _judged(u: Finished, onset: OnsetInterval) -> dict[str, Json]:
@@ -169,7 +159,7 @@ def share(records: Records, part: str, whole: str) -> Values:
         sum(-found[key[1:]] if key.startswith("-") else found[key] for key in text.split())
         for text in (part, whole)
     )
-    return {"study": top / bottom if bottom else None}
+    return {"study": quotient(top, bottom)}
 
 
 def _levels(records: Records, score: str) -> tuple[Array, Array]:
@@ -199,11 +189,10 @@ def auroc_own(records: Records) -> Values:
 
 def auroc_gain(records: Records) -> Values:
     """Exact over symmetric, less both error bounds: positive only if the order is certain."""
-    value, error = auroc(records), auroc_error(records)
-    known = [v for v in (*value.values(), *error.values()) if v is not None]
-    if len(known) < 4:
+    found = known([*auroc(records).values(), *auroc_error(records).values()])
+    if len(found) < 4:
         return {"study": None}
-    exact, symmetric, *errors = known
+    exact, symmetric, *errors = found
     return {"study": exact - symmetric - sum(errors)}
 
 
@@ -225,7 +214,7 @@ def coverage(records: Records) -> Values:
 
 def risk(records: Records) -> Values:
     """Mistakes among events above a margin."""
-    above = {_unit_of(t): k / n if n else None for t, n, k in _curve(records)}
+    above = {_unit_of(t): quotient(k, n) for t, n, k in _curve(records)}
     return {"all": share(records, "wrong_diverged wrong_same", "events")["study"], **above}
 
 
@@ -236,8 +225,7 @@ def primary_coverage(records: Records) -> Values:
 
 def risk_ratio(records: Records) -> Values:
     """Risk above the primary threshold over the risk of answering everything."""
-    part, whole = risk(records)[_unit_of(PRIMARY)], risk(records)["all"]
-    return {"study": part / whole if part is not None and whole else None}
+    return {"study": quotient(risk(records)[_unit_of(PRIMARY)], risk(records)["all"])}
 
 
 def first_divergence(records: Records) -> Values:
@@ -278,10 +266,8 @@ def units_table(records: Records) -> Table:
 
 def _by_grid(records: Records) -> dict[str, list[Mapping[str, Json]]]:
     """Every unit, by its grid, the coarsest first."""
-    found: dict[str, list[Mapping[str, Json]]] = {}
-    for name, unit in sorted(units_of(records), key=lambda pair: int(pair[0].partition("-")[0][1:])):
-        found.setdefault(name.partition("-")[0], []).append(unit)
-    return found
+    found = grouped((name.partition("-")[0], unit) for name, unit in units_of(records))
+    return dict(sorted(found.items(), key=lambda pair: int(pair[0][1:])))
 
 
 def figure(records: Records) -> Any:

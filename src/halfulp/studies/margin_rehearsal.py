@@ -33,7 +33,9 @@ import numpy as np
 from halfulp.audit.rehearsal import PULL
 from halfulp.audit.trust import PRIMARY
 from halfulp.measures.crossings import Crossing, TimingSummary, summarise, timing_pair
+from halfulp.measures.values import quotient
 from halfulp.models import lockstep_kernels as compiled
+from halfulp.models.digests import refuse_other
 from halfulp.models.lockstep import Finished, RehearsedUnit, answered, run_units
 from halfulp.studies import margin
 from halfulp.studies._timing import crossing_json
@@ -63,8 +65,8 @@ def outcome(cell: Running) -> Mapping[str, Json]:
     sealed = cell.read("forecast", cell.name)
     units, total, wrong = run_units(cell, measure=True, make=RehearsedUnit)
     for u, row in zip(units, sealed["units"], strict=True):
-        margin.check(cell, row, margin.bound(u))
-    margin.check(cell, sealed["answered"], _answered(total))
+        refuse_other(cell.name, row, margin.bound(u))
+    refuse_other(cell.name, sealed["answered"], _answered(total))
     return {"units": [_judged(u) for u in units], "wrong": _answered(wrong)}
 
 
@@ -122,11 +124,8 @@ def coverage(records: Records) -> Values:
 
 def risk(records: Records) -> Values:
     """Mistakes among events with a margin above 1/8."""
-    pairs = {
-        p: (_above(records, "outcome", "wrong", p), _above(records, "forecast", "answered", p))
-        for p in PREDICTORS
-    }
-    return {p: wrong / n if n else None for p, (wrong, n) in pairs.items()}
+    which = (("outcome", "wrong"), ("forecast", "answered"))
+    return {p: quotient(*(_above(records, stage, key, p) for stage, key in which)) for p in PREDICTORS}
 
 
 def frozen_rmse(records: Records) -> Values:

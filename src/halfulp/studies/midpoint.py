@@ -36,12 +36,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from halfulp.drawing import panels
-from halfulp.errors import TamperingError
 from halfulp.measures import learning
 from halfulp.measures.crossings import TOLERANCE, crossing
 from halfulp.measures.learning import LEARNED as POSITIVE
 from halfulp.measures.learning import SIDES
-from halfulp.models.digests import digest
+from halfulp.measures.values import grouped, less, quotient
+from halfulp.models.digests import digest, refuse_other
 from halfulp.models.following import PREDICTORS as TIMED
 from halfulp.models.following import SIDE, Array, follow, forecasts, regression
 from halfulp.models.teacher import CHOSEN, Problem
@@ -115,11 +115,7 @@ def outcome(cell: Running) -> Mapping[str, Json]:
     """One run on a grid, and what a miss is made of."""
     c = cell.config
     sealed, grid, p = cell.read("forecast", c["reference"]), f"m{c['m']}", regression(c)
-    if sealed["data"] != fingerprint(p):
-        raise TamperingError(
-            f"midpoint, cell {cell.name}: data and start are not those of the sealed forecast (expected "
-            f"{sealed['data'][:16]}..., found {fingerprint(p)[:16]}...). Run it in the sealed environment."
-        )
+    refuse_other(cell.name, sealed, {"data": fingerprint(p)})
     ran = follow(p, c["rate"], c["steps"], cell, store=grid)
     trainer, series = ran.trainer, ran.series
     found = crossing(series.frozen / series.size)
@@ -187,10 +183,8 @@ def accuracy_by_side(records: Records) -> Values:
 
 def progress(records: Records) -> Values:
     """By reference, the share of its starting error that it removed; none for one that diverged."""
-    return {
-        name: None if r["end"] is None else (r["start"] - r["end"]) / r["start"]
-        for name, r in records["forecast"].items()
-    }
+    each = records["forecast"].items()
+    return {name: quotient(less(r["start"], r["end"]), r["start"]) for name, r in each}
 
 
 def _onsets(records: Records, predictor: str) -> list[bool]:
@@ -206,7 +200,7 @@ def _onsets(records: Records, predictor: str) -> list[bool]:
 def onset_within(records: Records, predictors: Sequence[str] = TIMED) -> Values:
     """Eligible onsets within 15%."""
     found = {p: _onsets(records, p) for p in predictors}
-    return {p: sum(each) / len(each) if each else None for p, each in found.items()}
+    return {p: quotient(sum(each), len(each)) for p, each in found.items()}
 
 
 def onset_eligible(records: Records) -> Values:
@@ -267,11 +261,11 @@ def misses_table(records: Records) -> Table:
 
 def figure(records: Records) -> Any:
     """Learned share against rate, by mantissa: measured and as the directional predictor has it."""
-    shown: dict[int, list[tuple[float, float, float]]] = {}
-    for cell in sorted(records["outcome"].values(), key=lambda cell: int(cell["m"])):
-        said = _said(records, cell, "directional")[SIDE]
-        shown.setdefault(cell["m"], []).append((cell["rate"], cell["learned"], said))
-    return panels.learned_shares(shown, POSITIVE)
+    shown = grouped(
+        (cell["m"], (cell["rate"], cell["learned"], _said(records, cell, "directional")[SIDE]))
+        for cell in records["outcome"].values()
+    )
+    return panels.learned_shares(dict(sorted(shown.items())), POSITIVE)
 
 
 STUDY = declared(

@@ -3,7 +3,7 @@
 The paper's historical runs before `matched-10k` (appendix C, last paragraph on the matched experiment):
 float32 and nearest write-back alone, on a held-out split of their own, with the archived *symmetric*
 half-gap proxy as forecast. Attention and feed-forward weights are majority-frozen from the first update,
-measured and foretold, in all 24 combinations of level, target and seed; the RMSE of the proxy is 0.004 to
+measured and forecast, in all 24 combinations of level, target and seed; the RMSE of the proxy is 0.004 to
 0.006 for the pooled weights and the attention/mlp mean, and at most 0.030 over all groups.
 
 Our reading of "level, target and seed", which the paper does not spell out: two grids, six scopes and two

@@ -21,7 +21,6 @@ to 2026. What has diverged is defined in :mod:`halfulp.models.following`. Test e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from halfulp.drawing import panels
 from halfulp.measures import learning
 from halfulp.measures.crossings import persistent_majority
 from halfulp.measures.learning import LEARNED, SIDES
+from halfulp.measures.values import finite, grouped
 from halfulp.models.following import SIDE, arm_learned, follow, forecasts, regression
 from halfulp.models.mlp import Rounding, Trainer, run
 from halfulp.models.teacher import CHOSEN
@@ -74,8 +74,7 @@ def arms(cell: Running) -> Mapping[str, Json]:
         start = trainer.error(p.test)
         series = run(trainer, c["steps"])
         cell.progress(1 + ARMS.index(arm), len(ARMS))
-        end = trainer.error(p.test)
-        error = float(end) if math.isfinite(end) else None
+        error = finite(trainer.error(p.test))
         found[arm] = {
             "diverged": trainer.diverged or error is None or error > start, "error": error,
             "crossing": persistent_majority(series.frozen / series.size),
@@ -114,9 +113,7 @@ def windows(
 
 def diverged(records: Records) -> dict[float, tuple[int, int]]:
     """Diverged references and all of them, by rate."""
-    found: dict[float, list[bool]] = {}
-    for r in records["reference"].values():
-        found.setdefault(r["rate"], []).append(r["diverged"])
+    found = grouped((r["rate"], r["diverged"]) for r in records["reference"].values())
     return {rate: (sum(each), len(each)) for rate, each in sorted(found.items())}
 
 

@@ -110,9 +110,9 @@ def error(found: Records, predictor: str, part: str) -> Values:
 
 
 def _errors(found: Records, predictor: str, part: str = "rmse") -> dict[str, float]:
-    told = {target: made[predictor] for target, made in found["predictors"].items()}
+    said = {target: made[predictor] for target, made in found["predictors"].items()}
     return {
-        target: getattr(compare(told[target], seen["measured"], warmup=seen["warmup"]), part)
+        target: getattr(compare(said[target], seen["measured"], warmup=seen["warmup"]), part)
         for target, seen in found["opened"].items()
     }
 
@@ -146,14 +146,14 @@ def share(found: Records, part: str) -> Values:
 def template_correlation(found: Records) -> Values:
     """Of the mean outcome with the archived template."""
     first = next(iter(found["opened"]))
-    told = np.asarray(found["predictors"][first]["B_Y"])[found["opened"][first]["warmup"] :]
-    return {ALL: _correlation(_late(found).mean(axis=0), told)}
+    template = np.asarray(found["predictors"][first]["B_Y"])[found["opened"][first]["warmup"] :]
+    return {ALL: _correlation(_late(found).mean(axis=0), template)}
 
 
 def deviation_correlation(found: Records) -> Values:
     """Of a target's own deviation over time with its reference's, each about the mean of all targets."""
-    told = np.array([found["predictors"][t]["X_M"][seen["warmup"] :] for t, seen in found["opened"].items()])
-    ours, theirs = (_deviations(table) for table in (_late(found), told))
+    said = np.array([found["predictors"][t]["X_M"][seen["warmup"] :] for t, seen in found["opened"].items()])
+    ours, theirs = (_deviations(table) for table in (_late(found), said))
     return {t: _correlation(ours[i], theirs[i]) for i, t in enumerate(found["opened"])}
 
 
@@ -228,8 +228,8 @@ def figure(found: Records) -> Any:
     at = range(first + 1, len(measured) + 1)
     curves.plot(at, measured[first:], color=COLOURS[1], label="measured, mean")
     for predictor, colour, dash in zip(("B_Y", "X_S", "H_S"), COLOURS[2:], DASHES[1:], strict=False):
-        told = np.mean([found["predictors"][t][predictor] for t in seen], axis=0)
-        curves.plot(at, told[first:], color=colour, linestyle=dash, label=predictor)
+        said = np.mean([found["predictors"][t][predictor] for t in seen], axis=0)
+        curves.plot(at, said[first:], color=colour, linestyle=dash, label=predictor)
     curves.set_xlabel("update")
     curves.set_ylabel(f"updates lost, {SCOPE}")
     curves.legend()

@@ -39,9 +39,10 @@ import torch
 from halfulp.audit.certificates import Descent, reachable_prefix
 from halfulp.audit.trust import Posterior, posterior
 from halfulp.drawing import panels
-from halfulp.errors import TamperingError
 from halfulp.grids import grid as named
-from halfulp.models.certifiable import FAMILIES, Array, Problem, arrival, rippled_bowl
+from halfulp.measures.values import quotient
+from halfulp.models.certifiable import FAMILIES, Array, CertifiableProblem, arrival, rippled_bowl
+from halfulp.models.digests import refuse_other
 from halfulp.studies.declared import declared
 from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
 
@@ -63,9 +64,9 @@ def certificate_cells(config: Config) -> list[Cell]:
     ]
 
 
-def _problems(config: Config) -> Iterator[Problem]:
+def _problems(config: Config) -> Iterator[CertifiableProblem]:
     for number in range(config["problems"]):
-        yield Problem(config["family"], config["grid"], config["seed"], number)
+        yield CertifiableProblem(config["family"], config["grid"], config["seed"], number)
 
 
 def certify(cell: Running) -> Mapping[str, Json]:
@@ -84,15 +85,12 @@ def execute(cell: Running) -> Mapping[str, Json]:
     promise = cell.read("certify", cell.name)
     contradicted: dict[str, int] = {}
     stays = []
-    for problem, horizon, digest in zip(
+    for problem, horizon, promised in zip(
         _problems(cell.config), promise["horizon"], promise["promised"], strict=True
     ):
         certificate = problem.certify(cell.config["steps"])
-        if _digest(certificate.codes[: horizon + 1])[:16] != digest:
-            raise TamperingError(
-                f"theory, cell {cell.name}: the codes certified now are not the sealed ones ({digest}). "
-                "The promise cannot be tested against a run; seal a new study."
-            )
+        found = _digest(certificate.codes[: horizon + 1])[:16]
+        refuse_other(cell.name, {"promise": promised}, {"promise": found})
         first = len(certificate.codes)
         for name, codes in problem.runs(cell.config["steps"]).items():
             differs = np.flatnonzero((codes != certificate.codes).any(axis=1))
@@ -191,24 +189,17 @@ def certified_moves(records: Records) -> Values:
 
 def caution(records: Records) -> Values:
     """Share of the updates on which the run was at the projected codes that had been promised."""
-    return {
-        name: _share(sum(records["certify"][name]["horizon"]), sum(r["stayed"]))
-        for name, r in records["execute"].items()
-    }
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+    promised = {name: sum(r["horizon"]) for name, r in records["certify"].items()}
+    return {name: quotient(promised[name], sum(r["stayed"])) for name, r in records["execute"].items()}
 
 
 def opposite(records: Records) -> Values:
     """Share of pairs that agree on the past and on arrival, and part at the next update."""
-    return {
-        name: _share(
-            sum(p["stay"] == p["from"] < p["cross"] and p["same_value"] for p in r["pairs"]), len(r["pairs"])
-        )
+    parted = {
+        name: [p["stay"] == p["from"] < p["cross"] and p["same_value"] for p in r["pairs"]]
         for name, r in records["prefix"].items()
     }
+    return {name: quotient(sum(each), len(each)) for name, each in parted.items()}
 
 
 def bound_broken(records: Records) -> Values:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from halfulp.measures.values import grouped, quotient
 from halfulp.models.mlp import Series, Trainer, run
 from halfulp.models.teacher import CHOSEN, Problem, Testbed, classification, teacher_student
 from halfulp.studies import _timing as timing
@@ -103,7 +104,7 @@ def clean_comparisons(records: Records, precisions: Sequence[str] = PRECISIONS) 
 def same_prediction(records: Records) -> Values:
     """Share of clean cells that every reference precision forecasts at the same step."""
     found = clean_comparisons(records)
-    return {"study": sum(found.values()) / len(found) if found else None}
+    return {"study": quotient(sum(found.values()), len(found))}
 
 
 def measured_span(records: Records) -> Values:
@@ -160,11 +161,11 @@ shown = timing.shown
 
 def lone_seed(records: Records) -> str | None:
     """Of seeds that differ in nothing else, the one that crosses earliest by the largest factor."""
-    alike: dict[tuple[str, float], list[tuple[int, int, str]]] = {}
-    for cell in records["measured"].values():
-        if cell["system"] == PRINCIPAL and cell["crossing"]["category"] == "later":
-            found = (cell["crossing"]["first"], cell["seed"], cell["reference"])
-            alike.setdefault((cell["grid"], cell["rate"]), []).append(found)
+    alike = grouped(
+        ((cell["grid"], cell["rate"]), (cell["crossing"]["first"], cell["seed"], cell["reference"]))
+        for cell in records["measured"].values()
+        if cell["system"] == PRINCIPAL and cell["crossing"]["category"] == "later"
+    )
     several = {key: sorted(cells) for key, cells in alike.items() if len(cells) > 1}
     if not several:
         return None

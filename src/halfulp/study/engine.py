@@ -34,7 +34,7 @@ from halfulp.study.interrupts import Interrupted, Interrupts
 from halfulp.study.ledger import Ledger
 from halfulp.study.loading import Source
 from halfulp.study.order import conditional
-from halfulp.study.progress import Progress, Silent
+from halfulp.study.progress import Progress, Quiet
 from halfulp.study.protocol import Json
 from halfulp.study.reading import open_study
 from halfulp.study.result import assemble, authorise, values
@@ -85,7 +85,7 @@ def run(
     evidence: Mapping[str, Path] | None = None,
 ) -> dict[str, Json]:
     """Run a study to its end, from wherever it is; gives its result."""
-    progress = progress or Silent()
+    progress = progress or Quiet()
     _check_free(Store(out))
     with files.lock(Store(out).lock_file):
         study = _open(source, scale, out, deviation, evidence or {})

@@ -44,7 +44,7 @@ class Progress(Shape):
         """Something to read."""
 
 
-class Silent:
+class Quiet:
     """Says nothing; counts, for those that say something."""
 
     def __init__(self) -> None:
@@ -82,36 +82,43 @@ class Silent:
         return
 
 
-class Lines(Silent):
+class Shown(Quiet):
+    """Says what was sealed and what went wrong, and shows how far it is whenever that changes."""
+
+    def sealed(self, digest: str, protocol: Protocol) -> None:
+        self.say(f"{protocol.study} ({protocol.scale}), seal {digest}")
+
+    def share(self, cell: str, share: float) -> None:
+        super().share(cell, share)
+        self.show()
+
+    def ended(self, cell: str, how: str) -> None:
+        super().ended(cell, how)
+        if how != "finished":
+            self.say(f"cell {self.name}/{cell}: {how}")
+        self.show()
+
+    def show(self) -> None:
+        """How far the stage is."""
+
+
+class Lines(Shown):
     """A line when a stage begins and ends, and now and then in between."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last = time.monotonic()
 
-    def sealed(self, digest: str, protocol: Protocol) -> None:
-        self.say(f"{protocol.study} ({protocol.scale}), seal {digest}")
-
     def stage(self, stage: SealedStage, done: int) -> None:
         super().stage(stage, done)
         self.say(f"stage {stage.name} ({stage.kind}): {done} of {len(stage.cells)} cells finished")
 
-    def share(self, cell: str, share: float) -> None:
-        super().share(cell, share)
-        self._line()
-
-    def ended(self, cell: str, how: str) -> None:
-        super().ended(cell, how)
-        if how != "finished":
-            self.say(f"cell {self.name}/{cell}: {how}")
-        self._line(self.done == self.total)
-
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def _line(self, always: bool = False) -> None:
+    def show(self) -> None:
         now = time.monotonic()
-        if always or now - self.last >= LINE_SECONDS:
+        if self.done == self.total or now - self.last >= LINE_SECONDS:
             self.last = now
             self.say(f"stage {self.name}: {self.done} of {self.total} cells finished{self._left(now)}")
 
@@ -124,7 +131,7 @@ class Lines(Silent):
         return f", about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
 
 
-class Bar(Silent):
+class Bar(Shown):
     """A bar a stage."""
 
     def __init__(self, console: Console) -> None:
@@ -144,27 +151,14 @@ class Bar(Silent):
     ) -> None:
         self.bars.stop()
 
-    def sealed(self, digest: str, protocol: Protocol) -> None:
-        self.say(f"{protocol.study} ({protocol.scale}), seal {digest}")
-
     def stage(self, stage: SealedStage, done: int) -> None:
         super().stage(stage, done)
         self.task = self.bars.add_task(f"{stage.name} ({stage.kind})", total=self.total, completed=done)
 
-    def share(self, cell: str, share: float) -> None:
-        super().share(cell, share)
-        self._update()
-
-    def ended(self, cell: str, how: str) -> None:
-        super().ended(cell, how)
-        if how != "finished":
-            self.say(f"cell {self.name}/{cell}: {how}")
-        self._update()
-
     def say(self, text: str) -> None:
         self.bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _update(self) -> None:
+    def show(self) -> None:
         self.bars.update(self.task, completed=self.done + sum(self.shares.values()))
 
 

@@ -20,7 +20,7 @@ from halfulp.trace.schema import (
     MOST_ROWS,
     STATE,
     TROUBLE_KIND,
-    Part,
+    PartDocument,
     Parts,
     listed_parts,
     read_manifest,
@@ -59,7 +59,7 @@ class Trace(Recorded):
     path: Path
     manifest: dict[str, Any]
     parts: tuple[Path, ...]
-    documents: tuple[Part, ...] = field(repr=False)
+    documents: tuple[PartDocument, ...] = field(repr=False)
     """What each part says of itself."""
     _checked: set[Path] = field(default_factory=set, repr=False, compare=False)
     """Files whose digest was found right."""
@@ -98,7 +98,7 @@ class Trace(Recorded):
                 trace._check_state(trace.documents[-1])
         return trace
 
-    def _check(self, part: Part, name: str) -> None:
+    def _check(self, part: PartDocument, name: str) -> None:
         """Hold a file of a part against its digest, once."""
         file, entry = part.folder / name, part.files[name]
         if file in self._checked:
@@ -109,7 +109,7 @@ class Trace(Recorded):
             )
         self._checked.add(file)
 
-    def _check_state(self, newest: Part) -> None:
+    def _check_state(self, newest: PartDocument) -> None:
         if newest.state is None:
             raise CorruptionError(f"{newest.folder / DIGESTS} has no digest of {STATE}.")
         try:
@@ -124,7 +124,7 @@ class Trace(Recorded):
                 "part states."
             )
 
-    def _superseded(self, part: Part) -> bool:
+    def _superseded(self, part: PartDocument) -> bool:
         return (self.path / "parts" / f"{part.number + 1:06d}").is_dir()
 
     @property

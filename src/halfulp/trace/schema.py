@@ -178,7 +178,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PartDocument:
     """A part by its document."""
 
     folder: Path
@@ -202,25 +202,25 @@ class Parts:
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self.path, self.manifest = path, manifest
-        self.before: Part | None = None
+        self.before: PartDocument | None = None
         self._inventories: dict[int, str] = {}
 
-    def next(self, folder: Path) -> Part:
+    def next(self, folder: Path) -> PartDocument:
         """The next part, from its folder."""
         number = 0 if self.before is None else self.before.number + 1
         before = None if self.before is None else self.before.digest
         self.before = self._read(folder, {"number": number, "before": before})
         return self.before
 
-    def alone(self, folder: Path) -> Part:
+    def alone(self, folder: Path) -> PartDocument:
         """A part from its folder, whatever is before it."""
         return self._read(folder, {"number": int(folder.name)})
 
-    def _read(self, folder: Path, place: Mapping[str, Any]) -> Part:
+    def _read(self, folder: Path, place: Mapping[str, Any]) -> PartDocument:
         first = self.manifest["format"] == 1
         return self._first(folder, place["number"]) if first else self._second(folder, place)
 
-    def _first(self, folder: Path, number: int) -> Part:
+    def _first(self, folder: Path, number: int) -> PartDocument:
         file = folder / DIGESTS
         found = parsed(files.read(file, MOST_BYTES), file, "a list of digests")
         known = {f"{t}.parquet" for t in TABLES}
@@ -231,9 +231,11 @@ class Parts:
                 raise CorruptionError(f"{file} is not a list of digests: it has {name!r}.")
         entries = {name: Entry(sha256=value) for name, value in found.items()}
         state = entries.pop(STATE, None)
-        return Part(folder=folder, number=number, files=entries, state=state, state_file=folder / STATE)
+        return PartDocument(
+            folder=folder, number=number, files=entries, state=state, state_file=folder / STATE
+        )
 
-    def _second(self, folder: Path, place: Mapping[str, Any]) -> Part:
+    def _second(self, folder: Path, place: Mapping[str, Any]) -> PartDocument:
         file = folder / DOCUMENT
         document = parsed(files.read(file, MOST_BYTES), file, "the document of a part")
         found = Fields(document, str(file))
@@ -256,7 +258,7 @@ class Parts:
         last = found.whole("last_step", first)
         if before is not None and before.steps is not None and first < before.steps[1]:
             raise TamperingError(f"{file} begins at step {first}, before the end of the part before it.")
-        return Part(
+        return PartDocument(
             folder=folder,
             number=place["number"],
             files=_entries(found, self.manifest, last - first + 1),

@@ -78,7 +78,7 @@ class Linear(torch.autograd.Function):
         return dx, dw
 
 
-class Embedding(torch.autograd.Function):
+class EmbeddedRows(torch.autograd.Function):
     """Rows of a native weight by number, decoded."""
 
     @staticmethod

@@ -162,7 +162,7 @@ def _embedding(
         raise UsageError("an embedding of native weights has no max_norm and no sparse gradient.")
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    found: torch.Tensor = gemm.Embedding.apply(  # type: ignore[no-untyped-call]  # torch's
+    found: torch.Tensor = gemm.EmbeddedRows.apply(  # type: ignore[no-untyped-call]  # torch's
         input, weight, -1 if padding_idx is None else padding_idx, scale_grad_by_freq
     )
     return found

@@ -128,13 +128,13 @@ class Policy:
 
 
 class Nearest(Policy):
-    """``rne``."""
+    """``rne``: round to nearest even."""
 
     precise: ClassVar[bool] = False
 
 
 class Stochastic(Policy):
-    """``sr``: with a stream keyed by seed, name, step and global element."""
+    """``sr``: stochastic rounding, with a stream keyed by seed, name, step and global element."""
 
     name: ClassVar[str] = "sr"
     stochastic: ClassVar[bool] = True
@@ -211,7 +211,7 @@ class Kahan(Policy):
 
 @dataclass(frozen=True)
 class Master(Policy):
-    """``master``: an fp32 copy that the optimizer moves; the stored value is its nearest code.
+    """``master``: master weights, an fp32 copy that the optimizer moves; what is stored is its nearest code.
 
     ``start_from="code"`` starts the copy from the projected code, so that all policies share one
     start; ``"raw"`` from the value before projection (the historical protocol).
