@@ -412,10 +412,13 @@ def test_what_cannot_be_recovered(stuck: tuple[Path, Path], tmp_path: Path) -> N
 
 # ---- one process at a time, and Ctrl-C ----
 
-SLOW = SMALL.replace(
-    "cell.save(str(step + 1).encode())",
-    "import time; time.sleep(0.1); cell.save(str(step + 1).encode())",
-).replace("range(done, 2)", "range(done, 5)")
+SAVED = "cell.save(str(step + 1).encode())"
+
+
+def held(until: Path) -> str:
+    """The sample study, whose cells go on saving their first step until a file is there."""
+    wait = f"while not os.path.exists({str(until)!r}): time.sleep(0.05); {SAVED}"
+    return SMALL.replace(SAVED, f"{SAVED}\n        import os, time\n        {wait}")
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
@@ -436,7 +439,8 @@ def test_a_second_process_is_told_and_ctrl_c_is_safe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While one process runs: another is refused by name. Then Ctrl-C: cells stop where they saved."""
-    path, out = study_file(tmp_path, SLOW), tmp_path / "out"
+    out, go_on = tmp_path / "out", tmp_path / "go"
+    path = study_file(tmp_path, held(go_on))
     with started("run", str(path), "--out", str(out), "--workers", "1") as first:
         wait_for(out / "work" / "checkpoints" / "outcome" / "arm-1")
         code, _, error = invoke(capsys, "study", "run", str(path), "--out", str(out))
@@ -450,13 +454,15 @@ def test_a_second_process_is_told_and_ctrl_c_is_safe(
     assert "run again to go on" in error
     assert (out / "work" / "checkpoints" / "outcome" / "arm-1").exists()
     assert "outcome (outcome): 0 of 3 cells" in invoke(capsys, "study", "status", str(out))[1]
+    go_on.touch()
     assert invoke(capsys, "study", "run", str(path), "--out", str(out), "--workers", "1")[0] == 0
     run(path, tmp_path / "whole")
     assert tree(out) == tree(tmp_path / "whole")
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_worker(tmp_path: Path) -> None:
-    path, out = study_file(tmp_path, SLOW.replace("time.sleep(0.1)", "time.sleep(60)")), tmp_path / "out"
+    path = study_file(tmp_path, SMALL.replace(SAVED, f"import time; time.sleep(60); {SAVED}"))
+    out = tmp_path / "out"
     with started("run", str(path), "--out", str(out), "--workers", "1") as first:
         wait_for(out / "seals" / "forecast.json")
         time.sleep(0.3)
