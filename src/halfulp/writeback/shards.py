@@ -184,8 +184,8 @@ def to_rows(codes: Codes | NativeCodes, kept: Mapping[str, torch.Tensor], p: Any
         out[key] = unpack_bits(kept[key], codes.grid.bits, math.prod(codes.shape)).reshape(codes.shape)
     for key in (k for k in SCALES if k in kept):
         each = _scales_a_row(codes)
-        out[key] = kept[key].expand(codes.shape[0]) if each is None else kept[key]
-        out[key] = out[key].reshape(codes.shape[0], each or 1)
+        scales = kept[key].expand(codes.shape[0]).clone() if each is None else kept[key]
+        out[key] = scales.reshape(codes.shape[0], each or 1)
     return {key: wrap_rows(value, p) for key, value in out.items()}
 
 
