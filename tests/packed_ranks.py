@@ -46,9 +46,8 @@ def packed(model: torch.nn.Module, case: str) -> hu.WriteBack:
     grid, policy, options = CASES[case]
     kept: dict[str, Any] = {"grid": grid, "policy": policy, "model": model, "storage": "packed", "seed": 2}
     if options:
-        kept["select"] = lambda _name, _p: (
-            True
-        )  # of what is not managed, torch steps the ends of shards otherwise
+        # All of them: what is not managed torch steps itself, and the ends of shards otherwise.
+        kept["select"] = lambda _name, _p: True
         return hu.AdamW(model.named_parameters(), lr=5e-3, weight_decay=0.1, **kept, **options)
     return hu.WriteBack(adamw(model), **kept)
 
