@@ -134,8 +134,8 @@ def told() -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # for this test
     logging.getLogger("halfulp").addHandler(handler)
     model = sharded()
-    inner = torch.optim.AdamW(model.parameters(), lr=5e-3, fused=True)
-    steps(model, hu.WriteBack(inner, "mxfp4", "rne", model=model, storage="packed"), 0, 3)
+    inner = torch.optim.AdamW(model.parameters(), lr=5e-3, fused=True, maximize=True)
+    steps(model, hu.WriteBack(inner, ONE, "rne", model=model, storage="packed"), 0, 3)
     logging.getLogger("halfulp").removeHandler(handler)
     return said
 
