@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from packed_ranks import as_rank, give_gradients
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
 from writeback_distributed import Uneven, line, outcome, sharded
 
 import halfulp as hu
@@ -42,14 +42,6 @@ def made(model: torch.nn.Module, case: str) -> hu.WriteBack:
         inner = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
         return hu.WriteBack(inner, grid, hu.TileMaster(masks, tile=TILE), model=model, seed=2)
     return hu.AdamW(named, lr=5e-3, weight_decay=0.1, grid=grid, policy=policy, seed=2, **options)
-
-
-def give_gradients(model: torch.nn.Module, step: int) -> None:
-    """The same whole gradients whatever the number of ranks."""
-    generator = torch.Generator().manual_seed(step)
-    for p in model.parameters():
-        whole = (torch.randn(p.shape, generator=generator) * 1e-2).to(p.dtype)
-        p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
 
 
 def steps(model: torch.nn.Module, opt: hu.WriteBack, first: int, last: int) -> list[list[str]]:
@@ -107,6 +99,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     )  # fmt: skip
     found: dict[str, Any] = {case: run(case, True) for case in CASES}
     found["both ways"] = both_ways()
+    found["packed"] = as_rank(world, folder)
     for case in CASES:
         place = folder / f"checkpoint {case}"
         if world == 2:

@@ -92,8 +92,6 @@ def test_runs_differ(alone: dict[str, dict[str, Any]]) -> None:
             "step",
             "parameter 'first.weight': grid int8 takes its scale from the whole tensor",
         ),
-        ("packed", "parameter 'first.weight': storage='packed' is for whole tensors"),
-        ("packed", "Leave storage= out"),
         ("columns", "parameter 'weight': placement"),
         ("file", "use torch.distributed.checkpoint"),
     ],

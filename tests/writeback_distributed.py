@@ -86,7 +86,8 @@ def steps(model: torch.nn.Module, opt: hu.WriteBack, first: int, last: int) -> l
 
 def line(r: Any) -> str:
     counts = (r.numel, r.frozen, r.zero_proposal, r.endpoint, r.nonfinite, r.never_moved)
-    return f"{r.name} {' '.join(map(str, counts))} {r.decay_share:.12g}"
+    share = "none" if r.decay_share is None else f"{r.decay_share:.12g}"
+    return f"{r.name} {' '.join(map(str, counts))} {share}"
 
 
 def outcome(model: torch.nn.Module, opt: hu.WriteBack, events: list[Any]) -> dict[str, Any]:
@@ -199,7 +200,6 @@ def refusals(folder: Path) -> dict[str, str]:
 
     tries: dict[str, Callable[[], Any]] = {
         "step": lambda: hu.WriteBack(adamw(model), "int8", "sr", model=model),
-        "packed": lambda: hu.WriteBack(adamw(model), "e4m3", "sr", model=model, storage="packed"),
         "columns": columns,
         "file": lambda: hu.writeback.save(
             hu.WriteBack(adamw(model), "e4m3", "sr", model=model), folder / "state.safetensors"

@@ -32,6 +32,7 @@ from halfulp.writeback.consistency import check_consistent
 from halfulp.writeback.native import NativeCodes
 from halfulp.writeback.policies import TileMaster
 from halfulp.writeback.sharding import is_sharded, local, wrap_like
+from halfulp.writeback.shards import from_rows, to_rows
 from halfulp.writeback.storage import Codes
 from halfulp.writeback.tiles import put_tiles, take_tiles
 
@@ -119,8 +120,15 @@ def _state(wb: WriteBack) -> dict[str, Any]:
             kept["moved"] = unpacked(kept["moved"], local(slot.p))
         if isinstance(slot.policy, TileMaster) and is_sharded(slot.p):  # nor do the masters of some tiles
             kept["master"] = _spread(slot, kept["master"])
+        if slot.codes is not None and is_sharded(slot.p):
+            kept.update(to_rows(slot.codes, kept, slot.p))
         entry = state.setdefault(number(wb, slot), {})
-        entry.update({PREFIX + k: v if k == "tiles" else wrap_like(v, slot.p) for k, v in kept.items()})
+        entry.update(
+            {
+                PREFIX + k: v if k == "tiles" or is_sharded(v) else wrap_like(v, slot.p)
+                for k, v in kept.items()
+            }
+        )
     groups = [{k: v for k, v in g.items() if k not in OURS} for g in base["param_groups"]]
     groups[0][KEY] = json.dumps({**identity(wb, wb.slots), "sha256": None}, sort_keys=True)
     return {**base, "state": state, "param_groups": groups}  # some optimizers have more
@@ -298,6 +306,8 @@ def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
         value = local(saved[key]).detach()
         if key == "moved" and is_sharded(slot.p):
             value = packed(value)
+        if slot.codes is not None and is_sharded(slot.p):
+            value = from_rows(slot.codes, key, value)
         if key == "master" and isinstance(slot.policy, TileMaster) and is_sharded(slot.p):
             value = take_tiles(value, slot.state["tiles"], 0, slot.policy.tile, slot.policy.offset)
         if value.dtype != have.dtype or value.shape != have.shape:

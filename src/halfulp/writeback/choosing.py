@@ -15,6 +15,7 @@ from halfulp.grids import grid as named
 from halfulp.writeback.native import is_native, scale_of
 from halfulp.writeback.policies import Policy, Remainder, TileMaster, policy
 from halfulp.writeback.sharding import is_sharded, local, shard_offset, unsupported_moving
+from halfulp.writeback.shards import record_of
 from halfulp.writeback.slot import Slot
 from halfulp.writeback.standin import NARROW
 
@@ -107,10 +108,7 @@ class Chooser:
                     "float32 parameters."
                 )
             if is_sharded(p) and storage == "packed":
-                raise UsageError(
-                    "storage='packed' is for whole tensors; this one is sharded. Leave storage= out: "
-                    "float32 shards then hold grid values, bfloat16 shards are stepped in float32."
-                )
+                record_of(self.model, p)  # refuses shards that cannot be codes
             if is_sharded(p) and isinstance(chosen, TileMaster):
                 chosen = replace(chosen, shard=(shard_offset(p), p.numel()))
             if resolved.bits > 16 and storage == "packed":

@@ -25,17 +25,17 @@ from halfulp.errors import UsageError
 from halfulp.grids import Grid, integer_grid
 from halfulp.streams import Stream
 from halfulp.text import plain
-from halfulp.writeback import checkpoint, onepass, passing
+from halfulp.writeback import checkpoint, onepass, passing, shards
 from halfulp.writeback.backward import InBackward
 from halfulp.writeback.choosing import Chooser, Select, Storage, unwrapped
 from halfulp.writeback.lion import Lion
 from halfulp.writeback.native import plain as decoded
 from halfulp.writeback.policies import Policy, Step
 from halfulp.writeback.report import Bytes, Events, TensorEvents
-from halfulp.writeback.sharding import local, shard_offset
+from halfulp.writeback.sharding import is_sharded, local, shard_offset
 from halfulp.writeback.slot import Slot, measure, set_aside
 from halfulp.writeback.standin import NARROW, drop, exchange, fill, stand_in
-from halfulp.writeback.storage import Codes, Shells
+from halfulp.writeback.storage import Codes, Shells, Whole
 
 TORCHS = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
 DECOUPLED = (*TORCHS, Lion)
@@ -171,7 +171,7 @@ class WriteBack(torch.optim.Optimizer):
             if self.telemetry:
                 slot.moved = torch.zeros((q.numel() + 7) // 8, dtype=torch.uint8, device=q.device)
             if slot.storage == "packed":
-                slot.codes = Codes(grid=slot.grid, shape=tuple(slot.p.shape))
+                slot.codes = Codes(grid=slot.grid, shape=tuple(local(slot.p).shape))
                 slot.codes.put(q, scales)
             slot.two_passes = onepass.unsuited_tensor(self, slot)
             starts.append((slot, q))
@@ -187,7 +187,7 @@ class WriteBack(torch.optim.Optimizer):
             if slot.storage != "container":
                 slot.shadow = stand_in(slot.p)
             if isinstance(slot.codes, Codes):
-                self._shells.add(slot.p, slot.codes)
+                self._shells.add(slot.p, slot.codes, self._place(slot.p, slot.codes))
         stand_ins = {slot.p: slot.shadow for slot in planned if slot.shadow is not None}
         if stand_ins and self._groups is None:
             self._groups = [{**g, "params": list(g["params"])} for g in self.optimizer.param_groups]
@@ -201,6 +201,9 @@ class WriteBack(torch.optim.Optimizer):
         if packed:
             assert self._model is not None
             self._shells.attach(self._model, packed)
+
+    def _place(self, p: torch.nn.Parameter, codes: Codes) -> Whole | shards.Place:
+        return shards.Place(p, shards.record_of(self._model, p), codes) if is_sharded(p) else Whole(p)
 
     def _watch_frozen(self, groups: list[dict[str, Any]]) -> None:
         managed = {slot.p for slot in self.slots}

@@ -64,6 +64,15 @@ def wrap_like(value: torch.Tensor, x: Any) -> torch.Tensor:
     )
 
 
+def wrap_rows(value: torch.Tensor, x: Any) -> torch.Tensor:
+    """What has a row for every row of the shard, of any length, as a DTensor placed like x."""
+    from torch.distributed.tensor import DTensor
+
+    whole = torch.Size((x.shape[0], *value.shape[1:]))
+    stride = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(value, x.device_mesh, x.placements, run_check=False, shape=whole, stride=stride)
+
+
 def reduce_sum(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Sum over the ranks that hold different shards of x."""
     if not is_sharded(x):

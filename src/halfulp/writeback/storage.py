@@ -10,6 +10,7 @@
     shape. A module's weights are decoded when its forward runs and dropped when it ends; what
     autograd saved of them is decoded again in the backward, one tensor at a time. Outside its own
     module's forward (a parent that reads ``self.child.weight``) a packed weight reads as NaN.
+    On shards, FSDP2 gathers the codes: see :mod:`halfulp.writeback.shards`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from halfulp import kernels
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.grids import Grid
+from halfulp.writeback.sharding import local
 
 
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -131,29 +133,50 @@ class _Hook:
         )
 
 
+class Place(Protocol):
+    """Where a packed parameter is, and how it is given values for a while."""
+
+    def open(self, values: torch.Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Whole:
+    """A parameter by itself: its data are a shell."""
+
+    def __init__(self, p: torch.nn.Parameter) -> None:
+        self.p = p
+        self.close()
+
+    def open(self, values: torch.Tensor) -> None:
+        self.p.data = values
+
+    def close(self) -> None:
+        self.p.data = shell(self.p)
+
+
 class Shells:
     """Keeps packed parameters of a model usable: decodes around forwards, backwards and state_dict."""
 
     def __init__(self) -> None:
         self._codes: dict[torch.nn.Parameter, Codes] = {}
+        self._places: dict[torch.nn.Parameter, Place] = {}
         self._open: dict[torch.nn.Parameter, int] = {}
         self._handles: list[Any] = []
         self._contexts: list[Any] = []
 
-    def add(self, p: torch.nn.Parameter, codes: Codes) -> None:
-        self._codes[p] = codes
-        self._open[p] = 0
-        p.data = shell(p)
+    def add(self, p: torch.nn.Parameter, codes: Codes, place: Place) -> None:
+        self._codes[p], self._places[p], self._open[p] = codes, place, 0
 
     def open(self, p: torch.nn.Parameter) -> None:
         if self._open[p] == 0:
-            p.data = self._codes[p].get(p.dtype)
+            self._places[p].open(self._codes[p].get(p.dtype))
         self._open[p] += 1
 
     def close(self, p: torch.nn.Parameter) -> None:
         self._open[p] -= 1
         if self._open[p] == 0:
-            p.data = shell(p)
+            self._places[p].close()
 
     def attach(self, model: torch.nn.Module, packed: list[torch.nn.Parameter]) -> None:
         """Hook every module that owns one of these packed parameters."""
@@ -162,12 +185,16 @@ class Shells:
             # Attention reads the weight of its output projection without calling it.
             reads_children = isinstance(module, torch.nn.MultiheadAttention)
             own = {p: names[p] for p in module.parameters(recurse=reads_children) if p in set(packed)}
-            if own:
-                before, after = _Hook(self._before(own)), _Hook(self._after(own))
-                reading, saved, loaded = (_Hook(f(own)) for f in (self._reading, self._saved, self._loaded))
+            whole = {p: name for p, name in own.items() if isinstance(self._places[p], Whole)}
+            if whole:  # shards are decoded where FSDP2 gathers them
+                before, after = _Hook(self._before(whole)), _Hook(self._after(whole))
                 self._handles += [
                     module.register_forward_pre_hook(before),
                     module.register_forward_hook(after, always_call=True),
+                ]
+            if own:
+                reading, saved, loaded = (_Hook(f(own)) for f in (self._reading, self._saved, self._loaded))
+                self._handles += [
                     module.register_state_dict_pre_hook(reading),  # type: ignore[no-untyped-call]  # torch's
                     module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]  # torch's
                     module.register_load_state_dict_pre_hook(reading),  # type: ignore[no-untyped-call]  # torch's
@@ -216,9 +243,9 @@ class Shells:
 
     def _saved(self, own: Own) -> Callable[..., None]:
         def hook(_module: torch.nn.Module, state: dict[str, Any], _prefix: str, _meta: Any) -> None:
-            addresses = {p.data_ptr() for p in own}
+            addresses = {local(p).data_ptr() for p in own}
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.data_ptr() in addresses:
+                if isinstance(value, torch.Tensor) and local(value).data_ptr() in addresses:
                     state[key] = value.clone()
             for p in own:
                 self.close(p)
@@ -238,24 +265,16 @@ class Shells:
 
     def _keep(self, p: torch.nn.Parameter, name: str) -> None:
         """Encode what was loaded into an open parameter; off the grid it is refused."""
-        codes = self._codes[p]
-        if torch.equal(p.data, codes.get(p.dtype)):
+        codes, values = self._codes[p], local(p.detach())
+        if torch.equal(values, codes.get(p.dtype)):
             return
         fresh = Codes(grid=codes.grid, shape=codes.shape)
-        fresh.put(torch.where(torch.isfinite(p.data), p.data, 0))
-        off = int((fresh.get(p.dtype) != p.data).sum())
+        fresh.put(torch.where(torch.isfinite(values), values, 0))
+        off = int((fresh.get(p.dtype) != values).sum())
         if off:
             raise UsageError(
-                f"parameter {name!r} is packed on grid {codes.grid.name}, but {off} of {p.numel()} values to "
-                "load are off it. Load them before WriteBack is made, or its saved state first, which has "
-                "the codes."
+                f"parameter {name!r} is packed on grid {codes.grid.name}, but {off} of {values.numel()} "
+                "values to load are off it. Load them before WriteBack is made, or its saved state first, "
+                "which has the codes."
             )
         codes.packed, codes.scales = fresh.packed, fresh.scales
-
-    def detach(self) -> None:
-        """Remove the hooks and give every parameter its values back."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for p, codes in self._codes.items():
-            p.data = codes.get(p.dtype)
