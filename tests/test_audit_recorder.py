@@ -1118,6 +1118,21 @@ def test_an_audit_runs_once(tmp_path: Path) -> None:
         audit.start()
 
 
+def test_an_audit_that_nobody_stops(tmp_path: Path) -> None:
+    """What is still open when the process ends is written then; an audit that was stopped is let go."""
+    model = torch.nn.Linear(8, 8)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    audit = hu.Audit(opt, "bf16", model=model, out=tmp_path / "open").start()
+    model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    at_exit = audit._hooks._forgotten
+    assert at_exit is not None
+    assert not hu.Trace.open(tmp_path / "open").recorded
+    at_exit()
+    assert hu.Trace.open(tmp_path / "open").steps.tolist() == [1]
+    assert audit._hooks._forgotten is None
+
+
 def test_a_cell_that_runs_twice_leaves_two_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second is numbered, and said to be; resume= goes on with the first all the same."""
     model = made("mlp")

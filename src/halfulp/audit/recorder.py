@@ -198,14 +198,13 @@ class Audit(Beginning):
     # ---- attaching ----
 
     def __enter__(self) -> Self:
-        self.start()
-        return self
+        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self) -> None:
-        """Hook the optimizers."""
+    def start(self) -> Self:
+        """Hook the optimizers. If nobody calls :meth:`stop`, the end of the process does."""
         if self._opened:
             raise UsageError("an audit runs once: make another one.")
         if self.optimizers is not None:
@@ -215,6 +214,8 @@ class Audit(Beginning):
         self._opened = time.monotonic()
         self._begin()
         self._hooks.attach(self.optimizers)
+        self._hooks.at_exit(self.stop)
+        return self
 
     def stop(self) -> None:
         """Remove the hooks and make everything durable."""

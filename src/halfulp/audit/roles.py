@@ -57,6 +57,9 @@ class _Unhooked(StepHooks):
     def attach(self, optimizers: object) -> None:
         return
 
+    def at_exit(self, stop: object) -> None:
+        """The audit that they belong to stops them."""
+
 
 class Companion(Audit):
     """The audit of one role, at the steps of another audit."""
