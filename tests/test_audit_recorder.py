@@ -1256,6 +1256,21 @@ def test_fsdp_leaves_one_trace_equal_to_that_of_one_process(ranks: Path, kind: s
         assert found.table()["frozen_decay"].null_count() == 0
 
 
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_roles_on_ranks_are_those_of_one_process(ranks: Path, mode: str) -> None:
+    """Moments and an EMA, shards of them included: every count, except at the last step of sharded copies."""
+    single, found = (hu.Trace.open(ranks / f"of-{m}" / f"{m}-moving").roles for m in ("single", mode))
+    assert found.keys() == single.keys() == {"ema", "exp_avg", "exp_avg_sq"}
+    for role, trace in found.items():
+        last = audit_ranks.STEPS - (role == "ema" and mode == "fsdp")
+        assert trace.tensors == single[role].tensors
+        assert trace.steps.tolist() == list(range(1 if role == "ema" else 2, last + 1))
+        counts = ["step", "tensor", "frozen", "endpoint", "zero_code", "never_moved"]
+        a, b = (t.table().select(counts).filter(pl.col("step") <= last) for t in (trace, single[role]))
+        assert a.equals(b), role
+        assert 0 < trace.frozen("bf16")[-1] < 1
+
+
 def test_a_sample_of_shards_counts_what_it_says(ranks: Path) -> None:
     """Half of the tiles of every shard: of fc2, 900 coordinates a rank, the whole tile or the short one."""
     found = hu.Trace.open(ranks / "of-fsdp" / "fsdp-sampled")

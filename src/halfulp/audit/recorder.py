@@ -265,7 +265,7 @@ class Audit(Beginning):
         coming = self.step if self._stepped else self.step + 1
         if self.roles is not None and self.roles.find and rank() == 0:
             self.roles.look_for(optimizer)
-        if self.roles is not None and not self._stepped and rank() == 0:
+        if self.roles is not None and not self._stepped:
             self.roles.step_begins(coming, self._due(coming))
         if self._due(coming) or self._rehearses(coming):
             self._watch(optimizer)
@@ -279,7 +279,7 @@ class Audit(Beginning):
                 w.asked, w.given = grad is not None, None if w.scores is None else grad
                 if w.batch is None:
                     w.set_aside()
-            if self.roles is not None and rank() == 0 and self._due(coming):
+            if self.roles is not None and self._due(coming):
                 self.roles.before(optimizer, coming)
         self.seconds += time.perf_counter() - start
 
@@ -293,7 +293,7 @@ class Audit(Beginning):
             with torch.no_grad():
                 self._record(optimizer)
                 self._look_up(optimizer)
-                if self.roles is not None and rank() == 0 and self._due(self.step):
+                if self.roles is not None and self._due(self.step):
                     self.roles.after(optimizer)
         self._told.clear()
         if self.optimizers is not None and len(self._stepped) == len(self.optimizers):
