@@ -150,8 +150,8 @@ def places(path: Path) -> list[Place]:
 
 
 PICKLED = (
-    " It begins as torch.save's files do, which can run code when they are read: load it yourself, and save the "
-    "tensors with safetensors.torch.save_file."
+    " It begins as torch.save's files do, which can run code when they are read: load it yourself, and save "
+    "the tensors with safetensors.torch.save_file."
 )
 
 
