@@ -65,10 +65,10 @@ def main(mode: str, folder: Path, rank: int, world: int) -> None:
         from torch.distributed.fsdp import fully_shard
 
         mesh = dist.init_device_mesh("cpu", (world,))
-        for whole in (model, ema):
-            for layer in (whole.fc1, whole.fc2, whole.head):
+        for net in (model, ema):
+            for layer in (net.fc1, net.fc2, net.head):
                 fully_shard(layer, mesh=mesh)
-            fully_shard(whole, mesh=mesh)
+            fully_shard(net, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     whole = hu.Audit(
         optimizer, STATIC, model=model, out=folder / mode, decay=True, part_steps=2, rehearse=REHEARSED

@@ -252,7 +252,7 @@ class Roles:
 
     def before(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Set the moments aside that there are before a step, and follow gradients from then on."""
-        if self.gradients is not None:
+        if self.gradients is not None and rank() == 0:
             self.gradients.watch(self.owner._of(optimizer))
         for kind, named in self._moments(optimizer).items():
             self._begin(kind, id(optimizer), named, step)
