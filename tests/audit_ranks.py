@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def main(mode: str, folder: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Model()
+    ema = copy.deepcopy(model).requires_grad_(False)
     if mode != "single":
         dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=world)
     if mode == "ddp":
@@ -63,16 +65,18 @@ def main(mode: str, folder: Path, rank: int, world: int) -> None:
         from torch.distributed.fsdp import fully_shard
 
         mesh = dist.init_device_mesh("cpu", (world,))
-        for layer in (model.fc1, model.fc2, model.head):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        for net in (model, ema):
+            for layer in (net.fc1, net.fc2, net.head):
+                fully_shard(layer, mesh=mesh)
+            fully_shard(net, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     whole = hu.Audit(
         optimizer, STATIC, model=model, out=folder / mode, decay=True, part_steps=2, rehearse=REHEARSED
     )
     matrices = hu.Audit(
-        optimizer, MOVING, model=model, out=folder / f"{mode}-moving", params=lambda _, p: p.dim() >= 2
-    )
+        optimizer, MOVING, model=model, out=folder / f"{mode}-moving", params=lambda _, p: p.dim() >= 2,
+        states=True, also={"ema": ema},
+    )  # fmt: skip
     sampled = hu.Audit(optimizer, ["bf16"], model=model, out=folder / f"{mode}-sampled", sample=0.5)
     generator = batches()
     with whole, matrices, sampled:
@@ -83,6 +87,9 @@ def main(mode: str, folder: Path, rank: int, world: int) -> None:
             loss.backward()
             whole.log(loss)
             optimizer.step()
+            with torch.no_grad():
+                for average, weight in zip(ema.parameters(), model.parameters(), strict=True):
+                    average.lerp_(weight, 0.01)
         for spec in REHEARSED:
             whole.evaluate(lambda: evaluate(model), specs=[spec])
             whole.save_as_if(spec, folder / f"{spec.replace('/', '-')}.safetensors")

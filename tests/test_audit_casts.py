@@ -123,6 +123,9 @@ def test_realised_is_what_the_bits_of_the_copies_say(tmp_path: Path) -> None:
     assert cast.bytes <= trace.numel("all") / 8 + 4 * casts.CHUNK + len(run.main)
     said = str(hu.verdict(trace))
     assert "bf16: a cast left" in said
+    assert (
+        "Masters are there" not in said
+    )  # the model is among the variables here; that it is a copy is known
     assert "the main parameters keep" in said
     assert "would keep them" not in said
     assert "bf16" in page([tmp_path / "cast"])
@@ -131,14 +134,17 @@ def test_realised_is_what_the_bits_of_the_copies_say(tmp_path: Path) -> None:
 
 
 def test_looks_by_hand_and_views_of_flat_memory() -> None:
-    """DeepSpeed's layout: one flat main tensor that the optimizer steps, copies of pieces of it."""
+    """DeepSpeed's layout: one flat main tensor that the optimizer steps, copies of pieces of it. The pieces
+    of one that requires a gradient are no leaves."""
     torch.manual_seed(0)
-    flat = torch.randn(40 * 24 + 24)
+    flat = torch.randn(40 * 24 + 24, requires_grad=True)
     opt = torch.optim.SGD([flat], lr=1e-3)
     main = {"w": flat[: 40 * 24].view(40, 24), "b": flat[40 * 24 :]}
-    stored = {n: m.bfloat16() for n, m in main.items()}
+    assert not main["b"].is_leaf
+    stored = {n: m.detach().bfloat16() for n, m in main.items()}
     hooked, by_hand = hu.Memory(), hu.Memory()
     with (
+        torch.no_grad(),
         hu.CastAudit(main, stored, "bf16", out=hooked),
         hu.CastAudit({n: m.clone() for n, m in main.items()}, stored, "bf16", out=by_hand) as other,
     ):

@@ -1118,6 +1118,21 @@ def test_an_audit_runs_once(tmp_path: Path) -> None:
         audit.start()
 
 
+def test_an_audit_that_nobody_stops(tmp_path: Path) -> None:
+    """What is still open when the process ends is written then; an audit that was stopped is let go."""
+    model = torch.nn.Linear(8, 8)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    audit = hu.Audit(opt, "bf16", model=model, out=tmp_path / "open").start()
+    model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    at_exit = audit._hooks._forgotten
+    assert at_exit is not None
+    assert not hu.Trace.open(tmp_path / "open").recorded
+    at_exit()
+    assert hu.Trace.open(tmp_path / "open").steps.tolist() == [1]
+    assert audit._hooks._forgotten is None
+
+
 def test_a_cell_that_runs_twice_leaves_two_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second is numbered, and said to be; resume= goes on with the first all the same."""
     model = made("mlp")
@@ -1239,6 +1254,21 @@ def test_fsdp_leaves_one_trace_equal_to_that_of_one_process(ranks: Path, kind: s
                 assert a[column].equals(b[column], null_equal=True), (name, column)
     if not kind:
         assert found.table()["frozen_decay"].null_count() == 0
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_roles_on_ranks_are_those_of_one_process(ranks: Path, mode: str) -> None:
+    """Moments and an EMA, shards of them included: every count, except at the last step of sharded copies."""
+    single, found = (hu.Trace.open(ranks / f"of-{m}" / f"{m}-moving").roles for m in ("single", mode))
+    assert found.keys() == single.keys() == {"ema", "exp_avg", "exp_avg_sq"}
+    for role, trace in found.items():
+        last = audit_ranks.STEPS - (role == "ema" and mode == "fsdp")
+        assert trace.tensors == single[role].tensors
+        assert trace.steps.tolist() == list(range(1 if role == "ema" else 2, last + 1))
+        counts = ["step", "tensor", "frozen", "endpoint", "zero_code", "never_moved"]
+        a, b = (t.table().select(counts).filter(pl.col("step") <= last) for t in (trace, single[role]))
+        assert a.equals(b), role
+        assert 0 < trace.frozen("bf16")[-1] < 1
 
 
 def test_a_sample_of_shards_counts_what_it_says(ranks: Path) -> None:

@@ -228,6 +228,9 @@ def test_what_has_no_meaning_is_refused(options: dict[str, object], said: str) -
 def test_bad_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(hu.UsageError, match="no checkpoint"):
         hu.check(tmp_path / "none.safetensors", 1e-6)
+    torch.save({"x": torch.ones(3)}, tmp_path / "model.pt")
+    with pytest.raises(hu.CorruptionError, match=r"save_file"):
+        hu.check(tmp_path / "model.pt", 1e-6)
     with pytest.raises(hu.UsageError, match="nothing to check"):
         hu.check({"ids": torch.arange(3)}, 1e-6)
     empty = tmp_path / "empty"

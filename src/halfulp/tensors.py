@@ -149,12 +149,21 @@ def places(path: Path) -> list[Place]:
     return [replace(p, first=begins + p.first) for p in _places(header, size - begins, path)]
 
 
+PICKLED = (
+    " It begins as torch.save's files do, which can run code when they are read: load it yourself, and save "
+    "the tensors with safetensors.torch.save_file."
+)
+
+
 def _header(file: BinaryIO, size: int, path: Path) -> tuple[bytes, bytes, dict[str, Any]]:
     """The eight bytes of length, the header's text, and what it says."""
     start = _exactly(file, min(8, size), path)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > min(MOST_HEADER, size - 8):
-        raise CorruptionError(f"{path} is not a safetensors file, or cut short: it has {size:,} bytes.")
+        raise CorruptionError(
+            f"{path} is not a safetensors file, or cut short: it has {size:,} bytes."
+            + (PICKLED if start[:2] == b"PK" or start[:1] == b"\x80" else "")
+        )
     text = _exactly(file, length, path)
     return start, text, parsed(text, path, "a safetensors file")
 

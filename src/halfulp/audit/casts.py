@@ -166,6 +166,7 @@ class CastAudit(Audit):
     def _new(self, naming: Naming, p: torch.Tensor, optimizer: torch.optim.Optimizer) -> Watched:
         made = super()._new(naming, p, optimizer)
         made.stored = self.home.name if self.home is not None else _grid_name(self._copies[p])
+        made.copy = made.shown = None  # that there is one is what a cast is about
         return made
 
     def _described(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -263,6 +264,8 @@ def paired(main: Copies, stored: Copies) -> dict[str, tuple[torch.Tensor, torch.
         )
     if not found:
         raise UsageError("nothing to audit: main and stored have no tensors.")
+    # Pieces of a flat tensor that requires a gradient are no leaves; a tensor that is one keeps its identity.
+    found = {name: (m if m.is_leaf else m.detach(), q) for name, (m, q) in found.items()}
     for name, (m, q) in found.items():
         fit = m.shape == q.shape and m.device == q.device and m.is_floating_point() and q.is_floating_point()
         if m.shape == q.shape and local(m).shape != local(q).shape:

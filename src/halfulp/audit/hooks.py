@@ -7,8 +7,10 @@ step that ``GradScaler`` skips, a forked process inherits the hooks of its paren
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -33,6 +35,7 @@ class StepHooks:
         self._waiting: Callable[[], None] | None = None
         self._inside: list[tuple[torch.optim.Optimizer, FrameType]] = []
         self._process = os.getpid()
+        self._forgotten: Callable[[], None] | None = None
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer] | None) -> None:
         # A compiled step must run the hooks as they are, not look into them.
@@ -46,7 +49,22 @@ class StepHooks:
         for o in optimizers or ():
             self._handles += [o.register_step_pre_hook(enter), o.register_step_post_hook(leave)]
 
+    def at_exit(self, stop: Callable[[], None]) -> None:
+        """Call a method when the process ends, if the hooks are still there and its object is."""
+        method = weakref.WeakMethod(stop)
+
+        def forgotten() -> None:
+            found = method()
+            if found is not None and os.getpid() == self._process:
+                found()
+
+        self._forgotten = forgotten
+        atexit.register(forgotten)
+
     def detach(self) -> None:
+        if self._forgotten is not None:
+            atexit.unregister(self._forgotten)
+            self._forgotten = None
         for handle in self._handles:
             handle.remove()
         self._handles, self._inside = [], []

@@ -198,14 +198,13 @@ class Audit(Beginning):
     # ---- attaching ----
 
     def __enter__(self) -> Self:
-        self.start()
-        return self
+        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self) -> None:
-        """Hook the optimizers."""
+    def start(self) -> Self:
+        """Hook the optimizers. If nobody calls :meth:`stop`, the end of the process does."""
         if self._opened:
             raise UsageError("an audit runs once: make another one.")
         if self.optimizers is not None:
@@ -215,6 +214,8 @@ class Audit(Beginning):
         self._opened = time.monotonic()
         self._begin()
         self._hooks.attach(self.optimizers)
+        self._hooks.at_exit(self.stop)
+        return self
 
     def stop(self) -> None:
         """Remove the hooks and make everything durable."""
@@ -264,7 +265,7 @@ class Audit(Beginning):
         coming = self.step if self._stepped else self.step + 1
         if self.roles is not None and self.roles.find and rank() == 0:
             self.roles.look_for(optimizer)
-        if self.roles is not None and not self._stepped and rank() == 0:
+        if self.roles is not None and not self._stepped:
             self.roles.step_begins(coming, self._due(coming))
         if self._due(coming) or self._rehearses(coming):
             self._watch(optimizer)
@@ -278,7 +279,7 @@ class Audit(Beginning):
                 w.asked, w.given = grad is not None, None if w.scores is None else grad
                 if w.batch is None:
                     w.set_aside()
-            if self.roles is not None and rank() == 0 and self._due(coming):
+            if self.roles is not None and self._due(coming):
                 self.roles.before(optimizer, coming)
         self.seconds += time.perf_counter() - start
 
@@ -292,7 +293,7 @@ class Audit(Beginning):
             with torch.no_grad():
                 self._record(optimizer)
                 self._look_up(optimizer)
-                if self.roles is not None and rank() == 0 and self._due(self.step):
+                if self.roles is not None and self._due(self.step):
                     self.roles.after(optimizer)
         self._told.clear()
         if self.optimizers is not None and len(self._stepped) == len(self.optimizers):

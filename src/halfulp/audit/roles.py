@@ -13,6 +13,10 @@ When something changed is known for moments: in ``step()``. A copy changes somew
 a step and that of the next, so it is compared then. A step in which nothing of a copy changed says nothing of
 it, because it may not have been updated; that none of it *ever* changed is said in the verdict. Gradients
 accumulate in ``backward``: :mod:`~halfulp.audit.gradients`.
+
+Where tensors are shards (FSDP2), every rank counts its own and the first records the sums, as for weights.
+All agree on whether anything changed, so they meet at every step; not when an audit stops, because a rank
+that a signal ends must not wait for the others: the last step of a sharded copy is not compared.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import torch
 from halfulp.audit.gradients import Accumulation
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import modules_in_frames
-from halfulp.audit.ranks import rank
+from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.recorder import Audit
 from halfulp.audit.watched import Watched
 from halfulp.errors import UsageError
@@ -36,6 +40,7 @@ from halfulp.grids import CONTAINERS
 from halfulp.trace import Memory
 from halfulp.trace.reading import ROLES
 from halfulp.writeback.optimizer import WriteBack
+from halfulp.writeback.sharding import is_sharded
 
 Copies = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -56,6 +61,9 @@ class _Unhooked(StepHooks):
 
     def attach(self, optimizers: object) -> None:
         return
+
+    def at_exit(self, stop: object) -> None:
+        """The audit that they belong to stops them."""
 
 
 class Companion(Audit):
@@ -110,13 +118,33 @@ class Companion(Audit):
         """Record what changed since; if nothing did, there is nothing to say."""
         held = self.held.get(key)
         here = [] if held is None else [w for w in self._of(held) if w.before is not None]
-        if held is None or not any(w.changed() for w in here):
+        changed = together_changed(here)
+        if held is None or not changed:
             return
         self.changed = True
         for w in here:
-            w.asked = True  # a tensor that stayed is part of it: that is what is looked for
+            w.asked = w in changed
         self._after(held)
         self._finish()
+
+
+def together_changed(watched: list[Watched]) -> set[Watched]:
+    """Tensors of which one has changed, or another of the same ranks: one that stayed is part of the update,
+    and is what is looked for. Ranks that hold shards of them ask each other."""
+    alike: dict[Any, list[Watched]] = {}
+    for w in watched:
+        place = w.tensor.device_mesh if w.sharded else None  # type: ignore[attr-defined]  # a DTensor
+        alike.setdefault(place, []).append(w)
+    found: set[Watched] = set()
+    for place, those in alike.items():
+        if place is None:
+            changed = any(w.changed() for w in those)
+        else:
+            flags = [torch.tensor([float(w.changed())], device=w.values().device) for w in those]
+            changed = bool(reduced(those, flags).any())
+        if changed:
+            found.update(those)
+    return found
 
 
 def checked(also: Mapping[str, Copies]) -> dict[str, Copies]:
@@ -141,7 +169,8 @@ def tensors_of(held: Copies) -> dict[str, torch.Tensor]:
 
 
 def _followed(x: Any) -> bool:
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.is_leaf
+    known = type(x) in (torch.Tensor, torch.nn.Parameter) or is_sharded(x)
+    plain = known and x.layout == torch.strided and x.is_leaf
     return plain and str(x.dtype).removeprefix("torch.") in CONTAINERS and x.numel() > 1
 
 
@@ -181,18 +210,27 @@ class Roles:
         """Compare the copies with what they were when the last step began, and set them aside anew."""
         self.step_is_over()
         for name, held in self.also.items() if due else ():
-            self._audit(name, tensors_of(held)).begin(0, tensors_of(held), step)
+            self._begin(name, 0, tensors_of(held), step)
         self._open = due
 
-    def step_is_over(self) -> None:
+    def step_is_over(self, at_end: bool = False) -> None:
         """Copies belong to the step that has just been; at the end there is no next one."""
         for name in self.also if self._open else ():
-            self.audits[name].end(0)
+            audit = self.audits.get(name)
+            if audit is not None and not (at_end and any(w.sharded for w in audit.watched.values())):
+                audit.end(0)
         self._open = False
+
+    def _begin(self, role: str, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
+        """Set tensors of a role aside: on ranks other than the first, those that it holds a shard of."""
+        mine = named if rank() == 0 else {n: x for n, x in named.items() if is_sharded(x)}
+        if mine:
+            self.companion(role, named, never_moved=self.owner.never_moved).begin(key, mine, step)
 
     def look_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Find copies among the variables of the frames that called the first step, for unmodified scripts:
-        modules that have a tensor of the same shape for each of the optimizer's, and none of those."""
+        modules that have a tensor of the same shape for each of the optimizer's, and none of those. No
+        shards: all ranks would have to find the same."""
         self.find = False
         params = [p for group in optimizer.param_groups for p in group["params"]]
         mine, shapes = set(params), Counter(p.shape for p in params)
@@ -202,7 +240,7 @@ class Roles:
             alike = not shapes - Counter(x.shape for x in held.values())
             if (
                 alike
-                and not any(x in mine or x in followed for x in held.values())
+                and not any(x in mine or x in followed or is_sharded(x) for x in held.values())
                 and _NAME.fullmatch(label)
             ):
                 self.also.setdefault(label, module)
@@ -214,10 +252,10 @@ class Roles:
 
     def before(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Set the moments aside that there are before a step, and follow gradients from then on."""
-        if self.gradients is not None:
+        if self.gradients is not None and rank() == 0:
             self.gradients.watch(self.owner._of(optimizer))
         for kind, named in self._moments(optimizer).items():
-            self._audit(kind, named).begin(id(optimizer), named, step)
+            self._begin(kind, id(optimizer), named, step)
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what the step did to them."""
@@ -227,7 +265,7 @@ class Roles:
 
     def stop(self) -> list[str]:
         """The end: compare for the last time, make everything durable; the copies that never changed."""
-        self.step_is_over()
+        self.step_is_over(at_end=True)
         if self.gradients is not None:
             self.gradients.stop()
         for audit in self.audits.values():
@@ -240,9 +278,6 @@ class Roles:
             return {}
         found = moments_of(optimizer, {p: w.name for p, w in self.owner.watched.items()})
         return {kind: named for kind, named in found.items() if kind not in self.also}
-
-    def _audit(self, role: str, named: Mapping[str, torch.Tensor]) -> Companion:
-        return self.companion(role, named, never_moved=self.owner.never_moved)
 
     def companion(
         self, role: str, named: Mapping[str, torch.Tensor], *, never_moved: bool, known: bool = False

@@ -211,7 +211,8 @@ def _say_if_nothing(name: str, audit: Audit, empty: bool, left: bool) -> None:
     if audit.step == 0:
         said = (
             f"{name} never called an optimizer's step() in this process, so there was nothing to audit. It "
-            "may train in processes of its own, or change weights itself (p.data) without a torch optimizer."
+            "may train in processes of its own (then: halfulp audit --run python ...), or change weights "
+            "itself (p.data) without a torch optimizer."
         )
     elif empty and audit.watched:
         said = (

@@ -346,8 +346,9 @@ def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration 
     steps, n = trace.steps, trace.numel("all")
     dtypes = sorted({t["dtype"] for t in trace.tensors})
     out = [
-        f"{len(steps)} steps audited (to step {int(steps[-1])}), {len(trace.tensors)} tensors, {n:,} "
-        f"weights; the optimizer sees {', '.join(shown(d) for d in dtypes)}."
+        f"{count(len(steps), 'step')} audited (to step {int(steps[-1])}), "
+        f"{count(len(trace.tensors), 'tensor')}, {n:,} weights; the optimizer sees "
+        f"{', '.join(shown(d) for d in dtypes)}."
     ]
     if holds := holdings.words(trace):
         out.append(holds)
