@@ -35,7 +35,7 @@ from halfulp.kernels.onepass_reference import (
     NOTHING,
     REMAINDER,
 )  # fmt: skip
-from halfulp.kernels.onepass_stored import kept_of, moment_of, stored_of, to_keep, values_of
+from halfulp.kernels.onepass_stored import HALF, drawn_code, kept_of, moment_of, stored_of, to_keep, values_of
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE, WRITE_SUMS
 from halfulp.kernels.simd import array_at, kernel, ones, specialised, two_short, two_threefry
 
@@ -58,8 +58,8 @@ class Rates(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """What rounding and coding of lanes need to know of a grid: see params. ``up``: how many values its first
-    digits of a draw have."""
+    """What rounding and coding of lanes need to know of a grid: see params and
+    :func:`halfulp.kernels.onepass._coding`. ``up``: how many values its first digits of a draw have."""
 
     lo: Any
     hi: Any
@@ -74,10 +74,19 @@ class Coding(NamedTuple):
     first: Any
     top: Any
     left: Any
+    fine: Any
+    half_unit: Any
+    half_inverse: Any
+    most: Any
+    spare: Any
+    digits: Any
+    half_sign: Any
+    half_index: Any
 
 
 RULE, MODE, KEEPS, GRID, SHORT, SMALL, DRAWN = 0, STOCHASTIC, NOTHING, BFLOAT, True, True, False
 RESTS, BESIDE = False, False  # whether something is not written; whether something is kept beside weights
+CODED = False  # whether draws make codes, and no values
 TWO = True  # whether the rule has a second moment
 FILL: Any = None
 ONCE = 0  # how many draws it makes
@@ -176,7 +185,8 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
     a = Rates(
         rates[0], rates[1], rates[2], rates[3], rates[4], rates[5], rates[6], rates[7], rates[8], rates[9]
     )
-    g = Coding(f[0], f[1], f[2], f[3], f[4], k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7])
+    g = Coding(f[0], f[1], f[2], f[3], f[4], k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7],
+               f[5], f[6], f[7], k[8], k[9], k[10], k[11], k[12])
     for t in range(t0, t1):
         first = t * TILE
         ends, bad, wrong = 0, 0, 0
@@ -219,6 +229,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     r = _nearest(z, g, GRID)
                     u = lanes.bits_of(z)
                     rare = (u & MAGNITUDE) > (NEAR_END if GRID == BFLOAT else TO_END)
+                elif CODED:
+                    r = z
+                    old = lanes.load(stored, j)
+                    code, rare, last = drawn_code(z, lanes.load(words, shift + i), g)
                 else:
                     r, rare = _drawn(z, lanes.load(words, shift + i), g, GRID, SHORT)
                     u = lanes.bits_of(z)
@@ -227,13 +241,19 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                         near = _nearest(z, g, GRID)
                         r = lanes.select((near == next_q) & (z != next_q), r, near)
                 rest = z - r if RESTS else z
-                if GRID != BFLOAT:
+                if GRID != BFLOAT and not CODED:
                     at_end = lanes.mask((r >= g.hi) | (r <= g.lo))
                     ends += ones(at_end)
                     if RESTS and at_end:
                         past = ((r >= g.hi) & (z > r)) | ((r <= g.lo) & (z < r))
                         rest = lanes.select(past, lanes.splat(z, 0.0), rest)
-                odd = lanes.mask(rare) != 0
+                if CODED:
+                    at_end, odd = lanes.mask(last), False
+                    if lanes.mask(rare | last):
+                        ends += ones(at_end)
+                        odd = lanes.mask(rare | ((lanes.bits_of(z) & MAGNITUDE) > TO_END)) != 0
+                else:
+                    odd = lanes.mask(rare) != 0
                 if odd:
                     if GRID != BFLOAT:
                         ends -= ones(at_end)
@@ -256,6 +276,8 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     ends += found >> 16
                     z, r, rest = lanes.load(sixteen, 0), lanes.load(sixteen, 16), lanes.load(sixteen, 32)
                     x = lanes.load(sixteen, 48)
+                    if CODED:
+                        code = stored_of(old, r, g, GRID)
                 if KEEPS == ERROR and a.feed != 0:
                     next_m = next_m + (x * rest) * a.feed if TWO else lanes.fma(rest, a.feed, next_m)
                 pair = lanes.load(pairs, shift + i)
@@ -264,7 +286,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     lanes.store(second, j, moment_of(lanes.load(second, j), next_v, pair >> 16, odd))
                 if BESIDE:
                     lanes.store(kept, j, to_keep(lanes.load(kept, j), rest, r))
-                lanes.store(stored, j, stored_of(lanes.load(stored, j), r, g, GRID))
+                if CODED:
+                    lanes.store(stored, j, code)
+                else:
+                    lanes.store(stored, j, stored_of(lanes.load(stored, j), r, g, GRID))
                 if sampled:
                     if KEEPS == REMAINDER:  # as the two-pass policy has it
                         u = lanes.bits_of(z)
@@ -273,6 +298,8 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     else:
                         lanes.store(all_z, i, z)
                     lanes.store(all_q, i, next_q)
+                    if CODED:
+                        r = values_of(code, g, GRID)
                     lanes.store(all_r, i, r)
                     if odd and wrong:
                         for b in range(lanes.COUNT):
@@ -280,7 +307,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                                 all_z[i + b] = 0
                                 all_q[i + b] = 0
                                 all_r[i + b] = 0
-                changes[i >> 4] = lanes.mask(r != next_q)
+                if CODED:  # by value: zeros of either sign are one
+                    changes[i >> 4] = lanes.mask((code != old) & (((code | old) & (g.top - 1)) != 0))
+                else:
+                    changes[i >> 4] = lanes.mask(r != next_q)
                 proposals[i >> 4] = lanes.mask(z != next_q)
             if turn < TILE + lanes.COUNT:
                 next_m, next_v, next_q, next_before = m, v, q, before
@@ -438,11 +468,14 @@ tile."""
 
 
 @cache
-def tiles(rule: int, mode: int, keeps: int, grid: int, short: bool, small: bool, drawn: bool) -> Any:
+def tiles(
+    rule: int, mode: int, keeps: int, grid: int, short: bool, small: bool, drawn: bool, codes: bool
+) -> Any:
     """The compiled step of a case; types of arrays make others of it. ``small``: 1 - beta1 is below a half;
-    ``drawn``: moments are bfloat16."""
-    names = ("RULE", "MODE", "KEEPS", "GRID", "SHORT", "SMALL", "DRAWN")
-    values = (rule, mode, keeps, grid, short, small, drawn)
+    ``drawn``: moments are bfloat16; ``codes``: stored are those."""
+    coded = codes and (grid, mode, keeps, short) == (HALF, STOCHASTIC, NOTHING, True)
+    names = ("RULE", "MODE", "KEEPS", "GRID", "SHORT", "SMALL", "DRAWN", "CODED")
+    values = (rule, mode, keeps, grid, short, small, drawn, coded)
     case, name = dict(zip(names, values, strict=True)), "_".join(str(int(v)) for v in values)
     case |= {"RESTS": keeps in (CARRY, ERROR), "BESIDE": keeps not in (NOTHING, ERROR)}
     case |= {"TWO": rule in (ADAMW, ADAM)}
