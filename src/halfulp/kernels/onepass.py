@@ -126,7 +126,7 @@ class Case:
 class Job:
     """One contiguous tensor to be moved in place.
 
-    ``stored``: float32, bfloat16, or codes of eight bits (uint8). ``keys``: of the streams of weights and of
+    ``stored``: float32, bfloat16, or codes (uint8): a byte each, or packed to the bit. ``keys``: of the streams of weights and of
     moments, two words each. ``offset``: where in the whole tensor this one begins. ``plain``: the first
     element whose second moment is summed in the other order, see :mod:`~halfulp.kernels.onepass_reference`.
     ``sums``: of every how many tiles."""
@@ -172,12 +172,13 @@ def steps(case: Case, jobs: list[Job]) -> list[tuple[torch.Tensor, torch.Tensor]
     assert kind is not None
     ends, table, n = [], [], 0
     for job in jobs:
-        size = job.stored.numel()
+        size = job.first.numel()
+        bits = case.grid.bits if job.stored.numel() < size else 8
         table.append((
             job.stored.data_ptr(), job.grad.data_ptr(), job.first.data_ptr(),
             0 if job.second is None else job.second.data_ptr(),
             0 if job.kept is None else job.kept.data_ptr(), 0 if job.moved is None else job.moved.data_ptr(),
-            size, job.offset, job.plain, job.sums, n,
+            size, job.offset, job.plain, job.sums, n, bits,
         ))  # fmt: skip
         n += tiles_of(size)
         ends.append(n)

@@ -23,6 +23,7 @@ from halfulp.kernels import lanes
 from halfulp.kernels.cpu_tile import sum_abs
 from halfulp.kernels.cpu_tile_arrival import sum_arrival
 from halfulp.kernels.cpu_tile_write import sum_changes
+from halfulp.kernels.onepass_packed import packed_tensor
 from halfulp.kernels.onepass_rare import EXPONENT, MAGNITUDE, NEAR_END, TO_END, slowly
 from halfulp.kernels.onepass_reference import (
     ADAM,
@@ -92,6 +93,8 @@ FILL: Any = None
 ONCE = 0  # how many draws it makes
 RUN: Any = None
 TENSOR: Any = None
+PACKED: Any = None
+CODES = False  # whether codes are stored
 """And otherwise, in copies of the functions below."""
 
 
@@ -448,23 +451,26 @@ def _tiles(
     )  # fmt: skip
     for i in range(len(table)):
         row = table[i]
-        size, start = row[6], row[10]
+        size, start, bits = row[6], row[10], row[11]
         n = (size + TILE - 1) // TILE
         if start + n <= t0 or start >= t1:
             continue
         given = (
-            array_at(stored, row[0], size), array_at(grad, row[1], size), array_at(first_, row[2], size),
+            array_at(stored, row[0], (size * bits + 7) // 8 if CODES else size), array_at(grad, row[1], size), array_at(first_, row[2], size),
             array_at(second, row[3], size if row[3] else 0), array_at(kept, row[4], size if row[4] else 0),
             array_at(moved, row[5], (size + 7) // 8 if row[5] else 0), counts[start : start + n],
             sums[start : start + n], rates[i], f, k, ft, kt, masks, keys[i], row[7], row[8], row[9],
         )  # fmt: skip
-        TENSOR(given, buffers, max(t0 - start, 0), min(t1 - start, n))
+        if CODES and bits < 8:
+            PACKED(given, buffers, size, bits, max(t0 - start, 0), min(t1 - start, n))
+        else:
+            TENSOR(given, buffers, max(t0 - start, 0), min(t1 - start, n))
 
 
-TABLE = ("stored", "grad", "first", "second", "kept", "moved", "size", "offset", "plain", "sums", "start")
+TABLE = ("stored", "grad", "first", "second", "kept", "moved", "size", "offset", "plain", "sums", "start", "bits")
 """A tensor's addresses (zero: it has none); how many weights; where in the whole they begin; the first
 element whose second moment is summed in the other order; of every how many tiles sums are wanted; its first
-tile."""
+tile; how many bits a code has in memory."""
 
 
 @cache
@@ -481,4 +487,6 @@ def tiles(
     case |= {"TWO": rule in (ADAMW, ADAM)}
     draws = {"FILL": fill_short, "ONCE": AT_ONCE} if short else {"FILL": fill_long, "ONCE": TILE + AT_ONCE}
     run = specialised(_run, name, **draws, **case)
-    return specialised(_tiles, name, TENSOR=specialised(_tensor, name, RUN=run))
+    tensor = specialised(_tensor, name, RUN=run)
+    packed = specialised(packed_tensor, name, TENSOR=tensor) if codes else None
+    return specialised(_tiles, f"{name}_{int(codes)}", TENSOR=tensor, PACKED=packed, CODES=codes)

@@ -125,8 +125,8 @@ def unsuited_tensor(wb: WriteBack, slot: Slot) -> str | None:
         return f"grid {slot.grid.name} has scales that move, or exponents that lanes do not round"
     if way(slot.policy) is None:
         return f"policy {slot.policy.name!r} is made in two passes"
-    if slot.codes is not None and slot.grid.bits != 8:
-        return f"codes of {slot.grid.bits} bits are packed in two passes"
+    if slot.codes is not None and slot.grid.bits > 8:
+        return f"codes of {slot.grid.bits} bits, more than eight, are packed in two passes"
     if slot.codes is None and p.dtype != (torch.float32 if slot.storage == "container" else torch.bfloat16):
         return f"{slot.name!r} is {p.dtype}"
     if slot.codes is None and not p.is_contiguous():
@@ -227,7 +227,7 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
 def _masters(slots: Sequence[Slot]) -> torch.Tensor | None:
     """Memory for the masters of a whole tensor, where only chosen tiles keep theirs: a tensor at a time."""
     chosen = [s for s in slots if isinstance(s.policy, policies.TileMaster)]
-    sizes = [local(s.p).numel() if s.codes is None else s.codes.packed.numel() for s in chosen]
+    sizes = [local(s.p).numel() for s in chosen]
     return torch.empty(max(sizes)) if sizes else None
 
 
@@ -264,7 +264,8 @@ def _job(
 ) -> onepass.Job:  # fmt: skip
     assert slot.p.grad is not None
     stored = local(slot.p.detach()) if slot.codes is None else slot.codes.packed
-    size, end = stored.numel(), onepass.torchs_end(settings.rule) if wb.like_torch else None
+    first, *second = (local(state[key]) for key in KEPT[type(wb.optimizer)])
+    size, end = first.numel(), onepass.torchs_end(settings.rule) if wb.like_torch else None
     draws, bits = how.mode != NEAREST, 32 if wb.like_torch else 16
     of_weights = key_of(wb.seed, slot.name, step, bits) if draws else (0, 0)
     narrow = wb.moments == torch.bfloat16
@@ -273,7 +274,6 @@ def _job(
     if isinstance(slot.policy, policies.TileMaster):
         assert masters is not None
         kept = masters[:size]
-    first, *second = (local(state[key]) for key in KEPT[type(wb.optimizer)])
     return onepass.Job(
         stored=stored, grad=local(slot.p.grad.detach()).contiguous(), first=first,
         second=second[0] if second else None, kept=kept, moved=slot.moved,
