@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from halfulp.writeback.optimizer import WriteBack
     from halfulp.writeback.slot import Slot
 
-PIECE = 1 << 17  # weights: less costs calls, more leaves the caches
+PIECE = 1 << 20  # weights: less costs calls, more leaves the caches
 OFTEN = 64  # tiles; see halfulp.writeback.onepass.sampling
 KNOWN = (
     policies.Nearest, policies.Stochastic, policies.DeadzoneStochastic, policies.ECO, policies.Kahan,
@@ -96,14 +96,18 @@ def move(
     shape = tuple(slot.p.shape)
     scales = None if codes is None or codes.scales is None else codes.scales.clone()
     found, totals = [], []
+    room: torch.Tensor | None = None
     for piece in pieces(slot.grid, shape):
+        if room is None:  # the first is the largest
+            room = torch.empty(piece.stop)
+        aside = room[: piece.stop - piece.start].view(piece.shape)
         if codes is None:
             z = piece.of(slot.p.detach())
-            q = z.clone()
+            q = aside.copy_(z)
         else:
             here = _codes(codes, piece)
             q = here.get()
-            z = q.clone()
+            z = aside.copy_(q)
         own = {k: piece.of(x) for k, x in slot.state.items()}
         moments = {k: x if x.dim() == 0 else piece.of(x) for k, x in state.items()}
         slot.policy.before(q, z, own)
