@@ -322,7 +322,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
 
 
-BLOCKS: dict[str, tuple[Any, ...]] = {
+BLOCKS: dict[str, tuple[Any, str, str, str | None]] = {
     "rne, packed": (adam, "rne", "mxfp4", "packed"),
     "sr": (adam, "sr", "mxfp8_e4m3", None),
     "sr, packed": (adam, "sr", "mxfp6_e2m3", "packed"),
@@ -342,7 +342,8 @@ def test_one_pass_equals_two_for_block_scales(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(pieces, "PIECE", 768)
     monkeypatch.setattr(pieces, "OFTEN", 1)
     monkeypatch.setattr(passes, "sampling", lambda _: 2)
-    both(*BLOCKS[name], torch.float32, model_of=blocks_of)
+    inner, policy, grid, storage = BLOCKS[name]
+    both(inner, policy, grid, storage, torch.float32, blocks_of)
 
 
 @pytest.mark.parametrize("grid", ["mxfp4", "int8/row", "int4@50"])

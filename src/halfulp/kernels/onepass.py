@@ -126,10 +126,10 @@ class Case:
 class Job:
     """One contiguous tensor to be moved in place.
 
-    ``stored``: float32, bfloat16, or codes (uint8): a byte each, or packed to the bit. ``keys``: of the streams of weights and of
-    moments, two words each. ``offset``: where in the whole tensor this one begins. ``plain``: the first
-    element whose second moment is summed in the other order, see :mod:`~halfulp.kernels.onepass_reference`.
-    ``sums``: of every how many tiles."""
+    ``stored``: float32, bfloat16, or codes (uint8): a byte each, or packed to the bit. ``keys``: of the
+    streams of weights and of moments, two words each. ``offset``: where in the whole tensor this one begins.
+    ``plain``: the first element whose second moment is summed in the other order, see
+    :mod:`~halfulp.kernels.onepass_reference`. ``sums``: of every how many tiles."""
 
     stored: torch.Tensor
     grad: torch.Tensor

@@ -188,8 +188,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
     a = Rates(
         rates[0], rates[1], rates[2], rates[3], rates[4], rates[5], rates[6], rates[7], rates[8], rates[9]
     )
-    g = Coding(f[0], f[1], f[2], f[3], f[4], k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7],
-               f[5], f[6], f[7], k[8], k[9], k[10], k[11], k[12])
+    g = Coding(
+        f[0], f[1], f[2], f[3], f[4], k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], f[5], f[6], f[7], k[8],
+        k[9], k[10], k[11], k[12],
+    )  # fmt: skip
     for t in range(t0, t1):
         first = t * TILE
         ends, bad, wrong = 0, 0, 0
@@ -456,7 +458,8 @@ def _tiles(
         if start + n <= t0 or start >= t1:
             continue
         given = (
-            array_at(stored, row[0], (size * bits + 7) // 8 if CODES else size), array_at(grad, row[1], size), array_at(first_, row[2], size),
+            array_at(stored, row[0], (size * bits + 7) // 8 if CODES else size),
+            array_at(grad, row[1], size), array_at(first_, row[2], size),
             array_at(second, row[3], size if row[3] else 0), array_at(kept, row[4], size if row[4] else 0),
             array_at(moved, row[5], (size + 7) // 8 if row[5] else 0), counts[start : start + n],
             sums[start : start + n], rates[i], f, k, ft, kt, masks, keys[i], row[7], row[8], row[9],
@@ -467,7 +470,9 @@ def _tiles(
             TENSOR(given, buffers, max(t0 - start, 0), min(t1 - start, n))
 
 
-TABLE = ("stored", "grad", "first", "second", "kept", "moved", "size", "offset", "plain", "sums", "start", "bits")
+TABLE = (
+    "stored", "grad", "first", "second", "kept", "moved", "size", "offset", "plain", "sums", "start", "bits",
+)  # fmt: skip
 """A tensor's addresses (zero: it has none); how many weights; where in the whole they begin; the first
 element whose second moment is summed in the other order; of every how many tiles sums are wanted; its first
 tile; how many bits a code has in memory."""
