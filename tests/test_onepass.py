@@ -19,7 +19,9 @@ from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC
 from halfulp.streams import Stream
 from halfulp.writeback import onepass as passes
+from halfulp.writeback import pieces
 from halfulp.writeback.lion import Lion as PlainLion
+from halfulp.writeback.storage import pack_bits, unpack_bits
 
 real = np.float32
 SIZE = 768 * 2 + 101
@@ -60,8 +62,9 @@ class Case:
         stored = torch.from_numpy(self.q.copy())
         if storage == "bfloat16":
             stored = stored.bfloat16()
-        elif storage == "codes":
+        elif storage in ("codes", "packed"):
             stored = kernels.encode(stored, self.grid)
+            stored = pack_bits(stored, self.grid.bits) if storage == "packed" else stored
         made = {"m": self.m, "v": self.v, "kept": self.kept, "moved": self.moved}
         copies = {
             k: None if x is None else patterns(x) if x.dtype == np.uint16 else torch.from_numpy(x.copy())
@@ -102,6 +105,9 @@ class Case:
             stream=stream if self.mode != NEAREST else None, moved=f["moved"], sums=1, **own,
         )  # fmt: skip
         values = f["stored"]
+        if values.numel() < self.n:
+            assert int(values[-1]) < 2 ** (self.n * self.grid.bits % 8 or 8)  # behind the last code, zeros
+            values = unpack_bits(values, self.grid.bits, self.n)
         values = kernels.decode(values, self.grid) if values.dtype == torch.uint8 else values.float()
         for name, a, b in (
             ("weights", self.q, values.numpy()), ("first", self.m, flat(f["m"])),
@@ -124,8 +130,14 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "bf16 rne": (("bf16", "bfloat16", NEAREST), {}),
     "bf16 rne, beta1 below a half": (("bf16", "bfloat16", NEAREST), {"beta": 0.3}),
     "e4m3 sr codes, bf16 moments": (("e4m3@128", "codes", STOCHASTIC), {"moments": np.uint16}),
+    "e5m2 sr codes, bf16 moments": (("e5m2", "codes", STOCHASTIC), {"moments": np.uint16}),
+    "e2m1 sr, packed, many tiles": (
+        ("e2m1@32", "packed", STOCHASTIC), {"moments": np.uint16, "n": 768 * 65 + 101, "offset": 37},
+    ),
+    "e3m2 sr, packed": (("e3m2@64", "packed", STOCHASTIC), {"moments": np.uint16}),
     "e4m3 deadzone": (("e4m3@128", "float32", DEADZONE), {"bits": 32}),
     "int4 codes": (("int4@64", "codes", NEAREST), {}),
+    "int3, packed": (("int3@32", "packed", NEAREST), {}),
     "kahan": (("bf16", "float32", NEAREST, onepass.CARRY), {}),
     "kahan, bf16 carry": (("bf16", "bfloat16", NEAREST, onepass.CARRY), {"kept": np.uint16}),
     "eco on e4m3": (("e4m3@128", "float32", NEAREST, onepass.ERROR), {}),
@@ -266,6 +278,7 @@ WRITE_BACKS: dict[str, tuple[Any, str, str | None, torch.dtype]] = {
     "deadzone-sr": ("deadzone-sr", "e4m3@128", None, torch.float32),
     "sr native": ("sr", "bf16", None, torch.bfloat16),
     "sr packed": ("sr", "e4m3@128", "packed", torch.float32),
+    "sr packed, four bits": ("sr", "e2m1@32", "packed", torch.float32),
     "remainder16": ("remainder16", "bf16", None, torch.bfloat16),
     "remainder8": ("remainder8", "bf16", None, torch.bfloat16),
 }
@@ -299,7 +312,56 @@ def test_one_pass_equals_two_for_other_rules(name: str) -> None:
     both(*OTHER_RULES[name])
 
 
-def both(inner: Any, policy: str, grid: str, storage: Any, dtype: torch.dtype) -> None:
+def blocks_of(dtype: torch.dtype) -> torch.nn.Sequential:
+    """Matrices of several pieces each, of eight rows or of 24; their last ones are short."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(96, 33), torch.nn.Linear(32, 101)).to(dtype)
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+
+
+BLOCKS: dict[str, tuple[Any, str, str, str | None]] = {
+    "rne, packed": (adam, "rne", "mxfp4", "packed"),
+    "sr": (adam, "sr", "mxfp8_e4m3", None),
+    "sr, packed": (adam, "sr", "mxfp6_e2m3", "packed"),
+    "deadzone-sr": (adam, "deadzone-sr", "mxfp6_e3m2", None),
+    "eco, packed": (adam, "eco", "int4/g16", "packed"),
+    "kahan": (adam, "kahan", "mxfp4", None),
+    "master, packed": (adam, "master", "mxfp8_e5m2", "packed"),
+    "a scale a row": (adam, "rne", "int8/row", None),
+    "a fixed scale, not a power of two": (adam, "sr", "int4@50", "packed"),
+    "SGD, eco": (sgd, "eco", "mxfp4", None),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_one_pass_equals_two_for_block_scales(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of 768 weights, so that there are some; sums of every second tile."""
+    monkeypatch.setattr(pieces, "PIECE", 768)
+    monkeypatch.setattr(pieces, "OFTEN", 1)
+    monkeypatch.setattr(passes, "sampling", lambda _: 2)
+    inner, policy, grid, storage = BLOCKS[name]
+    both(inner, policy, grid, storage, torch.float32, blocks_of)
+
+
+@pytest.mark.parametrize("grid", ["mxfp4", "int8/row", "int4@50"])
+@pytest.mark.parametrize("shape", [(1000, 1000), (7, 768), (3, 5, 640), (101,), (4097, 641), (0, 32)])
+def test_pieces_are_whole_rows_and_tiles(grid: str, shape: tuple[int, ...]) -> None:
+    found = list(pieces.pieces(hu.grid(grid), shape))
+    assert [p.start for p in found] == [0, *(p.stop for p in found)][: len(found)]
+    assert (found[-1].stop if found else 0) == math.prod(shape)
+    assert all(p.start % 768 == 0 for p in found)
+    scaling = hu.grid(grid).scaling
+    if scaling is not None and scaling.per != "tensor":
+        assert all(p.start % shape[-1] == 0 for p in found)
+        assert (found[-1].scales.stop if found else 0) == scaling.segments(shape)
+
+
+def both(
+    inner: Any, policy: str, grid: str, storage: Any, dtype: torch.dtype, model_of: Any = model_of
+) -> None:
     """Fifty steps in one pass and in two, the first resumed in the middle."""
 
     def write_back(model: torch.nn.Module, once: bool) -> hu.WriteBack:
@@ -329,9 +391,9 @@ def test_what_cannot_be_one_pass_says_why(caplog: pytest.LogCaptureFixture) -> N
     class Mine(torch.optim.AdamW):
         pass
 
-    def reason(made: Any, **options: Any) -> str | None:
+    def reason(made: Any, grid: str = "bf16", **options: Any) -> str | None:
         model = model_of(torch.float32)
-        opt = hu.WriteBack(made(model.parameters(), lr=1e-3, **options), "bf16", "rne", model=model)
+        opt = hu.WriteBack(made(model.parameters(), lr=1e-3, **options), grid, "rne", model=model)
         give_gradients(model, 0)
         return passes.suited(opt, opt.slots)[1]
 
@@ -341,6 +403,8 @@ def test_what_cannot_be_one_pass_says_why(caplog: pytest.LogCaptureFixture) -> N
     assert "fused=True" in str(reason(torch.optim.AdamW))
     assert "amsgrad" in str(reason(torch.optim.AdamW, fused=True, amsgrad=True))
     assert "maximize" in str(reason(torch.optim.AdamW, fused=True, maximize=True))
+    for grid in ("int4", "nvfp4"):
+        assert "whole tensor's maximum" in str(reason(torch.optim.AdamW, grid, fused=True))
     assert "plain finite" in str(reason(torch.optim.AdamW, fused=True, eps=math.inf))
     model = model_of(torch.float32)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

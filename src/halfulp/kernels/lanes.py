@@ -284,7 +284,20 @@ chars_of = _unary("The low bytes of lanes, signed.", types.int8, lambda b, x, wi
 shorts_of = _unary("The low halves of lanes, signed.", types.int16, lambda b, x, wide: b.trunc(x, wide))
 from_unsigned = _unary("Unsigned bytes as integers.", types.int32, lambda b, x, wide: b.zext(x, wide))
 from_signed = _unary("Signed bytes and halves as integers.", types.int32, lambda b, x, wide: b.sext(x, wide))
+words_of = _unary("Unsigned bytes as uint16.", types.uint16, lambda b, x, wide: b.zext(x, wide))
 signed = _unary("Unsigned lanes, taken as signed.", types.int32, lambda b, x, wide: b.bitcast(x, wide))
+
+HALVES = ir.VectorType(ir.HalfType(), COUNT)
+from_half = _unary(
+    "Patterns of float16 (uint16) as float32.",
+    types.float32,
+    lambda b, x, wide: b.fpext(b.bitcast(x, HALVES), wide),
+)
+to_half = _unary(
+    "The patterns of the nearest float16.",
+    types.uint16,
+    lambda b, x, wide: b.bitcast(b.fptrunc(x, HALVES), wide),
+)
 
 
 def _paired(first: int) -> Any:

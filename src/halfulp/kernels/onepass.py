@@ -79,6 +79,13 @@ def kind_of(grid: Grid) -> int | None:
     return BFLOAT if bfloat and found.ints[4] == 0x7F7F0000 else None
 
 
+def _halved(grid: Grid) -> bool:
+    """Whether a grid's codes are cut out of a float16's pattern: sign, then at most five bits of exponent."""
+    if kind_of(grid) != FLOAT or grid.bits > 8 or grid.lo != -grid._fixed()[1]:
+        return False
+    return grid.last_index << (10 - grid.mantissa) < 0x7C00 and abs(grid._fixed()[0] + 14) < 100
+
+
 @lru_cache(maxsize=256)
 def _coding(grid: Grid, short: bool) -> tuple[Array, Array]:
     """The numbers of :class:`halfulp.kernels.onepass_lanes.Coding`, floats and integers."""
@@ -93,6 +100,12 @@ def _coding(grid: Grid, short: bool) -> tuple[Array, Array]:
         2.0**16 if short else 2.0**31,
     ]
     ints = [k[EMIN], k[SHIFT], k[INVERSE], k[MANT], k[CUT], 1 << grid.mantissa, top, 32 - grid.bits]
+    if _halved(grid):
+        cut, unit = int(k[CUT]), 2.0 ** (14 + grid._fixed()[0])
+        floats += [2.0**cut / quantum, unit, 1 / unit]
+        ints += [grid.last_index << cut, cut - 16, 0xFFFF << (cut - 16), 16 - grid.bits, 10 - grid.mantissa]
+    else:
+        floats, ints = floats + [0] * 3, ints + [0] * 5
     return np.array(floats, dtype=np.float32), np.array([int(i) for i in ints], dtype=np.int32)
 
 
@@ -113,10 +126,10 @@ class Case:
 class Job:
     """One contiguous tensor to be moved in place.
 
-    ``stored``: float32, bfloat16, or codes of eight bits (uint8). ``keys``: of the streams of weights and of
-    moments, two words each. ``offset``: where in the whole tensor this one begins. ``plain``: the first
-    element whose second moment is summed in the other order, see :mod:`~halfulp.kernels.onepass_reference`.
-    ``sums``: of every how many tiles."""
+    ``stored``: float32, bfloat16, or codes (uint8): a byte each, or packed to the bit. ``keys``: of the
+    streams of weights and of moments, two words each. ``offset``: where in the whole tensor this one begins.
+    ``plain``: the first element whose second moment is summed in the other order, see
+    :mod:`~halfulp.kernels.onepass_reference`. ``sums``: of every how many tiles."""
 
     stored: torch.Tensor
     grad: torch.Tensor
@@ -152,23 +165,27 @@ def steps(case: Case, jobs: list[Job]) -> list[tuple[torch.Tensor, torch.Tensor]
 
         return gpu_onepass.steps(case, jobs)
     from halfulp.kernels.onepass_lanes import tiles
+    from halfulp.kernels.onepass_stored import HALF, halves
 
     resolved = plan_for(case.grid, torch.float32)
     kind = kind_of(resolved.grid)
     assert kind is not None
     ends, table, n = [], [], 0
     for job in jobs:
-        size = job.stored.numel()
+        size = job.first.numel()
+        bits = case.grid.bits if job.stored.numel() < size else 8
         table.append((
             job.stored.data_ptr(), job.grad.data_ptr(), job.first.data_ptr(),
             0 if job.second is None else job.second.data_ptr(),
             0 if job.kept is None else job.kept.data_ptr(), 0 if job.moved is None else job.moved.data_ptr(),
-            size, job.offset, job.plain, job.sums, n,
+            size, job.offset, job.plain, job.sums, n, bits,
         ))  # fmt: skip
         n += tiles_of(size)
         ends.append(n)
     counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, len(WRITE_SUMS)))
-    made = tiles(case.rule, case.mode, case.keeps, kind, case.short, case.small, case.drawn)
+    codes = jobs[0].stored.dtype == torch.uint8
+    lanes = HALF if halves() and _halved(resolved.grid) else kind
+    made = tiles(case.rule, case.mode, case.keeps, lanes, case.short, case.small, case.drawn, codes)
     stored, grad, moments, kept = (EMPTY[kind] for kind in jobs[0].types)
     run(
         made, n, stored, grad, moments, moments, kept, EMPTY[torch.uint8], np.array(table, dtype=np.int64),

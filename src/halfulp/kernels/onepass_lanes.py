@@ -23,6 +23,7 @@ from halfulp.kernels import lanes
 from halfulp.kernels.cpu_tile import sum_abs
 from halfulp.kernels.cpu_tile_arrival import sum_arrival
 from halfulp.kernels.cpu_tile_write import sum_changes
+from halfulp.kernels.onepass_packed import packed_tensor
 from halfulp.kernels.onepass_rare import EXPONENT, MAGNITUDE, NEAR_END, TO_END, slowly
 from halfulp.kernels.onepass_reference import (
     ADAM,
@@ -35,7 +36,7 @@ from halfulp.kernels.onepass_reference import (
     NOTHING,
     REMAINDER,
 )  # fmt: skip
-from halfulp.kernels.onepass_stored import kept_of, moment_of, stored_of, to_keep, values_of
+from halfulp.kernels.onepass_stored import HALF, drawn_code, kept_of, moment_of, stored_of, to_keep, values_of
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE, WRITE_SUMS
 from halfulp.kernels.simd import array_at, kernel, ones, specialised, two_short, two_threefry
 
@@ -58,8 +59,8 @@ class Rates(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """What rounding and coding of lanes need to know of a grid: see params. ``up``: how many values its first
-    digits of a draw have."""
+    """What rounding and coding of lanes need to know of a grid: see params and
+    :func:`halfulp.kernels.onepass._coding`. ``up``: how many values its first digits of a draw have."""
 
     lo: Any
     hi: Any
@@ -74,15 +75,26 @@ class Coding(NamedTuple):
     first: Any
     top: Any
     left: Any
+    fine: Any
+    half_unit: Any
+    half_inverse: Any
+    most: Any
+    spare: Any
+    digits: Any
+    half_sign: Any
+    half_index: Any
 
 
 RULE, MODE, KEEPS, GRID, SHORT, SMALL, DRAWN = 0, STOCHASTIC, NOTHING, BFLOAT, True, True, False
 RESTS, BESIDE = False, False  # whether something is not written; whether something is kept beside weights
+CODED = False  # whether draws make codes, and no values
 TWO = True  # whether the rule has a second moment
 FILL: Any = None
 ONCE = 0  # how many draws it makes
 RUN: Any = None
 TENSOR: Any = None
+PACKED: Any = None
+CODES = False  # whether codes are stored
 """And otherwise, in copies of the functions below."""
 
 
@@ -176,7 +188,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
     a = Rates(
         rates[0], rates[1], rates[2], rates[3], rates[4], rates[5], rates[6], rates[7], rates[8], rates[9]
     )
-    g = Coding(f[0], f[1], f[2], f[3], f[4], k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7])
+    g = Coding(
+        f[0], f[1], f[2], f[3], f[4], k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], f[5], f[6], f[7], k[8],
+        k[9], k[10], k[11], k[12],
+    )  # fmt: skip
     for t in range(t0, t1):
         first = t * TILE
         ends, bad, wrong = 0, 0, 0
@@ -219,6 +234,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     r = _nearest(z, g, GRID)
                     u = lanes.bits_of(z)
                     rare = (u & MAGNITUDE) > (NEAR_END if GRID == BFLOAT else TO_END)
+                elif CODED:
+                    r = z
+                    old = lanes.load(stored, j)
+                    code, rare, last = drawn_code(z, lanes.load(words, shift + i), g)
                 else:
                     r, rare = _drawn(z, lanes.load(words, shift + i), g, GRID, SHORT)
                     u = lanes.bits_of(z)
@@ -227,13 +246,19 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                         near = _nearest(z, g, GRID)
                         r = lanes.select((near == next_q) & (z != next_q), r, near)
                 rest = z - r if RESTS else z
-                if GRID != BFLOAT:
+                if GRID != BFLOAT and not CODED:
                     at_end = lanes.mask((r >= g.hi) | (r <= g.lo))
                     ends += ones(at_end)
                     if RESTS and at_end:
                         past = ((r >= g.hi) & (z > r)) | ((r <= g.lo) & (z < r))
                         rest = lanes.select(past, lanes.splat(z, 0.0), rest)
-                odd = lanes.mask(rare) != 0
+                if CODED:
+                    at_end, odd = lanes.mask(last), False
+                    if lanes.mask(rare | last):
+                        ends += ones(at_end)
+                        odd = lanes.mask(rare | ((lanes.bits_of(z) & MAGNITUDE) > TO_END)) != 0
+                else:
+                    odd = lanes.mask(rare) != 0
                 if odd:
                     if GRID != BFLOAT:
                         ends -= ones(at_end)
@@ -256,6 +281,8 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     ends += found >> 16
                     z, r, rest = lanes.load(sixteen, 0), lanes.load(sixteen, 16), lanes.load(sixteen, 32)
                     x = lanes.load(sixteen, 48)
+                    if CODED:
+                        code = stored_of(old, r, g, GRID)
                 if KEEPS == ERROR and a.feed != 0:
                     next_m = next_m + (x * rest) * a.feed if TWO else lanes.fma(rest, a.feed, next_m)
                 pair = lanes.load(pairs, shift + i)
@@ -264,7 +291,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     lanes.store(second, j, moment_of(lanes.load(second, j), next_v, pair >> 16, odd))
                 if BESIDE:
                     lanes.store(kept, j, to_keep(lanes.load(kept, j), rest, r))
-                lanes.store(stored, j, stored_of(lanes.load(stored, j), r, g, GRID))
+                if CODED:
+                    lanes.store(stored, j, code)
+                else:
+                    lanes.store(stored, j, stored_of(lanes.load(stored, j), r, g, GRID))
                 if sampled:
                     if KEEPS == REMAINDER:  # as the two-pass policy has it
                         u = lanes.bits_of(z)
@@ -273,6 +303,8 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     else:
                         lanes.store(all_z, i, z)
                     lanes.store(all_q, i, next_q)
+                    if CODED:
+                        r = values_of(code, g, GRID)
                     lanes.store(all_r, i, r)
                     if odd and wrong:
                         for b in range(lanes.COUNT):
@@ -280,7 +312,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                                 all_z[i + b] = 0
                                 all_q[i + b] = 0
                                 all_r[i + b] = 0
-                changes[i >> 4] = lanes.mask(r != next_q)
+                if CODED:  # by value: zeros of either sign are one
+                    changes[i >> 4] = lanes.mask((code != old) & (((code | old) & (g.top - 1)) != 0))
+                else:
+                    changes[i >> 4] = lanes.mask(r != next_q)
                 proposals[i >> 4] = lanes.mask(z != next_q)
             if turn < TILE + lanes.COUNT:
                 next_m, next_v, next_q, next_before = m, v, q, before
@@ -418,34 +453,45 @@ def _tiles(
     )  # fmt: skip
     for i in range(len(table)):
         row = table[i]
-        size, start = row[6], row[10]
+        size, start, bits = row[6], row[10], row[11]
         n = (size + TILE - 1) // TILE
         if start + n <= t0 or start >= t1:
             continue
         given = (
-            array_at(stored, row[0], size), array_at(grad, row[1], size), array_at(first_, row[2], size),
+            array_at(stored, row[0], (size * bits + 7) // 8 if CODES else size),
+            array_at(grad, row[1], size), array_at(first_, row[2], size),
             array_at(second, row[3], size if row[3] else 0), array_at(kept, row[4], size if row[4] else 0),
             array_at(moved, row[5], (size + 7) // 8 if row[5] else 0), counts[start : start + n],
             sums[start : start + n], rates[i], f, k, ft, kt, masks, keys[i], row[7], row[8], row[9],
         )  # fmt: skip
-        TENSOR(given, buffers, max(t0 - start, 0), min(t1 - start, n))
+        if CODES and bits < 8:
+            PACKED(given, buffers, size, bits, max(t0 - start, 0), min(t1 - start, n))
+        else:
+            TENSOR(given, buffers, max(t0 - start, 0), min(t1 - start, n))
 
 
-TABLE = ("stored", "grad", "first", "second", "kept", "moved", "size", "offset", "plain", "sums", "start")
+TABLE = (
+    "stored", "grad", "first", "second", "kept", "moved", "size", "offset", "plain", "sums", "start", "bits",
+)  # fmt: skip
 """A tensor's addresses (zero: it has none); how many weights; where in the whole they begin; the first
 element whose second moment is summed in the other order; of every how many tiles sums are wanted; its first
-tile."""
+tile; how many bits a code has in memory."""
 
 
 @cache
-def tiles(rule: int, mode: int, keeps: int, grid: int, short: bool, small: bool, drawn: bool) -> Any:
+def tiles(
+    rule: int, mode: int, keeps: int, grid: int, short: bool, small: bool, drawn: bool, codes: bool
+) -> Any:
     """The compiled step of a case; types of arrays make others of it. ``small``: 1 - beta1 is below a half;
-    ``drawn``: moments are bfloat16."""
-    names = ("RULE", "MODE", "KEEPS", "GRID", "SHORT", "SMALL", "DRAWN")
-    values = (rule, mode, keeps, grid, short, small, drawn)
+    ``drawn``: moments are bfloat16; ``codes``: stored are those."""
+    coded = codes and (grid, mode, keeps, short) == (HALF, STOCHASTIC, NOTHING, True)
+    names = ("RULE", "MODE", "KEEPS", "GRID", "SHORT", "SMALL", "DRAWN", "CODED")
+    values = (rule, mode, keeps, grid, short, small, drawn, coded)
     case, name = dict(zip(names, values, strict=True)), "_".join(str(int(v)) for v in values)
     case |= {"RESTS": keeps in (CARRY, ERROR), "BESIDE": keeps not in (NOTHING, ERROR)}
     case |= {"TWO": rule in (ADAMW, ADAM)}
     draws = {"FILL": fill_short, "ONCE": AT_ONCE} if short else {"FILL": fill_long, "ONCE": TILE + AT_ONCE}
     run = specialised(_run, name, **draws, **case)
-    return specialised(_tiles, name, TENSOR=specialised(_tensor, name, RUN=run))
+    tensor = specialised(_tensor, name, RUN=run)
+    packed = specialised(packed_tensor, name, TENSOR=tensor) if codes else None
+    return specialised(_tiles, f"{name}_{int(codes)}", TENSOR=tensor, PACKED=packed, CODES=codes)

@@ -6,15 +6,75 @@ they were loaded, whose type says how values are stored.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import overload
 
 from halfulp.kernels import lanes
 from halfulp.kernels.onepass_rare import EXPONENT, MAGNITUDE
 from halfulp.kernels.onepass_reference import WHOLE
-from halfulp.kernels.simd import JIT
+from halfulp.kernels.simd import JIT, kernel
+
+HALF = 3
+"""As FLOAT, of grids whose codes are cut out of a float16's pattern: the processor converts those itself,
+subnormals included (:func:`halves`)."""
+
+
+@cache
+def halves() -> bool:
+    """Whether compiled code here has the processor's conversions of float16; without them it would call
+    functions that are not there."""
+    features = cpu_target.target_context.codegen()._tm_features
+    return any(f"+{name}," in f"{features}," for name in ("f16c", "neon"))
+
+
+if halves():
+
+    @kernel
+    def from_code(c: Any, g: Any) -> Any:
+        """Codes as floats: sign and index to their places in float16, and a power of two."""
+        c = lanes.words_of(c)
+        h = ((c << g.half_sign) & 0x8000) | ((c & (g.top - 1)) << g.half_index)
+        return lanes.from_half(h) * g.half_unit
+
+    @kernel
+    def to_code(r: Any, g: Any) -> Any:
+        """Values of the grid as codes."""
+        h = lanes.to_half(r * g.half_inverse)
+        return lanes.bytes_of(((h >> g.half_sign) & g.top) | ((h >> g.half_index) & (g.top - 1)))
+
+else:
+
+    @kernel
+    def from_code(c: Any, _g: Any) -> Any:
+        return lanes.to_float(lanes.from_unsigned(c))
+
+    @kernel
+    def to_code(r: Any, _g: Any) -> Any:
+        return lanes.bytes_of(lanes.to_int(r))
+
+
+@kernel
+def drawn_code(v: Any, word: Any, g: Any) -> Any:
+    """A neighbour's code by 16 digits of U, of finite lanes; where those do not decide; and where it is at
+    an end of the range, or v is not finite.
+
+    Indices count a float grid's magnitudes, and between two of them v's own bits are digits: those of the
+    pattern, or of subnormals those of v in units of the smallest. To go up is to carry, for the digits of U
+    are the complements of ``word``."""
+    u = lanes.bits_of(v)
+    a = u & MAGNITUDE
+    small = lanes.to_int(lanes.floats_of(a) * g.fine)
+    index = lanes.select(a < g.emin, small, a - (g.emin - 0x800000))
+    index = lanes.select(index < g.most, index, g.most)
+    index = index + (lanes.signed(word) << g.spare)
+    undecided = (index & g.digits) == g.digits
+    index = index >> g.cut
+    code = lanes.bytes_of(index | ((u >> g.left) & g.top))
+    return code, undecided, index == (g.most >> g.cut)
 
 
 def values_of(like: Any, g: Any, whole: Any) -> Any:
@@ -30,6 +90,8 @@ def _values_of(like: Any, g: Any, whole: Any) -> Any:
             c = lanes.from_unsigned(like)
             if whole == WHOLE:
                 return lanes.to_float((c ^ g.top) - g.top) * g.quantum
+            if whole == HALF:
+                return from_code(like, g)
             a = c & (g.top - 1)
             small = lanes.bits_of(lanes.to_float(a) * g.quantum)
             value = lanes.select(a < g.first, small, (a << g.cut) + (g.emin - 0x800000))
@@ -55,6 +117,8 @@ def _stored_of(like: Any, r: Any, g: Any, whole: Any) -> Any:
         def encoded(like: Any, r: Any, g: Any, whole: Any) -> Any:
             if whole == WHOLE:
                 return lanes.bytes_of(lanes.to_int(r * g.unit) & (g.top + g.top - 1))
+            if whole == HALF:
+                return to_code(r, g)
             u = lanes.bits_of(r)
             a = u & MAGNITUDE
             small = lanes.to_int(lanes.floats_of(a) * g.unit)

@@ -21,7 +21,7 @@ from halfulp.kernels import Written, onepass, tiles_of
 from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC
 from halfulp.streams import key_of
-from halfulp.writeback import policies
+from halfulp.writeback import pieces, policies
 from halfulp.writeback.lion import Lion
 from halfulp.writeback.report import TensorEvents
 from halfulp.writeback.sharding import local, shard_offset, wrap_like
@@ -112,6 +112,11 @@ def _each(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)
 
 
+def in_pieces(slot: Slot) -> bool:
+    """Whether lanes do not round to a tensor's grid: scales of blocks, other exponents."""
+    return onepass.kind_of(plan_for(slot.grid, torch.float32).grid) is None
+
+
 def unsuited_tensor(wb: WriteBack, slot: Slot) -> str | None:
     """Why the optimizer's own step must be called for a tensor."""
     p = local(slot.p)
@@ -121,12 +126,12 @@ def unsuited_tensor(wb: WriteBack, slot: Slot) -> str | None:
         return f"{slot.name!r} is on a GPU, where torch's fused step has an arithmetic of its own"
     if p.device.type == "cuda" and (slot.codes is not None or isinstance(slot.policy, policies.TileMaster)):
         return f"{slot.name!r} is on a GPU, where codes and tile masters are stepped in two passes"
-    if onepass.kind_of(plan_for(slot.grid, torch.float32).grid) is None:
-        return f"grid {slot.grid.name} has scales that move, or exponents that lanes do not round"
     if way(slot.policy) is None:
         return f"policy {slot.policy.name!r} is made in two passes"
-    if slot.codes is not None and slot.grid.bits != 8:
-        return f"codes of {slot.grid.bits} bits are packed in two passes"
+    if slot.codes is not None and slot.grid.bits > 8:
+        return f"codes of {slot.grid.bits} bits, more than eight, are packed in two passes"
+    if in_pieces(slot) and (why := pieces.unsuited(wb, slot)) is not None:
+        return why
     if slot.codes is None and p.dtype != (torch.float32 if slot.storage == "container" else torch.bfloat16):
         return f"{slot.name!r} is {p.dtype}"
     if slot.codes is None and not p.is_contiguous():
@@ -199,8 +204,12 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
         at = group, t, exact
         if at not in settings:
             settings[at] = _settings(wb, *at)
-        job = _job(wb, slot, state, how, settings[at], step, masters)
         numbers = settings[at]
+        if in_pieces(slot):
+            size = local(slot.p).numel()
+            pieces.move(wb, slot, state, numbers, step, sampling(size) if wb.telemetry else 0)
+            continue
+        job = _job(wb, slot, state, how, numbers, step, masters)
         alone = slot if isinstance(slot.policy, policies.TileMaster) else None  # they share the memory
         like = (id(slot.grid), how, numbers.rule, onepass.small(numbers), job.types, alone)
         if like not in calls:
@@ -227,7 +236,7 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
 def _masters(slots: Sequence[Slot]) -> torch.Tensor | None:
     """Memory for the masters of a whole tensor, where only chosen tiles keep theirs: a tensor at a time."""
     chosen = [s for s in slots if isinstance(s.policy, policies.TileMaster)]
-    sizes = [local(s.p).numel() if s.codes is None else s.codes.packed.numel() for s in chosen]
+    sizes = [local(s.p).numel() for s in chosen]
     return torch.empty(max(sizes)) if sizes else None
 
 
@@ -264,7 +273,8 @@ def _job(
 ) -> onepass.Job:  # fmt: skip
     assert slot.p.grad is not None
     stored = local(slot.p.detach()) if slot.codes is None else slot.codes.packed
-    size, end = stored.numel(), onepass.torchs_end(settings.rule) if wb.like_torch else None
+    first, *second = (local(state[key]) for key in KEPT[type(wb.optimizer)])
+    size, end = first.numel(), onepass.torchs_end(settings.rule) if wb.like_torch else None
     draws, bits = how.mode != NEAREST, 32 if wb.like_torch else 16
     of_weights = key_of(wb.seed, slot.name, step, bits) if draws else (0, 0)
     narrow = wb.moments == torch.bfloat16
@@ -273,7 +283,6 @@ def _job(
     if isinstance(slot.policy, policies.TileMaster):
         assert masters is not None
         kept = masters[:size]
-    first, *second = (local(state[key]) for key in KEPT[type(wb.optimizer)])
     return onepass.Job(
         stored=stored, grad=local(slot.p.grad.detach()).contiguous(), first=first,
         second=second[0] if second else None, kept=kept, moved=slot.moved,
