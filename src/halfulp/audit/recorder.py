@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,7 +31,7 @@ from halfulp.audit.beginning import Beginning
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
-from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
+from halfulp.audit.rows import PER_GRID, SHARED, Array, Row, numbers, numbers_on_device, tables
 from halfulp.audit.shards import Shards
 from halfulp.audit.summary import summary
 from halfulp.audit.watched import Watched
@@ -159,6 +159,7 @@ class Audit(Beginning):
         self._left_out: set[torch.Tensor] = set()
         self._around, self._evaluated = [], []
         self._batches: list[Batch] = []
+        self._lists = {}
         self._newest: list[Row] = []
         self._newest_loss = math.nan
         self._summed: dict[str, Any] = {}
@@ -329,37 +330,46 @@ class Audit(Beginning):
     # ---- recording ----
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
         if any(w.sharded for w in seen):
             self._touched = self.step
         for batch in self._batches_of(seen):
             batch.look([w for w in seen if w.batch is batch])
         if self.rehearsing is not None and self._rehearses(self.step):
-            self._rehearse(seen, groups)
+            self._rehearse(seen, _by_tensor(optimizer))
         if not self._due(self.step):
             return
         seen = seen if rank() == 0 else [w for w in seen if w.sharded]
-        found: dict[Watched, torch.Tensor] = {}
+        found: dict[Watched, torch.Tensor | Array] = {}
+        scores = self.scores if self.scores is not None and self.scores.during(self.step) else None
+        unscored = [] if scores is None else [w for w in seen if w.scores is not None]
         for batch in self._batches_of(seen):
             present = [w for w in seen if w.batch is batch]
-            found.update(zip(present, batch.audit(present), strict=True))
+            within = scores if scores is not None and batch.scores(scores) else None
+            found.update(zip(present, batch.audit(present, within), strict=True))
+            if within is not None:
+                unscored = [w for w in unscored if w.batch is not batch]
         for w in seen:
             if w.batch is None:
                 assert w.before is not None
                 counted = following.audit(w.before, w.values(), w.grids, moved=w.moved, stay=w.stay)
                 on_cpu = counted.counts.device.type == "cpu"
-                found[w] = torch.from_numpy(numbers(counted)[0]) if on_cpu else numbers_on_device(counted)
-            if self.decay or self.keep:
-                self._look_closer(w, found[w], optimizer, groups[w.tensor])
-        if self.scores is not None:
-            self._score(self.scores, [w for w in seen if w.scores is not None])
+                found[w] = numbers(counted)[0] if on_cpu else numbers_on_device(counted)
+        if self.decay or self.keep:
+            groups = _by_tensor(optimizer)
+            for w in seen:
+                self._look_closer(w, torch.as_tensor(found[w]), optimizer, groups[w.tensor])
+        if scores is not None:
+            _score(scores, unscored)
+        for w in seen:
+            w.given = None
         if not seen:
             return
         totals = reduced(seen, [found[w] for w in seen])
         if rank() != 0:
             return
-        rates = [float(groups[w.tensor].get("lr", math.nan)) for w in seen]
+        rate = {id(p): r for r, params in _rates(optimizer) for p in params}
+        rates = [rate[id(w.tensor)] for w in seen]
         self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))
         self._losses.setdefault(self.step, []).extend(float(x) for x in self._told)
 
@@ -393,18 +403,6 @@ class Audit(Beginning):
             for what, value in (("before", w.before), ("after", after)):
                 copy = value.clone(memory_format=torch.contiguous_format)
                 self._kept.setdefault(f"{w.id}.{what}", []).append(copy)
-
-    def _score(self, asked: Scores, seen: list[Watched]) -> None:
-        """Add to the scores what this step says, where there was a gradient."""
-        if asked.first <= self.step <= asked.last:
-            scored = []
-            for w in seen:
-                gradient = w.gradient()
-                if gradient is not None and w.before is not None and w.scores is not None:
-                    scored.append(Scored(w.before, gradient, w.values(), w.scores))
-            add_scores(scored, asked.grid, asked.tile)
-        for w in seen:
-            w.given = None
 
     # ---- the trace ----
 
@@ -485,6 +483,25 @@ class Audit(Beginning):
         if self.roles is not None:
             options["roles"] = self.roles.told()
         return manifest.begun(self.grids, self.every, options, self.describe)
+
+
+def _by_tensor(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    return {p: group for group in optimizer.param_groups for p in group["params"]}
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> Iterator[tuple[float, list[torch.Tensor]]]:
+    for group in optimizer.param_groups:
+        yield float(group.get("lr", math.nan)), group["params"]
+
+
+def _score(asked: Scores, seen: list[Watched]) -> None:
+    """Add to the scores what a step says, where there was a gradient."""
+    scored = []
+    for w in seen:
+        gradient = w.gradient()
+        if gradient is not None and w.before is not None and w.scores is not None:
+            scored.append(Scored(w.before, gradient, w.values(), w.scores))
+    add_scores(scored, asked.grid, asked.tile)
 
 
 def _checked_grids(grids: Any) -> list[Grid]:
