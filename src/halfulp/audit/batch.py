@@ -17,9 +17,7 @@ from halfulp.audit.rows import Array, numbers
 from halfulp.audit.watched import Watched
 from halfulp.grids import Grid
 from halfulp.kernels import TILE
-from halfulp.kernels.auditing import Layout, Scoring, audit_many, scores_within
-from halfulp.kernels.plan import plan_for
-from halfulp.trace.scores import Scores
+from halfulp.kernels.auditing import Layout, audit_many
 
 SMALL = 2**20
 """Coordinates; above, the cost of a call is nothing, and the second copy that rehearsals want is not."""
@@ -86,29 +84,12 @@ class Batch:
             now[i] = x if alike and _in_place(x) else torch.empty_like(was).copy_(x)
         return now
 
-    def audit(self, present: Sequence[Watched], scores: Scores | None) -> Array:
-        """The numbers of the members that are part of this step, a row each, and scores added to theirs."""
-        scoring = None
-        if scores is not None:
-            given: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(self.members)
-            for i, w in ((self.at[w], w) for w in present):
-                gradient = w.gradient() if w.scores is not None else None
-                if gradient is not None and w.scores is not None:
-                    if not _in_place(gradient):
-                        gradient = torch.empty_like(self._before[i]).copy_(gradient)
-                    given[i] = (gradient, w.scores)
-            scoring = Scoring(plan_for(scores.grid, self.before.dtype).grid, scores.tile, given)
+    def audit(self, present: Sequence[Watched]) -> Array:
+        """The numbers of the members that are part of this step, a row each."""
         found = audit_many(
-            self.before, self._now(present), self.layout, self.grids, moved=self.moved, stay=self.stay,
-            scoring=scoring,
-        )  # fmt: skip
-        rows = numbers(found, self.starts)
-        return rows[[self.at[w] for w in present]]
-
-    def scores(self, asked: Scores) -> bool:
-        """Whether it sums scores in the same pass."""
-        dtype = self.before.dtype
-        return scores_within(self.grids, plan_for(asked.grid, dtype).grid, asked.tile, dtype)
+            self.before, self._now(present), self.layout, self.grids, moved=self.moved, stay=self.stay
+        )
+        return numbers(found, self.starts)[[self.at[w] for w in present]]
 
 
 def _in_place(x: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -312,7 +313,7 @@ class Audit(Beginning):
     def _finish(self) -> None:
         """The step is over for all optimizers."""
         self._stepped.clear()
-        rows = [r for r in self._rows if r.step == self.step]
+        rows = [*takewhile(lambda r: r.step == self.step, reversed(self._rows))][::-1]
         if rows and (not self._newest or self._newest[0].step != self.step):
             self._newest, self._newest_loss = rows, self._loss(self.step)
             for listener in self.listeners:
@@ -341,14 +342,9 @@ class Audit(Beginning):
             return
         seen = seen if rank() == 0 else [w for w in seen if w.sharded]
         found: dict[Watched, torch.Tensor | Array] = {}
-        scores = self.scores if self.scores is not None and self.scores.during(self.step) else None
-        unscored = [] if scores is None else [w for w in seen if w.scores is not None]
         for batch in self._batches_of(seen):
             present = [w for w in seen if w.batch is batch]
-            within = scores if scores is not None and batch.scores(scores) else None
-            found.update(zip(present, batch.audit(present, within), strict=True))
-            if within is not None:
-                unscored = [w for w in unscored if w.batch is not batch]
+            found.update(zip(present, batch.audit(present), strict=True))
         for w in seen:
             if w.batch is None:
                 assert w.before is not None
@@ -359,10 +355,8 @@ class Audit(Beginning):
             groups = _by_tensor(optimizer)
             for w in seen:
                 self._look_closer(w, torch.as_tensor(found[w]), optimizer, groups[w.tensor])
-        if scores is not None:
-            _score(scores, unscored)
-        for w in seen:
-            w.given = None
+        if self.scores is not None:
+            self._score(self.scores, [w for w in seen if w.scores is not None])
         if not seen:
             return
         totals = reduced(seen, [found[w] for w in seen])
@@ -403,6 +397,18 @@ class Audit(Beginning):
             for what, value in (("before", w.before), ("after", after)):
                 copy = value.clone(memory_format=torch.contiguous_format)
                 self._kept.setdefault(f"{w.id}.{what}", []).append(copy)
+
+    def _score(self, asked: Scores, seen: list[Watched]) -> None:
+        """Add to the scores what this step says, where there was a gradient."""
+        if asked.first <= self.step <= asked.last:
+            scored = []
+            for w in seen:
+                gradient = w.gradient()
+                if gradient is not None and w.before is not None and w.scores is not None:
+                    scored.append(Scored(w.before, gradient, w.values(), w.scores))
+            add_scores(scored, asked.grid, asked.tile)
+        for w in seen:
+            w.given = None
 
     # ---- the trace ----
 
@@ -492,16 +498,6 @@ def _by_tensor(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str,
 def _rates(optimizer: torch.optim.Optimizer) -> Iterator[tuple[float, list[torch.Tensor]]]:
     for group in optimizer.param_groups:
         yield float(group.get("lr", math.nan)), group["params"]
-
-
-def _score(asked: Scores, seen: list[Watched]) -> None:
-    """Add to the scores what a step says, where there was a gradient."""
-    scored = []
-    for w in seen:
-        gradient = w.gradient()
-        if gradient is not None and w.before is not None and w.scores is not None:
-            scored.append(Scored(w.before, gradient, w.values(), w.scores))
-    add_scores(scored, asked.grid, asked.tile)
 
 
 def _checked_grids(grids: Any) -> list[Grid]:

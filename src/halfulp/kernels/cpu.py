@@ -7,8 +7,8 @@ on torch's worker threads. (numba's own thread layers are not used: the default 
 when two Python threads meet in it, the OpenMP one when a forked worker does.)
 
 The pieces that work on one tile are in ``cpu_tile``, ``cpu_tile_score`` and ``cpu_tile_write``. Grids with a
-fixed scale are here; those whose scale moves with the data are in :mod:`halfulp.kernels.cpu_scaled`. Audits
-are in :mod:`halfulp.kernels.auditing`.
+fixed scale are here; those whose scale moves with the data are in :mod:`halfulp.kernels.cpu_scaled`, and
+audits in :mod:`halfulp.kernels.auditing`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import numpy as np
 
 from halfulp.kernels.cpu_tile import (
     WORDS,
+    add_in_container,
+    difference,
     load,
     nearest,
     nonfinite,
@@ -28,7 +30,7 @@ from halfulp.kernels.cpu_tile import (
     store,
     tile_of,
 )  # fmt: skip
-from halfulp.kernels.cpu_tile_score import score_stretch
+from halfulp.kernels.cpu_tile_score import clean_three, score_sums
 from halfulp.kernels.cpu_tile_write import (
     finish_write,
     keep_stored,
@@ -205,3 +207,29 @@ def score_tiles(
             span(w, first, last), span(g, first, last), span(u, first, last), after, tile, half, f, k, masks,
             to, room, floats, flags, sums, out[t : min(t + many, t1)],
         )  # fmt: skip
+
+
+@kernel
+def score_stretch(
+    w: Any, g: Any, u: Any, after: Any, tile: Any, half: Any, f: Any, k: Any, masks: Any, to: Any, room: Any,
+    floats: Any, flags: Any, sums: Any, out: Any,
+) -> None:  # fmt: skip
+    exponent, sign = masks[0], masks[1]
+    n = w.size
+    x, y, v = span(floats, 0, n), span(floats, room, room + n), span(floats, 2 * room, 2 * room + n)
+    q, z = span(floats, 3 * room, 3 * room + n), span(floats, 4 * room, 4 * room + n)
+    r = span(floats, 5 * room, 5 * room + n)
+    b, keep = span(flags, 0, n), span(flags, room, room + n)
+    load(w, x)
+    load(g, y)
+    if after:
+        difference(u, x, v)
+    else:
+        load(u, v)
+    clean_three(x, y, v, keep, exponent)
+    nearest(x, q, f, k, exponent, sign)
+    add_in_container(q, v, z, to)
+    nearest(z, r, f, k, exponent, sign)
+    for i in range(n):
+        b[i] = np.uint8(r[i] == q[i]) & keep[i]
+    score_sums(b, x, y, v, tile, half, span(sums, half, half + n), span(sums, 0, half), out)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from halfulp.kernels.cpu_tile import add_in_container, difference, load, nearest, tree, tree_from
+from halfulp.kernels.cpu_tile import tree, tree_from
 from halfulp.kernels.reference import TILE
 from halfulp.kernels.simd import bits_of, inline, kernel, span, specialised
 
@@ -108,30 +108,3 @@ def clean_three(w: Any, g: Any, u: Any, keep: Any, exponent: Any) -> None:
             w[i] = 0
             g[i] = 0
             u[i] = 0
-
-
-@kernel
-def score_stretch(
-    w: Any, g: Any, u: Any, after: Any, tile: Any, half: Any, f: Any, k: Any, masks: Any, to: Any, room: Any,
-    floats: Any, flags: Any, sums: Any, out: Any,
-) -> None:  # fmt: skip
-    """The scores of a stretch; ``after``: u holds the weights after the step."""
-    exponent, sign = masks[0], masks[1]
-    n = w.size
-    x, y, v = span(floats, 0, n), span(floats, room, room + n), span(floats, 2 * room, 2 * room + n)
-    q, z = span(floats, 3 * room, 3 * room + n), span(floats, 4 * room, 4 * room + n)
-    r = span(floats, 5 * room, 5 * room + n)
-    b, keep = span(flags, 0, n), span(flags, room, room + n)
-    load(w, x)
-    load(g, y)
-    if after:
-        difference(u, x, v)
-    else:
-        load(u, v)
-    clean_three(x, y, v, keep, exponent)
-    nearest(x, q, f, k, exponent, sign)
-    add_in_container(q, v, z, to)
-    nearest(z, r, f, k, exponent, sign)
-    for i in range(n):
-        b[i] = np.uint8(r[i] == q[i]) & keep[i]
-    score_sums(b, x, y, v, tile, half, span(sums, half, half + n), span(sums, 0, half), out)

@@ -247,17 +247,6 @@ def mask(_ctx: Any, truth: Any) -> Any:
     return types.uint16(truth), build
 
 
-@intrinsic
-def truths(_ctx: Any, bits: Any) -> Any:
-    """Sixteen bits (uint16) as truths: what :func:`mask` was given."""
-    kind = Lanes(types.boolean)
-
-    def build(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(kind))
-
-    return kind(bits), build
-
-
 def _unary(name: str, kind: Any, make: Callable[[Any, Any, Any], Any]) -> Any:
     """An operation on float32 or uint32 lanes whose result has another element type."""
 
@@ -289,7 +278,6 @@ sqrt = _unary("Square roots, correctly rounded.", types.float32, _sqrt)
 to_int = _unary(
     "Floats as 32-bit integers, rounded towards zero.", types.int32, lambda b, x, wide: b.fptosi(x, wide)
 )
-doubles = _unary("Floats as doubles.", types.float64, lambda b, x, wide: b.fpext(x, wide))
 to_float = _unary("Signed integers as floats.", types.float32, lambda b, x, wide: b.sitofp(x, wide))
 bytes_of = _unary("The low bytes of 32-bit lanes.", types.uint8, lambda b, x, wide: b.trunc(x, wide))
 chars_of = _unary("The low bytes of lanes, signed.", types.int8, lambda b, x, wide: b.trunc(x, wide))

@@ -43,10 +43,6 @@ class Scores:
             raise UsageError(f"scores= takes (grid, first step, last step) or (..., tile), not {given!r}.")
         return cls(*given)
 
-    def during(self, step: int) -> bool:
-        """Whether a step is in the window."""
-        return self.first <= step <= self.last
-
     def check_sample(self, sample: float | None) -> None:
         """Refuse what a sample of an audit's own tiles cannot tell."""
         scaling = named(self.grid).scaling

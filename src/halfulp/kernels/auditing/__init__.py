@@ -2,15 +2,14 @@
 
 A kernel call costs tens of microseconds before it looks at a weight, and a small model has dozens of tensors.
 Their weights before a step are copies, which lie side by side, each from the beginning of a tile on
-(:class:`Layout`). What they are after it is read in place, by address, and so are gradients where scores are
-summed in the same pass. The numbers are those of one call a tensor, because every count and sum is made tile
-by tile; :func:`halfulp.kernels.audit` is that call.
+(:class:`Layout`). What they are after it is read in place, by address. The numbers are those of one call a
+tensor, because every count and sum is made tile by tile; :func:`halfulp.kernels.audit` is that call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,23 +17,13 @@ import torch
 
 from halfulp.errors import UsageError
 from halfulp.grids import Grid, container
-from halfulp.kernels import ARRIVED, AUDIT_COUNTS, SCORES, TILE, Audited, check_followed, tiles_of
+from halfulp.kernels import ARRIVED, AUDIT_COUNTS, TILE, Audited, check_followed, tiles_of
 from halfulp.kernels import params as _params
 from halfulp.kernels.plan import Plan, flat_of, narrowing, plan_for
 from halfulp.kernels.pool import run
 
 Array = npt.NDArray[Any]
-LANES, LEAST = 16, 96
-NO_PLACES = np.empty((0, 4), dtype=np.int64)
-
-
-class Scoring(NamedTuple):
-    """Scores to be summed with an audit: of which grid, in tiles of which size; a tensor's gradient and the
-    scores that are added to, or None if it has none."""
-
-    grid: Grid
-    tile: int
-    tensors: Sequence[tuple[torch.Tensor, torch.Tensor] | None]
+NO_PLACES = np.empty((0, 2), dtype=np.int64)
 
 
 class Layout:
@@ -56,13 +45,6 @@ class Layout:
         return np.where(found == 0, 0, found + self.within * bytes_a_tile)
 
 
-def scores_within(grids: Sequence[Grid], grid: Grid, tile: int, dtype: torch.dtype) -> bool:
-    """Whether scores can be summed in the pass of an audit: their grid is audited, its scale is fixed, tiles
-    of scores are parts of the audit's, and weights are float32."""
-    fits = TILE % tile == 0 and tile % LANES == 0 and tile >= LEAST
-    return dtype == torch.float32 and grid.scaling is None and grid in grids and fits
-
-
 def audit_many(
     before: torch.Tensor,
     after: Sequence[torch.Tensor],
@@ -71,13 +53,11 @@ def audit_many(
     *,
     moved: torch.Tensor | None = None,
     stay: torch.Tensor | None = None,
-    scoring: Scoring | None = None,
 ) -> Audited:
     """As :func:`halfulp.kernels.audit` of every tensor, in one call: tiles in the order of the layout.
 
     ``before``: the weights before a step as the layout has them, zeros between; ``after``: contiguous tensors
-    of the same dtype on the CPU. ``moved`` and ``stay`` are laid out in the same way. Scores are added to, as
-    :func:`halfulp.kernels.scoring.add_scores` does, where :func:`scores_within` allows it.
+    of the same dtype on the CPU. ``moved`` and ``stay`` are laid out in the same way.
     """
     plans = [plan_for(g, before.dtype) for g in grids]
     if any(p.scaled for p in plans) or before.dtype == torch.float16:
@@ -87,25 +67,11 @@ def audit_many(
     for x, size in zip(after, layout.sizes, strict=True):
         _check(x, size, before.dtype)
     check_followed(before, len(plans), moved, stay)
-    places = np.zeros((layout.total, 4), dtype=np.int64)
+    places = np.empty((layout.total, 2), dtype=np.int64)
     places[:, 0] = layout.addresses(after, TILE * before.element_size())
-    places[:, 3] = layout.used
-    scored = (-1, 0)
-    if scoring is not None:
-        if not scores_within(grids, scoring.grid, scoring.tile, before.dtype):
-            raise UsageError(
-                f"scores of {scoring.grid.name} in tiles of {scoring.tile} take a call of their own."
-            )
-        scored = (list(grids).index(scoring.grid), scoring.tile)
-        for one, size in zip(scoring.tensors, layout.sizes, strict=True):
-            if one is not None:
-                _check(one[0], size, torch.float32)
-                _check(one[1], tiles_of(size, scoring.tile) * len(SCORES), torch.float64)
-        gradients, sums = ([None if o is None else o[i] for o in scoring.tensors] for i in (0, 1))
-        places[:, 1] = layout.addresses(gradients, TILE * 4)
-        places[:, 2] = layout.addresses(sums, TILE // scoring.tile * len(SCORES) * 8)
+    places[:, 1] = layout.used
     flat = flat_of(before)
-    return counted(flat, flat[:0], True, plans, before.dtype, True, moved, stay, places, *scored)
+    return counted(flat, flat[:0], True, plans, before.dtype, True, moved, stay, places)
 
 
 def _check(x: torch.Tensor, size: int, dtype: torch.dtype) -> None:
@@ -126,8 +92,6 @@ def counted(
     moved: torch.Tensor | None,
     stay: torch.Tensor | None,
     places: Array = NO_PLACES,
-    scored: int = -1,
-    tile: int = 0,
 ) -> Audited:
     """What the kernel finds; nothing of grids whose scale moves with the data, but for the phase sums."""
     from halfulp.kernels.auditing import cpu
@@ -145,8 +109,8 @@ def counted(
     floats, ints = _params.table(tuple(plans[i].grid for i in rows), work)
     run(
         cpu.audit_tiles, n, w, d, after, places, floats, ints, np.array(rows, dtype=np.int64),
-        _params.masks(work), narrowing(dtype), phase, bits, odds, np.int32(1), scored, tile, counts, shared,
-        sums, arrived, phases, expected,
+        _params.masks(work), narrowing(dtype), phase, bits, odds, np.int32(1), counts, shared, sums,
+        arrived, phases, expected,
     )  # fmt: skip
     parts = [torch.from_numpy(a) for a in (counts, shared, sums, phases, expected, arrived)]
     return Audited(parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], w.size)

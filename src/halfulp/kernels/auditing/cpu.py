@@ -1,8 +1,10 @@
 """The audit of tiles on the CPU: every grid whose scale is fixed, in one pass over memory.
 
-A tile is read into buffers that stay in the first-level cache, where every grid then works on it, and
-allocation scores as well. Weights as they were lie side by side; what they are compared with is read where
-it is, tile by tile at its address, and so are gradients.
+A tile is read into buffers that stay in the first-level cache, where every grid then works on it. Weights as
+they were lie side by side; what they are compared with is read where it is, tile by tile at its address.
+
+Allocation scores are not summed here. In the same pass, with weights in the first-level cache, they took as
+long as in a pass of their own: their float64 sums are the time, not the reading.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from halfulp.kernels.auditing import cpu_scores, cpu_survey
-from halfulp.kernels.auditing.cpu_scores import add_tile
+from halfulp.kernels.auditing import cpu_survey
 from halfulp.kernels.auditing.cpu_survey import EXTREMES, survey_whole
 from halfulp.kernels.cpu_tile import (
     add_in_container,
@@ -59,29 +60,25 @@ from halfulp.kernels.params import (
     UP,
 )  # fmt: skip
 from halfulp.kernels.reference import TILE
-from halfulp.kernels.scoring import cpu_lanes as scoring
-from halfulp.kernels.scoring.cpu_lanes import COLUMNS, SUMS
 from halfulp.kernels.simd import LANES, array_at, kernel_of, span
 
-kernel = kernel_of(__file__, cpu_survey.__file__, cpu_scores.__file__, scoring.__file__)
-PLACES = ("values", "gradient", "scores", "used")
-"""A row a tile: where the values that it is compared with are, its gradient and its scores (addresses; zero:
-it has none), and how much of it is in use."""
+kernel = kernel_of(__file__, cpu_survey.__file__)
+PLACES = ("values", "used")
+"""A row a tile: the address of the values that it is compared with, and how much of it is in use."""
 
 
 @kernel
 def audit_tiles(
     w: Any, d: Any, after: Any, places: Any, f: Any, k: Any, slots: Any, masks: Any, to: Any, phase: Any,
-    moved: Any, stay: Any, one: Any, scored: Any, tile: Any, counts: Any, shared: Any, sums: Any,
-    arrived: Any, phases: Any, expected: Any, t0: Any, t1: Any,
+    moved: Any, stay: Any, one: Any, counts: Any, shared: Any, sums: Any, arrived: Any, phases: Any,
+    expected: Any, t0: Any, t1: Any,
 ) -> None:  # fmt: skip
     """Every static grid on every tile. ``after``: d holds the weights after the step; ``one``: 1.
 
     ``slots`` says where the results of a table row go; the row of a moving grid is there for the phase
     sum only. ``moved`` (a row of bits a grid) and ``stay`` (a row of probabilities a grid), where not
     empty, follow every coordinate over the steps. ``places``, where not empty: PLACES of every tile, for
-    several tensors that each begin at a tile; then d is empty, for its type. ``scored``: the row of the grid
-    whose scores are summed, in tiles of ``tile``; -1 if none are.
+    several tensors that each begin at a tile; then d is empty, for its type.
     """
     exponent, sign = masks[0], masks[1]
     w_, d_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype)
@@ -90,20 +87,18 @@ def audit_tiles(
     s_, bits = np.empty(TILE, f.dtype), np.empty(TILE // LANES, np.uint16)
     log_w, log_d = np.empty(TILE, np.int32), np.empty(TILE, np.int32)
     buffer, lanes, left = (
-        np.empty(SUMS * TILE // 4, np.float64),
+        np.empty(TILE // 2, np.float64),
         np.empty(LANES, np.int32),
         np.empty(2 * LEFT, f.dtype),
     )
-    extremes, row = np.empty(EXTREMES, np.int32), np.empty((1, COLUMNS))
-    room = tile if scored >= 0 else 0
-    floats_, flags = np.empty(6 * room, f.dtype), np.empty(2 * room, np.uint8)
+    extremes = np.empty(EXTREMES, np.int32)
     rows, columns, wholes = f.shape[0], f.shape[1], k.shape[1]
     follow, odds = moved.shape[0] > 0, stay.shape[0] > 0
     moved_row = moved.shape[1] if follow else 0
     floats, ints, ever = f.reshape(-1), k.reshape(-1), moved.reshape(-1)
     for t in range(t0, t1):
         first = t * TILE
-        n = places[t, 3] if places.shape[0] else min(TILE, w.size - first)
+        n = places[t, 1] if places.shape[0] else min(TILE, w.size - first)
         last = first + n
         before = span(w, first, last)
         now = array_at(d, places[t, 0], n) if places.shape[0] else span(d, first, last)
@@ -187,11 +182,6 @@ def audit_tiles(
                 zero, small = (
                     count_small(size, fg[T_ZERO], fg[T_SUB], one) if tiny else (np.int32(0), np.int32(0))
                 )
-            if g == scored and places[t, 2] != 0:
-                add_tile(
-                    before, now, after, size_, sized_, turned_, bits, bad > 0, places[t, 1], places[t, 2],
-                    tile, fg, kg, masks, buffer, row, floats_, flags,
-                )  # fmt: skip
             if follow:
                 start = o * moved_row + t * (TILE // 8)
                 counts[t, o, 5] = n - merge(bits, span(ever, start, start + (n + 7) // 8))

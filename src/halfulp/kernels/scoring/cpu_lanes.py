@@ -7,7 +7,7 @@ and a quarter of the tree is written. Magnitudes are what is summed: the product
 float64, so |g||u| is |g u|, and where the signs differ it is a gain.
 
 What is rare (a value that is not finite, weights near the end of the grid's range, a short last tile) is left
-to :func:`halfulp.kernels.cpu_tile_score.score_stretch`.
+to :func:`halfulp.kernels.cpu.score_stretch`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from halfulp.kernels import lanes
-from halfulp.kernels.cpu_tile_score import score_stretch
+from halfulp.kernels.cpu import score_stretch
 from halfulp.kernels.params import CUT, EMIN, HALF, HI, KEEP, KIND, LO, MAGIC, ODD, SHIFT
 from halfulp.kernels.reference import SCORES
 from halfulp.kernels.simd import array_at, bits_of, inline, kernel_of, ones, span
@@ -46,6 +46,9 @@ class Numbers(NamedTuple):
     keep: Any
     exponent: Any
     sign: Any
+
+
+doubles = lanes._unary("Floats as doubles.", types.float64, lambda b, x, wide: b.fpext(x, wide))
 
 
 @intrinsic
@@ -105,8 +108,8 @@ def _weighed(w: Any, g: Any, after: Any, i: Any, k: Any) -> Any:
     q = _nearest(lanes.floats_of(size), k)
     turned = lanes.floats_of(u ^ (lanes.bits_of(x) & k.sign))  # seen from the weight's side of zero
     same = _nearest(q + turned, k) == q
-    at, by = lanes.doubles(lanes.floats_of(size)), lanes.doubles(lanes.floats_of(slope))
-    to = lanes.doubles(lanes.floats_of(change))
+    at, by = doubles(lanes.floats_of(size)), doubles(lanes.floats_of(slope))
+    to = doubles(lanes.floats_of(change))
     product = by * to
     gain = lanes.select((y ^ u) < 0, product, 0.0)
     lost = lanes.select(same, gain, 0.0)
