@@ -18,6 +18,7 @@ from halfulp.audit.watched import Watched
 from halfulp.grids import Grid
 from halfulp.kernels import TILE
 from halfulp.kernels.auditing import Layout, audit_many
+from halfulp.kernels.plan import plan_for
 
 SMALL = 2**20
 """Coordinates; above, the cost of a call is nothing, and the second copy that rehearsals want is not."""
@@ -78,10 +79,7 @@ class Batch:
         """What every member is after a step; one that is not part of it stays."""
         now = list(self._before)
         for w in present:
-            i = self.at[w]
-            x, was = w.whole(), self._before[i]
-            alike = x.dtype == was.dtype and x.shape == was.shape
-            now[i] = x if alike and _in_place(x) else torch.empty_like(was).copy_(x)
+            now[self.at[w]] = w.whole()
         return now
 
     def audit(self, present: Sequence[Watched]) -> Array:
@@ -92,19 +90,13 @@ class Batch:
         return numbers(found, self.starts)[[self.at[w] for w in present]]
 
 
-def _in_place(x: torch.Tensor) -> bool:
-    """Whether a tensor's values are what its memory holds from its address on."""
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided
-    return plain and x.is_cpu and x.is_contiguous() and not x.is_neg()
-
-
 def batches(new: Sequence[Watched]) -> list[Batch]:
     """Batches of those that can be in one; one tensor is none."""
     alike: dict[torch.dtype, list[Watched]] = {}
     for w in new:
         plain = w.tensor.device.type == "cpu" and not w.sharded and w.codes is None
         dtype = w.tensor.dtype
-        fixed = all(g.scaling is None for g in w.grids)
+        fixed = not any(plan_for(g, dtype).scaled for g in w.grids)
         if plain and dtype != torch.float16 and 0 < w.recorded <= SMALL and fixed:
             alike.setdefault(dtype, []).append(w)
     return [Batch(members) for members in alike.values() if len(members) > 1]

@@ -34,15 +34,14 @@ class Layout:
         self.tiles = np.array([tiles_of(n) for n in sizes], dtype=np.int64)
         self.starts: list[int] = (np.cumsum(self.tiles) - self.tiles).tolist()
         self.total = int(self.tiles.sum())
-        self.within = np.arange(self.total) - np.repeat(self.starts, self.tiles)
-        """Which tile of its tensor a tile is."""
-        self.used = np.minimum(np.repeat(self.sizes, self.tiles) - self.within * TILE, TILE)
+        self.begins = (np.arange(self.total) - np.repeat(self.starts, self.tiles)) * TILE
+        """Where in its tensor a tile begins."""
+        self.used = np.minimum(np.repeat(self.sizes, self.tiles) - self.begins, TILE)
 
-    def addresses(self, tensors: Sequence[torch.Tensor | None], bytes_a_tile: int) -> Array:
-        """Of every tile, its place in its tensor's memory; zero where there is none."""
-        bases = np.array([0 if x is None else x.data_ptr() for x in tensors], dtype=np.int64)
-        found = np.repeat(bases, self.tiles)
-        return np.where(found == 0, 0, found + self.within * bytes_a_tile)
+    def addresses(self, tensors: Sequence[torch.Tensor], itemsize: int) -> Array:
+        """Of every tile, its place in its tensor's memory."""
+        bases = np.array([x.data_ptr() for x in tensors], dtype=np.int64)
+        return np.repeat(bases, self.tiles) + self.begins * itemsize
 
 
 def audit_many(
@@ -56,30 +55,32 @@ def audit_many(
 ) -> Audited:
     """As :func:`halfulp.kernels.audit` of every tensor, in one call: tiles in the order of the layout.
 
-    ``before``: the weights before a step as the layout has them, zeros between; ``after``: contiguous tensors
-    of the same dtype on the CPU. ``moved`` and ``stay`` are laid out in the same way.
+    ``before``: the weights before a step as the layout has them, zeros between; ``after``: the tensors
+    themselves, read where they are, or from a copy where that cannot be. ``moved`` and ``stay`` are laid out
+    in the same way.
     """
     plans = [plan_for(g, before.dtype) for g in grids]
     if any(p.scaled for p in plans) or before.dtype == torch.float16:
         raise UsageError("tensors are audited together in float32, float64 or bfloat16, with fixed scales.")
     if before.numel() != layout.total * TILE or len(after) != len(layout.sizes):
         raise UsageError("what is audited together is laid out tile by tile, and there is an after of each.")
-    for x, size in zip(after, layout.sizes, strict=True):
-        _check(x, size, before.dtype)
+    now = [_read(x, size, before.dtype) for x, size in zip(after, layout.sizes, strict=True)]
     check_followed(before, len(plans), moved, stay)
     places = np.empty((layout.total, 2), dtype=np.int64)
-    places[:, 0] = layout.addresses(after, TILE * before.element_size())
+    places[:, 0] = layout.addresses(now, before.element_size())
     places[:, 1] = layout.used
     flat = flat_of(before)
     return counted(flat, flat[:0], True, plans, before.dtype, True, moved, stay, places)
 
 
-def _check(x: torch.Tensor, size: int, dtype: torch.dtype) -> None:
-    if x.numel() != size or x.dtype != dtype or not x.is_cpu or not x.is_contiguous():
-        raise UsageError(
-            f"expected {size} contiguous values of {dtype} on the CPU, found {x.numel()} of {x.dtype} on "
-            f"{x.device}{'' if x.is_contiguous() else ', apart'}."
-        )
+def _read(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose memory, from its address on, holds the values: itself, or a copy."""
+    if x.numel() != size:
+        raise UsageError(f"expected {size} values, as before the step, found {x.numel()}.")
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.dtype == dtype and x.is_cpu
+    if plain and x.layout == torch.strided and x.is_contiguous() and not x.is_neg():
+        return x
+    return torch.empty(x.shape, dtype=dtype).copy_(x.detach())
 
 
 def counted(
