@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -362,7 +362,7 @@ class Audit(Beginning):
         totals = reduced(seen, [found[w] for w in seen])
         if rank() != 0:
             return
-        rate = {id(p): r for r, params in _rates(optimizer) for p in params}
+        rate = {id(p): float(g.get("lr", math.nan)) for g in optimizer.param_groups for p in g["params"]}
         rates = [rate[id(w.tensor)] for w in seen]
         self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))
         self._losses.setdefault(self.step, []).extend(float(x) for x in self._told)
@@ -493,11 +493,6 @@ class Audit(Beginning):
 
 def _by_tensor(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     return {p: group for group in optimizer.param_groups for p in group["params"]}
-
-
-def _rates(optimizer: torch.optim.Optimizer) -> Iterator[tuple[float, list[torch.Tensor]]]:
-    for group in optimizer.param_groups:
-        yield float(group.get("lr", math.nan)), group["params"]
 
 
 def _checked_grids(grids: Any) -> list[Grid]:

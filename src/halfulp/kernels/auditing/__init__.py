@@ -41,7 +41,7 @@ class Layout:
     def addresses(self, tensors: Sequence[torch.Tensor], itemsize: int) -> Array:
         """Of every tile, its place in its tensor's memory."""
         bases = np.array([x.data_ptr() for x in tensors], dtype=np.int64)
-        return np.repeat(bases, self.tiles) + self.begins * itemsize
+        return np.asarray(np.repeat(bases, self.tiles) + self.begins * itemsize)
 
 
 def audit_many(
