@@ -160,7 +160,7 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def kept(audit: hu.Audit) -> int:
-    """Bytes between steps; a batch of small tensors also keeps them as they are after a step."""
+    """Bytes between steps; with rehearsals, a batch of small tensors also keeps them as a step left them."""
     if isinstance(audit, hu.CastAudit):
         return audit.bytes
     found = [(w.before, w.moved, w.stay, w.scores) for w in audit.watched.values()]

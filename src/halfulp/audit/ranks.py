@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from halfulp.audit.watched import Watched
 from halfulp.writeback.sharding import reduce_sum
+
+Array = npt.NDArray[Any]
 
 
 def rank() -> int:
@@ -55,7 +58,7 @@ def taking_part(watched: Sequence[Watched]) -> list[Watched]:
     return [w for w in watched if w in known]
 
 
-def reduced(seen: Sequence[Watched], found: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
+def reduced(seen: Sequence[Watched], found: Sequence[torch.Tensor | Array]) -> Array:
     """The rows of all tensors; those of shards summed over ranks, in one reduction a kind of sharding."""
     rows = list(found)
     alike: dict[Any, list[int]] = {}
@@ -63,7 +66,7 @@ def reduced(seen: Sequence[Watched], found: Sequence[torch.Tensor]) -> np.ndarra
         if w.sharded:
             alike.setdefault((w.tensor.device_mesh, w.tensor.placements), []).append(i)  # type: ignore[attr-defined]  # a DTensor
     for places in alike.values():
-        total = reduce_sum(torch.stack([rows[i] for i in places]), seen[places[0]].tensor)
+        total = reduce_sum(torch.stack([torch.as_tensor(rows[i]) for i in places]), seen[places[0]].tensor)
         for i, row in zip(places, total, strict=True):
             rows[i] = row
-    return torch.stack([row.cpu() for row in rows]).numpy()
+    return np.stack([row.cpu().numpy() if isinstance(row, torch.Tensor) else row for row in rows])

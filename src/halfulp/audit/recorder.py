@@ -17,6 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,7 +32,7 @@ from halfulp.audit.beginning import Beginning
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
-from halfulp.audit.rows import PER_GRID, SHARED, Row, numbers, numbers_on_device, tables
+from halfulp.audit.rows import PER_GRID, SHARED, Array, Row, numbers, numbers_on_device, tables
 from halfulp.audit.shards import Shards
 from halfulp.audit.summary import summary
 from halfulp.audit.watched import Watched
@@ -159,6 +160,7 @@ class Audit(Beginning):
         self._left_out: set[torch.Tensor] = set()
         self._around, self._evaluated = [], []
         self._batches: list[Batch] = []
+        self._lists = {}
         self._newest: list[Row] = []
         self._newest_loss = math.nan
         self._summed: dict[str, Any] = {}
@@ -312,7 +314,7 @@ class Audit(Beginning):
     def _finish(self) -> None:
         """The step is over for all optimizers."""
         self._stepped.clear()
-        rows = [r for r in self._rows if r.step == self.step]
+        rows = [*takewhile(lambda r: r.step == self.step, reversed(self._rows))][::-1]
         if rows and (not self._newest or self._newest[0].step != self.step):
             self._newest, self._newest_loss = rows, self._loss(self.step)
             for listener in self.listeners:
@@ -330,18 +332,17 @@ class Audit(Beginning):
     # ---- recording ----
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
         if any(w.sharded for w in seen):
             self._touched = self.step
         for batch in self._batches_of(seen):
             batch.look([w for w in seen if w.batch is batch])
         if self.rehearsing is not None and self._rehearses(self.step):
-            self._rehearse(seen, groups)
+            self._rehearse(seen, _by_tensor(optimizer))
         if not self._due(self.step):
             return
         seen = seen if rank() == 0 else [w for w in seen if w.sharded]
-        found: dict[Watched, torch.Tensor] = {}
+        found: dict[Watched, torch.Tensor | Array] = {}
         for batch in self._batches_of(seen):
             present = [w for w in seen if w.batch is batch]
             found.update(zip(present, batch.audit(present), strict=True))
@@ -350,9 +351,11 @@ class Audit(Beginning):
                 assert w.before is not None
                 counted = following.audit(w.before, w.values(), w.grids, moved=w.moved, stay=w.stay)
                 on_cpu = counted.counts.device.type == "cpu"
-                found[w] = torch.from_numpy(numbers(counted)[0]) if on_cpu else numbers_on_device(counted)
-            if self.decay or self.keep:
-                self._look_closer(w, found[w], optimizer, groups[w.tensor])
+                found[w] = numbers(counted)[0] if on_cpu else numbers_on_device(counted)
+        if self.decay or self.keep:
+            groups = _by_tensor(optimizer)
+            for w in seen:
+                self._look_closer(w, torch.as_tensor(found[w]), optimizer, groups[w.tensor])
         if self.scores is not None:
             self._score(self.scores, [w for w in seen if w.scores is not None])
         if not seen:
@@ -360,7 +363,8 @@ class Audit(Beginning):
         totals = reduced(seen, [found[w] for w in seen])
         if rank() != 0:
             return
-        rates = [float(groups[w.tensor].get("lr", math.nan)) for w in seen]
+        rate = {id(p): float(g.get("lr", math.nan)) for g in optimizer.param_groups for p in g["params"]}
+        rates = [rate[id(w.tensor)] for w in seen]
         self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))
         self._losses.setdefault(self.step, []).extend(float(x) for x in self._told)
 
@@ -486,6 +490,10 @@ class Audit(Beginning):
         if self.roles is not None:
             options["roles"] = self.roles.told()
         return manifest.begun(self.grids, self.every, options, self.describe)
+
+
+def _by_tensor(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    return {p: group for group in optimizer.param_groups for p in group["params"]}
 
 
 def _checked_grids(grids: Any) -> list[Grid]:

@@ -245,7 +245,7 @@ class Together:
     def move(self, j: int, rule: Rule, asked: kernel.Asked, back: Sequence[tuple[float, float]]) -> Numbers:
         """Replay the step on all members; (members, bounds, COUNTS)."""
         held = self.held[j]
-        assert held is not None
+        assert held is not None and self.batch.after is not None
         given = (self.batch.before, self.batch.after, asked, back, self.chosen[j])
         return np.add.reduceat(
             kernel.move_many(rule, held, *given), self.batch.starts, axis=0, dtype=np.int64
@@ -335,6 +335,7 @@ class Rehearsals:
         """Have the tensors of a batch go on together."""
         for batch in batches:
             if any(w in self.tensors for w in batch.members):
+                batch.keep_after()
                 self.batches.append(Together(batch, self.tensors))
 
     def follow(

@@ -21,6 +21,7 @@ that a signal ends must not wait for the others: the last step of a sharded copy
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -42,6 +43,7 @@ from halfulp.trace.reading import ROLES
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.sharding import is_sharded
 
+Named = dict[str, torch.Tensor]
 Copies = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -83,6 +85,7 @@ class Companion(Audit):
         self._hooks = _Unhooked(self._before, self._after)
         self._untrained = True
         self.held: dict[int, Held] = {}
+        self._begun: dict[int, Mapping[str, torch.Tensor]] = {}
         self.changed = False
         """Whether anything ever did."""
         self.start()
@@ -96,6 +99,11 @@ class Companion(Audit):
     def begin(self, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
         """Set tensors aside; ``key``: whose they are, where several share a role."""
         held = self.held.get(key)
+        if held is not None and self._begun.get(key) is named:  # the same tensors as last time
+            self.step = step - 1
+            self._before(held)
+            return
+        self._begun[key] = named
         if held is None:
             held = self.held[key] = Held(named)
         known = {n: (g["params"], i) for g in held.param_groups for i, n in enumerate(g["param_names"])}
@@ -174,11 +182,15 @@ def _followed(x: Any) -> bool:
     return plain and str(x.dtype).removeprefix("torch.") in CONTAINERS and x.numel() > 1
 
 
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
+
+
 def moments_of(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The float tensors of an optimizer's state that have a weight's shape: by kind, then by its name."""
-    inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
+    inner = _inner(optimizer)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for group in inner.param_groups:
         for p in group["params"]:
@@ -202,6 +214,10 @@ class Roles:
         self.gradients = Accumulation(self) if states else None
         self._open = False
         """Whether copies are set aside."""
+        self._began: dict[torch.optim.Optimizer, list[str]] = {}
+        """The moments that are, by kind."""
+        self._found: dict[torch.optim.Optimizer, tuple[list[torch.Tensor], dict[str, Named]]] = {}
+        """All tensors of an optimizer's state when its moments were looked for, and those."""
 
     def told(self) -> dict[str, Any]:
         return {"also": sorted(self.also), "states": self.states}
@@ -254,14 +270,15 @@ class Roles:
         """Set the moments aside that there are before a step, and follow gradients from then on."""
         if self.gradients is not None and rank() == 0:
             self.gradients.watch(self.owner._of(optimizer))
-        for kind, named in self._moments(optimizer).items():
+        moments = self._moments(optimizer)
+        for kind, named in moments.items():
             self._begin(kind, id(optimizer), named, step)
+        self._began[optimizer] = [kind for kind in moments if kind in self.audits]
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what the step did to them."""
-        for kind in self._moments(optimizer):
-            if kind in self.audits:
-                self.audits[kind].end(id(optimizer))
+        for kind in self._began.pop(optimizer, ()):
+            self.audits[kind].end(id(optimizer))
 
     def stop(self) -> list[str]:
         """The end: compare for the last time, make everything durable; the copies that never changed."""
@@ -276,8 +293,15 @@ class Roles:
     def _moments(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
         if not self.states:
             return {}
-        found = moments_of(optimizer, {p: w.name for p, w in self.owner.watched.items()})
-        return {kind: named for kind, named in found.items() if kind not in self.also}
+        states = _inner(optimizer).state.items()
+        kept = [x for p, s in states if isinstance(s, Mapping) for x in (p, *s.values())]
+        held = [*(x for x in kept if isinstance(x, torch.Tensor)), *self.owner.watched]
+        known, moments = self._found.get(optimizer, ([], {}))
+        if len(known) != len(held) or not all(map(operator.is_, known, held)):
+            found = moments_of(optimizer, {p: w.name for p, w in self.owner.watched.items()})
+            moments = {kind: named for kind, named in found.items() if kind not in self.also}
+            self._found[optimizer] = (held, moments)
+        return moments
 
     def companion(
         self, role: str, named: Mapping[str, torch.Tensor], *, never_moved: bool, known: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class Watched:
     shown: torch.Tensor | None = None
     """The model's own copy, if this is a master of it."""
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
         return is_sharded(self.tensor)
 
@@ -76,6 +77,11 @@ class Watched:
         """The weights that are audited: all of those on this rank, or the sampled tiles."""
         x = local(self.tensor.detach()) if self.codes is None else self.codes.get().to(self.tensor.dtype)
         return x if self.tiles is None else sampled(x, self.tiles, self.short)
+
+    def whole(self) -> torch.Tensor:
+        """The same of a tensor on the CPU that is neither sharded nor codes, and itself where it can be."""
+        x = self.tensor
+        return x if self.tiles is None else sampled(x.detach(), self.tiles, self.short)
 
     def gradient(self) -> torch.Tensor | None:
         """The gradient of the same weights, in their dtype; None if a step moved them without one."""

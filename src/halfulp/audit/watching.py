@@ -6,6 +6,7 @@ are looked for at every step that is audited, and the manifest of a trace says t
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,7 @@ class Watching(Attributing):
     _untrained: bool
     _batching: bool
     _batches: list[Batch]
+    _lists: dict[torch.optim.Optimizer, tuple[list[torch.Tensor], list[Watched]]]
     _loaded: dict[str, torch.Tensor]
     _resumed: Resumed | None
     """Where a resumed recording goes on; none if it is in memory."""
@@ -59,18 +61,36 @@ class Watching(Attributing):
 
     def _of(self, optimizer: torch.optim.Optimizer) -> list[Watched]:
         """What this rank looks at: on ranks other than the first, only tensors that it holds a shard of."""
-        found = [self.watched[p] for g in optimizer.param_groups for p in g["params"] if p in self.watched]
+        params = self._params(optimizer)
+        found = self._known(optimizer, params)
+        if found is None:
+            found = [self.watched[p] for p in params if p in self.watched]
+            if all(p in self.watched or p in self._left_out for p in params):
+                self._lists[optimizer] = (params, found)
         return found if rank() == 0 else [w for w in found if w.sharded or w.rehearsed]
+
+    @staticmethod
+    def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [p for g in optimizer.param_groups for p in g["params"]]
+
+    def _known(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> list[Watched] | None:
+        """What is watched of its parameters, if each was decided on and they are the same as then: looking
+        dozens of tensors up costs more than to see that."""
+        decided, found = self._lists.get(optimizer, ([], []))
+        same = len(decided) == len(params) > 0 and all(map(operator.is_, decided, params))
+        return found if same else None
 
     def _batches_of(self, watched: list[Watched]) -> list[Batch]:
         return [b for b in self._batches if any(w.batch is b for w in watched)]
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Take up parameters that were not seen before."""
+        params = self._params(optimizer)
+        if self._known(optimizer, params) is not None:
+            return
         new = [
             p
-            for g in optimizer.param_groups
-            for p in g["params"]
+            for p in params
             if p not in self.watched
             and p not in self._left_out
             and (p.requires_grad or p.grad is not None or self._untrained)

@@ -63,8 +63,8 @@ from halfulp.streams import Stream
 
 __all__ = [
     "ARRIVED", "AUDIT_COUNTS", "SCORES", "SHARED_COUNTS", "TILE", "WRITE_COUNTS", "WRITE_SUMS",
-    "Audited", "Written", "audit", "checked_tile", "decode", "encode", "round", "scales", "score",
-    "set_aside", "tiles_of", "write_back",
+    "Audited", "Written", "audit", "check_followed", "checked_tile", "decode", "encode", "round", "scales",
+    "score", "set_aside", "tiles_of", "write_back",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -171,27 +171,20 @@ def audit(
     phase: bool = True,
     moved: torch.Tensor | None = None,
     stay: torch.Tensor | None = None,
-    extents: Array | None = None,
 ) -> Audited:
     """What each grid would do to one step, all grids in one pass: see :class:`Audited`.
 
     ``w`` are the weights before the step; ``d`` the proposals or, with ``after=True``, the
     weights after it. ``phase=False`` skips the uniform-phase sums. ``moved`` (uint8, grids x bytes, a bit
     a coordinate) and ``stay`` (grids x coordinates, of the working type, ones at the start) follow every
-    coordinate over the steps and are updated in place. ``extents`` is for many small tensors in one call:
-    they are laid into ``w`` and ``d`` so that each begins at a tile, and it says (int32) how much of every
-    tile is in use; grids whose scales move with the data, and devices other than the CPU, do not take it.
+    coordinate over the steps and are updated in place. For many tensors in one call:
+    :mod:`halfulp.kernels.auditing`.
     """
     w, d = checked(w, "w"), checked(d, "d")
     same_shape(w=w, d=d)
     proposals(d, w, "d")
     plans = [plan_for(g, w.dtype) for g in grids]
-    _check_followed(w, len(plans), moved, stay)
-    if extents is not None and (
-        on_gpu(w) or any(p.scaled for p in plans) or w.numel() != extents.size * TILE
-    ):
-        raise UsageError("extents= takes whole tiles on the CPU and grids with fixed scales.")
-    work = _params.working(container(w.dtype).name)
+    check_followed(w, len(plans), moved, stay)
     if on_gpu(w):
         from halfulp.kernels import gpu
 
@@ -199,34 +192,22 @@ def audit(
             raise UsageError("following coordinates over steps is a CPU feature: move the tensors there.")
         made = gpu.audit(w, d, after, [p.grid for p in plans], phase)
         return Audited(made[0], made[1], made[2], made[3], made[4], made[5], w.numel())
-    from halfulp.kernels import cpu
+    from halfulp.kernels.auditing import counted
 
     flat_w, flat_d = flat_of(w), flat_of(d)
-    n, g = tiles_of(flat_w.size), len(plans)
-    counts = np.zeros((n, g, len(AUDIT_COUNTS)), dtype=np.int32)
-    shared, sums = np.zeros((n, 2), dtype=np.int32), np.zeros((n, 2))
-    phases, expected = np.zeros((n, g), dtype=np.int64), np.zeros((n, g))
-    arrived = np.zeros((n, g, len(ARRIVED)))
+    found = counted(flat_w, flat_d, after, plans, w.dtype, phase, moved, stay)
+    counts, arrived, expected = (x.numpy() for x in (found.counts, found.arrived, found.expected))
+    work = _params.working(container(w.dtype).name)
     bits = np.empty((0, 0), dtype=np.uint8) if moved is None else moved.numpy()
     odds = np.empty((0, 0), dtype=work) if stay is None else stay.numpy()
-    # The phase sum depends on the mantissa alone: the row of a moving grid is there for nothing else.
-    rows = [i for i, p in enumerate(plans) if phase or not p.scaled]
-    floats, ints = _params.table(tuple(plans[i].grid for i in rows), work)
-    used = np.empty(0, dtype=np.int32) if extents is None else extents
-    run(
-        cpu.audit_tiles, n, flat_w, flat_d, after, used, floats, ints, np.array(rows, dtype=np.int64),
-        _params.masks(work), narrowing(w.dtype), phase, bits, odds, np.int32(1), counts, shared, sums,
-        arrived, phases, expected,
-    )  # fmt: skip
     for i, plan in enumerate(plans):
         if plan.scaled:
             own = (bits[i] if bits.size else bits.reshape(-1), odds[i] if odds.size else odds.reshape(-1))
             counts[:, i], arrived[:, i], expected[:, i] = _audit_moving(flat_w, flat_d, after, plan, w, *own)
-    parts = [torch.from_numpy(a) for a in (counts, shared, sums, phases, expected, arrived)]
-    return Audited(parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], flat_w.size)
+    return found
 
 
-def _check_followed(
+def check_followed(
     w: torch.Tensor, grids: int, moved: torch.Tensor | None, stay: torch.Tensor | None
 ) -> None:
     work = torch.float64 if w.dtype == torch.float64 else torch.float32

@@ -6,8 +6,9 @@ tiles [t0, t1) and releases the interpreter lock, and :mod:`halfulp.kernels.pool
 on torch's worker threads. (numba's own thread layers are not used: the default one aborts the process
 when two Python threads meet in it, the OpenMP one when a forked worker does.)
 
-The pieces that work on one tile are in ``cpu_tile``, ``cpu_tile_audit`` and ``cpu_tile_write``. Grids with
-a fixed scale are here; those whose scale moves with the data are in :mod:`halfulp.kernels.cpu_scaled`.
+The pieces that work on one tile are in ``cpu_tile``, ``cpu_tile_score`` and ``cpu_tile_write``. Grids with a
+fixed scale are here; those whose scale moves with the data are in :mod:`halfulp.kernels.cpu_scaled`, and
+audits in :mod:`halfulp.kernels.auditing`.
 """
 
 from __future__ import annotations
@@ -20,32 +21,14 @@ import numpy as np
 from halfulp.kernels.cpu_tile import (
     WORDS,
     add_in_container,
-    changes,
-    count_ends,
     difference,
     load,
-    merge,
     nearest,
     nonfinite,
     padded,
     stochastic_exact,
     store,
-    sum_abs,
-    sum_squares,
     tile_of,
-)  # fmt: skip
-from halfulp.kernels.cpu_tile_arrival import LEFT, arrival, binade_of
-from halfulp.kernels.cpu_tile_audit import (
-    audit_inside,
-    clean,
-    count_small,
-    count_symmetric,
-    kept,
-    log2_points,
-    phase_sum,
-    stay_bits,
-    stay_magic,
-    survey,
 )  # fmt: skip
 from halfulp.kernels.cpu_tile_score import clean_three, score_sums
 from halfulp.kernels.cpu_tile_write import (
@@ -57,24 +40,7 @@ from halfulp.kernels.cpu_tile_write import (
     whole_proposal,
 )  # fmt: skip
 from halfulp.kernels.cpu_write_run import no_run, upper_halves, write_run
-from halfulp.kernels.params import (
-    CUT,
-    EMIN,
-    HI,
-    INVERSE,
-    KEEP,
-    KIND,
-    LO,
-    MAGIC,
-    ODD,
-    POINTS,
-    SCALED,
-    T_SUB,
-    T_ZERO,
-    TOP,
-    UNIT,
-    UP,
-)  # fmt: skip
+from halfulp.kernels.params import CUT, EMIN, HI, INVERSE, KIND, LO, MAGIC
 from halfulp.kernels.reference import DEADZONE, NEAREST, TILE
 from halfulp.kernels.simd import LANES, bits_of, float_like, kernel, shr, span, specialised
 
@@ -152,120 +118,6 @@ def decode_tiles(codes: Any, values: Any, out: Any, t0: Any, t1: Any) -> Any:
             o[i] = v
             bad += v != v
     return bad
-
-
-@kernel
-def audit_tiles(
-    w: Any, d: Any, after: Any, extents: Any, f: Any, k: Any, slots: Any, masks: Any, to: Any, phase: Any,
-    moved: Any, stay: Any, one: Any, counts: Any, shared: Any, sums: Any, arrived: Any, phases: Any,
-    expected: Any, t0: Any, t1: Any,
-) -> None:  # fmt: skip
-    """Every static grid on every tile. ``after``: d holds the weights after the step; ``one``: 1.
-
-    ``slots`` says where the results of a table row go; the row of a moving grid is there for the phase
-    sum only. ``moved`` (a row of bits a grid) and ``stay`` (a row of probabilities a grid), where not
-    empty, follow every coordinate over the steps. ``extents``, where not empty: how much of every tile is
-    in use, for several tensors that each begin at a tile.
-    """
-    exponent, sign = masks[0], masks[1]
-    w_, d_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype)
-    size_, sized_, turned_ = np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype), np.zeros(TILE, f.dtype)
-    q_, z_, r_ = np.empty(TILE, f.dtype), np.empty(TILE, f.dtype), np.empty(TILE, f.dtype)
-    s_, bits = np.empty(TILE, f.dtype), np.empty(TILE // LANES, np.uint16)
-    log_w, log_d = np.empty(TILE, np.int32), np.empty(TILE, np.int32)
-    buffer, lanes, left = (
-        np.empty(TILE // 2, np.float64),
-        np.empty(LANES, np.int32),
-        np.empty(2 * LEFT, f.dtype),
-    )
-    rows, columns, wholes = f.shape[0], f.shape[1], k.shape[1]
-    follow, odds = moved.shape[0] > 0, stay.shape[0] > 0
-    moved_row = moved.shape[1] if follow else 0
-    floats, ints, ever = f.reshape(-1), k.reshape(-1), moved.reshape(-1)
-    for t in range(t0, t1):
-        first = t * TILE
-        n = extents[t] if extents.size else min(TILE, w.size - first)
-        last = first + n
-        if n < TILE:
-            size_[:] = 0
-            sized_[:] = 0
-            turned_[:] = 0
-        size, sized, turned = size_[:n], sized_[:n], turned_[:n]
-        q, z, r = q_[:n], z_[:n], r_[:n]
-        x = tile_of(span(w, first, last), w_)
-        if after:
-            y = d_[:n]
-            difference(span(d, first, last), x, y)
-        else:
-            y = tile_of(span(d, first, last), d_)
-        zeros, bad, least, most, widest = survey(x, y, size, sized, turned, exponent, sign)
-        if bad > 0:
-            load(x, w_[:n])
-            load(y, d_[:n])
-            x, y = w_[:n], d_[:n]
-            clean(x, y, exponent)
-            zeros, _, least, most, widest = survey(x, y, size, sized, turned, exponent, sign)
-        shared[t, 0] = zeros - bad
-        shared[t, 1] = bad
-        sums[t, 0] = sum_squares(size_, buffer)
-        sums[t, 1] = sum_squares(sized_, buffer)
-        scale = binade_of(widest, exponent)
-        if phase:
-            log2_points(size, log_w[:n])
-            log2_points(sized, log_d[:n])
-            for i in range(n):
-                log_w[i] -= log_d[i]
-        for g in range(rows):
-            o = slots[g]
-            fg = span(floats, g * columns, (g + 1) * columns)
-            kg = span(ints, g * wholes, (g + 1) * wholes)
-            inside = to == 0 and most + most + widest < fg[HI] and fg[LO] == -fg[HI]
-            plain = inside and kg[KIND] != SCALED and not odds
-            if phase and not plain:
-                phases[t, o] = phase_sum(size, sized, log_w[:n], kg[POINTS]) - bad * 65536
-            if kg[KIND] == SCALED:
-                continue
-            ends, tiny = 0, least < fg[T_SUB]
-            if plain:
-                changed, symmetric, zero, small, whole, arrived[t, o, 0], arrived[t, o, 1] = audit_inside(
-                    size_, sized_, turned_, log_w, n, phase, tiny, scale, fg, kg, exponent, q_, z_, r_, bits,
-                    lanes, left, buffer, one,
-                )  # fmt: skip
-                if phase:
-                    phases[t, o] = whole - bad * 65536
-            else:
-                if inside:
-                    symmetric = kept(size, sized, turned, q, z, r, fg, kg, exponent, one)
-                else:
-                    nearest(x, q, fg, kg, exponent, sign)
-                    add_in_container(q, y, z, to)
-                    ends = count_ends(q, fg[LO], fg[HI])
-                    nearest(z, r, fg, kg, exponent, sign)
-                    symmetric = count_symmetric(size, sized, fg[UP], kg[EMIN], exponent)
-                if n < TILE:
-                    q_[n:] = 0
-                    r_[n:] = 0
-                d_all = turned_ if inside else padded(y, d_)
-                arrived[t, o, 0], arrived[t, o, 1] = arrival(q_, r_, d_all, scale, left, buffer)
-                changed = changes(q_, r_, n, bits)
-                zero, small = (
-                    count_small(size, fg[T_ZERO], fg[T_SUB], one) if tiny else (np.int32(0), np.int32(0))
-                )
-            if follow:
-                start = o * moved_row + t * (TILE // 8)
-                counts[t, o, 5] = n - merge(bits, span(ever, start, start + (n + 7) // 8))
-            if odds:
-                chance = stay[o, first:last]
-                if kg[KIND] == MAGIC:
-                    stay_magic(q, z, chance, kg[EMIN], kg[INVERSE], fg[LO], fg[HI], fg[UNIT], exponent)
-                else:
-                    stay_bits(q, z, chance, kg[CUT], kg[ODD], kg[KEEP], kg[TOP], fg[UNIT])
-                expected[t, o] = sum_abs(padded(chance, s_), buffer)
-            counts[t, o, 0] = n - changed - bad
-            counts[t, o, 1] = symmetric - bad
-            counts[t, o, 2] = ends
-            counts[t, o, 3] = small - zero
-            counts[t, o, 4] = zero - bad
 
 
 MODE, CARRIES, CARRY_IN, RUN = NEAREST, False, False, no_run  # and otherwise, in copies of the function below
