@@ -811,6 +811,8 @@ def test_that_kernels_are_compiled_is_said_once_a_machine(
     for _ in range(2):
         compiles(str(tmp_path / "file" / "cache"))
     assert len(caplog.records) == 3
+    compiles(None)  # a part of a kernel, which no cache has by itself
+    assert len(caplog.records) == 3
 
 
 # ---- compare ---------------------------------------------------------------------------------------------

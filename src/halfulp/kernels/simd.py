@@ -61,14 +61,17 @@ class _FirstCompilation(event.Listener):  # type: ignore[misc]  # numba has no t
         function = getattr(dispatcher, "py_func", None)
         if self.said or not str(getattr(function, "__module__", "")).startswith("halfulp."):
             return
+        kept = getattr(getattr(dispatcher, "_cache", None), "cache_path", None)
+        if kept is None:  # a part of a kernel, which is kept as a whole
+            return
         self.said = True
         try:
-            place = Path(dispatcher._cache.cache_path)
+            place = Path(kept)
             place.mkdir(parents=True, exist_ok=True)
             (place / f"halfulp-{SOURCES[:16]}.told").touch(exist_ok=False)
         except FileExistsError:
             return
-        except (OSError, AttributeError):
+        except OSError:
             pass  # nothing is kept here: then every process compiles, and says so
         logging.getLogger("halfulp").warning(
             "halfulp: compiling kernels for this processor; they are kept, so this happens once."
