@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from study_samples import tree
@@ -118,6 +119,38 @@ def executors(effort: Effort, executor: str, kills: int) -> Iterator[Trial]:
         lost += tree(folder / out) != expected
         shutil.rmtree(folder / out)
     yield Trial("Kill", f"a study under `{executor}`, two workers, at random", killed, lost, clock())
+
+
+MARKED = """
+    if "TORTURE_MARKS" in os.environ:  # the node that is at work on it says so
+        import ray
+        open(os.path.join(os.environ["TORTURE_MARKS"], ray.get_runtime_context().get_node_id()), "a").close()
+        time.sleep(0.3)
+"""
+
+
+def nodes(effort: Effort) -> Iterator[Trial]:
+    """Of three nodes of a Ray cluster one is killed on the way. The same run goes on, without its cells."""
+    clock, folder = Clock(), effort.folder / "nodes"
+    folder.mkdir()
+    study = folder / "many.py"
+    cell = "    done = int("
+    study.write_text(STUDY.replace("threads=1,", "threads=1, retries=3,").replace(cell, MARKED + cell))
+    local = ["study", "run", str(study), "--scale", "small", "--out", str(folder / "whole"), "--workers", "1"]
+    with (folder / "said").open("ab") as told:
+        quiet: dict[str, Any] = {"env": PLACE, "stdout": told, "stderr": told}
+        subprocess.run([sys.executable, "-m", "halfulp.cli", *local], check=True, **quiet)
+        rng, kills, lost, cells = random.Random("nodes"), effort.of(2, 5), 0, 0
+        for number in range(kills):
+            out = folder / f"out{number}"
+            before = str(rng.randrange(5, 50))
+            command = [sys.executable, "-m", "torture.nodes", str(study), str(out), before]
+            ended = subprocess.run(command, check=False, **quiet).returncode == 0
+            lost += not ended or tree(out) != tree(folder / "whole")
+            cells += (out / "ledger.jsonl").read_bytes().count(b'"event":"failed"')
+            shutil.rmtree(out)
+    note = f"{cells} cells lost with their nodes and run again by others"
+    yield Trial("Kill", "a node of three of a Ray cluster, at random", kills, lost, clock(), note)
 
 
 # ---- audits ----
@@ -254,6 +287,7 @@ def trials(effort: Effort) -> Iterator[Trial]:
     }
     if importlib.util.find_spec("ray") is not None:
         named["ray"] = lambda: executors(effort, "ray", effort.of(1, 10))
+        named["nodes"] = lambda: nodes(effort)
     for name, part in named.items():
         if effort.wants(name):
             yield from part()

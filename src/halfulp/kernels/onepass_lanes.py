@@ -381,7 +381,8 @@ def _tensor(given: Any, buffers: Any, t0: Any, t1: Any) -> None:
         stored_, grad_, m_, v_, kept_, ever, counts_, sums_, rates, f, k, ft, kt, masks, keys, offset + first,
         plain - first, want_sums if want_sums and whole % want_sums == 0 else 0,
     )  # fmt: skip
-    RUN(given_ + buffers, 0, 1)
+    # 0 and 1, as sums: constants are types of their own, and the loop would be compiled once more for them.
+    RUN(given_ + buffers, t1 - t1, t1 - whole)
     for i in range(n):
         stored[first + i], first_[first + i] = stored_[i], m_[i]
         if second.size:
