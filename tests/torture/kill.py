@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,8 @@ def policies(effort: Effort) -> Iterator[Trial]:
                 if child == 0:
                     try:
                         train(case, folder / "killed")
+                    except BaseException:
+                        traceback.print_exc()
                     finally:
                         os._exit(int(not (folder / "killed" / str(STEPS)).is_dir()))
                 deadline = time.perf_counter() + rng.uniform(0.05, 0.6) * usual
@@ -241,7 +244,10 @@ def policies(effort: Effort) -> Iterator[Trial]:
                     ended = os.WEXITSTATUS(status) == 0
                     break
                 kills += 1
-            lost += not ended or digests(folder / "killed") != digests(folder / "whole")
+            if not ended or digests(folder / "killed") != digests(folder / "whole"):
+                lost += 1
+                found = [p.name for p in sorted((folder / "killed").iterdir())]
+                print(f"lost: {case}/{again}: {'not equal' if ended else 'failed'}: {found}", flush=True)
             shutil.rmtree(folder)
     yield Trial("Kill", f"training under {len(CASES)} policies and storages, at random", kills, lost, clock())
 

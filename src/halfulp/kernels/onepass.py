@@ -168,7 +168,9 @@ def steps(case: Case, jobs: list[Job]) -> list[tuple[torch.Tensor, torch.Tensor]
         n += tiles_of(size)
         ends.append(n)
     counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, len(WRITE_SUMS)))
-    made = tiles(case.rule, case.mode, case.keeps, kind, case.short, case.small, case.drawn)
+    # Where nothing is drawn, how many digits a draw has makes no other case.
+    short = case.short or (case.mode == NEAREST and not case.drawn)
+    made = tiles(case.rule, case.mode, case.keeps, kind, short, case.small, case.drawn)
     stored, grad, moments, kept = (EMPTY[kind] for kind in jobs[0].types)
     run(
         made, n, stored, grad, moments, moments, kept, EMPTY[torch.uint8], np.array(table, dtype=np.int64),

@@ -247,9 +247,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     lanes.store(sixteen, 48, next_q)
                     if BESIDE:
                         lanes.store(sixteen, 64, next_before)
+                    # As values, not as constants: one function for all cases.
                     found = slowly(
-                        sixteen, rates, ft, kt, masks, keys, offset + j, MODE, KEEPS, SHORT,
-                        kept.itemsize == 1, TWO,
+                        sixteen, rates, ft, kt, masks, keys, offset + j, np.int64(MODE), np.int64(KEEPS),
+                        bool(SHORT), bool(kept.itemsize == 1), bool(TWO),
                     )  # fmt: skip
                     wrong = found & 0xFFFF
                     bad += ones(wrong)
