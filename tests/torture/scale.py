@@ -1,8 +1,8 @@
 """Load and scale: what a coordinate costs from a million to a billion, long traces, studies of many cells.
 
 Memory is this process's; times are of its processors, so that a busy machine does not count, and of the
-best of three steps. ``lost`` counts what came out wrong or broke
-its bound: an audit whose counts do not add up, a cost a coordinate that grows, memory beyond what is stated.
+best of three steps. ``lost`` counts what came out wrong or broke its bound: an audit whose counts do not add
+up, a cost a coordinate that grows, memory beyond what is stated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def coordinates(effort: Effort) -> Iterator[Trial]:
             if power > 7
             else 0
         )
-        note = f"{costs[power]:.2f} ns of a processor a coordinate and step; memory +{grown / n:.1f} bytes a coordinate"
+        note = f"{costs[power]:.2f} ns of a processor a coordinate and step; "
+        note += f"memory +{grown / n:.1f} bytes a coordinate"
         yield Trial("Scale", f"an audit of 10^{power} coordinates, two grids", n, lost, clock(), note)
         del p, optimizer
 
