@@ -9,7 +9,7 @@ import pytest
 
 from halfulp.errors import UsageError
 from halfulp.study import Cell, Estimand, Gate, Rule, Stage, Study
-from halfulp.study.verdict import decide, evaluate
+from halfulp.study.verdict import Decision, decide, evaluate, judge
 
 
 def study(scope: Any, comparison: Any, threshold: float, *rules: Rule) -> Study:
@@ -92,3 +92,17 @@ def test_estimands_are_sorted_by_unit_and_finite() -> None:
     values = evaluate([Estimand(name="e", what="w", compute=lambda records: computed)], {})
     assert values == {"e": {"a": None, "b": 0.5, "c": 2.0}}
     assert list(values["e"]) == ["a", "b", "c"]
+
+
+def test_a_decision_knows_its_gates_and_that_nothing_was_recovered() -> None:
+    """A rule for records made by hand fits only where one was; a gate that was not judged did not pass."""
+    rules = (Rule(label="by hand", recovered=True), Rule(label="other"))
+    given = {"e": {"u": 0.0}}
+    for threshold in (1.0, -1.0):
+        made = study("mean", "<", threshold, *rules)
+        for decision in (decide(made, given), judge(made.gates, made.rules, given)):
+            assert (decision.label, decision.recovered) == ("other", False)
+            assert decision.passed("g") == (threshold > 0)
+            assert not decision.passed("g[a]")
+        assert decide(made, given, recovered=True).label == "by hand"
+    assert not Decision({}, "other").recovered

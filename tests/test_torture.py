@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torture
 from torture import Trial, fuzz, mutants
+from torture import readers as kinds
 
 import halfulp as hu
 
@@ -18,7 +19,7 @@ import halfulp as hu
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fuzz.Reader]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fuzz, "quick_identity", lambda: None)  # which would stay for the tests that follow
+        patch.setattr(kinds, "quick_identity", lambda: None)  # which would stay for the tests that follow
         return {reader.name: reader for reader in fuzz.readers(tmp_path_factory.mktemp("fuzz"))}
 
 

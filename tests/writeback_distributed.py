@@ -233,7 +233,8 @@ def main(rank: int, world: int, folder: Path) -> None:
     for policy in NARROW:
         found[f"fsdp narrow {policy}"] = fsdp_narrow(policy)
         found[f"resumed narrow {policy}"] = fsdp_narrow(policy, folder)
-    found["refusals"] = refusals(folder)
+    if world == 2:
+        found["refusals"] = refusals(folder)
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 

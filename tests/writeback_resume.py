@@ -73,16 +73,18 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
 
     def step(self, number: int) -> str:
-        """One step; the digest of everything after it."""
+        """One step; the digest of everything after it. Events are those of a step that was made: a run that
+        was resumed right before one that the scaler skips has none yet, and checkpoints do not hold them."""
+        before = self.opt.steps
         self.opt.zero_grad()
         loss = loss_of(self.model, number) * (torch.inf if number == OVERFLOW else 1.0)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.opt)
         self.scaler.update()
         self.schedule.step()
-        return self.digest(loss)
+        return self.digest(loss, self.opt.events if self.opt.steps > before else None)
 
-    def digest(self, loss: torch.Tensor) -> str:
+    def digest(self, loss: torch.Tensor, events: Any) -> str:
         """Weights, moments, what the policy keeps, rates, events, scale and loss."""
         state = self.opt.state_dict()
         tensors = {
@@ -93,7 +95,7 @@ class Run:
         rest = repr(
             (
                 groups,
-                self.opt.events,
+                events,
                 self.scaler.state_dict(),
                 self.schedule.state_dict()["last_epoch"],
                 loss.item(),

@@ -15,8 +15,10 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from study_samples import tree
@@ -120,6 +122,38 @@ def executors(effort: Effort, executor: str, kills: int) -> Iterator[Trial]:
     yield Trial("Kill", f"a study under `{executor}`, two workers, at random", killed, lost, clock())
 
 
+MARKED = """
+    if "TORTURE_MARKS" in os.environ:  # the node that is at work on it says so
+        import ray
+        open(os.path.join(os.environ["TORTURE_MARKS"], ray.get_runtime_context().get_node_id()), "a").close()
+        time.sleep(0.3)
+"""
+
+
+def nodes(effort: Effort) -> Iterator[Trial]:
+    """Of three nodes of a Ray cluster one is killed on the way. The same run goes on, without its cells."""
+    clock, folder = Clock(), effort.folder / "nodes"
+    folder.mkdir()
+    study = folder / "many.py"
+    cell = "    done = int("
+    study.write_text(STUDY.replace("threads=1,", "threads=1, retries=3,").replace(cell, MARKED + cell))
+    local = ["study", "run", str(study), "--scale", "small", "--out", str(folder / "whole"), "--workers", "1"]
+    with (folder / "said").open("ab") as told:
+        quiet: dict[str, Any] = {"env": PLACE, "stdout": told, "stderr": told}
+        subprocess.run([sys.executable, "-m", "halfulp.cli", *local], check=True, **quiet)
+        rng, kills, lost, cells = random.Random("nodes"), effort.of(2, 5), 0, 0
+        for number in range(kills):
+            out = folder / f"out{number}"
+            before = str(rng.randrange(5, 50))
+            command = [sys.executable, "-m", "torture.nodes", str(study), str(out), before]
+            ended = subprocess.run(command, check=False, **quiet).returncode == 0
+            lost += not ended or tree(out) != tree(folder / "whole")
+            cells += (out / "ledger.jsonl").read_bytes().count(b'"event":"failed"')
+            shutil.rmtree(out)
+    note = f"{cells} cells lost with their nodes and run again by others"
+    yield Trial("Kill", "a node of three of a Ray cluster, at random", kills, lost, clock(), note)
+
+
 # ---- audits ----
 
 
@@ -195,6 +229,8 @@ def policies(effort: Effort) -> Iterator[Trial]:
                 if child == 0:
                     try:
                         train(case, folder / "killed")
+                    except BaseException:
+                        traceback.print_exc()
                     finally:
                         os._exit(int(not (folder / "killed" / str(STEPS)).is_dir()))
                 deadline = time.perf_counter() + rng.uniform(0.05, 0.6) * usual
@@ -208,7 +244,10 @@ def policies(effort: Effort) -> Iterator[Trial]:
                     ended = os.WEXITSTATUS(status) == 0
                     break
                 kills += 1
-            lost += not ended or digests(folder / "killed") != digests(folder / "whole")
+            if not ended or digests(folder / "killed") != digests(folder / "whole"):
+                lost += 1
+                found = [p.name for p in sorted((folder / "killed").iterdir())]
+                print(f"lost: {case}/{again}: {'not equal' if ended else 'failed'}: {found}", flush=True)
             shutil.rmtree(folder)
     yield Trial("Kill", f"training under {len(CASES)} policies and storages, at random", kills, lost, clock())
 
@@ -254,6 +293,7 @@ def trials(effort: Effort) -> Iterator[Trial]:
     }
     if importlib.util.find_spec("ray") is not None:
         named["ray"] = lambda: executors(effort, "ray", effort.of(1, 10))
+        named["nodes"] = lambda: nodes(effort)
     for name, part in named.items():
         if effort.wants(name):
             yield from part()

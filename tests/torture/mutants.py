@@ -183,7 +183,7 @@ def notices(name: str, tree: ast.Module | None, tests: Sequence[str]) -> bool:
 
 
 def trials(effort: Effort) -> Iterator[Trial]:
-    import hypothesis  # noqa: F401  # what every child needs, before the forks; nothing of halfulp
+    # What every child needs, before the forks: nothing of halfulp, and no plugin of pytest (it would warn).
     import numba  # noqa: F401
     import torch
 

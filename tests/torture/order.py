@@ -6,20 +6,23 @@ an allocation and the training of each policy leave.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import halfulp as hu
+from halfulp import kernels
 from torture import Clock, Effort, Trial
 
 HERE = Path(__file__).parent.parent
@@ -121,25 +124,148 @@ def ranks(effort: Effort, mode: str, world: int) -> int:
     return 0
 
 
+def written_back(effort: Effort, world: int) -> tuple[int, int]:
+    """Training under every policy on so many ranks beside one process: how many cases, how many differ."""
+    from forks import launch
+    from test_writeback_distributed import KEYS
+    from writeback_distributed import CASES, NARROW, joined, single, single_narrow
+
+    alone = {f"{grid} {policy}": single(grid, policy) for grid, policy in CASES}
+    alone |= {f"narrow {policy}": single_narrow(policy) for policy in NARROW}
+    folder = effort.folder / f"written{world}"
+    folder.mkdir()
+    launch("writeback_distributed.py", world, folder)
+    found = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
+    wrong = 0
+    for key in KEYS:
+        expected = alone[key.partition(" ")[2]]
+        wrong += not all(_as_alone(run, expected) for run in joined([one[key] for one in found]))
+    return len(KEYS), wrong
+
+
+def _as_alone(run: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Weights, what is kept, and events. (The codes of packed weights are there beside the weights.)"""
+    pairs = [(run[part].get(n), v) for part in ("weights", "kept") for n, v in expected[part].items()]
+    return run["events"] == expected["events"] and all(
+        a is not None and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in pairs
+    )
+
+
+def resume_points(effort: Effort) -> tuple[int, int]:
+    """Every policy and storage, saved before each step and gone on with: how many, how many differ."""
+    from writeback_resume import CASES, FORMATS, STEPS, Run
+
+    tried = wrong = 0
+    for case in CASES:
+        run, folder = Run(case), effort.folder / "points" / case
+        whole = []
+        for number in range(STEPS):
+            run.save(folder / str(number), FORMATS[number % 2])
+            whole.append(run.step(number))
+        for number in range(1, STEPS, effort.of(4, 1)):
+            again = Run(case)
+            again.load(folder / str(number), FORMATS[number % 2])
+            tried += 1
+            wrong += [again.step(n) for n in range(number, min(number + 2, STEPS))] != whole[number:][:2]
+        shutil.rmtree(folder)
+    return tried, wrong
+
+
+def chunks() -> tuple[int, int]:
+    """Rounding and write-back of pieces beside those of the whole tensor: how many, how many differ."""
+    n, tried, wrong = 20_000, 0, 0
+    stream = hu.Stream(seed=9, name="w", step=4)
+    words = stream.words(2 * n).astype("float64") / 2.0**32 - 0.5
+    q, d = (torch.from_numpy(x).float() for x in (words[:n] * 0.1, words[n:] * 0.001))
+    for name in ("bf16", "e4m3@128", "e5m2", "int4@16/asym"):
+        grid = hu.grid(name)
+        stored = grid.round(q)
+        for mode in ("nearest", "stochastic", "deadzone"):
+            draws = None if mode == "nearest" else stream
+            whole = kernels.write_back(stored, stored + d, grid, mode, draws).out
+            for size in (1, 7, 767, 768, 769, 4096):
+                ends = range(0, min(n, 200 * size), size)  # of single weights, the first two hundred
+                pieces = [
+                    kernels.write_back(
+                        stored[a : a + size], (stored + d)[a : a + size], grid, mode,
+                        draws and stream.at(a),
+                    ).out
+                    for a in ends
+                ]  # fmt: skip
+                tried += 1
+                together = torch.cat(pieces)
+                wrong += not torch.equal(together, whole[: len(together)])
+    return tried, wrong
+
+
+def workers(effort: Effort) -> tuple[int, int]:
+    """A study whose cells run in this process, and in one, two and three workers."""
+    from study_samples import run, study_file, tree
+
+    from torture.kill import STUDY
+
+    path = study_file(effort.folder / "workers", STUDY)
+    trees = []
+    for count in (1, 2, 3):
+        run(path, effort.folder / "workers" / str(count), executor="local", workers=count)
+        trees.append(tree(effort.folder / "workers" / str(count)))
+    return len(trees), sum(found != trees[0] for found in trees)
+
+
 def trials(effort: Effort) -> Iterator[Trial]:
+    torch.set_num_threads(1)
+    parts = {
+        "digests": lambda: digests(effort),
+        "chunks": lambda: _one(
+            "pieces of a tensor, of 1 to 4,096 weights, in three modes on four grids", chunks
+        ),
+        "resume": lambda: _one(
+            "points to resume from, of every policy and storage", lambda: resume_points(effort)
+        ),
+        "workers": lambda: _one("one, two and three workers of a study", lambda: workers(effort)),
+        "write-back": lambda: over_ranks(effort),
+        "audit": lambda: audits(effort),
+    }
+    for name, part in parts.items():
+        if effort.wants(name):
+            yield from part()
+
+
+def _one(what: str, run: Callable[[], tuple[int, int]]) -> Iterator[Trial]:
+    clock = Clock()
+    tried, lost = run()
+    yield Trial("Order", what, tried, lost, clock())
+
+
+def over_ranks(effort: Effort) -> Iterator[Trial]:
+    for world in (1, 2, 4):
+        what = f"write-backs over {world} rank{'s' * (world > 1)} under DDP and FSDP2, resumed ones too"
+        yield from _one(what, functools.partial(written_back, effort, world))
+
+
+def digests(effort: Effort) -> Iterator[Trial]:
     clock, plain = Clock(), asked()
-    differing: list[str] = []
 
     def compare(what: str, cases: list[dict[str, int]]) -> Trial:
         found = [asked(**case) for case in cases]
         wrong = sorted({name for one in found for name in plain if one.get(name) != plain[name]})
-        differing.extend(wrong)
         note = f"{len(plain)} digests each" + (f"; differ: {', '.join(wrong)}" if wrong else "")
         return Trial("Order", what, len(cases), len(wrong), clock(), note)
 
-    yield compare("hash seeds", [{"seed": seed} for seed in SEEDS[: effort.of(3, 5)]])
+    yield compare("hash seeds", [{"seed": seed} for seed in SEEDS])
     yield compare("one and two threads", [{"threads": 1}, {"threads": 2}])
     yield compare("parameters shuffled", [{"shuffle": n} for n in range(1, effort.of(3, 9))])
     yield compare("parts of a trace: 1, 2, 7 and 100 steps", [{"part": n} for n in (1, 2, 7, 100)])
+
+
+def audits(effort: Effort) -> Iterator[Trial]:
+    clock = Clock()
     for mode in ("ddp", "fsdp"):
-        for world in (2, 4):
+        for world in (1, 2, 4):
             lost = ranks(effort, mode, world)
-            yield Trial("Order", f"an audit over {world} ranks under {mode}", world, lost, clock())
+            what = f"an audit over {world} rank{'s' * (world > 1)} under {mode}"
+            yield Trial("Order", what, world, lost, clock())
 
 
 if __name__ == "__main__":

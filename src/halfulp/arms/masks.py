@@ -38,10 +38,13 @@ import torch
 from safetensors.torch import load as load_tensors
 
 from halfulp import tensors
+from halfulp.documents import whole
+from halfulp.errors import CorruptionError
 from halfulp.kernels import SCORES, tiles_of
 from halfulp.masks import REHEARSED, Mask, choose, drawn, tile_sizes, whole_tensors
 from halfulp.streams import Stream
 from halfulp.study import Running
+from halfulp.text import shown
 from halfulp.writeback import TileMaster
 
 Json = Any
@@ -199,9 +202,19 @@ def pack(made: Mapping[str, Mask]) -> bytes:
 def unpacked(content: bytes, where: str) -> dict[str, Mask]:
     """The masks of a file that :func:`pack` made, by name; ``where`` is named in errors."""
     bits, metadata = tensors.read_stream(BytesIO(content), len(content), Path(where))
-    said = json.loads(metadata[_KEY])
+    try:
+        return _unpacked(bits, json.loads(metadata[_KEY]))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptionError(f"{where} does not hold masks of a run: {shown(repr(error), 120)}.") from None
+
+
+def _unpacked(bits: Mapping[str, torch.Tensor], said: Json) -> dict[str, Mask]:
     sizes, tile = dict(said["sizes"]), said["tile"]
+    if any(not whole(n, 1) for n in (*sizes.values(), tile)):
+        raise ValueError("sizes and tile are whole numbers from 1")
     counts = [tiles_of(size, tile) for size in sizes.values()]
+    if any((sum(counts) + 7) // 8 != t.numel() or t.dtype != torch.uint8 for t in bits.values()):
+        raise ValueError(f"a mask of these sizes has {sum(counts)} bits")
     made = {}
     for name, (score, budget) in said["masks"].items():
         flags = np.unpackbits(bits[name].numpy(), count=sum(counts)).astype(bool)

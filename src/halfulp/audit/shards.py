@@ -21,6 +21,7 @@ import torch
 from halfulp import files, tensors
 from halfulp.audit.ranks import rank, spread
 from halfulp.audit.watched import Watched
+from halfulp.documents import whole
 from halfulp.errors import CorruptionError, HalfulpError, UsageError
 from halfulp.trace.resuming import RANKS, STEP, Resumed, clear, shard_file, told
 from halfulp.trace.schema import read_manifest
@@ -233,7 +234,10 @@ def _read(file: Path, trace: str) -> tuple[State, dict[int, Range]]:
     if said.get(TRACE) != trace or tensors.DIGEST not in said:
         raise CorruptionError(f"{file} belongs to another trace than the one that it lies in.")
     try:
-        ranges = {int(i): (int(first), int(numel)) for i, (first, numel) in json.loads(said[PLACES]).items()}
-    except (KeyError, ValueError, TypeError, AttributeError):
-        raise CorruptionError(f"{file} does not say which coordinates it holds.") from None
+        ranges = {int(i): (first, numel) for i, (first, numel) in json.loads(said[PLACES]).items()}
+        stated = all(whole(n) for pair in ranges.values() for n in pair)
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        stated = False
+    if not stated:
+        raise CorruptionError(f"{file} does not say which coordinates it holds.")
     return found, ranges

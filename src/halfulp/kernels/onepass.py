@@ -185,7 +185,9 @@ def steps(case: Case, jobs: list[Job]) -> list[tuple[torch.Tensor, torch.Tensor]
     counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, len(WRITE_SUMS)))
     codes = jobs[0].stored.dtype == torch.uint8
     lanes = HALF if halves() and _halved(resolved.grid) else kind
-    made = tiles(case.rule, case.mode, case.keeps, lanes, case.short, case.small, case.drawn, codes)
+    # Where nothing is drawn, how many digits a draw has makes no other case.
+    short = case.short or (case.mode == NEAREST and not case.drawn)
+    made = tiles(case.rule, case.mode, case.keeps, lanes, short, case.small, case.drawn, codes)
     stored, grad, moments, kept = (EMPTY[kind] for kind in jobs[0].types)
     run(
         made, n, stored, grad, moments, moments, kept, EMPTY[torch.uint8], np.array(table, dtype=np.int64),

@@ -272,9 +272,10 @@ def _run(given: Any, t0: Any, t1: Any) -> None:
                     lanes.store(sixteen, 48, next_q)
                     if BESIDE:
                         lanes.store(sixteen, 64, next_before)
+                    # As values, not as constants: one function for all cases.
                     found = slowly(
-                        sixteen, rates, ft, kt, masks, keys, offset + j, MODE, KEEPS, SHORT,
-                        kept.itemsize == 1, TWO,
+                        sixteen, rates, ft, kt, masks, keys, offset + j, np.int64(MODE), np.int64(KEEPS),
+                        bool(SHORT), bool(kept.itemsize == 1), bool(TWO),
                     )  # fmt: skip
                     wrong = found & 0xFFFF
                     bad += ones(wrong)
@@ -416,7 +417,8 @@ def _tensor(given: Any, buffers: Any, t0: Any, t1: Any) -> None:
         stored_, grad_, m_, v_, kept_, ever, counts_, sums_, rates, f, k, ft, kt, masks, keys, offset + first,
         plain - first, want_sums if want_sums and whole % want_sums == 0 else 0,
     )  # fmt: skip
-    RUN(given_ + buffers, 0, 1)
+    # 0 and 1, as sums: constants are types of their own, and the loop would be compiled once more for them.
+    RUN(given_ + buffers, t1 - t1, t1 - whole)
     for i in range(n):
         stored[first + i], first_[first + i] = stored_[i], m_[i]
         if second.size:

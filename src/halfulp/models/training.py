@@ -42,10 +42,11 @@ from safetensors.torch import save as save_tensors
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 
 from halfulp import kernels
-from halfulp.errors import CorruptionError, UsageError, VersionError
+from halfulp.errors import CorruptionError, HalfulpError, UsageError, VersionError
 from halfulp.grids import Grid
 from halfulp.models.decoder import Decoder
 from halfulp.streams import Stream
+from halfulp.text import shown
 from halfulp.writeback.native import flat_state, native_state
 
 Tokens = npt.NDArray[np.uint16]
@@ -330,8 +331,8 @@ class Training:
             # Copies, so that nothing keeps the file's bytes, or their odd alignment, alive.
             tensors = {name: t.clone() for name, t in load_tensors(saved).items()}
             cursor = json.loads(bytes(tensors.pop(CURSOR).numpy()))
-            version, update, recipe = cursor["version"], cursor["update"], cursor["recipe"]
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            version, recipe, notes = cursor["version"], dict(cursor["recipe"]), cursor["notes"]
+        except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CorruptionError(f"this is not the state of a training run: {error!r}.") from None
         if version != VERSION:
             raise VersionError(f"this training state has version {version}; this halfulp reads {VERSION}.")
@@ -339,6 +340,17 @@ class Training:
             mine = self.recipe.to_json()
             other = ", ".join(f"{k} {recipe.get(k)!r}" for k in mine if recipe.get(k) != mine[k])
             raise UsageError(f"this training state is of another recipe: it has {other}.")
+        try:
+            self._take(tensors, cursor)
+        except HalfulpError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CorruptionError(
+                f"this training state does not fit the model and optimizer: {shown(str(error), 300)}."
+            ) from None
+        return notes, {k.removeprefix("kept/"): t for k, t in tensors.items() if k.startswith("kept/")}
+
+    def _take(self, tensors: Mapping[str, torch.Tensor], cursor: Mapping[str, Any]) -> None:
         weights = {k.removeprefix("model/"): t for k, t in tensors.items() if k.startswith("model/")}
         self.model.load_state_dict(native_state(weights))
         state: dict[int, dict[str, torch.Tensor]] = {}
@@ -352,9 +364,6 @@ class Training:
         ]
         groups = [{**mine, **theirs} for mine, theirs in zip(fresh, cursor["groups"], strict=True)]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.update = update
+        self.update = cursor["update"]
         self.scale = cursor.get("scale")
         self.backoffs = [tuple(entry) for entry in cursor.get("backoffs", [])]
-        return cursor["notes"], {
-            k.removeprefix("kept/"): t for k, t in tensors.items() if k.startswith("kept/")
-        }
