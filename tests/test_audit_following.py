@@ -56,9 +56,9 @@ def test_bits_there_and_back(count: int) -> None:
 def test_an_audit_that_follows_so_has_the_numbers_of_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorder's way on a device, taken on the CPU: without the kernel's own following of coordinates."""
 
-    def apart(before: Any, after: Any, grids: Any, *, moved: Any, stay: Any) -> Any:
+    def apart(before: Any, after: Any, grids: Any, *, moved: Any, stay: Any, phase: bool) -> Any:
         assert stay is None
-        found = following.kernels.audit(before, after, grids, after=True)
+        found = following.kernels.audit(before, after, grids, after=True, phase=phase)
         found.counts[:, :, following.NEVER] = following.follow(before, after, grids, moved)
         return found
 

@@ -92,6 +92,8 @@ def test_counts_are_those_of_a_comparison(dtype: torch.dtype) -> None:
     for role, trace in roles.items():
         assert trace.frozen("bf16").tolist() == pytest.approx(shares(stages, role), abs=1e-15)
         assert trace.manifest["run"] == {"role": role}
+        with pytest.raises(hu.HalfulpError, match="does not say 'phase'"):
+            trace.frozen("bf16", by="phase")
         moved = {n for n in stages[0] if n.startswith(f"{role} ")}
         if dtype == torch.bfloat16 and moved:  # never moved, by the bits of all stages
             still = torch.cat(

@@ -82,11 +82,12 @@ class Batch:
             now[self.at[w]] = w.whole()
         return now
 
-    def audit(self, present: Sequence[Watched]) -> Array:
+    def audit(self, present: Sequence[Watched], phase: bool) -> Array:
         """The numbers of the members that are part of this step, a row each."""
         found = audit_many(
-            self.before, self._now(present), self.layout, self.grids, moved=self.moved, stay=self.stay
-        )
+            self.before, self._now(present), self.layout, self.grids, phase=phase, moved=self.moved,
+            stay=self.stay,
+        )  # fmt: skip
         return numbers(found, self.starts)[[self.at[w] for w in present]]
 
 

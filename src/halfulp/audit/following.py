@@ -30,11 +30,12 @@ def audit(
     *,
     moved: torch.Tensor | None,
     stay: torch.Tensor | None,
+    phase: bool = True,
 ) -> Audited:
     """What each grid would do to one step, coordinates followed wherever the tensors are."""
     if moved is None or not on_gpu(before):
-        return kernels.audit(before, after, grids, after=True, moved=moved, stay=stay)
-    found = kernels.audit(before, after, grids, after=True)
+        return kernels.audit(before, after, grids, after=True, phase=phase, moved=moved, stay=stay)
+    found = kernels.audit(before, after, grids, after=True, phase=phase)
     found.counts[:, :, NEVER] = follow(before, after, grids, moved)
     return found
 

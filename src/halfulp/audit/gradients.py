@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from halfulp import kernels
-from halfulp.audit.rows import Row, numbers, numbers_on_device
+from halfulp.audit.rows import Row, leave_phases_out, numbers, numbers_on_device
 from halfulp.audit.watched import Watched
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class Accumulation:
         ids = list(self._pending)
         self.audit.step += 1
         totals = np.stack([self._pending[i] for i in ids])
+        leave_phases_out(totals)
         row = Row(step=self.audit.step, ids=ids, rates=[float("nan")] * len(ids), numbers=totals)
         self.audit._rows.append(row)
         self._pending = {}

@@ -32,7 +32,16 @@ from halfulp.audit.beginning import Beginning
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
-from halfulp.audit.rows import PER_GRID, SHARED, Array, Row, numbers, numbers_on_device, tables
+from halfulp.audit.rows import (
+    PER_GRID,
+    SHARED,
+    Array,
+    Row,
+    leave_phases_out,
+    numbers,
+    numbers_on_device,
+    tables,
+)
 from halfulp.audit.shards import Shards
 from halfulp.audit.summary import summary
 from halfulp.audit.watched import Watched
@@ -187,6 +196,7 @@ class Audit(Beginning):
         self._untrained = False
         """Whether tensors without gradients are followed as well: those of roles are."""
         self._batching = True
+        self._phases = True
         """Whether small tensors are copied side by side."""
         self.roles: Any = None
         if states or also:
@@ -345,11 +355,13 @@ class Audit(Beginning):
         found: dict[Watched, torch.Tensor | Array] = {}
         for batch in self._batches_of(seen):
             present = [w for w in seen if w.batch is batch]
-            found.update(zip(present, batch.audit(present), strict=True))
+            found.update(zip(present, batch.audit(present, self._phases), strict=True))
         for w in seen:
             if w.batch is None:
                 assert w.before is not None
-                counted = following.audit(w.before, w.values(), w.grids, moved=w.moved, stay=w.stay)
+                counted = following.audit(
+                    w.before, w.values(), w.grids, moved=w.moved, stay=w.stay, phase=self._phases
+                )
                 on_cpu = counted.counts.device.type == "cpu"
                 found[w] = numbers(counted)[0] if on_cpu else numbers_on_device(counted)
         if self.decay or self.keep:
@@ -363,6 +375,8 @@ class Audit(Beginning):
         totals = reduced(seen, [found[w] for w in seen])
         if rank() != 0:
             return
+        if not self._phases:
+            leave_phases_out(totals)
         rate = {id(p): float(g.get("lr", math.nan)) for g in optimizer.param_groups for p in g["params"]}
         rates = [rate[id(w.tensor)] for w in seen]
         self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))

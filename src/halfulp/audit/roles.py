@@ -84,6 +84,7 @@ class Companion(Audit):
         )  # fmt: skip
         self._hooks = _Unhooked(self._before, self._after)
         self._untrained = True
+        self._phases = False  # an estimate of weights, and a third of what counting costs
         self.held: dict[int, Held] = {}
         self._begun: dict[int, Mapping[str, torch.Tensor]] = {}
         self.changed = False

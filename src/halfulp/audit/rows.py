@@ -102,6 +102,11 @@ def numbers_on_device(found: kernels.Audited) -> torch.Tensor:
     return torch.cat([torch.cat(per_grid, dim=1).reshape(-1), total(found.shared), total(found.sums)])
 
 
+def leave_phases_out(made: Array) -> None:
+    """Say of rows that phases were not summed."""
+    made[:, PER_GRID.index("phase") : -len(SHARED) : EACH] = np.nan
+
+
 def tables(rows: Sequence[Row], losses: Mapping[int, float], grids: int) -> dict[str, pl.DataFrame]:
     """The tables of a part: ``grids``, ``tensors`` and ``run``."""
     if not rows:  # a part of evaluations alone

@@ -47,6 +47,7 @@ class Watching(Attributing):
     _left_out: set[torch.Tensor]
     _untrained: bool
     _batching: bool
+    _phases: bool
     _batches: list[Batch]
     _lists: dict[torch.optim.Optimizer, tuple[list[torch.Tensor], list[Watched]]]
     _loaded: dict[str, torch.Tensor]

@@ -207,7 +207,10 @@ class Recorded(ABC):
         if by in ("symmetric", "phase"):
             found = self.series(by, grid, scope)
             if not len(found):
-                raise UsageError(f"{self.where} does not say {by!r}: it is of casts, or has no step.")
+                raise UsageError(
+                    f"{self.where} does not say {by!r}: it is of casts or moments, which have no phases, or "
+                    "has no step."
+                )
             return found if by == "symmetric" else found / 2.0**16
         if by == "rho":
             return scalar_rho_map(self.update_ratio(scope) / named(grid).epsilon)

@@ -50,6 +50,7 @@ def audit_many(
     layout: Layout,
     grids: Sequence[Grid],
     *,
+    phase: bool = True,
     moved: torch.Tensor | None = None,
     stay: torch.Tensor | None = None,
 ) -> Audited:
@@ -70,7 +71,7 @@ def audit_many(
     places[:, 0] = layout.addresses(now, before.element_size())
     places[:, 1] = layout.used
     flat = flat_of(before)
-    return counted(flat, flat[:0], True, plans, before.dtype, True, moved, stay, places)
+    return counted(flat, flat[:0], True, plans, before.dtype, phase, moved, stay, places)
 
 
 def _read(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
