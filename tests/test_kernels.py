@@ -20,7 +20,7 @@ from oracle import CONTAINERS, NUMPY, array, assert_same, fits, tensor
 
 import halfulp as hu
 from halfulp import kernels
-from halfulp.kernels import cpu, pool, reference
+from halfulp.kernels import auditing, cpu, pool, reference
 from halfulp.kernels.team import launcher
 
 STATIC = ["bf16", "fp16", "e5m2", "e4m3@128", "e2m1", "m0", "m3", "m10", "float32"]
@@ -655,6 +655,7 @@ def test_indices_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         return [kernel(*args, max(count - 3, 0), count)]
 
     monkeypatch.setattr(kernels, "run", last_tiles)
+    monkeypatch.setattr(auditing, "run", last_tiles)
     n = 2**31 + 1000
     first = (reference.tiles_of(n) - 3) * reference.TILE
     assert first < 2**31 < n

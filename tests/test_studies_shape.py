@@ -20,8 +20,8 @@ FIRST = (
     "matched_10k", "midpoint", "phase_diagram", "prospective_modern", "theory", "two_layer",
 )  # fmt: skip
 """What is left in `studies/` of the studies that there were before arms were a package."""
-BUDGET = 4980
-"""Lines of these and of all of `arms/`, which serves later studies too: 4,974 when this was written. Before
+BUDGET = 4990
+"""Lines of these and of all of `arms/`, which serves later studies too: 4,987 when this was written. Before
 there were arms, `studies/` took 5,195. What they are made of is in docs/log.md."""
 
 

@@ -51,11 +51,11 @@ class StepHooks:
 
     def at_exit(self, stop: Callable[[], None]) -> None:
         """Call a method when the process ends, if the hooks are still there and its object is."""
-        method = weakref.WeakMethod(stop)
+        method, process = weakref.WeakMethod(stop), self._process
 
-        def forgotten() -> None:
+        def forgotten() -> None:  # holds nothing: an audit that is dropped lets go of its folder
             found = method()
-            if found is not None and os.getpid() == self._process:
+            if found is not None and os.getpid() == process:
                 found()
 
         self._forgotten = forgotten

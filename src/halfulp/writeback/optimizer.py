@@ -202,8 +202,8 @@ class WriteBack(torch.optim.Optimizer):
             assert self._model is not None
             self._shells.attach(self._model, packed)
 
-    def _place(self, p: torch.nn.Parameter, codes: Codes) -> Whole | shards.Place:
-        return shards.Place(p, shards.record_of(self._model, p), codes) if is_sharded(p) else Whole(p)
+    def _place(self, p: torch.nn.Parameter, codes: Codes) -> Whole | shards.ShardPlace:
+        return shards.ShardPlace(p, shards.record_of(self._model, p), codes) if is_sharded(p) else Whole(p)
 
     def _watch_frozen(self, groups: list[dict[str, Any]]) -> None:
         managed = {slot.p for slot in self.slots}

@@ -138,7 +138,7 @@ def _records(model: torch.nn.Module | None) -> list[Any]:
     return found
 
 
-class Place:
+class ShardPlace:
     """Where FSDP2 holds a shard. Opened, it has values, for state dictionaries; closed, it is a
     :class:`PackedShard` and nothing else."""
 

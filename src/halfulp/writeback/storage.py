@@ -133,7 +133,7 @@ class _Hook:
         )
 
 
-class Place(Protocol):
+class PackedPlace(Protocol):
     """Where a packed parameter is, and how it is given values for a while."""
 
     def open(self, values: torch.Tensor) -> None: ...
@@ -160,12 +160,12 @@ class Shells:
 
     def __init__(self) -> None:
         self._codes: dict[torch.nn.Parameter, Codes] = {}
-        self._places: dict[torch.nn.Parameter, Place] = {}
+        self._places: dict[torch.nn.Parameter, PackedPlace] = {}
         self._open: dict[torch.nn.Parameter, int] = {}
         self._handles: list[Any] = []
         self._contexts: list[Any] = []
 
-    def add(self, p: torch.nn.Parameter, codes: Codes, place: Place) -> None:
+    def add(self, p: torch.nn.Parameter, codes: Codes, place: PackedPlace) -> None:
         self._codes[p], self._places[p], self._open[p] = codes, place, 0
 
     def open(self, p: torch.nn.Parameter) -> None:
