@@ -7,7 +7,9 @@ a number. A trial that was not run is not in the table.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -43,7 +45,7 @@ class Effort:
         return long if self.long else short
 
     def wants(self, what: str) -> bool:
-        return self.only in what
+        return re.search(self.only, what) is not None
 
 
 Part = Callable[[Effort], Iterator[Trial]]
@@ -63,7 +65,15 @@ class Clock:
 
 def keep(trials: list[Trial]) -> list[Trial]:
     """Add trials to those of earlier runs: what is tried again replaces what was said of it, unless that was
-    more. A loss is never replaced by fewer trials."""
+    more. A loss is never replaced by fewer trials. One process at a time: two may each run a part."""
+    with PAGE.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        kept = _kept(trials)
+        page(kept)
+    return kept
+
+
+def _kept(trials: list[Trial]) -> list[Trial]:
     old = [Trial(**row) for row in json.loads(RESULTS.read_text())] if RESULTS.is_file() else []
     table = {(t.part, t.what): t for t in old}
     for t in trials:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from torture import Effort, keep, page
+from torture import Effort, keep
 
 PARTS = ("fuzz", "kill", "order", "scale", "mutants")
 
@@ -18,7 +18,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(prog="torture", description=__doc__)
     arguments.add_argument("--long", action="store_true", help="the form of an hour")
     arguments.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
-    arguments.add_argument("--what", default="", help="only trials whose name has this in it (fuzz, kill)")
+    arguments.add_argument("--what", default="", help="only trials whose name this expression finds")
     asked = arguments.parse_args()
     parts = asked.only.split(",")
     if len(parts) > 1:  # each in a process of its own: none finds what another imported or left
@@ -38,7 +38,7 @@ def main() -> int:
                 f"{trial.part}: {trial.what}: {trial.tried:,} tried, {told}, {trial.seconds:.1f} s", end=" "
             )
             print(trial.note, flush=True)
-            page(keep([trial]))
+            keep([trial])
     return int(lost > 0)
 
 
