@@ -38,7 +38,16 @@ from halfulp.kernels.onepass_reference import (
 )  # fmt: skip
 from halfulp.kernels.onepass_stored import HALF, drawn_code, kept_of, moment_of, stored_of, to_keep, values_of
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE, WRITE_SUMS
-from halfulp.kernels.simd import array_at, kernel, ones, specialised, two_short, two_threefry
+from halfulp.kernels.simd import (
+    array_at,
+    inline,
+    kernel,
+    ones,
+    special_case,
+    specialised,
+    two_short,
+    two_threefry,
+)  # fmt: skip
 
 SUMS = len(WRITE_SUMS)
 
@@ -494,6 +503,8 @@ def tiles(
     case |= {"TWO": rule in (ADAMW, ADAM)}
     draws = {"FILL": fill_short, "ONCE": AT_ONCE} if short else {"FILL": fill_long, "ONCE": TILE + AT_ONCE}
     run = specialised(_run, name, **draws, **case)
-    tensor = specialised(_tensor, name, RUN=run)
+    tensor = inline(
+        special_case(_tensor, name, {"RUN": run})
+    )  # a function more would be compiled as often again
     packed = specialised(packed_tensor, name, TENSOR=tensor) if codes else None
     return specialised(_tiles, f"{name}_{int(codes)}", TENSOR=tensor, PACKED=packed, CODES=codes)

@@ -26,7 +26,9 @@ from halfulp.kernels import lanes
 from halfulp.kernels.kept import Kept
 from halfulp.streams import PARITY
 
-JIT: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+JIT: dict[str, Any] = {
+    "nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True
+}  # fmt: skip
 
 
 def _sources() -> str:

@@ -10,27 +10,29 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import typeof, types
 from numba.extending import intrinsic
 
-from halfulp.kernels.simd import specialised
+from halfulp.kernels.simd import kernel as compiled
 
 WORD = ir.IntType(64)
 DATA = ir.IntType(8).as_pointer()
 BLOCK = ir.FunctionType(ir.VoidType(), [DATA])
 FORK = ir.FunctionType(ir.VoidType(), [BLOCK.as_pointer(), DATA, ir.IntType(32), ir.IntType(32)])
 ASK = ir.FunctionType(ir.IntType(32), [])
-FIRST, COUNT, RANGES, TOTAL, FAILED, MY_NUMBER, THREADS, ARGUMENTS = range(8)
-"""What the threads share: the tiles, how many ranges they are cut into, the sum of what the kernel returned,
-whether a call failed, whom to ask for the thread's number and for how many there are, and the arguments."""
+KERNEL, FIRST, COUNT, RANGES, TOTAL, FAILED, MY_NUMBER, THREADS, ARGUMENTS = range(9)
+"""What the threads share: the code, the tiles, how many ranges they are cut into, the sum of what the kernel
+returned, whether a call failed, whom to ask for the thread's number and for how many there are, and the
+arguments."""
 
 
 def _field(builder: Any, shared: Any, which: int) -> Any:
     return builder.gep(shared, [ir.Constant(ir.IntType(32), i) for i in (0, which)], inbounds=True)
 
 
-def _block(context: Any, module: Any, shared_type: Any, done: Any, sig: Any, name: str) -> Any:
+def _block(context: Any, module: Any, shared_type: Any, returns: Any, takes: Any, name: str) -> Any:
     """What every thread runs: the range of its number, and others if there are fewer threads than ranges.
 
     Ranges are not given to whoever asks first: what thread i worked on in the last operation, torch's or
@@ -40,8 +42,8 @@ def _block(context: Any, module: Any, shared_type: Any, done: Any, sig: Any, nam
     entry, check, work, leave = (block.append_basic_block(n) for n in ("entry", "check", "work", "leave"))
     builder = ir.IRBuilder(entry)
     shared = builder.bitcast(block.args[0], shared_type.as_pointer())
-    first, count, ranges, *ask = (
-        builder.load(_field(builder, shared, i)) for i in (FIRST, COUNT, RANGES, MY_NUMBER, THREADS)
+    kernel, first, count, ranges, *ask = (
+        builder.load(_field(builder, shared, i)) for i in (KERNEL, FIRST, COUNT, RANGES, MY_NUMBER, THREADS)
     )
     arguments = builder.load(_field(builder, shared, ARGUMENTS))
     alone = builder.icmp_signed("==", ask[0], ir.Constant(WORD, 0))
@@ -68,11 +70,13 @@ def _block(context: Any, module: Any, shared_type: Any, done: Any, sig: Any, nam
         builder.add(first, builder.sdiv(builder.mul(count, k), ranges))
         for k in (i, builder.add(i, ir.Constant(WORD, 1)))
     ]
-    given = [builder.extract_value(arguments, j) for j in range(len(sig.args) - 2)]
-    status, result = context.call_internal_no_propagate(builder, done.fndesc, sig, [*given, *ends])
-    if isinstance(sig.return_type, types.Integer):
-        whole = context.cast(builder, result, sig.return_type, types.int64)
-        builder.atomic_rmw("add", _field(builder, shared, TOTAL), whole, "monotonic")
+    given = [builder.extract_value(arguments, j) for j in range(len(takes) - 2)]
+    function = context.call_conv.get_function_type(returns, takes).as_pointer()
+    status, result = context.call_conv.call_function(
+        builder, builder.inttoptr(kernel, function), returns, takes, [*given, *ends]
+    )
+    if returns != types.none:
+        builder.atomic_rmw("add", _field(builder, shared, TOTAL), result, "monotonic")
     failed = builder.zext(status.is_error, WORD)
     builder.atomic_rmw("or", _field(builder, shared, FAILED), failed, "monotonic")
     i.add_incoming(builder.add(i, threads), builder.block)
@@ -84,26 +88,28 @@ def _block(context: Any, module: Any, shared_type: Any, done: Any, sig: Any, nam
 
 
 @intrinsic
-def fork(typing: Any, kernel: Any, team: Any, ranges: Any, first: Any, last: Any, arguments: Any) -> Any:
+def fork(
+    _typing: Any, returns: Any, kernel: Any, team: Any, ranges: Any, first: Any, last: Any, arguments: Any
+) -> Any:
     """kernel(*arguments, start, stop) over [first, last) in ranges; the sum of what the calls return, and
-    whether one failed. ``team``: the addresses of ``GOMP_parallel``, ``omp_get_thread_num`` and
-    ``omp_get_num_threads``, or zeros for this thread alone."""
-    sig = kernel.get_call_type(typing, (*arguments.types, types.intp, types.intp), {})
-    done = kernel.dispatcher.get_compile_result(sig)
+    whether one failed. ``returns``: a number if the kernel returns one, or None; ``kernel``: the address of
+    its code for these types of arguments. ``team``: the addresses of ``GOMP_parallel``,
+    ``omp_get_thread_num`` and ``omp_get_num_threads``, or zeros for this thread alone."""
+    takes = (*arguments.types, types.intp, types.intp)
+    gives = types.none if returns == types.none else types.int64
 
     def build(context: Any, builder: Any, whole: Any, args: Any) -> Any:
-        _, team, ranges, first, last, given = args
-        context.active_code_library.add_linking_library(done.library)
+        _, kernel, team, ranges, first, last, given = args
         shared_type = ir.LiteralStructType([WORD] * ARGUMENTS + [given.type])
         name = f"{builder.function.name}.block"
-        block = _block(context, builder.module, shared_type, done, sig, name)
+        block = _block(context, builder.module, shared_type, gives, takes, name)
         with builder.goto_entry_block():
             shared = builder.alloca(shared_type)
         zero = ir.Constant(WORD, 0)
         parallel, number, threads = (builder.extract_value(team, i) for i in range(3))
         for which, value in (
-            (FIRST, first), (COUNT, builder.sub(last, first)), (RANGES, ranges), (TOTAL, zero),
-            (FAILED, zero), (MY_NUMBER, number), (THREADS, threads), (ARGUMENTS, given),
+            (KERNEL, kernel), (FIRST, first), (COUNT, builder.sub(last, first)), (RANGES, ranges),
+            (TOTAL, zero), (FAILED, zero), (MY_NUMBER, number), (THREADS, threads), (ARGUMENTS, given),
         ):  # fmt: skip
             builder.store(value, _field(builder, shared, which))
         data = builder.bitcast(shared, DATA)
@@ -118,19 +124,38 @@ def fork(typing: Any, kernel: Any, team: Any, ranges: Any, first: Any, last: Any
         return context.make_tuple(builder, whole.return_type, found)
 
     whole = types.UniTuple(types.int64, 2)
-    return whole(kernel, team, types.intp, types.intp, types.intp, arguments), build
+    return whole(returns, types.intp, team, types.intp, types.intp, types.intp, arguments), build
 
 
-KERNEL: Any = None  # in copies of the function below
+@compiled
+def _launch(returns: Any, kernel: Any, team: Any, ranges: Any, first: Any, last: Any, *arguments: Any) -> Any:
+    return fork(returns, kernel, team, ranges, first, last, arguments)
 
 
-def _launch(team: Any, ranges: Any, first: Any, last: Any, *arguments: Any) -> Any:
-    return fork(KERNEL, team, ranges, first, last, arguments)
+def _kind(argument: Any) -> Any:
+    """What decides the type that numba gives an argument, for arrays in a tenth of its time."""
+    if isinstance(argument, np.ndarray):
+        return argument.dtype, argument.ndim, argument.flags.num
+    return typeof(argument)
 
 
 @cache
 def launcher(kernel: Any) -> Any:
-    """``launch(team, ranges, first, last, *arguments)`` of a kernel, see :func:`fork`."""
-    function, stamp = kernel.py_func, kernel._cache._cache_file._source_stamp
-    # By the kernel's own stamp: a kernel elsewhere may change when nothing here does.
-    return specialised(_launch, f"{function.__module__}.{function.__qualname__}.{stamp[:16]}", KERNEL=kernel)
+    """``launch(team, ranges, first, last, *arguments)`` of a kernel, see :func:`fork`.
+
+    What is launched is called by its address, so that the code around it is compiled once for types of
+    arguments, not for every kernel, and no kernel is compiled a second time into it."""
+    known: dict[Any, tuple[int | None, int]] = {}
+
+    def launch(team: Any, ranges: int, first: int, last: int, *arguments: Any) -> Any:
+        kinds = tuple(map(_kind, arguments))
+        if kinds not in known:
+            takes = (*map(typeof, arguments), types.intp, types.intp)
+            kernel.compile(takes)
+            done = kernel.overloads[takes]
+            address = done.library.get_pointer_to_function(done.fndesc.llvm_func_name)
+            assert done.signature.return_type in (types.none, types.int64), done.signature
+            known[kinds] = None if done.signature.return_type == types.none else 0, address
+        return _launch(*known[kinds], team, ranges, first, last, *arguments)
+
+    return launch

@@ -100,16 +100,16 @@ class Reach:
         Where nothing decays, a binade moves as a whole, but for ties and the power of two that it begins
         with.
         """
-        out, size = np.empty(binades, dtype=np.int64), 1 << grid.mantissa
-        for e in range(binades):
-            low, high = e * size + 1, (e + 1) * size
-            if self.decay == 0:
-                low = low if self.moves(np.array([low + 1]), grid)[0] else high  # an even one: a tie stays
-            while low < high and self.decay:
-                middle = (low + high) // 2
-                low, high = (low, middle) if self.moves(np.array([middle]), grid)[0] else (middle + 1, high)
-            out[e] = low
-        return out
+        size = 1 << grid.mantissa
+        low = np.arange(binades, dtype=np.int64) * size + 1
+        high = low + size - 1
+        if self.decay == 0:
+            return np.where(self.moves(low + 1, grid), low, high)  # an even one: a tie stays
+        while (open_ := low < high).any():
+            middle = (low + high) // 2
+            moves = self.moves(middle, grid)
+            low, high = np.where(open_ & ~moves, middle + 1, low), np.where(moves, middle, high)
+        return low
 
 
 def _half_gaps(n: Array, grid: Grid) -> tuple[Array, Array]:

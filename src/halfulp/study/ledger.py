@@ -16,6 +16,7 @@ import datetime
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from halfulp import canonical, files
@@ -25,18 +26,21 @@ from halfulp.study.protocol import Json
 
 Event = dict[str, Json]
 
-_NONCE: dict[int, str] = {}  # by process: a fork is another process
-
 
 def process() -> Event:
-    """The identity of this process."""
-    pid = os.getpid()
+    """The identity of this process; a fork is another."""
+    return {"pid": (pid := os.getpid()), **_of(pid)}
+
+
+@cache
+def _of(_pid: int) -> Event:
+    """When it started, and a word of its own. Asked once: the system may take milliseconds to tell."""
     try:
         start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
         start, boot = 0, ""
-    return {"pid": pid, "start": start, "boot": boot, "nonce": _NONCE.setdefault(pid, secrets.token_hex(8))}
+    return {"start": start, "boot": boot, "nonce": secrets.token_hex(8)}
 
 
 class Ledger:
