@@ -440,3 +440,18 @@ def test_a_tensor_without_a_gradient_has_no_events() -> None:
     opt.step()
     assert [r.name for r in opt.events.rows] == ["up.weight"]
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n != "up.weight")
+
+
+@pytest.mark.parametrize(
+    ("policy", "setting"), [("rne", {"differentiable": True}), ("eco", {"betas": (0.0, 0.999)})]
+)
+def test_settings_that_are_refused_are_not_loaded_either(policy: str, setting: dict[str, Any]) -> None:
+    """They would be found at the next step, or at the next state, when this one is gone."""
+    model = torch.nn.Linear(4, 4)
+    opt = hu.WriteBack(torch.optim.AdamW(model.parameters(), lr=1e-3), "bf16", policy, model=model)
+    saved = opt.state_dict()
+    other = {**saved, "param_groups": [{**saved["param_groups"][0], **setting}]}
+    with pytest.raises(hu.UsageError, match=next(iter(setting))):
+        opt.load_state_dict(other)
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["betas"] == (0.9, 0.999)

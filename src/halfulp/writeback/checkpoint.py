@@ -28,6 +28,7 @@ import torch
 from halfulp import files, kernels, tensors
 from halfulp.documents import Fields, listed, parsed, whole
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
+from halfulp.writeback.choosing import check_group
 from halfulp.writeback.consistency import check_consistent
 from halfulp.writeback.native import NativeCodes
 from halfulp.writeback.policies import TileMaster
@@ -182,11 +183,17 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
     rest = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
     plain = {"state": {k: entry for k, entry in state.items() if entry}, "param_groups": groups, **rest}
     try:
+        for group in groups:
+            check_group(group)
+        for slot in slots:
+            slot.policy.check(slot.grid, wb.optimizer, groups[slot.place[0]])
         wb.optimizer.load_state_dict(plain)
         if late:  # again with their stand-ins, which do not round moments to the parameter's type
             wb._commit(late, project=False)
             wb.optimizer.load_state_dict(plain)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except HalfulpError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         name = type(wb.optimizer).__name__
         raise UsageError(f"the wrapped {name} does not take this state: {error}.") from None
     for mine, loaded, kept_here in zip(wb.param_groups, wb.optimizer.param_groups, own, strict=True):

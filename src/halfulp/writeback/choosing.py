@@ -23,6 +23,12 @@ Storage = Literal["container", "native", "packed"]
 Select = Callable[[str, torch.Tensor], bool] | Iterable[str] | None
 
 
+def check_group(group: dict[str, Any]) -> None:
+    """Refuse settings of a group, given or loaded, that no policy can do with."""
+    if group.get("differentiable"):
+        raise UsageError("differentiable=True is not supported: a write-back has no gradient.")
+
+
 @dataclass(kw_only=True)
 class Chooser:
     """The arguments of a write-back that say which and how."""
@@ -49,8 +55,7 @@ class Chooser:
             from_model = {p: n.replace("_orig_mod.", "") for n, p in self.model.named_parameters()}
         planned = []
         for i, group in enumerate(groups, start=first):
-            if group.get("differentiable"):
-                raise UsageError("differentiable=True is not supported: a write-back has no gradient.")
+            check_group(group)
             names = group.get("param_names", [])
             chosen_grid = named(group.get("grid", self.grid))
             chosen = policy(group.get("policy", self.policy))
