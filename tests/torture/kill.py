@@ -217,7 +217,7 @@ def policies(effort: Effort) -> Iterator[Trial]:
     clock, rng = Clock(), random.Random("policies")
     kills = lost = 0
     for case in CASES:
-        for again in range(effort.of(1, 20)):
+        for again in range(effort.of(3, 20)):
             folder = effort.folder / f"{case}-{again}"
             (folder / "whole").mkdir(parents=True)
             began = time.perf_counter()
@@ -288,7 +288,7 @@ def trials(effort: Effort) -> Iterator[Trial]:
         "policies": lambda: policies(effort),
         "audits": lambda: audits(effort),
         "every operation": lambda: every_operation(effort),
-        "local": lambda: executors(effort, "local", effort.of(5, 100)),
+        "local": lambda: executors(effort, "local", effort.of(10, 100)),
         "demo": lambda: demo(effort),
     }
     if importlib.util.find_spec("ray") is not None:
