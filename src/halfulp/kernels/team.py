@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import typeof, types
+from numba._dispatcher import compute_fingerprint
 from numba.extending import intrinsic
 
 from halfulp.kernels.simd import kernel as compiled
@@ -132,13 +132,6 @@ def _launch(returns: Any, kernel: Any, team: Any, ranges: Any, first: Any, last:
     return fork(returns, kernel, team, ranges, first, last, arguments)
 
 
-def _kind(argument: Any) -> Any:
-    """What decides the type that numba gives an argument, for arrays in a tenth of its time."""
-    if isinstance(argument, np.ndarray):
-        return argument.dtype, argument.ndim, argument.flags.num
-    return typeof(argument)
-
-
 @cache
 def launcher(kernel: Any) -> Any:
     """``launch(team, ranges, first, last, *arguments)`` of a kernel, see :func:`fork`.
@@ -148,7 +141,7 @@ def launcher(kernel: Any) -> Any:
     known: dict[Any, tuple[int | None, int]] = {}
 
     def launch(team: Any, ranges: int, first: int, last: int, *arguments: Any) -> Any:
-        kinds = tuple(map(_kind, arguments))
+        kinds = compute_fingerprint(arguments)  # of their types, as numba itself tells calls apart
         if kinds not in known:
             takes = (*map(typeof, arguments), types.intp, types.intp)
             kernel.compile(takes)
