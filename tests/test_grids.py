@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -173,3 +174,30 @@ def test_one_spelling_a_name(name: str) -> None:
 def test_scales_are_written_as_python_prints_them() -> None:
     for scale in (128, 128.0, 0.5, 2.0**-20, 2.0**70, 1):
         assert hu.grid(f"e4m3@{scale}").largest == 448 / scale
+
+
+def test_the_largest_value_of_tf32() -> None:
+    """torch has no type of it to compare with: ten digits of float32's."""
+    assert hu.grid("tf32")._fixed()[1] == float.fromhex("0x1.ffcp127")
+
+
+def test_a_scaled_grid_may_use_all_digits_of_its_container() -> None:
+    blocks = hu.grid("mxfp8_e4m3")
+    assert replace(blocks, mantissa=7).within(torch.bfloat16).mantissa == 7
+    with pytest.raises(hu.UsageError, match="too few mantissa bits"):
+        replace(blocks, mantissa=8).within(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "subnormals"),
+    [
+        ("e4m3@128", "1 (folded into the limits)", "gradual below 2**-13, spacing 2**-16"),
+        ("int4@50", "0.02", "evenly spaced"),
+        ("int4/g32", "absmax, one per 32 values, moves with the data", "evenly spaced"),
+        ("int3/dqt", "dqt, one per tensor, moves with the data", "evenly spaced"),
+        ("nvfp4", "nv, one per 16 values, moves with the data", "gradual below 2**0, spacing 2**-1"),
+    ],
+)
+def test_what_happens_at_the_edges_in_words(name: str, scale: str, subnormals: str) -> None:
+    rules = hu.grid(name).rules
+    assert (rules["scale"], rules["subnormals"]) == (scale, subnormals)
