@@ -294,9 +294,11 @@ class Roles:
     def _moments(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
         if not self.states:
             return {}
-        states = _inner(optimizer).state.items()
-        kept = [x for p, s in states if isinstance(s, Mapping) for x in (p, *s.values())]
-        held = [*(x for x in kept if isinstance(x, torch.Tensor)), *self.owner.watched]
+        states = [
+            (p, *s.values()) for p, s in _inner(optimizer).state.items() if isinstance(s, dict | Mapping)
+        ]
+        held = [x for state in states for x in state if isinstance(x, torch.Tensor)]
+        held += self.owner.watched
         known, moments = self._found.get(optimizer, ([], {}))
         if len(known) != len(held) or not all(map(operator.is_, known, held)):
             found = moments_of(optimizer, {p: w.name for p, w in self.owner.watched.items()})
