@@ -291,7 +291,7 @@ class Audit(Beginning):
                 if w.batch is None:
                     w.set_aside()
             if self.roles is not None and self._due(coming):
-                self.roles.before(optimizer, coming)
+                self.roles.before(optimizer, here, coming)
         self.seconds += time.perf_counter() - start
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -344,14 +344,15 @@ class Audit(Beginning):
         seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
         if any(w.sharded for w in seen):
             self._touched = self.step
-        for batch in self._batches_of(seen):
-            batch.look([w for w in seen if w.batch is batch])
         if self.rehearsing is not None and self._rehearses(self.step):
+            for batch in self._batches_of(seen):
+                batch.look([w for w in seen if w.batch is batch])
             self._rehearse(seen, _by_tensor(optimizer))
         if not self._due(self.step):
             return
-        seen = seen if rank() == 0 else [w for w in seen if w.sharded]
-        found = self._counted(seen)
+        first = rank() == 0
+        seen = seen if first else [w for w in seen if w.sharded]
+        found = self._rows_of(seen)
         if self.decay or self.keep:
             groups = _by_tensor(optimizer)
             for w, row in zip(seen, found, strict=True):
@@ -361,7 +362,7 @@ class Audit(Beginning):
         if not seen:
             return
         totals = reduced(seen, found)
-        if rank() != 0:
+        if not first:
             return
         if not self._phases:
             leave_phases_out(totals)
@@ -372,7 +373,7 @@ class Audit(Beginning):
         self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))
         self._losses.setdefault(self.step, []).extend(float(x) for x in self._told)
 
-    def _counted(self, seen: list[Watched]) -> Sequence[torch.Tensor | Array] | Array:
+    def _rows_of(self, seen: list[Watched]) -> Sequence[torch.Tensor | Array] | Array:
         """A row of numbers for every tensor."""
         together = self._batches_of(seen)
         if len(together) == 1 and together[0].members == seen:  # most models
