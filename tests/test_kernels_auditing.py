@@ -83,6 +83,40 @@ def test_every_number_is_that_of_each_tensor(dtype: torch.dtype, drawn: Any, odd
             assert_same(moved[:, first * TILE // 8 :][:, : bits.shape[1]], bits)
 
 
+def elsewhere(x: torch.Tensor) -> None:
+    x.data = x.data.clone()
+
+
+def in_one_memory_but_turned(x: torch.Tensor) -> None:
+    x.data = x.data.t()
+
+
+def in_another_type(x: torch.Tensor) -> None:
+    x.data = x.data.bfloat16()
+
+
+def negated_on_reading(x: torch.Tensor) -> None:
+    x.data = torch._neg_view(x.data)
+
+
+@pytest.mark.parametrize("move", [elsewhere, in_one_memory_but_turned, in_another_type, negated_on_reading])
+def test_values_are_found_wherever_a_tensor_has_them_now(move: Any) -> None:
+    layout, grids = Layout([900, 900]), [hu.grid("bf16")]
+    tensors = [torch.from_numpy(plain((30, 30), torch.float32, seed)[0].copy()) for seed in (1, 2)]
+    together = Together(before := torch.zeros(layout.total * TILE), layout, grids)
+    together.set_aside(tensors)
+    for seed in (3, 4):
+        for x in tensors:
+            x.copy_(torch.from_numpy(plain((30, 30), torch.float32, seed)[1]))
+        found = together.audit(tensors)
+        for i, x in enumerate(tensors):
+            then = before[2 * i * TILE :][:900].view(30, 30)
+            alone = kernels.audit(then, x.to(torch.float32, copy=True).contiguous(), grids, after=True)
+            for field in ("counts", "shared", "sums", "phase", "arrived"):
+                assert_same(getattr(found, field)[2 * i :][:2], getattr(alone, field), f"{field} of {i}")
+        move(tensors[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whole_tiles_with_nothing_rare(dtype: torch.dtype) -> None:
     for phase in (True, False):

@@ -63,6 +63,11 @@ class Batch:
             for first, shape in zip(self.starts, self.shapes, strict=True)
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """What is kept between steps beside copies and what is followed."""
+        return self._together.call.nbytes + (0 if self.after is None else self.after.nbytes)
+
     def set_aside(self) -> None:
         """Keep the weights as they are before a step."""
         self._together.set_aside([w.whole() for w in self.members])

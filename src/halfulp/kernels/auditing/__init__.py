@@ -74,7 +74,7 @@ class Together:
         self._places = np.zeros((layout.total, 2), dtype=np.int64)
         self._places[:, 1] = layout.used
         self._none = self._flat[:0]
-        self._call = Call(
+        self.call = Call(
             self._flat, self._none, True, plans, before.dtype, phase, moved, stay, self._places
         )  # fmt: skip
 
@@ -90,7 +90,7 @@ class Together:
         """What became of them: tiles in the order of the layout. They are read where they are, or from a copy
         where that cannot be."""
         held = self._find(tensors)
-        found = self._call()
+        found = self.call()
         del held
         return found
 
@@ -151,6 +151,8 @@ class Call:
         )  # fmt: skip
         parts = [torch.from_numpy(a) for a in (counts, shared, sums, phases, expected, arrived)]
         self._found = Audited(parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], w.size)
+        self.nbytes = sum(part.nbytes for part in parts) + places.nbytes
+        """What it keeps between calls, beside what it was given to work on."""
 
     def __call__(self) -> Audited:
         """What the kernel finds: the same tensors at every call."""
