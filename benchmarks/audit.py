@@ -160,12 +160,13 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def kept(audit: hu.Audit) -> int:
-    """Bytes between steps; with rehearsals, a batch of small tensors also keeps them as a step left them."""
+    """Bytes between steps; a batch of small tensors also keeps room for its counts, by tiles, and with
+    rehearsals the weights as a step left them."""
     if isinstance(audit, hu.CastAudit):
         return audit.bytes
     found = [(w.before, w.moved, w.stay, w.scores) for w in audit.watched.values()]
-    found += [(b.after,) for b in audit._batches]
-    return sum(t.nbytes for ts in found for t in ts if t is not None)
+    beside = sum(b.nbytes for b in audit._batches)
+    return beside + sum(t.nbytes for ts in found for t in ts if t is not None)
 
 
 # ---- the kernel alone -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from test_kernels import draw, grids_for, quiet
 import halfulp as hu
 from halfulp import kernels
 from halfulp.kernels import TILE, reference
-from halfulp.kernels.auditing import Layout, audit_many
+from halfulp.kernels.auditing import Layout, Together
 from halfulp.kernels.plan import plan_for
 
 SHAPES = [(5, 700), (2,), (3, 768), (64, 24), (1, 769)]
@@ -53,7 +53,7 @@ def check(found: Any, expected: dict[str, np.ndarray], what: str, at: slice = sl
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("odds", [False, True], ids=["moved", "moved and odds"])
 def test_every_number_is_that_of_each_tensor(dtype: torch.dtype, drawn: Any, odds: bool) -> None:
-    """Two steps; what is followed goes on in memory that all share."""
+    """Two steps by what was made ready once; what is followed goes on in memory that all share."""
     grids = fixed(dtype)
     layout = Layout([int(np.prod(s)) for s in SHAPES])
     work = torch.float64 if dtype == torch.float64 else torch.float32
@@ -61,14 +61,19 @@ def test_every_number_is_that_of_each_tensor(dtype: torch.dtype, drawn: Any, odd
     stay = torch.ones((len(grids), layout.total * TILE), dtype=work) if odds else None
     g, kind = len(grids), np.float64 if odds and work == torch.float64 else np.float32
     kept = [(np.zeros((g, (n + 7) // 8), np.uint8), np.ones((g, n), kind)) for n in layout.sizes]
+    before = torch.zeros(layout.total * TILE, dtype=dtype)
+    together = Together(before, layout, grids, moved=moved, stay=stay)
     for seed in (1, 2):
-        before, after = torch.zeros(layout.total * TILE, dtype=dtype), []
         pairs = [drawn(shape, dtype, seed) for shape in SHAPES]
-        for (w, then), start in zip(pairs, layout.starts, strict=True):
-            before[start * TILE :][: w.size] = tensor(w).reshape(-1)
-            after.append(tensor(then))
-        after[0] = torch.zeros(5, 1400, dtype=dtype)[:, ::2].copy_(after[0])  # not in place
-        found = audit_many(before, after, layout, grids, moved=moved, stay=stay)
+        then, after = ([tensor(x) for x in each] for each in zip(*pairs, strict=True))
+        for tensors in (then, after):
+            tensors[0] = torch.zeros(5, 1400, dtype=dtype)[:, ::2].copy_(tensors[0])  # not in place
+        together.set_aside(then)
+        for x, start in zip(then, layout.starts, strict=True):
+            place = before[start * TILE :][: -(-x.numel() // TILE) * TILE]
+            assert_same(place[: x.numel()], array(x.reshape(-1)))
+            assert not place[x.numel() :].any()
+        found = together.audit(after)
         for i, (w, then) in enumerate(pairs):
             bits, chances = kept[i]
             more = {"moved": bits, "stay": chances if odds else None}
@@ -76,6 +81,40 @@ def test_every_number_is_that_of_each_tensor(dtype: torch.dtype, drawn: Any, odd
             first, tiles = layout.starts[i], len(expected["counts"])
             check(found, expected, f"{SHAPES[i]}", slice(first, first + tiles))
             assert_same(moved[:, first * TILE // 8 :][:, : bits.shape[1]], bits)
+
+
+def elsewhere(x: torch.Tensor) -> None:
+    x.data = x.data.clone()
+
+
+def in_one_memory_but_turned(x: torch.Tensor) -> None:
+    x.data = x.data.t()
+
+
+def in_another_type(x: torch.Tensor) -> None:
+    x.data = x.data.bfloat16()
+
+
+def negated_on_reading(x: torch.Tensor) -> None:
+    x.data = torch._neg_view(x.data)
+
+
+@pytest.mark.parametrize("move", [elsewhere, in_one_memory_but_turned, in_another_type, negated_on_reading])
+def test_values_are_found_wherever_a_tensor_has_them_now(move: Any) -> None:
+    layout, grids = Layout([900, 900]), [hu.grid("bf16")]
+    tensors = [torch.from_numpy(plain((30, 30), torch.float32, seed)[0].copy()) for seed in (1, 2)]
+    together = Together(before := torch.zeros(layout.total * TILE), layout, grids)
+    together.set_aside(tensors)
+    for seed in (3, 4):
+        for x in tensors:
+            x.copy_(torch.from_numpy(plain((30, 30), torch.float32, seed)[1]))
+        found = together.audit(tensors)
+        for i, x in enumerate(tensors):
+            then = before[2 * i * TILE :][:900].view(30, 30)
+            alone = kernels.audit(then, x.to(torch.float32, copy=True).contiguous(), grids, after=True)
+            for field in ("counts", "shared", "sums", "phase", "arrived"):
+                assert_same(getattr(found, field)[2 * i :][:2], getattr(alone, field), f"{field} of {i}")
+        move(tensors[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,10 +141,12 @@ def test_every_place_of_a_rare_value() -> None:
 
 def test_what_cannot_be_audited_together() -> None:
     layout, x = Layout([8, 4]), torch.zeros(2 * TILE)
-    bf16 = [hu.grid("bf16")]
-    with pytest.raises(hu.UsageError, match="expected 4 values, as before the step, found 5"):
-        audit_many(x, [torch.zeros(8), torch.zeros(5)], layout, bf16)
-    with pytest.raises(hu.UsageError, match="an after of each"):
-        audit_many(x, [torch.zeros(8)], layout, bf16)
+    together = Together(x, layout, [hu.grid("bf16")])
+    with pytest.raises(hu.UsageError, match="expected 4 values, as at the first step, found 5"):
+        together.audit([torch.zeros(8), torch.zeros(5)])
+    with pytest.raises(hu.UsageError, match="expected 2 tensors to audit together, found 1"):
+        together.set_aside([torch.zeros(8)])
+    with pytest.raises(hu.UsageError, match="laid out tile by tile"):
+        Together(x[:TILE], layout, [hu.grid("bf16")])
     with pytest.raises(hu.UsageError, match="with fixed scales"):
-        audit_many(x, [torch.zeros(8), torch.zeros(4)], layout, [hu.grid("int8")])
+        Together(x, layout, [hu.grid("int8")])

@@ -118,7 +118,7 @@ class Showing:
     watched: dict[torch.Tensor, Watched]
     step: int
     _inside: str | None = None
-    _watch: Callable[[torch.optim.Optimizer], None]
+    _watch: Callable[[torch.optim.Optimizer], list[Watched]]
     _skip_until: int
     _around: list[torch.nn.Module]
     """Models that nobody gave, but that were found around a step."""

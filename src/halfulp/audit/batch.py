@@ -17,7 +17,7 @@ from halfulp.audit.rows import Array, numbers
 from halfulp.audit.watched import Watched
 from halfulp.grids import Grid
 from halfulp.kernels import TILE
-from halfulp.kernels.auditing import Layout, audit_many
+from halfulp.kernels.auditing import Layout, Together
 from halfulp.kernels.plan import plan_for
 
 SMALL = 2**20
@@ -27,7 +27,7 @@ SMALL = 2**20
 class Batch:
     """Tensors of one dtype on the CPU, or samples of them, audited for the same grids with fixed scales."""
 
-    def __init__(self, members: Sequence[Watched]) -> None:
+    def __init__(self, members: Sequence[Watched], phase: bool) -> None:
         self.members = list(members)
         self.at = {w: i for i, w in enumerate(members)}
         self.grids: list[Grid] = members[0].grids
@@ -53,6 +53,9 @@ class Batch:
                 if flat is not None and begun is not None:
                     place = flat[:, self.starts[i] * TILE // per :][:, : begun.shape[1]]
                     setattr(w, what, place.copy_(begun))
+        self._together = Together(
+            self.before, self.layout, self.grids, phase=phase, moved=self.moved, stay=self.stay
+        )
 
     def _places(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -60,10 +63,14 @@ class Batch:
             for first, shape in zip(self.starts, self.shapes, strict=True)
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """What is kept between steps beside copies and what is followed."""
+        return self._together.call.nbytes + (0 if self.after is None else self.after.nbytes)
+
     def set_aside(self) -> None:
         """Keep the weights as they are before a step."""
-        with torch.no_grad():
-            torch._foreach_copy_(self._before, [w.whole() for w in self.members])
+        self._together.set_aside([w.whole() for w in self.members])
 
     def keep_after(self) -> None:
         """From now on, have side by side what steps make of them."""
@@ -82,17 +89,14 @@ class Batch:
             now[self.at[w]] = w.whole()
         return now
 
-    def audit(self, present: Sequence[Watched], phase: bool) -> Array:
+    def audit(self, present: Sequence[Watched]) -> Array:
         """The numbers of the members that are part of this step, a row each."""
-        found = audit_many(
-            self.before, self._now(present), self.layout, self.grids, phase=phase, moved=self.moved,
-            stay=self.stay,
-        )  # fmt: skip
-        return numbers(found, self.starts)[[self.at[w] for w in present]]
+        rows = numbers(self._together.audit(self._now(present)), self.starts)
+        return rows if present == self.members else rows[[self.at[w] for w in present]]
 
 
-def batches(new: Sequence[Watched]) -> list[Batch]:
-    """Batches of those that can be in one; one tensor is none."""
+def batches(new: Sequence[Watched], phase: bool) -> list[Batch]:
+    """Batches of those that can be in one; one tensor is none. ``phase``: whether phases are summed."""
     alike: dict[torch.dtype, list[Watched]] = {}
     for w in new:
         plain = w.tensor.device.type == "cpu" and not w.sharded and w.codes is None
@@ -100,4 +104,4 @@ def batches(new: Sequence[Watched]) -> list[Batch]:
         fixed = not any(plan_for(g, dtype).scaled for g in w.grids)
         if plain and dtype != torch.float16 and 0 < w.recorded <= SMALL and fixed:
             alike.setdefault(dtype, []).append(w)
-    return [Batch(members) for members in alike.values() if len(members) > 1]
+    return [Batch(members, phase) for members in alike.values() if len(members) > 1]

@@ -35,7 +35,7 @@ class Accumulation:
     def __init__(self, roles: Roles) -> None:
         self.roles = roles
         self.audit: Companion | None = None
-        self._handles: dict[torch.Tensor, tuple[Any, Any]] = {}
+        self._handles: dict[Watched, tuple[Any, Any]] = {}
         self._coming: dict[torch.Tensor, np.ndarray[Any, Any]] = {}
         """What was found of contributions that are not added yet, by tensor."""
         self._pending: dict[int, np.ndarray[Any, Any]] = {}
@@ -45,11 +45,12 @@ class Accumulation:
     def watch(self, watched: Iterable[Watched]) -> None:
         """Look at the gradients of tensors from now on."""
         for w in watched:
-            plain = not w.sharded and w.codes is None and w.tensor.requires_grad and w.tensor.is_leaf
-            if plain and w.tensor not in self._handles:
+            if w in self._handles:
+                continue
+            if not w.sharded and w.codes is None and w.tensor.requires_grad and w.tensor.is_leaf:
                 tensor: Any = w.tensor  # torch does not type what registers hooks
                 added = tensor.register_post_accumulate_grad_hook(self._added)
-                self._handles[w.tensor] = (tensor.register_hook(self._hook(w)), added)
+                self._handles[w] = (tensor.register_hook(self._hook(w)), added)
 
     def stop(self) -> None:
         for handles in self._handles.values():

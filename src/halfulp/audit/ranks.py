@@ -50,16 +50,18 @@ def taking_part(watched: Sequence[Watched]) -> list[Watched]:
     (a closure makes it inside), or are not what they were, by whatever hand. All ranks must agree, or the
     sums of shards would not match: whether a shard changed is asked of all of them.
     """
-    known = {w for w in watched if w.asked or w.tensor.grad is not None}
-    unsure = [w for w in watched if w not in known]
-    if unsure:
-        flags = [torch.tensor([float(w.changed())], device=w.values().device) for w in unsure]
-        known.update(w for w, moved in zip(unsure, reduced(unsure, flags), strict=True) if moved[0] > 0)
-    return [w for w in watched if w in known]
+    unsure = [w for w in watched if not w.asked and w.tensor.grad is None]
+    if not unsure:
+        return list(watched)
+    flags = [torch.tensor([float(w.changed())], device=w.values().device) for w in unsure]
+    still = {w for w, moved in zip(unsure, reduced(unsure, flags), strict=True) if moved[0] == 0}
+    return [w for w in watched if w not in still]
 
 
-def reduced(seen: Sequence[Watched], found: Sequence[torch.Tensor | Array]) -> Array:
+def reduced(seen: Sequence[Watched], found: Sequence[torch.Tensor | Array] | Array) -> Array:
     """The rows of all tensors; those of shards summed over ranks, in one reduction a kind of sharding."""
+    if isinstance(found, np.ndarray):  # a batch, in which there are no shards
+        return found
     rows = list(found)
     alike: dict[Any, list[int]] = {}
     for i, w in enumerate(seen):

@@ -280,9 +280,8 @@ class Audit(Beginning):
         if self.roles is not None and not self._stepped:
             self.roles.step_begins(coming, self._due(coming))
         if self._due(coming) or self._rehearses(coming):
-            self._watch(optimizer)
-            here = self._of(optimizer)
-            if optimizer in self._seen and optimizer not in self._holds:
+            here = self._watch(optimizer)
+            if optimizer in self._seen and optimizer not in self._holds and not self._untrained:
                 self._gradients = holdings.gradients(optimizer)
             for batch in self._batches_of(here):
                 batch.set_aside()
@@ -292,7 +291,7 @@ class Audit(Beginning):
                 if w.batch is None:
                     w.set_aside()
             if self.roles is not None and self._due(coming):
-                self.roles.before(optimizer, coming)
+                self.roles.before(optimizer, here, coming)
         self.seconds += time.perf_counter() - start
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -345,17 +344,44 @@ class Audit(Beginning):
         seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
         if any(w.sharded for w in seen):
             self._touched = self.step
-        for batch in self._batches_of(seen):
-            batch.look([w for w in seen if w.batch is batch])
         if self.rehearsing is not None and self._rehearses(self.step):
+            for batch in self._batches_of(seen):
+                batch.look([w for w in seen if w.batch is batch])
             self._rehearse(seen, _by_tensor(optimizer))
         if not self._due(self.step):
             return
-        seen = seen if rank() == 0 else [w for w in seen if w.sharded]
+        first = rank() == 0
+        seen = seen if first else [w for w in seen if w.sharded]
+        found = self._rows_of(seen)
+        if self.decay or self.keep:
+            groups = _by_tensor(optimizer)
+            for w, row in zip(seen, found, strict=True):
+                self._look_closer(w, torch.as_tensor(row), optimizer, groups[w.tensor])
+        if self.scores is not None:
+            self._score(self.scores, [w for w in seen if w.scores is not None])
+        if not seen:
+            return
+        totals = reduced(seen, found)
+        if not first:
+            return
+        if not self._phases:
+            leave_phases_out(totals)
+        rate: dict[int, float] = {}
+        for group in optimizer.param_groups:
+            rate.update(dict.fromkeys(map(id, group["params"]), float(group.get("lr", math.nan))))
+        rates = [rate[id(w.tensor)] for w in seen]
+        self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))
+        self._losses.setdefault(self.step, []).extend(float(x) for x in self._told)
+
+    def _rows_of(self, seen: list[Watched]) -> Sequence[torch.Tensor | Array] | Array:
+        """A row of numbers for every tensor."""
+        together = self._batches_of(seen)
+        if len(together) == 1 and together[0].members == seen:  # most models
+            return together[0].audit(seen)
         found: dict[Watched, torch.Tensor | Array] = {}
-        for batch in self._batches_of(seen):
+        for batch in together:
             present = [w for w in seen if w.batch is batch]
-            found.update(zip(present, batch.audit(present, self._phases), strict=True))
+            found.update(zip(present, batch.audit(present), strict=True))
         for w in seen:
             if w.batch is None:
                 assert w.before is not None
@@ -364,23 +390,7 @@ class Audit(Beginning):
                 )
                 on_cpu = counted.counts.device.type == "cpu"
                 found[w] = numbers(counted)[0] if on_cpu else numbers_on_device(counted)
-        if self.decay or self.keep:
-            groups = _by_tensor(optimizer)
-            for w in seen:
-                self._look_closer(w, torch.as_tensor(found[w]), optimizer, groups[w.tensor])
-        if self.scores is not None:
-            self._score(self.scores, [w for w in seen if w.scores is not None])
-        if not seen:
-            return
-        totals = reduced(seen, [found[w] for w in seen])
-        if rank() != 0:
-            return
-        if not self._phases:
-            leave_phases_out(totals)
-        rate = {id(p): float(g.get("lr", math.nan)) for g in optimizer.param_groups for p in g["params"]}
-        rates = [rate[id(w.tensor)] for w in seen]
-        self._rows.append(Row(step=self.step, ids=[w.id for w in seen], rates=rates, numbers=totals))
-        self._losses.setdefault(self.step, []).extend(float(x) for x in self._told)
+        return [found[w] for w in seen]
 
     def _rehearse(self, seen: list[Watched], groups: dict[torch.Tensor, dict[str, Any]]) -> None:
         assert self.rehearsing is not None

@@ -140,18 +140,15 @@ class Companion(Audit):
 def together_changed(watched: list[Watched]) -> set[Watched]:
     """Tensors of which one has changed, or another of the same ranks: one that stayed is part of the update,
     and is what is looked for. Ranks that hold shards of them ask each other."""
+    whole = [w for w in watched if not w.sharded]
+    found = set(whole) if any(w.changed() for w in whole) else set()
     alike: dict[Any, list[Watched]] = {}
-    for w in watched:
-        place = w.tensor.device_mesh if w.sharded else None  # type: ignore[attr-defined]  # a DTensor
-        alike.setdefault(place, []).append(w)
-    found: set[Watched] = set()
-    for place, those in alike.items():
-        if place is None:
-            changed = any(w.changed() for w in those)
-        else:
-            flags = [torch.tensor([float(w.changed())], device=w.values().device) for w in those]
-            changed = bool(reduced(those, flags).any())
-        if changed:
+    for w in watched if len(whole) < len(watched) else ():
+        if w.sharded:
+            alike.setdefault(w.tensor.device_mesh, []).append(w)  # type: ignore[attr-defined]  # a DTensor
+    for those in alike.values():
+        flags = [torch.tensor([float(w.changed())], device=w.values().device) for w in those]
+        if reduced(those, flags).any():
             found.update(those)
     return found
 
@@ -267,10 +264,10 @@ class Roles:
         """Whether the step that comes next is audited."""
         return rank() == 0 and self.owner._due(self.owner.step + 1)
 
-    def before(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def before(self, optimizer: torch.optim.Optimizer, weights: list[Watched], step: int) -> None:
         """Set the moments aside that there are before a step, and follow gradients from then on."""
         if self.gradients is not None and rank() == 0:
-            self.gradients.watch(self.owner._of(optimizer))
+            self.gradients.watch(weights)
         moments = self._moments(optimizer)
         for kind, named in moments.items():
             self._begin(kind, id(optimizer), named, step)
@@ -294,9 +291,11 @@ class Roles:
     def _moments(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
         if not self.states:
             return {}
-        states = _inner(optimizer).state.items()
-        kept = [x for p, s in states if isinstance(s, Mapping) for x in (p, *s.values())]
-        held = [*(x for x in kept if isinstance(x, torch.Tensor)), *self.owner.watched]
+        states = [
+            (p, *s.values()) for p, s in _inner(optimizer).state.items() if isinstance(s, dict | Mapping)
+        ]
+        held = [x for state in states for x in state if isinstance(x, torch.Tensor)]
+        held += self.owner.watched
         known, moments = self._found.get(optimizer, ([], {}))
         if len(known) != len(held) or not all(map(operator.is_, known, held)):
             found = moments_of(optimizer, {p: w.name for p, w in self.owner.watched.items()})

@@ -68,6 +68,10 @@ class Watching(Attributing):
             found = [self.watched[p] for p in params if p in self.watched]
             if all(p in self.watched or p in self._left_out for p in params):
                 self._lists[optimizer] = (params, found)
+        return self._here(found)
+
+    @staticmethod
+    def _here(found: list[Watched]) -> list[Watched]:
         return found if rank() == 0 else [w for w in found if w.sharded or w.rehearsed]
 
     @staticmethod
@@ -84,11 +88,16 @@ class Watching(Attributing):
     def _batches_of(self, watched: list[Watched]) -> list[Batch]:
         return [b for b in self._batches if any(w.batch is b for w in watched)]
 
-    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take up parameters that were not seen before."""
+    def _watch(self, optimizer: torch.optim.Optimizer) -> list[Watched]:
+        """Take up parameters that were not seen before; what :meth:`_of` gives then."""
         params = self._params(optimizer)
-        if self._known(optimizer, params) is not None:
-            return
+        found = self._known(optimizer, params)
+        if found is not None:
+            return self._here(found)
+        self._take(optimizer, params)
+        return self._of(optimizer)
+
+    def _take(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
         new = [
             p
             for p in params
@@ -132,7 +141,7 @@ class Watching(Attributing):
             for p in (p for p in chosen if self.rehearsing.wants(self.watched[p].name, p)):
                 self.rehearsing.take_up(self.watched[p], optimizer, groups[p], self._loaded)
         if rank() == 0 and self._batching:
-            fresh = batches([self.watched[p] for p in chosen])
+            fresh = batches([self.watched[p] for p in chosen], self._phases)
             self._batches += fresh
             if self.rehearsing is not None:
                 self.rehearsing.join(fresh)

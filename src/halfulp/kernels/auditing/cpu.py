@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from halfulp.kernels.auditing import cpu_survey
+from halfulp.kernels.auditing import ahead, cpu_survey
+from halfulp.kernels.auditing.ahead import fetch
 from halfulp.kernels.auditing.cpu_survey import EXTREMES, survey_whole
 from halfulp.kernels.cpu_tile import (
     add_in_container,
@@ -62,7 +63,7 @@ from halfulp.kernels.params import (
 from halfulp.kernels.reference import TILE
 from halfulp.kernels.simd import LANES, array_at, kernel_of, span
 
-kernel = kernel_of(__file__, cpu_survey.__file__)
+kernel = kernel_of(__file__, ahead.__file__, cpu_survey.__file__)
 PLACES = ("values", "used")
 """A row a tile: the address of the values that it is compared with, and how much of it is in use."""
 
@@ -102,6 +103,8 @@ def audit_tiles(
         last = first + n
         before = span(w, first, last)
         now = array_at(d, places[t, 0], n) if places.shape[0] else span(d, first, last)
+        if t + 1 < t1:  # the values that it is compared with are asked for later: not too much at once
+            fetch(span(w, first + TILE, min(first + 2 * TILE, w.size)))
         x, y, bad, ready = w_, d_, 0, False
         done, zeros, least, most, widest, square_w, square_d = False, 0, f[0, 0], f[0, 0], f[0, 0], 0.0, 0.0
         if n == TILE:
@@ -138,6 +141,11 @@ def audit_tiles(
         sums[t, 0] = square_w
         sums[t, 1] = square_d
         scale = binade_of(widest, exponent)
+        if t + 1 < t1:
+            if places.shape[0]:
+                fetch(array_at(d, places[t + 1, 0], places[t + 1, 1]))
+            else:
+                fetch(span(d, first + TILE, min(first + 2 * TILE, d.size)))
         for g in range(rows):
             o = slots[g]
             fg = span(floats, g * columns, (g + 1) * columns)
