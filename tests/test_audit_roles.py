@@ -130,6 +130,63 @@ def test_moments_of_several_optimizers() -> None:
     assert trace.frozen("bf16").tolist() == pytest.approx(shares(stages, "exp_avg_sq"))
 
 
+class Stacking(torch.optim.Optimizer):
+    """Momentum of all weights in one tensor and a factored second moment, as Muon's are kept in nanochat."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        grads = torch.stack([p.grad for p in params])
+        state = self.state[params[0]]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grads)
+            state["second"] = torch.zeros_like(grads[:, :, :1])
+            state["scales"] = torch.zeros(7)  # of no weight's shape
+        state["momentum_buffer"].lerp_(grads, 0.05)
+        state["second"].lerp_(grads.square().mean(-1, keepdim=True), 0.001)
+        for p, m in zip(params, state["momentum_buffer"], strict=True):
+            p.sub_(m, alpha=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_moments_that_are_stacked_or_factored(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(3)))
+    optimizer, memory, seen = Stacking(model.parameters()), hu.Memory(), []
+    with hu.Audit(optimizer, ["bf16"], model=model, out=memory, states=True):
+        for _ in range(5):
+            model.zero_grad()
+            x = torch.randn(8, 16, dtype=dtype)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            seen.append({k: v.clone() for k, v in optimizer.state[model[0].weight].items()})
+    assert sorted(memory.trace.roles) == ["momentum_buffer", "second"]
+    for role in memory.trace.roles:
+        trace = memory.trace.roles[role]
+        (tensor,) = trace.tensors
+        assert tensor["name"] == "0.weight and 2 more" and tensor["shape"] == list(seen[0][role].shape)
+        for found, (before, after) in zip(trace.frozen("bf16"), pairwise(s[role] for s in seen), strict=True):
+            q = before.bfloat16().to(dtype)
+            assert found == ((q + (after - before)).bfloat16() == q).double().mean().item()
+
+
+def test_scales_beside_codes_are_no_moments() -> None:
+    model = torch.nn.Linear(16, 256, bias=False)
+    optimizer, memory = torch.optim.SGD(model.parameters(), lr=0.1), hu.Memory()
+    state = optimizer.state[model.weight]
+    state["state1"], state["absmax1"] = torch.zeros(256, 16, dtype=torch.uint8), torch.zeros(16)
+    with hu.Audit(optimizer, ["bf16"], model=model, out=memory, states=True):
+        for i in range(3):
+            model.zero_grad()
+            model(torch.randn(2, 16)).sum().backward()
+            optimizer.step()
+            state["absmax1"] += i + 1
+    assert not memory.trace.roles
+
+
 def test_in_a_folder_and_every_other_step(tmp_path: Path) -> None:
     model = model_of(torch.bfloat16)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)

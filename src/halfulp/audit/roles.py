@@ -190,16 +190,32 @@ def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def moments_of(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The float tensors of an optimizer's state that have a weight's shape: by kind, then by its name."""
+    """The float tensors of an optimizer's state that are made for a weight, or for several that are stacked:
+    by kind, then by its name. Beside codes a float tensor of another shape is their scales, and no moment."""
     inner = _inner(optimizer)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for group in inner.param_groups:
-        for p in group["params"]:
+        for p in (p for p in group["params"] if p in names):
             state = inner.state.get(p, {})
+            tensors = [x for x in state.values() if isinstance(x, torch.Tensor) and x.numel() > 1]
+            coded = not all(x.is_floating_point() for x in tensors)
             for kind, x in state.items():
-                if _followed(x) and x.shape == p.shape and p in names:
-                    found.setdefault(str(kind), {})[names[p]] = x
+                if not _followed(x) or (coded and x.shape != p.shape):
+                    continue
+                more = _stacked(x.shape, p.shape)
+                if more is not None and more < len(group["params"]):
+                    name = f"{names[p]} and {more} more" if more else names[p]
+                    found.setdefault(str(kind), {})[name] = x
     return found
+
+
+def _stacked(shape: torch.Size, weight: torch.Size) -> int | None:
+    """For how many weights beside its own a state is: none, or as many as are stacked in front. It is as large
+    as they are, or has some of their dimensions, as factored moments do; None if it is neither."""
+    if len(shape) > len(weight):
+        return shape[0] - 1 if _stacked(shape[1:], weight) == 0 else None
+    dimensions = iter(weight)
+    return 0 if all(n == 1 or n in dimensions for n in shape) else None
 
 
 def grid_of(tensors: Iterable[torch.Tensor]) -> str:
