@@ -130,6 +130,74 @@ def test_moments_of_several_optimizers() -> None:
     assert trace.frozen("bf16").tolist() == pytest.approx(shares(stages, "exp_avg_sq"))
 
 
+class Keeper:
+    """An average as a list of tensors in an object, as diffusers' EMAModel is."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shadow_params = [p.detach().clone() for p in model.parameters()]
+
+    def update(self, model: torch.nn.Module) -> None:
+        for average, p in zip(self.shadow_params, model.parameters(), strict=True):
+            average.lerp_(p.detach(), 0.1)
+
+
+class Task(torch.nn.Module):
+    """A model and its average in one module, as in timm's and many of Lightning's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+        self.average = copy.deepcopy(self.model)
+
+
+def test_copies_are_found_where_scripts_keep_them() -> None:
+    """In a module around the model, in a list; not gradients, not a network that is trained."""
+    torch.manual_seed(0)
+    task = Task()
+    trained = copy.deepcopy(task.model)
+    keeper = Keeper(task.model)
+    other = torch.optim.SGD(trained.parameters(), lr=0.1)
+    optimizer, memory = torch.optim.SGD(task.model.parameters(), lr=0.1), hu.Memory()
+    with hu.Audit(None, ["bf16"], out=memory, states="find"):
+        for _ in range(4):
+            x = torch.randn(4, 8)
+            task.zero_grad()
+            trained.zero_grad()
+            (task.model(x) + trained(x)).square().mean().backward()
+            grads = [p.grad for p in task.model.parameters()]
+            optimizer.step()
+            other.step()
+            keeper.update(task.model)
+            with torch.no_grad():
+                for a, p in zip(task.average.parameters(), task.model.parameters(), strict=True):
+                    a.lerp_(p, 0.5)
+    assert len(grads) == 4
+    assert sorted(memory.trace.roles) == ["average", "shadow_params"]
+    assert all(len(memory.trace.roles[n].steps) == 4 for n in memory.trace.roles)
+
+
+def test_what_is_trained_later_and_what_masters_are_cast_to_are_no_copies() -> None:
+    torch.manual_seed(0)
+    first = torch.nn.Linear(8, 8)
+    second = copy.deepcopy(first)
+    memory, low = hu.Memory(), torch.nn.Linear(8, 8).bfloat16()
+    one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second))
+    masters = [p.detach().float() for p in low.parameters()]
+    three = torch.optim.SGD(masters, lr=0.1)
+    with hu.Audit(None, ["bf16"], out=memory, states="find"):
+        for _ in range(3):
+            for model, optimizer in ((first, one), (second, two)):
+                optimizer.zero_grad()
+                model(torch.randn(4, 8)).square().mean().backward()
+                optimizer.step()
+            for m in masters:
+                m.grad = torch.randn_like(m)
+            three.step()
+            for m, p in zip(masters, low.parameters(), strict=True):
+                p.detach().copy_(m)
+    assert not memory.trace.roles
+
+
 class Stacking(torch.optim.Optimizer):
     """Momentum of all weights in one tensor and a factored second moment, as Muon's are kept in nanochat."""
 
@@ -167,7 +235,8 @@ def test_moments_that_are_stacked_or_factored(dtype: torch.dtype) -> None:
     for role in memory.trace.roles:
         trace = memory.trace.roles[role]
         (tensor,) = trace.tensors
-        assert tensor["name"] == "0.weight and 2 more" and tensor["shape"] == list(seen[0][role].shape)
+        assert tensor["name"] == "0.weight and 2 more"
+        assert tensor["shape"] == list(seen[0][role].shape)
         for found, (before, after) in zip(trace.frozen("bf16"), pairwise(s[role] for s in seen), strict=True):
             q = before.bfloat16().to(dtype)
             assert found == ((q + (after - before)).bfloat16() == q).double().mean().item()

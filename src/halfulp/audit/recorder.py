@@ -275,12 +275,14 @@ class Audit(Beginning):
         if not self._stepped:
             self._commit_if_due()
         coming = self.step if self._stepped else self.step + 1
-        if self.roles is not None and self.roles.find and rank() == 0:
+        looks = self._due(coming) or self._rehearses(coming)
+        if looks:
+            self._watch(optimizer)
+        if self.roles is not None and self._due(coming):
             self.roles.look_for(optimizer)
         if self.roles is not None and not self._stepped:
             self.roles.step_begins(coming, self._due(coming))
-        if self._due(coming) or self._rehearses(coming):
-            self._watch(optimizer)
+        if looks:
             here = self._of(optimizer)
             if optimizer in self._seen and optimizer not in self._holds:
                 self._gradients = holdings.gradients(optimizer)

@@ -22,30 +22,24 @@ that a signal ends must not wait for the others: the last step of a sharded copy
 from __future__ import annotations
 
 import operator
-import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halfulp.audit.copies import Copies, checked, followed, found_copies, tensors_of
 from halfulp.audit.gradients import Accumulation
 from halfulp.audit.hooks import StepHooks
-from halfulp.audit.names import modules_in_frames
 from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.recorder import Audit
 from halfulp.audit.watched import Watched
-from halfulp.errors import UsageError
-from halfulp.grids import CONTAINERS
 from halfulp.trace import Memory
 from halfulp.trace.reading import ROLES
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.sharding import is_sharded
 
 Named = dict[str, torch.Tensor]
-Copies = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class Held(torch.optim.Optimizer):
@@ -156,33 +150,6 @@ def together_changed(watched: list[Watched]) -> set[Watched]:
     return found
 
 
-def checked(also: Mapping[str, Copies]) -> dict[str, Copies]:
-    """The copies by name, if they can be followed."""
-    for name, held in also.items():
-        if _NAME.fullmatch(str(name)) is None:
-            raise UsageError(f"also= names copies by short words, such as 'ema', not {name!r}.")
-        if not tensors_of(held):
-            raise UsageError(f"also={{{name!r}: ...}} has no tensor of floating-point values to follow.")
-    return dict(also)
-
-
-def tensors_of(held: Copies) -> dict[str, torch.Tensor]:
-    """The float tensors of a module, a mapping or a list, by name."""
-    if isinstance(held, torch.nn.Module):
-        named: Iterable[tuple[str, Any]] = held.named_parameters()
-    elif isinstance(held, Mapping):
-        named = held.items()
-    else:
-        named = ((str(i), x) for i, x in enumerate(held))
-    return {str(name): x for name, x in named if _followed(x)}
-
-
-def _followed(x: Any) -> bool:
-    known = type(x) in (torch.Tensor, torch.nn.Parameter) or is_sharded(x)
-    plain = known and x.layout == torch.strided and x.is_leaf
-    return plain and str(x.dtype).removeprefix("torch.") in CONTAINERS and x.numel() > 1
-
-
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
 
@@ -200,7 +167,7 @@ def moments_of(
             tensors = [x for x in state.values() if isinstance(x, torch.Tensor) and x.numel() > 1]
             coded = not all(x.is_floating_point() for x in tensors)
             for kind, x in state.items():
-                if not _followed(x) or (coded and x.shape != p.shape):
+                if not followed(x) or (coded and x.shape != p.shape):
                     continue
                 more = _stacked(x.shape, p.shape)
                 if more is not None and more < len(group["params"]):
@@ -210,8 +177,8 @@ def moments_of(
 
 
 def _stacked(shape: torch.Size, weight: torch.Size) -> int | None:
-    """For how many weights beside its own a state is: none, or as many as are stacked in front. It is as large
-    as they are, or has some of their dimensions, as factored moments do; None if it is neither."""
+    """For how many weights beside its own a state is: none, or as many as are stacked in front. It is as
+    large as they are, or has some of their dimensions, as factored moments do; None if it is neither."""
     if len(shape) > len(weight):
         return shape[0] - 1 if _stacked(shape[1:], weight) == 0 else None
     dimensions = iter(weight)
@@ -229,6 +196,9 @@ class Roles:
         self.owner, self.also, self.states, self.find = owner, checked(also), states, find
         self.audits: dict[str, Companion] = {}
         self.gradients = Accumulation(self) if states else None
+        self._looked: set[torch.optim.Optimizer] = set()
+        self._own: list[str] = []
+        """The copies that were found by themselves."""
         self._open = False
         """Whether copies are set aside."""
         self._began: dict[torch.optim.Optimizer, list[str]] = {}
@@ -261,23 +231,22 @@ class Roles:
             self.companion(role, named, never_moved=self.owner.never_moved).begin(key, mine, step)
 
     def look_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find copies among the variables of the frames that called the first step, for unmodified scripts:
-        modules that have a tensor of the same shape for each of the optimizer's, and none of those. No
-        shards: all ranks would have to find the same."""
-        self.find = False
+        """Find the copies of an optimizer's weights by themselves, for unmodified scripts, when it first
+        steps; what turns out to be another optimizer's weights, or their cast, is none."""
+        if not self.find or optimizer in self._looked or rank() != 0:
+            return
+        self._looked.add(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        mine, shapes = set(params), Counter(p.shape for p in params)
-        followed: set[torch.Tensor] = set()
-        for label, module in modules_in_frames():
-            held = tensors_of(module)
-            alike = not shapes - Counter(x.shape for x in held.values())
-            if (
-                alike
-                and not any(x in mine or x in followed or is_sharded(x) for x in held.values())
-                and _NAME.fullmatch(label)
-            ):
-                self.also.setdefault(label, module)
-                followed.update(held.values())
+        shown = [w.shown for w in self.owner.watched.values() if w.shown is not None]
+        theirs = {*params, *shown, *self.owner.watched}
+        for label in [n for n in self._own if not theirs.isdisjoint(tensors_of(self.also[n]).values())]:
+            self._own.remove(label)
+            del self.also[label]
+        known = [x for held in self.also.values() for x in tensors_of(held).values()]
+        for label, held in found_copies(params, [*theirs, *known]).items():
+            if label not in self.also:
+                self.also[label] = held
+                self._own.append(label)
 
     def due(self) -> bool:
         """Whether the step that comes next is audited."""
