@@ -414,9 +414,9 @@ def role_lines(trace: Recorded) -> list[str]:
     for role in trace.manifest["run"].get("unchanged", ()):
         out += [
             "",
-            f"{shown(str(role))}: not one of its values changed in {count(len(trace.steps), 'step')}. Either "
-            "it was never updated, or all of it is stuck, as an average with decay 0.9999 is in bfloat16: "
-            "keep it in float32.",
+            f"{shown(str(role))}: not one of its values changed in {count(len(trace.steps), 'step')}. As it "
+            "should be for a reference that is frozen; an average was either never updated, or all of it is "
+            "stuck, as with decay 0.9999 in bfloat16: keep it in float32.",
         ]
     return out
 
