@@ -199,40 +199,57 @@ def test_what_is_trained_later_and_what_masters_are_cast_to_are_no_copies() -> N
 
 
 class Stacking(torch.optim.Optimizer):
-    """Momentum of all weights in one tensor and a factored second moment, as Muon's are kept in nanochat."""
+    """Momentum of all weights in one tensor and a factored second moment, as Muon's are kept in nanochat; or
+    new tensors at each step, a level deeper, as heavyball's."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, new: bool) -> None:
         super().__init__(params, {"lr": 1e-3})
+        self.new = new
+
+    def held(self) -> dict[str, torch.Tensor]:
+        state = self.state[self.param_groups[0]["params"][0]]
+        return state.setdefault(0, {}) if self.new else state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         params = self.param_groups[0]["params"]
         grads = torch.stack([p.grad for p in params])
-        state = self.state[params[0]]
+        state = self.held()
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grads)
             state["second"] = torch.zeros_like(grads[:, :, :1])
             state["scales"] = torch.zeros(7)  # of no weight's shape
-        state["momentum_buffer"].lerp_(grads, 0.05)
-        state["second"].lerp_(grads.square().mean(-1, keepdim=True), 0.001)
+        for kind, x, rate in (
+            ("momentum_buffer", grads, 0.05),
+            ("second", grads.square().mean(-1, keepdim=True), 0.001),
+        ):
+            if self.new:
+                state[kind] = state[kind].lerp(x, rate)
+            else:
+                state[kind].lerp_(x, rate)
         for p, m in zip(params, state["momentum_buffer"], strict=True):
             p.sub_(m, alpha=1e-2)
 
 
+@pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_moments_that_are_stacked_or_factored(dtype: torch.dtype) -> None:
+def test_moments_that_are_stacked_or_factored(dtype: torch.dtype, new: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(3)))
-    optimizer, memory, seen = Stacking(model.parameters()), hu.Memory(), []
-    with hu.Audit(optimizer, ["bf16"], model=model, out=memory, states=True):
+    optimizer, memory, seen = Stacking(model.parameters(), new), hu.Memory(), []
+    ema = {"average": model[0].weight.detach().clone()}
+    with hu.Audit(optimizer, ["bf16"], model=model, out=memory, states=True, also={"ema": ema}):
         for _ in range(5):
             model.zero_grad()
             x = torch.randn(8, 16, dtype=dtype)
             (model(x) - x).square().mean().backward()
             optimizer.step()
-            seen.append({k: v.clone() for k, v in optimizer.state[model[0].weight].items()})
-    assert sorted(memory.trace.roles) == ["momentum_buffer", "second"]
-    for role in memory.trace.roles:
+            ema["average"] = ema["average"].lerp(model[0].weight.detach(), 0.5)
+            seen.append({k: v.clone() for k, v in optimizer.held().items()})
+    assert sorted(memory.trace.roles) == ["ema", "momentum_buffer", "second"]
+    assert len(memory.trace.roles["ema"].steps) == 5
+    assert "momentum_buffer, second" in str(hu.verdict(memory.trace)).splitlines()[1]
+    for role in ("momentum_buffer", "second"):
         trace = memory.trace.roles[role]
         (tensor,) = trace.tensors
         assert tensor["name"] == "0.weight and 2 more"
@@ -254,6 +271,7 @@ def test_scales_beside_codes_are_no_moments() -> None:
             optimizer.step()
             state["absmax1"] += i + 1
     assert not memory.trace.roles
+    assert "Not followed: state1 in uint8." in str(hu.verdict(memory.trace))
 
 
 def test_in_a_folder_and_every_other_step(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ import torch
 
 from halfulp.audit.copies import Copies, checked, followed, found_copies, tensors_of
 from halfulp.audit.gradients import Accumulation
+from halfulp.audit.holdings import flat
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.recorder import Audit
@@ -93,11 +94,15 @@ class Companion(Audit):
 
     def begin(self, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
         """Set tensors aside; ``key``: whose they are, where several share a role."""
+        held = self._hold(key, named)
+        self.step = step - 1
+        self._before(held)
+
+    def _hold(self, key: int, named: Mapping[str, torch.Tensor]) -> Held:
+        """The tensors as they are now: one that was replaced by a new one is the same tensor to us."""
         held = self.held.get(key)
-        if held is not None and self._begun.get(key) is named:  # the same tensors as last time
-            self.step = step - 1
-            self._before(held)
-            return
+        if held is not None and self._begun.get(key) is named:
+            return held
         self._begun[key] = named
         if held is None:
             held = self.held[key] = Held(named)
@@ -107,22 +112,21 @@ class Companion(Audit):
                 held.add_param_group({"params": [(name, x)]})
                 continue
             params, i = known[name]
-            if (
-                params[i] is not x and params[i] in self.watched
-            ):  # replaced by a new one: the same tensor to us
+            if params[i] is not x and params[i] in self.watched:
                 w = self.watched.pop(params[i])
                 w.tensor = x
                 self.watched[x] = w
             params[i] = x
-        self.step = step - 1
-        self._before(held)
+        return held
 
-    def end(self, key: int) -> None:
+    def end(self, key: int, named: Mapping[str, torch.Tensor]) -> None:
         """Record what changed since; if nothing did, there is nothing to say."""
-        held = self.held.get(key)
-        here = [] if held is None else [w for w in self._of(held) if w.before is not None]
+        if key not in self.held:
+            return
+        held = self._hold(key, named)
+        here = [w for w in self._of(held) if w.before is not None]
         changed = together_changed(here)
-        if held is None or not changed:
+        if not changed:
             return
         self.changed = True
         for w in here:
@@ -163,13 +167,13 @@ def moments_of(
     found: dict[str, dict[str, torch.Tensor]] = {}
     for group in inner.param_groups:
         for p in (p for p in group["params"] if p in names):
-            state = inner.state.get(p, {})
+            state = dict(flat(inner.state.get(p, {})))
             tensors = [x for x in state.values() if isinstance(x, torch.Tensor) and x.numel() > 1]
             coded = not all(x.is_floating_point() for x in tensors)
             for kind, x in state.items():
                 if not followed(x) or (coded and x.shape != p.shape):
                     continue
-                more = _stacked(x.shape, p.shape)
+                more = 0 if x.numel() == p.numel() else _stacked(x.shape, p.shape)
                 if more is not None and more < len(group["params"]):
                     name = f"{names[p]} and {more} more" if more else names[p]
                     found.setdefault(str(kind), {})[name] = x
@@ -221,14 +225,19 @@ class Roles:
         for name in self.also if self._open else ():
             audit = self.audits.get(name)
             if audit is not None and not (at_end and any(w.sharded for w in audit.watched.values())):
-                audit.end(0)
+                audit.end(0, self._mine(tensors_of(self.also[name])))
         self._open = False
 
     def _begin(self, role: str, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
-        """Set tensors of a role aside: on ranks other than the first, those that it holds a shard of."""
-        mine = named if rank() == 0 else {n: x for n, x in named.items() if is_sharded(x)}
+        """Set tensors of a role aside."""
+        mine = self._mine(named)
         if mine:
             self.companion(role, named, never_moved=self.owner.never_moved).begin(key, mine, step)
+
+    @staticmethod
+    def _mine(named: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """What this rank looks at: on ranks other than the first, what it holds a shard of."""
+        return named if rank() == 0 else {n: x for n, x in named.items() if is_sharded(x)}
 
     def look_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the copies of an optimizer's weights by themselves, for unmodified scripts, when it first
@@ -263,8 +272,9 @@ class Roles:
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what the step did to them."""
+        moments = self._moments(optimizer)
         for kind in self._began.pop(optimizer, ()):
-            self.audits[kind].end(id(optimizer))
+            self.audits[kind].end(id(optimizer), self._mine(moments.get(kind, {})))
 
     def stop(self) -> list[str]:
         """The end: compare for the last time, make everything durable; the copies that never changed."""
@@ -280,7 +290,7 @@ class Roles:
         if not self.states:
             return {}
         states = _inner(optimizer).state.items()
-        kept = [x for p, s in states if isinstance(s, Mapping) for x in (p, *s.values())]
+        kept = [x for p, s in states if isinstance(s, Mapping) for x in (p, *(x for _, x in flat(s)))]
         held = [*(x for x in kept if isinstance(x, torch.Tensor)), *self.owner.watched]
         known, moments = self._found.get(optimizer, ([], {}))
         if len(known) != len(held) or not all(map(operator.is_, known, held)):

@@ -411,6 +411,8 @@ def role_lines(trace: Recorded) -> list[str]:
         ]
         if home and found.severity != "fine":
             out.append(f"  would keep them: {shown(role)} in float32, which takes 2 more bytes a value")
+    if coded := holdings.coded_words(trace):
+        out += ["", coded]
     for role in trace.manifest["run"].get("unchanged", ()):
         out += [
             "",
