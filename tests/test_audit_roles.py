@@ -174,6 +174,8 @@ def test_copies_are_found_where_scripts_keep_them() -> None:
     assert len(grads) == 4
     assert sorted(memory.trace.roles) == ["average", "shadow_params"]
     assert all(len(memory.trace.roles[n].steps) == 4 for n in memory.trace.roles)
+    names = [t["name"] for t in memory.trace.roles["shadow_params"].tensors]
+    assert names == ["model.0.weight", "model.0.bias", "model.1.weight"]  # of what has more than one element
 
 
 def test_what_is_trained_later_and_what_masters_are_cast_to_are_no_copies() -> None:
@@ -278,6 +280,7 @@ def test_in_a_folder_and_every_other_step(tmp_path: Path) -> None:
     model = model_of(torch.bfloat16)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    frozen = copy.deepcopy(model)
     with hu.Audit(opt, ["bf16"], model=model, out=tmp_path / "run", every=2, states="find"):
         for _ in range(5):
             opt.zero_grad()
@@ -288,6 +291,10 @@ def test_in_a_folder_and_every_other_step(tmp_path: Path) -> None:
     assert sorted(trace.roles) == ["ema", "exp_avg", "exp_avg_sq"]  # the copy by the name of its variable
     assert trace.roles["exp_avg"].steps.tolist() == [3, 5]
     assert trace.roles["ema"].tensors[0]["name"] == "module.0.weight"
+    shown = page([tmp_path / "run"])
+    assert all(text in shown for text in ("What accumulates beside the weights", "exp_avg_sq", "average"))
+    assert "frozen: not one of its values changed" in shown
+    assert not torch.equal(frozen[0].weight, model[0].weight)
 
 
 def test_what_cannot_be_followed_is_refused() -> None:

@@ -54,16 +54,33 @@ def followed(x: Any) -> bool:
     return plain and str(x.dtype).removeprefix("torch.") in CONTAINERS and x.numel() > 1
 
 
-def found_copies(params: Sequence[torch.Tensor], not_these: Iterable[torch.Tensor]) -> dict[str, Copies]:
+class Listed(Mapping[str, torch.Tensor]):
+    """Tensors of a list, as it is at the time, under the names of the weights that they are copies of."""
+
+    def __init__(self, held: Sequence[torch.Tensor], places: Mapping[str, int]) -> None:
+        self.held, self.places = held, places
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.held[self.places[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def found_copies(weights: Mapping[torch.Tensor, str], not_these: Iterable[torch.Tensor]) -> dict[str, Copies]:
     """Copies of weights among the variables of the frames that called a step, by the variable's name. No
     shards: all ranks would have to find the same."""
-    mine = {p for p in params if p.numel() > 1}
-    taken = {*params, *not_these}
+    mine = {p for p in weights if p.numel() > 1}
+    taken = {*weights, *not_these}
     candidates: list[tuple[str, Copies]] = []
     for label, module in modules_in_frames():
         candidates += _apart(label, module, mine)
     for kind in (list, tuple):
-        candidates += [(label, held) for label, held in in_frames(kind) if _averages(held, params)]
+        listed = ((label, held, _places(held, weights)) for label, held in in_frames(kind))
+        candidates += [(label, Listed(held, places)) for label, held, places in listed if places]
     found: dict[str, Copies] = {}
     for label, held in candidates:
         tensors = set(tensors_of(held).values())
@@ -89,20 +106,20 @@ def _apart(
         yield from _apart(name, child, mine)
 
 
-def _averages(held: Sequence[Any], params: Sequence[torch.Tensor]) -> bool:
-    """Whether a list has exactly a tensor for each of the weights, and its values."""
-    if len(held) != len(params) or not all(type(x) in PLAIN for x in held):
-        return False
-    if Counter(x.shape for x in held) != Counter(p.shape for p in params):
-        return False
-    free = list(held)
-    for p in params:
-        same = (i for i, x in enumerate(free) if x.shape == p.shape and _equal(x, p))
-        at = next(same, None)
+def _places(held: Sequence[Any], weights: Mapping[torch.Tensor, str]) -> dict[str, int]:
+    """Where a list has each of the weights, by its values; nothing if it has not exactly those."""
+    if len(held) != len(weights) or not all(type(x) in PLAIN for x in held):
+        return {}
+    if Counter(x.shape for x in held) != Counter(p.shape for p in weights):
+        return {}
+    free, places = dict(enumerate(held)), {}
+    for p, name in weights.items():
+        at = next((i for i, x in free.items() if x.shape == p.shape and _equal(x, p)), None)
         if at is None:
-            return False
-        free.pop(at)
-    return True
+            return {}
+        places[name] = at
+        del free[at]
+    return places
 
 
 def _equal(x: torch.Tensor, p: torch.Tensor) -> bool:

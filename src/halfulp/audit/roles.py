@@ -252,7 +252,8 @@ class Roles:
             self._own.remove(label)
             del self.also[label]
         known = [x for held in self.also.values() for x in tensors_of(held).values()]
-        for label, held in found_copies(params, [*theirs, *known]).items():
+        names = {p: self.owner.watched[p].name for p in params if p in self.owner.watched}
+        for label, held in found_copies(names, [*theirs, *known]).items():
             if label not in self.also:
                 self.also[label] = held
                 self._own.append(label)
