@@ -68,7 +68,12 @@ def coded_words(trace: Recorded) -> str | None:
 
 def words(trace: Recorded) -> str | None:
     """What the optimizers hold, in a line; None where it was not looked up."""
-    told = [o["holds"] for o in trace.manifest.get("optimizers", ()) if isinstance(o.get("holds"), Mapping)]
+    return words_of([o.get("holds") for o in trace.manifest.get("optimizers", ())])
+
+
+def words_of(holds: Iterable[Any]) -> str | None:
+    """The same of what was found of each."""
+    told = [h for h in holds if isinstance(h, Mapping)]
     if not told:
         return None
     parts = [_words(name, [_part(t, name) for t in told]) for name in ("parameters", "gradients")]

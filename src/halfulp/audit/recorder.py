@@ -194,6 +194,8 @@ class Audit(Beginning):
         self._unwritten = 0
         """Steps that were due since the last part, the same on all ranks."""
         self._untrained = False
+        self.announces = False
+        """Whether to say on standard error, when the first step is over, what the optimizers hold."""
         """Whether tensors without gradients are followed as well: those of roles are."""
         self._batching = True
         self._phases = True
@@ -326,6 +328,10 @@ class Audit(Beginning):
     def _finish(self) -> None:
         """The step is over for all optimizers."""
         self._stepped.clear()
+        if self.announces and self._holds:
+            self.announces = False
+            if rank() == 0:
+                print(f"halfulp: {holdings.words_of(self._holds.values())}", file=sys.stderr, flush=True)
         rows = [*takewhile(lambda r: r.step == self.step, reversed(self._rows))][::-1]
         if rows and (not self._newest or self._newest[0].step != self.step):
             self._newest, self._newest_loss = rows, self._loss(self.step)
