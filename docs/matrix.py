@@ -6,7 +6,8 @@
 A cell is what happened: *yes*, or the reason for which halfulp or the optimizer itself refused. *yes* under
 "audit" means that the audited run ended in the same bits as the run that nobody looked at, and that the
 recorded counts are those of a comparison of the bits before and after every step. *yes* under a policy means
-that every managed weight was on the grid and finite after every step, and that some of them had moved.
+that every managed weight was on the grid and finite after every step, and that some of them had moved. *yes*
+under "states": the run was the same again, and what is recorded of moments is what a comparison gives.
 """
 
 from __future__ import annotations
@@ -99,6 +100,47 @@ def audited(module: Any, make: Make) -> str:
     return "yes" if memory.trace.frozen("bf16").tolist() == expected else "the counts differ"
 
 
+def states(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """All float tensors of the state as they are, by kind and weight, however deep they are kept."""
+    found = {}
+    for name, p in model.named_parameters():
+        left = list(optimizer.state[p].items())
+        while left:
+            kind, x = left.pop()
+            if isinstance(x, dict):
+                left += x.items()
+            elif type(x) is torch.Tensor and x.is_floating_point() and x.numel() > 1:
+                found[str(kind), name] = x.detach().clone()
+    return found
+
+
+def followed(module: Any, make: Make) -> str:
+    """Whether an audit with states leaves the run alone and counts what happens to moments."""
+    model, optimizer = model_and_optimizer(module, make)
+    stages: list[dict[tuple[str, str], torch.Tensor]] = []
+    train(model, optimizer, lambda: stages.append(states(optimizer, model)))
+    expected, memory = bits(model), hu.Memory()
+    model, optimizer = model_and_optimizer(module, make)
+    with hu.Audit(optimizer, ["bf16"], model=model, out=memory, states=True):
+        train(model, optimizer, lambda: None)
+    if not torch.equal(bits(model), expected):
+        return "the audited run differs"
+    if not memory.trace.roles:
+        coded = "Not followed" in str(hu.verdict(memory.trace))
+        return "codes with scales, no values" if coded else "nothing was found"
+    for role, trace in memory.trace.roles.items():
+        for name in (t["name"] for t in trace.tensors):
+            kept = [(a[role, name], b[role, name]) for a, b in pairwise(stages)]
+            lost = [(_bf16(_bf16(a) + (b - a)) == _bf16(a)).double().mean().item() for a, b in kept]
+            if trace.frozen("bf16", name).tolist() != lost:
+                return f"the counts of {role} differ"
+    return "yes"
+
+
+def _bf16(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().to(x.dtype)
+
+
 def wrapped(module: Any, make: Make, policy: str) -> str:
     """Whether a policy keeps weights on the grid, and moves some."""
     model, optimizer = model_and_optimizer(module, make)
@@ -139,7 +181,7 @@ def _first(text: str) -> str:
 
 
 def rows() -> dict[str, tuple[str, ...]]:
-    """One row an optimizer whose library is installed: audit, then every policy."""
+    """One row an optimizer whose library is installed: audit, states, then every policy."""
     torch.compile = _as_written  # type: ignore[assignment]  # put back below
     try:
         return _rows()
@@ -164,7 +206,7 @@ def _rows() -> dict[str, tuple[str, ...]]:
                 module = importlib.import_module(name)
         except ImportError:
             continue
-        cells = [outcome(audited, module, make)]
+        cells = [outcome(audited, module, make), outcome(followed, module, make)]
         cells += [outcome(wrapped, module, make, policy) for policy in POLICIES]
         found[f"{package} {label}"] = tuple(cells)
     return found
@@ -173,8 +215,8 @@ def _rows() -> dict[str, tuple[str, ...]]:
 def table(found: dict[str, tuple[str, ...]]) -> str:
     """The table, and under it the reasons that it numbers."""
     reasons: list[str] = []
-    lines = ["| optimizer | audit | " + " | ".join(f"`{p}`" for p in POLICIES) + " |"]
-    lines.append("|---" * (len(POLICIES) + 2) + "|")
+    lines = ["| optimizer | audit | states | " + " | ".join(f"`{p}`" for p in POLICIES) + " |"]
+    lines.append("|---" * (len(POLICIES) + 3) + "|")
     for label, cells in found.items():
         said = []
         for cell in cells:

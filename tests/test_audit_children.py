@@ -17,6 +17,8 @@ import halfulp as hu
 from halfulp.cli import app
 
 WORKERS = """
+import importlib.util
+assert importlib.util.find_spec("torch")  # many libraries ask first whether it is there
 import multiprocessing, sys, torch
 
 def work(seed):

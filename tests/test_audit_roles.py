@@ -130,10 +130,157 @@ def test_moments_of_several_optimizers() -> None:
     assert trace.frozen("bf16").tolist() == pytest.approx(shares(stages, "exp_avg_sq"))
 
 
+class Keeper:
+    """An average as a list of tensors in an object, as diffusers' EMAModel is."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shadow_params = [p.detach().clone() for p in model.parameters()]
+
+    def update(self, model: torch.nn.Module) -> None:
+        for average, p in zip(self.shadow_params, model.parameters(), strict=True):
+            average.lerp_(p.detach(), 0.1)
+
+
+class Task(torch.nn.Module):
+    """A model and its average in one module, as in timm's and many of Lightning's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+        self.average = copy.deepcopy(self.model)
+
+
+def test_copies_are_found_where_scripts_keep_them() -> None:
+    """In a module around the model, in a list; not gradients, not a network that is trained."""
+    torch.manual_seed(0)
+    task = Task()
+    trained = copy.deepcopy(task.model)
+    keeper = Keeper(task.model)
+    other = torch.optim.SGD(trained.parameters(), lr=0.1)
+    optimizer, memory = torch.optim.SGD(task.model.parameters(), lr=0.1), hu.Memory()
+    with hu.Audit(None, ["bf16"], out=memory, states="find"):
+        for _ in range(4):
+            x = torch.randn(4, 8)
+            task.zero_grad()
+            trained.zero_grad()
+            (task.model(x) + trained(x)).square().mean().backward()
+            grads = [p.grad for p in task.model.parameters()]
+            optimizer.step()
+            other.step()
+            keeper.update(task.model)
+            with torch.no_grad():
+                for a, p in zip(task.average.parameters(), task.model.parameters(), strict=True):
+                    a.lerp_(p, 0.5)
+    assert len(grads) == 4
+    assert sorted(memory.trace.roles) == ["average", "shadow_params"]
+    assert all(len(memory.trace.roles[n].steps) == 4 for n in memory.trace.roles)
+    names = [t["name"] for t in memory.trace.roles["shadow_params"].tensors]
+    assert names == ["model.0.weight", "model.0.bias", "model.1.weight"]  # of what has more than one element
+
+
+def test_what_is_trained_later_and_what_masters_are_cast_to_are_no_copies() -> None:
+    torch.manual_seed(0)
+    first = torch.nn.Linear(8, 8)
+    second = copy.deepcopy(first)
+    memory, low = hu.Memory(), torch.nn.Linear(8, 8).bfloat16()
+    one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second))
+    masters = [p.detach().float() for p in low.parameters()]
+    three = torch.optim.SGD(masters, lr=0.1)
+    with hu.Audit(None, ["bf16"], out=memory, states="find"):
+        for _ in range(3):
+            for model, optimizer in ((first, one), (second, two)):
+                optimizer.zero_grad()
+                model(torch.randn(4, 8)).square().mean().backward()
+                optimizer.step()
+            for m in masters:
+                m.grad = torch.randn_like(m)
+            three.step()
+            for m, p in zip(masters, low.parameters(), strict=True):
+                p.detach().copy_(m)
+    assert not memory.trace.roles
+
+
+class Stacking(torch.optim.Optimizer):
+    """Momentum of all weights in one tensor and a factored second moment, as Muon's are kept in nanochat; or
+    new tensors at each step, a level deeper, as heavyball's."""
+
+    def __init__(self, params: Any, new: bool) -> None:
+        super().__init__(params, {"lr": 1e-3})
+        self.new = new
+
+    def held(self) -> dict[str, torch.Tensor]:
+        state = self.state[self.param_groups[0]["params"][0]]
+        return state.setdefault(0, {}) if self.new else state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        grads = torch.stack([p.grad for p in params])
+        state = self.held()
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grads)
+            state["second"] = torch.zeros_like(grads[:, :, :1])
+            state["scales"] = torch.zeros(7)  # of no weight's shape
+        for kind, x, rate in (
+            ("momentum_buffer", grads, 0.05),
+            ("second", grads.square().mean(-1, keepdim=True), 0.001),
+        ):
+            if self.new:
+                state[kind] = state[kind].lerp(x, rate)
+            else:
+                state[kind].lerp_(x, rate)
+        for p, m in zip(params, state["momentum_buffer"], strict=True):
+            p.sub_(m, alpha=1e-2)
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_moments_that_are_stacked_or_factored(dtype: torch.dtype, new: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(3)))
+    optimizer, memory, seen = Stacking(model.parameters(), new), hu.Memory(), []
+    ema = {"average": model[0].weight.detach().clone()}
+    with hu.Audit(optimizer, ["bf16"], model=model, out=memory, states=True, also={"ema": ema}):
+        for _ in range(5):
+            model.zero_grad()
+            x = torch.randn(8, 16, dtype=dtype)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            ema["average"] = ema["average"].lerp(model[0].weight.detach(), 0.5)
+            seen.append({k: v.clone() for k, v in optimizer.held().items()})
+    assert sorted(memory.trace.roles) == ["ema", "momentum_buffer", "second"]
+    assert len(memory.trace.roles["ema"].steps) == 5
+    assert "momentum_buffer, second" in str(hu.verdict(memory.trace)).splitlines()[1]
+    for role in ("momentum_buffer", "second"):
+        trace = memory.trace.roles[role]
+        (tensor,) = trace.tensors
+        assert tensor["name"] == "0.weight and 2 more"
+        assert tensor["shape"] == list(seen[0][role].shape)
+        for found, (before, after) in zip(trace.frozen("bf16"), pairwise(s[role] for s in seen), strict=True):
+            q = before.bfloat16().to(dtype)
+            assert found == ((q + (after - before)).bfloat16() == q).double().mean().item()
+
+
+def test_scales_beside_codes_are_no_moments() -> None:
+    model = torch.nn.Linear(16, 256, bias=False)
+    optimizer, memory = torch.optim.SGD(model.parameters(), lr=0.1), hu.Memory()
+    state = optimizer.state[model.weight]
+    state["state1"], state["absmax1"] = torch.zeros(256, 16, dtype=torch.uint8), torch.zeros(16)
+    with hu.Audit(optimizer, ["bf16"], model=model, out=memory, states=True):
+        for i in range(3):
+            model.zero_grad()
+            model(torch.randn(2, 16)).sum().backward()
+            optimizer.step()
+            state["absmax1"] += i + 1
+    assert not memory.trace.roles
+    assert "Not followed: state1 in uint8." in str(hu.verdict(memory.trace))
+
+
 def test_in_a_folder_and_every_other_step(tmp_path: Path) -> None:
     model = model_of(torch.bfloat16)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    frozen = copy.deepcopy(model)
     with hu.Audit(opt, ["bf16"], model=model, out=tmp_path / "run", every=2, states="find"):
         for _ in range(5):
             opt.zero_grad()
@@ -144,6 +291,10 @@ def test_in_a_folder_and_every_other_step(tmp_path: Path) -> None:
     assert sorted(trace.roles) == ["ema", "exp_avg", "exp_avg_sq"]  # the copy by the name of its variable
     assert trace.roles["exp_avg"].steps.tolist() == [3, 5]
     assert trace.roles["ema"].tensors[0]["name"] == "module.0.weight"
+    shown = page([tmp_path / "run"])
+    assert all(text in shown for text in ("What accumulates beside the weights", "exp_avg_sq", "average"))
+    assert "frozen: not one of its values changed" in shown
+    assert not torch.equal(frozen[0].weight, model[0].weight)
 
 
 def test_what_cannot_be_followed_is_refused() -> None:

@@ -222,6 +222,8 @@ def test_a_script_that_crashes(halfulp: Halfulp) -> None:
     code, out, err = halfulp("audit", "--grids", "bf16", script(text))
     assert code == 1
     assert len(out.splitlines()) == 5
+    holds, _, err = err.partition("\n")  # said after the first step
+    assert holds.startswith("halfulp: The optimizer holds: parameters float32; gradients float32; exp_avg")
     traceback, _, rest = err.partition("halfulp: the script failed")
     assert traceback.startswith("Traceback (most recent call last):\n")
     assert f'File "{Path("train.py").absolute()}", line 15, in <module>' in traceback

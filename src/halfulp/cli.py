@@ -173,8 +173,8 @@ def audit(
     ),
     evaluate: str = typer.Option(
         "",
-        help="The script's own evaluation, FUNCTION or FUNCTION:KEY: whenever the script calls it, its loss "
-        "is recorded, and that of every rehearsal.",
+        help="The script's own evaluation, as FUNCTION, or FUNCTION:KEY of what it gives; whenever it is "
+        "called, its loss is recorded, and that of every rehearsal.",
     ),
     weights: bool = typer.Option(True, help="Write the rehearsed weights at the end, into OUT/as_if."),
     calibration: Path | None = typer.Option(

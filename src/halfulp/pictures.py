@@ -114,7 +114,7 @@ def strips(rows: Sequence[tuple[str, Array, str]], wide: int = 240) -> str:
 
 def pre(text: str) -> str:
     """Lines as they are."""
-    return f"<pre>{html.escape(text)}</pre>"
+    return f'<pre style="white-space:pre-wrap;max-width:110ch">{html.escape(text)}</pre>'
 
 
 def _binned(x: Array, y: Array) -> tuple[Array, Array]:

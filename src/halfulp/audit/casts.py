@@ -26,11 +26,12 @@ import numpy as np
 import torch
 
 from halfulp import kernels
+from halfulp.audit.copies import Copies
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.names import Naming, model_names
 from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.recorder import Audit
-from halfulp.audit.roles import Copies, Held
+from halfulp.audit.roles import Held
 from halfulp.audit.rows import PER_GRID, SHARED, Row
 from halfulp.audit.watched import Watched
 from halfulp.errors import UsageError

@@ -50,6 +50,7 @@ class Child:
         self.audit = Audit(None, exists="raise", out=folder, **options)
         self.hooks = _Forwarded(self.audit._before, self.audit._after)
         self.audit._hooks = self.hooks
+        self.audit.announces = True
         self.audit.start()
         self._losses, self._signals = Losses(self.audit), Termination(self.audit, self.say)
         self._losses.__enter__()

@@ -7,7 +7,7 @@ not. It is looked up when the first step that is audited is over, for then the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,16 +33,47 @@ def held(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
     params = [p for group in inner.param_groups for p in group["params"]]
     states: dict[str, list[torch.Tensor]] = {}
     for p in params:
-        for kind, x in (inner.state.get(p) or {}).items():
-            if isinstance(x, torch.Tensor) and x.numel() > 1:
-                states.setdefault(str(kind), []).append(x)
+        for kind, held in flat(inner.state.get(p) or {}):
+            for x in held if isinstance(held, list | tuple) else (held,):
+                if isinstance(x, torch.Tensor) and x.numel() > 1:
+                    states.setdefault(str(kind), []).append(x)
     found = {kind: _sizes(tensors) for kind, tensors in states.items()}
     return {"parameters": _sizes(params), "gradients": gradients, "states": found}
 
 
+def flat(state: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """One parameter's state by kind; some optimizers keep it a level deeper (heavyball)."""
+    for kind, x in state.items():
+        if isinstance(x, Mapping):
+            yield from flat(x)
+        else:
+            yield kind, x
+
+
+def coded_words(trace: Recorded) -> str | None:
+    """States in 8 bits or less, which nobody can follow; None where there are none or nobody asked."""
+    if not _part(trace.manifest["options"], "roles").get("states"):
+        return None
+    found: dict[str, list[str]] = {}
+    for optimizer in trace.manifest.get("optimizers", ()):
+        for kind, sizes in _part(_part(optimizer, "holds"), "states").items():
+            for name in sizes if isinstance(sizes, Mapping) else ():
+                dtype = getattr(torch, str(name), None)
+                kinds = found.setdefault(str(name), [])
+                if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 and kind not in kinds:
+                    kinds.append(shown(str(kind), 40))
+    parts = [f"{', '.join(kinds[:MOST])} in {name}" for name, kinds in found.items() if kinds]
+    return f"Not followed: {'; '.join(parts)}. They are codes with scales, and no values." if parts else None
+
+
 def words(trace: Recorded) -> str | None:
     """What the optimizers hold, in a line; None where it was not looked up."""
-    told = [o["holds"] for o in trace.manifest.get("optimizers", ()) if isinstance(o.get("holds"), Mapping)]
+    return words_of([o.get("holds") for o in trace.manifest.get("optimizers", ())])
+
+
+def words_of(holds: Iterable[Any]) -> str | None:
+    """The same of what was found of each."""
+    told = [h for h in holds if isinstance(h, Mapping)]
     if not told:
         return None
     parts = [_words(name, [_part(t, name) for t in told]) for name in ("parameters", "gradients")]

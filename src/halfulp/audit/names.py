@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ class Naming:
     """And the tensor in which it does."""
 
 
+T = TypeVar("T")
 Named = dict[torch.Tensor, tuple[str, torch.nn.Module]]
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile and others put into the names of the modules that they wrap."""
@@ -59,16 +60,21 @@ def model_names(model: torch.nn.Module) -> Named:
     return found
 
 
-def modules_in_frames(depth: int = 100) -> list[tuple[str, torch.nn.Module]]:
+def modules_in_frames() -> list[tuple[str, torch.nn.Module]]:
     """Modules among the variables of the calling frames and inside their objects, and how they are called."""
-    seen: dict[int, tuple[str, torch.nn.Module]] = {}
+    return in_frames(torch.nn.Module)
+
+
+def in_frames(kind: type[T], depth: int = 100) -> list[tuple[str, T]]:
+    """What is of a kind among the variables of the calling frames and inside their objects."""
+    seen: dict[int, tuple[str, T]] = {}
     frame: FrameType | None = sys._getframe(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # looking at a stranger's deprecated object is no use of it
         while frame is not None and depth > 0:
             for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
-                for label, module in _modules(name, value):
-                    seen.setdefault(id(module), (label, module))
+                for label, x in _of_kind(kind, name, value):
+                    seen.setdefault(id(x), (label, x))
             frame, depth = frame.f_back, depth - 1
     return list(seen.values())
 
@@ -83,11 +89,11 @@ def models_around(params: Iterable[torch.Tensor | None]) -> list[torch.nn.Module
     return [unwrapped(min(holding, key=lambda found: found[1])[0])]
 
 
-def _modules(name: str, value: Any) -> list[tuple[str, torch.nn.Module]]:
-    """The modules that a stranger's variable is or holds; none where looking fails, as at a dead proxy."""
+def _of_kind(kind: type[T], name: str, value: Any) -> list[tuple[str, T]]:
+    """What of a kind a stranger's variable is or holds; nothing where looking fails, as at a dead proxy."""
     try:
         found = [(name, value), *_inside(name, value)]
-        return [(label, x) for label, x in found if isinstance(x, torch.nn.Module)]
+        return [(label, x) for label, x in found if isinstance(x, kind)]
     except Exception:
         return []
 

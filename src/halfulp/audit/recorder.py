@@ -194,6 +194,8 @@ class Audit(Beginning):
         self._unwritten = 0
         """Steps that were due since the last part, the same on all ranks."""
         self._untrained = False
+        self.announces = False
+        """Whether to say on standard error, when the first step is over, what the optimizers hold."""
         """Whether tensors without gradients are followed as well: those of roles are."""
         self._batching = True
         self._phases = True
@@ -275,12 +277,13 @@ class Audit(Beginning):
         if not self._stepped:
             self._commit_if_due()
         coming = self.step if self._stepped else self.step + 1
-        if self.roles is not None and self.roles.find and rank() == 0:
+        looks = self._due(coming) or self._rehearses(coming)
+        here = self._watch(optimizer) if looks else []
+        if self.roles is not None and self._due(coming):
             self.roles.look_for(optimizer)
         if self.roles is not None and not self._stepped:
             self.roles.step_begins(coming, self._due(coming))
-        if self._due(coming) or self._rehearses(coming):
-            here = self._watch(optimizer)
+        if looks:
             if optimizer in self._seen and optimizer not in self._holds and not self._untrained:
                 self._gradients = holdings.gradients(optimizer)
             for batch in self._batches_of(here):
@@ -323,6 +326,10 @@ class Audit(Beginning):
     def _finish(self) -> None:
         """The step is over for all optimizers."""
         self._stepped.clear()
+        if self.announces and self._holds:
+            self.announces = False
+            if rank() == 0:
+                print(f"halfulp: {holdings.words_of(self._holds.values())}", file=sys.stderr, flush=True)
         rows = [*takewhile(lambda r: r.step == self.step, reversed(self._rows))][::-1]
         if rows and (not self._newest or self._newest[0].step != self.step):
             self._newest, self._newest_loss = rows, self._loss(self.step)

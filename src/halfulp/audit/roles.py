@@ -22,30 +22,25 @@ that a signal ends must not wait for the others: the last step of a sharded copy
 from __future__ import annotations
 
 import operator
-import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halfulp.audit.copies import Copies, checked, followed, found_copies, tensors_of
 from halfulp.audit.gradients import Accumulation
+from halfulp.audit.holdings import flat
 from halfulp.audit.hooks import StepHooks
-from halfulp.audit.names import modules_in_frames
 from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.recorder import Audit
 from halfulp.audit.watched import Watched
-from halfulp.errors import UsageError
-from halfulp.grids import CONTAINERS
 from halfulp.trace import Memory
 from halfulp.trace.reading import ROLES
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.sharding import is_sharded
 
 Named = dict[str, torch.Tensor]
-Copies = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class Held(torch.optim.Optimizer):
@@ -99,11 +94,15 @@ class Companion(Audit):
 
     def begin(self, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
         """Set tensors aside; ``key``: whose they are, where several share a role."""
+        held = self._hold(key, named)
+        self.step = step - 1
+        self._before(held)
+
+    def _hold(self, key: int, named: Mapping[str, torch.Tensor]) -> Held:
+        """The tensors as they are now: one that was replaced by a new one is the same tensor to us."""
         held = self.held.get(key)
-        if held is not None and self._begun.get(key) is named:  # the same tensors as last time
-            self.step = step - 1
-            self._before(held)
-            return
+        if held is not None and self._begun.get(key) is named:
+            return held
         self._begun[key] = named
         if held is None:
             held = self.held[key] = Held(named)
@@ -113,22 +112,21 @@ class Companion(Audit):
                 held.add_param_group({"params": [(name, x)]})
                 continue
             params, i = known[name]
-            if (
-                params[i] is not x and params[i] in self.watched
-            ):  # replaced by a new one: the same tensor to us
+            if params[i] is not x and params[i] in self.watched:
                 w = self.watched.pop(params[i])
                 w.tensor = x
                 self.watched[x] = w
             params[i] = x
-        self.step = step - 1
-        self._before(held)
+        return held
 
-    def end(self, key: int) -> None:
+    def end(self, key: int, named: Mapping[str, torch.Tensor]) -> None:
         """Record what changed since; if nothing did, there is nothing to say."""
-        held = self.held.get(key)
-        here = [] if held is None else [w for w in self._of(held) if w.before is not None]
+        if key not in self.held:
+            return
+        held = self._hold(key, named)
+        here = [w for w in self._of(held) if w.before is not None]
         changed = together_changed(here)
-        if held is None or not changed:
+        if not changed:
             return
         self.changed = True
         for w in here:
@@ -153,33 +151,6 @@ def together_changed(watched: list[Watched]) -> set[Watched]:
     return found
 
 
-def checked(also: Mapping[str, Copies]) -> dict[str, Copies]:
-    """The copies by name, if they can be followed."""
-    for name, held in also.items():
-        if _NAME.fullmatch(str(name)) is None:
-            raise UsageError(f"also= names copies by short words, such as 'ema', not {name!r}.")
-        if not tensors_of(held):
-            raise UsageError(f"also={{{name!r}: ...}} has no tensor of floating-point values to follow.")
-    return dict(also)
-
-
-def tensors_of(held: Copies) -> dict[str, torch.Tensor]:
-    """The float tensors of a module, a mapping or a list, by name."""
-    if isinstance(held, torch.nn.Module):
-        named: Iterable[tuple[str, Any]] = held.named_parameters()
-    elif isinstance(held, Mapping):
-        named = held.items()
-    else:
-        named = ((str(i), x) for i, x in enumerate(held))
-    return {str(name): x for name, x in named if _followed(x)}
-
-
-def _followed(x: Any) -> bool:
-    known = type(x) in (torch.Tensor, torch.nn.Parameter) or is_sharded(x)
-    plain = known and x.layout == torch.strided and x.is_leaf
-    return plain and str(x.dtype).removeprefix("torch.") in CONTAINERS and x.numel() > 1
-
-
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
 
@@ -187,16 +158,32 @@ def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def moments_of(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The float tensors of an optimizer's state that have a weight's shape: by kind, then by its name."""
+    """The float tensors of an optimizer's state that are made for a weight, or for several that are stacked:
+    by kind, then by its name. Beside codes a float tensor of another shape is their scales, and no moment."""
     inner = _inner(optimizer)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for group in inner.param_groups:
-        for p in group["params"]:
-            state = inner.state.get(p, {})
+        for p in (p for p in group["params"] if p in names):
+            state = dict(flat(inner.state.get(p, {})))
+            tensors = [x for x in state.values() if isinstance(x, torch.Tensor) and x.numel() > 1]
+            coded = not all(x.is_floating_point() for x in tensors)
             for kind, x in state.items():
-                if _followed(x) and x.shape == p.shape and p in names:
-                    found.setdefault(str(kind), {})[names[p]] = x
+                if not followed(x) or (coded and x.shape != p.shape):
+                    continue
+                more = 0 if x.numel() == p.numel() else _stacked(x.shape, p.shape)
+                if more is not None and more < len(group["params"]):
+                    name = f"{names[p]} and {more} more" if more else names[p]
+                    found.setdefault(str(kind), {})[name] = x
     return found
+
+
+def _stacked(shape: torch.Size, weight: torch.Size) -> int | None:
+    """For how many weights beside its own a state is: none, or as many as are stacked in front. It is as
+    large as they are, or has some of their dimensions, as factored moments do; None if it is neither."""
+    if len(shape) > len(weight):
+        return shape[0] - 1 if _stacked(shape[1:], weight) == 0 else None
+    dimensions = iter(weight)
+    return 0 if all(n == 1 or n in dimensions for n in shape) else None
 
 
 def grid_of(tensors: Iterable[torch.Tensor]) -> str:
@@ -210,6 +197,9 @@ class Roles:
         self.owner, self.also, self.states, self.find = owner, checked(also), states, find
         self.audits: dict[str, Companion] = {}
         self.gradients = Accumulation(self) if states else None
+        self._looked: set[torch.optim.Optimizer] = set()
+        self._own: list[str] = []
+        """The copies that were found by themselves."""
         self._open = False
         """Whether copies are set aside."""
         self._began: dict[torch.optim.Optimizer, list[str]] = {}
@@ -232,33 +222,38 @@ class Roles:
         for name in self.also if self._open else ():
             audit = self.audits.get(name)
             if audit is not None and not (at_end and any(w.sharded for w in audit.watched.values())):
-                audit.end(0)
+                audit.end(0, self._mine(tensors_of(self.also[name])))
         self._open = False
 
     def _begin(self, role: str, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
-        """Set tensors of a role aside: on ranks other than the first, those that it holds a shard of."""
-        mine = named if rank() == 0 else {n: x for n, x in named.items() if is_sharded(x)}
+        """Set tensors of a role aside."""
+        mine = self._mine(named)
         if mine:
             self.companion(role, named, never_moved=self.owner.never_moved).begin(key, mine, step)
 
+    @staticmethod
+    def _mine(named: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """What this rank looks at: on ranks other than the first, what it holds a shard of."""
+        return named if rank() == 0 else {n: x for n, x in named.items() if is_sharded(x)}
+
     def look_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find copies among the variables of the frames that called the first step, for unmodified scripts:
-        modules that have a tensor of the same shape for each of the optimizer's, and none of those. No
-        shards: all ranks would have to find the same."""
-        self.find = False
+        """Find the copies of an optimizer's weights by themselves, for unmodified scripts, when it first
+        steps; what turns out to be another optimizer's weights, or their cast, is none."""
+        if not self.find or optimizer in self._looked or rank() != 0:
+            return
+        self._looked.add(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        mine, shapes = set(params), Counter(p.shape for p in params)
-        followed: set[torch.Tensor] = set()
-        for label, module in modules_in_frames():
-            held = tensors_of(module)
-            alike = not shapes - Counter(x.shape for x in held.values())
-            if (
-                alike
-                and not any(x in mine or x in followed or is_sharded(x) for x in held.values())
-                and _NAME.fullmatch(label)
-            ):
-                self.also.setdefault(label, module)
-                followed.update(held.values())
+        shown = [w.shown for w in self.owner.watched.values() if w.shown is not None]
+        theirs = {*params, *shown, *self.owner.watched}
+        for label in [n for n in self._own if not theirs.isdisjoint(tensors_of(self.also[n]).values())]:
+            self._own.remove(label)
+            del self.also[label]
+        known = [x for held in self.also.values() for x in tensors_of(held).values()]
+        names = {p: self.owner.watched[p].name for p in params if p in self.owner.watched}
+        for label, held in found_copies(names, [*theirs, *known]).items():
+            if label not in self.also:
+                self.also[label] = held
+                self._own.append(label)
 
     def due(self) -> bool:
         """Whether the step that comes next is audited."""
@@ -275,8 +270,9 @@ class Roles:
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what the step did to them."""
+        moments = self._moments(optimizer)
         for kind in self._began.pop(optimizer, ()):
-            self.audits[kind].end(id(optimizer))
+            self.audits[kind].end(id(optimizer), self._mine(moments.get(kind, {})))
 
     def stop(self) -> list[str]:
         """The end: compare for the last time, make everything durable; the copies that never changed."""
@@ -291,11 +287,9 @@ class Roles:
     def _moments(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
         if not self.states:
             return {}
-        states = [
-            (p, *s.values()) for p, s in _inner(optimizer).state.items() if isinstance(s, dict | Mapping)
-        ]
-        held = [x for state in states for x in state if isinstance(x, torch.Tensor)]
-        held += self.owner.watched
+        states = _inner(optimizer).state.items()
+        kept = [x for p, s in states if isinstance(s, Mapping) for x in (p, *(x for _, x in flat(s)))]
+        held = [*(x for x in kept if isinstance(x, torch.Tensor)), *self.owner.watched]
         known, moments = self._found.get(optimizer, ([], {}))
         if len(known) != len(held) or not all(map(operator.is_, known, held)):
             found = moments_of(optimizer, {p: w.name for p, w in self.owner.watched.items()})

@@ -135,6 +135,7 @@ def run_script(
     code, left = 0, False
     if own is not None:
         own.audit = audit
+    audit.announces = True
     try:
         with Termination(audit, farewell), audit, Losses(audit):
             try:

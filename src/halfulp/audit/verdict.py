@@ -379,16 +379,22 @@ def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration 
     return [plain(line) for line in out]
 
 
+def role_findings(trace: Recorded) -> list[tuple[str, Recorded, bool, Finding]]:
+    """What accumulates beside the weights: the role, its trace, whether it is stored on the grid, and what of
+    that, or else of all of it, is lost."""
+    out = []
+    for role, beside in trace.roles.items():
+        if beside.recorded:
+            home = on_grid(beside, beside.grids[0])
+            out.append((role, beside, bool(home), _finding(beside, beside.grids[0], home or "all")))
+    return out
+
+
 def role_lines(trace: Recorded) -> list[str]:
     """What accumulates beside the weights: what of it was lost, or would be, and what keeps it."""
     out: list[str] = []
-    for role, beside in trace.roles.items():
-        if not beside.recorded:
-            continue
+    for role, beside, home, found in role_findings(trace):
         grid = beside.grids[0]
-        home = on_grid(beside, grid)
-        scope: Scope = home or "all"
-        found = _finding(beside, grid, scope)
         dtypes = " and ".join(sorted({shown(t["dtype"], 20) for t in beside.tensors}))
         head = f"{shown(role)} ({count(len(beside.tensors), 'tensor')}, {dtypes})"
         if beside.manifest["run"].get("role") == GRADIENTS:
@@ -411,14 +417,21 @@ def role_lines(trace: Recorded) -> list[str]:
         ]
         if home and found.severity != "fine":
             out.append(f"  would keep them: {shown(role)} in float32, which takes 2 more bytes a value")
-    for role in trace.manifest["run"].get("unchanged", ()):
-        out += [
-            "",
-            f"{shown(str(role))}: not one of its values changed in {count(len(trace.steps), 'step')}. Either "
-            "it was never updated, or all of it is stuck, as an average with decay 0.9999 is in bfloat16: "
-            "keep it in float32.",
-        ]
+    if coded := holdings.coded_words(trace):
+        out += ["", coded]
+    for said in unchanged_words(trace):
+        out += ["", said]
     return out
+
+
+def unchanged_words(trace: Recorded) -> list[str]:
+    """Of each copy that never changed, what that may mean."""
+    return [
+        f"{shown(str(role))}: not one of its values changed in {count(len(trace.steps), 'step')}. As it "
+        "should be for a reference that is frozen; an average was either never updated, or all of it is "
+        "stuck, as with decay 0.9999 in bfloat16: keep it in float32."
+        for role in trace.manifest["run"].get("unchanged", ())
+    ]
 
 
 def _grid_lines(trace: Recorded, grid: str) -> list[str]:

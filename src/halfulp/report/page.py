@@ -57,6 +57,7 @@ def _of_traces(runs: Sequence[Run], calibration: Calibration | None) -> tuple[li
         *(sections.verdict_section(run, alone=len(first) == 1) for run in first),
         *(costs.cost_section(i, c, alone=len(first) == 1) for i, c in enumerate(rehearsed)),
         *(met + seen if found or policies else seen + met),
+        sections.beside_section(first),
         sections.sure_section(runs),
         sections.run_section(runs),
     ]

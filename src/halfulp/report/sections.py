@@ -38,6 +38,10 @@ WHERE = (
     "Each row is a tensor, or a layer where there are many, layer by layer. The colour is the share of its "
     "updates that is lost."
 )
+BESIDE = (
+    "Averages, moments and sums of gradients lose small changes as weights do. Where much of one is lost, "
+    "keep it in float32: two more bytes a value."
+)
 EXACT = (
     "whether an update changed a stored weight is arithmetic, Q(q + d) = q, for the change d that the "
     "optimizer made. No model and no assumption, in the run that was watched and on the grid that it stores."
@@ -247,6 +251,38 @@ def _worst(run: Run, grid: str) -> Html:
 def _select(identifier: str, label: str, options: Sequence[tuple[str, str]]) -> Html:
     made = [tag("option", text, value=value) for value, text in options]
     return tag("label", label, tag("select", *made, id=identifier))
+
+
+def beside_section(runs: Sequence[Run]) -> Html | None:
+    """What accumulates beside the weights, where it was followed: copies, moments, gradients."""
+    rows = []
+    for run in runs:
+        for role, beside, home, f in verdict.role_findings(run.trace):
+            bad = f.severity == verdict.NOT_FINITE
+            dtypes = " and ".join(sorted({shown(str(t["dtype"]), 20) for t in beside.tensors}))
+            label = name(role) if len(runs) == 1 else tag("span", name(role), " of ", name(run.name, 32))
+            stored = f"in {beside.grids[0]}" if home else f"if it were stored in {beside.grids[0]}"
+            never = "-" if f.never_moved is None or bad else words.percent(f.never_moved)
+            rows.append(
+                [
+                    tag("th", label, scope="row"),
+                    dtypes,
+                    number(f"{len(beside.tensors):,}"),
+                    number(verdict.NOT_FINITE if bad else words.percent(f.lost)),
+                    stored,
+                    number(never),
+                    name(f.stuck[0][0], 40) if f.stuck and not bad else "-",
+                ]
+            )
+    still = [tag("p", said) for r in runs for said in verdict.unchanged_words(r.trace)]
+    if not rows and not still:
+        return None
+    counts = numeric("tensors"), numeric("updates lost"), "where", numeric("never moved")
+    head: list[Content] = ["what", "stored as", *counts, "most stuck"]
+    coded = [tag("p", said, class_="note") for r in runs if (said := holdings.coded_words(r.trace))]
+    title = tag("h2", "What accumulates beside the weights")
+    listed = table(head, rows, caption="by role") if rows else None
+    return tag("section", title, tag("p", BESIDE), listed, *still, *coded)
 
 
 # ---- what is behind it ------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def reach(
         why = UNBOUNDED.get(kind, "it is not known here")
         raise UsageError(
             f"no bound of one {optimizer} step: {why}. Known: {', '.join(KINDS)}; or say yourself how many "
-            "times lr a step is at most (bound=)."
+            "times lr a step is at most (bound=, --bound)."
         )
     if given:
         times, words = float(bound), f"at most {float(bound):g} times lr"
@@ -150,7 +150,7 @@ def reach(
         if math.isinf(times):
             raise UsageError(
                 f"an Adam step has no bound with betas {betas}: the square of the first is not below the "
-                "second. Say how many times lr a step is at most (bound=)."
+                "second. Say how many times lr a step is at most (bound=, --bound)."
             )
     else:
         raise UsageError(f"bound is step, worst or a number, not {bound!r}.")

@@ -12,7 +12,6 @@ rounded first.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from halfulp import pictures
 from halfulp.elements import index_of
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
@@ -136,7 +136,7 @@ class Check:
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return pictures.pre(str(self))
 
 
 def check(

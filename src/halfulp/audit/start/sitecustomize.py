@@ -28,23 +28,25 @@ def _run_the_other() -> None:
 
 
 class _AfterTorch:
-    """Finds torch as it would be found, and does something when it is imported."""
+    """Finds torch as it would be found, and does something when it is imported: many libraries ask only
+    whether it could be."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        spec: Any = next((s for f in others if (s := f.find_spec(name, path, target)) is not None), None)
         if spec is None or spec.loader is None:
             return spec
-        loader: Any = spec.loader
-        plain = loader.exec_module
+        plain = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             plain(module)
-            _hook()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                _hook()
 
-        loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module
         return spec
 
 
