@@ -263,3 +263,13 @@ def test_stochastic_stays_beside_the_value(label: str) -> None:
     assert np.all(np.concatenate([values, [np.inf]])[i + 1] > inside)
     again = case.grid.round(tensor(got), stream.at(7), scale=case.scales(x.shape))
     assert_same(again, got)
+
+
+@pytest.mark.parametrize("largest", [3.5, 0.035])
+def test_ends_of_a_scaled_grid_are_counted_in_codes(largest: float) -> None:
+    """Of each block the largest value has the largest code, however large its scale is."""
+    z = np.full(32, largest / 2, dtype=np.float32)
+    z[[3, 20]] = largest
+    for name, ends in (("int4/g16", 2), ("int4/g32", 2), ("int4/g4", 6 * 4 + 2)):
+        _, found = reference.write_back(np.zeros_like(z), z, hu.grid(name))
+        assert int(found["counts"][:, 2].sum()) == ends
