@@ -63,14 +63,16 @@ wheel: $(VENV)/.stamp-dev
 stranger: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m large tests/test_stranger.py
 
-# The quick tests with the oldest versions that pyproject.toml allows. What a new click says of an old typer is not ours.
+# The quick tests with the oldest versions that pyproject.toml allows. What a new click says of an old typer, and an old torch
+# of itself, is not ours.
 test-lowest: $(VENV)/.stamp-dev
 	mkdir -p build && rm -rf build/lowest && $(PYTHON) -m venv build/lowest
 	$(BIN)/python tests/lowest.py pyproject.toml > build/lowest.txt
 	PIP_CONSTRAINT=build/lowest.txt build/lowest/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -e ".[figures,test]"
 	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not large" -q \
-	    -W "ignore:'click.utils:DeprecationWarning"
+	    -W "ignore:'click.utils:DeprecationWarning" -W "ignore:The epoch parameter:UserWarning" \
+	    -W "ignore:Converting a tensor with requires_grad:UserWarning" -W "ignore:TypedStorage is deprecated:UserWarning"
 
 # Kills, mutated inputs, other orders, size, mistakes in our own code: see docs/reliability.md. TORTURE="--only fuzz"
 torture torture-long: $(VENV)/.stamp-dev
