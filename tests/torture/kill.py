@@ -217,6 +217,8 @@ def policies(effort: Effort) -> Iterator[Trial]:
     clock, rng = Clock(), random.Random("policies")
     kills = lost = 0
     for case in CASES:
+        (effort.folder / case).mkdir()
+        train(case, effort.folder / case)  # what is compiled at the first time is not the usual time
         for again in range(effort.of(3, 20)):
             folder = effort.folder / f"{case}-{again}"
             (folder / "whole").mkdir(parents=True)
