@@ -206,6 +206,19 @@ def train(case: str, folder: Path) -> None:
         part.rename(folder / str(number + 1))
 
 
+def forked(case: str, folder: Path) -> int:
+    """:func:`train` in a fork of this process, which has compiled everything; its number."""
+    child = os.fork()
+    if child == 0:
+        try:
+            train(case, folder)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(int(not (folder / str(STEPS)).is_dir()))
+    return child
+
+
 def digests(folder: Path) -> list[str]:
     """Of every step."""
     return [(folder / str(number) / "digest").read_text() for number in range(1, STEPS + 1)]
@@ -218,24 +231,17 @@ def policies(effort: Effort) -> Iterator[Trial]:
     kills = lost = 0
     for case in CASES:
         (effort.folder / case).mkdir()
-        train(case, effort.folder / case)  # what is compiled at the first time is not the usual time
-        for again in range(effort.of(3, 20)):
+        train(case, effort.folder / case)  # here, so that no fork has to compile
+        for again in range(effort.of(10, 40)):
             folder = effort.folder / f"{case}-{again}"
             (folder / "whole").mkdir(parents=True)
             began = time.perf_counter()
-            train(case, folder / "whole")
+            os.waitpid(forked(case, folder / "whole"), 0)
             usual = time.perf_counter() - began
             (folder / "killed").mkdir()
             while True:
-                child = os.fork()
-                if child == 0:
-                    try:
-                        train(case, folder / "killed")
-                    except BaseException:
-                        traceback.print_exc()
-                    finally:
-                        os._exit(int(not (folder / "killed" / str(STEPS)).is_dir()))
-                deadline = time.perf_counter() + rng.uniform(0.05, 0.6) * usual
+                child = forked(case, folder / "killed")
+                deadline = time.perf_counter() + rng.uniform(0.2, 1.0) * usual
                 while time.perf_counter() < deadline:
                     if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                         break

@@ -29,6 +29,7 @@ HERE = Path(__file__).parent.parent
 PLACE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")])}
 GRIDS = ["bf16", "e4m3@128", "int4/g32", "mxfp4"]
 POLICIES = ("rne", "sr", "deadzone-sr", "kahan", "eco", "master")
+FLOAT_SUMS = ("weight_sq", "proposal_sq", "expected", "arrived", "written_sq")
 SEEDS = (0, 1, 2, 12345, 4294967295)
 
 
@@ -102,8 +103,6 @@ def asked(seed: int = 0, threads: int = 1, shuffle: int = 0, part: int = 5) -> d
 
 def ranks(effort: Effort, mode: str, world: int) -> int:
     """The trace of an audit over ranks beside that of one process: 1 if it differs or a rank failed."""
-    from test_trace import assert_same_tables
-
     folder = effort.folder / f"{mode}{world}"
     folder.mkdir()
     place = {**PLACE, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -117,11 +116,15 @@ def ranks(effort: Effort, mode: str, world: int) -> int:
     processes += [start(mode, rank, world) for rank in range(world)]
     if any(process.wait() for process in processes):
         return 1
-    try:
-        assert_same_tables(hu.Trace.open(folder / mode), hu.Trace.open(folder / "single"))
-    except AssertionError:
-        return 1
-    return 0
+    found, single = (hu.Trace.open(folder / name) for name in (mode, "single"))
+    return int(any(_differ(found, single, table, mode) for table in ("grids", "tensors")))
+
+
+def _differ(found: hu.Trace, single: hu.Trace, table: str, mode: str) -> bool:
+    """Whether a number differs; of shards, one that is no sum of floats: ranks add those in another order."""
+    a, b = (trace.scan(table).collect() for trace in (found, single))
+    kept = [c for c in b.columns if mode == "ddp" or c not in FLOAT_SUMS]
+    return not a.select(kept).equals(b.select(kept), null_equal=True)
 
 
 def written_back(effort: Effort, world: int) -> tuple[int, int]:
