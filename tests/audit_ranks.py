@@ -18,6 +18,10 @@ import halfulp as hu
 MOVING = ["int8/row", "int4/g32", "mxfp4"]
 REHEARSED = ["e5m2", "bf16:sr", "bf16:kahan", "int8/row"]
 STEPS = 5
+SQUARES = ("weight_sq", "proposal_sq", "expected")
+ARRIVED = ("arrived", "written_sq")
+FLOAT_SUMS = (*SQUARES, *ARRIVED)
+"""Columns that are added up over shards, and so in another order where there are others."""
 
 
 class Model(MLP):

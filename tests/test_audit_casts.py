@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from audit_reference import made
-from test_audit_recorder import environment
+from test_audit_ranks import environment
 
 import halfulp as hu
 from halfulp.audit import casts

@@ -14,6 +14,7 @@ from report_traces import HOSTILE, inventory, synthetic
 
 import halfulp as hu
 from halfulp.audit import verdict
+from halfulp.audit.findings import NOT_FINITE, copies, cures, findings, lost_series
 from halfulp.report.gather import gather
 from halfulp.report.live import LiveView
 from halfulp.report.page import open_traces, page
@@ -73,7 +74,7 @@ def test_every_container_and_an_empty_tensor(dtype: torch.dtype, tmp_path: Path)
     assert "2 tensors, 72 weights" in said(trace)
     home = verdict.on_grid(trace, "bf16")
     assert len(home) == (2 if dtype == torch.bfloat16 else 0)
-    assert gather(trace).findings() == verdict.findings(trace)
+    assert gather(trace).findings() == findings(trace)
     page([trace.path])
     tensors_csv(open_traces([trace]))
 
@@ -99,7 +100,7 @@ def test_traces_that_hold_empty_tensors(tmp_path: Path) -> None:
     listed = inventory([("a", "mlp", (4, 4)), ("none", "other", (0, 4)), ("b", "norm", (4,))])
     trace = synthetic(tmp_path / "some", listed=listed, grids=["bf16", "e5m2"], steps=12)
     assert np.isfinite(trace.frozen("bf16")).all()
-    assert gather(trace).findings() == verdict.findings(trace)
+    assert gather(trace).findings() == findings(trace)
     assert "2 tensors, 20 weights" in said(trace)
     page([trace.path])
     tensors_csv(open_traces([trace]))
@@ -149,11 +150,11 @@ def test_shares_are_of_finite_updates(tmp_path: Path) -> None:
     for step, frozen in counts.iter_rows():
         zero, bad = tensors.filter(step=step).select("zero_proposal", "nonfinite").sum().row(0)
         expected.append((sum(frozen) - zero) / (trace.numel() - zero - bad))
-    np.testing.assert_allclose(verdict.lost_series(trace, "bf16"), expected, rtol=1e-12)
+    np.testing.assert_allclose(lost_series(trace, "bf16"), expected, rtol=1e-12)
     assert hu.verdict(trace).findings[0].lost == pytest.approx(np.mean(expected), rel=1e-12)
-    assert gather(trace).findings() == verdict.findings(trace)
+    assert gather(trace).findings() == findings(trace)
     for scope in ("all-2d", "mlp"):
-        assert gather(trace).findings(scope) == verdict.findings(trace, scope)
+        assert gather(trace).findings(scope) == findings(trace, scope)
 
 
 def test_nothing_is_said_of_a_run_without_a_finite_update(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_nothing_is_said_of_a_run_without_a_finite_update(tmp_path: Path) -> Non
     assert "(fc1.weight, fc1.bias, norm.weight and 6 more)" in text
     assert "bf16: nothing can be said, because no proposal was finite." in text
     assert "of updates" not in text.split("How sure")[0].split("\n", 1)[1]
-    assert all(np.isnan(f.lost) and f.severity == verdict.NOT_FINITE for f in hu.verdict(trace).findings)
+    assert all(np.isnan(f.lost) and f.severity == NOT_FINITE for f in hu.verdict(trace).findings)
     html = page([trace.path])
     assert "No update was finite, so nothing can be said of any grid." in html
     tensors_csv(open_traces([trace]))
@@ -203,7 +204,7 @@ def test_what_is_offered_is_what_a_write_back_takes(name: str, tmp_path: Path) -
     """The optimizer at hand was asked when the run was recorded."""
     model = made("mlp")
     trace = recorded(tmp_path / "run", model, OFFERED[name](model.parameters()), grids=["e4m3@128"])
-    offers = {policy.split()[0] for policy, _ in verdict.cures(trace, "e4m3@128")}
+    offers = {policy.split()[0] for policy, _ in cures(trace, "e4m3@128")}
     for policy in ("sr", "eco", "kahan", "master"):
         model = made("mlp")
         try:
@@ -217,7 +218,7 @@ def test_what_is_offered_is_what_a_write_back_takes(name: str, tmp_path: Path) -
 
 def test_old_traces_offer_what_any_optimizer_takes(tmp_path: Path) -> None:
     trace = synthetic(tmp_path / "run", grids=["e4m3@128"])
-    assert [p for p, _ in verdict.cures(trace, "e4m3@128")] == ["sr", "kahan in bfloat16", "kahan", "master"]
+    assert [p for p, _ in cures(trace, "e4m3@128")] == ["sr", "kahan in bfloat16", "kahan", "master"]
 
 
 def test_bf16_parameters_get_one_line(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_a_model_that_the_optimizer_steps_itself_has_no_masters(tmp_path: Path) 
     model = made("mlp")
     beside = made("mlp").bfloat16()
     trace = recorded(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    assert not verdict.copies(trace)
+    assert not copies(trace)
     assert beside is not model
 
 

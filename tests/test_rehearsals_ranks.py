@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 import rehearsals_ranks
 import torch
+from audit_ranks import FLOAT_SUMS
 from safetensors.torch import load_file
 
 import halfulp as hu
@@ -23,8 +24,6 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
 ]
 TABLES = ("grids", "tensors", "run", "rehearsals", "losses")
-SUMS = ("weight_sq", "proposal_sq", "expected", "arrived", "written_sq")
-"""Columns that are added up over shards, and so in another order where there are others."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,7 @@ def test_resumed_on_other_ranks_is_what_one_process_gives(how: str, runs: Path) 
     """Two ranks, then three, then one, then two; and two replicas: every count, and all weights as if."""
     single, found = runs / "single", runs / how
     for name in TABLES:
-        drop = [] if how == "replicas" else [c for c in table(single, name).columns if c in SUMS]
+        drop = [] if how == "replicas" else [c for c in table(single, name).columns if c in FLOAT_SUMS]
         assert table(found, name).drop(drop).equals(table(single, name).drop(drop), null_equal=True), name
     assert_same_weights(found, single)
 

@@ -14,7 +14,7 @@ from audit_reference import made, train
 from report_traces import inventory, synthetic, tensors
 
 import halfulp as hu
-from halfulp.audit import verdict
+from halfulp.audit.findings import findings, lost_updates
 from halfulp.measures.crossings import crossing
 from halfulp.measures.groups import CORE
 from halfulp.report.charts import binned, packed, short
@@ -43,7 +43,7 @@ def test_curves_equal_those_of_the_trace(recorded: hu.Trace) -> None:
         for grid in recorded.grids:
             for column in ("frozen", "never_moved", "expected"):
                 assert np.array_equal(g.share(column, grid, scope), recorded.series(column, grid, scope))
-            lost = verdict.lost_updates(recorded.frozen(grid, scope), recorded.zero_proposals(scope))
+            lost = lost_updates(recorded.frozen(grid, scope), recorded.zero_proposals(scope))
             assert np.array_equal(g.lost_share(grid, scope), lost)
             assert g.crossing(grid, scope) == crossing(lost, steps=recorded.steps_of(scope))
             assert g.never_moved(grid, scope) == recorded.never_moved(grid, scope)[-1]
@@ -52,7 +52,7 @@ def test_curves_equal_those_of_the_trace(recorded: hu.Trace) -> None:
 def test_findings_equal_those_of_the_verdict(recorded: hu.Trace) -> None:
     g = gather(recorded)
     for scope in g.scopes:
-        assert g.findings(scope) == verdict.findings(recorded, scope)
+        assert g.findings(scope) == findings(recorded, scope)
 
 
 def test_heat_rows_equal_tensors(recorded: hu.Trace) -> None:
@@ -83,7 +83,7 @@ def test_a_tensor_that_joins_late(tmp_path: Path) -> None:
     assert np.isnan(late[:3]).all()
     assert np.array_equal(late[3:], trace.frozen("bf16", "late"))
     assert np.array_equal(g.share("frozen", "bf16"), trace.frozen("bf16"))
-    assert g.findings() == verdict.findings(trace)
+    assert g.findings() == findings(trace)
 
 
 @pytest.mark.parametrize("n", [1, 2, BINS, BINS + 1, 5000, 10_000, 1_000_000])

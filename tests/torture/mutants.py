@@ -2,7 +2,10 @@
 
 A mutant is one operator, comparison, constant or condition changed in one place of a module's syntax tree. It
 exists in memory only: a process of its own imports the changed module in place of the file, whose digest (and
-so the compiled kernels) stays what it is, and runs the tests that should notice. One that passes survives.
+so the compiled kernels) stays what it is, and runs the tests that should notice. Those that come to the
+changed line, as a first run of the module as it is has found, go first, the quickest ahead; then the rest of
+the developer's loop. A mutant that passes survives. It is lost, unless ``survivors.toml`` says why it is no
+mistake: a line and a change there stand for mutants of which a person has seen that they do the same.
 """
 
 from __future__ import annotations
@@ -12,19 +15,28 @@ import copy
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import random
 import signal
 import sys
+import threading
+import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
 
 from torture import Clock, Effort, Trial
 
 HERE = Path(__file__).parent.parent
 SOURCE = HERE.parent / "src"
-SECONDS = 400  # a mutant that runs longer hangs: noticed
+HANGS = 5.0  # a mutant that takes so many times as long as the module as it is does not end: noticed
+EXPLAINED = Path(__file__).parent / "survivors.toml"
 
 # What is mutated, and the tests that should notice, the quickest first.
 TARGETS: dict[str, Sequence[str]] = {
@@ -126,12 +138,26 @@ def places(tree: ast.AST) -> list[tuple[int, int]]:
     ]
 
 
-def mutated(tree: ast.Module, place: tuple[int, int]) -> tuple[ast.Module, str]:
-    """The tree with one mistake, and where and what it is."""
+@dataclass(frozen=True)
+class Mistake:
+    """Where it is and what."""
+
+    line: int
+    column: int
+    change: str
+
+    def key(self, source: Sequence[str]) -> tuple[str, str]:
+        """The text of its line, and what becomes of which part: as ``survivors.toml`` has them."""
+        text = source[self.line - 1]
+        return text.strip(), f"{self.column - len(text) + len(text.lstrip())}: {self.change}"
+
+
+def mutated(tree: ast.Module, place: tuple[int, int]) -> tuple[ast.Module, Mistake]:
+    """The tree with one mistake, and what that is."""
     made = copy.deepcopy(tree)
-    node = list(ast.walk(made))[place[0]]
+    node: Any = list(ast.walk(made))[place[0]]
     told = list(changes(node))[place[1]](node)
-    return ast.fix_missing_locations(made), f"line {getattr(node, 'lineno', 0)}: {told}"
+    return ast.fix_missing_locations(made), Mistake(node.lineno, node.col_offset, told)
 
 
 class Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -157,54 +183,125 @@ def _file(name: str) -> Path:
     return SOURCE.joinpath(*name.split(".")).with_suffix(".py")
 
 
-def notices(name: str, tree: ast.Module | None, tests: Sequence[str]) -> bool:
-    """Whether the tests fail with the tree in place of the module. In a fork, which has the imports."""
+class Watch:
+    """A plugin of pytest: how long each test takes, and to which lines of a file it comes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.found: dict[str, dict[str, Any]] = {}
+        self.lines: set[int] = set()
+
+    def _called(self, frame: FrameType, event: str, argument: object) -> Any:
+        return self._line if frame.f_code.co_filename == self.path else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        self.lines.add(frame.f_lineno)
+        return self._line
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.lines = set()
+        began = time.perf_counter()
+        threading.settrace(self._called)
+        sys.settrace(self._called)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            self.found[item.nodeid] = {"seconds": time.perf_counter() - began, "lines": sorted(self.lines)}
+
+
+class First:
+    """A plugin of pytest: what comes to a line first, the quickest ahead; the rest without what is slow."""
+
+    def __init__(self, seen: dict[str, dict[str, Any]], line: int) -> None:
+        self.seen, self.line = seen, line
+
+    def rank(self, item: pytest.Item) -> tuple[bool, float]:
+        known = self.seen.get(item.nodeid, {"seconds": 0.0, "lines": ()})
+        return self.line not in known["lines"], known["seconds"]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted(
+            (i for i in items if not self.rank(i)[0] or not i.get_closest_marker("slow")), key=self.rank
+        )
+
+
+def forked(
+    name: str, tree: ast.Module | None, tests: Sequence[str], plugin: object, out: Path, seconds: float = 0.0
+) -> int | None:
+    """pytest's exit code with the tree in place of the module, in a fork; nothing if that was killed, as it
+    is after so many seconds."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        signal.alarm(SECONDS)
-        quiet = os.open(os.devnull, os.O_WRONLY)
+        signal.alarm(int(seconds))
+        quiet = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         code = 1
         try:
             if tree is not None:
                 sys.meta_path.insert(0, Instead(name, tree))
-            import pytest
-
             files = [str(HERE / test) for test in tests]
-            chosen = ["-m", "not slow and not large", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-            code = int(pytest.main([*chosen, "-p", "no:randomly", *files]))
+            chosen = ["-m", "not large", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            code = int(pytest.main([*chosen, *files], plugins=[plugin]))
+            if isinstance(plugin, Watch):
+                out.with_suffix(".json").write_text(json.dumps(plugin.found))
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
-    return not (os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0)
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+
+
+def explained(name: str) -> dict[tuple[str, str], str]:
+    """Of a module: line and change of each mutant that is no mistake, and why."""
+    rows = tomllib.loads(EXPLAINED.read_text()).get(name, [])
+    return {(row["line"], change): row["why"] for row in rows for change in row["changes"]}
+
+
+def attack(name: str, tests: Sequence[str], effort: Effort) -> Trial:
+    """All mutants of a module, or some."""
+    clock, began = Clock(), time.perf_counter()
+    source = _file(name).read_text()
+    tree, lines = ast.parse(source), source.splitlines()
+    out = effort.folder / name
+    if forked(name, None, tests, Watch(_file(name)), out) != 0:
+        raise SystemExit(f"{tests} fail on {name} as it is:\n{out.read_text()[-2000:]}")
+    limit = 60 + HANGS * clock()
+    seen = json.loads(out.with_suffix(".json").read_text())
+    out.with_suffix(".json").unlink()
+    found = places(tree)
+    chosen = random.Random(name).sample(found, min(len(found), effort.of(20, len(found))))
+    noticed = same = 0
+    survivors, known = [], explained(name)
+    for place in chosen:
+        made, mistake = mutated(tree, place)
+        key = mistake.key(lines)
+        if key in known:
+            same += 1
+        elif forked(name, made, tests, First(seen, mistake.line), out, limit) != 0:
+            noticed += 1
+        else:
+            survivors.append(f"line {mistake.line}, {key[1]}")
+            print(f"survived: {name} line {mistake.line}: {key}", flush=True)
+    note = f"{noticed} noticed, {same} no mistakes, of {len(found)} possible"
+    note += f"; survived: {'; '.join(survivors)}" if survivors else ""
+    return Trial(
+        "Mutants noticed", f"`{name}`", len(chosen), len(survivors), time.perf_counter() - began, note
+    )
 
 
 def trials(effort: Effort) -> Iterator[Trial]:
-    # What every child needs, before the forks: nothing of halfulp, and no plugin of pytest (it would warn).
+    # What every child needs, before the forks: nothing of halfulp.
     import numba  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
     assert not any(name == target for name in sys.modules for target in TARGETS), "import order"
     for name, tests in TARGETS.items():
-        if not effort.wants(name):
-            continue
-        clock = Clock()
-        tree = ast.parse(_file(name).read_text())
-        found = places(tree)
-        chosen = random.Random(name).sample(found, min(len(found), effort.of(20, len(found))))
-        if notices(name, None, tests):
-            raise SystemExit(f"{tests} fail on {name} as it is")
-        survivors = []
-        for place in chosen:
-            made, told = mutated(tree, place)
-            if not notices(name, made, tests):
-                survivors.append(told)
-                print(f"survived: {name} {told}", flush=True)
-        killed = len(chosen) - len(survivors)
-        note = f"{killed / len(chosen):.0%} noticed, of {len(found)} possible"
-        note += f"; survived: {'; '.join(survivors)}" if survivors else ""
-        yield Trial("Mutants noticed", f"`{name}`", len(chosen), 0, clock(), note)
+        if effort.wants(name):
+            yield attack(name, tests, effort)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from audit_ranks import FLOAT_SUMS
 
 import halfulp as hu
 from halfulp import kernels
@@ -29,7 +30,6 @@ HERE = Path(__file__).parent.parent
 PLACE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")])}
 GRIDS = ["bf16", "e4m3@128", "int4/g32", "mxfp4"]
 POLICIES = ("rne", "sr", "deadzone-sr", "kahan", "eco", "master")
-FLOAT_SUMS = ("weight_sq", "proposal_sq", "expected", "arrived", "written_sq")
 SEEDS = (0, 1, 2, 12345, 4294967295)
 
 

@@ -19,10 +19,10 @@ import torch
 from halfulp.audit.names import in_frames, modules_in_frames
 from halfulp.errors import UsageError
 from halfulp.grids import CONTAINERS
+from halfulp.kernels.auditing import PLAIN
 from halfulp.writeback.sharding import is_sharded
 
 Copies = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from halfulp.audit.findings import known
 from halfulp.audit.rehearsed_outcome import rehearsed_outcomes
-from halfulp.audit.verdict import known
 from halfulp.errors import UsageError
 from halfulp.measures.crossings import timing_pair
 from halfulp.measures.forecasts import Comparison, compare

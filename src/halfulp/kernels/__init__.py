@@ -192,10 +192,10 @@ def audit(
             raise UsageError("following coordinates over steps is a CPU feature: move the tensors there.")
         made = gpu.audit(w, d, after, [p.grid for p in plans], phase)
         return Audited(made[0], made[1], made[2], made[3], made[4], made[5], w.numel())
-    from halfulp.kernels.auditing import counted
+    from halfulp.kernels.auditing import Call
 
     flat_w, flat_d = flat_of(w), flat_of(d)
-    found = counted(flat_w, flat_d, after, plans, w.dtype, phase, moved, stay)
+    found = Call(flat_w, flat_d, after, plans, w.dtype, phase, moved, stay)()
     counts, arrived, expected = (x.numpy() for x in (found.counts, found.arrived, found.expected))
     work = _params.working(container(w.dtype).name)
     bits = np.empty((0, 0), dtype=np.uint8) if moved is None else moved.numpy()

@@ -9,7 +9,7 @@ needs falls out of it by counting into arrays::
     totals           (tensors, grids)           over the whole run
 
 The invariant, held by a test: curves, crossings and findings equal those of ``Trace`` and
-:mod:`halfulp.audit.verdict` to the last bit. Sums are of whole numbers below 2**53, so float64 adds them
+:mod:`halfulp.audit.findings` to the last bit. Sums are of whole numbers below 2**53, so float64 adds them
 exactly, in any order.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from halfulp.audit import verdict
+from halfulp.audit.findings import NOT_FINITE, STUCK, Finding, average, known, lost_updates, onset_words
 from halfulp.audit.stored_on import same_values
 from halfulp.measures.crossings import Crossing, crossing
 from halfulp.measures.groups import CORE
@@ -145,7 +145,7 @@ class Gathered:
         with np.errstate(invalid="ignore"):
             sizes = self.sizes[:, chosen].sum(axis=1)
             zero, bad = (x[:, chosen].sum(axis=1) / sizes for x in (self.idle, self.bad))
-            return np.where(np.isnan(frozen), np.nan, verdict.lost_updates(frozen, zero, bad))
+            return np.where(np.isnan(frozen), np.nan, lost_updates(frozen, zero, bad))
 
     def crossing(self, grid: str, scope: str = "all") -> Crossing | None:
         """First and persistent majority; None if no update of the scope was finite."""
@@ -176,24 +176,24 @@ class Gathered:
         there = (n for (stored, dtype), n in sizes.items() if same_values(stored, grid, dtype))
         return sum(there) / sum(sizes.values())
 
-    def findings(self, scope: str = "all") -> list[verdict.Finding]:
-        """What :func:`halfulp.audit.verdict.findings` says."""
+    def findings(self, scope: str = "all") -> list[Finding]:
+        """What :func:`halfulp.audit.findings.findings` says."""
         return [self._finding(grid, scope) for grid in self.grids]
 
-    def _finding(self, grid: str, scope: str) -> verdict.Finding:
+    def _finding(self, grid: str, scope: str) -> Finding:
         f = self.lost_share(grid, scope)
         f, found = f[~np.isnan(f)], self.crossing(grid, scope)
-        return verdict.Finding(
+        return Finding(
             grid=grid,
             stored=self.stored(grid, scope),
             idle=self._idle(scope),
-            lost=verdict.average(f),
-            lost_late=verdict.average(f[-max(1, len(f) // 10) :]),
-            onset=verdict.NOT_FINITE if found is None else verdict.onset_words(found),
+            lost=average(f),
+            lost_late=average(f[-max(1, len(f) // 10) :]),
+            onset=NOT_FINITE if found is None else onset_words(found),
             never_moved=self.never_moved(grid, scope),
             stuck=self._stuck(grid),
-            gain=verdict.known(self.trace.gain(grid, scope)),
-            cosine=verdict.known(self.trace.cosine(grid, scope)),
+            gain=known(self.trace.gain(grid, scope)),
+            cosine=known(self.trace.cosine(grid, scope)),
         )
 
     def _idle(self, scope: str) -> float:
@@ -207,7 +207,7 @@ class Gathered:
         rows = [
             (str(t["name"]), str(t["group"]), float(share), float(n / t["recorded"]) if followed else np.nan)
             for t, share, n, there in zip(self.trace.tensors, shares, never, self.present, strict=True)
-            if share >= verdict.STUCK and there >= len(self.steps) / 2
+            if share >= STUCK and there >= len(self.steps) / 2
         ]
         return tuple(sorted(rows, key=lambda r: (-r[2], r[0])))
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from halfulp.audit import holdings, verdict
-from halfulp.audit.verdict import Finding
+from halfulp.audit.findings import NOT_FINITE, STUCK, Finding, cures, role_findings
 from halfulp.report import words
 from halfulp.report.gather import Array, bins
 from halfulp.report.markup import Content, Html, name, number, numeric, table, tag
@@ -75,7 +75,7 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
     dtypes = ", ".join(sorted({shown(str(t["stored"]), 20) for t in run.trace.tensors}))
     stored = f"stored on {run.grid}, {run.policy_words} write-back"
     kind = f"a forecast from this run in {dtypes}" if run.grid is None else stored
-    spoken = len(findings) > 1 and findings[0].severity != verdict.NOT_FINITE
+    spoken = len(findings) > 1 and findings[0].severity != NOT_FINITE
     said = [tag("li", words.sentence(run, f)) for f in _telling(findings)] if spoken else []
     head: list[Content] = [
         "grid",
@@ -86,7 +86,7 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
         "majority lost",
         numeric("never moved"),
         numeric("stuck"),
-        *(numeric(head) for head, _ in words.cures(run)),
+        *(numeric(head) for head, _ in words.offered(run)),
     ]
     idle, bad = findings[0].idle, verdict.nonfinite_words(run.trace)
     nothing = (
@@ -95,7 +95,7 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
         else ""
     )
     caption = (
-        f"Shares of {words.scope_words(run.scope)}.{nothing} Stuck: at least {verdict.STUCK:.0%} of a "
+        f"Shares of {words.scope_words(run.scope)}.{nothing} Stuck: at least {STUCK:.0%} of a "
         "tensor's updates lost."
         + (f" {ARRIVES}" if _told(findings) else "")
         + " On the right, bytes a weight, stored packed, with a policy that keeps them."
@@ -140,8 +140,8 @@ def _grid_row(run: Run, finding: Finding, *, told: bool) -> list[Content]:
     sign = {"most": "●", "some": "◐", "fine": "○", "kept": "○", "unknown": ""}[severity]
     late = tag("span", sign, class_=f"mark {severity}", aria_hidden="true")
     lossy = severity in ("most", "some")
-    offers = dict(verdict.cures(run.trace, finding.grid))
-    sizes = [f"{offers[policy]:.3g}" if lossy else "-" for _, policy in words.cures(run)]
+    offers = dict(cures(run.trace, finding.grid))
+    sizes = [f"{offers[policy]:.3g}" if lossy else "-" for _, policy in words.offered(run)]
     return [
         tag("th", finding.grid, scope="row"),
         number(words.percent(finding.lost)),
@@ -257,8 +257,8 @@ def beside_section(runs: Sequence[Run]) -> Html | None:
     """What accumulates beside the weights, where it was followed: copies, moments, gradients."""
     rows = []
     for run in runs:
-        for role, beside, home, f in verdict.role_findings(run.trace):
-            bad = f.severity == verdict.NOT_FINITE
+        for role, beside, home, f in role_findings(run.trace):
+            bad = f.severity == NOT_FINITE
             dtypes = " and ".join(sorted({shown(str(t["dtype"]), 20) for t in beside.tensors}))
             label = name(role) if len(runs) == 1 else tag("span", name(role), " of ", name(run.name, 32))
             stored = f"in {beside.grids[0]}" if home else f"if it were stored in {beside.grids[0]}"
@@ -268,7 +268,7 @@ def beside_section(runs: Sequence[Run]) -> Html | None:
                     tag("th", label, scope="row"),
                     dtypes,
                     number(f"{len(beside.tensors):,}"),
-                    number(verdict.NOT_FINITE if bad else words.percent(f.lost)),
+                    number(NOT_FINITE if bad else words.percent(f.lost)),
                     stored,
                     number(never),
                     name(f.stuck[0][0], 40) if f.stuck and not bad else "-",

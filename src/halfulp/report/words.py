@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from halfulp.audit import verdict
-from halfulp.audit.verdict import Finding
+from halfulp.audit.findings import NOT_FINITE, Finding, cures
 from halfulp.measures.crossings import Crossing
 from halfulp.report.runs import POLICY_WORDS, Arms, Outcome, Run
 from halfulp.text import shown
@@ -21,7 +21,7 @@ SEVERITIES = {
     "most updates are lost": "most",
     "some updates are lost": "some",
     "fine": "fine",
-    verdict.NOT_FINITE: "unknown",
+    NOT_FINITE: "unknown",
 }
 
 
@@ -107,7 +107,7 @@ def listed(names: Sequence[str]) -> str:
 
 def headline(run: Run, findings: Sequence[Finding]) -> str:
     """The whole verdict in one sentence."""
-    if not run.loses and not all(f.severity == verdict.NOT_FINITE for f in findings):
+    if not run.loses and not all(f.severity == NOT_FINITE for f in findings):
         kept = next(f for f in findings if f.grid == run.grid)
         return (
             f"On {kept.grid} with {run.policy_words} write-back, {percent(kept.never_moved)} of "
@@ -115,7 +115,7 @@ def headline(run: Run, findings: Sequence[Finding]) -> str:
             if kept.never_moved is not None
             else f"{kept.grid} with {run.policy_words} write-back."
         )
-    if all(f.severity == verdict.NOT_FINITE for f in findings):
+    if all(f.severity == NOT_FINITE for f in findings):
         return "No update was finite, so nothing can be said of any grid."
     if len(findings) == 1:
         return sentence(run, findings[0])
@@ -170,9 +170,9 @@ def _majority(found: Crossing | None, late: float) -> str:
     return f"; more than half of a step's first at {first}, and from step {found.persistent} to the end"
 
 
-def cures(run: Run) -> list[tuple[str, str]]:
+def offered(run: Run) -> list[tuple[str, str]]:
     """The policies that a page offers: (a column's head, the policy whose bytes it shows)."""
-    offers = dict(verdict.cures(run.trace, run.trace.grids[0]))
+    offers = dict(cures(run.trace, run.trace.grids[0]))
     heads = [
         ("stochastic, ECO" if "eco" in offers else "stochastic", "sr"),
         ("Kahan in bf16", "kahan in bfloat16"),

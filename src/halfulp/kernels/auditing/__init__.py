@@ -160,17 +160,3 @@ class Call:
 
         run(cpu.audit_tiles, self._tiles, *self._arguments)
         return self._found
-
-
-def counted(
-    w: Array,
-    d: Array,
-    after: bool,
-    plans: Sequence[Plan],
-    dtype: torch.dtype,
-    phase: bool,
-    moved: torch.Tensor | None,
-    stay: torch.Tensor | None,
-) -> Audited:
-    """What a single call finds."""
-    return Call(w, d, after, plans, dtype, phase, moved, stay)()

@@ -1,0 +1,135 @@
+"""What an audit refuses, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from audit_reference import (
+    made,
+    train,
+)
+
+import halfulp as hu
+
+
+@pytest.mark.parametrize(
+    ("grids", "options", "said"),
+    [
+        ([], {}, "at least one grid"),
+        (["bf16", "e5m2", "bf16"], {}, r"\['bf16'\] repeat"),
+        (["bf17"], {}, "unknown grid 'bf17'"),
+        ([3], {}, "a grid is a name or a torch dtype"),
+        (["bf16"], {"every": 0}, "at least 1"),
+        (["bf16"], {"first_step": 0}, "at least 1"),
+        (["bf16"], {"part_steps": 0}, "at least 1"),
+        (["bf16"], {"sample": 0.0}, "above 0 and at most 1"),
+        (["bf16"], {"sample": 1.5}, "above 0 and at most 1"),
+        (["int8"], {"sample": 0.5}, "moves with the data"),
+        (["bf16"], {"scores": ("int8", 1, 2), "sample": 0.5}, "moves with the data"),
+        (["bf16"], {"scores": ("nothing", 1, 2)}, "unknown grid 'nothing'"),
+        (["bf16"], {"scores": ("bf16", 3, 2)}, "a first and a last step"),
+        (["bf16"], {"keep": True}, "pass out="),
+        (["bf16"], {"unfit": "ignore"}, "raise or drop"),
+        (["bf16"], {"exists": "ignore"}, "number or raise"),
+    ],
+)
+def test_what_an_audit_refuses(grids: list[Any], options: dict[str, Any], said: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(hu.UsageError, match=said):
+        hu.Audit(optimizer, grids, **options)
+
+
+def test_one_grid_need_not_be_a_list() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    assert [g.name for g in hu.Audit(optimizer, "bf16").grids] == ["bf16"]
+    assert [g.name for g in hu.Audit(optimizer, torch.float16).grids] == ["float16"]
+
+
+def test_nothing_to_train(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3), requires_grad=False)], lr=0.1)
+    with pytest.raises(hu.UsageError, match="no trainable parameters"):
+        hu.Audit(optimizer, ["bf16"], out=tmp_path / "trace").start()
+    assert not (tmp_path / "trace").exists()
+
+
+def test_an_audit_runs_once(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    audit = hu.Audit(optimizer, ["bf16"], out=tmp_path / "trace")
+    with audit, pytest.raises(hu.UsageError, match="runs once"):
+        audit.start()
+    with pytest.raises(hu.UsageError, match="runs once"):
+        audit.start()
+
+
+def test_an_audit_that_nobody_stops(tmp_path: Path) -> None:
+    """What is still open when the process ends is written then; an audit that was stopped is let go."""
+    model = torch.nn.Linear(8, 8)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    audit = hu.Audit(opt, "bf16", model=model, out=tmp_path / "open").start()
+    model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    at_exit = audit._hooks._forgotten
+    assert at_exit is not None
+    assert not hu.Trace.open(tmp_path / "open").recorded
+    at_exit()
+    assert hu.Trace.open(tmp_path / "open").steps.tolist() == [1]
+    assert audit._hooks._forgotten is None
+
+
+def test_a_cell_that_runs_twice_leaves_two_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second is numbered, and said to be; resume= goes on with the first all the same."""
+    model = made("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for expected in ("run", "run-2", "run-3"):
+        with hu.Audit(optimizer, ["bf16"], model=model, out=tmp_path / "run") as audit:
+            train(model, optimizer, 2, audit=audit)
+        assert audit.out == tmp_path / expected
+        said = capsys.readouterr().err
+        assert (f"run holds a trace already; this one goes to {tmp_path / expected}" in said) == (
+            expected != "run"
+        )
+    options = {"model": model, "out": tmp_path / "run", "resume": True, "first_step": 3}
+    with hu.Audit(optimizer, ["bf16"], **options) as audit:
+        train(model, optimizer, 1, audit=audit)
+    assert hu.Trace.open(tmp_path / "run").steps.tolist() == [1, 2, 3]
+    assert hu.Trace.open(tmp_path / "run-2").steps.tolist() == [1, 2]
+
+
+def test_folders_that_are_not_for_a_trace(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("do not lose me")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name in ("full", "file"):
+        with pytest.raises(hu.UsageError, match=f"{name} is not an empty folder and holds no trace"):
+            hu.Audit(optimizer, ["bf16"], out=tmp_path / name).start()
+    assert (tmp_path / "full" / "thesis.tex").read_text() == "do not lose me"
+    with hu.Audit(optimizer, ["bf16"], out=tmp_path / "empty"):
+        pass
+    assert hu.Trace.open(tmp_path / "empty").parts == ()
+
+
+def test_a_grid_that_the_weights_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked for by name it is refused, with the parameter's name; or left out, if that was allowed."""
+    model = made("mlp").bfloat16()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    audit = hu.Audit(optimizer, ["bf16", "fp16", "e5m2"], model=model)
+    with (
+        audit,
+        pytest.raises(hu.UsageError, match=r"parameter 'fc1\.weight': grid fp16 does not fit bfloat16"),
+    ):
+        optimizer.step()
+    options = {"model": model, "out": tmp_path / "trace", "unfit": "drop", "resume": True}
+    for step in (1, 2):
+        with hu.Audit(optimizer, ["bf16", "fp16", "e5m2"], **options, first_step=step):
+            optimizer.step()
+    assert "fp16 left out: finer than what the optimizer sees (bfloat16)" in capsys.readouterr().err
+    trace = hu.Trace.open(tmp_path / "trace")
+    assert trace.grids == ["bf16", "e5m2"]
+    assert trace.steps.tolist() == [1, 2]

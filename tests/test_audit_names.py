@@ -1,0 +1,121 @@
+"""How tensors get their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from audit_reference import (
+    batches,
+    made,
+)
+
+import halfulp as hu
+
+
+def found_names(optimizer: torch.optim.Optimizer, **options: Any) -> list[str]:
+    """The names that an audit gives to the tensors of an optimizer."""
+    with hu.Audit(optimizer, ["bf16"], **options) as audit:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        optimizer.step()
+    return [w.name for w in audit.watched.values()]
+
+
+class Holder:
+    """A trainer that keeps its model as an attribute."""
+
+    def __init__(self) -> None:
+        self.network = made("mlp")
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
+
+    def run(self) -> list[str]:
+        with hu.Audit(self.optimizer, ["bf16"]) as audit:
+            self.network.loss(batches()).backward()
+            self.optimizer.step()
+        return [w.name for w in audit.watched.values()]
+
+
+PLAIN = [
+    "fc1.weight", "fc1.bias", "norm.weight", "norm.bias", "fc2.weight", "fc2.bias", "rms.weight",
+    "head.weight", "head.bias",
+]  # fmt: skip
+
+
+def test_names_from_the_model_that_was_given() -> None:
+    model = made("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert found_names(optimizer, model=model) == PLAIN
+
+
+def test_wrappers_leave_no_mark_on_names() -> None:
+    model = made("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert found_names(optimizer, model=torch.compile(model)) == PLAIN
+    assert found_names(optimizer, model=torch.nn.DataParallel(torch.compile(model))) == PLAIN
+    model.fc1 = torch.compile(model.fc1)
+    assert found_names(optimizer, model=model) == PLAIN
+    nested = torch.nn.ModuleDict({"module": model})  # a child that somebody calls module
+    assert found_names(optimizer, model=nested) == [f"module.{n}" for n in PLAIN]
+
+
+def test_names_from_the_frames_around_the_step() -> None:
+    model = made("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert found_names(optimizer) == PLAIN
+    assert Holder().run() == PLAIN
+
+
+def test_frames_may_hold_anything() -> None:
+    """Dead proxies and objects that raise when they are looked at."""
+    import weakref
+
+    class Unlookable:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("do not look")
+
+    model = made("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gone, strange = weakref.proxy(Holder()), Unlookable()
+    assert found_names(optimizer) == PLAIN
+    assert (gone, strange) is not None
+
+
+def test_names_of_the_optimizer_come_before_those_of_frames() -> None:
+    model = made("mlp")
+    optimizer = torch.optim.SGD([(f"mine/{n}", p) for n, p in model.named_parameters()], lr=0.1)
+    assert found_names(optimizer) == [f"mine/{n}" for n in PLAIN]
+    assert found_names(optimizer, model=model) == PLAIN
+
+
+def test_names_by_place_when_there_are_no_others() -> None:
+    loose = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+    optimizer = torch.optim.SGD([{"params": [p]} for p in loose], lr=0.1)
+    assert found_names(optimizer, model=torch.nn.Linear(1, 1)) == ["0.0", "1.0"]
+
+
+def test_names_that_two_models_share_stay_apart(tmp_path: Path) -> None:
+    models = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    with hu.Audit(optimizers, ["bf16"], model=models, out=tmp_path / "trace"):
+        for m, o in zip(models, optimizers, strict=True):
+            m(torch.ones(1, 3)).sum().backward()
+            o.step()
+    names = [t["name"] for t in hu.Trace.open(tmp_path / "trace").tensors]
+    assert names == ["weight", "bias", "weight#2", "bias#2"]
+
+
+def test_two_models_that_nobody_named_are_called_like_their_variables(tmp_path: Path) -> None:
+    """All names of the second, also those that the first does not have."""
+    critic, generator = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (critic, generator)]
+    with hu.Audit(None, ["bf16"], out=tmp_path / "trace"):
+        for _ in range(2):
+            for o in optimizers:
+                generator(critic(torch.ones(1, 3))).sum().backward()
+                o.step()
+    names = [t["name"] for t in hu.Trace.open(tmp_path / "trace").tensors]
+    assert names == ["weight", "generator.weight", "generator.bias"]
