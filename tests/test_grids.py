@@ -121,6 +121,57 @@ def test_payload_bytes(name: str, shape: tuple[int, ...], expected: int) -> None
     assert hu.grid(name).payload_bytes(shape) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bf16", 2), ("e4m3", 1), ("int3@1", 3 / 8), ("int8", 1), ("int8/row", 1), ("mxfp4", 0.5 + 1 / 32),
+        ("nvfp4", 0.5 + 1 / 16), ("int4/g128", 0.5 + 4 / 128), ("int4@50/g32", 0.5),
+        *((f"mxfp8_{e}", 1 + 1 / 32) for e in ("e4m3", "e5m2")),
+        *((f"mxfp6_{e}", 6 / 8 + 1 / 32) for e in ("e2m3", "e3m2")),
+    ],
+)  # fmt: skip
+def test_bytes_a_weight(name: str, expected: float) -> None:
+    """What a large tensor takes; a scale that is given is stored nowhere."""
+    assert hu.grid(name).bytes_per_weight == expected
+    assert abs(hu.grid(name).payload_bytes((1, 2**20)) / 2**20 - expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("grid", "refused"),
+    [
+        (hu.float_grid(mantissa=2, emin=-2, largest=2.0**16), "float16"),  # too large, and nothing else
+        (hu.float_grid(mantissa=2, emin=-23, largest=1.0), "float16"),  # too fine
+        (hu.float_grid(mantissa=8, emin=-2, largest=1.0), "bfloat16"),  # too many digits
+        (hu.grid("int5"), "float16"),  # four digits leave seven for a scale
+        (hu.grid("int2"), "bfloat16"),
+    ],
+)
+def test_one_limit_is_enough_not_to_fit(grid: hu.Grid, refused: str) -> None:
+    with pytest.raises(hu.UsageError, match=f"does not fit {refused}"):
+        grid.within(refused)
+    assert grid.within("float32") == grid
+
+
+def test_a_grid_that_nobody_named_says_what_it_is() -> None:
+    made = hu.float_grid(mantissa=3, emin=-6, largest=448.0, factor=128)
+    assert made.name == "float(m=3,emin=-13,largest=3.5)"
+    assert made.values().tolist() == hu.grid("e4m3@128").values().tolist()
+
+
+def test_what_just_fits() -> None:
+    for made in (
+        hu.float_grid(mantissa=2, emin=-22, largest=1.0), hu.grid("int4"), hu.grid("int4/g1"),
+        hu.float_grid(mantissa=10, emin=-14, largest=65504.0),
+    ):  # fmt: skip
+        assert made.within("float16") == made
+
+
+@pytest.mark.parametrize("bits", [1, 9])
+def test_integers_of_other_widths_are_refused(bits: int) -> None:
+    with pytest.raises(hu.UsageError, match=f"2 to 8 bits, not {bits}"):
+        hu.integer_grid(bits)
+
+
 @pytest.mark.parametrize("dtype", CONTAINERS, ids=str)
 def test_containers(dtype: torch.dtype) -> None:
     """A container's limits are those of its dtype."""

@@ -118,6 +118,14 @@ FACTS = {
 }
 
 
+OLDEST = torch.__version__.startswith("2.8.")
+if OLDEST:  # the oldest that halfulp admits did not saturate
+    FACTS |= {
+        key: (NAN, *FACTS[key][1:])
+        for key in (("float8_e4m3fn", 464.25), ("float8_e4m3fn", -1e30), ("float8_e4m3fn", INF))
+    }
+
+
 @pytest.mark.parametrize(("name", "value"), FACTS)
 def test_documented_differences(name: str, value: float) -> None:
     """Above the largest value, at infinity and at NaN, each library does what the documentation says."""
@@ -141,6 +149,7 @@ def test_double_rounding() -> None:
     assert with_halfulp("float8_e4m3fn", x) == [1.125]
 
 
+@pytest.mark.skipif(OLDEST, reason="the page is of the newest versions")
 def test_the_page_has_exactly_these_rows() -> None:
     """docs/comparison.md is what the installed libraries do: the same versions, the same rows, no others."""
     page = PAGE.read_text()

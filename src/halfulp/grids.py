@@ -168,7 +168,7 @@ class Grid:
     largest: float | None
     """Largest element; None: the largest that the container can hold."""
     lowest: float | None = None
-    """Smallest element; None: minus the largest."""
+    """Smallest element, where it is one more than minus the largest; None: minus the largest."""
     scaling: Scaling | None = None
     integer: bool = False
     note: str = ""
@@ -279,7 +279,7 @@ class Grid:
     def bytes_per_weight(self) -> float:
         """Bytes a weight, in the limit of a large tensor."""
         scales = 0.0
-        if self.scaling is not None and self.scaling.per == "group":
+        if self.scaling is not None and self.scaling.moves and self.scaling.per == "group":
             scales = self.scaling.bytes_per_scale / self.scaling.size
         return self.bits / 8 + scales
 
@@ -326,7 +326,7 @@ class Grid:
             raise UsageError(f"grid {self.name} has 2**{self.bits} codes, too many to list.")
         up = value_of(np.arange(self.last_index + 1, dtype=np.int64), self)
         low = up[1:][::-1] * -1.0
-        if self.lowest is not None and -self.lowest > up[-1]:
+        if self.lowest is not None:
             low = np.concatenate([[self.lowest], low])
         return np.concatenate([low, up])
 

@@ -25,6 +25,7 @@ import re
 import subprocess
 import tempfile
 from functools import lru_cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -406,12 +407,13 @@ def _assemble(ptx: str, arch: int) -> tuple[int, int]:
     """Registers a thread, and bytes spilled, according to the assembler that Triton brings."""
     from triton.backends.nvidia.compiler import get_ptxas
 
+    tool = get_ptxas(arch) if signature(get_ptxas).parameters else get_ptxas()  # one for all before 3.5
     found = re.search(r"\.target (sm_\w+)", ptx)
     assert found is not None
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command = [get_ptxas(arch).path, "-v", *PTXAS, f"--gpu-name={found[1]}", source, "-o"]
+        command = [tool.path, "-v", *PTXAS, f"--gpu-name={found[1]}", source, "-o"]
         log = subprocess.run(
             [*command, Path(folder, "kernel.cubin")], capture_output=True, text=True, check=True
         ).stderr
