@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from oracle import CONTAINERS, fits, oracle_of
 
 import halfulp as hu
-from halfulp.grids import SHOWN, container
+from halfulp.grids import SHOWN, Scaling, container
 
 ML_DTYPES = [
     "bfloat16", "float16", "float8_e5m2", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e4m3",
@@ -156,12 +156,53 @@ def test_a_grid_that_nobody_named_says_what_it_is() -> None:
     made = hu.float_grid(mantissa=3, emin=-6, largest=448.0, factor=128)
     assert made.name == "float(m=3,emin=-13,largest=3.5)"
     assert made.values().tolist() == hu.grid("e4m3@128").values().tolist()
+    assert hu.integer_grid(4).name == "int4/absmax/tensor"
+    assert hu.integer_grid(4, per="group", size=32, symmetric=False).name == "int4/absmax/group32/asym"
+
+
+def test_a_factor_that_is_no_power_of_two_is_refused_by_name() -> None:
+    with pytest.raises(hu.UsageError, match=r"the factor of a float grid must be a power of two, not 3\.0"):
+        hu.float_grid(mantissa=3, emin=-6, largest=448.0, factor=3.0)
+    with pytest.raises(hu.UsageError, match=r"the factor of e4m3@3 must be a power of two, not 3\.0"):
+        hu.grid("e4m3@3")
+
+
+@pytest.mark.parametrize("text", ["0", "1e999", "0e5"])
+def test_a_factor_that_is_no_positive_number_is_refused(text: str) -> None:
+    for name in (f"e4m3@{text}", f"int4@{text}"):
+        with pytest.raises(hu.UsageError, match=f"must be a positive number, not '{text}'"):
+            hu.grid(name)
+
+
+def test_grids_are_values() -> None:
+    """They are equal by what they hold, made by names of it alone, and nobody changes one."""
+    g = hu.grid("mxfp4")
+    assert g.scaling == Scaling(rule="mx", per="group", size=32, scale=0.0)
+    for one in (g, g.scaling, container("float32")):
+        assert one is not None
+        field = next(iter(one.__dataclass_fields__))
+        with pytest.raises(FrozenInstanceError):
+            setattr(one, field, "other")
+        with pytest.raises(TypeError, match="positional"):
+            type(one)("other")  # type: ignore[call-arg, misc]
+
+
+def test_one_to_52_digits() -> None:
+    for mantissa in (1, 52):
+        assert hu.float_grid(mantissa=mantissa, emin=0, largest=1.0).mantissa == mantissa
+    for mantissa in (0, 53):
+        with pytest.raises(hu.UsageError, match=f"1 to 52 bits, not {mantissa} "):
+            hu.float_grid(mantissa=mantissa, emin=0, largest=1.0)
+    assert hu.grid("m52").mantissa == 52
+    with pytest.raises(hu.UsageError, match="unknown grid 'm53'"):
+        hu.grid("m53")
 
 
 def test_what_just_fits() -> None:
     for made in (
         hu.float_grid(mantissa=2, emin=-22, largest=1.0), hu.grid("int4"), hu.grid("int4/g1"),
         hu.float_grid(mantissa=10, emin=-14, largest=65504.0),
+        hu.integer_grid(4, rule="given", scale=65504 / 7),
     ):  # fmt: skip
         assert made.within("float16") == made
 

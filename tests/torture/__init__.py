@@ -1,4 +1,4 @@
-"""Proof under fire: ``make torture``, and ``make torture-long`` for the form of an hour.
+"""Proof under fire: ``make torture``, and ``make torture-long`` for the form of some hours.
 
 Every part is a list of trials: what is tried, how often, and what was lost, which must be nothing. The parts
 write one table, ``results/torture.json``, and the table in docs/reliability.md is made from it: nobody types
@@ -35,7 +35,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much: the short form takes minutes, the long one an hour."""
+    """How much: the short form takes minutes, the long one hours, of which parts can be asked for."""
 
     long: bool
     folder: Path

@@ -16,7 +16,7 @@ PARTS = ("fuzz", "kill", "order", "scale", "mutants")
 
 def main() -> int:
     arguments = argparse.ArgumentParser(prog="torture", description=__doc__)
-    arguments.add_argument("--long", action="store_true", help="the form of an hour")
+    arguments.add_argument("--long", action="store_true", help="the form of some hours")
     arguments.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     arguments.add_argument("--what", default="", help="only trials whose name this expression finds")
     asked = arguments.parse_args()
