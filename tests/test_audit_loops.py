@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,28 @@ def test_several_optimizers_share_a_step(given: str, tmp_path: Path) -> None:
     assert [h["step"] for h in heard] == [1, 3, 5]
     assert all(set(h["tensors"]) == set(weights(model)) for h in heard)
     assert [o["class"] for o in trace.manifest["optimizers"]] == ["SGD", "AdamW"]
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_an_optimizer_that_is_made_anew_begins_a_step(each: int, tmp_path: Path) -> None:
+    """One for every batch, or for every epoch of three: each call is a step, and is committed like any other;
+    what was dropped is not kept."""
+    model = made("mlp")
+    brute, made_so_far, heard = Brute(STATIC), [], []
+    with hu.Audit(
+        None, STATIC, model=model, out=tmp_path / "trace", part_steps=2, listeners=[heard.append]
+    ) as audit:
+        for step in range(1, 7):
+            if step % each == 0 or step == 1:
+                optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+                made_so_far.append(weakref.ref(optimizer))
+            train(model, optimizer, 1, brute=brute, audit=audit, first=step, scheduled=False)
+            if step == 5:
+                assert hu.Trace.open(tmp_path / "trace").last_step >= 2
+        gc.collect()
+        assert sum(o() is not None for o in made_so_far) <= 2  # the last, and the first, which is described
+    brute.assert_equal(hu.Trace.open(tmp_path / "trace"))
+    assert [h["step"] for h in heard] == [1, 2, 3, 4, 5, 6]
 
 
 def test_optimizers_that_step_at_different_rates(tmp_path: Path) -> None:

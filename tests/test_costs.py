@@ -321,3 +321,38 @@ def test_names_of_evaluations() -> None:
     ):
         with pytest.raises(UsageError, match=said):
             OwnEvaluation.of(name).number(given)
+
+
+def test_numbers_that_no_rehearsal_changed_are_not_called_a_forecast() -> None:
+    """As where the function evaluates a model that was loaded again, not the one that is trained."""
+    same = costs.Cost(spec="e5m2", step=5, real=1.25, lower=1.25, point=1.25, upper=1.25)
+    other = costs.Cost(spec="bf16", step=5, real=1.25, lower=1.25, point=None, upper=1.26)
+    (said,) = costs.cautions([same], None)
+    assert said.startswith("Not one rehearsal changed this number.")
+    assert costs.cautions([same, other], None) == []
+
+
+def test_a_forecast_beyond_its_bracket_says_so() -> None:
+    made = [
+        costs.Cost(spec=f"m{k}", step=5, real=1.0, lower=1.1, point=point, upper=1.2)
+        for k, point in enumerate((1.1, 1.15, 1.2004, 1.0996, 1.202, 1.05))
+    ]
+    (said,) = costs.cautions(made, None)
+    assert said.startswith("m4, m5: the forecast is beyond its bracket")
+
+
+def test_of_two_calls_at_a_step_the_last_counts_and_this_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = OwnEvaluation("evaluate")
+    evaluate = own(lambda: 1.0)
+    with hu.Audit(optimizer, ["bf16"], model=model) as own.audit:
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            assert evaluate() == 1.0
+        assert capsys.readouterr().err == ""
+        assert evaluate() == evaluate() == 1.0
+    assert capsys.readouterr().err == (
+        "halfulp: evaluate() was called twice at step 2: of those the last counts.\n"
+    )

@@ -26,7 +26,7 @@ from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.report import commands as report_commands
 from halfulp.stored import commands as stored_commands
 from halfulp.study.commands import app as study_app
-from halfulp.text import plain, shown
+from halfulp.text import plain, shown, tell
 from halfulp.version import __version__
 
 AUDITED = ("bf16", "fp16", "e5m2", "e4m3@128")
@@ -199,7 +199,7 @@ def audit(
     from halfulp.audit.script import run_script, save_rehearsed
     from halfulp.audit.verdict import verdict
     from halfulp.grids import grid
-    from halfulp.report.live import LiveView
+    from halfulp.report.live import Aside, LiveView
     from halfulp.trace import Trace, free_folder, newest_folder
 
     if script is None and not module and not command:
@@ -252,12 +252,14 @@ def audit(
     def say() -> None:
         """The verdict; the view is taken away first."""
         view.close()
-        console = Console(stderr=True)
+        console = Aside()
         place = recorder.out  # absolute: the script may have changed the folder
         if recorder.writes and place is not None and (place / "manifest.json").exists():
-            console.rule("halfulp")
-            _tell(console, *verdict(Trace.open(place), recorder.trouble, calibration=known).lines)
-            _tell(console, "", f"The trace is in {folder}. A page of it: halfulp report {folder}")
+            found = verdict(Trace.open(place), recorder.trouble, calibration=known)
+            with suppress(OSError, ValueError):  # that nobody can hear it changes nothing of the run
+                console.rule("halfulp")
+                _tell(console, *found.lines)
+                _tell(console, "", f"The trace is in {folder}. A page of it: halfulp report {folder}")
 
     with view if live else nullcontext():
         code = run_script(script, context.args, recorder, say, module, own)
@@ -265,11 +267,8 @@ def audit(
     say()
     if saved is not None:
         said = f"{len(recorder.rehearsals)} rehearsals at step {recorder.step}, {', '.join(recorder.bounds)}"
-        _tell(
-            Console(stderr=True),
-            f"Rehearsed weights ({said}) are in {folder / 'as_if'}: safetensors.torch.load_file gives what "
-            "model.load_state_dict takes.",
-        )
+        loads = "safetensors.torch.load_file gives what model.load_state_dict takes."
+        tell(plain(f"Rehearsed weights ({said}) are in {folder / 'as_if'}: {loads}"))
     if code < 0:
         raise KeyboardInterrupt
     raise typer.Exit(code)

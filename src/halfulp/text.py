@@ -11,7 +11,9 @@ a\\|b &lt;script&gt;
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 import unicodedata
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#|~!])")
@@ -20,6 +22,13 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#|~!])")
 def plain(text: str) -> str:
     """The text with everything invisible escaped."""
     return "".join(c if _visible(c) else _escape(c) for c in text)
+
+
+def tell(*lines: str) -> None:
+    """Lines for whoever watches, on stderr. Where they cannot be written (a full disk, a pipe that is closed)
+    they are left out: no training ends for that."""
+    with contextlib.suppress(OSError, ValueError):
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def shown(name: str, width: int = 60) -> str:

@@ -6,13 +6,12 @@ line ``--alert 95%:20``. A tensor is named once, and again only after it has rec
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from halfulp.errors import UsageError
-from halfulp.text import shown
+from halfulp.text import shown, tell
 
 STOPPED = 1
 """The exit code of a process that an alert stopped: that of a gate that failed."""
@@ -57,7 +56,7 @@ class Alert:
                     )
         self.told += new
         for line in new:
-            print(f"halfulp: ALERT: {line}", file=sys.stderr, flush=True)
+            tell(f"halfulp: ALERT: {line}")
         if new and self.stop:
-            print("halfulp: stopped by this alert.", file=sys.stderr, flush=True)
+            tell("halfulp: stopped by this alert.")
             raise SystemExit(STOPPED)

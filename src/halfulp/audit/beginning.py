@@ -6,7 +6,6 @@ on with the codes of rehearsals and with what is followed of its shards.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from halfulp.audit.ranks import many, rank
 from halfulp.audit.watching import Watching
 from halfulp.errors import UsageError
+from halfulp.text import tell
 from halfulp.trace import Memory, Trace, TraceWriter, free_folder
 from halfulp.trace.resuming import Resumed, told
 
@@ -50,7 +50,7 @@ class Beginning(Watching):
         if self.resume or self.exists == "raise" or not (out / "manifest.json").exists():
             return out
         free = free_folder(out)
-        print(f"halfulp: {out} holds a trace already; this one goes to {free}.", file=sys.stderr)
+        tell(f"halfulp: {out} holds a trace already; this one goes to {free}.")
         return free
 
     def _folder(self, out: Path) -> TraceWriter:

@@ -17,7 +17,6 @@ What would be lost *without* the main parameters is what :class:`~halfulp.Audit`
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +37,7 @@ from halfulp.errors import UsageError
 from halfulp.grids import CONTAINERS, Grid
 from halfulp.grids import grid as named
 from halfulp.kernels import TILE, WRITE_COUNTS
+from halfulp.text import tell
 from halfulp.trace import Memory
 from halfulp.writeback.sharding import local
 
@@ -128,11 +128,10 @@ class CastAudit(Audit):
         """Remove the hooks and make everything durable."""
         super().stop()
         if self._looks and not self._moved_any:
-            print(
+            tell(
                 f"halfulp: not one stored value differed from the cast of its main value, in {self._looks} "
                 "looks. If the copies are written before the look, there is nothing to see: take it between "
-                "the step and the cast (CastAudit.look).",
-                file=sys.stderr,
+                "the step and the cast (CastAudit.look)."
             )
 
     # ---- steps ----

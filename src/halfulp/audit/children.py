@@ -28,7 +28,7 @@ from halfulp.audit.recorder import Audit
 from halfulp.audit.script import Losses
 from halfulp.audit.verdict import verdict
 from halfulp.errors import HalfulpError, UsageError
-from halfulp.text import plain
+from halfulp.text import plain, tell
 from halfulp.trace import Trace
 
 VARIABLE = "HALFULP_AUDIT"
@@ -79,7 +79,7 @@ class Child:
             return
         found = verdict(Trace.open(place), self.audit.trouble).lines
         lines = [f"---- halfulp, process {self.process} ----", *found, "", f"The trace is in {place}."]
-        print("\n".join(plain(line) for line in lines), file=sys.stderr, flush=True)
+        tell(*(plain(line) for line in lines))
 
 
 _child: Child | None = None
@@ -98,7 +98,7 @@ def enter(optimizer: torch.optim.Optimizer) -> None:
             _child = _begin()
         except (HalfulpError, OSError) as error:
             _child, _refused = None, here
-            print(f"halfulp: process {here} is not audited: {plain(str(error))}", file=sys.stderr, flush=True)
+            tell(f"halfulp: process {here} is not audited: {plain(str(error))}")
             return
     _child.hooks._enter(optimizer)
 

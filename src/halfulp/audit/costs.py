@@ -144,6 +144,15 @@ def cautions(found: Sequence[Cost], calibration: Calibration | None) -> list[str
     if calibration is not None:
         said += calibration.told([c.spec for c in found])
         said += _once(w for c in found if c.calibrated is not None for w in c.calibrated.warnings)
+    if found and all(x in (c.real, None) for c in found for x in (c.lower, c.point, c.upper)):
+        said.append(
+            "Not one rehearsal changed this number. What is evaluated may be another copy of the model than "
+            "the one that is trained, such as one loaded from a file; or the number is too coarse to tell."
+        )
+        return said
+    outside = [c.spec for c in found if _outside(c)]
+    if outside:
+        said.append(f"{', '.join(outside)}: the forecast is beyond its bracket, which is not sharper.")
     odd = [c.spec for c in found if c.upper is not None and c.lower is not None and c.upper < c.lower]
     if odd:
         said.append(
@@ -151,6 +160,15 @@ def cautions(found: Sequence[Cost], calibration: Calibration | None) -> list[str
             "nothing that this evaluation can see."
         )
     return said
+
+
+def _outside(cost: Cost) -> bool:
+    """Whether the forecast of this run alone is not between its bounds, to the digits that are shown."""
+    ends = [x for x in (cost.lower, cost.upper) if x is not None]
+    if cost.point is None or len(ends) < 2:
+        return False
+    low, point, high = (round(x, 3) for x in (min(ends), cost.point, max(ends)))
+    return point < low or point > high
 
 
 def _once(lines: Iterable[str]) -> list[str]:

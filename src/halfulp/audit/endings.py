@@ -1,8 +1,9 @@
 """How an audited script ends: by itself, by an error, or by a signal.
 
-A cluster ends a job with SIGTERM. Its default is to die at once, with the open part of the trace; so, if the
-script did not ask for the signal itself, the part is written and the verdict said first, and then the process
-ends by the same signal, so that whoever sent it sees what it expects.
+A cluster ends a job with SIGTERM, a terminal that is closed with SIGHUP. Their default is to die at once,
+with the open part of the trace; so, if the script did not ask for the signal itself, the part is written and
+the verdict said first, and then the process ends by the same signal, so that whoever sent it sees what it
+expects. ``os._exit`` runs no exit handler: it is made to do the same first.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from halfulp.audit.recorder import Audit
+from halfulp.text import tell
+
+ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Termination:
-    """While it is entered, SIGTERM first ends an audit and then the process; SIGINT waits for its writing.
+    """While it is entered, SIGTERM, SIGHUP and ``os._exit`` first end an audit and then the process; SIGINT
+    waits for its writing.
 
     Only in the main thread, and only where nobody else handles the signals. A handler that the script
     installs takes the place of this one, and stays.
@@ -31,16 +36,19 @@ class Termination:
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         self._ending = False
-        self._mine = {signal.SIGTERM: self._asked, signal.SIGINT: self._interrupted}
+        self._exit = os._exit
+        self._mine = dict.fromkeys(ENDING, self._asked) | {signal.SIGINT: self._interrupted}
 
     def __enter__(self) -> None:
-        usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+        usual = dict.fromkeys(ENDING, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
+        os._exit = self._left  # type: ignore[assignment]  # a function in the place of one
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._mine.items():
                 if signal.getsignal(number) == usual[number]:
                     self._before[number] = signal.signal(number, handler)
 
     def __exit__(self, *_: object) -> None:
+        os._exit = self._exit
         for number, before in self._before.items():
             if signal.getsignal(number) == self._mine[signal.Signals(number)]:
                 signal.signal(number, before)
@@ -58,17 +66,29 @@ class Termination:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.audit.when_idle(lambda: self._end(number))
 
+    def _left(self, code: int) -> NoReturn:
+        if os.getpid() == self._process and not self._ending:  # not a worker, which ends like this
+            self._ending = True
+            try:
+                self._take_leave()
+            finally:
+                self._exit(code)
+        self._exit(code)
+
     def _end(self, number: int) -> None:
         try:
             # What the signal interrupted may hold a lock on a stream: then less is said.
             with contextlib.suppress(RuntimeError):
-                print("\nhalfulp: terminated; the trace keeps what was recorded.", file=sys.stderr)
-            self.audit.stop()
-            self.audit.discard_if_empty()
-            with contextlib.suppress(RuntimeError):
-                self.farewell()
+                tell("\nhalfulp: terminated; the trace keeps what was recorded.")
+            self._take_leave()
         finally:
             end_by(number)
+
+    def _take_leave(self) -> None:
+        self.audit.stop()
+        self.audit.discard_if_empty()
+        with contextlib.suppress(RuntimeError):
+            self.farewell()
 
 
 def end_by(number: int) -> None:

@@ -136,16 +136,17 @@ def known(shares: Array) -> float | None:
 def onset_words(found: Crossing) -> str:
     """When a majority of updates is lost."""
     words = {
-        "at-initialisation": "from the first step on",
+        "at-initialisation": "a majority at the first step",
         "later": f"majority from step {found.first}",
         "absent": "never a majority",
         "undecided": f"a majority at the first step that was audited ({found.first})",
     }[found.category]
-    if found.category == "later" and found.persistent == found.first:
-        return f"{words} to the end of the record"
-    if found.category == "later" and found.persistent is not None:
+    if found.persistent == found.first:
+        whole = {"at-initialisation": "from the first step on", "later": f"{words} to the end of the record"}
+        return whole.get(found.category, words)
+    if found.persistent is not None:
         return f"{words}, from step {found.persistent} to the end of the record"
-    return words
+    return words if found.first is None else f"{words}, less at the end"
 
 
 def _stored(trace: Recorded, grid: str, scope: Scope) -> float:

@@ -14,7 +14,6 @@ import ast
 import contextlib
 import functools
 import io
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
@@ -22,7 +21,7 @@ from typing import Any
 
 from halfulp.audit.recorder import Audit
 from halfulp.errors import UsageError
-from halfulp.text import shown
+from halfulp.text import shown, tell
 
 DECORATOR = "__halfulp_evaluated__"
 
@@ -43,6 +42,9 @@ class OwnEvaluation:
     trouble: str | None = None
     """Why it is no longer taken as if."""
     _inside: bool = field(default=False, repr=False)
+    _at: int = field(default=0, repr=False)
+    """The step of the newest call."""
+    _told: bool = field(default=False, repr=False)
 
     @classmethod
     def of(cls, text: str) -> OwnEvaluation:
@@ -92,6 +94,10 @@ class OwnEvaluation:
             self.number(result)
             return result
         self.calls += 1
+        if audit.step == self._at and not self._told:
+            self._told = True
+            tell(f"halfulp: {self.name}() was called twice at step {audit.step}: of those the last counts.")
+        self._at = audit.step
         results: list[Any] = []
 
         def loss() -> float:
@@ -109,10 +115,9 @@ class OwnEvaluation:
             if self._fault(results[0]) is not None:
                 raise  # that it gives no loss is known from the first call on
             self.trouble = f"{type(error).__name__}: {error}"
-            print(
+            tell(
                 f"halfulp: {self.name}() could not be called again as if ({shown(self.trouble, 300)}). The "
-                "run goes on; no losses of rehearsals are recorded from here on.",
-                file=sys.stderr,
+                "run goes on; no losses of rehearsals are recorded from here on."
             )
             audit.evaluate(lambda: self.number(results[0]), specs=[])
         return results[0]

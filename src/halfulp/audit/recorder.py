@@ -14,12 +14,12 @@ rank 0 records; the counts of sharded tensors are summed over the ranks that sha
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Self
+from weakref import WeakKeyDictionary
 
 import polars as pl
 import torch
@@ -51,6 +51,7 @@ from halfulp.grids import Grid
 from halfulp.grids import grid as named
 from halfulp.kernels.scoring import Scored, add_scores
 from halfulp.measures.groups import Rules
+from halfulp.text import tell
 from halfulp.trace import MOST_ROWS, Memory, TraceWriter
 from halfulp.trace.reading import SCHEMAS
 from halfulp.trace.resuming import Resumed
@@ -169,7 +170,7 @@ class Audit(Beginning):
         self._left_out: set[torch.Tensor] = set()
         self._around, self._evaluated = [], []
         self._batches: list[Batch] = []
-        self._lists = {}
+        self._lists = WeakKeyDictionary()
         self._newest: list[Row] = []
         self._newest_loss = math.nan
         self._summed: dict[str, Any] = {}
@@ -194,12 +195,12 @@ class Audit(Beginning):
         self._unwritten = 0
         """Steps that were due since the last part, the same on all ranks."""
         self._untrained = False
+        """Whether tensors without gradients are followed as well: those of roles are."""
         self.announces = False
         """Whether to say on standard error, when the first step is over, what the optimizers hold."""
-        """Whether tensors without gradients are followed as well: those of roles are."""
         self._batching = True
-        self._phases = True
         """Whether small tensors are copied side by side."""
+        self._phases = True
         self.roles: Any = None
         if states or also:
             from halfulp.audit.roles import Roles  # which is made of audits
@@ -272,7 +273,7 @@ class Audit(Beginning):
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         start = time.perf_counter()
-        if optimizer in self._stepped:
+        if self._stepped and self._begins(optimizer):
             self._finish()
         if not self._stepped:
             self._commit_if_due()
@@ -314,6 +315,14 @@ class Audit(Beginning):
             self._finish()
         self.seconds += time.perf_counter() - start
 
+    def _begins(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the step at hand is over: for this optimizer, or for one of its tensors, which an optimizer
+        that was made anew steps as well."""
+        if optimizer in self._stepped:
+            return True
+        mine = set(self._params(optimizer))
+        return any(not mine.isdisjoint(self._params(other)) for other in self._stepped)
+
     def _due(self, step: int) -> bool:
         if self.trouble is not None and not self.listeners and world() == 1:
             return False  # nobody would hear of it; ranks that share a tensor go on together
@@ -329,7 +338,7 @@ class Audit(Beginning):
         if self.announces and self._holds:
             self.announces = False
             if rank() == 0:
-                print(f"halfulp: {holdings.words_of(self._holds.values())}", file=sys.stderr, flush=True)
+                tell(f"halfulp: {holdings.words_of(self._holds.values())}")
         rows = [*takewhile(lambda r: r.step == self.step, reversed(self._rows))][::-1]
         if rows and (not self._newest or self._newest[0].step != self.step):
             self._newest, self._newest_loss = rows, self._loss(self.step)
@@ -502,7 +511,7 @@ class Audit(Beginning):
                 f"the trace {self.out} could not be written at step {self.step}: {error}{last} the run went "
                 "on without it."
             )
-            print(f"halfulp: {self.trouble}", file=sys.stderr, flush=True)
+            tell(f"halfulp: {self.trouble}")
             if self._writer is not None:
                 self._writer.note_trouble(self.trouble)
             self._rows, self._losses, self._kept = [], {}, {}

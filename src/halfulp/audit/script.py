@@ -29,6 +29,7 @@ from halfulp.audit.endings import Termination
 from halfulp.audit.own_evaluation import DECORATOR, OwnEvaluation
 from halfulp.audit.recorder import Audit
 from halfulp.errors import HalfulpError, UsageError
+from halfulp.text import tell
 
 
 class Losses:
@@ -144,16 +145,16 @@ def run_script(
                 left = True
                 code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
                 if stop.code is not None and not isinstance(stop.code, int):
-                    print(stop.code, file=sys.stderr)
+                    tell(str(stop.code))
             except KeyboardInterrupt:
-                print("halfulp: interrupted; the trace keeps what was recorded.", file=sys.stderr)
+                tell("halfulp: interrupted; the trace keeps what was recorded.")
                 code = -signal.SIGINT
             except HalfulpError:
                 raise  # the audit's own: a clear line of its own
             except Exception:
                 _show_error()
                 kept = "the trace keeps what was recorded" if audit.step else "no step was recorded"
-                print(f"halfulp: the script failed; {kept}.", file=sys.stderr)
+                tell(f"halfulp: the script failed; {kept}.")
                 code = 1
     finally:
         sys.argv, sys.path[:] = argv, path
@@ -161,11 +162,8 @@ def run_script(
     if code == 0:
         _say_if_nothing(module or str(script), audit, empty, left)
         if own is not None and not own.calls and not left:
-            print(
-                f"halfulp: {module or script} never called {own.name}() after a step, so no loss was "
-                "recorded.",
-                file=sys.stderr,
-            )
+            never = f"{module or script} never called {own.name}() after a step"
+            tell(f"halfulp: {never}, so no loss was recorded.")
     return code
 
 
@@ -182,7 +180,7 @@ def save_rehearsed(audit: Audit) -> Path | None:
             for bound in audit.bounds:
                 audit.save_as_if(spec, folder / f"{file_name(spec)}.{bound}.safetensors", bound)
     except (HalfulpError, OSError) as error:
-        print(f"halfulp: the rehearsed weights could not be written: {error}", file=sys.stderr)
+        tell(f"halfulp: the rehearsed weights could not be written: {error}")
         return None
     return folder
 
@@ -226,4 +224,4 @@ def _say_if_nothing(name: str, audit: Audit, empty: bool, left: bool) -> None:
         return
     if not left:
         raise UsageError(said)
-    print(f"halfulp: {said}", file=sys.stderr)
+    tell(f"halfulp: {said}")

@@ -8,7 +8,6 @@ shards, and one of shards on whole tensors. :mod:`halfulp.trace.resuming` says f
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from halfulp.audit.ranks import rank, spread
 from halfulp.audit.watched import Watched
 from halfulp.documents import whole
 from halfulp.errors import CorruptionError, HalfulpError, UsageError
+from halfulp.text import tell
 from halfulp.trace.resuming import RANKS, STEP, Resumed, clear, shard_file, told
 from halfulp.trace.schema import read_manifest
 from halfulp.writeback.sharding import local, shard_offset
@@ -123,10 +123,10 @@ def _sees(out: Path, trace: str) -> bool:
     except (HalfulpError, OSError):
         seen = False
     if not seen:
-        print(
+        tell(
             f"halfulp: rank {rank()} does not see {out}, where the first rank records: the run can be "
-            "recorded, but not resumed.", file=sys.stderr,
-        )  # fmt: skip
+            "recorded, but not resumed."
+        )
     return seen
 
 

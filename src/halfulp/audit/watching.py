@@ -7,10 +7,10 @@ are looked for at every step that is audited, and the manifest of a trace says t
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,6 +24,7 @@ from halfulp.audit.watched import Watched, check_shard
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.measures.groups import Rules, group_of
+from halfulp.text import tell
 from halfulp.trace import Memory, TraceWriter
 from halfulp.trace.resuming import Resumed
 from halfulp.writeback.optimizer import WriteBack
@@ -49,7 +50,7 @@ class Watching(Attributing):
     _batching: bool
     _phases: bool
     _batches: list[Batch]
-    _lists: dict[torch.optim.Optimizer, tuple[list[torch.Tensor], list[Watched]]]
+    _lists: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[torch.Tensor], list[Watched]]]
     _loaded: dict[str, torch.Tensor]
     _resumed: Resumed | None
     """Where a resumed recording goes on; none if it is in memory."""
@@ -197,9 +198,7 @@ class Watching(Attributing):
         if fit and len(fit) < len(self.grids):
             left = ", ".join(g.name for g in self.grids if g not in fit)
             dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params}))
-            print(
-                f"halfulp: {left} left out: finer than what the optimizer sees ({dtypes}).", file=sys.stderr
-            )
+            tell(f"halfulp: {left} left out: finer than what the optimizer sees ({dtypes}).")
             self.grids = fit
 
     def _new(self, naming: Naming, p: torch.Tensor, optimizer: torch.optim.Optimizer) -> Watched:

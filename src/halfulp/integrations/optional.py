@@ -13,7 +13,7 @@ from halfulp.audit.recorder import Audit
 from halfulp.audit.verdict import verdict
 from halfulp.errors import UsageError
 from halfulp.integrations.scalars import Scalars
-from halfulp.text import plain
+from halfulp.text import plain, tell
 from halfulp.trace import Trace, free_folder, newest_folder
 
 
@@ -107,10 +107,9 @@ class AuditedRun:
             found = self.audit.evaluate(lambda: known.pop() if known else again(), specs=specs, record=record)
         except Exception as error:
             self.trouble = f"{type(error).__name__}: {error}"
-            print(
+            tell(
                 f"halfulp: {name} could not be evaluated as if ({plain(self.trouble)}). Training goes on; no "
-                "losses of rehearsals are recorded from here on.",
-                file=sys.stderr,
+                "losses of rehearsals are recorded from here on."
             )
             self.audit.evaluate(lambda: real, specs=[], record=record)
             return {}
@@ -128,8 +127,8 @@ class AuditedRun:
             return
         audit.stop()
         if self.show_verdict and audit.writes:
-            print(verdict(Trace.open(self.folder)), file=sys.stderr)
-            print(f"\nThe trace is in {plain(str(self.folder))}.", file=sys.stderr)
+            tell(*verdict(Trace.open(self.folder)).lines)
+            tell("", f"The trace is in {plain(str(self.folder))}.")
 
 
 def _check(own: float, real: float) -> None:

@@ -14,6 +14,7 @@ progress bar on stderr) gets plain lines instead with ``lines=True``.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from types import TracebackType
@@ -35,11 +36,21 @@ WORST = 5
 BAR = 24
 
 
+class Aside(Console):
+    """Stderr beside a training: it falls silent when nobody listens any more. rich would end the process."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class LiveView:
     """Shows the summaries that an audit gives to its listeners. ``lines``: plain lines even on a terminal."""
 
     def __init__(self, console: Console | None = None, *, lines: bool = False) -> None:
-        self.console = Console(stderr=True) if console is None else console
+        self.console = Aside() if console is None else console
         self.lines = lines or not self.console.is_terminal
         self.interval = LINE_INTERVAL if self.lines else INTERVAL
         self.seconds = 0.0
@@ -78,7 +89,8 @@ class LiveView:
     def close(self) -> None:
         """Take the picture away; plain lines end with the last step."""
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError, ValueError):
+                self._live.stop()
             self._live = None
         elif self.lines and self._latest is not None:
             self._show()
@@ -87,10 +99,11 @@ class LiveView:
     def _show(self) -> None:
         if self._latest is None:
             return
-        if self._live is not None:
-            self._live.update(picture(self._latest), refresh=True)
-        elif self.lines:
-            self.console.print(Text(line(self._latest)), soft_wrap=True)
+        with contextlib.suppress(OSError, ValueError):  # a terminal that is gone does not end a training
+            if self._live is not None:
+                self._live.update(picture(self._latest), refresh=True)
+            elif self.lines:
+                self.console.print(Text(line(self._latest)), soft_wrap=True)
 
 
 def line(summary: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from types import TracebackType
 from typing import Protocol as Shape
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from halfulp.study.declaration import Protocol, SealedStage
+from halfulp.text import tell
 
 LINE_SECONDS = 10.0
 
@@ -114,7 +114,7 @@ class Lines(Shown):
         self.say(f"stage {stage.name} ({stage.kind}): {done} of {len(stage.cells)} cells finished")
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
 
     def show(self) -> None:
         now = time.monotonic()

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import hashlib
 import secrets
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from halfulp import canonical, documents, files, tensors
 from halfulp.errors import DiskError, HalfulpError, UsageError
+from halfulp.text import tell
 from halfulp.trace.reading import Trace
 from halfulp.trace.resuming import FOLDER, STEP, Resumed, clear
 from halfulp.trace.schema import (
@@ -297,8 +297,7 @@ def _held(path: Path) -> files.Lock | None:
     except DiskError as error:
         if getattr(error.__cause__, "errno", None) not in UNLOCKABLE:
             raise
-        print(f"halfulp: {path} is on a file system without locks: record into it once at a time.",
-              file=sys.stderr)  # fmt: skip
+        tell(f"halfulp: {path} is on a file system without locks: record into it once at a time.")
         return None
 
 
