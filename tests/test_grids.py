@@ -12,7 +12,7 @@ import torch
 from oracle import CONTAINERS, fits, oracle_of
 
 import halfulp as hu
-from halfulp.grids import SHOWN, Scaling, container
+from halfulp.grids import SHOWN, Rule, Scaling, container
 
 ML_DTYPES = [
     "bfloat16", "float16", "float8_e5m2", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e4m3",
@@ -142,6 +142,7 @@ def test_bytes_a_weight(name: str, expected: float) -> None:
         (hu.float_grid(mantissa=2, emin=-2, largest=2.0**16), "float16"),  # too large, and nothing else
         (hu.float_grid(mantissa=2, emin=-23, largest=1.0), "float16"),  # too fine
         (hu.float_grid(mantissa=8, emin=-2, largest=1.0), "bfloat16"),  # too many digits
+        (hu.integer_grid(4, rule="given", scale=3e4), "float16"),  # seven times that is too large
         (hu.grid("int5"), "float16"),  # four digits leave seven for a scale
         (hu.grid("int2"), "bfloat16"),
     ],
@@ -165,6 +166,33 @@ def test_a_factor_that_is_no_power_of_two_is_refused_by_name() -> None:
         hu.float_grid(mantissa=3, emin=-6, largest=448.0, factor=3.0)
     with pytest.raises(hu.UsageError, match=r"the factor of e4m3@3 must be a power of two, not 3\.0"):
         hu.grid("e4m3@3")
+
+
+@pytest.mark.parametrize("factor", [0.0, -2.0, 3.0, math.inf, math.nan])
+def test_factors_of_other_kinds_are_refused(factor: float) -> None:
+    with pytest.raises(hu.UsageError, match="must be a power of two"):
+        hu.float_grid(mantissa=3, emin=-6, largest=448.0, factor=factor)
+
+
+@pytest.mark.parametrize("largest", [math.inf, math.nan, 2.0**-10, 0.0])
+def test_a_largest_value_that_is_none_is_refused(largest: float) -> None:
+    with pytest.raises(hu.UsageError, match="must be finite and at least one quantum"):
+        hu.float_grid(mantissa=3, emin=-6, largest=largest)
+
+
+@pytest.mark.parametrize(
+    ("rule", "scale"),
+    [("given", 0.0), ("given", -1.0), ("given", math.inf), ("absmax", 2.0), ("absmax", math.inf)],
+)
+def test_a_scale_goes_with_the_rule_that_takes_one(rule: Rule, scale: float) -> None:
+    with pytest.raises(hu.UsageError, match="takes a positive scale, and only it does"):
+        hu.integer_grid(4, rule=rule, scale=scale)
+
+
+def test_24_bits_of_values_are_listed_and_no_more() -> None:
+    assert len(hu.float_grid(mantissa=22, emin=0, largest=1.0).values()) == 2**23 + 1
+    with pytest.raises(hu.UsageError, match="too many to list"):
+        hu.float_grid(mantissa=23, emin=0, largest=1.0).values()
 
 
 @pytest.mark.parametrize("text", ["0", "1e999", "0e5"])

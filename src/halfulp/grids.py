@@ -614,7 +614,7 @@ def _factor(text: str, spec: str) -> float:
 
 
 def _log2(factor: float, what: str) -> int:
-    fraction, exponent = math.frexp(factor) if factor > 0 and math.isfinite(factor) else (0.0, 0)
-    if fraction != 0.5:
+    fraction, exponent = math.frexp(factor)
+    if fraction != 0.5:  # nor is it of what is not positive, or not finite
         raise UsageError(f"{what} must be a power of two, not {factor!r}.")
     return exponent - 1
