@@ -40,9 +40,11 @@ class Effort:
     long: bool
     folder: Path
     only: str = ""
+    most: int = 2**63
+    """No trial is made more often."""
 
     def of(self, short: int, long: int) -> int:
-        return long if self.long else short
+        return min(long if self.long else short, self.most)
 
     def wants(self, what: str) -> bool:
         return re.search(self.only, what) is not None

@@ -19,10 +19,11 @@ def main() -> int:
     arguments.add_argument("--long", action="store_true", help="the form of some hours")
     arguments.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     arguments.add_argument("--what", default="", help="only trials whose name this expression finds")
+    arguments.add_argument("--most", type=int, default=2**63, help="no trial is made more often than this")
     asked = arguments.parse_args()
     parts = asked.only.split(",")
     if len(parts) > 1:  # each in a process of its own: none finds what another imported or left
-        rest = [*(["--long"] if asked.long else []), "--what", asked.what]
+        rest = [*(["--long"] if asked.long else []), "--what", asked.what, "--most", str(asked.most)]
         command = [sys.executable, "-m", "torture"]
         return max(
             subprocess.run([*command, "--only", part, *rest], check=False).returncode for part in parts
@@ -30,7 +31,7 @@ def main() -> int:
     lost = 0
     with tempfile.TemporaryDirectory(prefix="halfulp-torture-") as folder:
         for trial in importlib.import_module(f"torture.{parts[0]}").trials(
-            Effort(asked.long, Path(folder), asked.what)
+            Effort(asked.long, Path(folder), asked.what, asked.most)
         ):
             lost += trial.lost
             told = f"{trial.lost} LOST" if trial.lost else "nothing lost"

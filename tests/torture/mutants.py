@@ -49,6 +49,7 @@ TARGETS: dict[str, Sequence[str]] = {
         "test_writeback_errors.py",
         "test_writeback_storage.py",
         "test_masks.py",
+        "test_onepass.py",
     ),
     "halfulp.study.verdict": ("test_study_verdict.py", "test_study_engine.py"),
     "halfulp.study.validate": ("test_study_forgery.py", "test_study_evidence.py", "test_study_tampering.py"),
