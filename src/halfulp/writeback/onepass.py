@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -112,6 +115,15 @@ def _each(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)
 
 
+@cache
+def gpu_is_exact() -> bool:
+    """Whether Triton's rounded quotient and square root keep subnormal numbers: from 3.6 on, by the code that
+    it makes. There is nothing to ask where it is not installed."""
+    with suppress(PackageNotFoundError):
+        return tuple(int(n) for n in version("triton").split(".")[:2]) >= (3, 6)
+    return True
+
+
 def in_pieces(slot: Slot) -> bool:
     """Whether lanes do not round to a tensor's grid: scales of blocks, other exponents."""
     return onepass.kind_of(plan_for(slot.grid, torch.float32).grid) is None
@@ -124,6 +136,8 @@ def unsuited_tensor(wb: WriteBack, slot: Slot) -> str | None:
         return f"{slot.name!r} is on {p.device.type}"
     if p.device.type == "cuda" and wb.like_torch:
         return f"{slot.name!r} is on a GPU, where torch's fused step has an arithmetic of its own"
+    if p.device.type == "cuda" and not gpu_is_exact():
+        return f"{slot.name!r} is on a GPU, and Triton before 3.6 takes subnormal quotients for zero"
     if p.device.type == "cuda" and (slot.codes is not None or isinstance(slot.policy, policies.TileMaster)):
         return f"{slot.name!r} is on a GPU, where codes and tile masters are stepped in two passes"
     if way(slot.policy) is None:
