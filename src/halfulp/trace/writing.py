@@ -17,7 +17,7 @@ import torch
 
 from halfulp import canonical, documents, files, tensors
 from halfulp.errors import DiskError, HalfulpError, UsageError
-from halfulp.trace.reading import Trace
+from halfulp.trace.reading import Trace, source
 from halfulp.trace.resuming import FOLDER, STEP, Resumed, clear
 from halfulp.trace.schema import (
     DOCUMENT,
@@ -257,7 +257,8 @@ def upgraded(trace: Trace) -> Trace:
     before = None
     for part in trace.documents:
         counted = {
-            name: pl.read_parquet(part.folder / f"{name}.parquet", columns=["step"]) for name in TABLES
+            name: pl.read_parquet(source(part.folder / f"{name}.parquet"), columns=["step"])
+            for name in TABLES
         }
         entries = {
             name: Entry(
