@@ -256,3 +256,21 @@ def test_nothing_is_left_beside_a_file(
             break
     assert k > 2
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    """A pipe (as a device), a folder and a link stay what they are; nothing is left beside them."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    found = sorted(os.listdir(tmp_path))
+    for name in ("pipe", "folder", "link", "nowhere"):
+        with pytest.raises(hu.UsageError, match="expected a regular file or nothing there"):
+            files.put_all([(tmp_path / "file", b"new"), (tmp_path / name, b"new")])
+    assert sorted(os.listdir(tmp_path)) == found
+    assert (tmp_path / "file").read_bytes() == b"old"
+    files.put(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"

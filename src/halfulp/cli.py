@@ -324,7 +324,9 @@ def allocate(
     """Choose the tiles that get an fp32 master, within an exact budget; and what to expect of that."""
     from halfulp import masks
     from halfulp.report import recoveries
+    from halfulp.trace import check_output
 
+    check_output(output)
     kept = None if keep is None else masks.Mask.load(keep)
     mask = masks.allocate(trace, _budget(budget), score, seed=seed, keep=kept)
     mask = mask if shuffle is None else mask.shuffled(shuffle)

@@ -86,7 +86,11 @@ def put_all(
 
     Those of one call are synchronised at the same time, because a journalling file system then commits
     them together: thirty files cost little more than one. What was written aside goes if this fails.
+    A regular file is replaced. What else is there already is refused: a folder, a device, a pipe, and a
+    symbolic link, which may have come with a folder from elsewhere and point anywhere.
     """
+    for path, _ in items:
+        _check_replaceable(path)
     parts = [(path.parent if aside is None else aside) / _part() for path, _ in items]
     try:
         for part, (_, content) in zip(parts, items, strict=True):
@@ -105,6 +109,16 @@ def put_all(
         raise
     if durable:
         _sync(sorted({path.parent for path, _ in items}))
+
+
+def _check_replaceable(path: Path) -> None:
+    try:
+        kind = os.lstat(path).st_mode
+    except OSError:  # nothing is there, or the writing will say why not
+        return
+    if not stat.S_ISREG(kind):
+        what = "a symbolic link" if stat.S_ISLNK(kind) else "a folder" if stat.S_ISDIR(kind) else "no file"
+        raise UsageError(f"{path} is {what}, expected a regular file or nothing there. Choose another name.")
 
 
 def put_folder(path: Path, items: Mapping[str, Content]) -> None:
