@@ -8,6 +8,7 @@ import hashlib
 import html
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -319,3 +320,14 @@ def test_outputs_do_not_replace_what_is_read(tmp_path: Path) -> None:
     assert (
         CliRunner().invoke(app, ["report", str(trace.path), "-o", str(trace.path / "x.html")]).exit_code == 0
     )
+
+
+@pytest.mark.parametrize("command", [["figures", "run"], ["paper"]])
+def test_drawing_without_matplotlib(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to install is said, as an error of ours that is an ImportError, too."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = CliRunner().invoke(app, command)
+    assert isinstance(said.exception, hu.HalfulpError)
+    assert isinstance(said.exception, ImportError)
+    assert said.exception.exit_code == 2
+    assert str(said.exception) == "this needs matplotlib, which is not installed: pip install matplotlib"
