@@ -6,6 +6,7 @@ fault of halfulp's. A script under ``audit`` keeps its own; an interrupt ends by
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -390,7 +391,12 @@ def data(
 
 
 def main() -> None:
-    """The entry point: what can be put right is one clear line and an exit code, not a traceback."""
+    """The entry point: what can be put right is one clear line and an exit code, not a traceback.
+
+    What a terminal's encoding does not have is escaped, as Python does on the error stream by itself.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except HalfulpError as error:
