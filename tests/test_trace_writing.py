@@ -17,9 +17,10 @@ import torch
 
 import halfulp as hu
 from halfulp import files, tensors
+from halfulp.audit.manifest import begun
 from halfulp.audit.script import run_script
 from halfulp.errors import DiskError
-from halfulp.trace import Trace
+from halfulp.trace import Trace, TraceWriter
 
 HOLDER = """
 import sys, time, torch
@@ -274,3 +275,28 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"old"
     files.put(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("call", ["stat", "lstat", "scandir", "listdir"])
+def test_looking_at_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """However often the system answered before: an error of ours, or a recording."""
+    told = begun([hu.grid("bf16")], 1, {"sample": None}, {})
+    real, refused = getattr(os, call), 0
+    for k in range(100):
+        left = iter(range(k))
+
+        def limited(path: Any = ".", *args: Any, left: Any = left, **options: Any) -> Any:
+            if str(path).startswith(str(tmp_path)) and next(left, None) is None:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return real(path, *args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, limited)
+            try:
+                TraceWriter(tmp_path / f"{k}" / "run", dict(told)).close()
+            except DiskError as error:
+                refused += os.strerror(errno.EIO) in str(error)
+            else:
+                break
+    assert k < 99
+    assert refused == k

@@ -45,9 +45,16 @@ hook = _nothing
 @contextlib.contextmanager
 def _told(operation: str, *paths: Path) -> Iterator[None]:
     """Tell the hook, and let an error of the operating system say what failed and what to do."""
-    try:
+    with _named(operation, paths[0]):
         for path in paths:
             hook(operation, path)
+        yield
+
+
+@contextlib.contextmanager
+def _named(operation: str, path: Path) -> Iterator[None]:
+    """Let an error of the operating system say what failed and what to do."""
+    try:
         yield
     except OSError as error:
         reason = {
@@ -57,13 +64,15 @@ def _told(operation: str, *paths: Path) -> Iterator[None]:
             errno.EACCES: "the folder may not be written; choose another with --out or allow it",
         }.get(error.errno or 0, error.strerror or str(error))
         raise DiskError(
-            f"Cannot {operation} {paths[0]}: {reason}. What was there is as it was; run again to go on."
+            f"Cannot {operation} {path}: {reason}. What was there is as it was; run again to go on."
         ) from error
 
 
 def make_folder(path: Path) -> None:
     """A folder and its parents; those that exist already are fine."""
-    if path.is_dir():
+    with _named("mkdir", path):
+        there = path.is_dir()
+    if there:
         return
     make_folder(path.parent)
     with _told("mkdir", path), contextlib.suppress(FileExistsError):
@@ -399,7 +408,6 @@ def _holder(handle: int) -> str:
 
 
 def _is(handle: int, path: Path) -> bool:
-    try:
+    with _named("lock", path), contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
-        return False
+    return False

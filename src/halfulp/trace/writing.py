@@ -58,8 +58,10 @@ class TraceWriter:
                 files.make_folder(path / "parts")
                 self.write_manifest()
             self._clear()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):  # of looking at what is there; the rest names its own
+                raise files.refused_reading(path, error) from error
             raise
 
     def _take_up(self, wanted: Mapping[str, Any]) -> None:
