@@ -89,7 +89,6 @@ def synthetic(
     told["optimizers"] = [{"class": "AdamW", "defaults": {"lr": "0.0006", "weight_decay": "0.1"}}]
     writer = TraceWriter(folder, told)
     rng = np.random.default_rng(seed)
-    size = np.array([t["recorded"] for t in listed], dtype=np.float64)
     depth = np.linspace(0, 1, len(listed)) + 0.2 * rng.standard_normal(len(listed))
     coarse = np.linspace(-3.0, 2.5, len(grids))
     never = np.ones((len(listed), len(grids)))
@@ -101,7 +100,7 @@ def synthetic(
         followed = never * np.cumprod(0.3 + 0.7 * share, axis=0)
         never = followed[-1]
         writer.commit(
-            _tables(at, share, followed, size, every * steps, loss, rng),
+            _tables(at, share, followed, listed, every * steps, loss, rng),
             {"0.moved": torch.zeros(1)},
             last_step=int(at[-1]),
         )
@@ -109,9 +108,11 @@ def synthetic(
 
 
 def _tables(
-    at: Any, share: Any, never: Any, size: Any, steps: int, loss: bool, rng: np.random.Generator
+    at: Any, share: Any, never: Any, listed: Any, steps: int, loss: bool, rng: np.random.Generator
 ) -> dict[str, pl.DataFrame]:
     n, t, g = share.shape
+    size = np.array([tensor["recorded"] for tensor in listed], dtype=np.float64)
+    ids = np.array([tensor["id"] for tensor in listed], dtype=np.int32)
     frozen = np.rint(share * size[None, :, None]).astype(np.int64).reshape(-1)
     still = np.rint(never * size[None, :, None]).astype(np.int64).reshape(-1)
     zero, missing = np.zeros(n * t * g, dtype=np.int64), pl.Series([None] * (n * t * g), dtype=pl.Int64)
@@ -120,7 +121,7 @@ def _tables(
         "grids": pl.DataFrame(
             {
                 "step": np.repeat(at.astype(np.int64), t * g),
-                "tensor": np.tile(np.repeat(np.arange(t, dtype=np.int32), g), n),
+                "tensor": np.tile(np.repeat(ids, g), n),
                 "grid": np.tile(np.arange(g, dtype=np.int16), n * t),
                 "frozen": frozen, "symmetric": frozen, "endpoint": zero, "subnormal": zero, "zero_code": zero,
                 "never_moved": still, "phase": frozen * 2**16, "expected": still * 0.5,
@@ -129,7 +130,7 @@ def _tables(
         ),
         "tensors": pl.DataFrame(
             {
-                "step": np.repeat(at.astype(np.int64), t), "tensor": np.tile(np.arange(t, dtype=np.int32), n),
+                "step": np.repeat(at.astype(np.int64), t), "tensor": np.tile(ids, n),
                 "zero_proposal": one.astype(np.int64), "nonfinite": one.astype(np.int64),
                 "weight_sq": one + 1.0, "proposal_sq": one + 1e-6,
                 "lr": np.repeat(6e-4 * (1 - 0.9 * at / steps), t),

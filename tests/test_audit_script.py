@@ -861,3 +861,15 @@ def test_traces_that_cannot_be_compared(halfulp: Halfulp) -> None:
     code, _, err = halfulp("compare", "runs/one", "runs/nothing")
     assert code == 3
     assert "runs/nothing is not a trace" in err
+
+
+def test_a_terminal_that_knows_ascii_only() -> None:
+    """What it does not know is escaped."""
+    said = subprocess.run(
+        [sys.executable, "-c", "from halfulp.cli import main; main()", "grids"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert (said.returncode, said.stderr) == (0, b"")
+    assert b"bf16" in said.stdout
+    assert b"\\u2026" in said.stdout  # an ellipsis
+    assert said.stdout.isascii()

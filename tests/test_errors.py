@@ -15,6 +15,7 @@ from halfulp import errors, kernels
 ONES = torch.ones(4)
 STREAM = hu.Stream(seed=0, name="w")
 META = torch.ones(4, device="meta")
+NESTED = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 
 
 def test_every_error_is_a_halfulp_error() -> None:
@@ -209,6 +210,12 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "decode meta": (lambda: hu.grid("e4m3").decode(META.to(torch.uint8)), ["meta"]),
     "decode a list": (lambda: hu.grid("e4m3").decode([1]), ["list"]),  # type: ignore[arg-type]
     "no mantissa in float16": (lambda: kernels.round(ONES.half(), "m0"), ["m0"]),
+    "nested": (lambda: hu.grid("e4m3").round(NESTED), ["nested", "unbind"]),
+    "rho of integers": (lambda: hu.rho(ONES.bool(), ONES, "e4m3"), ["bool"]),
+    "rho of float8": (lambda: hu.rho(ONES, ONES.to(torch.float8_e4m3fn), "e4m3"), ["float8_e4m3fn"]),
+    "rho of sparse": (lambda: hu.rho(ONES, ONES.to_sparse(), "e4m3"), ["d", "sparse_coo"]),
+    "rho of numbers": (lambda: hu.rho(1.0, ONES, "e4m3"), ["w", "float"]),  # type: ignore[arg-type]
+    "phase of a list": (lambda: hu.phase([1.0]), ["w", "list"]),  # type: ignore[arg-type]
     "container": (lambda: hu.grid("e4m3").within(torch.int8), ["int8", "float32"]),
 }
 
@@ -232,3 +239,15 @@ def test_a_refused_call_changes_nothing() -> None:
         kernels.round(z, "e4m3", STREAM, out=z[:3])
     assert q.tolist() == [1.0] * 4
     assert torch.equal(z, torch.full((4,), 1.3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_views_that_are_negated_when_they_are_read(dtype: torch.dtype) -> None:
+    """They have their values, and take results."""
+    x = torch.tensor([1.06, -2.2, 0.0], dtype=dtype)
+    view = torch._neg_view(x)
+    assert torch.equal(hu.grid("e4m3").round(view), hu.grid("e4m3").round(-x))
+    assert torch.equal(hu.frozen(view, view, "e4m3"), hu.frozen(-x, -x, "e4m3"))
+    out = torch._neg_view(torch.empty_like(x))
+    kernels.round(x, "e4m3", out=out)
+    assert torch.equal(out, hu.grid("e4m3").round(x))

@@ -172,6 +172,20 @@ def resealed(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     file.write_bytes(documents.sealed(document))
 
 
+def bound_anew(folder: Path) -> None:
+    """Every digest of a trace's tables made right."""
+    before = None
+    for part in sorted((folder / "parts").iterdir()):
+
+        def change(told: dict[str, Any], before: str | None = before, part: Path = part) -> None:
+            told["before"] = before
+            for name, entry in told["files"].items():
+                entry.update(bytes=(part / name).stat().st_size, sha256=files.sha256(part / name))
+
+        resealed(part / "part.json", change)
+        before = json.loads((part / "part.json").read_text())["sha256"]
+
+
 def copy_last(folder: Path) -> None:
     shutil.copytree(folder / "parts" / "000002", folder / "parts" / "000003")
     shutil.copy(folder / "state" / "000002.safetensors", folder / "state" / "000003.safetensors")
@@ -415,17 +429,7 @@ def many_rows_first(folder: Path) -> str:
 
 def many_rows_second(folder: Path) -> str:
     many_rows(folder)
-    table = folder / "parts" / "000000" / "run.parquet"
-    before = None
-    for part in sorted((folder / "parts").iterdir()):
-
-        def change(told: dict[str, Any], before: str | None = before, part: Path = part) -> None:
-            told["before"] = before
-            if part.name == "000000":
-                told["files"]["run.parquet"].update(bytes=table.stat().st_size, sha256=files.sha256(table))
-
-        resealed(part / "part.json", change)
-        before = json.loads((part / "part.json").read_text())["sha256"]
+    bound_anew(folder)
     return str(folder)
 
 
@@ -454,3 +458,97 @@ def test_bombs(first: Path, second: Path, recorded: Path, tmp_path: Path) -> Non
         kind, grown, path = line.split(" ", 2)
         assert kind == "CorruptionError", path
         assert int(grown) < 100, path  # megabytes; the rows would take 200
+
+
+# ---- rows that no recording gives ----------------------------------------------------------------------
+
+
+def first_row(value: Any) -> Callable[[pl.Series], pl.Series]:
+    return lambda column: pl.Series([value, *column[1:].to_list()], dtype=column.dtype)
+
+
+IMPOSSIBLE: dict[str, tuple[str, str, Callable[[pl.Series], pl.Series], str]] = {
+    "another part's step": ("grids", "step", first_row(10**6), "step is 1000000 in row 0, expected 3 to 4"),
+    "no step": ("run", "step", first_row(None), "step is null in row 0, expected a number"),
+    "a negative step": ("run", "step", first_row(-1), "step is -1 in row 0, expected 3 to 4"),
+    "a step twice": ("run", "step", first_row(4), "a step is there twice"),
+    "one step fewer": ("tensors", "step", lambda c: c * 0 + 4, "its steps are not those of"),
+    "a row of another step": ("grids", "step", first_row(4), "row 1 is of another step, tensor or grid"),
+    "unknown tensors": ("tensors", "tensor", lambda c: c + 1000, r"tensor is 1000 in row 0, expected 0 to 3"),
+    "an unknown tensor": ("grids", "tensor", first_row(-1), "tensor is -1 in row 0, expected 0 to 3"),
+    "tensors in another order": ("tensors", "tensor", lambda c: c.reverse(), "row by row, are not those of"),
+    "an unknown grid": ("grids", "grid", first_row(9), "grid is 9 in row 0, expected 0 to "),
+    "a grid twice": ("grids", "grid", first_row(1), "row 0 is of another step, tensor or grid"),
+    "frozen is not said": ("grids", "frozen", first_row(None), "frozen is null in row 0"),
+    "frozen is negative": ("grids", "frozen", lambda c: c * 0 - 1, "frozen is -1 in row 0, expected 0 to "),
+    "more are frozen than there are": ("grids", "frozen", lambda c: c * 0 + 10**6, "frozen is 1000000 in"),
+    "fewer than none stayed": ("grids", "never_moved", first_row(-5), "never_moved is -5 in row 0"),
+    "a sum of phases": ("grids", "phase", first_row(1 << 60), "phase is 1152921504606846976 in row 0"),
+    "an expectation": ("grids", "expected", first_row(1e300), "expected is 1e\\+300 in row 0"),
+    "what is not finite": ("tensors", "nonfinite", first_row(2**31), "nonfinite is 2147483648 in row 0"),
+    "a negative square": ("tensors", "weight_sq", first_row(-1.0), "weight_sq is -1.0 in row 0"),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_rows_that_no_recording_gives(second: Path, what: str) -> None:
+    """Somebody who edits a table can make the digests right, but not the rows."""
+    table, column, change, said = IMPOSSIBLE[what]
+    file = second / "parts" / "000001" / f"{table}.parquet"
+    frame = pl.read_parquet(file)
+    frame.with_columns(change(frame[column]).alias(column)).write_parquet(file)
+    bound_anew(second)
+    trace = hu.Trace.open(second)  # rows are looked at when they are first read
+    with pytest.raises(hu.CorruptionError, match=said) as caught:
+        [trace.scan(name) for name in ("grids", "tensors", "run")]
+    assert str(file) in str(caught.value)
+    assert not isinstance(caught.value, hu.TamperingError)
+
+
+def test_rows_that_are_not_numbers(second: Path) -> None:
+    """A run may give them: its loss and its learning rates are its own."""
+    folder = second / "parts" / "000001"
+    for table, columns in {"run": ["loss"], "tensors": ["lr", "weight_sq"], "grids": ["arrived"]}.items():
+        file = folder / f"{table}.parquet"
+        frame = pl.read_parquet(file)
+        frame.with_columns(pl.lit(float("nan")).alias(name) for name in columns).write_parquet(file)
+    bound_anew(second)
+    assert len(hu.Trace.open(second).table()) == len(hu.Trace.open(second).scan().collect())
+
+
+def test_rehearsals_and_losses_are_looked_at_too(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with hu.Audit(optimizer, "bf16", model=net, out=tmp_path / "run", rehearse="bf16", part_steps=2) as audit:
+        train(net, optimizer, 4, audit)
+        audit.evaluate(lambda: 1.0)
+    whole = hu.Trace.open(tmp_path / "run")
+    assert all(len(whole.scan(name).collect()) for name in ("rehearsals", "losses"))
+    for table, column, value in (
+        ("rehearsals", "rehearsal", 1), ("rehearsals", "bound", -1), ("rehearsals", "frozen", 10**6),
+        ("losses", "rehearsal", -2), ("losses", "bound", 3), ("losses", "step", -1),
+    ):  # fmt: skip
+        folder = Path(shutil.copytree(tmp_path / "run", tmp_path / f"{table}-{column}"))
+        file = max(folder.glob(f"parts/*/{table}.parquet"))
+        frame = pl.read_parquet(file)
+        frame.with_columns(first_row(value)(frame[column]).alias(column)).write_parquet(file)
+        bound_anew(folder)
+        with pytest.raises(hu.CorruptionError, match=rf"{table}\.parquet: {column} is {value} in row 0"):
+            hu.Trace.open(folder).scan(table)
+
+
+def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    """What is written there can be read there, and taken up again."""
+    folder = tmp_path / os.fsdecode(b"n\xff")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system has no such names")
+    record(folder / "second", 3)
+    shutil.copytree(FIRST / "trace", folder / "first")
+    for name, steps in (("second", 3), ("first", 5)):
+        assert len(hu.Trace.open(folder / name).table()["step"].unique()) == steps
+        record(folder / name, 7, resume=True)
+        assert hu.Trace.open(folder / name).steps.tolist() == list(range(1, 8))
+    assert hu.replay(hu.Trace.open(folder / "second"), GRIDS, folder / "replayed").last_step == 7
+    assert hu.verdict(hu.Trace.open(folder / "second")).lines

@@ -8,6 +8,7 @@ import hashlib
 import html
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,38 @@ def test_csv_is_no_formula(tmp_path: Path) -> None:
         trace.frozen("bf16", HOSTILE[4]).mean(),
         abs=1e-6,  # six digits are written
     )
+
+
+def test_outputs_do_not_replace_what_is_read(tmp_path: Path) -> None:
+    """Not a file of the trace, nor anything among them; other files in its folder are free."""
+    trace = synthetic(tmp_path / "run", steps=2, layers=1, grids=["bf16"])
+    before = {f: f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file()}
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "run", target_is_directory=True)
+    for place in ("run/manifest.json", "elsewhere/parts/000000/grids.parquet", "run/parts/page.html"):
+        commands = [
+            ["report", str(trace.path), "-o", str(tmp_path / place)],
+            ["report", str(trace.path), "-o", str(tmp_path / "page.html"), "--csv", str(tmp_path / place)],
+            ["allocate", str(trace.path), "--budget", "10%", "-o", str(tmp_path / place)],
+            ["calibrate", str(trace.path), "1.0", "-o", str(tmp_path / place)],
+        ]
+        for command in commands:
+            said = CliRunner().invoke(app, command)
+            assert isinstance(said.exception, hu.UsageError), command
+            assert f"{place} belongs to the trace" in str(said.exception)
+    said = CliRunner().invoke(app, ["figures", str(trace.path), "-o", str(trace.path / "state")])
+    assert isinstance(said.exception, hu.UsageError)
+    assert before == {f: f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file()}
+    assert (
+        CliRunner().invoke(app, ["report", str(trace.path), "-o", str(trace.path / "x.html")]).exit_code == 0
+    )
+
+
+@pytest.mark.parametrize("command", [["figures", "run"], ["paper"]])
+def test_drawing_without_matplotlib(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to install is said, as an error of ours that is an ImportError, too."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = CliRunner().invoke(app, command)
+    assert isinstance(said.exception, hu.HalfulpError)
+    assert isinstance(said.exception, ImportError)
+    assert said.exception.exit_code == 2
+    assert str(said.exception) == "this needs matplotlib, which is not installed: pip install matplotlib"

@@ -17,9 +17,10 @@ import torch
 
 import halfulp as hu
 from halfulp import files, tensors
+from halfulp.audit.manifest import begun
 from halfulp.audit.script import run_script
 from halfulp.errors import DiskError
-from halfulp.trace import Trace
+from halfulp.trace import Trace, TraceWriter
 
 HOLDER = """
 import sys, time, torch
@@ -256,3 +257,46 @@ def test_nothing_is_left_beside_a_file(
             break
     assert k > 2
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    """A pipe (as a device), a folder and a link stay what they are; nothing is left beside them."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    found = sorted(os.listdir(tmp_path))
+    for name in ("pipe", "folder", "link", "nowhere"):
+        with pytest.raises(hu.UsageError, match="expected a regular file or nothing there"):
+            files.put_all([(tmp_path / "file", b"new"), (tmp_path / name, b"new")])
+    assert sorted(os.listdir(tmp_path)) == found
+    assert (tmp_path / "file").read_bytes() == b"old"
+    files.put(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("call", ["stat", "lstat", "scandir", "listdir"])
+def test_looking_at_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """However often the system answered before: an error of ours, or a recording."""
+    told = begun([hu.grid("bf16")], 1, {"sample": None}, {})
+    real, refused = getattr(os, call), 0
+    for k in range(100):
+        left = iter(range(k))
+
+        def limited(path: Any = ".", *args: Any, left: Any = left, **options: Any) -> Any:
+            if str(path).startswith(str(tmp_path)) and next(left, None) is None:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return real(path, *args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, limited)
+            try:
+                TraceWriter(tmp_path / f"{k}" / "run", dict(told)).close()
+            except DiskError as error:
+                refused += os.strerror(errno.EIO) in str(error)
+            else:
+                break
+    assert k < 99
+    assert refused == k

@@ -587,3 +587,21 @@ def test_every_error_is_a_halfulp_error() -> None:
     assert issubclass(hu.UsageError, ValueError)
     assert issubclass(hu.CorruptionError, hu.HalfulpError)
     assert issubclass(hu.VersionError, hu.HalfulpError)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *[({"seed": seed}, r"seed=\.\.\.\) takes an int") for seed in (1.5, "3", True, None, float("nan"))],
+        *[({"policy": p}, "a policy is a name such as 'kahan'") for p in (None, 5, hu.Kahan)],
+        *[({"params": chosen}, "params= takes names in a list") for chosen in (5, "weight")],
+        *[({"model": model}, r"model= takes a torch\.nn\.Module") for model in (5, "m")],
+    ],
+)  # fmt: skip
+def test_arguments_of_another_kind(options: dict[str, Any], said: str) -> None:
+    model = torch.nn.Linear(4, 4)
+    settings: dict[str, Any] = {"grid": GRID, "policy": "rne", **options}
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(hu.UsageError, match=said):
+        hu.WriteBack(adamw(model), **settings)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

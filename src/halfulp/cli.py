@@ -6,6 +6,7 @@ fault of halfulp's. A script under ``audit`` keeps its own; an interrupt ends by
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -323,7 +324,9 @@ def allocate(
     """Choose the tiles that get an fp32 master, within an exact budget; and what to expect of that."""
     from halfulp import masks
     from halfulp.report import recoveries
+    from halfulp.trace import check_output
 
+    check_output(output)
     kept = None if keep is None else masks.Mask.load(keep)
     mask = masks.allocate(trace, _budget(budget), score, seed=seed, keep=kept)
     mask = mask if shuffle is None else mask.shuffled(shuffle)
@@ -387,7 +390,12 @@ def data(
 
 
 def main() -> None:
-    """The entry point: what can be put right is one clear line and an exit code, not a traceback."""
+    """The entry point: what can be put right is one clear line and an exit code, not a traceback.
+
+    What a terminal's encoding does not have is escaped, as Python does on the error stream by itself.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except HalfulpError as error:

@@ -24,6 +24,10 @@ class UsageError(HalfulpError, ValueError):
     """An argument, name or combination that has no meaning."""
 
 
+class MissingError(HalfulpError, ImportError):
+    """A library that only some of halfulp needs, and that is not installed."""
+
+
 class CorruptionError(HalfulpError):
     """A file or state that is damaged, truncated or of another kind."""
 

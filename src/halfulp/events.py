@@ -67,7 +67,7 @@ def symmetric_frozen(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.
 def rho(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
     """|d| / (2**-(m+1) |w|) per coordinate; infinite for a proposal at zero, NaN for none."""
     eps = named(grid).epsilon
-    return d.detach().abs() / (eps * w.detach().abs())
+    return checked(d, "d").abs() / (eps * checked(w, "w").abs())
 
 
 def phase(w: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def phase(w: torch.Tensor) -> torch.Tensor:
     >>> phase(torch.tensor([1.0, -1.5, 4.0]))
     tensor([0.0000, 0.5850, 0.0000])
     """
-    mantissa, _ = torch.frexp(w.detach().abs())
+    mantissa, _ = torch.frexp(checked(w, "w").abs())
     return torch.where(mantissa == 0, torch.nan, torch.log2(2 * mantissa))
 
 

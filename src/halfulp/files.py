@@ -45,9 +45,16 @@ hook = _nothing
 @contextlib.contextmanager
 def _told(operation: str, *paths: Path) -> Iterator[None]:
     """Tell the hook, and let an error of the operating system say what failed and what to do."""
-    try:
+    with _named(operation, paths[0]):
         for path in paths:
             hook(operation, path)
+        yield
+
+
+@contextlib.contextmanager
+def _named(operation: str, path: Path) -> Iterator[None]:
+    """Let an error of the operating system say what failed and what to do."""
+    try:
         yield
     except OSError as error:
         reason = {
@@ -57,13 +64,15 @@ def _told(operation: str, *paths: Path) -> Iterator[None]:
             errno.EACCES: "the folder may not be written; choose another with --out or allow it",
         }.get(error.errno or 0, error.strerror or str(error))
         raise DiskError(
-            f"Cannot {operation} {paths[0]}: {reason}. What was there is as it was; run again to go on."
+            f"Cannot {operation} {path}: {reason}. What was there is as it was; run again to go on."
         ) from error
 
 
 def make_folder(path: Path) -> None:
     """A folder and its parents; those that exist already are fine."""
-    if path.is_dir():
+    with _named("mkdir", path):
+        there = path.is_dir()
+    if there:
         return
     make_folder(path.parent)
     with _told("mkdir", path), contextlib.suppress(FileExistsError):
@@ -86,7 +95,11 @@ def put_all(
 
     Those of one call are synchronised at the same time, because a journalling file system then commits
     them together: thirty files cost little more than one. What was written aside goes if this fails.
+    A regular file is replaced. What else is there already is refused: a folder, a device, a pipe, and a
+    symbolic link, which may have come with a folder from elsewhere and point anywhere.
     """
+    for path, _ in items:
+        _check_replaceable(path)
     parts = [(path.parent if aside is None else aside) / _part() for path, _ in items]
     try:
         for part, (_, content) in zip(parts, items, strict=True):
@@ -105,6 +118,16 @@ def put_all(
         raise
     if durable:
         _sync(sorted({path.parent for path, _ in items}))
+
+
+def _check_replaceable(path: Path) -> None:
+    try:
+        kind = os.lstat(path).st_mode
+    except OSError:  # nothing is there, or the writing will say why not
+        return
+    if not stat.S_ISREG(kind):
+        what = "a symbolic link" if stat.S_ISLNK(kind) else "a folder" if stat.S_ISDIR(kind) else "no file"
+        raise UsageError(f"{path} is {what}, expected a regular file or nothing there. Choose another name.")
 
 
 def put_folder(path: Path, items: Mapping[str, Content]) -> None:
@@ -385,7 +408,6 @@ def _holder(handle: int) -> str:
 
 
 def _is(handle: int, path: Path) -> bool:
-    try:
+    with _named("lock", path), contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
-        return False
+    return False

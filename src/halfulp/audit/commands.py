@@ -36,8 +36,9 @@ def calibrate(
 ) -> None:
     """How far a rehearsal was off: what corrects the next one (--calibration of audit and report)."""
     from halfulp.audit.calibration import Calibration
-    from halfulp.trace import Trace
+    from halfulp.trace import Trace, check_output
 
+    check_output(output)
     loss = _number(measured)
     outcome = Trace.open(Path(measured)) if loss is None else loss
     made = Calibration.from_runs(Trace.open(reference), outcome, rehearsal or None, step)

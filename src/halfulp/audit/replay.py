@@ -13,6 +13,7 @@ from halfulp import kernels
 from halfulp.audit.rows import Row, numbers, tables
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.grids import grid as named
+from halfulp.text import plain
 from halfulp.trace import KEPT, Trace, TraceWriter
 
 Followed = dict[str, Any]
@@ -31,7 +32,7 @@ def replay(trace: Trace, grids: Iterable[str], out: str | Path) -> Trace:
     if trace.manifest["options"]["sample"] and any(g.scaling is not None and g.scaling.moves for g in wanted):
         raise UsageError("a sample of tiles cannot tell the scale of a grid that moves with the data.")
     options = {**trace.manifest["options"], "decay": False, "keep": False, "scores": None, "rehearse": None}
-    changed = {"grids": [g.name for g in wanted], "options": options, "replayed_from": str(trace.path)}
+    changed = {"grids": [g.name for g in wanted], "options": options, "replayed_from": plain(str(trace.path))}
     writer = TraceWriter(out, {**trace.manifest, **changed})
     follow = [
         name

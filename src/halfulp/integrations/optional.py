@@ -11,7 +11,7 @@ from typing import Any
 
 from halfulp.audit.recorder import Audit
 from halfulp.audit.verdict import verdict
-from halfulp.errors import UsageError
+from halfulp.errors import MissingError, UsageError
 from halfulp.integrations.scalars import Scalars
 from halfulp.text import plain, tell
 from halfulp.trace import Trace, free_folder, newest_folder
@@ -40,7 +40,7 @@ def require(*modules: str) -> Any:
         except ImportError:
             continue
     names = " or ".join(m.partition(".")[0] for m in modules)
-    raise ImportError(f"this needs {names}, which is not installed: pip install {names.split()[0]}")
+    raise MissingError(f"this needs {names}, which is not installed: pip install {names.split()[0]}")
 
 
 class AuditedRun:

@@ -44,6 +44,8 @@ def checked(x: torch.Tensor, what: str) -> torch.Tensor:
 def with_values(x: torch.Tensor, what: str) -> None:
     if x.device.type == "meta":
         raise UsageError(f"{what} is on the meta device: it has no values to work on.")
+    if x.is_nested:
+        raise UsageError(f"{what} is a nested tensor: expected one with a shape. Use its parts, x.unbind().")
     if x.layout != torch.strided:
         raise UsageError(f"{what} is {x.layout}: expected a dense tensor. Use x.to_dense().")
 
@@ -90,6 +92,7 @@ def flat_of(x: torch.Tensor) -> Array:
     bit patterns, float16 as a float32 copy."""
     if x.requires_grad:
         x = x.detach()
+    x = x.resolve_neg()  # numpy has no views that are negated when they are read
     if not (x.is_cpu and x.is_contiguous()):
         x = x.cpu().contiguous()
     flat: Array
@@ -112,7 +115,8 @@ def deliver(result: Array, out: torch.Tensor) -> torch.Tensor:
     else:
         made = torch.from_numpy(result)
     if made.data_ptr() != out.data_ptr():
-        out.copy_(made.reshape(out.shape))
+        made = made.reshape(out.shape)
+        out.copy_(made.to(out.dtype) if out.is_neg() else made)  # torch's own cast forgets to negate
     return out
 
 
@@ -123,7 +127,7 @@ def destination(out: torch.Tensor) -> Array:
 
 def writes_directly(out: torch.Tensor) -> bool:
     """Whether kernels can write into a tensor's own memory."""
-    return out.is_cpu and out.is_contiguous() and out.dtype != torch.float16
+    return out.is_cpu and out.is_contiguous() and out.dtype != torch.float16 and not out.is_neg()
 
 
 def key_of(stream: Stream | None, mode: int, numel: int) -> tuple[Any, Any, int]:

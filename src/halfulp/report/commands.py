@@ -30,8 +30,10 @@ def report(
     from halfulp.report.study import is_study
     from halfulp.report.tensors_csv import tensors_csv
     from halfulp.study.commands import say_code
-    from halfulp.trace import Trace
+    from halfulp.trace import Trace, check_output
 
+    for place in filter(None, (out, csv)):
+        check_output(place)
     for path in paths if code else ():
         say_code(path, "without --code none of it is run")
     known = None if calibration is None else Calibration.load(calibration)
@@ -66,7 +68,9 @@ def figures(
     require("matplotlib")
     from halfulp.report.figures import write_figures
     from halfulp.study.commands import say_code
+    from halfulp.trace import check_output
 
+    check_output(out / "figure")
     for path in paths:
         say_code(path, "`halfulp report` runs none of it")
     for file in write_figures(paths, out, kinds):

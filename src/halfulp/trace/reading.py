@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import polars as pl
 import torch
@@ -12,6 +13,7 @@ import torch
 from halfulp import files, tensors
 from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
 from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
+from halfulp.trace.checking import Rows
 from halfulp.trace.recorded import ARRIVED, COLUMNS, Recorded
 from halfulp.trace.schema import (
     DIGESTS,
@@ -26,9 +28,6 @@ from halfulp.trace.schema import (
     read_manifest,
     tables_of,
 )
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMAS: dict[str, dict[str, pl.DataType | type[pl.DataType]]] = {
     "grids": {
@@ -52,6 +51,15 @@ RACES = 1000
 """How often a reader looks again for a state that a writer has just replaced."""
 
 
+def source(file: Path) -> Path | bytes:
+    """A file as polars takes it: by its name, or its content where the name is not UTF-8."""
+    try:
+        str(file).encode()
+    except UnicodeEncodeError:
+        return files.read(file)
+    return file
+
+
 @dataclass(frozen=True)
 class Trace(Recorded):
     """A recorded run. Open one with :meth:`open`."""
@@ -64,6 +72,7 @@ class Trace(Recorded):
     _checked: set[Path] = field(default_factory=set, repr=False, compare=False)
     """Files whose digest was found right."""
     _counted: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Tables whose rows were found possible."""
 
     @property
     def roles(self) -> dict[str, Trace]:
@@ -149,6 +158,10 @@ class Trace(Recorded):
 
     # ---- tables ----
 
+    @cached_property
+    def _rows(self) -> Rows:
+        return Rows(self.manifest)
+
     def scan(self, table: str = "grids") -> pl.LazyFrame:
         """A raw table, lazily: ``grids``, ``tensors``, ``run``, ``losses``; with rehearsals theirs."""
         known = (*tables_of(self.manifest), LOSSES)
@@ -156,44 +169,44 @@ class Trace(Recorded):
             raise UsageError(f"{self.path} has tables {', '.join(known)}, not {table!r}.")
         if not self.parts:
             raise UsageError(f"{self.path} holds no complete part yet: no step was committed.")
-        found = self.table_files(table)
+        found = cast(list[Path], self.table_files(table))  # or all are bytes
         if not found:
             return pl.LazyFrame(schema=SCHEMAS[table])
         return pl.scan_parquet(found, schema=pl.Schema(SCHEMAS[table]), missing_columns="insert")
 
-    def table_files(self, table: str) -> list[Path]:
-        """The Parquet files of a table, checked: digests first, then columns and rows.
+    def table_files(self, table: str) -> list[Path | bytes]:
+        """The Parquet files of a table, checked: digests first, then columns, then rows.
 
         One a part; of losses, one a part in which something was evaluated.
         """
         name = f"{table}.parquet"
         parts = [part for part in self.documents if table != LOSSES or name in part.files]
-        found = [part.folder / name for part in parts]
-        if table not in self._counted and found:
+        if table not in self._counted:
             for part in parts:
                 self._check(part, name)
-            self._count(table, found, [part.files[name].rows for part in parts])
+            for part in parts:
+                self._check_rows(part, table, part.folder / name, part.files[name].rows)
             self._counted.add(table)
-        return found
+        return [source(part.folder / name) for part in parts]
 
-    def _count(self, table: str, found: list[Path], stated: list[int | None]) -> None:
-        """Hold a table's columns and rows, which its files state at their ends, against what is expected."""
-        try:
-            columns = [dict(pl.read_parquet_schema(file)) for file in found]
-            rows = sum(int(pl.scan_parquet(file).select(pl.len()).collect().item()) for file in found)
-        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-            raise CorruptionError(f"{self.path}: the table {table} cannot be read: {error}.") from None
+    def _check_rows(self, part: PartDocument, table: str, file: Path, stated: int | None) -> None:
+        """Hold columns and rows of a file, which it states at its end, then the rows, against what may be."""
         known = SCHEMAS[table]
         before = {name: kind for name, kind in known.items() if name not in ARRIVED}  # formats 1 to 3
-        for there in columns:
+        content = source(file)
+        try:
+            there = dict(pl.read_parquet_schema(content))
             if there not in (known, before):
-                raise CorruptionError(f"{self.path}: the table {table} has columns {list(there)}.")
-        if None not in stated and rows != sum(n or 0 for n in stated):
-            raise CorruptionError(f"{self.path}: {table} has {rows:,} rows; its parts state another number.")
-        if rows > MOST_ROWS * len(found):
-            raise CorruptionError(
-                f"{self.path}: {table} has {rows:,} rows in {len(found)} files, more than a part may have."
-            )
+                raise CorruptionError(f"{file} has columns {list(there)}, expected {list(known)}.")
+            rows = int(pl.scan_parquet(content).select(pl.len()).collect().item())
+            if rows != (rows if stated is None else stated):
+                raise CorruptionError(f"{file} has {rows:,} rows; its part states {stated:,}.")
+            if rows > MOST_ROWS:
+                raise CorruptionError(f"{file} has {rows:,} rows; at most {MOST_ROWS:,} are expected there.")
+            frame = pl.read_parquet(content)
+        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+            raise CorruptionError(f"{file} cannot be read: {error}.") from None
+        self._rows.check(part, table, frame)
 
     @property
     def last_step(self) -> int:

@@ -17,7 +17,7 @@ import torch
 from halfulp import canonical, documents, files, tensors
 from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.text import tell
-from halfulp.trace.reading import Trace
+from halfulp.trace.reading import Trace, source
 from halfulp.trace.resuming import FOLDER, STEP, Resumed, clear
 from halfulp.trace.schema import (
     DOCUMENT,
@@ -58,8 +58,10 @@ class TraceWriter:
                 files.make_folder(path / "parts")
                 self.write_manifest()
             self._clear()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):  # of looking at what is there; the rest names its own
+                raise files.refused_reading(path, error) from error
             raise
 
     def _take_up(self, wanted: Mapping[str, Any]) -> None:
@@ -257,7 +259,8 @@ def upgraded(trace: Trace) -> Trace:
     before = None
     for part in trace.documents:
         counted = {
-            name: pl.read_parquet(part.folder / f"{name}.parquet", columns=["step"]) for name in TABLES
+            name: pl.read_parquet(source(part.folder / f"{name}.parquet"), columns=["step"])
+            for name in TABLES
         }
         entries = {
             name: Entry(

@@ -42,6 +42,15 @@ class Chooser:
     draws_projection: bool
     keep_scratch: bool | None
 
+    def __post_init__(self) -> None:
+        if self.model is not None and not isinstance(self.model, torch.nn.Module):
+            raise UsageError(f"model= takes a torch.nn.Module, not {self.model!r}.")
+        named = isinstance(self.select, Iterable) and not isinstance(self.select, str)
+        if self.select is not None and not named and not callable(self.select):
+            raise UsageError(
+                f"params= takes names in a list, or a function of name and p, not {self.select!r}."
+            )
+
     def plan(
         self,
         groups: list[dict[str, Any]],

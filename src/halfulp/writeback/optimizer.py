@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from halfulp import kernels
@@ -102,6 +103,8 @@ class WriteBack(torch.optim.Optimizer):
         ):
             if value not in allowed:
                 raise UsageError(f"{what} must be one of {', '.join(filter(None, allowed))}, not {value!r}.")
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+            raise UsageError(f"WriteBack(seed=...) takes an integer, not {seed!r}.")
         if storage == "packed" and model is None:
             raise UsageError("storage='packed' decodes weights around forwards: pass model=.")
         self.optimizer = optimizer

@@ -393,6 +393,8 @@ def policy(spec: str | Policy) -> Policy:
     """
     if isinstance(spec, Policy):
         return spec
+    if not isinstance(spec, str):
+        raise UsageError(f"a policy is a name such as 'kahan', or one such as halfulp.Kahan(), not {spec!r}.")
     kind, options = parsed(spec)
     if kind is TileMaster:
         raise UsageError(f"policy {spec!r} needs to know its tiles: pass halfulp.TileMaster(mask).")
