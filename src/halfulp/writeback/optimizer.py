@@ -25,7 +25,7 @@ from halfulp.errors import UsageError
 from halfulp.grids import Grid, integer_grid
 from halfulp.streams import Stream
 from halfulp.text import plain
-from halfulp.writeback import checkpoint, onepass, passing, shards
+from halfulp.writeback import checkpoint, guarding, onepass, passing, shards
 from halfulp.writeback.backward import InBackward
 from halfulp.writeback.choosing import Chooser, Select, Storage, unwrapped
 from halfulp.writeback.lion import Lion
@@ -129,6 +129,7 @@ class WriteBack(torch.optim.Optimizer):
         self._groups = None
         self._passed_on: list[dict[str, Any]] = []
         self._frozen: list[torch.nn.Parameter] = []
+        self._types: dict[torch.nn.Parameter, torch.dtype] = {}
         self._commit(self._prepared(planned))
         self._watch_frozen(self.param_groups)
         self.register_step_pre_hook(lambda *_: self._take_up_unfrozen())  # before an audit looks
@@ -195,6 +196,7 @@ class WriteBack(torch.optim.Optimizer):
         if stand_ins:
             exchange(self.optimizer, stand_ins)
         self.slots += planned
+        self._types.update({slot.p: slot.p.dtype for slot in planned})
         managed = {id(slot.p) for slot in planned}
         self._frozen = [p for p in self._frozen if id(p) not in managed]
         packed = [slot.p for slot in planned if slot.storage == "packed"]
@@ -209,15 +211,18 @@ class WriteBack(torch.optim.Optimizer):
         managed = {slot.p for slot in self.slots}
         here = [p for g in groups for p in g["params"]]
         self._frozen += [p for p in here if not p.requires_grad and p not in managed]
+        self._types.update({p: p.dtype for p in here if p.requires_grad})
 
     def _take_up_unfrozen(self) -> None:
         """Put parameters on their grids that were frozen so far and have a gradient now."""
+        guarding.refuse_cast(self, self._types)
         thawed = [p for p in self._frozen if p.requires_grad and p.grad is not None]
         if not thawed:
             return
         fresh, wanted = {id(p) for p in thawed}, self._chooser.wanted
         self._commit(self._prepared(self._plan_frozen(lambda n, p, g: id(p) in fresh and wanted(n, p, g))))
         self._frozen = [p for p in self._frozen if id(p) not in fresh]
+        self._types.update({p: p.dtype for p in thawed})
 
     def _plan_frozen(self, wanted: Callable[[str, torch.nn.Parameter, Grid], bool]) -> list[Slot]:
         """Slots for some of the parameters that are frozen so far."""
@@ -284,8 +289,10 @@ class WriteBack(torch.optim.Optimizer):
                 "the model holds the weights for evaluation: call train() on the optimizer before step()."
             )
         active = [s for s in self.slots if s.p.grad is not None or (searching and s.p.requires_grad)]
+        self._pass_on_groups()
+        guarding.refuse_settings(self, active)
         if self.nonfinite == "raise":
-            self._refuse_nonfinite(active)
+            guarding.refuse_nonfinite(active, self.steps + 1)
         self.steps += 1
         try:
             found = self._rounds(active, closure if searching else None)
@@ -340,7 +347,6 @@ class WriteBack(torch.optim.Optimizer):
 
     def _rounds(self, active: list[Slot], closure: Any = None) -> Any:
         """The step: in one pass where that is the same, else by the wrapped optimizer."""
-        self._pass_on_groups()
         once = self._suited(active) if closure is None else []
         if not once:
             return self._wrapped_rounds(active, closure)
@@ -451,17 +457,6 @@ class WriteBack(torch.optim.Optimizer):
                 *zip(*((s, q) for s, q in zip(opened, stored, strict=True) if s in still), strict=True)
             )
         return loss
-
-    def _refuse_nonfinite(self, active: list[Slot]) -> None:
-        for slot in active:
-            grad = slot.p.grad
-            if grad is not None and grad.is_sparse:
-                grad = grad.coalesce().values()
-            if grad is not None and not bool(torch.isfinite(local(grad)).all()):
-                raise UsageError(
-                    f"the gradient of {slot.name!r} is not finite at step {self.steps + 1}; nothing was "
-                    "changed. Skip the step (GradScaler does), or use nonfinite='count'."
-                )
 
     def _open(self, active: list[Slot]) -> list[torch.Tensor]:
         """What is stored, set aside; and parameters as the optimizer should find them."""
