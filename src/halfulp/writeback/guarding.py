@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from halfulp.writeback.slot import Slot
 
 
-def refuse_cast(wb: WriteBack, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Refuse trainable parameters that have another type than when the write-back was made."""
-    for p in parameters:
-        was = wb._types.get(p, p.dtype)
+def refuse_cast(wb: WriteBack, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+    """Refuse trainable parameters that have another type than when the write-back was made; of some,
+    or of all."""
+    everything = (p for g in wb.param_groups for p in g["params"])
+    for p in everything if parameters is None else parameters:
+        was = wb._types.get(id(p), p.dtype)
         if p.dtype != was and p.requires_grad:
             name = wb._chooser.names(wb.param_groups)[p]
             was_, now = (str(dtype).removeprefix("torch.") for dtype in (was, p.dtype))

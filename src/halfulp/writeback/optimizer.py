@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,7 @@ from halfulp.writeback.policies import Policy, Step
 from halfulp.writeback.report import Bytes, Events, TensorEvents
 from halfulp.writeback.sharding import is_sharded, local, shard_offset
 from halfulp.writeback.slot import Slot, measure, set_aside
-from halfulp.writeback.standin import NARROW, drop, exchange, fill, stand_in
+from halfulp.writeback.standin import NARROW, exchange, fill, stand_in
 from halfulp.writeback.storage import Codes, Shells, Whole
 
 TORCHS = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
@@ -129,7 +130,7 @@ class WriteBack(torch.optim.Optimizer):
         self._groups = None
         self._passed_on: list[dict[str, Any]] = []
         self._frozen: list[torch.nn.Parameter] = []
-        self._types: dict[torch.nn.Parameter, torch.dtype] = {}
+        self._types: dict[int, torch.dtype] = {}
         self._commit(self._prepared(planned))
         self._watch_frozen(self.param_groups)
         self.register_step_pre_hook(lambda *_: self._take_up_unfrozen())  # before an audit looks
@@ -189,6 +190,7 @@ class WriteBack(torch.optim.Optimizer):
                 slot.shadow = stand_in(slot.p)
             if isinstance(slot.codes, Codes):
                 self._shells.add(slot.p, slot.codes, self._place(slot.p, slot.codes))
+            slot.note_written()
         stand_ins = {slot.p: slot.shadow for slot in planned if slot.shadow is not None}
         if stand_ins and self._groups is None:
             self._groups = [{**g, "params": list(g["params"])} for g in self.optimizer.param_groups]
@@ -196,7 +198,7 @@ class WriteBack(torch.optim.Optimizer):
         if stand_ins:
             exchange(self.optimizer, stand_ins)
         self.slots += planned
-        self._types.update({slot.p: slot.p.dtype for slot in planned})
+        self._types.update({id(slot.p): slot.p.dtype for slot in planned})
         managed = {id(slot.p) for slot in planned}
         self._frozen = [p for p in self._frozen if id(p) not in managed]
         packed = [slot.p for slot in planned if slot.storage == "packed"]
@@ -211,18 +213,18 @@ class WriteBack(torch.optim.Optimizer):
         managed = {slot.p for slot in self.slots}
         here = [p for g in groups for p in g["params"]]
         self._frozen += [p for p in here if not p.requires_grad and p not in managed]
-        self._types.update({p: p.dtype for p in here if p.requires_grad})
+        self._types.update({id(p): p.dtype for p in here if p.requires_grad})
 
     def _take_up_unfrozen(self) -> None:
         """Put parameters on their grids that were frozen so far and have a gradient now."""
-        guarding.refuse_cast(self, self._types)
+        guarding.refuse_cast(self)
         thawed = [p for p in self._frozen if p.requires_grad and p.grad is not None]
         if not thawed:
             return
         fresh, wanted = {id(p) for p in thawed}, self._chooser.wanted
         self._commit(self._prepared(self._plan_frozen(lambda n, p, g: id(p) in fresh and wanted(n, p, g))))
         self._frozen = [p for p in self._frozen if id(p) not in fresh]
-        self._types.update({p: p.dtype for p in thawed})
+        self._types.update({id(p): p.dtype for p in thawed})
 
     def _plan_frozen(self, wanted: Callable[[str, torch.nn.Parameter, Grid], bool]) -> list[Slot]:
         """Slots for some of the parameters that are frozen so far."""
@@ -420,10 +422,12 @@ class WriteBack(torch.optim.Optimizer):
         """One call of the wrapped optimizer, and the write-back of what it moved."""
         idle = self._idle(active)
         opened = [*active, *idle]
-        stored = self._open(opened)
-        given = [local(slot.stepped.detach()).clone() for slot in idle]
         before = [list(g["params"]) for g in self.optimizer.param_groups]
+        stored: list[torch.Tensor] = []
+        close: Callable[[], None] | None = None
         try:
+            self._open(opened, stored)
+            given = [local(slot.stepped.detach()).clone() for slot in idle]
             loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
             now = [p for g in self.optimizer.param_groups for p in g["params"]]
             if [id(p) for p in now] != [id(p) for params in before for p in params]:
@@ -439,37 +443,33 @@ class WriteBack(torch.optim.Optimizer):
             moved = [(s, q) for s, q in zip(opened, stored, strict=True) if s not in still]
             steps = [self._step_of(slot, q) for slot, q in moved]
             written = [slot.policy.after(step) for (slot, _), step in zip(moved, steps, strict=True)]
-        except BaseException:
-            for group, params in zip(self.optimizer.param_groups, before, strict=False):
-                group["params"] = params
-            self._restore(opened, stored)
-            raise
-        try:
-            for step in reversed(steps):  # what the optimizer moved last may still be in the caches
-                step.finish()
-        finally:
-            for step in steps:  # an interrupt leaves no weight off the grid
-                step.finish()
-        for (slot, _), step, counted in zip(moved, steps, written, strict=True):
-            self._close(slot, step, counted)
-        if still:
-            self._restore(
-                *zip(*((s, q) for s, q in zip(opened, stored, strict=True) if s in still), strict=True)
+            unmoved = [(s, q) for s, q in zip(opened, stored, strict=True) if s in still]
+            close = partial(
+                self._close, list(zip((s for s, _ in moved), steps, written, strict=True)), unmoved
             )
+            close()
+        except BaseException:  # an interrupt leaves no weight off the grid, and no stand-in filled
+            if close is not None:
+                close()
+            else:
+                for group, params in zip(self.optimizer.param_groups, before, strict=False):
+                    group["params"] = params
+                self._restore(opened, stored)
+            raise
         return loss
 
-    def _open(self, active: list[Slot]) -> list[torch.Tensor]:
-        """What is stored, set aside; and parameters as the optimizer should find them."""
+    def _open(self, active: Sequence[Slot], stored: list[torch.Tensor]) -> None:
+        """Set aside what is stored, in ``stored``; and have parameters as the optimizer should find them."""
         sources = []
         for slot in active:
+            slot.heed_edits()
             source = slot.values()
             if slot.shadow is not None:
                 fill(slot.shadow, source, slot.p.grad)
             sources.append(source)
-        stored = set_aside(active, sources)
+        stored += set_aside(active, sources)
         for slot, q, p in zip(active, stored, sources, strict=True):
             slot.policy.before(q, p, slot.state)
-        return stored
 
     def _step_of(self, slot: Slot, q: torch.Tensor) -> Step:
         group = self.optimizer.param_groups[slot.place[0]]
@@ -482,24 +482,32 @@ class WriteBack(torch.optim.Optimizer):
             keep_scales=slot.storage == "packed",
         )  # fmt: skip
 
-    def _close(self, slot: Slot, step: Step, written: kernels.Written) -> None:
-        slot.events = TensorEvents.of(
-            slot.name, self.steps, slot.p, written, step.decay, slot.moved is not None, step.sums
-        )
-        if slot.shadow is not None:
-            slot.store(step.z, step.scales)
-            drop(slot.shadow)
-        if not slot.keep_scratch:
-            slot.scratch = None
+    def _close(
+        self,
+        moved: Sequence[tuple[Slot, Step, kernels.Written]],
+        unmoved: Sequence[tuple[Slot, torch.Tensor]],
+    ) -> None:
+        """Write everything back. Done again after an interrupt, it ends in the same."""
+        for _, step, _ in reversed(moved):  # what the optimizer moved last may still be in the caches
+            step.finish()
+        for slot, step, written in moved:
+            slot.events = TensorEvents.of(
+                slot.name, self.steps, slot.p, written, step.decay, slot.moved is not None, step.sums
+            )
+            if slot.shadow is not None:
+                slot.store(step.z, step.scales)
+        self._restore([slot for slot, _ in unmoved], [q for _, q in unmoved])
+        for slot in (*(slot for slot, *_ in moved), *(slot for slot, _ in unmoved)):
+            slot.let_go()
+            slot.note_written()
 
     def _restore(self, slots: Sequence[Slot], stored: Sequence[torch.Tensor]) -> None:
-        for slot, q in zip(slots, stored, strict=True):
+        """Put back what was set aside: of none, where an interrupt came before all of it was."""
+        for slot, q in zip(slots, stored, strict=False):
             if slot.shadow is None:
                 local(slot.p.detach()).copy_(q)
-            else:
-                drop(slot.shadow)
-            if not slot.keep_scratch:
-                slot.scratch = None
+        for slot in slots:
+            slot.let_go()
 
     # ---- what happened, what it costs ------------------------------------------------------------
 
