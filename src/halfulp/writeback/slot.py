@@ -88,7 +88,7 @@ class Slot:
         a master does not round to what is stored. A tensor that torch has not seen change is not looked at,
         for that takes as long as a step. From here to :meth:`note_written` it counts as changed, so that an
         interrupted step is looked at."""
-        if "master" not in self.state:
+        if "master" not in self.state or self.resting:  # evaluation weights have no masters
             return
         now, was, self._written = self._held(), self._written, None
         if was is not None and now[0].data_ptr() == was[0].data_ptr() and now[1:] == was[1:]:
