@@ -1,4 +1,4 @@
-"""What a step is refused for, while nothing has changed yet.
+"""What a step is refused for, while nothing has changed yet; and a warning after one.
 
 How a parameter is stored, and what the optimizer is given in its place, follows from its type when the
 write-back is made. A model that is cast afterwards would be stepped in the optimizer's own arithmetic, which
@@ -7,11 +7,13 @@ rounds before any policy sees a proposal: the very loss that a policy is there t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from halfulp import kernels
 from halfulp.errors import UsageError
 from halfulp.writeback.sharding import local
 
@@ -53,3 +55,19 @@ def refuse_nonfinite(slots: Sequence[Slot], step: int) -> None:
                 f"the gradient of {slot.name!r} is not finite at step {step}; nothing was changed. Skip the "
                 "step (GradScaler does), or use nonfinite='count'."
             )
+
+
+def tell_spoilt(wb: WriteBack) -> None:
+    """Say once that weights stand still because their proposals are not finite: no loss will show it."""
+    at = kernels.WRITE_COUNTS.index("nonfinite")
+    recent = [s.events for s in wb.slots if s.events is not None and s.events.step == wb.steps]
+    spoilt = [events.name for events in recent if bool(events.counts[:, at].any())]
+    if spoilt:
+        wb._told_spoilt = True
+        logging.getLogger("halfulp").warning(
+            "halfulp: at step %s the update of %r%s is not finite (NaN or infinity) in places, and those "
+            "weights stay as they are. A NaN gradient spoils an optimizer's moments for good: go back to "
+            "a checkpoint. See opt.events.nonfinite; nonfinite='raise' refuses such steps beforehand.",
+            wb.steps, spoilt[0],
+            f" and of {len(spoilt) - 1} other tensors" if len(spoilt) > 1 else "",
+        )  # fmt: skip

@@ -304,23 +304,8 @@ class WriteBack(torch.optim.Optimizer):
         if self._backward is not None:
             self._backward.done.clear()
         if self.telemetry and not self._told_spoilt and self.steps % LOOK_EVERY == 1:
-            self._tell_spoilt()
+            guarding.tell_spoilt(self)
         return found if searching else loss
-
-    def _tell_spoilt(self) -> None:
-        """Say once that weights stand still because their proposals are not finite: no loss will show it."""
-        at = kernels.WRITE_COUNTS.index("nonfinite")
-        recent = [s.events for s in self.slots if s.events is not None and s.events.step == self.steps]
-        spoilt = [events.name for events in recent if bool(events.counts[:, at].any())]
-        if spoilt:
-            self._told_spoilt = True
-            logging.getLogger("halfulp").warning(
-                "halfulp: at step %s the update of %r%s is not finite (NaN or infinity) in places, and those "
-                "weights stay as they are. A NaN gradient spoils an optimizer's moments for good: go back to "
-                "a checkpoint. See opt.events.nonfinite; nonfinite='raise' refuses such steps beforehand.",
-                self.steps, spoilt[0],
-                f" and of {len(spoilt) - 1} other tensors" if len(spoilt) > 1 else "",
-            )  # fmt: skip
 
     def in_backward(self) -> InBackward:
         """Move every managed parameter as its gradient arrives, and free the gradient: from now on a backward
