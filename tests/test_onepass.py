@@ -588,3 +588,47 @@ def test_remainder8_stays_within_its_bound() -> None:
     error = (kept.astype(np.float64) - z) / np.abs(z)
     assert np.max(np.abs(error)) < 2.0**-15
     assert abs(error.mean()) < 4 * error.std() / math.sqrt(z.size)
+
+
+# ---- torch's options --------------------------------------------------------------------------------
+
+OPTIMIZERS = (hu.AdamW, hu.Adam, hu.SGD, hu.Lion)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_options_of_torchs_that_change_nothing(kind: Any) -> None:
+    results = []
+    for options in (
+        {},
+        {"fused": True, "capturable": False, "amsgrad": False},
+        {"foreach": True, "maximize": False},
+    ):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8).bfloat16()
+        opt = kind(model.named_parameters(), lr=1e-2, **options)
+        model(torch.ones(2, 8).bfloat16()).sum().backward()
+        opt.step()
+        results.append(model.weight.detach().clone())
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, True) for name in ("amsgrad", "maximize", "capturable", "differentiable", "fuse")),
+        ("decoupled_weight_decay", True),
+        ("one_pass", False),
+    ],
+)
+def test_options_that_one_pass_has_not(kind: Any, name: str, value: bool) -> None:
+    model = torch.nn.Linear(8, 8).bfloat16()
+    with pytest.raises(
+        hu.UsageError, match=rf"halfulp\.{kind.__name__} has no {name}={value}: .*WriteBack\("
+    ):
+        kind(model.named_parameters(), **{name: value})
+
+
+def test_options_of_a_write_back() -> None:
+    model = torch.nn.Linear(8, 8).bfloat16()
+    assert hu.AdamW(model.named_parameters(), project="none", keep_scratch=False).project == "none"

@@ -36,6 +36,34 @@ class Given(TypedDict, total=False):
     storage: Storage | None
     nonfinite: Literal["count", "raise"]
     telemetry: bool
+    project: Literal["nearest", "stochastic", "none"]
+    keep_scratch: bool | None
+    fused: bool | None
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    maximize: bool
+    amsgrad: bool
+
+
+TORCHS: dict[str, tuple[bool | None, ...]] = {
+    "fused": (None, False, True), "foreach": (None, False, True), "capturable": (False,),
+    "differentiable": (False,), "maximize": (False,), "amsgrad": (False,),
+}  # fmt: skip
+"""Options of torch's that change nothing here, so that who comes from there need not take them away, by the
+values for which that is so: a step in one pass is neither fused nor foreach, and has the same maths."""
+
+
+def _without_torchs(name: str, given: Given) -> dict[str, Any]:
+    """What is given without :data:`TORCHS`; refused where it asks for something that is not done."""
+    for option, value in given.items():
+        if option not in Given.__annotations__ or value not in TORCHS.get(option, (value,)):
+            around = f"torch.optim.{name}(...)" if hasattr(torch.optim, name) else "an optimizer that has it"
+            raise UsageError(
+                f"halfulp.{name} has no {option}={value!r}: its step in one pass is plain {name}, and its "
+                f"options are those of help(halfulp.{name}). Use halfulp.WriteBack({around}, grid, policy)."
+            )
+    return {option: value for option, value in given.items() if option not in TORCHS}
 
 
 class _OnePass(WriteBack):
@@ -44,11 +72,11 @@ class _OnePass(WriteBack):
     like_torch = False
 
     def __init__(self, inner: torch.optim.Optimizer, given: Given) -> None:
-        moments = given.pop("moments", "fp32")
+        options = {"grid": "bf16", **_without_torchs(type(self).__name__, given)}
+        moments = options.pop("moments", "fp32")
         if moments not in MOMENTS:
             raise UsageError(f"moments must be one of {', '.join(MOMENTS)}, not {moments!r}.")
         self.moments = MOMENTS[moments]
-        options: dict[str, Any] = {"grid": "bf16", **given}
         if "select" in options:
             options["params"] = options.pop("select")
         super().__init__(inner, **options)
@@ -106,7 +134,9 @@ class AdamW(_Adams):
     (``model.named_parameters()``) or ``model=`` where something is drawn. ``moments``: ``fp32`` or
     ``bf16``, the latter rounded
     stochastically. ``select``: which tensors are on the grid, by default as in
-    :class:`~halfulp.WriteBack`; the others are moved by torch's fused step. The rest as there.
+    :class:`~halfulp.WriteBack`; the others are moved by torch's fused step. The rest as there. Of torch's
+    ``fused``, ``foreach``, ``amsgrad``, ``maximize``, ``capturable`` and ``differentiable``, what changes
+    nothing is taken.
 
     >>> model = torch.nn.Linear(64, 64).bfloat16()
     >>> opt = AdamW(model.named_parameters(), lr=3e-4, moments="bf16")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfulp.errors import UsageError
-from halfulp.writeback import onepass
+from halfulp.writeback import guarding, onepass
 from halfulp.writeback.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class InBackward:
                 f"parameter {slot.name!r} has a second gradient before step(): with in_backward() every "
                 "backward is a step, so gradients are not accumulated over several."
             )
+        guarding.refuse_cast(self.wb, [slot.p])
+        guarding.refuse_settings(self.wb, [slot])
         onepass.move(self.wb, [slot], self.wb.steps + 1)
         p.grad = None
         self.done.append(slot)

@@ -383,6 +383,7 @@ def _take(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
         else:
             slot.state[key] = value.clone()
     slot.events = None
+    slot.note_written()  # the weights belong to it: they were held against it
 
 
 # ---- one file ---------------------------------------------------------------------------------------

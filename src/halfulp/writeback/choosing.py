@@ -59,20 +59,18 @@ class Chooser:
     ) -> list[Slot]:
         """Which parameters of these groups to manage and how; changes nothing."""
         wanted = wanted or self.wanted
-        from_model = {}
-        if self.model is not None:  # torch.compile puts a part of its own into names
-            from_model = {p: n.replace("_orig_mod.", "") for n, p in self.model.named_parameters()}
+        from_model, called = self._from_model(), self.names(groups, first)
         planned = []
         for i, group in enumerate(groups, start=first):
             check_group(group)
-            names = group.get("param_names", [])
+            unnamed = not group.get("param_names")
             chosen_grid = named(group.get("grid", self.grid))
             chosen = policy(group.get("policy", self.policy))
             for j, p in enumerate(group["params"]):
-                name = from_model.get(p) or (names[j] if names else f"{i}.{j}")
+                name = called[p]
                 if not wanted(name, p, chosen_grid):
                     continue
-                if (chosen.stochastic or self.draws_projection) and p not in from_model and not names:
+                if (chosen.stochastic or self.draws_projection) and p not in from_model and unnamed:
                     what = f"policy {chosen.name!r}" if chosen.stochastic else "project='stochastic'"
                     raise UsageError(
                         f"{what} draws random bits by parameter name: pass model=, or make the optimizer "
@@ -81,6 +79,20 @@ class Chooser:
                 chosen.check(chosen_grid, self.optimizer, group)
                 planned.append(self._slot(name, p, chosen_grid, chosen, (i, j)))
         return planned
+
+    def _from_model(self) -> dict[torch.nn.Parameter, str]:
+        if self.model is None:
+            return {}
+        # torch.compile puts a part of its own into names
+        return {p: n.replace("_orig_mod.", "") for n, p in self.model.named_parameters()}
+
+    def names(self, groups: list[dict[str, Any]], first: int = 0) -> dict[torch.nn.Parameter, str]:
+        """What the model calls the parameters of these groups, or else the optimizer, or their places."""
+        found: dict[torch.nn.Parameter, str] = {}
+        for i, group in enumerate(groups, start=first):
+            names = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
+            found.update(zip(group["params"], names, strict=True))
+        return {**found, **{p: name for p, name in self._from_model().items() if p in found}}
 
     def wanted(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
         """By default matrices, and everything whose own type is the grid: a norm's gain of exactly 1 stays

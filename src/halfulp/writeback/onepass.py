@@ -211,6 +211,7 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
     calls: dict[Any, tuple[onepass.Case, list[Slot], list[onepass.Job]]] = {}
     masters = _masters(slots)
     for slot in slots:
+        slot.heed_edits()
         state, t = started(wb, slot)
         group, how = slot.place[0], way(slot.policy)
         assert how is not None
@@ -222,6 +223,7 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
         if in_pieces(slot):
             size = local(slot.p).numel()
             pieces.move(wb, slot, state, numbers, step, sampling(size) if wb.telemetry else 0)
+            slot.note_written()
             continue
         job = _job(wb, slot, state, how, numbers, step, masters)
         alone = slot if isinstance(slot.policy, policies.TileMaster) else None  # they share the memory
@@ -240,6 +242,7 @@ def move(wb: WriteBack, slots: Sequence[Slot], step: int) -> None:
         made = onepass.steps(case, jobs)
         for slot, job, found in zip(together, jobs, made, strict=True):
             _collect(slot, job)
+            slot.note_written()
             g = wb.param_groups[slot.place[0]]
             decay = float(g["lr"]) * float(g["weight_decay"]) if case.rule in DECOUPLED else 0.0
             slot.events = TensorEvents.of(

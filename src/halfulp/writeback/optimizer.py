@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ from halfulp.errors import UsageError
 from halfulp.grids import Grid, integer_grid
 from halfulp.streams import Stream
 from halfulp.text import plain
-from halfulp.writeback import checkpoint, onepass, passing, shards
+from halfulp.writeback import checkpoint, guarding, onepass, passing, shards
 from halfulp.writeback.backward import InBackward
 from halfulp.writeback.choosing import Chooser, Select, Storage, unwrapped
 from halfulp.writeback.lion import Lion
@@ -35,7 +36,7 @@ from halfulp.writeback.policies import Policy, Step
 from halfulp.writeback.report import Bytes, Events, TensorEvents
 from halfulp.writeback.sharding import is_sharded, local, shard_offset
 from halfulp.writeback.slot import Slot, measure, set_aside
-from halfulp.writeback.standin import NARROW, drop, exchange, fill, stand_in
+from halfulp.writeback.standin import NARROW, exchange, fill, stand_in
 from halfulp.writeback.storage import Codes, Shells, Whole
 
 TORCHS = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
@@ -132,6 +133,7 @@ class WriteBack(torch.optim.Optimizer):
         self._groups = None
         self._passed_on: list[dict[str, Any]] = []
         self._frozen: list[torch.nn.Parameter] = []
+        self._types: dict[int, torch.dtype] = {}
         self._commit(self._prepared(planned))
         self._watch_frozen(self.param_groups)
         self.register_step_pre_hook(lambda *_: self._take_up_unfrozen())  # before an audit looks
@@ -191,6 +193,7 @@ class WriteBack(torch.optim.Optimizer):
                 slot.shadow = stand_in(slot.p)
             if isinstance(slot.codes, Codes):
                 self._shells.add(slot.p, slot.codes, self._place(slot.p, slot.codes))
+            slot.note_written()
         stand_ins = {slot.p: slot.shadow for slot in planned if slot.shadow is not None}
         if stand_ins and self._groups is None:
             self._groups = [{**g, "params": list(g["params"])} for g in self.optimizer.param_groups]
@@ -198,6 +201,7 @@ class WriteBack(torch.optim.Optimizer):
         if stand_ins:
             exchange(self.optimizer, stand_ins)
         self.slots += planned
+        self._types.update({id(slot.p): slot.p.dtype for slot in planned})
         managed = {id(slot.p) for slot in planned}
         self._frozen = [p for p in self._frozen if id(p) not in managed]
         packed = [slot.p for slot in planned if slot.storage == "packed"]
@@ -212,15 +216,18 @@ class WriteBack(torch.optim.Optimizer):
         managed = {slot.p for slot in self.slots}
         here = [p for g in groups for p in g["params"]]
         self._frozen += [p for p in here if not p.requires_grad and p not in managed]
+        self._types.update({id(p): p.dtype for p in here if p.requires_grad})
 
     def _take_up_unfrozen(self) -> None:
         """Put parameters on their grids that were frozen so far and have a gradient now."""
+        guarding.refuse_cast(self)
         thawed = [p for p in self._frozen if p.requires_grad and p.grad is not None]
         if not thawed:
             return
         fresh, wanted = {id(p) for p in thawed}, self._chooser.wanted
         self._commit(self._prepared(self._plan_frozen(lambda n, p, g: id(p) in fresh and wanted(n, p, g))))
         self._frozen = [p for p in self._frozen if id(p) not in fresh]
+        self._types.update({id(p): p.dtype for p in thawed})
 
     def _plan_frozen(self, wanted: Callable[[str, torch.nn.Parameter, Grid], bool]) -> list[Slot]:
         """Slots for some of the parameters that are frozen so far."""
@@ -287,8 +294,10 @@ class WriteBack(torch.optim.Optimizer):
                 "the model holds the weights for evaluation: call train() on the optimizer before step()."
             )
         active = [s for s in self.slots if s.p.grad is not None or (searching and s.p.requires_grad)]
+        self._pass_on_groups()
+        guarding.refuse_settings(self, active)
         if self.nonfinite == "raise":
-            self._refuse_nonfinite(active)
+            guarding.refuse_nonfinite(active, self.steps + 1)
         self.steps += 1
         try:
             found = self._rounds(active, closure if searching else None)
@@ -298,23 +307,8 @@ class WriteBack(torch.optim.Optimizer):
         if self._backward is not None:
             self._backward.done.clear()
         if self.telemetry and not self._told_spoilt and self.steps % LOOK_EVERY == 1:
-            self._tell_spoilt()
+            guarding.tell_spoilt(self)
         return found if searching else loss
-
-    def _tell_spoilt(self) -> None:
-        """Say once that weights stand still because their proposals are not finite: no loss will show it."""
-        at = kernels.WRITE_COUNTS.index("nonfinite")
-        recent = [s.events for s in self.slots if s.events is not None and s.events.step == self.steps]
-        spoilt = [events.name for events in recent if bool(events.counts[:, at].any())]
-        if spoilt:
-            self._told_spoilt = True
-            logging.getLogger("halfulp").warning(
-                "halfulp: at step %s the update of %r%s is not finite (NaN or infinity) in places, and those "
-                "weights stay as they are. A NaN gradient spoils an optimizer's moments for good: go back to "
-                "a checkpoint. See opt.events.nonfinite; nonfinite='raise' refuses such steps beforehand.",
-                self.steps, spoilt[0],
-                f" and of {len(spoilt) - 1} other tensors" if len(spoilt) > 1 else "",
-            )  # fmt: skip
 
     def in_backward(self) -> InBackward:
         """Move every managed parameter as its gradient arrives, and free the gradient: from now on a backward
@@ -343,7 +337,6 @@ class WriteBack(torch.optim.Optimizer):
 
     def _rounds(self, active: list[Slot], closure: Any = None) -> Any:
         """The step: in one pass where that is the same, else by the wrapped optimizer."""
-        self._pass_on_groups()
         once = self._suited(active) if closure is None else []
         if not once:
             return self._wrapped_rounds(active, closure)
@@ -417,10 +410,12 @@ class WriteBack(torch.optim.Optimizer):
         """One call of the wrapped optimizer, and the write-back of what it moved."""
         idle = self._idle(active)
         opened = [*active, *idle]
-        stored = self._open(opened)
-        given = [local(slot.stepped.detach()).clone() for slot in idle]
         before = [list(g["params"]) for g in self.optimizer.param_groups]
+        stored: list[torch.Tensor] = []
+        close: Callable[[], None] | None = None
         try:
+            self._open(opened, stored)
+            given = [local(slot.stepped.detach()).clone() for slot in idle]
             loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
             now = [p for g in self.optimizer.param_groups for p in g["params"]]
             if [id(p) for p in now] != [id(p) for params in before for p in params]:
@@ -436,48 +431,33 @@ class WriteBack(torch.optim.Optimizer):
             moved = [(s, q) for s, q in zip(opened, stored, strict=True) if s not in still]
             steps = [self._step_of(slot, q) for slot, q in moved]
             written = [slot.policy.after(step) for (slot, _), step in zip(moved, steps, strict=True)]
-        except BaseException:
-            for group, params in zip(self.optimizer.param_groups, before, strict=False):
-                group["params"] = params
-            self._restore(opened, stored)
-            raise
-        try:
-            for step in reversed(steps):  # what the optimizer moved last may still be in the caches
-                step.finish()
-        finally:
-            for step in steps:  # an interrupt leaves no weight off the grid
-                step.finish()
-        for (slot, _), step, counted in zip(moved, steps, written, strict=True):
-            self._close(slot, step, counted)
-        if still:
-            self._restore(
-                *zip(*((s, q) for s, q in zip(opened, stored, strict=True) if s in still), strict=True)
+            unmoved = [(s, q) for s, q in zip(opened, stored, strict=True) if s in still]
+            close = partial(
+                self._close, list(zip((s for s, _ in moved), steps, written, strict=True)), unmoved
             )
+            close()
+        except BaseException:  # an interrupt leaves no weight off the grid, and no stand-in filled
+            if close is not None:
+                close()
+            else:
+                for group, params in zip(self.optimizer.param_groups, before, strict=False):
+                    group["params"] = params
+                self._restore(opened, stored)
+            raise
         return loss
 
-    def _refuse_nonfinite(self, active: list[Slot]) -> None:
-        for slot in active:
-            grad = slot.p.grad
-            if grad is not None and grad.is_sparse:
-                grad = grad.coalesce().values()
-            if grad is not None and not bool(torch.isfinite(local(grad)).all()):
-                raise UsageError(
-                    f"the gradient of {slot.name!r} is not finite at step {self.steps + 1}; nothing was "
-                    "changed. Skip the step (GradScaler does), or use nonfinite='count'."
-                )
-
-    def _open(self, active: list[Slot]) -> list[torch.Tensor]:
-        """What is stored, set aside; and parameters as the optimizer should find them."""
+    def _open(self, active: Sequence[Slot], stored: list[torch.Tensor]) -> None:
+        """Set aside what is stored, in ``stored``; and have parameters as the optimizer should find them."""
         sources = []
         for slot in active:
+            slot.heed_edits()
             source = slot.values()
             if slot.shadow is not None:
                 fill(slot.shadow, source, slot.p.grad)
             sources.append(source)
-        stored = set_aside(active, sources)
+        stored += set_aside(active, sources)
         for slot, q, p in zip(active, stored, sources, strict=True):
             slot.policy.before(q, p, slot.state)
-        return stored
 
     def _step_of(self, slot: Slot, q: torch.Tensor) -> Step:
         group = self.optimizer.param_groups[slot.place[0]]
@@ -490,24 +470,32 @@ class WriteBack(torch.optim.Optimizer):
             keep_scales=slot.storage == "packed",
         )  # fmt: skip
 
-    def _close(self, slot: Slot, step: Step, written: kernels.Written) -> None:
-        slot.events = TensorEvents.of(
-            slot.name, self.steps, slot.p, written, step.decay, slot.moved is not None, step.sums
-        )
-        if slot.shadow is not None:
-            slot.store(step.z, step.scales)
-            drop(slot.shadow)
-        if not slot.keep_scratch:
-            slot.scratch = None
+    def _close(
+        self,
+        moved: Sequence[tuple[Slot, Step, kernels.Written]],
+        unmoved: Sequence[tuple[Slot, torch.Tensor]],
+    ) -> None:
+        """Write everything back. Done again after an interrupt, it ends in the same."""
+        for _, step, _ in reversed(moved):  # what the optimizer moved last may still be in the caches
+            step.finish()
+        for slot, step, written in moved:
+            slot.events = TensorEvents.of(
+                slot.name, self.steps, slot.p, written, step.decay, slot.moved is not None, step.sums
+            )
+            if slot.shadow is not None:
+                slot.store(step.z, step.scales)
+        self._restore([slot for slot, _ in unmoved], [q for _, q in unmoved])
+        for slot in (*(slot for slot, *_ in moved), *(slot for slot, _ in unmoved)):
+            slot.let_go()
+            slot.note_written()
 
     def _restore(self, slots: Sequence[Slot], stored: Sequence[torch.Tensor]) -> None:
-        for slot, q in zip(slots, stored, strict=True):
+        """Put back what was set aside: of none, where an interrupt came before all of it was."""
+        for slot, q in zip(slots, stored, strict=False):
             if slot.shadow is None:
                 local(slot.p.detach()).copy_(q)
-            else:
-                drop(slot.shadow)
-            if not slot.keep_scratch:
-                slot.scratch = None
+        for slot in slots:
+            slot.let_go()
 
     # ---- what happened, what it costs ------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import torch
 
 from halfulp import kernels
 from halfulp.errors import UsageError
+from halfulp.writeback import guarding
 from halfulp.writeback.sharding import local
 
 if TYPE_CHECKING:
@@ -30,11 +31,13 @@ def attribute(wb: WriteBack, name: str) -> Any:
 
 def call(wb: WriteBack, name: str, *args: Any, **options: Any) -> Any:
     """Call a method of the wrapped optimizer with its parameters at hand, and account for what it moved."""
+    guarding.refuse_cast(wb)
     wb._pass_on_groups()
     slots = wb.slots
-    stored = wb._open(slots)
-    given = [local(slot.stepped.detach()).clone() for slot in slots]
+    stored: list[torch.Tensor] = []
     try:
+        wb._open(slots, stored)
+        given = [local(slot.stepped.detach()).clone() for slot in slots]
         result = getattr(wb.optimizer, name)(*args, **options)
         moved = [
             slot

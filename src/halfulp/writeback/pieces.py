@@ -94,7 +94,8 @@ def move(
     grad = slot.p.grad.detach().float().contiguous()
     codes = slot.codes if isinstance(slot.codes, Codes) else None
     shape = tuple(slot.p.shape)
-    scales = None if codes is None or codes.scales is None else codes.scales.clone()
+    if codes is not None and codes.scales is not None:
+        codes.scales = codes.scales.clone()  # others may hold the old ones
     found, totals = [], []
     room: torch.Tensor | None = None
     for piece in pieces(slot.grid, shape):
@@ -110,8 +111,6 @@ def move(
             z = aside.copy_(q)
         own = {k: piece.of(x) for k, x in slot.state.items()}
         moments = {k: x if x.dim() == 0 else piece.of(x) for k, x in state.items()}
-        slot.policy.before(q, z, own)
-        _advance(z, piece.of(grad), moments, settings)
         tile = piece.start // TILE
         every = sums if sums == 0 or tile % sums == 0 else 1
         made = policies.Step(
@@ -120,19 +119,25 @@ def move(
             moved=None if slot.moved is None else slot.moved[piece.start // 8 : (piece.stop + 7) // 8],
             sums=every, keep_scales=codes is not None,
         )  # fmt: skip
-        written = slot.policy.after(made)
-        made.finish()
+        try:
+            slot.policy.before(q, z, own)
+            _advance(z, piece.of(grad), moments, settings)
+            written = slot.policy.after(made)
+            made.finish()
+        except BaseException:  # an interrupt leaves no weight off the grid
+            z.copy_(q)
+            raise
         if codes is not None:
             here.put(z, made.scales)
-            _bytes(codes, piece).copy_(here.packed)
-            if scales is not None and here.scales is not None:
-                scales[piece.scales] = here.scales
+            try:
+                _keep(codes, piece, here)
+            except BaseException:  # codes and scales belong together
+                _keep(codes, piece, here)
+                raise
         if every != sums:
             written.sums[(torch.arange(len(written.sums)) + tile) % sums != 0] = 0
         found.append(written.counts)
         totals.append(written.sums)
-    if codes is not None:
-        codes.scales = scales
     all_of_it = Written(slot.p.detach(), torch.cat(found), torch.cat(totals))
     slot.events = TensorEvents.of(slot.name, step, slot.p, all_of_it, decay, slot.moved is not None, sums)
 
@@ -140,6 +145,12 @@ def move(
 def _bytes(codes: Codes, piece: Piece) -> torch.Tensor:
     bits = codes.grid.bits
     return codes.packed[piece.start * bits // 8 : math.ceil(piece.stop * bits / 8)]
+
+
+def _keep(codes: Codes, piece: Piece, here: Codes) -> None:
+    _bytes(codes, piece).copy_(here.packed)
+    if codes.scales is not None and here.scales is not None:
+        codes.scales[piece.scales] = here.scales
 
 
 def _codes(codes: Codes, piece: Piece) -> Codes:

@@ -85,8 +85,9 @@ class Step:
 
     def finish(self) -> None:
         """Make the kernel calls that are due."""
-        while self.queue:
-            self.queue.pop(0)()
+        while self.queue:  # an interrupted call is made again: it leaves on the grid what is on it
+            self.queue[0]()
+            del self.queue[0]
 
     def _scale_source(self, carry: torch.Tensor | None = None, carry_in: bool = True) -> torch.Tensor:
         """The values from which the kernel takes the scales."""

@@ -14,7 +14,9 @@ from halfulp.writeback.native import NativeCodes, is_native
 from halfulp.writeback.policies import Policy, State, TileMaster
 from halfulp.writeback.report import TILE_BYTES, Bytes, TensorEvents
 from halfulp.writeback.sharding import local
+from halfulp.writeback.standin import drop
 from halfulp.writeback.storage import Codes
+from halfulp.writeback.tiles import put_tiles, take_tiles
 
 
 class Slot:
@@ -43,6 +45,7 @@ class Slot:
         self.events: TensorEvents | None = None
         self.two_passes: str | None = None
         """Why this tensor cannot be moved in one pass."""
+        self._written: tuple[torch.Tensor, int, int] | None = None
 
     def snapshot(self) -> Callable[[], None]:
         """What puts the stored values, the policy's state and the telemetry back as they are now."""
@@ -70,12 +73,49 @@ class Slot:
         p = local(self.p.detach())
         return p if self.storage == "container" else p.float()
 
+    def _held(self) -> tuple[torch.Tensor, int, int]:
+        """The memory of what is stored, and how often torch has seen it change."""
+        held = local(self.p.detach()) if self.codes is None else self.codes.packed
+        return held, held._version, self.p._version
+
+    def note_written(self) -> None:
+        """What is stored now is what this write-back wrote. The memory is held, so that no other tensor gets
+        its address."""
+        self._written = self._held() if "master" in self.state else None
+
+    def heed_edits(self) -> None:
+        """Where somebody has set weights since they were written, start their masters again from them: where
+        a master does not round to what is stored. A tensor that torch has not seen change is not looked at,
+        for that takes as long as a step. From here to :meth:`note_written` it counts as changed, so that an
+        interrupted step is looked at."""
+        if "master" not in self.state or self.resting:  # evaluation weights have no masters
+            return
+        now, was, self._written = self._held(), self._written, None
+        if was is not None and now[0].data_ptr() == was[0].data_ptr() and now[1:] == was[1:]:
+            return
+        q, master, how = self.values(), self.state["master"], self.policy
+        whole = master
+        if isinstance(how, TileMaster):  # a scale may be of more than a tile
+            whole = q.clone(memory_format=torch.contiguous_format)
+            put_tiles(whole, self.state["tiles"], master, how.tile, how.offset)
+        mended = torch.where(kernels.round(whole, self.grid) == q, whole, q)
+        if isinstance(how, TileMaster):
+            mended = take_tiles(mended, self.state["tiles"], master.numel(), how.tile, how.offset)
+        master.copy_(mended)
+
     def store(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         """Keep grid values."""
         if self.codes is None:
             local(self.p.detach()).copy_(values)
         else:
             self.codes.put(values, scales)
+
+    def let_go(self) -> None:
+        """Free what a step needed: the stand-in's values and gradient, and the copy of what was stored."""
+        if self.shadow is not None:
+            drop(self.shadow)
+        if not self.keep_scratch:
+            self.scratch = None
 
     def rested(self) -> dict[str, torch.Tensor]:
         """The weights that are stored now, under the names that they wait by while the model holds others."""

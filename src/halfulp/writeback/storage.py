@@ -92,8 +92,8 @@ class Codes:
         """Keep grid values. ``scales`` are those they were rounded with: not every rule finds them again."""
         if scales is None and self.grid.scaling is not None:
             scales = kernels.scales(values, self.grid)
-        self.scales = scales
-        self.packed = pack_bits(kernels.encode(values, self.grid, scale=self.scales), self.grid.bits)
+        packed = pack_bits(kernels.encode(values, self.grid, scale=scales), self.grid.bits)
+        self.packed, self.scales = packed, scales  # both or, after an interrupt, neither
 
     def get(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, in a fresh tensor."""
