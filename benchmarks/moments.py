@@ -61,8 +61,9 @@ def train(policy: str, moments: Any, nearest: bool, steps: int) -> dict[str, Any
     with torch.no_grad():
         answers = teacher(held_out)
     opt = hu.AdamW(
-        student.named_parameters(), lr=RATE, betas=BETAS, policy=policy, moments=moments, seed=SEED
-    )
+        student.named_parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, policy=policy, moments=moments,
+        seed=SEED,
+    )  # fmt: skip
     params = list(student.parameters())
     averages = [torch.zeros_like(p, dtype=torch.float32) for p in params]
     losses = {}

@@ -503,6 +503,17 @@ def test_shards_of_a_tensor_give_the_whole() -> None:
         assert torch.equal(x, torch.cat(list(pair)))
 
 
+def test_defaults_are_torchs() -> None:
+    """Who puts one in the place of torch's own gets the same run, weight decay included."""
+    for ours, theirs in ((hu.AdamW, torch.optim.AdamW), (hu.Adam, torch.optim.Adam)):
+        mine, plain = (
+            make(torch.nn.Linear(4, 4).named_parameters()).param_groups[0] for make in (ours, theirs)
+        )
+        assert {key: mine[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
+            key: plain[key] for key in ("lr", "betas", "eps", "weight_decay")
+        }
+
+
 def test_a_bfloat16_model_has_its_norms_on_the_grid() -> None:
     """Gains of exactly 1 do not move under nearest at a small rate; under sr they do."""
     still, moving = {}, {}

@@ -120,20 +120,20 @@ class _Adams(_OnePass):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         **given: Unpack[Given],
     ) -> None:
-        inner = self.kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        decay = {} if weight_decay is None else {"weight_decay": weight_decay}  # else torch's own default
+        inner = self.kind(params, lr=lr, betas=betas, eps=eps, fused=True, **decay)
         super().__init__(inner, given)
 
 
 class AdamW(_Adams):
     """AdamW with weights on a grid, in one pass.
 
-    ``params``, ``lr``, ``betas``, ``eps``, ``weight_decay`` as torch has them; names
+    ``params``, ``lr``, ``betas``, ``eps``, ``weight_decay`` as torch has them, defaults included; names
     (``model.named_parameters()``) or ``model=`` where something is drawn. ``moments``: ``fp32`` or
-    ``bf16``, the latter rounded
-    stochastically. ``select``: which tensors are on the grid, by default as in
+    ``bf16``, the latter rounded stochastically. ``select``: which tensors are on the grid, by default as in
     :class:`~halfulp.WriteBack`; the others are moved by torch's fused step. The rest as there. Of torch's
     ``fused``, ``foreach``, ``amsgrad``, ``maximize``, ``capturable`` and ``differentiable``, what changes
     nothing is taken.
