@@ -68,7 +68,7 @@ def in_another_process(folder: Path, steps: int, pause: float) -> subprocess.Pop
 def test_one_writer_and_any_readers(tmp_path: Path) -> None:
     """A trace is whole whenever it is read; a second writer is told who writes; a kill frees the folder."""
     folder = tmp_path / "trace"
-    with in_another_process(folder, 10**6, 0.003) as writer:
+    with in_another_process(folder, 10**6, 0.02) as writer:
         assert writer.stdout is not None
         for _ in range(3):
             writer.stdout.readline()

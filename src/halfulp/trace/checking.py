@@ -9,7 +9,9 @@ optimizer that is made anew within a step has two. What is not a number stays po
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,9 @@ from halfulp.errors import CorruptionError
 from halfulp.trace.recorded import ARRIVED, COUNTS
 from halfulp.trace.schema import BOUNDS, LOSSES, REHEARSED, PartDocument
 
+Array = npt.NDArray[Any]
+Frame = pl.DataFrame
+
 PHASE_BITS = 16
 """A coordinate adds one to the sum of phases at most, in units of two to the minus this."""
 COUNTED = (*COUNTS, "frozen_decay", "frozen_gradient", "zero_proposal", "nonfinite", "expected")
@@ -31,7 +36,7 @@ NULL_IN_CASTS = ("symmetric", "subnormal", "zero_code")
 
 
 class Rows:
-    """The rows of one trace; of each part it remembers what its tables must have in common."""
+    """The rows of one trace; it remembers what its tables must have in common."""
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
         self._sizes = np.zeros(len(manifest["tensors"]), dtype=np.int64)
@@ -43,33 +48,47 @@ class Rows:
             "rehearsal": len(rehearsed["specs"]) if rehearsed else 0, "bound": len(BOUNDS),
         }  # fmt: skip
         self._null = {*NULL, *(NULL_IN_CASTS if manifest["run"].get("cast") else ())}
-        self._common: dict[tuple[int, str], tuple[str, str]] = {}
+        self._common: dict[tuple[int, str], tuple[str, bytes]] = {}
 
-    def check(self, part: PartDocument, table: str, frame: pl.DataFrame) -> None:
-        """Refuse what no recording gives, by its file, column and row."""
-        where = str(part.folder / f"{table}.parquet")
+    def check(self, table: str, parts: Sequence[PartDocument], counts: Sequence[int], frame: Frame) -> None:
+        """Refuse what no recording gives, by its file, column and row. The frame has so many rows of each
+        part, one part after the other: many small parts are looked at together."""
+        ends = np.cumsum(counts)
+
+        def place(row: int) -> tuple[Path, int]:
+            """The file of a row, and the row's number in it."""
+            k = int(np.searchsorted(ends, row, side="right"))
+            return parts[k].folder / f"{table}.parquet", row - int(ends[k]) + counts[k]
+
         for column in frame:
             if column.null_count() and column.name not in self._null:
-                row = column.is_null().arg_max()
-                raise CorruptionError(f"{where}: {column.name} is null in row {row}, expected a number.")
-        for name, least, most in self._limits(part, table, frame):
+                file, row = place(column.is_null().arg_max() or 0)
+                raise CorruptionError(f"{file}: {column.name} is null in row {row}, expected a number.")
+        for name, least, most in self._limits(table, parts, counts, frame):
             value = pl.col(name).fill_nan(None) if frame.schema[name].is_float() else pl.col(name)
             wrong = frame.select(((value < least) | (value > most)).fill_null(False)).to_series()
             if wrong.any():
-                row = wrong.arg_max() or 0
-                highest = most[row] if isinstance(most, pl.Series) else most
+                at = wrong.arg_max() or 0
+                low, high = (x[at] if isinstance(x, pl.Series) else x for x in (least, most))
+                file, row = place(at)
                 raise CorruptionError(
-                    f"{where}: {name} is {frame[name][row]} in row {row}, expected {least} to {highest}."
+                    f"{file}: {name} is {frame[name][at]} in row {row}, expected {low} to {high}."
                 )
         if table not in (LOSSES, REHEARSED):
-            self._check_common(part.number, table, where, frame)
+            self._check_common(table, parts, ends, frame, place)
 
-    def _limits(self, part: PartDocument, table: str, frame: pl.DataFrame) -> Iterator[tuple[str, int, Any]]:
+    def _limits(
+        self, table: str, parts: Sequence[PartDocument], counts: Sequence[int], frame: Frame
+    ) -> Iterator[tuple[str, Any, Any]]:
         """Columns, with the least and the most that may be in them; keys come first: others need them."""
-        first, last = part.steps or (1, LARGEST)
         real = -1 if table == LOSSES else 0  # the run itself, and not a rehearsal
-        # an evaluation may come before the first step, or after the last that is recorded
-        yield "step", *((0, LARGEST) if table == LOSSES else (first, last))
+        if (
+            table == LOSSES
+        ):  # an evaluation may come before the first step, or after the last that is recorded
+            yield "step", 0, LARGEST
+        else:
+            first, last = np.array([part.steps or (1, LARGEST) for part in parts]).repeat(counts, axis=0).T
+            yield "step", pl.Series(first), pl.Series(last)
         for name, count in self._known.items():
             if name in frame.schema:
                 yield name, real, count - 1
@@ -84,30 +103,43 @@ class Rows:
             elif name in SQUARES:
                 yield name, 0, float("inf")
 
-    def _check_common(self, part: int, table: str, where: str, frame: pl.DataFrame) -> None:
+    def _check_common(
+        self,
+        table: str,
+        parts: Sequence[PartDocument],
+        ends: Array,
+        frame: Frame,
+        place: Callable[[int], tuple[Path, int]],
+    ) -> None:
         """Hold the steps of a table, and the rows of tensors and grids, against those of tables before."""
         step = frame["step"].to_numpy()
-        found = {"steps": _digest(np.unique(step))}
         if table == "run" and not (np.diff(step) > 0).all():
-            raise CorruptionError(f"{where}: a step is there twice, or before an earlier one.")
+            file, _ = place(int((np.diff(step) > 0).argmin()) + 1)
+            raise CorruptionError(f"{file}: a step is there twice, or before an earlier one.")
+        columns = {"steps": [step]}
+        each = self._known["grid"] if table == "grids" else 1
         if table != "run":
-            each = self._known["grid"] if table == "grids" else 1
-            tensor, row = frame["tensor"].to_numpy(), np.arange(len(frame))
-            found["tensors, row by row,"] = _digest(step[::each], tensor[::each])
-            first = row - row % each
+            tensor, row_of = frame["tensor"].to_numpy(), np.arange(len(frame))
+            first = row_of - row_of % each
             alike = (step == step[first]) & (tensor == tensor[first])
             if table == "grids":
-                alike &= frame["grid"].to_numpy() == row % each
+                alike &= frame["grid"].to_numpy() == row_of % each
             if not alike.all():
+                file, row = place(int(alike.argmin()))
                 raise CorruptionError(
-                    f"{where}: row {alike.argmin()} is of another step, tensor or grid than those beside it "
-                    f"let expect: a tensor has {each} rows a step, one a grid, in the order of the manifest."
+                    f"{file}: row {row} is of another step, tensor or grid than those beside it let expect: "
+                    f"a tensor has {each} rows a step, one a grid, in the order of the manifest."
                 )
-        for what, digest in found.items():
-            other, expected = self._common.setdefault((part, what), (where, digest))
-            if digest != expected:
-                raise CorruptionError(f"{where}: its {what} are not those of {other}.")
+            columns["tensors, row by row,"] = [step, tensor]
+        for k, (a, b) in enumerate(pairwise([0, *ends.tolist()])):
+            for what, found in columns.items():
+                own = [column[a:b:each] for column in found]
+                digest = b"".join((np.unique(own[0]) if what == "steps" else x).tobytes() for x in own)
+                where = str(parts[k].folder / f"{table}.parquet")
+                other, expected = self._common.setdefault((parts[k].number, what), (where, _short(digest)))
+                if _short(digest) != expected:
+                    raise CorruptionError(f"{where}: its {what} are not those of {other}.")
 
 
-def _digest(*columns: npt.NDArray[Any]) -> str:
-    return hashlib.sha256(b"".join(c.tobytes() for c in columns)).hexdigest()
+def _short(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()

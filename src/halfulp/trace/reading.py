@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +50,22 @@ ROLES = "roles"
 """The folder of a trace that holds those of what accumulates beside the weights."""
 RACES = 1000
 """How often a reader looks again for a state that a writer has just replaced."""
+
+
+def _batches(parts: Sequence[PartDocument], name: str) -> Iterator[list[PartDocument]]:
+    """Parts whose rows of a table are looked at together: a call costs more than many small parts."""
+    batch: list[PartDocument] = []
+    rows = 0
+    for part in parts:
+        count = part.files[name].rows
+        many = MOST_ROWS if count is None else count
+        if batch and rows + many > MOST_ROWS:
+            yield batch
+            batch, rows = [], 0
+        batch.append(part)
+        rows += many
+    if batch:
+        yield batch
 
 
 def source(file: Path) -> Path | bytes:
@@ -184,29 +201,45 @@ class Trace(Recorded):
         if table not in self._counted:
             for part in parts:
                 self._check(part, name)
-            for part in parts:
-                self._check_rows(part, table, part.folder / name, part.files[name].rows)
+            for together in _batches(parts, name):
+                self._check_rows(together, table)
             self._counted.add(table)
         return [source(part.folder / name) for part in parts]
 
-    def _check_rows(self, part: PartDocument, table: str, file: Path, stated: int | None) -> None:
-        """Hold columns and rows of a file, which it states at its end, then the rows, against what may be."""
+    def _check_rows(self, parts: Sequence[PartDocument], table: str) -> None:
+        """Hold columns and rows of files, which they state at their ends, then the rows, against what may
+        be."""
         known = SCHEMAS[table]
         before = {name: kind for name, kind in known.items() if name not in ARRIVED}  # formats 1 to 3
-        content = source(file)
+        places = [part.folder / f"{table}.parquet" for part in parts]
+        found = cast(list[Path], [source(file) for file in places])  # or all are bytes
+        counts = [part.files[f"{table}.parquet"].rows for part in parts]
+        file = places[0]
         try:
-            there = dict(pl.read_parquet_schema(content))
-            if there not in (known, before):
-                raise CorruptionError(f"{file} has columns {list(there)}, expected {list(known)}.")
-            rows = int(pl.scan_parquet(content).select(pl.len()).collect().item())
-            if rows != (rows if stated is None else stated):
-                raise CorruptionError(f"{file} has {rows:,} rows; its part states {stated:,}.")
-            if rows > MOST_ROWS:
-                raise CorruptionError(f"{file} has {rows:,} rows; at most {MOST_ROWS:,} are expected there.")
-            frame = pl.read_parquet(content)
+            for k, file in enumerate(places):
+                there = dict(pl.read_parquet_schema(found[k]))
+                if there not in (known, before):
+                    raise CorruptionError(f"{file} has columns {list(there)}, expected {list(known)}.")
+                stated = counts[k]
+                if stated is None or len(places) == 1:
+                    counts[k] = rows = int(pl.scan_parquet(found[k]).select(pl.len()).collect().item())
+                    if rows != (rows if stated is None else stated):
+                        raise CorruptionError(f"{file} has {rows:,} rows; its part states {stated:,}.")
+                    if rows > MOST_ROWS:
+                        most = f"at most {MOST_ROWS:,} are expected there"
+                        raise CorruptionError(f"{file} has {rows:,} rows; {most}.")
+            all_of_it = pl.scan_parquet(found, schema=pl.Schema(known), missing_columns="insert")
+            total = int(all_of_it.select(pl.len()).collect().item())
+            if total != sum(n or 0 for n in counts):  # then one by one, to say which
+                for part in parts:
+                    self._check_rows([part], table)
+            frame = all_of_it.collect()
         except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+            if len(parts) > 1:
+                for part in parts:
+                    self._check_rows([part], table)
             raise CorruptionError(f"{file} cannot be read: {error}.") from None
-        self._rows.check(part, table, frame)
+        self._rows.check(table, parts, [n or 0 for n in counts], frame)
 
     @property
     def last_step(self) -> int:
