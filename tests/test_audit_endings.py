@@ -99,8 +99,9 @@ def test_a_script_that_leaves_without_exit_handlers(code: int) -> None:
 def test_a_terminal_that_is_closed() -> None:
     path = script(f"{TRAIN}\n    print('trained', flush=True)\n    import time\n    time.sleep(60)\n")
     process = subprocess.Popen(
-        [*AUDIT, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
+        [*AUDIT, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup's children ignore it
+    )  # fmt: skip
     assert process.stdout is not None
     while "trained" not in process.stdout.readline():
         time.sleep(0.01)
