@@ -29,7 +29,9 @@ demo: $(VENV)/.stamp-runtime
 
 check: lint types quick
 
-test: lint types unit docs
+# What one process does (types, documentation) goes on beside the tests, which share all cores.
+test: lint
+	@$(MAKE) --no-print-directory -j 3 types docs unit
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -89,9 +91,10 @@ clean:
 	rm -rf $(VENV) site build dist benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One stamp a set of extras. PIP_CONSTRAINT rather than -c, so that build requirements are pinned too.
+# One stamp a set of extras. PIP_CONSTRAINT rather than -c, so that build requirements are pinned too. Of 20,000 modules most
+# are never imported: --no-compile.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(VENV)/.stamp
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile \
 	    -e "$(if $(filter runtime,$*),.,.[$*])"
 	@touch $@
 

@@ -38,7 +38,7 @@ def test_the_verdict_is_one_call_away(tmp_path: Path) -> None:
     model = made("mlp")
     trace = recorded(tmp_path / "run", model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     found = hu.verdict(trace)
-    assert str(found) == repr(found) == "\n".join(verdict.lines(trace))
+    assert str(found) == repr(found) == "\n".join(found.lines)
     assert [f.grid for f in found.findings] == ["bf16", "e5m2"]
     assert found.findings[0].lost == pytest.approx(trace.frozen("bf16").mean(), abs=0.01)
 

@@ -22,7 +22,6 @@ import torch
 from fixtures.make_format_1 import GRIDS, answers, model, train, written_back
 
 import halfulp as hu
-from halfulp.audit import verdict
 from halfulp.writeback import load, save
 
 FIRST = Path(__file__).parent / "fixtures" / "format_1"
@@ -82,7 +81,7 @@ def every_answer(folder: Path) -> Any:
     kept = [{k: v.tolist() for k, v in trace.kept(part).items()} for part in trace.parts]
     said = [trace.forecast(spec) for spec in trace.rehearsals]
     forecasts = [(f.frozen().tolist(), f.never_moved(bound="upper").tolist(), f.losses.rows()) for f in said]
-    told = (answers(trace), verdict.lines(trace), trace.grids, trace.tensors, trace.manifest["options"])
+    told = (answers(trace), hu.verdict(trace).lines, trace.grids, trace.tensors, trace.manifest["options"])
     return *told, kept, forecasts
 
 

@@ -23,7 +23,6 @@ from safetensors import safe_open
 
 import halfulp as hu
 from halfulp import canonical
-from halfulp.audit import verdict
 from halfulp.text import shown
 
 GRIDS = ["bf16", "e4m3@128"]
@@ -219,7 +218,7 @@ def test_no_step_yet(tmp_path: Path) -> None:
         trace = hu.Trace.open(tmp_path / "trace")
     assert trace.parts == ()
     assert trace.last_step == 0
-    assert verdict.lines(trace) == ["No step was recorded."]
+    assert hu.verdict(trace).lines == ("No step was recorded.",)
     with pytest.raises(hu.UsageError, match="holds no complete part yet"):
         trace.table()
     with pytest.raises(hu.UsageError, match="nothing in scope"):
@@ -397,7 +396,7 @@ def test_hostile_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
         with safe_open(str(file), framework="pt") as opened:
             assert all(key.replace(".", "").isalnum() for key in opened.keys())  # noqa: SIM118
     console = Console(stderr=True, force_terminal=True)
-    for line in verdict.lines(trace):
+    for line in hu.verdict(trace).lines:
         console.print(line, highlight=False, markup=False)
     with pytest.raises(hu.UsageError) as caught:
         trace.frozen("bf16", "\x1b[31m no such tensor")

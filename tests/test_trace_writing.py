@@ -142,19 +142,19 @@ class Full:
 
 
 @pytest.mark.parametrize("count", [1, 10**9])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_the_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, count: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
-    """Whichever operation the disk refuses: the weights are those of a run without an audit, and the trace is
-    whole as far as it goes, says why it ends, and has nothing half written beside it."""
+    """Whichever operation the disk refuses, for want of room or because it is broken: the weights are those
+    of a run without an audit, and the trace is whole as far as it goes, says why it ends, and has nothing
+    half written beside it."""
     _, expected = run(None, audited=False)
     whole = run(tmp_path / "whole")[0]
     assert whole.trouble is None
     assert Trace.open(tmp_path / "whole").trouble is None
     stepped_aside = 0
     for k in range(1, 1000):
-        folder, disk = tmp_path / f"{k}", Full(k, count, code)
+        folder, disk = tmp_path / f"{k}", Full(k, count, (errno.ENOSPC, errno.EIO)[k % 2])
         monkeypatch.setattr(files, "hook", disk)
         try:
             audit, weights = run(folder)

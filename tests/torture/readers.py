@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import mutations
+import polars as pl
 import torch
 from fixtures.make_format_1 import GRIDS, make, model, train, written_back
 from study_samples import SMALL, quick_identity, run, study_file
+from test_formats import bound_anew
 from test_fuzz import mutant_of_state
 from test_study_evidence import NEXT
 from test_training import begun
@@ -106,6 +108,36 @@ def sealed_documents(content: bytes, rng: random.Random) -> bytes:
     return mutant
 
 
+def tables(content: bytes, rng: random.Random) -> bytes:
+    """A table with a cell changed or rows moved, or its bytes; other files as :func:`documents_of`."""
+    if not content.startswith(b"PAR1"):
+        return documents_of(content, rng)
+    if rng.random() < 0.5:
+        return mutations.bytewise(content, rng)
+    frame = pl.read_parquet(io.BytesIO(content))
+    a, b = (rng.randrange(len(frame)) for _ in range(2))
+    column = rng.choice(frame.columns)
+    how = rng.randrange(4)
+    if how == 0:
+        frame = pl.concat([frame[:a], frame[b:]])
+    elif how == 1:
+        order = list(range(len(frame)))
+        order[a], order[b] = b, a
+        frame = frame[order]
+    elif how == 2 and len(frame.columns) > 1:
+        frame = frame.drop(column)
+    else:
+        kind = frame.schema[column]
+        strange = [None, -1, 0, 1, 127] + ([2**62, -(2**62)] if kind == pl.Int64 else [])
+        strange += [float("nan"), float("inf"), -0.5, 1e300] if kind.is_float() else []
+        cells = frame[column].to_list()
+        cells[a] = rng.choice(strange)
+        frame = frame.with_columns(pl.Series(column, cells, dtype=kind))
+    out = io.BytesIO()
+    frame.write_parquet(out)
+    return out.getvalue()
+
+
 def dictionaries(content: bytes, rng: random.Random) -> bytes:
     """What ``torch.save`` wrote of a write-back: a tensor or the line of halfulp's is another."""
     saved = torch.load(io.BytesIO(content), weights_only=True)
@@ -128,6 +160,18 @@ def everything(path: Path) -> Any:
     kept = [trace.kept(part) for part in trace.parts]
     forecasts = [trace.forecast(spec) for spec in trace.rehearsals]
     return every_number(path), kept, [(f.frozen(), f.losses) for f in forecasts]
+
+
+def bound(path: Path) -> Any:
+    """As :func:`everything`, of a trace whose parts state the digests of the files that are there."""
+    stated = {file: file.read_bytes() for file in path.glob("parts/*/part.json")}
+    try:
+        with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            bound_anew(path)
+        return everything(path)
+    finally:
+        for file, content in stated.items():
+            file.write_bytes(content)
 
 
 def resumed(path: Path) -> Any:
@@ -223,6 +267,7 @@ def readers(folder: Path) -> list[Reader]:
         Reader("a trace of format 3", old[3], every_number, documents_of),
         Reader("a trace with rehearsals", today / "rehearsed", everything, documents_of),
         Reader("a trace, sealed again", today / "rehearsed", everything, sealed_documents),
+        Reader("a trace, its tables sealed again", today / "rehearsed", bound, tables),
         Reader("a trace that an audit resumes", today / "rehearsed", resumed, sealed_documents),
         Reader("a rank's shards", today / "shard.safetensors", _shard, tensors, 5),
         Reader("a rank's shards, sealed again", today / "shard.safetensors", _shard, sealed_tensors, 5),

@@ -17,7 +17,6 @@ import polars as pl
 from halfulp.audit.calibration import Calibrated, Calibration
 from halfulp.text import shown
 from halfulp.trace import Recorded
-from halfulp.trace.forecast import REAL
 
 WHAT = "a forecast from this one run, with bounds as observed, not proved"
 MISSING = (
@@ -90,13 +89,6 @@ def _calibrated(trace: Recorded, cost: Cost, calibration: Calibration | None) ->
     return Cost(**{**cost.__dict__, "calibrated": told})
 
 
-def real_losses(trace: Recorded) -> pl.DataFrame:
-    """What a run's own weights gave at its evaluations: ``step``, ``loss``."""
-    rows = trace.scan("losses").filter(pl.col("rehearsal") == REAL)
-    last = rows.unique("step", keep="last", maintain_order=True).sort("step")
-    return last.select("step", "loss").collect()
-
-
 def nats(loss: float | None) -> str:
     """A loss as people write it.
 
@@ -108,10 +100,17 @@ def nats(loss: float | None) -> str:
     return f"{loss:.3f}" if np.isfinite(loss) else "not finite"
 
 
+def bracket(cost: Cost) -> tuple[float, float] | None:
+    """The ends of a forecast's bracket, the lower one first; None where one is missing."""
+    if cost.lower is None or cost.upper is None:
+        return None
+    return min(cost.lower, cost.upper), max(cost.lower, cost.upper)
+
+
 def between(cost: Cost) -> str:
-    """The bracket of a forecast."""
-    ends = [x for x in (cost.lower, cost.upper) if x is not None]
-    return f"{nats(min(ends))} to {nats(max(ends))}" if len(ends) == 2 else "-"
+    """The bracket of a forecast, in words."""
+    ends = bracket(cost)
+    return "-" if ends is None else f"{nats(ends[0])} to {nats(ends[1])}"
 
 
 def lines(trace: Recorded, calibration: Calibration | None = None) -> list[str]:
@@ -164,10 +163,10 @@ def cautions(found: Sequence[Cost], calibration: Calibration | None) -> list[str
 
 def _outside(cost: Cost) -> bool:
     """Whether the forecast of this run alone is not between its bounds, to the digits that are shown."""
-    ends = [x for x in (cost.lower, cost.upper) if x is not None]
-    if cost.point is None or len(ends) < 2:
+    ends = bracket(cost)
+    if cost.point is None or ends is None:
         return False
-    low, point, high = (round(x, 3) for x in (min(ends), cost.point, max(ends)))
+    low, point, high = (round(x, 3) for x in (ends[0], cost.point, ends[1]))
     return point < low or point > high
 
 

@@ -88,7 +88,7 @@ def verdict(
     an earlier pair of runs, for the losses of rehearsals.
     """
     found = tuple(findings(trace)) if trace.recorded and trace.tensors else ()
-    return Verdict(tuple(lines(trace, trouble, calibration)), found)
+    return Verdict(tuple(_lines(trace, found, trouble or trace.trouble, calibration)), found)
 
 
 def arrival_words(found: Finding) -> str | None:
@@ -157,9 +157,9 @@ def why_kept(policy: str) -> str:
     return "what is not written is carried to the next step"
 
 
-def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration | None = None) -> list[str]:
-    """The verdict, for a terminal; ``trouble``: what a disk that was full could not note."""
-    trouble = trouble or trace.trouble
+def _lines(
+    trace: Recorded, found: Sequence[Finding], trouble: str | None, calibration: Calibration | None
+) -> list[str]:
     missing = [f"INCOMPLETE: {trouble}"] if trouble else []
     if not trace.recorded:
         return [*missing, "No step was recorded."]
@@ -183,8 +183,8 @@ def lines(trace: Recorded, trouble: str | None = None, calibration: Calibration 
         share = trace.manifest["options"]["sample"]
         out.append(f"A fixed sample of {share:.0%} of the tiles: {_error(trace)}.")
     out += costs.lines(trace, calibration)
-    for grid in trace.grids:
-        out += ["", *_grid_lines(trace, grid)]
+    for whole in found:
+        out += ["", *_grid_lines(trace, whole)]
     out += role_lines(trace)
     if is_cast(trace):
         out += ["", CAST]
@@ -245,12 +245,14 @@ def unchanged_words(trace: Recorded) -> list[str]:
     ]
 
 
-def _grid_lines(trace: Recorded, grid: str) -> list[str]:
-    """One grid: what happened to the weights that are stored on it, or else what would."""
+def _grid_lines(trace: Recorded, whole: Finding) -> list[str]:
+    """One grid: what happened to the weights that are stored on it, or else what would to all of them."""
+    grid = whole.grid
     home = on_grid(trace, grid)
     scope: Scope = home or "all"
     cast = is_cast(trace)
-    found, policy = finding(trace, grid, scope), keeping(trace) if home or cast else None
+    found = finding(trace, grid, home) if home and not whole.realized else whole
+    policy = keeping(trace) if home or cast else None
     if found.severity == NOT_FINITE:
         return [f"{grid}: nothing can be said, because {NOT_FINITE}."]
     out = []

@@ -2,8 +2,9 @@
 
 Every row is of a step of its part, and of a tensor, a grid, a rehearsal and a bound that the manifest knows;
 a count is of no more coordinates than its tensor has. The tables of a part are of the same steps, those of
-tensors and of grids row by row, because series of both are divided by each other. A row may come twice: an
-optimizer that is made anew within a step has two. What is not a number stays possible, as in any run.
+tensors and of grids row by row, because series of both are divided by each other. A row may come twice: in
+older traces, of an optimizer that was made anew within a step. What is not a number stays possible, as in any
+run.
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ class Rows:
     ) -> Iterator[tuple[str, Any, Any]]:
         """Columns, with the least and the most that may be in them; keys come first: others need them."""
         real = -1 if table == LOSSES else 0  # the run itself, and not a rehearsal
-        if (
-            table == LOSSES
-        ):  # an evaluation may come before the first step, or after the last that is recorded
+        if table == LOSSES:  # an evaluation may come before the first step, or after the last recorded one
             yield "step", 0, LARGEST
         else:
             first, last = np.array([part.steps or (1, LARGEST) for part in parts]).repeat(counts, axis=0).T

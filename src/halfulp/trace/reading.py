@@ -68,6 +68,38 @@ def _batches(parts: Sequence[PartDocument], name: str) -> Iterator[list[PartDocu
         yield batch
 
 
+def _read(parts: Sequence[PartDocument], table: str) -> tuple[list[int], pl.DataFrame]:
+    """A table of parts, one after the other, and how many of its rows are of each. Columns and numbers of
+    rows, which files state at their ends, are held against what may be before anything is read."""
+    known = SCHEMAS[table]
+    before = {name: kind for name, kind in known.items() if name not in ARRIVED}  # formats 1 to 3
+    places = [part.folder / f"{table}.parquet" for part in parts]
+    found = cast(list[Path], [source(file) for file in places])  # or all are bytes
+    stated = [part.files[f"{table}.parquet"].rows for part in parts]
+    file = places[0]
+    try:
+        for file, content in zip(places, found, strict=True):
+            there = dict(pl.read_parquet_schema(content))
+            if there not in (known, before):
+                raise CorruptionError(f"{file} has columns {list(there)}, expected {list(known)}.")
+        counts = [
+            _rows_in(pl.scan_parquet(f)) if n is None else n for f, n in zip(found, stated, strict=True)
+        ]
+        whole = pl.scan_parquet(found, schema=pl.Schema(known), missing_columns="insert")
+        rows = _rows_in(whole)
+        if rows != sum(counts):
+            raise CorruptionError(f"{file} has {rows:,} rows; its part states {sum(counts):,}.")
+        if rows > MOST_ROWS:
+            raise CorruptionError(f"{file} has {rows:,} rows; at most {MOST_ROWS:,} are expected there.")
+        return counts, whole.collect()
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        raise CorruptionError(f"{file} cannot be read: {error}.") from None
+
+
+def _rows_in(table: pl.LazyFrame) -> int:
+    return int(table.select(pl.len()).collect().item())
+
+
 def source(file: Path) -> Path | bytes:
     """A file as polars takes it: by its name, or its content where the name is not UTF-8."""
     try:
@@ -207,39 +239,14 @@ class Trace(Recorded):
         return [source(part.folder / name) for part in parts]
 
     def _check_rows(self, parts: Sequence[PartDocument], table: str) -> None:
-        """Hold columns and rows of files, which they state at their ends, then the rows, against what may
-        be."""
-        known = SCHEMAS[table]
-        before = {name: kind for name, kind in known.items() if name not in ARRIVED}  # formats 1 to 3
-        places = [part.folder / f"{table}.parquet" for part in parts]
-        found = cast(list[Path], [source(file) for file in places])  # or all are bytes
-        counts = [part.files[f"{table}.parquet"].rows for part in parts]
-        file = places[0]
+        """Hold the rows of parts against what may be: together, and one by one to say where it is not."""
         try:
-            for k, file in enumerate(places):
-                there = dict(pl.read_parquet_schema(found[k]))
-                if there not in (known, before):
-                    raise CorruptionError(f"{file} has columns {list(there)}, expected {list(known)}.")
-                stated = counts[k]
-                if stated is None or len(places) == 1:
-                    counts[k] = rows = int(pl.scan_parquet(found[k]).select(pl.len()).collect().item())
-                    if rows != (rows if stated is None else stated):
-                        raise CorruptionError(f"{file} has {rows:,} rows; its part states {stated:,}.")
-                    if rows > MOST_ROWS:
-                        most = f"at most {MOST_ROWS:,} are expected there"
-                        raise CorruptionError(f"{file} has {rows:,} rows; {most}.")
-            all_of_it = pl.scan_parquet(found, schema=pl.Schema(known), missing_columns="insert")
-            total = int(all_of_it.select(pl.len()).collect().item())
-            if total != sum(n or 0 for n in counts):  # then one by one, to say which
-                for part in parts:
-                    self._check_rows([part], table)
-            frame = all_of_it.collect()
-        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-            if len(parts) > 1:
-                for part in parts:
-                    self._check_rows([part], table)
-            raise CorruptionError(f"{file} cannot be read: {error}.") from None
-        self._rows.check(table, parts, [n or 0 for n in counts], frame)
+            counts, frame = _read(parts, table)
+        except CorruptionError:
+            for part in parts if len(parts) > 1 else ():
+                self._check_rows([part], table)
+            raise
+        self._rows.check(table, parts, counts, frame)
 
     @property
     def last_step(self) -> int:
