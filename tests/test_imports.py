@@ -14,7 +14,7 @@ ROOT = Path(halfulp.__file__).parent
 ORDER = (
     ("version", "text"),
     ("errors", "pictures"),
-    ("canonical", "files"),
+    ("canonical", "files", "outputs"),
     ("documents",),
     ("tensors", "elements", "streams"),
     ("grids",),

@@ -191,8 +191,11 @@ def test_integer_scales(name: str, dtype: torch.dtype) -> None:
     assert len(scales) == len(segments) == g.scaling.segments((4, 70))
     for scale, segment in zip(scales, segments, strict=True):
         size = np.abs(segment).max() if g.scaling.rule == "absmax" else np.abs(segment).mean()
-        assert abs(scale * g.largest / size - 1) <= 2.0 ** (1 - bits)
         assert math.frexp(scale)[0] * 2**bits % 1 == 0
+        half = 2.0 ** (
+            math.frexp(scale)[1] - bits - 1
+        )  # the nearest of those, but for a double's last digits
+        assert abs(scale - size / g.largest) <= half * (1 + 2.0**-20)
         multiples = torch.arange(-g.largest, g.largest + 1, dtype=torch.float64) * scale
         assert torch.equal(multiples.to(dtype).double(), multiples)
 

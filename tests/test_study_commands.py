@@ -55,6 +55,16 @@ def test_the_worked_example(
     assert Path("page.md").read_text() == page
     assert invoke(capsys, "study", "export", "study_coin.py", "coin.zip")[0] == 0
     assert invoke(capsys, "study", "validate", "coin.zip", "--expect", closed)[0] == 0
+    for command in (
+        ("study", "report", str(out), "-o", str(out / "page.md")),
+        ("study", "export", str(out), str(out / "records" / "coin.zip")),
+        ("report", str(out), "-o", str(out / "page.html")),
+        ("audit", "--out", str(out / "run"), "study_coin.py"),
+    ):  # a file more, and the study would not be valid
+        code, _, error = invoke(capsys, *command)
+        assert code == 2
+        assert "is in the folder of the study" in error
+    assert invoke(capsys, "study", "validate", str(out), "--expect", closed)[0] == 0
 
 
 def test_usage_errors_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

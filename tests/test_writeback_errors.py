@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from writeback_models import Tied, adamw, masks, train, unsealed, values, written_back
 
 import halfulp as hu
-from halfulp.writeback import load, save
+from halfulp.writeback import load, policies, save
 from halfulp.writeback.policies import Step
 
 GRID = "e4m3@16"
@@ -605,3 +605,18 @@ def test_arguments_of_another_kind(options: dict[str, Any], said: str) -> None:
     with pytest.raises(hu.UsageError, match=said):
         hu.WriteBack(adamw(model), **settings)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        *(hu.ECO(rounding=r, decay_exact=d) for r in ("nearest", "stochastic") for d in (False, True)),
+        *(hu.Kahan(dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *(hu.Master(start_from=start) for start in ("code", "raw")),
+        *(kind() for kind in policies.POLICIES.values()),
+    ],
+    ids=lambda made: made.spec,
+)
+def test_a_policy_is_read_as_it_prints_itself(made: policies.Policy) -> None:
+    """Every value of every option."""
+    assert policies.policy(made.spec) == made

@@ -24,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from halfulp.audit import commands as audit_commands
 from halfulp.errors import DiskError, HalfulpError, UsageError
+from halfulp.outputs import check_output
 from halfulp.report import commands as report_commands
 from halfulp.stored import commands as stored_commands
 from halfulp.study.commands import app as study_app
@@ -207,6 +208,8 @@ def audit(
         raise UsageError(
             "nothing to audit: give a training script, -m and a module, or --run and a command. See --help."
         )
+    if out is not None:
+        check_output(out)
     usual = Path("runs") / (script.stem if script is not None else module or Path(command).stem)
     folder = out if out is not None else newest_folder(usual) if resume else free_folder(usual)
     asked = Rehearse(_listed(rehearse)) if rehearse else None
@@ -324,7 +327,6 @@ def allocate(
     """Choose the tiles that get an fp32 master, within an exact budget; and what to expect of that."""
     from halfulp import masks
     from halfulp.report import recoveries
-    from halfulp.trace import check_output
 
     check_output(output)
     kept = None if keep is None else masks.Mask.load(keep)

@@ -41,7 +41,12 @@ EXPLAINED = Path(__file__).parent / "survivors.toml"
 # What is mutated, and the tests that should notice, the quickest first.
 TARGETS: dict[str, Sequence[str]] = {
     "halfulp.grids": ("test_grids.py", "test_rounding.py", "test_oracles.py"),
-    "halfulp.kernels.reference": ("test_rounding.py", "test_stochastic.py", "test_kernels.py"),
+    "halfulp.kernels.reference": (
+        "test_rounding.py",
+        "test_stochastic.py",
+        "test_kernels.py",
+        "test_scales.py",
+    ),
     "halfulp.writeback.policies": (
         "test_writeback_reference.py",
         "test_writeback_optimizers.py",

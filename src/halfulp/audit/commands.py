@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from halfulp.outputs import check_output
 from halfulp.text import plain
 
 
@@ -36,7 +37,7 @@ def calibrate(
 ) -> None:
     """How far a rehearsal was off: what corrects the next one (--calibration of audit and report)."""
     from halfulp.audit.calibration import Calibration
-    from halfulp.trace import Trace, check_output
+    from halfulp.trace import Trace
 
     check_output(output)
     loss = _number(measured)

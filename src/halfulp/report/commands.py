@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from halfulp.outputs import check_output
 from halfulp.text import plain
 
 PATHS = typer.Argument(..., help="Folders of traces or studies.", show_default=False)
@@ -30,7 +31,7 @@ def report(
     from halfulp.report.study import is_study
     from halfulp.report.tensors_csv import tensors_csv
     from halfulp.study.commands import say_code
-    from halfulp.trace import Trace, check_output
+    from halfulp.trace import Trace
 
     for place in filter(None, (out, csv)):
         check_output(place)
@@ -68,7 +69,6 @@ def figures(
     require("matplotlib")
     from halfulp.report.figures import write_figures
     from halfulp.study.commands import say_code
-    from halfulp.trace import check_output
 
     check_output(out / "figure")
     for path in paths:

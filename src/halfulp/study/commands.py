@@ -10,6 +10,7 @@ import typer
 
 from halfulp import canonical
 from halfulp.errors import CorruptionError, UsageError
+from halfulp.outputs import check_output
 from halfulp.study.protocol import Json, Study
 from halfulp.text import count, number, plain
 
@@ -244,6 +245,8 @@ def report(
     from halfulp import files
     from halfulp.study import report as reporting
 
+    if output is not None:
+        check_output(output)
     with opened(study, scale, out, code=not no_code) as folder:
         drawn = reporting.drawn(folder) if output is not None and not no_code else {}
         places = {title: f"{Path(output or '').stem}-{title}.svg" for title in drawn}
@@ -274,6 +277,7 @@ def export(
     from halfulp.study import export as exporting
     from halfulp.study.validate import validate as check
 
+    check_output(target)
     with opened(study, scale, out, code=not expect, instead="--expect vouches for it first") as folder:
         found = check(folder, expect=expect)
         if found.exit_code:

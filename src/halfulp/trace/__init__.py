@@ -21,7 +21,7 @@ Tables open as they are in polars, pandas and DuckDB (``parts/*/grids.parquet``)
 pickle anywhere. :mod:`~halfulp.trace.schema` says what is believed.
 """
 
-from halfulp.trace.folders import check_output, free_folder, newest_folder
+from halfulp.trace.folders import free_folder, newest_folder
 from halfulp.trace.memory import Memory
 from halfulp.trace.reading import Trace
 from halfulp.trace.recorded import Array, Recorded, Scope
@@ -30,5 +30,5 @@ from halfulp.trace.writing import TraceWriter
 
 __all__ = [
     "FORMAT", "KEPT", "MOST_ROWS", "STATE", "TABLES", "Array", "Memory", "Recorded", "Scope", "Trace",
-    "TraceWriter", "check_output", "free_folder", "newest_folder",
+    "TraceWriter", "free_folder", "newest_folder",
 ]  # fmt: skip
