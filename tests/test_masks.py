@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -241,6 +243,28 @@ def test_taken_and_put_back(tile: int) -> None:
     for i in range(-(-2345 // tile)):
         part = slice(i * tile, (i + 1) * tile)
         assert torch.equal(y[part], -x[part] if i in tiles.tolist() else x[part])
+
+
+@pytest.mark.parametrize("start_from", ["code", "raw"])
+def test_masters_of_a_shard_are_part_of_the_whole_tensors(start_from: str) -> None:
+    """Wherever it is cut: where its masters begin, what the optimizer is given, what becomes of them."""
+    raw, tile = torch.arange(100.0) / 7, 8
+    code, after = raw.round(), torch.linspace(5, 6, 100)
+    policy = hu.TileMaster({"w": torch.arange(13) % 2 == 0}, tile=tile, start_from=start_from)
+    chosen = torch.arange(100) // tile % 2 == 0
+    for a, b in ((0, 100), (0, 3), (3, 30), (17, 92), (95, 100)):
+        mine = policy if (a, b) == (0, 100) else replace(policy, shard=(a, 100))
+        state = mine.start(raw[a:b], code[a:b], "w")
+        started = raw if start_from == "raw" else code
+        assert torch.equal(state["master"], started[a:b][chosen[a:b]])
+        p = code[a:b].clone()
+        mine.before(p, p, state)
+        assert torch.equal(p, torch.where(chosen, started, code)[a:b])
+        step = SimpleNamespace(state=state, z=after[a:b].clone(), write=lambda: None)
+        mine.after(step)
+        assert torch.equal(state["master"], after[a:b][chosen[a:b]])
+    with pytest.raises(UsageError, match="must be 7 booleans"):
+        replace(policy, shard=(0, 50)).start(raw[:30], code[:30], "w")
 
 
 def test_a_budget_below_one_tile(trace: hu.Trace, tmp_path: Path) -> None:

@@ -193,6 +193,21 @@ def test_exact_decay_needs_decoupled_decay(kind: Any) -> None:
         )
 
 
+def test_exact_decay_of_an_adam_whose_decay_is_decoupled() -> None:
+    """torch's Adam has the option: then it is AdamW, by another name."""
+    ends = []
+    for kind, options in ((torch.optim.Adam, {"decoupled_weight_decay": True}), (torch.optim.AdamW, {})):
+        model = single(weights((4, 4)))
+        inner = kind(model.parameters(), lr=0.1, weight_decay=0.1, **options)
+        opt = hu.WriteBack(inner, "e4m3", hu.ECO(decay_exact=True), model=model)
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            opt.step()
+        ends.append(model.weight.detach())
+    assert torch.equal(*ends)
+
+
 def test_adam_with_coupled_decay_and_maximize() -> None:
     """Adam's moments are AdamW's; a maximised objective only turns the gradient."""
     w = weights((8, 8))

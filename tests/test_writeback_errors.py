@@ -620,3 +620,51 @@ def test_arguments_of_another_kind(options: dict[str, Any], said: str) -> None:
 def test_a_policy_is_read_as_it_prints_itself(made: policies.Policy) -> None:
     """Every value of every option."""
     assert policies.policy(made.spec) == made
+
+
+def test_options_of_policies_that_are_none() -> None:
+    for spec, options in (
+        ("sr(x=1)", "Options: none."),
+        ("eco(x=1)", "Options: rounding=nearest or stochastic; decay_exact=False or True."),
+    ):
+        with pytest.raises(hu.UsageError) as caught:
+            policies.policy(spec)
+        assert str(caught.value).endswith(options)
+
+
+@pytest.mark.parametrize(
+    ("grid", "policy"),
+    [
+        ("bf16", "sr"),
+        ("bf16", "deadzone-sr"),
+        ("bf16", hu.ECO(rounding="stochastic")),
+        ("bf16", "remainder8"),
+        ("int3/dqt", "dqt"),
+    ],
+    ids=str,
+)
+def test_what_draws_needs_names(grid: str, policy: Any) -> None:
+    """Every policy that draws says so before anything is changed."""
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(hu.UsageError, match="draws random bits by parameter name"):
+        hu.WriteBack(torch.optim.AdamW([weight]), grid, policy)
+
+
+def test_scales_that_are_kept_are_those_of_the_kernel() -> None:
+    """Packed codes need them: from what a carry and a proposal make together, unless that is too large."""
+    grid, made = hu.grid("int8/row"), torch.Generator().manual_seed(0)
+    q = grid.round(torch.randn(4, 50, generator=made))
+    z = q + torch.randn(4, 50, generator=made) * 0.3
+    carry = torch.randn(4, 50, generator=made) * 0.3
+    z[0, 3], carry[0, 3] = 3e38, -1e38  # together less than alone
+    z[1, 3], carry[1, 3] = 3e38, 1e38  # together too large
+    step = Step(
+        name="w", grid=grid, stream=hu.Stream(seed=0, name="w"), q=q, z=z.clone(), state={}, moved=None,
+        sums=0, decay=0.0, group={}, moments={}, keep_scales=True,
+    )  # fmt: skip
+    step.write(carry=carry.clone())
+    step.finish()
+    plain = hu.kernels.write_back(q, z.clone(), grid, carry=carry.clone()).out
+    assert_same(step.z, plain)
+    assert step.scales is not None
+    assert step.scales[0] < step.scales[1]

@@ -52,6 +52,7 @@ TARGETS: dict[str, Sequence[str]] = {
         "test_writeback_optimizers.py",
         "test_writeback_eco.py",
         "test_writeback_errors.py",
+        "test_writeback_narrow.py",
         "test_writeback_storage.py",
         "test_masks.py",
         "test_onepass.py",
@@ -127,11 +128,12 @@ def changes(node: ast.AST) -> Iterator[Change]:
 
 
 def places(tree: ast.AST) -> list[tuple[int, int]]:
-    """Every (node, mistake), by their numbers in a walk; types and what errors say are left alone."""
+    """Every (node, mistake), by their numbers in a walk. Types, what errors say and what cannot happen
+    (``assert``) are left alone."""
     left: set[int] = set()
     for node in ast.walk(tree):
         kept: list[ast.AST | None] = []
-        if isinstance(node, ast.Raise):
+        if isinstance(node, ast.Raise | ast.Assert):
             kept = [node]
         elif isinstance(node, ast.FunctionDef):
             kept = [node.returns, *(a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg))]
@@ -222,7 +224,8 @@ class Watch:
 
 
 class First:
-    """A plugin of pytest: what comes to a line first, the quickest ahead; the rest without what is slow."""
+    """A plugin of pytest: what comes to a line first, the quickest ahead; the rest without what is slow. All
+    of it for a line to which no test comes by itself: it is run when the module is imported."""
 
     def __init__(self, seen: dict[str, dict[str, Any]], line: int) -> None:
         self.seen, self.line = seen, line
@@ -233,8 +236,10 @@ class First:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        imported = all(self.rank(item)[0] for item in items)
         items[:] = sorted(
-            (i for i in items if not self.rank(i)[0] or not i.get_closest_marker("slow")), key=self.rank
+            (i for i in items if imported or not self.rank(i)[0] or not i.get_closest_marker("slow")),
+            key=self.rank,
         )
 
 
