@@ -26,7 +26,7 @@ from audit_reference import (
 
 import halfulp as hu
 from halfulp import kernels
-from halfulp.audit import recorder, verdict
+from halfulp.audit import recorder
 from halfulp.audit.findings import findings
 from halfulp.trace import TraceWriter
 
@@ -210,7 +210,7 @@ def test_a_sample_counts_exactly_the_sampled_tiles(tmp_path: Path) -> None:
         assert trace.numel("big") == sum(min(768, 38500 - 768 * t) for t in tiles["big"])
     assert all((chosen[0][n] == chosen[1][n]).all() for n in chosen[0])
     assert not np.array_equal(chosen[0]["big"], chosen[2]["big"])
-    assert "A fixed sample of 25% of the tiles" in "\n".join(verdict.lines(trace))
+    assert "A fixed sample of 25% of the tiles" in str(hu.verdict(trace))
 
 
 def test_decay_and_gradient_apart(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_following_can_be_left_out(tmp_path: Path) -> None:
         trace.never_moved("bf16")
     with pytest.raises(hu.UsageError, match="without expected_never_moved"):
         trace.expected_never_moved("bf16")
-    assert "never moved" not in "\n".join(verdict.lines(trace))
+    assert "never moved" not in str(hu.verdict(trace))
 
 
 def test_parts_by_time_cost_a_hundredth_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +406,7 @@ def test_a_bfloat16_model_realizes_its_events(tmp_path: Path) -> None:
     found = {f.grid: f for f in findings(trace)}
     assert found["bf16"].realized
     assert not found["e5m2"].realized
-    said = "\n".join(verdict.lines(trace))
+    said = str(hu.verdict(trace))
     assert "the optimizer sees bfloat16" in said
     assert "of updates lost (" in said
     assert "of updates would be lost (" in said
@@ -444,7 +444,7 @@ def test_a_write_back_realizes_its_events(policy: str, storage: str, tmp_path: P
     matrices = trace.numel("all-2d")
     assert finding.stored == matrices / trace.numel()
     assert not finding.realized
-    said = "\n".join(verdict.lines(trace))
+    said = str(hu.verdict(trace))
     assert "6 tensor(s) with 7.8% of the weights are not stored on it" in said
     assert ("e4m3@128, sr write-back: " if policy == "sr" else "% of updates lost (") in said
 

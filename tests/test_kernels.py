@@ -139,6 +139,14 @@ def test_a_sum_of_nothing_is_not_negative() -> None:
     assert not np.signbit(found).any()
 
 
+@pytest.mark.parametrize(("kind", "least"), [(np.float32, 1e-40), (np.float64, 1e-310)])
+def test_what_arrives_of_the_smallest_proposals(kind: Any, least: float) -> None:
+    """Where the inverse of their binade is beyond the type: all of it arrives, to a subnormal's digits."""
+    d = np.full(5, least, dtype=kind)
+    dot, square = reference.arrival(np.zeros_like(d), d, d)[0]
+    assert dot == square == pytest.approx(5 * float(d[0]) ** 2, rel=1e-3, abs=0)
+
+
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "non-finite"])
 def test_audit(dtype: torch.dtype, shape: tuple[int, ...], bad: bool) -> None:
     """Counts, shared counts, sums and phase sums of all grids in one pass."""

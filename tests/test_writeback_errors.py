@@ -668,3 +668,23 @@ def test_scales_that_are_kept_are_those_of_the_kernel() -> None:
     assert_same(step.z, plain)
     assert step.scales is not None
     assert step.scales[0] < step.scales[1]
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("remainder16", 0x7F7F7FFF), ("remainder8", 0x7F7F7F00)])
+def test_masters_beyond_bfloat16_are_cut_to_it(kind: str, largest: int) -> None:
+    """To the largest whose nearest weight is finite; what is not finite leaves the remainder alone."""
+    policy: Any = policies.POLICIES[kind]()
+    beyond = torch.tensor([3.4e38, -3.4e38, 3.389531e38, float("nan")])
+    assert beyond[:2].bfloat16().isinf().all()
+    q = torch.ones(4)
+    state = policy.start(q, q, "w")
+    state["remainder"] += 5
+    step = Step(
+        name="w", grid=hu.grid("bf16").within(torch.float32), stream=hu.Stream(seed=0, name="w"), q=q,
+        z=beyond.clone(), state=state, moved=None, sums=0, decay=0.0, group={}, moments={},
+    )  # fmt: skip
+    policy.after(step)
+    masters = step.z.view(torch.int32) + (state["remainder"].int() << (16 - policy.bits))
+    assert (masters[:2] & 0x7FFFFFFF).tolist() == [largest] * 2
+    assert step.z[:2].tolist() == [hu.grid("bf16").largest, -hu.grid("bf16").largest]
+    assert int(state["remainder"][3]) == 5

@@ -128,7 +128,7 @@ def tables(content: bytes, rng: random.Random) -> bytes:
         frame = frame.drop(column)
     else:
         kind = frame.schema[column]
-        strange = [None, -1, 0, 1, 127] + ([2**62, -(2**62)] if kind == pl.Int64 else [])
+        strange: list[Any] = [None, -1, 0, 1, 127] + ([2**62, -(2**62)] if kind == pl.Int64 else [])
         strange += [float("nan"), float("inf"), -0.5, 1e300] if kind.is_float() else []
         cells = frame[column].to_list()
         cells[a] = rng.choice(strange)
