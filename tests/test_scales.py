@@ -269,6 +269,24 @@ def test_dqt_fallbacks(old: list[float], expected: float) -> None:
     assert out.tolist() == [3 * expected, -4 * expected, 0.0]
 
 
+def test_a_quotient_that_hides_its_side_of_a_midpoint() -> None:
+    """A given scale of all 53 bits: x / scale can round to a midpoint that x is above, or below. Midpoint
+    times scale tells, by rational arithmetic, unless it is x when rounded: then that counts as a tie."""
+    rng = np.random.default_rng(7)
+    scale = rng.uniform(0.001, 1.0, (3, 1))
+    middle = (rng.integers(-64, 64, (3, 4000)) + 0.5) * scale
+    x = np.concatenate([middle, np.nextafter(middle, 9e9), np.nextafter(middle, -9e9)], axis=1)
+    ratio = x / scale
+    x = np.where((np.abs(ratio) % 1 == 0.5) & (ratio * scale != x), x, 0.0)
+    assert (np.abs(x) > np.abs(ratio * scale))[x != 0].any()
+    assert (np.abs(x) < np.abs(ratio * scale))[x != 0].any()
+    codes = [[round(Fraction(v) / Fraction(*s)) for v in row] for s, row in zip(scale, x, strict=True)]
+    g = hu.grid("int8/row").within(torch.float64)
+    expected = np.array(codes) * scale
+    assert np.array_equal(reference.round(x, g, scale=scale[:, 0]), expected)
+    assert np.array_equal(g.round(torch.from_numpy(x), scale=torch.from_numpy(scale[:, 0])).numpy(), expected)
+
+
 def test_scales_can_be_held() -> None:
     """scale= fixes the scales of a moving grid, one a segment, whatever the data are."""
     x = torch.from_numpy(np.random.default_rng(7).standard_normal((3, 64))).float()

@@ -70,10 +70,8 @@ def attack(reader: Reader, count: int, folder: Path) -> Trial:
             print(f"crash: {reader.name}/{i} {file.name}: {type(error).__name__}: {error}", flush=True)
             (CRASHERS / f"{reader.name.replace(' ', '-')}-{i}-{file.name}").write_bytes(mutant)
         file.write_bytes(originals[file])
-        if (
-            error is None and (after := outcome(reader, target)) is not None
-        ):  # what was taken spoiled the reader
-            crashed += 1
+        if reader.keeps and error is None and (after := outcome(reader, target)) is not None:
+            crashed += 1  # what was taken spoiled the reader
             print(f"spoiled: {reader.name}/{i} {file.name}: {type(after).__name__}: {after}", flush=True)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     told = f"{refused / count:.1%} refused; the longest {longest * 1000:.0f} ms; memory +{grown >> 20} MiB"

@@ -53,6 +53,7 @@ class Reader:
     read: Callable[[Path], Any]
     mutate: Mutate = mutations.bytewise
     often: int = 1  # how many times as many as of the slowest
+    keeps: bool = False  # what it takes stays in it: afterwards the whole file is read again
 
 
 # ---- damage ----
@@ -157,7 +158,7 @@ def every_number(path: Path) -> Any:
 def everything(path: Path) -> Any:
     """What a trace with rehearsals and kept proposals says too."""
     trace = hu.Trace.open(path)
-    kept = [trace.kept(part) for part in trace.parts]
+    kept = [trace.kept(part) for part in trace.parts if trace.manifest["options"]["keep"]]
     forecasts = [trace.forecast(spec) for spec in trace.rehearsals]
     return every_number(path), kept, [(f.frozen(), f.losses) for f in forecasts]
 
@@ -166,7 +167,7 @@ def bound(path: Path) -> Any:
     """As :func:`everything`, of a trace whose parts state the digests of the files that are there."""
     stated = {file: file.read_bytes() for file in path.glob("parts/*/part.json")}
     try:
-        with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError, RecursionError, OSError):
             bound_anew(path)
         return everything(path)
     finally:
@@ -207,6 +208,11 @@ def made_today(today: Path) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     with hu.Audit(optimizer, GRIDS, model=net, out=today / "rehearsed", **OPTIONS) as audit:
         train(net, optimizer, 5, audit)
+        audit.evaluate(lambda: sum(float(p.detach().sum()) for p in net.parameters()))
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with hu.Audit(optimizer, GRIDS[:1], model=net, out=today / "small", rehearse=["e5m2"]) as audit:
+        train(net, optimizer, 3, audit)
         audit.evaluate(lambda: sum(float(p.detach().sum()) for p in net.parameters()))
     quick_identity()
     first = study_file(today, SMALL)
@@ -267,7 +273,7 @@ def readers(folder: Path) -> list[Reader]:
         Reader("a trace of format 3", old[3], every_number, documents_of),
         Reader("a trace with rehearsals", today / "rehearsed", everything, documents_of),
         Reader("a trace, sealed again", today / "rehearsed", everything, sealed_documents),
-        Reader("a trace, its tables sealed again", today / "rehearsed", bound, tables),
+        Reader("a trace, its tables sealed again", today / "small", bound, tables),
         Reader("a trace that an audit resumes", today / "rehearsed", resumed, sealed_documents),
         Reader("a rank's shards", today / "shard.safetensors", _shard, tensors, 5),
         Reader("a rank's shards, sealed again", today / "shard.safetensors", _shard, sealed_tensors, 5),
@@ -279,10 +285,12 @@ def readers(folder: Path) -> list[Reader]:
         Reader("a mask, sealed again", mask, hu.Mask.load, sealed_tensors, 5),
         Reader("a mask of format 1", FIXTURES / "format_1" / mask.name, hu.Mask.load, tensors, 5),
         Reader("masks of a study's run", today / "masks.safetensors", _masks, sealed_tensors, 5),
-        Reader("a checkpoint of a write-back", checkpoint, load_kahan, tensors, 2),
-        Reader("a checkpoint of a write-back, sealed again", checkpoint, load_kahan, sealed_tensors, 2),
-        Reader("a checkpoint of format 1", FIXTURES / "format_1" / checkpoint.name, load_old, tensors, 2),
-        Reader("a state_dict of a write-back", today / "kahan.pt", load_dictionary, dictionaries),
+        Reader("a checkpoint of a write-back", checkpoint, load_kahan, tensors, 2, True),
+        Reader("a checkpoint of a write-back, sealed again", checkpoint, load_kahan, sealed_tensors, 2, True),
+        Reader(
+            "a checkpoint of format 1", FIXTURES / "format_1" / checkpoint.name, load_old, tensors, 2, True
+        ),
+        Reader("a state_dict of a write-back", today / "kahan.pt", load_dictionary, dictionaries, 1, True),
         Reader("a change", change, hu.Change.load, tensors, 5),
         Reader("a change, sealed again", change, hu.Change.load, sealed_tensors, 5),
         Reader("a study's folder", today / "study", studied, documents_of),
@@ -293,6 +301,7 @@ def readers(folder: Path) -> list[Reader]:
             today / "training.safetensors",
             lambda path: run_of_a_decoder.load(path.read_bytes()),
             tensors,
+            keeps=True,
         ),
         Reader("anybody's checkpoint", today / "rne.safetensors", lambda p: hu.check(p, lr=1e-3), tensors, 2),
         Reader(

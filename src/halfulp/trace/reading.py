@@ -85,7 +85,7 @@ def _read(parts: Sequence[PartDocument], table: str) -> tuple[list[int], pl.Data
         counts = [
             _rows_in(pl.scan_parquet(f)) if n is None else n for f, n in zip(found, stated, strict=True)
         ]
-        whole = pl.scan_parquet(found, schema=pl.Schema(known), missing_columns="insert")
+        whole = _scan(found, table)
         rows = _rows_in(whole)
         if rows != sum(counts):
             raise CorruptionError(f"{file} has {rows:,} rows; its part states {sum(counts):,}.")
@@ -94,6 +94,15 @@ def _read(parts: Sequence[PartDocument], table: str) -> tuple[list[int], pl.Data
         return counts, whole.collect()
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise CorruptionError(f"{file} cannot be read: {error}.") from None
+
+
+def _scan(found: list[Path], table: str) -> pl.LazyFrame:
+    """Files of a table, lazily; without the shortcuts that a filter would take through other parts of a file
+    than those that were read when its rows were checked."""
+    schema = pl.Schema(SCHEMAS[table])
+    return pl.scan_parquet(
+        found, schema=schema, missing_columns="insert", parallel="columns", use_statistics=False
+    )
 
 
 def _rows_in(table: pl.LazyFrame) -> int:
@@ -221,7 +230,7 @@ class Trace(Recorded):
         found = cast(list[Path], self.table_files(table))  # or all are bytes
         if not found:
             return pl.LazyFrame(schema=SCHEMAS[table])
-        return pl.scan_parquet(found, schema=pl.Schema(SCHEMAS[table]), missing_columns="insert")
+        return _scan(found, table)
 
     def table_files(self, table: str) -> list[Path | bytes]:
         """The Parquet files of a table, checked: digests first, then columns, then rows.
