@@ -688,3 +688,11 @@ def test_masters_beyond_bfloat16_are_cut_to_it(kind: str, largest: int) -> None:
     assert (masters[:2] & 0x7FFFFFFF).tolist() == [largest] * 2
     assert step.z[:2].tolist() == [hu.grid("bf16").largest, -hu.grid("bf16").largest]
     assert int(state["remainder"][3]) == 5
+
+
+def test_policies_are_values_and_one_with_a_mask_is_itself() -> None:
+    """Comparing masks would be comparing tensors."""
+    assert len({hu.ECO(), hu.ECO(), hu.Kahan(), hu.Kahan(torch.bfloat16)}) == 3
+    chosen = {"w": torch.ones(3, dtype=torch.bool)}
+    one, other = hu.TileMaster(chosen), hu.TileMaster(chosen)
+    assert len({one, other, one}) == 2

@@ -292,7 +292,9 @@ def attack(name: str, tests: Sequence[str], effort: Effort) -> Trial:
     chosen = random.Random(name).sample(found, min(len(found), effort.of(20, len(found))))
     noticed = same = 0
     survivors, known = [], explained(name)
-    for place in chosen:
+    for number, place in enumerate(chosen, start=1):
+        if number % 50 == 0:
+            print(f"{name}: {number} of {len(chosen)} mutants", flush=True)
         made, mistake = mutated(tree, place)
         key = mistake.key(lines)
         if key in known:
