@@ -299,7 +299,7 @@ class Remainder8(Remainder):
     stochastic: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TileMaster(Policy):
     """fp32 masters for chosen tiles, packed; nearest write-back elsewhere.
 
@@ -313,6 +313,8 @@ class TileMaster(Policy):
     tile: int = TILE
     shard: tuple[int, int] | None = None
     """Where a shard begins in its tensor, and how many coordinates that has; a write-back says it."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # equal to itself alone: masks are tensors
 
     def __post_init__(self) -> None:
         kernels.checked_tile(self.tile)
