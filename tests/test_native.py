@@ -342,3 +342,32 @@ def test_on_a_gpu_a_call_counts_with_its_kernel() -> None:
     calls, _, launched = dispatch.scan(trace, gpu=True)
     assert (calls, launched) == ({"e5m2 x e4m3": 1}, {"gemm_e5m2_e4m3": 1})
     assert dispatch.scan(trace, gpu=False)[0] == {"e5m2 x e4m3": 2}
+
+
+def test_no_rows_at_all() -> None:
+    """As an expert that gets no tokens: a result of no rows, and gradients of zero."""
+    model = torch.nn.Linear(16, 32)
+    hu.native(model)
+    x = torch.zeros(0, 16, requires_grad=True)
+    y = model(x)
+    assert y.shape == (0, 32)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 16)
+    assert not model.weight.grad.any()
+
+
+def test_rows_that_an_embedding_has_not() -> None:
+    """Refused as by torch, also where counting from the end would find one."""
+    model = torch.nn.Embedding(8, 16)
+    hu.native(model)
+    for which in (-1, 8):
+        with pytest.raises(IndexError):
+            model(torch.tensor([which]))
+
+
+def test_one_parameter_under_two_names_of_a_module() -> None:
+    model = torch.nn.Linear(16, 16, bias=False)
+    model.again = model.weight
+    assert hu.native(model) == ["weight"]
+    assert model.again is model.weight

@@ -207,7 +207,15 @@ def test_a_signed_archive(
     code, text, _ = invoke(capsys, "study", "validate", str(target), "--public-key", str(public))
     assert code == 0
     assert "signed by the given key" in text
-    assert "its signature was NOT checked" in invoke(capsys, "study", "validate", str(target))[1]
+    unasked = invoke(capsys, "study", "validate", str(target))[1]
+    assert "its signature was NOT checked" in unasked
+    wanted = "that this is the study that was published"
+    assert wanted in unasked
+    assert wanted not in text  # a signature says so
+    asked = ("study", "validate", str(target), "--public-key", str(public), "--expect")
+    digest = ledger.read(closed / "ledger.jsonl").head
+    assert "the closing digest is the expected one" in invoke(capsys, *asked, digest)[1]
+    assert invoke(capsys, *asked, "0" * 64)[0] == 3
 
 
 def test_signatures_that_do_not_hold(closed: Path, tmp_path: Path, keys: tuple[Path, Path]) -> None:

@@ -21,9 +21,10 @@ from mutations import bytewise, edit, places
 from study_samples import invoke, quick_identity, run, study_file, tree
 
 from halfulp import canonical
-from halfulp.errors import CorruptionError, DiskError, HalfulpError, UsageError
+from halfulp.errors import CorruptionError, DiskError, HalfulpError, TamperingError, UsageError
 from halfulp.study import engine, export, ledger, loading, reading, retrospective
 from halfulp.study import seal as seals
+from halfulp.study import validate as validation
 from halfulp.study.store import Store
 from halfulp.study.validate import validate
 
@@ -551,3 +552,44 @@ def test_a_study_that_is_not_closed_is_said_to_be(tmp_path: Path) -> None:
     assert reading.open_study(tmp_path / "out").result is None
     with pytest.raises(UsageError, match="is not closed"):
         reading.open_closed(tmp_path / "out")
+
+
+# ---- what counts as rounding -----------------------------------------------------------------------
+
+
+def stated(estimands: dict[str, Any], value: Any = 2.0, passed: bool = True) -> dict[str, Any]:
+    gate = {"name": "g", "estimand": "e", "value": value, "passed": passed}
+    return {"label": "yes", "estimands": {"e": estimands}, "gates": [gate]}
+
+
+def test_results_that_differ_by_rounding(tmp_path: Path) -> None:
+    """On other code or hardware, a last digit of the largest value; by the sealed code, nothing."""
+    store, units = Store(tmp_path), {"u": 1.0, "v": -2.0, "w": None, "x": 0.0}
+    same = functools.partial(validation._same_result, store, stated(units))
+    for moved in (False, True):
+        assert same(stated(units), moved=moved) == 0
+    near = {"u": 1.0 + 1.5e-10, "v": -2.0, "w": None, "x": 1.5e-10}
+    assert same(stated(near), moved=True) == 2
+    assert same(stated(units, 2.0 + 1.5e-10), moved=True) == 0
+    for other in (
+        stated(near | {"u": 1.0 + 3e-10}),
+        stated(near | {"w": 0.0}),
+        stated({"u": 1.0}),
+        stated(units, 2.0 + 3e-10),
+        stated(units, None),
+        stated(units, passed=False),
+        stated(units) | {"label": "no"},
+    ):
+        with pytest.raises(validation.RecomputationError, match="does not follow from the records"):
+            same(other, moved=True)
+    for other in (stated(near), stated(units, 2.0 + 1.5e-10)):
+        with pytest.raises(TamperingError, match="by the sealed code"):
+            same(other, moved=False)
+
+
+def test_without_code_nothing_may_differ_by_rounding(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates follow from the estimands that are stated, on any machine."""
+    seen = []
+    monkeypatch.setattr(validation, "_same_result", lambda *_, moved: seen.append(moved) or 0)
+    validate(out, code=False)
+    assert seen == [False]

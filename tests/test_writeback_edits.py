@@ -175,3 +175,79 @@ def test_edits_under_one_pass_adamw(policy: str) -> None:
         model.up.weight.fill_(0.5)
     train(model, opt, 1)
     assert bool((model.up.weight == 0.5).all())
+
+
+# ---- what is kept beside a weight that was set --------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["remainder16", "remainder8"])
+def test_remainders_of_weights_that_were_set(kind: str, fused: bool) -> None:
+    """Pruned to zero, of either sign, or set to anything: they train on, and others keep their masters."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False).bfloat16()
+    inner = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.1, fused=fused)
+    opt = hu.WriteBack(inner, "bf16", kind, model=model)
+    for _ in range(2):
+        model.weight.grad = torch.randn(64, 64).bfloat16()
+        opt.step()
+    (slot,) = opt.slots
+    before = slot.state["remainder"].clone()
+    with torch.no_grad():
+        model.weight[:16] = 0.0
+        model.weight[16:32] = -0.0
+        model.weight[32:48] = 1.0
+    start = model.weight.detach().clone()
+    model.weight.grad = torch.zeros(64, 64).bfloat16()
+    opt.param_groups[0]["momentum"] = 0.0 if not fused else 0.1
+    opt.optimizer.state.clear()
+    opt.step()
+    assert opt.events.nonfinite == 0
+    assert torch.equal(model.weight, start)
+    if kind == "remainder16":
+        assert torch.equal(slot.state["remainder"][48:], before[48:])
+    model.weight.grad = torch.full((64, 64), -1.0).bfloat16()
+    opt.step()
+    assert bool((model.weight[:48] > start[:48]).all())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_carries_of_weights_that_were_set(dtype: torch.dtype, fused: bool) -> None:
+    """A carry that is too large for the new weight is another's; what is not touched keeps its own."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.1, fused=fused)
+    opt = hu.WriteBack(inner, "e4m3", hu.Kahan(dtype), model=model)
+    model.weight.grad = torch.randn(64, 64) * 0.01
+    opt.step()
+    (slot,) = opt.slots
+    before = slot.state["carry"].clone()
+    assert int((before[:32] != 0).sum()) > 1000
+    with torch.no_grad():
+        model.weight[:32] = 0.0
+    start = model.weight.detach().clone()
+    model.weight.grad = torch.zeros(64, 64)
+    opt.optimizer.state.clear()
+    opt.step()
+    assert torch.equal(model.weight[:32], start[:32])
+    if dtype == torch.float32:  # rounded to half a gap, a carry moves a weight whose code is odd
+        assert torch.equal(model.weight, start)
+        assert torch.equal(slot.state["carry"][32:], before[32:])
+
+
+def test_weights_that_are_written_over_with_themselves_keep_everything() -> None:
+    """As an evaluation on averaged weights does, which puts the others back."""
+    ends = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = Tied()
+        opts = made(model, "kahan", False, "e4m3@16")
+        for _ in range(4):
+            train(model, opts, 1)
+            if again:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.copy_(p.clone())
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))

@@ -696,3 +696,34 @@ def test_policies_are_values_and_one_with_a_mask_is_itself() -> None:
     chosen = {"w": torch.ones(3, dtype=torch.bool)}
     one, other = hu.TileMaster(chosen), hu.TileMaster(chosen)
     assert len({one, other, one}) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: hu.Master(start_from="Code"), r"Master\(start_from=\.\.\.\) takes code or raw, not 'Code'"),
+        (lambda: hu.TileMaster({}, start_from="x"), r"TileMaster\(start_from=\.\.\.\) takes code or raw"),
+        (lambda: hu.Kahan("bfloat16"), r"Kahan\(dtype=\.\.\.\) takes float32 or bfloat16, not 'bfloat16'"),
+        (lambda: hu.ECO(rounding="up"), "takes nearest or stochastic, not 'up'"),
+        (lambda: hu.ECO(decay_exact=1), "takes False or True, not 1"),
+        (lambda: hu.TileMaster(5), "TileMaster takes a mask .* not int"),
+    ],
+)
+def test_options_of_policies_are_checked(make: Any, said: str) -> None:
+    with pytest.raises(hu.UsageError, match=said):
+        make()
+
+
+def test_a_tile_master_takes_a_mask() -> None:
+    """As allocate makes it, with its own size of tiles."""
+    tiles = {"w": torch.tensor([True, False])}
+    mask = hu.Mask(tiles=tiles, sizes={"w": 1000}, score="P", budget=2000, tile=500)
+    assert (hu.TileMaster(mask).mask, hu.TileMaster(mask).tile) == (tiles, 500)
+    with pytest.raises(hu.UsageError, match=r"tiles of 500 coordinates, not of 96"):
+        hu.TileMaster(mask, tile=96)
+
+
+def test_how_stand_ins_are_made_is_checked() -> None:
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(hu.UsageError, match="materialise must be one of tensor, all, not 'some'"):
+        hu.WriteBack(adamw(model), GRID, "rne", model=model, materialise="some")

@@ -153,3 +153,101 @@ def test_eco_whose_momentum_was_taken_away() -> None:
         group["momentum"] = 0.0
     with pytest.raises(hu.UsageError, match=r"momentum=0\.0"):
         opt.step()
+
+
+# ---- parameters that are not what they were ----------------------------------------------------------
+
+ONE_PASS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "AdamW": MAKERS["AdamW"],
+    "fused": MAKERS["fused"],
+    "two passes": lambda m: hu.WriteBack(torch.optim.AdamW(m.parameters()), "bf16", "sr", model=m),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_PASS)
+def test_a_parameter_that_was_laid_out_anew(kind: str) -> None:
+    """Kernels go by addresses: what is not contiguous any more is stepped in two passes, or refused."""
+    ends = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(8, 8, 3).bfloat16()
+        opt = ONE_PASS[kind](model)
+        if again:
+            model.to(memory_format=torch.channels_last)
+        for step in range(3):
+            for p in model.parameters():
+                made = torch.Generator().manual_seed(step)
+                p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=made))  # laid out as p is
+            if again and kind == "AdamW":
+                with pytest.raises(hu.UsageError, match="'weight' is not contiguous"):
+                    opt.step()
+                return
+            opt.step()
+        ends.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
+
+
+@pytest.mark.parametrize("kind", ONE_PASS)
+def test_a_parameter_of_another_size(kind: str) -> None:
+    """Nothing is written, neither there nor behind it."""
+    model = torch.nn.Linear(16, 16, bias=False).bfloat16()
+    opt = ONE_PASS[kind](model)
+    with_gradients(model)
+    opt.step()
+    room = torch.full((16, 16), 0.25).bfloat16()
+    model.weight.grad = None
+    model.weight.data = room[:4]
+    model.weight.grad = torch.ones(4, 16).bfloat16()
+    with pytest.raises(hu.UsageError, match=r"'weight' had shape \(16, 16\) when .* and has \(4, 16\) now"):
+        opt.step()
+    assert bool((room == 0.25).all())
+    assert opt.steps == 1
+
+
+@pytest.mark.parametrize("kind", ONE_PASS)
+def test_a_parameter_that_was_replaced(kind: str) -> None:
+    model = torch.nn.Linear(4, 4, bias=False).bfloat16()
+    opt = ONE_PASS[kind](model)
+    other = torch.nn.Parameter(torch.ones(4, 4).bfloat16())
+    other.grad = torch.ones(4, 4).bfloat16()
+    opt.param_groups[0]["params"][0] = other
+    with pytest.raises(hu.UsageError, match=r"'weight' is not where it was .*: another is in its place"):
+        opt.step()
+    opt.param_groups.clear()
+    with pytest.raises(hu.UsageError, match=r"'weight' is not where it was .*: it is gone"):
+        opt.step()
+    assert bool((other == 1).all())
+
+
+def test_in_backward_with_what_it_cannot_move() -> None:
+    """Sparse gradients are refused by name; a frozen parameter gets no hook, and moves at step() later."""
+    model = torch.nn.Embedding(4, 4, sparse=True).bfloat16()
+    hu.AdamW(model.parameters(), model=model).in_backward()
+    with pytest.raises(hu.UsageError, match=r"'weight' cannot be moved inside the backward: .*sparse"):
+        model(torch.tensor([1])).sum().backward()
+    pair = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).bfloat16()
+    opt = hu.AdamW(pair.parameters(), lr=1e-2, model=pair)
+    pair[1].requires_grad_(False)
+    handle = opt.in_backward()
+    first, second = (layer.weight.detach().clone() for layer in pair)
+    pair(torch.ones(1, 4).bfloat16()).sum().backward()
+    opt.step()
+    assert not torch.equal(pair[0].weight, first)
+    assert torch.equal(pair[1].weight, second)
+    pair[1].requires_grad_(True)
+    pair(torch.ones(1, 4).bfloat16()).sum().backward()
+    opt.step()
+    assert not torch.equal(pair[1].weight, second)
+    handle.remove()
+
+
+def test_a_state_without_a_rate_is_refused() -> None:
+    model = torch.nn.Linear(4, 4)
+    opt = MAKERS["sr"](model)
+    state = opt.state_dict()
+    del state["param_groups"][0]["lr"]
+    with pytest.raises(hu.CorruptionError, match="has no lr, which AdamW needs"):
+        opt.load_state_dict(state)
+    with_gradients(model)
+    opt.step()

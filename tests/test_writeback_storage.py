@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -517,3 +518,45 @@ def test_a_packed_model_is_not_copied_whole() -> None:
         with pytest.raises(UsageError, match="not copied or pickled whole"):
             whole(model)
     assert torch.isfinite(model.state_dict()["weight"]).all()
+
+
+def test_packed_numbers_of_no_dimension() -> None:
+    """As a temperature: one code."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    model = Scaled().bfloat16()
+    opt = hu.WriteBack(
+        torch.optim.SGD(model.parameters(), lr=1.0), "bf16", "rne", model=model, storage="packed"
+    )
+    model(torch.ones(3).bfloat16()).sum().backward()
+    opt.step()
+    assert float(model.state_dict()["scale"]) == -1.5
+
+
+def test_forwards_without_a_backward_are_freed() -> None:
+    """What a node saves of its own output is no cycle."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1))
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.eye(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ self.weight)
+
+    model.append(Own())
+    hu.WriteBack(torch.optim.SGD(model.parameters()), "e4m3", "rne", model=model, storage="packed")
+    gone = []
+    for _ in range(3):
+        y = model(torch.ones(2, 8))
+        gone.append(weakref.ref(y))
+        del y
+    assert [found() for found in gone] == [None] * 3

@@ -58,7 +58,12 @@ TARGETS: dict[str, Sequence[str]] = {
         "test_onepass.py",
     ),
     "halfulp.study.verdict": ("test_study_verdict.py", "test_study_engine.py"),
-    "halfulp.study.validate": ("test_study_forgery.py", "test_study_evidence.py", "test_study_tampering.py"),
+    "halfulp.study.validate": (
+        "test_study_forgery.py",
+        "test_study_evidence.py",
+        "test_study_tampering.py",
+        "test_study_export.py",
+    ),
 }
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -128,8 +133,8 @@ def changes(node: ast.AST) -> Iterator[Change]:
 
 
 def places(tree: ast.AST) -> list[tuple[int, int]]:
-    """Every (node, mistake), by their numbers in a walk. Types, what errors say and what cannot happen
-    (``assert``) are left alone."""
+    """Every (node, mistake), by their numbers in a walk. Types, decorators, what errors say and what cannot
+    happen (``assert``) are left alone."""
     left: set[int] = set()
     for node in ast.walk(tree):
         kept: list[ast.AST | None] = []
@@ -138,6 +143,8 @@ def places(tree: ast.AST) -> list[tuple[int, int]]:
         elif isinstance(node, ast.FunctionDef):
             kept = [node.returns, *(a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg))]
             kept += node.decorator_list
+        elif isinstance(node, ast.ClassDef):
+            kept = [*node.decorator_list]
         elif isinstance(node, ast.AnnAssign):
             kept = [node.annotation]
         left |= {id(inner) for one in kept if one is not None for inner in ast.walk(one)}

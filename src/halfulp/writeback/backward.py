@@ -43,6 +43,7 @@ class InBackward:
         self._handles: list[Any] = [
             slot.p.register_post_accumulate_grad_hook(partial(self._arrived, slot))  # type: ignore[no-untyped-call]
             for slot in wb.slots
+            if slot.p.requires_grad  # one that is frozen now moves at step(), when it is not any more
         ]
 
     def _arrived(self, slot: Slot, p: torch.Tensor) -> None:
@@ -52,7 +53,11 @@ class InBackward:
                 "backward is a step, so gradients are not accumulated over several."
             )
         guarding.refuse_cast(self.wb, [slot.p])
+        guarding.refuse_replaced(self.wb, [slot])
         guarding.refuse_settings(self.wb, [slot])
+        why = onepass.unsuited_now(self.wb, slot)
+        if why is not None:
+            raise UsageError(f"parameter {slot.name!r} cannot be moved inside the backward: {why}.")
         onepass.move(self.wb, [slot], self.wb.steps + 1)
         p.grad = None
         self.done.append(slot)

@@ -185,6 +185,8 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
     try:
         for group in groups:
             check_group(group)
+        for group in groups[: len(wb.param_groups)]:
+            _check_settings(wb, group)
         for slot in slots:
             slot.policy.check(slot.grid, wb.optimizer, groups[slot.place[0]])
         wb.optimizer.load_state_dict(plain)
@@ -203,6 +205,16 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
     wb.steps = theirs["step"]
     for slot, values in taken:
         _take(slot, values)
+
+
+def _check_settings(wb: WriteBack, group: dict[str, Any]) -> None:
+    """Refuse a group without a rate, or another number that the next step would ask for."""
+    numbers = {k: v for k, v in getattr(wb.optimizer, "defaults", {}).items() if not isinstance(v, bool)}
+    for key in (k for k, v in numbers.items() if isinstance(v, int | float | tuple) and k not in group):
+        raise CorruptionError(
+            f"a group of the saved state has no {key}, which {type(wb.optimizer).__name__} needs: it is of "
+            "another optimizer, or damaged."
+        )
 
 
 def _late(wb: WriteBack, theirs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:

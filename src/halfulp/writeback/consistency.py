@@ -20,7 +20,7 @@ import torch
 
 from halfulp import kernels
 from halfulp.errors import CorruptionError
-from halfulp.writeback.policies import TileMaster
+from halfulp.writeback.policies import TileMaster, too_large
 from halfulp.writeback.tiles import take_tiles
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def _check_master(slot: Slot, tensors: dict[str, torch.Tensor], q: torch.Tensor)
 
 
 def _check_carry(slot: Slot, carry: torch.Tensor, q: torch.Tensor) -> None:
-    below, above = (side.double() for side in slot.grid.neighbours(q))
-    at, c = q.double(), carry.double()
-    off = (c > (above - at) / 2) | (c < (below - at) / 2)
+    off = too_large(carry, q, slot.grid)
     _refuse(slot, off, "carry is more than half the gap beside the stored weight")
 
 

@@ -25,12 +25,16 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 def scaled(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor in float8, and what to multiply it by; a tensor of zeros stays one."""
     top, smallest = torch.finfo(dtype).max, torch.finfo(torch.float32).tiny
+    if x.numel() == 0:
+        return x.to(dtype), x.new_full((), smallest, dtype=torch.float32)
     scale = (x.abs().amax().float() / top).clamp(min=smallest)
     return (x / scale).to(dtype), scale
 
 
 def product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
-    """a b^T for float8 matrices that lie by rows, in float32."""
+    """a b^T for float8 matrices that lie by rows, in float32; of nothing, zeros."""
+    if 0 in (*a.shape, *b.shape):
+        return a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.float32)
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
 
 
@@ -85,7 +89,7 @@ class EmbeddedRows(torch.autograd.Function):
     def forward(ctx: Any, which: torch.Tensor, weight: Any, padding: int, by_frequency: bool) -> torch.Tensor:
         ctx.save_for_backward(which)
         ctx.how = (weight.shape[0], padding, by_frequency)
-        rows = weight.codes.view(torch.uint8)[which].view(weight.codes.dtype)
+        rows = torch.embedding(weight.codes.view(torch.uint8), which).view(weight.codes.dtype)
         found: torch.Tensor = rows.float() * weight.scale
         return found
 

@@ -38,6 +38,25 @@ def refuse_cast(wb: WriteBack, parameters: Iterable[torch.nn.Parameter] | None =
             )
 
 
+def refuse_replaced(wb: WriteBack, slots: Sequence[Slot]) -> None:
+    """Refuse parameters that are not where they were in the groups, or have another shape: what is kept for
+    them would be another's."""
+    for slot in slots:
+        i, j = slot.place
+        here = wb.param_groups[i]["params"][j : j + 1] if i < len(wb.param_groups) else []
+        if not here or here[0] is not slot.p:
+            found = "another is in its place" if here else "it is gone"
+            raise UsageError(
+                f"parameter {slot.name!r} is not where it was in the optimizer's groups: {found}; no step "
+                "was made. Make a new optimizer for a model whose parameters are replaced."
+            )
+        if slot.p.shape != slot.shape:
+            raise UsageError(
+                f"parameter {slot.name!r} had shape {tuple(slot.shape)} when the {type(wb).__name__} was "
+                f"made and has {tuple(slot.p.shape)} now; no step was made. Make a new optimizer for it."
+            )
+
+
 def refuse_settings(wb: WriteBack, slots: Sequence[Slot]) -> None:
     """Refuse settings that somebody gave a group since, and that a policy cannot do with."""
     for slot in {(slot.place[0], id(slot.policy)): slot for slot in slots}.values():

@@ -314,7 +314,7 @@ def native(
             _check(name, p)
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
-        for key, p in list(module.named_parameters(recurse=False)):
+        for key, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(p) in chosen and id(p) not in made:
                 weight = NativeWeight(encoded(p.detach(), scale), scale)
                 made[id(p)] = torch.nn.Parameter(weight, requires_grad=p.requires_grad)

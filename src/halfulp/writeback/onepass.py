@@ -161,7 +161,7 @@ def suited(wb: WriteBack, active: Sequence[Slot]) -> tuple[list[Slot], str | Non
     groups = [unsuited_group(wb, g) for g in wb.param_groups]
     found = []
     for slot in active:
-        why = groups[slot.place[0]] or slot.two_passes or _unsuited_state(wb, slot)
+        why = groups[slot.place[0]] or slot.two_passes or unsuited_now(wb, slot)
         if why is None:
             found.append(slot)
         else:
@@ -169,22 +169,25 @@ def suited(wb: WriteBack, active: Sequence[Slot]) -> tuple[list[Slot], str | Non
     return found, reason
 
 
-def _unsuited_state(wb: WriteBack, slot: Slot) -> str | None:
-    grad = slot.p.grad
+def unsuited_now(wb: WriteBack, slot: Slot) -> str | None:
+    """Why the optimizer's own step must be called for a tensor as it lies in memory at this step."""
+    grad, p = slot.p.grad, local(slot.p)
     if grad is None:
         return f"{slot.name!r} has no gradient"
     if grad.layout != torch.strided or grad.dtype not in (torch.float32, torch.bfloat16):
         return f"the gradient of {slot.name!r} is {grad.layout} of {grad.dtype}"
+    if slot.codes is None and not p.is_contiguous():
+        return f"{slot.name!r} is not contiguous"
     state = wb.optimizer.state.get(slot.stepped, {})
     kept = KEPT[type(wb.optimizer)]
-    where = local(slot.p).device
-    odd = [k for k in kept if state.get(k) is not None and not _plain(state[k], wb.moments, where)]
-    return f"{odd[0]} of {slot.name!r} is not contiguous {wb.moments}" if odd else None
+    odd = [k for k in kept if state.get(k) is not None and not _plain(state[k], wb.moments, p)]
+    return f"{odd[0]} of {slot.name!r} is not contiguous {wb.moments} of its size" if odd else None
 
 
-def _plain(x: torch.Tensor, dtype: torch.dtype, where: torch.device) -> bool:
+def _plain(x: torch.Tensor, dtype: torch.dtype, like: torch.Tensor) -> bool:
     here = local(x)
-    return here.dtype == dtype and here.is_contiguous() and here.device == where
+    alike = (here.dtype, here.device, here.numel()) == (dtype, like.device, like.numel())
+    return alike and here.is_contiguous()
 
 
 def started(wb: WriteBack, slot: Slot) -> tuple[dict[str, Any], int]:

@@ -101,6 +101,7 @@ class WriteBack(torch.optim.Optimizer):
             (project, ("nearest", "stochastic", "none"), "project"),
             (storage, (None, "container", "native", "packed"), "storage"),
             (nonfinite, ("count", "raise"), "nonfinite"),
+            (materialise, (None, "tensor", "all"), "materialise"),
         ):
             if value not in allowed:
                 raise UsageError(f"{what} must be one of {', '.join(filter(None, allowed))}, not {value!r}.")
@@ -294,6 +295,7 @@ class WriteBack(torch.optim.Optimizer):
                 "the model holds the weights for evaluation: call train() on the optimizer before step()."
             )
         active = [s for s in self.slots if s.p.grad is not None or (searching and s.p.requires_grad)]
+        guarding.refuse_replaced(self, self.slots)
         self._pass_on_groups()
         guarding.refuse_settings(self, active)
         if self.nonfinite == "raise":

@@ -24,7 +24,8 @@ dqt        stochastic on integers whose scale is the old maximum                
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -108,12 +109,23 @@ class Policy:
     precise: ClassVar[bool] = True
     """Whether it saves what only float32 (or wider) arithmetic leaves to save."""
 
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value, allowed = getattr(self, option.name), _allowed(option.default)
+            if allowed and not any(type(value) is type(a) and value == a for a in allowed.values()):
+                raise UsageError(
+                    f"{type(self).__name__}({option.name}=...) takes {' or '.join(allowed)}, not {value!r}."
+                )
+
     def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         """Refuse what cannot work, before anything is changed."""
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
         """The tensors that this policy keeps for one parameter."""
         return {}
+
+    def heed(self, q: torch.Tensor, state: State, grid: Grid) -> None:
+        """Somebody may have set weights: where what is kept does not belong to q, begin again from q."""
 
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
         """Change what the optimizer is given; ``p`` equals ``q`` on entry."""
@@ -202,6 +214,9 @@ class Kahan(Policy):
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
         return {"carry": torch.zeros_like(projected, dtype=self.dtype, memory_format=torch.contiguous_format)}
 
+    def heed(self, q: torch.Tensor, state: State, grid: Grid) -> None:
+        state["carry"].masked_fill_(too_large(state["carry"], q, grid), 0.0)
+
     def after(self, step: Step) -> Written:
         return step.write(carry=step.state["carry"])
 
@@ -224,6 +239,9 @@ class Master(Policy):
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
         source = projected if self.start_from == "code" else raw
         return {"master": source.detach().clone(memory_format=torch.contiguous_format)}
+
+    def heed(self, q: torch.Tensor, state: State, grid: Grid) -> None:
+        state["master"].copy_(_mended(state["master"], q, grid))
 
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
         p.copy_(state["master"])
@@ -268,6 +286,14 @@ class Remainder(Policy):
         dtype = torch.int16 if self.bits == 16 else torch.int8
         return {"remainder": torch.zeros(projected.shape, dtype=dtype, device=projected.device)}
 
+    def heed(self, q: torch.Tensor, state: State, grid: Grid) -> None:
+        weight = q.view(torch.int32)
+        master = weight + (state["remainder"].int() << (16 - self.bits))
+        sign = weight & -(2**31)
+        away = ((master & 0x7FFFFFFF) + 0x8000) & 0x7FFF0000 | master & -(2**31)  # the nearest weight
+        off = (away != weight) | (master & -(2**31) != sign) | ~torch.isfinite(master.view(torch.float32))
+        state["remainder"].masked_fill_(off, 0)
+
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
         p.view(torch.int32).add_(state["remainder"].int() << (16 - self.bits))
 
@@ -303,8 +329,9 @@ class Remainder8(Remainder):
 class TileMaster(Policy):
     """fp32 masters for chosen tiles, packed; nearest write-back elsewhere.
 
-    ``mask`` maps tensor names to boolean tensors, one entry a tile. ``tile``: consecutive coordinates of a
-    tile, as in the mask; the model's width makes a tile one row of an embedding.
+    ``mask`` is what :func:`halfulp.allocate` made, or maps tensor names to boolean tensors, one entry a tile.
+    ``tile``: consecutive coordinates of a tile, as in the mask, which says it itself; the model's width makes
+    a tile one row of an embedding.
     """
 
     name: ClassVar[str] = "tile-master"
@@ -317,6 +344,20 @@ class TileMaster(Policy):
     __eq__, __hash__ = object.__eq__, object.__hash__  # equal to itself alone: masks are tensors
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        mask: Any = self.mask
+        if hasattr(mask, "tiles") and hasattr(mask, "tile"):  # one of halfulp.masks
+            if self.tile not in (TILE, mask.tile):
+                raise UsageError(
+                    f"the mask has tiles of {mask.tile} coordinates, not of {self.tile} (tile=)."
+                )
+            object.__setattr__(self, "mask", mask.tiles)
+            object.__setattr__(self, "tile", mask.tile)
+        elif not isinstance(mask, Mapping):
+            raise UsageError(
+                "TileMaster takes a mask (halfulp.allocate, Mask.load), or a dictionary of booleans a tile "
+                f"by tensor name, not {type(mask).__name__}."
+            )
         kernels.checked_tile(self.tile)
 
     @property
@@ -347,6 +388,12 @@ class TileMaster(Policy):
         tiles = tiles.to(source.device, torch.int32)
         return {"master": take_tiles(source, tiles, size, self.tile, self.offset), "tiles": tiles}
 
+    def heed(self, q: torch.Tensor, state: State, grid: Grid) -> None:
+        whole = q.clone(memory_format=torch.contiguous_format)  # a scale may be of more than a tile
+        self.before(q, whole, state)
+        master, mended = state["master"], _mended(whole, q, grid)
+        master.copy_(take_tiles(mended, state["tiles"], master.numel(), self.tile, self.offset))
+
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
         put_tiles(p, state["tiles"], state["master"], self.tile, self.offset)
 
@@ -374,6 +421,18 @@ class DQT(Policy):
 
     def after(self, step: Step) -> Written:
         return step.write("stochastic")
+
+
+def too_large(carry: torch.Tensor, q: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Where a carry is not what nearest rounding leaves over: more than half the gap on its side of q."""
+    below, above = (side.double() for side in grid.neighbours(q))
+    at, c = q.double(), carry.double()
+    return (c > (above - at) / 2) | (c < (below - at) / 2)
+
+
+def _mended(master: torch.Tensor, q: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Masters that round to what is stored, and else that."""
+    return torch.where(kernels.round(master, grid) == q, master, q)
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -411,7 +470,7 @@ def parsed(spec: str) -> tuple[type[Policy], dict[str, Any]]:
     if found is None or kind is None:
         known = ", ".join(POLICIES)
         raise UsageError(f"unknown policy {spec!r}: expected one of {known}, or halfulp.TileMaster(mask).")
-    allowed = {f.name: _allowed(f.default) for f in fields(kind) if f.default is not MISSING}
+    allowed = {f.name: values for f in fields(kind) if (values := _allowed(f.default))}
     options = {}
     for part in filter(None, (found[2] or "").split(",")):
         name, _, text = part.partition("=")

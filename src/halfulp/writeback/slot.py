@@ -16,7 +16,6 @@ from halfulp.writeback.report import TILE_BYTES, Bytes, TensorEvents
 from halfulp.writeback.sharding import local
 from halfulp.writeback.standin import drop
 from halfulp.writeback.storage import Codes
-from halfulp.writeback.tiles import put_tiles, take_tiles
 
 
 class Slot:
@@ -34,6 +33,7 @@ class Slot:
         keep_scratch: bool = True,
     ) -> None:
         self.name, self.p, self.grid, self.policy, self.place = name, p, grid, chosen, place
+        self.shape = p.shape
         self.storage, self.keep_scratch = storage, keep_scratch
         self.state: State = {}
         self.moved: torch.Tensor | None = None
@@ -81,27 +81,17 @@ class Slot:
     def note_written(self) -> None:
         """What is stored now is what this write-back wrote. The memory is held, so that no other tensor gets
         its address."""
-        self._written = self._held() if "master" in self.state else None
+        self._written = self._held() if self.state else None
 
     def heed_edits(self) -> None:
-        """Where somebody has set weights since they were written, start their masters again from them: where
-        a master does not round to what is stored. A tensor that torch has not seen change is not looked at,
-        for that takes as long as a step. From here to :meth:`note_written` it counts as changed, so that an
-        interrupted step is looked at."""
-        if "master" not in self.state or self.resting:  # evaluation weights have no masters
+        """Where somebody has set weights since they were written, the policy starts again from them. A tensor
+        that torch has not seen change is not looked at, for that takes as long as a step. From here to
+        :meth:`note_written` it counts as changed, so that an interrupted step is looked at."""
+        if not self.state or self.resting:  # nothing is kept of evaluation weights
             return
         now, was, self._written = self._held(), self._written, None
-        if was is not None and now[0].data_ptr() == was[0].data_ptr() and now[1:] == was[1:]:
-            return
-        q, master, how = self.values(), self.state["master"], self.policy
-        whole = master
-        if isinstance(how, TileMaster):  # a scale may be of more than a tile
-            whole = q.clone(memory_format=torch.contiguous_format)
-            put_tiles(whole, self.state["tiles"], master, how.tile, how.offset)
-        mended = torch.where(kernels.round(whole, self.grid) == q, whole, q)
-        if isinstance(how, TileMaster):
-            mended = take_tiles(mended, self.state["tiles"], master.numel(), how.tile, how.offset)
-        master.copy_(mended)
+        if was is None or now[0].data_ptr() != was[0].data_ptr() or now[1:] != was[1:]:
+            self.policy.heed(self.values(), self.state, self.grid)
 
     def store(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         """Keep grid values."""

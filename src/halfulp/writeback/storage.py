@@ -109,7 +109,7 @@ class Codes:
 
 def shell(p: torch.Tensor) -> torch.Tensor:
     """A tensor like p that takes the memory of one number."""
-    return torch.full((1,), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
+    return torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
 
 
 Own = dict[torch.nn.Parameter, str]
@@ -226,7 +226,7 @@ class Shells:
         for p in self._codes:
             if self._open[p] and saved.untyped_storage().data_ptr() == p.untyped_storage().data_ptr():
                 return p, saved.shape, saved.stride(), saved.storage_offset(), saved.dtype
-        return saved
+        return saved.detach()  # itself, as the output of its node, would be a cycle that nobody frees
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
