@@ -17,7 +17,7 @@ import torch
 from halfulp import canonical, documents, files, tensors
 from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.text import tell
-from halfulp.trace.reading import Trace, source
+from halfulp.trace.reading import Trace, scan_files, source
 from halfulp.trace.resuming import FOLDER, STEP, Resumed, clear
 from halfulp.trace.schema import (
     DOCUMENT,
@@ -259,7 +259,7 @@ def upgraded(trace: Trace) -> Trace:
     before = None
     for part in trace.documents:
         counted = {
-            name: pl.read_parquet(source(part.folder / f"{name}.parquet"), columns=["step"])
+            name: scan_files([source(part.folder / f"{name}.parquet")], name).select("step").collect()
             for name in TABLES
         }
         entries = {
