@@ -42,9 +42,11 @@ def replay(trace: Trace, grids: Iterable[str], out: str | Path) -> Trace:
     followed: dict[int, Followed] = {}
     listed = zip(trace.parts, trace.table_files("tensors"), trace.table_files("run"), strict=True)
     for part, by_tensor, by_step in listed:
+        losses = dict(scan_files([by_step], "run").collect().iter_rows())
+        if not losses:  # a part of evaluations alone
+            continue
         kept = trace.kept(part)
         order = scan_files([by_tensor], "tensors").select("step", "tensor", "lr").collect()
-        losses = dict(scan_files([by_step], "run").collect().iter_rows())
         place: dict[int, int] = {}
         rows = []
         for step, tensor, lr in order.iter_rows():
