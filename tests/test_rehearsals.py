@@ -672,6 +672,25 @@ def test_a_part_of_evaluations_alone_is_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rehearse", "names"),
+    [
+        (("own", "e4m3", "sr"), ["own"]),
+        (("e4m3", "sr"), ["e4m3:sr"]),
+        ((hu.grid("e4m3"), hu.Kahan()), ["e4m3:kahan(dtype=float32)"]),
+        (("e5m2", "e4m3:sr"), ["e5m2", "e4m3:sr"]),
+        (("e5m2", "e4m3", "bf16"), ["e5m2", "e4m3", "bf16"]),
+        ((("own", "e4m3", "sr"), "e5m2"), ["own", "e5m2"]),
+        ("e5m2", ["e5m2"]),
+    ],
+)
+def test_one_spec_or_several(rehearse: Any, names: list[str]) -> None:
+    """A tuple that ends with a policy is one; others are several."""
+    net, opt = begun()
+    assert hu.Audit(opt, "bf16", model=net, rehearse=rehearse).rehearsals == names
+    assert hu.Rehearse(rehearse).names == names
+
+
+@pytest.mark.parametrize(
     ("rehearse", "options", "said"),
     [
         (["e5m2:dqt"], {}, "cannot be replayed"),
@@ -689,9 +708,13 @@ def test_what_is_refused_at_once(rehearse: Any, options: dict[str, Any], said: s
 
 
 @pytest.mark.parametrize(
-    ("bounds", "pull"), [(["lower"], 30.0), ([], 30.0), (["point", "point"], 30.0), (["point"], -1.0)]
-)
-def test_what_a_rehearse_refuses(bounds: list[str], pull: float) -> None:
+    ("bounds", "pull"),
+    [
+        (["lower"], 30.0), ([], 30.0), (["point", "point"], 30.0), (5, 30.0), (["point"], -1.0),
+        (["point"], True), (["point"], "30"),
+    ],
+)  # fmt: skip
+def test_what_a_rehearse_refuses(bounds: Any, pull: Any) -> None:
     with pytest.raises(UsageError, match="takes"):
         hu.Rehearse("e5m2", bounds=bounds, pull=pull)
 
