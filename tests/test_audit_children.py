@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import halfulp as hu
+from halfulp.audit.children import launch
 from halfulp.cli import app
 
 WORKERS = """
@@ -115,3 +116,9 @@ def test_what_cannot_be_audited_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         assert isinstance(found, hu.UsageError)
         assert said in str(found)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_whose_name_is_a_pattern(tmp_path: Path) -> None:
+    """What was made there is found there."""
+    made = "import sys, pathlib; pathlib.Path(sys.argv[1]).mkdir()"
+    assert launch([sys.executable, "-c", made, str(tmp_path / "w[1]")], {}, tmp_path / "w[1]") == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from audit_reference import (
@@ -13,6 +14,8 @@ from audit_reference import (
 )
 
 import halfulp as hu
+
+FLAGS = ("decay", "never_moved", "expected_never_moved", "keep", "resume")
 
 
 @pytest.mark.parametrize(
@@ -34,12 +37,89 @@ import halfulp as hu
         (["bf16"], {"keep": True}, "pass out="),
         (["bf16"], {"unfit": "ignore"}, "raise or drop"),
         (["bf16"], {"exists": "ignore"}, "number or raise"),
+        (5, {}, "takes a grid, such as 'bf16', or several, not 5"),
+        (None, {}, "takes a grid, .* not None"),
+        (["bf16"], {"every": 2.0}, "every= takes a whole number, .* not 2.0"),
+        (["bf16"], {"every": "2"}, "every= takes a whole number, .* not '2'"),
+        (["bf16"], {"every": True}, "every= takes a whole number, .* not True"),
+        (["bf16"], {"every": 2**53}, "at most 9007199254740991"),
+        (["bf16"], {"first_step": 1.0}, "first_step= takes a whole number"),
+        (["bf16"], {"part_steps": 2.5}, "part_steps= takes a whole number"),
+        (["bf16"], {"part_seconds": "x"}, "part_seconds= takes a number of seconds"),
+        (["bf16"], {"part_seconds": -1}, "part_seconds= takes a number of seconds"),
+        (["bf16"], {"sample": "x"}, "above 0 and at most 1, not 'x'"),
+        (["bf16"], {"sample": True}, "above 0 and at most 1, not True"),
+        *((["bf16"], {name: 1}, f"{name}= takes True or False, not 1") for name in FLAGS),
+        (["bf16"], {"states": "all"}, "True, False or 'find', not 'all'"),
+        (["bf16"], {"states": 1}, "states= takes True or False, not 1"),
+        (["bf16"], {"also": 5}, "also= takes copies by name"),
+        (["bf16"], {"describe": 5}, "describe= takes what the manifest says"),
+        (["bf16"], {"seed": 1.5}, "seed= takes a whole number, not 1.5"),
+        (["bf16"], {"seed": "1"}, "seed= takes a whole number, not '1'"),
+        (["bf16"], {"seed": -(10**98)}, "at most 98 digits"),
+        (["bf16"], {"out": 5}, "out= takes a folder"),
+        (["bf16"], {"model": 3}, "model= takes a torch.nn.Module, several, or None, not 3"),
+        (["bf16"], {"model": [3]}, "not list of int"),
+        (["bf16"], {"groups": 5}, "groups= takes a function, not 5"),
+        (["bf16"], {"params": 5}, "params= takes a function, not 5"),
+        (["bf16"], {"listeners": 5}, "listeners= takes a list of functions, not 5"),
+        (["bf16"], {"listeners": [5]}, "listeners= takes a list of functions, not of 5"),
+        (["bf16"], {"rehearse": 5}, "rehearse= takes specs .* not 5"),
+        (["bf16"], {"rehearse": (5, "e4m3", "sr")}, "a name of its own is text"),
     ],
 )
-def test_what_an_audit_refuses(grids: list[Any], options: dict[str, Any], said: str) -> None:
+def test_what_an_audit_refuses(grids: Any, options: dict[str, Any], said: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     with pytest.raises(hu.UsageError, match=said):
         hu.Audit(optimizer, grids, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (5, "not 5"),
+        ([5], "not list of int"),
+        (torch.nn.Linear(2, 2).parameters(), "not generator of Parameter"),
+        (torch.nn.Linear(2, 2), "not Linear"),
+        ("adam", "not str of str"),
+    ],
+)
+def test_what_is_no_optimizer(given: Any, said: str) -> None:
+    with pytest.raises(hu.UsageError, match=f"takes a torch optimizer, several, or None .* {said}"):
+        hu.Audit(given, "bf16")
+
+
+def test_numbers_of_numpy_are_taken(tmp_path: Path) -> None:
+    """And what is recorded with them, and with the largest seed, can be opened."""
+    p = torch.nn.Parameter(torch.ones(3000))
+    options: dict[str, Any] = {
+        "every": np.int64(1), "first_step": np.int32(1), "part_steps": np.int64(2), "sample": np.float32(0.5),
+        "never_moved": np.bool_(True), "part_seconds": np.float64(30),
+    }  # fmt: skip
+    for name, seed in (("small", np.int64(3)), ("large", 1 - 10**98)):
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        with hu.Audit([optimizer], "bf16", out=tmp_path / name, seed=seed, **options):
+            p.grad = torch.ones(3000)
+            optimizer.step()
+        found = hu.Trace.open(tmp_path / name).manifest
+        assert (found["every"], found["options"]["sample"]) == (1, 0.5)
+        assert int(found["options"]["seed"]) == seed
+
+
+def test_an_optimizer_in_a_wrapper_that_passes_on() -> None:
+    class Wrapper:
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    p, memory = torch.nn.Parameter(torch.ones(3)), hu.Memory()
+    wrapped: Any = Wrapper(torch.optim.SGD([p], lr=0.1))
+    with hu.Audit(wrapped, "bf16", out=memory):
+        p.grad = torch.ones(3)
+        wrapped.step()
+    assert memory.trace.steps.tolist() == [1]
 
 
 def test_one_grid_need_not_be_a_list() -> None:

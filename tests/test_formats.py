@@ -19,6 +19,7 @@ from fixtures.make_format_1 import CASES, GRIDS, answers, model, train, written_
 
 import halfulp as hu
 from halfulp import documents, files, tensors
+from halfulp.report.gather import gather
 from halfulp.trace import MOST_ROWS
 from halfulp.writeback import load, save
 
@@ -26,10 +27,12 @@ FIRST, SECOND = (Path(__file__).parent / "fixtures" / f"format_{n}" for n in (1,
 OPTIONS: dict[str, Any] = {"scores": ("e4m3", 1, 4), "keep": True, "expected_never_moved": True}
 
 
-def record(folder: Path, steps: int = 5, *, grids: list[str] = GRIDS, **options: Any) -> Path:
+def record(
+    folder: Path, steps: int = 5, *, grids: list[str] = GRIDS, lr: float = 1e-3, **options: Any
+) -> Path:
     """A trace like that of the fixtures, by the code of today."""
     net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
     settings = {"part_steps": 2, "describe": {"note": "five steps"}, **OPTIONS, **options}
     with hu.Audit(optimizer, grids, model=net, out=folder, **settings) as audit:
         train(net, optimizer, steps, audit)
@@ -552,3 +555,29 @@ def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
         assert hu.Trace.open(folder / name).steps.tolist() == list(range(1, 8))
     assert hu.replay(hu.Trace.open(folder / "second"), GRIDS, folder / "replayed").last_step == 7
     assert hu.verdict(hu.Trace.open(folder / "second")).lines
+
+
+@pytest.mark.parametrize(("name", "other"), [("run[1]", "run1"), ("a*b", "a-b"), ("~", "x"), ("lr=0.1", "x")])
+def test_a_folder_whose_name_means_something_else(
+    name: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patterns, the user's own folder and Hive's columns: what is read there is what was written there."""
+    monkeypatch.chdir(tmp_path)
+    here, beside = Path(name), Path(other)
+    try:
+        here.mkdir()
+    except OSError:
+        pytest.skip("this file system has no such names")
+    for folder, rate in ((beside, 1.0), (here, 1e-3)):
+        shutil.copytree(FIRST / "trace", folder / "first")
+        record(folder / "second", 3, lr=rate)
+    plain = record(tmp_path / "plain", 3)
+    found = hu.Trace.open(here / "second")
+    assert found.table().equals(hu.Trace.open(plain).table())
+    assert not found.table().equals(hu.Trace.open(beside / "second").table())
+    assert hu.verdict(found).lines == hu.verdict(hu.Trace.open(plain)).lines
+    assert gather(found).findings() == gather(hu.Trace.open(plain)).findings()
+    one, same = (hu.replay(hu.Trace.open(at), GRIDS, at / "replayed") for at in (here / "second", plain))
+    assert one.table().equals(same.table())
+    record(here / "first", 7, resume=True)
+    assert hu.Trace.open(here / "first").steps.tolist() == list(range(1, 8))

@@ -638,6 +638,58 @@ def test_a_rule_of_your_own(tmp_path: Path) -> None:
     assert "rule" in hu.Trace.open(tmp_path / "t").manifest["options"]["rehearse"]["pull"]
 
 
+def test_a_buffer_that_is_expanded(tmp_path: Path) -> None:
+    """It is put back in its memory, also where something wrote through what it is a view of."""
+    net, opt = begun()
+    base = torch.ones(3, 1)
+    net.register_buffer("wide", base.expand(3, 8))
+    with hu.Audit(opt, "bf16", model=net, rehearse="e5m2") as audit:
+        train(net, opt, range(2))
+        with audit.as_if("e5m2"):
+            base.fill_(2.0)
+        assert torch.equal(base, torch.ones(3, 1))
+        with audit.as_if("e5m2"):
+            net.wide.data = torch.zeros(3, 8)
+        assert net.wide.data_ptr() == base.data_ptr()
+        audit.evaluate(lambda: loss_of(net, 5))
+        audit.save_as_if("e5m2", tmp_path / "m.safetensors")
+    assert torch.equal(base.expand(3, 8), net.wide)
+
+
+def test_a_part_of_evaluations_alone_is_replayed(tmp_path: Path) -> None:
+    net, opt = begun()
+    with hu.Audit(opt, "bf16", model=net, out=tmp_path / "kept", keep=True, rehearse="e5m2") as audit:
+        train(net, opt, range(2))
+        audit.commit()
+        audit.evaluate(lambda: loss_of(net, 5))
+        audit.commit()
+        train(net, opt, range(2, 4))
+    trace = hu.Trace.open(tmp_path / "kept")
+    assert len(trace.parts) == 3
+    again = hu.replay(trace, ["bf16"], tmp_path / "again")
+    assert again.steps.tolist() == [1, 2, 3, 4]
+    assert again.frozen("bf16").tolist() == trace.frozen("bf16").tolist()
+
+
+@pytest.mark.parametrize(
+    ("rehearse", "names"),
+    [
+        (("own", "e4m3", "sr"), ["own"]),
+        (("e4m3", "sr"), ["e4m3:sr"]),
+        ((hu.grid("e4m3"), hu.Kahan()), ["e4m3:kahan(dtype=float32)"]),
+        (("e5m2", "e4m3:sr"), ["e5m2", "e4m3:sr"]),
+        (("e5m2", "e4m3", "bf16"), ["e5m2", "e4m3", "bf16"]),
+        ((("own", "e4m3", "sr"), "e5m2"), ["own", "e5m2"]),
+        ("e5m2", ["e5m2"]),
+    ],
+)
+def test_one_spec_or_several(rehearse: Any, names: list[str]) -> None:
+    """A tuple that ends with a policy is one; others are several."""
+    net, opt = begun()
+    assert hu.Audit(opt, "bf16", model=net, rehearse=rehearse).rehearsals == names
+    assert hu.Rehearse(rehearse).names == names
+
+
 @pytest.mark.parametrize(
     ("rehearse", "options", "said"),
     [
@@ -656,9 +708,13 @@ def test_what_is_refused_at_once(rehearse: Any, options: dict[str, Any], said: s
 
 
 @pytest.mark.parametrize(
-    ("bounds", "pull"), [(["lower"], 30.0), ([], 30.0), (["point", "point"], 30.0), (["point"], -1.0)]
-)
-def test_what_a_rehearse_refuses(bounds: list[str], pull: float) -> None:
+    ("bounds", "pull"),
+    [
+        (["lower"], 30.0), ([], 30.0), (["point", "point"], 30.0), (5, 30.0), (["point"], -1.0),
+        (["point"], True), (["point"], "30"),
+    ],
+)  # fmt: skip
+def test_what_a_rehearse_refuses(bounds: Any, pull: Any) -> None:
     with pytest.raises(UsageError, match="takes"):
         hu.Rehearse("e5m2", bounds=bounds, pull=pull)
 

@@ -204,6 +204,18 @@ def test_command_and_its_exit_code(folder: Path) -> None:
         assert isinstance(run(str(folder), "--lr", "1e-6", *wrong).exception, hu.UsageError)
 
 
+def test_weights_of_which_none_is_finite(tmp_path: Path) -> None:
+    """No rate moves them, which JSON says as null."""
+    save_file({"w": torch.full((5,), torch.nan)}, tmp_path / "w.safetensors")
+    (row,) = hu.check(tmp_path / "w.safetensors", 1e-6).table()
+    assert (row["nonfinite"], row["half_from"]) == (5, None)
+    done = run(str(tmp_path / "w.safetensors"), "--lr", "1e-6", "--json")
+    told = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert told["tensors"][0]["half_from"] is None
+    assert set(told["could_move_from"].values()) == {None}
+    assert "nan" not in run(str(tmp_path / "w.safetensors"), "--lr", "1e-6").stdout
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

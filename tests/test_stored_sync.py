@@ -169,6 +169,26 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
         hu.Sync({"w": torch.zeros(2, 2)}, "float32")
 
 
+def test_a_sync_that_fails_loses_nothing() -> None:
+    """What it had compared already is in the next change; names that came or went are said."""
+    x = {"a": torch.zeros(10), "b": torch.zeros(10)}
+    sync = hu.Sync(x)
+    x["a"][3], x["b"] = 1, torch.zeros(11)
+    with pytest.raises(hu.UsageError, match="begin again"):
+        sync.take()
+    x["b"] = torch.zeros(10)
+    change = sync.take()
+    assert (change.since, change.number, list(change.parts)) == (1, 2, ["a"])
+    x["c"] = torch.zeros(10)
+    for call in (sync.take, sync.full, sync.density):
+        with pytest.raises(hu.UsageError, match=r"'c' is new \(1 in all\)"):
+            call()
+    del x["b"], x["c"]
+    for call in (sync.take, sync.full, sync.density):
+        with pytest.raises(hu.UsageError, match=r"'b' is missing"):
+            call()
+
+
 def test_files_that_lie_are_refused(tmp_path: Path) -> None:
     x = {"a": torch.zeros(100)}
     sync = hu.Sync(x)

@@ -24,6 +24,8 @@ from safetensors import safe_open
 import halfulp as hu
 from halfulp import canonical
 from halfulp.text import shown
+from halfulp.trace import TABLES, TraceWriter
+from halfulp.trace.resuming import RANKS, STEP
 
 GRIDS = ["bf16", "e4m3@128"]
 
@@ -510,6 +512,26 @@ def assert_same_kept(one: hu.Trace, other: hu.Trace) -> None:
         ):
             assert sorted(x.keys()) == sorted(y.keys())
             assert all(torch.equal(x.get_tensor(k), y.get_tensor(k)) for k in x.keys())  # noqa: SIM118
+
+
+def test_a_part_that_is_to_be_recorded_again_is_no_empty_trace(tmp_path: Path) -> None:
+    """The first part is there, but not the shards of all ranks: who resumes and records nothing leaves it."""
+    net = made("gpt")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with hu.Audit(optimizer, ["bf16"], model=net, out=tmp_path / "whole") as audit:
+        train(net, optimizer, 2, audit=audit)
+    whole = hu.Trace.open(tmp_path / "whole")
+    frames = {name: whole.scan(name).collect() for name in TABLES}
+    state = {STEP: torch.tensor(2), RANKS: torch.tensor([1])}
+    folder = tmp_path / "trace"
+    writer = TraceWriter(folder, whole.manifest)
+    writer.commit(frames, state, last_step=2)
+    writer.close()
+    resumed = TraceWriter(folder, whole.manifest, resume=True)
+    assert resumed.count == 0
+    assert not resumed.discard_if_empty()
+    resumed.close()
+    assert hu.Trace.open(folder).steps.tolist() == [1, 2]
 
 
 def test_what_a_kill_at_once_leaves_can_be_gone_on_with(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def swapped(
     buffers = [b for model in models for b in model.buffers()]
     own = {p: p.data for p in weights}
     kept = {p: local(x).clone() for p, x in own.items()}
-    held = [(b, b.data, b.data.clone()) for b in buffers]
+    held = [(b, b.data, _once(b.data).clone()) for b in buffers]
     handle = register_optimizer_step_pre_hook(refuse)
     try:
         with torch.no_grad():
@@ -76,7 +76,7 @@ def swapped(
                 local(x).copy_(kept[p])
             for b, memory, values in held:
                 _point(b, memory)
-                memory.copy_(values)
+                _once(memory).copy_(values)
 
 
 def _reshard(models: Sequence[torch.nn.Module]) -> None:
@@ -84,6 +84,14 @@ def _reshard(models: Sequence[torch.nn.Module]) -> None:
     for module in (m for model in models for m in model.modules()):
         if isinstance(getattr(module, "reshard", None), MethodType) and hasattr(module, "unshard"):
             module.reshard()  # type: ignore[operator]  # FSDPModule's
+
+
+def _once(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with every number once, as it can be written to: an expanded one has some many times."""
+    if x.layout == torch.strided:
+        for i in (i for i, stride in enumerate(x.stride()) if stride == 0 and x.shape[i] > 1):
+            x = x.narrow(i, 0, 1)
+    return x
 
 
 def _point(p: torch.Tensor, memory: torch.Tensor) -> None:

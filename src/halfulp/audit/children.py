@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import glob
 import json
 import os
 import signal
@@ -137,7 +138,8 @@ def _claimed(folder: Path) -> Path:
 
 def launch(command: Sequence[str], options: dict[str, Any], folder: Path) -> int:
     """Run a command and audit the Python processes under it; its exit code, negative for a signal."""
-    before = set(folder.parent.glob(f"{folder.name}*")) if folder.parent.is_dir() else set()
+    names = f"{glob.escape(folder.name)}*"
+    before = set(folder.parent.glob(names)) if folder.parent.is_dir() else set()
     path = os.environ.get("PYTHONPATH", "")
     told = json.dumps({**options, "folder": str(folder.absolute())})
     added = {VARIABLE: told, "PYTHONPATH": f"{START}{os.pathsep}{path}" if path else str(START)}
@@ -147,7 +149,7 @@ def launch(command: Sequence[str], options: dict[str, Any], folder: Path) -> int
         raise UsageError(f"cannot run {command[0]!r}: {error.strerror}.") from None
     with _passed_on(process):
         code = process.wait()
-    made = sorted(set(folder.parent.glob(f"{folder.name}*")) - before) if folder.parent.is_dir() else []
+    made = sorted(set(folder.parent.glob(names)) - before) if folder.parent.is_dir() else []
     if not made and code == 0:
         raise UsageError(
             f"no Python process under {command[0]} stepped an optimizer, so there was nothing to audit. One "

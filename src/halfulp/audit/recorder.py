@@ -25,7 +25,7 @@ import polars as pl
 import torch
 
 from halfulp import kernels
-from halfulp.audit import following, holdings, manifest
+from halfulp.audit import arguments, following, holdings, manifest
 from halfulp.audit.attribution import Attributed
 from halfulp.audit.batch import Batch
 from halfulp.audit.beginning import Beginning
@@ -48,7 +48,6 @@ from halfulp.audit.watched import Watched
 from halfulp.canonical import LARGEST
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.grids import Grid
-from halfulp.grids import grid as named
 from halfulp.kernels.scoring import Scored, add_scores
 from halfulp.measures.groups import Rules
 from halfulp.text import tell
@@ -132,40 +131,36 @@ class Audit(Beginning):
         listeners: Iterable[Callable[[dict[str, Any]], None]] = (),
         describe: dict[str, Any] | None = None,
     ) -> None:
-        self.grids = _checked_grids(grids)
-        if every < 1 or first_step < 1 or part_steps < 1:
-            raise UsageError("every, first_step and part_steps are at least 1.")
-        if sample is not None and not 0 < sample <= 1:
-            raise UsageError(f"sample is a share of the tiles, above 0 and at most 1, not {sample}.")
+        self.grids = arguments.grids_of(grids)
+        self.every, self.sample = arguments.count("every", every), arguments.share(sample)
+        self.decay, self.keep = arguments.flag("decay", decay), arguments.flag("keep", keep)
+        self.never_moved = arguments.flag("never_moved", never_moved)
+        self.expected = arguments.flag("expected_never_moved", expected_never_moved)
+        self.seed, self.resume = arguments.seed_of(seed), arguments.flag("resume", resume)
+        self.part_steps = arguments.count("part_steps", part_steps)
+        self.part_seconds = arguments.seconds("part_seconds", part_seconds)
         if sample is not None and any(g.scaling is not None and g.scaling.moves for g in self.grids):
             raise UsageError("a sample of tiles cannot tell the scale of a grid that moves with the data.")
         if keep and out is None:
             raise UsageError("keep=True writes weights into the trace: pass out=.")
         self.scores = None if scores is None else Scores.of(scores)
         if self.scores is not None:
-            self.scores.check_sample(sample)
+            self.scores.check_sample(self.sample)
         asked = Rehearse.given(rehearse)
         if asked is not None and sample is not None:
             raise UsageError("rehearse= needs every weight: leave sample= out.")
-        self.rehearsing = None if asked is None else Rehearsals(asked, seed)
+        self.rehearsing = None if asked is None else Rehearsals(asked, self.seed)
         if unfit not in ("raise", "drop"):
             raise UsageError(f"unfit must be raise or drop, not {unfit!r}.")
         if exists not in ("number", "raise"):
             raise UsageError(f"exists must be number or raise, not {exists!r}.")
-        if isinstance(optimizers, torch.optim.Optimizer):
-            optimizers = [optimizers]
-        self.optimizers = None if optimizers is None else list(optimizers)
-        self.models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
-        self.every, self.sample, self.decay, self.keep = every, sample, decay, keep
-        self.never_moved, self.expected, self.unfit = never_moved, expected_never_moved, unfit
-        self.rules, self.params, self.seed = groups, params, seed
-        # A script may change its folder.
-        self.out = Path(out).absolute() if isinstance(out, str | Path) else None
-        self._memory = out if isinstance(out, Memory) else None
-        self.resume, self.exists = resume, exists
-        self.part_steps, self.part_seconds = part_steps, part_seconds
-        self.listeners, self.describe = list(listeners), dict(describe or {})
-        self.step = first_step - 1
+        self.optimizers, self.models = arguments.optimizers_of(optimizers), arguments.models_of(model)
+        self.rules, self.params = arguments.called("groups", groups), arguments.called("params", params)
+        self.out, self._memory = arguments.folder_of(out)
+        self.unfit, self.exists = unfit, exists
+        self.listeners = arguments.listeners_of(listeners)
+        self.describe = arguments.by_name("describe", describe, "what the manifest says of the run, by name")
+        self.step = arguments.count("first_step", first_step) - 1
         self.watched: dict[torch.Tensor, Watched] = {}
         self._left_out: set[torch.Tensor] = set()
         self._around, self._evaluated = [], []
@@ -202,10 +197,12 @@ class Audit(Beginning):
         """Whether small tensors are copied side by side."""
         self._phases = True
         self.roles: Any = None
-        if states or also:
+        followed = arguments.states_of(states)
+        copies = arguments.by_name("also", also, "copies by name, such as {'ema': ema_model}")
+        if followed or copies:
             from halfulp.audit.roles import Roles  # which is made of audits
 
-            self.roles = Roles(self, also or {}, bool(states), find=states == "find")
+            self.roles = Roles(self, copies, bool(followed), find=followed == "find")
         self.attributed = Attributed()
         self.trouble: str | None = None
         """Why the trace ends before the run, if it could not be written; the run itself goes on."""
@@ -534,14 +531,3 @@ class Audit(Beginning):
 
 def _by_tensor(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     return {p: group for group in optimizer.param_groups for p in group["params"]}
-
-
-def _checked_grids(grids: Any) -> list[Grid]:
-    single = isinstance(grids, str | Grid | torch.dtype)
-    found = [named(g) for g in ([grids] if single else grids)]
-    if not found:
-        raise UsageError("an audit needs at least one grid, such as 'bf16'.")
-    names = [g.name for g in found]
-    if len(set(names)) != len(names):
-        raise UsageError(f"grids must differ, but {sorted({n for n in names if names.count(n) > 1})} repeat.")
-    return found

@@ -26,6 +26,7 @@ import numpy as np
 import polars as pl
 import torch
 
+from halfulp.audit.arguments import is_number, listed
 from halfulp.audit.batch import Batch
 from halfulp.audit.watched import Watched
 from halfulp.errors import UsageError
@@ -53,6 +54,7 @@ from halfulp.writeback.sharding import local, shard_offset
 FOLLOWED = ("point", "upper")
 """The bounds for which codes are kept."""
 PULL = 30.0
+LONGEST = 1000  # of a name in a manifest
 Pull = float | Callable[[str, int, float, float], float]
 """A number c, for k = min(1, c x largest rate so far), or a rule (tensor, step, rate, largest rate) -> k."""
 Spec = str | tuple[str | Grid, str | Policy] | tuple[str, str | Grid, str | Policy]
@@ -86,6 +88,10 @@ class Rehearsal:
             chosen = policy(how) if file is None else Mask.load(file[1]).policy()
         elif isinstance(parts, tuple) and len(parts) in (2, 3):
             own, grid, chosen = (parts[0] if len(parts) == 3 else ""), named(parts[-2]), policy(parts[-1])
+            if not isinstance(own, str) or len(own) > LONGEST:
+                raise UsageError(
+                    f"rehearsal {given!r:.200}: a name of its own is text of at most {LONGEST} characters."
+                )
             how = chosen.spec
         else:
             raise UsageError(f"a rehearsal is 'GRID' or 'GRID:POLICY', such as 'e4m3@128:sr', not {given!r}.")
@@ -143,16 +149,16 @@ class Rehearse:
     ['e4m3@128', 'e5m2:sr']
     """
 
-    specs: Sequence[Spec]
+    specs: Spec | Sequence[Spec]
     pull: Pull = PULL
     bounds: Sequence[str] = FOLLOWED
     params: Callable[[str, torch.Tensor], bool] | None = None
     each: list[Rehearsal] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        given = [self.specs] if isinstance(self.specs, str) else list(self.specs)
+        given = _specs(self.specs)
         object.__setattr__(self, "each", [Rehearsal.of(s) for s in given])
-        object.__setattr__(self, "bounds", tuple(self.bounds))
+        object.__setattr__(self, "bounds", tuple(listed("bounds", self.bounds, ", ".join(FOLLOWED))))
         if not self.each or len(set(self.names)) != len(self.names):
             raise UsageError(f"rehearse= takes specs that differ, at least one; not {given!r}.")
         if (
@@ -161,15 +167,17 @@ class Rehearse:
             or len(set(self.bounds)) < len(self.bounds)
         ):
             raise UsageError(f"bounds= takes some of {', '.join(FOLLOWED)}, not {self.bounds!r}.")
-        if not callable(self.pull) and not (math.isfinite(self.pull) and self.pull >= 0):
-            raise UsageError(f"pull= takes a number of at least 0, or a function, not {self.pull!r}.")
+        if not callable(self.pull):
+            if not (is_number(self.pull) and math.isfinite(self.pull) and self.pull >= 0):
+                raise UsageError(f"pull= takes a number of at least 0, or a function, not {self.pull!r}.")
+            object.__setattr__(self, "pull", float(self.pull))
 
     @classmethod
     def given(cls, what: Rehearse | Spec | Iterable[Spec] | None) -> Rehearse | None:
         """What an audit was given."""
         if what is None or isinstance(what, cls):
             return what
-        return cls([what] if isinstance(what, str) else list(what))  # type: ignore[arg-type]  # specs
+        return cls(_specs(what))
 
     @property
     def names(self) -> list[str]:
@@ -185,6 +193,21 @@ class Rehearse:
             "bounds": list(self.bounds),
             "pull": pull,
         }
+
+
+def _specs(given: Any) -> list[Spec]:
+    """One or several: a tuple that ends with a policy is one, others are several."""
+    if isinstance(given, str) or (isinstance(given, tuple) and given and _is_policy(given[-1])):
+        return [given]
+    return listed("rehearse", given, "specs such as 'e4m3@128:sr', or a halfulp.Rehearse")
+
+
+def _is_policy(given: Any) -> bool:
+    try:
+        policy(given)
+    except UsageError:
+        return False
+    return True
 
 
 @dataclass(eq=False)

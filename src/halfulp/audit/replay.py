@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import torch
 
 from halfulp import kernels
@@ -15,6 +14,7 @@ from halfulp.errors import CorruptionError, UsageError
 from halfulp.grids import grid as named
 from halfulp.text import plain
 from halfulp.trace import KEPT, Trace, TraceWriter
+from halfulp.trace.reading import scan_files
 
 Followed = dict[str, Any]
 """What :func:`kernels.audit` updates from step to step."""
@@ -42,9 +42,11 @@ def replay(trace: Trace, grids: Iterable[str], out: str | Path) -> Trace:
     followed: dict[int, Followed] = {}
     listed = zip(trace.parts, trace.table_files("tensors"), trace.table_files("run"), strict=True)
     for part, by_tensor, by_step in listed:
+        losses = dict(scan_files([by_step], "run").collect().iter_rows())
+        if not losses:  # a part of evaluations alone
+            continue
         kept = trace.kept(part)
-        order = pl.read_parquet(by_tensor, columns=["step", "tensor", "lr"])
-        losses = dict(pl.read_parquet(by_step).iter_rows())
+        order = scan_files([by_tensor], "tensors").select("step", "tensor", "lr").collect()
         place: dict[int, int] = {}
         rows = []
         for step, tensor, lr in order.iter_rows():

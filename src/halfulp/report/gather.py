@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from halfulp.audit.stored_on import same_values
 from halfulp.measures.crossings import Crossing, crossing
 from halfulp.measures.groups import CORE
 from halfulp.trace import Trace
+from halfulp.trace.reading import scan_files
 
 Array = npt.NDArray[Any]
 
@@ -236,7 +238,7 @@ def gather(trace: Trace) -> Gathered:
     binned, there = np.zeros((len(starts), m, g)), np.zeros((len(starts), m))
     zeros, spoilt = np.zeros(m), np.zeros(m)
     for by_tensor, by_grid in zip(trace.table_files("tensors"), trace.table_files("grids"), strict=True):
-        at, tensor, frame = _rows(by_tensor, steps, place, ["zero_proposal", "nonfinite"])
+        at, tensor, frame = _rows(by_tensor, "tensors", steps, place, ["zero_proposal", "nonfinite"])
         zero, lame = frame["zero_proposal"].to_numpy() * full[tensor], frame["nonfinite"].to_numpy()
         _add(sizes, at * k + class_of[tensor], recorded[tensor])
         _add(idle, at * k + class_of[tensor], zero)
@@ -244,7 +246,7 @@ def gather(trace: Trace) -> Gathered:
         _add(there, bin_of[at] * m + tensor)
         _add(zeros, tensor, zero)
         _add(spoilt, tensor, lame)
-        at, tensor, frame = _rows(by_grid, steps, place, ["grid", *columns])
+        at, tensor, frame = _rows(by_grid, "grids", steps, place, ["grid", *columns])
         grid = frame["grid"].to_numpy()
         cell = (at * k + class_of[tensor]) * g + grid
         for column in columns:
@@ -265,10 +267,12 @@ def gather(trace: Trace) -> Gathered:
     )  # fmt: skip
 
 
-def _rows(file: Any, steps: Array, place: Array, columns: list[str]) -> tuple[Array, Array, pl.DataFrame]:
+def _rows(
+    file: Path | bytes, table: str, steps: Array, place: Array, columns: list[str]
+) -> tuple[Array, Array, pl.DataFrame]:
     """Of every row of a table: the position of its step and of its tensor; and more columns."""
     there = pl.Series(np.flatnonzero(place >= 0))
-    frame = pl.read_parquet(file, columns=["step", "tensor", *columns])
+    frame = scan_files([file], table).select("step", "tensor", *columns).collect()
     frame = frame.filter(pl.col("tensor").is_in(there.implode()) | (len(there) == len(place)))
     frame = frame.with_columns(pl.col("step").rle_id().alias("run"))
     run = frame["run"].to_numpy()

@@ -58,7 +58,7 @@ class Checked:
     """Weights that no such step can move."""
     nonfinite: int
     half_from: float
-    """The learning rate from which on half of the weights can move."""
+    """The learning rate from which on half of the weights can move; NaN if none is finite."""
 
     @property
     def share(self) -> float:
@@ -90,7 +90,7 @@ class Check:
         return self.stuck / max(self.weights - sum(t.nonfinite for t in self.tensors), 1)
 
     def rate_for(self, share: float) -> float:
-        """The learning rate from which on this share of the weights can move."""
+        """The learning rate from which on this share of the weights can move; NaN if none is finite."""
         return _quantile(self.rates, self.counts, share)
 
     def lines(self, most: int | None = 12) -> list[str]:
@@ -100,7 +100,7 @@ class Check:
             f"{len(self.tensors)} tensors, {self.weights:,} weights ({', '.join(kinds)}); {self.reach.said}.",
             f"{self.share:.2%} of the weights cannot be moved by such a step.",
         ]
-        if self.weights:
+        if self.counts.size:
             told = ", ".join(f"{s:.0%} from {self.rate_for(s):.2g}" for s in (0.1, 0.5, 0.9, 0.99))
             out.append(f"  could move at a learning rate: {told}")
         bad = sum(t.nonfinite for t in self.tensors)
@@ -127,7 +127,7 @@ class Check:
         return [
             {
                 "tensor": t.name, "dtype": t.kind, "grid": t.grid, "weights": t.weights, "stuck": t.stuck,
-                "nonfinite": t.nonfinite, "half_from": t.half_from,
+                "nonfinite": t.nonfinite, "half_from": known(t.half_from),
             }
             for t in self.tensors
         ]  # fmt: skip
@@ -353,6 +353,11 @@ def _count(stored: Stored, view: np.dtype[Any], width: int, loop: Any, *args: An
         return part(0, pieces)
     with ThreadPoolExecutor(threads, thread_name_prefix="halfulp") as pool:
         return np.asarray(sum(pool.map(part, ends[:-1], ends[1:])))
+
+
+def known(rate: float) -> float | None:
+    """A rate, if there is one: JSON has no NaN."""
+    return None if math.isnan(rate) else rate
 
 
 def _quantile(rates: Array, counts: Array, share: float) -> float:

@@ -31,6 +31,7 @@ def check(
 ) -> None:
     """Which weights of a checkpoint no step of a learning rate can move: no run, no data."""
     from halfulp.stored.checking import check as checked
+    from halfulp.stored.checking import known
 
     most = _share(fail_above)
     kinds: dict[str, Literal["step", "worst"]] = {"step": "step", "worst": "worst"}
@@ -44,13 +45,13 @@ def check(
     )  # fmt: skip
     failed = found.share > most
     if as_json:
-        rates = {f"{s:g}": found.rate_for(s) for s in (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)}
+        rates = {f"{s:g}": known(found.rate_for(s)) for s in (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)}
         told: dict[str, Any] = {
             "said": found.reach.said, "lr": lr, "bound": found.reach.bound, "weight_decay": weight_decay,
             "weights": found.weights, "stuck": found.stuck, "share": found.share, "failed": failed,
             "could_move_from": rates, "tensors": found.table(), "skipped": found.skipped,
         }  # fmt: skip
-        typer.echo(json.dumps(told, indent=1))
+        typer.echo(json.dumps(told, indent=1, allow_nan=False))
     else:
         for line in found.lines(None if every else 12):
             typer.echo(plain(line))

@@ -251,28 +251,43 @@ class Sync:
                 found[name + SCALES] = scales.float()
         return found
 
+    def _now(self) -> dict[str, torch.Tensor]:
+        """What is stored now, under the names of the last sync."""
+        now = self.stored()
+        told = [f"{shown(n)!r} is new" for n in now if n not in self._last]
+        told += [f"{shown(n)!r} is missing" for n in self._last if n not in now]
+        if told:
+            raise UsageError(
+                f"the tensors are not those of the last sync: {', '.join(told[:5])} ({len(told)} in all). "
+                "Begin again with another Sync."
+            )
+        return now
+
     def density(self) -> float:
         """The share of stored values that differ from those of the last sync, which stays the last one."""
-        now = self.stored()
+        now = self._now()
         changed = sum(_differing(self._last[n], _bits(x))[1] for n, x in now.items())
         return changed / sum(x.numel() for x in now.values())
 
     def take(self) -> Change:
         """What changed since the last sync; this is the last one then."""
         parts: dict[str, Part] = {}
-        now = self.stored()
+        taken: dict[str, torch.Tensor] = {}
+        now = self._now()
         for name, x in now.items():
-            bits, last = _bits(x), self._last[name]
-            mask, changed = _differing(last, bits)
+            bits = _bits(x)
+            mask, changed = _differing(self._last[name], bits)
             if changed:
                 parts[name] = _part(x, bits, mask, changed)
-                last.copy_(bits)
+                taken[name] = bits
+        for name, bits in taken.items():  # not before all are compared, or what was taken could be lost
+            self._last[name].copy_(bits)
         self.number += 1
         return Change(self.number - 1, self.number, sum(x.numel() for x in now.values()), parts)
 
     def full(self) -> Change:
         """Everything as of the last sync, for a copy that begins."""
-        now = self.stored()
+        now = self._now()
         parts = {}
         for name, x in now.items():
             last = self._last[name].cpu()

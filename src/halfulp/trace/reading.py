@@ -74,18 +74,16 @@ def _read(parts: Sequence[PartDocument], table: str) -> tuple[list[int], pl.Data
     known = SCHEMAS[table]
     before = {name: kind for name, kind in known.items() if name not in ARRIVED}  # formats 1 to 3
     places = [part.folder / f"{table}.parquet" for part in parts]
-    found = cast(list[Path], [source(file) for file in places])  # or all are bytes
+    found = [source(file) for file in places]
     stated = [part.files[f"{table}.parquet"].rows for part in parts]
     file = places[0]
     try:
         for file, content in zip(places, found, strict=True):
-            there = dict(pl.read_parquet_schema(content))
+            there = dict(_scanned([content]).collect_schema())
             if there not in (known, before):
                 raise CorruptionError(f"{file} has columns {list(there)}, expected {list(known)}.")
-        counts = [
-            _rows_in(pl.scan_parquet(f)) if n is None else n for f, n in zip(found, stated, strict=True)
-        ]
-        whole = _scan(found, table)
+        counts = [_rows_in(_scanned([f])) if n is None else n for f, n in zip(found, stated, strict=True)]
+        whole = scan_files(found, table)
         rows = _rows_in(whole)
         if rows != sum(counts):
             raise CorruptionError(f"{file} has {rows:,} rows; its part states {sum(counts):,}.")
@@ -96,13 +94,16 @@ def _read(parts: Sequence[PartDocument], table: str) -> tuple[list[int], pl.Data
         raise CorruptionError(f"{file} cannot be read: {error}.") from None
 
 
-def _scan(found: list[Path], table: str) -> pl.LazyFrame:
+def scan_files(found: Sequence[Path | bytes], table: str) -> pl.LazyFrame:
     """Files of a table, lazily; without the shortcuts that a filter would take through other parts of a file
     than those that were read when its rows were checked."""
     schema = pl.Schema(SCHEMAS[table])
-    return pl.scan_parquet(
-        found, schema=schema, missing_columns="insert", parallel="columns", use_statistics=False
-    )
+    return _scanned(found, schema=schema, missing_columns="insert", parallel="columns", use_statistics=False)
+
+
+def _scanned(found: Sequence[Path | bytes], **options: Any) -> pl.LazyFrame:
+    """Parquet files as :func:`source` gives them; ``glob`` would read ``run1`` in the place of ``run[1]``."""
+    return pl.scan_parquet(cast(list[Path], found), glob=False, **options)  # or all are bytes
 
 
 def _rows_in(table: pl.LazyFrame) -> int:
@@ -111,6 +112,7 @@ def _rows_in(table: pl.LazyFrame) -> int:
 
 def source(file: Path) -> Path | bytes:
     """A file as polars takes it: by its name, or its content where the name is not UTF-8."""
+    file = file.absolute()  # polars would take a folder ~ for the user's own
     try:
         str(file).encode()
     except UnicodeEncodeError:
@@ -227,10 +229,10 @@ class Trace(Recorded):
             raise UsageError(f"{self.path} has tables {', '.join(known)}, not {table!r}.")
         if not self.parts:
             raise UsageError(f"{self.path} holds no complete part yet: no step was committed.")
-        found = cast(list[Path], self.table_files(table))  # or all are bytes
+        found = self.table_files(table)
         if not found:
             return pl.LazyFrame(schema=SCHEMAS[table])
-        return _scan(found, table)
+        return scan_files(found, table)
 
     def table_files(self, table: str) -> list[Path | bytes]:
         """The Parquet files of a table, checked: digests first, then columns, then rows.

@@ -17,7 +17,7 @@ import torch
 from halfulp import canonical, documents, files, tensors
 from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.text import tell
-from halfulp.trace.reading import Trace, source
+from halfulp.trace.reading import Trace, scan_files, source
 from halfulp.trace.resuming import FOLDER, STEP, Resumed, clear
 from halfulp.trace.schema import (
     DOCUMENT,
@@ -162,15 +162,16 @@ class TraceWriter:
         return self.path / "parts" / f"{number:06d}"
 
     def discard_if_empty(self) -> bool:
-        """Leave nothing behind if no part was committed."""
-        if self.count == 0:
+        """Leave nothing behind if there is no part, not even one that is to be recorded again."""
+        empty = self.count == 0 and not self._part(0).is_dir()
+        if empty:
             with contextlib.suppress(OSError):  # somebody put something there, or it cannot be changed
                 (self.path / MANIFEST).unlink(missing_ok=True)
                 (self.path / LOCK).unlink(missing_ok=True)
                 for folder in (*(self.path / name for name in ("parts", "state", FOLDER)), self.path):
                     with contextlib.suppress(FileNotFoundError):
                         folder.rmdir()
-        return self.count == 0
+        return empty
 
     def load_state(self) -> dict[str, torch.Tensor]:
         """The state that this recording goes on from."""
@@ -259,7 +260,7 @@ def upgraded(trace: Trace) -> Trace:
     before = None
     for part in trace.documents:
         counted = {
-            name: pl.read_parquet(source(part.folder / f"{name}.parquet"), columns=["step"])
+            name: scan_files([source(part.folder / f"{name}.parquet")], name).select("step").collect()
             for name in TABLES
         }
         entries = {
