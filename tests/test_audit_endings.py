@@ -15,7 +15,7 @@ import torch
 from test_audit_script import TRAIN, environment, script
 
 import halfulp as hu
-from halfulp import text
+from halfulp import files, text
 from halfulp.audit.findings import onset_words
 from halfulp.measures.crossings import crossing
 
@@ -126,3 +126,33 @@ def test_a_terminal_that_is_closed() -> None:
 )
 def test_onsets_in_words(f: list[float], words: str) -> None:
     assert onset_words(crossing(f)) == words
+
+
+@pytest.mark.parametrize("code", [-1, -9, 256, 255, True])
+def test_exit_codes_are_those_of_python(code: int) -> None:
+    """A negative one is no signal."""
+    path = script(TRAIN + f"\nimport sys\nsys.exit({code})\n")
+    alone = subprocess.run([sys.executable, path], capture_output=True, check=False).returncode
+    done = subprocess.run([*AUDIT, path], capture_output=True, env=environment(), check=False)
+    assert done.returncode == alone
+
+
+def test_what_a_signals_handler_raises_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TimeoutError is an OSError, and no fault of the disk: it passes through whatever is being written."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def late(operation: str, path: Path) -> None:
+        if operation == "rename" and "parts" in str(path):
+            raise TimeoutError("time is up")
+
+    with hu.Audit(optimizer, ["bf16"], model=model, out="run", part_steps=2) as audit:
+        for step in range(6):
+            monkeypatch.setattr(files, "hook", late if step == 4 else lambda *_: None)
+            model(torch.ones(1, 4)).sum().backward()
+            if step == 4:
+                with pytest.raises(TimeoutError, match="time is up"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+    assert audit.trouble is None

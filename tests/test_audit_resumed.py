@@ -19,8 +19,9 @@ import halfulp as hu
 
 
 def test_a_resumed_audit_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    """From a checkpoint (first_step), and by running the same steps again, which are skipped."""
-    for name, stops in (("whole", []), ("checkpoint", [4]), ("again", [3, 6])):
+    """From a checkpoint (first_step, or by what the optimizer has counted), and by running the same steps
+    again, which are skipped."""
+    for name, stops in (("whole", []), ("checkpoint", [4]), ("counted", [4]), ("again", [3, 6])):
         model = made("gpt")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         options = {"model": model, "out": tmp_path / name, "resume": True, "part_steps": 2}
@@ -33,9 +34,8 @@ def test_a_resumed_audit_equals_an_uninterrupted_one(tmp_path: Path) -> None:
                 if again:  # from the start, as a script without checkpoints
                     model = options["model"] = made("gpt")
                     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-                audit = hu.Audit(
-                    optimizer, GRIDS, expected_never_moved=True, **options, first_step=1 if again else step
-                )
+                first = {"again": 1, "counted": None}.get(name, step)
+                audit = hu.Audit(optimizer, GRIDS, expected_never_moved=True, **options, first_step=first)
                 audit.start()
                 for past in range(1, step) if again else ():
                     optimizer.zero_grad()
@@ -48,7 +48,7 @@ def test_a_resumed_audit_equals_an_uninterrupted_one(tmp_path: Path) -> None:
             optimizer.step()
         audit.stop()
     whole = hu.Trace.open(tmp_path / "whole")
-    for name in ("checkpoint", "again"):
+    for name in ("checkpoint", "counted", "again"):
         assert_same_tables(hu.Trace.open(tmp_path / name), whole)
         assert hu.Trace.open(tmp_path / name).tensors == whole.tensors
 
@@ -123,3 +123,51 @@ def test_steps_between_audited_ones_are_not_missing(tmp_path: Path) -> None:
     with hu.Audit(optimizer, ["bf16"], **options, first_step=6) as audit:
         train(model, optimizer, 3, audit=audit)
     assert hu.Trace.open(tmp_path / "trace").steps.tolist() == [1, 4, 7]
+
+
+def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, **options: Any) -> hu.Audit:
+    audit = hu.Audit(optimizer, ["bf16"], model=model, part_steps=1, **options)
+    with audit:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    return audit
+
+
+def test_which_step_a_resumed_run_begins_with_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An optimizer that counts is believed; of one that was loaded and does not, the guess is named."""
+    for kind, options, said, steps in (
+        (torch.optim.AdamW, {}, "is taken for step 4, as the optimizer has counted.\n", 5),
+        (torch.optim.SGD, {"momentum": 0.9}, "does not say how many steps it has made: if it goes on", 3),
+    ):
+        out = tmp_path / kind.__name__
+        model = torch.nn.Linear(4, 4)
+        optimizer = kind(model.parameters(), lr=1e-3, **options)
+        stepped(model, optimizer, 3, out=out)
+        assert capsys.readouterr().err == ""
+        stepped(model, optimizer, 2, out=out, resume=True)
+        told = capsys.readouterr().err
+        assert f"{out} holds steps up to 3; the first one of this process" in told
+        assert said in told
+        assert hu.Trace.open(out).steps.tolist() == list(range(1, steps + 1))
+    stepped(model, optimizer, 2, out=out, resume=True, first_step=4)
+    assert hu.Trace.open(out).steps.tolist() == [1, 2, 3, 4, 5]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_resumed_run_that_begins_too_late_is_not_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps would be missing: the training goes on, and the audit says why it does not."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    stepped(model, optimizer, 3, out=tmp_path / "run")
+    stepped(model, optimizer, 2, out=tmp_path / "elsewhere")
+    audit = stepped(model, optimizer, 2, out=tmp_path / "run", resume=True)
+    assert audit.trouble is not None
+    assert "goes on after step 5: step 4 would be missing" in audit.trouble
+    assert hu.Trace.open(tmp_path / "run").steps.tolist() == [1, 2, 3]
+    assert audit.trouble in capsys.readouterr().err

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import signal
 import sys
 import traceback
@@ -186,6 +187,10 @@ def audit(
     resume: bool = typer.Option(
         False, help="Go on with a trace; steps that it holds are not recorded again."
     ),
+    first_step: int | None = typer.Option(
+        None,
+        help="The number of the script's first step; default 1, or with --resume what its optimizer counted.",
+    ),
     live: bool = typer.Option(False, help="Show what is being lost while the script runs."),
     alert: str = typer.Option(
         "", help="Warn when a tensor loses more than a share for some steps in a row, such as 95%:20."
@@ -247,6 +252,7 @@ def audit(
         out=folder,
         exists="raise",
         resume=resume,
+        first_step=first_step,
         listeners=[*([view] if live else []), *_alerts(alert, stop)],
         describe={
             "script": f"-m {module}" if script is None else script.name, "arguments": list(context.args)
@@ -263,7 +269,8 @@ def audit(
             with suppress(OSError, ValueError):  # that nobody can hear it changes nothing of the run
                 console.rule("halfulp")
                 _tell(console, *found.lines)
-                _tell(console, "", f"The trace is in {folder}. A page of it: halfulp report {folder}")
+                command = f"halfulp report {shlex.quote(str(folder))}"
+                _tell(console, "", f"The trace is in {folder}. A page of it: {command}")
 
     with view if live else nullcontext():
         code = run_script(script, context.args, recorder, say, module, own)
@@ -285,6 +292,8 @@ def _listed(text: str) -> list[str]:
     ['bf16', 'bf16:eco(rounding=nearest,decay_exact=True)']
     """
     found = re.findall(r"(?:[^,()]|\([^()]*\))+", text)
+    if sum(map(len, found)) + len(re.sub(r"\([^()]*\)|[^,]", "", text)) != len(text):
+        raise UsageError(f"{text!r}: a bracket has no other one.")
     return [name.strip() for name in found if name.strip()]
 
 
@@ -299,7 +308,9 @@ def _alerts(text: str, stop: bool) -> list[Any]:
     from halfulp.audit.alerts import Alert
 
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%:([0-9]+)", text)
-    if (text or stop) and found is None:
+    if stop and not text:
+        raise UsageError("--stop ends a script at an alert: say at which, such as --alert 95%:20.")
+    if text and found is None:
         raise UsageError(f"--alert takes a share and a number of steps, such as 95%:20, not {text!r}.")
     return [] if found is None else [Alert(float(found[1]) / 100, int(found[2]), stop)]
 

@@ -53,10 +53,13 @@ def _told(operation: str, *paths: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named(operation: str, path: Path) -> Iterator[None]:
-    """Let an error of the operating system say what failed and what to do."""
+    """Let an error of the operating system say what failed and what to do. One without a number is another's:
+    a signal's handler may raise TimeoutError, which is an OSError, and it is not ours to take."""
     try:
         yield
     except OSError as error:
+        if error.errno is None:
+            raise
         reason = {
             errno.ENOSPC: "the disk is full; free some room",
             errno.EDQUOT: "the disk quota is used up; free some room",

@@ -6,9 +6,12 @@ on with the codes of rehearsals and with what is followed of its shards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from halfulp.audit.ranks import many, rank
 from halfulp.audit.watching import Watching
@@ -16,6 +19,7 @@ from halfulp.errors import UsageError
 from halfulp.text import tell
 from halfulp.trace import Memory, Trace, TraceWriter, free_folder
 from halfulp.trace.resuming import Resumed, told
+from halfulp.writeback import WriteBack
 
 
 class Beginning(Watching):
@@ -23,8 +27,11 @@ class Beginning(Watching):
 
     exists: str
     every: int
+    step: int
+    _skip_until: int
     _memory: Memory | None
     _touched: int
+    _written: Callable[..., None]
     _manifest: Callable[[], dict[str, Any]]
 
     def _begin(self) -> None:
@@ -77,6 +84,40 @@ class Beginning(Watching):
             )
         return None
 
+    def _count_on(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step of a resumed run that did not say which one it is: the optimizer may have
+        been loaded with its state, and then it has counted. What is taken for it is said."""
+        if not self._skip_until:
+            return
+        done, loaded = _made(optimizer)
+        self.step = done
+        if rank():
+            return
+        tell(
+            f"halfulp: {self.out or 'the trace'} holds steps up to {self._skip_until}; the first one of this "
+            f"process is taken for step {done + 1}"
+            + (", as the optimizer has counted." if done else ".")
+            + (
+                " But the optimizer was loaded with a state that does not say how many steps it has made: if "
+                "it goes on from a checkpoint, say so with first_step= (--first-step)."
+                if loaded and not done
+                else ""
+            )
+        )
+        missing = (self._last_held() if self.rehearsing is None else self.rehearsing.begun) + 1
+        if missing <= done:
+            self._written(self._refuse_gap, missing)
+
+    def _refuse_gap(self, missing: int) -> None:
+        raise UsageError(
+            f"{self.out or 'this memory'} ends at step {missing - 1}, but this run goes on after step "
+            f"{self.step}: step {missing} would be missing. Resume from an earlier checkpoint."
+        )
+
+    def _last_held(self) -> int:
+        """The last step of which nothing is missing: those between two that are due are not recorded."""
+        return -(-self._skip_until // self.every) * self.every
+
     def _take_up(self) -> None:
         """Go on where a recording ended."""
         begun = self._resumed if self._writer is None else self._writer
@@ -88,13 +129,20 @@ class Beginning(Watching):
         self.attributed.take_up(self._loaded)
         options = begun.manifest["options"]
         self.never_moved, self.expected = options["never_moved"], options["expected_never_moved"]
-        missing = -(-self._skip_until // self.every) * self.every + 1
+        missing = self._last_held() + 1
         if self.rehearsing is not None and begun.count:
             missing = self.rehearsing.begin_at(self._loaded) + 1
         if missing <= self.step:
             if self._writer is not None:
                 self._writer.close()  # this audit will not write: another may
-            raise UsageError(
-                f"{self.out or 'this memory'} ends at step {missing - 1}, but this run goes on after "
-                f"step {self.step}: step {missing} would be missing. Resume from an earlier checkpoint."
-            )
+            self._refuse_gap(missing)
+
+
+def _made(optimizer: torch.optim.Optimizer) -> tuple[int, bool]:
+    """How many steps an optimizer has made, as far as it says so; and whether it has a state at all."""
+    if isinstance(optimizer, WriteBack):
+        return optimizer.steps, bool(optimizer.steps)
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    counted = [state["step"] for state in states if "step" in state]
+    numbers = [float(n) for n in counted if not isinstance(n, torch.Tensor) or n.numel() == 1]
+    return max((int(n) for n in numbers if math.isfinite(n)), default=0), bool(states)

@@ -87,7 +87,7 @@ class CastAudit(Audit):
         never_moved: bool = True,
         exists: Literal["number", "raise"] = "number",
         resume: bool = False,
-        first_step: int = 1,
+        first_step: int | None = None,
         part_steps: int = 500,
         part_seconds: float = 30.0,
         listeners: Iterable[Callable[[dict[str, Any]], None]] = (),

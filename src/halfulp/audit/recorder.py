@@ -77,7 +77,8 @@ class Audit(Beginning):
     tensors, (name, tensor) -> bool. ``unfit``: what to do with grids that a parameter's dtype cannot hold,
     ``raise`` or ``drop``. ``exists``: what to do where ``out`` holds a trace already, ``number`` the folder
     (``out-2``; it is said, and the attribute ``out`` tells) or ``raise``. ``resume`` goes on with a trace;
-    ``first_step`` is the number of the first step that this process takes. ``part_steps`` and
+    ``first_step`` is the number of the first step that this process takes; by default 1, or what a resumed
+    run's optimizer has counted, where it was loaded with its own state. ``part_steps`` and
     ``part_seconds``: how much a crash may lose. ``listeners`` are called with a summary of every audited
     step, which is ``latest`` as well. ``rehearse``: grids with policies (``"e4m3@128"``, ``"e4m3@128:sr"``),
     or a :class:`~halfulp.Rehearse`, whose runs are rehearsed on the proposals of this one, at every step also
@@ -125,7 +126,7 @@ class Audit(Beginning):
         exists: Literal["number", "raise"] = "number",
         seed: int = 0,
         resume: bool = False,
-        first_step: int = 1,
+        first_step: int | None = None,
         part_steps: int = 500,
         part_seconds: float = 30.0,
         listeners: Iterable[Callable[[dict[str, Any]], None]] = (),
@@ -160,7 +161,8 @@ class Audit(Beginning):
         self.unfit, self.exists = unfit, exists
         self.listeners = arguments.listeners_of(listeners)
         self.describe = arguments.by_name("describe", describe, "what the manifest says of the run, by name")
-        self.step = arguments.count("first_step", first_step) - 1
+        self.step = 0 if first_step is None else arguments.count("first_step", first_step) - 1
+        self._counts = first_step is None
         self.watched: dict[torch.Tensor, Watched] = {}
         self._left_out: set[torch.Tensor] = set()
         self._around, self._evaluated = [], []
@@ -270,6 +272,9 @@ class Audit(Beginning):
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         start = time.perf_counter()
+        if self._counts:
+            self._counts = False
+            self._count_on(optimizer)
         if self._stepped and self._begins(optimizer):
             self._finish()
         if not self._stepped:
@@ -503,6 +508,8 @@ class Audit(Beginning):
         try:
             write(*what, **options)
         except (HalfulpError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is None:  # a signal's handler raised it
+                raise
             last = "" if self._writer is None else f" It ends at step {self._writer.last_step};"
             self.trouble = (
                 f"the trace {self.out} could not be written at step {self.step}: {error}{last} the run went "

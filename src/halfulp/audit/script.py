@@ -143,7 +143,7 @@ def run_script(
                 _run_as_main(script, module, own)
             except SystemExit as stop:
                 left = True
-                code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+                code = stop.code & 0xFF if isinstance(stop.code, int) else 0 if stop.code is None else 1
                 if stop.code is not None and not isinstance(stop.code, int):
                     tell(str(stop.code))
             except KeyboardInterrupt:
