@@ -69,3 +69,21 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for wrong in (["90:3", "train.py"], ["100%:3", "train.py"], ["", "--stop", "train.py"]):
         assert isinstance(run.invoke(app, [*common, *wrong]).exception, hu.UsageError)
     assert hu.verdict(hu.Trace.open(tmp_path / "warned"))._repr_html_().startswith("<div")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--stop"], "--stop ends a script at an alert: say at which"),
+        (["--alert", "95"], "--alert takes a share and a number of steps"),
+        (["--rehearse", "bf16:eco("], "'bf16:eco(' has a bracket that is not closed"),
+        (["--grids", "bf16)"], "'bf16)' has a bracket that is not closed, or not opened"),
+        (["--first-step", "0"], "first_step= takes a whole number, at least 1"),
+    ],
+)
+def test_options_that_mean_nothing(options: list[str], said: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    found = CliRunner().invoke(app, ["audit", "--out", str(tmp_path / "run"), *options, str(script)])
+    assert isinstance(found.exception, hu.UsageError)
+    assert said in str(found.exception)

@@ -291,9 +291,9 @@ def _listed(text: str) -> list[str]:
     >>> _listed("bf16, bf16:eco(rounding=nearest,decay_exact=True)")
     ['bf16', 'bf16:eco(rounding=nearest,decay_exact=True)']
     """
+    if re.search("[()]", re.sub(r"\([^()]*\)", "", text)):
+        raise UsageError(f"{text!r} has a bracket that is not closed, or not opened.")
     found = re.findall(r"(?:[^,()]|\([^()]*\))+", text)
-    if sum(map(len, found)) + len(re.sub(r"\([^()]*\)|[^,]", "", text)) != len(text):
-        raise UsageError(f"{text!r}: a bracket has no other one.")
     return [name.strip() for name in found if name.strip()]
 
 
