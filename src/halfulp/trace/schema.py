@@ -86,12 +86,17 @@ def _check_manifest(found: Fields) -> None:
     for optimizer in found.each("optimizers", 10_000):
         optimizer.text("class")
         optimizer.within("defaults")
-        if "policies" in optimizer.values:
-            optimizer.texts("policies")
+        for key in ("policies", "admits"):
+            if key in optimizer.values:
+                optimizer.texts(key)
+        if "policy_bytes_per_weight" in optimizer.values:
+            optimizer.take("policy_bytes_per_weight", "a number", _number)
         if "groups" in optimizer.values:
             list(optimizer.each("groups"))
     found.within("environment")
-    found.within("run")
+    run = found.within("run")
+    if "unchanged" in run.values:
+        run.texts("unchanged")
 
 
 def _check_tensors(found: Fields) -> None:
