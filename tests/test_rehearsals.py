@@ -767,3 +767,27 @@ def test_questions_without_an_answer(tmp_path: Path) -> None:
         assert audit.evaluate(lambda: 1.0).losses == {}
         with pytest.raises(UsageError, match="rehearses nothing"), audit.as_if("bf16"):
             pass
+
+
+def test_a_buffer_that_is_replaced_inside(tmp_path: Path) -> None:
+    """A module that counts its calls by ``self.calls = self.calls + 1``: the model is as it was."""
+
+    class Counting(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return super().forward(x)
+
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hu.Audit(optimizer, ["bf16"], model=model, out=tmp_path / "trace", rehearse=["bf16"]) as audit:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        before = model.calls
+        with audit.as_if("bf16"):
+            model(torch.ones(1, 4))
+        assert model.calls is before
+        assert float(model.calls) == 1

@@ -57,6 +57,7 @@ def swapped(
             )
 
     _reshard(models)
+    places = [(m._buffers, dict(m._buffers)) for model in models for m in model.modules()]
     buffers = [b for model in models for b in model.buffers()]
     own = {p: p.data for p in weights}
     kept = {p: local(x).clone() for p, x in own.items()}
@@ -74,6 +75,8 @@ def swapped(
             for p, x in own.items():
                 _point(p, x)
                 local(x).copy_(kept[p])
+            for place, named in places:
+                place.update(named)
             for b, memory, values in held:
                 _point(b, memory)
                 _once(memory).copy_(values)
