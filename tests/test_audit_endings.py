@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -92,6 +93,175 @@ def test_a_script_that_leaves_without_exit_handlers(code: int) -> None:
     done = subprocess.run([*AUDIT, path], capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == code
     assert "8 steps audited" in done.stderr
+    assert hu.Trace.open("run").last_step == 8
+
+
+@pytest.mark.parametrize(
+    "call", ["os.execv(sys.executable, command)", "os.execlp('python3', *command)"], ids=["execv", "execlp"]
+)
+def test_a_script_that_becomes_another_program(call: str) -> None:
+    """Restarts of a trainer: what was recorded is there, and said before it is gone. Programs that are not
+    there are no end."""
+    path = script(f"""{TRAIN}
+    import os
+    try:
+        os.execv("nowhere", ["nowhere"])
+    except FileNotFoundError:
+        optimizer.step()
+    command = [sys.executable, "-c", "print('another')"]
+    sys.stdout.flush()
+    {call}
+    """)
+    done = subprocess.run([*AUDIT, path], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("another\n")
+    assert done.stderr.count("9 steps audited") == 1
+    assert hu.Trace.open("run").last_step == 9
+
+
+def test_a_program_that_cannot_be_run_leaves_the_script_and_the_trace() -> None:
+    path = script(f"""{TRAIN}
+    import os, signal
+    with open("broken", "w") as file:
+        file.write("not a program")
+    os.chmod("broken", 0o700)
+    try:
+        os.execv("./broken", ["broken"])
+    except OSError as error:
+        print(error.strerror, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    """)
+    done = subprocess.run([*AUDIT, path], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert done.stdout.endswith("Exec format error\n")
+    assert hu.Trace.open("run").last_step == 8
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(7)", "raise ValueError('no')", "sys.exit(0)"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_fork_that_ends_says_nothing_of_the_audit(ending: str, trained: bool) -> None:
+    """The verdict is its parent's; so is the trace, also one that has no part yet."""
+    before, after = ("pass", TRAIN) if not trained else (TRAIN, "")
+    path = script(
+        "import os, sys\n"
+        + textwrap.dedent(f"""
+    {before}
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        {ending}
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    {after}
+    """)
+    )
+    code = 7 if "7" in ending else 1 if "raise" in ending else 0
+    done = subprocess.run([*AUDIT, path], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"child {code}\n" in done.stdout
+    assert done.stderr.count("halfulp: the script failed") == 0
+    assert done.stderr.count("nothing to audit") == 0
+    assert done.stderr.count("8 steps audited") == 1
+    assert hu.Trace.open("run").last_step == 8
+
+
+def test_an_audit_of_a_parent_is_not_stopped_by_a_fork() -> None:
+    """Neither by leaving its block, nor while another thread is in a hook."""
+    path = script("""
+    import os, sys
+    import torch
+    import halfulp as hu
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hu.Audit(optimizer, ["bf16"], out="run") as audit:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        child = os.fork()
+    if child == 0:
+        sys.exit(5 if audit.writes else 0)
+    assert os.waitpid(child, 0)[1] == 0
+    optimizer.step()
+    """)
+    subprocess.run([sys.executable, path], env=environment(), check=True)
+    trace = hu.Trace.open("run")
+    assert trace.last_step == 1
+
+
+THREAD = """
+    import os, signal, sys, threading, time
+    import torch
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(steps=8):
+        for _ in range(steps):
+            time.sleep(0.02)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        print("trained", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("starts", "code"),
+    [
+        ("threading.Thread(target=train).start()", 0),
+        ("threading.Thread(target=train).start(); sys.exit(3)", 3),
+        ("threading.Thread(target=train).start(); raise ValueError('no')", 1),
+        ("from concurrent.futures import ThreadPoolExecutor as P; pool = P(2); pool.submit(train)", 0),
+        ("threading.Thread(target=lambda: (threading.main_thread().join(), train())).start()", 0),
+    ],
+    ids=["plain", "exit", "error", "pool", "after the main thread"],
+)
+def test_threads_that_outlive_the_script(starts: str, code: int) -> None:
+    """Python waits for them before it ends, and so does the audit."""
+    path = script(f"{THREAD}\n    {starts}\n")
+    done = subprocess.run(
+        [*AUDIT, path], capture_output=True, text=True, env=environment(), check=False, timeout=240
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "trained\n"
+    assert "8 steps audited" in done.stderr
+    assert hu.Trace.open("run").last_step == 8
+
+
+def test_threads_for_which_python_does_not_wait() -> None:
+    path = script(
+        f"{THREAD}\n    train()\n    threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
+    )
+    done = subprocess.run(
+        [*AUDIT, path], capture_output=True, text=True, env=environment(), check=False, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 steps audited" in done.stderr
+
+
+def test_an_interrupt_while_threads_are_waited_for() -> None:
+    """It ends the waiting, and the exit code stays that of the script, as in Python alone."""
+    path = script(f"""{THREAD}
+    def work():
+        train()
+        while True:
+            time.sleep(0.1)
+
+    threading.Thread(target=work).start()
+    """)
+    codes = []
+    for command in ([sys.executable], AUDIT):
+        process = subprocess.Popen(
+            [*command, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        assert process.stdout is not None
+        while "trained" not in process.stdout.readline():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        codes.append(process.returncode)
+    assert codes[1] == codes[0], said
+    assert "8 steps audited" in said
     assert hu.Trace.open("run").last_step == 8
 
 

@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Child:
     def __init__(self, options: dict[str, Any], folder: Path) -> None:
         self.process = os.getpid()
         self.audit = Audit(None, exists="raise", out=folder, **options)
-        self.hooks = _Forwarded(self.audit._before, self.audit._after)
+        self.hooks = _Forwarded(self.audit._before, self.audit._after, self.audit._together)
         self.audit._hooks = self.hooks
         self.audit.announces = True
         self.audit.start()
@@ -86,22 +87,35 @@ class Child:
 _child: Child | None = None
 _refused = -1
 """The process in which an audit could not begin."""
+_beginning = threading.Lock()
+
+
+def _begin_anew() -> None:
+    """A fork may have a lock that nobody will release."""
+    global _beginning
+    _beginning = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def enter(optimizer: torch.optim.Optimizer) -> None:
     """Before a step of any optimizer in this process."""
     global _child, _refused
     here = os.getpid()
-    if here == _refused:
-        return
-    if _child is None or _child.process != here:  # the first step, or a fork of a process that had begun
-        try:
-            _child = _begin()
-        except (HalfulpError, OSError) as error:
-            _child, _refused = None, here
-            tell(f"halfulp: process {here} is not audited: {plain(str(error))}")
+    with _beginning:  # by one thread
+        if here == _refused:
             return
-    _child.hooks._enter(optimizer)
+        if _child is None or _child.process != here:  # the first step, or a fork of a process that had begun
+            try:
+                _child = _begin()
+            except (HalfulpError, OSError) as error:
+                _child, _refused = None, here
+                tell(f"halfulp: process {here} is not audited: {plain(str(error))}")
+                return
+        child = _child
+    child.hooks._enter(optimizer)
 
 
 def leave(optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,8 @@
 
 torch calls a hook before and one after every ``step()``. Not every pair is a step of the run: an optimizer
 may call another one inside (the outer step is the step), a step may raise, a fused optimizer is called for a
-step that ``GradScaler`` skips, a forked process inherits the hooks of its parent.
+step that ``GradScaler`` skips, a forked process inherits the hooks of its parent. Threads may step at once:
+their hooks wait for each other, the steps themselves do not, and whoever wants to know is told.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -22,18 +24,30 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 Hook = Callable[[torch.optim.Optimizer], None]
 
 
+class _Open(NamedTuple):
+    """A call of ``step()`` that has begun."""
+
+    optimizer: torch.optim.Optimizer
+    frame: FrameType
+    thread: int
+
+
 class StepHooks:
     """Calls ``before`` and ``after`` around every step of some optimizers, or of all in this process.
 
-    After a ``before`` there may be no ``after``, if the step raised or was skipped.
+    After a ``before`` there may be no ``after``, if the step raised or was skipped. ``together`` is called
+    before a step that begins while one of another thread is open.
     """
 
-    def __init__(self, before: Hook, after: Hook) -> None:
-        self.before, self.after = before, after
+    def __init__(self, before: Hook, after: Hook, together: Callable[[], None] | None = None) -> None:
+        self.before, self.after, self.together = before, after, together
         self._handles: list[Any] = []
-        self._busy = False
+        self._lock = threading.RLock()  # held in hooks, never from one to the next: a step may raise
+        self._busy: int | None = None
+        """The thread that is in a hook."""
+        self._detached = False
         self._waiting: Callable[[], None] | None = None
-        self._inside: list[tuple[torch.optim.Optimizer, FrameType]] = []
+        self._inside: list[_Open] = []
         self._process = os.getpid()
         self._forgotten: Callable[[], None] | None = None
 
@@ -61,51 +75,73 @@ class StepHooks:
         self._forgotten = forgotten
         atexit.register(forgotten)
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one in which they were attached."""
+        return os.getpid() != self._process
+
     def detach(self) -> None:
         if self._forgotten is not None:
             atexit.unregister(self._forgotten)
             self._forgotten = None
         for handle in self._handles:
             handle.remove()
-        self._handles, self._inside = [], []
+        self._handles, self._inside, self._detached = [], [], True
 
     def when_idle(self, action: Callable[[], None]) -> None:
         """Do something now, or, from a signal handler that interrupted a hook, when the hook is over."""
-        if self._busy:
+        if self._busy == threading.get_ident():
             self._waiting = action
         else:
             action()
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """What must not be cut in two by something that waits for :meth:`when_idle`."""
-        outer, self._busy = self._busy, True
-        try:
-            yield
-        finally:
-            self._busy = outer
-            if not outer and self._waiting is not None:
-                action, self._waiting = self._waiting, None
-                action()
+        """What must not be cut in two by something that waits for :meth:`when_idle`, nor by other threads."""
+        with self._lock:
+            outer, self._busy = self._busy, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._busy = outer
+                if outer is None and self._waiting is not None:
+                    action, self._waiting = self._waiting, None
+                    action()
 
     def _enter(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if os.getpid() != self._process:
+        if self.forked:  # which may have a lock that nobody will release
             return
-        # A step that raised never came to its second hook.
-        self._inside = [(o, frame) for o, frame in self._inside if _running(frame)]
-        self._inside.append((optimizer, _step_frame()))
-        if len(self._inside) == 1:
+        here, frame = threading.get_ident(), _step_frame()
+        found_busy = self._busy not in (None, here)
+        with self._lock:
+            if self._detached:
+                return
+            # A step that raised never came to its second hook.
+            self._inside = [step for step in self._inside if _running(step)]
+            elsewhere = any(step.thread != here for step in self._inside)
+            alone = all(step.thread != here for step in self._inside)
+            self._inside.append(_Open(optimizer, frame, here))
+            if not alone:
+                return
             with self.uninterrupted():
+                if (found_busy or elsewhere) and self.together is not None:
+                    self.together()
                 self.before(optimizer)
 
     def _leave(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        places = [i for i, (o, _) in enumerate(self._inside) if o is optimizer]
-        if not places:
+        if self.forked:
             return
-        del self._inside[places[-1] :]
-        if not self._inside and not _skipped(optimizer):
-            with self.uninterrupted():
-                self.after(optimizer)
+        here = threading.get_ident()
+        with self._lock:
+            mine = [step for step in self._inside if step.thread == here]
+            places = [i for i, step in enumerate(mine) if step.optimizer is optimizer]
+            if not places:
+                return
+            others = [step for step in self._inside if step.thread != here]
+            self._inside = [*others, *mine[: places[-1]]]
+            if not places[-1] and not _skipped(optimizer):
+                with self.uninterrupted():
+                    self.after(optimizer)
 
 
 def _skipped(optimizer: torch.optim.Optimizer) -> bool:
@@ -122,8 +158,9 @@ def _step_frame() -> FrameType:
     return frame
 
 
-def _running(frame: FrameType) -> bool:
-    at: FrameType | None = sys._getframe(1)
-    while at is not None and at is not frame:
+def _running(step: _Open) -> bool:
+    """Whether a step is still on the stack of its thread, if there is such a thread."""
+    at = sys._current_frames().get(step.thread)
+    while at is not None and at is not step.frame:
         at = at.f_back
     return at is not None

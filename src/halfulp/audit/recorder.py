@@ -7,8 +7,9 @@ auditing the grid they live on records the *realized* event.
 
 A step is a call of ``step()``; one that ``GradScaler`` skips is no step, accumulated gradients are one.
 A tensor is part of it if it had a gradient when ``step()`` was called or has one when it returns, or if its
-values changed. Several optimizers share a step: it is over when one of them steps again. On several ranks,
-rank 0 records; the counts of sharded tensors are summed over the ranks that share them.
+values changed. Several optimizers share a step: it is over when one of them steps again. Of threads that are
+in ``step()`` at once nothing tells which share steps, and the audit steps aside. On several ranks, rank 0
+records; the counts of sharded tensors are summed over the ranks that share them.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class Audit(Beginning):
         self._told: list[torch.Tensor | float] = []
         self._kept: dict[str, list[torch.Tensor]] = {}
         self._writer: TraceWriter | Memory | None = None
-        self._hooks = StepHooks(self._before, self._after)
+        self._hooks = StepHooks(self._before, self._after, self._together)
         self._stepped: list[torch.optim.Optimizer] = []
         self._seen: list[torch.optim.Optimizer] = []
         self._holds: dict[torch.optim.Optimizer, dict[str, Any]] = {}
@@ -207,7 +208,9 @@ class Audit(Beginning):
             self.roles = Roles(self, copies, bool(followed), find=followed == "find")
         self.attributed = Attributed()
         self.trouble: str | None = None
-        """Why the trace ends before the run, if it could not be written; the run itself goes on."""
+        """Why the trace ends before the run, if it does; the run itself goes on."""
+        self.mixed = False
+        """Whether threads stepped at once, so that nothing is recorded or rehearsed any more."""
 
     # ---- attaching ----
 
@@ -232,7 +235,10 @@ class Audit(Beginning):
         return self
 
     def stop(self) -> None:
-        """Remove the hooks and make everything durable."""
+        """Remove the hooks and make everything durable; the trace is not a fork's to end."""
+        if self._hooks.forked:
+            self._hooks.detach()
+            return
         with self._hooks.uninterrupted():
             self._hooks.detach()
             self._finish()
@@ -251,12 +257,14 @@ class Audit(Beginning):
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes the trace: the first rank does."""
-        return self._writer is not None
+        """Whether this process writes the trace: the first rank does, and none of its forks."""
+        return self._writer is not None and not self._hooks.forked
 
     def discard_if_empty(self) -> bool:
         """Remove the trace's folder if nothing was recorded into it; one that says why is kept."""
-        return self._writer is not None and self.trouble is None and self._writer.discard_if_empty()
+        if self._writer is None or self._hooks.forked or self.trouble is not None:
+            return False
+        return self._writer.discard_if_empty()
 
     def log(self, loss: torch.Tensor | float, step: int | None = None) -> None:
         """Tell the audit the loss of the coming step; the mean is recorded if it is told several times.
@@ -325,13 +333,33 @@ class Audit(Beginning):
         mine = set(self._params(optimizer))
         return any(not mine.isdisjoint(self._params(other)) for other in self._stepped)
 
+    def _together(self) -> None:
+        """A step begins in one thread while another thread is in one: what was recorded so far is kept."""
+        if self.mixed:
+            return
+        if self.trouble is None and self._shards is None:
+            self._finish()
+            self.commit()
+        self.mixed = True
+        if self.roles is not None:
+            self.roles._open = False  # what copies do from here on belongs to no step
+        if self.trouble is None:
+            what = "the audit" if self.out is None else f"the trace {self.out}"
+            self._step_aside(
+                f"{what} was given up after step {self.step}: a thread called step() while another was in "
+                "its own, and steps in several threads at once cannot be told apart.",
+                "Audit the optimizer of one thread: hu.Audit(optimizer, ...).",
+            )
+
     def _due(self, step: int) -> bool:
-        if self.trouble is not None and not self.listeners and world() == 1:
+        if self.trouble is not None and (self.mixed or not self.listeners) and world() == 1:
             return False  # nobody would hear of it; ranks that share a tensor go on together
         return step > self._skip_until and (step - 1) % self.every == 0
 
     def _rehearses(self, step: int) -> bool:
         """Whether a step is still to be rehearsed: several optimizers may share the newest."""
+        if self.mixed and world() == 1:
+            return False
         return self.rehearsing is not None and step > self.rehearsing.begun
 
     def _finish(self) -> None:
@@ -510,15 +538,15 @@ class Audit(Beginning):
         except (HalfulpError, OSError) as error:
             if isinstance(error, OSError) and error.errno is None:  # a signal's handler raised it
                 raise
-            last = "" if self._writer is None else f" It ends at step {self._writer.last_step};"
-            self.trouble = (
-                f"the trace {self.out} could not be written at step {self.step}: {error}{last} the run went "
-                "on without it."
-            )
-            tell(f"halfulp: {self.trouble}")
-            if self._writer is not None:
-                self._writer.note_trouble(self.trouble)
-            self._rows, self._losses, self._kept = [], {}, {}
+            self._step_aside(f"the trace {self.out} could not be written at step {self.step}: {error}")
+
+    def _step_aside(self, why: str, advice: str = "") -> None:
+        last = "" if self._writer is None else f" It ends at step {self._writer.last_step};"
+        self.trouble = f"{why}{last} the run went on without it.{advice and ' '}{advice}"
+        tell(f"halfulp: {self.trouble}")
+        if self._writer is not None:
+            self._writer.note_trouble(self.trouble)
+        self._rows, self._losses, self._kept = [], {}, {}
 
     def _manifest(self) -> dict[str, Any]:
         options = {

@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from halfulp.audit.endings import Termination
+from halfulp.audit.endings import Termination, wait_for_threads
 from halfulp.audit.own_evaluation import DECORATOR, OwnEvaluation
 from halfulp.audit.recorder import Audit
 from halfulp.errors import HalfulpError, UsageError
@@ -127,7 +128,8 @@ def run_script(
     """Run a script, or a module, under an audit; its exit code. A crash is shown and keeps the trace.
 
     ``own``: the function with which the script evaluates its model. A negative code is the signal by which
-    this process should end. SIGTERM ends it here, after ``farewell``.
+    this process should end. SIGTERM ends it here, after ``farewell``. A fork of this process that comes to
+    its end here says nothing of the audit.
     """
     if script is not None and not script.is_file():
         raise UsageError(f"no script at {script}.")
@@ -137,6 +139,7 @@ def run_script(
     if own is not None:
         own.audit = audit
     audit.announces = True
+    process, threads = os.getpid(), set(threading.enumerate())
     try:
         with Termination(audit, farewell), audit, Losses(audit):
             try:
@@ -147,19 +150,22 @@ def run_script(
                 if stop.code is not None and not isinstance(stop.code, int):
                     tell(str(stop.code))
             except KeyboardInterrupt:
-                tell("halfulp: interrupted; the trace keeps what was recorded.")
+                if os.getpid() == process:
+                    tell("halfulp: interrupted; the trace keeps what was recorded.")
                 code = -signal.SIGINT
             except HalfulpError:
                 raise  # the audit's own: a clear line of its own
             except Exception:
                 _show_error()
                 kept = "the trace keeps what was recorded" if audit.step else "no step was recorded"
-                tell(f"halfulp: the script failed; {kept}.")
+                if os.getpid() == process:
+                    tell(f"halfulp: the script failed; {kept}.")
                 code = 1
+            wait_for_threads(threads)
     finally:
         sys.argv, sys.path[:] = argv, path
         empty = audit.discard_if_empty()
-    if code == 0:
+    if code == 0 and os.getpid() == process:
         _say_if_nothing(module or str(script), audit, empty, left)
         if own is not None and not own.calls and not left:
             never = f"{module or script} never called {own.name}() after a step"
@@ -172,7 +178,7 @@ def save_rehearsed(audit: Audit) -> Path | None:
 
     One file a rehearsal and bound, ``as_if/e4m3@128.point.safetensors``. What cannot be written is said.
     """
-    if audit.out is None or not audit.writes or not audit.rehearsed:
+    if audit.out is None or not audit.writes or not audit.rehearsed or audit.mixed:
         return None
     folder = audit.out / "as_if"
     try:
