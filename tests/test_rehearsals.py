@@ -773,6 +773,8 @@ def test_a_buffer_that_is_replaced_inside(tmp_path: Path) -> None:
     """A module that counts its calls by ``self.calls = self.calls + 1``: the model is as it was."""
 
     class Counting(torch.nn.Linear):
+        calls: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__(4, 4)
             self.register_buffer("calls", torch.zeros(()))
