@@ -165,7 +165,7 @@ def test_a_fork_that_ends_says_nothing_of_the_audit(ending: str, trained: bool) 
 
 
 def test_an_audit_of_a_parent_is_not_stopped_by_a_fork() -> None:
-    """Neither by leaving its block, nor while another thread is in a hook."""
+    """Which leaves its block as well."""
     path = script("""
     import os, sys
     import torch
@@ -183,8 +183,7 @@ def test_an_audit_of_a_parent_is_not_stopped_by_a_fork() -> None:
     optimizer.step()
     """)
     subprocess.run([sys.executable, path], env=environment(), check=True)
-    trace = hu.Trace.open("run")
-    assert trace.last_step == 1
+    assert hu.Trace.open("run").last_step == 1
 
 
 THREAD = """
@@ -227,9 +226,8 @@ def test_threads_that_outlive_the_script(starts: str, code: int) -> None:
 
 
 def test_threads_for_which_python_does_not_wait() -> None:
-    path = script(
-        f"{THREAD}\n    train()\n    threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
-    )
+    sleeps = "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
+    path = script(f"{THREAD}\n    train()\n    {sleeps}\n")
     done = subprocess.run(
         [*AUDIT, path], capture_output=True, text=True, env=environment(), check=False, timeout=90
     )

@@ -108,7 +108,7 @@ def test_an_audit_in_memory_and_one_of_nothing() -> None:
 
 
 def test_three_threads_that_train_at_once() -> None:
-    """However they interleave: either steps were one after the other, or it is said that they were not."""
+    """However they interleave: there are too many steps for none to begin within another."""
     barrier = threading.Barrier(3)
 
     def work() -> None:
@@ -183,7 +183,7 @@ def test_a_step_that_raises_is_not_open_for_other_threads() -> None:
 
 
 def test_steps_inside_steps_and_backwards() -> None:
-    """An optimizer that steps another, a write-back, steps in hooks of backward, in two threads in turn."""
+    """An optimizer that steps another, a write-back, steps in hooks of backward; in two threads in turn."""
     inner, outer = linear(), linear(Meeting)
     outer[1].inside = lambda: train(inner)  # type: ignore[attr-defined]  # of this one
     stored = linear()
