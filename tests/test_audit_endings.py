@@ -296,7 +296,7 @@ def test_onsets_in_words(f: list[float], words: str) -> None:
     assert onset_words(crossing(f)) == words
 
 
-@pytest.mark.parametrize("code", [-1, -9, 256, 255, True])
+@pytest.mark.parametrize("code", [-1, 257])
 def test_exit_codes_are_those_of_python(code: int) -> None:
     """A negative one is no signal."""
     path = script(TRAIN + f"\nimport sys\nsys.exit({code})\n")
