@@ -143,6 +143,7 @@ def _made(optimizer: torch.optim.Optimizer) -> tuple[int, bool]:
     if isinstance(optimizer, WriteBack):
         return optimizer.steps, bool(optimizer.steps)
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    counted = [state["step"] for state in states if "step" in state]
-    numbers = [float(n) for n in counted if not isinstance(n, torch.Tensor) or n.numel() == 1]
-    return max((int(n) for n in numbers if math.isfinite(n)), default=0), bool(states)
+    counted = [state.get("step") for state in states]
+    plain = [n.item() if isinstance(n, torch.Tensor) and n.numel() == 1 else n for n in counted]
+    numbers = [int(n) for n in plain if isinstance(n, int | float) and math.isfinite(n)]
+    return max(numbers, default=0), bool(states)

@@ -289,10 +289,8 @@ class Remainder(Policy):
     def heed(self, q: torch.Tensor, state: State, grid: Grid) -> None:
         weight = q.view(torch.int32)
         master = weight + (state["remainder"].int() << (16 - self.bits))
-        sign = weight & -(2**31)
-        away = ((master & 0x7FFFFFFF) + 0x8000) & 0x7FFF0000 | master & -(2**31)  # the nearest weight
-        off = (away != weight) | (master & -(2**31) != sign) | ~torch.isfinite(master.view(torch.float32))
-        state["remainder"].masked_fill_(off, 0)
+        nearest = ((master & 0x7FFFFFFF) + 0x8000) & 0x7FFF0000 | master & -(2**31)  # ties away from zero
+        state["remainder"].masked_fill_(nearest != weight, 0)
 
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
         p.view(torch.int32).add_(state["remainder"].int() << (16 - self.bits))
