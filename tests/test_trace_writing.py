@@ -181,6 +181,7 @@ def test_the_training_goes_on(
         assert not list(folder.rglob(".*"))
         assert not audit.discard_if_empty()
         run(folder, resume=True)
+        assert "is taken for step 1." in capsys.readouterr().err or trace.last_step == 0
         assert Trace.open(folder).steps.tolist() == list(range(1, 7))
         assert Trace.open(folder).trouble is None
     assert stepped_aside > 10
