@@ -8,9 +8,8 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 .PHONY: help demo check test bench docs lint types unit quick durations wheel stranger test-lowest torture torture-long format clean
 
-# Processes that share the tests: one a core and one more, because many wait for what they start; and no more than memory has
-# room for.
-JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 8 ? 8 : cores + 1)))
+# Processes that share the tests: one a core, and no more than memory has room for.
+JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 8 ? 8 : cores)))
 # Whole files go to one process, the longest first: see tests/durations.py.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

@@ -137,8 +137,9 @@ def test_a_program_that_cannot_be_run_leaves_the_script_and_the_trace() -> None:
     assert hu.Trace.open("run").last_step == 8
 
 
-@pytest.mark.parametrize("ending", ["sys.exit(7)", "raise ValueError('no')", "sys.exit(0)"])
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    ("ending", "trained"), [("sys.exit(7)", True), ("raise ValueError('no')", True), ("sys.exit(0)", False)]
+)
 def test_a_fork_that_ends_says_nothing_of_the_audit(ending: str, trained: bool) -> None:
     """The verdict is its parent's; so is the trace, also one that has no part yet."""
     before, after = ("pass", TRAIN) if not trained else (TRAIN, "")

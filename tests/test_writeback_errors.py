@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import pickle
 from collections.abc import Callable
@@ -549,11 +550,11 @@ def test_a_failed_save_leaves_the_old_file(saved: Saved, monkeypatch: pytest.Mon
     train(model, opt, 1, start=2)
 
     def crash(*_: Any) -> None:
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "no space left")
 
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", crash)
-        with pytest.raises(hu.HalfulpError, match="no space left") as caught:
+        with pytest.raises(hu.HalfulpError, match="the disk is full") as caught:
             save(opt, path)
     assert caught.value.exit_code == 4
     assert path.read_bytes() == content
