@@ -1,6 +1,9 @@
 # Everything here works on a clean clone with Python 3.11 or newer and make: the environment
 # in .venv is made when it is needed, with the versions in constraints.txt.
 
+# Every command here imports torch, which takes twice as long where no bytecode may be kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -109,7 +109,10 @@ def test_what_cannot_be_audited_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     for args, said in (
         (["--run", sys.executable, "-c", "print(1)"], "stepped an optimizer"),
         (["--run", "no-such-command-anywhere"], "cannot run"),
-        (["--resume", "--run", "true"], "for one script"),
+        (["--resume", "--run", "true"], "--resume: for one script"),
+        (["--first-step", "5", "--run", "true"], "--first-step: for one script"),
+        (["--stop", "--alert", "95%:20", "--run", "true"], "--alert, --stop: for one script"),
+        (["--calibration", "known.json", "--run", "true"], "--calibration: for one script"),
         (["--grids", "bf17", "--run", "true"], "unknown grid"),
     ):
         found = CliRunner().invoke(app, ["audit", *args]).exception

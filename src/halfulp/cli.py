@@ -232,10 +232,14 @@ def audit(
         "scores": _scores(scores, tile) if scores else None,
     }
     if command:
-        if resume or live or rehearse or evaluate or alert:
+        alone: dict[str, Any] = {
+            "--resume": resume, "--first-step": first_step, "--live": live, "--rehearse": rehearse,
+            "--evaluate": evaluate, "--calibration": calibration, "--alert": alert, "--stop": stop,
+        }  # fmt: skip
+        if given := [name for name, value in alone.items() if value not in (None, False, "")]:
             raise UsageError(
-                "--resume, --live, --rehearse, --evaluate and --alert are for one script; with --run there "
-                "may be many processes."
+                f"{', '.join(given)}: for one script; with --run there may be many processes. Leave it out, "
+                "or audit the script itself: halfulp audit SCRIPT."
             )
         Audit(None, **options)  # what it refuses is refused here, before anything runs
         code = launch([command, *context.args], options, folder)

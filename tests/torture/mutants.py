@@ -48,6 +48,7 @@ TARGETS: dict[str, Sequence[str]] = {
         "test_scales.py",
     ),
     "halfulp.writeback.policies": (
+        "test_writeback_policies.py",
         "test_writeback_reference.py",
         "test_writeback_optimizers.py",
         "test_writeback_eco.py",

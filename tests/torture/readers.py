@@ -12,7 +12,7 @@ import io
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,19 +201,20 @@ def loads(case: str, saved: Path) -> tuple[hu.WriteBack, Callable[[Path], Any]]:
 # ---- all of them ----
 
 
+def audited(out: Path, steps: int, grids: Sequence[str], **options: Any) -> None:
+    """A trace of a short training, with an evaluation at its end."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with hu.Audit(optimizer, grids, model=net, out=out, **options) as audit:
+        train(net, optimizer, steps, audit)
+        audit.evaluate(lambda: sum(float(p.detach().sum()) for p in net.parameters()))
+
+
 def made_today(today: Path) -> None:
     """One file of each kind, written here and now."""
     make(today)
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    with hu.Audit(optimizer, GRIDS, model=net, out=today / "rehearsed", **OPTIONS) as audit:
-        train(net, optimizer, 5, audit)
-        audit.evaluate(lambda: sum(float(p.detach().sum()) for p in net.parameters()))
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    with hu.Audit(optimizer, GRIDS[:1], model=net, out=today / "small", rehearse=["e5m2"]) as audit:
-        train(net, optimizer, 3, audit)
-        audit.evaluate(lambda: sum(float(p.detach().sum()) for p in net.parameters()))
+    audited(today / "rehearsed", 5, GRIDS, **OPTIONS)
+    audited(today / "small", 3, GRIDS[:1], rehearse=["e5m2"])
     quick_identity()
     first = study_file(today, SMALL)
     run(first, today / "study", "smoke")

@@ -342,7 +342,7 @@ class Audit(Beginning):
             self.commit()
         self.mixed = True
         if self.roles is not None:
-            self.roles._open = False  # what copies do from here on belongs to no step
+            self.roles.give_up()
         if self.trouble is None:
             what = "the audit" if self.out is None else f"the trace {self.out}"
             self._step_aside(

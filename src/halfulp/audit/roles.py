@@ -225,6 +225,10 @@ class Roles:
                 audit.end(0, self._mine(tensors_of(self.also[name])))
         self._open = False
 
+    def give_up(self) -> None:
+        """What copies do from here on belongs to no step."""
+        self._open = False
+
     def _begin(self, role: str, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
         """Set tensors of a role aside."""
         mine = self._mine(named)

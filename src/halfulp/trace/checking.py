@@ -133,12 +133,8 @@ class Rows:
         for k, (a, b) in enumerate(pairwise([0, *ends.tolist()])):
             for what, found in columns.items():
                 own = [column[a:b:each] for column in found]
-                digest = b"".join((np.unique(own[0]) if what == "steps" else x).tobytes() for x in own)
-                where = str(parts[k].folder / f"{table}.parquet")
-                other, expected = self._common.setdefault((parts[k].number, what), (where, _short(digest)))
-                if _short(digest) != expected:
+                content = b"".join((np.unique(own[0]) if what == "steps" else x).tobytes() for x in own)
+                digest, where = hashlib.sha256(content).digest(), str(parts[k].folder / f"{table}.parquet")
+                other, expected = self._common.setdefault((parts[k].number, what), (where, digest))
+                if digest != expected:
                     raise CorruptionError(f"{where}: its {what} are not those of {other}.")
-
-
-def _short(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
