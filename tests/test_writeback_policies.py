@@ -106,6 +106,21 @@ def test_a_carry_of_half_a_gap_belongs_to_its_weight(sign: float) -> None:
     assert policies.too_large(half * (1 + 2**-20), q, grid).tolist() == [True] * 4
 
 
+@pytest.mark.parametrize("kind", ["remainder16", "remainder8"])
+def test_remainders_of_weights_that_were_set(kind: str) -> None:
+    """Any remainder makes a master of a weight that is not zero; of a zero, none that lies below it."""
+    policy: Any = policies.POLICIES[kind]()
+    most = 2 ** (policy.bits - 1)
+    rests = [0, 1, 100, most - 1, -1, -100, -most]
+    weights = torch.tensor([1.0, -1.0, 1.5, -3.0, 2.0**-126, 0.0, -0.0])
+    q = weights[:, None].expand(-1, len(rests)).contiguous()
+    state = policy.start(q, q, "w")
+    state["remainder"].copy_(torch.tensor(rests, dtype=torch.int16))
+    policy.heed(q, state, hu.grid("bf16"))
+    assert state["remainder"][:5].tolist() == [rests] * 5
+    assert state["remainder"][5:].tolist() == [[max(rest, 0) for rest in rests]] * 2
+
+
 def test_policies_are_values_and_one_with_a_mask_is_itself() -> None:
     """Comparing masks would be comparing tensors."""
     assert len({hu.ECO(), hu.ECO(), hu.Kahan(), hu.Kahan(torch.bfloat16)}) == 3

@@ -55,6 +55,7 @@ TARGETS: dict[str, Sequence[str]] = {
         "test_writeback_errors.py",
         "test_writeback_narrow.py",
         "test_writeback_storage.py",
+        "test_writeback_edits.py",
         "test_masks.py",
         "test_onepass.py",
     ),
