@@ -1,4 +1,5 @@
 """Audited runs to be killed: reads ``FOLDER SECONDS`` lines, forks a run, kills it then; answers each line.
+Given a folder, kills short runs there, one before each operation on the disk, and goes on with them.
 
 Every run is the same from its first step to its last; its audit goes on with the trace in the folder. Forking
 spares the imports of fifty processes. polars must not be touched before a fork (its threads do not survive
@@ -16,25 +17,31 @@ import time
 from pathlib import Path
 
 import torch
+from forks import killed
 
 import halfulp as hu
 from halfulp import kernels
 
-STEPS = 100
+STEPS, SHORT = 100, 12
 PART = 5
 GRIDS = ["bf16", "e4m3@128", "int4/g32", "mxfp4"]
 
 
-def run(folder: Path, progress: mmap.mmap | None = None) -> None:
+def run(folder: Path, progress: mmap.mmap | None = None, steps: int = STEPS) -> None:
     """Train from step 1; note every step that is over."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 70), torch.nn.Tanh(), torch.nn.Linear(70, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"scores": ("e4m3@128", 10, 40), "keep": True, "decay": True, "resume": True}
+    options = {
+        "scores": ("e4m3@128", steps // 10, steps * 4 // 10),
+        "keep": True,
+        "decay": True,
+        "resume": True,
+    }
     with hu.Audit(
         optimizer, GRIDS, model=model, out=folder, part_steps=PART, expected_never_moved=True, **options
     ) as audit:
-        for step in range(1, STEPS + 1):
+        for step in range(1, steps + 1):
             optimizer.zero_grad()
             loss = model(torch.randn(8, 12)).square().mean()
             loss.backward()
@@ -55,8 +62,23 @@ def warm_up() -> None:
     import safetensors.torch  # noqa: F401
 
 
+def every_operation(place: Path) -> None:
+    """Says of each operation that its run was killed before it, and of the last that there was none."""
+    came, number = True, 0
+    while came:
+        number += 1
+        folder = place / str(number)
+        came = killed(lambda event, folder=folder: run(folder, steps=SHORT), number)
+        if came:
+            killed(lambda event, folder=folder: run(folder, steps=SHORT), 0)  # to the end
+        print(number, int(came), flush=True)
+
+
 def main() -> None:
     warm_up()
+    if len(sys.argv) > 1:
+        every_operation(Path(sys.argv[1]))
+        return
     for line in sys.stdin:
         folder, seconds = line.split()
         progress = mmap.mmap(-1, 8)

@@ -1,7 +1,7 @@
 """SIGKILL anywhere: what goes on afterwards is, bit for bit, what was never killed.
 
-Studies and their executors, audits, and the training of every policy; at random moments, and (studies) before
-every single operation on the disk.
+Studies and their executors, audits, and the training of every policy, at random moments; studies, audits and
+checkpoints before every single operation on the disk, too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forks import killed
 from study_samples import tree
 from writeback_resume import CASES, STEPS, Run
 
 import halfulp as hu
+from halfulp.writeback import save
 from torture import Clock, Effort, Trial
 
 HERE = Path(__file__).parent.parent
@@ -189,6 +191,23 @@ def audits(effort: Effort) -> Iterator[Trial]:
     yield Trial("Kill", "an audit, at random", kills, lost, clock(), f"{complete} traces completed and equal")
 
 
+def audits_at_every_operation(effort: Effort) -> Iterator[Trial]:
+    """The last of them was not killed: it is what the others must be."""
+    from test_trace import assert_same_kept, assert_same_tables
+
+    clock, place = Clock(), effort.folder / "operations"
+    last = said("audit_kill.py", str(place)).split()[-2]
+    whole, lost = hu.Trace.open(place / last), 0
+    for number in range(1, int(last)):
+        try:
+            assert_same_tables(hu.Trace.open(place / str(number)), whole)
+            assert_same_kept(hu.Trace.open(place / str(number)), whole)
+        except (AssertionError, hu.HalfulpError) as error:
+            lost += 1
+            print(f"lost: killed before operation {number}: {error}", flush=True)
+    yield Trial("Kill", "an audit, before every operation on the disk", int(last) - 1, lost, clock())
+
+
 # ---- training ----
 
 
@@ -260,6 +279,30 @@ def policies(effort: Effort) -> Iterator[Trial]:
     yield Trial("Kill", f"training under {len(CASES)} policies and storages, at random", kills, lost, clock())
 
 
+def checkpoints(effort: Effort) -> Iterator[Trial]:
+    """Killed while one is replaced: it is the old one or the new one, whole, and the next saving works."""
+    torch.set_num_threads(1)
+    clock, kills, lost = Clock(), 0, 0
+    file = effort.folder / "state.safetensors"
+    for case in CASES:
+        run, states = Run(case), []
+        for number in range(2):
+            run.step(number)
+            save(run.opt, file)
+            states.append(file.read_bytes())
+        operation = 1
+        while True:
+            file.write_bytes(states[0])
+            if not killed(lambda event, run=run: save(run.opt, file), operation):
+                break
+            kills, operation = kills + 1, operation + 1
+            found = file.read_bytes()
+            save(run.opt, file)
+            lost += found not in states or file.read_bytes() != states[1]
+    what = f"checkpoints of {len(CASES)} policies and storages, before every operation on the disk"
+    yield Trial("Kill", what, kills, lost, clock())
+
+
 def demo(effort: Effort) -> Iterator[Trial]:
     """Killed on its way, then run again: it says what a demo says that was never killed."""
     clock, kills, rng = Clock(), effort.of(2, 10), random.Random("demo")
@@ -294,8 +337,10 @@ def demo(effort: Effort) -> Iterator[Trial]:
 def trials(effort: Effort) -> Iterator[Trial]:
     named = {
         "policies": lambda: policies(effort),
+        "checkpoints": lambda: checkpoints(effort),
         "audits": lambda: audits(effort),
-        "every operation": lambda: every_operation(effort),
+        "audits at every operation": lambda: audits_at_every_operation(effort),
+        "studies at every operation": lambda: every_operation(effort),
         "local": lambda: executors(effort, "local", effort.of(10, 100)),
         "demo": lambda: demo(effort),
     }
