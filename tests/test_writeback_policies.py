@@ -108,17 +108,19 @@ def test_a_carry_of_half_a_gap_belongs_to_its_weight(sign: float) -> None:
 
 @pytest.mark.parametrize("kind", ["remainder16", "remainder8"])
 def test_remainders_of_weights_that_were_set(kind: str) -> None:
-    """Any remainder makes a master of a weight that is not zero; of a zero, none that lies below it."""
+    """Any remainder makes a master of a weight that is not zero; of a zero, none that lies below it, and none
+    of what is no bfloat16."""
     policy: Any = policies.POLICIES[kind]()
     most = 2 ** (policy.bits - 1)
     rests = [0, 1, 100, most - 1, -1, -100, -most]
-    weights = torch.tensor([1.0, -1.0, 1.5, -3.0, 2.0**-126, 0.0, -0.0])
+    weights = torch.tensor([1.0, -1.0, 1.5, -3.0, 2.0**-126, 0.0, -0.0, 1.0 + 2.0**-20])
     q = weights[:, None].expand(-1, len(rests)).contiguous()
     state = policy.start(q, q, "w")
     state["remainder"].copy_(torch.tensor(rests, dtype=torch.int16))
     policy.heed(q, state, hu.grid("bf16"))
     assert state["remainder"][:5].tolist() == [rests] * 5
-    assert state["remainder"][5:].tolist() == [[max(rest, 0) for rest in rests]] * 2
+    assert state["remainder"][5:7].tolist() == [[max(rest, 0) for rest in rests]] * 2
+    assert not state["remainder"][7].any()
 
 
 def test_policies_are_values_and_one_with_a_mask_is_itself() -> None:
