@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
-import polars as pl
 import torch
 
 from halfulp import kernels
-from halfulp.audit import arguments, following, holdings, manifest
+from halfulp.audit import arguments, following, holdings
 from halfulp.audit.attribution import Attributed
 from halfulp.audit.batch import Batch
-from halfulp.audit.beginning import Beginning
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.ranks import rank, reduced, taking_part, world
 from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
@@ -41,31 +39,23 @@ from halfulp.audit.rows import (
     leave_phases_out,
     numbers,
     numbers_on_device,
-    tables,
 )
 from halfulp.audit.shards import Shards
 from halfulp.audit.summary import summary
 from halfulp.audit.watched import Watched
-from halfulp.canonical import LARGEST
-from halfulp.errors import HalfulpError, UsageError
+from halfulp.audit.writing import Writing
+from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.kernels.scoring import Scored, add_scores
 from halfulp.measures.groups import Rules
 from halfulp.text import tell
-from halfulp.trace import MOST_ROWS, Memory, TraceWriter
-from halfulp.trace.reading import SCHEMAS
+from halfulp.trace import Memory, TraceWriter
 from halfulp.trace.resuming import Resumed
-from halfulp.trace.schema import LOSSES, REHEARSED
 from halfulp.trace.scores import Scores
 from halfulp.writeback.optimizer import WriteBack, decoupled
 
-WRITING_SHARE = 0.01
-"""Parts are written less often than every ``part_seconds`` if that took more than this share of the time."""
-PART_ROWS = MOST_ROWS // 2
-"""A part is written when its largest table has this many rows, however few steps those are."""
 
-
-class Audit(Beginning):
+class Audit(Writing):
     """Record a reference trace (or a realized one) while training runs.
 
     ``optimizers``: one or several, or None for every optimizer in the process. ``every``: audit each n-th
@@ -447,10 +437,6 @@ class Audit(Beginning):
         if rank() == 0 and self._due(self.step):
             self.rehearsing.rows.append(Moved(step=self.step, ids=[w.id for w in moved], numbers=totals))
 
-    def _loss(self, step: int) -> float:
-        told = self._losses.get(step)
-        return sum(told) / len(told) if told else math.nan
-
     def _look_closer(
         self, w: Watched, row: torch.Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]
     ) -> None:
@@ -480,88 +466,6 @@ class Audit(Beginning):
             add_scores(scored, asked.grid, asked.tile)
         for w in seen:
             w.given = None
-
-    # ---- the trace ----
-
-    def _commit_if_due(self) -> None:
-        enough = max(self.part_seconds, self._writing / WRITING_SHARE)
-        late = time.monotonic() - self._opened > enough and world() == 1
-        each = len(self.grids) if self.rehearsing is None else max(len(self.grids), self.rehearsing.each)
-        most = min(self.part_steps, PART_ROWS // (each * max(1, len(self.watched))))
-        if late or self._unwritten >= max(1, most):
-            self.commit()
-
-    def commit(self) -> None:
-        """Write what was recorded since the last part; where tensors are sharded, all ranks call it."""
-        self._unwritten = 0
-        if self._shards is not None and self._touched > self._shards.step:
-            self._written(self._shards.save, self._touched, self._state_of)
-        self._commit_part()
-        if self._shards is not None and self._writer is not None:
-            self._written(self._shards.clear)
-
-    def _commit_part(self) -> None:
-        self._opened = time.monotonic()
-        rows, kept = self._rows, self._kept
-        losses = {row.step: self._loss(row.step) for row in rows}
-        self._rows, self._losses, self._kept = [], {}, {}
-        extra = {} if self.rehearsing is None else {REHEARSED: self.rehearsing.table()}
-        evaluated = [row[0] for row in self._evaluated]
-        if not any((rows, *evaluated)) or self._writer is None or self.trouble is not None:
-            return  # an evaluation before the first step waits for it
-        if evaluated:
-            extra[LOSSES] = pl.DataFrame(self._evaluated, schema=SCHEMAS[LOSSES], orient="row")
-            self._evaluated = []
-        state = {**self._loaded, **self.attributed.state()}  # of tensors that have not come up again, too
-        if self.rehearsing is not None:
-            state.update(self.rehearsing.state())
-        if self._shards is not None:
-            state.update(self._shards.name())
-        for w in self.watched.values():
-            state.update({} if w.sharded else self._state_of(w))
-        start = time.monotonic()
-        made, weights = tables(rows, losses, len(self.grids)), {n: torch.stack(v) for n, v in kept.items()}
-        last = rows[-1].step if rows else evaluated[-1]
-        self._written(self._writer.commit, {**made, **extra}, state, weights, last_step=last)
-        self._writing = time.monotonic() - start
-
-    def _state_of(self, w: Watched) -> dict[str, torch.Tensor]:
-        """What a resumed audit needs of a tensor: of the shard on this rank, or of all of it."""
-        return {**w.state(), **({} if self.rehearsing is None else self.rehearsing.state_of(w))}
-
-    def _written(self, write: Callable[..., None], *what: Any, **options: Any) -> None:
-        """Write to the trace; if that fails, step aside: the training is not the audit's to stop."""
-        if self.trouble is not None:
-            return
-        try:
-            write(*what, **options)
-        except (HalfulpError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is None:  # a signal's handler raised it
-                raise
-            self._step_aside(f"the trace {self.out} could not be written at step {self.step}: {error}")
-
-    def _step_aside(self, why: str, advice: str = "") -> None:
-        last = "" if self._writer is None else f" It ends at step {self._writer.last_step};"
-        self.trouble = f"{why}{last} the run went on without it.{advice and ' '}{advice}"
-        tell(f"halfulp: {self.trouble}")
-        if self._writer is not None:
-            self._writer.note_trouble(self.trouble)
-        self._rows, self._losses, self._kept = [], {}, {}
-
-    def _manifest(self) -> dict[str, Any]:
-        options = {
-            "sample": self.sample,
-            "decay": self.decay,
-            "never_moved": self.never_moved,
-            "expected_never_moved": self.expected,
-            "keep": self.keep,
-            "scores": None if self.scores is None else self.scores.told(),
-            "rehearse": None if self.rehearsing is None else self.rehearsing.asked.told(),
-            "seed": self.seed if abs(self.seed) <= LARGEST else str(self.seed),
-        }
-        if self.roles is not None:
-            options["roles"] = self.roles.told()
-        return manifest.begun(self.grids, self.every, options, self.describe)
 
 
 def _by_tensor(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
