@@ -140,6 +140,21 @@ def test_added_and_duplicated(finished: Path, tmp_path: Path) -> None:
     refused(out, "records/empty")
 
 
+def test_what_does_not_belong_to_an_open_study(finished: Path, tmp_path: Path) -> None:
+    """A file of no event's is named; a result is told as the end of a ledger that is missing."""
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    lines = (out / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    assert b'"event":"closed"' in lines[-1]
+    (out / "ledger.jsonl").write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(CorruptionError, match="it was shortened, or the run was stopped at its last step"):
+        validate(out)
+    (out / "result.json").unlink()
+    (out / "notes.txt").write_text("{}")
+    with pytest.raises(CorruptionError, match=r"notes\.txt does not belong to the study"):
+        validate(out)
+
+
 def test_links_are_not_files(finished: Path, tmp_path: Path) -> None:
     for name in names(finished):
         out = tmp_path / "out"

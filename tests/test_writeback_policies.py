@@ -88,7 +88,7 @@ def test_masters_beyond_bfloat16_are_cut_to_it(kind: str, largest: int) -> None:
     state["remainder"] += 5
     step = Step(
         name="w", grid=hu.grid("bf16").within(torch.float32), stream=hu.Stream(seed=0, name="w"), q=q,
-        z=beyond.clone(), state=state, moved=None, sums=0, decay=0.0, group={}, moments={},
+        z=beyond.clone(), state=state, moved=None, sums=0, decay=0.0, group={}, moments={}, keep_scales=False,
     )  # fmt: skip
     policy.after(step)
     masters = step.z.view(torch.int32) + (state["remainder"].int() << (16 - policy.bits))

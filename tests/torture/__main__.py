@@ -25,9 +25,11 @@ def main() -> int:
     if len(parts) > 1:  # each in a process of its own: none finds what another imported or left
         rest = [*(["--long"] if asked.long else []), "--what", asked.what, "--most", str(asked.most)]
         command = [sys.executable, "-m", "torture"]
-        return max(
-            subprocess.run([*command, "--only", part, *rest], check=False).returncode for part in parts
-        )
+        codes = {p: subprocess.run([*command, "--only", p, *rest], check=False).returncode for p in parts}
+        for part, code in codes.items():
+            if code not in (0, 1):
+                print(f"{part}: LOST: its process ended with {code}")
+        return int(any(codes.values()))
     lost = 0
     with tempfile.TemporaryDirectory(prefix="halfulp-torture-") as folder:
         for trial in importlib.import_module(f"torture.{parts[0]}").trials(

@@ -1,7 +1,8 @@
 """Mutated inputs for every reader: an error of halfulp's own or an answer, within a second and some memory.
 
 Mutants are functions of their number, so a crasher is found again; the bytes of each go to
-``tests/fixtures/crashers``, where tests/test_torture.py reads them ever after.
+``tests/fixtures/crashers``, where tests/test_torture.py reads them ever after. One that ends the process
+(a library that aborts) leaves itself and its number in the temporary folder.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def attack(reader: Reader, count: int, folder: Path) -> Trial:
         file = rng.choice(listed)
         mutant = reader.mutate(originals[file], rng)
         file.write_bytes(mutant)
+        (folder / "number").write_text(str(i))  # of the mutant that is there, should it end this process
         began = time.perf_counter()
         error = outcome(reader, target)
         took = time.perf_counter() - began

@@ -334,8 +334,8 @@ def demo(effort: Effort) -> Iterator[Trial]:
             killed += 1
         for manifest in place.rglob("manifest.json"):
             try:
-                hu.Trace.open(manifest.parent).table()
-                opened += 1
+                found = hu.Trace.open(manifest.parent)
+                opened += bool(found.parts) and len(found.table()) > 0  # or killed before its first part
             except hu.HalfulpError as error:
                 lost += 1
                 print(f"lost: {manifest.parent}: {error}", flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -16,6 +15,7 @@ from halfulp.measures.crossings import crossing
 from halfulp.measures.forecasts import pooled_rho, scalar_rho_map
 from halfulp.measures.groups import CORE
 from halfulp.study import Running
+from halfulp.trace import parquet
 
 AGAIN = "second-reference"
 """The stage in which references run once more, with the masks that they made."""
@@ -32,7 +32,7 @@ def forecast(running: Running) -> dict[str, Any]:
     grid, stage, cell = config["grid"], config.get("stage", "reference"), config["reference"]
     record = running.read(stage, cell)
     by_grid, by_group = (
-        pl.read_parquet(io.BytesIO(running.read_bytes(stage, cell, f"{name}.parquet")))
+        parquet.read(running.read_bytes(stage, cell, f"{name}.parquet"), f"{stage}/{cell}/{name}.parquet")
         for name in ("grids", "groups")
     )
     by_grid = by_grid.filter(pl.col("grid") == grid)

@@ -27,6 +27,7 @@ import polars as pl
 import torch
 
 from halfulp.errors import UsageError
+from halfulp.trace import parquet
 from halfulp.trace.reading import SCHEMAS
 from halfulp.trace.recorded import Recorded
 from halfulp.trace.schema import LOSSES, tables_of
@@ -113,7 +114,7 @@ class Memory:
         manifest = json.loads(bytes(tensors[_MANIFEST].numpy()))
         last = manifest.pop("last_step")
         tables = {n: tensors[_TABLE + n] for n in SCHEMAS if _TABLE + n in tensors}
-        part = {name: pl.read_parquet(io.BytesIO(bytes(t.numpy()))) for name, t in tables.items()}
+        part = {name: parquet.read(bytes(t.numpy()), f"the table {name}") for name, t in tables.items()}
         state = {n.removeprefix(_STATE): t.clone() for n, t in tensors.items() if n.startswith(_STATE)}
         return cls(manifest, [part] if part else [], state, last)
 

@@ -14,6 +14,7 @@ import torch
 from halfulp import files, tensors
 from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
 from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
+from halfulp.trace import parquet
 from halfulp.trace.checking import Rows
 from halfulp.trace.recorded import ARRIVED, COLUMNS, Recorded
 from halfulp.trace.schema import (
@@ -69,29 +70,30 @@ def _batches(parts: Sequence[PartDocument], name: str) -> Iterator[list[PartDocu
 
 
 def _read(parts: Sequence[PartDocument], table: str) -> tuple[list[int], pl.DataFrame]:
-    """A table of parts, one after the other, and how many of its rows are of each. Columns and numbers of
-    rows, which files state at their ends, are held against what may be before anything is read."""
+    """A table of parts, one after the other, and how many of its rows are of each. Sizes, numbers of rows and
+    columns, which files state, are held against what may be before anything is read."""
     known = SCHEMAS[table]
     before = {name: kind for name, kind in known.items() if name not in ARRIVED}  # formats 1 to 3
-    places = [part.folder / f"{table}.parquet" for part in parts]
-    found = [source(file) for file in places]
-    stated = [part.files[f"{table}.parquet"].rows for part in parts]
-    file = places[0]
-    try:
-        for file, content in zip(places, found, strict=True):
-            there = dict(_scanned([content]).collect_schema())
-            if there not in (known, before):
-                raise CorruptionError(f"{file} has columns {list(there)}, expected {list(known)}.")
-        counts = [_rows_in(_scanned([f])) if n is None else n for f, n in zip(found, stated, strict=True)]
-        whole = scan_files(found, table)
-        rows = _rows_in(whole)
-        if rows != sum(counts):
-            raise CorruptionError(f"{file} has {rows:,} rows; its part states {sum(counts):,}.")
+    name, counts, found = f"{table}.parquet", [], []
+    for part in parts:
+        file, stated = part.folder / name, part.files[name].rows
+        rows, content = parquet.rows(file), source(file)
+        if rows != (rows if stated is None else stated):
+            raise CorruptionError(f"{file} has {rows:,} rows; its part states {stated:,}.")
         if rows > MOST_ROWS:
             raise CorruptionError(f"{file} has {rows:,} rows; at most {MOST_ROWS:,} are expected there.")
-        return counts, whole.collect()
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise CorruptionError(f"{file} cannot be read: {error}.") from None
+        with parquet.refusing(file):
+            there = dict(_scanned([content]).collect_schema())
+        if there not in (known, before):
+            raise CorruptionError(f"{file} has columns {list(there)}, expected {list(known)}.")
+        counts.append(rows)
+        found.append(content)
+    first = parts[0].folder / name  # of one that is alone; of many, each is tried again
+    with parquet.refusing(first):
+        frame = scan_files(found, table).collect()
+    if len(frame) != sum(counts):
+        raise CorruptionError(f"{first} has {len(frame):,} rows; it states {sum(counts):,}.")
+    return counts, frame
 
 
 def scan_files(found: Sequence[Path | bytes], table: str) -> pl.LazyFrame:
@@ -104,10 +106,6 @@ def scan_files(found: Sequence[Path | bytes], table: str) -> pl.LazyFrame:
 def _scanned(found: Sequence[Path | bytes], **options: Any) -> pl.LazyFrame:
     """Parquet files as :func:`source` gives them; ``glob`` would read ``run1`` in the place of ``run[1]``."""
     return pl.scan_parquet(cast(list[Path], found), glob=False, **options)  # or all are bytes
-
-
-def _rows_in(table: pl.LazyFrame) -> int:
-    return int(table.select(pl.len()).collect().item())
 
 
 def source(file: Path) -> Path | bytes:

@@ -61,7 +61,7 @@ class Step:
     """The optimizer's parameter group."""
     moments: dict[str, Any]
     """The optimizer's own state of this parameter."""
-    keep_scales: bool = False
+    keep_scales: bool
     scales: torch.Tensor | None = None
     """With ``keep_scales``, what a moving grid was rounded with: packed codes need it."""
     queue: kernels.Queue = field(default_factory=list)
