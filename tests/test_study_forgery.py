@@ -570,6 +570,7 @@ def test_results_that_differ_by_rounding(tmp_path: Path) -> None:
         assert same(stated(units), moved=moved) == 0
     near = {"u": 1.0 + 1.5e-10, "v": -2.0, "w": None, "x": 1.5e-10}
     assert same(stated(near), moved=True) == 2
+    assert same(stated(units | {"x": 2.0 * validation.ROUNDING}), moved=True) == 1  # as much as may be
     assert same(stated(units, 2.0 + 1.5e-10), moved=True) == 0
     for other in (
         stated(near | {"u": 1.0 + 3e-10}),
