@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from halfulp.kernels.kept import Kept
@@ -42,6 +44,18 @@ def test_other_sources(tmp_path: Path) -> None:
         new._name(FLOAT),
         "module.function-11.py311.1.nbc",
     ]
+
+
+def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code is compiled again by the next process; nothing fails."""
+    one = kept(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(one, "_open_for_write", full)
+    one.save(FLOAT, "code")
+    assert one.load(FLOAT) is None
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:

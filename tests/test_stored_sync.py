@@ -169,6 +169,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
         hu.Sync({"w": torch.zeros(2, 2)}, "float32")
 
 
+def test_a_tensor_that_is_called_like_scales() -> None:
+    """One would stand in the place of the other."""
+    held = {"a": torch.ones(4, 32), "a.scales": torch.ones(4, 1)}
+    with pytest.raises(hu.UsageError, match=r"'a\.scales' is a tensor of its own"):
+        hu.Sync(held, "mxfp4")
+    assert set(hu.Sync(held, "e4m3").stored()) == set(held)
+
+
 def test_a_sync_that_fails_loses_nothing() -> None:
     """What it had compared already is in the next change; names that came or went are said."""
     x = {"a": torch.zeros(10), "b": torch.zeros(10)}

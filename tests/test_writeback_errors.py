@@ -56,10 +56,6 @@ def with_parameter(p: torch.nn.Parameter) -> torch.nn.Module:
     return model
 
 
-def frozen_parameter(dtype: torch.dtype) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.ones(4, 4, dtype=dtype), requires_grad=False)
-
-
 MAKING: dict[str, tuple[Callable[[], Any], str]] = {
     "a WriteBack around a WriteBack": (
         lambda: hu.WriteBack(written_back(m := Tied()), GRID, model=m),
@@ -78,16 +74,21 @@ MAKING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hu.WriteBack(adamw(Tied()), GRID, "rne", storage="packed"),
         "storage='packed'.*model=",
     ),
-    "integers": (
-        lambda: written_back(with_parameter(frozen_parameter(torch.int32)), params=["odd"]),
-        "parameter 'odd': int32 cannot hold grid values",
+    "integers": (  # which cannot be trained
+        lambda: written_back(
+            with_parameter(torch.nn.Parameter(torch.ones(4, 4, dtype=torch.int32), requires_grad=False)),
+            params=["odd"],
+        ),
+        "no parameter to write back",
     ),
     "complex numbers": (
         lambda: written_back(with_parameter(torch.nn.Parameter(torch.ones(2, 2, dtype=torch.complex64)))),
         "parameter 'odd': complex64 cannot hold grid values",
     ),
     "float8 parameters": (
-        lambda: written_back(with_parameter(frozen_parameter(torch.float8_e4m3fn)), params=["odd"]),
+        lambda: written_back(
+            with_parameter(torch.nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn))), params=["odd"]
+        ),
         "parameter 'odd': float8_e4m3fn cannot hold grid values",
     ),
     "weights that are not finite": (

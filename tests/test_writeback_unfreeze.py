@@ -150,6 +150,27 @@ def test_a_predicate_is_asked_again() -> None:
         assert opt._frozen == []
 
 
+@pytest.mark.parametrize(
+    "params", [lambda n, p: p.dim() >= 2, ["0.weight", "1.weight"]], ids=["rule", "names"]
+)
+def test_what_is_frozen_is_left_alone_however_it_is_chosen(params: Any) -> None:
+    """Until it is stepped; a name of none of the parameters is refused as before."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    opt = hu.WriteBack(
+        torch.optim.SGD(model.parameters(), lr=0.1), "e4m3@16", "rne", model=model, params=params
+    )
+    assert torch.equal(model[0].weight, before)
+    assert [slot.name for slot in opt.slots] == ["1.weight"]
+    model[0].weight.requires_grad_(True)
+    model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    assert sorted(slot.name for slot in opt.slots) == ["0.weight", "1.weight"]
+    with pytest.raises(hu.UsageError, match="params names"):
+        hu.WriteBack(torch.optim.SGD(model.parameters(), lr=0.1), "e4m3@16", "rne", model=model, params=["x"])
+
+
 def test_names_are_needed_then_too() -> None:
     """A stochastic policy without a name for the newcomer: an error before the step, not a silent float32."""
     model = Tied()

@@ -181,7 +181,7 @@ def whole_tensors(
             f"all {len(ranks)} tensors that may be taken are {taken:,} of {sum(sizes.values()):,} "
             f"coordinates, less than a share of {share!r}."
         )
-    tiles = {n: torch.full((tiles_of(size, tile),), n in chosen) for n, size in sizes.items()}
+    tiles = {n: torch.full((tiles_of(size, tile),), n in chosen, device="cpu") for n, size in sizes.items()}
     return Mask(tiles=tiles, sizes=dict(sizes), score=score, budget=MASTER_BYTES * taken, tile=tile)
 
 

@@ -234,7 +234,7 @@ def _tensor(
     also: list[Callable[[memoryview], object]],
 ) -> torch.Tensor:
     """One tensor, read into memory of its own."""
-    flat = torch.empty(math.prod(shape), dtype=dtype)
+    flat = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
     into = memoryview(flat.view(torch.uint8).numpy().data)
     _fill(file, into, path)
     for see in also:

@@ -77,7 +77,7 @@ class Attributed:
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a resumed audit needs, and what a trace tells."""
-        return {} if self.tile is None else {**self.sums, TILES: torch.tensor([self.tile])}
+        return {} if self.tile is None else {**self.sums, TILES: torch.tensor([self.tile], device="cpu")}
 
 
 class Attributing(Showing):
@@ -139,7 +139,7 @@ def by_tile(share: torch.Tensor, tile: int) -> torch.Tensor:
     [1.0, 5.0, 4.0]
     """
     flat = share.reshape(-1).cpu()
-    padded = torch.zeros(tiles_of(flat.numel(), tile) * tile, dtype=flat.dtype)
+    padded = torch.zeros(tiles_of(flat.numel(), tile) * tile, dtype=flat.dtype, device="cpu")
     padded[: flat.numel()] = flat
     return padded.view(-1, tile).sum(dim=1)
 

@@ -34,7 +34,7 @@ class Batch:
         self.shapes = [w.values().shape for w in members]
         self.layout = Layout([shape.numel() for shape in self.shapes])
         self.starts = self.layout.starts
-        self.before = torch.zeros(self.layout.total * TILE, dtype=members[0].tensor.dtype)
+        self.before = torch.zeros(self.layout.total * TILE, dtype=members[0].tensor.dtype, device="cpu")
         self.after: torch.Tensor | None = None
         """What a step made of them, side by side, for rehearsals."""
         self.moved: torch.Tensor | None = None
@@ -44,9 +44,13 @@ class Batch:
         for w, before in zip(members, self._before, strict=True):
             w.batch, w.before = self, before
         if members[0].moved is not None:
-            self.moved = torch.zeros((len(self.grids), self.before.numel() // 8), dtype=torch.uint8)
+            self.moved = torch.zeros(
+                (len(self.grids), self.before.numel() // 8), dtype=torch.uint8, device="cpu"
+            )
         if members[0].stay is not None:
-            self.stay = torch.zeros((len(self.grids), self.before.numel()), dtype=members[0].stay.dtype)
+            self.stay = torch.zeros(
+                (len(self.grids), self.before.numel()), dtype=members[0].stay.dtype, device="cpu"
+            )
         for i, w in enumerate(members):  # what they follow goes on in the batch's memory
             for what, flat, per in (("moved", self.moved, 8), ("stay", self.stay, 1)):
                 begun = getattr(w, what)

@@ -227,7 +227,7 @@ class Rehearsed:
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a resumed audit needs."""
-        made = {f"{self.watched.id}.largest": torch.tensor([self.largest], dtype=torch.float64)}
+        made = {f"{self.watched.id}.largest": torch.tensor([self.largest], dtype=torch.float64, device="cpu")}
         for j, held in enumerate(self.held):
             made.update({f"{self.watched.id}.{j}.{what}": t for what, t in held.tensors().items()})
         return made
@@ -247,7 +247,8 @@ class Together:
             for h, rule in zip(one.held, one.rules, strict=True)
         ]
         self.chosen = [
-            None if c is None else torch.zeros(batch.before.shape, dtype=torch.bool) for c in one.chosen
+            None if c is None else torch.zeros(batch.before.shape, dtype=torch.bool, device="cpu")
+            for c in one.chosen
         ]
         for m, first, numel in zip(self.members, batch.starts, sizes, strict=True):
             for j, whole in enumerate(self.held):
@@ -447,7 +448,7 @@ class Rehearsals:
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a resumed audit needs, beside what it needs of every tensor."""
-        return {STEP: torch.tensor([self.step])}
+        return {STEP: torch.tensor([self.step], device="cpu")}
 
     def state_of(self, w: Watched) -> dict[str, torch.Tensor]:
         """What a resumed audit needs of a tensor."""
@@ -493,7 +494,7 @@ def _chosen(p: Policy, w: Watched) -> torch.Tensor | None:
     if not isinstance(p, TileMaster):
         return None
     numel = w.tensor.numel()
-    tiles = torch.zeros(-(-numel // p.tile), dtype=torch.bool)
+    tiles = torch.zeros(-(-numel // p.tile), dtype=torch.bool, device="cpu")
     tiles[p.chosen(w.name, numel)] = True
     here = local(w.tensor)
     first = shard_offset(w.tensor)

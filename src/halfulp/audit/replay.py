@@ -70,7 +70,7 @@ def _kept(part: Path, kept: dict[str, torch.Tensor], name: str, at: int) -> torc
 def _fresh(x: torch.Tensor, grids: int, follow: list[str]) -> Followed:
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
     made = {
-        "moved": torch.zeros((grids, (x.numel() + 7) // 8), dtype=torch.uint8),
-        "stay": torch.ones((grids, x.numel()), dtype=work),
+        "moved": torch.zeros((grids, (x.numel() + 7) // 8), dtype=torch.uint8, device="cpu"),
+        "stay": torch.ones((grids, x.numel()), dtype=work, device="cpu"),
     }
     return {name: made[name] for name in follow}

@@ -82,7 +82,11 @@ class Shards:
     def name(self) -> State:
         """For the state of a part, from which files it goes on."""
         self.named = (self.named[1], self.step)
-        return {STEP: torch.tensor([self.step]), RANKS: torch.tensor(self.of)} if self.step else {}
+        return (
+            {STEP: torch.tensor([self.step], device="cpu"), RANKS: torch.tensor(self.of, device="cpu")}
+            if self.step
+            else {}
+        )
 
     def clear(self) -> None:
         """Remove what no part goes on from; the first rank does it for all."""

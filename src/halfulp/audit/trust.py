@@ -350,7 +350,7 @@ def _fixed(grid: GridLike) -> Grid:
 def _tensors(values: dict[str, Values]) -> list[torch.Tensor]:
     """Arrays as tensors of one shape and container."""
     made = {
-        name: x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x))
+        name: x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x), device="cpu")
         for name, x in values.items()
     }
     first, *rest = made.items()

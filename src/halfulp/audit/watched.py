@@ -110,13 +110,15 @@ class Watched:
         n, g = self.values().numel(), len(self.grids)
         work = torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
         if moved and self.moved is None:
-            bits = self._taken(saved, "moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8))
+            bits = self._taken(
+                saved, "moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8, device="cpu")
+            )
             self.moved = bits.to(self.values().device)
         if stay and self.stay is None:
-            self.stay = self._taken(saved, "stay", torch.ones((g, n), dtype=work))
+            self.stay = self._taken(saved, "stay", torch.ones((g, n), dtype=work, device="cpu"))
         if scores is not None and self.scores is None and self.tensor.dim() >= 2:
             shape = (tiles_of(n, scores), len(kernels.SCORES))
-            self.scores = self._taken(saved, "scores", torch.zeros(shape, dtype=torch.float64))
+            self.scores = self._taken(saved, "scores", torch.zeros(shape, dtype=torch.float64, device="cpu"))
 
     def _taken(self, saved: dict[str, torch.Tensor], what: str, fresh: torch.Tensor) -> torch.Tensor:
         found = saved.pop(f"{self.id}.{what}", fresh)

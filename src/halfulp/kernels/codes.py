@@ -60,7 +60,7 @@ def encode(
     if out is not None:
         same_shape(x=x, out=out)
     direct = out is not None and out.dtype == dtype and out.is_contiguous() and out.device.type == "cpu"
-    codes = out if out is not None and direct else torch.empty(shape, dtype=dtype)
+    codes = out if out is not None and direct else torch.empty(shape, dtype=dtype, device="cpu")
     args = (
         flat,
         codes.reshape(-1).numpy(),

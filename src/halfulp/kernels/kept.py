@@ -32,8 +32,9 @@ class Kept(IndexDataCacheFile):  # type: ignore[misc]  # numba has no types
         return f"{self._base}.{self._source_stamp[:16]}.{content[:24]}.nbc"
 
     def save(self, key: Any, data: Any) -> None:
+        """Keep it, if the disk has room: a run that compiles once more is slower, not wrong."""
         content = self._dump(data)
-        with self._open_for_write(self._data_path(self._name(key))) as out:
+        with suppress(OSError), self._open_for_write(self._data_path(self._name(key))) as out:
             out.write(content + hashlib.sha256(content).digest())
         for old in Path(self._cache_path).glob(f"{glob.escape(self._base)}.*nb[ci]"):
             if not old.name.startswith(f"{self._base}.{self._source_stamp[:16]}."):

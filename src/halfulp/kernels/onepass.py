@@ -242,10 +242,11 @@ def torchs_end(rule: int) -> int | None:
     otherwise; None if its arithmetic is not the one of the reference (another compiler or processor)."""
     if rule == LION:  # not torch's
         return 1
-    made = torch.Generator().manual_seed(0)
+    made = torch.Generator("cpu").manual_seed(0)
     size = 32 + 15
-    g, m, w = (torch.randn(size, generator=made) * 1e-3 for _ in range(3))
-    v = torch.rand(size, generator=made) * 1e-6
+    kind: Any = {"dtype": torch.float32, "device": "cpu"}
+    g, m, w = (torch.randn(size, generator=made, **kind) * 1e-3 for _ in range(3))
+    v = torch.rand(size, generator=made, **kind) * 1e-6
     for width in (8, 16, 4):
         if all(_equals_torch(w, g, m, v, rule, beta, width) for beta in (0.9, 0.3)):
             return width
@@ -266,7 +267,7 @@ def _equals_torch(
     if rule in (ADAMW, ADAM):
         fused = torch._fused_adam_ if rule == ADAM else torch._fused_adamw_
         fused(
-            [p], [g.clone()], [first], [second], [], [torch.tensor(float(s.t))], beta1=beta,
+            [p], [g.clone()], [first], [second], [], [w.new_tensor(s.t)], beta1=beta,
             beta2=s.betas[1], eps=s.eps, amsgrad=False, **shared,
         )  # fmt: skip
     else:

@@ -122,7 +122,7 @@ def deliver(result: Array, out: torch.Tensor) -> torch.Tensor:
 
 def destination(out: torch.Tensor) -> Array:
     """A flat array to write results for ``out`` into: its own memory where possible."""
-    return flat_of(out if writes_directly(out) else torch.empty(out.shape, dtype=out.dtype))
+    return flat_of(out if writes_directly(out) else torch.empty(out.shape, dtype=out.dtype, device="cpu"))
 
 
 def writes_directly(out: torch.Tensor) -> bool:

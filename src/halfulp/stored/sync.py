@@ -82,7 +82,7 @@ class Part:
         if self.form == "indices":
             return self.where.long()
         if self.form == "all":
-            return torch.arange(self.numel)
+            return torch.arange(self.numel, device="cpu")
         out = np.empty(self.changed, dtype=np.int64)
         counting.places(self.where.numpy(), 0, out)
         return torch.from_numpy(out)
@@ -90,7 +90,7 @@ class Part:
     @property
     def mask(self) -> torch.Tensor:
         """What changed, as a bool tensor of the tensor's shape."""
-        out = torch.zeros(self.numel, dtype=torch.bool)
+        out = torch.zeros(self.numel, dtype=torch.bool, device="cpu")
         out[self.indices] = True
         return out.reshape(self.shape)
 
@@ -168,8 +168,8 @@ class Change:
                 dtype,
                 tuple(fields.wholes("shape", tensors.MOST_DIMENSIONS)),
                 fields.take("form", "indices, mask or all", lambda v: v in ("indices", "mask", "all")),
-                held.get(f"{i}.where", torch.empty(0)),
-                held.get(f"{i}.bits", torch.empty(0)),
+                held.get(f"{i}.where", torch.empty(0, device="cpu")),
+                held.get(f"{i}.bits", torch.empty(0, device="cpu")),
                 fields.whole("crc32", 0, 2**32 - 1),
             )
             if (wrong := _unfit(part)) is not None:
@@ -240,15 +240,22 @@ class Sync:
     def stored(self) -> dict[str, torch.Tensor]:
         """What is stored now: the tensors themselves, or their codes and scales on the grid."""
         found: dict[str, torch.Tensor] = {}
-        for name, x in _named(self.held).items():
+        held = _named(self.held)
+        for name, x in held.items():
             if self.grid is None or not x.is_floating_point() or x.dim() < 2:
                 found[name] = x
                 continue
             scales = self.grid.scales(x) if self.grid.scaling is not None else None
             codes = self.grid.encode(x, scale=scales)
             found[name] = codes if codes.dtype == torch.uint8 else codes.to(torch.int16)
-            if scales is not None:
-                found[name + SCALES] = scales.float()
+            if scales is None:
+                continue
+            if name + SCALES in held:
+                raise UsageError(
+                    f"{shown(name + SCALES)!r} is a tensor of its own, and what the scales of "
+                    f"{shown(name)!r} on {self.grid.name} are called: give it another name."
+                )
+            found[name + SCALES] = scales.float()
         return found
 
     def _now(self) -> dict[str, torch.Tensor]:
@@ -293,7 +300,12 @@ class Sync:
             last = self._last[name].cpu()
             crc = zlib.crc32(tensors.raw(last))
             parts[name] = Part(
-                x.dtype, tuple(x.shape), "all", torch.empty(0, dtype=torch.uint8), last.clone(), crc
+                x.dtype,
+                tuple(x.shape),
+                "all",
+                torch.empty(0, dtype=torch.uint8, device="cpu"),
+                last.clone(),
+                crc,
             )
         return Change(0, self.number, sum(x.numel() for x in now.values()), parts)
 

@@ -50,6 +50,8 @@ class Chooser:
             raise UsageError(
                 f"params= takes names in a list, or a function of name and p, not {self.select!r}."
             )
+        if named and not callable(self.select):
+            self.select = list(self.select or ())
 
     def plan(
         self,
@@ -96,18 +98,20 @@ class Chooser:
 
     def wanted(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
         """By default matrices, and everything whose own type is the grid: a norm's gain of exactly 1 stays
-        there under an optimizer that rounds, and nothing is given up by saving it."""
+        there under an optimizer that rounds, and nothing is given up by saving it. What is frozen is not
+        stepped, and left alone until it is."""
+        if not p.requires_grad:
+            return False
         if callable(self.select):
             return bool(self.select(name, p))
         if self.select is not None:
-            self.select = list(self.select)
             return name in self.select
-        return p.requires_grad and (p.dim() >= 2 or _is_own(grid, p.dtype))
+        return p.dim() >= 2 or _is_own(grid, p.dtype)
 
     def check(self, planned: list[Slot]) -> None:
         """Refuse a choice that names what is not there, or nothing."""
         if isinstance(self.select, list):
-            missing = sorted(set(self.select) - {s.name for s in planned})
+            missing = sorted(set(self.select) - {*self.names(self.optimizer.param_groups).values()})
             if missing:
                 raise UsageError(f"params names {missing}, which the optimizer does not have.")
         if not planned:

@@ -351,7 +351,8 @@ def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, NativeWeight):
-            flat[name], flat[name + SCALE] = value.codes, torch.tensor(value.scale)
+            flat[name] = value.codes
+            flat[name + SCALE] = torch.tensor(value.scale, dtype=torch.float32, device="cpu")
         else:
             flat[name] = value
     return flat

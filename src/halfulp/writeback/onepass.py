@@ -195,7 +195,7 @@ def started(wb: WriteBack, slot: Slot) -> tuple[dict[str, Any], int]:
     state = wb.optimizer.state[slot.stepped]
     counts = isinstance(wb.optimizer, torch.optim.Adam | torch.optim.AdamW)  # the others do not
     if counts and "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     new = [key for key in KEPT[type(wb.optimizer)] if state.get(key) is None]
     for key in new:
         p = local(slot.p)
@@ -257,7 +257,7 @@ def _masters(slots: Sequence[Slot]) -> torch.Tensor | None:
     """Memory for the masters of a whole tensor, where only chosen tiles keep theirs: a tensor at a time."""
     chosen = [s for s in slots if isinstance(s.policy, policies.TileMaster)]
     sizes = [local(s.p).numel() for s in chosen]
-    return torch.empty(max(sizes)) if sizes else None
+    return torch.empty(max(sizes), dtype=torch.float32, device="cpu") if sizes else None
 
 
 def _spread(slot: Slot, job: onepass.Job) -> None:

@@ -100,7 +100,7 @@ def move(
     room: torch.Tensor | None = None
     for piece in pieces(slot.grid, shape):
         if room is None:  # the first is the largest
-            room = torch.empty(piece.stop)
+            room = torch.empty(piece.stop, dtype=torch.float32, device="cpu")
         aside = room[: piece.stop - piece.start].view(piece.shape)
         if codes is None:
             z = piece.of(slot.p.detach())
@@ -135,7 +135,7 @@ def move(
                 _keep(codes, piece, here)
                 raise
         if every != sums:
-            written.sums[(torch.arange(len(written.sums)) + tile) % sums != 0] = 0
+            written.sums[(torch.arange(len(written.sums), device="cpu") + tile) % sums != 0] = 0
         found.append(written.counts)
         totals.append(written.sums)
     all_of_it = Written(slot.p.detach(), torch.cat(found), torch.cat(totals))

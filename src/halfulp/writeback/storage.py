@@ -79,7 +79,7 @@ class Codes:
 
     grid: Grid
     shape: tuple[int, ...]
-    packed: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    packed: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     scales: torch.Tensor | None = None
 
     @property

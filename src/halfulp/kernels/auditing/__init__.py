@@ -114,7 +114,7 @@ def _read(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
     plain = type(x) in PLAIN and x.dtype == dtype and x.is_cpu
     if plain and x.layout == torch.strided and x.is_contiguous() and not x.is_neg():
         return x
-    return torch.empty(x.shape, dtype=dtype).copy_(x.detach())
+    return torch.empty(x.shape, dtype=dtype, device="cpu").copy_(x.detach())
 
 
 class Call:
