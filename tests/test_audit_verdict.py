@@ -79,6 +79,21 @@ def test_every_container_and_an_empty_tensor(dtype: torch.dtype, tmp_path: Path)
     tensors_csv(open_traces([trace]))
 
 
+def test_weights_on_the_grid_that_no_step_is_about(tmp_path: Path) -> None:
+    """A part of the model that is not used: nothing is said of it, and the rest is told."""
+    model = torch.nn.ModuleDict(
+        {"unused": torch.nn.Linear(16, 16).bfloat16(), "used": torch.nn.Linear(16, 16)}
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with hu.Audit(optimizer, ["bf16"], model=model, out=tmp_path / "run", states=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model["used"](torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+    lines = hu.verdict(hu.Trace.open(tmp_path / "run")).lines
+    assert any(line.startswith("bf16: ") and "would be lost" in line for line in lines)
+
+
 def test_names_of_full_precision(tmp_path: Path) -> None:
     """Weights that are stored on fp32 have proposals of zero that are known."""
     model = made("mlp")

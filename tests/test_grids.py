@@ -299,6 +299,7 @@ def test_scales_are_written_as_python_prints_them() -> None:
 def test_the_limits_of_tf32() -> None:
     """torch has no type of it to compare with: ten digits of float32's."""
     assert hu.grid("tf32")._fixed() == (-126, float.fromhex("0x1.ffcp127"))
+    assert hu.grid("tf32").mantissa == 10
 
 
 def test_a_scaled_grid_may_use_all_digits_of_its_container() -> None:

@@ -419,6 +419,70 @@ def test_what_cannot_be_one_pass_says_why(caplog: pytest.LogCaptureFixture) -> N
     assert "step hooks" in told[0]
 
 
+@pytest.mark.parametrize("kind", ["WriteBack", "AdamW"])
+def test_hooks_of_all_optimizers_see_the_step(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """``halfulp audit`` has such; the step is one pass all the same."""
+
+    def weights(audited: bool) -> list[torch.Tensor]:
+        model = model_of(torch.bfloat16)
+        if kind == "AdamW":
+            opt: hu.WriteBack = adamw(model, grid="bf16", policy="sr")
+        else:
+            opt = hu.WriteBack(torch.optim.AdamW(model.parameters(), fused=True), "bf16", "sr", model=model)
+        audit = hu.Audit(None, ["bf16"], model=model)
+        if audited:
+            audit.start()
+        for step in range(3):
+            give_gradients(model, step)
+            opt.step()
+        if audited:
+            audit.stop()
+            assert audit.latest["step"] == 3
+            lost = sum(row.frozen for row in opt.events.rows) / sum(p.numel() for p in model.parameters())
+            assert audit.latest["frozen"]["bf16"] == lost
+        return [p.detach() for p in model.parameters()]
+
+    with caplog.at_level(logging.WARNING, logger="halfulp"):
+        for plain, found in zip(weights(False), weights(True), strict=True):
+            assert torch.equal(plain, found)
+    assert not any("two passes" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("what", ["the loop", "the step"])
+@pytest.mark.parametrize("kind", ["WriteBack", "AdamW"])
+def test_compiled_callers(kind: str, what: str) -> None:
+    """torch.compile looks into what is called; steps in one pass are left as they are."""
+
+    def weights(compiled: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16))
+        if kind == "AdamW":
+            opt: hu.WriteBack = hu.AdamW(model.named_parameters(), lr=1e-3, grid="bf16", policy="rne")
+        else:
+            inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            opt = hu.WriteBack(inner, "bf16", "rne", model=model)
+        step: Any = opt.step
+
+        def loop(x: torch.Tensor) -> None:
+            opt.zero_grad()
+            (model(x) - x).square().mean().backward()
+            step()
+
+        train: Any = loop
+        if compiled and what == "the loop":
+            train = torch.compile(loop, backend="eager")
+        elif compiled:
+            step = torch.compile(opt.step, backend="eager")
+        made = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            train(torch.randn(8, 16, generator=made))
+        return [p.detach() for p in model.parameters()]
+
+    for plain, found in zip(weights(False), weights(True), strict=True):
+        assert torch.equal(plain, found)
+
+
 # ---- AdamW ------------------------------------------------------------------------------------------
 
 

@@ -213,7 +213,10 @@ def test_weights_of_which_none_is_finite(tmp_path: Path) -> None:
     told = json.loads(done.stdout, parse_constant=pytest.fail)
     assert told["tensors"][0]["half_from"] is None
     assert set(told["could_move_from"].values()) == {None}
-    assert "nan" not in run(str(tmp_path / "w.safetensors"), "--lr", "1e-6").stdout
+    assert (told["share"], told["failed"], done.exit_code) == (None, True, 1)
+    done = run(str(tmp_path / "w.safetensors"), "--lr", "1e-6")
+    assert "nan" not in done.stdout
+    assert "FAILED: nothing is finite" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,40 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
         hu.Sync({"w": torch.zeros(2, 2)}, "float32")
 
 
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = torch.nn.Embedding(20, 32)
+        self.head = torch.nn.Linear(32, 20, bias=False)
+        self.head.weight = self.wte.weight
+
+
+@pytest.mark.parametrize("grid", [None, "mxfp4"])
+def test_copies_that_hold_tied_weights_apart(grid: str | None, tmp_path: Path) -> None:
+    """Every name of a tensor is written; in a copy that ties them too, there is one."""
+    model = Tied()
+    sync = hu.Sync(torch.compile(model, backend="eager"), grid)
+    names = {"wte.weight": ["head.weight"]}
+    apart = {
+        other: x.clone() for name, x in sync.stored().items() for other in (name, name.replace("wte", "head"))
+    }
+    with torch.no_grad():
+        model.wte.weight.mul_(1.5)
+    change = sync.take()
+    change.save(tmp_path / "change.safetensors")
+    assert change.tied == (names if grid is None else {**names, "wte.weight.scales": ["head.weight.scales"]})
+    for found in (change, hu.Change.load(tmp_path / "change.safetensors"), sync.full()):
+        copied = {name: x.clone() for name, x in apart.items()}
+        found.apply(copied, verify=True)
+        for name, x in sync.stored().items():
+            assert torch.equal(copied[name], x)
+            assert torch.equal(copied[name.replace("wte", "head")], x)
+    if grid is None:
+        sampler = Tied()
+        sync.full().apply(sampler, verify=True)
+        assert torch.equal(sampler.head.weight, model.wte.weight)
+
+
 def test_a_tensor_that_is_called_like_scales() -> None:
     """One would stand in the place of the other."""
     held = {"a": torch.ones(4, 32), "a.scales": torch.ones(4, 1)}

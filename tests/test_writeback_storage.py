@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -241,7 +242,36 @@ class Recomputed(Tied):
         return self.down(torch.tanh(self.norm(self.up(x))))
 
 
-@pytest.mark.parametrize("kind", [Attention, Recurrent, Recomputed])
+class Listed(torch.nn.Module):
+    """Weights in containers, one in another, none of which is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(29, 24)
+        made = [torch.nn.Parameter(torch.randn(24, 24) * 0.2) for _ in range(3)]
+        self.several = torch.nn.ModuleList([torch.nn.ParameterList(made[:2])])
+        self.named = torch.nn.ParameterDict({"last": made[2]})
+        self.head = torch.nn.Linear(24, 29)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for weight in (*self.several[0], self.named["last"]):
+            hidden = torch.tanh(hidden @ weight)
+        return self.head(hidden)
+
+
+class Normed(Tied):
+    """A hook of the module itself reads its weight before its forward does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch would rather have parametrizations
+            torch.nn.utils.weight_norm(self.up)
+        torch.nn.utils.spectral_norm(self.down)
+
+
+@pytest.mark.parametrize("kind", [Attention, Recurrent, Recomputed, Listed, Normed])
 def test_modules_that_use_weights_in_other_ways(kind: type[torch.nn.Module]) -> None:
     """Losses of training and evaluation are the container's."""
     runs = []

@@ -150,8 +150,8 @@ def audit(
         "--run",
         help="Instead of a script, a command such as torchrun; every Python process under it is audited.",
     ),
-    grids: str = typer.Option(
-        "", help=f"Grids, separated by commas; default {','.join(AUDITED)}, as far as they fit the weights."
+    grids: str | None = typer.Option(
+        None, help=f"Grids, separated by commas; default {','.join(AUDITED)}, as far as they fit the weights."
     ),
     every: int = typer.Option(1, help="Audit each n-th step."),
     sample: float = typer.Option(1.0, help="Audit this share of every tensor's tiles."),
@@ -218,12 +218,12 @@ def audit(
     usual = Path("runs") / (script.stem if script is not None else module or Path(command).stem)
     folder = out if out is not None else newest_folder(usual) if resume else free_folder(usual)
     asked = Rehearse(_listed(rehearse)) if rehearse else None
-    chosen = _listed(grids) if grids else list(AUDITED)
+    chosen = list(AUDITED) if grids is None else _listed(grids)
     there = {grid(name).name for name in chosen}
     lower = dict.fromkeys(r.grid.name for r in (asked.each if asked else ()))  # bounds are those of the audit
     options: dict[str, Any] = {
         "grids": [*chosen, *(name for name in lower if name not in there)],
-        "unfit": "raise" if grids else "drop",
+        "unfit": "drop" if grids is None else "raise",
         "every": every,
         "sample": None if sample == 1.0 else sample,
         "decay": decay,

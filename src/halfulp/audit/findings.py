@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from halfulp.audit.stored_on import on_grid, policies
+from halfulp.audit.stored_on import moved_on_grid, on_grid, policies
 from halfulp.grids import grid as named
 from halfulp.measures.crossings import Crossing, crossing
 from halfulp.trace import Array, Recorded, Scope
@@ -95,7 +95,7 @@ def role_findings(trace: Recorded) -> list[tuple[str, Recorded, bool, Finding]]:
     out = []
     for role, beside in trace.roles.items():
         if beside.recorded:
-            home = on_grid(beside, beside.grids[0])
+            home = moved_on_grid(beside, beside.grids[0])
             out.append((role, beside, bool(home), finding(beside, beside.grids[0], home or "all")))
     return out
 

@@ -19,6 +19,13 @@ def on_grid(trace: Recorded, grid: str) -> list[int]:
     return [t["id"] for t in trace.tensors if same_values(t["stored"], grid, t["dtype"])]
 
 
+def moved_on_grid(trace: Recorded, grid: str) -> list[int]:
+    """Those of :func:`on_grid` that some step was about: of the others there is nothing to say."""
+    found = on_grid(trace, grid)
+    rows = trace.scan("tensors").select("tensor").unique().collect()["tensor"] if found else ()
+    return sorted(set(found).intersection(rows))
+
+
 def same_values(stored: str, grid: str, dtype: str) -> bool:
     """Whether two names (bf16, bfloat16) mean the same values in a container."""
     names = ("m52" if stored == "float64" else stored, grid)  # no grid is called like the widest container

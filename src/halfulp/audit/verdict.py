@@ -35,7 +35,7 @@ from halfulp.audit.findings import (
     lost_series,
     role_findings,
 )  # fmt: skip
-from halfulp.audit.stored_on import on_grid
+from halfulp.audit.stored_on import moved_on_grid, on_grid
 from halfulp.measures.groups import CORE
 from halfulp.text import count, plain, shown
 from halfulp.trace import Recorded, Scope
@@ -248,7 +248,7 @@ def unchanged_words(trace: Recorded) -> list[str]:
 def _grid_lines(trace: Recorded, whole: Finding) -> list[str]:
     """One grid: what happened to the weights that are stored on it, or else what would to all of them."""
     grid = whole.grid
-    home = on_grid(trace, grid)
+    home = moved_on_grid(trace, grid)
     scope: Scope = home or "all"
     cast = is_cast(trace)
     found = finding(trace, grid, home) if home and not whole.realized else whole

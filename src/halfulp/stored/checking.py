@@ -86,8 +86,9 @@ class Check:
 
     @property
     def share(self) -> float:
-        """The share of all finite weights that no such step can move."""
-        return self.stuck / max(self.weights - sum(t.nonfinite for t in self.tensors), 1)
+        """The share of all finite weights that no such step can move; NaN if none is finite."""
+        finite = self.weights - sum(t.nonfinite for t in self.tensors)
+        return self.stuck / finite if finite else math.nan
 
     def rate_for(self, share: float) -> float:
         """The learning rate from which on this share of the weights can move; NaN if none is finite."""
@@ -98,7 +99,9 @@ class Check:
         kinds = sorted({t.kind if t.grid == t.kind else f"{t.kind} as {t.grid}" for t in self.tensors})
         out = [
             f"{len(self.tensors)} tensors, {self.weights:,} weights ({', '.join(kinds)}); {self.reach.said}.",
-            f"{self.share:.2%} of the weights cannot be moved by such a step.",
+            "none of the weights is finite."
+            if math.isnan(self.share)
+            else f"{self.share:.2%} of the weights cannot be moved by such a step.",
         ]
         if self.counts.size:
             told = ", ".join(f"{s:.0%} from {self.rate_for(s):.2g}" for s in (0.1, 0.5, 0.9, 0.99))

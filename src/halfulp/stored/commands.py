@@ -43,12 +43,12 @@ def check(
         model, lr, optimizer=optimizer, betas=(pair[0], pair[1]), weight_decay=weight_decay, bound=far,
         grid=grid or None,
     )  # fmt: skip
-    failed = found.share > most
+    failed = not found.share <= most  # nor if none is finite
     if as_json:
         rates = {f"{s:g}": known(found.rate_for(s)) for s in (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)}
         told: dict[str, Any] = {
             "said": found.reach.said, "lr": lr, "bound": found.reach.bound, "weight_decay": weight_decay,
-            "weights": found.weights, "stuck": found.stuck, "share": found.share, "failed": failed,
+            "weights": found.weights, "stuck": found.stuck, "share": known(found.share), "failed": failed,
             "could_move_from": rates, "tensors": found.table(), "skipped": found.skipped,
         }  # fmt: skip
         typer.echo(json.dumps(told, indent=1, allow_nan=False))
@@ -56,7 +56,12 @@ def check(
         for line in found.lines(None if every else 12):
             typer.echo(plain(line))
         if failed:
-            typer.echo(f"FAILED: more than {most:.4g} of the weights cannot move (--fail-above).")
+            what = (
+                f"more than {most:.4g} of the weights cannot move"
+                if found.share > most
+                else "nothing is finite"
+            )
+            typer.echo(f"FAILED: {what} (--fail-above).")
     raise typer.Exit(1 if failed else 0)
 
 

@@ -20,7 +20,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,6 +105,8 @@ class Change:
     numel: int
     """Values in all tensors."""
     parts: dict[str, Part]
+    tied: dict[str, list[str]] = field(default_factory=dict)
+    """Other names of tensors that are in it: a copy may hold tied weights apart."""
 
     @property
     def changed(self) -> int:
@@ -137,7 +139,7 @@ class Change:
                  "crc32": p.crc32}
                 for n, p in self.parts.items()
             ],
-        }  # fmt: skip
+        } | ({"tied": self.tied} if self.tied else {})  # fmt: skip
         held = {f"{i}.where": p.where for i, p in enumerate(self.parts.values())}
         held |= {f"{i}.bits": p.bits for i, p in enumerate(self.parts.values())}
         return tensors.content(held, {FORMAT: "1", "change": json.dumps(told)})
@@ -175,7 +177,9 @@ class Change:
             if (wrong := _unfit(part)) is not None:
                 raise CorruptionError(f"{where}: {shown(fields.text('name'))!r} {wrong}.")
             parts[fields.text("name")] = part
-        return cls(told.whole("since"), told.whole("number", 1), told.whole("numel", 1), parts)
+        names = told.within("tied") if "tied" in told.values else None
+        tied = {} if names is None else {name: names.texts(name) for name in parts if name in names.values}
+        return cls(told.whole("since"), told.whole("number", 1), told.whole("numel", 1), parts, tied)
 
     @torch.no_grad()
     def apply(self, held: Held, *, verify: bool = False) -> None:
@@ -185,7 +189,10 @@ class Change:
         tensor is not the trainer's, as when a change was left out.
         """
         there = _named(held)
-        for name, part in self.parts.items():
+        parts = dict(self.parts)
+        for name, others in self.tied.items():
+            parts |= {other: parts[name] for other in others if other in there}
+        for name, part in parts.items():
             if name not in there:
                 raise UsageError(f"there is no {shown(name)!r} to apply a change to.")
             x = there[name]
@@ -196,7 +203,7 @@ class Change:
                 )
             if not x.is_contiguous():
                 raise UsageError(f"{shown(name)!r} is not contiguous: apply the change to a contiguous copy.")
-        for name, part in self.parts.items():
+        for name, part in parts.items():
             bits = _bits(there[name])
             if part.form == "all":
                 bits.copy_(part.bits)
@@ -290,7 +297,7 @@ class Sync:
         for name, bits in taken.items():  # not before all are compared, or what was taken could be lost
             self._last[name].copy_(bits)
         self.number += 1
-        return Change(self.number - 1, self.number, sum(x.numel() for x in now.values()), parts)
+        return self._change(self.number - 1, now, parts)
 
     def full(self) -> Change:
         """Everything as of the last sync, for a copy that begins."""
@@ -307,13 +314,23 @@ class Sync:
                 last.clone(),
                 crc,
             )
-        return Change(0, self.number, sum(x.numel() for x in now.values()), parts)
+        return self._change(0, now, parts)
+
+    def _change(self, since: int, now: dict[str, torch.Tensor], parts: dict[str, Part]) -> Change:
+        ends = ("", SCALES)
+        tied = {
+            name + end: [other + end for other in others]
+            for name, others in _tied(self.held).items()
+            for end in ends
+            if name + end in parts
+        }
+        return Change(since, self.number, sum(x.numel() for x in now.values()), parts, tied)
 
 
 def _named(held: Held) -> dict[str, torch.Tensor]:
     """The tensors that have values, by name; of tied ones the first name."""
     if isinstance(held, torch.nn.Module):
-        pairs = [*held.named_parameters(), *held.named_buffers()]
+        pairs = [(_plain(n), x) for n, x in (*held.named_parameters(), *held.named_buffers())]
     else:
         pairs = list(held.items())
     found = {name: x.detach() for name, x in pairs if x.numel()}
@@ -326,6 +343,22 @@ def _named(held: Held) -> dict[str, torch.Tensor]:
         if x.dtype not in tensors.NAMES:
             raise UsageError(f"{shown(name)!r} is {x.dtype}, which safetensors cannot hold.")
     return found
+
+
+def _plain(name: str) -> str:
+    """A name without the part that torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _tied(held: Held) -> dict[str, list[str]]:
+    """The other names of tensors that a module has under several, by the first."""
+    if not isinstance(held, torch.nn.Module):
+        return {}
+    names: dict[torch.Tensor, list[str]] = {}
+    for pairs in (held.named_parameters(remove_duplicate=False), held.named_buffers(remove_duplicate=False)):
+        for name, x in pairs:
+            names.setdefault(x, []).append(_plain(name))
+    return {first: others for first, *others in names.values() if others}
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

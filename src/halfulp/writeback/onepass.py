@@ -18,7 +18,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.optim import optimizer as torchs
 
 from halfulp.kernels import Written, onepass, tiles_of
 from halfulp.kernels.plan import plan_for
@@ -87,9 +86,8 @@ def unsuited(optimizer: torch.optim.Optimizer) -> str | None:
     patched = optimizer.__dict__.get("step")
     if patched is not None and not getattr(patched, "_wrapped_by_lr_sched", False):
         return "its step() was replaced"
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if any(own) or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks:
-        return "it has step hooks"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "it has step hooks"  # those of all optimizers see the step of the write-back
     return None
 
 

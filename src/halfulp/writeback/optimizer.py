@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 
 from halfulp import kernels
 from halfulp.errors import UsageError
@@ -281,9 +282,13 @@ class WriteBack(torch.optim.Optimizer):
 
     # ---- stepping -------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step and its write-back. A closure is evaluated at the stored weights."""
+        return self._stepping(closure)
+
+    @_disable_dynamo  # a compiled caller would look into kernels, and take one tensor's moments for another's
+    @torch.no_grad()
+    def _stepping(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         searching = isinstance(self.optimizer, torch.optim.LBFGS)  # evaluates the closure while it moves
         if closure is not None and not searching:

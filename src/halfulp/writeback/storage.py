@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,6 +113,7 @@ def shell(p: torch.Tensor) -> torch.Tensor:
 
 
 Own = dict[torch.nn.Parameter, str]
+CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict, torch.nn.ModuleList, torch.nn.ModuleDict)
 """A module's packed parameters and their names."""
 
 
@@ -155,6 +156,20 @@ class Whole:
         self.p.data = shell(self.p)
 
 
+def _owned(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+    """The parameters of a module itself. Attention reads the weight of its output projection without calling
+    it."""
+    return module.parameters(recurse=isinstance(module, torch.nn.MultiheadAttention))
+
+
+def _read(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters that a module's forward reads: its own, and those of containers without a forward."""
+    yield from _owned(module)
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            yield from _read(child)
+
+
 class Shells:
     """Keeps packed parameters of a model usable: decodes around forwards, backwards and state_dict."""
 
@@ -182,14 +197,13 @@ class Shells:
         """Hook every module that owns one of these packed parameters."""
         names = {p: name for name, p in model.named_parameters()}
         for module in model.modules():
-            # Attention reads the weight of its output projection without calling it.
-            reads_children = isinstance(module, torch.nn.MultiheadAttention)
-            own = {p: names[p] for p in module.parameters(recurse=reads_children) if p in set(packed)}
-            whole = {p: name for p, name in own.items() if isinstance(self._places[p], Whole)}
+            own = {p: names[p] for p in _owned(module) if p in set(packed)}
+            read = {p: names[p] for p in _read(module) if p in set(packed)}
+            whole = {p: name for p, name in read.items() if isinstance(self._places[p], Whole)}
             if whole:  # shards are decoded where FSDP2 gathers them
                 before, after = _Hook(self._before(whole)), _Hook(self._after(whole))
-                self._handles += [
-                    module.register_forward_pre_hook(before),
+                self._handles += [  # first of all: torch.nn.utils.weight_norm reads weights in a hook, too
+                    module.register_forward_pre_hook(before, prepend=True),
                     module.register_forward_hook(after, always_call=True),
                 ]
             if own:
