@@ -302,6 +302,26 @@ def test_the_limits_of_tf32() -> None:
     assert hu.grid("tf32").mantissa == 10
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("m7", "m7: 16 bits, 7 mantissa, normal from container's, largest container's"),
+        ("e4m3", "e4m3: 8 bits, 3 mantissa, normal from 2**-6, largest 448"),
+    ],
+)
+def test_a_grid_in_words(name: str, words: str) -> None:
+    assert str(hu.grid(name)) == words
+
+
+def test_which_scales_are_those_of_the_old_weights() -> None:
+    """Those of DQT alone; and a scale of a whole tensor has no size."""
+    scalings = {name: hu.grid(name).scaling for name in ("int3/dqt", "int4", "int4/g32", "mxfp4", "int4@50")}
+    assert [name for name, s in scalings.items() if s is not None and s.from_old] == ["int3/dqt"]
+    assert {name: s.size for name, s in scalings.items() if s is not None} == {
+        "int3/dqt": 0, "int4": 0, "int4/g32": 32, "mxfp4": 32, "int4@50": 0,
+    }  # fmt: skip
+
+
 def test_a_scaled_grid_may_use_all_digits_of_its_container() -> None:
     blocks = hu.grid("mxfp8_e4m3")
     assert replace(blocks, mantissa=7).within(torch.bfloat16).mantissa == 7

@@ -42,6 +42,8 @@ class Effort:
     only: str = ""
     most: int = 2**63
     """No trial is made more often."""
+    again: bool = False
+    """Whether what an earlier run found is to be found again."""
 
     def of(self, short: int, long: int) -> int:
         return min(long if self.long else short, self.most)

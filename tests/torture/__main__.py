@@ -20,10 +20,12 @@ def main() -> int:
     arguments.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     arguments.add_argument("--what", default="", help="only trials whose name this expression finds")
     arguments.add_argument("--most", type=int, default=2**63, help="no trial is made more often than this")
+    arguments.add_argument("--again", action="store_true", help="mutants that an earlier run noticed, too")
     asked = arguments.parse_args()
     parts = asked.only.split(",")
     if len(parts) > 1:  # each in a process of its own: none finds what another imported or left
-        rest = [*(["--long"] if asked.long else []), "--what", asked.what, "--most", str(asked.most)]
+        flags = [flag for flag, given in (("--long", asked.long), ("--again", asked.again)) if given]
+        rest = [*flags, "--what", asked.what, "--most", str(asked.most)]
         command = [sys.executable, "-m", "torture"]
         codes = {p: subprocess.run([*command, "--only", p, *rest], check=False).returncode for p in parts}
         for part, code in codes.items():
@@ -33,7 +35,7 @@ def main() -> int:
     lost = 0
     with tempfile.TemporaryDirectory(prefix="halfulp-torture-") as folder:
         for trial in importlib.import_module(f"torture.{parts[0]}").trials(
-            Effort(asked.long, Path(folder), asked.what, asked.most)
+            Effort(asked.long, Path(folder), asked.what, asked.most, asked.again)
         ):
             lost += trial.lost
             told = f"{trial.lost} LOST" if trial.lost else "nothing lost"

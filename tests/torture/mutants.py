@@ -6,12 +6,17 @@ so the compiled kernels) stays what it is, and runs the tests that should notice
 changed line, as a first run of the module as it is has found, go first, the quickest ahead; then the rest of
 the developer's loop. A mutant that passes survives. It is lost, unless ``survivors.toml`` says why it is no
 mistake: a line and a change there stand for mutants of which a person has seen that they do the same.
+
+All mutants of a module take half an hour. So the long form keeps which were noticed, beside the digest of the
+module's text (``results/mutants``), and tries the others: it can be stopped and gone on with, and a test that is
+added costs only the survivors. ``--again`` tries all; the short form keeps nothing and is always a new sample.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -31,12 +36,13 @@ from typing import Any
 
 import pytest
 
-from torture import Clock, Effort, Trial
+from torture import ROOT, Clock, Effort, Trial
 
 HERE = Path(__file__).parent.parent
 SOURCE = HERE.parent / "src"
 HANGS = 5.0  # a mutant that takes so many times as long as the module as it is does not end: noticed
 EXPLAINED = Path(__file__).parent / "survivors.toml"
+NOTICED = ROOT / "results" / "mutants"
 
 # What is mutated, and the tests that should notice, the quickest first.
 TARGETS: dict[str, Sequence[str]] = {
@@ -286,6 +292,27 @@ def explained(name: str) -> dict[tuple[str, str], str]:
     return {(row["line"], change): row["why"] for row in rows for change in row["changes"]}
 
 
+class Noticed:
+    """The mutants of a module's text that tests have noticed, by their places; kept in the long form."""
+
+    def __init__(self, name: str, source: str, effort: Effort) -> None:
+        self.file = NOTICED / f"{name}.json" if effort.long else None
+        self.digest = hashlib.sha256(source.encode()).hexdigest()
+        self.places: set[tuple[int, int]] = set()
+        if self.file is not None and self.file.is_file() and not effort.again:
+            held = json.loads(self.file.read_text())
+            if held["sha256"] == self.digest:
+                self.places = {(i, j) for i, j in held["noticed"]}
+
+    def add(self, place: tuple[int, int]) -> None:
+        self.places.add(place)
+        if self.file is not None:
+            self.file.parent.mkdir(exist_ok=True)
+            aside = self.file.with_suffix(".part")
+            aside.write_text(json.dumps({"sha256": self.digest, "noticed": sorted(self.places)}) + "\n")
+            aside.replace(self.file)
+
+
 def attack(name: str, tests: Sequence[str], effort: Effort) -> Trial:
     """All mutants of a module, or some."""
     clock, began = Clock(), time.perf_counter()
@@ -299,8 +326,8 @@ def attack(name: str, tests: Sequence[str], effort: Effort) -> Trial:
     out.with_suffix(".json").unlink()
     found = places(tree)
     chosen = random.Random(name).sample(found, min(len(found), effort.of(20, len(found))))
-    noticed = same = 0
-    survivors, known = [], explained(name)
+    noticed = same = before = 0
+    survivors, known, kept = [], explained(name), Noticed(name, source, effort)
     for number, place in enumerate(chosen, start=1):
         if number % 50 == 0:
             print(f"{name}: {number} of {len(chosen)} mutants", flush=True)
@@ -308,12 +335,15 @@ def attack(name: str, tests: Sequence[str], effort: Effort) -> Trial:
         key = mistake.key(lines)
         if key in known:
             same += 1
+        elif place in kept.places:
+            before += 1
         elif forked(name, made, tests, First(seen, mistake.line), out, limit) != 0:
             noticed += 1
+            kept.add(place)
         else:
             survivors.append(f"line {mistake.line}, {key[1]}")
             print(f"survived: {name} line {mistake.line}: {key}", flush=True)
-    note = f"{noticed} noticed, {same} no mistakes, of {len(found)} possible"
+    note = f"{noticed + before} noticed, {same} no mistakes, of {len(found)} possible"
     note += f"; survived: {'; '.join(survivors)}" if survivors else ""
     return Trial(
         "Mutants noticed", f"`{name}`", len(chosen), len(survivors), time.perf_counter() - began, note
