@@ -7,9 +7,9 @@ changed line, as a first run of the module as it is has found, go first, the qui
 the developer's loop. A mutant that passes survives. It is lost, unless ``survivors.toml`` says why it is no
 mistake: a line and a change there stand for mutants of which a person has seen that they do the same.
 
-All mutants of a module take half an hour. So the long form keeps which were noticed, beside the digest of the
-module's text (``results/mutants``), and tries the others: it can be stopped and gone on with, and a test that is
-added costs only the survivors. ``--again`` tries all; the short form keeps nothing and is always a new sample.
+All mutants of a module take half an hour. So the long form keeps which were noticed, beside the digest of
+the module's text (``results/mutants``), and tries the others: it can be stopped and gone on with, and a test
+that is added costs only the survivors. ``--again`` tries all; the short form keeps nothing.
 """
 
 from __future__ import annotations
