@@ -129,7 +129,6 @@ def run(
 @app.command()
 def status(study: str = typer.Argument(..., help=WHERE), scale: str = SCALE, out: Path | None = OUT) -> None:
     """How far a study is."""
-    from halfulp import files
     from halfulp.study import ledger
     from halfulp.study.store import Store
 
@@ -148,8 +147,7 @@ def status(study: str = typer.Argument(..., help=WHERE), scale: str = SCALE, out
         if event["event"] in ("failed", "recovered", "deviation"):
             where = f" {event['stage']}/{event['cell']}" if "cell" in event else ""
             typer.echo(f"  {event['event']}{where}: {plain(event.get('error') or event.get('reason') or '')}")
-    holder = files.holder(store.lock_file)
-    if holder:
+    if holder := store.holder:
         typer.echo(f"process {holder} is running it")
     if events.closed:
         typer.echo(f"closed sha256 {events.head}\nlabel {plain(events.closed['label'])}")
