@@ -343,6 +343,7 @@ def test_the_worker_process_refuses_it_too(tmp_path: Path) -> None:
         ("1 / 0", "ZeroDivisionError"),
         ("return 3", "a mapping, not a int"),
         ('return {"a": float("nan")}', "nan is not JSON"),
+        ('return {"a": "x" * (64 << 20)}', "at most 67,108,864 bytes of JSON, not 67,108,872. Attach"),
     ],
 )
 def test_what_a_cell_may_not_do(tmp_path: Path, quick: None, call: str, words: str) -> None:

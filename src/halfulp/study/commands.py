@@ -211,11 +211,12 @@ def recover(
     reason: str = typer.Option(..., help="Why there is no record of the cell's own."),
 ) -> None:
     """Put a record made by hand in the place of a missing one. It is marked for ever, and never promoted."""
+    from halfulp import documents, files
     from halfulp.study import recovery
 
     try:
-        outcome = canonical.parse(record.read_bytes())
-    except (OSError, ValueError) as error:
+        outcome = canonical.parse(files.read(record, documents.MOST_BYTES, follow=True))
+    except ValueError as error:
         raise CorruptionError(f"{record} cannot be read as JSON: {error}.") from None
     if not isinstance(outcome, dict):
         raise UsageError(f"{record} must hold a JSON object: what the cell would have given back.")

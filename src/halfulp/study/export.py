@@ -114,9 +114,10 @@ def check_statement(folder: Path, public_key: Path | None) -> str:
     """Check what an archive says of itself; what was found, in words."""
     store = Store(folder)
     present = store.present()
-    members = {name: files.read(folder / name) for name in sorted(present)}
     if STATEMENT not in present:
         raise CorruptionError(f"{folder / STATEMENT} is missing.")
+    most = dict.fromkeys(EXPORTED, shape.MOST_BYTES)  # the others were held against what names them
+    members = {name: files.read(folder / name, most.get(name)) for name in sorted(present)}
     stated = canonical.loads(members[STATEMENT], folder / STATEMENT)
     shape.check(stated, shape.STATEMENT, str(folder / STATEMENT))
     expected = statement(store, members)

@@ -99,7 +99,7 @@ class Store:
 
     def _read(self, path: Path, digest: str, what: str, expected: Json) -> dict[str, Json]:
         """A JSON file with a known digest, of the shape that it must have."""
-        content = files.read(path)
+        content = files.read(path, shape.MOST_BYTES)
         if canonical.sha256(content) != digest:
             raise TamperingError(f"{path} is not {what}: its SHA-256 differs.")
         value = canonical.loads(content, path)
@@ -120,10 +120,17 @@ class Store:
         path = self.attached_file(stage, cell, name)
         if name not in record["attached"]:
             raise UsageError(f"Cell {cell} of stage {stage} attached no file {name[:120]!a}.")
-        content = files.read(path)
-        if canonical.sha256(content) != record["attached"][name]["sha256"]:
+        stated = record["attached"][name]
+        content = files.read(path, stated["bytes"])
+        if canonical.sha256(content) != stated["sha256"]:
             raise TamperingError(f"{path} is not the file that was attached: its SHA-256 differs.")
         return content
+
+    def check_attached(self, stage: str, cell: str, name: str, record: Record) -> None:
+        """Hold an attached file against its record, size first; however large, it is read piece by piece."""
+        path, stated = self.attached_file(stage, cell, name), record["attached"][name]
+        if files.sha256(path, stated["bytes"]) != stated["sha256"]:
+            raise TamperingError(f"{path} is not the file that was attached: its SHA-256 differs.")
 
     def read_stage_seal(self, stage: str, digest: str) -> dict[str, Json]:
         """A stage's seal with a known digest."""
