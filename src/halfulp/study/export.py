@@ -158,16 +158,17 @@ def unpacked(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="halfulp-") as place:
         folder = Path(place) / path.stem
         folder.mkdir()
-        try:
-            with zipfile.ZipFile(path) as archive:
-                _unpack(archive, folder, path)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                raise DiskError(f"{path} cannot be unpacked in {place}: {error.strerror}.") from None
-            raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
-        except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, ArithmeticError, LookupError,
-                zlib.error, struct.error) as error:  # fmt: skip
-            raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
+        with files.opened(path, follow=True) as file:  # of a pipe, nobody knows when it begins
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    _unpack(archive, folder, path)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                    raise DiskError(f"{path} cannot be unpacked in {place}: {error.strerror}.") from None
+                raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
+            except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, ArithmeticError, LookupError,
+                    zlib.error, struct.error) as error:  # fmt: skip
+                raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
         yield folder
 
 
