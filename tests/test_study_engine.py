@@ -557,6 +557,18 @@ def test_a_second_process_is_told_and_ctrl_c_is_safe(
     assert tree(out) == tree(tmp_path / "whole")
 
 
+def test_sigterm_is_told_from_ctrl_c(tmp_path: Path) -> None:
+    """A cluster's signal does what Ctrl-C does; the exit code says which it was."""
+    out = tmp_path / "out"
+    path = study_file(tmp_path, held(tmp_path / "go"))
+    with started("run", str(path), "--out", str(out), "--workers", "1") as first:
+        wait_for(out / "work" / "checkpoints" / "outcome" / "arm-1")
+        first.send_signal(signal.SIGTERM)
+        _, error = first.communicate(timeout=60)
+    assert first.returncode == 128 + signal.SIGTERM == 143
+    assert "run again to go on" in error
+
+
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_worker(tmp_path: Path) -> None:
     path = study_file(tmp_path, SMALL.replace(SAVED, f"import time; time.sleep(60); {SAVED}"))
     out = tmp_path / "out"

@@ -282,7 +282,8 @@ def _run_cells(
             "Records that were made are kept; run again to try the cell again."
         )
     if interrupts.count:
-        raise Interrupted("Interrupted. Records that were made are kept; run again to go on.")
+        said = "Interrupted. Records that were made are kept; run again to go on."
+        raise Interrupted(said, interrupts.number)
 
 
 def _refused(answer: Message) -> HalfulpError:
