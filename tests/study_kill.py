@@ -13,9 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forks import killed
-from study_samples import quick_identity, run, study_file, tree
+from study_samples import SMALL, quick_identity, run, study_file, tree
 
+from halfulp.study import engine, ledger, loading
 from halfulp.study.executor import Inline
+
+EVIDENCE = 'evidence=(Evidence(name="first", study="small", records=("outcome/*",)),),'
+LATER = SMALL.replace("import Cell, ", "import Cell, Evidence, ").replace(
+    'name="small",', f'name="later", {EVIDENCE}'
+)
 
 
 def killed_at(operation: int, path: Path, out: Path) -> bool:
@@ -54,6 +60,25 @@ def again_and_again(path: Path, out: Path, expected: dict[str, str], every: int)
     return {"runs": runs, "same": tree(out) == expected}
 
 
+def sealing(folder: Path, out: Path, whole: Path) -> dict[str, object]:
+    """Killed at every operation of sealing; then the study, edited meanwhile, is sealed there instead."""
+    evidence = {"first": whole}
+    before = loading.load(str(study_file(folder, LATER, "later.py")))
+    edited = loading.load(str(study_file(folder, LATER + "# edited\n", "edited.py")))
+    engine.seal(edited, "small", folder / "sealed", evidence=evidence)
+    expected, differing, operation = tree(folder / "sealed"), [], 0
+    while True:
+        operation += 1
+        shutil.rmtree(out, ignore_errors=True)
+        if not killed(lambda event: engine.seal(before, "small", out, evidence=evidence), operation):
+            break
+        sealed = ledger.begun(out / "ledger.jsonl")
+        engine.seal(before if sealed else edited, "small", out, evidence=evidence)
+        if not sealed and tree(out) != expected:
+            differing.append(operation)
+    return {"operations": operation - 1, "differing": differing}
+
+
 def torn_ledger(path: Path, out: Path, whole: Path, expected: dict[str, str]) -> dict[str, object]:
     """The ledger cut inside its last lines, at every byte of them, and here and there before."""
     content = (whole / "ledger.jsonl").read_bytes()
@@ -81,6 +106,7 @@ def main(folder: Path) -> None:
         "every operation": lambda: every_operation(path, out, expected),
         "in batches": lambda: in_batches(path, out, expected),
         "again and again": lambda: again_and_again(path, out, expected, 30),
+        "sealing": lambda: sealing(folder, out, whole),
         "torn ledger": lambda: torn_ledger(path, out, whole, expected),
     }
     print(json.dumps({name: task() for name, task in tasks.items()}))

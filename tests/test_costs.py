@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import halfulp as hu
+from halfulp import documents
 from halfulp.audit import costs
 from halfulp.audit.calibration import Calibration, Pair
 from halfulp.audit.outcome import compare_traces
@@ -207,6 +208,35 @@ def test_a_calibration_that_was_changed_is_refused(folder: Path, tmp_path: Path)
     file.write_text("[]")
     with pytest.raises(CorruptionError):
         Calibration.load(file)
+    pair = whole["pairs"][-1]
+    for change, said in (
+        ({"forecast": {"lower": pair["real"] + 1}}, "expected some of lower, point, upper, upper or point"),
+        ({"forecast": {}}, "upper or point among them"),
+        ({"forecast": {"upper": pair["real"] + 1, "most": 9.0}}, r"is of \['most', 'upper'\]"),
+        ({"forecast": {"upper": pair["real"], "point": pair["real"] + 1}}, "the forecast gap is below"),
+        ({"rate": -1e-3}, "rate is -0.001, expected a finite number, not negative"),
+    ):
+        rest = {key: value for key, value in whole.items() if key != "sha256"}
+        file.write_bytes(documents.sealed({**rest, "pairs": [{**pair, **change}]}))
+        with pytest.raises(CorruptionError, match=said):
+            Calibration.load(file)
+    file.write_text(json.dumps(whole).replace('"step":', '"step": 7, "step":'))
+    with pytest.raises(CorruptionError, match="the key step is there twice"):
+        Calibration.load(file)
+
+
+def test_a_bound_without_a_gap_calibrates_nothing(folder: Path) -> None:
+    """A forecast without an upper bound is corrected by the point of a pair, if that has a gap."""
+    (reference,) = opened(folder, "reference")
+    pair = Pair(
+        spec="e4m3@128", step=120, rate=1e-3, weights=1, real=1.0, measured=1.5,
+        forecast={"point": 1.0, "upper": 2.0}, source="elsewhere",
+    )  # fmt: skip
+    made = Calibration((pair,))
+    assert made.of(reference, "e4m3@128", 120, 1.0, {"point": 1.4, "upper": None}) is None
+    found = made.of(reference, "e4m3@128", 120, 1.0, {"point": 1.4, "upper": 1.6})
+    assert found is not None
+    assert (found.bound, found.ratio) == ("upper", 0.5)
 
 
 def test_the_page_sets_forecast_and_measured_side_by_side(folder: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 import halfulp as hu
-from halfulp import demo
-from halfulp.errors import UsageError
+from halfulp import demo, files
+from halfulp.errors import DiskError, UsageError
 from halfulp.models.training import Training
 from halfulp.report.page import open_traces
 from halfulp.report.runs import arms, forecasts
@@ -94,6 +94,30 @@ def test_an_interrupt_at_once_leaves_a_sentence(tmp_path: Path, monkeypatch: pyt
     code, said = told(tmp_path / "demo")
     assert code == demo.INTERRUPTED
     assert "there is nothing to show" in said
+
+
+@pytest.mark.parametrize("step", [1, TINY.updates + 2])
+def test_a_full_disk_ends_it(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the reference and in an arm: at the first step that cannot be written, as the system's refusal."""
+    steps = [0]
+    real = Training.step
+
+    def count(training: Training) -> Any:
+        steps[0] += 1
+        return real(training)
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and steps[0] >= step:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Training, "step", count)
+    monkeypatch.setattr(files, "hook", full)
+    with pytest.raises(
+        DiskError, match=r"the demo ends at step [0-9]+, because its trace .* \(--out\)"
+    ) as raised:
+        told(tmp_path / "demo")
+    assert raised.value.exit_code == 4
+    assert steps[0] <= TINY.updates * (1 + step // TINY.updates)
 
 
 def test_the_text_is_the_same_every_time() -> None:

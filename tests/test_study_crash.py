@@ -47,6 +47,8 @@ def test_a_kill_at_every_single_operation_is_harmless(memory: Path) -> None:
     assert found["in batches"]["differing"] == []
     assert found["again and again"]["runs"] > 3
     assert found["again and again"]["same"]
+    assert found["sealing"]["operations"] > 30
+    assert found["sealing"]["differing"] == []
     assert found["torn ledger"]["cuts"] > 80
     assert found["torn ledger"]["differing"] == []
 

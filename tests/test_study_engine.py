@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from study_samples import SMALL, invoke, quick_identity, run, study_file, tree
 
-from halfulp import canonical
-from halfulp.errors import TamperingError, UsageError
+from halfulp import canonical, files
+from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
 from halfulp.study import engine, ledger, loading, recovery
 from halfulp.study import seal as seals
 from halfulp.study.executor import Opening
@@ -167,6 +167,102 @@ def test_a_folder_that_holds_something_else_is_not_used(tmp_path: Path, quick: N
     assert [p.name for p in out.iterdir()] == ["thesis.tex"]
 
 
+def everything(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+OWN = {
+    "work": {"work/thesis/main.tex": "a whole thesis"},
+    "a lock": {"work/lock": "of the back door: 4711"},
+    "a plan": {"work/sealing.json": "{'when': 'tomorrow'}"},
+    "another's plan": {"work/sealing.json": '{"notes.txt":{"bytes":1,"sha256":"x"}}', "notes.txt": "x"},
+    "evidence": {"evidence/notes.txt": "seen on Monday", "evidence/coin-smoke/seal.json": "{}"},
+    "a study file": {"study.py": "print('mine')\n"},
+    "a protocol": {"protocol.json": "{}"},
+    "a seal": {"seal.json": "{}"},
+    "half a ledger": {"ledger.jsonl": '{"at":"noon"'},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("study", ["file", "two-layer"])
+def test_nothing_of_somebody_elses_is_touched(tmp_path: Path, quick: None, name: str, study: str) -> None:
+    """Files with the very names that a study gives its own, in a folder in which none was sealed."""
+    out = tmp_path / "out"
+    for path, text in OWN[name].items():
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        (out / path).write_text(text)
+    before = everything(out)
+    source = loading.load(str(study_file(tmp_path)) if study == "file" else study)
+    for attempt in (engine.seal, engine.run):
+        with pytest.raises(UsageError, match=r"holds no study, but .*Nothing was touched"):
+            attempt(source, "small" if study == "file" else "smoke", out)
+        assert everything(out) == before
+
+
+def test_a_ledger_of_somebody_elses_is_not_cut(tmp_path: Path, quick: None) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "ledger.jsonl").write_text("one\ntwo, and no end")
+    with pytest.raises(CorruptionError, match="line 1, is damaged"):
+        run(study_file(tmp_path), out)
+    assert everything(out) == {"ledger.jsonl": b"one\ntwo, and no end"}
+
+
+def test_what_is_put_into_an_interrupted_sealing_stays(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own files are known by their digests: one that was edited is no longer its own."""
+    path, out = study_file(tmp_path), tmp_path / "out"
+
+    def full(operation: str, where: Path) -> None:
+        if where.name == "ledger.jsonl":
+            raise OSError(28, "full")
+
+    monkeypatch.setattr(files, "hook", full)
+    with pytest.raises(DiskError):
+        run(path, out)
+    monkeypatch.setattr(files, "hook", files._nothing)
+    assert sorted(p.name for p in out.iterdir()) == ["protocol.json", "seal.json", "study.py", "work"]
+    for name in ("study.py", "evidence/notes.txt", "work/notes.txt", "notes.txt"):
+        kept = everything(out)
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+        with pytest.raises(UsageError, match=f"holds no study, but {name}"):
+            run(path, out)
+        assert (out / name).read_text() == "mine"
+        (out / name).unlink()
+        if name in kept:
+            (out / name).write_bytes(kept[name])
+        if name.startswith("evidence/"):
+            (out / "evidence").rmdir()
+    assert run(path, out)["label"] == "close"
+
+
+def test_what_is_put_into_a_study_stays(tmp_path: Path, quick: None) -> None:
+    """While it is open, and when it is closed: the run refuses, and removes nothing but its own."""
+    path, out = study_file(tmp_path), tmp_path / "out"
+    source = loading.load(str(path))
+    engine.seal(source, "small", out)
+    own = ("work/thesis/main.tex", "records/notes.txt", "attached/outcome/notes/a.txt", "seals/notes.txt")
+    for closed in (False, True):
+        for name in own:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text("mine")
+            with pytest.raises(CorruptionError, match=f"{name} does not belong to the study"):
+                run(path, out)
+            assert (out / name).read_text() == "mine"
+            (out / name).unlink()
+            for folder in (out / name).parents:
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+        if not closed:
+            (out / "records/outcome").mkdir(parents=True)
+            (out / "records/outcome/arm-1.json").write_text("half")  # this is what an interrupted run leaves
+        run(path, out)
+        assert not (out / "work").exists()
+
+
 def test_two_runs_leave_the_same_bytes(tmp_path: Path, quick: None) -> None:
     path = study_file(tmp_path)
     first = run(path, tmp_path / "a")
@@ -247,6 +343,7 @@ def test_the_worker_process_refuses_it_too(tmp_path: Path) -> None:
         ("1 / 0", "ZeroDivisionError"),
         ("return 3", "a mapping, not a int"),
         ('return {"a": float("nan")}', "nan is not JSON"),
+        ('return {"a": "x" * (64 << 20)}', "at most 67,108,864 bytes of JSON, not 67,108,872. Attach"),
     ],
 )
 def test_what_a_cell_may_not_do(tmp_path: Path, quick: None, call: str, words: str) -> None:
@@ -458,6 +555,18 @@ def test_a_second_process_is_told_and_ctrl_c_is_safe(
     assert invoke(capsys, "study", "run", str(path), "--out", str(out), "--workers", "1")[0] == 0
     run(path, tmp_path / "whole")
     assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_sigterm_is_told_from_ctrl_c(tmp_path: Path) -> None:
+    """A cluster's signal does what Ctrl-C does; the exit code says which it was."""
+    out = tmp_path / "out"
+    path = study_file(tmp_path, held(tmp_path / "go"))
+    with started("run", str(path), "--out", str(out), "--workers", "1") as first:
+        wait_for(out / "work" / "checkpoints" / "outcome" / "arm-1")
+        first.send_signal(signal.SIGTERM)
+        _, error = first.communicate(timeout=60)
+    assert first.returncode == 128 + signal.SIGTERM == 143
+    assert "run again to go on" in error
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_worker(tmp_path: Path) -> None:

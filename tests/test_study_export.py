@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
+import signal
 import stat
 import subprocess
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -193,6 +196,39 @@ def test_what_is_no_archive_is_said_to_be_damaged(
         code, _, error = invoke(capsys, "study", "validate", str(tmp_path / "b.zip"))
         assert code == 3
         assert error
+
+
+@pytest.fixture
+def at_most_a_minute() -> Iterator[None]:
+    """An error in the place of waiting for ever."""
+
+    def ring(number: int, frame: object) -> None:
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.usefixtures("at_most_a_minute")
+def test_a_pipe_is_no_archive_and_no_lock(
+    closed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody writes to it, so that whoever opens it as a file waits for ever."""
+    pipe, target = str(tmp_path / "a.zip"), str(tmp_path / "b.zip")
+    os.mkfifo(pipe)
+    for arguments in (("validate", pipe), ("report", pipe), ("export", pipe, target)):
+        code, _, error = invoke(capsys, "study", *arguments)
+        assert (code, "a.zip is not a plain file" in error) == (3, True)
+    code, _, error = invoke(capsys, "study", "validate", target)
+    assert (code, "b.zip is missing" in error) == (3, True)
+    (closed / "work").mkdir()
+    os.mkfifo(closed / "work/lock")
+    assert invoke(capsys, "study", "validate", str(closed))[0] == 0
+    assert invoke(capsys, "study", "status", str(closed))[0] == 0
 
 
 # ---- signatures ----

@@ -345,6 +345,30 @@ def test_files_that_cannot_be_read(out: Path, name: str, monkeypatch: pytest.Mon
         validate(out)
 
 
+def test_files_far_too_large_are_not_read(out: Path, tmp_path: Path) -> None:
+    """4 TiB of nothing in the place of any file, those of an archive and of an analysis among them."""
+    from test_study_export import LATE
+
+    export.export(out, tmp_path / "a.zip")
+    analysis = tmp_path / "analysis"
+    retrospective.retrospect(out, LATE.encode(), "late.py", analysis)
+    with export.unpacked(tmp_path / "a.zip") as folder:
+        looks: list[tuple[Path, Callable[[], object]]] = [
+            (folder, lambda: validate(folder)),
+            (folder, lambda: validate(folder, code=False)),
+            (analysis, lambda: retrospective.check(analysis, out)),
+        ]
+        for place, look in looks:
+            look()
+            for path in sorted(p for p in place.rglob("*") if p.is_file()):
+                content = path.read_bytes()
+                os.truncate(path, 1 << 42)
+                with pytest.raises(CorruptionError, match="bytes"):
+                    look()
+                path.write_bytes(content)
+            look()
+
+
 def test_a_full_disk_in_report_and_export(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

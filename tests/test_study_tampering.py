@@ -165,12 +165,25 @@ def test_links_are_not_files(finished: Path, tmp_path: Path) -> None:
         shutil.rmtree(out)
 
 
-def test_what_lies_in_work_is_ignored(finished: Path, tmp_path: Path) -> None:
+def test_what_lies_in_work_of_a_closed_study(finished: Path, tmp_path: Path) -> None:
+    """A run that was killed as it closed leaves what the engine puts there; anything else is named."""
     out = tmp_path / "out"
     shutil.copytree(finished, out)
-    (out / "work").mkdir()
-    (out / "work" / "anything").write_text("x")
+    ours = ("lock", "stop", "sealing.json", ".part-12-3", "logs/worker-12-0.log", "checkpoints/outcome/arm-1")
+    for name in ours:
+        (out / "work" / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / "work" / name).write_text("1")
+    (out / "work/checkpoints/forecast").mkdir()
     assert validate(out).exit_code == 0
+    for name in ("anything", ".part-x", "logs/a.log", "checkpoints/outcome/arm-9", "checkpoints/arm-1"):
+        (out / "work" / name).write_text("x")
+        refused(out, f"work/{name}")
+        (out / "work" / name).unlink()
+    (out / "work/empty").mkdir()
+    refused(out, "work/empty")
+    (out / "work/empty").rmdir()
+    assert run(study_file(tmp_path), out, "smoke")["label"] == "close"
+    assert not (out / "work").exists()
 
 
 # ---- forgeries: the chain itself is made anew ----
@@ -249,6 +262,8 @@ def test_a_result_that_does_not_follow_from_the_records(finished: Path, tmp_path
         result | {"estimands": {"error": result["estimands"]["error"] | {"arm-1": 0.01}}},
         result | {"gates": [result["gates"][0] | {"passed": False}]},
         result | {"scientific_result": True},
+        result | {"estimands": result["estimands"] | {"accuracy": {"all": 0.99}}},
+        result | {"estimands": {"errors": result["estimands"]["error"]}},
     ):
         content = canonical.dumps(forged)
         store.result_file.write_bytes(content)
@@ -261,6 +276,9 @@ def test_a_result_that_does_not_follow_from_the_records(finished: Path, tmp_path
         rechained(out, told)
         with pytest.raises(TamperingError, match="does not follow from the records"):
             validate(out)
+        if set(forged["estimands"]) != {"error"}:
+            with pytest.raises(TamperingError, match="its estimands are not those of the protocol"):
+                validate(out, code=False)
 
 
 def test_a_hand_made_record_passed_off_as_run(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from rich.table import Table
 
 from halfulp.audit.costs import WHAT, between, nats
 from halfulp.audit.recorder import Audit
-from halfulp.errors import UsageError
+from halfulp.errors import DiskError, UsageError
 from halfulp.models.decoder import Decoder, DecoderConfig
 from halfulp.models.training import Recipe, Schedule, Training, adamw
 from halfulp.report import costs, words
@@ -124,6 +124,15 @@ def _screen() -> bool:
     return graphical and sys.stdout.isatty()
 
 
+def _check_written(audit: Audit) -> None:
+    """End where a trace could not be written: a training goes on without one, a demo is nothing else."""
+    if audit.trouble is not None:
+        raise DiskError(
+            f"the demo ends at step {audit.step}, because its trace {audit.out} could not be written (see "
+            "above). Free some room, or choose another folder (--out); then run it again."
+        )
+
+
 class Story:
     """One telling: the reference, its forecast, the arms, the verdict."""
 
@@ -176,8 +185,10 @@ class Story:
                 loss = training.step()
                 audit.log(loss, step=training.update)
                 self.progress.update(whole, advance=1, description=f"{name}: loss {float(loss):.3f}")
+                _check_written(audit)
                 if training.update % max(1, self.size.updates // EVALUATIONS) == 0 or training.done:
                     audit.evaluate(training.evaluate)
+        _check_written(audit)
         if not self.console.is_terminal:
             self._say(f"{name}: {self.size.updates} steps in {time.monotonic() - begun:.0f} s")
 

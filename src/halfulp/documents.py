@@ -11,6 +11,7 @@ reader of manifests, parts, masks and checkpoints goes through it, also where an
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,25 @@ def parsed(content: bytes | str, where: str | Path, what: str, *, exact: bool = 
     if not isinstance(found, dict):
         raise CorruptionError(f"{where} is not {what}: it is no JSON object.")
     return found
+
+
+def check_keys(content: bytes | str, where: str | Path) -> None:
+    """Refuse JSON with a key twice in one object: of the two, readers take one, and a digest holds for it.
+
+    >>> check_keys('{"a": 1, "b": {"a": 2}}', "a.json")
+    >>> check_keys('{"a": 1, "a": 2}', "a.json")
+    Traceback (most recent call last):
+    ...
+    halfulp.errors.CorruptionError: a.json is damaged: the key a is there twice.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> None:
+        keys = [key for key, _ in pairs]
+        twice = [key for key, times in Counter(keys).items() if times > 1]
+        if twice:
+            raise CorruptionError(f"{where} is damaged: the key {shown(twice[0])} is there twice.")
+
+    json.loads(content, object_pairs_hook=once)
 
 
 def check_digest(document: Mapping[str, Any], where: str | Path) -> None:

@@ -22,7 +22,7 @@ import polars as pl
 
 from halfulp import documents, files
 from halfulp.audit.stored_on import is_of, policies
-from halfulp.documents import Fields, check_digest, parsed
+from halfulp.documents import Fields, check_digest, check_keys, parsed
 from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.text import shown
 from halfulp.trace import Recorded
@@ -55,6 +55,11 @@ class Pair:
 
     def gap(self, bound: str) -> float:
         return self.forecast[bound] - self.real
+
+    @property
+    def usable(self) -> list[str]:
+        """The bounds whose gap a ratio can be taken of, the best first."""
+        return [b for b in ("upper", "point") if b in self.forecast and self.gap(b) >= SMALLEST_GAP]
 
     def ratio(self, bound: str) -> float:
         """What a forecast gap is to be multiplied by."""
@@ -137,9 +142,9 @@ class Calibration:
     def load(cls, path: str | Path) -> Calibration:
         """What :meth:`save` wrote; anything else is refused."""
         where = Path(path)
-        found = parsed(
-            files.read(where, documents.MOST_BYTES, follow=True), where, "a calibration of halfulp's"
-        )
+        content = files.read(where, documents.MOST_BYTES, follow=True)
+        found = parsed(content, where, "a calibration of halfulp's")
+        check_keys(content, where)
         fields = Fields(found, str(where))
         fields.take("kind", repr(KIND), lambda v: v == KIND)
         if found.get("format") != FORMAT:
@@ -164,9 +169,7 @@ class Calibration:
         if not fitting:
             return None
         pair = min(fitting, key=lambda p: (_apart(p.rate, peak) + _apart(p.step, step), p.step))
-        bound = next(
-            (b for b in ("upper", "point") if b in pair.forecast and forecast.get(b) is not None), None
-        )
+        bound = next((b for b in pair.usable if forecast.get(b) is not None), None)
         if bound is None:
             return None
         warnings = []
@@ -309,12 +312,15 @@ def _read(found: Fields) -> Pair:
         return float(fields.take(key, "a finite number", finite))
 
     bounds = found.within("forecast")
-    if not bounds.values or not set(bounds.values) <= set(BOUNDS):
-        raise CorruptionError(f"{bounds.where} is of {sorted(bounds.values)}, expected some of {BOUNDS}.")
+    if not {"upper", "point"} & set(bounds.values) or not set(bounds.values) <= set(BOUNDS):
+        raise CorruptionError(
+            f"{bounds.where} is of {shown(str(sorted(bounds.values)))}, expected some of "
+            f"{', '.join(BOUNDS)}, upper or point among them. Make it again (halfulp calibrate)."
+        )
     made = Pair(
         spec=found.text("rehearsal", 1000),
         step=found.whole("step", 1),
-        rate=number(found, "rate"),
+        rate=float(found.take("rate", "a finite number, not negative", lambda v: finite(v) and v >= 0)),
         weights=found.whole("weights", 1),
         real=number(found, "real"),
         measured=number(found, "measured"),

@@ -129,7 +129,6 @@ def run(
 @app.command()
 def status(study: str = typer.Argument(..., help=WHERE), scale: str = SCALE, out: Path | None = OUT) -> None:
     """How far a study is."""
-    from halfulp import files
     from halfulp.study import ledger
     from halfulp.study.store import Store
 
@@ -148,8 +147,7 @@ def status(study: str = typer.Argument(..., help=WHERE), scale: str = SCALE, out
         if event["event"] in ("failed", "recovered", "deviation"):
             where = f" {event['stage']}/{event['cell']}" if "cell" in event else ""
             typer.echo(f"  {event['event']}{where}: {plain(event.get('error') or event.get('reason') or '')}")
-    holder = files.holder(store.lock_file)
-    if holder:
+    if holder := store.holder:
         typer.echo(f"process {holder} is running it")
     if events.closed:
         typer.echo(f"closed sha256 {events.head}\nlabel {plain(events.closed['label'])}")
@@ -213,11 +211,12 @@ def recover(
     reason: str = typer.Option(..., help="Why there is no record of the cell's own."),
 ) -> None:
     """Put a record made by hand in the place of a missing one. It is marked for ever, and never promoted."""
+    from halfulp import documents, files
     from halfulp.study import recovery
 
     try:
-        outcome = canonical.parse(record.read_bytes())
-    except (OSError, ValueError) as error:
+        outcome = canonical.parse(files.read(record, documents.MOST_BYTES, follow=True))
+    except ValueError as error:
         raise CorruptionError(f"{record} cannot be read as JSON: {error}.") from None
     if not isinstance(outcome, dict):
         raise UsageError(f"{record} must hold a JSON object: what the cell would have given back.")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError, DiskError, HalfulpError, TamperingError, UsageError
-from halfulp.study import ledger
+from halfulp.study import ledger, sealing
 from halfulp.study import seal as seals
 from halfulp.study.declaration import Protocol, SealedStage
 from halfulp.study.evidence import gather
@@ -68,8 +68,7 @@ class OpenStudy:
 
 def seal(source: Source, scale: str, out: Path, *, evidence: Mapping[str, Path] | None = None) -> str:
     """Seal a study in a folder, or find it sealed there as it is now; gives the seal's digest."""
-    _check_free(Store(out))
-    with files.lock(Store(out).lock_file):
+    with sealing.taken(Store(out)):
         return _open(source, scale, out, "", evidence or {}).ledger.seal
 
 
@@ -86,29 +85,19 @@ def run(
 ) -> dict[str, Json]:
     """Run a study to its end, from wherever it is; gives its result."""
     progress = progress or Quiet()
-    _check_free(Store(out))
-    with files.lock(Store(out).lock_file):
+    with sealing.taken(Store(out)):
         study = _open(source, scale, out, deviation, evidence or {})
         if study.ledger.closed is None:
             progress.sealed(study.ledger.seal, study.protocol)
             _run_stages(study, executor, workers, progress)
             _close(study)
         result = study.store.read_result(study.ledger)
+        _check_work(study)
         files.remove_tree(study.store.work)
         return result
 
 
 # ---- opening ----------------------------------------------------------------------------------------
-
-
-def _check_free(store: Store) -> None:
-    """Leave a folder alone that holds something else than a study or one that was being sealed."""
-    begun = {"protocol.json", "seal.json", "study.py", "ledger.jsonl"}
-    present = store.present() if store.folder.is_dir() else set()
-    foreign = sorted(name for name in present - begun if not name.startswith("evidence/"))
-    whole = store.ledger_file.is_file() and b"\n" in files.read(store.ledger_file)[:4096]
-    if foreign and not whole:
-        raise UsageError(f"{store.folder} holds no study, but {foreign[0]}. Choose another folder (--out).")
 
 
 def _open(source: Source, scale: str, out: Path, deviation: str, given: Mapping[str, Path]) -> OpenStudy:
@@ -137,17 +126,14 @@ def _seal(
 ) -> OpenStudy:
     evidence, copies = gather(protocol.evidence, given)
     now = seals.make(source, protocol, evidence)
-    files.remove_tree(store.folder / "evidence")  # of a sealing that was interrupted
-    if copies:
-        files.put_all([(store.folder / "evidence" / name, copies[name]) for name in copies], store.work)
-    if source.content is not None:
-        files.put(store.study_file, source.content, store.work)
-    elif store.study_file.exists():
-        files.remove(store.study_file)
-    files.put(store.protocol_file, protocol.bytes, store.work)
     content = canonical.dumps(now)
-    files.put(store.seal_file, content, store.work)
+    made = {f"evidence/{name}": copy for name, copy in copies.items()}
+    made |= {} if source.content is None else {store.study_file.name: source.content}
+    made |= {store.protocol_file.name: protocol.bytes, store.seal_file.name: content}
+    sealing.begin(store, made)
+    files.put_all([(store.folder / name, made[name]) for name in made], store.work)
     events.append({"event": "sealed", "seal": canonical.sha256(content), "process": ledger.process()})
+    files.remove(store.plan_file)
     return OpenStudy(source, store, events, now, protocol, Binding.of(protocol, now))
 
 
@@ -173,19 +159,29 @@ def _deviate(study: OpenStudy, changed: dict[str, list[str]], code: str, reason:
 def _check_files(study: OpenStudy) -> None:
     """What the ledger names must be there, unharmed; a record that it does not name is not a record."""
     store, events = study.store, study.ledger
+    _check_work(study)
     expected = open_study(store.folder).files
     present = store.present()
     missing = sorted(expected - present)
     if missing:
         raise CorruptionError(f"{store.folder / missing[0]} is missing, but the ledger names it.")
     for name in sorted(present - expected - set(EXPORTED)):
-        unnamed = name == "result.json" or name.startswith(("records/", "attached/", "seals/"))
-        if unnamed and events.closed is None:
+        if events.closed is None and store.is_unfinished(name, study.protocol):
             files.remove_any(store.folder / name)
         else:
-            raise CorruptionError(
-                f"{store.folder / name} does not belong to the study. Remove it, then run again."
-            )
+            raise _strange(store, name)
+
+
+def _check_work(study: OpenStudy) -> None:
+    """What the study did not put in ``work`` is not removed with it when the study is closed."""
+    for name in study.store.strange_work(study.protocol):
+        raise _strange(study.store, name)
+
+
+def _strange(store: Store, name: str) -> CorruptionError:
+    return CorruptionError(
+        f"{store.folder / name} does not belong to the study. Move it away, then run again."
+    )
 
 
 # ---- running ----------------------------------------------------------------------------------------
@@ -286,7 +282,8 @@ def _run_cells(
             "Records that were made are kept; run again to try the cell again."
         )
     if interrupts.count:
-        raise Interrupted("Interrupted. Records that were made are kept; run again to go on.")
+        said = "Interrupted. Records that were made are kept; run again to go on."
+        raise Interrupted(said, interrupts.number)
 
 
 def _refused(answer: Message) -> HalfulpError:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from halfulp import canonical, files
+from halfulp import files
 from halfulp.errors import TamperingError, UsageError
 from halfulp.study import ledger
 from halfulp.study.order import check_order
@@ -155,9 +155,6 @@ def opened(folder: Path, declared: Declared, identity: Identity) -> Used:
             f"{where} is not the evidence that was sealed: it closed with {used.digest}, not "
             f"{identity['closed']}."
         )
-    for stage, cell, name in used.files:
-        content = used.attached(stage, cell, name)
-        stated = used.records[stage, cell]["attached"][name]
-        if stated != {"bytes": len(content), "sha256": canonical.sha256(content)}:
-            raise TamperingError(f"{used.store.record_file(stage, cell)} does not state the size of {name}.")
+    for stage, cell, name in sorted(used.files):
+        used.store.check_attached(stage, cell, name, used.records[stage, cell])
     return used

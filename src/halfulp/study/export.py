@@ -114,9 +114,10 @@ def check_statement(folder: Path, public_key: Path | None) -> str:
     """Check what an archive says of itself; what was found, in words."""
     store = Store(folder)
     present = store.present()
-    members = {name: files.read(folder / name) for name in sorted(present)}
     if STATEMENT not in present:
         raise CorruptionError(f"{folder / STATEMENT} is missing.")
+    most = dict.fromkeys(EXPORTED, shape.MOST_BYTES)  # the others were held against what names them
+    members = {name: files.read(folder / name, most.get(name)) for name in sorted(present)}
     stated = canonical.loads(members[STATEMENT], folder / STATEMENT)
     shape.check(stated, shape.STATEMENT, str(folder / STATEMENT))
     expected = statement(store, members)
@@ -157,16 +158,17 @@ def unpacked(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="halfulp-") as place:
         folder = Path(place) / path.stem
         folder.mkdir()
-        try:
-            with zipfile.ZipFile(path) as archive:
-                _unpack(archive, folder, path)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                raise DiskError(f"{path} cannot be unpacked in {place}: {error.strerror}.") from None
-            raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
-        except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, ArithmeticError, LookupError,
-                zlib.error, struct.error) as error:  # fmt: skip
-            raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
+        with files.opened(path, follow=True) as file:  # of a pipe, nobody knows when it begins
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    _unpack(archive, folder, path)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                    raise DiskError(f"{path} cannot be unpacked in {place}: {error.strerror}.") from None
+                raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
+            except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, ArithmeticError, LookupError,
+                    zlib.error, struct.error) as error:  # fmt: skip
+                raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
         yield folder
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, twice: the first asks, the second ends."""
+"""Ctrl-C (or SIGTERM, as a cluster sends it), twice: the first asks, the second ends."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from halfulp.errors import HalfulpError
 
 
 class Interrupted(HalfulpError):  # noqa: N818  # not an error of anybody's
-    """The user stopped a run."""
+    """The user, or a cluster, stopped a run; the exit code is what a shell makes of the signal."""
 
-    exit_code = 130
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
 
 
 class Interrupts:
@@ -21,6 +23,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.count = 0
+        self.number: int = signal.SIGINT  # the signal that came last
         self.told = False
         self._before: dict[int, Any] = {}
 
@@ -38,3 +41,4 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        self.number = number

@@ -130,7 +130,7 @@ class Ledger:
 
 def read(path: Path) -> Ledger:
     """A ledger, every line checked; a last line that is cut short is damage too."""
-    content = files.read(path)
+    content = files.read(path, shape.MOST_BYTES)
     if not content.endswith(b"\n"):
         raise CorruptionError(
             f"{path} is damaged: its last line is cut short. If a run was interrupted, run the study again."
@@ -142,11 +142,26 @@ def reopen(path: Path) -> Ledger:
     """A ledger to go on with: a last line that was cut short by a crash is dropped first."""
     if not path.exists():
         return Ledger(path, [])
-    content = files.read(path)
+    content = files.read(path, shape.MOST_BYTES)
     whole = content.rfind(b"\n") + 1
-    if whole < len(content):
+    found = Ledger(path, _events(path, content[:whole].split(b"\n")[:-1]))
+    if whole < len(content):  # and only now, when it is known to be a ledger of ours
         files.cut(path, whole)
-    return Ledger(path, _events(path, content[:whole].split(b"\n")[:-1]))
+    return found
+
+
+def begun(path: Path) -> bool:
+    """Whether a ledger has its first line; one that is no event is damage, or a file of somebody else's."""
+    if not path.exists():
+        return False
+    first, newline, _ = files.read(path, shape.MOST_BYTES).partition(b"\n")
+    return bool(newline and _events(path, [first]))
+
+
+def torn(path: Path) -> bool:
+    """Whether a file is a ledger whose first line was cut short."""
+    start, content = b'{"at":"', files.read(path, shape.MOST_BYTES)
+    return b"\n" not in content and content[: len(start)] == start[: len(content)]
 
 
 def _events(path: Path, lines: Iterable[bytes]) -> list[Event]:

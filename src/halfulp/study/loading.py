@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from halfulp import canonical, files
 from halfulp.errors import TamperingError, UsageError
+from halfulp.study import shape
 from halfulp.study.protocol import Json, Study
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def load_sealed(identity: dict[str, Json], copy: Path, folder: Path | None = Non
     """The study that a seal names: from the registry, or from the checked copy in its folder."""
     if "registered" in identity:
         return _registered(identity["registered"])
-    content = files.read(copy)
+    content = files.read(copy, shape.MOST_BYTES)
     if canonical.sha256(content) != identity["sha256"]:
         raise TamperingError(f"{copy} is not the study file that was sealed: its SHA-256 differs.")
     return _from_file(content, identity["file"], identity["attribute"], folder)

@@ -104,9 +104,10 @@ def analyse(out: Path, content: bytes, name: str, attribute: str = "") -> dict[s
 
 def check(folder: Path, out: Path) -> dict[str, Json]:
     """Recompute an analysis from the registered study; gives its result, or names the file that differs."""
-    declared = canonical.loads(files.read(folder / DECLARATION), folder / DECLARATION)
+    content = files.read(folder / DECLARATION, shape.MOST_BYTES)
+    declared = canonical.loads(content, folder / DECLARATION)
     shape.check(declared, shape.RETROSPECTIVE, str(folder / DECLARATION))
-    content = files.read(folder / ANALYSIS)
+    content = files.read(folder / ANALYSIS, shape.MOST_BYTES)
     if canonical.sha256(content) != declared["analysis"]:
         raise TamperingError(
             f"{folder / ANALYSIS} is not the file that {DECLARATION} names: its SHA-256 differs."
@@ -116,7 +117,7 @@ def check(folder: Path, out: Path) -> dict[str, Json]:
     except UsageError as error:
         raise TamperingError(f"{folder / DECLARATION} does not fit {ANALYSIS} and {out}: {error}") from None
     for file, expected in made.items():
-        if files.read(folder / file) != expected:
+        if files.read(folder / file, shape.MOST_BYTES) != expected:
             raise TamperingError(
                 f"{folder / file} does not follow from the analysis and the records in {out}."
             )

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from halfulp import canonical, files
+from halfulp import canonical, documents, files
 from halfulp.errors import DiskError, TamperingError, UsageError
 from halfulp.study import evidence, ledger, loading
 from halfulp.study import seal as seals
@@ -63,7 +63,12 @@ class Session:
             outcome = self.study.stage(stage).run(running)
             if not isinstance(outcome, Mapping):
                 raise UsageError(f"A cell gives back a mapping, not a {type(outcome).__name__}.")
-            canonical.dumps(outcome)
+            size = len(canonical.dumps(outcome))
+            if size > documents.MOST_BYTES:
+                raise UsageError(
+                    f"A cell gives back at most {documents.MOST_BYTES:,} bytes of JSON, not {size:,}. Attach "
+                    "the rest as files (cell.attach)."
+                )
         except Stopped:
             return answer | {"answer": "stopped"}
         except DiskError as error:  # the cell did nothing wrong

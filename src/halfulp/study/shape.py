@@ -132,6 +132,9 @@ def _is_time(text: str) -> bool:
         return False
 
 
+MOST_BYTES = 256 << 20
+"""Of a file of a study whose size nothing states: a ledger of half a million events. More is not read."""
+
 DIGEST = Text("a SHA-256 in hexadecimal", lambda text: bool(_DIGEST.fullmatch(text)))
 BEFORE = Text("a SHA-256 in hexadecimal, or empty", lambda text: not text or bool(_DIGEST.fullmatch(text)))
 TIME = Text("a time (UTC, to the millisecond)", _is_time)

@@ -11,7 +11,8 @@
     seals/STAGE.json                    digests of all records of a stage
     evidence/NAME/                      what is used of another, closed study, as it lay there
     result.json                         estimands, gates, label
-    work/                               lock, checkpoints, worker output: only while the study is open
+    work/                               lock, checkpoints, worker output: only while the study is open;
+                                        while it is being sealed, the plan of that
 
 Every JSON file is canonical. Records and stage seals depend on what was declared, run and given back, and
 on nothing else (no time, no process, no host), so two runs can be compared byte by byte.
@@ -19,6 +20,7 @@ on nothing else (no time, no process, no host), so two runs can be compared byte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,13 @@ from halfulp.study.ledger import Ledger
 from halfulp.study.protocol import Json, check_name
 
 Record = dict[str, Json]
+_MANY = re.compile(rf"work/({re.escape(files.PART)}[0-9]+-[0-9]+|logs/worker-[0-9]+-[0-9]+\.log)")
+"""What the engine puts in ``work`` under names with numbers."""
+
+
+def identity(content: bytes) -> dict[str, Json]:
+    """How a file is named that belongs to a record or a plan."""
+    return {"bytes": len(content), "sha256": canonical.sha256(content)}
 
 
 class Store:
@@ -47,6 +56,12 @@ class Store:
         self.work = folder / "work"
         self.lock_file = self.work / "lock"
         self.stop_file = self.work / "stop"  # while it is there, cells stop when they next save
+        self.plan_file = self.work / "sealing.json"  # what a sealing is going to make
+
+    @property
+    def holder(self) -> str | None:
+        """The process that holds the study's lock now, if one does."""
+        return files.holder(self.lock_file) if self.lock_file.is_file() else None
 
     def record_file(self, stage: str, cell: str) -> Path:
         """Where a cell's record lies."""
@@ -84,7 +99,7 @@ class Store:
 
     def _read(self, path: Path, digest: str, what: str, expected: Json) -> dict[str, Json]:
         """A JSON file with a known digest, of the shape that it must have."""
-        content = files.read(path)
+        content = files.read(path, shape.MOST_BYTES)
         if canonical.sha256(content) != digest:
             raise TamperingError(f"{path} is not {what}: its SHA-256 differs.")
         value = canonical.loads(content, path)
@@ -105,10 +120,17 @@ class Store:
         path = self.attached_file(stage, cell, name)
         if name not in record["attached"]:
             raise UsageError(f"Cell {cell} of stage {stage} attached no file {name[:120]!a}.")
-        content = files.read(path)
-        if canonical.sha256(content) != record["attached"][name]["sha256"]:
+        stated = record["attached"][name]
+        content = files.read(path, stated["bytes"])
+        if canonical.sha256(content) != stated["sha256"]:
             raise TamperingError(f"{path} is not the file that was attached: its SHA-256 differs.")
         return content
+
+    def check_attached(self, stage: str, cell: str, name: str, record: Record) -> None:
+        """Hold an attached file against its record, size first; however large, it is read piece by piece."""
+        path, stated = self.attached_file(stage, cell, name), record["attached"][name]
+        if files.sha256(path, stated["bytes"]) != stated["sha256"]:
+            raise TamperingError(f"{path} is not the file that was attached: its SHA-256 differs.")
 
     def read_stage_seal(self, stage: str, digest: str) -> dict[str, Json]:
         """A stage's seal with a known digest."""
@@ -143,6 +165,30 @@ class Store:
     def present(self) -> set[str]:
         """Every file, link and empty folder, by its path from the top; ``work`` is left out."""
         return set(_present(self.folder, self.folder))
+
+    def strange_work(self, protocol: Protocol | None = None) -> list[str]:
+        """What lies in ``work`` and is not of the engine's making, by its path from the top.
+
+        Before there is a protocol that is all but the lock, the plan and what is not yet in place.
+        """
+        known = {"work/", "work/lock", "work/sealing.json"}
+        if protocol is not None:
+            known |= {"work/stop", "work/logs/", "work/checkpoints/"}
+            for stage in protocol.stages:
+                known |= {f"work/checkpoints/{stage.name}/{cell}" for cell in ("", *stage.cells)}
+        there = _present(self.work, self.folder) if self.work.is_dir() else ()
+        return [name for name in there if name not in known and not _MANY.fullmatch(name)]
+
+    def is_unfinished(self, name: str, protocol: Protocol) -> bool:
+        """Whether a study's cells, stages or end make a file or folder of this path, named or not."""
+        folders, made = {"records/", "attached/", "seals/"}, {self.result_file.name}
+        for stage in protocol.stages:
+            folders |= {f"records/{stage.name}/", f"attached/{stage.name}/"}
+            folders |= {f"attached/{stage.name}/{cell}/" for cell in stage.cells}
+            made |= {f"records/{stage.name}/{cell}.json" for cell in stage.cells}
+            made.add(f"seals/{stage.name}.json")
+        attached = name.count("/") == 3 and name[: name.rfind("/") + 1] in folders
+        return name in folders | made or attached
 
     def expected(
         self, sealed: Mapping[str, Json], ledger: Ledger, records: Mapping[tuple[str, str], Record]
@@ -212,10 +258,7 @@ class Binding:
             "code": self.code,
             "data": self.data,
             "outcome": outcome,
-            "attached": {
-                name: {"bytes": len(content), "sha256": canonical.sha256(content)}
-                for name, content in attached.items()
-            },
+            "attached": {name: identity(content) for name, content in attached.items()},
             "origin": "recovered" if reason else "run",
             "reason": reason,
             "scientific_result": not reason and self.protocol.scale != "smoke",

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from halfulp import files
 from halfulp.errors import CorruptionError, TamperingError
 from halfulp.study import loading, result
 from halfulp.study import seal as seals
@@ -44,7 +43,7 @@ def validate(
     workers: int | None = None,
 ) -> Validation:
     """Check a study's folder. `replay` names cells to run again; an empty list means all."""
-    running = files.holder(Store(folder).lock_file)
+    running = Store(folder).holder
     opened = open_study(folder)
     store, events, sealed, protocol = opened.store, opened.events, opened.sealed, opened.protocol
     records = opened.by_cell
@@ -107,6 +106,8 @@ def _check_inventory(opened: Opened, page: Validation) -> None:
         )
     elif extra:
         raise CorruptionError(f"{store.folder / extra[0]!s} does not belong to the study: no event names it.")
+    for name in store.strange_work(opened.protocol) if events.closed else ():
+        raise CorruptionError(f"{store.folder / name} does not belong to the study, which is closed.")
 
 
 def _check_result(
@@ -116,6 +117,13 @@ def _check_result(
     store, events, sealed, protocol = opened.store, opened.events, opened.sealed, opened.protocol
     page.label, page.scientific_result = stored["label"], stored["scientific_result"]
     page.says = stored.get("says", "")
+    strange = sorted(set(stored["estimands"]) ^ set(protocol.estimands))
+    if strange:
+        known = "declares" if strange[0] in protocol.estimands else "does not declare"
+        raise TamperingError(
+            f"{store.result_file} does not follow from the records: its estimands are not those of the "
+            f"protocol, which {known} {strange[0]}."
+        )
     if not code:
         again = result.assemble(protocol, events, sealed.get("evidence", {}), stored["estimands"])
         _same_result(store, stored, again, moved=False)
