@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from audit_reference import assert_same_tables
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfulp as hu
@@ -406,6 +407,74 @@ def test_hooks_go_with_the_audit_and_are_not_there_without() -> None:
             assert all(bool(p._backward_hooks) == states for p in model.parameters())
         assert not any(p._backward_hooks for p in model.parameters())
     assert copy.deepcopy(model) is not model
+
+
+Saved = tuple[dict[str, Any], dict[str, Any]]
+
+
+def in_parts(
+    out: Path, first: int, last: int, saved: Saved | None = None, *, stops: bool = True, **options: Any
+) -> Saved:
+    """Train on two micro-batches a step, from one step to another, and what a checkpoint then holds."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if saved is not None:
+        model.load_state_dict(saved[0])
+        opt.load_state_dict(saved[1])
+    options = {"resume": True, "states": True, "part_seconds": 1e6, **options}
+    audit = hu.Audit(opt, ["bf16"], model=model, out=out, **options).start()
+    for step in range(first, last + 1):
+        opt.zero_grad()
+        for i in range(3):
+            torch.manual_seed(10 * step + i)
+            model(torch.randn(4, 16)).square().mean().backward()
+        opt.step()
+    if stops:
+        audit.stop()
+    else:  # killed
+        audit._hooks.detach()
+        for role in (audit, *audit.roles.audits.values()):
+            role._writer.close()
+    return copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+
+def test_roles_that_are_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a checkpoint, or by running the same steps again: as without an interruption. The accumulations
+    of a process's first step are not seen, for the tensors are not known yet."""
+    in_parts(tmp_path / "whole", 1, 10)
+    saved = in_parts(tmp_path / "checkpoint", 1, 5)
+    in_parts(tmp_path / "checkpoint", 6, 10, saved)
+    said = capsys.readouterr().err
+    assert said.count("taken for step 6") == said.count("taken for") == 1
+    in_parts(tmp_path / "again", 1, 5)
+    in_parts(tmp_path / "again", 1, 10)
+    whole, checkpoint, again = (
+        hu.Trace.open(tmp_path / name).roles for name in ("whole", "checkpoint", "again")
+    )
+    assert whole["exp_avg"].steps.tolist() == list(range(2, 11))
+    assert whole["grad"].steps.tolist() == list(range(1, 19))
+    for role in ("exp_avg", "exp_avg_sq"):
+        assert_same_tables(checkpoint[role], whole[role])
+        assert_same_tables(again[role], whole[role])
+    assert_same_tables(again["grad"], whole["grad"])
+    assert checkpoint["grad"].steps.tolist() == list(range(1, 17))
+    frozen = whole["grad"].frozen("bf16").tolist()
+    assert checkpoint["grad"].frozen("bf16").tolist() == frozen[:8] + frozen[10:]
+
+
+@pytest.mark.parametrize("part_steps", [3, 4])
+def test_accumulations_are_written_part_by_part_and_taken_up_in_the_midst_of_a_step(
+    part_steps: int, tmp_path: Path
+) -> None:
+    """A killed run keeps the parts that were whole, and goes on after the last accumulation in them."""
+    in_parts(tmp_path / "whole", 1, 10)
+    in_parts(tmp_path / "killed", 1, 6, stops=False, part_steps=part_steps)
+    held = hu.Trace.open(tmp_path / "killed").roles["grad"].last_step
+    assert held == 9 // part_steps * part_steps
+    in_parts(tmp_path / "killed", 1, 10, part_steps=part_steps)
+    whole = hu.Trace.open(tmp_path / "whole").roles["grad"]
+    assert_same_tables(hu.Trace.open(tmp_path / "killed").roles["grad"], whole)
 
 
 # ---- what the optimizer holds ----------------------------------------------------------------------------

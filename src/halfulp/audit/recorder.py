@@ -280,6 +280,8 @@ class Audit(Writing):
         coming = self.step if self._stepped else self.step + 1
         looks = self._due(coming) or self._rehearses(coming)
         here = self._watch(optimizer) if looks else []
+        if self.roles is not None and self._resumes(coming):
+            self.roles.before_skipped(self._watch(optimizer))
         if self.roles is not None and self._due(coming):
             self.roles.look_for(optimizer)
         if self.roles is not None and not self._stepped:
@@ -342,9 +344,18 @@ class Audit(Writing):
             )
 
     def _due(self, step: int) -> bool:
+        return step > self._skip_until and self._regular(step)
+
+    def _resumes(self, step: int) -> bool:
+        """Whether a step is only gone through again, and tensors may be taken up in it already: rehearsals do
+        so where they go on, and ranks together."""
+        return step <= self._skip_until and self.trouble is None and self.rehearsing is None and world() == 1
+
+    def _regular(self, step: int) -> bool:
+        """Whether a step is one of those that are audited, or was before a resumed trace ended."""
         if self.trouble is not None and (self.mixed or not self.listeners) and world() == 1:
             return False  # nobody would hear of it; ranks that share a tensor go on together
-        return step > self._skip_until and (step - 1) % self.every == 0
+        return (step - 1) % self.every == 0
 
     def _rehearses(self, step: int) -> bool:
         """Whether a step is still to be rehearsed: several optimizers may share the newest."""

@@ -78,6 +78,7 @@ class Companion(Audit):
             describe={"role": role, **({"proposals": "known"} if known else {})},
         )  # fmt: skip
         self._hooks = _Unhooked(self._before, self._after)
+        self._counts = False  # the other audit says which step it is
         self._untrained = True
         self._phases = False  # an estimate of weights, and a third of what counting costs
         self.held: dict[int, Held] = {}
@@ -259,9 +260,19 @@ class Roles:
                 self.also[label] = held
                 self._own.append(label)
 
-    def due(self) -> bool:
-        """Whether the step that comes next is audited."""
-        return rank() == 0 and self.owner._due(self.owner.step + 1)
+    @property
+    def coming(self) -> int:
+        """The step of the run that gradients accumulate for."""
+        return self.owner.step + 1
+
+    def accumulates(self) -> bool:
+        """Whether that step is audited, or was in the part of a run that is resumed."""
+        return rank() == 0 and self.owner._regular(self.coming)
+
+    def before_skipped(self, weights: list[Watched]) -> None:
+        """Follow gradients in steps that a resumed trace holds: those of the one after them are new."""
+        if self.gradients is not None and rank() == 0:
+            self.gradients.watch(weights)
 
     def before(self, optimizer: torch.optim.Optimizer, weights: list[Watched], step: int) -> None:
         """Set the moments aside that there are before a step, and follow gradients from then on."""
