@@ -93,7 +93,7 @@ class Accumulation:
             if buffer is None or not self.roles.accumulates():
                 return
             kinds = buffer.layout == g.layout == torch.strided and buffer.dtype == g.dtype == w.tensor.dtype
-            if kinds and buffer.shape == g.shape and bool(buffer.any()):
+            if kinds and buffer.shape == g.shape and not w.altered and bool(buffer.any()):
                 with self._lock, torch.no_grad():
                     self._count(w, buffer, g.detach())
 
@@ -107,6 +107,8 @@ class Accumulation:
         if self.roles.coming < self._held[0]:
             return
         mine = self.audit.take(w.name, w.tensor)
+        if mine is None:
+            return
         found = kernels.audit(buffer, g, mine.grids, phase=False)
         on_cpu = found.counts.device.type == "cpu"
         self._coming[w.tensor] = numbers(found)[0] if on_cpu else numbers_on_device(found).cpu().numpy()

@@ -182,6 +182,7 @@ class Audit(Writing):
         """The last step of which a shard was part."""
         self._unwritten = 0
         """Steps that were due since the last part, the same on all ranks."""
+        self._audited = False
         self._untrained = False
         """Whether tensors without gradients are followed as well: those of roles are."""
         self.announces = False
@@ -200,7 +201,8 @@ class Audit(Writing):
         self.trouble: str | None = None
         """Why the trace ends before the run, if it does; the run itself goes on."""
         self.mixed = False
-        """Whether threads stepped at once, so that nothing is recorded or rehearsed any more."""
+        """Whether threads stepped at once, or a tensor became another one, so that nothing is recorded or
+        rehearsed any more."""
 
     # ---- attaching ----
 
@@ -287,6 +289,7 @@ class Audit(Writing):
         if self.roles is not None and not self._stepped:
             self.roles.step_begins(coming, self._due(coming))
         if looks:
+            here = self._unaltered(here)
             if optimizer in self._seen and optimizer not in self._holds and not self._untrained:
                 self._gradients = holdings.gradients(optimizer)
             for batch in self._batches_of(here):
@@ -305,6 +308,7 @@ class Audit(Writing):
         if not self._stepped:
             self.step += 1
             self._unwritten += self._due(self.step)
+            self._audited = self._audited or self._due(self.step)
         self._stepped.append(optimizer)
         if self._due(self.step) or self._rehearses(self.step):
             with torch.no_grad():
@@ -326,7 +330,15 @@ class Audit(Writing):
         return any(not mine.isdisjoint(self._params(other)) for other in self._stepped)
 
     def _together(self) -> None:
-        """A step begins in one thread while another thread is in one: what was recorded so far is kept."""
+        """A step begins in one thread while another thread is in one."""
+        self._give_up(
+            "a thread called step() while another was in its own, and steps in several threads at once "
+            "cannot be told apart.",
+            "Audit the optimizer of one thread: hu.Audit(optimizer, ...).",
+        )
+
+    def _give_up(self, why: str, advice: str) -> None:
+        """Record nothing from here on; what was recorded so far is kept."""
         if self.mixed:
             return
         if self.trouble is None and self._shards is None:
@@ -337,11 +349,7 @@ class Audit(Writing):
             self.roles.give_up()
         if self.trouble is None:
             what = "the audit" if self.out is None else f"the trace {self.out}"
-            self._step_aside(
-                f"{what} was given up after step {self.step}: a thread called step() while another was in "
-                "its own, and steps in several threads at once cannot be told apart.",
-                "Audit the optimizer of one thread: hu.Audit(optimizer, ...).",
-            )
+            self._step_aside(f"{what} was given up after step {self.step}: {why}", advice)
 
     def _due(self, step: int) -> bool:
         return step > self._skip_until and self._regular(step)
@@ -388,7 +396,10 @@ class Audit(Writing):
     # ---- recording ----
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
-        seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
+        seen = self._unaltered([w for w in self._of(optimizer) if w.before is not None])
+        if self.mixed and world() == 1:
+            return
+        seen = taking_part(seen)
         if any(w.sharded for w in seen):
             self._touched = self.step
         if self.rehearsing is not None and self._rehearses(self.step):

@@ -79,6 +79,7 @@ class Companion(Audit):
         )  # fmt: skip
         self._hooks = _Unhooked(self._before, self._after)
         self._counts = False  # the other audit says which step it is
+        self._audited = True  # which has begun: what does not fit here is left out
         self._untrained = True
         self._phases = False  # an estimate of weights, and a third of what counting costs
         self.held: dict[int, Held] = {}
@@ -87,11 +88,11 @@ class Companion(Audit):
         """Whether anything ever did."""
         self.start()
 
-    def take(self, name: str, x: torch.Tensor) -> Watched:
-        """The place of one tensor, by itself."""
-        if x not in self.watched:
+    def take(self, name: str, x: torch.Tensor) -> Watched | None:
+        """The place of one tensor, by itself; None if it does not fit."""
+        if x not in self.watched and x not in self._left_out:
             self._watch(Held({name: x}))
-        return self.watched[x]
+        return self.watched.get(x)
 
     def begin(self, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
         """Set tensors aside; ``key``: whose they are, where several share a role."""
@@ -125,7 +126,7 @@ class Companion(Audit):
         if key not in self.held:
             return
         held = self._hold(key, named)
-        here = [w for w in self._of(held) if w.before is not None]
+        here = self._unaltered([w for w in self._of(held) if w.before is not None])
         changed = together_changed(here)
         if not changed:
             return
