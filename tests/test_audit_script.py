@@ -307,6 +307,32 @@ def test_the_loss_is_the_one_before_the_scaler(halfulp: Halfulp) -> None:
     assert [f"{s} {x}" for s, x in run.iter_rows()] == out.splitlines()
 
 
+@pytest.mark.parametrize("scales", [False, True])
+def test_the_loss_is_what_it_was_when_backward_was_called(scales: bool, halfulp: Halfulp) -> None:
+    """A script may write to its own afterwards, or call backward on what is no loss."""
+    text = TRAIN.replace(
+        "loss.backward()",
+        "shown = loss.item(); loss.backward(); loss.detach().mul_(1000); z.backward(torch.ones_like(z))",
+    )
+    text = text.replace("print(step, loss.item())", "print(step, shown)")
+    text = text.replace(
+        "        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        z = odd.sum()\n"
+    )
+    odd = "odd = torch.ones(2, dtype=torch.complex64, requires_grad=True)"
+    text = text.replace("    for step", f"    {odd}\n    for step")
+    if scales:
+        text = text.replace(
+            "loss.backward();", "scaled = scaler.scale(loss); loss.detach().mul_(1000); scaled.backward();"
+        )
+        text = text.replace(
+            "    for step", "    scaler = torch.amp.GradScaler('cpu', init_scale=8.0)\n    for step"
+        )
+    code, out, err = halfulp("audit", "--grids", "bf16", script(text))
+    assert code == 0, err
+    run = hu.Trace.open("runs/train").scan("run").collect()
+    assert [f"{s} {x}" for s, x in run.iter_rows()] == out.splitlines()
+
+
 def test_a_bfloat16_script_needs_no_other_command(halfulp: Halfulp) -> None:
     """Of the usual grids, what bfloat16 cannot hold is left out, and said to be; asked for, it is refused."""
     text = TRAIN.replace("optimizer =", "model.bfloat16()\n    optimizer =")

@@ -298,6 +298,10 @@ def test_an_evaluation_that_fails_the_second_time_is_left_alone(tmp_path: Path) 
     options = ("--rehearse", "e5m2", "--evaluate", "Loop.evaluate:val", "--grids", "bf16", "--no-weights")
     done = audited(tmp_path, *options, arguments=("--once",))
     assert done.returncode == 0, done.stderr
+    plain = subprocess.run(
+        [sys.executable, "train.py", "--once"], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout == plain.stdout  # and the random numbers after it
     assert done.stderr.count("could not be called again as if (RuntimeError: only once)") == 1
     trace = hu.Trace.open(tmp_path / "runs" / "train")
     assert trace.real_losses()["step"].to_list() == [10, 20]

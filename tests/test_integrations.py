@@ -753,11 +753,15 @@ def test_lightning_validates_as_if(lightning: Any, tmp_path: Path) -> None:
     settings = {"val_check_interval": 2, "num_sanity_val_steps": 1}
     plain = validated(lightning)
     first = lit_trainer(lightning, tmp_path / "plain", [], **settings)
+    torch.manual_seed(5)
     first.fit(plain)
+    drawn = torch.rand(())
     logger, model = Logged.of(lightning), validated(lightning)
     callback = AuditCallback(["bf16"], rehearse=SPECS, verdict=False)
     second = lit_trainer(lightning, tmp_path / "audited", [callback], logger=logger, **settings)
+    torch.manual_seed(5)
     second.fit(model)
+    assert torch.equal(torch.rand(()), drawn)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
     assert torch.equal(first.callback_metrics["val_loss"], second.callback_metrics["val_loss"])
     rows = {step: row for step, row in logger.rows if "val_loss_as_if/e4m3@128" in row}

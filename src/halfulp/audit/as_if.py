@@ -220,20 +220,22 @@ class Showing:
         if self.step >= ready.begun:
             after = RandomState()
             projections: dict[str, float] = {}
-            for j in chosen:
-                spec, grid = ready.asked.names[j], ready.asked.each[j].grid.name
-                for bound in wanted:
-                    if bound == "lower" and grid in projections:  # whatever the policy
-                        loss = projections[grid]
-                    else:
-                        with self.as_if(spec, bound):
-                            before.put_back()
-                            loss = _number(evaluate())
-                    if bound == "lower":
-                        projections[grid] = loss
-                    made.setdefault(spec, {})[bound] = loss
-                    rows.append((j, BOUNDS.index(bound), loss))
-            after.put_back()
+            try:
+                for j in chosen:
+                    spec, grid = ready.asked.names[j], ready.asked.each[j].grid.name
+                    for bound in wanted:
+                        if bound == "lower" and grid in projections:  # whatever the policy
+                            loss = projections[grid]
+                        else:
+                            with self.as_if(spec, bound):
+                                before.put_back()
+                                loss = _number(evaluate())
+                        if bound == "lower":
+                            projections[grid] = loss
+                        made.setdefault(spec, {})[bound] = loss
+                        rows.append((j, BOUNDS.index(bound), loss))
+            finally:  # the run goes on as after its own evaluation
+                after.put_back()
             self._note(rows if record else [])
         return Evaluation(step=self.step, real=real, losses=made)
 

@@ -263,8 +263,11 @@ class Audit(Writing):
 
         With ``step``, the loss of a step that was taken already, as long as the next one has not begun.
         """
-        if step is None:
-            self._told.append(loss.detach() if isinstance(loss, torch.Tensor) else float(loss))
+        if isinstance(loss, torch.Tensor) and (loss.numel() != 1 or loss.is_complex()):
+            kind = f"{str(loss.dtype).removeprefix('torch.')} tensor of shape {list(loss.shape)}"
+            raise UsageError(f"log() takes a loss that is one real number, not a {kind}.")
+        if step is None:  # a copy: the script may write to its own before the step
+            self._told.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else float(loss))
         elif any(row.step == step for row in self._rows):
             self._losses[step] = [float(loss)]
 

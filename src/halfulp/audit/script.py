@@ -34,7 +34,7 @@ from halfulp.text import tell
 
 
 class Losses:
-    """Notes the value of every scalar that ``backward`` is called on."""
+    """Notes the value of every real scalar that ``backward`` is called on."""
 
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
@@ -44,14 +44,14 @@ class Losses:
         audit, plain_backward, plain_scale = self.audit, self.backward, self.scale
 
         def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if tensor.numel() == 1:
+            if _is_loss(tensor):
                 audit.log(getattr(tensor, "_halfulp_unscaled", tensor))
             plain_backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
 
         def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             scaled = plain_scale(scaler, outputs)
-            if isinstance(scaled, torch.Tensor) and scaled is not outputs:
-                scaled._halfulp_unscaled = outputs.detach()  # type: ignore[attr-defined]  # a note of ours
+            if isinstance(scaled, torch.Tensor) and scaled is not outputs and _is_loss(outputs):
+                scaled._halfulp_unscaled = outputs.detach().clone()  # type: ignore[attr-defined]  # a note of ours
             return scaled
 
         torch.Tensor.backward = backward  # type: ignore[assignment, method-assign]  # put back on exit
@@ -60,6 +60,10 @@ class Losses:
     def __exit__(self, *_: object) -> None:
         torch.Tensor.backward = self.backward  # type: ignore[method-assign]  # what was there
         torch.amp.GradScaler.scale = self.scale  # type: ignore[method-assign]  # what was there
+
+
+def _is_loss(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.is_floating_point()
 
 
 _ENDED: list[ModuleType] = []
