@@ -305,9 +305,74 @@ def test_what_cannot_be_followed_is_refused() -> None:
         ({"../x": model}, "short words"),
         ({"ema": {"ids": torch.arange(3)}}, "no tensor"),
         ({"ema": []}, "no tensor"),
+        ({"grad": model_of(torch.float32)}, "cannot call a copy 'grad'"),
     ):
         with pytest.raises(hu.UsageError, match=said):
             hu.Audit(opt, ["bf16"], also=also)
+
+
+ODD = ("../../../esc", "{here}/abs", "a/b", "x" * 300, "x" * 100_000, "nul\0", "..", "", "grad", "\ud800", 3)
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer that keeps states under names that are no folder's."""
+
+    kinds: tuple[Any, ...] = ODD
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            for kind in self.kinds:
+                self.state[p].setdefault(kind, torch.ones_like(p)).mul_(1.5)
+
+
+def test_states_by_any_name_stay_inside_the_trace(tmp_path: Path) -> None:
+    """Each has a folder of its own, and gradients keep theirs."""
+    model = model_of(torch.float32)
+    opt = Odd(model.parameters(), lr=1e-3)
+    opt.kinds = tuple(k.format(here=tmp_path) if isinstance(k, str) else k for k in ODD)
+    with hu.Audit(opt, ["bf16"], model=model, out=tmp_path / "a" / "b" / "c" / "run", states=True) as audit:
+        for _ in range(3):
+            opt.zero_grad()
+            for _ in range(2):
+                model(torch.ones(1, 24)).square().sum().backward()
+            opt.step()
+    assert audit.trouble is None
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert [p.name for p in (tmp_path / "a" / "b" / "c").iterdir()] == ["run"]
+    trace = hu.Trace.open(tmp_path / "a" / "b" / "c" / "run")
+    assert len(trace.roles) == len(ODD) + 1
+    for name, role in trace.roles.items():
+        assert role.steps.tolist() == ([1, 2] if name == "grad" else [2, 3])
+    assert len(trace.manifest["optimizers"][0]["holds"]["states"]) == len(ODD)
+    assert hu.verdict(trace).lines
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_role_that_cannot_be_begun_is_left_out(
+    micro: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a disk that is full by then; the audit of the weights goes on, and the training."""
+    model = model_of(torch.float32)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ema = copy.deepcopy(model).requires_grad_(False)
+    audit = hu.Audit(opt, ["bf16"], model=model, out=tmp_path / "run", states=True, also={"ema": ema})
+    with audit:
+        (tmp_path / "run" / "roles").write_text("no folder")
+        for _ in range(4):
+            opt.zero_grad()
+            for _ in range(micro):
+                model(torch.ones(1, 24)).square().sum().backward()
+            opt.step()
+            for a, b in zip(ema.parameters(), model.parameters(), strict=True):
+                a.lerp_(b.detach(), 0.5)
+    assert audit.trouble is None
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (3 if micro == 1 else 4)
+    assert all("could not be begun (" in line and "the run went on without it" in line for line in said)
+    assert all(role.trouble is not None for role in audit.roles.audits.values())
+    (tmp_path / "run" / "roles").unlink()
+    assert hu.Trace.open(tmp_path / "run").steps.tolist() == [1, 2, 3, 4]
 
 
 # ---- gradients that accumulate ---------------------------------------------------------------------------

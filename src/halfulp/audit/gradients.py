@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from halfulp import kernels
+from halfulp.audit.copies import GRADIENTS
 from halfulp.audit.rows import Row, leave_phases_out, numbers, numbers_on_device
 from halfulp.audit.watched import Watched
 from halfulp.canonical import LARGEST
@@ -30,7 +31,6 @@ from halfulp.canonical import LARGEST
 if TYPE_CHECKING:
     from halfulp.audit.roles import Companion, Roles
 
-ROLE = "grad"
 PLACE = "accumulated"
 """In the state of the role's trace: a step of the run, and how many accumulations of it are recorded."""
 
@@ -102,7 +102,7 @@ class Accumulation:
 
     def _count(self, w: Watched, buffer: torch.Tensor, g: torch.Tensor) -> None:
         if self.audit is None:
-            self.audit = self.roles.companion(ROLE, {w.name: w.tensor}, never_moved=False, known=True)
+            self.audit = self.roles.companion(GRADIENTS, {w.name: w.tensor}, never_moved=False, known=True)
             self._take_up(self.audit)
         if self.roles.coming < self._held[0]:
             return

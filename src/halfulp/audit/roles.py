@@ -28,13 +28,14 @@ from typing import Any
 
 import torch
 
-from halfulp.audit.copies import Copies, checked, followed, found_copies, tensors_of
+from halfulp.audit.copies import Copies, checked, followed, found_copies, role_name, tensors_of
 from halfulp.audit.gradients import Accumulation
 from halfulp.audit.holdings import flat
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.recorder import Audit
 from halfulp.audit.watched import Watched
+from halfulp.errors import HalfulpError
 from halfulp.trace import Memory
 from halfulp.trace.reading import ROLES
 from halfulp.writeback.optimizer import WriteBack
@@ -86,7 +87,19 @@ class Companion(Audit):
         self._begun: dict[int, Mapping[str, torch.Tensor]] = {}
         self.changed = False
         """Whether anything ever did."""
-        self.start()
+        try:
+            self.start()
+        except (HalfulpError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is None:  # a signal's handler raised it
+                raise
+            self._do_without(error)
+
+    def _do_without(self, error: Exception) -> None:
+        """Write nothing, but go on with the other ranks."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._resumed, self._loaded, self._skip_until = None, None, {}, 0
+        self._step_aside(f"the trace {self.out} could not be begun ({error});")
 
     def take(self, name: str, x: torch.Tensor) -> Watched | None:
         """The place of one tensor, by itself; None if it does not fit."""
@@ -175,7 +188,7 @@ def moments_of(
                 more = 0 if x.numel() == p.numel() else _stacked(x.shape, p.shape)
                 if more is not None and more < len(group["params"]):
                     name = f"{names[p]} and {more} more" if more else names[p]
-                    found.setdefault(str(kind), {})[name] = x
+                    found.setdefault(role_name(str(kind)), {})[name] = x
     return found
 
 

@@ -21,6 +21,7 @@ import torch
 from halfulp.audit import holdings, manifest, shards
 from halfulp.audit.attribution import Attributing
 from halfulp.audit.batch import Batch, batches
+from halfulp.audit.copies import role_name
 from halfulp.audit.names import Naming, models_around, name_parameters
 from halfulp.audit.ranks import rank
 from halfulp.audit.shards import Shards
@@ -33,6 +34,9 @@ from halfulp.trace import Memory, TraceWriter
 from halfulp.trace.resuming import Resumed
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.sharding import is_sharded
+
+LONGEST = 200
+"""Characters of a state's name in a manifest."""
 
 
 class Watching(Attributing):
@@ -227,7 +231,9 @@ class Watching(Attributing):
         """Once its first step is over, say which dtypes an optimizer holds."""
         if optimizer in self._holds or optimizer not in self._seen or self._untrained:
             return
-        self._holds[optimizer] = holdings.held(optimizer, self._gradients)
+        found = holdings.held(optimizer, self._gradients)
+        found["states"] = {_writable(kind): sizes for kind, sizes in found["states"].items()}
+        self._holds[optimizer] = found
         if self._writer is not None:
             self._writer.manifest["optimizers"] = [self._described(o) for o in self._seen]
             self._written(self._writer.write_manifest)
@@ -298,6 +304,11 @@ class Watching(Attributing):
             return int(known[name]["id"])
         used = [t["id"] for t in known.values()] + [w.id for w in self.watched.values()]
         return max(used, default=-1) + 1
+
+
+def _writable(kind: str) -> str:
+    """What an optimizer calls a state, as a manifest takes it: valid text, and not too long."""
+    return kind.encode("utf-8", "backslashreplace").decode() if len(kind) <= LONGEST else role_name(kind)
 
 
 def _fits(grid: Grid, dtype: torch.dtype) -> bool:
