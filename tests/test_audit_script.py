@@ -234,6 +234,34 @@ def test_a_script_that_crashes(halfulp: Halfulp) -> None:
     assert hu.Trace.open("runs/train").last_step == 5
 
 
+@pytest.mark.parametrize("kind", ["UsageError", "CorruptionError", "DiskError", "MissingError"])
+def test_an_error_of_halfulps_that_the_script_raises_is_the_scripts(kind: str, halfulp: Halfulp) -> None:
+    """It uses the library itself: a traceback, the verdict and exit code 1, as for any other error."""
+    text = (
+        TRAIN
+        + f"        if step == 5:\n            from halfulp.errors import {kind}; raise {kind}('mine')\n"
+    )
+    code, _, err = halfulp("audit", "--grids", "bf16", script(text))
+    assert code == 1
+    assert "Traceback (most recent call last)" in err
+    assert f"halfulp.errors.{kind}: mine" in err
+    assert "halfulp: the script failed; the trace keeps what was recorded." in err
+    assert "5 steps audited" in err
+
+
+def test_an_error_of_an_audit_of_the_scripts_own_is_the_scripts(halfulp: Halfulp) -> None:
+    """Its own is refused something in the same step that another one records."""
+    text = TRAIN.replace(
+        "    for step",
+        "    import halfulp\n    own = halfulp.Audit(optimizer, ['bf16'], groups=lambda *_: 3)\n"
+        "    own.start()\n    for step",
+    )
+    code, _, err = halfulp("audit", "--grids", "bf16", script(text))
+    assert code == 1
+    assert "UsageError: groups= must give a string: for '0.weight' it gave 3." in err
+    assert "halfulp: the script failed; no step was recorded." in err
+
+
 def test_a_script_that_cannot_be_compiled(halfulp: Halfulp) -> None:
     code, _, err = halfulp("audit", script("def broken(:\n"))
     assert code == 1

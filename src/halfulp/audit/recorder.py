@@ -247,6 +247,10 @@ class Audit(Writing):
         """Do something from a signal handler: now, or as soon as the audit is not in the middle of a step."""
         self._hooks.when_idle(action)
 
+    def refused(self, error: BaseException) -> bool:
+        """Whether an error that came out of a step is this audit's, and not the step's own."""
+        return self._hooks.raised(error)
+
     @property
     def writes(self) -> bool:
         """Whether this process writes the trace: the first rank does, and none of its forks."""

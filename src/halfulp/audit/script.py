@@ -111,14 +111,15 @@ def _module(name: str, own: OwnEvaluation | None) -> tuple[CodeType, dict[str, A
     return code, {**told, "__package__": spec.parent}
 
 
-def _run_as_main(script: Path | None, module: str, own: OwnEvaluation | None) -> None:
-    """Run it. It stays ``__main__`` until the process ends: exit handlers and pickles look for it there."""
+def _prepared(script: Path | None, module: str, own: OwnEvaluation | None) -> tuple[CodeType, ModuleType]:
+    """What is to run, and where. It stays ``__main__`` until the process ends: exit handlers and pickles look
+    for it there."""
     code, told = _module(module, own) if script is None else _script(script, own)
     main = ModuleType("__main__")
     main.__dict__.update(told, __builtins__=builtins, **({} if own is None else {DECORATOR: own}))
     _ENDED.append(main)
     sys.modules["__main__"] = main
-    exec(code, main.__dict__)  # noqa: S102  # running the user's script is what this is for
+    return code, main
 
 
 def run_script(
@@ -146,8 +147,10 @@ def run_script(
     process, threads = os.getpid(), set(threading.enumerate())
     try:
         with Termination(audit, farewell), audit, Losses(audit):
+            main: ModuleType | None = None
             try:
-                _run_as_main(script, module, own)
+                compiled, main = _prepared(script, module, own)
+                exec(compiled, main.__dict__)  # noqa: S102  # running the user's script is what this is for
             except SystemExit as stop:
                 left = True
                 code = stop.code & 0xFF if isinstance(stop.code, int) else 0 if stop.code is None else 1
@@ -157,9 +160,10 @@ def run_script(
                 if os.getpid() == process:
                     tell("halfulp: interrupted; the trace keeps what was recorded.")
                 code = -signal.SIGINT
-            except HalfulpError:
-                raise  # the audit's own: a clear line of its own
-            except Exception:
+            except Exception as error:
+                refused = audit.refused(error) or (own is not None and own.refused is error)
+                if isinstance(error, HalfulpError) and (main is None or refused):
+                    raise  # the audit's own, not the script's: a clear line
                 _show_error()
                 kept = "the trace keeps what was recorded" if audit.step else "no step was recorded"
                 if os.getpid() == process:
