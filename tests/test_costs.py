@@ -292,6 +292,14 @@ def test_a_script_evaluates_as_if(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "runs" / "train" / "as_if" / "e4m3@128.point.safetensors")
     assert {"0.weight", "1.running_mean", "3.weight"} <= set(saved)  # buffers, too
     assert torch.equal(hu.grid("e4m3@128").round(saved["0.weight"]), saved["0.weight"])
+    again = audited(
+        tmp_path, *options, "--resume"
+    )  # its evaluations of steps that are held are its own alone
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == plain.stdout
+    assert trace.forecast("e4m3@128").losses.equals(
+        hu.Trace.open(tmp_path / "runs" / "train").forecast("e4m3@128").losses
+    )
 
 
 def test_an_evaluation_that_fails_the_second_time_is_left_alone(tmp_path: Path) -> None:
