@@ -213,3 +213,20 @@ def test_a_grid_that_the_weights_cannot_hold(tmp_path: Path, capsys: pytest.Capt
     trace = hu.Trace.open(tmp_path / "trace")
     assert trace.grids == ["bf16", "e5m2"]
     assert trace.steps.tolist() == [1, 2]
+
+
+def test_a_loss_is_one_real_number() -> None:
+    """And the one that it was when it was told: the script may write to its own."""
+    model, memory = torch.nn.Linear(4, 4), hu.Memory()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hu.Audit(optimizer, ["bf16"], model=model, out=memory) as audit:
+        for wrong in (torch.ones(2), torch.tensor(1j)):
+            with pytest.raises(hu.UsageError, match="takes a loss that is one real number, not a "):
+                audit.log(wrong)
+        loss = model(torch.ones(1, 4)).square().sum()
+        loss.backward()
+        audit.log(loss)
+        told = loss.item()
+        loss.detach().mul_(1000)
+        optimizer.step()
+    assert memory.trace.scan("run").collect()["loss"].to_list() == [told]

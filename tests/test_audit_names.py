@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,53 @@ def test_two_models_that_nobody_named_are_called_like_their_variables(tmp_path: 
                 o.step()
     names = [t["name"] for t in hu.Trace.open(tmp_path / "trace").tensors]
     assert names == ["weight", "generator.weight", "generator.bias"]
+
+
+def stepped() -> None:
+    """A step that nobody has seen before, so that variables are looked at."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_what_a_function_deletes_is_freed() -> None:
+    """Its variables are looked at for names, and nothing keeps them."""
+
+    def train() -> list[bool]:
+        big, shared = torch.zeros(1000), torch.zeros(1000)
+        alive = [weakref.ref(big), weakref.ref(shared)]
+        size = (lambda: shared.numel())()  # noqa: F821  # it is one of both functions, until it is deleted
+        stepped()
+        assert size == big.numel() == shared.numel()
+        del big, shared
+        return [ref() is not None for ref in alive]
+
+    with hu.Audit(None, ["bf16"], states="find"):
+        assert train() == [False, False]
+
+
+def test_what_a_function_asks_of_its_own_variables_stays() -> None:
+    """``locals()`` that it holds, and up to Python 3.12 names that ``exec`` made, are as without an audit."""
+
+    def train() -> tuple[dict[str, Any], Any, list[str]]:
+        first = 1
+        exec("made = 5")  # noqa: S102  # a script may
+        held = locals()
+        stepped()
+        return dict(held), locals().get("made"), sorted(locals())
+
+    plain = train()
+    with hu.Audit(None, ["bf16"], states="find"):
+        kept, made, names = train()
+    assert kept["first"] == 1
+    assert (made, names) == plain[1:]
+
+    def again() -> Any:
+        exec("made = 5")  # noqa: S102  # a script may
+        stepped()
+        return locals().get("made")
+
+    without = again()
+    with hu.Audit(None, ["bf16"], states="find"):
+        assert again() == without

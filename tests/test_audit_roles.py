@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from audit_reference import assert_same_tables
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfulp as hu
@@ -304,9 +305,74 @@ def test_what_cannot_be_followed_is_refused() -> None:
         ({"../x": model}, "short words"),
         ({"ema": {"ids": torch.arange(3)}}, "no tensor"),
         ({"ema": []}, "no tensor"),
+        ({"grad": model_of(torch.float32)}, "cannot call a copy 'grad'"),
     ):
         with pytest.raises(hu.UsageError, match=said):
             hu.Audit(opt, ["bf16"], also=also)
+
+
+ODD = ("../../../esc", "{here}/abs", "a/b", "x" * 300, "x" * 100_000, "nul\0", "..", "", "grad", "\ud800", 3)
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer that keeps states under names that are no folder's."""
+
+    kinds: tuple[Any, ...] = ODD
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            for kind in self.kinds:
+                self.state[p].setdefault(kind, torch.ones_like(p)).mul_(1.5)
+
+
+def test_states_by_any_name_stay_inside_the_trace(tmp_path: Path) -> None:
+    """Each has a folder of its own, and gradients keep theirs."""
+    model = model_of(torch.float32)
+    opt = Odd(model.parameters(), lr=1e-3)
+    opt.kinds = tuple(k.format(here=tmp_path) if isinstance(k, str) else k for k in ODD)
+    with hu.Audit(opt, ["bf16"], model=model, out=tmp_path / "a" / "b" / "c" / "run", states=True) as audit:
+        for _ in range(3):
+            opt.zero_grad()
+            for _ in range(2):
+                model(torch.ones(1, 24)).square().sum().backward()
+            opt.step()
+    assert audit.trouble is None
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert [p.name for p in (tmp_path / "a" / "b" / "c").iterdir()] == ["run"]
+    trace = hu.Trace.open(tmp_path / "a" / "b" / "c" / "run")
+    assert len(trace.roles) == len(ODD) + 1
+    for name, role in trace.roles.items():
+        assert role.steps.tolist() == ([1, 2] if name == "grad" else [2, 3])
+    assert len(trace.manifest["optimizers"][0]["holds"]["states"]) == len(ODD)
+    assert hu.verdict(trace).lines
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_role_that_cannot_be_begun_is_left_out(
+    micro: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a disk that is full by then; the audit of the weights goes on, and the training."""
+    model = model_of(torch.float32)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ema = copy.deepcopy(model).requires_grad_(False)
+    audit = hu.Audit(opt, ["bf16"], model=model, out=tmp_path / "run", states=True, also={"ema": ema})
+    with audit:
+        (tmp_path / "run" / "roles").write_text("no folder")
+        for _ in range(4):
+            opt.zero_grad()
+            for _ in range(micro):
+                model(torch.ones(1, 24)).square().sum().backward()
+            opt.step()
+            for a, b in zip(ema.parameters(), model.parameters(), strict=True):
+                a.lerp_(b.detach(), 0.5)
+    assert audit.trouble is None
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (3 if micro == 1 else 4)
+    assert all("could not be begun (" in line and "the run went on without it" in line for line in said)
+    assert all(role.trouble is not None for role in audit.roles.audits.values())
+    (tmp_path / "run" / "roles").unlink()
+    assert hu.Trace.open(tmp_path / "run").steps.tolist() == [1, 2, 3, 4]
 
 
 # ---- gradients that accumulate ---------------------------------------------------------------------------
@@ -406,6 +472,74 @@ def test_hooks_go_with_the_audit_and_are_not_there_without() -> None:
             assert all(bool(p._backward_hooks) == states for p in model.parameters())
         assert not any(p._backward_hooks for p in model.parameters())
     assert copy.deepcopy(model) is not model
+
+
+Saved = tuple[dict[str, Any], dict[str, Any]]
+
+
+def in_parts(
+    out: Path, first: int, last: int, saved: Saved | None = None, *, stops: bool = True, **options: Any
+) -> Saved:
+    """Train on two micro-batches a step, from one step to another, and what a checkpoint then holds."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if saved is not None:
+        model.load_state_dict(saved[0])
+        opt.load_state_dict(saved[1])
+    options = {"resume": True, "states": True, "part_seconds": 1e6, **options}
+    audit = hu.Audit(opt, ["bf16"], model=model, out=out, **options).start()
+    for step in range(first, last + 1):
+        opt.zero_grad()
+        for i in range(3):
+            torch.manual_seed(10 * step + i)
+            model(torch.randn(4, 16)).square().mean().backward()
+        opt.step()
+    if stops:
+        audit.stop()
+    else:  # killed
+        audit._hooks.detach()
+        for role in (audit, *audit.roles.audits.values()):
+            role._writer.close()
+    return copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+
+def test_roles_that_are_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a checkpoint, or by running the same steps again: as without an interruption. The accumulations
+    of a process's first step are not seen, for the tensors are not known yet."""
+    in_parts(tmp_path / "whole", 1, 10)
+    saved = in_parts(tmp_path / "checkpoint", 1, 5)
+    in_parts(tmp_path / "checkpoint", 6, 10, saved)
+    said = capsys.readouterr().err
+    assert said.count("taken for step 6") == said.count("taken for") == 1
+    in_parts(tmp_path / "again", 1, 5)
+    in_parts(tmp_path / "again", 1, 10)
+    whole, checkpoint, again = (
+        hu.Trace.open(tmp_path / name).roles for name in ("whole", "checkpoint", "again")
+    )
+    assert whole["exp_avg"].steps.tolist() == list(range(2, 11))
+    assert whole["grad"].steps.tolist() == list(range(1, 19))
+    for role in ("exp_avg", "exp_avg_sq"):
+        assert_same_tables(checkpoint[role], whole[role])
+        assert_same_tables(again[role], whole[role])
+    assert_same_tables(again["grad"], whole["grad"])
+    assert checkpoint["grad"].steps.tolist() == list(range(1, 17))
+    frozen = whole["grad"].frozen("bf16").tolist()
+    assert checkpoint["grad"].frozen("bf16").tolist() == frozen[:8] + frozen[10:]
+
+
+@pytest.mark.parametrize("part_steps", [3, 4])
+def test_accumulations_are_written_part_by_part_and_taken_up_in_the_midst_of_a_step(
+    part_steps: int, tmp_path: Path
+) -> None:
+    """A killed run keeps the parts that were whole, and goes on after the last accumulation in them."""
+    in_parts(tmp_path / "whole", 1, 10)
+    in_parts(tmp_path / "killed", 1, 6, stops=False, part_steps=part_steps)
+    held = hu.Trace.open(tmp_path / "killed").roles["grad"].last_step
+    assert held == 9 // part_steps * part_steps
+    in_parts(tmp_path / "killed", 1, 10, part_steps=part_steps)
+    whole = hu.Trace.open(tmp_path / "whole").roles["grad"]
+    assert_same_tables(hu.Trace.open(tmp_path / "killed").roles["grad"], whole)
 
 
 # ---- what the optimizer holds ----------------------------------------------------------------------------

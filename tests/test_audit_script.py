@@ -234,6 +234,34 @@ def test_a_script_that_crashes(halfulp: Halfulp) -> None:
     assert hu.Trace.open("runs/train").last_step == 5
 
 
+@pytest.mark.parametrize("kind", ["UsageError", "CorruptionError", "DiskError", "MissingError"])
+def test_an_error_of_halfulps_that_the_script_raises_is_the_scripts(kind: str, halfulp: Halfulp) -> None:
+    """It uses the library itself: a traceback, the verdict and exit code 1, as for any other error."""
+    text = (
+        TRAIN
+        + f"        if step == 5:\n            from halfulp.errors import {kind}; raise {kind}('mine')\n"
+    )
+    code, _, err = halfulp("audit", "--grids", "bf16", script(text))
+    assert code == 1
+    assert "Traceback (most recent call last)" in err
+    assert f"halfulp.errors.{kind}: mine" in err
+    assert "halfulp: the script failed; the trace keeps what was recorded." in err
+    assert "5 steps audited" in err
+
+
+def test_an_error_of_an_audit_of_the_scripts_own_is_the_scripts(halfulp: Halfulp) -> None:
+    """Its own is refused something in the same step that another one records."""
+    text = TRAIN.replace(
+        "    for step",
+        "    import halfulp\n    own = halfulp.Audit(optimizer, ['bf16'], groups=lambda *_: 3)\n"
+        "    own.start()\n    for step",
+    )
+    code, _, err = halfulp("audit", "--grids", "bf16", script(text))
+    assert code == 1
+    assert "UsageError: groups= must give a string: for '0.weight' it gave 3." in err
+    assert "halfulp: the script failed; no step was recorded." in err
+
+
 def test_a_script_that_cannot_be_compiled(halfulp: Halfulp) -> None:
     code, _, err = halfulp("audit", script("def broken(:\n"))
     assert code == 1
@@ -303,6 +331,32 @@ def test_the_loss_is_the_one_before_the_scaler(halfulp: Halfulp) -> None:
     )
     code, out, _ = halfulp("audit", "--grids", "bf16", script(text))
     assert code == 0
+    run = hu.Trace.open("runs/train").scan("run").collect()
+    assert [f"{s} {x}" for s, x in run.iter_rows()] == out.splitlines()
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_the_loss_is_what_it_was_when_backward_was_called(scales: bool, halfulp: Halfulp) -> None:
+    """A script may write to its own afterwards, or call backward on what is no loss."""
+    text = TRAIN.replace(
+        "loss.backward()",
+        "shown = loss.item(); loss.backward(); loss.detach().mul_(1000); z.backward(torch.ones_like(z))",
+    )
+    text = text.replace("print(step, loss.item())", "print(step, shown)")
+    text = text.replace(
+        "        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        z = odd.sum()\n"
+    )
+    odd = "odd = torch.ones(2, dtype=torch.complex64, requires_grad=True)"
+    text = text.replace("    for step", f"    {odd}\n    for step")
+    if scales:
+        text = text.replace(
+            "loss.backward();", "scaled = scaler.scale(loss); loss.detach().mul_(1000); scaled.backward();"
+        )
+        text = text.replace(
+            "    for step", "    scaler = torch.amp.GradScaler('cpu', init_scale=8.0)\n    for step"
+        )
+    code, out, err = halfulp("audit", "--grids", "bf16", script(text))
+    assert code == 0, err
     run = hu.Trace.open("runs/train").scan("run").collect()
     assert [f"{s} {x}" for s, x in run.iter_rows()] == out.splitlines()
 

@@ -322,12 +322,24 @@ def test_a_script_evaluates_as_if(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "runs" / "train" / "as_if" / "e4m3@128.point.safetensors")
     assert {"0.weight", "1.running_mean", "3.weight"} <= set(saved)  # buffers, too
     assert torch.equal(hu.grid("e4m3@128").round(saved["0.weight"]), saved["0.weight"])
+    again = audited(
+        tmp_path, *options, "--resume"
+    )  # its evaluations of steps that are held are its own alone
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == plain.stdout
+    assert trace.forecast("e4m3@128").losses.equals(
+        hu.Trace.open(tmp_path / "runs" / "train").forecast("e4m3@128").losses
+    )
 
 
 def test_an_evaluation_that_fails_the_second_time_is_left_alone(tmp_path: Path) -> None:
     options = ("--rehearse", "e5m2", "--evaluate", "Loop.evaluate:val", "--grids", "bf16", "--no-weights")
     done = audited(tmp_path, *options, arguments=("--once",))
     assert done.returncode == 0, done.stderr
+    plain = subprocess.run(
+        [sys.executable, "train.py", "--once"], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout == plain.stdout  # and the random numbers after it
     assert done.stderr.count("could not be called again as if (RuntimeError: only once)") == 1
     trace = hu.Trace.open(tmp_path / "runs" / "train")
     assert trace.real_losses()["step"].to_list() == [10, 20]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -167,6 +168,55 @@ def test_tensorboard(given: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal([e.value for e in events], expected.astype(np.float32))
     ratios = [e.value for e in found.Scalars("halfulp/update_ratio")]
     np.testing.assert_allclose(ratios, trace.update_ratio(), rtol=2.0**-23)
+
+
+class Refusing:
+    """Somebody's dashboard that takes two steps, and then nothing."""
+
+    trackers = (1,)
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def define_metric(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.log({"halfulp/step": step})
+
+    def flush(self) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        found = values["halfulp/step"] if step is None else step
+        self.seen.append(found)
+        if found > 2:
+            raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("kind", ["tensorboard:TensorBoard", "wandb:WandB", "accelerate:Trackers"])
+def test_a_dashboard_that_cannot_be_told_any_more(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said once, nothing more is tried, and training and audit go on."""
+    module, _, name = kind.partition(":")
+    theirs = Refusing()
+    listener = getattr(importlib.import_module(f"halfulp.integrations.{module}"), name)(theirs)
+    trace = recorded(listener, tmp_path / "trace")
+    assert trace.steps.tolist() == [1, 2, 3, 4, 5]
+    assert list(dict.fromkeys(theirs.seen)) == [1, 2, 3]
+    assert theirs.seen.count(3) == 1
+    said = capsys.readouterr().err
+    assert said.count(f"halfulp: {name} could not be told of step 3 (OSError: [Errno 28] No space") == 1
+    assert listener.trouble is not None
+
+
+def test_a_listener_of_ones_own_may_raise(tmp_path: Path) -> None:
+    def listener(_: Any) -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        recorded(listener, tmp_path / "trace")
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -753,11 +803,15 @@ def test_lightning_validates_as_if(lightning: Any, tmp_path: Path) -> None:
     settings = {"val_check_interval": 2, "num_sanity_val_steps": 1}
     plain = validated(lightning)
     first = lit_trainer(lightning, tmp_path / "plain", [], **settings)
+    torch.manual_seed(5)
     first.fit(plain)
+    drawn = torch.rand(())
     logger, model = Logged.of(lightning), validated(lightning)
     callback = AuditCallback(["bf16"], rehearse=SPECS, verdict=False)
     second = lit_trainer(lightning, tmp_path / "audited", [callback], logger=logger, **settings)
+    torch.manual_seed(5)
     second.fit(model)
+    assert torch.equal(torch.rand(()), drawn)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
     assert torch.equal(first.callback_metrics["val_loss"], second.callback_metrics["val_loss"])
     rows = {step: row for step, row in logger.rows if "val_loss_as_if/e4m3@128" in row}

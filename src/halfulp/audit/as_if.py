@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfulp import files, tensors
 from halfulp.audit.names import WRAPPERS, unwrapped
-from halfulp.audit.ranks import rank
+from halfulp.audit.ranks import rank, world
 from halfulp.audit.rehearsal import Rehearsals
 from halfulp.audit.watched import Watched
 from halfulp.errors import UsageError
@@ -128,6 +128,7 @@ class Showing:
     optimizers: list[torch.optim.Optimizer] | None
     watched: dict[torch.Tensor, Watched]
     step: int
+    mixed: bool
     _inside: str | None = None
     _watch: Callable[[torch.optim.Optimizer], list[Watched]]
     _skip_until: int
@@ -202,9 +203,10 @@ class Showing:
         ``evaluate`` is called for each, and gives a number. It draws the same random numbers every time, and
         the run goes on as if it had been called once: the global generators of Python, NumPy and torch and
         the model's buffers are put back. A generator of your own is yours to rewind. An audit that rehearses
-        nothing records the loss of the model alone, for calibrations and comparisons.
+        nothing, or has stepped aside, takes the loss of the model alone, for calibrations and comparisons.
         """
-        if self.rehearsing is None or (specs is not None and not specs):
+        given_up = self.mixed and world() == 1
+        if self.rehearsing is None or given_up or (specs is not None and not specs):
             real = _number(evaluate())
             self._note([(REAL, REAL, real)] if record else [])
             return Evaluation(step=self.step, real=real, losses={})
@@ -218,20 +220,22 @@ class Showing:
         if self.step >= ready.begun:
             after = RandomState()
             projections: dict[str, float] = {}
-            for j in chosen:
-                spec, grid = ready.asked.names[j], ready.asked.each[j].grid.name
-                for bound in wanted:
-                    if bound == "lower" and grid in projections:  # whatever the policy
-                        loss = projections[grid]
-                    else:
-                        with self.as_if(spec, bound):
-                            before.put_back()
-                            loss = _number(evaluate())
-                    if bound == "lower":
-                        projections[grid] = loss
-                    made.setdefault(spec, {})[bound] = loss
-                    rows.append((j, BOUNDS.index(bound), loss))
-            after.put_back()
+            try:
+                for j in chosen:
+                    spec, grid = ready.asked.names[j], ready.asked.each[j].grid.name
+                    for bound in wanted:
+                        if bound == "lower" and grid in projections:  # whatever the policy
+                            loss = projections[grid]
+                        else:
+                            with self.as_if(spec, bound):
+                                before.put_back()
+                                loss = _number(evaluate())
+                        if bound == "lower":
+                            projections[grid] = loss
+                        made.setdefault(spec, {})[bound] = loss
+                        rows.append((j, BOUNDS.index(bound), loss))
+            finally:  # the run goes on as after its own evaluation
+                after.put_back()
             self._note(rows if record else [])
         return Evaluation(step=self.step, real=real, losses=made)
 

@@ -72,6 +72,11 @@ class Batch:
         """What is kept between steps beside copies and what is followed."""
         return self._together.call.nbytes + (0 if self.after is None else self.after.nbytes)
 
+    def dissolve(self) -> None:
+        """Let every member be audited by itself; what it follows stays where it is."""
+        for w in self.members:
+            w.batch = None
+
     def set_aside(self) -> None:
         """Keep the weights as they are before a step."""
         self._together.set_aside([w.whole() for w in self.members])

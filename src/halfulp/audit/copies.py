@@ -9,6 +9,7 @@ gradients have their shapes as well, and averages begin as copies. What never ch
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,17 +24,33 @@ from halfulp.kernels.auditing import PLAIN
 from halfulp.writeback.sharding import is_sharded
 
 Copies = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
+GRADIENTS = "grad"
+"""The role of gradients that accumulate, which no other may have."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def checked(also: Mapping[str, Copies]) -> dict[str, Copies]:
     """The copies by name, if they can be followed."""
     for name, held in also.items():
+        if name == GRADIENTS:
+            raise UsageError(f"also= cannot call a copy {name!r}: gradients that accumulate are called so.")
         if _NAME.fullmatch(str(name)) is None:
             raise UsageError(f"also= names copies by short words, such as 'ema', not {name!r}.")
         if not tensors_of(held):
             raise UsageError(f"also={{{name!r}: ...}} has no tensor of floating-point values to follow.")
     return dict(also)
+
+
+def role_name(kind: str) -> str:
+    """What an optimizer calls a state, as the name of a folder: different for different ones.
+
+    >>> role_name("exp_avg"), role_name("../../a b")
+    ('exp_avg', 'a-b-cd36d98f')
+    """
+    if _NAME.fullmatch(kind) and kind != GRADIENTS:
+        return kind
+    safe = re.sub("[^A-Za-z0-9_]+", "-", kind).strip("-")[:40]
+    return f"{safe or 'state'}-{hashlib.sha256(kind.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
 
 
 def tensors_of(held: Copies) -> dict[str, torch.Tensor]:
@@ -85,7 +102,7 @@ def found_copies(weights: Mapping[torch.Tensor, str], not_these: Iterable[torch.
     for label, held in candidates:
         tensors = set(tensors_of(held).values())
         trained = any(x.grad is not None or is_sharded(x) for x in tensors)
-        if _NAME.fullmatch(label) and label not in found and not trained and taken.isdisjoint(tensors):
+        if role_name(label) == label and label not in found and not trained and taken.isdisjoint(tensors):
             found[label] = held
             taken |= tensors
     return found

@@ -8,6 +8,9 @@ says that g was really added: ``torch.autograd.grad`` comes by the first one, to
 The role is ``grad``. One of its steps is one accumulation, a ``backward`` that finds a buffer which is not
 zero; the first micro-batch after ``zero_grad`` loses nothing and is none. What is zero in g was not asked to
 be added, and counts as such: rows of an embedding that the micro-batch did not use.
+
+So these steps have numbers of their own, and the state of the role's trace says up to which accumulation of
+which step of the run it goes: a run that starts again is recorded from there on.
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ import numpy as np
 import torch
 
 from halfulp import kernels
+from halfulp.audit.copies import GRADIENTS
 from halfulp.audit.rows import Row, leave_phases_out, numbers, numbers_on_device
 from halfulp.audit.watched import Watched
+from halfulp.canonical import LARGEST
 
 if TYPE_CHECKING:
     from halfulp.audit.roles import Companion, Roles
 
-ROLE = "grad"
+PLACE = "accumulated"
+"""In the state of the role's trace: a step of the run, and how many accumulations of it are recorded."""
 
 
 class Accumulation:
@@ -40,6 +46,10 @@ class Accumulation:
         """What was found of contributions that are not added yet, by tensor."""
         self._pending: dict[int, np.ndarray[Any, Any]] = {}
         """What this accumulation found so far, by tensor."""
+        self._at = (0, 0)
+        """The step of the run that it belongs to, and its number there."""
+        self._held = (0, 0)
+        """Up to where a resumed trace goes."""
         self._lock = threading.Lock()  # backward has threads of its own for other devices
 
     def watch(self, watched: Iterable[Watched]) -> None:
@@ -63,23 +73,27 @@ class Accumulation:
         """The accumulation is over: its tensors are a row of the role's trace."""
         if self.audit is None or not self._pending:
             return
-        ids = list(self._pending)
+        pending, self._pending = self._pending, {}
+        if self._at <= self._held or self.audit.trouble is not None:
+            return
+        ids = list(pending)
         self.audit.step += 1
-        totals = np.stack([self._pending[i] for i in ids])
+        self.audit._unwritten += 1
+        totals = np.stack([pending[i] for i in ids])
         leave_phases_out(totals)
         row = Row(step=self.audit.step, ids=ids, rates=[float("nan")] * len(ids), numbers=totals)
         self.audit._rows.append(row)
-        self._pending = {}
+        self.audit._loaded[PLACE] = torch.tensor(self._at)
         self.audit._commit_if_due()
 
     def _hook(self, w: Watched) -> Callable[[torch.Tensor], None]:
         def contributed(g: torch.Tensor) -> None:
             buffer = w.tensor.grad
             self._coming.pop(w.tensor, None)  # which was not added after all
-            if buffer is None or not self.roles.due():
+            if buffer is None or not self.roles.accumulates():
                 return
             kinds = buffer.layout == g.layout == torch.strided and buffer.dtype == g.dtype == w.tensor.dtype
-            if kinds and buffer.shape == g.shape and bool(buffer.any()):
+            if kinds and buffer.shape == g.shape and not w.altered and bool(buffer.any()):
                 with self._lock, torch.no_grad():
                     self._count(w, buffer, g.detach())
 
@@ -88,12 +102,24 @@ class Accumulation:
 
     def _count(self, w: Watched, buffer: torch.Tensor, g: torch.Tensor) -> None:
         if self.audit is None:
-            self.audit = self.roles.companion(ROLE, {w.name: w.tensor}, never_moved=False, known=True)
-            self.audit._batching = False
+            self.audit = self.roles.companion(GRADIENTS, {w.name: w.tensor}, never_moved=False, known=True)
+            self._take_up(self.audit)
+        if self.roles.coming < self._held[0]:
+            return
         mine = self.audit.take(w.name, w.tensor)
+        if mine is None:
+            return
         found = kernels.audit(buffer, g, mine.grids, phase=False)
         on_cpu = found.counts.device.type == "cpu"
         self._coming[w.tensor] = numbers(found)[0] if on_cpu else numbers_on_device(found).cpu().numpy()
+
+    def _take_up(self, audit: Companion) -> None:
+        """Go on where the role's trace ends; one that does not say where that is ends with the run's own."""
+        audit._batching = False
+        audit.step = audit._skip_until
+        if audit._skip_until:
+            place = audit._loaded.get(PLACE, torch.tensor((self.roles.owner._skip_until, LARGEST)))
+            self._held = (int(place[0]), int(place[1]))
 
     def _added(self, p: torch.Tensor) -> None:
         """A contribution is in its buffer."""
@@ -103,4 +129,7 @@ class Accumulation:
             if mine is not None and row is not None:
                 if mine.id in self._pending:
                     self.flush()
+                if not self._pending:
+                    step, (last, n) = self.roles.coming, self._at
+                    self._at = (step, n + 1 if step == last else 1)
                 self._pending[mine.id] = row

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from halfulp.errors import HalfulpError
+
 Hook = Callable[[torch.optim.Optimizer], None]
 
 
@@ -50,6 +52,18 @@ class StepHooks:
         self._inside: list[_Open] = []
         self._process = os.getpid()
         self._forgotten: Callable[[], None] | None = None
+        self._raised: weakref.ref[HalfulpError] | None = None
+
+    def raised(self, error: BaseException) -> bool:
+        """Whether an error that came out of a step is one of these hooks, and not the step's own."""
+        return self._raised is not None and self._raised() is error
+
+    def _call(self, hook: Hook, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            hook(optimizer)
+        except HalfulpError as error:
+            self._raised = weakref.ref(error)  # which has frames in hand, and must not stay for this
+            raise
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer] | None) -> None:
         # A compiled step must run the hooks as they are, not look into them.
@@ -126,7 +140,7 @@ class StepHooks:
             with self.uninterrupted():
                 if (found_busy or elsewhere) and self.together is not None:
                     self.together()
-                self.before(optimizer)
+                self._call(self.before, optimizer)
 
     def _leave(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self.forked:
@@ -141,7 +155,7 @@ class StepHooks:
             self._inside = [*others, *mine[: places[-1]]]
             if not places[-1] and not _skipped(optimizer):
                 with self.uninterrupted():
-                    self.after(optimizer)
+                    self._call(self.after, optimizer)
 
 
 def _skipped(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,6 +10,7 @@ They are called like the model's own.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
@@ -72,11 +73,28 @@ def in_frames(kind: type[T], depth: int = 100) -> list[tuple[str, T]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # looking at a stranger's deprecated object is no use of it
         while frame is not None and depth > 0:
-            for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
+            for name, value in [*variables(frame).items(), *frame.f_globals.items()]:
                 for label, x in _of_kind(kind, name, value):
                     seen.setdefault(id(x), (label, x))
             frame, depth = frame.f_back, depth - 1
     return list(seen.values())
+
+
+def variables(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a frame, which keeps nothing for having been asked.
+
+    Up to Python 3.12 the frame of a function that is asked for its variables holds on to them in a dictionary
+    until it is asked again, so what the function deletes would stay alive. They are taken out of it again.
+    Names that ``exec`` put there stay, and all of it does where somebody else has it in hand: the function
+    itself (``locals()``) or a debugger. From 3.13 on it is a view of the variables, and left alone.
+    """
+    asked = frame.f_locals
+    found, code = dict(asked), frame.f_code
+    ours = type(asked) is dict and bool(code.co_flags & inspect.CO_OPTIMIZED)
+    if ours and frame.f_trace is None and sys.getrefcount(asked) <= 3:  # the frame's, this one's, the call's
+        for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            asked.pop(name, None)
+    return found
 
 
 def models_around(params: Iterable[torch.Tensor | None]) -> list[torch.nn.Module]:

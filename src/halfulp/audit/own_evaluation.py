@@ -41,6 +41,8 @@ class OwnEvaluation:
     """How often the script called it after a step."""
     trouble: str | None = None
     """Why it is no longer taken as if."""
+    refused: UsageError | None = field(default=None, repr=False)
+    """What was raised because the function gives no loss."""
     _inside: bool = field(default=False, repr=False)
     _at: int = field(default=0, repr=False)
     """The step of the newest call."""
@@ -108,7 +110,7 @@ class OwnEvaluation:
                 return self.number(function())
 
         try:
-            audit.evaluate(loss, specs=[] if self.trouble else None)
+            audit.evaluate(loss, specs=None if audit.rehearsed and not self.trouble else [])
         except Exception as error:
             if not results:
                 raise  # the script's own
@@ -128,7 +130,8 @@ class OwnEvaluation:
         """The loss in what the function gave."""
         fault = self._fault(result)
         if fault is not None:
-            raise UsageError(f"--evaluate {self.name}{self.key and ':'}{self.key}: {fault}")
+            self.refused = UsageError(f"--evaluate {self.name}{self.key and ':'}{self.key}: {fault}")
+            raise self.refused
         return float(self._chosen(result))
 
     def _chosen(self, result: Any) -> Any:

@@ -182,6 +182,7 @@ class Audit(Writing):
         """The last step of which a shard was part."""
         self._unwritten = 0
         """Steps that were due since the last part, the same on all ranks."""
+        self._audited = False
         self._untrained = False
         """Whether tensors without gradients are followed as well: those of roles are."""
         self.announces = False
@@ -200,7 +201,8 @@ class Audit(Writing):
         self.trouble: str | None = None
         """Why the trace ends before the run, if it does; the run itself goes on."""
         self.mixed = False
-        """Whether threads stepped at once, so that nothing is recorded or rehearsed any more."""
+        """Whether threads stepped at once, or a tensor became another one, so that nothing is recorded or
+        rehearsed any more."""
 
     # ---- attaching ----
 
@@ -245,6 +247,10 @@ class Audit(Writing):
         """Do something from a signal handler: now, or as soon as the audit is not in the middle of a step."""
         self._hooks.when_idle(action)
 
+    def refused(self, error: BaseException) -> bool:
+        """Whether an error that came out of a step is this audit's, and not the step's own."""
+        return self._hooks.raised(error)
+
     @property
     def writes(self) -> bool:
         """Whether this process writes the trace: the first rank does, and none of its forks."""
@@ -261,8 +267,11 @@ class Audit(Writing):
 
         With ``step``, the loss of a step that was taken already, as long as the next one has not begun.
         """
-        if step is None:
-            self._told.append(loss.detach() if isinstance(loss, torch.Tensor) else float(loss))
+        if isinstance(loss, torch.Tensor) and (loss.numel() != 1 or loss.is_complex()):
+            kind = f"{str(loss.dtype).removeprefix('torch.')} tensor of shape {list(loss.shape)}"
+            raise UsageError(f"log() takes a loss that is one real number, not a {kind}.")
+        if step is None:  # a copy: the script may write to its own before the step
+            self._told.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else float(loss))
         elif any(row.step == step for row in self._rows):
             self._losses[step] = [float(loss)]
 
@@ -280,11 +289,14 @@ class Audit(Writing):
         coming = self.step if self._stepped else self.step + 1
         looks = self._due(coming) or self._rehearses(coming)
         here = self._watch(optimizer) if looks else []
+        if self.roles is not None and self._resumes(coming):
+            self.roles.before_skipped(self._watch(optimizer))
         if self.roles is not None and self._due(coming):
             self.roles.look_for(optimizer)
         if self.roles is not None and not self._stepped:
             self.roles.step_begins(coming, self._due(coming))
         if looks:
+            here = self._unaltered(here)
             if optimizer in self._seen and optimizer not in self._holds and not self._untrained:
                 self._gradients = holdings.gradients(optimizer)
             for batch in self._batches_of(here):
@@ -303,6 +315,7 @@ class Audit(Writing):
         if not self._stepped:
             self.step += 1
             self._unwritten += self._due(self.step)
+            self._audited = self._audited or self._due(self.step)
         self._stepped.append(optimizer)
         if self._due(self.step) or self._rehearses(self.step):
             with torch.no_grad():
@@ -324,7 +337,15 @@ class Audit(Writing):
         return any(not mine.isdisjoint(self._params(other)) for other in self._stepped)
 
     def _together(self) -> None:
-        """A step begins in one thread while another thread is in one: what was recorded so far is kept."""
+        """A step begins in one thread while another thread is in one."""
+        self._give_up(
+            "a thread called step() while another was in its own, and steps in several threads at once "
+            "cannot be told apart.",
+            "Audit the optimizer of one thread: hu.Audit(optimizer, ...).",
+        )
+
+    def _give_up(self, why: str, advice: str) -> None:
+        """Record nothing from here on; what was recorded so far is kept."""
         if self.mixed:
             return
         if self.trouble is None and self._shards is None:
@@ -335,16 +356,21 @@ class Audit(Writing):
             self.roles.give_up()
         if self.trouble is None:
             what = "the audit" if self.out is None else f"the trace {self.out}"
-            self._step_aside(
-                f"{what} was given up after step {self.step}: a thread called step() while another was in "
-                "its own, and steps in several threads at once cannot be told apart.",
-                "Audit the optimizer of one thread: hu.Audit(optimizer, ...).",
-            )
+            self._step_aside(f"{what} was given up after step {self.step}: {why}", advice)
 
     def _due(self, step: int) -> bool:
+        return step > self._skip_until and self._regular(step)
+
+    def _resumes(self, step: int) -> bool:
+        """Whether a step is only gone through again, and tensors may be taken up in it already: rehearsals do
+        so where they go on, and ranks together."""
+        return step <= self._skip_until and self.trouble is None and self.rehearsing is None and world() == 1
+
+    def _regular(self, step: int) -> bool:
+        """Whether a step is one of those that are audited, or was before a resumed trace ended."""
         if self.trouble is not None and (self.mixed or not self.listeners) and world() == 1:
             return False  # nobody would hear of it; ranks that share a tensor go on together
-        return step > self._skip_until and (step - 1) % self.every == 0
+        return (step - 1) % self.every == 0
 
     def _rehearses(self, step: int) -> bool:
         """Whether a step is still to be rehearsed: several optimizers may share the newest."""
@@ -377,7 +403,10 @@ class Audit(Writing):
     # ---- recording ----
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
-        seen = taking_part([w for w in self._of(optimizer) if w.before is not None])
+        seen = self._unaltered([w for w in self._of(optimizer) if w.before is not None])
+        if self.mixed and world() == 1:
+            return
+        seen = taking_part(seen)
         if any(w.sharded for w in seen):
             self._touched = self.step
         if self.rehearsing is not None and self._rehearses(self.step):

@@ -28,13 +28,14 @@ from typing import Any
 
 import torch
 
-from halfulp.audit.copies import Copies, checked, followed, found_copies, tensors_of
+from halfulp.audit.copies import Copies, checked, followed, found_copies, role_name, tensors_of
 from halfulp.audit.gradients import Accumulation
 from halfulp.audit.holdings import flat
 from halfulp.audit.hooks import StepHooks
 from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.recorder import Audit
 from halfulp.audit.watched import Watched
+from halfulp.errors import HalfulpError
 from halfulp.trace import Memory
 from halfulp.trace.reading import ROLES
 from halfulp.writeback.optimizer import WriteBack
@@ -78,19 +79,33 @@ class Companion(Audit):
             describe={"role": role, **({"proposals": "known"} if known else {})},
         )  # fmt: skip
         self._hooks = _Unhooked(self._before, self._after)
+        self._counts = False  # the other audit says which step it is
+        self._audited = True  # which has begun: what does not fit here is left out
         self._untrained = True
         self._phases = False  # an estimate of weights, and a third of what counting costs
         self.held: dict[int, Held] = {}
         self._begun: dict[int, Mapping[str, torch.Tensor]] = {}
         self.changed = False
         """Whether anything ever did."""
-        self.start()
+        try:
+            self.start()
+        except (HalfulpError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is None:  # a signal's handler raised it
+                raise
+            self._do_without(error)
 
-    def take(self, name: str, x: torch.Tensor) -> Watched:
-        """The place of one tensor, by itself."""
-        if x not in self.watched:
+    def _do_without(self, error: Exception) -> None:
+        """Write nothing, but go on with the other ranks."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._resumed, self._loaded, self._skip_until = None, None, {}, 0
+        self._step_aside(f"the trace {self.out} could not be begun ({error});")
+
+    def take(self, name: str, x: torch.Tensor) -> Watched | None:
+        """The place of one tensor, by itself; None if it does not fit."""
+        if x not in self.watched and x not in self._left_out:
             self._watch(Held({name: x}))
-        return self.watched[x]
+        return self.watched.get(x)
 
     def begin(self, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
         """Set tensors aside; ``key``: whose they are, where several share a role."""
@@ -124,7 +139,7 @@ class Companion(Audit):
         if key not in self.held:
             return
         held = self._hold(key, named)
-        here = [w for w in self._of(held) if w.before is not None]
+        here = self._unaltered([w for w in self._of(held) if w.before is not None])
         changed = together_changed(here)
         if not changed:
             return
@@ -173,7 +188,7 @@ def moments_of(
                 more = 0 if x.numel() == p.numel() else _stacked(x.shape, p.shape)
                 if more is not None and more < len(group["params"]):
                     name = f"{names[p]} and {more} more" if more else names[p]
-                    found.setdefault(str(kind), {})[name] = x
+                    found.setdefault(role_name(str(kind)), {})[name] = x
     return found
 
 
@@ -259,9 +274,19 @@ class Roles:
                 self.also[label] = held
                 self._own.append(label)
 
-    def due(self) -> bool:
-        """Whether the step that comes next is audited."""
-        return rank() == 0 and self.owner._due(self.owner.step + 1)
+    @property
+    def coming(self) -> int:
+        """The step of the run that gradients accumulate for."""
+        return self.owner.step + 1
+
+    def accumulates(self) -> bool:
+        """Whether that step is audited, or was in the part of a run that is resumed."""
+        return rank() == 0 and self.owner._regular(self.coming)
+
+    def before_skipped(self, weights: list[Watched]) -> None:
+        """Follow gradients in steps that a resumed trace holds: those of the one after them are new."""
+        if self.gradients is not None and rank() == 0:
+            self.gradients.watch(weights)
 
     def before(self, optimizer: torch.optim.Optimizer, weights: list[Watched], step: int) -> None:
         """Set the moments aside that there are before a step, and follow gradients from then on."""

@@ -34,7 +34,7 @@ from halfulp.text import tell
 
 
 class Losses:
-    """Notes the value of every scalar that ``backward`` is called on."""
+    """Notes the value of every real scalar that ``backward`` is called on."""
 
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
@@ -44,14 +44,14 @@ class Losses:
         audit, plain_backward, plain_scale = self.audit, self.backward, self.scale
 
         def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if tensor.numel() == 1:
+            if _is_loss(tensor):
                 audit.log(getattr(tensor, "_halfulp_unscaled", tensor))
             plain_backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
 
         def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             scaled = plain_scale(scaler, outputs)
-            if isinstance(scaled, torch.Tensor) and scaled is not outputs:
-                scaled._halfulp_unscaled = outputs.detach()  # type: ignore[attr-defined]  # a note of ours
+            if isinstance(scaled, torch.Tensor) and scaled is not outputs and _is_loss(outputs):
+                scaled._halfulp_unscaled = outputs.detach().clone()  # type: ignore[attr-defined]  # a note of ours
             return scaled
 
         torch.Tensor.backward = backward  # type: ignore[assignment, method-assign]  # put back on exit
@@ -60,6 +60,10 @@ class Losses:
     def __exit__(self, *_: object) -> None:
         torch.Tensor.backward = self.backward  # type: ignore[method-assign]  # what was there
         torch.amp.GradScaler.scale = self.scale  # type: ignore[method-assign]  # what was there
+
+
+def _is_loss(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.is_floating_point()
 
 
 _ENDED: list[ModuleType] = []
@@ -107,14 +111,15 @@ def _module(name: str, own: OwnEvaluation | None) -> tuple[CodeType, dict[str, A
     return code, {**told, "__package__": spec.parent}
 
 
-def _run_as_main(script: Path | None, module: str, own: OwnEvaluation | None) -> None:
-    """Run it. It stays ``__main__`` until the process ends: exit handlers and pickles look for it there."""
+def _prepared(script: Path | None, module: str, own: OwnEvaluation | None) -> tuple[CodeType, ModuleType]:
+    """What is to run, and where. It stays ``__main__`` until the process ends: exit handlers and pickles look
+    for it there."""
     code, told = _module(module, own) if script is None else _script(script, own)
     main = ModuleType("__main__")
     main.__dict__.update(told, __builtins__=builtins, **({} if own is None else {DECORATOR: own}))
     _ENDED.append(main)
     sys.modules["__main__"] = main
-    exec(code, main.__dict__)  # noqa: S102  # running the user's script is what this is for
+    return code, main
 
 
 def run_script(
@@ -142,8 +147,10 @@ def run_script(
     process, threads = os.getpid(), set(threading.enumerate())
     try:
         with Termination(audit, farewell), audit, Losses(audit):
+            main: ModuleType | None = None
             try:
-                _run_as_main(script, module, own)
+                compiled, main = _prepared(script, module, own)
+                exec(compiled, main.__dict__)  # noqa: S102  # running the user's script is what this is for
             except SystemExit as stop:
                 left = True
                 code = stop.code & 0xFF if isinstance(stop.code, int) else 0 if stop.code is None else 1
@@ -153,9 +160,10 @@ def run_script(
                 if os.getpid() == process:
                     tell("halfulp: interrupted; the trace keeps what was recorded.")
                 code = -signal.SIGINT
-            except HalfulpError:
-                raise  # the audit's own: a clear line of its own
-            except Exception:
+            except Exception as error:
+                refused = audit.refused(error) or (own is not None and own.refused is error)
+                if isinstance(error, HalfulpError) and (main is None or refused):
+                    raise  # the audit's own, not the script's: a clear line
                 _show_error()
                 kept = "the trace keeps what was recorded" if audit.step else "no step was recorded"
                 if os.getpid() == process:

@@ -57,6 +57,19 @@ class Watched:
     shown: torch.Tensor | None = None
     """The model's own copy, if this is a master of it."""
 
+    def __post_init__(self) -> None:
+        self.began_as = self.kind
+        """The kind of tensor that everything here was made for."""
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.Size, torch.device]:
+        return self.tensor.dtype, self.tensor.shape, self.tensor.device
+
+    @property
+    def altered(self) -> bool:
+        """Whether it has become another kind of tensor, as ``model.bfloat16()`` makes it in mid-run."""
+        return self.codes is None and self.kind != self.began_as
+
     @cached_property
     def sharded(self) -> bool:
         return is_sharded(self.tensor)

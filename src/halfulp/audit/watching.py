@@ -2,12 +2,16 @@
 
 An optimizer may gain parameters while it runs, and a recording may be taken up by another process. So tensors
 are looked for at every step that is audited, and the manifest of a trace says the same of one as before.
+
+What cannot be audited is refused before the first step. Later nothing is, for the training is not the audit's
+to end: a tensor that comes then and does not fit is left out, and where one becomes another (a cast, another
+shape) the audit steps aside.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +21,7 @@ import torch
 from halfulp.audit import holdings, manifest, shards
 from halfulp.audit.attribution import Attributing
 from halfulp.audit.batch import Batch, batches
+from halfulp.audit.copies import role_name
 from halfulp.audit.names import Naming, models_around, name_parameters
 from halfulp.audit.ranks import rank
 from halfulp.audit.shards import Shards
@@ -24,11 +29,14 @@ from halfulp.audit.watched import Watched, check_shard
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.measures.groups import Rules, group_of
-from halfulp.text import tell
+from halfulp.text import count, tell
 from halfulp.trace import Memory, TraceWriter
 from halfulp.trace.resuming import Resumed
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.sharding import is_sharded
+
+LONGEST = 200
+"""Characters of a state's name in a manifest."""
 
 
 class Watching(Attributing):
@@ -60,6 +68,9 @@ class Watching(Attributing):
     _gradients: holdings.Sizes
     _writer: TraceWriter | Memory | None
     _written: Callable[..., None]
+    _give_up: Callable[[str, str], None]
+    _audited: bool
+    """Whether a step was audited in this process."""
 
     def _of(self, optimizer: torch.optim.Optimizer) -> list[Watched]:
         """What this rank looks at: on ranks other than the first, only tensors that it holds a shard of."""
@@ -95,8 +106,39 @@ class Watching(Attributing):
         found = self._known(optimizer, params)
         if found is not None:
             return self._here(found)
-        self._take(optimizer, params)
+        try:
+            self._take(optimizer, params)
+        except UsageError as error:
+            if not self._audited:
+                raise
+            self._leave_out([p for p in params if p in self.watched and self.watched[p].before is None])
+            self._give_up(str(error), "")
         return self._of(optimizer)
+
+    def _leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Look at tensors no longer."""
+        for p in tensors:
+            batch = self.watched.pop(p).batch
+            if isinstance(batch, Batch):
+                batch.dissolve()
+                self._batches.remove(batch)
+            self._left_out.add(p)
+        self._lists.clear()
+
+    def _unaltered(self, watched: list[Watched]) -> list[Watched]:
+        """Those that are what they were; if not all are, the audit steps aside."""
+        altered = [w for w in watched if w.altered]
+        if not altered:
+            return watched
+        w = altered[0]
+        was, now = (f"{str(d).removeprefix('torch.')} {list(n)} on {at}" for d, n, at in (w.began_as, w.kind))
+        self._give_up(
+            f"{w.name!r} was {was} when the audit began and is {now} now, so its steps cannot be compared.",
+            "Audit what comes before such a change and what comes after it apart: audit.stop(), and another "
+            "Audit with an out= of its own.",
+        )
+        self._leave_out(w.tensor for w in altered)
+        return [w for w in watched if w not in altered]
 
     def _take(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
         new = [
@@ -120,8 +162,10 @@ class Watching(Attributing):
             for p in new
             if p.is_floating_point() and p.numel() and (self.params is None or self.params(found[p].name, p))
         ]
-        if self.unfit == "drop" and not self._rows and not self._skip_until:
+        if self.unfit == "drop" and not self._audited and not self._skip_until:
             self._drop_unfit(chosen)
+        if self._audited:
+            chosen = self._fitting(chosen, found)
         self._left_out.update(set(new) - set(chosen))
         for p in chosen:
             self.watched[p] = self._new(found[p], p, optimizer)
@@ -187,10 +231,38 @@ class Watching(Attributing):
         """Once its first step is over, say which dtypes an optimizer holds."""
         if optimizer in self._holds or optimizer not in self._seen or self._untrained:
             return
-        self._holds[optimizer] = holdings.held(optimizer, self._gradients)
+        found = holdings.held(optimizer, self._gradients)
+        found["states"] = {_writable(kind): sizes for kind, sizes in found["states"].items()}
+        self._holds[optimizer] = found
         if self._writer is not None:
             self._writer.manifest["optimizers"] = [self._described(o) for o in self._seen]
             self._written(self._writer.write_manifest)
+
+    def _fitting(
+        self, params: list[torch.Tensor], named: Mapping[torch.Tensor, Naming]
+    ) -> list[torch.Tensor]:
+        """Of tensors that came after the first step, those that can be audited for the grids of this run."""
+        unfit = {p: why for p in params if (why := self._unfit(p)) is not None}
+        if unfit:
+            first, why = next(iter(unfit.items()))
+            more = f" and {count(len(unfit) - 1, 'more tensor')}" if len(unfit) > 1 else ""
+            tell(
+                f"halfulp: {named[first].name!r}{more} came after the first audited step and cannot be "
+                f"audited with the others, so they are left out: {why}"
+            )
+        return [p for p in params if p not in unfit]
+
+    def _unfit(self, p: torch.Tensor) -> str | None:
+        """Why a tensor cannot be audited, if it cannot."""
+        try:
+            check_shard(p, [g.within(p.dtype) for g in self.grids])
+            if is_sharded(p) and (self.keep or self.scores is not None):
+                raise UsageError("keep= and scores= are for whole tensors; this one is sharded.")
+            if is_sharded(p) and self.resume and self.out is None:
+                raise UsageError("resume= of a sharded tensor needs a folder: out=.")
+        except UsageError as error:
+            return str(error)
+        return None
 
     def _drop_unfit(self, params: list[torch.Tensor]) -> None:
         """Leave out grids that some parameter's dtype cannot hold."""
@@ -213,15 +285,9 @@ class Watching(Attributing):
         w.codes = None if slot is None else slot.codes
         w.copy = None if naming.copy is None else str(naming.copy).removeprefix("torch.")
         w.shown = naming.held
-        try:
-            w.grids = [g.within(p.dtype) for g in self.grids]
-            check_shard(p, w.grids)
-            if is_sharded(p) and (self.keep or self.scores is not None):
-                raise UsageError("keep= and scores= are for whole tensors; this one is sharded.")
-            if is_sharded(p) and self.resume and self.out is None:
-                raise UsageError("resume= of a sharded tensor needs a folder: out=.")
-        except UsageError as error:
-            raise UsageError(f"parameter {name!r}: {error}") from None
+        if (why := self._unfit(p)) is not None:
+            raise UsageError(f"parameter {name!r}: {why}")
+        w.grids = [g.within(p.dtype) for g in self.grids]
         w.choose(self.sample, self.seed)
         return w
 
@@ -238,6 +304,11 @@ class Watching(Attributing):
             return int(known[name]["id"])
         used = [t["id"] for t in known.values()] + [w.id for w in self.watched.values()]
         return max(used, default=-1) + 1
+
+
+def _writable(kind: str) -> str:
+    """What an optimizer calls a state, as a manifest takes it: valid text, and not too long."""
+    return kind.encode("utf-8", "backslashreplace").decode() if len(kind) <= LONGEST else role_name(kind)
 
 
 def _fits(grid: Grid, dtype: torch.dtype) -> bool:

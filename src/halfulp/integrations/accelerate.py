@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from halfulp.errors import UsageError
-from halfulp.integrations.scalars import Scalars
+from halfulp.integrations.scalars import Dashboard
 
 
-class Trackers:
+class Trackers(Dashboard):
     """Logs every audited step to the trackers of an ``Accelerator``, under the step's own number.
 
     Tags are those of :class:`~halfulp.integrations.scalars.Scalars`.
@@ -23,7 +23,7 @@ class Trackers:
                 "this accelerator has no trackers: make it with log_with=... and call init_trackers() first."
             )
         self.accelerator = accelerator
-        self.scalars = Scalars(worst)
+        super().__init__(worst)
 
-    def __call__(self, summary: dict[str, Any]) -> None:
-        self.accelerator.log(self.scalars.of(summary), step=summary["step"])
+    def show(self, step: int, values: dict[str, float]) -> None:
+        self.accelerator.log(values, step=step)

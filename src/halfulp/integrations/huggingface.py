@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from halfulp.audit.names import variables
 from halfulp.errors import UsageError
 from halfulp.grids import Grid
 from halfulp.integrations.optional import AuditedRun, base_class, require
@@ -100,7 +101,7 @@ def _trainer() -> Any:
     kind = require("transformers").Trainer
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), kind):
+        if isinstance(found := variables(frame).get("self"), kind):
             return found
         frame = frame.f_back
     return None
@@ -111,7 +112,7 @@ def _evaluation() -> tuple[Any, Any, dict[str, Any]] | None:
     kind = require("transformers").Trainer
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        there = frame.f_locals
+        there = variables(frame)
         if isinstance(there.get("self"), kind) and {"eval_dataloader", "metric_key_prefix"} <= there.keys():
             options = {key: there.get(key) for key in ("ignore_keys", "metric_key_prefix")}
             return there["self"], there["eval_dataloader"], options

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from halfulp.audit.as_if import RandomState
 from halfulp.audit.recorder import Audit
 from halfulp.audit.verdict import verdict
 from halfulp.errors import MissingError, UsageError
@@ -102,7 +103,11 @@ class AuditedRun:
         record = name == self.measure
         try:
             if verify and name not in self.verified and self.audit.rehearsals and not self.trouble:
-                _check(again(), real)
+                drawn = RandomState()
+                try:
+                    _check(again(), real)
+                finally:
+                    drawn.put_back()
                 self.verified.add(name)
             found = self.audit.evaluate(lambda: known.pop() if known else again(), specs=specs, record=record)
         except Exception as error:

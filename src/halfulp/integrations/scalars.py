@@ -1,10 +1,12 @@
-"""The summary of a step as named numbers for a dashboard."""
+"""The summary of a step as named numbers for a dashboard, and what dashboards share."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from typing import Any
+
+from halfulp.text import shown, tell
 
 LONGEST = 120
 
@@ -30,16 +32,45 @@ class Scalars:
         out["halfulp/update_ratio"] = summary["update_ratio"]
         tensors = summary["tensors"]
         for grid in summary["frozen"]:
-            shown = self._shown.setdefault(grid, [])
+            here = self._shown.setdefault(grid, [])
             lost = sorted(
                 (n for n in tensors if tensors[n][grid] >= 0.5), key=lambda n: (-tensors[n][grid], n)
             )
-            new = [n for n in lost if n not in shown]
-            shown += new[: max(self.worst - len(shown), 0)]
-            for name in shown:
+            new = [n for n in lost if n not in here]
+            here += new[: max(self.worst - len(here), 0)]
+            for name in here:
                 if name in tensors:
                     out[f"halfulp/tensor/{tag(name)}/{tag(grid)}"] = tensors[name][grid]
         return out
+
+
+class Dashboard:
+    """A listener that tells somebody else's dashboard of every audited step.
+
+    Where that fails (a full disk, a server that is gone) it is said once, and the dashboard is told nothing
+    from there on: the training goes on, and so does the audit.
+    """
+
+    def __init__(self, worst: int) -> None:
+        self.scalars = Scalars(worst)
+        self.trouble: str | None = None
+        """Why the dashboard is no longer told, if it is not."""
+
+    def __call__(self, summary: dict[str, Any]) -> None:
+        if self.trouble is not None:
+            return
+        try:
+            self.show(summary["step"], self.scalars.of(summary))
+        except Exception as error:  # whatever a library of others may raise
+            self.trouble = f"{type(error).__name__}: {error}"
+            tell(
+                f"halfulp: {type(self).__name__} could not be told of step {summary['step']} "
+                f"({shown(self.trouble, 300)}). Training and audit go on; it is told nothing from here on."
+            )
+
+    def show(self, step: int, values: dict[str, float]) -> None:
+        """Tell it tags and values of a step."""
+        raise NotImplementedError
 
 
 def tag(name: str) -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from halfulp.integrations.optional import require
-from halfulp.integrations.scalars import Scalars
+from halfulp.integrations.scalars import Dashboard
 
 
-class TensorBoard:
+class TensorBoard(Dashboard):
     """Writes every audited step to a log folder, or to a ``SummaryWriter`` that is there already.
 
     Tags are those of :class:`~halfulp.integrations.scalars.Scalars`.
@@ -20,9 +20,9 @@ class TensorBoard:
             require("tensorboard")
             where = require("torch.utils.tensorboard").SummaryWriter(str(where))
         self.writer = where
-        self.scalars = Scalars(worst)
+        super().__init__(worst)
 
-    def __call__(self, summary: dict[str, Any]) -> None:
-        for name, value in self.scalars.of(summary).items():
-            self.writer.add_scalar(name, value, summary["step"])
+    def show(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
         self.writer.flush()

@@ -6,10 +6,10 @@ from typing import Any
 
 from halfulp.errors import UsageError
 from halfulp.integrations.optional import require
-from halfulp.integrations.scalars import Scalars
+from halfulp.integrations.scalars import Dashboard
 
 
-class WandB:
+class WandB(Dashboard):
     """Logs every audited step to a run, against the metric ``halfulp/step``.
 
     Tags are those of :class:`~halfulp.integrations.scalars.Scalars`. ``commit=False`` adds the numbers to the
@@ -22,8 +22,8 @@ class WandB:
             raise UsageError("there is no W&B run yet: call wandb.init() first, or pass the run.")
         self.run.define_metric("halfulp/step", hidden=True)
         self.run.define_metric("halfulp/*", step_metric="halfulp/step")
-        self.scalars = Scalars(worst)
+        super().__init__(worst)
         self.commit = commit
 
-    def __call__(self, summary: dict[str, Any]) -> None:
-        self.run.log({"halfulp/step": summary["step"], **self.scalars.of(summary)}, commit=self.commit)
+    def show(self, step: int, values: dict[str, float]) -> None:
+        self.run.log({"halfulp/step": step, **values}, commit=self.commit)
