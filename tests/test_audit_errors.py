@@ -209,7 +209,10 @@ def test_a_grid_that_the_weights_cannot_hold(tmp_path: Path, capsys: pytest.Capt
     for step in (1, 2):
         with hu.Audit(optimizer, ["bf16", "fp16", "e5m2"], **options, first_step=step):
             optimizer.step()
-    assert "fp16 left out: finer than what the optimizer sees (bfloat16)" in capsys.readouterr().err
+    assert (
+        "fp16 left out: what the optimizer sees (bfloat16) does not hold its values"
+        in capsys.readouterr().err
+    )
     trace = hu.Trace.open(tmp_path / "trace")
     assert trace.grids == ["bf16", "e5m2"]
     assert trace.steps.tolist() == [1, 2]

@@ -369,7 +369,7 @@ def test_a_bfloat16_script_needs_no_other_command(halfulp: Halfulp) -> None:
     code, out, err = halfulp("audit", path)
     assert code == 0
     assert len(out.splitlines()) == 8
-    assert "fp16 left out: finer than what the optimizer sees (bfloat16)" in err
+    assert "fp16 left out: what the optimizer sees (bfloat16) does not hold its values" in err
     assert "the optimizer sees bfloat16" in err
     assert "bf16: " in err
     assert hu.Trace.open("runs/train").grids == ["bf16", "e5m2", "e4m3@128"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -446,6 +447,23 @@ def test_hooks_of_all_optimizers_see_the_step(kind: str, caplog: pytest.LogCaptu
         for plain, found in zip(weights(False), weights(True), strict=True):
             assert torch.equal(plain, found)
     assert not any("two passes" in r.getMessage() for r in caplog.records)
+
+
+def test_an_audit_does_not_see_steps_in_the_backward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so, and the training goes on."""
+    model = torch.nn.Linear(16, 16).bfloat16()
+    opt = hu.AdamW(model.named_parameters(), lr=1e-3)
+    opt.in_backward()
+    with hu.Audit(opt, ["bf16"], model=model, out=tmp_path / "run") as audit:
+        for _ in range(3):
+            model(torch.ones(2, 16).bfloat16()).sum().backward()
+            opt.step()
+    assert opt.steps == 3
+    assert audit.trouble is not None
+    assert "given up after step 0: weights move inside the backward" in audit.trouble
+    assert capsys.readouterr().err.count("inside the backward") == 1
 
 
 @pytest.mark.parametrize("what", ["the loop", "the step"])

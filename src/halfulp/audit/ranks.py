@@ -58,6 +58,11 @@ def taking_part(watched: Sequence[Watched]) -> list[Watched]:
     return [w for w in watched if w not in still]
 
 
+def as_tensor(row: torch.Tensor | Array) -> torch.Tensor:
+    """Numbers as a tensor where they are, whatever device is torch's default."""
+    return row if isinstance(row, torch.Tensor) else torch.from_numpy(row)
+
+
 def reduced(seen: Sequence[Watched], found: Sequence[torch.Tensor | Array] | Array) -> Array:
     """The rows of all tensors; those of shards summed over ranks, in one reduction a kind of sharding."""
     if isinstance(found, np.ndarray):  # a batch, in which there are no shards
@@ -68,7 +73,7 @@ def reduced(seen: Sequence[Watched], found: Sequence[torch.Tensor | Array] | Arr
         if w.sharded:
             alike.setdefault((w.tensor.device_mesh, w.tensor.placements), []).append(i)  # type: ignore[attr-defined]  # a DTensor
     for places in alike.values():
-        total = reduce_sum(torch.stack([torch.as_tensor(rows[i]) for i in places]), seen[places[0]].tensor)
+        total = reduce_sum(torch.stack([as_tensor(rows[i]) for i in places]), seen[places[0]].tensor)
         for i, row in zip(places, total, strict=True):
             rows[i] = row
     return np.stack([row.cpu().numpy() if isinstance(row, torch.Tensor) else row for row in rows])

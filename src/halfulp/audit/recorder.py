@@ -29,7 +29,7 @@ from halfulp.audit import arguments, following, holdings
 from halfulp.audit.attribution import Attributed
 from halfulp.audit.batch import Batch
 from halfulp.audit.hooks import StepHooks
-from halfulp.audit.ranks import rank, reduced, taking_part, world
+from halfulp.audit.ranks import as_tensor, rank, reduced, taking_part, world
 from halfulp.audit.rehearsal import Moved, Rehearsals, Rehearse, Spec
 from halfulp.audit.rows import (
     PER_GRID,
@@ -286,6 +286,11 @@ class Audit(Writing):
             self._finish()
         if not self._stepped:
             self._commit_if_due()
+        if isinstance(optimizer, WriteBack) and optimizer.moved_in_backward:
+            self._give_up(
+                "weights move inside the backward (in_backward()), before step() is called.",
+                "What is lost there is in optimizer.events; or leave in_backward() out.",
+            )
         coming = self.step if self._stepped else self.step + 1
         looks = self._due(coming) or self._rehearses(coming)
         here = self._watch(optimizer) if looks else []
@@ -421,7 +426,7 @@ class Audit(Writing):
         if self.decay or self.keep:
             groups = _by_tensor(optimizer)
             for w, row in zip(seen, found, strict=True):
-                self._look_closer(w, torch.as_tensor(row), optimizer, groups[w.tensor])
+                self._look_closer(w, as_tensor(row), optimizer, groups[w.tensor])
         if self.scores is not None:
             self._score(self.scores, [w for w in seen if w.scores is not None])
         if not seen:

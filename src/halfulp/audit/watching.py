@@ -270,7 +270,7 @@ class Watching(Attributing):
         if fit and len(fit) < len(self.grids):
             left = ", ".join(g.name for g in self.grids if g not in fit)
             dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params}))
-            tell(f"halfulp: {left} left out: finer than what the optimizer sees ({dtypes}).")
+            tell(f"halfulp: {left} left out: what the optimizer sees ({dtypes}) does not hold its values.")
             self.grids = fit
 
     def _new(self, naming: Naming, p: torch.Tensor, optimizer: torch.optim.Optimizer) -> Watched:

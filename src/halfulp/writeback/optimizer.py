@@ -317,6 +317,11 @@ class WriteBack(torch.optim.Optimizer):
             guarding.tell_spoilt(self)
         return found if searching else loss
 
+    @property
+    def moved_in_backward(self) -> bool:
+        """Whether weights have moved already in the step that comes next, see :meth:`in_backward`."""
+        return self._backward is not None and bool(self._backward.done)
+
     def in_backward(self) -> InBackward:
         """Move every managed parameter as its gradient arrives, and free the gradient: from now on a backward
         makes the step, and ``step()`` moves what is not managed and ends it. ``remove()`` of what is returned
