@@ -372,6 +372,9 @@ def test_a_role_that_cannot_be_begun_is_left_out(
     assert all("could not be begun (" in line and "the run went on without it" in line for line in said)
     assert all(role.trouble is not None for role in audit.roles.audits.values())
     (tmp_path / "run" / "roles").unlink()
+    assert not any(
+        "not one of its values changed" in s for s in hu.verdict(hu.Trace.open(tmp_path / "run")).lines
+    )
     assert hu.Trace.open(tmp_path / "run").steps.tolist() == [1, 2, 3, 4]
 
 

@@ -311,7 +311,8 @@ class Roles:
         for audit in self.audits.values():
             audit.stop()
             audit.discard_if_empty()
-        return [name for name in self.also if name in self.audits and not self.audits[name].changed]
+        followed = [name for name in self.also if name in self.audits and self.audits[name].trouble is None]
+        return [name for name in followed if not self.audits[name].changed]
 
     def _moments(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
         if not self.states:
