@@ -301,3 +301,76 @@ def test_looking_at_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
                 break
     assert k < 99
     assert refused == k
+
+
+# ---- whose files they are ----------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Everything in a folder, by name."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "state/model.safetensors",
+        "state/000100.safetensors",
+        "state/.part-mine",
+        "shards/000000001.0.safetensors",
+        "shards/model.safetensors",
+        "parts/000000/grids.parquet",
+        "parts/.000000.notes",
+        "parts/.git",
+        "roles/notes.txt",
+        "state",
+        ".part-mine",
+        "trouble.json",
+    ],
+)
+def test_what_no_recording_left_is_kept(tmp_path: Path, name: str, resume: bool) -> None:
+    """A folder that only looks like a trace that was begun, beside what one does leave: it is refused, by the
+    first thing that is another's, and stays as it is."""
+    folder = tmp_path / "run"
+    (folder / "parts" / ".part-12-0").mkdir(parents=True)
+    (folder / ".part-12-3").write_bytes(b"{")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"mine")
+    before = contents(folder)
+    with pytest.raises(hu.UsageError, match=r"is there, but no manifest\.json") as refused:
+        run(folder, resume=resume)
+    assert str(folder / Path(*Path(name).parts[:2])) in str(refused.value)
+    assert contents(folder) == before
+
+
+def test_what_a_crash_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, 4)
+    ours = ("parts/.000002", "parts/.part-1-2", "state/.part-1-3", "state/000007.safetensors", ".part-1-4")
+    others = (
+        "state/model.safetensors",
+        "parts/.notes",
+        ".part-mine",
+        "shards/mine.0.safetensors",
+        "page.html",
+    )
+    (folder / "shards").mkdir()
+    for name in (*ours, *others):
+        (folder / name).write_bytes(b"x")
+    run(folder, 6, resume=True)
+    assert Trace.open(folder).last_step == 6
+    assert [name for name in ours if (folder / name).exists()] == []
+    assert [name for name in others if not (folder / name).exists()] == []
+
+
+def test_an_empty_recording_leaves_no_shards_and_no_roles(tmp_path: Path) -> None:
+    """Else the next one would find them, and take them for another's."""
+    folder = tmp_path / "run"
+    writer = TraceWriter(folder, begun([hu.grid("bf16")], 1, {"sample": None}, {}))
+    (folder / "shards").mkdir()
+    (folder / "shards" / "000000001.1.safetensors").write_bytes(b"")
+    (folder / "roles").mkdir()
+    writer.close()
+    assert writer.discard_if_empty()
+    assert not folder.exists()

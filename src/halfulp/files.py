@@ -32,6 +32,7 @@ from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageErro
 CAN_LOCK = importlib.util.find_spec("fcntl") is not None  # Windows: studies are read and validated, not run
 SYNCING = 16  # files synchronised at the same time
 PART = ".part-"  # how the names of files and folders begin that are not yet in place
+ASIDE = r"\.part-[0-9]+-[0-9]+"  # their whole names, as an expression
 _counter = itertools.count()
 
 

@@ -17,8 +17,10 @@ import torch
 from halfulp import canonical, documents, files, tensors
 from halfulp.errors import DiskError, HalfulpError, UsageError
 from halfulp.text import tell
+from halfulp.trace import layout
+from halfulp.trace.layout import FOLDERS, LOCK, MANIFEST, PARTS, STATE_NAME, STATES, TROUBLE
 from halfulp.trace.reading import Trace, scan_files, source
-from halfulp.trace.resuming import FOLDER, STEP, Resumed, clear
+from halfulp.trace.resuming import STEP, Resumed, clear
 from halfulp.trace.schema import (
     DOCUMENT,
     FORMAT,
@@ -33,7 +35,6 @@ from halfulp.trace.schema import (
     state_file,
 )
 
-LOCK, MANIFEST, TROUBLE = ".lock", "manifest.json", "trouble.json"
 UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What file systems without locks say."""
 
@@ -55,7 +56,7 @@ class TraceWriter:
             else:
                 self.manifest = {**manifest, "format": FORMAT, "id": secrets.token_hex(16)}
                 self.manifest.pop(documents.DIGEST, None)
-                files.make_folder(path / "parts")
+                files.make_folder(path / PARTS)
                 self.write_manifest()
             self._clear()
         except BaseException as error:
@@ -79,16 +80,14 @@ class TraceWriter:
 
     def _clear(self) -> None:
         """Remove what a crash left: files aside, states that no part names, and a note of old trouble;
-        and the shards of steps that are recorded again, or a rank might lag behind and seem not to."""
-        for folder in (self.path, *(self.path / name for name in ("parts", "state", FOLDER))):
-            for stale in (*folder.glob(f"{files.PART}*"), *folder.glob(".manifest.json.*")):
-                files.remove_any(stale)
-        for stale in (self.path / "parts").glob(".[0-9]*"):
+        and the shards of steps that are recorded again, or a rank might lag behind and seem not to. What has
+        another name than halfulp gives is not its own, and stays."""
+        for stale in layout.left(self.path):
             files.remove_any(stale)
         named = 0 if self.resumed is None else len(self.resumed.trace.documents)
         needed = [state_file(self.path, i) for i in range(max(0, self.count - 1), named)]
-        for stale in (self.path / "state").glob("*.safetensors"):
-            if stale not in needed:
+        for stale in (self.path / STATES).glob("*.safetensors"):
+            if STATE_NAME.fullmatch(stale.name) and stale not in needed:
                 files.remove(stale)
         step = 0 if self.resumed is None else self.resumed.shards[0]
         clear(self.path, lambda later: later > step)
@@ -159,16 +158,17 @@ class TraceWriter:
         self._before = sealed[0]
 
     def _part(self, number: int) -> Path:
-        return self.path / "parts" / f"{number:06d}"
+        return self.path / PARTS / f"{number:06d}"
 
     def discard_if_empty(self) -> bool:
         """Leave nothing behind if there is no part, not even one that is to be recorded again."""
         empty = self.count == 0 and not self._part(0).is_dir()
         if empty:
-            with contextlib.suppress(OSError):  # somebody put something there, or it cannot be changed
+            with contextlib.suppress(OSError, DiskError):  # somebody put something there, or it is read-only
+                clear(self.path, lambda _: True)
                 (self.path / MANIFEST).unlink(missing_ok=True)
                 (self.path / LOCK).unlink(missing_ok=True)
-                for folder in (*(self.path / name for name in ("parts", "state", FOLDER)), self.path):
+                for folder in (*(self.path / name for name in FOLDERS), self.path):
                     with contextlib.suppress(FileNotFoundError):
                         folder.rmdir()
         return empty
@@ -314,18 +314,13 @@ def _check_free(path: Path, resume: bool) -> None:
                     f"{path} holds a trace already. Choose another folder, remove it, or resume it "
                     "(resume=True)."
                 )
-        elif path.exists() and not _begun(path):
-            raise UsageError(f"{path} is not an empty folder and holds no trace. Choose another folder.")
+        elif path.exists() and (found := layout.foreign(path)) is not None:
+            raise UsageError(
+                f"{path} is not an empty folder and holds no trace: {found} is there, but no manifest.json. "
+                "Choose another folder."
+            )
     except OSError as error:
         raise files.refused_reading(path, error) from error
-
-
-def _begun(path: Path) -> bool:
-    """Whether a folder is empty, or holds no more than what a recording that was killed at once left."""
-    if not path.is_dir() or any((path / "parts").glob("[!.]*")):
-        return False
-    ours = ("parts", "state", FOLDER, LOCK)
-    return all(p.name in ours or p.name.startswith((files.PART, ".manifest.json.")) for p in path.iterdir())
 
 
 def check_same(path: Path | str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

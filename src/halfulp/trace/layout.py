@@ -1,0 +1,49 @@
+"""What lies where in the folder of a trace, and what of it a recording may take for its own.
+
+A recording removes what a crash left of an earlier one. But the folder is its user's, who may keep models in
+a folder ``state``, too: only names that halfulp gives are taken for its own, and where there is no manifest
+only what a process leaves that ends before it has written one.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from halfulp import files
+
+MANIFEST, LOCK, TROUBLE = "manifest.json", ".lock", "trouble.json"
+PARTS, STATES, SHARDS, ROLES = FOLDERS = ("parts", "state", "shards", "roles")
+STATE_NAME = re.compile(r"[0-9]{6,}\.safetensors")
+_LEFT = {
+    "": re.compile(rf"{files.ASIDE}|\.manifest\.json\.[0-9]+"),  # the latter by halfulp 0.1
+    PARTS: re.compile(rf"{files.ASIDE}|\.[0-9]{{6,}}(\.[0-9]+)?"),  # a part that is to go; and by 0.1
+    STATES: re.compile(files.ASIDE),
+    SHARDS: re.compile(files.ASIDE),
+}
+"""What a crash leaves aside, by folder."""
+
+
+def left(path: Path) -> list[Path]:
+    """What a crash left aside in a trace."""
+    return sorted(p for name, ours in _LEFT.items() for p in _entries(path / name) if ours.fullmatch(p.name))
+
+
+def foreign(path: Path) -> Path | None:
+    """The first thing in a place without a manifest that a recording which ended before that does not leave;
+    None where there is no such thing, so that one may begin there."""
+    if not path.is_dir():
+        return path
+    for entry in sorted(_entries(path)):
+        if entry.name in FOLDERS and entry.is_dir() and not entry.is_symlink():
+            ours = _LEFT.get(entry.name)
+            for inner in sorted(_entries(entry)):
+                if ours is None or not ours.fullmatch(inner.name):
+                    return inner
+        elif entry.name != LOCK and not _LEFT[""].fullmatch(entry.name):
+            return entry
+    return None
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
