@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -374,3 +375,38 @@ def test_an_empty_recording_leaves_no_shards_and_no_roles(tmp_path: Path) -> Non
     writer.close()
     assert writer.discard_if_empty()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["parts", "parts/000000", "state", "shards", "roles", "roles/exp_avg"])
+def test_a_folder_of_a_trace_is_no_link(tmp_path: Path, name: str) -> None:
+    """It may point anywhere: nobody reads through it, and what lies there is not removed or written."""
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    run(folder, 4, states=True)
+    shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.copytree(folder, victim)
+    for left in ("000009.safetensors", "000000009.0.safetensors", ".part-1-2", ".000000"):
+        (victim / left).write_bytes(b"mine")
+    (folder / name).symlink_to(victim, target_is_directory=True)
+    before = contents(victim)
+    for reads in (Trace.open, lambda place: Trace.open(place, verify=False)):
+        with pytest.raises(
+            hu.CorruptionError, match=f"{folder / name} is a symbolic link, expected a folder"
+        ):
+            reads(folder)
+    with pytest.raises(hu.CorruptionError, match="is a symbolic link"):
+        run(folder, 6, resume=True, states=True)
+    assert contents(victim) == before
+
+
+@pytest.mark.parametrize("name", ["parts", "state", "shards", "roles"])
+def test_nothing_begins_in_a_folder_with_a_link(tmp_path: Path, name: str) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "victim", target_is_directory=True)
+    with pytest.raises(hu.UsageError, match=f"{name} is there, but no manifest"):
+        run(tmp_path / "run")
+    assert contents(tmp_path / "victim") == {}
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "run", target_is_directory=True)  # which somebody named
+    run(tmp_path / "link")
+    assert Trace.open(tmp_path / "link").last_step == 6

@@ -2,7 +2,8 @@
 
 A recording removes what a crash left of an earlier one. But the folder is its user's, who may keep models in
 a folder ``state``, too: only names that halfulp gives are taken for its own, and where there is no manifest
-only what a process leaves that ends before it has written one.
+only what a process leaves that ends before it has written one. A link may have come with a folder from
+elsewhere and point anywhere, so none is followed out of a trace.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from pathlib import Path
 
 from halfulp import files
+from halfulp.errors import CorruptionError
 
 MANIFEST, LOCK, TROUBLE = "manifest.json", ".lock", "trouble.json"
 PARTS, STATES, SHARDS, ROLES = FOLDERS = ("parts", "state", "shards", "roles")
@@ -43,6 +45,31 @@ def foreign(path: Path) -> Path | None:
         elif entry.name != LOCK and not _LEFT[""].fullmatch(entry.name):
             return entry
     return None
+
+
+def check_folders(path: Path) -> None:
+    """Refuse a trace of which a folder is a link."""
+    try:
+        for name in FOLDERS:
+            check_no_link(path / name)
+        for role in _entries(path / ROLES):
+            check_no_link(role)
+    except OSError as error:
+        raise files.refused_reading(path, error) from error
+
+
+def check_no_link(folder: Path) -> None:
+    """Refuse a link in the place of a folder."""
+    if folder.is_symlink():
+        raise CorruptionError(
+            f"{folder} is a symbolic link, expected a folder: nothing inside a trace is a link. If it is "
+            "yours, put what it points to in its place."
+        )
+
+
+def roles(path: Path) -> list[Path]:
+    """The folders of the roles of a trace."""
+    return sorted(p for p in _entries(path / ROLES) if p.is_dir())
 
 
 def _entries(folder: Path) -> list[Path]:

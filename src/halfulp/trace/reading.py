@@ -14,7 +14,7 @@ import torch
 from halfulp import files, tensors
 from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
 from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
-from halfulp.trace import parquet
+from halfulp.trace import layout, parquet
 from halfulp.trace.checking import Rows
 from halfulp.trace.recorded import ARRIVED, COLUMNS, Recorded
 from halfulp.trace.schema import (
@@ -47,7 +47,7 @@ SCHEMAS: dict[str, dict[str, pl.DataType | type[pl.DataType]]] = {
     },
     "losses": {"step": pl.Int64, "rehearsal": pl.Int16, "bound": pl.Int8, "loss": pl.Float64},
 }  # fmt: skip
-ROLES = "roles"
+ROLES = layout.ROLES
 """The folder of a trace that holds those of what accumulates beside the weights."""
 RACES = 1000
 """How often a reader looks again for a state that a writer has just replaced."""
@@ -153,6 +153,7 @@ class Trace(Recorded):
             raise files.refused_reading(file, error) from error
         if not there:
             raise CorruptionError(f"{path} is not a trace: expected a folder with a manifest.json.")
+        layout.check_folders(path)
         folders = listed_parts(path)  # before the manifest: it is never older than a part that is there
         manifest = read_manifest(file)
         reader = Parts(path, manifest)

@@ -13,6 +13,7 @@ arrives of the proposals; they are null where a part was written before.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from halfulp import canonical, files
 from halfulp.documents import DIGEST, MOST_BYTES, Fields, check_digest, is_sha256, parsed, whole
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, VersionError
 from halfulp.grids import grid as named
+from halfulp.trace.layout import PARTS, check_no_link
 
 KIND, PART_KIND, TROUBLE_KIND = "halfulp.trace", "halfulp.part", "halfulp.trouble"
 FORMAT, READ = 4, (1, 2, 3, 4)
@@ -322,15 +324,18 @@ def _entries(found: Fields, manifest: Mapping[str, Any], most_steps: int) -> dic
 
 def listed_parts(path: Path) -> list[Path]:
     """The folders of parts, which must be numbered without a gap; what begins with a dot is not there yet."""
-    parts = path / "parts"
+    parts = path / PARTS
     try:
-        names = [e.name for e in parts.iterdir() if not e.name.startswith(".")]
+        with os.scandir(parts) as entries:
+            links = {e.name: e.is_symlink() for e in entries if not e.name.startswith(".")}
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptionError(f"{parts} is missing: expected a folder with the parts of the trace.") from None
     except OSError as error:
         raise files.refused_reading(parts, error) from error
-    names.sort(key=lambda name: (len(name), name))
+    names = sorted(links, key=lambda name: (len(name), name))
     for i, name in enumerate(names):
         if name != f"{i:06d}":
             raise TamperingError(f"{path}: part {i:06d} is missing; the next one found is {name}.")
+        if links[name]:
+            check_no_link(parts / name)
     return [parts / name for name in names]
