@@ -410,3 +410,97 @@ def test_nothing_begins_in_a_folder_with_a_link(tmp_path: Path, name: str) -> No
     (tmp_path / "link").symlink_to(tmp_path / "run", target_is_directory=True)  # which somebody named
     run(tmp_path / "link")
     assert Trace.open(tmp_path / "link").last_step == 6
+
+
+# ---- a folder that goes while it is written ----------------------------------------------------------
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def move(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+def replace(folder: Path) -> None:
+    """What another process does: it moves the folder, and records there."""
+    move(folder)
+    run(folder, 4)
+
+
+def forget(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def put_a_file_there(folder: Path) -> None:
+    move(folder)
+    folder.write_bytes(b"mine")
+
+
+@pytest.mark.skipif(not files.CAN_LOCK, reason="needs flock")
+@pytest.mark.parametrize("at", [0, 3, 5])
+@pytest.mark.parametrize("go", [remove, move, replace, forget, put_a_file_there])
+def test_a_folder_that_goes_in_mid_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], go: Callable[[Path], None], at: int
+) -> None:
+    """At once, before and after a part, and after the last: it is said once, the run is the one without an
+    audit, what was recorded stays whole where it is, and nothing is written or removed in the old place."""
+    _, expected = run(None, audited=False)
+    folder, found = tmp_path / "run", list[Any]()
+
+    def look() -> None:
+        found.append(contents(folder) if folder.is_dir() else folder.exists())
+        if folder.is_dir():
+            found[-1].pop(".lock", None)  # its holder's, who removes it at the end
+
+    def listen(summary: dict[str, Any]) -> None:
+        if summary["step"] == at + 1:
+            go(folder)
+            look()
+
+    audit, weights = run(folder, listeners=[listen])
+    look()
+    assert found[0] == found[1]
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+    assert audit.lost
+    assert f"{folder} is no longer the folder that this recording began: its" in audit.trouble
+    assert f"It ends at step {at // 2 * 2};" in audit.trouble
+    assert capsys.readouterr().err == f"halfulp: {audit.trouble}\n"
+    assert not audit.discard_if_empty()
+    if go is replace:
+        assert Trace.open(folder).last_step == 4
+    if (tmp_path / "moved").exists():
+        assert Trace.open(tmp_path / "moved").last_step == at // 2 * 2
+        run(tmp_path / "moved", resume=True)
+        assert Trace.open(tmp_path / "moved").last_step == 6
+
+
+@pytest.mark.skipif(not files.CAN_LOCK, reason="needs flock")
+def test_a_lock_of_another_is_not_removed(tmp_path: Path) -> None:
+    mine = files.hold(tmp_path / "run" / "lock", tmp_path)
+    assert not mine.lost
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert mine.lost
+    other = files.hold(tmp_path / "run" / "lock", tmp_path)
+    mine.release(remove=True)
+    assert not mine.lost
+    assert not other.lost
+    other.release(remove=True)
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_a_folder_that_goes_while_a_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part that belongs to it does not get among those of the recording that took the place."""
+    folder, put = tmp_path / "run", files.put
+
+    def slow(path: Path, *args: Any, **options: Any) -> None:
+        put(path, *args, **options)
+        if path == folder / "state" / "000001.safetensors":
+            monkeypatch.setattr(files, "put", put)
+            replace(folder)
+
+    monkeypatch.setattr(files, "put", slow)
+    audit, _ = run(folder)
+    assert "It ends at step 2;" in audit.trouble
+    assert [Trace.open(tmp_path / name).last_step for name in ("run", "moved")] == [4, 2]

@@ -314,9 +314,15 @@ class Lock:
         handle, self._handle = self._handle, -1
         if handle >= 0:
             if remove:
-                with contextlib.suppress(OSError):
-                    self.path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError, DiskError):
+                    if _is(handle, self.path):  # else it is another's by now
+                        self.path.unlink()
             os.close(handle)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is held on a file that is no longer at its path."""
+        return self._handle >= 0 and not _is(self._handle, self.path)
 
     def __del__(self) -> None:
         self.release()
@@ -412,6 +418,6 @@ def _holder(handle: int) -> str:
 
 
 def _is(handle: int, path: Path) -> bool:
-    with _named("lock", path), contextlib.suppress(FileNotFoundError):
+    with _named("lock", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.path.samestat(os.fstat(handle), os.stat(path))
     return False

@@ -23,7 +23,7 @@ from halfulp import canonical, files
 from halfulp.documents import DIGEST, MOST_BYTES, Fields, check_digest, is_sha256, parsed, whole
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, VersionError
 from halfulp.grids import grid as named
-from halfulp.trace.layout import PARTS, check_no_link
+from halfulp.trace.layout import MANIFEST, PARTS, check_no_link
 
 KIND, PART_KIND, TROUBLE_KIND = "halfulp.trace", "halfulp.part", "halfulp.trouble"
 FORMAT, READ = 4, (1, 2, 3, 4)
@@ -58,6 +58,15 @@ def read_manifest(file: Path) -> dict[str, Any]:
         check_digest(found, file)
     found.pop(DIGEST, None)
     return found
+
+
+def check_id(path: Path, expected: str) -> None:
+    """Refuse a folder that no longer holds the trace that it did, which a rank beside the first writes to."""
+    found = read_manifest(path / MANIFEST).get("id")
+    if found != expected:
+        raise CorruptionError(
+            f"{path} no longer holds the trace {expected}, but {found}: another recording took its place."
+        )
 
 
 def _check_manifest(found: Fields) -> None:

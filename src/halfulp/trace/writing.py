@@ -15,7 +15,7 @@ import polars as pl
 import torch
 
 from halfulp import canonical, documents, files, tensors
-from halfulp.errors import DiskError, HalfulpError, UsageError
+from halfulp.errors import CorruptionError, DiskError, HalfulpError, UsageError
 from halfulp.text import tell
 from halfulp.trace import layout
 from halfulp.trace.layout import FOLDERS, LOCK, MANIFEST, PARTS, STATE_NAME, STATES, TROUBLE
@@ -46,6 +46,9 @@ class TraceWriter:
         self.path = path
         self.last_step, self.count = 0, 0
         self.resumed: Resumed | None = None
+        self.lost = False
+        """Whether the folder was found to be gone, or another's."""
+        self._closed = False
         self._before: str | None = None
         _check_free(path, resume)
         self._lock = _held(path)
@@ -57,7 +60,7 @@ class TraceWriter:
                 self.manifest = {**manifest, "format": FORMAT, "id": secrets.token_hex(16)}
                 self.manifest.pop(documents.DIGEST, None)
                 files.make_folder(path / PARTS)
-                self.write_manifest()
+                self._put_manifest()
             self._clear()
         except BaseException as error:
             self.close()
@@ -93,7 +96,28 @@ class TraceWriter:
         clear(self.path, lambda later: later > step)
         files.remove(self.path / TROUBLE)
 
+    def check(self) -> None:
+        """Refuse to go on where the folder was moved or removed: who writes there again leaves parts without
+        a manifest, or among those of another recording that has taken the place."""
+        if self._closed:
+            return
+        try:
+            there = (self.path / MANIFEST).exists()
+        except OSError as error:
+            raise files.refused_reading(self.path, error) from error
+        if not there or (self._lock is not None and self._lock.lost):
+            self.lost = True
+            found = "its lock is not the one that is held" if there else "its manifest.json is not there"
+            raise CorruptionError(
+                f"{self.path} is no longer the folder that this recording began: {found}. It was moved or "
+                "removed, or another recording took its place; leave it where it is until the run is over."
+            )
+
     def write_manifest(self) -> None:
+        self.check()
+        self._put_manifest()
+
+    def _put_manifest(self) -> None:
         files.put(self.path / MANIFEST, documents.sealed(self.manifest))
 
     def commit(
@@ -110,14 +134,18 @@ class TraceWriter:
                 raise UsageError(
                     f"a part of a trace has at most {MOST_ROWS:,} rows a table; {name} has {len(frame):,}."
                 )
+        self.check()
         self._cut()
         place = state_file(self.path, self.count)
         followed = _Measured(tensors.content(state, seal=False))
         try:
             files.put(place, followed)
+            self.check()  # a large state takes its time
             self._put(self.count, _contents(tables, kept), tables, followed.entry())
         finally:
-            if self._part(self.count).is_dir():  # it is there, though perhaps not yet on the disk
+            if self.lost:
+                pass  # nothing there is ours
+            elif self._part(self.count).is_dir():  # it is there, though perhaps not yet on the disk
                 self.count += 1
                 self.last_step = last_step
             else:
@@ -181,10 +209,12 @@ class TraceWriter:
         """Leave a note of why the recording stopped, if the disk still takes one."""
         told = {"kind": TROUBLE_KIND, "format": FORMAT, "what": what, "last_step": self.last_step}
         with contextlib.suppress(HalfulpError):
+            self.check()
             files.put(self.path / TROUBLE, documents.sealed(told))
 
     def close(self) -> None:
         """Let go of the folder."""
+        self._closed = True
         if self._lock is not None:
             self._lock.release(remove=True)
 
