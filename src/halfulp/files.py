@@ -332,6 +332,11 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 """Locks of this process. A fork closes its copies: it would hold them on when its parent is gone."""
 
 
+def lost(path: Path) -> bool:
+    """Whether this process holds a lock on a file that is no longer at a path."""
+    return any(held.path == path and held.lost for held in list(_held))
+
+
 def _let_go() -> None:
     for held in list(_held):
         held.release()

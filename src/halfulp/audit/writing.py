@@ -38,7 +38,6 @@ class Writing(Beginning):
     decay: bool
     part_steps: int
     part_seconds: float
-    describe: dict[str, Any]
     roles: Any
     trouble: str | None
     _rows: list[Row]
@@ -121,8 +120,8 @@ class Writing(Beginning):
         return isinstance(self._writer, TraceWriter) and self._writer.lost
 
     def _step_aside(self, why: str, advice: str = "") -> None:
-        last = "" if self._writer is None else f" It ends at step {self._writer.last_step};"
-        self.trouble = f"{why}{last} the run went on without it.{advice and ' '}{advice}"
+        last = "The" if self._writer is None else f"It ends at step {self._writer.last_step}; the"
+        self.trouble = f"{why} {last} run went on without it.{advice and ' '}{advice}"
         tell(f"halfulp: {self.trouble}")
         if self._writer is not None:
             self._writer.note_trouble(self.trouble)

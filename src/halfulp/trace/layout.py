@@ -9,7 +9,9 @@ elsewhere and point anywhere, so none is followed out of a trace.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from halfulp import files
 from halfulp.errors import CorruptionError
@@ -65,6 +67,11 @@ def check_no_link(folder: Path) -> None:
             f"{folder} is a symbolic link, expected a folder: nothing inside a trace is a link. If it is "
             "yours, put what it points to in its place."
         )
+
+
+def owner(path: Path, run: Mapping[str, Any]) -> Path | None:
+    """The trace that one beside it lies in, by what that says of its run; None of one that is by itself."""
+    return path.parent.parent if "role" in run and path.parent.name == ROLES else None
 
 
 def roles(path: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +27,7 @@ from halfulp.trace.schema import (
     TROUBLE_KIND,
     PartDocument,
     Parts,
+    check_owner,
     listed_parts,
     read_manifest,
     tables_of,
@@ -134,9 +136,15 @@ class Trace(Recorded):
 
     @property
     def roles(self) -> dict[str, Trace]:
-        folder = self.path / ROLES
-        found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-        return {p.name: Trace.open(p) for p in found if (p / "manifest.json").exists()}
+        layout.check_folders(self.path)
+        found: dict[str, Trace] = {}
+        for folder in layout.roles(self.path):
+            if os.path.lexists(folder / layout.MANIFEST):
+                found[folder.name] = Trace.open(folder)
+                check_owner(folder, found[folder.name].manifest, self.manifest.get("id"))
+            elif (folder / layout.PARTS).is_dir() and listed_parts(folder):
+                raise CorruptionError(f"{folder} has parts, but no manifest.json: it was removed.")
+        return found
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> Trace:

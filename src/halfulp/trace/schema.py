@@ -37,6 +37,8 @@ BOUNDS = ("lower", "point", "upper")
 KEPT, STATE, DOCUMENT, DIGESTS = "kept.safetensors", "state.safetensors", "part.json", "digests.json"
 MOST_ROWS = 1 << 22
 """Of one table of a part: some 400 MB when it is read."""
+OWNER = "owner"
+"""In the manifest of a role, the id of the trace that it lies in; older ones do not say."""
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -69,9 +71,24 @@ def check_id(path: Path, expected: str) -> None:
         )
 
 
+def check_owner(path: Path, role: Mapping[str, Any], expected: str | None) -> None:
+    """Refuse a role, by its folder and its manifest, that was recorded beside another trace than the one with
+    this id, or that is of another name."""
+    name = path.name.encode("utf-8", "backslashreplace").decode()
+    pairs = (("trace", role.get(OWNER, expected), expected), ("role", role["run"].get("role", name), name))
+    for what, found, here in pairs:
+        if found != here:
+            raise TamperingError(
+                f"{path} does not belong here: its {what} is {found!r}, expected {here!r}. It was recorded "
+                "beside another run, or the manifest was replaced. Put back what was there, or remove it."
+            )
+
+
 def _check_manifest(found: Fields) -> None:
     if found.values["format"] > 1:
         found.text("id", 100)
+    if OWNER in found.values:
+        found.text(OWNER, 100)
     found.text("halfulp")
     found.whole("every", 1)
     names = found.texts("grids", 1000)

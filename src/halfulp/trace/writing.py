@@ -26,17 +26,21 @@ from halfulp.trace.schema import (
     FORMAT,
     KEPT,
     MOST_ROWS,
+    OWNER,
     PART_KIND,
     STATE,
     TABLES,
     TROUBLE_KIND,
     Entry,
+    check_owner,
     inventory_digest,
+    read_manifest,
     state_file,
 )
 
 UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What file systems without locks say."""
+HELD = "its lock is not the one that is held"
 
 
 class TraceWriter:
@@ -50,6 +54,7 @@ class TraceWriter:
         """Whether the folder was found to be gone, or another's."""
         self._closed = False
         self._before: str | None = None
+        self._owner = _owner_id(path, manifest["run"])
         _check_free(path, resume)
         self._lock = _held(path)
         try:
@@ -59,6 +64,8 @@ class TraceWriter:
             else:
                 self.manifest = {**manifest, "format": FORMAT, "id": secrets.token_hex(16)}
                 self.manifest.pop(documents.DIGEST, None)
+                if self._owner is not None:
+                    self.manifest[OWNER] = self._owner
                 files.make_folder(path / PARTS)
                 self._put_manifest()
             self._clear()
@@ -71,11 +78,14 @@ class TraceWriter:
     def _take_up(self, wanted: Mapping[str, Any]) -> None:
         found = Trace.open(self.path)
         check_same(self.path, found.manifest, wanted)
+        if self._owner is not None:
+            check_owner(self.path, found.manifest, self._owner)
         if found.manifest["format"] == 1:
             found = upgraded(found)
         self.manifest = found.manifest
-        if self.manifest["format"] < FORMAT:  # its parts stay as they are
-            self.manifest["format"] = FORMAT
+        new = {"format": FORMAT, **({} if self._owner is None else {OWNER: self._owner})}
+        if any(self.manifest.get(key) != value for key, value in new.items()):
+            self.manifest.update(new)  # of an older halfulp; its parts stay as they are
             self.write_manifest()
         self.resumed = Resumed.of(found)
         self.last_step, self.count = self.resumed.last_step, self.resumed.count
@@ -107,11 +117,7 @@ class TraceWriter:
             raise files.refused_reading(self.path, error) from error
         if not there or (self._lock is not None and self._lock.lost):
             self.lost = True
-            found = "its lock is not the one that is held" if there else "its manifest.json is not there"
-            raise CorruptionError(
-                f"{self.path} is no longer the folder that this recording began: {found}. It was moved or "
-                "removed, or another recording took its place; leave it where it is until the run is over."
-            )
+            raise _gone(self.path, HELD if there else "its manifest.json is not there")
 
     def write_manifest(self) -> None:
         self.check()
@@ -333,6 +339,24 @@ def _held(path: Path) -> files.Lock | None:
             raise
         tell(f"halfulp: {path} is on a file system without locks: record into it once at a time.")
         return None
+
+
+def _owner_id(path: Path, run: Mapping[str, Any]) -> str | None:
+    """The id of the trace that a role is to lie in, which must be there still."""
+    owner = layout.owner(path, run)
+    if owner is None:
+        return None
+    if files.lost(owner / LOCK):
+        raise _gone(owner, HELD)
+    found = read_manifest(owner / MANIFEST).get("id")
+    return None if found is None else str(found)
+
+
+def _gone(path: Path, found: str) -> CorruptionError:
+    return CorruptionError(
+        f"{path} is no longer the folder that this recording began: {found}. It was moved or removed, or "
+        "another recording took its place; leave it where it is until the run is over."
+    )
 
 
 def _check_free(path: Path, resume: bool) -> None:
