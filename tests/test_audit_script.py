@@ -477,6 +477,25 @@ def test_resume_after_a_crash(halfulp: Halfulp) -> None:
     assert "it was recorded with grids=['bf16'], not ['e5m2']" in err
 
 
+@pytest.mark.parametrize("another", [False, True])
+def test_a_folder_that_goes_in_mid_run_is_said(halfulp: Halfulp, another: bool) -> None:
+    """Where another trace has taken the place, too: its verdict is not that of this run."""
+    halfulp("audit", "--out", "other", script(TRAIN))
+    goes = "shutil.rmtree('out') if step == 5 else None"
+    if another:
+        goes += "; shutil.copytree('other', 'out') if step == 5 else None"
+    text = TRAIN.replace("import sys", "import shutil").replace(
+        "optimizer.zero_grad()", f"optimizer.zero_grad(); {goes}"
+    )
+    code, out, err = halfulp("audit", "--out", "out", script(text))
+    assert code == 0
+    assert len(out.splitlines()) == 8
+    assert err.count("out is no longer the folder that this recording began") == 1
+    assert err.endswith("halfulp: there is no verdict: out no longer holds the trace of this run.\n")
+    assert "The trace is in" not in err
+    assert not another or hu.Trace.open("out").trouble is None
+
+
 def test_a_damaged_trace_is_exit_code_3(halfulp: Halfulp) -> None:
     path = script(TRAIN)
     halfulp("audit", "--grids", "bf16", path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -301,3 +302,205 @@ def test_looking_at_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
                 break
     assert k < 99
     assert refused == k
+
+
+# ---- whose files they are ----------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Everything in a folder, by name."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "state/model.safetensors",
+        "state/000100.safetensors",
+        "state/.part-mine",
+        "shards/000000001.0.safetensors",
+        "shards/model.safetensors",
+        "parts/000000/grids.parquet",
+        "parts/.000000.notes",
+        "parts/.git",
+        "roles/notes.txt",
+        "state",
+        ".part-mine",
+        "trouble.json",
+    ],
+)
+def test_what_no_recording_left_is_kept(tmp_path: Path, name: str, resume: bool) -> None:
+    """A folder that only looks like a trace that was begun, beside what one does leave: it is refused, by the
+    first thing that is another's, and stays as it is."""
+    folder = tmp_path / "run"
+    (folder / "parts" / ".part-12-0").mkdir(parents=True)
+    (folder / ".part-12-3").write_bytes(b"{")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"mine")
+    before = contents(folder)
+    with pytest.raises(hu.UsageError, match=r"is there, but no manifest\.json") as refused:
+        run(folder, resume=resume)
+    assert str(folder / Path(*Path(name).parts[:2])) in str(refused.value)
+    assert contents(folder) == before
+
+
+def test_what_a_crash_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, 4)
+    ours = ("parts/.000002", "parts/.part-1-2", "state/.part-1-3", "state/000007.safetensors", ".part-1-4")
+    others = (
+        "state/model.safetensors",
+        "parts/.notes",
+        ".part-mine",
+        "shards/mine.0.safetensors",
+        "page.html",
+    )
+    (folder / "shards").mkdir()
+    for name in (*ours, *others):
+        (folder / name).write_bytes(b"x")
+    run(folder, 6, resume=True)
+    assert Trace.open(folder).last_step == 6
+    assert [name for name in ours if (folder / name).exists()] == []
+    assert [name for name in others if not (folder / name).exists()] == []
+
+
+def test_an_empty_recording_leaves_no_shards_and_no_roles(tmp_path: Path) -> None:
+    """Else the next one would find them, and take them for another's."""
+    folder = tmp_path / "run"
+    writer = TraceWriter(folder, begun([hu.grid("bf16")], 1, {"sample": None}, {}))
+    (folder / "shards").mkdir()
+    (folder / "shards" / "000000001.1.safetensors").write_bytes(b"")
+    (folder / "roles").mkdir()
+    writer.close()
+    assert writer.discard_if_empty()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["parts", "parts/000000", "state", "shards", "roles", "roles/exp_avg"])
+def test_a_folder_of_a_trace_is_no_link(tmp_path: Path, name: str) -> None:
+    """It may point anywhere: nobody reads through it, and what lies there is not removed or written."""
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    run(folder, 4, states=True)
+    shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.copytree(folder, victim)
+    for left in ("000009.safetensors", "000000009.0.safetensors", ".part-1-2", ".000000"):
+        (victim / left).write_bytes(b"mine")
+    (folder / name).symlink_to(victim, target_is_directory=True)
+    before = contents(victim)
+    for reads in (Trace.open, lambda place: Trace.open(place, verify=False)):
+        with pytest.raises(
+            hu.CorruptionError, match=f"{folder / name} is a symbolic link, expected a folder"
+        ):
+            reads(folder)
+    with pytest.raises(hu.CorruptionError, match="is a symbolic link"):
+        run(folder, 6, resume=True, states=True)
+    assert contents(victim) == before
+
+
+@pytest.mark.parametrize("name", ["parts", "state", "shards", "roles"])
+def test_nothing_begins_in_a_folder_with_a_link(tmp_path: Path, name: str) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "victim", target_is_directory=True)
+    with pytest.raises(hu.UsageError, match=f"{name} is there, but no manifest"):
+        run(tmp_path / "run")
+    assert contents(tmp_path / "victim") == {}
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "run", target_is_directory=True)  # which somebody named
+    run(tmp_path / "link")
+    assert Trace.open(tmp_path / "link").last_step == 6
+
+
+# ---- a folder that goes while it is written ----------------------------------------------------------
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def move(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+def replace(folder: Path) -> None:
+    """What another process does: it moves the folder, and records there."""
+    move(folder)
+    run(folder, 4)
+
+
+def forget(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def put_a_file_there(folder: Path) -> None:
+    move(folder)
+    folder.write_bytes(b"mine")
+
+
+@pytest.mark.skipif(not files.CAN_LOCK, reason="needs flock")
+@pytest.mark.parametrize("at", [0, 3, 5])
+@pytest.mark.parametrize("go", [remove, move, replace, forget, put_a_file_there])
+def test_a_folder_that_goes_in_mid_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], go: Callable[[Path], None], at: int
+) -> None:
+    """At once, before and after a part, and after the last: it is said once, the run is the one without an
+    audit, what was recorded stays whole where it is, and nothing is written or removed in the old place."""
+    _, expected = run(None, audited=False)
+    folder, found = tmp_path / "run", list[Any]()
+
+    def look() -> None:
+        found.append(contents(folder) if folder.is_dir() else folder.exists())
+        if folder.is_dir():
+            found[-1].pop(".lock", None)  # its holder's, who removes it at the end
+
+    def listen(summary: dict[str, Any]) -> None:
+        if summary["step"] == at + 1:
+            go(folder)
+            look()
+
+    audit, weights = run(folder, listeners=[listen])
+    look()
+    assert found[0] == found[1]
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+    assert audit.lost
+    assert f"{folder} is no longer the folder that this recording began: its" in audit.trouble
+    assert f"It ends at step {at // 2 * 2};" in audit.trouble
+    assert capsys.readouterr().err == f"halfulp: {audit.trouble}\n"
+    assert not audit.discard_if_empty()
+    if go is replace:
+        assert Trace.open(folder).last_step == 4
+    if (tmp_path / "moved").exists():
+        assert Trace.open(tmp_path / "moved").last_step == at // 2 * 2
+        run(tmp_path / "moved", resume=True)
+        assert Trace.open(tmp_path / "moved").last_step == 6
+
+
+@pytest.mark.skipif(not files.CAN_LOCK, reason="needs flock")
+def test_a_lock_of_another_is_not_removed(tmp_path: Path) -> None:
+    mine = files.hold(tmp_path / "run" / "lock", tmp_path)
+    assert not mine.lost
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert mine.lost
+    other = files.hold(tmp_path / "run" / "lock", tmp_path)
+    mine.release(remove=True)
+    assert not mine.lost
+    assert not other.lost
+    other.release(remove=True)
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_a_folder_that_goes_while_a_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part that belongs to it does not get among those of the recording that took the place."""
+    folder, put = tmp_path / "run", files.put
+
+    def slow(path: Path, *args: Any, **options: Any) -> None:
+        put(path, *args, **options)
+        if path == folder / "state" / "000001.safetensors":
+            monkeypatch.setattr(files, "put", put)
+            replace(folder)
+
+    monkeypatch.setattr(files, "put", slow)
+    audit, _ = run(folder)
+    assert "It ends at step 2;" in audit.trouble
+    assert [Trace.open(tmp_path / name).last_step for name in ("run", "moved")] == [4, 2]

@@ -268,7 +268,12 @@ def audit(
         view.close()
         console = Aside()
         place = recorder.out  # absolute: the script may have changed the folder
-        if recorder.writes and place is not None and (place / "manifest.json").exists():
+        if not recorder.writes or place is None:
+            return
+        there = not recorder.lost and (place / "manifest.json").exists()
+        if not there and recorder.trouble is not None:
+            tell(plain(f"halfulp: there is no verdict: {folder} no longer holds the trace of this run."))
+        elif there:
             found = verdict(Trace.open(place), recorder.trouble, calibration=known)
             with suppress(OSError, ValueError):  # that nobody can hear it changes nothing of the run
                 console.rule("halfulp")

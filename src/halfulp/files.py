@@ -32,6 +32,7 @@ from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageErro
 CAN_LOCK = importlib.util.find_spec("fcntl") is not None  # Windows: studies are read and validated, not run
 SYNCING = 16  # files synchronised at the same time
 PART = ".part-"  # how the names of files and folders begin that are not yet in place
+ASIDE = r"\.part-[0-9]+-[0-9]+"  # their whole names, as an expression
 _counter = itertools.count()
 
 
@@ -313,9 +314,15 @@ class Lock:
         handle, self._handle = self._handle, -1
         if handle >= 0:
             if remove:
-                with contextlib.suppress(OSError):
-                    self.path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError, DiskError):
+                    if _is(handle, self.path):  # else it is another's by now
+                        self.path.unlink()
             os.close(handle)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is held on a file that is no longer at its path."""
+        return self._handle >= 0 and not _is(self._handle, self.path)
 
     def __del__(self) -> None:
         self.release()
@@ -323,6 +330,11 @@ class Lock:
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 """Locks of this process. A fork closes its copies: it would hold them on when its parent is gone."""
+
+
+def lost(path: Path) -> bool:
+    """Whether this process holds a lock on a file that is no longer at a path."""
+    return any(held.path == path and held.lost for held in list(_held))
 
 
 def _let_go() -> None:
@@ -411,6 +423,6 @@ def _holder(handle: int) -> str:
 
 
 def _is(handle: int, path: Path) -> bool:
-    with _named("lock", path), contextlib.suppress(FileNotFoundError):
+    with _named("lock", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.path.samestat(os.fstat(handle), os.stat(path))
     return False

@@ -17,7 +17,7 @@ from halfulp.audit.ranks import many, rank
 from halfulp.audit.watching import Watching
 from halfulp.errors import UsageError
 from halfulp.text import tell
-from halfulp.trace import Memory, Trace, TraceWriter, free_folder
+from halfulp.trace import Memory, Trace, TraceWriter, free_folder, layout
 from halfulp.trace.resuming import Resumed, told
 from halfulp.writeback import WriteBack
 
@@ -28,6 +28,7 @@ class Beginning(Watching):
     exists: str
     every: int
     step: int
+    describe: dict[str, Any]
     _skip_until: int
     _memory: Memory | None
     _touched: int
@@ -44,8 +45,10 @@ class Beginning(Watching):
         if rank() == 0:
             if self.out is not None:
                 self.out = self._free(self.out)
-                self._writer = self._folder(self.out)
-                self._resumed = self._writer.resumed
+                if layout.owner(self.out, self.describe) is None:
+                    self._open(self.out)
+                else:  # of a role, which begins in the midst of a training
+                    self._written(self._open, self.out)
             elif self._memory is not None:
                 self._writer = self._memory.begin(self._manifest())
         elif self.out is not None and self.resume:
@@ -60,10 +63,11 @@ class Beginning(Watching):
         tell(f"halfulp: {out} holds a trace already; this one goes to {free}.")
         return free
 
-    def _folder(self, out: Path) -> TraceWriter:
+    def _open(self, out: Path) -> None:
         if self.resume and self.unfit == "drop" and (out / "manifest.json").exists():
             self._keep_fit(Trace.open(out))
-        return TraceWriter(out, self._manifest(), resume=self.resume)
+        self._writer = TraceWriter(out, self._manifest(), resume=self.resume)
+        self._resumed = self._writer.resumed
 
     def _keep_fit(self, found: Trace) -> None:
         """Leave out grids that a trace was begun without."""

@@ -22,9 +22,9 @@ from halfulp.audit.watched import Watched
 from halfulp.canonical import LARGEST
 from halfulp.errors import HalfulpError
 from halfulp.text import tell
-from halfulp.trace import MOST_ROWS
+from halfulp.trace import MOST_ROWS, TraceWriter
 from halfulp.trace.reading import SCHEMAS
-from halfulp.trace.schema import LOSSES, REHEARSED
+from halfulp.trace.schema import LOSSES, REHEARSED, check_id
 
 WRITING_SHARE = 0.01
 """Parts are written less often than every ``part_seconds`` if that took more than this share of the time."""
@@ -38,7 +38,6 @@ class Writing(Beginning):
     decay: bool
     part_steps: int
     part_seconds: float
-    describe: dict[str, Any]
     roles: Any
     trouble: str | None
     _rows: list[Row]
@@ -65,7 +64,11 @@ class Writing(Beginning):
     def commit(self) -> None:
         """Write what was recorded since the last part; where tensors are sharded, all ranks call it."""
         self._unwritten = 0
+        if self._writer is not None:
+            self._written(self._writer.check)
         if self._shards is not None and self._touched > self._shards.step:
+            if self._writer is None:
+                self._written(check_id, self._shards.out, self._shards.trace)
             self._written(self._shards.save, self._touched, self._state_of)
         self._commit_part()
         if self._shards is not None and self._writer is not None:
@@ -111,9 +114,14 @@ class Writing(Beginning):
                 raise
             self._step_aside(f"the trace {self.out} could not be written at step {self.step}: {error}")
 
+    @property
+    def lost(self) -> bool:
+        """Whether the folder of the trace was moved, removed or taken by another recording in mid-run."""
+        return isinstance(self._writer, TraceWriter) and self._writer.lost
+
     def _step_aside(self, why: str, advice: str = "") -> None:
-        last = "" if self._writer is None else f" It ends at step {self._writer.last_step};"
-        self.trouble = f"{why}{last} the run went on without it.{advice and ' '}{advice}"
+        last = "The" if self._writer is None else f"It ends at step {self._writer.last_step}; the"
+        self.trouble = f"{why} {last} run went on without it.{advice and ' '}{advice}"
         tell(f"halfulp: {self.trouble}")
         if self._writer is not None:
             self._writer.note_trouble(self.trouble)

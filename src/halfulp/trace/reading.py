@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ import torch
 from halfulp import files, tensors
 from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
 from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
-from halfulp.trace import parquet
+from halfulp.trace import layout, parquet
 from halfulp.trace.checking import Rows
 from halfulp.trace.recorded import ARRIVED, COLUMNS, Recorded
 from halfulp.trace.schema import (
@@ -26,6 +27,7 @@ from halfulp.trace.schema import (
     TROUBLE_KIND,
     PartDocument,
     Parts,
+    check_owner,
     listed_parts,
     read_manifest,
     tables_of,
@@ -47,7 +49,7 @@ SCHEMAS: dict[str, dict[str, pl.DataType | type[pl.DataType]]] = {
     },
     "losses": {"step": pl.Int64, "rehearsal": pl.Int16, "bound": pl.Int8, "loss": pl.Float64},
 }  # fmt: skip
-ROLES = "roles"
+ROLES = layout.ROLES
 """The folder of a trace that holds those of what accumulates beside the weights."""
 RACES = 1000
 """How often a reader looks again for a state that a writer has just replaced."""
@@ -134,9 +136,15 @@ class Trace(Recorded):
 
     @property
     def roles(self) -> dict[str, Trace]:
-        folder = self.path / ROLES
-        found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-        return {p.name: Trace.open(p) for p in found if (p / "manifest.json").exists()}
+        layout.check_folders(self.path)
+        found: dict[str, Trace] = {}
+        for folder in layout.roles(self.path):
+            if os.path.lexists(folder / layout.MANIFEST):
+                found[folder.name] = Trace.open(folder)
+                check_owner(folder, found[folder.name].manifest, self.manifest.get("id"))
+            elif (folder / layout.PARTS).is_dir() and listed_parts(folder):
+                raise CorruptionError(f"{folder} has parts, but no manifest.json: it was removed.")
+        return found
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> Trace:
@@ -153,6 +161,7 @@ class Trace(Recorded):
             raise files.refused_reading(file, error) from error
         if not there:
             raise CorruptionError(f"{path} is not a trace: expected a folder with a manifest.json.")
+        layout.check_folders(path)
         folders = listed_parts(path)  # before the manifest: it is never older than a part that is there
         manifest = read_manifest(file)
         reader = Parts(path, manifest)

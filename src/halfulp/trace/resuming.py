@@ -20,9 +20,9 @@ import torch
 
 from halfulp import files, tensors
 from halfulp.errors import UsageError
+from halfulp.trace.layout import SHARDS
 from halfulp.trace.reading import Trace
 
-FOLDER = "shards"
 STEP, RANKS = "shards.step", "shards.ranks"
 """In the state of a part: the step up to which its shards are followed, and the ranks that hold them."""
 _NAME = re.compile(r"([0-9]{9,})\.[0-9]+\.safetensors")
@@ -30,7 +30,7 @@ _NAME = re.compile(r"([0-9]{9,})\.[0-9]+\.safetensors")
 
 def shard_file(path: Path, step: int, rank: int) -> Path:
     """Where a rank keeps what it follows of its shards."""
-    return path / FOLDER / f"{step:09d}.{rank}.safetensors"
+    return path / SHARDS / f"{step:09d}.{rank}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def told(state: Mapping[str, torch.Tensor]) -> tuple[int, list[int]]:
 
 def clear(path: Path, unwanted: Callable[[int], bool]) -> None:
     """Remove the shards of some steps."""
-    folder = path / FOLDER
+    folder = path / SHARDS
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         found = _NAME.fullmatch(file.name)
         if found is not None and unwanted(int(found[1])):

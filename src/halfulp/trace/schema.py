@@ -13,6 +13,7 @@ arrives of the proposals; they are null where a part was written before.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from halfulp import canonical, files
 from halfulp.documents import DIGEST, MOST_BYTES, Fields, check_digest, is_sha256, parsed, whole
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, VersionError
 from halfulp.grids import grid as named
+from halfulp.trace.layout import MANIFEST, PARTS, check_no_link
 
 KIND, PART_KIND, TROUBLE_KIND = "halfulp.trace", "halfulp.part", "halfulp.trouble"
 FORMAT, READ = 4, (1, 2, 3, 4)
@@ -35,6 +37,8 @@ BOUNDS = ("lower", "point", "upper")
 KEPT, STATE, DOCUMENT, DIGESTS = "kept.safetensors", "state.safetensors", "part.json", "digests.json"
 MOST_ROWS = 1 << 22
 """Of one table of a part: some 400 MB when it is read."""
+OWNER = "owner"
+"""In the manifest of a role, the id of the trace that it lies in; older ones do not say."""
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -58,9 +62,33 @@ def read_manifest(file: Path) -> dict[str, Any]:
     return found
 
 
+def check_id(path: Path, expected: str) -> None:
+    """Refuse a folder that no longer holds the trace that it did, which a rank beside the first writes to."""
+    found = read_manifest(path / MANIFEST).get("id")
+    if found != expected:
+        raise CorruptionError(
+            f"{path} no longer holds the trace {expected}, but {found}: another recording took its place."
+        )
+
+
+def check_owner(path: Path, role: Mapping[str, Any], expected: str | None) -> None:
+    """Refuse a role, by its folder and its manifest, that was recorded beside another trace than the one with
+    this id, or that is of another name."""
+    name = path.name.encode("utf-8", "backslashreplace").decode()
+    pairs = (("trace", role.get(OWNER, expected), expected), ("role", role["run"].get("role", name), name))
+    for what, found, here in pairs:
+        if found != here:
+            raise TamperingError(
+                f"{path} does not belong here: its {what} is {found!r}, expected {here!r}. It was recorded "
+                "beside another run, or the manifest was replaced. Put back what was there, or remove it."
+            )
+
+
 def _check_manifest(found: Fields) -> None:
     if found.values["format"] > 1:
         found.text("id", 100)
+    if OWNER in found.values:
+        found.text(OWNER, 100)
     found.text("halfulp")
     found.whole("every", 1)
     names = found.texts("grids", 1000)
@@ -322,15 +350,18 @@ def _entries(found: Fields, manifest: Mapping[str, Any], most_steps: int) -> dic
 
 def listed_parts(path: Path) -> list[Path]:
     """The folders of parts, which must be numbered without a gap; what begins with a dot is not there yet."""
-    parts = path / "parts"
+    parts = path / PARTS
     try:
-        names = [e.name for e in parts.iterdir() if not e.name.startswith(".")]
+        with os.scandir(parts) as entries:
+            links = {e.name: e.is_symlink() for e in entries if not e.name.startswith(".")}
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptionError(f"{parts} is missing: expected a folder with the parts of the trace.") from None
     except OSError as error:
         raise files.refused_reading(parts, error) from error
-    names.sort(key=lambda name: (len(name), name))
+    names = sorted(links, key=lambda name: (len(name), name))
     for i, name in enumerate(names):
         if name != f"{i:06d}":
             raise TamperingError(f"{path}: part {i:06d} is missing; the next one found is {name}.")
+        if links[name]:
+            check_no_link(parts / name)
     return [parts / name for name in names]

@@ -15,27 +15,32 @@ import polars as pl
 import torch
 
 from halfulp import canonical, documents, files, tensors
-from halfulp.errors import DiskError, HalfulpError, UsageError
+from halfulp.errors import CorruptionError, DiskError, HalfulpError, UsageError
 from halfulp.text import tell
+from halfulp.trace import layout
+from halfulp.trace.layout import FOLDERS, LOCK, MANIFEST, PARTS, STATE_NAME, STATES, TROUBLE
 from halfulp.trace.reading import Trace, scan_files, source
-from halfulp.trace.resuming import FOLDER, STEP, Resumed, clear
+from halfulp.trace.resuming import STEP, Resumed, clear
 from halfulp.trace.schema import (
     DOCUMENT,
     FORMAT,
     KEPT,
     MOST_ROWS,
+    OWNER,
     PART_KIND,
     STATE,
     TABLES,
     TROUBLE_KIND,
     Entry,
+    check_owner,
     inventory_digest,
+    read_manifest,
     state_file,
 )
 
-LOCK, MANIFEST, TROUBLE = ".lock", "manifest.json", "trouble.json"
 UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What file systems without locks say."""
+HELD = "its lock is not the one that is held"
 
 
 class TraceWriter:
@@ -45,7 +50,11 @@ class TraceWriter:
         self.path = path
         self.last_step, self.count = 0, 0
         self.resumed: Resumed | None = None
+        self.lost = False
+        """Whether the folder was found to be gone, or another's."""
+        self._closed = False
         self._before: str | None = None
+        self._owner = _owner_id(path, manifest["run"])
         _check_free(path, resume)
         self._lock = _held(path)
         try:
@@ -55,8 +64,10 @@ class TraceWriter:
             else:
                 self.manifest = {**manifest, "format": FORMAT, "id": secrets.token_hex(16)}
                 self.manifest.pop(documents.DIGEST, None)
-                files.make_folder(path / "parts")
-                self.write_manifest()
+                if self._owner is not None:
+                    self.manifest[OWNER] = self._owner
+                files.make_folder(path / PARTS)
+                self._put_manifest()
             self._clear()
         except BaseException as error:
             self.close()
@@ -67,11 +78,14 @@ class TraceWriter:
     def _take_up(self, wanted: Mapping[str, Any]) -> None:
         found = Trace.open(self.path)
         check_same(self.path, found.manifest, wanted)
+        if self._owner is not None:
+            check_owner(self.path, found.manifest, self._owner)
         if found.manifest["format"] == 1:
             found = upgraded(found)
         self.manifest = found.manifest
-        if self.manifest["format"] < FORMAT:  # its parts stay as they are
-            self.manifest["format"] = FORMAT
+        new = {"format": FORMAT, **({} if self._owner is None else {OWNER: self._owner})}
+        if any(self.manifest.get(key) != value for key, value in new.items()):
+            self.manifest.update(new)  # of an older halfulp; its parts stay as they are
             self.write_manifest()
         self.resumed = Resumed.of(found)
         self.last_step, self.count = self.resumed.last_step, self.resumed.count
@@ -79,22 +93,37 @@ class TraceWriter:
 
     def _clear(self) -> None:
         """Remove what a crash left: files aside, states that no part names, and a note of old trouble;
-        and the shards of steps that are recorded again, or a rank might lag behind and seem not to."""
-        for folder in (self.path, *(self.path / name for name in ("parts", "state", FOLDER))):
-            for stale in (*folder.glob(f"{files.PART}*"), *folder.glob(".manifest.json.*")):
-                files.remove_any(stale)
-        for stale in (self.path / "parts").glob(".[0-9]*"):
+        and the shards of steps that are recorded again, or a rank might lag behind and seem not to. What has
+        another name than halfulp gives is not its own, and stays."""
+        for stale in layout.left(self.path):
             files.remove_any(stale)
         named = 0 if self.resumed is None else len(self.resumed.trace.documents)
         needed = [state_file(self.path, i) for i in range(max(0, self.count - 1), named)]
-        for stale in (self.path / "state").glob("*.safetensors"):
-            if stale not in needed:
+        for stale in (self.path / STATES).glob("*.safetensors"):
+            if STATE_NAME.fullmatch(stale.name) and stale not in needed:
                 files.remove(stale)
         step = 0 if self.resumed is None else self.resumed.shards[0]
         clear(self.path, lambda later: later > step)
         files.remove(self.path / TROUBLE)
 
+    def check(self) -> None:
+        """Refuse to go on where the folder was moved or removed: who writes there again leaves parts without
+        a manifest, or among those of another recording that has taken the place."""
+        if self._closed:
+            return
+        try:
+            there = (self.path / MANIFEST).exists()
+        except OSError as error:
+            raise files.refused_reading(self.path, error) from error
+        if not there or (self._lock is not None and self._lock.lost):
+            self.lost = True
+            raise _gone(self.path, HELD if there else "its manifest.json is not there")
+
     def write_manifest(self) -> None:
+        self.check()
+        self._put_manifest()
+
+    def _put_manifest(self) -> None:
         files.put(self.path / MANIFEST, documents.sealed(self.manifest))
 
     def commit(
@@ -111,14 +140,18 @@ class TraceWriter:
                 raise UsageError(
                     f"a part of a trace has at most {MOST_ROWS:,} rows a table; {name} has {len(frame):,}."
                 )
+        self.check()
         self._cut()
         place = state_file(self.path, self.count)
         followed = _Measured(tensors.content(state, seal=False))
         try:
             files.put(place, followed)
+            self.check()  # a large state takes its time
             self._put(self.count, _contents(tables, kept), tables, followed.entry())
         finally:
-            if self._part(self.count).is_dir():  # it is there, though perhaps not yet on the disk
+            if self.lost:
+                pass  # nothing there is ours
+            elif self._part(self.count).is_dir():  # it is there, though perhaps not yet on the disk
                 self.count += 1
                 self.last_step = last_step
             else:
@@ -159,16 +192,17 @@ class TraceWriter:
         self._before = sealed[0]
 
     def _part(self, number: int) -> Path:
-        return self.path / "parts" / f"{number:06d}"
+        return self.path / PARTS / f"{number:06d}"
 
     def discard_if_empty(self) -> bool:
         """Leave nothing behind if there is no part, not even one that is to be recorded again."""
         empty = self.count == 0 and not self._part(0).is_dir()
         if empty:
-            with contextlib.suppress(OSError):  # somebody put something there, or it cannot be changed
+            with contextlib.suppress(OSError, DiskError):  # somebody put something there, or it is read-only
+                clear(self.path, lambda _: True)
                 (self.path / MANIFEST).unlink(missing_ok=True)
                 (self.path / LOCK).unlink(missing_ok=True)
-                for folder in (*(self.path / name for name in ("parts", "state", FOLDER)), self.path):
+                for folder in (*(self.path / name for name in FOLDERS), self.path):
                     with contextlib.suppress(FileNotFoundError):
                         folder.rmdir()
         return empty
@@ -181,10 +215,12 @@ class TraceWriter:
         """Leave a note of why the recording stopped, if the disk still takes one."""
         told = {"kind": TROUBLE_KIND, "format": FORMAT, "what": what, "last_step": self.last_step}
         with contextlib.suppress(HalfulpError):
+            self.check()
             files.put(self.path / TROUBLE, documents.sealed(told))
 
     def close(self) -> None:
         """Let go of the folder."""
+        self._closed = True
         if self._lock is not None:
             self._lock.release(remove=True)
 
@@ -305,6 +341,24 @@ def _held(path: Path) -> files.Lock | None:
         return None
 
 
+def _owner_id(path: Path, run: Mapping[str, Any]) -> str | None:
+    """The id of the trace that a role is to lie in, which must be there still."""
+    owner = layout.owner(path, run)
+    if owner is None:
+        return None
+    if files.lost(owner / LOCK):
+        raise _gone(owner, HELD)
+    found = read_manifest(owner / MANIFEST).get("id")
+    return None if found is None else str(found)
+
+
+def _gone(path: Path, found: str) -> CorruptionError:
+    return CorruptionError(
+        f"{path} is no longer the folder that this recording began: {found}. It was moved or removed, or "
+        "another recording took its place; leave it where it is until the run is over."
+    )
+
+
 def _check_free(path: Path, resume: bool) -> None:
     """Refuse a folder that holds something else, before anything in it is touched."""
     try:
@@ -314,18 +368,13 @@ def _check_free(path: Path, resume: bool) -> None:
                     f"{path} holds a trace already. Choose another folder, remove it, or resume it "
                     "(resume=True)."
                 )
-        elif path.exists() and not _begun(path):
-            raise UsageError(f"{path} is not an empty folder and holds no trace. Choose another folder.")
+        elif path.exists() and (found := layout.foreign(path)) is not None:
+            raise UsageError(
+                f"{path} is not an empty folder and holds no trace: {found} is there, but no manifest.json. "
+                "Choose another folder."
+            )
     except OSError as error:
         raise files.refused_reading(path, error) from error
-
-
-def _begun(path: Path) -> bool:
-    """Whether a folder is empty, or holds no more than what a recording that was killed at once left."""
-    if not path.is_dir() or any((path / "parts").glob("[!.]*")):
-        return False
-    ours = ("parts", "state", FOLDER, LOCK)
-    return all(p.name in ours or p.name.startswith((files.PART, ".manifest.json.")) for p in path.iterdir())
 
 
 def check_same(path: Path | str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
