@@ -372,7 +372,7 @@ def test_a_role_that_cannot_be_begun_is_left_out(
     assert audit.trouble is None
     said = capsys.readouterr().err.splitlines()
     assert len(said) == (3 if micro == 1 else 4)
-    assert all("could not be begun (" in line and "the run went on without it" in line for line in said)
+    assert all("could not be begun: " in line and "The run went on without it" in line for line in said)
     assert all(role.trouble is not None for role in audit.roles.audits.values())
     (tmp_path / "run" / "roles").unlink()
     assert not any(

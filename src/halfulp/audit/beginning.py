@@ -17,7 +17,7 @@ from halfulp.audit.ranks import many, rank
 from halfulp.audit.watching import Watching
 from halfulp.errors import UsageError
 from halfulp.text import tell
-from halfulp.trace import Memory, Trace, TraceWriter, free_folder, layout
+from halfulp.trace import Memory, Trace, TraceWriter, free_folder
 from halfulp.trace.resuming import Resumed, told
 from halfulp.writeback import WriteBack
 
@@ -28,7 +28,6 @@ class Beginning(Watching):
     exists: str
     every: int
     step: int
-    describe: dict[str, Any]
     _skip_until: int
     _memory: Memory | None
     _touched: int
@@ -45,10 +44,7 @@ class Beginning(Watching):
         if rank() == 0:
             if self.out is not None:
                 self.out = self._free(self.out)
-                if layout.owner(self.out, self.describe) is None:
-                    self._open(self.out)
-                else:  # of a role, which begins in the midst of a training
-                    self._written(self._open, self.out)
+                self._open(self.out)
             elif self._memory is not None:
                 self._writer = self._memory.begin(self._manifest())
         elif self.out is not None and self.resume:

@@ -99,7 +99,7 @@ class Companion(Audit):
         if self._writer is not None:
             self._writer.close()
         self._writer, self._resumed, self._loaded, self._skip_until = None, None, {}, 0
-        self._step_aside(f"the trace {self.out} could not be begun ({error});")
+        self._step_aside(f"the trace {self.out} could not be begun: {error}")
 
     def take(self, name: str, x: torch.Tensor) -> Watched | None:
         """The place of one tensor, by itself; None if it does not fit."""

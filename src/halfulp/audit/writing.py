@@ -38,6 +38,7 @@ class Writing(Beginning):
     decay: bool
     part_steps: int
     part_seconds: float
+    describe: dict[str, Any]
     roles: Any
     trouble: str | None
     _rows: list[Row]
