@@ -58,14 +58,3 @@ def read(path: Path = TABLE) -> Durations:
         function, tests, seconds = line.split("\t")
         found.add(function, float(seconds), int(tests))
     return found
-
-
-def longest_files(path: Path = TABLE, count: int = 15) -> str:
-    """The files that take longest, as a table for a page."""
-    found = read(path)
-    files = sorted(found.of_files().items(), key=lambda row: (-row[1], row[0]))
-    total = sum(seconds for _, seconds in files)
-    lines = ["| File | Seconds |", "|---|---:|"]
-    lines += [f"| `{name}` | {seconds:.0f} |" for name, seconds in files[:count]]
-    lines += [f"| all {sum(found.tests.values())} tests in {len(files)} files | {total:.0f} |"]
-    return "\n".join(lines)
