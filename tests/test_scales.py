@@ -300,3 +300,13 @@ def test_scales_can_be_held() -> None:
     assert set((rounded.double() / each).abs().unique().tolist()) <= {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0}
     q = rounded
     assert_same(kernels.write_back(q, q.clone(), g, scale=scales).out, q)
+
+
+def test_small_block_scales_are_rounded_down() -> None:
+    """Below e4m3's normal numbers, to at least one quantum: the largest of a block gets the largest code."""
+    x = torch.zeros(5 * 16, dtype=torch.float32)
+    for block, scale in enumerate((448.0, 0.25 / 512, 1 / 512, 3 / 512, 5.75 / 512)):
+        x[16 * block] = 6 * scale
+    expected = [448.0, 1 / 512, 1 / 512, 3 / 512, 5 / 512]
+    assert hu.grid("nvfp4").scales(x).tolist() == expected
+    assert reference.scales(x.numpy(), hu.grid("nvfp4").within(torch.float32)).tolist() == expected
