@@ -104,6 +104,17 @@ def test_ranks_of_a_launcher(tmp_path: Path) -> None:
     assert hu.Trace.open(tmp_path / "a").steps.tolist() == [1, 2, 3, 4]
 
 
+def test_a_folder_that_goes_in_mid_run(tmp_path: Path) -> None:
+    """There is no verdict, which is said, and the command ends as it would."""
+    goes = WORKERS.replace("optimizer.step()", "optimizer.step(); shutil.rmtree('w', ignore_errors=True)")
+    (tmp_path / "workers.py").write_text("import shutil\n" + goes)
+    audit = ("halfulp", "audit", "--grids", "bf16", "--out", "w", "--run", sys.executable, "-c")
+    done = run(tmp_path, *audit, "import workers; workers.work(1)")
+    assert done.stdout.strip() == alone(1)
+    assert "there is no verdict: " in done.stderr
+    assert "of updates lost" not in done.stderr
+
+
 def test_what_cannot_be_audited_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for args, said in (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halfulp.errors import UsageError
 
-TRACE = ("manifest.json", "trouble.json", ".lock", "parts", "state", "shards")
+TRACE = ("manifest.json", "trouble.json", ".lock", "parts", "state", "shards", "roles")
 """What a trace is made of; other files may lie beside it, as a page of it does."""
 STUDY = ("protocol.json", "seal.json")
 """What every study has; nothing that was not sealed or recorded may lie beside it."""

@@ -77,6 +77,9 @@ class Child:
     def say(self) -> None:
         """The verdict, on this process's standard error."""
         place = self.audit.out
+        if self.audit.lost:
+            tell(plain(f"halfulp: there is no verdict: {place} no longer holds the trace of this run."))
+            return
         if not self.audit.writes or place is None or not (place / "manifest.json").exists():
             return
         found = verdict(Trace.open(place), self.audit.trouble).lines
