@@ -310,3 +310,10 @@ def test_small_block_scales_are_rounded_down() -> None:
     expected = [448.0, 1 / 512, 1 / 512, 3 / 512, 5 / 512]
     assert hu.grid("nvfp4").scales(x).tolist() == expected
     assert reference.scales(x.numpy(), hu.grid("nvfp4").within(torch.float32)).tolist() == expected
+
+
+def test_what_arrives_of_the_largest_proposals() -> None:
+    """Products stay finite by a power of two that is the binade of the largest, and of no other."""
+    d = np.zeros(5, np.float32)
+    d[1] = 1.5 * 2.0**126
+    assert reference.arrival(np.zeros_like(d), d, d).tolist() == [[2.25 * 2.0**252] * 2]
