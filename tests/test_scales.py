@@ -317,3 +317,16 @@ def test_what_arrives_of_the_largest_proposals() -> None:
     d = np.zeros(5, np.float32)
     d[1] = 1.5 * 2.0**126
     assert reference.arrival(np.zeros_like(d), d, d).tolist() == [[2.25 * 2.0**252] * 2]
+
+
+def test_codes_of_the_reference_with_its_own_scales_and_with_given_ones() -> None:
+    grid, x = hu.grid("int8/row").within(torch.float32), np.array([[1.0, -2.0], [3.0, 0.5]], np.float32)
+    own = reference.scales(x, grid)
+    codes = reference.encode(x, grid)
+    np.testing.assert_array_equal(codes, reference.encode(x, grid, own))
+    np.testing.assert_array_equal(codes, kernels.encode(torch.from_numpy(x), grid).numpy())
+    twice = reference.encode(x, grid, 2 * own)
+    np.testing.assert_array_equal(
+        twice, kernels.encode(torch.from_numpy(x), grid, scale=torch.from_numpy(2 * own))
+    )
+    assert twice.tolist() != codes.tolist()
