@@ -849,7 +849,8 @@ def test_two_ranks_of_a_launcher_leave_one_trace(tmp_path: Path) -> None:
     model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = """.lstrip("\n"),
     )
-    (tmp_path / "train.py").write_text(textwrap.dedent(text) + "\ndist.destroy_process_group()\n")
+    end = "\ndist.destroy_process_group()\nimport time\ntime.sleep(0.3)\n"  # or torch's gloo may abort it
+    (tmp_path / "train.py").write_text(textwrap.dedent(text) + end)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command = [*launcher, "-m", "halfulp.cli", "audit", "--grids", "bf16", "--out", "trace", "train.py"]
     place = environment(OMP_NUM_THREADS="1")
