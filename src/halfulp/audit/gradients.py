@@ -83,7 +83,7 @@ class Accumulation:
         leave_phases_out(totals)
         row = Row(step=self.audit.step, ids=ids, rates=[float("nan")] * len(ids), numbers=totals)
         self.audit._rows.append(row)
-        self.audit._loaded[PLACE] = torch.tensor(self._at)
+        self.audit._loaded[PLACE] = torch.tensor(self._at, device="cpu")
         self.audit._commit_if_due()
 
     def _hook(self, w: Watched) -> Callable[[torch.Tensor], None]:
@@ -118,8 +118,9 @@ class Accumulation:
         audit._batching = False
         audit.step = audit._skip_until
         if audit._skip_until:
-            place = audit._loaded.get(PLACE, torch.tensor((self.roles.owner._skip_until, LARGEST)))
-            self._held = (int(place[0]), int(place[1]))
+            place = audit._loaded.get(PLACE)
+            held = (self.roles.owner._skip_until, LARGEST) if place is None else place.tolist()
+            self._held = (int(held[0]), int(held[1]))
 
     def _added(self, p: torch.Tensor) -> None:
         """A contribution is in its buffer."""
