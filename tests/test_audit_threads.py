@@ -86,7 +86,7 @@ def test_steps_of_threads_at_once_are_not_counted(
         train(overlapping, 2)
         train(first, 2)
     trace = hu.Trace.open(tmp_path / "run")
-    assert audit.mixed
+    assert audit.given_up
     assert audit.trouble is not None
     assert REASON in audit.trouble
     assert "It ends at step 3; the run went on without it. Audit the optimizer of one thread" in audit.trouble
@@ -119,7 +119,7 @@ def test_three_threads_that_train_at_once() -> None:
     with hu.Audit(None, ["bf16"]) as audit, ThreadPoolExecutor(3) as pool:
         for done in [pool.submit(work) for _ in range(3)]:
             done.result(timeout=120)
-    assert audit.mixed
+    assert audit.given_up
     assert audit.trouble is not None
 
 
@@ -140,7 +140,7 @@ def test_a_step_that_begins_while_a_hook_is_at_work() -> None:
         train(second, 1)
         thread.join(60)
     assert not thread.is_alive()
-    assert audit.mixed
+    assert audit.given_up
 
 
 def test_steps_of_threads_one_after_the_other(tmp_path: Path) -> None:

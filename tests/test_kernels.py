@@ -36,6 +36,13 @@ ODD = [
 SHAPES = [(), (0, 5), (1,), (769,), (7, 100), (3, 768), (2, 3, 520)]
 
 
+def test_what_a_tile_is_padded_to() -> None:
+    """The next of 3, 6, 12, 24, ..."""
+    sizes = [3 * 2**k for k in range(10)]
+    for tile in range(1, 1000):
+        assert reference.tree_size(tile) == min(n for n in sizes if n >= tile)
+
+
 def grids_for(dtype: torch.dtype) -> list[hu.Grid]:
     """Every kind of grid that fits a container."""
     fitting = []

@@ -81,6 +81,19 @@ def test_mutants_are_one_mistake_each() -> None:
     assert ast.unparse(tree) == ast.unparse(ast.parse(source))
 
 
+def test_what_is_explained_is_there() -> None:
+    """A line that was changed since, or a column that was counted wrong, explains nothing."""
+    for name in mutants.TARGETS:
+        source = mutants._file(name).read_text()
+        tree, lines = ast.parse(source), source.splitlines()
+        texts = {line for line, _ in mutants.explained(name)}
+        numbers = {i for i, line in enumerate(lines, start=1) if line.strip() in texts}
+        walked = list(ast.walk(tree))
+        near = [p for p in mutants.places(tree) if getattr(walked[p[0]], "lineno", 0) in numbers]
+        possible = {mutants.mutated(tree, place)[1].key(lines) for place in near}
+        assert set(mutants.explained(name)) <= possible, name
+
+
 def test_the_table_keeps_the_most_and_every_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torture, "RESULTS", tmp_path / "torture.json")
     monkeypatch.setattr(torture, "PAGE", tmp_path / "page.md")

@@ -52,14 +52,19 @@ def _told(operation: str, *paths: Path) -> Iterator[None]:
         yield
 
 
+def is_anothers(error: BaseException) -> bool:
+    """Whether an error is neither the disk's nor halfulp's, and not ours to take: the handler of a signal may
+    raise TimeoutError, which is an OSError, but one without a number."""
+    return isinstance(error, OSError) and error.errno is None
+
+
 @contextlib.contextmanager
 def _named(operation: str, path: Path) -> Iterator[None]:
-    """Let an error of the operating system say what failed and what to do. One without a number is another's:
-    a signal's handler may raise TimeoutError, which is an OSError, and it is not ours to take."""
+    """Let an error of the operating system say what failed and what to do."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:
+        if is_anothers(error):
             raise
         reason = {
             errno.ENOSPC: "the disk is full; free some room",

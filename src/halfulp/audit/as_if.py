@@ -128,7 +128,7 @@ class Showing:
     optimizers: list[torch.optim.Optimizer] | None
     watched: dict[torch.Tensor, Watched]
     step: int
-    mixed: bool
+    given_up: bool
     _inside: str | None = None
     _watch: Callable[[torch.optim.Optimizer], list[Watched]]
     _skip_until: int
@@ -205,8 +205,8 @@ class Showing:
         the model's buffers are put back. A generator of your own is yours to rewind. An audit that rehearses
         nothing, or has stepped aside, takes the loss of the model alone, for calibrations and comparisons.
         """
-        given_up = self.mixed and world() == 1
-        if self.rehearsing is None or given_up or (specs is not None and not specs):
+        alone = self.rehearsing is None or (self.given_up and world() == 1)
+        if alone or (specs is not None and not specs):
             real = _number(evaluate())
             self._note([(REAL, REAL, real)] if record else [])
             return Evaluation(step=self.step, real=real, losses={})

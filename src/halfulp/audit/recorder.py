@@ -200,7 +200,7 @@ class Audit(Writing):
         self.attributed = Attributed()
         self.trouble: str | None = None
         """Why the trace ends before the run, if it does; the run itself goes on."""
-        self.mixed = False
+        self.given_up = False
         """Whether threads stepped at once, or a tensor became another one, so that nothing is recorded or
         rehearsed any more."""
 
@@ -351,12 +351,12 @@ class Audit(Writing):
 
     def _give_up(self, why: str, advice: str) -> None:
         """Record nothing from here on; what was recorded so far is kept."""
-        if self.mixed:
+        if self.given_up:
             return
         if self.trouble is None and self._shards is None:
             self._finish()
             self.commit()
-        self.mixed = True
+        self.given_up = True
         if self.roles is not None:
             self.roles.give_up()
         if self.trouble is None:
@@ -373,13 +373,13 @@ class Audit(Writing):
 
     def _regular(self, step: int) -> bool:
         """Whether a step is one of those that are audited, or was before a resumed trace ended."""
-        if self.trouble is not None and (self.mixed or not self.listeners) and world() == 1:
+        if self.trouble is not None and (self.given_up or not self.listeners) and world() == 1:
             return False  # nobody would hear of it; ranks that share a tensor go on together
         return (step - 1) % self.every == 0
 
     def _rehearses(self, step: int) -> bool:
         """Whether a step is still to be rehearsed: several optimizers may share the newest."""
-        if self.mixed and world() == 1:
+        if self.given_up and world() == 1:
             return False
         return self.rehearsing is not None and step > self.rehearsing.begun
 
@@ -409,7 +409,7 @@ class Audit(Writing):
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         seen = self._unaltered([w for w in self._of(optimizer) if w.before is not None])
-        if self.mixed and world() == 1:
+        if self.given_up and world() == 1:
             return
         seen = taking_part(seen)
         if any(w.sharded for w in seen):

@@ -36,6 +36,7 @@ from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.recorder import Audit
 from halfulp.audit.watched import Watched
 from halfulp.errors import HalfulpError
+from halfulp.files import is_anothers
 from halfulp.trace import Memory
 from halfulp.trace.reading import ROLES
 from halfulp.writeback.optimizer import WriteBack
@@ -90,7 +91,7 @@ class Companion(Audit):
         try:
             self.start()
         except (HalfulpError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is None:  # a signal's handler raised it
+            if is_anothers(error):
                 raise
             self._do_without(error)
 

@@ -186,7 +186,7 @@ def save_rehearsed(audit: Audit) -> Path | None:
 
     One file a rehearsal and bound, ``as_if/e4m3@128.point.safetensors``. What cannot be written is said.
     """
-    if audit.out is None or not audit.writes or not audit.rehearsed or audit.mixed:
+    if audit.out is None or not audit.writes or not audit.rehearsed or audit.given_up:
         return None
     folder = audit.out / "as_if"
     try:

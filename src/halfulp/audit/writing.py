@@ -21,6 +21,7 @@ from halfulp.audit.rows import Row, tables
 from halfulp.audit.watched import Watched
 from halfulp.canonical import LARGEST
 from halfulp.errors import HalfulpError
+from halfulp.files import is_anothers
 from halfulp.text import tell
 from halfulp.trace import MOST_ROWS, TraceWriter
 from halfulp.trace.reading import SCHEMAS
@@ -111,7 +112,7 @@ class Writing(Beginning):
         try:
             write(*what, **options)
         except (HalfulpError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is None:  # a signal's handler raised it
+            if is_anothers(error):
                 raise
             self._step_aside(f"the trace {self.out} could not be written at step {self.step}: {error}")
 
