@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -57,8 +57,9 @@ class Exact:
                 gap *= 2
             value += gap
         factor = exact(scale)
-        self.up = [v * factor // ONE for v in sizes if v <= top]
-        self.down = [v * factor // ONE for v in sizes if v <= low]
+        scaled = sizes if factor == ONE else [v * factor // ONE for v in sizes]
+        self.up = scaled[: bisect_right(sizes, top)]
+        self.down = scaled[: bisect_right(sizes, low)]
         self.values = [-v for v in self.down[:0:-1]] + self.up
 
     def nearest(self, x: float) -> float:
@@ -81,7 +82,12 @@ class Exact:
 
     def floats(self) -> np.ndarray:
         """Every value, in increasing order, as float64."""
-        return np.array([v / ONE for v in self.values])
+        return self._floats.copy()
+
+    @cached_property
+    def _floats(self) -> np.ndarray:
+        up, down = ([v / ONE for v in side] for side in (self.up, self.down))
+        return np.array([-v for v in down[:0:-1]] + up)
 
     def midpoints(self) -> np.ndarray:
         """Every midpoint of neighbours, exact in float64 for grids of at most 16 bits."""
