@@ -312,6 +312,18 @@ def test_small_block_scales_are_rounded_down() -> None:
     assert reference.scales(x.numpy(), hu.grid("nvfp4").within(torch.float32)).tolist() == expected
 
 
+def test_a_block_scale_that_the_container_cannot_hold_is_the_one_below() -> None:
+    """65504 / 6 wants 341.17 * 32; e4m3's nearest is 352, but 6 * 352 * 32 is more than a float16 holds."""
+    x = torch.zeros(32, dtype=torch.float16)
+    x[0], x[16] = 65504.0, 1000.0  # 5.2 of the same unit is a number of e4m3's: 5.0
+    assert hu.grid("nvfp4").scales(x).tolist() == [320.0 * 32, 5.0 * 32]
+    assert reference.scales(x.numpy(), hu.grid("nvfp4").within(torch.float16)).tolist() == [
+        320.0 * 32,
+        5.0 * 32,
+    ]
+    assert hu.grid("nvfp4").round(x).tolist()[0] == 6 * 320.0 * 32
+
+
 def test_what_arrives_of_the_largest_proposals() -> None:
     """Products stay finite by a power of two that is the binade of the largest, and of no other."""
     d = np.zeros(5, np.float32)
