@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,59 @@ def test_a_resumed_run_that_begins_too_late_is_not_recorded(
     assert "goes on after step 5: step 4 would be missing" in audit.trouble
     assert hu.Trace.open(tmp_path / "run").steps.tolist() == [1, 2, 3]
     assert audit.trouble in capsys.readouterr().err
+
+
+def test_an_optimizer_that_had_counted_before_its_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fine-tuning from a checkpoint, or steps before the audit: the trace begins with 1, counts do not."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    stepped(model, optimizer, 10, out=hu.Memory())
+    begun = copy.deepcopy(optimizer.state_dict())
+    out = tmp_path / "run"
+    stepped(model, optimizer, 5, out=out)
+    later = copy.deepcopy(optimizer.state_dict())
+    stepped(model, optimizer, 3, out=out, resume=True)
+    assert "is taken for step 6, as the optimizer has counted." in capsys.readouterr().err
+    for state, first, steps in ((later, "6, as", 5), (begun, "1.", 12)):
+        optimizer.load_state_dict(copy.deepcopy(state))
+        assert stepped(model, optimizer, steps, out=out, resume=True).trouble is None
+        assert f"is taken for step {first}" in capsys.readouterr().err
+    assert hu.Trace.open(out).steps.tolist() == list(range(1, 13))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_counts_of_two_optimizers(
+    named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one that steps in every second step nothing follows; if both are named, the other's is taken."""
+    models = [torch.nn.Linear(4, 4) for _ in range(2)]
+    slow, fast = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in models)
+
+    def train(**options: Any) -> hu.Audit:
+        with hu.Audit([slow, fast] if named else None, ["bf16"], out=tmp_path / "run", **options) as audit:
+            for optimizer in (slow, fast, fast) * 3:
+                optimizer.zero_grad()
+                models[optimizer is fast](torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+        return audit
+
+    assert train().step == 6
+    assert train(resume=True).trouble is None
+    said, steps = capsys.readouterr().err, hu.Trace.open(tmp_path / "run").steps.tolist()
+    if named:
+        assert "is taken for step 7, as the optimizer has counted.\n" in said
+        assert steps == list(range(1, 13))
+    else:
+        assert "But the steps of this trace are not those that its optimizer had counted: if it goes" in said
+        assert steps == list(range(1, 7))
+
+
+def test_a_state_that_is_there_from_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adagrad has one before its first step, which says that there was none."""
+    for resume in (False, True):
+        model = torch.nn.Linear(4, 4)
+        stepped(model, torch.optim.Adagrad(model.parameters()), 3 + resume, out=tmp_path, resume=resume)
+    assert capsys.readouterr().err.endswith("is taken for step 1.\n")
+    assert hu.Trace.open(tmp_path).last_step == 4

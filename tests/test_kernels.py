@@ -59,6 +59,16 @@ def test_what_a_tile_is_padded_to() -> None:
         assert reference.tree_size(tile) == min(n for n in sizes if n >= tile)
 
 
+def test_a_sum_of_zeros_is_no_minus_zero() -> None:
+    """In a whole tile, which no zeros are added to."""
+    one, none = np.ones(768, np.float32), np.zeros(768, np.float32)
+    assert not np.signbit(reference.arrival(one, one, -one)).any()
+    grid = hu.grid("bf16")
+    expected = reference.score(one, none, one, grid)
+    assert not np.signbit(expected).any()
+    assert_same(kernels.score(tensor(one), tensor(none), tensor(one), grid), expected)
+
+
 def grids_for(dtype: torch.dtype) -> list[hu.Grid]:
     """Every kind of grid that fits a container."""
     fitting = []
@@ -627,6 +637,19 @@ def test_two_python_threads(threads: None) -> None:
             for results, expected in zip(pool.map(everything, work), alone, strict=True):
                 for got, want in zip(results, expected, strict=True):
                     assert_same(got, want)
+
+
+def test_threads_that_take_no_more(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has no team and the interpreter is ending, a thread that still trains does all of it."""
+    torch.set_num_threads(3)
+    x = inputs(seed=14)
+    expected = everything(x)
+    ended = ThreadPoolExecutor(2)
+    ended.shutdown()
+    monkeypatch.setattr(pool, "_forked", True)
+    monkeypatch.setattr(pool, "_pools", {2: ended, 3: ended})
+    for got, want in zip(everything(x), expected, strict=True):
+        assert_same(got, want)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")

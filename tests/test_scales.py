@@ -312,6 +312,15 @@ def test_small_block_scales_are_rounded_down() -> None:
     assert reference.scales(x.numpy(), hu.grid("nvfp4").within(torch.float32)).tolist() == expected
 
 
+def test_the_smallest_scale_is_the_smallest_number() -> None:
+    """Rounded down where bits are missing, but never to nothing."""
+    grid, smallest = hu.grid("int8/row"), 2.0**-149
+    rows = torch.tensor([[1.0], [127.0], [253.0], [254.0]], dtype=torch.float64).mul(smallest).float()
+    expected = [smallest, smallest, smallest, 2 * smallest]
+    assert grid.scales(rows).tolist() == expected
+    assert reference.scales(rows.numpy(), grid.within(torch.float32)).tolist() == expected
+
+
 def test_a_block_scale_that_the_container_cannot_hold_is_the_one_below() -> None:
     """65504 / 6 wants 341.17 * 32; e4m3's nearest is 352, but 6 * 352 * 32 is more than a float16 holds."""
     x = torch.zeros(32, dtype=torch.float16)

@@ -13,6 +13,7 @@ import pytest
 import halfulp as hu
 from halfulp.trace import parquet
 
+FIXTURES = Path(__file__).parent / "fixtures" / "parquet"
 FRAME = pl.DataFrame(
     {"step": [1, 1, 2, 2, 3, 3], "bound": [0, 1, 0, 1, 0, 1], "loss": [0.5, None, 0.25, 1.5, -1.0, 2.0]},
     schema={"step": pl.Int64, "bound": pl.Int8, "loss": pl.Float64},
@@ -51,6 +52,22 @@ def test_what_polars_writes_is_read(rows: int, options: dict[str, Any], tmp_path
     (tmp_path / "it.parquet").write_bytes(content)
     assert parquet.rows(tmp_path / "it.parquet") == rows
     assert parquet.read(content, "it").equals(frame)
+
+
+@pytest.mark.parametrize("file", sorted(FIXTURES.iterdir()), ids=lambda file: file.name)
+def test_what_others_write_is_read(file: Path) -> None:
+    """Of pyarrow 26: dictionaries and pages of version 2 have flags, and what is empty lies nowhere."""
+    frame = parquet.read(file.read_bytes(), file)
+    rows = int(file.name.split("-")[1])
+    assert parquet.rows(file) == rows
+    assert frame["step"].to_list() == [i // 6 for i in range(rows)]
+    assert frame["share"].to_list() == [i % 7 / 8 for i in range(rows)]
+    assert frame["nothing"].null_count() == rows
+
+
+def test_an_error_that_is_not_the_files() -> None:
+    with pytest.raises(TimeoutError), parquet.refusing("it"):
+        raise TimeoutError  # as the handler of an alarm may
 
 
 def test_every_bit() -> None:

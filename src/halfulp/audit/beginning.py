@@ -7,7 +7,7 @@ on with the codes of rehearsals and with what is followed of its shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ from halfulp.trace import Memory, Trace, TraceWriter, free_folder
 from halfulp.trace.resuming import Resumed, told
 from halfulp.writeback import WriteBack
 
+FIRST = "first_step= (--first-step)"
+AHEAD = "steps.ahead"
+"""In the state of a part: how far the steps of the trace are ahead of what the optimizers have counted, below
+zero if they had counted before; empty if that did not stay the same, so that nothing follows from a count."""
+
 
 class Beginning(Watching):
     """The part of an audit that takes up a trace."""
@@ -28,6 +33,8 @@ class Beginning(Watching):
     exists: str
     every: int
     step: int
+    _first: torch.optim.Optimizer | None
+    """The one that stepped first in this process, whose count is taken if no optimizers were named."""
     _skip_until: int
     _memory: Memory | None
     _touched: int
@@ -89,29 +96,38 @@ class Beginning(Watching):
         been loaded with its state, and then it has counted. What is taken for it is said."""
         if not self._skip_until:
             return
-        done, loaded = _made(optimizer)
-        self.step = done
+        made, uncounted = _made(self.optimizers or [optimizer])
+        ahead = self._loaded.get(AHEAD, torch.zeros(1)).tolist()  # older traces do not say
+        done = self.step = max(0, made + int(ahead[0])) if ahead else 0
         if rank():
             return
+        doubt = ""
+        if made and not ahead:
+            doubt = "the steps of this trace are not those that its optimizer had counted"
+        elif uncounted and not done:
+            doubt = "the optimizer was loaded with a state that does not say how many steps it has made"
         tell(
             f"halfulp: {self.out or 'the trace'} holds steps up to {self._skip_until}; the first one of this "
             f"process is taken for step {done + 1}"
             + (", as the optimizer has counted." if done else ".")
-            + (
-                " But the optimizer was loaded with a state that does not say how many steps it has made: if "
-                "it goes on from a checkpoint, say so with first_step= (--first-step)."
-                if loaded and not done
-                else ""
-            )
+            + (f" But {doubt}: if it goes on from a checkpoint, say so with {FIRST}." if doubt else "")
         )
         missing = (self._last_held() if self.rehearsing is None else self.rehearsing.begun) + 1
         if missing <= done:
             self._written(self._refuse_gap, missing)
 
+    def _hold_count(self) -> None:
+        """Keep how far the steps are ahead of what was counted, if that is as it was."""
+        if self._first is not None:
+            now = [self.step - _made(self.optimizers or [self._first])[0]]
+            same = AHEAD not in self._loaded or self._loaded[AHEAD].tolist() == now
+            self._loaded[AHEAD] = torch.tensor(now if same else [], dtype=torch.int64, device="cpu")
+
     def _refuse_gap(self, missing: int) -> None:
         raise UsageError(
             f"{self.out or 'this memory'} ends at step {missing - 1}, but this run goes on after step "
-            f"{self.step}: step {missing} would be missing. Resume from an earlier checkpoint."
+            f"{self.step}: step {missing} would be missing. Resume from an earlier checkpoint, or say which "
+            f"step the first one is with {FIRST}."
         )
 
     def _last_held(self) -> int:
@@ -138,12 +154,14 @@ class Beginning(Watching):
             self._refuse_gap(missing)
 
 
-def _made(optimizer: torch.optim.Optimizer) -> tuple[int, bool]:
-    """How many steps an optimizer has made, as far as it says so; and whether it has a state at all."""
-    if isinstance(optimizer, WriteBack):
-        return optimizer.steps, bool(optimizer.steps)
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    counted = [state.get("step") for state in states]
+def _made(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, bool]:
+    """The most steps that one has made, as far as they say so; and whether one has a state that does not."""
+    counted: list[Any] = []
+    for optimizer in optimizers:
+        if isinstance(optimizer, WriteBack):
+            counted.append(optimizer.steps)
+        else:
+            counted += [s.get("step") for s in optimizer.state.values() if isinstance(s, dict)]
     plain = [n.item() if isinstance(n, torch.Tensor) and n.numel() == 1 else n for n in counted]
     numbers = [int(n) for n in plain if isinstance(n, int | float) and math.isfinite(n)]
-    return max(numbers, default=0), bool(states)
+    return max(numbers, default=0), len(numbers) < len(counted)

@@ -153,7 +153,7 @@ class Audit(Writing):
         self.listeners = arguments.listeners_of(listeners)
         self.describe = arguments.by_name("describe", describe, "what the manifest says of the run, by name")
         self.step = 0 if first_step is None else arguments.count("first_step", first_step) - 1
-        self._counts = first_step is None
+        self._counts, self._first = first_step is None, None
         self.watched: dict[torch.Tensor, Watched] = {}
         self._left_out: set[torch.Tensor] = set()
         self._around, self._evaluated = [], []
@@ -321,6 +321,9 @@ class Audit(Writing):
             self.step += 1
             self._unwritten += self._due(self.step)
             self._audited = self._audited or self._due(self.step)
+        if self._first is None and not self._untrained:
+            self._first = optimizer
+            self._hold_count()
         self._stepped.append(optimizer)
         if self._due(self.step) or self._rehearses(self.step):
             with torch.no_grad():

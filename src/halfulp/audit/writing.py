@@ -88,6 +88,7 @@ class Writing(Beginning):
         if evaluated:
             extra[LOSSES] = pl.DataFrame(self._evaluated, schema=SCHEMAS[LOSSES], orient="row")
             self._evaluated = []
+        self._hold_count()
         state = {**self._loaded, **self.attributed.state()}  # of tensors that have not come up again, too
         if self.rehearsing is not None:
             state.update(self.rehearsing.state())

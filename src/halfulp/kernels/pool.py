@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,21 @@ def run(kernel: Any, count: int, *args: Any, grain: int = GRAIN) -> int:
         if threads not in _pools:
             _pools[threads] = ThreadPoolExecutor(threads - 1, thread_name_prefix="halfulp")
         ends = [count * i // threads for i in range(threads + 1)]
-        jobs = [_pools[threads].submit(launch, ALONE, 1, *ends[i : i + 2], *args) for i in range(1, threads)]
-        parts = [launch(ALONE, 1, *ends[:2], *args), *(job.result() for job in jobs)]
+        jobs = [partial(launch, ALONE, 1, *ends[i : i + 2], *args) for i in range(threads)]
+        rest = [_begun(_pools[threads], job) for job in jobs[1:]]
+        parts = [jobs[0](), *(result() for result in rest)]
     if any(failed for _, failed in parts):
         raise MemoryError("a kernel could not have the memory for its tile.")
     return sum(total for total, _ in parts)
+
+
+def _begun(pool: ThreadPoolExecutor, job: Callable[[], Any]) -> Callable[[], Any]:
+    """What gives the result of a job that a pool is at; or the job itself, where the interpreter is ending: a
+    thread of the user's may still train then, but a pool takes no more."""
+    try:
+        return pool.submit(job).result
+    except RuntimeError:
+        return job
 
 
 @cache

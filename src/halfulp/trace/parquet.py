@@ -138,6 +138,8 @@ def refusing(place: object) -> Iterator[None]:
     try:
         yield
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        if files.is_anothers(error):
+            raise
         raise CorruptionError(f"{place} cannot be read: {error}.") from None
 
 
@@ -173,6 +175,8 @@ def _checked(content: Content) -> int:
 
 
 def _check_pages(content: Content, chunk: dict[int, Any], end: int) -> None:
+    if chunk[VALUES] == chunk[PACKED] == 0:
+        return  # and where nothing lies need not be said
     at = chunk.get(DICTIONARY_AT) or chunk[DATA_AT]
     _between(at, len(MAGIC), end, "a chunk's place")
     end = at + _between(chunk[PACKED], 0, end - at, "bytes of a chunk")
@@ -186,7 +190,7 @@ def _check_pages(content: Content, chunk: dict[int, Any], end: int) -> None:
         _between(head[UNPACKED_PAGE], 0, most, "bytes of a page")
         at = page.at + _between(head[PACKED_PAGE], 0, end - page.at, "packed bytes of a page")
         for number, length in own.items():
-            if number != COUNT and isinstance(length, int):  # levels, nulls, rows, encodings
+            if number != COUNT and type(length) is int:  # levels, nulls, rows, encodings; a flag is none
                 _between(length, 0, most, "a length or a kind")
         left -= 0 if head[KIND] == DICTIONARY else count
     if left:
