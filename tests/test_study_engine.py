@@ -239,8 +239,11 @@ def test_what_is_put_into_an_interrupted_sealing_stays(
     assert run(path, out)["label"] == "close"
 
 
-def test_what_is_put_into_a_study_stays(tmp_path: Path, quick: None) -> None:
-    """While it is open, and when it is closed: the run refuses, and removes nothing but its own."""
+def test_what_is_put_into_a_study_stays(
+    tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While it is open, and when it is closed: the run refuses, and removes nothing but its own. A result is
+    given all the same if only the work of the study, which is over, has something in it."""
     path, out = study_file(tmp_path), tmp_path / "out"
     source = loading.load(str(path))
     engine.seal(source, "small", out)
@@ -249,8 +252,12 @@ def test_what_is_put_into_a_study_stays(tmp_path: Path, quick: None) -> None:
         for name in own:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text("mine")
-            with pytest.raises(CorruptionError, match=f"{name} does not belong to the study"):
-                run(path, out)
+            if closed and name.startswith("work/"):
+                assert run(path, out)["label"] == "close"
+                assert f"{name} does not belong to the study; move it away." in capsys.readouterr().err
+            else:
+                with pytest.raises(CorruptionError, match=f"{name} does not belong to the study"):
+                    run(path, out)
             assert (out / name).read_text() == "mine"
             (out / name).unlink()
             for folder in (out / name).parents:
@@ -261,6 +268,23 @@ def test_what_is_put_into_a_study_stays(tmp_path: Path, quick: None) -> None:
             (out / "records/outcome/arm-1.json").write_text("half")  # this is what an interrupted run leaves
         run(path, out)
         assert not (out / "work").exists()
+
+
+def test_what_comes_into_work_while_a_study_closes(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some file manager's own: the result is given, and the file left."""
+    path, out = study_file(tmp_path), tmp_path / "out"
+    closes = engine._close
+
+    def close(study: engine.OpenStudy) -> None:
+        closes(study)
+        (out / "work/.DS_Store").write_bytes(b"x")
+
+    monkeypatch.setattr(engine, "_close", close)
+    assert run(path, out)["label"] == "close"
+    assert "work/.DS_Store does not belong to the study; move it away.\n" in capsys.readouterr().err
+    assert (out / "work/.DS_Store").exists()
 
 
 def test_two_runs_leave_the_same_bytes(tmp_path: Path, quick: None) -> None:

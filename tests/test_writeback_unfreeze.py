@@ -194,3 +194,26 @@ def test_an_audit_knows_the_newcomer() -> None:
         watched = {w.name: w for w in audit.watched.values()}
     assert watched["up.weight"].stored == GRID
     assert watched["up.weight"].codes is not None
+
+
+def test_a_choice_of_which_everything_is_frozen(tmp_path: Any) -> None:
+    """As in gradual unfreezing: nothing to do yet, and saved and loaded as that."""
+    model, optimizer = make("float32", params=["up.weight"])
+    assert not optimizer.slots
+    train(model, optimizer, 2)
+    for path in (tmp_path / "frozen.safetensors", tmp_path / "thawed.safetensors"):
+        hu.writeback.save(optimizer, path)
+        again, other = make("float32", params=["up.weight"])
+        again.load_state_dict(model.state_dict())
+        if optimizer.slots:
+            freeze(again, False)
+        hu.writeback.load(other, path)
+        assert [s.name for s in other.slots] == [s.name for s in optimizer.slots]
+        for m, o in ((model, optimizer), (again, other)):
+            freeze(m, False)
+            train(m, o, 2)
+        assert [s.name for s in other.slots] == ["up.weight"]
+        assert_same_model(model, again)
+    assert set(model.up.weight.unique().tolist()) <= set(
+        hu.grid(GRID).round(model.up.weight).unique().tolist()
+    )

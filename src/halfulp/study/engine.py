@@ -40,7 +40,7 @@ from halfulp.study.reading import open_study
 from halfulp.study.result import assemble, authorise, values
 from halfulp.study.running import Message
 from halfulp.study.store import Binding, Store
-from halfulp.text import plain, quoted
+from halfulp.text import plain, quoted, tell
 
 WAIT_SECONDS = 0.2
 TOGETHER = 64  # records committed at once, at most
@@ -92,8 +92,7 @@ def run(
             _run_stages(study, executor, workers, progress)
             _close(study)
         result = study.store.read_result(study.ledger)
-        _check_work(study)
-        files.remove_tree(study.store.work)
+        _clear_work(study)
         return result
 
 
@@ -159,7 +158,9 @@ def _deviate(study: OpenStudy, changed: dict[str, list[str]], code: str, reason:
 def _check_files(study: OpenStudy) -> None:
     """What the ledger names must be there, unharmed; a record that it does not name is not a record."""
     store, events = study.store, study.ledger
-    _check_work(study)
+    strange = store.strange_work(study.protocol)
+    if strange and events.closed is None:
+        raise _strange(store, strange[0])
     expected = open_study(store.folder).files
     present = store.present()
     missing = sorted(expected - present)
@@ -172,10 +173,13 @@ def _check_files(study: OpenStudy) -> None:
             raise _strange(store, name)
 
 
-def _check_work(study: OpenStudy) -> None:
-    """What the study did not put in ``work`` is not removed with it when the study is closed."""
-    for name in study.store.strange_work(study.protocol):
-        raise _strange(study.store, name)
+def _clear_work(study: OpenStudy) -> None:
+    """Of a study that is closed; what it did not put in ``work`` itself is not removed with it, but told."""
+    strange = study.store.strange_work(study.protocol)
+    if strange:
+        tell(f"halfulp: {study.store.folder / strange[0]} does not belong to the study; move it away.")
+    else:
+        files.remove_tree(study.store.work)
 
 
 def _strange(store: Store, name: str) -> CorruptionError:

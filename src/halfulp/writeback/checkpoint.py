@@ -55,7 +55,7 @@ def identity(wb: WriteBack, slots: Sequence[Slot]) -> dict[str, Any]:
         "version": VERSION,
         "seed": wb.seed,
         "step": wb.steps,
-        "storage": kinds if len(set(kinds.values())) > 1 else next(iter(kinds.values())),
+        "storage": kinds if len(set(kinds.values())) != 1 else next(iter(kinds.values())),
         "parameters": {
             str(number(wb, s)): [s.name, s.grid.name, s.policy.spec, list(s.p.shape)] for s in slots
         },

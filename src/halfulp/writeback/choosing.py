@@ -97,27 +97,32 @@ class Chooser:
         return {**found, **{p: name for p, name in self._from_model().items() if p in found}}
 
     def wanted(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
+        """Whether a parameter is managed now: what is frozen is not stepped, and left alone until it is."""
+        return p.requires_grad and self.chosen(name, p, grid)
+
+    def chosen(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
         """By default matrices, and everything whose own type is the grid: a norm's gain of exactly 1 stays
-        there under an optimizer that rounds, and nothing is given up by saving it. What is frozen is not
-        stepped, and left alone until it is."""
-        if not p.requires_grad:
-            return False
+        there under an optimizer that rounds, and nothing is given up by saving it."""
         if callable(self.select):
             return bool(self.select(name, p))
         if self.select is not None:
             return name in self.select
         return p.dim() >= 2 or _is_own(grid, p.dtype)
 
+    def _later(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
+        """Whether a parameter is managed once it is trained, if it can be."""
+        return p.is_floating_point() and self.chosen(name, p, grid)
+
     def check(self, planned: list[Slot]) -> None:
-        """Refuse a choice that names what is not there, or nothing."""
+        """Refuse a choice that names what is not there, or nothing, now or when something is unfrozen."""
         if isinstance(self.select, list):
             missing = sorted(set(self.select) - {*self.names(self.optimizer.param_groups).values()})
             if missing:
                 raise UsageError(f"params names {missing}, which the optimizer does not have.")
-        if not planned:
+        if not planned and not self.plan(self.optimizer.param_groups, wanted=self._later):
             raise UsageError(
-                "no parameter to write back: none of the optimizer's is trainable with two or more "
-                "dimensions, or has the grid as its own type. Choose with params=lambda name, p: ..."
+                "no parameter to write back: none that can be trained has two or more dimensions, or the "
+                "grid as its own type, or is chosen by params=. Choose with params=lambda name, p: ..."
             )
 
     def _slot(
