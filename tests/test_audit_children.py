@@ -123,6 +123,7 @@ def test_what_cannot_be_audited_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         (["--run", "no-such-command-anywhere"], "cannot run"),
         (["--resume", "--run", "true"], "--resume: for one script"),
         (["--first-step", "5", "--run", "true"], "--first-step: for one script"),
+        (["--first-step", "0", "--run", "true"], "--first-step: for one script"),
         (["--stop", "--alert", "95%:20", "--run", "true"], "--alert, --stop: for one script"),
         (["--calibration", "known.json", "--run", "true"], "--calibration: for one script"),
         (["--grids", "bf17", "--run", "true"], "unknown grid"),

@@ -236,7 +236,7 @@ def audit(
             "--resume": resume, "--first-step": first_step, "--live": live, "--rehearse": rehearse,
             "--evaluate": evaluate, "--calibration": calibration, "--alert": alert, "--stop": stop,
         }  # fmt: skip
-        if given := [name for name, value in alone.items() if value not in (None, False, "")]:
+        if given := [name for name, value in alone.items() if value not in (None, "") and value is not False]:
             raise UsageError(
                 f"{', '.join(given)}: for one script; with --run there may be many processes. Leave it out, "
                 "or audit the script itself: halfulp audit SCRIPT."

@@ -34,7 +34,7 @@ from halfulp.study.ledger import Ledger
 from halfulp.study.protocol import Json, check_name
 
 Record = dict[str, Json]
-_MANY = re.compile(rf"work/({re.escape(files.PART)}[0-9]+-[0-9]+|logs/worker-[0-9]+-[0-9]+\.log)")
+_MANY = re.compile(rf"work/({files.ASIDE}|logs/worker-[0-9]+-[0-9]+\.log)")
 """What the engine puts in ``work`` under names with numbers."""
 
 

@@ -113,8 +113,8 @@ def shell(p: torch.Tensor) -> torch.Tensor:
 
 
 Own = dict[torch.nn.Parameter, str]
-CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict, torch.nn.ModuleList, torch.nn.ModuleDict)
 """A module's packed parameters and their names."""
+CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict, torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 class _Hook:
