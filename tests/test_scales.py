@@ -321,6 +321,14 @@ def test_the_smallest_scale_is_the_smallest_number() -> None:
     assert reference.scales(rows.numpy(), grid.within(torch.float32)).tolist() == expected
 
 
+def test_the_smallest_block_scale_is_twice_the_smallest_number() -> None:
+    """Half of it, which is nvfp4's smallest element times the scale, is the smallest number of a float32."""
+    x = torch.zeros(16)
+    x[0] = 6 * 2.0**-148
+    assert hu.grid("nvfp4").scales(x).tolist() == [2.0**-148]
+    assert reference.scales(x.numpy(), hu.grid("nvfp4").within(torch.float32)).tolist() == [2.0**-148]
+
+
 def test_a_block_scale_that_the_container_cannot_hold_is_the_one_below() -> None:
     """65504 / 6 wants 341.17 * 32; e4m3's nearest is 352, but 6 * 352 * 32 is more than a float16 holds."""
     x = torch.zeros(32, dtype=torch.float16)
