@@ -233,3 +233,37 @@ def test_a_loss_is_one_real_number() -> None:
         loss.detach().mul_(1000)
         optimizer.step()
     assert memory.trace.scan("run").collect()["loss"].to_list() == [told]
+
+
+def odd_tensors() -> dict[str, torch.nn.Parameter]:
+    return {
+        "meta": torch.nn.Parameter(torch.empty(3, 3, device="meta")),
+        "sparse_coo": torch.nn.Parameter(torch.eye(3).to_sparse()),
+        "complex64": torch.nn.Parameter(torch.ones(3, 3, dtype=torch.complex64)),
+        "without a shape": next(torch.nn.LazyLinear(4).parameters()),
+    }
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse_coo", "complex64"])
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_tensors_that_have_no_numbers_to_look_at(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are left out, and that is said; the training goes on. One that is still to get its shape waits."""
+    model, lazy = torch.nn.Linear(4, 4), torch.nn.LazyLinear(4)
+    odd = torch.nn.Parameter(odd_tensors()[kind])
+    optimizer = torch.optim.SGD([*model.parameters(), odd, *lazy.parameters()], lr=0.1)
+    with hu.Audit(optimizer, ["bf16"], model=torch.nn.Sequential(model, lazy), states=True) as audit:
+        for step in range(3):
+            optimizer.zero_grad()
+            y = model(torch.ones(2, 4))
+            (lazy(y) if step else y).sum().backward()
+            optimizer.step()
+    assert sorted(w.name for w in audit.watched.values()) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert f"halfulp: '0.2' ({kind}) left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse_coo", "complex64", "without a shape"])
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_no_write_back_of_such(kind: str) -> None:
+    optimizer = torch.optim.SGD([("w", odd_tensors()[kind])], lr=0.1)
+    with pytest.raises(hu.UsageError, match=f"parameter 'w': {kind}.*expected real numbers in plain memory"):
+        hu.WriteBack(optimizer, "bf16", "rne", params=lambda _name, _p: True)

@@ -321,6 +321,14 @@ def test_the_smallest_scale_is_the_smallest_number() -> None:
     assert reference.scales(rows.numpy(), grid.within(torch.float32)).tolist() == expected
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp6_e2m3"])
+def test_a_block_of_zeros_has_the_smallest_scale(name: str) -> None:
+    x, grid = torch.tensor([0.0] * 32 + [1.0] * 32), hu.grid(name)
+    scales = grid.scales(x).tolist()
+    assert scales[0] == 2.0**-127 < scales[1]
+    assert reference.scales(x.numpy(), grid.within(torch.float32)).tolist() == scales
+
+
 def test_the_smallest_block_scale_is_twice_the_smallest_number() -> None:
     """Half of it, which is nvfp4's smallest element times the scale, is the smallest number of a float32."""
     x = torch.zeros(16)
@@ -361,3 +369,6 @@ def test_codes_of_the_reference_with_its_own_scales_and_with_given_ones() -> Non
         twice, kernels.encode(torch.from_numpy(x), grid, scale=torch.from_numpy(2 * own))
     )
     assert twice.tolist() != codes.tolist()
+    each = (codes.astype(np.int64) ^ 128) - 128  # two's complement of eight bits
+    np.testing.assert_array_equal(reference.decode(codes, grid), each)  # the elements, without their scales
+    np.testing.assert_array_equal(reference.decode(codes, grid, own), each * own[:, None])

@@ -221,3 +221,17 @@ def test_adam_with_coupled_decay_and_maximize() -> None:
         runs.append((model.weight.detach(), base.state[model.weight]["exp_avg"]))
     assert torch.equal(runs[0][0], runs[1][0])
     assert torch.equal(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_single_number(dtype: torch.dtype) -> None:
+    """As the temperature of a contrastive loss, which a bfloat16 model has on the grid by default."""
+    p = torch.nn.Parameter(torch.tensor(1.5, dtype=dtype))
+    optimizer = hu.WriteBack(
+        torch.optim.AdamW([("s", p)], lr=1e-2), "bf16", "eco", params=lambda _n, _p: True
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        p.square().backward()
+        optimizer.step()
+    assert 1.4 < p.item() < 1.5

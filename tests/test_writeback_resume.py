@@ -83,3 +83,35 @@ def test_loading_goes_back_in_time() -> None:
     run.schedule.load_state_dict(rest[0])
     run.scaler.load_state_dict(rest[1])
     assert [run.step(n) for n in (1, 2)] == first
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_hooks_of_states(one_pass: bool) -> None:
+    """Those that torch's optimizers call, in their order; what one gives is taken."""
+    model = torch.nn.Linear(4, 4)
+    made = hu.AdamW if one_pass else torch.optim.AdamW
+    optimizer = made(model.named_parameters(), lr=1e-3)
+    wb = (
+        optimizer
+        if isinstance(optimizer, hu.WriteBack)
+        else hu.WriteBack(optimizer, "bf16", "sr", model=model)
+    )
+    called: list[str] = []
+
+    def given(state: dict[str, object]) -> dict[str, object]:
+        called.append("of a state")
+        return {**state, "more": 1}
+
+    def taken(state: dict[str, object]) -> dict[str, object]:
+        called.append("before loading")
+        return {k: v for k, v in state.items() if k != "more"}
+
+    wb.register_state_dict_pre_hook(lambda _: called.append("before"))
+    wb.register_state_dict_post_hook(lambda _, state: given(state))
+    wb.register_load_state_dict_pre_hook(lambda _, state: taken(state))
+    wb.register_load_state_dict_post_hook(lambda _: called.append("loaded"))
+    saved = wb.state_dict()
+    assert saved["more"] == 1
+    wb.load_state_dict(saved)
+    assert saved["more"] == 1
+    assert called == ["before", "of a state", "before loading", "loaded"]

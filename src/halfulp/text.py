@@ -27,8 +27,9 @@ def plain(text: str) -> str:
 def tell(*lines: str) -> None:
     """Lines for whoever watches, on stderr. Where they cannot be written (a full disk, a pipe that is closed)
     they are left out: no training ends for that."""
-    with contextlib.suppress(OSError, ValueError):
-        print("\n".join(lines), file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # for print, that would be stdout
+        with contextlib.suppress(OSError, ValueError):
+            print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def shown(name: str, width: int = 60) -> str:

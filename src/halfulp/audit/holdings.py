@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from halfulp.text import shown
 from halfulp.trace import Recorded
@@ -113,7 +114,7 @@ def _words(name: str, sizes: Iterable[Mapping[str, Any]]) -> str:
 def _sizes(tensors: Iterable[torch.Tensor | None]) -> Sizes:
     found: Counter[str] = Counter()
     for x in tensors:
-        if x is not None and x.numel():
+        if x is not None and not is_lazy(x) and x.numel():
             found[str(_inside(x).dtype).removeprefix("torch.")] += x.numel()
     return dict(sorted(found.items()))
 

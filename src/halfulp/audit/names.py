@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from halfulp.writeback.choosing import oddity
 from halfulp.writeback.sharding import is_sharded
 
 
@@ -133,7 +134,7 @@ def held_copies(masters: Iterable[torch.Tensor], held: Named) -> dict[torch.Tens
 
     Among equal ones, the first that is not taken: both sides list their tensors in the same order.
     """
-    free = [q for q in held if q.is_floating_point() and not is_sharded(q)]
+    free = [q for q in held if _plain(q)]
     found: dict[torch.Tensor, torch.Tensor] = {}
     for p in masters:
         for i, q in enumerate(free):
@@ -142,6 +143,11 @@ def held_copies(masters: Iterable[torch.Tensor], held: Named) -> dict[torch.Tens
                 found[p] = free.pop(i)
                 break
     return found
+
+
+def _plain(x: torch.Tensor) -> bool:
+    """Whether a tensor can be compared with others."""
+    return oddity(x) is None and x.is_floating_point() and not is_sharded(x)
 
 
 def name_parameters(
@@ -170,7 +176,7 @@ def name_parameters(
             labels = {**dict.fromkeys(candidate, label), **labels}
             around = {**candidate, **around}
     held = {**around, **given}
-    masters = [p for p in params if p not in held and p.is_floating_point() and not is_sharded(p)]
+    masters = [p for p in params if p not in held and _plain(p)]
     copies = held_copies(masters, {q: at for q, at in held.items() if q not in set(params)})
     labels.update({p: labels[q] for p, q in copies.items() if q in labels})
     found: dict[torch.Tensor, Naming] = {}

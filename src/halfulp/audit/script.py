@@ -233,7 +233,7 @@ def _say_if_nothing(name: str, audit: Audit, empty: bool, left: bool) -> None:
             "changed there. Weights may be changed elsewhere, such as in hooks of backward."
         )
     elif empty:
-        said = f"nothing to audit: the optimizers in {name} have no trainable parameters."
+        said = f"nothing to audit: the optimizers in {name} have no trainable parameters of real numbers."
     else:
         return
     if not left:

@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from halfulp.audit import holdings, manifest, shards
 from halfulp.audit.attribution import Attributing
@@ -32,6 +33,7 @@ from halfulp.measures.groups import Rules, group_of
 from halfulp.text import count, tell
 from halfulp.trace import Memory, TraceWriter
 from halfulp.trace.resuming import Resumed
+from halfulp.writeback.choosing import oddity
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.sharding import is_sharded
 
@@ -147,6 +149,7 @@ class Watching(Attributing):
             if p not in self.watched
             and p not in self._left_out
             and (p.requires_grad or p.grad is not None or self._untrained)
+            and not is_lazy(p)  # which may come to have a shape
         ]
         if not new:
             return
@@ -157,11 +160,8 @@ class Watching(Attributing):
         if not self.models and self.rehearsing is not None:
             held = [p if found[p].held is None else found[p].held for p in new]
             self._around += [m for m in models_around(held) if m not in self._around]
-        chosen = [  # an empty tensor has nothing to lose
-            p
-            for p in new
-            if p.is_floating_point() and p.numel() and (self.params is None or self.params(found[p].name, p))
-        ]
+        chosen = [p for p in new if self.params is None or self.params(found[p].name, p)]
+        chosen = self._auditable(chosen, found)
         if self.unfit == "drop" and not self._audited and not self._skip_until:
             self._drop_unfit(chosen)
         if self._audited:
@@ -237,6 +237,18 @@ class Watching(Attributing):
         if self._writer is not None:
             self._writer.manifest["optimizers"] = [self._described(o) for o in self._seen]
             self._written(self._writer.write_manifest)
+
+    def _auditable(
+        self, params: list[torch.Tensor], named: Mapping[torch.Tensor, Naming]
+    ) -> list[torch.Tensor]:
+        """Those that have real numbers in memory; which are left out is said. Whole numbers are not trained,
+        and an empty tensor has nothing to lose."""
+        odd = {p: what for p in params if (what := oddity(p)) is not None}
+        if odd and rank() == 0:
+            first, what = next(iter(odd.items()))
+            more = f" and {count(len(odd) - 1, 'more tensor')}" if len(odd) > 1 else ""
+            tell(f"halfulp: {named[first].name!r} ({what}){more} left out: no real numbers in plain memory.")
+        return [p for p in params if p not in odd and p.is_floating_point() and p.numel()]
 
     def _fitting(
         self, params: list[torch.Tensor], named: Mapping[torch.Tensor, Naming]

@@ -99,9 +99,9 @@ class _OnePass(WriteBack):
             raise UsageError(f"{type(self).__name__} cannot make this step in one pass: {reason}.")
         return once
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a saved state; torch gives moments the parameter's type, they get theirs again."""
-        super().load_state_dict(state_dict)
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Torch gives moments the parameter's type; they get theirs again."""
+        super()._load(state_dict)
         for slot in self.slots:
             state = self.optimizer.state.get(slot.stepped, {})
             for key in onepass.KEPT[type(self.optimizer)]:

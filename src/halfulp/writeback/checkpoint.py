@@ -457,7 +457,7 @@ def load(wb: WriteBack, path: str | Path) -> None:
         ]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.") from None
-    wb.load_state_dict({"state": state, "param_groups": groups})
+    wb._load({"state": state, "param_groups": groups})
 
 
 def _parsed_file(text: str, path: str | Path) -> dict[str, Any]:

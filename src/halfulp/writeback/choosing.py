@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.grids import Grid, container
@@ -107,7 +108,7 @@ class Chooser:
             return bool(self.select(name, p))
         if self.select is not None:
             return name in self.select
-        return p.dim() >= 2 or _is_own(grid, p.dtype)
+        return is_lazy(p) or p.dim() >= 2 or _is_own(grid, p.dtype)
 
     def _later(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
         """Whether a parameter is managed once it is trained, if it can be."""
@@ -129,6 +130,8 @@ class Chooser:
         self, name: str, p: torch.nn.Parameter, g: Grid, chosen: Policy, place: tuple[int, int]
     ) -> Slot:
         try:
+            if (what := oddity(p)) is not None:
+                raise UsageError(f"{what}, expected real numbers in plain memory. Choose with params=.")
             container(p.dtype)
             storage = self.storage or ("native" if p.dtype in NARROW or is_native(p) else "container")
             self._check_type(p, chosen, storage)
@@ -212,3 +215,14 @@ def unwrapped(model: torch.nn.Module | None) -> torch.nn.Module | None:
     while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         model = model.module
     return model
+
+
+def oddity(p: torch.Tensor) -> str | None:
+    """What a tensor is that has no real numbers where one could look at them."""
+    if is_lazy(p):
+        return "without a shape so far (run the model once first)"
+    if p.is_nested or p.layout is not torch.strided:
+        return "nested" if p.is_nested else str(p.layout).removeprefix("torch.")
+    if p.is_meta or p.is_complex():
+        return "meta" if p.is_meta else str(p.dtype).removeprefix("torch.")
+    return None

@@ -51,7 +51,7 @@ def _root(v: torch.Tensor) -> torch.Tensor:
     """Square roots, correctly rounded as in the one-pass step: torch's own on a CPU are not."""
     if v.device.type != "cpu":
         return v.sqrt()
-    return torch.from_numpy(np.sqrt(v.detach().numpy()))
+    return torch.from_numpy(np.asarray(np.sqrt(v.detach().numpy())))  # of a 0-d array it is no array
 
 
 def _like(v: torch.Tensor, x: float) -> torch.Tensor:

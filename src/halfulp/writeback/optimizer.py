@@ -529,10 +529,23 @@ class WriteBack(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state with everything that a write-back keeps beside it."""
-        return checkpoint.state_dict(self)
+        for begins in self._optimizer_state_dict_pre_hooks.values():
+            begins(self)
+        made = checkpoint.state_dict(self)
+        for ends in self._optimizer_state_dict_post_hooks.values():
+            made = made if (other := ends(self, made)) is None else other
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a saved state; a different grid, policy, model, seed or version is refused."""
+        for begins in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = state_dict.copy()  # theirs to change
+            state_dict = state_dict if (other := begins(self, state_dict)) is None else other
+        self._load(state_dict)
+        for ends in self._optimizer_load_state_dict_post_hooks.values():
+            ends(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         checkpoint.load_state_dict(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
