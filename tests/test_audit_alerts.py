@@ -78,6 +78,11 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (["--alert", "95"], "--alert takes a share and a number of steps"),
         (["--rehearse", "bf16:eco("], "'bf16:eco(' has a bracket that is not closed"),
         (["--grids", "bf16)"], "'bf16)' has a bracket that is not closed, or not opened"),
+        (["--alert", ""], "--alert is empty: say what, or leave it out"),
+        (["--rehearse", ""], "--rehearse is empty"),
+        (["--evaluate", ""], "--evaluate is empty"),
+        (["--scores", ""], "--scores is empty"),
+        (["--tile", "96"], "--tile is the size of tiles that are scored"),
         (["--first-step", "0"], "first_step= takes a whole number, at least 1"),
     ],
 )

@@ -371,3 +371,46 @@ def test_one_parameter_under_two_names_of_a_module() -> None:
     model.again = model.weight
     assert hu.native(model) == ["weight"]
     assert model.again is model.weight
+
+
+@torch.no_grad()
+def test_writing_some_of_the_values() -> None:
+    """Through an index, a row, ``data``: written, or refused; never to a copy that is thrown away."""
+    model = torch.nn.Linear(16, 8, bias=False)
+    hu.native(model)
+    w = model.weight
+
+    def zeros() -> int:
+        found = int((w.decoded() == 0).sum())
+        w.copy_(torch.ones(8, 16))
+        return found
+
+    w.copy_(torch.ones(8, 16))
+    w[0] = 0
+    assert zeros() == 16
+    w[1, 2] = 0
+    assert zeros() == 1
+    w[:, 1:3] = torch.zeros(8, 2)
+    assert zeros() == 16
+    w[torch.arange(8) > 5] = w[torch.arange(8) > 5] * 0
+    assert zeros() == 32
+    w.data[3] = 0
+    assert zeros() == 16
+    w.detach()[0:2] = 0
+    assert zeros() == 32
+    w[0].copy_(torch.zeros(16))
+    assert zeros() == 16
+    w.data = torch.zeros(8, 16)
+    assert zeros() == 128
+    torch.nn.utils.vector_to_parameters(torch.zeros(128), model.parameters())
+    assert zeros() == 128
+    for write in (lambda: w[0].zero_(), lambda: w[0].add_(1), lambda: w.t().mul_(2), lambda: w.T[1].fill_(3)):
+        with pytest.raises(hu.UsageError, match="would change a native weight in place"):
+            write()
+    with pytest.raises(hu.UsageError, match=r"shape \[8, 16\] cannot get values of shape \[4, 4\]"):
+        w.data = torch.zeros(4, 4)
+    assert zeros() == 0
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        w[0] = 0
+    model.bfloat16()
+    assert (w.dtype, zeros()) == (torch.bfloat16, 0)

@@ -590,3 +590,36 @@ def test_forwards_without_a_backward_are_freed() -> None:
         gone.append(weakref.ref(y))
         del y
     assert [found() for found in gone] == [None] * 3
+
+
+@pytest.mark.parametrize("policy", ["rne", "sr", "kahan", "master", "eco"])
+def test_data_that_are_set_beside_the_codes(policy: str) -> None:
+    """``p.data = values`` on the grid is where the next step starts; off the grid it is refused."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer = hu.WriteBack(adam, "e4m3@16", policy, model=model, storage="packed")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+
+    step()
+    model[0].weight.data = torch.full((16, 16), 2.0)
+    assert model.state_dict()["0.weight"].unique().tolist() == [2.0]
+    step()
+    assert model.state_dict()["0.weight"].mean().item() == pytest.approx(2.0, abs=0.01)
+    model[0].weight.data = torch.full((16, 16), 0.3)
+    with pytest.raises(hu.UsageError, match="256 of 256 values to load or set are off it"):
+        step()
+    model[0].weight.data = hu.grid("e4m3@16").round(torch.full((16, 16), 0.3))
+    step()
+    assert model.state_dict()["0.weight"].mean().item() == pytest.approx(0.3125, abs=0.002)
+
+
+def test_weights_that_another_has_packed() -> None:
+    model = torch.nn.Linear(16, 16)
+    first, second = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    hu.WriteBack(first, "e4m3@16", "sr", model=model, storage="packed")
+    with pytest.raises(hu.UsageError, match="'weight' is packed by another WriteBack: go on with that one"):
+        hu.WriteBack(second, "e4m3@16", "sr", model=model, storage="packed")

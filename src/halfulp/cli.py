@@ -209,6 +209,12 @@ def audit(
     from halfulp.report.live import Aside, LiveView
     from halfulp.trace import Trace, free_folder, newest_folder
 
+    given = {name for name in context.params if _is_given(context, name)}
+    for name in sorted(given & {"scores", "rehearse", "evaluate", "alert"}):
+        if not context.params[name]:
+            raise UsageError(f"--{name} is empty: say what, or leave it out.")
+    if "tile" in given and not scores:
+        raise UsageError("--tile is the size of tiles that are scored: say of which grid with --scores.")
     if script is None and not module and not command:
         raise UsageError(
             "nothing to audit: give a training script, -m and a module, or --run and a command. See --help."
@@ -236,10 +242,12 @@ def audit(
             "--resume": resume, "--first-step": first_step, "--live": live, "--rehearse": rehearse,
             "--evaluate": evaluate, "--calibration": calibration, "--alert": alert, "--stop": stop,
         }  # fmt: skip
-        if given := [name for name, value in alone.items() if value not in (None, "") and value is not False]:
+        if refused := [
+            name for name, value in alone.items() if value not in (None, "") and value is not False
+        ]:
             raise UsageError(
-                f"{', '.join(given)}: for one script; with --run there may be many processes. Leave it out, "
-                "or audit the script itself: halfulp audit SCRIPT."
+                f"{', '.join(refused)}: for one script; with --run there may be many processes. Leave it "
+                "out, or audit the script itself: halfulp audit SCRIPT."
             )
         Audit(None, **options)  # what it refuses is refused here, before anything runs
         code = launch([command, *context.args], options, folder)
@@ -292,6 +300,11 @@ def audit(
     if code < 0:
         raise KeyboardInterrupt
     raise typer.Exit(code)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _listed(text: str) -> list[str]:

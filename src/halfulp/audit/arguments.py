@@ -3,6 +3,8 @@ and one that says what none may could be recorded for days and never be opened."
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
@@ -149,6 +151,12 @@ def folder_of(given: Any) -> tuple[Path | None, Memory | None]:
     """Where a trace goes. The folder is absolute: a script may go to another one."""
     if given is not None and not isinstance(given, str | Path | Memory):
         raise UsageError(f"out= takes a folder, a halfulp.Memory or None, not {given!r:.200}.")
+    if isinstance(given, str | Path):
+        try:
+            os.lstat(given)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+                raise UsageError(f"out= cannot be {str(given)!r:.200}: {error}.") from None
     return (
         Path(given).absolute() if isinstance(given, str | Path) else None,
         given if isinstance(given, Memory) else None,

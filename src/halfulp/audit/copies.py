@@ -36,6 +36,8 @@ def checked(also: Mapping[str, Copies]) -> dict[str, Copies]:
             raise UsageError(f"also= cannot call a copy {name!r}: gradients that accumulate are called so.")
         if _NAME.fullmatch(str(name)) is None:
             raise UsageError(f"also= names copies by short words, such as 'ema', not {name!r}.")
+        if not isinstance(held, torch.nn.Module | Mapping | Iterable):
+            raise UsageError(f"also={{{name!r}: ...}} takes a module or tensors, not {held!r:.200}.")
         if not tensors_of(held):
             raise UsageError(f"also={{{name!r}: ...}} has no tensor of floating-point values to follow.")
     return dict(also)

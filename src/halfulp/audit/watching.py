@@ -231,7 +231,7 @@ class Watching(Attributing):
         """Once its first step is over, say which dtypes an optimizer holds."""
         if optimizer in self._holds or optimizer not in self._seen or self._untrained:
             return
-        found = holdings.held(optimizer, self._gradients)
+        found = holdings.held(optimizer, self._gradients or holdings.gradients(optimizer))  # or a closure's
         found["states"] = {_writable(kind): sizes for kind, sizes in found["states"].items()}
         self._holds[optimizer] = found
         if self._writer is not None:

@@ -344,14 +344,10 @@ class Recorded(ABC):
             s for j, s in enumerate(self.rehearsals) if any(k.endswith(f".{j}.attributed") for k in state)
         ]
         if not known or (spec is None and len(known) > 1) or (spec is not None and spec not in known):
-            asked = (
-                "which rehearsal"
-                if spec is None and known
-                else f"{spec or 'a rehearsal'!r} was not attributed"
-            )
-            raise UsageError(
-                f"{asked} in {self.where}? Attributed: {', '.join(known) or 'none (Audit.attribute)'}."
-            )
+            if not known:
+                raise UsageError(f"no rehearsal was attributed in {self.where}: Audit.attribute does that.")
+            asked = "which rehearsal" if spec is None else f"{spec!r} was not attributed"
+            raise UsageError(f"{asked} in {self.where}? Attributed: {', '.join(known)}.")
         j = self.rehearsals.index(known[0] if spec is None else spec)
         found = {str(t["name"]): state.get(f"{t['id']}.{j}.attributed") for t in self.tensors}
         return {name: value.numpy() for name, value in found.items() if value is not None}

@@ -9,8 +9,9 @@ and casts reduced gradients to it.) :func:`native` puts a model's matrices into 
 
 ``F.linear`` with such a weight is a native product (:mod:`halfulp.writeback.gemm`), ``F.embedding`` decodes
 the rows that it picks. What keeps the form (a view, a slice, a copy to a device) gives a ``NativeWeight``;
-whatever else reads one gets its values in float32. In place only ``copy_`` writes to it, rounding to the
-nearest: an optimizer that adds to it directly is refused, because nearly all of what it adds would be lost.
+whatever else reads one gets its values in float32. In place only ``copy_``, ``w[...] =`` and ``w.data =``
+write to it, rounding to the nearest: an optimizer that adds to it directly is refused, because nearly all of
+what it adds would be lost.
 """
 
 from __future__ import annotations
@@ -56,6 +57,28 @@ class NativeWeight(torch.Tensor):
     def decoded(self) -> torch.Tensor:
         """The values, in a fresh float32 tensor."""
         return self.codes.float() * self.scale
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        """Write some of the values; all are coded again, which leaves the others as they are."""
+        values = self.decoded()
+        values[at] = plain(value) if isinstance(value, torch.Tensor) else value
+        self.copy_(values)
+
+    @property
+    def data(self) -> Any:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's own
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Codes of other values: torch would give a memory to the shape that is shown, which has none."""
+        if value.shape != self.shape:
+            raise UsageError(
+                f"a native weight of shape {list(self.shape)} cannot get values of shape "
+                f"{list(value.shape)}: decode it (w.decoded()), or make the model anew."
+            )
+        if value.dtype != self.dtype:  # model.bfloat16(): the type that is shown
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # torch's own
+        self.detach().copy_(value)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has options
         return f"NativeWeight({tuple(self.shape)}, scale={self.scale:g}, device={self.device})"
@@ -226,7 +249,8 @@ def _copy(func: Any, into: torch.Tensor, source: torch.Tensor, *args: Any) -> to
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         (aten.detach.default, aten.alias.default, aten.clone.default, aten.view.default,
-         aten._unsafe_view.default, aten.as_strided.default, aten.slice.Tensor, aten._pin_memory.default),
+         aten._unsafe_view.default, aten.as_strided.default, aten.slice.Tensor, aten.select.int,
+         aten.t.default, aten.transpose.int, aten.permute.default, aten._pin_memory.default),
         _same,
     ),
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default), _parts),

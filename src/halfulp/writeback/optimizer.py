@@ -38,7 +38,7 @@ from halfulp.writeback.report import Bytes, Events, TensorEvents
 from halfulp.writeback.sharding import is_sharded, local, shard_offset
 from halfulp.writeback.slot import Slot, measure, set_aside
 from halfulp.writeback.standin import NARROW, exchange, fill, stand_in
-from halfulp.writeback.storage import Codes, Shells, Whole
+from halfulp.writeback.storage import Codes, Shells, Whole, is_shell
 
 TORCHS = tuple(getattr(torch.optim, n) for n in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, n))
 DECOUPLED = (*TORCHS, Lion)
@@ -241,6 +241,11 @@ class WriteBack(torch.optim.Optimizer):
     def _projected(self, slot: Slot, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first stored values, and the scales that they were rounded with."""
         bad = ~torch.isfinite(raw)
+        if bool(bad.all()) and is_shell(raw):
+            raise UsageError(
+                f"parameter {slot.name!r} is packed by another WriteBack: go on with that one, or make the "
+                "model anew and load model.state_dict() into it."
+            )
         if bool(bad.any()):
             raise UsageError(
                 f"parameter {slot.name!r} has {int(bad.sum())} value(s) that are not finite: they have no "

@@ -112,6 +112,11 @@ def shell(p: torch.Tensor) -> torch.Tensor:
     return torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
 
 
+def is_shell(x: torch.Tensor) -> bool:
+    """Whether a tensor has the memory of one number, and more places than that."""
+    return x.numel() > 1 and not any(step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+
+
 Own = dict[torch.nn.Parameter, str]
 """A module's packed parameters and their names."""
 CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict, torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -154,6 +159,12 @@ class Whole:
 
     def close(self) -> None:
         self.p.data = shell(self.p)
+        self._at = self.p.data_ptr()
+
+    @property
+    def replaced(self) -> bool:
+        """Whether somebody has given the parameter other data than the shell (a cast of that is nothing)."""
+        return self.p.data_ptr() != self._at and not bool(self.p.detach().isnan().all())
 
 
 def _owned(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
@@ -177,6 +188,7 @@ class Shells:
         self._codes: dict[torch.nn.Parameter, Codes] = {}
         self._places: dict[torch.nn.Parameter, PackedPlace] = {}
         self._open: dict[torch.nn.Parameter, int] = {}
+        self._names: dict[torch.nn.Parameter, str] = {}
         self._handles: list[Any] = []
         self._contexts: list[Any] = []
 
@@ -185,7 +197,10 @@ class Shells:
 
     def open(self, p: torch.nn.Parameter) -> None:
         if self._open[p] == 0:
-            self._places[p].open(self._codes[p].get(p.dtype))
+            place = self._places[p]
+            if isinstance(place, Whole) and place.replaced:
+                self._keep(p, self._names.get(p, "?"))
+            place.open(self._codes[p].get(p.dtype))
         self._open[p] += 1
 
     def close(self, p: torch.nn.Parameter) -> None:
@@ -196,6 +211,7 @@ class Shells:
     def attach(self, model: torch.nn.Module, packed: list[torch.nn.Parameter]) -> None:
         """Hook every module that owns one of these packed parameters."""
         names = {p: name for name, p in model.named_parameters()}
+        self._names.update(names)
         for module in model.modules():
             own = {p: names[p] for p in _owned(module) if p in set(packed)}
             read = {p: names[p] for p in _read(module) if p in set(packed)}
@@ -278,7 +294,7 @@ class Shells:
         return hook
 
     def _keep(self, p: torch.nn.Parameter, name: str) -> None:
-        """Encode what was loaded into an open parameter; off the grid it is refused."""
+        """Encode what was loaded into a parameter, or set as its data; off the grid it is refused."""
         codes, values = self._codes[p], local(p.detach())
         if torch.equal(values, codes.get(p.dtype)):
             return
@@ -288,7 +304,7 @@ class Shells:
         if off:
             raise UsageError(
                 f"parameter {name!r} is packed on grid {codes.grid.name}, but {off} of {values.numel()} "
-                "values to load are off it. Load them before WriteBack is made, or its saved state first, "
-                "which has the codes."
+                "values to load or set are off it. Load them before WriteBack is made, or its saved state "
+                "first, which has the codes; or set grid.round(values)."
             )
         codes.packed, codes.scales = fresh.packed, fresh.scales
