@@ -52,6 +52,22 @@ def test_what_is_carried_by_hand(options: dict[str, bool], written: float, left:
     assert (out.item(), carry.item()) == (written, left)
 
 
+def test_a_carry_that_would_leave_the_range() -> None:
+    """It is not added: the proposal is as it was, and what is summed of it is finite."""
+    largest = float(np.finfo(np.float32).max)
+    q, z = torch.ones(2), torch.tensor([largest, -largest])
+    carry = torch.tensor([largest, -largest])
+    r, facts = reference.write_back(
+        q.numpy(), z.numpy(), hu.grid("bf16"), carry=(rest := carry.numpy().copy())
+    )
+    assert r.tolist() == [hu.grid("bf16").largest, -hu.grid("bf16").largest]
+    assert np.isfinite(facts["sums"]).all()
+    got = kernels.write_back(q, z, "bf16", carry=carry, sums=True)
+    assert_same(got.out, r)
+    assert_same(got.sums, facts["sums"])
+    assert_same(carry, rest)
+
+
 def test_what_a_tile_is_padded_to() -> None:
     """The next of 3, 6, 12, 24, ..."""
     sizes = [3 * 2**k for k in range(10)]

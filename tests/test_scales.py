@@ -321,6 +321,21 @@ def test_the_smallest_scale_is_the_smallest_number() -> None:
     assert reference.scales(rows.numpy(), grid.within(torch.float32)).tolist() == expected
 
 
+def test_ends_of_block_scales() -> None:
+    """An exponent of eight bits, of which one is taken; a float64 asks for more."""
+    x, grid = torch.zeros(3 * 32, dtype=torch.float64), hu.grid("mxfp4")
+    x[0], x[32], x[64] = 2.0**200, 2.0**-200, 2.0**129
+    expected = [2.0**127, 2.0**-127, 2.0**127]
+    assert grid.scales(x).tolist() == expected
+    assert reference.scales(x.numpy(), grid.within(torch.float64)).tolist() == expected
+
+
+def test_the_mean_of_one() -> None:
+    x, grid = torch.tensor([[3.5], [-7.0]]), hu.grid("int4/absmean/row")
+    assert grid.scales(x).tolist() == [0.5, 1.0]
+    assert reference.scales(x.numpy(), grid.within(torch.float32)).tolist() == [0.5, 1.0]
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp6_e2m3"])
 def test_a_block_of_zeros_has_the_smallest_scale(name: str) -> None:
     x, grid = torch.tensor([0.0] * 32 + [1.0] * 32), hu.grid(name)

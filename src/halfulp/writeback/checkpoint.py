@@ -277,9 +277,9 @@ def _check_digest(theirs: dict[str, Any], by_number: dict[int, dict[str, Any]]) 
     if found is not None and found != theirs["sha256"]:
         raise TamperingError(
             "this optimizer state is not what was saved: its SHA-256 differs from the one that it states. "
-            "A tensor or the step was changed, or the file was damaged; load another checkpoint. Or it is not "
-            "all of it: torch.distributed.checkpoint loads only what is there before, and an optimizer that "
-            "has not stepped has no moments. Use its get_state_dict and set_state_dict, which see to that."
+            "A tensor or the step was changed, or the file was damaged; load another checkpoint. Or it is "
+            "not all of it: torch.distributed.checkpoint loads only what is there before, and an optimizer "
+            "that has not stepped has no moments. Its get_state_dict and set_state_dict see to that."
         )
 
 
