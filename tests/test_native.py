@@ -378,7 +378,7 @@ def test_writing_some_of_the_values() -> None:
     """Through an index, a row, ``data``: written, or refused; never to a copy that is thrown away."""
     model = torch.nn.Linear(16, 8, bias=False)
     hu.native(model)
-    w = model.weight
+    w: Any = model.weight
 
     def zeros() -> int:
         found = int((w.decoded() == 0).sum())
