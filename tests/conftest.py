@@ -1,8 +1,9 @@
-"""What every test file shares: deterministic property tests, slow and large tests, threads put back, and a
-summary of what was left out."""
+"""What every test file shares: deterministic property tests, slow and large tests, threads put back, the
+command line, and a summary of what was left out."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import durations
 import hypothesis
 import pytest
 import torch
+from audit_command import Halfulp
+
+from halfulp import cli
 
 hypothesis.settings.register_profile(
     "halfulp", derandomize=True, deadline=None, database=None, max_examples=60, print_blob=True
@@ -68,3 +72,24 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def halfulp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Halfulp:
+    """The command line in a folder of its own: exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["halfulp", *map(str, args)])
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # the script stays __main__
+        before = list(sys.path)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert sys.path == before
+        assert torch.Tensor.backward.__module__ == "torch._tensor"  # nothing stays behind
+        out, err = capfd.readouterr()
+        code = stopped.value.code
+        return (0 if code is None else int(code)), out, err
+
+    return call

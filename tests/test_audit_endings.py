@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_audit_script import TRAIN, environment, script
+from audit_command import TRAIN, environment, script
 
 import halfulp as hu
 from halfulp import files, text
