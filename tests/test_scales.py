@@ -369,6 +369,9 @@ def test_what_arrives_of_the_largest_proposals() -> None:
     d = np.zeros(5, np.float32)
     d[1] = 1.5 * 2.0**126
     assert reference.arrival(np.zeros_like(d), d, d).tolist() == [[2.25 * 2.0**252] * 2]
+    d[1] = 2.0**127  # in the last binade, whose unit has no normal inverse, they do not
+    with np.errstate(over="ignore"):
+        assert reference.arrival(np.zeros_like(d), d, d).tolist() == [[np.inf] * 2]
     d[:2] = 2.0**-120, 2.0**-134  # whose square is 2**-14 * 2**-134, just above nothing, in that unit
     assert reference.arrival(np.zeros_like(d), d, d).tolist() == [[2.0**-240 + 2.0**-268] * 2]
 

@@ -130,9 +130,9 @@ class Chooser:
         self, name: str, p: torch.nn.Parameter, g: Grid, chosen: Policy, place: tuple[int, int]
     ) -> Slot:
         try:
+            container(p.dtype)
             if (what := oddity(p)) is not None:
                 raise UsageError(f"{what}, expected real numbers in plain memory. Choose with params=.")
-            container(p.dtype)
             storage = self.storage or ("native" if p.dtype in NARROW or is_native(p) else "container")
             self._check_type(p, chosen, storage)
             if is_native(p):

@@ -211,7 +211,7 @@ class Shells:
     def attach(self, model: torch.nn.Module, packed: list[torch.nn.Parameter]) -> None:
         """Hook every module that owns one of these packed parameters."""
         names = {p: name for name, p in model.named_parameters()}
-        self._names.update(names)
+        self._names.update({p: names[p] for p in packed if p in names})
         for module in model.modules():
             own = {p: names[p] for p in _owned(module) if p in set(packed)}
             read = {p: names[p] for p in _read(module) if p in set(packed)}
