@@ -342,3 +342,9 @@ def test_a_scaled_grid_may_use_all_digits_of_its_container() -> None:
 def test_what_happens_at_the_edges_in_words(name: str, scale: str, subnormals: str) -> None:
     rules = hu.grid(name).rules
     assert (rules["scale"], rules["subnormals"]) == (scale, subnormals)
+
+
+def test_only_groups_have_a_size() -> None:
+    sizes = {name: scaling.size for name in ("int8", "int8/row", "int8@100", "int4/g128", "mxfp4", "nvfp4")
+             if (scaling := hu.grid(name).scaling) is not None}  # fmt: skip
+    assert sizes == {"int8": 0, "int8/row": 0, "int8@100": 0, "int4/g128": 128, "mxfp4": 32, "nvfp4": 16}
