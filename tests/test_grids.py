@@ -315,6 +315,7 @@ def test_a_grid_in_words(name: str, words: str) -> None:
 
 def test_which_scales_are_those_of_the_old_weights() -> None:
     """Those of DQT alone; and a scale of a whole tensor has no size."""
+    assert Scaling(rule="absmax") == Scaling(rule="absmax", per="tensor", size=0, scale=0.0)
     scalings = {name: hu.grid(name).scaling for name in ("int3/dqt", "int4", "int4/g32", "mxfp4", "int4@50")}
     assert [name for name, s in scalings.items() if s is not None and s.from_old] == ["int3/dqt"]
     assert {name: s.size for name, s in scalings.items() if s is not None} == {
@@ -342,9 +343,3 @@ def test_a_scaled_grid_may_use_all_digits_of_its_container() -> None:
 def test_what_happens_at_the_edges_in_words(name: str, scale: str, subnormals: str) -> None:
     rules = hu.grid(name).rules
     assert (rules["scale"], rules["subnormals"]) == (scale, subnormals)
-
-
-def test_only_groups_have_a_size() -> None:
-    sizes = {name: scaling.size for name in ("int8", "int8/row", "int8@100", "int4/g128", "mxfp4", "nvfp4")
-             if (scaling := hu.grid(name).scaling) is not None}  # fmt: skip
-    assert sizes == {"int8": 0, "int8/row": 0, "int8@100": 0, "int4/g128": 128, "mxfp4": 32, "nvfp4": 16}
