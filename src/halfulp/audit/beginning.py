@@ -97,7 +97,7 @@ class Beginning(Watching):
         if not self._skip_until:
             return
         made, uncounted = _made(self.optimizers or [optimizer])
-        ahead = self._loaded.get(AHEAD, torch.zeros(1)).tolist()  # older traces do not say
+        ahead = self._loaded[AHEAD].tolist() if AHEAD in self._loaded else [0]  # older traces do not say
         done = self.step = max(0, made + int(ahead[0])) if ahead else 0
         if rank():
             return
