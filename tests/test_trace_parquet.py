@@ -56,7 +56,8 @@ def test_what_polars_writes_is_read(rows: int, options: dict[str, Any], tmp_path
 
 @pytest.mark.parametrize("file", sorted(FIXTURES.iterdir()), ids=lambda file: file.name)
 def test_what_others_write_is_read(file: Path) -> None:
-    """Of pyarrow 26: dictionaries and pages of version 2 have flags, and what is empty lies nowhere."""
+    """Of pyarrow 26: dictionaries and pages of version 2 have flags, and what is empty lies nowhere. Made by
+    pyarrow.parquet.write_table with zstd, dictionaries, an index, checksums and both versions of pages."""
     frame = parquet.read(file.read_bytes(), file)
     rows = int(file.name.split("-")[1])
     assert parquet.rows(file) == rows

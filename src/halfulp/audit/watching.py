@@ -246,8 +246,8 @@ class Watching(Attributing):
         odd = {p: what for p in params if (what := oddity(p)) is not None}
         if odd and rank() == 0:
             first, what = next(iter(odd.items()))
-            more = f" and {count(len(odd) - 1, 'more tensor')}" if len(odd) > 1 else ""
-            tell(f"halfulp: {named[first].name!r} ({what}){more} left out: no real numbers in plain memory.")
+            rest = _and_more(odd)
+            tell(f"halfulp: {named[first].name!r} ({what}){rest} left out: no real numbers in plain memory.")
         return [p for p in params if p not in odd and p.is_floating_point() and p.numel()]
 
     def _fitting(
@@ -257,10 +257,9 @@ class Watching(Attributing):
         unfit = {p: why for p in params if (why := self._unfit(p)) is not None}
         if unfit:
             first, why = next(iter(unfit.items()))
-            more = f" and {count(len(unfit) - 1, 'more tensor')}" if len(unfit) > 1 else ""
             tell(
-                f"halfulp: {named[first].name!r}{more} came after the first audited step and cannot be "
-                f"audited with the others, so they are left out: {why}"
+                f"halfulp: {named[first].name!r}{_and_more(unfit)} came after the first audited step and "
+                f"cannot be audited with the others, so they are left out: {why}"
             )
         return [p for p in params if p not in unfit]
 
@@ -329,3 +328,8 @@ def _fits(grid: Grid, dtype: torch.dtype) -> bool:
     except UsageError:
         return False
     return True
+
+
+def _and_more(tensors: Mapping[torch.Tensor, str]) -> str:
+    """What follows the name of the first."""
+    return f" and {count(len(tensors) - 1, 'more tensor')}" if len(tensors) > 1 else ""

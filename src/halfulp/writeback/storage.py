@@ -188,18 +188,17 @@ class Shells:
         self._codes: dict[torch.nn.Parameter, Codes] = {}
         self._places: dict[torch.nn.Parameter, PackedPlace] = {}
         self._open: dict[torch.nn.Parameter, int] = {}
-        self._names: dict[torch.nn.Parameter, str] = {}
         self._handles: list[Any] = []
         self._contexts: list[Any] = []
 
     def add(self, p: torch.nn.Parameter, codes: Codes, place: PackedPlace) -> None:
         self._codes[p], self._places[p], self._open[p] = codes, place, 0
 
-    def open(self, p: torch.nn.Parameter) -> None:
+    def open(self, p: torch.nn.Parameter, name: str) -> None:
         if self._open[p] == 0:
             place = self._places[p]
             if isinstance(place, Whole) and place.replaced:
-                self._keep(p, self._names.get(p, "?"))
+                self._keep(p, name)
             place.open(self._codes[p].get(p.dtype))
         self._open[p] += 1
 
@@ -211,7 +210,6 @@ class Shells:
     def attach(self, model: torch.nn.Module, packed: list[torch.nn.Parameter]) -> None:
         """Hook every module that owns one of these packed parameters."""
         names = {p: name for name, p in model.named_parameters()}
-        self._names.update({p: names[p] for p in packed if p in names})
         for module in model.modules():
             own = {p: names[p] for p in _owned(module) if p in set(packed)}
             read = {p: names[p] for p in _read(module) if p in set(packed)}
@@ -233,8 +231,8 @@ class Shells:
 
     def _before(self, own: Own) -> Callable[..., None]:
         def hook(module: torch.nn.Module, _args: Any) -> None:
-            for p in own:
-                self.open(p)
+            for p, name in own.items():
+                self.open(p, name)
             context = saved_tensors_hooks(self._pack, self._unpack)
             context.__enter__()
             self._contexts.append((module, context))
@@ -266,8 +264,8 @@ class Shells:
 
     def _reading(self, own: Own) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            for p in own:
-                self.open(p)
+            for p, name in own.items():
+                self.open(p, name)
 
         return hook
 
