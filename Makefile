@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test bench docs lint types unit quick durations wheel stranger test-lowest torture torture-long format clean
+.PHONY: help demo check test bench docs lint types unit quick durations wheel stranger test-lowest torture torture-long native-proof format clean
 
 # Processes that share the tests: one a core, and no more than memory has room for.
 JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 8 ? 8 : cores)))
@@ -23,6 +23,7 @@ help:
 	@echo "make wheel stranger test-lowest torture    what a release must pass too: docs/releasing.md"
 	@echo "make bench   the kernels beside their peers (the peers need a C++ compiler)"
 	@echo "make docs    the documentation, into site/"
+	@echo "make native-proof   the C++ kernels against their definition, at length"
 	@echo "make lint types unit    the parts of make test; make format rewrites the layout"
 	@echo "make durations    all tests, and how long each takes into tests/durations.tsv"
 	@echo "make clean   remove the environment and everything generated"
@@ -87,8 +88,14 @@ torture torture-long: $(VENV)/.stamp-dev
 bench: $(VENV)/.stamp-peers
 	$(BIN)/python benchmarks/kernels.py $(BENCH)
 	$(BIN)/python benchmarks/writeback.py
+	$(BIN)/python benchmarks/many_tensors.py
 	$(BIN)/python benchmarks/study.py
 	$(BIN)/python benchmarks/controlled.py
+
+# The C++ kernels beside the NumPy reference on random bit patterns, and their tests under ASan and UBSan (g++). PROOF="--inputs 1e8"
+native-proof: $(VENV)/.stamp-dev
+	$(BIN)/python benchmarks/native_proof.py random $(PROOF)
+	$(BIN)/python benchmarks/native_proof.py sanitizers
 
 clean:
 	rm -rf $(VENV) site build dist benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis

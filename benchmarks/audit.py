@@ -140,8 +140,9 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
     audited, plain = np.array(seconds[6::2]), np.array(seconds[7::2]) - np.array(inside[7::2])
     # ^ the first three pairs compile and warm up
     within, share = float(np.median(inside[6::2])), audited / plain - 1
-    held = sum(kept(a) for a in (audit, *(() if audit.roles is None else audit.roles.audits.values())))
-    held += 0 if audit.rehearsing is None else audit.rehearsing.payload_bytes
+    tracked, rehearsing = getattr(audit, "tracked", None), getattr(audit, "rehearsing", None)
+    held = sum(kept(a) for a in (audit, *(() if tracked is None else tracked.tracks.values())))
+    held += 0 if rehearsing is None else rehearsing.payload_bytes
     numel = sum(p.numel() for p in model.parameters())
     return {
         "setting": name,
@@ -159,13 +160,13 @@ def overhead(name: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
     }
 
 
-def kept(audit: hu.Audit) -> int:
+def kept(audit: Any) -> int:
     """Bytes between steps; a batch of small tensors also keeps room for its counts, by tiles, and with
     rehearsals the weights as a step left them."""
     if isinstance(audit, hu.CastAudit):
         return audit.bytes
-    found = [(w.before, w.moved, w.stay, w.scores) for w in audit.watched.values()]
-    beside = sum(b.nbytes for b in audit._batches)
+    found = [(w.before, w.moved, w.stay, w.scores) for w in audit.pipeline.watched.values()]
+    beside = sum(b.nbytes for b in audit.pipeline.meter.batches)
     return beside + sum(t.nbytes for ts in found for t in ts if t is not None)
 
 
@@ -201,7 +202,7 @@ def markdown(env: dict[str, Any], runs: list[dict[str, Any]], costs: list[dict[s
     lines = [
         f"Every step of the character model ({runs[0]['parameters']:,} parameters) audited:",
         "",
-        "| audit | plain step | hooks | overhead | paired (quartiles) | parts, each 30 s | bytes a weight |",
+        "| audit | plain step | hooks | overhead | paired (quartiles) | parts of 30 s | bytes per weight |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for r in runs:

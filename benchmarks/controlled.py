@@ -1,10 +1,10 @@
 """The controlled studies' cells: the fused step beside a straightforward PyTorch loop, in one run.
 
 For each kind of cell of the paper-size studies, the same training is done twice, single-threaded: by
-``halfulp.models.mlp.Trainer``, and by a loop of torch modules, autograd, a torch optimizer and halfulp's
-kernels on tensors (``grid.round``, ``kernels.audit``, one call a tensor), which is what one writes first.
-Times are the processor's, medians over repetitions in turn; the total weighs every kind by its steps in the
-studies at paper size. The convolutional network is not here: its cells are a PyTorch loop.
+``halfulp.paper.models.mlp.Trainer``, and by a loop of torch modules, autograd, a torch optimizer and
+halfulp's kernels on tensors (``grid.round``, ``kernels.audit``, one call a tensor), which is what one writes
+first. Times are the processor's, medians over repetitions in turn; the total weighs every kind by its steps
+in the studies at paper size. The convolutional network is not here: its cells are a PyTorch loop.
 
 Trajectories are compared too. They cannot be equal bit for bit in float64: torch's matrix product adds in
 another order and its tanh differs in the last digit. On a grid both disappear unless a proposal lies within
@@ -33,8 +33,8 @@ from torch.nn.functional import cross_entropy
 import halfulp as hu
 from halfulp import kernels as tensor_kernels
 from halfulp.measures.crossings import first_majority
-from halfulp.models.mlp import Trainer
-from halfulp.models.teacher import Problem, classification, frozen_features, teacher_student
+from halfulp.paper.models.mlp import Trainer
+from halfulp.paper.models.teacher import Problem, classification, frozen_features, teacher_student
 
 
 @dataclass(frozen=True, kw_only=True)

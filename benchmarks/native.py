@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 import halfulp as hu
-from halfulp.writeback.native import NativeWeight
+from halfulp.writeback import WriteBackOptions
+from halfulp.writeback.storage.native_weight import NativeWeight
 
 SIZE, LAYERS, ROWS = 2048, 4, 64
 FORMS = ("float32", "float32 on the grid", "bfloat16", "native")
@@ -46,7 +47,9 @@ def trained(form: str, size: int) -> tuple[torch.nn.Module, Callable[[], None]]:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     if form != "float32":
         grid = "bf16" if form == "bfloat16" else "e4m3@128"
-        optimizer = hu.WriteBack(optimizer, grid, "sr", model=model, telemetry=False)
+        optimizer = hu.WriteBack(
+            optimizer, grid, "sr", model=model, options=WriteBackOptions(telemetry=False)
+        )
     x = torch.randn(ROWS, size, dtype=next(model.parameters()).dtype)
 
     def step() -> None:
@@ -86,9 +89,7 @@ def main() -> None:
         place = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
         said = subprocess.run(command, capture_output=True, text=True, check=True, env=place).stdout
         found[form] = json.loads(said.splitlines()[-1])
-    print(
-        "| weights | stored, bytes a weight | peak of a step, bytes a weight | step, s |\n|---|--:|--:|--:|"
-    )
+    print("| weights | stored, bytes per weight | peak of a step, the same | step, s |\n|---|--:|--:|--:|")
     for form, row in found.items():
         print(f"| {form} | {row['stored']:.2f} | {row['peak']:.1f} | {row['seconds']:.2f} |")
     if given.out:

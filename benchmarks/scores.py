@@ -31,10 +31,11 @@ from audit import CLOCKS
 from kernels import OUT, environment
 
 import halfulp as hu
-from halfulp.arms.family import SMALL_GPT2, SMALL_MODERN
 from halfulp.kernels.scoring import Scored, add_scores
-from halfulp.models.decoder import CHARACTER, Decoder
-from halfulp.models.training import Training, adamw
+from halfulp.paper.arms.family import SMALL_GPT2, SMALL_MODERN
+from halfulp.paper.models.decoder import CHARACTER, Decoder
+from halfulp.paper.models.training import Training, adamw
+from halfulp.writeback import WriteBackOptions
 
 GRID, SHARE = "e5m2", 0.1
 WARM = 4
@@ -54,7 +55,9 @@ def training(name: str, policy: str | hu.TileMaster | None = None) -> Training:
     model = Decoder(config, seed=1)
     optimizer: torch.optim.Optimizer = adamw(model, replace(recipe, schedule=schedule))
     if policy is not None:
-        optimizer = hu.WriteBack(optimizer, GRID, policy, model=model, seed=1, telemetry=False)
+        optimizer = hu.WriteBack(
+            optimizer, GRID, policy, model=model, seed=1, options=WriteBackOptions(telemetry=False)
+        )
     data = np.random.default_rng(1).integers(0, config.vocabulary, 2**17).astype(np.uint16)
     return Training(model, optimizer, data, replace(recipe, schedule=schedule, updates=10**6))
 
@@ -69,10 +72,10 @@ def scores(name: str, steps: int) -> dict[str, Any]:
         run.optimizer, [GRID], model=run.model, scores=(GRID, 1, 10**9, tile),
         params=lambda _, p: p.dim() >= 2,
     )  # fmt: skip
-    asked, rows = audit.scores, []
+    asked, rows = audit.pipeline.measure, []
     with audit:
         for i in range(2 * (WARM + steps)):
-            audit.scores = asked if i % 2 == 0 else None
+            audit.pipeline.watchlist.measure = asked if i % 2 == 0 else replace(asked, scores=None)
             start, hooks = time.perf_counter(), audit.seconds
             run.step()
             spent = audit.seconds - hooks

@@ -1,7 +1,7 @@
 """What the training loop costs beside a plain one, and what a write-back and an audit add to it.
 
 Three runs of the character GPT (4 layers, width 128, context 128, batch 32) in one process: a plain loop as
-nanoGPT writes it, :class:`halfulp.models.training.Training` with nothing attached, and the same with
+nanoGPT writes it, :class:`halfulp.paper.models.training.Training` with nothing attached, and the same with
 stochastic write-back to e4m3@128 and an audit of eight grids that writes its trace. They take steps in
 turn, the order rotating, so that drift of the machine hits all alike; a ratio is the median over rounds of
 a step's time over the plain step's in the same round. Targets: 3% for the loop, 6% with both attached.
@@ -25,9 +25,9 @@ import torch
 from kernels import EIGHT, OUT, environment
 
 import halfulp as hu
-from halfulp.data import tokens
-from halfulp.models.decoder import CHARACTER, Decoder
-from halfulp.models.training import Recipe, Schedule, Training, adamw
+from halfulp.paper import tokens
+from halfulp.paper.models.decoder import CHARACTER, Decoder
+from halfulp.paper.models.training import Recipe, Schedule, Training, adamw
 
 BATCH, CONTEXT, VOCABULARY = 32, CHARACTER.context, CHARACTER.vocabulary
 PEAK, FLOOR, WARMUP, HORIZON = 6e-4, 6e-5, 100, 3000

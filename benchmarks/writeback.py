@@ -23,6 +23,7 @@ from kernels import OUT, environment
 
 import halfulp as hu
 from halfulp.kernels import tiles_of
+from halfulp.writeback import Kahan, WriteBackOptions
 
 SIDE, COUNT = 1000, 10
 RATE, DECAY = 6e-4, 0.1
@@ -113,7 +114,7 @@ def heavyball() -> Any:
 ONE_PASS: dict[str, Callable[[], Any]] = {
     "torch AdamW, fp32, fused": plain(fused=True),
     "halfulp AdamW sr, bf16, fp32 moments": one(),
-    "halfulp AdamW sr, bf16, fp32 moments, no telemetry": one(telemetry=False),
+    "halfulp AdamW sr, bf16, fp32 moments, no telemetry": one(options=WriteBackOptions(telemetry=False)),
     "halfulp AdamW sr, bf16, bf16 moments": one(moments="bf16"),
     "halfulp AdamW sr, e4m3@128 packed, bf16 moments": one(
         moments="bf16", dtype=torch.float32, grid="e4m3@128", storage="packed"
@@ -121,7 +122,7 @@ ONE_PASS: dict[str, Callable[[], Any]] = {
     "halfulp AdamW rne, bf16, fp32 moments": one("rne"),
     "halfulp AdamW deadzone-sr, bf16, fp32 moments": one("deadzone-sr"),
     "halfulp AdamW eco, bf16, fp32 moments": one("eco"),
-    "halfulp AdamW kahan (bf16 carry), bf16, fp32 moments": one(hu.Kahan(torch.bfloat16)),
+    "halfulp AdamW kahan (bf16 carry), bf16, fp32 moments": one(Kahan(torch.bfloat16)),
     "halfulp AdamW remainder16, bf16, fp32 moments": one("remainder16"),
     "halfulp AdamW remainder8, bf16, bf16 moments": one("remainder8", moments="bf16"),
 }
@@ -129,11 +130,11 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "torch AdamW, fp32, foreach": plain(foreach=True),
     "halfulp rne, bf16 grid": ours("rne"),
     "halfulp sr, bf16 grid": ours("sr"),
-    "halfulp sr, bf16 grid, no telemetry": ours("sr", telemetry=False),
+    "halfulp sr, bf16 grid, no telemetry": ours("sr", options=WriteBackOptions(telemetry=False)),
     "halfulp sr, e4m3@128 grid": ours("sr", "e4m3@128"),
     "halfulp deadzone-sr, bf16 grid": ours("deadzone-sr"),
     "halfulp kahan, bf16 grid": ours("kahan"),
-    "halfulp kahan, bf16 grid, bf16 carry": ours(hu.Kahan(torch.bfloat16)),
+    "halfulp kahan, bf16 grid, bf16 carry": ours(Kahan(torch.bfloat16)),
     "halfulp master, bf16 grid": ours("master"),
     "halfulp tile-master, a tenth of the tiles, bf16 grid": ours(tenth()),
     "halfulp eco, bf16 grid": ours("eco"),
@@ -156,7 +157,7 @@ def storage_bytes(*tensors: Any) -> int:
         if isinstance(t, torch.Tensor):
             inner = [getattr(t, name) for name in ("codes", "scale") if hasattr(t, name)] or [t]
             for x in inner:
-                seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                seen[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
     return sum(seen.values())
 
 

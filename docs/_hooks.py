@@ -29,8 +29,11 @@ def commands() -> str:
     from typer.cli import get_docs_for_click
 
     from halfulp.cli import app
+    from halfulp.cli.option_groups import reveal
 
     command = typer.main.get_command(app)
+    for each in command.commands.values():
+        reveal(each)
     context = typer.Context(command, info_name="halfulp")
     text = get_docs_for_click(obj=command, ctx=context, name="halfulp")
     return text.replace("# `halfulp`", "# Commands", 1)
@@ -38,7 +41,7 @@ def commands() -> str:
 
 def results() -> Iterator[tuple[str, str]]:
     """The pages of committed studies and benchmarks."""
-    from halfulp.study.report import page
+    from halfulp.study.publish import page
 
     listed = ["# Results", "", "Every page here is made from records or measurements in the repository."]
     listed.append("")

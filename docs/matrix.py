@@ -97,7 +97,7 @@ def audited(module: Any, make: Make) -> str:
     if not torch.equal(bits(model), stages[-1]):
         return "the audited run differs"
     expected = [float((a == b).double().mean()) for a, b in pairwise(stages)]
-    return "yes" if memory.trace.frozen("bf16").tolist() == expected else "the counts differ"
+    return "yes" if memory.trace.frozen("bf16", of="weights").tolist() == expected else "the counts differ"
 
 
 def states(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
@@ -132,7 +132,7 @@ def followed(module: Any, make: Make) -> str:
         for name in (t["name"] for t in trace.tensors):
             kept = [(a[role, name], b[role, name]) for a, b in pairwise(stages)]
             lost = [(_bf16(_bf16(a) + (b - a)) == _bf16(a)).double().mean().item() for a, b in kept]
-            if trace.frozen("bf16", name).tolist() != lost:
+            if trace.frozen("bf16", name, of="weights").tolist() != lost:
                 return f"the counts of {role} differ"
     return "yes"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from halfulp.audit.certificates import Descent, Objective, Prefix, reachable_prefix
+from halfulp.paper.certificates import Descent, Objective, Prefix, reachable_prefix
 
 CENTRE = np.array([0.3, -1.7])
 

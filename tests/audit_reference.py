@@ -128,7 +128,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 # ---- brute force -----------------------------------------------------------------------------------------
 
-COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
+COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved", "dragged")
 PER_GRID = (*COUNTS, "phase", "expected", "arrived", "written_sq")
 SHARED = ("zero_proposal", "nonfinite", "weight_sq", "proposal_sq", "lr")
 
@@ -198,7 +198,7 @@ class Brute:
 
     def assert_equal(self, trace: hu.Trace) -> None:
         """Every number of a trace is the expected one, to the last bit, and there are no others."""
-        table = trace.table()
+        table = trace.table().to_polars()
         seen = {}
         for row in table.iter_rows(named=True):
             seen[row["step"], row["tensor"], row["grid"]] = row
@@ -210,12 +210,13 @@ class Brute:
             assert {c: seen[key][c] for c in expected} == expected, key
         names = {t["id"]: t["name"] for t in trace.tensors}
         shared = {
-            (r["step"], names[r["tensor"]]): r for r in trace.scan("tensors").collect().iter_rows(named=True)
+            (r["step"], names[r["tensor"]]): r
+            for r in trace.scan("tensors").to_polars().iter_rows(named=True)
         }
         assert shared.keys() == self.shared.keys()
         for place, expected in self.shared.items():
             assert {c: shared[place][c] for c in SHARED} == expected, place
-        run = dict(trace.scan("run").collect().iter_rows())
+        run = dict(trace.scan("run").to_polars().iter_rows())
         assert run.keys() == self.loss.keys()
         np.testing.assert_array_equal([run[s] for s in self.loss], list(self.loss.values()))
 
@@ -267,7 +268,7 @@ def train(
 def tables(trace: hu.Trace) -> Iterator[tuple[str, pl.DataFrame]]:
     """Every table of a trace, in a fixed order of rows."""
     for name in ("grids", "tensors", "run"):
-        frame = trace.scan(name).collect()
+        frame = trace.scan(name).to_polars()
         yield name, frame.sort([c for c in ("step", "tensor", "grid") if c in frame.columns])
 
 

@@ -83,7 +83,11 @@ def run_outcomes(study: Study, folder: Path, evidence: Mapping[str, Outcomes] | 
 
 def outcomes(records: Records, files: Files, evidence: Mapping[str, Outcomes] | None = None) -> Outcomes:
     """Records with their files."""
-    return Outcomes(records, attached=lambda stage, cell, name: files[stage][cell][name], evidence=evidence)
+
+    def attached(stage: str, cell: str, name: str) -> bytes:
+        return files[stage][cell][name]
+
+    return Outcomes(records, attached=attached, evidence=evidence or {})
 
 
 def run_with_files(

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from decoder_cells import write_corpora
 from forks import killed
-from study_samples import quick_identity, tree
+from study.samples import quick_identity, tree
 
 from halfulp.study import engine, loading
-from halfulp.study import seal as seals
 
 EVIDENCE = {
     "template-challenge": {
@@ -33,7 +32,7 @@ EVIDENCE = {
 def made_up_text(folder: Path) -> None:
     """Studies find the text of `write_corpora` under the names of real ones."""
     place = write_corpora(folder)
-    seals.locate = lambda name, beside: place / name
+    loading.locate = lambda name, beside: place / name
 
 
 def run(name: str, out: Path, **options: Any) -> dict[str, Any]:

@@ -18,11 +18,12 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from halfulp.grids import Grid, float_grid, grid
 from halfulp.kernels import onepass, onepass_reference, params, reference
 from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE, WRITE_SUMS
-from halfulp.streams import Stream
+from halfulp.kernels.writing import Carry
+from halfulp.numbers.grids import Grid, float_grid, grid
+from halfulp.numbers.streams import Stream
 
 STATIC = ("bf16", "fp16", "e5m2", "e4m3", "e4m3@128", "e2m1", "m3", "int4@16/asym", "fp32")
 SCALED = ("int8", "int4/g128", "int3/dqt", "mxfp4", "mxfp8_e4m3", "nvfp4", "int4/absmean/row", "int4@10")
@@ -281,7 +282,7 @@ def check_audit_containers() -> None:
 def check_never_moved() -> None:
     """Over several steps, on every kind of grid: the bits and counts of the reference."""
     from halfulp import kernels
-    from halfulp.audit import following
+    from halfulp.audit.meter import device_moved as following
 
     kernels.on_gpu = following.on_gpu = lambda _: True  # type: ignore[assignment]  # as if on a device
     for dtype, names, shape in (
@@ -317,7 +318,9 @@ def written(
     tq, tz = tensor(q), tensor(z)
     out = {"": torch.empty_like(tz), "z": tz, "q": tq}[into]
     stream = STREAM.at(64)
-    counts, sums = gpu.write_back(tq, tz, out, g, mode, stream, ours, True, None, rest)
+    counts, sums = gpu.write_back(
+        tq, tz, out, g, mode, stream, ours, carry=None if rest is None else Carry(rest)
+    )
     extra = {} if carry is None else {"carry": carry}
     expected, events = reference.write_back(q, z, g, mode, stream, moved, **extra)
     where = g.name, mode, q.dtype, q.shape
@@ -440,9 +443,14 @@ STEPS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "remainder16": ("bf16", "bfloat16", NEAREST, onepass.REMAINDER, {"kept": np.int16}),
     "remainder8": ("bf16", "bfloat16", STOCHASTIC, onepass.REMAINDER, {"kept": np.int8}),
     "SGD, eco": ("bf16", "float32", STOCHASTIC, onepass.ERROR, {"rule": onepass.SGD}),
+    "eco, a tiny rate": ("bf16", "float32", NEAREST, onepass.ERROR, {"rate": 1e-40}),
+    "SGD, eco, a tiny rate": (
+        "e4m3@128", "float32", NEAREST, onepass.ERROR,
+        {"rule": onepass.SGD, "rate": 1e-40, "moments": np.uint16},
+    ),
     "Nesterov": ("int4@64", "float32", NEAREST, onepass.CARRY, {"rule": onepass.NESTEROV}),
     "Lion": ("bf16", "bfloat16", STOCHASTIC, onepass.NOTHING, {"rule": onepass.LION, "moments": np.uint16}),
-}
+}  # fmt: skip
 
 
 def fused_as_on_a_gpu() -> None:
@@ -482,17 +490,18 @@ def stepped(case: str, evil: bool) -> None:
             for value, count in ((np.nan, 3), (np.inf, 3), (3e25, 3), (0, 30)):
                 grad[rng.integers(0, n, count)] = value
         s = onepass.Settings(
-            lr=6e-4, betas=(options.get("beta", 0.9), 0.999), weight_decay=0.1, rule=rule, t=t, dampening=0.0
-        )
+            lr=options.get("rate", 6e-4), betas=(options.get("beta", 0.9), 0.999), weight_decay=0.1,
+            rule=rule, t=t, dampening=0.0,
+        )  # fmt: skip
         offset = options.get("offset", 0)
         streams = [Stream(seed=3, name=x, step=t, bits=16, offset=offset) for x in "wm"]
-        given: dict[str, Any] = {"mode": mode, "keeps": keeps, "stream": streams[0]}
-        given["drawing"] = streams[1] if kind == np.uint16 else None
-        q, m, v, found = onepass_reference.step(q, grad, m, v, g, s, kept=kept, moved=moved, **given)
+        drawing = streams[1] if kind == np.uint16 else None
+        policy = onepass.Policy(mode, keeps, kept, streams[0], drawing)
+        q, m, v, found = onepass_reference.step(q, grad, m, v, g, s, policy, moved=moved)
+        policy = policy._replace(kept=beside if keeps not in (onepass.NOTHING, onepass.ERROR) else None)
         one, job = onepass.prepared(
-            mine[0], torch.from_numpy(grad), *mine[1:], g, s, moved=marks, sums=1,
-            kept=beside if keeps not in (onepass.NOTHING, onepass.ERROR) else None, **given,
-        )  # fmt: skip
+            mine[0], torch.from_numpy(grad), *mine[1:], g, s, policy, moved=marks, sums=1
+        )
         ((counts, sums),) = gpu_onepass.steps(one, [job])
         same(mine[0].float(), q, case, t, "weights")
         same(counts, found["counts"], case, t)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import halfulp as hu
-from halfulp.writeback.native import NativeWeight, is_native, plain
+from halfulp.writeback.storage.native_weight import NativeWeight, is_native, plain
 
 STEPS, STOP = 4, 2
 POLICIES = ("rne", "sr", "deadzone-sr", "master")

@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from writeback_distributed import Uneven, line, outcome, sharded
 
 import halfulp as hu
+from halfulp.writeback import Kahan, WriteBackOptions
 
 STEPS, STOP = 6, 3
 CASES: dict[str, tuple[str, Any, torch.dtype, dict[str, Any]]] = {
     "sr, bf16 moments": ("bf16", "sr", torch.bfloat16, {"moments": "bf16"}),
-    "kahan": ("bf16", hu.Kahan(torch.bfloat16), torch.bfloat16, {}),
+    "kahan": ("bf16", Kahan(torch.bfloat16), torch.bfloat16, {}),
     "remainder16": ("bf16", "remainder16", torch.bfloat16, {}),
     "remainder8, bf16 moments": ("bf16", "remainder8", torch.bfloat16, {"moments": "bf16"}),
     "e4m3 in float32": (
@@ -84,7 +85,7 @@ def both_ways() -> bool:
     for once in (True, False):
         model = sharded(torch.bfloat16)
         inner = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1, fused=True)
-        opt = hu.WriteBack(inner, "bf16", "sr", model=model, one_pass=once)
+        opt = hu.WriteBack(inner, "bf16", "sr", model=model, options=WriteBackOptions(one_pass=once))
         found.append(outcome(model, opt, steps(model, opt, 0, STEPS)))
     a, b = found
     same = all(torch.equal(a[part][k], b[part][k]) for part in ("weights", "kept") for k in a[part])

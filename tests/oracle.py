@@ -20,6 +20,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import reference
+from halfulp.numbers import float_grid
 
 ONE = 1 << 1200
 
@@ -177,11 +178,11 @@ def _cases() -> list[Case]:
         "int8@100 int4@10 int2@7 int3@3/asym"
     )
     made = {
-        "two bits": hu.float_grid(mantissa=1, emin=0, largest=0.5),
-        "no normals": hu.float_grid(mantissa=3, emin=0, largest=0.5),
-        "e6m9": hu.float_grid(mantissa=9, emin=-30, largest=2.0**32),
-        "near float32's smallest": hu.float_grid(mantissa=9, emin=-124, largest=1.5 * 2.0**-100),
-        "near float32's largest": hu.float_grid(mantissa=3, emin=-60, largest=1.875 * 2.0**127),
+        "two bits": float_grid(mantissa=1, emin=0, largest=0.5),
+        "no normals": float_grid(mantissa=3, emin=0, largest=0.5),
+        "e6m9": float_grid(mantissa=9, emin=-30, largest=2.0**32),
+        "near float32's smallest": float_grid(mantissa=9, emin=-124, largest=1.5 * 2.0**-100),
+        "near float32's largest": float_grid(mantissa=3, emin=-60, largest=1.875 * 2.0**127),
     }
     # the element sets of grids whose scales move, under scales that their rules could give
     scales = [("mxfp8_e4m3", 2.0**-7), ("mxfp8_e5m2", 2.0**-20), ("mxfp6_e2m3", 1.0), ("mxfp6_e3m2", 2.0**9)]

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 import halfulp as hu
-from halfulp.kernels.rehearse import Rule, reference
+from halfulp.kernels import rehearse_reference as reference
+from halfulp.kernels.rehearse import Rule
 
 NEAREST, STOCHASTIC, DEADZONE = (
     reference.reference.NEAREST, reference.reference.STOCHASTIC, reference.reference.DEADZONE,
@@ -48,8 +49,8 @@ def hard(seed: int, numel: int, dtype: Any) -> tuple[Any, Any]:
 
 
 def check(name: str) -> None:
+    from halfulp.kernels import gpu_rehearse as gpu
     from halfulp.kernels import rehearse
-    from halfulp.kernels.rehearse import gpu
 
     grid, mode, keeps, dtype = CASES[name]
     work: Any = getattr(np, dtype)

@@ -22,7 +22,7 @@ import torch
 from forks import killed
 
 import halfulp as hu
-from halfulp.audit import rehearsal
+from halfulp.audit.rehearsal import rehearsals as rehearsal
 
 STEPS, EACH = 14, 4
 SPECS = ["e5m2", "e4m3@128:sr", "bf16:kahan", "bf16:eco", "e5m2:master", "int8/row"]

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 
-from halfulp.audit import manifest
-from halfulp.grids import grid
-from halfulp.trace import Trace, TraceWriter
+from halfulp.audit.sinks import manifest
+from halfulp.numbers.grids import grid
+from halfulp.trace import Columns, Trace, TraceWriter
 
 GRIDS = ("bf16", "fp16", "e5m2", "e4m3@128", "e3m4", "m7", "int8", "mxfp4")
 KINDS = (
@@ -109,16 +108,16 @@ def synthetic(
 
 def _tables(
     at: Any, share: Any, never: Any, listed: Any, steps: int, loss: bool, rng: np.random.Generator
-) -> dict[str, pl.DataFrame]:
+) -> dict[str, Columns]:
     n, t, g = share.shape
     size = np.array([tensor["recorded"] for tensor in listed], dtype=np.float64)
     ids = np.array([tensor["id"] for tensor in listed], dtype=np.int32)
     frozen = np.rint(share * size[None, :, None]).astype(np.int64).reshape(-1)
     still = np.rint(never * size[None, :, None]).astype(np.int64).reshape(-1)
-    zero, missing = np.zeros(n * t * g, dtype=np.int64), pl.Series([None] * (n * t * g), dtype=pl.Int64)
+    zero, missing = np.zeros(n * t * g, dtype=np.int64), np.full(n * t * g, np.nan)
     one = np.zeros(n * t)
     return {
-        "grids": pl.DataFrame(
+        "grids": Columns(
             {
                 "step": np.repeat(at.astype(np.int64), t * g),
                 "tensor": np.tile(np.repeat(ids, g), n),
@@ -128,7 +127,7 @@ def _tables(
                 "frozen_decay": missing, "frozen_gradient": missing,
             }
         ),
-        "tensors": pl.DataFrame(
+        "tensors": Columns(
             {
                 "step": np.repeat(at.astype(np.int64), t), "tensor": np.tile(ids, n),
                 "zero_proposal": one.astype(np.int64), "nonfinite": one.astype(np.int64),
@@ -136,7 +135,7 @@ def _tables(
                 "lr": np.repeat(6e-4 * (1 - 0.9 * at / steps), t),
             }
         ),
-        "run": pl.DataFrame(
+        "run": Columns(
             {
                 "step": at.astype(np.int64),
                 "loss": 1.5 + 3 * np.exp(-at / 20) + 0.05 * rng.standard_normal(n) + (0 if loss else np.nan),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.writeback import load, save
+from halfulp.writeback import WriteBackOptions, load, save
 
 SHAPES = {"a": (40, 48), "b": (48,), "c": (7, 3, 5)}
 
@@ -68,7 +68,9 @@ CASES: dict[str, tuple[torch.dtype, Callable[[Plain], Any]]] = {
     **{
         f"{grid}, {policy}, {storage}, {passes} pass(es)": (
             torch.float32,
-            lambda m, g=grid, p=policy, s=storage, n=passes: wrapped(m, g, p, storage=s, one_pass=n == 1),
+            lambda m, g=grid, p=policy, s=storage, n=passes: wrapped(
+                m, g, p, storage=s, options=WriteBackOptions(one_pass=n == 1)
+            ),
         )
         for grid, policy in GRIDS for storage, passes in (("container", 1), ("container", 2), ("packed", 1))
     },
@@ -93,8 +95,8 @@ def outcome(case: str, folder: Path) -> dict[str, Any]:
             seen.append([] if plain else [repr(row) for row in optimizer.events.rows])
     trace = hu.Trace.open(folder / "run")
     found = {
-        "events": seen, "table": trace.table().rows(), "weights": values(model),
-        "roles": {name: role.table().rows() for name, role in trace.roles.items()},
+        "events": seen, "table": trace.table().to_polars().rows(), "weights": values(model),
+        "roles": {name: role.table().to_polars().rows() for name, role in trace.roles.items()},
         "mask": {n: t.tolist() for n, t in hu.allocate(trace, 0.5, score="P").tiles.items()},
     }  # fmt: skip
     if plain:

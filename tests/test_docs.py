@@ -48,6 +48,20 @@ def test_block_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
+    "page",
+    [p for p in PAGES if "e4m3@128" in p.read_text() and p.name != "log.md"],  # a diary of dated entries
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_a_scale_is_told_from_a_group(page: Path) -> None:
+    """Where ``e4m3@128`` comes first on a page, the page says that 128 is a scale."""
+    lines = page.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if "e4m3@128" in line)
+    told = [i for i, line in enumerate(lines) if re.search("scale of 128|times 128 is cast", line)]
+    assert told
+    assert min(told) - first < 40
+
+
+@pytest.mark.parametrize(
     "page", [p for p in PAGES if 'python title="' in p.read_text()], ids=lambda p: str(p.relative_to(ROOT))
 )
 def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:

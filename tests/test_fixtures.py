@@ -17,11 +17,11 @@ from fixtures.make_format_1 import CASES, answers, model, train, written_back
 
 import halfulp as hu
 from halfulp import trace
-from halfulp.models import training
-from halfulp.study import declaration, export
+from halfulp.study import declaration, publish
 from halfulp.study.validate import validate
 from halfulp.trace import schema
-from halfulp.writeback import checkpoint, load, mask
+from halfulp.writeback import load, mask
+from halfulp.writeback.saving import state_dict as checkpoint
 
 HERE = Path(__file__).parent / "fixtures"
 FORMATS = sorted(int(p.name.removeprefix("format_")) for p in HERE.glob("format_*"))
@@ -51,7 +51,6 @@ def test_the_reference_lists_the_formats() -> None:
         ("a mask", mask.FORMAT, mask.READ),
         ("a checkpoint of a write-back", checkpoint.VERSION, checkpoint.READ),
         ("a study", declaration.FORMAT, (declaration.FORMAT,)),
-        ("a training state of a decoder", training.VERSION, (training.VERSION,)),
     ):
         assert listed[what] == (writes, ", ".join(map(str, reads))), what
 
@@ -113,7 +112,7 @@ def test_a_checkpoint_is_gone_on_with(folder: Path, case: str) -> None:
 def test_a_study_and_its_archive_validate(folder: Path, name: str) -> None:
     """By what they carry; that the code has changed since is said, and is no failure."""
     if name.endswith(".zip"):
-        with export.unpacked(folder / name) as unpacked:
+        with publish.unpacked(folder / name) as unpacked:
             assert validate(unpacked).exit_code == 0
     else:
         assert validate(folder / name).exit_code == 0

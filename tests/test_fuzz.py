@@ -80,7 +80,9 @@ def every_answer(folder: Path) -> Any:
     trace = hu.Trace.open(folder)
     kept = [{k: v.tolist() for k, v in trace.kept(part).items()} for part in trace.parts]
     said = [trace.forecast(spec) for spec in trace.rehearsals]
-    forecasts = [(f.frozen().tolist(), f.never_moved(bound="upper").tolist(), f.losses.rows()) for f in said]
+    forecasts = [
+        (f.frozen().tolist(), f.never_moved(bound="upper").tolist(), list(f.losses.rows())) for f in said
+    ]
     told = (answers(trace), hu.verdict(trace).lines, trace.grids, trace.tensors, trace.manifest["options"])
     return *told, kept, forecasts
 

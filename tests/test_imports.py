@@ -1,4 +1,7 @@
-"""Imports point one way: every package of halfulp knows only those to its left, lazy imports included."""
+"""Imports point one way: every package of halfulp knows only those to its left, lazy imports included.
+
+The paper's folder has an order of its own, and nothing outside knows it.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +15,52 @@ import halfulp
 ROOT = Path(halfulp.__file__).parent
 
 ORDER = (
-    ("version", "text"),
+    ("contexts", "deprecation", "version", "text", "plugins"),
     ("errors", "pictures"),
     ("canonical", "files", "outputs"),
     ("documents",),
-    ("tensors", "elements", "streams"),
-    ("grids",),
+    ("tensors",),
+    ("numbers",),
     ("kernels",),
-    ("events", "measures", "stored"),
+    ("measures",),
+    ("checkpoints",),
     ("trace",),
     ("writeback",),
+    ("verdicts",),
     ("audit",),
-    ("masks", "integrations", "data", "drawing"),
+    ("pilots",),
+    ("allocation", "contract", "data", "drawing"),
+    ("integrations",),
     ("study",),
-    ("models",),
-    ("arms",),
-    ("studies",),
     ("report",),
     ("demo", "selftest"),
     ("cli",),
     ("__main__",),
+    ("paper",),
+    (
+        "paper.panels",
+        "paper.dominance",
+        "paper.values",
+        "paper.summaries",
+        "paper.tokens",
+        "paper.certificates",
+        "paper.trust",
+    ),
+    ("paper.learning",),
+    ("paper.models",),
+    ("paper.arms",),
+    ("paper.studies",),
+    ("paper.report", "paper.effort"),
+    ("paper.plugin",),
 )
 """Leftmost first; those in one place know nothing of each other."""
 PLACE = {name: i for i, names in enumerate(ORDER) for name in names}
 
 
 def package(module: str) -> str:
-    """The package of halfulp that a module belongs to; empty for halfulp itself."""
-    return module.split(".")[1] if "." in module else ""
+    """The package of halfulp that a module belongs to, in the paper's folder the room; empty for halfulp."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] == ["paper"] else 1])
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -97,7 +118,15 @@ def test_imports_point_one_way(name: str) -> None:
     assert not wrong
 
 
-ALIKE = {"AuditCallback", "Lion"}
+def test_only_the_plugins_name_the_paper() -> None:
+    """Neither an import nor a text elsewhere: without the folder nothing is missed."""
+    outside = [(name, path) for name, path in ALL if not name.startswith("halfulp.paper")]
+    naming = [name for name, path in outside if "halfulp.paper" in path.read_text(encoding="utf-8")]
+    assert naming == ["halfulp.plugins"]
+    assert not [edge for edge in EDGES if edge[1].startswith("halfulp.paper") and edge[0] in dict(outside)]
+
+
+ALIKE = {"AuditCallback", "ContractCallback", "Lion"}
 """Callbacks of two libraries, called the same for users of both; `halfulp.Lion`, and the plain one in it."""
 
 

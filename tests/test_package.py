@@ -1,8 +1,10 @@
-"""What is shipped: the wheel holds the sources, all of them and nothing else, and works without them."""
+"""What is shipped: the wheel holds the sources, the library that is made of them and nothing else."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from environments import ROOT, said, thin, wheel
 
 import halfulp as hu
+from halfulp.kernels.native.build import library_name
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +22,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_version_is_in_one_place(package: Path) -> None:
     """Whoever states it reads it there; the changelog has a section for it."""
-    assert package.name == f"halfulp-{hu.__version__}-py3-none-any.whl"
+    assert package.name.startswith(f"halfulp-{hu.__version__}-py3-none-")
     assert re.search(rf"^## {re.escape(hu.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     stated = re.compile(rf"\b{re.escape(hu.__version__)}\b")
     for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "Makefile", "README.md"):
@@ -29,7 +32,7 @@ def test_the_version_is_in_one_place(package: Path) -> None:
 def test_the_wheel_holds_the_sources(package: Path) -> None:
     """Byte for byte: modules, the page's own files, py.typed. And the licence."""
     source = ROOT / "src"
-    made_here = ("__pycache__", ".nbi", ".nbc", ".told")
+    made_here = ("__pycache__", ".nbi", ".nbc", ".told", "/native/built/")
     files = {
         p.relative_to(source).as_posix(): p.read_bytes()
         for p in (source / "halfulp").rglob("*")
@@ -39,10 +42,42 @@ def test_the_wheel_holds_the_sources(package: Path) -> None:
         held = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
         told = [name for name in archive.namelist() if ".dist-info/" in name]
         metadata = archive.read(next(name for name in told if name.endswith("/METADATA"))).decode()
+    (library,) = set(held) - set(files)
+    assert library == f"halfulp/kernels/native/built/{library_name()}"
+    del held[library]
     assert held == files
     assert "halfulp/py.typed" in held
     assert any(name.endswith("/licenses/LICENSE") for name in told)
     assert "Requires-Dist: torch" in metadata
+
+
+VENDORED = {
+    "uPlot.iife.js": "655bc8aa33781e8721c5af6b59f1699c03c9bda951aa74a6ab518ac20cc4326d",
+    "uPlot.min.css": "3f121cd4a997b634e07a887658850018e475c26f0bddd874109a8d382c19de87",
+    "LICENSE": "5b01587206f9fdd334b0f381d877ec66de5c8c2886398f3b49abdb8eac080b4d",
+}
+"""SHA-256 of what release 1.6.16 of github.com/leeoniya/uPlot has, in ``dist`` and beside it."""
+
+
+def test_the_chart_library_is_its_authors(package: Path) -> None:
+    """uPlot is shipped as it was published, with its licence, and no package is needed for it."""
+    folder = "halfulp/report/assets/uplot/"
+    with zipfile.ZipFile(package) as archive:
+        held = {
+            name.removeprefix(folder): hashlib.sha256(archive.read(name)).hexdigest()
+            for name in archive.namelist()
+            if name.startswith(folder)
+        }
+        beside = [n for n in archive.namelist() if n.endswith("/licenses/src/" + folder + "LICENSE")]
+        metadata = archive.read(next(n for n in archive.namelist() if n.endswith("/METADATA"))).decode()
+        licence = archive.read(folder + "LICENSE").decode()
+    assert held == VENDORED
+    assert len(beside) == 1
+    assert "License-Expression: Apache-2.0 AND MIT" in metadata
+    assert "Copyright (c) 2021 Leon Sorokin" in licence
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert not [name for name in asked if "uplot" in name.lower()]
+    assert "uplot" not in (ROOT / "constraints.txt").read_text()
 
 
 EVERY_MODULE = """

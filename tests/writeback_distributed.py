@@ -15,13 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import halfulp as hu
+from halfulp.writeback import Master
 
 STEPS, STOP = 6, 3
 GRIDS = ("bf16", "e4m3@128")
@@ -32,7 +38,7 @@ POLICIES: dict[str, Any] = {
     "eco": "eco",
     "kahan": "kahan",
     "master": "master",
-    "master from raw": hu.Master("raw"),
+    "master from raw": Master("raw"),
 }
 ROWS = {"int8/row": "sr", "mxfp4": "rne"}  # steps that a shard of rows knows
 NARROW = ("rne", "sr", "deadzone-sr", "eco", "kahan", "master")  # of bfloat16 parameters
@@ -188,6 +194,62 @@ def stopped(make: Callable[[], tuple[torch.nn.Module, hu.WriteBack]], place: Pat
     return outcome(model, opt, events + steps(model, opt, STOP, STEPS))
 
 
+def taken_over(policy: str, dtype: torch.dtype, kind: str, distributed: bool) -> dict[str, Any]:
+    """Half of a run under torch's AdamW, the rest under a write-back that is given its state: by torch's own
+    functions for distributed states, or as it is."""
+    model = sharded(dtype) if distributed else Uneven().to(dtype)
+    plain = adamw(model)
+    for step in range(STOP):
+        give_gradients(model, step)
+        plain.step()
+    model.zero_grad()
+    fresh = sharded(dtype) if distributed else Uneven().to(dtype)
+    fresh.load_state_dict(model.state_dict())
+    grid = "e4m3@128" if dtype == torch.float32 else "bf16"
+    opt: hu.WriteBack
+    if kind == "hu.AdamW":
+        opt = hu.AdamW(fresh.parameters(), lr=1.0, grid=grid, policy=rule(policy), seed=2)
+    else:
+        opt = hu.WriteBack(adamw(fresh), grid, rule(policy), model=fresh, seed=2)
+    if distributed and kind == "set_state_dict":
+        set_optimizer_state_dict(fresh, opt, get_optimizer_state_dict(model, plain))
+    else:
+        opt.load_state_dict(plain.state_dict())
+    events = []
+    for step in range(STOP, STEPS):
+        give_gradients(fresh, step)
+        opt.step()
+        events.append([line(row) for row in opt.events.rows])
+    return outcome(fresh, opt, events)
+
+
+def give_gradients(model: torch.nn.Module, step: int) -> None:
+    """Gradients from nowhere, the same for any number of ranks."""
+    for n, p in enumerate(model.parameters()):
+        whole = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + n)).to(p.dtype)
+        p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
+
+
+TAKEN_OVER = {
+    **{f"{p}, {kind}": (p, torch.float32, kind) for p in POLICIES for kind in ("set_state_dict", "as it is")},
+    **{
+        f"narrow {p}, {kind}": (p, torch.bfloat16, kind)
+        for p in NARROW
+        for kind in ("set_state_dict", "hu.AdamW")
+    },
+    "narrow remainder16, hu.AdamW": ("remainder16", torch.bfloat16, "hu.AdamW"),
+}
+
+
+def whole_state() -> dict[str, Any]:
+    """What one process without shards has saved."""
+    model = Uneven()
+    plain = adamw(model)
+    give_gradients(model, 0)
+    plain.step()
+    return plain.state_dict()
+
+
 def refusals(folder: Path) -> dict[str, str]:
     """What sharded tensors do not do, and what it says."""
     model = sharded()
@@ -204,6 +266,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "file": lambda: hu.writeback.save(
             hu.WriteBack(adamw(model), "e4m3", "sr", model=model), folder / "state.safetensors"
         ),
+        "whole": lambda: hu.WriteBack(adamw(model), "e4m3", "sr", model=model).load_state_dict(whole_state()),
     }
     said = {}
     for name, call in tries.items():
@@ -233,6 +296,8 @@ def main(rank: int, world: int, folder: Path) -> None:
     for policy in NARROW:
         found[f"fsdp narrow {policy}"] = fsdp_narrow(policy)
         found[f"resumed narrow {policy}"] = fsdp_narrow(policy, folder)
+    for key, (policy, dtype, kind) in TAKEN_OVER.items():
+        found[f"taken over: {key}"] = taken_over(policy, dtype, kind, True)
     if world == 2:
         found["refusals"] = refusals(folder)
     torch.save(found, folder / f"rank{rank}.pt")

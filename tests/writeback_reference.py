@@ -17,6 +17,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import reference
+from halfulp.writeback import ECO, Master
 
 Array = np.ndarray
 real = np.float32
@@ -132,7 +133,7 @@ class Twin:
         self.carry = np.zeros_like(w)
         raw = getattr(policy, "start_from", "code") == "raw"
         self.master = w.copy() if raw else self.q.copy()
-        self.has_master = np.full(w.shape, policy == "master" or isinstance(policy, hu.Master))
+        self.has_master = np.full(w.shape, policy == "master" or isinstance(policy, Master))
         if isinstance(policy, hu.TileMaster):
             self.has_master = np.repeat(policy.mask[name].numpy(), reference.TILE)[: w.size].reshape(w.shape)
 
@@ -154,6 +155,20 @@ class Twin:
             scale = reference.scales(z, g)[reference.segment_ids(z.shape, g.scaling)].reshape(z.shape)
         return np.asarray(g.largest * scale)
 
+    def code(self, x: Array, scaled_by: Array) -> Array:
+        """The nearest element over the scale that some values give; a grid without scales has its values."""
+        g = self.grid.within(x.dtype)
+        if g.scaling is None:
+            return x
+        scale = reference.scales(scaled_by, g)
+        each = scale[reference.segment_ids(x.shape, g.scaling)].reshape(x.shape)
+        return reference.round(x, g, scale=scale).astype(np.float64) / each
+
+    def frozen(self, z: Array, stored: Array) -> Array:
+        """Where nothing of a proposal was written."""
+        same = (stored == self.q) | (z == self.q)
+        return same | (self.code(self.q, self.q) == self.code(stored, z))
+
     def step(self, g: Array) -> dict[str, int]:
         """One step; the counts that ``opt.events`` should have."""
         q, policy = self.q, self.policy
@@ -164,20 +179,21 @@ class Twin:
             stored = self.round(z, stochastic=True)
         elif policy == "deadzone-sr":
             nearest = self.round(z)
-            stored = np.where((nearest == q) & (z != q), self.round(z, stochastic=True), nearest)
+            stored = np.where(self.frozen(z, nearest) & (z != q), self.round(z, stochastic=True), nearest)
         elif policy == "kahan":
             z = z + self.carry
             stored = self.round(z)
             self.carry = self.error(z, stored)
-        elif policy == "eco" or isinstance(policy, hu.ECO):
+        elif policy == "eco" or isinstance(policy, ECO):
             stored = self.round(z, stochastic=getattr(policy, "rounding", "nearest") == "stochastic")
             self.optimizer.feed_back(self.error(z, stored), getattr(policy, "decay_exact", False))
         else:  # nearest, of a proposal that may come from a master
             stored = self.round(z)
+        frozen = self.frozen(z, stored)
         self.q = stored
-        self.moved |= stored != q
+        self.moved |= ~frozen
         return {
-            "frozen": int((stored == q).sum()),
+            "frozen": int(frozen.sum()),
             "zero_proposal": int((z == q).sum()),
             "endpoint": int((np.abs(stored) == self.largest(z)).sum()),
             "nonfinite": 0,

@@ -28,7 +28,7 @@ DEPTH = 100
 
 
 def dumps(value: Any) -> bytes:
-    """The canonical bytes of a JSON value."""
+    """Return the canonical bytes of a JSON value."""
     parts: list[str] = []
     _write(value, parts, "value", 0)
     try:
@@ -38,7 +38,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(content: bytes, where: str | Path) -> Any:
-    """The value of canonical bytes; bytes in any other form are refused, and `where` is named."""
+    """Return the value of canonical bytes; bytes in any other form are refused, and `where` is named."""
     try:
         value = parse(content)
         same = dumps(value) == content
@@ -52,7 +52,7 @@ def loads(content: bytes, where: str | Path) -> Any:
 
 
 def parse(content: bytes | str) -> Any:
-    """The value of JSON in any form; large doubles, which look like integers, are read as doubles."""
+    """Return the value of JSON in any form; large doubles, which look like integers, are read as doubles."""
     text = content.decode() if isinstance(content, bytes) else content
     try:
         value = json.loads(text, parse_int=_integer, parse_constant=_refuse)
@@ -80,7 +80,7 @@ def sha256_file(path: Path) -> str:
 
 
 def number(value: float) -> str:
-    """A double as ECMAScript's ``Number.prototype.toString`` writes it.
+    """Return a double as ECMAScript's ``Number.prototype.toString`` writes it.
 
     Both languages print the shortest decimal that reads back as the same double; only its layout
     differs, so Python's digits and exponent are laid out anew.

@@ -22,12 +22,12 @@ from halfulp.text import shown
 
 DIGEST = "sha256"
 MOST_BYTES = 64 << 20
-"""Of a document: a manifest of a hundred thousand tensors has some 20 MB."""
+"""Largest size of a document; a manifest of a hundred thousand tensors has some 20 MB."""
 T = TypeVar("T")
 
 
 def sealed(document: Mapping[str, Any]) -> bytes:
-    """A document with its digest, laid out for people.
+    """Return a document with its digest, laid out for people.
 
     >>> print(sealed({"kind": "example"}).decode(), end="")
     {
@@ -40,7 +40,7 @@ def sealed(document: Mapping[str, Any]) -> bytes:
 
 
 def parsed(content: bytes | str, where: str | Path, what: str, *, exact: bool = False) -> dict[str, Any]:
-    """The JSON object in some text; anything else is refused. ``exact``: with integers of any size."""
+    """Return the JSON object in some text; anything else is refused. ``exact``: with integers of any size."""
     try:
         found = json.loads(content) if exact else canonical.parse(content)
     except (ValueError, RecursionError, OverflowError) as error:
@@ -91,7 +91,7 @@ class Fields:
         self.values, self.where = values, where
 
     def take(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
-        """A value that fits; otherwise it is said what was expected and found."""
+        """Return a value that fits; otherwise it is said what was expected and found."""
         if key not in self.values:
             raise CorruptionError(f"{self.where} is not whole: it has no {key}.")
         value = self.values[key]
@@ -119,22 +119,22 @@ class Fields:
         return list(self.take(key, expected, lambda v: listed(v, int, most) and all(whole(x) for x in v)))
 
     def within(self, key: str) -> Fields:
-        """The fields of an object in this one."""
+        """Return the fields of an object in this one."""
         return Fields(self.take(key, "a JSON object", lambda v: isinstance(v, dict)), f"{self.where}: {key}")
 
     def each(self, key: str, most: int = 1_000_000) -> Iterator[Fields]:
-        """The fields of every object in a list."""
+        """Return the fields of every object in a list."""
         found = self.take(key, "a list of JSON objects", lambda v: listed(v, dict, most))
         return (Fields(value, f"{self.where}: {key}[{i}]") for i, value in enumerate(found))
 
 
 def whole(value: Any, low: int = 0, high: int = canonical.LARGEST) -> bool:
-    """Whether a value is an integer of a range; True and 1.0 are not."""
+    """Return True if a value is an integer of a range; True and 1.0 are not."""
     return type(value) is int and low <= value <= high
 
 
 def listed(value: Any, kind: type, most: int) -> bool:
-    """Whether a value is a list of one kind, and not too long."""
+    """Return True if a value is a list of one kind, and not too long."""
     return isinstance(value, list) and len(value) <= most and all(isinstance(v, kind) for v in value)
 
 

@@ -16,7 +16,7 @@ class HalfulpError(Exception):
     exit_code = 2
 
     def __str__(self) -> str:
-        """The message; names in it that came from files cannot move a terminal's cursor."""
+        """Return the message, with names from files escaped so that they cannot control a terminal."""
         return "\n".join(plain(line) for line in super().__str__().split("\n"))
 
 

@@ -27,7 +27,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
+from halfulp.errors import CorruptionError, DiskError, HalfulpError, TamperingError, UsageError
 
 CAN_LOCK = importlib.util.find_spec("fcntl") is not None  # Windows: studies are read and validated, not run
 SYNCING = 16  # files synchronised at the same time
@@ -45,7 +45,7 @@ hook = _nothing
 
 @contextlib.contextmanager
 def _told(operation: str, *paths: Path) -> Iterator[None]:
-    """Tell the hook, and let an error of the operating system say what failed and what to do."""
+    """Call the hook, and re-raise errors of the operating system with what failed and what to do."""
     with _named(operation, paths[0]):
         for path in paths:
             hook(operation, path)
@@ -53,8 +53,10 @@ def _told(operation: str, *paths: Path) -> Iterator[None]:
 
 
 def is_anothers(error: BaseException) -> bool:
-    """Whether an error is neither the disk's nor halfulp's, and not ours to take: the handler of a signal may
-    raise TimeoutError, which is an OSError, but one without a number."""
+    """Return True if an error comes from neither the disk nor halfulp and must not be caught.
+
+    A signal handler may raise TimeoutError, for example, which is an OSError without a number.
+    """
     return isinstance(error, OSError) and error.errno is None
 
 
@@ -78,7 +80,7 @@ def _named(operation: str, path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """A folder and its parents; those that exist already are fine."""
+    """Create a folder and its parents, unless they exist."""
     with _named("mkdir", path):
         there = path.is_dir()
     if there:
@@ -89,7 +91,7 @@ def make_folder(path: Path) -> None:
 
 
 Content = bytes | Iterable[bytes | memoryview]
-"""What a file is to hold: at once, or piece after piece."""
+"""The content of a file, whole or in chunks."""
 
 
 def put(path: Path, content: Content, aside: Path | None = None, *, durable: bool = True) -> None:
@@ -229,7 +231,7 @@ def rename(path: Path, to: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file if it exists."""
     with _told("unlink", path):
         path.unlink(missing_ok=True)
 
@@ -254,10 +256,10 @@ def remove_tree(folder: Path) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
-    """A regular file, to be read. A device, a pipe, a folder or a missing file is named as damage.
+    """Open a regular file for reading; a device, a pipe, a folder or a missing file is reported as damage.
 
-    So is a link, unless it may be followed: that is for a file that a person named, not for those in a
-    folder that came from elsewhere. Nothing here waits: a pipe is opened without its other end.
+    So is a link, unless ``follow`` is set: use that for a file named by a person, not for files in a folder
+    that came from elsewhere. Opening never blocks: a pipe is opened without its other end.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     flags |= getattr(os, "O_BINARY", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
@@ -268,6 +270,8 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CorruptionError(f"{path} is not a plain file.")
             yield cast(BinaryIO, file)
+    except HalfulpError:  # one of the caller's, about something else
+        raise
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptionError(f"{path} is missing.") from None
     except (IsADirectoryError, ValueError):  # a name with a zero byte is a ValueError
@@ -279,12 +283,12 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
 
 
 def refused_reading(path: Path, error: OSError) -> DiskError:
-    """What to raise where the system does not let a file or folder be read."""
+    """Return the error for a file or folder that the system does not let us read."""
     return DiskError(f"{path} cannot be read: {error.strerror or error}.")
 
 
 def read(path: Path, most: int | None = None, *, follow: bool = False) -> bytes:
-    """The content of a regular file, of no more than `most` bytes; see :func:`opened`."""
+    """Return the content of a regular file, of no more than `most` bytes; see :func:`opened`."""
     with opened(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
@@ -326,7 +330,7 @@ class Lock:
 
     @property
     def lost(self) -> bool:
-        """Whether it is held on a file that is no longer at its path."""
+        """True if it is held on a file that is no longer at its path."""
         return self._handle >= 0 and not _is(self._handle, self.path)
 
     def __del__(self) -> None:
@@ -338,7 +342,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def lost(path: Path) -> bool:
-    """Whether this process holds a lock on a file that is no longer at a path."""
+    """Return True if this process holds a lock on a file that is no longer at a path."""
     return any(held.path == path and held.lost for held in list(_held))
 
 
@@ -404,7 +408,7 @@ def hold(path: Path, what: Path) -> Lock:
 
 
 def holder(path: Path) -> str | None:
-    """The process that holds a lock now, if one does."""
+    """Return the process that holds a lock now, if one does."""
     if not CAN_LOCK:
         return None
     import fcntl

@@ -1,16 +1,30 @@
-"""Where a command may not put its output: in the place of what traces and studies are made of."""
+"""Check where the output of commands may go, and give it a form for machines.
+
+``--json`` prints one object on one line, the last one of standard output: the same envelope for every
+command, around a result of its own. ``docs/reference/json.md`` describes both.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from halfulp.errors import UsageError
+from halfulp.errors import HalfulpError, UsageError
+from halfulp.version import __version__
+
+SCHEMA = "halfulp/1"
+"""The version of the envelope and of all results; a key that changes its meaning makes it the next one."""
 
 TRACE = ("manifest.json", "trouble.json", ".lock", "parts", "state", "shards", "roles")
-"""What a trace is made of; other files may lie beside it, as a page of it does."""
+"""Files and folders of a trace; other files, such as its report page, may lie beside them."""
 STUDY = ("protocol.json", "seal.json")
-"""What every study has; nothing that was not sealed or recorded may lie beside it."""
+"""Files of every study; only sealed or recorded files may lie beside them."""
 
 
 def check_output(path: Path) -> None:
@@ -29,3 +43,42 @@ def check_output(path: Path) -> None:
                     f"{path} belongs to the trace {folder}: choose another place for the output."
                 )
             return
+
+
+def envelope(command: str, result: Mapping[str, Any] | None, code: int = 0, reason: str = "done") -> str:
+    """Return what ``--json`` prints: one line of JSON, in which a number that is not finite is null.
+
+    Args:
+        command: The command's name, such as ``"study status"``.
+        result: The command's own result; None if it failed before there was one.
+        code: The exit code.
+        reason: Why that is the exit code, in words.
+
+    >>> print(envelope("check", {"share": math.nan}).partition(', "command"')[2])
+    : "check", "exit": {"code": 0, "reason": "done"}, "result": {"share": null}}
+    """
+    told = {
+        "schema": SCHEMA, "halfulp": __version__, "command": command,
+        "exit": {"code": code, "reason": reason}, "result": result,
+    }  # fmt: skip
+    return json.dumps(_finite(told), allow_nan=False)
+
+
+@contextmanager
+def errors_as_json(command: str, wanted: bool) -> Iterator[None]:
+    """Print an error as JSON, if requested, and re-raise it."""
+    try:
+        yield
+    except HalfulpError as error:
+        if wanted:
+            sys.stdout.write(f"{envelope(command, None, error.exit_code, str(error))}\n")
+        raise
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that are not finite by None, because JSON has none."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inside) for inside in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -24,14 +24,14 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#7
 """Okabe and Ito's, which colour-blind readers can tell apart."""
 WIDTH, HEIGHT = 480, 150
 POINTS = 400
-"""Of a curve; a longer one is drawn by the means of its pieces."""
+"""Most points of a curve; a longer one is drawn by the means of its chunks."""
 ROWS = 24
 """Bars and strips that are drawn; the others are counted."""
 FONT = "font-family:sans-serif;font-size:12px"
 
 
 def safe(name: object, most: int = 60) -> str:
-    """Somebody's text, inert."""
+    """Return text made safe for HTML."""
     return html.escape(shown(str(name), most), quote=True)
 
 
@@ -40,13 +40,13 @@ def percent(share: float) -> str:
 
 
 def framed(title: str, *parts: str) -> str:
-    """A title in plain text, and what stands below it."""
+    """Return a title in plain text, and what stands below it."""
     head = f"<div><b>{safe(title, 300)}</b></div>" if title else ""
     return f'<div style="{FONT}">{head}{"".join(parts)}</div>'
 
 
 def curves(series: Mapping[str, tuple[Array, Array]]) -> str:
-    """Shares between 0 and 1 over steps, one line each, with a legend."""
+    """Draw shares between 0 and 1 over steps, one line each, with a legend."""
     drawn = {name: _binned(x, y) for name, (x, y) in series.items() if len(x)}
     if not drawn:
         return ""
@@ -82,7 +82,7 @@ def curves(series: Mapping[str, tuple[Array, Array]]) -> str:
 
 
 def bars(rows: Sequence[tuple[str, float, str]]) -> str:
-    """Names, shares between 0 and 1, and a word beside each."""
+    """Draw a table of names with bars for shares between 0 and 1 and a note each."""
     made = []
     for name, share, note in rows[:ROWS]:
         full = 0.0 if share != share else min(max(share, 0.0), 1.0)
@@ -95,7 +95,7 @@ def bars(rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def strips(rows: Sequence[tuple[str, Array, str]], wide: int = 240) -> str:
-    """Names, booleans that are drawn from left to right (dark where more of them hold), and a word."""
+    """Draw a table of names with strips of booleans (darker where more are true) and a note each."""
     made = []
     for name, chosen, note in rows[:ROWS]:
         edges = np.linspace(0, len(chosen), min(len(chosen), 120) + 1).round().astype(int)
@@ -113,7 +113,7 @@ def strips(rows: Sequence[tuple[str, Array, str]], wide: int = 240) -> str:
 
 
 def pre(text: str) -> str:
-    """Lines as they are."""
+    """Return preformatted text as HTML."""
     return f'<pre style="white-space:pre-wrap;max-width:110ch">{html.escape(text)}</pre>'
 
 

@@ -19,13 +19,13 @@ import torch
 
 from halfulp import kernels
 from halfulp.errors import UsageError
-from halfulp.grids import grid as named
-from halfulp.kernels import onepass, onepass_reference, reference
+from halfulp.kernels import native, onepass, onepass_reference, reference
 from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC, TILE
-from halfulp.streams import Stream
+from halfulp.numbers.grids import grid as named
+from halfulp.numbers.streams import Stream
 from halfulp.version import __version__
-from halfulp.writeback import AdamW, WriteBack
+from halfulp.writeback import AdamW, WriteBack, WriteBackOptions
 
 GRIDS = ("bf16", "fp16", "e5m2", "e4m3@128", "e2m1", "m3", "int4@16/asym", "int8/row", "mxfp4", "int3/dqt")
 POLICIES = {
@@ -73,7 +73,8 @@ def _machine(device: str) -> str:
         made = f"{found.name}, sm_{found.major}{found.minor}"
         parts = [made, f"CUDA {torch.version.cuda}", f"triton {version('triton')}", *parts]
     else:
-        parts = [f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} thread(s)", *parts]
+        threads = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} thread(s)"
+        parts = [native.described(), threads, *parts]
     return "; ".join(parts)
 
 
@@ -91,7 +92,7 @@ def _values(seed: int, spread: int = 20) -> Any:
 
 
 def _difference(ours: torch.Tensor, theirs: Any) -> str:
-    """Where two arrays differ, or nothing."""
+    """Describe the first difference between two arrays; empty if they are equal."""
     a, b = ours.detach().cpu().contiguous().numpy(), np.ascontiguousarray(theirs)
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.shape} of {a.dtype}, not {b.shape} of {b.dtype}"
@@ -165,11 +166,11 @@ def _one_pass(device: torch.device) -> Iterator[Line]:
             s = onepass.Settings(lr=6e-4, weight_decay=0.1, t=t)
             streams = (Stream(seed=3, name=name, step=t, bits=16) for name in ("w", "m"))
             drawn, drawing = (None, None) if mode == NEAREST else streams
-            given: dict[str, Any] = {"mode": mode, "stream": drawn, "drawing": drawing}
+            policy = onepass.Policy(mode, stream=drawn, drawing=drawing)
             theirs[0], theirs[1], theirs[2], _ = onepass_reference.step(
-                theirs[0], grad.float().numpy(), theirs[1], theirs[2], g, s, **given
+                theirs[0], grad.float().numpy(), theirs[1], theirs[2], g, s, policy
             )
-            onepass.step(w, grad.to(device), m, v, g, s, **given)
+            onepass.step(w, grad.to(device), m, v, g, s, policy)
             mine = (w.float(), *(torch.from_numpy(_patterns(x)) for x in (m, v)))
             pairs = zip(mine, theirs, strict=True)
             wrong = wrong or next(filter(None, (_difference(a, b) for a, b in pairs)), "")
@@ -194,7 +195,7 @@ def _two_passes(device: torch.device) -> Iterator[Line]:
             torch.manual_seed(0)
             model = torch.nn.Linear(70, 33)
             inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-            opt = WriteBack(inner, grid, policy, model=model, one_pass=once)
+            opt = WriteBack(inner, grid, policy, model=model, options=WriteBackOptions(one_pass=once))
             for step in range(5):
                 made = torch.Generator().manual_seed(step)
                 for p in model.parameters():

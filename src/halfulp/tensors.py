@@ -17,7 +17,7 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,17 +43,19 @@ MOST_DIMENSIONS = 64
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, in order; a view of it where it lies so on the CPU."""
+    """Return the bytes of a tensor, in order; a view of it where it lies so on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
+    if not flat.numel():  # an empty array may have a stride of 0
+        return memoryview(b"")
     return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def content(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None, *, seal: bool = True
 ) -> Iterator[bytes | memoryview]:
-    """The pieces of a file; with ``seal``, its digest is in it. Larger elements first, then by name."""
+    """Yield the chunks of a file, larger elements first, then by name; ``seal`` includes its digest."""
     if sys.byteorder != "little":
         raise UsageError("safetensors files are little-endian; this machine is not.")
     for name, t in tensors.items():
@@ -82,7 +84,7 @@ def content(
 def read(
     path: Path, *, sha256: str | None = None, follow: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file; ``sha256``: that of all its bytes, if it is known.
+    """Return the tensors and the metadata of a file; ``sha256``: that of all its bytes, if it is known.
 
     A digest in the metadata is checked, and taken out; whether there must be one is the format's to say.
     """
@@ -127,7 +129,7 @@ def read_stream(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in a file."""
+    """The position of a tensor in a file."""
 
     name: str
     kind: str
@@ -141,10 +143,25 @@ class Place:
 
 
 def places(path: Path) -> list[Place]:
-    """Where the tensors of a file lie, in the order of their bytes, none of which is read."""
+    """Return where the tensors of a file lie, in the order of their bytes, none of which is read."""
     with files.opened(path, follow=True) as file:
-        size = os.fstat(file.fileno()).st_size
-        _, text, header = _header(file, size, path)
+        return _placed(file, path)
+
+
+def read_some(path: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return those of a file's tensors that have one of these names; the others are not read."""
+    found = {}
+    with files.opened(path) as file:
+        for place in _placed(file, path):
+            if place.name in names and place.dtype is not None:
+                file.seek(place.first)
+                found[place.name] = _tensor(file, place.dtype, place.shape, path, [])
+    return found
+
+
+def _placed(file: BinaryIO, path: Path) -> list[Place]:
+    size = os.fstat(file.fileno()).st_size
+    _, text, header = _header(file, size, path)
     begins = 8 + len(text)
     return [replace(p, first=begins + p.first) for p in _places(header, size - begins, path)]
 
@@ -156,7 +173,7 @@ PICKLED = (
 
 
 def _header(file: BinaryIO, size: int, path: Path) -> tuple[bytes, bytes, dict[str, Any]]:
-    """The eight bytes of length, the header's text, and what it says."""
+    """Return the eight bytes of length, the header's text, and what it says."""
     start = _exactly(file, min(8, size), path)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > min(MOST_HEADER, size - 8):
@@ -197,7 +214,7 @@ def _metadata(header: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _places(header: Mapping[str, Any], size: int, path: Path) -> list[Place]:
-    """The tensors in the order of their bytes, which lie one after the other and fill the file."""
+    """Return the tensors in the order of their bytes, which lie one after the other and fill the file."""
     found = []
     for name, value in header.items():
         if name == METADATA:
@@ -233,7 +250,7 @@ def _tensor(
     path: Path,
     also: list[Callable[[memoryview], object]],
 ) -> torch.Tensor:
-    """One tensor, read into memory of its own."""
+    """Return one tensor, read into memory of its own."""
     flat = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
     into = memoryview(flat.view(torch.uint8).numpy().data)
     _fill(file, into, path)

@@ -15,25 +15,28 @@ import contextlib
 import re
 import sys
 import unicodedata
+from collections.abc import Container
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#|~!])")
 
 
 def plain(text: str) -> str:
-    """The text with everything invisible escaped."""
+    """Return the text with everything invisible escaped."""
     return "".join(c if _visible(c) else _escape(c) for c in text)
 
 
 def tell(*lines: str) -> None:
-    """Lines for whoever watches, on stderr. Where they cannot be written (a full disk, a pipe that is closed)
-    they are left out: no training ends for that."""
+    """Print lines to stderr.
+
+    Lines that cannot be written (a full disk, a closed pipe) are dropped, so that training continues.
+    """
     if sys.stderr is not None:  # for print, that would be stdout
         with contextlib.suppress(OSError, ValueError):
             print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def shown(name: str, width: int = 60) -> str:
-    """A name made harmless, and short.
+    """Return a name with invisible characters escaped, shortened to ``width``.
 
     >>> print(shown("a\\x1b[31mb"))
     a\\x1b[31mb
@@ -42,13 +45,45 @@ def shown(name: str, width: int = 60) -> str:
     return safe if len(safe) <= width else safe[: width - 1] + "…"
 
 
+def percent(share: float | None, digits: int | None = None) -> str:
+    """Format a share without false precision; only exact values print as 0% or 100%.
+
+    >>> [percent(x) for x in (0.0, 0.0000004, 0.0042, 0.634, 0.9996, 1.0, None)]
+    ['0%', '<0.1%', '0.4%', '63%', '>99.9%', '100%', '-']
+    """
+    if share is None or share != share:
+        return "-"
+    if digits is None:
+        digits = 0 if 0.1 <= share < 0.9 else 1
+    if share in (0.0, 1.0):
+        return f"{share:.0%}"
+    smallest = 10.0 ** -(digits + 2)
+    if share < smallest:
+        return f"<{smallest:.{digits}%}"
+    if share > 1 - smallest:
+        return f">{1 - smallest:.{digits}%}"
+    return f"{share:.{digits}%}"
+
+
+def unique(name: str, taken: Container[str]) -> str:
+    """Make a name distinct from those that are taken: the second ``weight`` is ``weight#2``.
+
+    >>> unique("weight", {"weight", "bias"}), unique("weight", {"bias"})
+    ('weight#2', 'weight')
+    """
+    found, n = name, 2
+    while found in taken:
+        found, n = f"{name}#{n}", n + 1
+    return found
+
+
 def quoted(text: str) -> str:
-    """Lines from elsewhere (a traceback), each marked as such."""
+    """Quote foreign lines, such as a traceback, with a mark before each."""
     return "\n".join(f"  | {plain(line)}" for line in text.rstrip("\n").split("\n"))
 
 
 def cell(value: str | float | None) -> str:
-    """A cell of a Markdown table, or any text of a page: no markup, no HTML."""
+    """Return a cell of a Markdown table, or any text of a page: no markup, no HTML."""
     if value is None:
         return "-"
     if not isinstance(value, str):
@@ -58,19 +93,19 @@ def cell(value: str | float | None) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """``1 cell``, ``2 cells``."""
+    """Format a count with its noun: ``1 cell``, ``2 cells``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def number(value: float | None) -> str:
-    """Six digits, which is enough to read; files hold all of them."""
+    """Format a number with six digits, enough for reading; files hold all digits."""
     if value is None:
         return "-"
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
 def short(value: float | None) -> str:
-    """As many digits as a measured number means: three decimals from one on, three digits below.
+    """Format a measured number: three decimals from one up, three significant digits below.
 
     >>> short(5.43219), short(0.0088213), short(1.0), short(21120.0), short(None)
     ('5.432', '0.00882', '1', '21120', '-')
@@ -83,7 +118,7 @@ def short(value: float | None) -> str:
 
 
 def beside(value: float | None, threshold: float) -> str:
-    """The same, with more digits where fewer would not say on which side of a threshold it lies.
+    """Return the same, with more digits where fewer would not say on which side of a threshold it lies.
 
     >>> beside(0.89998, 0.9), beside(0.9, 0.9), beside(0.8924, 0.9)
     ('0.89998', '0.9', '0.892')

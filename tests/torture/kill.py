@@ -22,7 +22,7 @@ from typing import Any
 
 import forks
 import torch
-from study_samples import tree
+from study.samples import tree
 from writeback_resume import CASES, STEPS, Run
 
 import halfulp as hu
@@ -47,7 +47,7 @@ def said(script: str, *arguments: str) -> str:
 
 def every_operation(effort: Effort) -> Iterator[Trial]:
     clock = Clock()
-    found = json.loads(said("study_kill.py", str(effort.folder / "study")))
+    found = json.loads(said("study/kill.py", str(effort.folder / "study")))
     tried = found["every operation"]["operations"] + found["in batches"]["operations"]
     lost = len(found["every operation"]["differing"]) + len(found["in batches"]["differing"])
     yield Trial("Kill", "a study, before every operation on the disk", tried, lost, clock())
@@ -95,7 +95,7 @@ def executors(effort: Effort, executor: str, kills: int) -> Iterator[Trial]:
 
     def command(out: str) -> list[str]:
         asked = ["study", "run", str(folder / "many.py"), "--scale", "small", "--out", str(folder / out)]
-        return [sys.executable, "-m", "halfulp.cli", *asked, "--executor", executor, "--workers", "2"]
+        return [sys.executable, "-m", "halfulp", *asked, "--executor", executor, "--workers", "2"]
 
     def wait(out: str, seconds: float | None) -> bool:
         """Whether it came to its end."""
@@ -142,7 +142,7 @@ def nodes(effort: Effort) -> Iterator[Trial]:
     local = ["study", "run", str(study), "--scale", "small", "--out", str(folder / "whole"), "--workers", "1"]
     with (folder / "said").open("ab") as told:
         quiet: dict[str, Any] = {"env": PLACE, "stdout": told, "stderr": told}
-        subprocess.run([sys.executable, "-m", "halfulp.cli", *local], check=True, **quiet)
+        subprocess.run([sys.executable, "-m", "halfulp", *local], check=True, **quiet)
         rng, kills, lost, cells = random.Random("nodes"), effort.of(2, 5), 0, 0
         for number in range(kills):
             out = folder / f"out{number}"
@@ -160,7 +160,7 @@ def nodes(effort: Effort) -> Iterator[Trial]:
 
 
 def audits(effort: Effort) -> Iterator[Trial]:
-    from test_trace import Runs, assert_same_kept, assert_same_tables
+    from trace.test_trace import Runs, assert_same_kept, assert_same_tables
 
     clock, runs, rng = Clock(), Runs(), random.Random("audits")
     runs.run(effort.folder / "first")
@@ -193,7 +193,7 @@ def audits(effort: Effort) -> Iterator[Trial]:
 
 def audits_at_every_operation(effort: Effort) -> Iterator[Trial]:
     """The last of them was not killed: it is what the others must be."""
-    from test_trace import assert_same_kept, assert_same_tables
+    from trace.test_trace import assert_same_kept, assert_same_tables
 
     clock, place = Clock(), effort.folder / "operations"
     last = said("audit_kill.py", str(place)).split()[-2]
@@ -307,7 +307,7 @@ def demo(effort: Effort) -> Iterator[Trial]:
     """Killed on its way, it leaves traces that open; run again beside them, it says what a demo says that was
     never killed."""
     clock, kills, rng = Clock(), effort.of(2, 20), random.Random("demo")
-    command = [sys.executable, "-m", "halfulp.cli", "demo", "--quick"]
+    command = [sys.executable, "-m", "halfulp", "demo", "--quick"]
 
     def told(place: Path) -> list[str]:
         place.mkdir(exist_ok=True)

@@ -44,33 +44,47 @@ HANGS = 5.0  # a mutant that takes so many times as long as the module as it is 
 EXPLAINED = Path(__file__).parent / "survivors.toml"
 NOTICED = ROOT / "results" / "mutants"
 
+POLICY_TESTS = (
+    "writeback/test_policies.py",
+    "writeback/test_reference.py",
+    "writeback/test_optimizers.py",
+    "writeback/test_eco.py",
+    "writeback/test_errors.py",
+    "writeback/test_narrow.py",
+    "writeback/test_storage.py",
+    "writeback/test_edits.py",
+    "allocation/test_masks.py",
+    "writeback/test_onepass.py",
+)
+REFERENCE_TESTS = (
+    "kernels/test_rounding.py",
+    "kernels/test_stochastic.py",
+    "kernels/test_kernels.py",
+    "kernels/test_scales.py",
+)
+POLICIES = ("base", "nearest", "stochastic", "kahan", "eco", "master", "tile_master", "remainder", "dqt")
 # What is mutated, and the tests that should notice, the quickest first.
 TARGETS: dict[str, Sequence[str]] = {
-    "halfulp.grids": ("test_grids.py", "test_rounding.py", "test_oracles.py"),
-    "halfulp.kernels.reference": (
-        "test_rounding.py",
-        "test_stochastic.py",
-        "test_kernels.py",
-        "test_scales.py",
+    "halfulp.numbers.grids": ("numbers/test_grids.py", "kernels/test_rounding.py", "kernels/test_oracles.py"),
+    "halfulp.numbers.grid_names": (
+        "numbers/test_grids.py",
+        "numbers/test_spellings.py",
+        "kernels/test_rounding.py",
     ),
-    "halfulp.writeback.policies": (
-        "test_writeback_policies.py",
-        "test_writeback_reference.py",
-        "test_writeback_optimizers.py",
-        "test_writeback_eco.py",
-        "test_writeback_errors.py",
-        "test_writeback_narrow.py",
-        "test_writeback_storage.py",
-        "test_writeback_edits.py",
-        "test_masks.py",
-        "test_onepass.py",
+    "halfulp.numbers.scaling": (
+        "numbers/test_grids.py",
+        "kernels/test_scales.py",
+        "kernels/test_rounding.py",
     ),
-    "halfulp.study.verdict": ("test_study_verdict.py", "test_study_engine.py"),
+    **dict.fromkeys(("halfulp.kernels.reference_rounding", "halfulp.kernels.reference"), REFERENCE_TESTS),
+    **{f"halfulp.writeback.policies.{name}": POLICY_TESTS for name in POLICIES},
+    "halfulp.study.gates": ("study/test_gates.py", "study/test_engine.py", "study/test_evidence.py"),
     "halfulp.study.validate": (
-        "test_study_forgery.py",
-        "test_study_evidence.py",
-        "test_study_tampering.py",
-        "test_study_export.py",
+        "study/test_forgery.py",
+        "study/test_evidence.py",
+        "study/test_tampering.py",
+        "study/test_publish.py",
+        "study/test_executor.py",
     ),
 }
 

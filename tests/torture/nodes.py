@@ -28,7 +28,7 @@ def main(study: str, out: Path, before: int) -> int:
     last = [cluster.add_node(num_cpus=1) for _ in range(NODES - 1)][-1]
     place = {**os.environ, "RAY_ADDRESS": cluster.address}
     asked = ["study", "run", study, "--scale", "small", "--out", str(out), "--executor", "ray"]
-    process = subprocess.Popen([sys.executable, "-m", "halfulp.cli", *asked], env=place)
+    process = subprocess.Popen([sys.executable, "-m", "halfulp", *asked], env=place)
     deadline, killed = time.monotonic() + SECONDS, False
     mark = marks / last.node_id
     while process.poll() is None and time.monotonic() < deadline:

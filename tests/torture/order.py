@@ -71,7 +71,7 @@ def everything(shuffle: int, part: int) -> dict[str, str]:
                 proposals(model, step)
                 optimizer.step()
         trace = hu.Trace.open(Path(folder, "trace"))
-        table = trace.table()
+        table = trace.table().to_polars()
         table = table.sort([c for c in ("step", "tensor", "grid") if c in table.columns])
         found["the table of a trace"] = digest(table.write_csv(float_precision=None).encode())
         for grid in GRIDS:
@@ -122,7 +122,7 @@ def ranks(effort: Effort, mode: str, world: int) -> int:
 
 def _differ(found: hu.Trace, single: hu.Trace, table: str, mode: str) -> bool:
     """Whether a number differs; of shards, one that is no sum of floats: ranks add those in another order."""
-    a, b = (trace.scan(table).collect() for trace in (found, single))
+    a, b = (trace.scan(table).to_polars() for trace in (found, single))
     kept = [c for c in b.columns if mode == "ddp" or c not in FLOAT_SUMS]
     return not a.select(kept).equals(b.select(kept), null_equal=True)
 
@@ -130,7 +130,7 @@ def _differ(found: hu.Trace, single: hu.Trace, table: str, mode: str) -> bool:
 def written_back(effort: Effort, world: int) -> tuple[int, int]:
     """Training under every policy on so many ranks beside one process: how many cases, how many differ."""
     from forks import launch
-    from test_writeback_distributed import KEYS
+    from writeback.test_distributed import KEYS
     from writeback_distributed import CASES, NARROW, joined, single, single_narrow
 
     alone = {f"{grid} {policy}": single(grid, policy) for grid, policy in CASES}
@@ -204,7 +204,7 @@ def chunks() -> tuple[int, int]:
 
 def workers(effort: Effort) -> tuple[int, int]:
     """A study whose cells run in this process, and in one, two and three workers."""
-    from study_samples import run, study_file, tree
+    from study.samples import run, study_file, tree
 
     from torture.kill import STUDY
 

@@ -18,23 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import mutations
-import polars as pl
 import torch
 from fixtures.make_format_1 import GRIDS, make, model, train, written_back
-from study_samples import SMALL, quick_identity, run, study_file
+from paper.test_training import begun
+from safetensors.torch import load as load_tensors
+from study.samples import NEXT, SMALL, quick_identity, run, study_file
 from test_formats import bound_anew
 from test_fuzz import mutant_of_state
-from test_study_evidence import NEXT
-from test_training import begun
 
 import halfulp as hu
 from halfulp import canonical, documents
 from halfulp import tensors as files_of_tensors
-from halfulp.arms import masks
-from halfulp.audit import shards
-from halfulp.audit.calibration import Calibration, Pair
-from halfulp.study import export
+from halfulp.audit.sinks import shard_state as shards
+from halfulp.checkpoints import Change
+from halfulp.paper.arms import mask_recipes
+from halfulp.study import publish
 from halfulp.study.validate import validate
+from halfulp.verdicts.calibration import Calibration, Pair
 from halfulp.writeback import load
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -110,33 +110,30 @@ def sealed_documents(content: bytes, rng: random.Random) -> bytes:
 
 
 def tables(content: bytes, rng: random.Random) -> bytes:
-    """A table with a cell changed or rows moved, or its bytes; other files as :func:`documents_of`."""
-    if not content.startswith(b"PAR1"):
+    """Tables with a cell changed or rows moved, or their bytes; other files as :func:`documents_of`."""
+    if b"grids/step" not in content[:100_000] or rng.random() < 0.3:
         return documents_of(content, rng)
-    if rng.random() < 0.5:
-        return mutations.bytewise(content, rng)
-    frame = pl.read_parquet(io.BytesIO(content))
-    a, b = (rng.randrange(len(frame)) for _ in range(2))
-    column = rng.choice(frame.columns)
+    found = load_tensors(content)
+    name = rng.choice(sorted(found))
+    table, column = name.partition("/")[0], found[name]
+    mine = [other for other in found if other.startswith(f"{table}/")]
     how = rng.randrange(4)
-    if how == 0:
-        frame = pl.concat([frame[:a], frame[b:]])
+    if how == 0 and len(column):
+        keep = torch.ones(len(column), dtype=torch.bool)
+        keep[rng.randrange(len(column))] = False
+        found |= {other: found[other][keep] for other in mine}
     elif how == 1:
-        order = list(range(len(frame)))
-        order[a], order[b] = b, a
-        frame = frame[order]
-    elif how == 2 and len(frame.columns) > 1:
-        frame = frame.drop(column)
-    else:
-        kind = frame.schema[column]
-        strange: list[Any] = [None, -1, 0, 1, 127] + ([2**62, -(2**62)] if kind == pl.Int64 else [])
-        strange += [float("nan"), float("inf"), -0.5, 1e300] if kind.is_float() else []
-        cells = frame[column].to_list()
-        cells[a] = rng.choice(strange)
-        frame = frame.with_columns(pl.Series(column, cells, dtype=kind))
-    out = io.BytesIO()
-    frame.write_parquet(out)
-    return out.getvalue()
+        order = torch.randperm(len(column), generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+        found |= {other: found[other][order] for other in mine}
+    elif how == 2:
+        del found[name]
+    elif len(column):
+        strange: list[Any] = [-1, 0, 1, 127, 2**62, -(2**62)]
+        wide = column.clone() if column.is_floating_point() else column.long()
+        strange += [float("nan"), float("inf"), -0.5, 1e300] if column.is_floating_point() else []
+        wide[rng.randrange(len(column))] = rng.choice(strange)
+        found[name] = wide
+    return b"".join(files_of_tensors.content(found, seal=False))
 
 
 def dictionaries(content: bytes, rng: random.Random) -> bytes:
@@ -152,7 +149,11 @@ def dictionaries(content: bytes, rng: random.Random) -> bytes:
 
 def every_number(path: Path) -> Any:
     trace = hu.Trace.open(path)
-    return [trace.frozen(grid).sum() for grid in trace.grids], trace.table(), hu.verdict(trace).lines
+    return (
+        [trace.frozen(grid).sum() for grid in trace.grids],
+        trace.table().to_polars(),
+        hu.verdict(trace).lines,
+    )
 
 
 def everything(path: Path) -> Any:
@@ -187,7 +188,7 @@ def resumed(path: Path) -> Any:
 
 
 def archive(path: Path) -> Any:
-    with export.unpacked(path) as folder:
+    with publish.unpacked(path) as folder:
         return validate(folder, code=False)
 
 
@@ -220,7 +221,7 @@ def made_today(today: Path) -> None:
     run(first, today / "study", "smoke")
     run(first, today / "first", "small")
     run(study_file(today, NEXT, "next.py"), today / "next", evidence={"first": today / "first"})
-    export.export(today / "study", today / "study.zip")
+    publish.export(today / "study", today / "study.zip")
     weights = {"w": torch.zeros(300, dtype=torch.bfloat16)}
     sync = hu.Sync(weights)
     weights["w"][::7] = 1.0
@@ -240,7 +241,7 @@ def made_today(today: Path) -> None:
     training.step()
     (today / "training.safetensors").write_bytes(training.save({"note": 1}, {"kept": torch.ones(3)}))
     mask = hu.Mask.load(today / "mask.safetensors")
-    (today / "masks.safetensors").write_bytes(masks.pack({"one": mask, "two": mask}))
+    (today / "masks.safetensors").write_bytes(mask_recipes.pack({"one": mask, "two": mask}))
     sharded = today / "sharded"
     sharded.mkdir()
     shutil.copy(today / "rne.safetensors", sharded / "model-1-of-1.safetensors")
@@ -292,8 +293,8 @@ def readers(folder: Path) -> list[Reader]:
             "a checkpoint of format 1", FIXTURES / "format_1" / checkpoint.name, load_old, tensors, 2, True
         ),
         Reader("a state_dict of a write-back", today / "kahan.pt", load_dictionary, dictionaries, 1, True),
-        Reader("a change", change, hu.Change.load, tensors, 5),
-        Reader("a change, sealed again", change, hu.Change.load, sealed_tensors, 5),
+        Reader("a change", change, Change.load, tensors, 5),
+        Reader("a change, sealed again", change, Change.load, sealed_tensors, 5),
         Reader("a study's folder", today / "study", studied, documents_of),
         Reader("a study with evidence", today / "next", studied, documents_of),
         Reader("a study's archive", today / "study.zip", archive),
@@ -326,4 +327,4 @@ def _shard(path: Path) -> Any:
 
 
 def _masks(path: Path) -> Any:
-    return masks.unpacked(path.read_bytes(), str(path))
+    return mask_recipes.unpacked(path.read_bytes(), str(path))

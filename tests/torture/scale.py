@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from study_samples import quick_identity, run, study_file
+from study.samples import quick_identity, run, study_file
 
 import halfulp as hu
 from halfulp.study.validate import validate
@@ -44,7 +44,7 @@ def coordinates(effort: Effort) -> Iterator[Trial]:
                 optimizer.step()
                 seconds.append(time.process_time() - began)
         trace = hu.Trace.open(folder)
-        rows = trace.table()
+        rows = trace.table().to_polars()
         lost = int(rows["numel"].max() != n) if "numel" in rows.columns else 0
         costs[power] = min(seconds) / n * 1e9
         grown = max(peak_bytes() - before, 0)

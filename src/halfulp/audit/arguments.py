@@ -1,5 +1,8 @@
-"""What an audit may be given. It is checked when the audit is made: a trace says its options in its manifest,
-and one that says what none may could be recorded for days and never be opened."""
+"""Check the arguments of an audit when it is created.
+
+The manifest of a trace states its options, so a trace with invalid ones could be recorded for days and never
+be opened.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ import torch
 
 from halfulp.canonical import LARGEST
 from halfulp.errors import UsageError
-from halfulp.grids import Grid
-from halfulp.grids import grid as named
+from halfulp.numbers.grids import Grid
+from halfulp.numbers.grids import grid as named
 from halfulp.trace import Memory
 
 SEEDS = 10**98
@@ -24,7 +27,7 @@ SEEDS = 10**98
 
 
 def grids_of(given: Any) -> list[Grid]:
-    """One or several, that differ."""
+    """Return one grid or several, that differ."""
     single = isinstance(given, str | Grid | torch.dtype)
     several = [given] if single else listed("grids", given, "a grid, such as 'bf16', or several")
     found = [named(g) for g in several]
@@ -37,19 +40,19 @@ def grids_of(given: Any) -> list[Grid]:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer] | None:
-    """One or several; None: all that step."""
+    """Return one optimizer or several; None stands for all that step."""
     expected = "a torch optimizer, several, or None for all of the process"
     return None if given is None else _several("optimizers", given, _steps, expected)
 
 
 def models_of(given: Any) -> list[torch.nn.Module]:
-    """One, several or none."""
+    """Return one module, several or none."""
     expected = "a torch.nn.Module, several, or None"
     return [] if given is None else _several("model", given, _is_module, expected)
 
 
 def _steps(x: Any) -> bool:
-    """Whether hooks can be put around its steps; what wraps an optimizer may pass them on to it."""
+    """Return True if hooks can be put around its steps; a wrapper may pass them on to its optimizer."""
     return isinstance(x, torch.optim.Optimizer) or (
         hasattr(x, "register_step_pre_hook") and hasattr(x, "param_groups")
     )
@@ -69,7 +72,7 @@ def _several(name: str, given: Any, fits: Callable[[Any], bool], expected: str) 
 
 
 def listed(name: str, given: Any, expected: str) -> list[Any]:
-    """What can be gone through."""
+    """Return the items of an iterable as a list."""
     try:
         return list(given)
     except TypeError:
@@ -94,7 +97,7 @@ def _whole(given: Any) -> bool:
 
 
 def count(name: str, given: Any) -> int:
-    """A number of steps, or of one."""
+    """Check a number of steps, or of one."""
     if not _whole(given) or not 1 <= given <= LARGEST:
         raise UsageError(f"{name}= takes a whole number, at least 1 and at most {LARGEST}, not {given!r}.")
     return int(given)
@@ -109,7 +112,7 @@ def seed_of(given: Any) -> int:
 
 
 def share(given: Any) -> float | None:
-    """Of the tiles; None: all of them are looked at."""
+    """Check a share of the tiles; None stands for all of them."""
     if given is None:
         return None
     if not is_number(given) or not 0 < given <= 1:
@@ -130,14 +133,14 @@ def states_of(given: Any) -> bool | Literal["find"]:
 
 
 def by_name(name: str, given: Any, expected: str) -> dict[str, Any]:
-    """A dictionary; None: an empty one."""
+    """Return a dictionary, an empty one for None."""
     if given is not None and not isinstance(given, Mapping):
         raise UsageError(f"{name}= takes {expected}, not {given!r:.200}.")
     return dict(given or {})
 
 
 def called(name: str, given: Any) -> Any:
-    """A function, or None."""
+    """Check a function, or None."""
     if given is not None and not callable(given):
         raise UsageError(f"{name}= takes a function, not {given!r:.200}.")
     return given
@@ -147,17 +150,15 @@ def is_number(given: Any) -> bool:
     return isinstance(given, Real) and not isinstance(given, bool | np.bool_)
 
 
-def folder_of(given: Any) -> tuple[Path | None, Memory | None]:
-    """Where a trace goes. The folder is absolute: a script may go to another one."""
+def folder_of(given: Any) -> Path | Memory | None:
+    """Return where a trace goes. The folder is absolute: a script may go to another one."""
     if given is not None and not isinstance(given, str | Path | Memory):
         raise UsageError(f"out= takes a folder, a halfulp.Memory or None, not {given!r:.200}.")
-    if isinstance(given, str | Path):
-        try:
-            os.lstat(given)
-        except (OSError, ValueError) as error:
-            if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
-                raise UsageError(f"out= cannot be {str(given)!r:.200}: {error}.") from None
-    return (
-        Path(given).absolute() if isinstance(given, str | Path) else None,
-        given if isinstance(given, Memory) else None,
-    )
+    if not isinstance(given, str | Path):
+        return given
+    try:
+        os.lstat(given)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            raise UsageError(f"out= cannot be {str(given)!r:.200}: {error}.") from None
+    return Path(given).absolute()

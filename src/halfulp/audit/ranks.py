@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other: who writes, what a step moved, and the sums of shards."""
+"""Exchange data between the processes of a run: who writes, what a step moved, and sums over shards."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from halfulp.audit.watched import Watched
+from halfulp.audit.meter.tensor import Watched
 from halfulp.writeback.sharding import reduce_sum
 
 Array = npt.NDArray[Any]
 
 
 def rank() -> int:
-    """This process among those that train together; launchers tell it before the process group exists."""
+    """Return the rank of this process, from the process group or, before it exists, from the launcher."""
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
@@ -30,12 +30,12 @@ def world() -> int:
 
 
 def many() -> bool:
-    """Whether several processes train together, by the process group or by what launchers tell."""
+    """Return True if several processes train together, according to the process group or the launcher."""
     return world() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def spread(what: Any, mesh: Any) -> Any:
-    """What the first rank of a mesh knows, for all of its ranks."""
+    """Return what the first rank of a mesh knows, for all of its ranks."""
     dist = torch.distributed
     told = [what]
     for group in mesh.get_all_groups():
@@ -44,7 +44,7 @@ def spread(what: Any, mesh: Any) -> Any:
 
 
 def taking_part(watched: Sequence[Watched]) -> list[Watched]:
-    """The tensors that are part of a step that is just over.
+    """Return the tensors that are part of a step that is just over.
 
     Those that had a gradient when ``step()`` was called (an optimizer may drop it inside), or have one now
     (a closure makes it inside), or are not what they were, by whatever hand. All ranks must agree, or the
@@ -64,7 +64,7 @@ def as_tensor(row: torch.Tensor | Array) -> torch.Tensor:
 
 
 def reduced(seen: Sequence[Watched], found: Sequence[torch.Tensor | Array] | Array) -> Array:
-    """The rows of all tensors; those of shards summed over ranks, in one reduction a kind of sharding."""
+    """Return the rows of all tensors, with shards summed over ranks in one reduction per kind of sharding."""
     if isinstance(found, np.ndarray):  # a batch, in which there are no shards
         return found
     rows = list(found)

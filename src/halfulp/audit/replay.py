@@ -9,21 +9,40 @@ from typing import Any
 import torch
 
 from halfulp import kernels
-from halfulp.audit.rows import Row, numbers, tables
+from halfulp.audit.meter.rows import Row, numbers, tables
 from halfulp.errors import CorruptionError, UsageError
-from halfulp.grids import grid as named
+from halfulp.numbers.grids import grid as named
 from halfulp.text import plain
 from halfulp.trace import KEPT, Trace, TraceWriter
-from halfulp.trace.reading import scan_files
 
 Followed = dict[str, Any]
-"""What :func:`kernels.audit` updates from step to step."""
+"""The state that :func:`kernels.audit` updates from step to step."""
 
 
 def replay(trace: Trace, grids: Iterable[str], out: str | Path) -> Trace:
     """Record what other grids would have done to every step of a run whose weights were kept.
 
-    The new trace is like that of a second audit (``Audit(keep=True)`` keeps the weights).
+    Args:
+        trace: A trace that was recorded with ``keep=True``.
+        grids: The other grids.
+        out: The folder of the new trace.
+
+    Returns:
+        The new trace, like that of a second audit.
+
+    Raises:
+        UsageError: If the trace kept no weights, or a sample that cannot tell the scale of a grid.
+        CorruptionError: If kept weights are missing.
+
+    >>> import tempfile
+    >>> from halfulp.audit import Audit
+    >>> model, folder = torch.nn.Linear(8, 8), Path(tempfile.mkdtemp())
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    >>> with Audit(optimizer, "bf16", model=model, out=folder / "run", keep=True):
+    ...     _ = model(torch.ones(1, 8)).sum().backward()
+    ...     optimizer.step()
+    >>> replay(Trace.open(folder / "run"), ["e5m2"], folder / "again").grids
+    ['e5m2']
     """
     out = Path(out)
     wanted = [named(g) for g in grids]
@@ -40,16 +59,17 @@ def replay(trace: Trace, grids: Iterable[str], out: str | Path) -> Trace:
         if on
     ]
     followed: dict[int, Followed] = {}
-    listed = zip(trace.parts, trace.table_files("tensors"), trace.table_files("run"), strict=True)
+    listed = zip(
+        trace.parts, trace.by_part("tensors", "step", "tensor", "lr"), trace.by_part("run"), strict=True
+    )
     for part, by_tensor, by_step in listed:
-        losses = dict(scan_files([by_step], "run").collect().iter_rows())
+        losses = dict(by_step.rows())
         if not losses:  # a part of evaluations alone
             continue
         kept = trace.kept(part)
-        order = scan_files([by_tensor], "tensors").select("step", "tensor", "lr").collect()
         place: dict[int, int] = {}
         rows = []
-        for step, tensor, lr in order.iter_rows():
+        for step, tensor, lr in by_tensor.rows():
             at = place[tensor] = place.get(tensor, -1) + 1
             before, after = (_kept(part, kept, f"{tensor}.{what}", at) for what in ("before", "after"))
             if tensor not in followed:

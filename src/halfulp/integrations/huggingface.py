@@ -1,8 +1,8 @@
-"""``transformers.Trainer``: pass ``callbacks=[AuditCallback(["bf16", "e4m3@128"])]``.
+"""Audit a ``transformers.Trainer``: pass ``callbacks=[AuditCallback(["bf16", "e4m3@128"])]``.
 
-The audit is attached to the torch optimizer itself, inside what accelerate puts around it, so a step is a
-step (not one that was skipped for an overflow) and the learning rate is that of the step: at the end of a
-step, callbacks see the next one already. ``Trainer(optimizers=(hu.WriteBack(...), None))`` works as well.
+The audit is attached to the torch optimizer itself, inside the wrapper of accelerate. So only real steps
+count (none that was skipped for an overflow), and the learning rate is that of the step; at the end of a
+step, callbacks already see the next rate. ``Trainer(optimizers=(hu.WriteBack(...), None))`` works as well.
 """
 
 from __future__ import annotations
@@ -12,33 +12,40 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from halfulp.audit.names import variables
+from halfulp.audit.sources.names import variables
+from halfulp.contract import Contract, Terms
 from halfulp.errors import UsageError
-from halfulp.grids import Grid
 from halfulp.integrations.optional import AuditedRun, base_class, require
+from halfulp.numbers.grids import Grid
 from halfulp.writeback.optimizer import WriteBack
 
 _Base: Any = base_class("transformers:TrainerCallback")
 
 
 class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that may be missing
-    """Audit a ``Trainer`` run. ``options`` are those of :class:`halfulp.Audit`.
+    """Audit a ``Trainer`` run.
 
     The trace goes to ``out``, by default ``halfulp`` in the trainer's output folder (``halfulp-2`` if that
-    is taken). A run that resumes from a checkpoint goes on with its trace. The loss is the one that the
-    trainer logs: set ``logging_steps=1`` for one a step; otherwise it is the mean since the last log. The
-    first process prints the verdict when training ends.
+    is taken). A run that resumes from a checkpoint continues its trace. The loss is the one that the trainer
+    logs: set ``logging_steps=1`` for one per step; otherwise it is the mean since the last log. The first
+    process prints the verdict when training ends.
 
-    What the trainer reports to (``report_to``: W&B, TensorBoard, MLflow, Trackio, Comet, ...) gets the newest
+    The trainer's loggers (``report_to``: W&B, TensorBoard, MLflow, Trackio, Comet, ...) receive the newest
     audited step with every log of the trainer, under the tags of
-    :class:`~halfulp.integrations.scalars.Scalars`. ``report=False`` keeps it from them; True logs it also
-    where ``report_to`` is empty. With ``rehearse=``, every evaluation of the trainer is made as if for every
-    rehearsal as well, and logged beside the real one as ``eval_loss_as_if/SPEC``, with ``/lower`` and
-    ``/upper`` for its bounds.
+    :class:`~halfulp.integrations.scalars.Scalars`. With ``rehearse=``, every evaluation of the trainer is
+    repeated as if for every rehearsal and logged beside the real one as ``eval_loss_as_if/SPEC``, with
+    ``/lower`` and ``/upper`` for its bounds.
+
+    Args:
+        grids: The grids to audit.
+        out: The folder of the trace.
+        verdict: Print the verdict when training ends.
+        report: False sends nothing to the loggers; True logs even if ``report_to`` is empty.
+        options: Options of :class:`halfulp.Audit`.
     """
 
     def __init__(
@@ -88,7 +95,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
             trainer.log(made)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """What a checkpoint holds, the trace holds too."""
+        """Write the trace up to this step, so that it covers everything in the checkpoint."""
         if self.running.audit is not None:
             self.running.audit.commit()
 
@@ -96,8 +103,34 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         self.running.stop()
 
 
+class ContractCallback(_Base):  # type: ignore[misc]  # a class of a library that may be missing
+    """Hold the optimizer of a ``Trainer`` to a precision contract, from its first step on and after a resume.
+
+    Args:
+        action: ``"raise"`` or ``"warn"``.
+        **terms: Those of :func:`halfulp.require`, such as ``weights="float32"`` or ``arrives=0.99``.
+    """
+
+    def __init__(self, *, action: Literal["raise", "warn"] = "raise", **terms: Any) -> None:
+        require("transformers")
+        super().__init__()
+        self.terms, self.action = Terms.of(terms), action
+        self.contract: Contract | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Begin with the optimizer as it is now, after a checkpoint was loaded."""
+        self.contract = Contract([_real(optimizer)], self.terms, [model], action=self.action)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop checking."""
+        if self.contract is not None:
+            self.contract.release()
+
+
 def _trainer() -> Any:
-    """The trainer whose log called this callback."""
+    """Return the trainer whose log called this callback."""
     kind = require("transformers").Trainer
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -108,7 +141,7 @@ def _trainer() -> Any:
 
 
 def _evaluation() -> tuple[Any, Any, dict[str, Any]] | None:
-    """The trainer whose ``evaluate`` called this callback, its data, and what it was called with."""
+    """Return the trainer whose ``evaluate`` called this callback, its data, and what it was called with."""
     kind = require("transformers").Trainer
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -121,7 +154,7 @@ def _evaluation() -> tuple[Any, Any, dict[str, Any]] | None:
 
 
 def _again(trainer: Any, loader: Any, options: dict[str, Any]) -> dict[str, float]:
-    """The trainer's evaluation once more, for its loss alone, and without anybody else hearing of it."""
+    """Run the trainer's evaluation again for its loss alone, with all callbacks disabled."""
     handler = trainer.callback_handler
     trainer.callback_handler = copy.copy(handler)
     trainer.callback_handler.callbacks = []
@@ -133,7 +166,7 @@ def _again(trainer: Any, loader: Any, options: dict[str, Any]) -> dict[str, floa
 
 
 def _real(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside accelerate's wrapper."""
+    """Return the torch optimizer inside accelerate's wrapper."""
     while not isinstance(optimizer, WriteBack) and type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -1,6 +1,6 @@
-"""Lightning: pass ``callbacks=[AuditCallback(["bf16", "e4m3@128"])]`` to its ``Trainer``.
+"""Audit a Lightning ``Trainer``: pass it ``callbacks=[AuditCallback(["bf16", "e4m3@128"])]``.
 
-Works with ``lightning`` and with ``pytorch_lightning``, with automatic and manual optimization.
+This works with ``lightning`` and with ``pytorch_lightning``, with automatic and manual optimization.
 """
 
 from __future__ import annotations
@@ -8,28 +8,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from halfulp.contract import Contract, Terms
 from halfulp.errors import UsageError
-from halfulp.grids import Grid
 from halfulp.integrations.optional import AuditedRun, base_class, require
+from halfulp.numbers.grids import Grid
 
 _Base: Any = base_class("lightning.pytorch.callbacks:Callback", "pytorch_lightning.callbacks:Callback")
 
 
 class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that may be missing
-    """Audit a ``Trainer.fit``. ``options`` are those of :class:`halfulp.Audit`.
+    """Audit a ``Trainer.fit``.
 
     The trace goes to ``out``, by default ``halfulp`` in the trainer's root folder (``halfulp-2`` if that is
-    taken). A run that resumes from a checkpoint goes on with its trace. The loss is that of the training
-    step, averaged over accumulated batches. The first process prints the verdict when training ends. The
-    trainer's loggers get every audited step that Lightning would log (``log_every_n_steps``), on its own
-    axis, under the tags of :class:`~halfulp.integrations.scalars.Scalars`, unless ``report=False``. With
-    ``rehearse=``, every validation is made as if for every rehearsal as well, and what the module logs as
-    ``monitor`` goes to the loggers as ``MONITOR_as_if/SPEC``, with ``/lower`` and ``/upper`` for its bounds;
-    in one process only.
+    taken). A run that resumes from a checkpoint continues its trace. The loss is that of the training step,
+    averaged over accumulated batches. The first process prints the verdict when training ends.
+
+    The trainer's loggers receive every audited step that Lightning would log (``log_every_n_steps``), on its
+    own axis, under the tags of :class:`~halfulp.integrations.scalars.Scalars`. With ``rehearse=``, every
+    validation is repeated as if for every rehearsal, in one process only; the value that the module logs as
+    ``monitor`` goes to the loggers as ``MONITOR_as_if/SPEC``, with ``/lower`` and ``/upper`` for its bounds.
+
+    Args:
+        grids: The grids to audit.
+        out: The folder of the trace.
+        verdict: Print the verdict when training ends.
+        monitor: The name under which the module logs the validation loss.
+        report: Send audited steps to the trainer's loggers.
+        options: Options of :class:`halfulp.Audit`.
     """
 
     def __init__(
@@ -75,7 +84,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
             logger.log_metrics(made, step=trainer.global_step)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """What a checkpoint holds, the trace holds too."""
+        """Write the trace up to this step, so that it covers everything in the checkpoint."""
         if self.running.audit is not None:
             self.running.audit.commit()
 
@@ -84,6 +93,30 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.running.stop()
+
+
+class ContractCallback(_Base):  # type: ignore[misc]  # a class of a library that may be missing
+    """Hold the optimizers of a ``Trainer.fit`` to a precision contract, also after a resume.
+
+    Args:
+        action: ``"raise"`` or ``"warn"``.
+        **terms: Those of :func:`halfulp.require`, such as ``weights="float32"`` or ``arrives=0.99``.
+    """
+
+    def __init__(self, *, action: Literal["raise", "warn"] = "raise", **terms: Any) -> None:
+        require("lightning.pytorch", "pytorch_lightning")
+        super().__init__()
+        self.terms, self.action = Terms.of(terms), action
+        self.contract: Contract | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin with the optimizers as they are now, after a checkpoint was loaded."""
+        self.contract = Contract(list(trainer.optimizers), self.terms, [pl_module], action=self.action)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stop checking."""
+        if self.contract is not None:
+            self.contract.release()
 
 
 class ModuleValidation:
@@ -139,7 +172,7 @@ def _loaders(given: Any) -> list[Any]:
 
 
 def _size(batch: Any) -> int:
-    """The first dimension of the first tensor in a batch, as Lightning takes it."""
+    """Return the first dimension of the first tensor in a batch, as Lightning takes it."""
     if isinstance(batch, torch.Tensor):
         return int(batch.shape[0]) if batch.dim() else 1
     inside = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()

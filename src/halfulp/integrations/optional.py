@@ -9,19 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from halfulp.audit.as_if import RandomState
-from halfulp.audit.recorder import Audit
-from halfulp.audit.verdict import verdict
+from halfulp.audit.rehearsal.as_if import RandomState
+from halfulp.audit.session import Audit
 from halfulp.errors import MissingError, UsageError
 from halfulp.integrations.scalars import Scalars
 from halfulp.text import plain, tell
 from halfulp.trace import Trace, free_folder, newest_folder
+from halfulp.verdicts.answer import verdict, whence
 
 
 def base_class(*places: str) -> Any:
-    """The first class ``module:name`` whose module can be imported; ``object`` if none can.
+    """Return the first class ``module:name`` whose module can be imported; ``object`` if none can.
 
-    Modules stay importable without the library they are for; :func:`require` tells who makes use of them.
+    Modules stay importable without the library that they integrate; :func:`require` reports it on use.
     """
     loaded = [p for p in places if p.partition(":")[0] in sys.modules]
     for place in [*loaded, *places]:
@@ -34,7 +34,11 @@ def base_class(*places: str) -> Any:
 
 
 def require(*modules: str) -> Any:
-    """The first module that can be imported, or an error that says what to install."""
+    """Return the first module that can be imported.
+
+    Raises:
+        MissingError: If none can; the message says what to install.
+    """
     for module in modules:
         try:
             return importlib.import_module(module)
@@ -52,17 +56,17 @@ class AuditedRun:
     ) -> None:
         self.grids, self.out, self.show_verdict, self.options = grids, out, show_verdict, options
         self.scalars, self.reported = Scalars(), 0
-        """What the trainer's own loggers are told, and of which step they were told last."""
+        """The values for the trainer's own loggers, and the last step that was reported to them."""
         self.audit: Audit | None = None
         self.folder: Path | None = None
         self.measure: str | None = None
-        """Whose losses the trace holds: the first that was evaluated."""
+        """The measure whose losses the trace holds: the first that was evaluated."""
         self.trouble: str | None = None
-        """Why nothing is evaluated as if any more."""
+        """Why as-if evaluation stopped, if it did."""
         self.verified: set[str] = set()
 
     def start(self, optimizers: Any, model: Any, usual: Path, done: int) -> None:
-        """Begin at the step after ``done``; a run that goes on goes on with its trace."""
+        """Begin at the step after ``done``; a resumed run continues its trace."""
         self.stop()
         goes_on = self.options.get("resume", done > 0)
         self.folder = (
@@ -79,7 +83,7 @@ class AuditedRun:
         self.scalars, self.reported = Scalars(), done
 
     def news(self) -> dict[str, float]:
-        """Tags and values of the newest step that was audited, for a logger; none if it knows them."""
+        """Return the tags and values of the newest audited step for a logger; empty if already reported."""
         newest = {} if self.audit is None else self.audit.latest
         if not newest or newest["step"] <= self.reported:
             return {}
@@ -89,11 +93,11 @@ class AuditedRun:
     def evaluated(
         self, name: str, real: float, again: Callable[[], float], *, verify: bool = False
     ) -> dict[str, float]:
-        """Take an evaluation, and ``again`` as if for every rehearsal: what a logger is to be told.
+        """Record an evaluation, repeat it as if for every rehearsal, and return the values for a logger.
 
-        Tags are ``NAME_as_if/SPEC`` for the point, with ``/lower`` and ``/upper`` for the bounds. What
-        cannot be evaluated again is said, and left alone from then on. ``verify``: whether ``again`` gives
-        the real loss for the model as it is must be seen the first time.
+        Tags are ``NAME_as_if/SPEC`` for the point, with ``/lower`` and ``/upper`` for the bounds. An
+        evaluation that cannot be repeated is reported, and not attempted again. With ``verify``, the first
+        call checks that ``again`` returns the real loss for the model as it is.
         """
         if self.audit is None:
             return {}
@@ -132,8 +136,8 @@ class AuditedRun:
             return
         audit.stop()
         if self.show_verdict and audit.writes:
-            tell(*verdict(Trace.open(self.folder)).lines)
-            tell("", f"The trace is in {plain(str(self.folder))}.")
+            trace = Trace.open(self.folder)
+            tell(*verdict(trace).lines, "", whence(trace, self.folder))
 
 
 def _check(own: float, real: float) -> None:

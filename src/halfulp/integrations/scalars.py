@@ -14,21 +14,35 @@ LONGEST = 120
 class Scalars:
     """Turns what a listener is called with into tags and values.
 
-    ``halfulp/frozen/GRID`` and ``halfulp/never_moved/GRID`` (shares of all weights), ``halfulp/gain/GRID``
+    ``halfulp/frozen/GRID`` (the share of updates lost), ``halfulp/never_moved/GRID``, ``halfulp/gain/GRID``
     (how much of the update arrives), ``halfulp/update_ratio``, and ``halfulp/tensor/NAME/GRID`` for up to
     ``worst`` tensors a grid: those that lose the majority of their updates, the worst first. A tensor that is
-    shown once is shown from then on.
+    shown once is shown from then on. Of moments and copies that are followed,
+    ``halfulp/roles/ROLE/frozen/GRID`` and ``never_moved``, under the names that they have in the trace. What
+    is not known at a step is left out.
     """
 
     def __init__(self, worst: int = 8) -> None:
         self.worst = worst
         self._shown: dict[str, list[str]] = {}
+        self._roles: dict[str, int] = {}
+        """The newest reported step of every tracked state."""
 
     def of(self, summary: dict[str, Any]) -> dict[str, float]:
-        """Tags and values of one step."""
-        out = {f"halfulp/frozen/{tag(g)}": share for g, share in summary["frozen"].items()}
-        out |= {f"halfulp/never_moved/{tag(g)}": share for g, share in summary["never_moved"].items()}
-        out |= {f"halfulp/gain/{tag(g)}": share for g, share in summary.get("gain", {}).items()}
+        """Return the tags and values of one step."""
+        out = {
+            f"halfulp/{what}/{tag(g)}": share
+            for what in ("frozen", "never_moved", "gain")
+            for g, share in summary.get(what, {}).items()
+        }
+        for role, beside in summary.get("roles", {}).items():
+            if self._roles.get(role) != beside["step"]:
+                self._roles[role] = beside["step"]
+                for what in ("frozen", "never_moved"):
+                    places = {
+                        f"halfulp/roles/{tag(role)}/{what}/{tag(g)}": x for g, x in beside[what].items()
+                    }
+                    out |= places
         out["halfulp/update_ratio"] = summary["update_ratio"]
         tensors = summary["tensors"]
         for grid in summary["frozen"]:
@@ -41,20 +55,20 @@ class Scalars:
             for name in here:
                 if name in tensors:
                     out[f"halfulp/tensor/{tag(name)}/{tag(grid)}"] = tensors[name][grid]
-        return out
+        return {name: value for name, value in out.items() if value == value}
 
 
 class Dashboard:
-    """A listener that tells somebody else's dashboard of every audited step.
+    """A listener that sends every audited step to an external dashboard.
 
-    Where that fails (a full disk, a server that is gone) it is said once, and the dashboard is told nothing
-    from there on: the training goes on, and so does the audit.
+    The first failure (a full disk, an unreachable server) is reported once and disables the dashboard;
+    training and audit continue.
     """
 
     def __init__(self, worst: int) -> None:
         self.scalars = Scalars(worst)
         self.trouble: str | None = None
-        """Why the dashboard is no longer told, if it is not."""
+        """Why the dashboard was disabled, if it was."""
 
     def __call__(self, summary: dict[str, Any]) -> None:
         if self.trouble is not None:
@@ -69,14 +83,14 @@ class Dashboard:
             )
 
     def show(self, step: int, values: dict[str, float]) -> None:
-        """Tell it tags and values of a step."""
+        """Send the tags and values of a step to the dashboard."""
         raise NotImplementedError
 
 
 def tag(name: str) -> str:
-    """A name as a part of a tag: letters, digits and ``_ . @ # -``, and not too long.
+    """Return a name as part of a tag: letters, digits and ``_ . @ # -``, with limited length.
 
-    What had to be changed gets a mark, so that different names stay different.
+    A changed name gets a mark, so that different names stay different.
 
     >>> tag("transformer.h.0.attn.weight"), tag("int8/row")
     ('transformer.h.0.attn.weight', 'int8-row')

@@ -1,4 +1,4 @@
-"""TensorBoard: pass ``listeners=[TensorBoard("runs/board")]`` to an audit or to a trainer's callback."""
+"""Write to TensorBoard: pass ``listeners=[TensorBoard("runs/board")]`` to an audit or trainer callback."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from halfulp.integrations.scalars import Dashboard
 
 
 class TensorBoard(Dashboard):
-    """Writes every audited step to a log folder, or to a ``SummaryWriter`` that is there already.
+    """A listener that writes every audited step to TensorBoard.
 
     Tags are those of :class:`~halfulp.integrations.scalars.Scalars`.
+
+    Args:
+        where: A log folder, or an existing ``SummaryWriter``.
+        worst: Number of tensors shown per grid.
     """
 
     def __init__(self, where: Any, *, worst: int = 8) -> None:

@@ -1,4 +1,4 @@
-"""Codes: grid values as small integers, and back."""
+"""Encode grid values as small integers, and decode them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 
 from halfulp.errors import UsageError
-from halfulp.grids import Grid
-from halfulp.kernels import reference
+from halfulp.kernels import native, reference
 from halfulp.kernels.plan import (
     Plan,
     as_floats,
@@ -25,8 +24,8 @@ from halfulp.kernels.plan import (
     scales_of,
     with_values,
 )
-from halfulp.kernels.pool import run
 from halfulp.kernels.reference import tiles_of
+from halfulp.numbers.grids import Grid
 
 Array = npt.NDArray[Any]
 
@@ -38,9 +37,7 @@ def encode(
     scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Codes of the nearest grid values: uint8 for grids of at most eight bits, int32 otherwise."""
-    from halfulp.kernels import cpu
-
+    """Encode the nearest grid values: uint8 for grids of at most eight bits, int32 otherwise."""
     x = checked(x, "x")
     plan = plan_for(grid, x.dtype)
     shape = tuple(x.shape)
@@ -61,16 +58,7 @@ def encode(
         same_shape(x=x, out=out)
     direct = out is not None and out.dtype == dtype and out.is_contiguous() and out.device.type == "cpu"
     codes = out if out is not None and direct else torch.empty(shape, dtype=dtype, device="cpu")
-    args = (
-        flat,
-        codes.reshape(-1).numpy(),
-        plan.floats,
-        plan.ints,
-        plan.masks,
-        plan.grid.bits,
-        plan.grid.integer,
-    )
-    bad = run(cpu.encode_tiles, tiles_of(flat.size), *args)
+    bad = _encode(flat, codes.view(-1).numpy(), plan)
     if bad:
         at = int(torch.nonzero(~torch.isfinite(x.reshape(-1)))[0])
         raise UsageError(
@@ -82,12 +70,40 @@ def encode(
     return out if codes is out else out.copy_(codes)
 
 
-def _expand(scales: Array, plan: Plan, shape: tuple[int, ...]) -> Array:
-    from halfulp.kernels import cpu_scaled
+def _encode(x: Array, codes: Array, plan: Plan) -> int:
+    """Encode flat values of a fixed grid; return how many were not finite."""
+    if native.library() is None:
+        wide = as_floats(x).astype(np.float64)
+        fine = np.isfinite(wide)
+        codes[:] = reference.encode(np.where(fine, wide, 0), plan.grid)
+        return int((~fine).sum())
+    bad = np.zeros(1, dtype=np.int64)
+    call = native.call_of(
+        "encode", **plan.numbers, stored=native.OF_ARRAY[x.dtype], bits=plan.grid.bits,
+        integer=plan.grid.integer, x=x, codes=codes, size=x.size, bad=bad,
+    )  # fmt: skip
+    native.run("encode", tiles_of(x.size), call)
+    return int(bad[0])
 
-    each = np.empty(math.prod(shape))
-    cpu_scaled.expand(scales, 0, *plan.layout(shape), each)
-    return each
+
+def _decode(codes: Array, table: Array, out: Array) -> int:
+    """Look values up; return how many codes have none."""
+    if native.library() is None:
+        out[:] = table[codes]
+        return int(np.isnan(out).sum())
+    bad = np.zeros(1, dtype=np.int64)
+    call = native.call_of(
+        "decode", bytes=codes.itemsize, codes=codes, values=table, out=out, size=codes.size, bad=bad
+    )
+    native.run("decode", tiles_of(codes.size), call)
+    return int(bad[0])
+
+
+def _expand(scales: Array, plan: Plan, shape: tuple[int, ...]) -> Array:
+    """The scale of every coordinate."""
+    row, length = plan.layout(shape)
+    each = np.repeat(scales.reshape(-1, -(-row // length)), length, axis=1)[:, :row]
+    return np.asarray(np.broadcast_to(each, (math.prod(shape) // row, row)).reshape(-1))
 
 
 def decode(
@@ -97,9 +113,7 @@ def decode(
     scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Values of codes, in a container; codes outside the grid are refused."""
-    from halfulp.kernels import cpu
-
+    """Decode codes to values of a container; refuse codes outside the grid."""
     if not isinstance(codes, torch.Tensor):
         raise UsageError(f"codes must be a tensor, not {type(codes).__name__}.")
     with_values(codes, "codes")
@@ -116,10 +130,7 @@ def decode(
         raise UsageError(f"codes must be integers, not {codes.dtype}.")
     low, high = (int(flat.min()), int(flat.max())) if flat.size else (0, 0)
     out = np.empty(flat.size)
-    if low >= 0 and high < table.size:
-        bad = run(cpu.decode_tiles, tiles_of(flat.size), flat, table, out)
-    else:
-        bad = -1
+    bad = _decode(flat, table, out) if low >= 0 and high < table.size else -1
     if bad:
         raise UsageError(
             f"not codes of grid {g.name}: they lie in [{low}, {high}], the grid's are those of "
@@ -133,7 +144,7 @@ def decode(
 
 @lru_cache(maxsize=64)
 def code_table(g: Grid) -> Array:
-    """The values of all codes of as many bits as the grid has; not a number where there is no such code."""
+    """Return the values of all codes of the grid's width; NaN where a code does not exist."""
     codes = np.arange(2**g.bits, dtype=np.int64)
     values = np.full(codes.size, np.nan)
     values[reference.is_code(codes, g)] = reference.decode(codes[reference.is_code(codes, g)], g)

@@ -13,37 +13,30 @@ moving scale needs a reduction between the proposal and its rounding, hence pass
 The invariant is equality, so nothing here may depend on the device: no fused multiply-add, no
 approximate division, no atomics, no reduction whose order the compiler picks. Why not
 ``torch.compile``? It promises none of these, and compiles again for every list of grids.
-
-``python -m halfulp.kernels.gpu`` compiles the kernels for several architectures, on a machine with
-or without a GPU, and prints registers and spills.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import subprocess
-import tempfile
 from functools import lru_cache
-from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from halfulp.grids import Grid, Scaling
 from halfulp.kernels import gpu_tiles as device
-from halfulp.kernels import onepass_reference as onepass
 from halfulp.kernels import reference
 from halfulp.kernels.params import SCALED, params, table, working
-from halfulp.streams import Stream
+from halfulp.kernels.writing import Carry, Scales
+from halfulp.numbers.grids import Grid
+from halfulp.numbers.scaling import Scaling
+from halfulp.numbers.streams import Stream
 
 Array = npt.NDArray[Any]
 
-# So few warps, and yet every value stays in a register (see compile_report). Told nothing, the assembler
-# would spill some values of write_tile to reach a rounder number of registers.
+# So few warps, and yet every value stays in a register (see tests/gpu_compiled.py). Told nothing, the
+# assembler would spill some values of write_tile to reach a rounder number of registers.
 OPTIONS: dict[str, dict[str, Any]] = {
     name: {"enable_fp_fusion": False, "num_warps": warps, "maxnreg": most}
     for name, warps, most in (
@@ -55,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ("step_tile", 4, None),
     )
 }
-PTXAS = ("--fmad=false", "--regAllocOptLevel=2")  # what Triton passes to the assembler with these options
+NO_SCALES = Scales(None)
 TO = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -116,7 +109,7 @@ def _work(x: torch.Tensor) -> str:
 
 
 def _has_scales(grid: Grid, x: torch.Tensor) -> bool:
-    """Whether the grid is rounded as a quotient, in float64."""
+    """Return True if the grid is rounded as a quotient, in float64."""
     return params(grid, _work(x)).kind == SCALED
 
 
@@ -125,13 +118,13 @@ def _row(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _memory(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel is given of a tensor: contiguous, bfloat16 as its bit pattern."""
+    """Return a tensor as a kernel reads it: contiguous, bfloat16 as its bit pattern."""
     x = x.detach().contiguous()
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 def _segments(x: torch.Tensor, grid: Grid) -> tuple[int, int, int]:
-    """Row length, segments a row, segment length."""
+    """Return the row length, the segments per row and the segment length."""
     if grid.scaling is None:
         return max(x.numel(), 1), 1, max(x.numel(), 1)
     row, length = grid.scaling.segment_length(tuple(x.shape))
@@ -169,7 +162,7 @@ def _run(
 
 
 def _options(name: str, constants: dict[str, Any]) -> dict[str, Any]:
-    """How a kernel is launched: with more warps for larger tiles, so that values stay in registers."""
+    """Choose launch options: more warps for larger tiles, so that values stay in registers."""
     rows = constants.get("K", 0) * constants.get("MANY", 0)
     more = max(min(rows // 256, 4), 1)  # with still more warps, each has too few registers
     if constants.get("MANY", 1) > 1 and constants.get("SCALES"):  # several small tiles, each with its scales
@@ -180,7 +173,7 @@ def _options(name: str, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def score_shape(tile: int) -> dict[str, int]:
-    """How a program that scores tiles of a size lays them out: see :mod:`~halfulp.kernels.gpu_tiles`."""
+    """Compute the layout of a program that scores tiles of a size: see :mod:`~halfulp.kernels.gpu_tiles`."""
     rows = reference.tree_size(tile) // 3
     return {"SIZE": tile, "K": rows, "LEVELS": rows.bit_length() - 1, "MANY": max(256 // rows, 1)}
 
@@ -219,22 +212,26 @@ def write_back(
     stream: Stream | None = None,
     moved: torch.Tensor | None = None,
     want_sums: bool = True,
-    scales: Array | torch.Tensor | None = None,
-    carry: torch.Tensor | None = None,
-    carry_in: bool = True,
+    scale: Scales = NO_SCALES,
+    carry: Carry | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The next stored values into ``out`` (which may be q or z); counts and sums per tile.
 
-    ``moved`` (uint8, one bit a coordinate) and ``carry`` (of q's type, float32 or float64) are
+    ``moved`` (uint8, one bit a coordinate) and the carry (of q's type, float32 or float64) are
     contiguous and updated in place. Sums that are not wanted are zero.
     """
+    scales, stored = scale
+    rest, add = (None, False) if carry is None else carry
     scaled = _has_scales(grid, q)
+    moves = grid.scaling is not None and grid.scaling.moves
     f, k = _row(grid, q)
-    each = f
+    each = old = f
+    if moves:
+        old = _scales_or(scales if stored is None else stored, q, reference.rule_of_stored(grid))
     if scaled:
         whole = z
-        if carry is not None and carry_in:
-            whole = torch.where(torch.isfinite(z + carry), z + carry, z)
+        if rest is not None and add:
+            whole = torch.where(torch.isfinite(z + rest), z + rest, z)
         each = _scales_or(scales, q if _from_old(grid) else whole, grid)
     k0, k1, offset = _key(stream, mode)
     tiles = reference.tiles_of(q.numel())
@@ -243,11 +240,11 @@ def write_back(
     target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     _run(
         device.write_tile, q,
-        _memory(q), _memory(z), _memory(target), f, k, each, *_segments(q, grid),
-        counts if moved is None else moved, counts if carry is None else carry, counts, sums,
+        _memory(q), _memory(z), _memory(target), f, k, each, old, *_segments(q, grid),
+        counts if moved is None else moved, counts if rest is None else rest, counts, sums,
         q.numel(), k0, k1, offset,
-        MODE=mode, SCALES=scaled, TO=TO[q.dtype], ALIGNED=offset % 32 == 0,
-        MARK=moved is not None, CARRY=0 if carry is None else 2 if carry_in else 1, SUMS=want_sums,
+        MODE=mode, SCALES=scaled, MOVES=moves, TO=TO[q.dtype], ALIGNED=offset % 32 == 0,
+        MARK=moved is not None, CARRY=0 if rest is None else 2 if add else 1, SUMS=want_sums,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
@@ -276,10 +273,10 @@ def _project(
 def audit(
     w: torch.Tensor, d: torch.Tensor, after: bool, grids: list[Grid] | tuple[Grid, ...], phase: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """What each grid would do to proposals d at weights w: the six parts of the reference's answer.
+    """Count what each grid would do to proposals d at weights w: the six parts of the reference's result.
 
-    ``after``: d holds the weights after the step. Phases that are not wanted are zero, and so is what
-    follows coordinates over steps, which is not done here.
+    With ``after``, d holds the weights after the step. Without ``phase``, phases are zero. Coordinates are
+    not followed over steps here, so the expected sums are always zero.
     """
     tiles, where = reference.tiles_of(w.numel()), w.device
     counts = torch.zeros((tiles, len(grids), len(reference.AUDIT_COUNTS)), dtype=torch.int32, device=where)
@@ -312,158 +309,15 @@ def score(
     """The sums behind every allocation score, (tiles, 8); ``after``: u is the weights after the step."""
     scaled = _has_scales(grid, w)
     f, k = _row(grid, w)
-    q, z, then = w, w, f
+    q, z, now, then = w, w, f, f
     if scaled:
-        q, z, _, then = _project(w, u, after, grid, g)
+        q, z, now, then = _project(w, u, after, grid, g)
     tiles, shape = reference.tiles_of(w.numel(), tile), score_shape(tile)
     scores = torch.empty((tiles, len(reference.SCORES)), dtype=torch.float64, device=w.device)
     _run(
         device.score_tile, w,
-        _memory(w), _memory(g), _memory(u), _memory(q), _memory(z), f, k, then, *_segments(w, grid),
-        scores, w.numel(),
+        _memory(w), _memory(g), _memory(u), _memory(q), _memory(z), f, k, now, then,
+        *_segments(w, grid), scores, w.numel(),
         programs=-(-tiles // shape["MANY"]), **shape, AFTER=after, SCALES=scaled, TO=TO[w.dtype],
     )  # fmt: skip
     return scores
-
-
-# ---- compiling without a GPU --------------------------------------------------------------------
-
-# name: (type of values, of the float table, of the integer table, TO)
-_CONTAINERS = {
-    "float32": ("*fp32", "*fp32", "*i32", 0),
-    "bfloat16": ("*i16", "*fp32", "*i32", 1),
-    "float64": ("*fp64", "*fp64", "*i64", 0),
-}
-_TYPES = {
-    "scales": "*fp64", "next_scales": "*fp64", "sums": "*fp64", "scores": "*fp64", "arrived": "*fp64",
-    "counts": "*i32", "shared": "*i32", "phases": "*i64", "moved": "*u8", "row": "i64", "per_row": "i64",
-    "length": "i64", "n": "i64", "offset": "i64", "k0": "i32", "k1": "i32", "n_grids": "i32", "number": "i32",
-    "rates": "*fp32", "m0": "i32", "m1": "i32", "every": "i32",
-}  # fmt: skip
-_ROUND: dict[str, Any] = {"MODE": reference.STOCHASTIC, "ALIGNED": True}
-_WRITE: dict[str, Any] = {"MODE": reference.DEADZONE, "ALIGNED": True, "MARK": True, "CARRY": 2, "SUMS": True}
-_AUDIT: dict[str, Any] = {"AFTER": True, "PHASE": True}
-_STEP: dict[str, Any] = {
-    "RULE": onepass.ADAMW, "MODE": reference.STOCHASTIC, "KEEPS": onepass.NOTHING, "SMALL": True,
-    "EIGHT": False, "DRAWN": True, "MARK": True, "SUMS": True, "ALIGNED": True,
-}  # fmt: skip
-
-# The largest form of every kernel (kernel, container, constants), and the commonest.
-VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    *(
-        ("write_tile", c, _WRITE | {"SCALES": False, "CARRY": 0 if c == "bfloat16" else 2})
-        for c in _CONTAINERS
-    ),
-    *(("audit_tile", c, _AUDIT) for c in _CONTAINERS),
-    ("round_tile", "float32", _ROUND | {"SCALES": False}),
-    ("round_tile", "float32", _ROUND | {"MODE": reference.NEAREST, "SCALES": False}),
-    ("round_tile", "float32", _ROUND | {"ALIGNED": False, "SCALES": True}),
-    ("write_tile", "float32", _WRITE | {"SCALES": True}),
-    ("audit_scaled_tile", "bfloat16", {"AFTER": True}),
-    *(
-        ("score_tile", "float32", {"AFTER": True, "SCALES": scales} | score_shape(tile))
-        for tile in (1, 96, reference.TILE, 1536)
-        for scales in (False, True)
-    ),
-    ("step_tile", "bfloat16", _STEP),
-    ("step_tile", "bfloat16", _STEP | {"MODE": reference.NEAREST, "KEEPS": onepass.REMAINDER}),
-    (
-        "step_tile",
-        "float32",
-        _STEP | {"DRAWN": False, "MODE": reference.DEADZONE, "KEEPS": onepass.ERROR, "ALIGNED": False},
-    ),
-    (
-        "step_tile",
-        "float32",
-        _STEP | {"DRAWN": False, "RULE": onepass.NESTEROV, "KEEPS": onepass.CARRY},
-    ),
-)
-
-
-def compile_ptx(name: str, holder: str, constants: dict[str, Any], arch: int, **options: Any) -> str:
-    """The PTX of one variant for one architecture (80: sm_80), with the options of a launch or others."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from halfulp.kernels import gpu_onepass
-
-    kernel: Any = getattr(gpu_onepass if name == "step_tile" else device, name)
-    values, floats, ints, to = _CONTAINERS[holder]
-    scaled = constants.get("SCALES", name == "audit_scaled_tile")
-    constants = constants | ({} if name == "step_tile" else {"TO": to})
-    types = _TYPES | {"f": "*fp64" if scaled else floats, "k": "*i64" if scaled else ints}
-    signature = {a: "constexpr" if a in constants else types.get(a, values) for a in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
-    made = triton.compile(
-        ASTSource(kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", arch, 32),
-        options=_options(name, constants) | options,
-    )
-    return str(made.asm["ptx"])
-
-
-def _assemble(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers a thread, and bytes spilled, according to the assembler that Triton brings."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    tool = get_ptxas(arch) if signature(get_ptxas).parameters else get_ptxas()  # one for all before 3.5
-    found = re.search(r"\.target (sm_\w+)", ptx)
-    assert found is not None
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [tool.path, "-v", *PTXAS, f"--gpu-name={found[1]}", source, "-o"]
-        log = subprocess.run(
-            [*command, Path(folder, "kernel.cubin")], capture_output=True, text=True, check=True
-        ).stderr
-    registers = re.search(r"Used (\d+) registers", log)
-    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
-    assert registers is not None, log
-    return int(registers[1]), sum(int(s) for s in spilled)
-
-
-def count_hazards(ptx: str) -> dict[str, int]:
-    """Instructions that could break equality with the reference, by kind.
-
-    ``fused``: a multiplication with an addition (the one-pass step asks for some). ``approximate``: a
-    division or another function. ``flushed``: subnormals taken for zero; not in ``floor``, whose argument is
-    never negative here.
-    """
-    return {
-        "fused": len(re.findall(r"\bfma\.", ptx)) + len(re.findall(r"\bfma\.rn\.f32x2\b", ptx)),
-        "approximate": len(re.findall(r"\.approx\b|\bdiv\.full\b", ptx)),
-        "flushed": len(re.findall(r"\.ftz\b", ptx)) - len(re.findall(r"\bcvt\.rmi\.ftz\b", ptx)),
-    }
-
-
-def compile_report(archs: tuple[int, ...] = (80, 90, 100, 120)) -> list[dict[str, Any]]:
-    """Compile every kernel ahead of time, and say what it takes. Needs no GPU."""
-    rows = []
-    for name, holder, constants in VARIANTS:
-        for arch in archs:
-            ptx = compile_ptx(name, holder, constants, arch)
-            registers, spilled = _assemble(ptx, arch)
-            row = {"kernel": name, "container": holder, "constants": constants, "arch": arch}
-            row |= {
-                "warps": _options(name, constants)["num_warps"],
-                "registers": registers,
-                "spill_bytes": spilled,
-            }
-            rows.append(row | count_hazards(ptx))
-    return rows
-
-
-def _print_report() -> None:
-    head = f"{'kernel':<18}{'container':<10}{'sm':>4}{'warps':>6}{'registers':>10}{'spills':>7}  constants"
-    print(head)
-    for row in compile_report():
-        constants = " ".join(f"{k}={int(v)}" for k, v in row["constants"].items())
-        print(
-            f"{row['kernel']:<18}{row['container']:<10}{row['arch']:>4}{row['warps']:>6}"
-            f"{row['registers']:>10}{row['spill_bytes']:>7}  {constants}"
-        )
-
-
-if __name__ == "__main__":
-    _print_report()

@@ -21,8 +21,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from halfulp import streams
 from halfulp.kernels import params, reference
+from halfulp.numbers import streams
 
 # Triton reads globals only as constexpr.
 PARITY = tl.constexpr(streams.PARITY)
@@ -35,6 +35,8 @@ ODD, KEEP, MANT = tl.constexpr(params.ODD), tl.constexpr(params.KEEP), tl.conste
 INVERSE = tl.constexpr(params.INVERSE)
 LEFT, RIGHT = tl.constexpr(params.LEFT), tl.constexpr(params.RIGHT)
 TO_BF16, TO_FP16 = tl.constexpr(1), tl.constexpr(2)
+P0, P1, P2, P3, P4, P5, P6, P7 = (tl.constexpr(c) for c in reference.LOG2_POLYNOMIAL)
+PHASE_ONE = tl.constexpr(reference.PHASE_ONE)
 
 
 # ---- reading tables ------------------------------------------------------------------------------
@@ -140,6 +142,24 @@ def store(p: tl.tensor, i: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
         tl.store(p + i, x.to(p.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def log2_points(a: tl.tensor) -> Any:
+    """log2 of positive values in fixed point: reference.log2_ratio's digits."""
+    if a.dtype == tl.float64:
+        small = a < 2.2250738585072014e-308  # subnormal: the exponent field does not tell
+        u = bits(tl.where(small, a * 18014398509481984.0, a))
+        e = (u >> 52).to(tl.int32) - tl.where(small, 1023 + 54, 1023)
+        t = as_float((u & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float32) - 1.0
+    else:
+        small = a < 1.1754943508222875e-38
+        u = bits(tl.where(small, a * 16777216.0, a))
+        e = (u >> 23) - tl.where(small, 127 + 24, 127)
+        t = as_float((u & 0x7FFFFF) | 0x3F800000) - 1.0
+    p = ((((((P7 * t + P6) * t + P5) * t + P4) * t + P3) * t + P2) * t + P1) * t + P0
+    points = (p * t * 65536.0 + 12582912.0) - 12582912.0  # to the nearest integer, ties to even
+    return e * PHASE_ONE + points.to(tl.int32)
+
+
 # ---- words ---------------------------------------------------------------------------------------
 
 
@@ -172,7 +192,7 @@ def threefry(k0: tl.tensor, k1: tl.tensor, c0: tl.tensor, c1: tl.tensor) -> Any:
 
 @triton.jit
 def blocks(key: tl.tuple, i: tl.tensor, level: tl.tensor) -> Any:
-    """Both words of the Threefry blocks of elements i (int64, global): see halfulp.streams."""
+    """Both words of the Threefry blocks of elements i (int64, global): see halfulp.numbers.streams."""
     block = ((i >> 5) << 4) + (i & 15)
     high = (block >> 32).to(tl.uint32) | (level.to(tl.uint32) << 26)
     return threefry(
@@ -270,7 +290,7 @@ def any_of(flags: tl.tensor) -> Any:
 
 @triton.jit
 def settle(fraction: tl.tensor, tied: tl.tensor, key: tl.tuple, i: tl.tensor) -> Any:
-    """U < fraction, to the last digit, where the first digits tied: reference._stochastic_up."""
+    """U < fraction, to the last digit, where the first digits tied: reference.stochastic_up."""
     up = tied & ~tied
     tied = tied & (fraction > 0)
     level = tl.full((), 0, tl.int32)

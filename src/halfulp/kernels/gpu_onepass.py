@@ -120,7 +120,7 @@ def any_flag(flags: tl.tensor) -> Any:
 
 @triton.jit
 def settle_short(fraction: tl.tensor, tied: tl.tensor, key: tl.tuple, i: tl.tensor) -> Any:
-    """U < fraction, to the last digit, where the first digits tied: reference._stochastic_up."""
+    """U < fraction, to the last digit, where the first digits tied: reference.stochastic_up."""
     up = tied & ~tied
     tied = tied & (fraction > 0)
     level = tl.full((), 0, tl.int32)
@@ -165,7 +165,7 @@ def proposals(
     memory: tl.tuple, i: tl.tensor, mask: tl.tensor, a: tl.tuple,
     RULE: tl.constexpr, KEEPS: tl.constexpr, SMALL: tl.constexpr, EIGHT: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """What is stored and proposed, the next moments, and the denominator of the step."""
+    """Compute the stored and the proposed values, the next moments, and the denominator of the step."""
     stored, grad, first, second, kept = memory
     q = load(stored, i, mask)
     w = q
@@ -204,7 +204,7 @@ def spread(scalar: tl.tensor, like: tl.tensor) -> Any:
 
 @triton.jit
 def master_of(z: tl.tensor, d: tl.tensor, EIGHT: tl.constexpr) -> Any:
-    """What a remainder can keep of a master."""
+    """Return a master as a remainder can keep it."""
     u = magnitude(bits(z))
     if EIGHT:
         low = u & 255
@@ -294,6 +294,7 @@ def step_run(
                 fed = m + x * rest * a[FEED]
             else:
                 fed = tl.fma(rest, spread(a[FEED], m), m)
+            fed = tl.where(finite(fed), fed, m)  # what the moment cannot hold is not fed back
             m = tl.where(a[FEED] != 0, fed, m)
     if KEEPS == MASTER:
         store(kept, i, z, mask & ok)

@@ -8,7 +8,7 @@ k and k + 128, then k and k + 64, ... So it is eight sums over an axis of length
 compiler can do in another order, and then three columns from left to right.
 
 *For words*, a tile is three runs of 256, a run is eight groups of 32, and a group is two halves that
-own the two words of the same sixteen Threefry blocks (:mod:`halfulp.streams`). A program takes the
+own the two words of the same sixteen Threefry blocks (:mod:`halfulp.numbers.streams`). A program takes the
 halves of a run as two 8 x 16 blocks, so that no Threefry block is computed twice.
 
 *For scores*, whose tiles have any size, a program does one tile, or as many small ones as take no more room
@@ -32,6 +32,7 @@ from halfulp.kernels.gpu_maths import (
     LO,
     MANT,
     NEAREST,
+    PHASE_ONE,
     STOCHASTIC,
     as_float,
     bits,
@@ -41,6 +42,7 @@ from halfulp.kernels.gpu_maths import (
     floats_at,
     ints_at,
     load,
+    log2_points,
     nearest,
     place,
     scales_at,
@@ -53,10 +55,8 @@ DEADZONE = tl.constexpr(reference.DEADZONE)
 SCALED = tl.constexpr(params.SCALED)
 UP, POINTS = tl.constexpr(params.UP), tl.constexpr(params.POINTS)
 T_SUB, T_ZERO = tl.constexpr(params.T_SUB), tl.constexpr(params.T_ZERO)
-P0, P1, P2, P3, P4, P5, P6, P7 = (tl.constexpr(c) for c in reference.LOG2_POLYNOMIAL)
-PHASE_ONE = tl.constexpr(reference.PHASE_ONE)
 WRITE_SUMS = tl.constexpr(len(reference.WRITE_SUMS))
-AUDIT_COUNTS = tl.constexpr(len(reference.AUDIT_COUNTS))  # only the first five are of one step alone
+AUDIT_COUNTS = tl.constexpr(len(reference.AUDIT_COUNTS))  # never_moved is not of one step alone
 CARRY_OUT, CARRY_IN = tl.constexpr(1), tl.constexpr(2)  # a carry is only written; also read
 
 
@@ -240,11 +240,24 @@ def carried(z: tl.tensor, carry: tl.tensor) -> Any:
 
 
 @triton.jit
+def unchanged(
+    q: tl.tensor, r: tl.tensor, idle: tl.tensor, element: tl.tensor, scale: tl.tensor, MOVES: tl.constexpr
+) -> Any:
+    """Find the coordinates that are frozen when r is written over q, as reference.unchanged does.
+    ``element`` is the code of q; element * scale is exact."""
+    same = r == q
+    if MOVES:
+        same = same | idle | (r.to(tl.float64) == element * scale)
+    return same
+
+
+@triton.jit
 def write_some(
     stored: tl.tensor, proposed: tl.tensor, out: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple,
-    segments: tl.tuple, moved: tl.tensor, carry: tl.tensor, start: tl.tensor, n: tl.tensor,
-    key: tl.tuple, offset: tl.tensor,
-    MODE: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr, MARK: tl.constexpr, CARRY: tl.constexpr,
+    segments: tl.tuple, old_segments: tl.tuple, moved: tl.tensor, carry: tl.tensor, start: tl.tensor,
+    n: tl.tensor, key: tl.tuple, offset: tl.tensor,
+    MODE: tl.constexpr, SCALES: tl.constexpr, MOVES: tl.constexpr, TO: tl.constexpr, MARK: tl.constexpr,
+    CARRY: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Write half a run back; returns its counts, packed."""
     i = half_run(start)
@@ -254,15 +267,20 @@ def write_some(
     ok = finite(z)
     if CARRY == CARRY_IN:
         z = carried(z, load(carry, i, mask))
+    element = scale
+    if MOVES:
+        old = scales_at(old_segments, i, mask)
+        element = place(q, old, drawn, f, k, key, offset + i, NEAREST, SCALES, TO).to(tl.float64) / old
     if MODE == DEADZONE:
         r = place(z, scale, drawn, f, k, key, offset + i, NEAREST, SCALES, TO)
-        dead = (r == q) & (z != q)
+        dead = unchanged(q, r, z == q, element, scale, MOVES) & (z != q)
         r = tl.where(dead, place(z, scale, drawn, f, k, key, offset + i, STOCHASTIC, SCALES, TO), r)
     else:
         r = place(z, scale, drawn, f, k, key, offset + i, MODE, SCALES, TO)
     r = tl.where(ok, r, q)
     store(out, i, r, mask)
     ok = ok & mask
+    same = unchanged(q, r, z == q, element, scale, MOVES)
     element = r.to(tl.float64) / scale if SCALES else r
     end = (element >= f[HI]) | (element <= f[LO])
     if CARRY:  # beyond the ends of the range, what is not written never could be
@@ -270,8 +288,8 @@ def write_some(
         store(carry, i, tl.where(beyond, 0.0, z - r), ok)
     never = mask & ~mask
     if MARK:
-        never = mask & mark_moved(moved, start, n, ok & (r != q))
-    return pack_three(ok & (r == q), ok & (z == q), ok & end), pack_two(mask & ~ok, never)
+        never = mask & mark_moved(moved, start, n, ok & ~same)
+    return pack_three(ok & same, ok & (z == q), ok & end), pack_two(mask & ~ok, never)
 
 
 @triton.jit
@@ -306,17 +324,18 @@ def sum_written(
 @triton.jit(do_not_specialize=["row", "per_row", "length", "k0", "k1", "offset"])
 def write_tile(
     stored: tl.tensor, proposed: tl.tensor, out: tl.tensor, f: tl.tensor, k: tl.tensor,
-    scales: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
+    scales: tl.tensor, old_scales: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
     moved: tl.tensor, carry: tl.tensor, counts: tl.tensor, sums: tl.tensor,
     n: tl.tensor, k0: tl.tensor, k1: tl.tensor, offset: tl.tensor,
-    MODE: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr,
+    MODE: tl.constexpr, SCALES: tl.constexpr, MOVES: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr,
     MARK: tl.constexpr, CARRY: tl.constexpr, SUMS: tl.constexpr,
 ) -> None:  # fmt: skip
     """``out`` may be ``proposed`` or ``stored``. ``carry`` takes what is not written (CARRY_OUT) and is
-    first added to the proposal (CARRY_IN)."""
+    first added to the proposal (CARRY_IN). ``old_scales``, those of the stored values, are read if MOVES."""
     tile = this_tile()
     f, k = floats_at(f, 0), ints_at(k, 0)
     segments, key = (scales, row, per_row, length), (k0, k1)
+    old_segments = (old_scales, row, per_row, length)
     if SUMS:
         q, d, ok = sum_sizes(stored, proposed, carry, sums + WRITE_SUMS * tile, tile, n, CARRY)
         tl.debug_barrier()  # before anything is written over what other threads still read
@@ -327,12 +346,12 @@ def write_tile(
         i = offset + half_run(start)
         first, second = (i, i) if MODE == NEAREST else words(key, i, ALIGNED)
         a, b = write_some(
-            stored, proposed, out, first, f, k, segments, moved, carry, start, n, key, offset,
-            MODE, SCALES, TO, MARK, CARRY,
+            stored, proposed, out, first, f, k, segments, old_segments, moved, carry, start, n, key,
+            offset, MODE, SCALES, MOVES, TO, MARK, CARRY,
         )  # fmt: skip
         c, e = write_some(
-            stored, proposed, out, second, f, k, segments, moved, carry, start + 16, n, key, offset,
-            MODE, SCALES, TO, MARK, CARRY,
+            stored, proposed, out, second, f, k, segments, old_segments, moved, carry, start + 16, n, key,
+            offset, MODE, SCALES, MOVES, TO, MARK, CARRY,
         )  # fmt: skip
         three += a + c
         two += b + e
@@ -354,24 +373,6 @@ def pair_at(w: tl.tensor, d: tl.tensor, i: tl.tensor, mask: tl.tensor, AFTER: tl
     if AFTER:
         y = y - x
     return x, y
-
-
-@triton.jit
-def log2_points(a: tl.tensor) -> Any:
-    """log2 of positive values in fixed point: reference.log2_ratio's digits."""
-    if a.dtype == tl.float64:
-        small = a < 2.2250738585072014e-308  # subnormal: the exponent field does not tell
-        u = bits(tl.where(small, a * 18014398509481984.0, a))
-        e = (u >> 52).to(tl.int32) - tl.where(small, 1023 + 54, 1023)
-        t = as_float((u & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float32) - 1.0
-    else:
-        small = a < 1.1754943508222875e-38
-        u = bits(tl.where(small, a * 16777216.0, a))
-        e = (u >> 23) - tl.where(small, 127 + 24, 127)
-        t = as_float((u & 0x7FFFFF) | 0x3F800000) - 1.0
-    p = ((((((P7 * t + P6) * t + P5) * t + P4) * t + P3) * t + P2) * t + P1) * t + P0
-    points = (p * t * 65536.0 + 12582912.0) - 12582912.0  # to the nearest integer, ties to even
-    return e * PHASE_ONE + points.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["n_grids"])
@@ -433,10 +434,10 @@ def audit_scaled_tile(
     scale = scales_at((scales, row, per_row, length), i, mask)
     later = scales_at((next_scales, row, per_row, length), i, mask)
     r = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO)
-    frozen = r == q
     e = tl.maximum(exponent(bits(x.to(tl.float64) / scale)), k[EMIN])
     symmetric = tl.abs(y).to(tl.float64) < as_float(e - k[MANT]) * scale * 0.5
     element = q.to(tl.float64) / scale
+    frozen = unchanged(q, r, y == 0, element, later, True)
     end = (element >= f[HI]) | (element <= f[LO])
     zero = element == 0
     normal = tl.where(f[T_ZERO] < f[T_SUB], as_float(k[EMIN]), 0.0)  # integers have no subnormals
@@ -447,6 +448,7 @@ def audit_scaled_tile(
     at = counts + AUDIT_COUNTS * (tile * n_grids + number)
     store_three(at, total(pack_three(ok & frozen, ok & symmetric, ok & end)))
     store_two(at + 3, total(pack_two(ok & small, ok & zero)))
+    tl.store(at + 6, total((ok & frozen & (r != q)).to(tl.int32)))
 
 
 # ---- score ---------------------------------------------------------------------------------------
@@ -456,7 +458,7 @@ def audit_scaled_tile(
 def score_tile(
     w: tl.tensor, g: tl.tensor, u: tl.tensor, stored: tl.tensor, proposed: tl.tensor,
     f: tl.tensor, k: tl.tensor,
-    next_scales: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
+    scales: tl.tensor, next_scales: tl.tensor, row: tl.tensor, per_row: tl.tensor, length: tl.tensor,
     scores: tl.tensor, n: tl.tensor,
     SIZE: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, MANY: tl.constexpr,
     AFTER: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr,
@@ -465,14 +467,16 @@ def score_tile(
     f, k = floats_at(f, 0), ints_at(k, 0)
     i, mask = parts(n, SIZE, K, MANY)
     x, y = pair_at(w, u, i, mask, AFTER)
+    if SCALES:
+        q, z = load(stored, i, mask), load(proposed, i, mask)
+        element = q.to(tl.float64) / scales_at((scales, row, per_row, length), i, mask)
+        later = scales_at((next_scales, row, per_row, length), i, mask)
+        r = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO)
+        frozen = unchanged(q, r, y == 0, element, later, True)
     slope = load(g, i, mask).to(x.dtype)
     ok = mask & finite(x) & finite(y) & finite(slope)
     x, y, slope = tl.where(ok, x, 0.0), tl.where(ok, y, 0.0), tl.where(ok, slope, 0.0)
-    if SCALES:
-        q, z = load(stored, i, mask), load(proposed, i, mask)
-        later = scales_at((next_scales, row, per_row, length), i, mask)
-        frozen = place(z, later, i, f, k, (0, 0), i, NEAREST, True, TO) == q
-    else:
+    if not SCALES:
         q = nearest(x, f, k)
         frozen = nearest(fit(q + y, TO), f, k) == q
     b = (ok & frozen).to(tl.float64)

@@ -1,21 +1,21 @@
 """One optimizer step in one sweep over memory: moments, proposal, policy, codes and counts.
 
 :func:`steps` is the call on tensors; :mod:`~halfulp.kernels.onepass_reference` defines it,
-:mod:`~halfulp.kernels.onepass_lanes` does it.
+``native/onepass.cpp`` does it on the CPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from halfulp.grids import Grid
+from halfulp.kernels import fallback, native
 from halfulp.kernels.onepass_reference import (
     ADAM,
     ADAMW,
@@ -30,88 +30,41 @@ from halfulp.kernels.onepass_reference import (
     REMAINDER,
     SGD,
     WHOLE,
+    Policy,
     Settings,
     proposal,
     rates,
     small,
 )
-from halfulp.kernels.params import BITS, CUT, EMIN, INVERSE, MAGIC, MANT, SHIFT, params
-from halfulp.kernels.plan import key_of, plan_for
-from halfulp.kernels.pool import run
+from halfulp.kernels.params import BITS, CUT, MAGIC, TOP, params
+from halfulp.kernels.plan import Counted, Parts, addresses, key_of, plan_for
 from halfulp.kernels.reference import NEAREST, WRITE_COUNTS, WRITE_SUMS, tiles_of
-from halfulp.streams import Stream
+from halfulp.numbers.grids import Grid
 
 __all__ = [
-    "ADAM",
-    "ADAMW",
-    "CARRY",
-    "ERROR",
-    "LION",
-    "MASTER",
-    "NESTEROV",
-    "NOTHING",
-    "REMAINDER",
-    "SGD",
-    "Case",
-    "Job",
-    "Settings",
-    "kind_of",
-    "prepared",
-    "rates",
-    "small",
-    "step",
-    "steps",
+    "ADAM", "ADAMW", "CARRY", "ERROR", "LION", "MASTER", "NESTEROV", "NOTHING", "REMAINDER", "SGD",
+    "Case", "Job", "Jobs", "Policy", "Settings", "kind_of", "prepared", "rates", "small", "step", "steps",
     "torchs_end",
-]
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 
 
 @lru_cache(maxsize=256)
 def kind_of(grid: Grid) -> int | None:
-    """How lanes round to a grid in float32; None where they do not (scales that move, other exponents)."""
+    """Return how lanes round to a grid in float32; None if they cannot (moving scales, other exponents)."""
     if grid.scaling is not None:
         return None
     found = params(grid, "float32")
     if found.kind == MAGIC:
         return WHOLE if grid.integer else FLOAT
     bfloat = found.kind == BITS and found.ints[CUT] == 16 and grid.lo == -grid._fixed()[1]
-    return BFLOAT if bfloat and found.ints[4] == 0x7F7F0000 else None
-
-
-def _halved(grid: Grid) -> bool:
-    """Whether a grid's codes are cut out of a float16's pattern: sign, then at most five bits of exponent."""
-    if kind_of(grid) != FLOAT or grid.bits > 8 or grid.lo != -grid._fixed()[1]:
-        return False
-    return grid.last_index << (10 - grid.mantissa) < 0x7C00 and abs(grid._fixed()[0] + 14) < 100
-
-
-@lru_cache(maxsize=256)
-def _coding(grid: Grid, short: bool) -> tuple[Array, Array]:
-    """The numbers of :class:`halfulp.kernels.onepass_lanes.Coding`, floats and integers."""
-    found = params(grid, "float32")
-    k, top = found.ints, 1 << (grid.bits - 1)
-    quantum = grid.quantum
-    floats = [
-        grid.lo,
-        grid._fixed()[1],
-        quantum,
-        1 / quantum if kind_of(grid) != BFLOAT else 1,
-        2.0**16 if short else 2.0**31,
-    ]
-    ints = [k[EMIN], k[SHIFT], k[INVERSE], k[MANT], k[CUT], 1 << grid.mantissa, top, 32 - grid.bits]
-    if _halved(grid):
-        cut, unit = int(k[CUT]), 2.0 ** (14 + grid._fixed()[0])
-        floats += [2.0**cut / quantum, unit, 1 / unit]
-        ints += [grid.last_index << cut, cut - 16, 0xFFFF << (cut - 16), 16 - grid.bits, 10 - grid.mantissa]
-    else:
-        floats, ints = floats + [0] * 3, ints + [0] * 5
-    return np.array(floats, dtype=np.float32), np.array([int(i) for i in ints], dtype=np.int32)
+    return BFLOAT if bfloat and found.ints[TOP] == 0x7F7F0000 else None
 
 
 @dataclass(kw_only=True)
 class Case:
-    """What tensors that are moved in one call have in common: how, and how everything is stored."""
+    """The settings and the storage types shared by tensors that are moved in one call."""
 
     grid: Grid
     rule: int
@@ -126,10 +79,10 @@ class Case:
 class Job:
     """One contiguous tensor to be moved in place.
 
-    ``stored``: float32, bfloat16, or codes (uint8): a byte each, or packed to the bit. ``keys``: of the
-    streams of weights and of moments, two words each. ``offset``: where in the whole tensor this one begins.
-    ``plain``: the first element whose second moment is summed in the other order, see
-    :mod:`~halfulp.kernels.onepass_reference`. ``sums``: of every how many tiles."""
+    ``stored``: float32, bfloat16, or codes (uint8): a byte each, or packed to the bit. ``rates`` and ``keys``
+    (of the streams of weights and of moments, two words each): for :func:`steps`. ``offset``: where in the
+    whole tensor this one begins. ``plain``: the first element whose second moment is summed in the other
+    order, see :mod:`~halfulp.kernels.onepass_reference`. ``sums``: of every how many tiles."""
 
     stored: torch.Tensor
     grad: torch.Tensor
@@ -137,65 +90,83 @@ class Job:
     second: torch.Tensor | None
     kept: torch.Tensor | None
     moved: torch.Tensor | None
-    rates: Array
-    keys: tuple[int, int, int, int]
     offset: int
     plain: int
     sums: int
+    rates: Array = field(default_factory=lambda: np.empty(0, np.float32))
+    keys: tuple[int, ...] = (0, 0, 0, 0)
 
     @property
     def types(self) -> tuple[torch.dtype | None, ...]:
-        """How everything is stored: the same for all jobs of a call."""
+        """The storage types, which are the same for all jobs of a call."""
         kept = None if self.kept is None else self.kept.dtype
         return self.stored.dtype, self.grad.dtype, self.first.dtype, kept
 
 
-EMPTY = {
-    None: np.empty(0, np.float32), torch.float32: np.empty(0, np.float32), torch.uint8: np.empty(0, np.uint8),
-    torch.bfloat16: np.empty(0, np.uint16), torch.int16: np.empty(0, np.int16),
-    torch.int8: np.empty(0, np.int8),
-}  # fmt: skip
+class Jobs:
+    """Tensors of a case and of the same types that one call moves, and where everything of theirs lies.
+
+    What lasts from one step to the next is looked up once. The caller sees to it that it has not changed:
+    addresses of memory that is gone would be written to.
+    """
+
+    def __init__(self, case: Case, jobs: list[Job]) -> None:
+        self.case, self.jobs = case, jobs
+        ends, rows, n = [0], [], 0
+        for job in jobs:
+            size = job.first.numel()
+            bits = case.grid.bits if job.stored.numel() < size else 8
+            rest = (job.second, job.kept, job.moved)
+            rows.append((
+                job.stored.data_ptr(), 0, job.first.data_ptr(),
+                *(0 if x is None else x.data_ptr() for x in rest),
+                size, job.offset, job.plain, job.sums, n, bits,
+            ))  # fmt: skip
+            n += tiles_of(size)
+            ends.append(n)
+        self._table, self._ends = np.array(rows, dtype=np.int64), ends
+
+    def __call__(self, grads: Sequence[torch.Tensor], rates: Array, keys: Array) -> Counted:
+        """Make one step.
+
+        Args:
+            grads: Contiguous gradients, of the jobs' type.
+            rates: A row of :func:`rates` for each tensor.
+            keys: A row for each tensor: of the streams of weights and of moments, two words each.
+
+        Returns:
+            What was counted of each tensor, per tile (WRITE_COUNTS), and sums.
+        """
+        case, jobs = self.case, self.jobs
+        if jobs[0].stored.device.type != "cpu":
+            from halfulp.kernels import gpu_onepass
+
+            each = zip(jobs, grads, rates, keys.tolist(), strict=True)
+            return gpu_onepass.steps(
+                case, [replace(job, grad=g, rates=r, keys=tuple(k)) for job, g, r, k in each]
+            )
+        if native.library() is None:
+            return fallback.onepass(case, jobs, grads, rates, keys)
+        self._table[:, 1] = addresses(grads)
+        n, plan = self._ends[-1], plan_for(case.grid, torch.float32)
+        counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, len(WRITE_SUMS)))
+        stored, grad, moments, kept = jobs[0].types
+        call = native.call_of(
+            "onepass", **plan.numbers, rule=case.rule, mode=case.mode, keeps=case.keeps,
+            stored=native.STORED[stored], kept=native.STORED[kept], is_short=case.short, small=case.small,
+            narrow_grad=grad == torch.bfloat16, narrow_moments=moments == torch.bfloat16,
+            rounding=kind_of(plan.grid), top=1 << (plan.grid.bits - 1), tensors=len(jobs), rows=self._table,
+            rates=np.ascontiguousarray(rates), keys=np.ascontiguousarray(keys), counts=counts, totals=totals,
+        )  # fmt: skip
+        native.run("onepass", n, call)
+        return Parts(torch.from_numpy(counts), torch.from_numpy(totals), self._ends)
 
 
-def steps(case: Case, jobs: list[Job]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One step of tensors of a case and of the same types, in one call; what was counted of each, per tile
-    (WRITE_COUNTS), and sums."""
-    if jobs[0].stored.device.type != "cpu":
-        from halfulp.kernels import gpu_onepass
-
-        return gpu_onepass.steps(case, jobs)
-    from halfulp.kernels.onepass_lanes import tiles
-    from halfulp.kernels.onepass_stored import HALF, halves
-
-    resolved = plan_for(case.grid, torch.float32)
-    kind = kind_of(resolved.grid)
-    assert kind is not None
-    ends, table, n = [], [], 0
-    for job in jobs:
-        size = job.first.numel()
-        bits = case.grid.bits if job.stored.numel() < size else 8
-        table.append((
-            job.stored.data_ptr(), job.grad.data_ptr(), job.first.data_ptr(),
-            0 if job.second is None else job.second.data_ptr(),
-            0 if job.kept is None else job.kept.data_ptr(), 0 if job.moved is None else job.moved.data_ptr(),
-            size, job.offset, job.plain, job.sums, n, bits,
-        ))  # fmt: skip
-        n += tiles_of(size)
-        ends.append(n)
-    counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, len(WRITE_SUMS)))
-    codes = jobs[0].stored.dtype == torch.uint8
-    lanes = HALF if halves() and _halved(resolved.grid) else kind
-    # Where nothing is drawn, how many digits a draw has makes no other case.
-    short = case.short or (case.mode == NEAREST and not case.drawn)
-    made = tiles(case.rule, case.mode, case.keeps, lanes, short, case.small, case.drawn, codes)
-    stored, grad, moments, kept = (EMPTY[kind] for kind in jobs[0].types)
-    run(
-        made, n, stored, grad, moments, moments, kept, EMPTY[torch.uint8], np.array(table, dtype=np.int64),
-        np.stack([job.rates for job in jobs]), np.array([job.keys for job in jobs], dtype=np.uint32),
-        *_coding(resolved.grid, case.short), resolved.floats, resolved.ints, resolved.masks, counts, totals,
-    )  # fmt: skip
-    found = torch.from_numpy(counts), torch.from_numpy(totals)
-    return [(found[0][a:b], found[1][a:b]) for a, b in pairwise([0, *ends])]
+def steps(case: Case, jobs: list[Job]) -> Counted:
+    """Make one step of tensors of a case and of the same types, in one call: see :class:`Jobs`."""
+    numbers = np.stack([job.rates for job in jobs])
+    keys = np.array([job.keys for job in jobs], dtype=np.uint32)
+    return Jobs(case, jobs)([job.grad for job in jobs], numbers, keys)
 
 
 def prepared(
@@ -205,17 +176,14 @@ def prepared(
     second: torch.Tensor | None,
     grid: Grid,
     settings: Settings,
+    policy: Policy,
     *,
-    mode: int = NEAREST,
-    keeps: int = NOTHING,
-    kept: torch.Tensor | None = None,
-    stream: Stream | None = None,
-    drawing: Stream | None = None,
     plain: int | None = None,
     moved: torch.Tensor | None = None,
     sums: int = 0,
 ) -> tuple[Case, Job]:
-    """What :func:`steps` takes for one tensor, from what the reference takes."""
+    """Convert the reference's arguments to those of :func:`steps`, for one tensor."""
+    mode, keeps, kept, stream, drawing = policy
     k0, k1, offset = key_of(stream, mode, stored.numel())
     case = Case(
         grid=grid, rule=settings.rule, small=small(settings), mode=mode, keeps=keeps,
@@ -238,8 +206,11 @@ def step(*tensors: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def torchs_end(rule: int) -> int | None:
-    """How many elements torch's fused step takes at a time, so that the rest at the end of a tensor is summed
-    otherwise; None if its arithmetic is not the one of the reference (another compiler or processor)."""
+    """Return the number of elements that torch's fused step takes at a time.
+
+    The remainder at the end of a tensor is summed in another way. None if torch's arithmetic is not that of
+    the reference (another compiler or processor).
+    """
     if rule == LION:  # not torch's
         return 1
     made = torch.Generator("cpu").manual_seed(0)

@@ -34,14 +34,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from halfulp.grids import Grid
 from halfulp.kernels import reference
-from halfulp.streams import Stream
+from halfulp.numbers.grids import Grid
+from halfulp.numbers.streams import Stream
 
 Array = npt.NDArray[Any]
 real = np.float32
@@ -49,10 +49,10 @@ real = np.float32
 ADAMW, ADAM, SGD, NESTEROV, LION = 0, 1, 2, 3, 4
 """Rules. Those from SGD on have no second moment."""
 NOTHING, CARRY, ERROR, MASTER, REMAINDER = 0, 1, 2, 3, 4
-"""What a policy keeps of what it does not write: nothing; a carry beside the weight; the error, in the first
-moment; a master; what a bfloat16 weight lacks to its master, in 16 or 8 bits."""
+"""The ways in which a policy keeps what it does not write: nothing; a carry beside the weight; the error in
+the first moment; a master; the bits of a master beyond its bfloat16 weight, 16 or 8 of them."""
 BFLOAT, FLOAT, WHOLE = 0, 1, 2
-"""How stored values are made: bfloat16's patterns; sign and index; two's complement times a quantum."""
+"""The kinds of stored values: bfloat16's patterns; sign and index; two's complement times a quantum."""
 
 LARGEST = 0x7F7F7FFF
 """The largest master whose nearest bfloat16, ties away from zero, is finite."""
@@ -75,10 +75,37 @@ class Settings:
     dampening: float = 0.0
 
 
+class Policy(NamedTuple):
+    """The rule that turns proposals into stored values.
+
+    It says how to round, what to keep (``kept`` is updated in place), and the random draws of stored values
+    and of moments in bfloat16.
+    """
+
+    mode: int = reference.NEAREST
+    keeps: int = NOTHING
+    kept: Any = None
+    stream: Stream | None = None
+    drawing: Stream | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """The form of :class:`Settings` that a kernel call takes."""
+
+    rule: int
+    rates: tuple[float, ...]
+    small: bool
+
+
 @lru_cache(maxsize=64)
-def rates(s: Settings) -> Array:
+def rates(s: Settings | Made) -> Array:
     """The numbers of a step, float32: RATES. All tensors of a group have the same, so they are kept."""
-    made = dict.fromkeys(RATES, real(0)) | (_of_adam(s) if s.rule in (ADAMW, ADAM) else _of_one_moment(s))
+    if isinstance(s, Made):
+        return np.array(s.rates, dtype=real)
+    with np.errstate(over="ignore"):  # a rate of 1e-40 has no finite factor to feed errors back by
+        of_rule = _of_adam(s) if s.rule in (ADAMW, ADAM) else _of_one_moment(s)
+    made = dict.fromkeys(RATES, real(0)) | of_rule
     return np.array([made[name] for name in RATES], dtype=real)
 
 
@@ -117,8 +144,10 @@ def _of_adam(s: Settings) -> dict[str, Any]:
     }
 
 
-def small(s: Settings) -> bool:
-    """Whether Adam's moment moves from m towards g, or back from g: by the smaller of the two steps."""
+def small(s: Settings | Made) -> bool:
+    """Return True if Adam's moment moves from m towards g, False if back from g; the smaller step counts."""
+    if isinstance(s, Made):
+        return s.small
     return s.rule in (ADAMW, ADAM) and bool(abs(real(1 - s.betas[0])) < real(0.5))
 
 
@@ -137,7 +166,9 @@ def fma(a: Any, b: Any, c: Any) -> Array:
         return odd.view(np.float64).astype(real)
 
 
-def moments(w: Array, g: Array, m: Array, v: Array, s: Settings, plain: int) -> tuple[Array, Array, Array]:
+def moments(
+    w: Array, g: Array, m: Array, v: Array, s: Settings | Made, plain: int
+) -> tuple[Array, Array, Array]:
     """The weight as it is decayed, and the next moments."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
@@ -155,20 +186,20 @@ def moments(w: Array, g: Array, m: Array, v: Array, s: Settings, plain: int) -> 
     return w, m, v
 
 
-def denominator(v: Array, s: Settings) -> Array:
+def denominator(v: Array, s: Settings | Made) -> Array:
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
         return np.asarray(np.sqrt(v) / a["root"] + a["eps"])
 
 
-def proposed(w: Array, m: Array, v: Array, s: Settings) -> Array:
+def proposed(w: Array, m: Array, v: Array, s: Settings | Made) -> Array:
     """z, from what :func:`moments` gave."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
         return np.asarray(w + a["step"] * m / denominator(v, s))
 
 
-def one_moment(w: Array, g: Array, m: Array, s: Settings, plain: int) -> tuple[Array, Array]:
+def one_moment(w: Array, g: Array, m: Array, s: Settings | Made, plain: int) -> tuple[Array, Array]:
     """z and the next moment of a rule that has one."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
@@ -186,7 +217,9 @@ def one_moment(w: Array, g: Array, m: Array, s: Settings, plain: int) -> tuple[A
         return fma(fma(m, a["beta2"], g) if s.rule == NESTEROV else m, a["step"], w), m
 
 
-def proposal(w: Array, g: Array, m: Array, v: Any, s: Settings, plain: int) -> tuple[Array, Array, Any]:
+def proposal(
+    w: Array, g: Array, m: Array, v: Any, s: Settings | Made, plain: int
+) -> tuple[Array, Array, Any]:
     """z and the next moments, by any rule."""
     if s.rule in (ADAMW, ADAM):
         w, m, v = moments(w, g, m, v, s, plain)
@@ -201,14 +234,16 @@ def composed(q: Array, remainder: Array) -> Array:
 
 
 def kept_master(z: Array, remainder: Any, stream: Stream | None) -> Array:
-    """What remainders can keep of masters: all of it in 16 bits, 16 significant bits in 8. The largest are
-    cut where their nearest bfloat16 would be infinite."""
+    """Return masters as remainders keep them: exactly with 16 bits, to 16 significant bits with 8.
+
+    The largest are clipped where their nearest bfloat16 would be infinite.
+    """
     u = z.view(np.int32) & 0x7FFFFFFF
     most = LARGEST
     if remainder == np.int8:
         most = LARGEST & ~255
         assert stream is not None
-        u = (u & ~255) + 256 * reference._stochastic_up((u & 255) / 256.0, stream)
+        u = (u & ~255) + 256 * reference.stochastic_up((u & 255) / 256.0, stream)
     return np.asarray(
         (np.minimum(u, most).astype(np.int32) | (z.view(np.int32) & np.int32(-(2**31)))).view(real)
     )
@@ -233,21 +268,18 @@ def step(
     m: Array,
     v: Array | None,
     grid: Grid,
-    s: Settings,
+    s: Settings | Made,
+    policy: Policy,
     *,
-    mode: int = reference.NEAREST,
-    keeps: int = NOTHING,
-    kept: Array | None = None,
-    stream: Stream | None = None,
-    drawing: Stream | None = None,
     plain: int | None = None,
     moved: Array | None = None,
 ) -> tuple[Array, Array, Any, dict[str, Array]]:
     """One step of one tensor: the next stored values, both moments, and counts and sums per tile.
 
-    All float32, moments as bfloat16 patterns with ``drawing``. ``v`` is None where the rule has no second
-    moment. ``kept`` is updated in place.
+    All float32, moments as bfloat16 patterns where they are drawn. ``v`` is None where the rule has no second
+    moment.
     """
+    mode, keeps, kept, stream, drawing = policy
     plain = q.size if plain is None else plain
     if drawing is not None:
         m = (m.astype(np.uint32) << 16).view(real)
@@ -280,7 +312,8 @@ def step(
         if keeps == ERROR and feed != 0:
             assert wide is not None
             with np.errstate(all="ignore"):
-                m = fma(wide, feed, m) if v is None else m + denominator(v, s) * wide * feed
+                fed = fma(wide, feed, m) if v is None else m + denominator(v, s) * wide * feed
+            m = np.where(np.isfinite(fed), fed, m)  # what the moment cannot hold is not fed back
     if drawing is not None:
         digits = drawing.words(q.size)
         m = drawn(m, digits)

@@ -1,6 +1,6 @@
-"""What a fast kernel needs to know of a grid, as numbers of the container's type.
+"""Describe a grid to a fast kernel, as numbers of the container's type.
 
-Three ways to round, all exact:
+There are three ways to round, all exact:
 
 ``MAGIC``
     Adding and subtracting 1.5 * 2**(e + mant - m), with e the exponent of the value but at
@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from halfulp.elements import value_of
 from halfulp.errors import UsageError
-from halfulp.grids import CONTAINERS, Grid
+from halfulp.numbers.containers import CONTAINERS
+from halfulp.numbers.elements import value_of
+from halfulp.numbers.grids import Grid
 
 Array = npt.NDArray[Any]
 
@@ -97,13 +98,6 @@ def params(grid: Grid, work: str) -> Params:
     width = 8 * np.dtype(whole).itemsize  # INVERSE may not fit where it is not used: wrap it
     wrapped = [(i + (1 << (width - 1))) % (1 << width) - (1 << (width - 1)) for i in ints]
     return Params(kind, np.array(floats, dtype=real), np.array(wrapped, dtype=whole))
-
-
-def masks(work: str) -> Array:
-    """Exponent and sign masks of the working type."""
-    if work == "float32":
-        return np.array([0x7F800000, -(2**31)], dtype=np.int32)
-    return np.array([0x7FF << 52, -(2**63)], dtype=np.int64)
 
 
 def _marks(grid: Grid) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Tensors as flat arrays and grids as numbers: what every kernel call does first.
+"""Prepare kernel calls: convert tensors to flat arrays, and grids to numbers.
 
 A tensor of any shape, stride and device becomes one contiguous array, its own memory where possible. A grid
 becomes a :class:`Plan`: resolved for the container, with its numbers for the working type.
@@ -7,8 +7,9 @@ becomes a :class:`Plan`: resolved for the container, with its numbers for the wo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,19 @@ import numpy.typing as npt
 import torch
 
 from halfulp.errors import UsageError
-from halfulp.grids import Grid, container
-from halfulp.grids import grid as named
+from halfulp.kernels import native, reference
 from halfulp.kernels import params as _params
-from halfulp.kernels import reference
-from halfulp.kernels.pool import run
 from halfulp.kernels.reference import TILE
-from halfulp.streams import MAX_ELEMENTS, Stream
+from halfulp.numbers.containers import container
+from halfulp.numbers.grids import Grid
+from halfulp.numbers.grids import grid as named
+from halfulp.numbers.streams import MAX_ELEMENTS, Stream
 
 Array = npt.NDArray[Any]
 SPAN = 85 * TILE  # how much of a whole-tensor segment is one unit of work
 GRAIN_ELEMENTS = 128 * TILE
-NO_KEY = (np.uint32(0), np.uint32(0), 0)
+Key = tuple[int, int, int]
+"""The two words of a stream's key, and the element with which it begins."""
 
 
 # ---- tensors as flat arrays ---------------------------------------------------------------------
@@ -69,7 +71,7 @@ def proposals(d: torch.Tensor, w: torch.Tensor, what: str) -> None:
 
 
 def checked_tile(tile: Any) -> int:
-    """The size of a tile, if it is one."""
+    """Return the size of a tile; refuse an invalid one."""
     if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
         raise UsageError(
             f"a tile is a whole number of coordinates, 1 or more (such as the model's width), not {tile!r}."
@@ -88,8 +90,10 @@ def same_shape(**tensors: torch.Tensor) -> None:
 
 
 def flat_of(x: torch.Tensor) -> Array:
-    """A tensor's values as one contiguous array: its own memory where possible. bfloat16 comes as
-    bit patterns, float16 as a float32 copy."""
+    """Return a tensor's values as one contiguous array, in its own memory where possible.
+
+    bfloat16 values are returned as bit patterns, float16 values as a float32 copy.
+    """
     if x.requires_grad:
         x = x.detach()
     x = x.resolve_neg()  # numpy has no views that are negated when they are read
@@ -104,12 +108,12 @@ def flat_of(x: torch.Tensor) -> Array:
 
 
 def as_floats(x: Array) -> Array:
-    """A flat array as floats: bfloat16 patterns become float32."""
+    """Return a flat array as floats: bfloat16 patterns become float32."""
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x
 
 
 def deliver(result: Array, out: torch.Tensor) -> torch.Tensor:
-    """Put a flat result where the caller wants it, unless it is there already."""
+    """Copy a flat result to the caller's tensor, unless it is there already."""
     if result.dtype == np.uint16:
         made = torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
     else:
@@ -121,18 +125,18 @@ def deliver(result: Array, out: torch.Tensor) -> torch.Tensor:
 
 
 def destination(out: torch.Tensor) -> Array:
-    """A flat array to write results for ``out`` into: its own memory where possible."""
+    """Return a flat array for the results of ``out``, in its own memory where possible."""
     return flat_of(out if writes_directly(out) else torch.empty(out.shape, dtype=out.dtype, device="cpu"))
 
 
 def writes_directly(out: torch.Tensor) -> bool:
-    """Whether kernels can write into a tensor's own memory."""
+    """Return True if kernels can write into a tensor's own memory."""
     return out.is_cpu and out.is_contiguous() and out.dtype != torch.float16 and not out.is_neg()
 
 
-def key_of(stream: Stream | None, mode: int, numel: int) -> tuple[Any, Any, int]:
+def key_of(stream: Stream | None, mode: int, numel: int) -> Key:
     if mode == reference.NEAREST:
-        return NO_KEY
+        return 0, 0, 0
     if not isinstance(stream, Stream):
         raise UsageError(
             "stochastic rounding needs a stream: pass halfulp.Stream(seed=..., name=..., step=...), "
@@ -140,8 +144,38 @@ def key_of(stream: Stream | None, mode: int, numel: int) -> tuple[Any, Any, int]
         )
     if stream.offset + numel > MAX_ELEMENTS:
         raise UsageError(f"a stream has 2**58 elements; {stream.offset} + {numel} are too many.")
-    k0, k1 = stream.key
-    return np.uint32(k0), np.uint32(k1), stream.offset
+    return *stream.key, stream.offset
+
+
+# ---- many tensors in one call --------------------------------------------------------------------------
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> Array:
+    """Return the memory addresses of tensors."""
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+
+
+Counted = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""The counts of a call for each of its tensors: counts per tile, and sums."""
+
+
+class Parts(Sequence[tuple[torch.Tensor, torch.Tensor]]):
+    """The counts of many tensors in two arrays, sliced on demand.
+
+    For small tensors, slicing takes longer than counting.
+    """
+
+    def __init__(self, counts: torch.Tensor, sums: torch.Tensor, ends: Sequence[int]) -> None:
+        self.counts, self.sums, self._ends = counts, sums, ends
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, i: Any) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        a, b = self._ends[i], self._ends[i + 1]
+        return self.counts[a:b], self.sums[a:b]
 
 
 # ---- grids as numbers -----------------------------------------------------------------------------
@@ -157,14 +191,15 @@ class Plan:
     floats: Array
     ints: Array
 
-    @cached_property
-    def masks(self) -> Array:
-        return _params.masks(self.work)
+    @property
+    def numbers(self) -> dict[str, Array]:
+        """The numbers of the grid, as the C++ kernels take them."""
+        return {"floats": self.floats, "ints": self.ints}
 
-    @cached_property
-    def empty(self) -> Array:
-        """An array that tells kernels the working type."""
-        return np.empty(0, dtype=self.work)
+    def segments(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Return the segments of values that share a scale, as the C++ kernels take them."""
+        row, length = self.layout(shape)
+        return {"row": row, "length": length}
 
     def layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
         if self.grid.scaling is None:
@@ -197,49 +232,37 @@ def fixed_scales(plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -> Arra
     return reference.scales_from(np.zeros((s.segments(shape), 4)), plan.grid, dtype)
 
 
-def spans_of(plan: Plan, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(row, span length, number of spans) over which statistics are gathered."""
-    row, length = plan.layout(shape)
-    sums = plan.grid.scaling is not None and plan.grid.scaling.rule == "absmean"
-    span = SPAN if length == math.prod(shape) and not sums else length
-    return row, span, math.prod(shape) // row * math.ceil(row / span) if math.prod(shape) else 0
-
-
-def combine(stats: Array, segments: int) -> Array:
-    if len(stats) == segments:
-        return stats
-    top = stats[:, :2].max(axis=0, initial=-np.inf)
-    return np.array([[max(top[0], 0.0), top[1], stats[:, 2].sum(), stats[:, 3].sum()]])
-
-
-def wanted(grid: Grid) -> int:
-    """What the rule of a moving grid needs beside the largest magnitude."""
-    from halfulp.kernels import cpu_scaled
-
-    assert grid.scaling is not None
-    wants = {"dqt": cpu_scaled.SIGNED, "absmean": cpu_scaled.TOTAL}
-    return wants.get(grid.scaling.rule, cpu_scaled.MAGNITUDE)
-
-
-def blank_stats(spans: int) -> Array:
-    stats = np.zeros((spans, 4))
-    stats[:, 1] = -np.inf
-    return stats
-
-
 def scales_of(x: Array, plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
-    from halfulp.kernels import cpu_scaled
-
     fixed = fixed_scales(plan, shape, dtype)
     if fixed is not None:
         return fixed
     assert plan.grid.scaling is not None
-    row, span, spans = spans_of(plan, shape)
-    stats = blank_stats(spans)
-    want = wanted(plan.grid)
-    grain = max(GRAIN_ELEMENTS // span, 1)
-    run(cpu_scaled.span_stats, spans, x, row, span, want, plan.masks, plan.empty, stats, grain=grain)
-    return reference.scales_from(combine(stats, plan.grid.scaling.segments(shape)), plan.grid, dtype)
+    if native.library() is None:
+        return reference.scales(as_floats(x).reshape(shape), plan.grid, dtype)
+    stats = gathered(plan, shape, {"stored": native.OF_ARRAY[x.dtype], "w": x, "size": x.size})
+    return reference.scales_from(stats, plan.grid, dtype)
+
+
+def gathered(plan: Plan, shape: tuple[int, ...], step: dict[str, Any], proposed: bool = False) -> Array:
+    """Return the statistics of segments that a moving grid's rule reads (``StatsCall``)."""
+    scaling = plan.grid.scaling
+    assert scaling is not None
+    row, length = plan.layout(shape)
+    whole = length == math.prod(shape) and scaling.rule != "absmean"
+    span = SPAN if whole else length
+    spans = math.prod(shape) // row * math.ceil(row / span) if math.prod(shape) else 0
+    stats = np.zeros((spans, 4))
+    stats[:, 1] = -np.inf
+    wanted = {"dqt": 1, "absmean": 2}.get(scaling.rule, 0)  # beside magnitudes: signs, a sum
+    call = native.call_of(
+        "stats", **{**plan.numbers, **plan.segments(shape), **step}, proposed=proposed, want=wanted,
+        span=span, stats=stats,
+    )  # fmt: skip
+    native.run("stats", spans, call, max(GRAIN_ELEMENTS // span, 1))
+    if spans == scaling.segments(shape):
+        return stats
+    top = stats[:, :2].max(axis=0, initial=-np.inf)
+    return np.array([[max(top[0], 0.0), top[1], stats[:, 2].sum(), stats[:, 3].sum()]])
 
 
 def given_scales(scale: torch.Tensor | None, plan: Plan, shape: tuple[int, ...]) -> Array | None:

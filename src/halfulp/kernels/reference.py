@@ -1,27 +1,99 @@
-"""The obvious kernels: NumPy, one idea a line, no speed. They define the others.
+"""Define all kernels by slow and obvious NumPy code, one idea per line.
 
-Everything is done on magnitudes by *index* (see :mod:`halfulp.grids`): the codes around a
-value are ``value_of(n)`` and ``value_of(n + 1)`` with ``n = index_of(value)``. Arithmetic is
-in float64, in which every step below is exact for float32, bfloat16 and float16 containers,
-and for float64 containers wherever the element set itself is used (no moving scale).
+They round as :mod:`~halfulp.kernels.reference_rounding` does, whose names are here too. Tiles are runs of
+consecutive coordinates; counts and sums come per tile. A float sum over a tile is a *halving tree* over the
+tile padded with zeros (:func:`tile_sum`): a fixed order that NumPy, a CPU vector unit and a GPU can all
+follow, so results are equal to the last bit everywhere.
 
-Tiles are runs of consecutive coordinates; counts and sums come per tile. A float sum over a
-tile is a *halving tree* over the tile padded with zeros (:func:`tile_sum`): a fixed order that
-NumPy, a CPU vector unit and a GPU can all follow, so results are equal to the last bit everywhere.
+**When an update is lost.** A step proposes d at the stored value q and writes r. The coordinate is *frozen*
+if nothing of the proposal is written:
+
+* where scales are fixed, if the decoded value stays, r == q (-0 equals +0);
+* where scales are computed from the data (``grid.scaling.moves``), if the *code* stays, that is the element
+  value / scale, each value divided by its own scale. A scale that moves changes every decoded value, whether
+  or not anything was written to it. Two more coordinates are frozen there. One whose decoded value stays:
+  an MX block whose exponent moved has another code for the same value. And one whose proposal is zero:
+  whatever the scale does to it is no update.
+
+An update is *lost* if its proposal is not zero and the coordinate is frozen. Zero proposals are frozen on
+every grid, so lost = frozen - zero proposals, exactly. *Dragged* are frozen coordinates whose decoded value
+changed all the same (r != q), because the scale moved: frozen - dragged counts equal decoded values.
+:func:`unchanged` is this definition; every count, event, bit and score asks it or its twins.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from halfulp.elements import index_of, value_of
-from halfulp.errors import UsageError
-from halfulp.grids import Container, Grid, Scaling, container
-from halfulp.streams import Stream
+from halfulp.kernels.reference_rounding import (
+    DEADZONE,
+    MODES,
+    NEAREST,
+    STOCHASTIC,
+    contained,
+    decode,
+    encode,
+    exponent_of,
+    is_code,
+    limits,
+    round,
+    round_elements,
+    round_scaled,
+    scales,
+    scales_from,
+    segment_ids,
+    segment_stats,
+    stochastic_up,
+)
+from halfulp.numbers.elements import index_of, value_of
+from halfulp.numbers.grids import Grid
+from halfulp.numbers.streams import Stream
+
+__all__ = [
+    "ARRIVED",
+    "AUDIT_COUNTS",
+    "AUDIT_SUMS",
+    "DEADZONE",
+    "LOG2_POLYNOMIAL",
+    "MODES",
+    "NEAREST",
+    "PHASE_ONE",
+    "SCORES",
+    "SHARED_COUNTS",
+    "STOCHASTIC",
+    "TILE",
+    "WRITE_COUNTS",
+    "WRITE_SUMS",
+    "arrival",
+    "audit",
+    "contained",
+    "decode",
+    "encode",
+    "is_code",
+    "log2_ratio",
+    "phase_points",
+    "round",
+    "round_elements",
+    "rule_of_stored",
+    "scales",
+    "scales_from",
+    "score",
+    "segment_ids",
+    "segment_stats",
+    "stay_probability",
+    "stochastic_up",
+    "tile_count",
+    "tile_sum",
+    "tiled",
+    "tiles_of",
+    "tree_size",
+    "unchanged",
+    "write_back",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 
@@ -29,13 +101,11 @@ TILE = 768
 """Coordinates of a tile: of those that audits and write-backs count by, always, since there it is only a unit
 of work; of those that are scored, chosen by a mask and given masters, unless another size is asked for."""
 
-NEAREST, STOCHASTIC, DEADZONE = 0, 1, 2
-MODES = {"nearest": NEAREST, "stochastic": STOCHASTIC, "deadzone": DEADZONE}
-
-AUDIT_COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
-"""Per tile and grid: proposals that nearest rounding throws away; that the symmetric half-gap
-would throw away; codes at the ends of the range, below the smallest normal but not zero, zero;
-coordinates that no step so far has moved (zero unless they are followed)."""
+AUDIT_COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved", "dragged")
+"""Per tile and grid: coordinates that nearest rounding leaves frozen; that the symmetric half-gap
+would; codes at the ends of the range, below the smallest normal but not zero, zero; coordinates
+that were frozen at every step so far (zero unless they are followed); frozen ones whose decoded value
+changed because the scale moved."""
 SHARED_COUNTS = ("zero_proposal", "nonfinite")
 """Per tile, for all grids: proposals equal to zero; coordinates with a non-finite weight or proposal."""
 AUDIT_SUMS = ("weight_sq", "proposal_sq")
@@ -50,256 +120,62 @@ PHASE_ONE = 1 << 16
 """Fixed-point one of the uniform-phase sum."""
 
 
-# ---- the element set ----------------------------------------------------------------------
+# ---- the event --------------------------------------------------------------------------------
 
 
-def _exponent_of(magnitude: Array) -> Array:
-    return np.frexp(magnitude.astype(np.float64))[1].astype(np.int64)
+def rule_of_stored(grid: Grid) -> Grid:
+    """The grid whose rule finds the scales of stored values.
 
-
-def _limits(x: Array, grid: Grid) -> tuple[Array, Array]:
-    """Clamped magnitude, and the largest magnitude on that side of zero."""
-    limit = np.where(np.signbit(x), -grid.lo, grid._fixed()[1])
-    return np.minimum(np.abs(x), limit), limit
-
-
-def round_elements(x: Array, grid: Grid, mode: int = NEAREST, stream: Stream | None = None) -> Array:
-    """Round float64 values to the element set; non-finite values are handed back."""
-    finite = np.isfinite(x)
-    a, limit = _limits(np.where(finite, x, 0.0), grid)
-    n = index_of(a, grid)
-    low, high = value_of(n, grid), value_of(n + 1, grid)
-    if mode == NEAREST:
-        up = (a - low > high - a) | ((a - low == high - a) & (n % 2 == 1))
-    else:
-        assert stream is not None
-        up = _stochastic_up((a - low) / (high - low), stream)
-    r = np.where(up, high, low)
-    assert bool(np.all(r <= limit))
-    return np.where(finite, np.copysign(r, x), x)
-
-
-def _stochastic_up(fraction: Array, stream: Stream) -> Array:
-    """U < fraction, digit by digit of the stream's base: see :mod:`halfulp.streams`."""
-    up = np.zeros(fraction.shape, dtype=bool)
-    open_ = np.flatnonzero(fraction > 0)
-    rest = fraction.reshape(-1)[open_]
-    level = 0
-    while open_.size:
-        scaled = rest * 2.0**stream.bits
-        digit = np.floor(scaled)
-        words = stream.words_of(open_, level).astype(np.float64)
-        up.reshape(-1)[open_[words < digit]] = True
-        tied = (words == digit) & (scaled > digit)
-        open_, rest, level = open_[tied], (scaled - digit)[tied], level + 1
-    return up
-
-
-# ---- scales ----------------------------------------------------------------------------------
-
-
-def segment_ids(shape: tuple[int, ...], scaling: Scaling) -> Array:
-    """The segment of every element of a flattened tensor."""
-    row, length = scaling.segment_length(shape)
-    per_row = math.ceil(row / length)
-    i = np.arange(math.prod(shape), dtype=np.int64)
-    return i // row * per_row + i % row // length
-
-
-def segment_stats(x: Array, scaling: Scaling) -> Array:
-    """Per segment: largest magnitude, largest value, sum of magnitudes, count; finite values only."""
-    ids = segment_ids(x.shape, scaling)
-    flat = x.reshape(-1).astype(np.float64)
-    stats = np.zeros((scaling.segments(x.shape), 4))
-    stats[:, 1] = -np.inf
-    keep = np.isfinite(flat)
-    np.maximum.at(stats[:, 0], ids[keep], np.abs(flat[keep]))
-    np.maximum.at(stats[:, 1], ids[keep], flat[keep])
-    np.add.at(stats[:, 2], ids[keep], np.abs(flat[keep]))
-    np.add.at(stats[:, 3], ids[keep], 1.0)
-    return stats
-
-
-def scales_from(stats: Array, grid: Grid, dtype: Any) -> Array:
-    """The rule of a moving grid: statistics of segments to scales. Every kernel calls this one.
-
-    A segment without a non-zero value has scale 1: all its codes are zero.
+    It is the grid itself: the scale of rounded values is the one they were rounded with. Only the mean of
+    rounded values is another mean; but a mean is at most the largest magnitude, so the largest code is always
+    there, and tells.
     """
-    assert grid.scaling is not None and grid.largest is not None
-    s, top = grid.scaling, grid.largest
-    biggest, signed, total, count = stats.T
-    if s.rule == "given":
-        return np.full(len(stats), _short(np.array(s.scale), grid, dtype))
-    if s.rule == "mx":
-        emax = math.frexp(top)[1] - 1
-        exponent = np.clip(_exponent_of(biggest) - 1 - emax, -127, 127)
-        exponent = np.where(biggest > 0, exponent, -127)
-        return np.asarray(np.ldexp(1.0, exponent))
-    if s.rule == "nv":
-        return _nv_scales(biggest, grid, container(dtype))
-    if s.rule == "absmax":
-        scale = biggest / top
-    elif s.rule == "absmean":  # a mean is at most the largest, also where a sum of doubles has no room
-        scale = np.where(np.isinf(total), biggest, total / np.maximum(count, 1.0)) / top
-    else:  # dqt: the signed maximum; where it is not positive, the largest magnitude
-        scale = np.where(signed > 0, signed, biggest) / top
-    return np.where(scale > 0, _short(scale, grid, dtype), 1.0)
+    if grid.scaling is None or grid.scaling.rule != "absmean":
+        return grid
+    return replace(grid, scaling=replace(grid.scaling, rule="absmax"))
 
 
-def _short(scale: Array, grid: Grid, dtype: Any) -> Array:
-    """The scale rounded (nearest even) to so few bits that element * scale is exact in the container.
+def stored_scales(q: Array, grid: Grid, box: Any = None) -> Array:
+    """The scales of values that are stored on a moving grid: what packing them would keep beside the codes.
 
-    Where the container's smallest number leaves fewer bits than that, it is rounded down instead, to at least
-    one: then the largest magnitude still gets the largest code, and rounding twice is rounding once. So it is
-    where the largest code would be beyond the container's largest number: finite values stay finite.
+    Values that were drawn by stochastic rounding may have lost the largest code of a segment; they are then
+    taken for the nearest codes under the scale that they themselves give, and so are those of ``dqt``, whose
+    next write-back has the same scale.
     """
-    box = container(dtype)
-    assert grid.largest is not None
-    most = box.largest / max(grid.largest, -grid.lo)
-    scale = np.minimum(scale, most)
-    bits = min(box.mantissa + 1, 24) - grid._needed_bits
-    exponent = np.frexp(scale)[1] - bits
-    unit = np.maximum(exponent, box.emin - box.mantissa)
-    scaled, nearest = np.ldexp(scale, -unit), np.rint(np.ldexp(scale, -unit))
-    with np.errstate(over="ignore"):
-        near = (exponent == unit) & (np.ldexp(nearest, unit) <= most)
-    whole = np.where(near, nearest, np.maximum(np.floor(scaled), 1.0))
-    return np.asarray(np.ldexp(whole, unit))
+    return scales(q, rule_of_stored(grid), box)
 
 
-def _nv_scales(biggest: Array, grid: Grid, box: Container) -> Array:
-    """e4m3 block scales under a power-of-two tensor factor that lets the largest block just fit."""
-    from halfulp.grids import grid as named
-
-    e4m3 = named("e4m3")
-    assert e4m3.largest is not None and grid.largest is not None
-    top = grid.largest
-    peak = float(np.max(biggest, initial=0.0))
-    if peak == 0.0:
-        return np.ones(len(biggest))
-    factor = math.ldexp(1.0, math.frexp(e4m3.largest * top / peak)[1] - 1)
-    # Two choices make rounding twice rounding once. The tensor factor is the one that the *rounded* largest
-    # block asks for; and a subnormal block scale is rounded down, to at least one quantum, so that the
-    # largest magnitude of a block gets the largest code, as it does with a normal scale.
-    if float(round_elements(np.array(peak * factor / top), e4m3)) <= e4m3.largest / 2:
-        factor *= 2.0
-    finest = math.ldexp(1.0, box.emin - box.mantissa)  # the container must hold every element * scale
-    factor = min(factor, e4m3.quantum * grid.quantum / finest)
-    wanted = biggest * factor / top
-    small = np.maximum(np.floor(wanted / e4m3.quantum), 1.0) * e4m3.quantum
-    normal = round_elements(wanted, e4m3)
-    # Near the container's largest number, a block scale that was rounded up would make the largest code
-    # infinite; the one below never does.
-    below = value_of(np.maximum(index_of(normal, e4m3) - 1, 0), e4m3)
-    normal = np.where(normal * top > box.largest * factor, below, normal)
-    return np.where(wanted >= e4m3.smallest_normal, normal, small) / factor
-
-
-def scales(x: Array, grid: Grid) -> Array:
-    """The scales of a tensor, one a segment."""
+def elements(x: Array, grid: Grid, scale: Array) -> Array:
+    """The codes of values under a moving grid's scales, as float64 elements: x / scale, to the nearest."""
     assert grid.scaling is not None
-    return scales_from(segment_stats(x, grid.scaling), grid, x.dtype)
+    each = scale[segment_ids(x.shape, grid.scaling)].reshape(x.shape)
+    return np.asarray(round_scaled(x.astype(np.float64), each, grid, NEAREST, None) / each)
 
 
-# ---- rounding -------------------------------------------------------------------------------
-
-
-def round(
-    x: Array,
-    grid: Grid,
-    mode: int = NEAREST,
-    stream: Stream | None = None,
-    scale: Array | None = None,
+def unchanged(
+    q: Array, r: Array, idle: Array, grid: Grid, scale: Array | None, next_scale: Array | None
 ) -> Array:
-    """Round a tensor; same shape and dtype."""
-    g = grid.within(x.dtype)
-    if g.scaling is None:
-        r = round_elements(x.astype(np.float64), g, mode, stream)
-    else:
-        scale = scales(x, g) if scale is None else scale
-        each = scale[segment_ids(x.shape, g.scaling)].reshape(x.shape)
-        r = _round_scaled(x.astype(np.float64), each, g, mode, stream)
-    return r.astype(x.dtype)
+    """Find the coordinates that are frozen when r is written over q, as defined at the top of this module.
 
-
-def _round_scaled(x: Array, scale: Array, grid: Grid, mode: int, stream: Stream | None) -> Array:
-    """Round x to element * scale. The float64 quotient can only hide on which side of a midpoint
-    x lies by landing on the midpoint itself; there, midpoint * scale decides. With the scales that a
-    grid makes (24 bits at most) that cannot happen; a given scale of all 53 bits leaves a tie where the
-    rounded product is x."""
-    with np.errstate(over="ignore"):
-        ratio = x / scale
-    beyond = np.isfinite(x) & np.isinf(ratio)  # it saturates like any other large value
-    ratio = np.where(beyond, np.copysign(np.finfo(np.float64).max, ratio), ratio)
-    r = round_elements(ratio, grid, mode, stream)
-    if mode == NEAREST:
-        a, _ = _limits(np.where(np.isfinite(ratio), ratio, 0.0), grid)
-        n = index_of(a, grid)
-        low, high = value_of(n, grid), value_of(n + 1, grid)
-        middle = (a == (low + high) / 2) & (a == np.abs(ratio))
-        side = np.abs(x) - a * scale
-        r = np.where(middle & (side < 0), np.copysign(low, x), r)
-        r = np.where(middle & (side > 0), np.copysign(high, x), r)
-    return np.where(np.isfinite(x), r * scale, x)
-
-
-def encode(x: Array, grid: Grid, scale: Array | None = None) -> Array:
-    """Codes as int64: sign and index for floats, two's complement for integers."""
-    bad = ~np.isfinite(x)
-    if bad.any():
-        raise UsageError(
-            f"cannot encode {int(bad.sum())} non-finite value(s), the first at flat index "
-            f"{int(np.flatnonzero(bad)[0])}: grid {grid.name} has no code for them."
-        )
-    if grid.scaling is not None:
-        scale = scales(x, grid) if scale is None else scale
-        x = x / scale[segment_ids(x.shape, grid.scaling)].reshape(x.shape)
-    r = round_elements(x, grid)
-    if grid.integer:
-        return np.asarray(np.rint(r / grid.quantum).astype(np.int64) & (2**grid.bits - 1))
-    return np.asarray(index_of(np.abs(r), grid) | (np.signbit(r).astype(np.int64) << (grid.bits - 1)))
-
-
-def is_code(codes: Array, grid: Grid) -> Array:
-    """Which integers are codes of the grid."""
-    half = 1 << (grid.bits - 1)
-    x = _decoded(codes, grid)
-    return np.asarray((codes >= 0) & (codes < 2 * half) & (x >= grid.lo) & (x <= grid._fixed()[1]))
-
-
-def _decoded(codes: Array, grid: Grid) -> Array:
-    half = 1 << (grid.bits - 1)
-    if grid.integer:
-        return np.where(codes >= half, codes - 2 * half, codes) * grid.quantum
-    return value_of(codes & (half - 1), grid) * np.where(codes & half, -1.0, 1.0)
-
-
-def decode(codes: Array, grid: Grid, scale: Array | None = None) -> Array:
-    """Values as float64; a code outside the grid is refused."""
-    codes = codes.astype(np.int64)
-    wrong = ~is_code(codes, grid)
-    if wrong.any():
-        at = int(np.flatnonzero(wrong)[0])
-        raise UsageError(
-            f"{int(wrong.sum())} code(s) are not of grid {grid.name}; the first is "
-            f"{int(codes.reshape(-1)[at])} at flat index {at}."
-        )
-    x = _decoded(codes, grid)
-    if grid.scaling is not None and scale is not None:
-        x = x * scale[segment_ids(x.shape, grid.scaling)].reshape(x.shape)
-    return np.asarray(x)
+    ``idle`` marks zero proposals. ``scale`` and ``next_scale`` are the scales of q and of r.
+    """
+    same = np.asarray(r == q)
+    if grid.scaling is None or not grid.scaling.moves:
+        return same
+    assert scale is not None and next_scale is not None
+    return np.asarray(same | idle | (elements(q, grid, scale) == elements(r, grid, next_scale)))
 
 
 # ---- sums over tiles --------------------------------------------------------------------------
 
 
 def tiles_of(n: int, tile: int = TILE) -> int:
-    """How many tiles cover n coordinates."""
+    """Return the number of tiles that cover n coordinates."""
     return -(-n // tile)
 
 
 def tree_size(tile: int) -> int:
-    """What a tile is padded to before it is summed: the next 3 * 2**k.
+    """Return the size to which a tile is padded before it is summed: the next 3 * 2**k.
 
     >>> [tree_size(n) for n in (1, 5, 96, 100, 768)]
     [3, 6, 96, 192, 768]
@@ -327,7 +203,7 @@ def tile_sum(x: Array, tile: int = TILE) -> Array:
 
 
 def arrival(q: Array, r: Array, d: Array) -> Array:
-    """How much of the proposals d arrives where r is written over q: (tiles, ARRIVED).
+    """Measure how much of the proposals d arrives when r is written over q: (tiles, ARRIVED).
 
     The change r - q and the products are of the working type. One factor is first multiplied by a power of
     two, the inverse of the binade of the tile's largest proposal, so that no product leaves the range. The
@@ -358,12 +234,9 @@ def tile_count(x: Array) -> Array:
 # ---- audit ------------------------------------------------------------------------------------
 
 
-def written(q: Array, z: Array, grid: Grid, scale: Array | None = None) -> Array:
-    """Nearest write-back of z over q: the scale of a moving grid follows its rule."""
-    g = grid.within(q.dtype)
-    if g.scaling is not None and scale is None:
-        scale = scales(q if g.scaling.from_old else z, g)
-    return round(z, g, scale=scale)
+def next_scales(q: Array, z: Array, grid: Grid, box: Any = None) -> Array | None:
+    """The scales of a write-back of z over q, by the grid's rule."""
+    return None if grid.scaling is None else scales(q if grid.scaling.from_old else z, grid, box)
 
 
 def audit(
@@ -373,8 +246,9 @@ def audit(
     phase: bool = True,
     moved: Array | None = None,
     stay: Array | None = None,
+    box: Any = None,
 ) -> dict[str, Array]:
-    """What each grid would do to proposals d at weights w: counts and sums per tile.
+    """Count what each grid would do to proposals d at weights w, per tile.
 
     ``counts`` is (tiles, grids, AUDIT_COUNTS), ``shared`` (tiles, SHARED_COUNTS), ``sums``
     (tiles, AUDIT_SUMS), ``arrived`` (tiles, grids, ARRIVED) and ``phase`` (tiles, grids), in units of
@@ -382,48 +256,29 @@ def audit(
     A coordinate with a non-finite weight or proposal enters only the non-finite count.
 
     ``moved`` (grids, bytes of bits) and ``stay`` (grids, coordinates) follow every coordinate over the
-    steps and are updated in place: which ones nearest rounding ever moved, and with what probability
-    stochastic rounding never did. The sums of ``stay`` per tile come as ``expected``.
+    steps and are updated in place: the coordinates that nearest rounding ever moved, and the probability
+    that stochastic rounding never did. The sums of ``stay`` per tile are ``expected``. ``box`` is the
+    container, if not that of the arrays.
     """
     flat_w, flat_d = w.reshape(-1), d.reshape(-1)
     ok = np.isfinite(flat_w) & np.isfinite(flat_d)
     safe_w, safe_d = np.where(ok, flat_w, 0).astype(w.dtype), np.where(ok, flat_d, 0).astype(d.dtype)
-    n_tiles = tiles_of(flat_w.size)
-    counts = np.zeros((n_tiles, len(grids), len(AUDIT_COUNTS)), dtype=np.int32)
-    phases = np.zeros((n_tiles, len(grids)), dtype=np.int64)
-    expected = np.zeros((n_tiles, len(grids)))
-    arrived = np.zeros((n_tiles, len(grids), len(ARRIVED)))
+    shape = (tiles_of(flat_w.size), len(grids))
+    counts, arrived = np.zeros((*shape, len(AUDIT_COUNTS)), dtype=np.int32), np.zeros((*shape, len(ARRIVED)))
+    phases, expected = np.zeros(shape, dtype=np.int64), np.zeros(shape)
     for k, grid in enumerate(grids):
-        g = grid.within(w.dtype)
-        shaped = safe_w.reshape(w.shape)
-        scale = None if g.scaling is None else scales(shaped, g)
-        q = round(shaped, g, scale=scale)
-        with np.errstate(over="ignore"):
-            z = (q + safe_d.reshape(w.shape)).astype(w.dtype)
-        r = written(q, z, g)
-        frozen = r.reshape(-1) == q.reshape(-1)
-        work = np.float64 if w.dtype == np.float64 else np.float32
-        arrived[:, k] = arrival(q.reshape(-1).astype(work), r.reshape(-1).astype(work), safe_d)
-        unit = _unit_at(safe_w, g, scale, w.shape)
-        element = np.abs(q.reshape(-1).astype(np.float64)) / _each(scale, g, w.shape)
-        top = np.where(np.signbit(q.reshape(-1)), -g.lo, g._fixed()[1])
-        columns = (
-            frozen,
-            np.abs(safe_d.astype(np.float64)) < unit / 2,
-            element >= top,
-            (element > 0) & (element < (0.0 if g.integer else g.smallest_normal)),
-            element == 0,
-        )
-        for c, column in enumerate(columns):
-            counts[:, k, c] = tile_count(column & ok)
+        of_grid = _Audit(safe_w.reshape(w.shape), safe_d.reshape(w.shape), grid.within(box or w.dtype), box)
+        for c, column in of_grid.columns().items():
+            counts[:, k, c] = tile_count(column.reshape(-1) & ok)
+        arrived[:, k] = of_grid.arrived()
         if moved is not None:
-            moved[k] |= np.packbits(~frozen, bitorder="little")
-            counts[:, k, 5] = tile_count(np.unpackbits(moved[k], count=frozen.size, bitorder="little") == 0)
+            moved[k] |= np.packbits(~of_grid.frozen.reshape(-1), bitorder="little")
+            counts[:, k, 5] = tile_count(np.unpackbits(moved[k], count=ok.size, bitorder="little") == 0)
         if stay is not None:
-            stay[k] *= stay_probability(q, z, g).reshape(-1).astype(stay.dtype)
+            stay[k] *= of_grid.odds().reshape(-1).astype(stay.dtype)
             expected[:, k] = tile_sum(stay[k])
         if phase:
-            phases[:, k] = tiled(phase_points(safe_w, safe_d, g.mantissa) * ok).sum(axis=1)
+            phases[:, k] = tiled(phase_points(safe_w, safe_d, grid.mantissa) * ok).sum(axis=1)
     wide_w, wide_d = safe_w.astype(np.float64), safe_d.astype(np.float64)
     return {
         "counts": counts,
@@ -435,20 +290,66 @@ def audit(
     }
 
 
-def stay_probability(q: Array, z: Array, grid: Grid) -> Array:
-    """The probability that stochastic rounding of z stores q again, in float64."""
-    g = grid.within(q.dtype)
+class _Audit:
+    """The audit of one grid, for finite proposals d at finite weights w."""
+
+    def __init__(self, w: Array, d: Array, grid: Grid, box: Any) -> None:
+        self.w, self.d, self.grid = w, d, grid
+        self.scale = None if grid.scaling is None else scales(w, grid, box)
+        self.q = round(w, grid, scale=self.scale)
+        with np.errstate(over="ignore"):
+            self.z = contained((self.q + d).astype(w.dtype), box)
+        self.next_scale = next_scales(self.q, self.z, grid, box)
+        self.r = round(self.z, grid, scale=self.next_scale)
+        self.idle = d == 0
+        self.frozen = unchanged(self.q, self.r, self.idle, grid, self.scale, self.next_scale)
+
+    def columns(self) -> dict[int, Array]:
+        """Return what is counted, by its place in AUDIT_COUNTS."""
+        g, q = self.grid, self.q
+        unit = _unit_at(self.w.reshape(-1), g, self.scale, q.shape)
+        element = np.abs(q.reshape(-1).astype(np.float64)) / _each(self.scale, g, q.shape)
+        top = np.where(np.signbit(q.reshape(-1)), -g.lo, g._fixed()[1])
+        return {
+            0: self.frozen,
+            1: np.abs(self.d.reshape(-1).astype(np.float64)) < unit / 2,
+            2: element >= top,
+            3: (element > 0) & (element < (0.0 if g.integer else g.smallest_normal)),
+            4: element == 0,
+            6: self.frozen & (self.r != q),
+        }
+
+    def arrived(self) -> Array:
+        """Return how much of the proposals arrives."""
+        work = np.float64 if self.w.dtype == np.float64 else np.float32
+        q, r = (x.reshape(-1).astype(work) for x in (self.q, self.r))
+        return arrival(q, r, self.d.reshape(-1))
+
+    def odds(self) -> Array:
+        """Return the probability of staying under stochastic rounding."""
+        return stay_probability(self.q, self.z, self.idle, self.grid, self.scale, self.next_scale)
+
+
+def stay_probability(
+    q: Array, z: Array, idle: Array, grid: Grid, scale: Array | None, next_scale: Array | None
+) -> Array:
+    """The probability that stochastic rounding of z leaves a coordinate frozen, in float64."""
     each: Any = 1.0
-    if g.scaling is not None:
-        scale = scales(q if g.scaling.from_old else z, g)
-        each = scale[segment_ids(q.shape, g.scaling)].reshape(q.shape)
+    if grid.scaling is not None and next_scale is not None:
+        each = next_scale[segment_ids(q.shape, grid.scaling)].reshape(q.shape)
     v = z.astype(np.float64) / each
-    a, _ = _limits(v, g)
-    n = index_of(a, g)
-    low, high = value_of(n, g), value_of(n + 1, g)
+    a, _ = limits(v, grid)
+    n = index_of(a, grid)
+    low, high = value_of(n, grid), value_of(n + 1, grid)
     part = (a - low) / (high - low)
-    at = np.where(v < 0, -1.0, 1.0) * q.astype(np.float64) / each
-    return np.where(at == low, 1.0 - part, np.where(at == high, part, 0.0))
+    side = np.where(v < 0, -1.0, 1.0)
+    value = side * q.astype(np.float64) / each
+    stays = [value == low, value == high]
+    if grid.scaling is not None and grid.scaling.moves:
+        assert scale is not None
+        code = side * elements(q, grid, scale)
+        stays = [idle | s | (code == x) for s, x in zip(stays, (low, high), strict=True)]
+    return np.where(stays[0], 1.0 - part, 0.0) + np.where(stays[1], part, 0.0)
 
 
 def _each(scale: Array | None, grid: Grid, shape: tuple[int, ...]) -> Array | float:
@@ -459,8 +360,8 @@ def _unit_at(w: Array, grid: Grid, scale: Array | None, shape: tuple[int, ...]) 
     """The symmetric spacing u(w) = 2**(max(floor(log2 |w|), emin) - m), times the scale."""
     emin, _ = grid._fixed()
     each = _each(scale, grid, shape)
-    exponent = _exponent_of(w.astype(np.float64) / each) - 1
-    exponent = np.where(w == 0, emin, np.maximum(exponent, emin))
+    element = w.astype(np.float64) / each  # zero too where the quotient of two doubles is below the smallest
+    exponent = np.where(element == 0, emin, np.maximum(exponent_of(element) - 1, emin))
     return np.asarray(np.ldexp(1.0, exponent - grid.mantissa) * each)
 
 
@@ -514,31 +415,37 @@ def write_back(
     scale: Array | None = None,
     carry: Array | None = None,
     carry_in: bool = True,
+    stored: Array | None = None,
+    box: Any = None,
 ) -> tuple[Array, dict[str, Array]]:
     """The next stored value of every coordinate, and what happened, per tile.
 
     ``q`` is stored, ``z`` proposed. Deadzone mode is nearest, except where a non-zero proposal
-    would leave the code unchanged: there it is stochastic. A non-finite proposal leaves the
+    would leave it frozen: there it is stochastic. A non-finite proposal leaves the
     stored value as it is and is counted. ``moved`` (one bit a coordinate, the lowest bit of a
     byte first) is updated in place; without it nothing counts as never moved. ``carry`` takes what
     was not written, except beyond the ends of the range, where it could never be; with ``carry_in``
-    it is first added to the proposal.
+    it is first added to the proposal. ``scale`` and ``stored``: the scales of what is written, and those that
+    q is stored with. By default the grid's rule takes them from the values; q is taken to be stored with the
+    ``scale`` that is given. ``box``: the container, if not that of the arrays.
     """
-    g = grid.within(q.dtype)
+    g = grid.within(box or q.dtype)
     ok = np.isfinite(z)
     if carry is not None and carry_in:
         with np.errstate(over="ignore", invalid="ignore"):
             z = np.where(np.isfinite(z + carry), z + carry, z)
-    if g.scaling is not None and scale is None:
-        scale = scales(q if g.scaling.from_old else z, g)
+    if g.scaling is not None and stored is None:
+        stored = stored_scales(q, g, box) if scale is None else scale
+    scale = next_scales(q, z, g, box) if scale is None else scale
     safe = np.where(ok, z, q)
+    idle = safe == q
     r = round(safe, g, NEAREST if mode == DEADZONE else mode, stream, scale)
     if mode == DEADZONE:
-        dead = (r == q) & (safe != q)
+        dead = unchanged(q, r, idle, g, stored, scale) & ~idle
         r = np.where(dead, round(safe, g, STOCHASTIC, stream, scale), r)
     r = np.where(ok, r, q)
     flat_q, flat_r, flat_ok = q.reshape(-1), r.reshape(-1), ok.reshape(-1)
-    same = flat_r == flat_q
+    same = unchanged(q, r, idle, g, stored, scale).reshape(-1)
     if moved is None:
         never = np.zeros(flat_q.size, dtype=bool)
     else:
@@ -549,7 +456,7 @@ def write_back(
     if carry is not None:
         end = ((element >= top) & (np.abs(safe) >= np.abs(r)).reshape(-1)).reshape(q.shape)
         carry[ok] = np.where(end, 0, safe - r)[ok]
-    columns = (same & flat_ok, (safe == q).reshape(-1) & flat_ok, (element >= top) & flat_ok, ~flat_ok, never)
+    columns = (same & flat_ok, idle.reshape(-1) & flat_ok, (element >= top) & flat_ok, ~flat_ok, never)
     d = np.where(ok, safe.astype(np.float64) - q.astype(np.float64), 0.0)
     u = np.where(ok, r.astype(np.float64) - q.astype(np.float64), 0.0)
     sums = (np.where(ok, np.abs(q), 0.0), np.abs(d), d * d, u * d, u * u)
@@ -562,18 +469,21 @@ def write_back(
 # ---- scores ---------------------------------------------------------------------------------------
 
 
-def score(w: Array, g: Array, u: Array, grid: Grid, tile: int = TILE) -> Array:
+def score(w: Array, g: Array, u: Array, grid: Grid, tile: int = TILE, box: Any = None) -> Array:
     """The per-tile sums behind every allocation score (paper, appendix E): (tiles, SCORES).
 
     A coordinate with a non-finite weight, gradient or proposal contributes nothing.
     """
     ok = np.isfinite(w) & np.isfinite(g) & np.isfinite(u)
     w, g, u = (np.where(ok, v, 0).astype(v.dtype) for v in (w, g, u))
-    resolved = grid.within(w.dtype)
-    q = round(w, resolved)
+    resolved = grid.within(box or w.dtype)
+    scale = None if resolved.scaling is None else scales(w, resolved, box)
+    q = round(w, resolved, scale=scale)
     with np.errstate(over="ignore"):
-        z = (q + u).astype(w.dtype)
-    b = ((written(q, z, resolved) == q) & ok).astype(np.float64)
+        z = contained((q + u).astype(w.dtype), box)
+    then = next_scales(q, z, resolved, box)
+    r = round(z, resolved, scale=then)
+    b = (unchanged(q, r, u == 0, resolved, scale, then) & ok).astype(np.float64)
     w64, g64, u64 = (v.astype(np.float64) for v in (w, g, u))
     gain = np.where(g64 * u64 < 0, -(g64 * u64), 0.0)
     columns = (b, gain, b * gain, np.abs(g64), np.abs(u64), np.abs(w64), np.abs(g64 * w64), np.abs(g64 * u64))

@@ -1,4 +1,4 @@
-"""When a run freezes: majority crossings of a frozen fraction, and how well they were forecast.
+"""Majority crossings of a frozen fraction, and how well they were forecast.
 
 The frozen fraction f_t is the share of stored weights that step t leaves unchanged. Steps count
 from one, so ``f[0]`` is step 1, the first update. From the trajectory (paper, appendix A):
@@ -10,7 +10,12 @@ from one, so ``f[0]`` is step 1, the first update. From the trajectory (paper, a
 and from the first one a category: ``at-initialisation`` (step 1), ``later`` or ``absent``. A majority
 need not be the same weights from step to step, and freezing is not a loss plateau.
 
-A forecast is judged on both. Timing is a ratio, forecast / measured, defined only for *eligible*
+For people there is one more, with one rule: *a majority is named when it lasts*. It lasts if at least half
+is frozen at every one of some consecutive recorded steps: a tenth of the record, and two at least. Of several
+such stretches the one that reaches the end of the record is named, otherwise the longest
+(:func:`majority`).
+
+A forecast is judged on both crossings. Timing is a ratio, forecast / measured, defined only for *eligible*
 pairs: both crossings exist and come after step 1. That is a conditional statement, so the cells it
 leaves out are never dropped: their categories are compared instead, over all cells.
 
@@ -22,7 +27,7 @@ category is ``undecided``, and such a pair is neither eligible nor a disagreemen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,13 +42,15 @@ Which = Literal["first", "persistent"]
 
 MAJORITY = 0.5
 """A step is majority-frozen from this share on."""
+LASTS = 0.1
+"""The share of the record that a majority must hold for, without a gap, to be named."""
 TOLERANCE = 0.15
 """The paper's descriptive band around a timing ratio of one."""
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where a trajectory crosses: steps, or None where it does not."""
+    """The crossings of a trajectory, as steps, or None if there is no crossing."""
 
     first: int | None
     persistent: int | None
@@ -53,7 +60,15 @@ class Crossing:
 def first_majority(
     f: npt.ArrayLike, threshold: float = MAJORITY, *, steps: npt.ArrayLike | None = None
 ) -> int | None:
-    """The first step at which at least ``threshold`` of the weights are frozen.
+    """Return the first step at which at least ``threshold`` of the weights are frozen.
+
+    Args:
+        f: Frozen shares, one per recorded step.
+        threshold: The share from which a step counts.
+        steps: The steps that the shares belong to; 1, 2, ... by default.
+
+    Returns:
+        The step; None if there is none.
 
     >>> first_majority([0.2, 0.6, 0.4, 0.7])
     2
@@ -68,7 +83,15 @@ def first_majority(
 def persistent_majority(
     f: npt.ArrayLike, threshold: float = MAJORITY, *, steps: npt.ArrayLike | None = None
 ) -> int | None:
-    """The first step from which at least ``threshold`` are frozen to the end of the record.
+    """Return the first step from which at least ``threshold`` are frozen to the end of the record.
+
+    Args:
+        f: Frozen shares, one per recorded step.
+        threshold: The share from which a step counts.
+        steps: The steps that the shares belong to; 1, 2, ... by default.
+
+    Returns:
+        The step; None if there is none.
 
     >>> persistent_majority([0.2, 0.6, 0.4, 0.7])
     4
@@ -81,37 +104,78 @@ def persistent_majority(
     return int(at[start]) if start < len(at) else None
 
 
-def category(
-    f: npt.ArrayLike, threshold: float = MAJORITY, *, steps: npt.ArrayLike | None = None
-) -> Category:
-    """Whether the first crossing is at initialisation (step 1), later, or absent.
-
-    >>> category([0.7, 0.1]), category([0.1, 0.7]), category([0.1, 0.2])
-    ('at-initialisation', 'later', 'absent')
-    >>> category([0.7, 0.1], steps=[10, 20])
-    'undecided'
-    """
-    first = first_majority(f, threshold, steps=steps)
-    if first is None:
-        return "absent"
-    if first == 1:
-        return "at-initialisation"
-    return "undecided" if first == int(_trajectory(f, steps)[1][0]) else "later"
-
-
 def crossing(
     f: npt.ArrayLike, threshold: float = MAJORITY, *, steps: npt.ArrayLike | None = None
 ) -> Crossing:
-    """Both crossings and the category of a trajectory.
+    """Find both crossings of a trajectory, and its category.
+
+    Args:
+        f: Frozen shares, one per recorded step.
+        threshold: The share from which a step counts.
+        steps: The steps that the shares belong to; 1, 2, ... by default.
+
+    Returns:
+        The crossings and the category.
 
     >>> crossing([0.2, 0.6, 0.4, 0.7])
     Crossing(first=2, persistent=4, category='later')
+    >>> crossing([0.7, 0.1]).category, crossing([0.7, 0.1], steps=[10, 20]).category
+    ('at-initialisation', 'undecided')
     """
-    return Crossing(
-        first=first_majority(f, threshold, steps=steps),
-        persistent=persistent_majority(f, threshold, steps=steps),
-        category=category(f, threshold, steps=steps),
-    )
+    first = first_majority(f, threshold, steps=steps)
+    kind: Category = "absent" if first is None else "at-initialisation" if first == 1 else "later"
+    if kind == "later" and first == int(_trajectory(f, steps)[1][0]):
+        kind = "undecided"
+    return Crossing(first, persistent_majority(f, threshold, steps=steps), kind)
+
+
+@dataclass(frozen=True)
+class Majority:
+    """A lasting majority: at least half is frozen at every recorded step from ``first`` to ``last``."""
+
+    first: int
+    last: int
+    from_start: bool
+    """True if the record begins with it."""
+    to_end: bool
+    """True if the record ends with it."""
+
+    @property
+    def when(self) -> str:
+        """The range of steps as part of a sentence, such as "from step 3 to the end"."""
+        if self.from_start and self.to_end:
+            start = "the first step" if self.first == 1 else f"step {self.first}, the first that was audited,"
+            return f"from {start} on"
+        return f"from step {self.first} to {'the end' if self.to_end else f'step {self.last}'}"
+
+
+def majority(
+    f: npt.ArrayLike, threshold: float = MAJORITY, *, steps: npt.ArrayLike | None = None
+) -> Majority | None:
+    """Find the majority to report: the stretch that lasts to the end of the record, or the longest.
+
+    Args:
+        f: Shares, one per recorded step.
+        threshold: The share from which a step counts.
+        steps: The steps that the shares belong to; 1, 2, ... by default.
+
+    Returns:
+        The stretch; None if no stretch lasts for a tenth of the record and for at least two steps.
+
+    >>> majority([0.2, 0.2, 0.6, 0.2, 0.2]) is None
+    True
+    >>> majority([0.2, 0.6, 0.6, 0.2, 0.7, 0.8]).when, majority([0.2, 0.6, 0.6, 0.2]).when
+    ('from step 5 to the end', 'from step 2 to step 3')
+    """
+    values, at = _trajectory(f, steps)
+    edges = np.flatnonzero(np.diff(values >= threshold, prepend=False, append=False))
+    begins, ends = edges[::2], edges[1::2]  # of stretches, and one past their ends
+    lasting = np.flatnonzero(ends - begins >= max(2, math.ceil(len(values) * LASTS)))
+    if not lasting.size:
+        return None
+    longest = max(lasting, key=lambda i: (ends[i] == len(values), ends[i] - begins[i]))
+    begin, end = int(begins[longest]), int(ends[longest])
+    return Majority(int(at[begin]), int(at[end - 1]), begin == 0, end == len(values))
 
 
 # ---- forecast against outcome ---------------------------------------------------------------------
@@ -127,7 +191,7 @@ class TimingPair:
 
     @property
     def steps(self) -> tuple[int, int] | None:
-        """(forecast, measured) of an eligible pair: both exist and come after step 1."""
+        """(forecast, measured) steps of an eligible pair, in which both exist and come after step 1."""
         forecast, measured = (_timed(c, self.which) for c in (self.forecast, self.measured))
         return None if forecast is None or measured is None else (forecast, measured)
 
@@ -141,7 +205,14 @@ class TimingPair:
         return None if self.steps is None else self.steps[0] / self.steps[1]
 
     def within(self, tolerance: float = TOLERANCE) -> bool | None:
-        """Whether |ratio - 1| <= tolerance, without dividing; None for a pair that is not eligible."""
+        """Return True if |ratio - 1| <= tolerance, computed without dividing.
+
+        Args:
+            tolerance: The largest relative error.
+
+        Returns:
+            The answer; None for a pair that is not eligible.
+        """
         if self.steps is None:
             return None
         forecast, measured = self.steps
@@ -149,13 +220,21 @@ class TimingPair:
 
     @property
     def disagrees(self) -> bool:
-        """Whether the categories differ; an undecided one differs from nothing."""
+        """True if the categories differ; an undecided one never differs."""
         both = (self.forecast.category, self.measured.category)
         return "undecided" not in both and both[0] != both[1]
 
 
 def timing_pair(forecast: Crossing, measured: Crossing, which: Which = "first") -> TimingPair:
-    """Pair the crossings of a forecast and of the run it is for.
+    """Pair the crossings of a forecast and of the run that it forecasts.
+
+    Args:
+        forecast: The forecast crossings.
+        measured: The measured crossings.
+        which: ``first`` or ``persistent``: the crossing to compare.
+
+    Raises:
+        UsageError: If ``which`` is neither.
 
     >>> pair = timing_pair(crossing([0.0] * 9 + [1.0]), crossing([0.0] * 8 + [1.0]))
     >>> pair.eligible, round(pair.ratio, 3), pair.within(0.15), pair.within(0.10)
@@ -166,69 +245,15 @@ def timing_pair(forecast: Crossing, measured: Crossing, which: Which = "first") 
     return TimingPair(forecast, measured, which)
 
 
-@dataclass(frozen=True)
-class TimingSummary:
-    """Timing over many cells. Ratios are conditional on eligibility; categories cover every cell."""
-
-    cells: int
-    eligible: int
-    within: int
-    """Eligible cells whose ratio lies within the tolerance."""
-    disagreements: int
-    """Cells, of all of them, whose categories differ."""
-    undecided: int
-    median_ratio: float | None
-    mean_ratio: float | None
-    forecast_range: tuple[int, int] | None
-    measured_range: tuple[int, int] | None
-
-    @property
-    def share_within(self) -> float | None:
-        return self.within / self.eligible if self.eligible else None
-
-    @property
-    def span(self) -> float | None:
-        """Latest measured crossing over the earliest, among eligible cells."""
-        return None if self.measured_range is None else self.measured_range[1] / self.measured_range[0]
-
-
-def summarise(pairs: Sequence[TimingPair], tolerance: float = TOLERANCE) -> TimingSummary:
-    """Timing and categories over cells.
-
-    >>> late, later, never = (crossing([0.0] * n + [1.0] * (9 - n)) for n in (4, 6, 9))
-    >>> s = summarise([timing_pair(late, late), timing_pair(late, later), timing_pair(late, never)])
-    >>> s.cells, s.eligible, s.within, s.disagreements, s.span
-    (3, 2, 1, 1, 1.4)
-    """
-    timed = [p.steps for p in pairs if p.steps is not None]
-    ratios = [forecast / measured for forecast, measured in timed]
-    undecided = sum("undecided" in (p.forecast.category, p.measured.category) for p in pairs)
-    return TimingSummary(
-        cells=len(pairs),
-        eligible=len(timed),
-        within=sum(p.within(tolerance) is True for p in pairs),
-        disagreements=sum(p.disagrees for p in pairs),
-        undecided=undecided,
-        median_ratio=float(np.median(ratios)) if ratios else None,
-        mean_ratio=float(np.mean(ratios)) if ratios else None,
-        forecast_range=_range([forecast for forecast, _ in timed]),
-        measured_range=_range([measured for _, measured in timed]),
-    )
-
-
 def _timed(c: Crossing, which: Which) -> int | None:
-    """The step of a crossing that has a post-initialisation time, otherwise None."""
+    """Return the step of a crossing that has a post-initialisation time, otherwise None."""
     step = c.first if which == "first" else c.persistent
     unknown = c.category == "undecided" and step == c.first
     return None if step is None or step == 1 or unknown else step
 
 
-def _range(values: list[int]) -> tuple[int, int] | None:
-    return (min(values), max(values)) if values else None
-
-
 def _trajectory(f: npt.ArrayLike, steps: npt.ArrayLike | None) -> tuple[Array, Array]:
-    """A frozen-fraction trajectory and its steps, checked."""
+    """Return a frozen-fraction trajectory and its steps, checked."""
     values = np.asarray(f, dtype=np.float64)
     if values.ndim != 1 or values.size == 0:
         raise UsageError(f"a trajectory is one value a step: expected shape (n,), found {values.shape}.")
@@ -240,7 +265,7 @@ def _trajectory(f: npt.ArrayLike, steps: npt.ArrayLike | None) -> tuple[Array, A
 
 
 def recorded_steps(n: int, steps: npt.ArrayLike | None) -> Array:
-    """The steps of n records: 1 to n, or what was given, which must increase from one or more."""
+    """Return the steps of n records: 1 to n, or what was given, which must increase from one or more."""
     if steps is None:
         return np.arange(1, n + 1)
     at = np.asarray(steps)

@@ -1,4 +1,4 @@
-"""How good a forecast of a frozen fraction is, and whether being good means anything.
+"""Scores of forecasts of a frozen fraction: how good they are, and whether that means anything.
 
 A frozen fraction that hardly varies is easy to forecast: a constant does it. So accuracy alone is
 no evidence, and three separate gates are asked of a forecast (paper, appendix C). Write E for the
@@ -29,7 +29,6 @@ not beat the last has found "more freezes as the rate decays", and no more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +53,17 @@ PERCENTILES = (5.0, 95.0)
 
 
 def accurate(rmse: float) -> bool:
-    """E <= 0.05."""
+    """Return True if a forecast is accurate: E <= 0.05."""
     return rmse <= ACCURATE_RMSE
 
 
 def informative(rmse: float, constant_rmse: float, measured_range: float) -> bool:
-    """V >= 0.10 and E <= 0.8 E_const.
+    """Return True if a forecast is informative: V >= 0.10 and E <= 0.8 E_const.
+
+    Args:
+        rmse: E, the error of the forecast.
+        constant_rmse: E_const, the error of the best constant.
+        measured_range: V, the range of the measured trajectory.
 
     >>> informative(0.008770, 0.018607, measured_range=0.05212)
     False
@@ -68,7 +72,13 @@ def informative(rmse: float, constant_rmse: float, measured_range: float) -> boo
 
 
 def directional_added_value(rmse: float, symmetric_rmse: float, rho_rmse: float) -> bool:
-    """E_dir <= 0.9 min(E_sym, E_rho)."""
+    """Return True if direction adds value: E_dir <= 0.9 min(E_sym, E_rho).
+
+    Args:
+        rmse: E_dir, the error of the forecast.
+        symmetric_rmse: E_sym, the error of the symmetric-spacing forecast.
+        rho_rmse: E_rho, the error of the scalar forecast.
+    """
     return rmse <= ADDED_VALUE_RATIO * min(symmetric_rmse, rho_rmse)
 
 
@@ -94,7 +104,7 @@ class Comparison:
 
     @property
     def skill(self) -> float | None:
-        """Share of the measured variance explained; None if there is none to explain."""
+        """The share of the measured variance explained; None if there is no variance."""
         return None if self.constant_rmse == 0 else 1 - (self.rmse / self.constant_rmse) ** 2
 
     @property
@@ -107,7 +117,7 @@ class Comparison:
 
     @property
     def directional_added_value(self) -> bool | None:
-        """None where it cannot be tested: it needs both the symmetric and the scalar trajectory."""
+        """True if direction adds value; None unless the symmetric and the scalar trajectory are known."""
         if self.symmetric_rmse is None or self.rho_rmse is None:
             return None
         return directional_added_value(self.rmse, self.symmetric_rmse, self.rho_rmse)
@@ -124,8 +134,16 @@ def compare(
 ) -> Comparison:
     """Compare a forecast with the outcome, over the steps after ``warmup``.
 
-    ``symmetric`` and ``scalar_rho`` are the trajectories of the two simpler forecasts. ``steps``
-    says which steps the values belong to, when not all were recorded.
+    Args:
+        forecast: Forecast frozen shares, one per recorded step.
+        measured: Measured frozen shares.
+        warmup: The last step to leave out.
+        symmetric: Trajectory of the symmetric-spacing forecast.
+        scalar_rho: Trajectory of the scalar forecast.
+        steps: The steps that the values belong to, if not all were recorded.
+
+    Raises:
+        UsageError: If the trajectories do not fit together.
 
     >>> measured = np.linspace(0.5, 0.9, 101)
     >>> c = compare(measured + 0.01, measured, warmup=1)
@@ -166,12 +184,12 @@ def compare(
 
 
 def rmse(x: Array, y: Array) -> float:
-    """Root mean square of x - y."""
+    """Return the root mean square of x - y."""
     return float(np.sqrt(np.mean(np.square(x - y))))
 
 
 def monotone_fit(y: npt.ArrayLike) -> Array:
-    """The non-decreasing curve nearest to y in least squares, by pooling adjacent violators.
+    """Return the non-decreasing curve nearest to y in least squares, by pooling adjacent violators.
 
     >>> monotone_fit([1.0, 3.0, 2.0, 4.0])
     array([1. , 2.5, 2.5, 4. ])
@@ -191,9 +209,15 @@ def monotone_fit(y: npt.ArrayLike) -> Array:
 
 
 def pooled_rho(proposal_sq: npt.ArrayLike, weight_sq: npt.ArrayLike, epsilon: float) -> Array:
-    """||d|| / (epsilon ||w||) from sums of squares (Eq. 3), with epsilon = 2**-(m+1).
+    """Return ||d|| / (epsilon ||w||) from sums of squares (Eq. 3), with epsilon = 2**-(m+1).
 
-    Zero for no proposal at all, infinite for a proposal where every weight is zero.
+    Args:
+        proposal_sq: Sums of squares of the proposals.
+        weight_sq: Sums of squares of the weights.
+        epsilon: Half the relative spacing of the grid.
+
+    Returns:
+        The ratios: zero without a proposal, infinite for a proposal where every weight is zero.
 
     >>> pooled_rho([1.0, 0.0], [4.0, 0.0], 0.25)
     array([2., 0.])
@@ -204,9 +228,13 @@ def pooled_rho(proposal_sq: npt.ArrayLike, weight_sq: npt.ArrayLike, epsilon: fl
 
 
 def scalar_rho_map(rho: npt.ArrayLike) -> Array:
-    """The frozen fraction that uniform phases give a pooled rho: clip(-log2 rho, 0, 1) (appendix A).
+    """Return the frozen fraction that uniform phases give a pooled rho: clip(-log2 rho, 0, 1) (appendix A).
 
-    One half at rho = 1 / sqrt(2). A heuristic of homogeneous populations, never the event.
+    The fraction is one half at rho = 1 / sqrt(2). This is a heuristic for homogeneous populations, not the
+    exact event.
+
+    Raises:
+        UsageError: If a ratio is negative or NaN.
 
     >>> scalar_rho_map([0.0, 0.5, 2**-0.5, 1.0, np.inf])
     array([1. , 1. , 0.5, 0. , 0. ])
@@ -222,10 +250,18 @@ def scalar_rho_map(rho: npt.ArrayLike) -> Array:
 
 
 def recovery(*, rne: float, arm: float, fp32: float, smallest_gap: float = 0.0) -> float:
-    """R_A = (L_rne - L_A) / (L_rne - L_fp32), the share of the loss gap that an arm wins back (Eq. 5).
+    """Return R_A = (L_rne - L_A) / (L_rne - L_fp32), the share of the loss gap that an arm wins back (Eq. 5).
 
-    A description against one anchor, not a causal fraction. Refused where it has no meaning: a loss
-    that is not finite, or a gap that is not above ``smallest_gap``.
+    This describes an arm against one anchor; it is not a causal fraction.
+
+    Args:
+        rne: Loss with nearest rounding.
+        arm: Loss of the arm.
+        fp32: Loss with fp32 weights.
+        smallest_gap: The gap that the loss gap must exceed.
+
+    Raises:
+        UsageError: If a loss is not finite, or the gap is not above ``smallest_gap``.
 
     >>> round(recovery(rne=6.412, arm=4.512, fp32=4.283), 4)
     0.8924
@@ -239,59 +275,6 @@ def recovery(*, rne: float, arm: float, fp32: float, smallest_gap: float = 0.0) 
             f"{gap:g}; expected more than {max(smallest_gap, 0.0):g}. Report the losses instead."
         )
     return (rne - arm) / gap
-
-
-def recovered(recoveries: Iterable[float], threshold: float = RECOVERED) -> bool:
-    """Whether every cell recovers at least the threshold; at least one cell is needed.
-
-    >>> recovered([0.9216, 0.9207]), recovered([0.8924, 0.8943])
-    (True, False)
-    """
-    values = list(recoveries)
-    if not values:
-        raise UsageError("no recovery to judge.")
-    return all(value >= threshold for value in values)
-
-
-# ---- what many runs share ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TimeEffect:
-    """Shares of the sum of squares about the grand mean; they add up to one."""
-
-    common: float
-    """One curve over time, shared by all targets."""
-    offset: float
-    """One level for each target."""
-    residual: float
-    """Target by time: what is a target's own."""
-
-
-def time_effect(trajectories: npt.ArrayLike) -> TimeEffect:
-    """Split trajectories of several targets, shape (targets, steps), into what they share and what not.
-
-    y[j, t] = mean + offset[j] + common[t] + residual[j, t], by means, so the parts are orthogonal.
-    A description: a large common share does not say that the schedule causes it (appendix C).
-
-    >>> curve = np.array([0.1, 0.2, 0.6])
-    >>> time_effect([curve, curve + 0.5]).residual < 1e-30
-    True
-    """
-    y = np.asarray(trajectories, dtype=np.float64)
-    if y.ndim != 2 or min(y.shape) < 2 or not np.isfinite(y).all():
-        raise UsageError(
-            f"expected finite values of shape (targets, steps), two of each at least: found {y.shape}."
-        )
-    mean, by_target, by_time = y.mean(), y.mean(axis=1, keepdims=True), y.mean(axis=0, keepdims=True)
-    total = float(np.square(y - mean).sum())
-    if total == 0:
-        raise UsageError("the trajectories do not vary: there is nothing to split.")
-    return TimeEffect(
-        common=y.shape[0] * float(np.square(by_time - mean).sum()) / total,
-        offset=y.shape[1] * float(np.square(by_target - mean).sum()) / total,
-        residual=float(np.square(y - by_target - by_time + mean).sum()) / total,
-    )
 
 
 def _values(x: npt.ArrayLike, name: str) -> Array:

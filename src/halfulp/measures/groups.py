@@ -1,4 +1,4 @@
-"""What part of a network a tensor belongs to, by its name and the module that owns it.
+"""Groups: the part of a network that a tensor belongs to, by its name and the module that owns it.
 
 The groups are ``embedding``, ``attention``, ``mlp``, ``norm``, ``head`` and ``other``. The rules look at the
 parts of a dotted name, from the innermost module outwards, so that ``transformer.h.3.attn.c_proj.weight`` is
@@ -35,7 +35,7 @@ Rules = Callable[[str, torch.Tensor], str]
 
 
 def group_of(name: str, tensor: torch.Tensor, module: torch.nn.Module | None = None) -> str:
-    """The group of a tensor.
+    """Return the group of a tensor.
 
     >>> w = torch.empty(4, 4)
     >>> names = ("transformer.wte.weight", "h.0.attn.c_proj.weight", "h.0.mlp.c_proj.weight")

@@ -1,1 +1,1 @@
-"""What a person sees: the page, the figures, the live view. Reads files only; decides nothing."""
+"""The page, the figures and the live view. Reads files only; decides nothing."""

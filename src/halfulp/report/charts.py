@@ -1,4 +1,4 @@
-"""What the charts of a page are drawn from: curves and heat maps, binned and packed.
+"""Data of a page's charts: curves and heat maps, binned and packed.
 
 A page holds what it shows. A curve has about 600 points however long the run was: the mean of each bin of
 steps, and its least and largest value where a bin holds several. Shares are packed as 16-bit (curves) and
@@ -25,7 +25,7 @@ LABEL = 64
 
 
 def packed(shares: Array, dtype: type[np.uint8] | type[np.uint16]) -> str:
-    """Shares in [0, 1] as base64 of whole numbers, NaN as the largest.
+    """Encode shares in [0, 1] as base64 of integers, with NaN as the largest integer.
 
     >>> packed(np.array([0.0, 1.0, np.nan]), np.uint8)
     'AP7/'
@@ -55,13 +55,13 @@ def run_data(run: Run) -> dict[str, Any]:
     curves: dict[str, Any] = {}
     for column in (c for c in COLUMNS if c in g.counts):
         curves[column] = [
-            [_curve(g.share(column, grid, scope), starts) for grid in g.grids] for scope in g.scopes
+            [_curve(g.curve(column, grid, scope), starts) for grid in g.grids] for scope in g.scopes
         ]
     return {
         "name": elided(shown(run.name, 300), LABEL),
         "grids": g.grids,
         "scopes": [elided(shown(s, 300), 40) for s in g.scopes],
-        "scope": g.scopes.index(run.scope),
+        "scope": 0,  # the default one
         "forecast": run.grid is None,
         "loses": run.loses,
         "steps": _edges(g.steps, starts),
@@ -80,7 +80,7 @@ def run_data(run: Run) -> dict[str, Any]:
 
 
 def short(names: Sequence[str]) -> list[str]:
-    """Names without what all of them begin with, and without an ending that says nothing.
+    """Shorten names by removing their common prefix and an uninformative ending.
 
     >>> short(["transformer.h.0.attn.weight", "transformer.wte.weight"])
     ['h.0.attn', 'wte']
@@ -131,28 +131,26 @@ def _curve(values: Array, starts: Array) -> list[str]:
 
 
 def _edges(steps: Array, starts: Array) -> list[list[int]]:
-    """The first step of each bin, and its last."""
+    """Return the first step of each bin, and its last."""
     ends = np.append(starts[1:], len(steps)) - 1
     return [[int(s) for s in steps[starts]], [int(s) for s in steps[ends]]]
 
 
 def _mark(run: Run, grid: str, scope: str) -> list[Any] | None:
-    """[first, value there, persistent, value there] of a majority, as far as they exist."""
-    found = run.gathered.crossing(grid, scope)
-    if found is None or found.first is None:
+    """[step, value there] where a majority begins that lasts."""
+    found = run.gathered.majority(grid, scope)
+    if found is None:
         return None
-    f, steps = run.gathered.share("frozen", grid, scope), run.gathered.steps
-    marks: list[Any] = []
-    for step in (found.first, found.persistent):
-        marks += [step, None if step is None else round(float(f[np.searchsorted(steps, step)]), 4)]
-    return marks
+    f, steps = run.gathered.lost_share(grid, scope), run.gathered.steps
+    return [found.first, round(float(f[np.searchsorted(steps, found.first)]), 4)]
 
 
 def page_data(shown_runs: Sequence[Run], outcomes: Sequence[Outcome], arms: Sequence[Arms]) -> dict[str, Any]:
     """Everything that the charts of a page are drawn from."""
-    shares = [(abs(f.lost - 0.5), f.grid) for run in shown_runs[:1] for f in run.gathered.findings(run.scope)]
+    shares = [(abs(f.lost - 0.5), f.grid) for run in shown_runs[:1] for f in run.gathered.findings()]
     return {
         "grid": min(shares)[1] if shares else None,  # the one with most to see
+        "home": [run.grid for run in shown_runs],
         "runs": [run_data(run) for run in shown_runs],
         "outcomes": [outcome_data(found) for found in outcomes],
         "arms": [arms_data(found) for found in arms],

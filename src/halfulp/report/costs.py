@@ -8,30 +8,32 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import polars as pl
 
-from halfulp.audit import costs
-from halfulp.audit.calibration import SMALLEST_GAP, Calibration
-from halfulp.audit.costs import Cost, between, nats
-from halfulp.audit.rehearsed_outcome import Evaluated, evaluations
-from halfulp.audit.stored_on import is_of
-from halfulp.grids import grid as named
+from halfulp.audit.rehearsal.rehearsed_outcome import Evaluated, evaluations
+from halfulp.numbers.grids import grid as named
 from halfulp.report import words
 from halfulp.report.markup import Content, Html, number, numeric, table, tag
 from halfulp.report.runs import Run
+from halfulp.text import percent
 from halfulp.trace.schema import BOUNDS
+from halfulp.trace.stored_on import is_of
+from halfulp.verdicts import loss_costs as costs
+from halfulp.verdicts.calibration import SMALLEST_GAP, Calibration
+from halfulp.verdicts.loss_costs import Cost, between, nats, spread
+from halfulp.writeback.policies import POLICIES
 
 TITLE = "What it would cost, in loss"
 WHAT = (
     "Beside this run, the codes of runs that did not happen were kept, and moved by its own updates: a "
     "rehearsal. The model was then evaluated as if it held them. The dot is the forecast; the bar reaches "
     "from the projection, where all that is lost is compensated at once, to the open loop, where nothing "
-    "is. It is a forecast from one run, and its bounds are bounds as observed, not proved."
+    "is. It is a forecast from one run, and its bounds are bounds as observed, not proved. An interval is of "
+    "how far such forecasts were off elsewhere; a pilot (halfulp pilot) narrows it for a little compute."
 )
 KEY = "Dot: forecast; bar: lower to upper bound; dotted line: this run itself"
 MET = "; diamond: measured"
-KEEPS = {"kahan": 4.0, "master": 4.0, "tiles": None}
-"""Bytes a weight that a policy keeps beside the code; others keep none, tiles as many as their mask says."""
+KEEPS = {**{name: kind.bytes_kept for name, kind in POLICIES.items()}, "tiles": None}
+"""Bytes per weight that a policy keeps beside the code; tiles keep as many as their mask says."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,21 @@ class Costs:
     run: Run
     found: Sequence[Cost]
     measured: dict[str, tuple[Run, list[Evaluated]]]
-    """By spec."""
+    """The measured runs and their evaluations, by spec."""
     calibration: Calibration | None
 
     def run_of(self, cost: Cost) -> Run | None:
-        """The run on the page that a rehearsal was of."""
+        """Return the run on the page that a rehearsal was of."""
         return self.measured[cost.spec][0] if cost.spec in self.measured else None
 
     def met(self, cost: Cost) -> float | None:
-        """The measured loss at the step of a forecast."""
+        """Return the measured loss at the step of a forecast."""
         _, each = self.measured.get(cost.spec, (None, []))
         return next((e.measured for e in each if e.step == cost.step), None)
 
 
 def gathered(runs: Sequence[Run], calibration: Calibration | None = None) -> list[Costs]:
-    """Every reference that rehearsed something."""
+    """Return every reference that rehearsed something."""
     made = []
     for run in (r for r in runs if r.trace.rehearsals):
         measured = {}
@@ -71,7 +73,7 @@ def gathered(runs: Sequence[Run], calibration: Calibration | None = None) -> lis
 
 
 def sentence(found: Costs) -> str:
-    """The forecasts in one sentence."""
+    """Return the forecasts in one sentence."""
     first = found.found[0]
     each = [f"{c.spec} {words.gap(c.gap)}" for c in found.found]
     return (
@@ -81,7 +83,7 @@ def sentence(found: Costs) -> str:
 
 
 def met_sentence(found: Costs) -> str | None:
-    """How the forecasts met their outcomes; None where nothing was measured."""
+    """Say how the forecasts met their outcomes; None where nothing was measured."""
     told = [(c, m) for c in found.found if (m := found.met(c)) is not None]
     if not told:
         return None
@@ -139,17 +141,18 @@ def _table(found: Costs) -> Html:
     by_spec = {c.spec: c for c in found.found}
     specs = [*by_spec, *(s for s in found.run.trace.rehearsals if s not in by_spec)]
     calibrated, measured = any(c.calibrated for c in found.found), bool(found.measured)
-    scale = _scale(found)
+    scale, known = _scale(found), any(c.interval for c in found.found)
     head: list[Content] = [
         "format",
         *(["forecast"] if scale else []),
         numeric("loss"),
         numeric("over this run"),
+        *([numeric("90% interval")] if known else []),
         numeric("bracket"),
         *([numeric("uncalibrated")] if calibrated else []),
         *([numeric("measured")] if measured else []),
         numeric("never moved"),
-        numeric("bytes a weight"),
+        numeric("bytes per weight"),
     ]
     rows = []
     for spec in specs:
@@ -161,6 +164,7 @@ def _table(found: Costs) -> Html:
         row += [
             number("-" if cost is None else nats(cost.loss)),
             number("-" if cost is None else words.gap(cost.gap)),
+            *([number("-" if cost is None else spread(cost))] if known else []),
             number("-" if cost is None else between(cost)),
         ]
         if calibrated:
@@ -176,7 +180,7 @@ def _never_moved(run: Run, spec: str) -> str:
     forecast = run.trace.forecast(spec)
     if not run.trace.manifest["options"]["never_moved"] or "point" not in forecast.bounds:
         return "-"
-    return words.percent(float(forecast.never_moved()[-1]))
+    return percent(float(forecast.never_moved()[-1]))
 
 
 def _bytes(spec: str) -> str:
@@ -191,14 +195,14 @@ def _bytes(spec: str) -> str:
 
 
 def _scale(found: Costs) -> tuple[float, float] | None:
-    """The losses that the brackets of a table are drawn between."""
+    """Return the losses that the brackets of a table are drawn between."""
     seen = [x for c in found.found for x in (c.real, c.lower, c.point, c.upper, c.loss, found.met(c))]
     there = [x for x in seen if x is not None and np.isfinite(x)]
     return (min(there), max(there)) if there and max(there) > min(there) else None
 
 
 def bracket(cost: Cost, met: float | None, scale: tuple[float, float], width: int = 220) -> Html:
-    """A forecast with its bounds as a picture of one line."""
+    """Return a forecast with its bounds as a picture of one line."""
     height, low, high = 22, *scale
 
     def at(loss: float) -> float:
@@ -237,8 +241,10 @@ def cost_data(found: Costs) -> dict[str, Any]:
     specs = []
     for cost in found.found:
         losses = found.run.trace.forecast(cost.spec).losses
-        steps = losses["step"].unique().sort().to_list()
-        by = {b: dict(losses.filter(pl.col("bound") == b).select("step", "loss").iter_rows()) for b in BOUNDS}
+        steps = np.unique(losses["step"]).tolist()
+        by: dict[str, dict[int, float]] = {b: {} for b in BOUNDS}
+        for step, bound, loss, _ in losses.rows():
+            by[bound][step] = loss
         kept = {b: [_finite(by[b].get(s)) for s in steps] for b in BOUNDS if by[b]}
         measured = found.measured.get(cost.spec, (None, []))[1]
         specs.append(
@@ -249,7 +255,7 @@ def cost_data(found: Costs) -> dict[str, Any]:
                 "measured": [[e.step, _finite(e.measured)] for e in measured],
             }
         )
-    real = [[int(s), _finite(x)] for s, x in own.iter_rows()]
+    real = [[int(s), _finite(x)] for s, x in own.items()]
     return {"real": real, "specs": specs}
 
 

@@ -2,10 +2,10 @@
 
 Words and tables are in the HTML itself, so they are there without scripts, in a reader mode and on paper;
 charts are drawn from packed numbers (:mod:`halfulp.report.charts`) by uPlot, a library of 120 kB that
-becomes part of the file (it comes with the package ``uplot-python``, whose Python part is not used). The
-content security policy allows the one script and the one style sheet of the page by their digests, and
-nothing else: no request, no inline handler, no inline style, no evaluated string. So a name that got past
-every escape would still be inert.
+becomes part of the file (``assets/uplot``: release 1.6.16 as its author published it, MIT). The content
+security policy allows the one script and the one style sheet of the page by their digests, and nothing else:
+no request, no inline handler, no inline style, no evaluated string. So a name that got past every escape
+would still be inert.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from importlib import resources, util
+from importlib import resources
 from pathlib import Path
 
 from halfulp import files
-from halfulp.errors import UsageError
 from halfulp.report.markup import Html, name, script_json, tag
 from halfulp.text import shown
 from halfulp.version import __version__
 
 
 def document(title: str, sections: Sequence[Html | None], data: object) -> str:
-    """A whole HTML document; ``data`` is what its charts are drawn from."""
-    script = "\n".join([_library("uPlot.iife.js"), _asset("page.js")])
-    style = "\n".join([_library("uPlot.min.css"), _asset("page.css")])
+    """Return a whole HTML document; ``data`` is what its charts are drawn from."""
+    script = "\n".join([_asset("uplot", "uPlot.iife.js"), _asset("tree.js"), _asset("page.js")])
+    style = "\n".join([_asset("uplot", "uPlot.min.css"), _asset("page.css")])
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -59,17 +58,9 @@ def write(page: str, out: Path) -> Path:
     return out
 
 
-def _asset(file: str) -> str:
-    return resources.files("halfulp.report").joinpath("assets", file).read_text(encoding="utf-8").strip()
-
-
-def _library(file: str) -> str:
-    found = util.find_spec("uplot")  # not imported: it would bring a notebook's machinery along
-    for folder in (found.submodule_search_locations or []) if found else []:
-        path = Path(folder) / "static" / file
-        if path.is_file():
-            return path.read_text(encoding="utf-8").strip()
-    raise UsageError(f"a page needs {file} of the package uplot-python: pip install uplot-python.")
+def _asset(*parts: str) -> str:
+    """Read a file of the page's own."""
+    return resources.files("halfulp.report").joinpath("assets", *parts).read_text(encoding="utf-8").strip()
 
 
 def _digest(content: str) -> str:

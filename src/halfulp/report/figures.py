@@ -28,8 +28,7 @@ from halfulp.report.charts import short
 from halfulp.report.gather import Array
 from halfulp.report.page import open_traces
 from halfulp.report.runs import Outcome, Run, arms, forecasts, shown_first
-from halfulp.report.study import is_study, open_study
-from halfulp.report.words import scope_words
+from halfulp.report.study_page import is_study, open_study
 from halfulp.trace import Trace
 
 if TYPE_CHECKING:
@@ -74,21 +73,21 @@ def _of_traces(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
 
 
 def curves(run: Run, column: str, what: str) -> Figure:
-    """A share over steps, a line for each grid; a dot where a majority is first lost."""
+    """Return a share over steps, a line for each grid; a dot where a majority begins that lasts."""
     figure, (panel,) = new_figure()
     g = run.gathered
     for i, grid in enumerate(g.grids):
         colour, dash = COLOURS[i % 7], DASHES[i // 7 % len(DASHES)]
-        share = g.share(column, grid, run.scope)
+        share = g.curve(column, grid)
         panel.plot(g.steps, share, color=colour, linestyle=dash, label=label(grid))
-        found = g.crossing(grid, run.scope) if column == "frozen" else None
-        if found is not None and found.first is not None:
+        found = g.majority(grid) if column == "frozen" else None
+        if found is not None:
             at = int(np.searchsorted(g.steps, found.first))
             panel.plot([found.first], [share[at]], "o", color=colour)
     panel.axhline(0.5, color=GREY, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
     panel.set_xlabel("step")
     panel.set_ylabel(what)
-    panel.set_title(label(f"{run.name}: {scope_words(run.scope)}", 70))
+    panel.set_title(label(run.name, 70))
     percent(panel)
     panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
@@ -119,7 +118,7 @@ def heat_map(run: Run, grid: str) -> Figure:
 
 
 def forecast(found: Outcome) -> Figure:
-    """A forecast with the band that the accuracy gate allows, that of a rehearsal, and what was measured."""
+    """Draw a forecast with the band of the accuracy gate, the rehearsal's forecast, and the measurement."""
     figure, (panel,) = new_figure()
     low, high = (np.clip(found.forecast + d, 0, 1) for d in (-ACCURATE_RMSE, ACCURATE_RMSE))
     panel.fill_between(found.steps, low, high, color=BLUE, alpha=0.15, linewidth=0)
@@ -129,8 +128,8 @@ def forecast(found: Outcome) -> Figure:
         panel.plot(found.steps, found.rehearsed, color=COLOURS[2], linestyle=DASHES[2], label="rehearsed")
     panel.plot(found.steps, found.outcome, color=VERMILLION, label="measured")
     panel.set_xlabel("step")
-    panel.set_ylabel("updates lost")
-    panel.set_title(label(f"{found.grid}: {scope_words(found.scope)}", 70))
+    panel.set_ylabel("weights left unchanged")
+    panel.set_title(label(found.grid, 70))
     percent(panel)
     panel.legend(loc="best")
     return figure
@@ -155,7 +154,7 @@ def losses(members: Sequence[Run]) -> Figure:
 
 
 def _smooth(loss: Array) -> Array:
-    """A running mean over a fiftieth of the record, shorter at its start."""
+    """Return a running mean over a fiftieth of the record, shorter at its start."""
     width = max(1, len(loss) // 50)
     total = np.cumsum(np.insert(loss, 0, 0.0))
     last = np.arange(1, len(loss) + 1)

@@ -9,7 +9,7 @@ needs falls out of it by counting into arrays::
     totals           (tensors, grids)           over the whole run
 
 The invariant, held by a test: curves, crossings and findings equal those of ``Trace`` and
-:mod:`halfulp.audit.findings` to the last bit. Sums are of whole numbers below 2**53, so float64 adds them
+:mod:`halfulp.verdicts.findings` to the last bit. Sums are of whole numbers below 2**53, so float64 adds them
 exactly, in any order.
 """
 
@@ -19,31 +19,34 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 
-from halfulp.audit.findings import NOT_FINITE, STUCK, Finding, average, known, lost_updates, onset_words
-from halfulp.audit.stored_on import same_values
-from halfulp.measures.crossings import Crossing, crossing
+from halfulp.measures.crossings import Majority, majority
 from halfulp.measures.groups import CORE
-from halfulp.trace import Trace
-from halfulp.trace.reading import scan_files
+from halfulp.trace import Columns, Trace
+from halfulp.trace.columns import groups
+from halfulp.trace.recorded import lost_share
+from halfulp.trace.stored_on import default_scope, on_grid, same_values
+from halfulp.verdicts.findings import HARDLY, Finding, average, known
 
 Array = npt.NDArray[Any]
 
 COLUMNS = ("frozen", "never_moved", "expected")
+FOLLOWED = {"never_moved": "never_moved", "expected": "expected_never_moved"}
+"""The options of an audit by which there is a column."""
 BINS, HEAT_BINS, HEAT_ROWS, GROUPS = 600, 200, 240, 10
-"""At most (about) this many points a curve, columns and rows a heat map, groups by name."""
+"""Approximate limits: points per curve, columns and rows per heat map, groups by name."""
+STORED = "stored"
+"""The default scope of a grid: the tensors that are stored on it; where none is, all."""
 TENSOR_ROWS = 100
 """Above this many tensors, the rows of the heat map are layers."""
 
 
 def bins(n: int, most: int) -> Array:
-    """Where bins begin, among n records: one record each if there are no more than ``most``.
+    """Return where bins begin, among n records: one record each if there are no more than ``most``.
 
     Otherwise they widen from single records to a fixed width, so that a logarithmic axis has a start to show.
 
@@ -60,7 +63,7 @@ def bins(n: int, most: int) -> Array:
 
 
 def layer_of(name: str) -> str:
-    """A tensor's name up to its first number: the layer that it is in.
+    """Return a tensor's name up to its first number: the layer that it is in.
 
     >>> layer_of("transformer.h.3.attn.c_proj.weight"), layer_of("lm_head.weight")
     ('transformer.h.3', 'lm_head.weight')
@@ -81,13 +84,14 @@ class HeatRow:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What :func:`gather` found. NaN stands for steps at which nothing of a scope moved."""
+    """A trace as :func:`gather` read it. NaN stands for steps at which nothing of a scope moved."""
 
     trace: Trace
     steps: Array
     loss: Array
-    classes: Sequence[tuple[str, bool]]
-    """(group, whether of two or more dimensions); the groups that are not shown by name are ''."""
+    classes: Sequence[tuple[str, bool, tuple[str, ...]]]
+    """(group, whether of two or more dimensions, the grids that it is stored on); the groups that are not
+    shown by name are ''."""
     sizes: Array
     """Weights, (steps, classes)."""
     idle: Array
@@ -98,17 +102,23 @@ class Gathered:
     heat_starts: Array
     heat_rows: Sequence[HeatRow]
     heat: Array
-    """Share of updates lost, (grids, rows, bins); NaN where nothing moved."""
-    lost: Array
-    """Updates lost over the run, (tensors, grids)."""
-    asked: Array
-    """Proposals that were finite and not zero, (tensors)."""
+    """Share of updates lost, (grids, rows, bins); NaN where nothing moved or was finite."""
+    still: Array
+    """Weights that were frozen, summed over the run, (tensors, grids)."""
+    zeros: Array
+    """Proposals of zero, summed over the run, (tensors)."""
+    spoilt: Array
+    """Weights or proposals that were not finite, summed over the run, (tensors)."""
+    moves: Array
+    """Weights that steps were about, summed over the run, (tensors)."""
     last_never: Array
     """Weights that no step moved, (tensors, grids)."""
     present: Array
-    """Steps that each tensor was part of."""
-    spoilt: Array
-    """Whether any weight or proposal of a tensor was not finite."""
+    """Number of steps that each tensor took part in."""
+    arrived: Array
+    """The part of the proposals that arrived, projected on them and summed over the run, (tensors, grids)."""
+    proposed: Array
+    """Squared norms of the proposals for which that is known, (tensors, grids)."""
 
     @property
     def grids(self) -> list[str]:
@@ -116,169 +126,180 @@ class Gathered:
 
     @cached_property
     def scopes(self) -> list[str]:
-        """The scopes that moved and are told apart: all, all-2d, core, and the largest groups."""
+        """The scopes that moved and are told apart: the default one first, if it is not that of all weights;
+        all, all-2d, core, and the largest groups."""
         moved = [key for key, size in zip(self.classes, self.sizes.sum(axis=0), strict=True) if size]
-        groups = [g for g in dict.fromkeys(g for g, _ in moved) if g]
-        found = ["all"]
-        if len({matrix for _, matrix in moved}) == 2:
+        groups = [g for g in dict.fromkeys(g for g, _, _ in moved) if g]
+        some = any(0 < sum(grid in on for _, _, on in moved) < len(moved) for grid in self.grids)
+        found = [*([STORED] if some else []), "all"]
+        if len({matrix for _, matrix, _ in moved}) == 2:
             found.append("all-2d")
         if len(set(groups) & set(CORE)) == 2:
             found.append("core")
         return found + [g for g in groups if g not in found] if len(groups) > 1 else found
 
-    def _chosen(self, scope: str) -> Array:
-        wanted: Callable[[str, bool], bool] = {
-            "all": lambda group, matrix: True,
-            "all-2d": lambda group, matrix: matrix,
-            "core": lambda group, matrix: group in CORE,
-        }.get(scope, lambda group, matrix: group == scope)
-        return np.array([wanted(*key) for key in self.classes], dtype=bool)
+    def _chosen(self, scope: str, grid: str) -> Array:
+        wanted: Callable[[str, bool, tuple[str, ...]], bool] = {
+            STORED: lambda group, matrix, on: grid in on,
+            "all": lambda group, matrix, on: True,
+            "all-2d": lambda group, matrix, on: matrix,
+            "core": lambda group, matrix, on: group in CORE,
+        }.get(scope, lambda group, matrix, on: group == scope)
+        chosen = np.array([wanted(*key) for key in self.classes], dtype=bool)
+        none = scope == STORED and not self.sizes[:, chosen].any()
+        return np.ones_like(chosen) if none else chosen
 
-    def share(self, column: str, grid: str, scope: str = "all") -> Array:
-        """A column summed over a scope as a share of its weights, one value a recorded step."""
-        chosen = self._chosen(scope)
+    def share(self, column: str, grid: str, scope: str = STORED) -> Array:
+        """Return a column summed over a scope as a share of its weights, one value per recorded step."""
+        chosen = self._chosen(scope, grid)
         total = self.counts[column][:, chosen, self.grids.index(grid)].sum(axis=1)
         with np.errstate(invalid="ignore"):
             return np.asarray(total / self.sizes[:, chosen].sum(axis=1))
 
-    def lost_share(self, grid: str, scope: str = "all") -> Array:
-        """The share of updates, that is of proposals other than zero, that is lost."""
-        chosen, frozen = self._chosen(scope), self.share("frozen", grid, scope)
-        with np.errstate(invalid="ignore"):
-            sizes = self.sizes[:, chosen].sum(axis=1)
-            zero, bad = (x[:, chosen].sum(axis=1) / sizes for x in (self.idle, self.bad))
-            return np.where(np.isnan(frozen), np.nan, lost_updates(frozen, zero, bad))
+    def lost_share(self, grid: str, scope: str = STORED) -> Array:
+        """Return the share of updates that is lost, one value per recorded step, as :meth:`Trace.frozen`."""
+        chosen = self._chosen(scope, grid)
+        frozen = self.counts["frozen"][:, chosen, self.grids.index(grid)].sum(axis=1)
+        idle, bad, sizes = (x[:, chosen].sum(axis=1) for x in (self.idle, self.bad, self.sizes))
+        return np.where(sizes > 0, lost_share(frozen, idle, bad, sizes), np.nan)
 
-    def crossing(self, grid: str, scope: str = "all") -> Crossing | None:
-        """First and persistent majority; None if no update of the scope was finite."""
+    def curve(self, column: str, grid: str, scope: str = STORED) -> Array:
+        """Return what a chart shows of a column: of frozen weights, the share of updates that is lost."""
+        return self.lost_share(grid, scope) if column == "frozen" else self.share(column, grid, scope)
+
+    def majority(self, grid: str, scope: str = STORED) -> Majority | None:
+        """Return the majority that lasts, if there is one."""
         f = self.lost_share(grid, scope)
         there = ~np.isnan(f)
-        return crossing(f[there], steps=self.steps[there]) if there.any() else None
+        return majority(f[there], steps=self.steps[there]) if there.any() else None
 
-    def never_moved(self, grid: str, scope: str = "all") -> float | None:
-        """The share of a scope's weights that no recorded step moved."""
+    def never_moved(self, grid: str, scope: str = STORED) -> float | None:
+        """Return the share of a scope's weights that no recorded step moved."""
         if not self.trace.manifest["options"]["never_moved"]:
             return None
         f = self.share("never_moved", grid, scope)
         return float(f[~np.isnan(f)][-1])
 
     def tensor_share(self, grid: str) -> Array:
-        """Of each tensor's updates, the share that is lost over the run; NaN if none was finite."""
-        lost = self.lost[:, self.grids.index(grid)]
-        share = np.where(self.asked > 0, lost / np.where(self.asked > 0, self.asked, 1), 0.0)
-        return np.where((self.present > 0) & ~((self.asked <= 0) & self.spoilt), share, np.nan)
+        """Return the share of each tensor's updates that is lost over the run; NaN if none was finite."""
+        shares = lost_share(self.still[:, self.grids.index(grid)], self.zeros, self.spoilt, self.moves)
+        return np.where(self.present > 0, shares, np.nan)
 
-    def stored(self, grid: str, scope: str = "all") -> float:
-        """The share of a scope's weights that are stored on a grid."""
-        ids = set(self.trace.ids(scope))
-        sizes: dict[tuple[str, str], float] = {}
-        for t in (t for t in self.trace.tensors if t["id"] in ids):
-            key = (t["stored"], t["dtype"])
-            sizes[key] = sizes.get(key, 0.0) + float(t["recorded"])
-        there = (n for (stored, dtype), n in sizes.items() if same_values(stored, grid, dtype))
-        return sum(there) / sum(sizes.values())
+    def stored(self, grid: str) -> float:
+        """Return the share of the weights that are stored on a grid."""
+        return self.trace.numel(on_grid(self.trace, grid)) / self.trace.numel()
 
-    def findings(self, scope: str = "all") -> list[Finding]:
-        """What :func:`halfulp.audit.findings.findings` says."""
-        return [self._finding(grid, scope) for grid in self.grids]
+    def findings(self) -> list[Finding]:
+        """Return the same as :func:`halfulp.verdicts.findings.findings`."""
+        return [self._finding(grid) for grid in self.grids]
 
-    def _finding(self, grid: str, scope: str) -> Finding:
-        f = self.lost_share(grid, scope)
-        f, found = f[~np.isnan(f)], self.crossing(grid, scope)
+    def _finding(self, grid: str) -> Finding:
+        f = self.lost_share(grid)
+        f, ids = f[~np.isnan(f)], self.trace.ids(default_scope(self.trace, grid))
         return Finding(
             grid=grid,
-            stored=self.stored(grid, scope),
-            idle=self._idle(scope),
+            measured=set(ids) <= set(on_grid(self.trace, grid)),
+            of=self.trace.numel(ids) / self.trace.numel(),
+            idle=self._idle(grid),
             lost=average(f),
             lost_late=average(f[-max(1, len(f) // 10) :]),
-            onset=NOT_FINITE if found is None else onset_words(found),
-            never_moved=self.never_moved(grid, scope),
-            stuck=self._stuck(grid),
-            gain=known(self.trace.gain(grid, scope)),
-            cosine=known(self.trace.cosine(grid, scope)),
+            majority=self.majority(grid),
+            never_moved=self.never_moved(grid),
+            hardly=self._hardly(grid, set(ids)),
+            gain=known(self.trace.gain(grid, ids)),
+            cosine=known(self.trace.cosine(grid, ids)),
         )
 
-    def _idle(self, scope: str) -> float:
-        chosen = self._chosen(scope)
+    def _idle(self, grid: str) -> float:
+        chosen = self._chosen(STORED, grid)
         sizes = self.sizes[:, chosen].sum(axis=1)
         return float((self.idle[:, chosen].sum(axis=1)[sizes > 0] / sizes[sizes > 0]).mean())
 
-    def _stuck(self, grid: str) -> tuple[tuple[str, str, float, float], ...]:
+    def _hardly(self, grid: str, ids: set[int]) -> tuple[tuple[str, str, float, float], ...]:
         followed = self.trace.manifest["options"]["never_moved"]
         never, shares = self.last_never[:, self.grids.index(grid)], self.tensor_share(grid)
         rows = [
             (str(t["name"]), str(t["group"]), float(share), float(n / t["recorded"]) if followed else np.nan)
             for t, share, n, there in zip(self.trace.tensors, shares, never, self.present, strict=True)
-            if share >= STUCK and there >= len(self.steps) / 2
+            if t["id"] in ids and share >= HARDLY and there >= len(self.steps) / 2
         ]
         return tuple(sorted(rows, key=lambda r: (-r[2], r[0])))
 
 
 def gather(trace: Trace) -> Gathered:
     """Read a trace once."""
-    run = trace.scan("run").sort("step").collect()
-    steps, tensors = run["step"].to_numpy(), trace.tensors
+    run = trace.scan("run").sort("step")
+    steps, tensors = run["step"], trace.tensors
     recorded = np.array([t["recorded"] for t in tensors], dtype=np.float64)
     place = np.full(max(t["id"] for t in trace.manifest["tensors"]) + 1, -1)  # -1: a tensor without weights
     place[[t["id"] for t in tensors]] = np.arange(len(tensors))
     full = np.isin([t["id"] for t in tensors], trace.tells_zero())
-    keys = _classes(tensors)
+    keys = _classes(tensors, trace.grids)
     classes = list(dict.fromkeys(keys))
     class_of = np.array([classes.index(key) for key in keys])
     heat_rows, row_of = _heat_rows(tensors)
     starts = bins(len(steps), HEAT_BINS)
     bin_of = np.searchsorted(starts, np.arange(len(steps)), side="right") - 1
-    followed = trace.manifest["options"]
-    columns = [c for c, on in zip(COLUMNS, (True, followed["never_moved"], followed["expected_never_moved"]),
-                                  strict=True) if on]  # fmt: skip
+    columns = _columns(trace)
 
     n, k, g, m = len(steps), len(classes), len(trace.grids), len(tensors)
     counts = {c: np.zeros((n, k, g)) for c in columns}
     sizes, idle, bad, last_never = np.zeros((n, k)), np.zeros((n, k)), np.zeros((n, k)), np.zeros((m, g))
-    binned, there = np.zeros((len(starts), m, g)), np.zeros((len(starts), m))
-    zeros, spoilt = np.zeros(m), np.zeros(m)
-    for by_tensor, by_grid in zip(trace.table_files("tensors"), trace.table_files("grids"), strict=True):
-        at, tensor, frame = _rows(by_tensor, "tensors", steps, place, ["zero_proposal", "nonfinite"])
-        zero, lame = frame["zero_proposal"].to_numpy() * full[tensor], frame["nonfinite"].to_numpy()
+    binned = np.zeros((len(starts), m, g))
+    there, zeros, spoilt = (np.zeros((len(starts), m)) for _ in range(3))
+    arrived, proposed = np.zeros((2, m, g))
+    for by_tensor, by_grid in zip(
+        trace.by_part("tensors", "step", "tensor", "zero_proposal", "nonfinite", "proposal_sq"),
+        trace.by_part("grids", "step", "tensor", "grid", "arrived", *columns),
+        strict=True,
+    ):
+        at, tensor, frame = _rows(by_tensor, steps, place)
+        zero, lame = frame["zero_proposal"] * full[tensor], frame["nonfinite"]
         _add(sizes, at * k + class_of[tensor], recorded[tensor])
         _add(idle, at * k + class_of[tensor], zero)
         _add(bad, at * k + class_of[tensor], lame)
         _add(there, bin_of[at] * m + tensor)
-        _add(zeros, tensor, zero)
-        _add(spoilt, tensor, lame)
-        at, tensor, frame = _rows(by_grid, "grids", steps, place, ["grid", *columns])
-        grid = frame["grid"].to_numpy()
+        _add(zeros, bin_of[at] * m + tensor, zero)
+        _add(spoilt, bin_of[at] * m + tensor, lame)
+        squares = np.repeat(frame["proposal_sq"], g)
+        at, tensor, frame = _rows(by_grid, steps, place)
+        grid = frame["grid"]
         cell = (at * k + class_of[tensor]) * g + grid
         for column in columns:
-            _add(counts[column], cell, frame[column].to_numpy())
-        _add(binned, (bin_of[at] * m + tensor) * g + grid, frame["frozen"].to_numpy())
+            _add(counts[column], cell, frame[column])
+        _add_arrived(arrived, proposed, tensor * g + grid, frame["arrived"], squares, full[tensor])
+        _add(binned, (bin_of[at] * m + tensor) * g + grid, frame["frozen"])
         if "never_moved" in columns:  # rows come step by step, so the last assignment is the last step's
-            last_never[tensor, grid] = frame["never_moved"].to_numpy()
+            last_never[tensor, grid] = frame["never_moved"]
 
-    heat, weights = np.zeros((len(heat_rows), len(starts), g)), np.zeros((len(heat_rows), len(starts)))
-    np.add.at(heat, row_of, binned.transpose(1, 0, 2))
-    np.add.at(weights, row_of, (there * recorded).T)
-    with np.errstate(invalid="ignore"):
-        shares = np.moveaxis(heat / weights[:, :, None], 2, 0)
+    def by_row(x: Array) -> Array:
+        """Sum what is known of tensors by bin, as (rows, bins)."""
+        total = np.zeros((len(heat_rows), len(starts)))
+        np.add.at(total, row_of, x.T)
+        return total
+
+    beside = [by_row(x) for x in (zeros, spoilt, there * recorded)]
+    heat = [lost_share(by_row(binned[:, :, i]), *beside) for i in range(g)]
+    shares = np.where(beside[-1] > 0, np.stack(heat), np.nan)
     return Gathered(
-        trace, steps, run["loss"].to_numpy(), classes, sizes, idle, bad, counts, starts, heat_rows, shares,
-        np.maximum(binned.sum(axis=0) - zeros[:, None], 0), there.sum(axis=0) * recorded - zeros - spoilt,
-        last_never, there.sum(axis=0), spoilt > 0,
+        trace, steps, run["loss"], classes, sizes, idle, bad, counts, starts, heat_rows, shares,
+        binned.sum(axis=0), zeros.sum(axis=0), spoilt.sum(axis=0), there.sum(axis=0) * recorded,
+        last_never, there.sum(axis=0), arrived, proposed,
     )  # fmt: skip
 
 
-def _rows(
-    file: Path | bytes, table: str, steps: Array, place: Array, columns: list[str]
-) -> tuple[Array, Array, pl.DataFrame]:
-    """Of every row of a table: the position of its step and of its tensor; and more columns."""
-    there = pl.Series(np.flatnonzero(place >= 0))
-    frame = scan_files([file], table).select("step", "tensor", *columns).collect()
-    frame = frame.filter(pl.col("tensor").is_in(there.implode()) | (len(there) == len(place)))
-    frame = frame.with_columns(pl.col("step").rle_id().alias("run"))
-    run = frame["run"].to_numpy()
-    first = np.searchsorted(run, np.arange(int(run[-1]) + 1)) if len(run) else np.zeros(0, dtype=int)
-    of_run = np.searchsorted(steps, frame["step"].to_numpy()[first])
-    return of_run[run], place[frame["tensor"].to_numpy()], frame
+def _columns(trace: Trace) -> list[str]:
+    """Return the columns that a trace has been recorded with."""
+    options = trace.manifest["options"]
+    return [c for c in COLUMNS if c == "frozen" or options[FOLLOWED[c]]]
+
+
+def _rows(table: Columns, steps: Array, place: Array) -> tuple[Array, Array, Columns]:
+    """Return the rows of tensors with weights, after the positions of their steps and of their tensors."""
+    there = place[table["tensor"]] >= 0
+    table = table if there.all() else table.take(there)
+    distinct, row_of = groups(table["step"])
+    return np.searchsorted(steps, distinct)[row_of], place[table["tensor"]], table
 
 
 def _add(total: Array, flat: Array, values: Array | None = None) -> None:
@@ -286,18 +307,34 @@ def _add(total: Array, flat: Array, values: Array | None = None) -> None:
     total += np.bincount(flat, weights=values, minlength=total.size).reshape(total.shape)
 
 
-def _classes(tensors: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """The class of each tensor; the smallest of too many groups share one."""
+def _add_arrived(
+    arrived: Array, proposed: Array, flat: Array, along: Array, squares: Array, known: Array
+) -> None:
+    """Add what arrived and what was proposed, of rows of which both are known."""
+    there = known & np.isfinite(along) & np.isfinite(squares)
+    _add(arrived, flat[there], along[there])
+    _add(proposed, flat[there], squares[there])
+
+
+def _classes(tensors: list[dict[str, Any]], grids: Sequence[str]) -> list[tuple[str, bool, tuple[str, ...]]]:
+    """Return the class of each tensor; the smallest of too many groups share one."""
     weights: dict[str, int] = {}
     for t in tensors:
         weights[t["group"]] = weights.get(t["group"], 0) + int(t["recorded"])
     largest = sorted(weights, key=lambda group: (-weights[group], group))[:GROUPS]
     named = {g for g in weights if g in largest or g in CORE}
-    return [(t["group"] if t["group"] in named else "", len(t["shape"]) >= 2) for t in tensors]
+    return [
+        (
+            t["group"] if t["group"] in named else "",
+            len(t["shape"]) >= 2,
+            tuple(grid for grid in grids if same_values(t["stored"], grid, t["dtype"])),
+        )
+        for t in tensors
+    ]
 
 
 def _heat_rows(tensors: list[dict[str, Any]]) -> tuple[list[HeatRow], Array]:
-    """The rows of the heat map, and the row of each tensor.
+    """Return the rows of the heat map, and the row of each tensor.
 
     Layers come as they first appear, with all their tensors together: an optimizer with several groups
     lists the matrices of all layers before their norms.

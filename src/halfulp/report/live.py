@@ -25,13 +25,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from halfulp.report.words import percent
-from halfulp.text import shown
+from halfulp.text import percent, shown
 
 INTERVAL, LINE_INTERVAL = 0.25, 10.0
 """Seconds between pictures, and between plain lines."""
 SHARE = 0.005
-"""Of the time, at most, for making pictures."""
+"""Largest share of the time spent on making pictures."""
 WORST = 5
 BAR = 24
 
@@ -75,7 +74,7 @@ class LiveView:
         self.close()
 
     def __call__(self, summary: dict[str, Any]) -> None:
-        """The listener."""
+        """Receive the summary of a step, as a listener."""
         self._latest = summary
         now = time.monotonic()
         if now < self._due:
@@ -107,26 +106,33 @@ class LiveView:
 
 
 def line(summary: dict[str, Any]) -> str:
-    """One step in one line."""
+    """Return one step in one line."""
     shares = ", ".join(f"{grid} {percent(share)}" for grid, share in summary["frozen"].items())
     bad = f"{summary['nonfinite']:,} weights NOT FINITE, " if summary.get("nonfinite") else ""
-    return f"halfulp: step {summary['step']}: {bad}updates lost {shares}; most in {_worst_words(summary)}"
+    most = "".join(f"; most in {shown(name)} ({grid}, {percent(x)})" for name, grid, x in worst(summary, 1))
+    also = "".join(f"; {shown(name)} {percent(x)} ({grid})" for name, grid, x in beside(summary))
+    return f"halfulp: step {summary['step']}: {bad}updates lost {shares}{most}{also}"
 
 
-def _worst_words(summary: dict[str, Any]) -> str:
-    name, grid, share = worst(summary, 1)[0]
-    return f"{shown(name)} ({grid}, {percent(share)})"
+def beside(summary: dict[str, Any]) -> list[tuple[str, str, float]]:
+    """(role, grid, share) of moments and copies that are stored on the grid: what is being lost there."""
+    roles = summary.get("roles", {}).items()
+    return [(name, grid, said["frozen"][grid]) for name, said in roles for grid in said["measured"]]
 
 
 def worst(summary: dict[str, Any], most: int) -> list[tuple[str, str, float]]:
-    """(tensor, grid, share) of the tensors that lose most on the grid that loses most."""
-    grid = max(summary["frozen"], key=lambda g: (summary["frozen"][g], g))
-    ranked = sorted(summary["tensors"].items(), key=lambda item: (-item[1][grid], item[0]))
-    return [(name, grid, shares[grid]) for name, shares in ranked[:most]]
+    """(tensor, grid, share) of the tensors that lose most on the grid that loses most; of those that know."""
+    known = {g: share for g, share in summary["frozen"].items() if share == share}
+    if not known:
+        return []
+    grid = max(known, key=lambda g: (known[g], g))
+    there = ((name, shares[grid]) for name, shares in summary["tensors"].items())
+    ranked = sorted((x for x in there if x[1] == x[1]), key=lambda x: (-x[1], x[0]))
+    return [(name, grid, share) for name, share in ranked[:most]]
 
 
 def picture(summary: dict[str, Any]) -> Table:
-    """One step as a small table: grids with bars, then the worst tensors."""
+    """Return one step as a small table: grids with bars, then the worst tensors."""
     loss = "" if summary["loss"] != summary["loss"] else f", loss {summary['loss']:.4f}"
     table = Table.grid(padding=(0, 2))
     bad = f", {summary['nonfinite']:,} weights NOT FINITE" if summary.get("nonfinite") else ""
@@ -136,17 +142,17 @@ def picture(summary: dict[str, Any]) -> Table:
         never = summary["never_moved"].get(grid)
         still = "" if never is None else f"{percent(never)} never moved"
         table.add_row(Text(grid), bar(share), Text(f"{percent(share):>6} lost", justify="right"), Text(still))
-    for name, grid, share in worst(summary, WORST):
+    for name, grid, share in (*worst(summary, WORST), *beside(summary)):
         table.add_row(Text(""), Text(shown(name, 40)), Text(f"{percent(share):>6} lost"), Text(f"on {grid}"))
     return table
 
 
 def bar(share: float) -> Text:
-    """A share as a bar, in eighths of a letter.
+    """Return a share as a bar, in eighths of a letter.
 
     >>> bar(0.5).plain
     '████████████            '
     """
-    eighths = round(share * BAR * 8)
+    eighths = 0 if share != share else round(share * BAR * 8)
     filled = "█" * (eighths // 8) + ("" if eighths % 8 == 0 else " ▏▎▍▌▋▊▉"[eighths % 8])
     return Text(f"{filled:{BAR}}", style="dark_orange3" if share >= 0.5 else "default")

@@ -24,7 +24,7 @@ VOID = {"br", "col", "hr", "img", "input", "link", "meta"}
 DRAWN = {"line", "path"}
 """Elements of SVG that hold nothing; these must say so."""
 TITLE = 300
-"""As much of a long name as a tooltip shows."""
+"""Most characters of a long name that a tooltip shows."""
 
 
 class Html(str):
@@ -51,7 +51,7 @@ def text(content: Content) -> str:
 
 
 def tag(element: str, *content: Content, **attributes: str | float | int | bool | None) -> Html:
-    """An element. ``class_`` and ``for_`` lose their underscore; True is an attribute without a value.
+    """Return an element. ``class_`` and ``for_`` lose their underscore; True is an attribute without a value.
 
     >>> tag("input", type="checkbox", checked=True, aria_label='"x"', hidden=None)
     Html('<input type="checkbox" checked aria-label="&quot;x&quot;">')
@@ -68,7 +68,7 @@ def tag(element: str, *content: Content, **attributes: str | float | int | bool 
 
 
 def name(chosen: str, width: int = 48) -> Html:
-    """A name that somebody else chose, elided in the middle; the tooltip has more of it."""
+    """Return a name that somebody else chose, elided in the middle; the tooltip has more of it."""
     whole = shown(chosen, TITLE)
     return tag(
         "bdi",
@@ -84,7 +84,7 @@ def prose(said: str, width: int = 400) -> Html:
 
 
 def elided(chosen: str, width: int) -> str:
-    """The beginning and the end of a long string.
+    """Return the beginning and the end of a long string.
 
     >>> elided("transformer.h.11.attention.weight", 20)
     'transforme…on.weight'
@@ -110,7 +110,7 @@ def table(
     caption: Content = None,
     class_: str | None = None,
 ) -> Html:
-    """A table in a box that scrolls sideways. A cell may be a ``td`` or ``th`` of its own."""
+    """Return a table in a box that scrolls sideways. A cell may be a ``td`` or ``th`` of its own."""
 
     def cell(content: Content, element: str, **attributes: str) -> Html:
         if isinstance(content, Html) and content.startswith(("<td", "<th")):
@@ -129,10 +129,10 @@ def table(
 
 
 def number(*content: Content, **attributes: Any) -> Html:
-    """A cell with a number in it."""
+    """Return a cell with a number in it."""
     return tag("td", *content, class_="number", **attributes)
 
 
 def numeric(*content: Content) -> Html:
-    """The head of a column of numbers."""
+    """Return the head of a column of numbers."""
     return tag("th", *content, scope="col", class_="number")

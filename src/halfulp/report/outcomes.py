@@ -8,6 +8,7 @@ from halfulp.measures.forecasts import ACCURATE_RMSE, ADDED_VALUE_RATIO, INFORMA
 from halfulp.report import words
 from halfulp.report.markup import Content, Html, number, numeric, table, tag
 from halfulp.report.runs import Arms, Outcome, Run
+from halfulp.text import percent
 
 UNTESTED = (
     "No run on one of these grids was given, so this forecast is untested. Train on one of them with nearest "
@@ -76,7 +77,7 @@ def _ratio(a: float, b: float) -> str:
 
 
 def passed_mark(passed: bool | None) -> Html:
-    """A gate's result as a word with a sign, never as a colour alone."""
+    """Return a gate's result as a word with a sign, never as a colour alone."""
     if passed is None:
         return tag("td", "not tested", class_="gate")
     return tag("td", "✓ passed" if passed else "✗ failed", class_=f"gate {'passed' if passed else 'failed'}")
@@ -102,19 +103,19 @@ def _policies(found: Arms) -> Html:
     rows: list[list[Content]] = []
     for run in found.members:
         grid = run.grid or found.grid
-        never = run.gathered.never_moved(grid, run.scope) if run.grid else None
+        never = run.gathered.never_moved(grid) if run.grid else None
         recovered = found.recovery(run)
-        late = run.gathered.findings(run.scope)[run.gathered.grids.index(grid)].lost_late
+        late = run.gathered.findings()[run.gathered.grids.index(grid)].lost_late
         rows.append(
             [
                 tag("th", run.policy_words if run.grid else "fp32 reference", scope="row"),
                 number(f"{run.bytes_per_weight:g}"),
                 number(words.loss(run, found)),
                 number("-" if recovered is None else f"{recovered:.0%}"),
-                number("-" if run.grid is None else words.percent(late)),
-                number(words.percent(never)),
+                number("-" if run.grid is None else percent(late)),
+                number(percent(never)),
             ]
         )
-    columns = ("bytes a weight", "final loss", "recovery", "code kept at the end", "never moved")
+    columns = ("bytes per weight", "final loss", "recovery", "code kept at the end", "never moved")
     caption = f"On {found.grid}. Bytes of stored weights and of what the policy keeps beside them."
     return table(["policy", *map(numeric, columns)], rows, caption=caption)

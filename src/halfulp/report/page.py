@@ -5,27 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from halfulp.audit.calibration import Calibration
 from halfulp.errors import UsageError
 from halfulp.report import costs, outcomes, sections
 from halfulp.report.charts import page_data
 from halfulp.report.document import document
 from halfulp.report.markup import Html
 from halfulp.report.runs import Run, arms, forecasts, open_runs, shown_first
-from halfulp.report.study import is_study, open_study, study_sections
+from halfulp.report.study_page import is_study, open_study, study_sections
+from halfulp.report.tree import tree_data
+from halfulp.text import shown
 from halfulp.trace import Trace
+from halfulp.verdicts.answer import answer_of
+from halfulp.verdicts.calibration import Calibration
 
 
 def page(paths: Sequence[Path], *, code: bool = False, calibration: Calibration | None = None) -> str:
-    """One page of trace and study folders: studies first. ``code``: a study's own file may be run.
+    """Return one HTML page of trace and study folders, studies first.
 
-    ``calibration``: an earlier pair of runs, for the losses of rehearsals.
+    Args:
+        paths: The folders.
+        code: Allow a study's own file to be run.
+        calibration: An earlier pair of runs, for the losses of rehearsals.
     """
     studies = [open_study(p, code=code) for p in paths if is_study(p)]
     traces = [Trace.open(p) for p in paths if not is_study(p)]
     names = [view.protocol.study for view in studies]
     parts = [part for view in studies for part in study_sections(view)]
-    data: object = {"runs": [], "outcomes": [], "arms": [], "costs": []}
+    data: object = {"runs": [], "outcomes": [], "arms": [], "costs": [], "trees": []}
     if traces or not studies:
         runs = open_traces(traces)
         names += [run.name for run in runs]
@@ -36,7 +42,7 @@ def page(paths: Sequence[Path], *, code: bool = False, calibration: Calibration 
 
 
 def open_traces(traces: Sequence[Trace]) -> list[Run]:
-    """The runs of traces that hold something."""
+    """Return the runs of traces that hold something."""
     if not traces:
         raise UsageError("a page needs at least one trace or study.")
     for trace in traces:
@@ -54,11 +60,23 @@ def _of_traces(runs: Sequence[Run], calibration: Calibration | None) -> tuple[li
     met: list[Html | None] = [outcomes.forecast_section(first, found), outcomes.policy_section(policies)]
     seen: list[Html | None] = [sections.when_section(first), sections.where_section(first)]
     parts: list[Html | None] = [
-        *(sections.verdict_section(run, alone=len(first) == 1) for run in first),
+        *(_answered(run, calibration, alone=len(first) == 1) for run in first),
+        sections.tree_section(first),
+        *(sections.formats_section(run, alone=len(first) == 1) for run in first),
         *(costs.cost_section(i, c, alone=len(first) == 1) for i, c in enumerate(rehearsed)),
         *(met + seen if found or policies else seen + met),
-        sections.beside_section(first),
         sections.sure_section(runs),
         sections.run_section(runs),
     ]
-    return parts, {**page_data(first, found, policies), "costs": [costs.cost_data(c) for c in rehearsed]}
+    data = page_data(first, found, policies)
+    data["trees"] = [tree_data(run.gathered) for run in first]
+    data["costs"] = [costs.cost_data(c) for c in rehearsed]
+    return parts, data
+
+
+def _answered(run: Run, calibration: Calibration | None, *, alone: bool) -> Html:
+    """Return the answer of a run."""
+    trouble = (f"Incomplete: {shown(run.trace.trouble, 400)}",) if run.trace.trouble else ()
+    found = tuple(run.gathered.findings())
+    answer = answer_of(run.trace, found, trouble, calibration=calibration)
+    return sections.verdict_section(run, answer, alone=alone)

@@ -1,55 +1,28 @@
-"""What policies won back in the committed studies, and what that says of a mask.
+"""Recoveries: the loss that policies won back in the committed studies, and what that says of a mask.
 
-``recoveries.tsv`` beside this module has a row a study and policy: the share of the nearest run's loss gap
-that it won back, over targets, and the share of all fp32 masters that it keeps for it. `halfulp paper` makes
-it from the records in ``results/studies`` (:func:`table`) and a test holds the two together; `halfulp
-allocate` prints what is near its own choice, and what needs no master at all.
+``recoveries.tsv`` beside this module has one row per study and policy: the share of the nearest run's loss
+gap that it won back, over targets, and the share of all fp32 masters that it keeps for it. It is made from
+the records in ``results/studies``; `halfulp allocate` prints what is near its own choice, and what needs no
+master at all.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from halfulp.allocation.masks import Mask
 from halfulp.errors import UsageError
-from halfulp.masks import Mask
-from halfulp.study.protocol import Json
 from halfulp.trace import Trace
 
 FILE = Path(__file__).with_suffix(".tsv")
-_POLICIES: Mapping[str, Mapping[str, tuple[str, float]]] = {
-    "policy-3k": {"recovery-sr": ("sr", 0.0)},
-    "modern-transfer": {"recovery-sr": ("sr", 0.0)},
-    "neox-transfer": {"recovery-sr": ("sr", 0.0), "recovery-eco": ("eco", 0.0)},
-    "prospective-modern": {
-        "recovery-source": ("P", 0.1), "recovery-freeze": ("F", 0.1), "recovery-eco": ("eco", 0.0),
-        "recovery-all": ("master", 1.0),
-    },
-    "depth-17": {"recovery-source-P": ("P", 0.1), "recovery-control-1": ("shuffled P", 0.1)},
-    "mask-reuse": {
-        "recovery-source-P": ("P", 0.1), "recovery-source-F": ("F", 0.1), "recovery-source-R": ("R", 0.1),
-        "recovery-control-1": ("shuffled P", 0.1), "recovery-master": ("master", 1.0),
-    },
-    "leverage-primary": {
-        "recovery-L-10": ("L", 0.1), "recovery-L-20": ("L", 0.2), "recovery-random-1-10": ("random", 0.1),
-        "recovery-random-1-20": ("random", 0.2),
-    },
-    "saliency-challenge": {f"recovery-{score}-10": (score, 0.1) for score in "FGUWTPR"},
-    "tile-screen": {f"recovery-{s}-{p}": (s, p / 100) for p in (10, 20) for s in "CLFR"},
-    "gpt2-pareto": {
-        **{f"recovery-source-P-{p}": ("P", p / 100) for p in (5, 10, 20)}, "recovery-eco": ("eco", 0.0),
-        "recovery-master": ("master", 1.0),
-    },
-}  # fmt: skip
-"""By study: which of its estimands is the recovery of which policy or score, with which share of masters."""
 GRID = "e5m2"
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a policy won back in a study: mean, least and most over its targets."""
+    """The share that a policy won back in a study: mean, least and most over its targets."""
 
     study: str
     scale: str
@@ -67,28 +40,8 @@ class Recovery:
         return least if least == most else f"{least} to {most}"
 
 
-def gathered(results: Mapping[str, Mapping[str, Json]]) -> Iterator[Recovery]:
-    """From the results of closed studies, by name; e5m2 where a study has several grids."""
-    for study, result in results.items():
-        for estimand, (policy, share) in _POLICIES.get(study, {}).items():
-            found = result["estimands"].get(estimand, {})
-            several = any(unit.startswith("e4m3") for unit in found)
-            values = [v for u, v in found.items() if v is not None and (not several or u.startswith(GRID))]
-            if values:
-                yield Recovery(study, result["scale"], policy, share, len(values), statistics.fmean(values),
-                               min(values), max(values))  # fmt: skip
-
-
-def table(results: Mapping[str, Mapping[str, Json]]) -> str:
-    """The content of the table."""
-    lines = ["\t".join(f.name for f in fields(Recovery))]
-    for row in gathered(results):
-        lines.append("\t".join(f"{v:.4f}" if isinstance(v, float) else str(v) for v in astuple(row)))
-    return "\n".join(lines) + "\n"
-
-
 def known() -> list[Recovery]:
-    """The rows of the table."""
+    """Return the rows of the table."""
     _, *lines = FILE.read_text(encoding="utf-8").splitlines()
     rows = (line.split("\t") for line in lines)
     return [
@@ -98,7 +51,7 @@ def known() -> list[Recovery]:
 
 
 def of_mask(mask: Mask, trace: Path) -> Iterator[str]:
-    """What to tell somebody who has just chosen a mask: its forecast, its evidence, and the alternatives."""
+    """Yield lines on a newly chosen mask: its forecast, its evidence and the alternatives."""
     yield from _forecast(mask, Trace.open(trace))
     rows = known()
     spent = mask.payload_bytes / mask.blanket_bytes
@@ -129,7 +82,7 @@ def _lines(rows: Iterable[Recovery]) -> Iterator[str]:
 
 
 def _forecast(mask: Mask, trace: Trace) -> Iterator[str]:
-    """What an attributed rehearsal says of the chosen tiles."""
+    """Say what an attributed rehearsal forecasts for the chosen tiles."""
     if not trace.rehearsals:
         yield "forecast: none, because the trace has no rehearsal (halfulp audit --rehearse)."
         return

@@ -1,4 +1,4 @@
-"""What the traces on a page are to each other: references, arms on a grid, and who is compared with whom.
+"""Relations of the traces on a page: references, arms on a grid, and which are compared.
 
 A *reference* stores its weights in high precision, so all that it says of grids is a forecast. An *arm*
 stores most of them on a grid that was audited, under some policy. An arm that rounds to nearest is the
@@ -17,26 +17,17 @@ from functools import cached_property
 
 import numpy as np
 
-from halfulp.audit import stored_on
-from halfulp.audit.outcome import compare_grid, matched
+from halfulp.audit.rehearsal.trace_outcome import compare_grid, matched
 from halfulp.errors import UsageError
-from halfulp.grids import grid as named
-from halfulp.measures.crossings import TimingPair, timing_pair
+from halfulp.measures.crossings import Majority, majority
 from halfulp.measures.forecasts import Comparison, recovery
+from halfulp.numbers.grids import grid as named
 from halfulp.report.gather import Array, Gathered, gather
-from halfulp.trace import Trace
+from halfulp.trace import Trace, stored_on
+from halfulp.writeback.policies import KINDS
 
 NEAREST = "rne"
-POLICY_WORDS = {
-    "rne": "nearest",
-    "sr": "stochastic",
-    "deadzone-sr": "stochastic in the dead zone",
-    "eco": "ECO",
-    "kahan": "Kahan",
-    "master": "full fp32 masters",
-    "tile-master": "fp32 masters for chosen tiles",
-    "dqt": "DQT",
-}
+POLICY_WORDS = {name: kind.words or name for name, kind in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class Run:
 
     @cached_property
     def policy(self) -> str | None:
-        """How proposals become stored values; nearest where the optimizer writes to a narrow dtype itself."""
+        """Name the policy; nearest where the optimizer writes to a narrow dtype itself."""
         if self.grid is None:
             return None
         return " and ".join(stored_on.policies(self.trace)) or NEAREST
@@ -70,12 +61,12 @@ class Run:
 
     @property
     def loses(self) -> bool:
-        """Whether an unchanged weight is a lost update here, or would be on another grid."""
+        """True if an unchanged weight is a lost update here, or would be on another grid."""
         return self.policy in (None, NEAREST)
 
     @cached_property
     def bytes_per_weight(self) -> float:
-        """Of the weights in store: codes, and what the policy keeps beside them."""
+        """Bytes per stored weight: codes, and what the policy keeps beside them."""
         if self.grid is None:
             sizes = {"float64": 8.0, "bfloat16": 2.0, "float16": 2.0}
             return max(sizes.get(t["dtype"], 4.0) for t in self.trace.tensors)
@@ -89,13 +80,8 @@ class Run:
         late = self.gathered.loss[-max(1, len(self.gathered.loss) // 10) :]
         return float(late.mean()) if np.isfinite(late).all() else None
 
-    @cached_property
-    def scope(self) -> str:
-        """The scope that a verdict speaks of: attention and mlp if there are any, otherwise the matrices."""
-        return next(s for s in ("core", "all-2d", "all") if s in self.gathered.scopes)
-
     def same_model(self, other: Run) -> bool:
-        """Whether two runs have the same tensors."""
+        """Return True if two runs have the same tensors."""
         mine, theirs = ({t["name"]: t["recorded"] for t in r.trace.tensors} for r in (self, other))
         return mine == theirs
 
@@ -107,14 +93,19 @@ class Outcome:
     reference: Run
     measured: Run
     grid: str
-    scope: str
     steps: Array
     forecast: Array
+    """The share of weights that a step leaves unchanged, of the tensors that the measured run stores on the
+    grid: it does not tell a proposal of zero from a lost one."""
     outcome: Array
     comparison: Comparison
-    timing: TimingPair
     rehearsed: Array | None = None
     """The share that a rehearsal of the run forecast, where there was one of all these tensors."""
+
+    @property
+    def majorities(self) -> tuple[Majority | None, Majority | None]:
+        """Tell when a majority of the weights stays: as forecast, and as measured."""
+        return majority(self.forecast, steps=self.steps), majority(self.outcome, steps=self.steps)
 
 
 @dataclass(frozen=True)
@@ -158,12 +149,12 @@ def open_runs(traces: Sequence[Trace]) -> list[Run]:
 
 
 def shown_first(runs: Sequence[Run]) -> list[Run]:
-    """The runs whose grids are a forecast; all of them where there is no reference."""
+    """Return the runs whose grids are a forecast; all of them where there is no reference."""
     return [r for r in runs if r.grid is None] or list(runs)
 
 
 def forecasts(runs: Sequence[Run]) -> list[Outcome]:
-    """Every nearest arm beside the first reference of the same model that audited its grid."""
+    """Return every nearest arm beside the first reference of the same model that audited its grid."""
     found = []
     for measured in runs:
         if measured.grid is None or measured.policy != NEAREST:
@@ -175,7 +166,7 @@ def forecasts(runs: Sequence[Run]) -> list[Outcome]:
 
 
 def arms(runs: Sequence[Run]) -> list[Arms]:
-    """The arms of each grid, in the order given."""
+    """Return the arms of each grid, in the order given."""
     grids = dict.fromkeys(r.grid for r in runs if r.grid is not None)
     made = []
     for grid in grids:
@@ -190,28 +181,23 @@ def _reference_of(arm: Run, runs: Sequence[Run]) -> Run | None:
 
 
 def _outcome(reference: Run, measured: Run, grid: str) -> Outcome:
-    scope = reference.scope
-    steps, i, j = matched(reference.trace, measured.trace, scope)
-    rehearsed = _rehearsed(reference.trace, grid, scope)
+    mine, theirs, (steps, i, j) = matched(reference.trace, measured.trace, grid, None)
+    rehearsed = _rehearsed(reference.trace, grid, mine)
     return Outcome(
         reference,
         measured,
         grid,
-        scope,
         steps,
-        reference.trace.frozen(grid, scope)[i],
-        measured.trace.frozen(grid, scope)[j],
-        compare_grid(reference.trace, measured.trace, grid, scope),
-        timing_pair(reference.trace.crossing(grid, scope), measured.trace.crossing(grid, scope)),
+        reference.trace.frozen(grid, mine, of="weights")[i],
+        measured.trace.frozen(grid, theirs, of="weights")[j],
+        compare_grid(reference.trace, measured.trace, grid),
         None if rehearsed is None else rehearsed[i],
     )
 
 
-def _rehearsed(reference: Trace, grid: str, scope: str) -> Array | None:
+def _rehearsed(reference: Trace, grid: str, ids: Sequence[int]) -> Array | None:
     if grid not in reference.rehearsals:
         return None
     forecast = reference.forecast(grid)
-    whole = "point" in forecast.bounds and all(
-        t.get("rehearsed") for t in reference.tensors if t["id"] in reference.ids(scope)
-    )
-    return forecast.frozen(scope) if whole else None
+    whole = all(t.get("rehearsed") for t in reference.tensors if t["id"] in ids)
+    return forecast.frozen(ids) if whole and "point" in forecast.bounds else None

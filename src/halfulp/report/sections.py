@@ -7,29 +7,27 @@ from typing import Any
 
 import numpy as np
 
-from halfulp.audit import holdings, verdict
-from halfulp.audit.findings import NOT_FINITE, STUCK, Finding, cures, role_findings
 from halfulp.report import words
 from halfulp.report.gather import Array, bins
 from halfulp.report.markup import Content, Html, name, number, numeric, table, tag
 from halfulp.report.runs import Run
-from halfulp.text import shown
+from halfulp.text import percent, shown
 from halfulp.trace import Trace
+from halfulp.verdicts import details
+from halfulp.verdicts.answer import FORMATS, Answer
+from halfulp.verdicts.findings import HARDLY, Finding, cures
 
 WORST = 12
 """Tensors that are listed, for each grid."""
-SAID = 3
-"""Grids that get a sentence of their own; the others are in the table."""
 NOSCRIPT = tag(
     "noscript", tag("p", "The charts are drawn by a script; the tables hold the numbers.", class_="note")
 )
 
 WHEN = (
-    "The share of weights that a step leaves unchanged because its update is smaller than half a gap. "
-    "● marks the first step at which a majority is lost, ◆ the step from which it stays so. "
+    "The share of a step's updates that is lost: the stored code stays, because the update is smaller than "
+    "half a gap. ● marks where a majority begins that lasts (a tenth of the steps without a gap). "
     "Drag to zoom, double-click to go back; the arrow keys move the cursor."
 )
-MOVED = " The charts count them as weights that changed."
 ARRIVES = (
     "Arrives: how much of the proposed change is written, along it, ⟨written, proposed⟩ / |proposed|²; it "
     "can pass 100%, because rounding up overshoots."
@@ -38,9 +36,9 @@ WHERE = (
     "Each row is a tensor, or a layer where there are many, layer by layer. The colour is the share of its "
     "updates that is lost."
 )
-BESIDE = (
-    "Averages, moments and sums of gradients lose small changes as weights do. Where much of one is lost, "
-    "keep it in float32: two more bytes a value."
+TREE = (
+    "A module is as wide as its weights, with the modules and tensors in it below. The "
+    "colour is how much of its updates arrives. Click one to look into it, or use the arrow keys and Enter."
 )
 EXACT = (
     "whether an update changed a stored weight is arithmetic, Q(q + d) = q, for the change d that the "
@@ -54,9 +52,9 @@ KEPT = (
     "stochastic rounding, ECO, Kahan and masters leave most codes unchanged at a step and lose nothing by "
     "that. For them, look at what never moved, and at the loss."
 )
-NO_ACCURACY = (
-    "that lost updates are lost accuracy. Most weights can be frozen at every step while a changing minority "
-    "learns. What it costs must be measured."
+NO_LOSS = (
+    "most weights can be frozen at every step while a changing minority learns. What it costs must be "
+    "measured."
 )
 NO_COORDINATE = (
     "which single weight freezes. Fractions are forecast, coordinates are not: margins and intervals for "
@@ -67,16 +65,43 @@ NO_COORDINATE = (
 # ---- the verdict ----------------------------------------------------------------------------------------
 
 
-def verdict_section(run: Run, *, alone: bool) -> Html:
-    """The verdict in words, then grid by grid."""
-    findings = run.gathered.findings(run.scope)
+def verdict_section(run: Run, answer: Answer, *, alone: bool) -> Html:
+    """Return the answer, as the command line gives it; then its line to copy; details are folded below."""
+    parts = [
+        (tag("dt", part.name), tag("dd", _lines(part.lines, fix=part.name == "Fix", code=answer.code)))
+        for part in answer.sections
+    ]
+    shown_details = tag("pre", "\n".join(answer.details))
+    return tag(
+        "section",
+        *(tag("p", said, class_="banner", role="alert") for said in answer.notices),
+        None if alone else tag("p", name(run.name), class_="kicker"),
+        tag("h1", answer.headline),
+        tag("dl", *parts, class_="answer") if parts else None,
+        tag("details", tag("summary", "Everything that is known, grid by grid"), shown_details),
+        class_="verdict",
+        aria_label="Verdict",
+    )
+
+
+def _lines(said: Sequence[str], *, fix: bool, code: Sequence[str]) -> list[Html]:
+    """Return the lines of a section; those of a fix can be copied."""
+    if not fix:
+        return [tag("p", line) for line in said]
+    paste = "\n".join(code)
+    button = tag("button", "Copy", type="button", class_="copy", data_copy=paste)
+    rest = [tag("p", line) for line in said if line not in code]
+    return [tag("div", tag("pre", tag("code", paste)), button, class_="paste"), *rest]
+
+
+def formats_section(run: Run, *, alone: bool) -> Html:
+    """Return every format that was audited, a row each."""
+    findings = run.gathered.findings()
     weights = sum(int(t["numel"]) for t in run.trace.tensors)
     facts = f"{len(run.gathered.steps):,} steps, {len(run.trace.tensors):,} tensors, {weights:,} weights"
     dtypes = ", ".join(sorted({shown(str(t["stored"]), 20) for t in run.trace.tensors}))
     stored = f"stored on {run.grid}, {run.policy_words} write-back"
     kind = f"a forecast from this run in {dtypes}" if run.grid is None else stored
-    spoken = len(findings) > 1 and findings[0].severity != NOT_FINITE
-    said = [tag("li", words.sentence(run, f)) for f in _telling(findings)] if spoken else []
     head: list[Content] = [
         "grid",
         numeric("updates lost" if run.loses else "code kept"),
@@ -85,54 +110,36 @@ def verdict_section(run: Run, *, alone: bool) -> Html:
         *([numeric("arrives")] if _told(findings) else []),
         "majority lost",
         numeric("never moved"),
-        numeric("stuck"),
+        numeric("hardly move"),
         *(numeric(head) for head, _ in words.offered(run)),
     ]
-    idle, bad = findings[0].idle, verdict.nonfinite_words(run.trace)
-    nothing = (
-        f" {idle:.1%} of the proposals were zero: not counted here, unchanged in the charts."
-        if idle >= verdict.IDLE
-        else ""
-    )
+    idle = findings[0].idle
+    nothing = f" {idle:.1%} of the proposals were zero: not counted." if idle >= details.IDLE else ""
     caption = (
-        f"Shares of {words.scope_words(run.scope)}.{nothing} Stuck: at least {STUCK:.0%} of a "
-        "tensor's updates lost."
+        f"Shares of the weights that are stored on the grid; where none is, of all.{nothing} Hardly move: "
+        f"tensors that lose at least {HARDLY:.0%} of their updates."
         + (f" {ARRIVES}" if _told(findings) else "")
-        + " On the right, bytes a weight, stored packed, with a policy that keeps them."
+        + " On the right, bytes per weight, stored packed, with a policy that keeps them."
     )
+    rows = [_grid_row(run, finding, told=_told(findings)) for finding in findings]
     return tag(
         "section",
-        tag("p", f"Incomplete: {shown(why, 400)}", class_="banner", role="alert")
-        if (why := run.trace.trouble)
-        else None,
-        tag("p", bad, MOVED, class_="banner", role="alert") if bad else None,
+        tag("h2", FORMATS if len(findings) > 1 or run.grid is None else "What was measured"),
         None if alone else tag("p", name(run.name), class_="kicker"),
-        tag("h1", words.headline(run, findings)),
         tag("p", f"{facts}; {kind}.", _sampled(run.trace), class_="facts"),
-        tag("p", holds, class_="facts") if (holds := holdings.words(run.trace)) else None,
-        tag("p", there, class_="facts") if (there := verdict.copies_words(run.trace)) else None,
-        tag("ul", *said, class_="sentences") if said else None,
-        table(head, [_grid_row(run, finding, told=_told(findings)) for finding in findings], caption=caption),
-        class_="verdict",
-        aria_label="Verdict",
+        table(head, rows, caption=caption),
+        aria_label="Formats",
     )
 
 
 def _told(findings: Sequence[Finding]) -> bool:
-    """Whether it is known how much of the update arrives."""
+    """Return True if it is known how much of the update arrives."""
     return any(f.gain is not None for f in findings)
-
-
-def _telling(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings worth a sentence: the worst, and those nearest to losing half, as the grids come."""
-    worst = max(findings, key=lambda f: f.lost)
-    nearest = sorted(findings, key=lambda f: (f is not worst, abs(f.lost - 0.5)))[:SAID]
-    return [f for f in findings if f in nearest]
 
 
 def _sampled(trace: Trace) -> str | None:
     share = trace.manifest["options"]["sample"]
-    return f" A fixed sample of {share:.0%} of the tiles: {verdict._error(trace)}." if share else None
+    return f" A fixed sample of {share:.0%} of the tiles: {details._error(trace)}." if share else None
 
 
 def _grid_row(run: Run, finding: Finding, *, told: bool) -> list[Content]:
@@ -144,20 +151,22 @@ def _grid_row(run: Run, finding: Finding, *, told: bool) -> list[Content]:
     sizes = [f"{offers[policy]:.3g}" if lossy else "-" for _, policy in words.offered(run)]
     return [
         tag("th", finding.grid, scope="row"),
-        number(words.percent(finding.lost)),
-        tag("td", sparkline(run.gathered.share("frozen", finding.grid, run.scope)), class_="spark"),
-        number(late, words.percent(finding.lost_late)),
-        *([number(words.arriving(finding), title=words.angle(finding))] if told else []),
-        tag("td", words.onset(run.gathered.crossing(finding.grid, run.scope)), class_="onset"),
-        number(words.percent(finding.never_moved)),
-        number(len(finding.stuck) or "none"),
+        number(percent(finding.lost)),
+        tag("td", sparkline(run.gathered.lost_share(finding.grid)), class_="spark"),
+        number(late, percent(finding.lost_late)),
+        *([number(details.arriving(finding), title=words.angle(finding))] if told else []),
+        tag("td", words.lasting(finding.majority), class_="onset"),
+        number(percent(finding.never_moved)),
+        number(len(finding.hardly) or "none"),
         *(number(size) for size in sizes),
     ]  # fmt: skip
 
 
 def sparkline(shares: Array, width: int = 120, height: int = 26) -> Html:
-    """A curve of shares so small that it fits a line of text."""
+    """Return a curve of shares so small that it fits a line of text."""
     there = shares[~np.isnan(shares)]
+    if not len(there):
+        return tag("span", "-")
     starts = bins(len(there), width)
     mean = np.add.reduceat(there, starts) / np.diff(np.append(starts, len(there)))
     if len(mean) == 1:
@@ -173,7 +182,22 @@ def sparkline(shares: Array, width: int = 120, height: int = 26) -> Html:
         height=height,
         viewBox=f"0 0 {width} {height}",
         role="img",
-        aria_label=f"from {words.percent(float(there[0]))} to {words.percent(float(there[-1]))}",
+        aria_label=f"from {percent(float(there[0]))} to {percent(float(there[-1]))}",
+    )
+
+
+def tree_section(runs: Sequence[Run]) -> Html:
+    """Show the model as one picture: a module is as wide as its weights, and darker where less arrives."""
+    ramp = tag("span", class_="ramp", role="img", aria_label="colour scale from all arrives to nothing")
+    scale = tag("span", "all arrives", ramp, "nothing", class_="scale")
+    return tag(
+        "section",
+        tag("h2", "The model"),
+        tag("p", TREE),
+        tag("div", _select("tree-grid", "Grid", []), scale, class_="controls"),
+        *(tag("div", class_="tree", data_tree=i) for i in range(len(runs))),
+        NOSCRIPT,
+        aria_label="The model",
     )
 
 
@@ -225,7 +249,7 @@ def where_section(runs: Sequence[Run]) -> Html:
 
 
 def _worst(run: Run, grid: str) -> Html:
-    """The tensors of a run that lose most on a grid."""
+    """Return the tensors of a run that lose most on a grid."""
     g = run.gathered
     followed = run.trace.manifest["options"]["never_moved"]
     never = g.last_never[:, g.grids.index(grid)]
@@ -238,8 +262,8 @@ def _worst(run: Run, grid: str) -> Html:
             tag("th", name(t["name"], 40), scope="row"),
             name(t["group"], 20),
             number(f"{t['numel']:,}"),
-            number(words.percent(float(share))),
-            number(words.percent(still / t["recorded"]) if followed else "-"),
+            number(percent(float(share))),
+            number(percent(still / t["recorded"]) if followed else "-"),
         ]
         for t, share, still in moved[:WORST]
     ]  # fmt: skip
@@ -253,51 +277,19 @@ def _select(identifier: str, label: str, options: Sequence[tuple[str, str]]) -> 
     return tag("label", label, tag("select", *made, id=identifier))
 
 
-def beside_section(runs: Sequence[Run]) -> Html | None:
-    """What accumulates beside the weights, where it was followed: copies, moments, gradients."""
-    rows = []
-    for run in runs:
-        for role, beside, home, f in role_findings(run.trace):
-            bad = f.severity == NOT_FINITE
-            dtypes = " and ".join(sorted({shown(str(t["dtype"]), 20) for t in beside.tensors}))
-            label = name(role) if len(runs) == 1 else tag("span", name(role), " of ", name(run.name, 32))
-            stored = f"in {beside.grids[0]}" if home else f"if it were stored in {beside.grids[0]}"
-            never = "-" if f.never_moved is None or bad else words.percent(f.never_moved)
-            rows.append(
-                [
-                    tag("th", label, scope="row"),
-                    dtypes,
-                    number(f"{len(beside.tensors):,}"),
-                    number(NOT_FINITE if bad else words.percent(f.lost)),
-                    stored,
-                    number(never),
-                    name(f.stuck[0][0], 40) if f.stuck and not bad else "-",
-                ]
-            )
-    still = [tag("p", said) for r in runs for said in verdict.unchanged_words(r.trace)]
-    if not rows and not still:
-        return None
-    counts = numeric("tensors"), numeric("updates lost"), "where", numeric("never moved")
-    head: list[Content] = ["what", "stored as", *counts, "most stuck"]
-    coded = [tag("p", said, class_="note") for r in runs if (said := holdings.coded_words(r.trace))]
-    title = tag("h2", "What accumulates beside the weights")
-    listed = table(head, rows, caption="by role") if rows else None
-    return tag("section", title, tag("p", BESIDE), listed, *still, *coded)
-
-
 # ---- what is behind it ------------------------------------------------------------------------------------
 
 
 def sure_section(runs: Sequence[Run]) -> Html:
-    """What the page claims, and what it does not."""
+    """Show what the page claims, and what it does not."""
     projected = any(r.grid is None or len(r.trace.grids) > 1 for r in runs)
-    rounded = dict.fromkeys(text for r in runs if (text := verdict.rounded_words(r.trace)))
+    rounded = dict.fromkeys(text for r in runs if (text := details.rounded_words(r.trace)))
     said = [
         ("Exact: ", EXACT, True),
         *(("Rounded before: ", text, True) for text in rounded),
         ("Forecast: ", FORECAST, projected),
         ("Kept is not lost: ", KEPT, any(not r.loses for r in runs)),
-        ("Not claimed: ", NO_ACCURACY, True),
+        ("A lost share is not yet a loss: ", NO_LOSS, True),
         ("Not claimed: ", NO_COORDINATE, True),
     ]
     items = [tag("li", tag("b", what), text) for what, text, wanted in said if wanted]
@@ -305,7 +297,7 @@ def sure_section(runs: Sequence[Run]) -> Html:
 
 
 def run_section(runs: Sequence[Run]) -> Html:
-    """What was run."""
+    """Show what was run."""
     facts = [_facts(run) for run in runs]
     return tag("section", tag("h2", "What was run"), tag("div", *facts, class_="panels", data_runs=len(runs)))
 
@@ -314,7 +306,7 @@ def _facts(run: Run) -> Html:
     manifest, steps = run.trace.manifest, run.gathered.steps
     told = manifest.get("run", {})
     command = " ".join(str(part) for part in (told.get("script", ""), *told.get("arguments", ()))).strip()
-    others = {k: v for k, v in told.items() if k not in ("script", "arguments", "name")}
+    others = {k: v for k, v in told.items() if k not in ("script", "arguments", "name", "caller", "gain")}
     stores = {
         t["dtype"] if t["dtype"] == t["stored"] else f"{t['dtype']} on {t['stored']}"
         for t in run.trace.tensors

@@ -24,13 +24,13 @@ COLUMNS = (
 
 
 def neutral(name: str) -> str:
-    """A name that no spreadsheet takes for a formula, with nothing invisible in it."""
+    """Return a name that no spreadsheet takes for a formula, with nothing invisible in it."""
     safe = shown(name, 10**9)
     return f"'{safe}" if safe.lstrip().startswith(("=", "+", "-", "@", "\\t", "\\r")) else safe
 
 
 def tensors_csv(runs: Sequence[Run]) -> str:
-    """One row a run, tensor and grid."""
+    """Return one row per run, tensor and grid."""
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")
     rows.writerow(COLUMNS)

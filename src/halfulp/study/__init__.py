@@ -4,12 +4,22 @@ A study is declared (`protocol`), sealed, run cell by cell, and validated from i
 alone. Nothing here knows what the studies are about.
 """
 
-from halfulp.study.outcomes import Outcomes
-from halfulp.study.protocol import Cell, Estimand, Evidence, Gate, Rule, Running, Stage, Study, Table
-from halfulp.study.reading import Opened, open_closed
-from halfulp.study.retrospective import Retrospective
+from halfulp.study.evidence import Opened, Retrospective, open_closed
+from halfulp.study.gates import decide
+from halfulp.study.protocol import (
+    Cell,
+    Estimand,
+    Evidence,
+    Gate,
+    Outcomes,
+    Rule,
+    Running,
+    Stage,
+    Study,
+    Table,
+)
 
 __all__ = [
     "Cell", "Estimand", "Evidence", "Gate", "Opened", "Outcomes", "Retrospective", "Rule", "Running", "Stage",
-    "Study", "Table", "open_closed",
+    "Study", "Table", "decide", "open_closed",
 ]  # fmt: skip

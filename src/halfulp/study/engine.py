@@ -1,4 +1,4 @@
-"""Sealing, running and closing a study.
+"""Run a study to its end.
 
 The engine alone writes, in an order that makes every crash harmless:
 
@@ -10,66 +10,177 @@ The engine alone writes, in an order that makes every crash harmless:
 * A study is closed when its result, computed from records that were read back, is on disk.
 
 Cells that finish within a tenth of a second are committed together, so that short ones do not wait for the
-disk one by one.
+disk one by one. Ctrl-C (or SIGTERM, as a cluster sends it) asks running cells to stop when they next save; a
+second one ends them at once.
+
+A record can be made by hand if a cell could not leave its own (`recover`). It lets a study continue to its
+end, and it is marked permanently: in the record (``origin``, ``reason``, ``scientific_result`` false) and in
+the ledger. The two must agree, and a study with such a record is not promoted to any label except one that
+its protocol declares for this case.
 """
 
 from __future__ import annotations
 
 import base64
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich import progress as bars
+from rich.console import Console
 
 from halfulp import canonical, files
-from halfulp.errors import CorruptionError, DiskError, HalfulpError, TamperingError, UsageError
-from halfulp.study import ledger, sealing
-from halfulp.study import seal as seals
-from halfulp.study.declaration import Protocol, SealedStage
-from halfulp.study.evidence import gather
+from halfulp.errors import DiskError, HalfulpError, TamperingError, UsageError
+from halfulp.study import gates, ledger
+from halfulp.study.evidence import open_study
 from halfulp.study.executor import Executor, Opening, open_executor
-from halfulp.study.export import EXPORTED
-from halfulp.study.interrupts import Interrupted, Interrupts
-from halfulp.study.ledger import Ledger
+from halfulp.study.ledger import conditional
 from halfulp.study.loading import Source
-from halfulp.study.order import conditional
-from halfulp.study.progress import Progress, Quiet
-from halfulp.study.protocol import Json
-from halfulp.study.reading import open_study
-from halfulp.study.result import assemble, authorise, values
-from halfulp.study.running import Message
+from halfulp.study.protocol import Json, SealedStage
+from halfulp.study.seal import OpenStudy, lock_folder, open_or_seal
 from halfulp.study.store import Binding, Store
+from halfulp.study.worker import Message
 from halfulp.text import plain, quoted, tell
 
+LINE_SECONDS = 10.0
 WAIT_SECONDS = 0.2
 TOGETHER = 64  # records committed at once, at most
 ERROR_LENGTH = 500
 
 
 class FailedError(HalfulpError):
-    """A cell failed as often as the protocol allows; a study is not complete."""
+    """Raised when a cell failed as often as the protocol allows; the study is not complete."""
 
     exit_code = 1
 
 
-@dataclass
-class OpenStudy:
-    """An open study: its folder, its lock held, and everything about it checked."""
+class Interrupted(HalfulpError):  # noqa: N818  # not an error of anybody's
+    """Raised when the user or a cluster stopped a run; the exit code is the shell's for that signal."""
 
-    source: Source
-    store: Store
-    ledger: Ledger
-    sealed: dict[str, Json]
-    protocol: Protocol
-    binding: Binding
-    attempts: dict[tuple[str, str], int] = field(default_factory=dict)  # of this run
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
+@dataclass
+class Interrupts:
+    """Interruptions (SIGINT, SIGTERM), counted instead of raised in the middle of a write."""
+
+    count: int = 0
+    number: int = signal.SIGINT  # the signal that came last
+    told: bool = False
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count interruptions while this is entered; only the main thread ever gets them."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            before = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.number = number
+
+
+class Progress:
+    """The progress of a run: silent, lines on standard error (`shown`), or a bar per stage on a terminal."""
+
+    def __init__(self, *, shown: bool = False, console: Console | None = None) -> None:
+        self.shown, self.bars = shown, None if console is None else bars.Progress(
+            bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.MofNCompleteColumn(),
+            bars.TimeElapsedColumn(), bars.TimeRemainingColumn(), console=console,
+        )  # fmt: skip
+        self.name, self.total, self.done, self.before = "", 0, 0, 0
+        self.task = bars.TaskID(0)
+        self.shares: dict[str, float] = {}
+        self.since = self.last = time.monotonic()
+
+    @classmethod
+    def for_terminal(cls) -> Progress:
+        """Show a bar on a terminal, lines elsewhere."""
+        console = Console(stderr=True)
+        return cls(shown=True, console=console if console.is_terminal else None)
+
+    def running(self) -> AbstractContextManager[object]:
+        """Show the bar for as long as this is entered."""
+        return self.bars or nullcontext()
+
+    def say(self, text: str) -> None:
+        """Show a message."""
+        if self.bars is not None:
+            self.bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self.shown:
+            tell(text)
+
+    def stage(self, stage: SealedStage, done: int) -> None:
+        """Begin or resume a stage."""
+        self.name, self.total, self.done, self.before = stage.name, len(stage.cells), done, done
+        self.shares, self.since = {}, time.monotonic()
+        if self.bars is not None:
+            self.task = self.bars.add_task(f"{stage.name} ({stage.kind})", total=self.total, completed=done)
+        else:
+            self.say(f"stage {stage.name} ({stage.kind}): {done} of {self.total} cells finished")
+
+    def share(self, cell: str, share: float) -> None:
+        """Note how far a cell is."""
+        self.shares[cell] = share
+        self._show()
+
+    def ended(self, cell: str, how: str) -> None:
+        """Note that a cell finished, failed or stopped."""
+        self.shares.pop(cell, None)
+        self.done += how == "finished"
+        if how != "finished":
+            self.say(f"cell {self.name}/{cell}: {how}")
+        self._show()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if self.bars is not None:
+            self.bars.update(self.task, completed=self.done + sum(self.shares.values()))
+        elif self.done == self.total or now - self.last >= LINE_SECONDS:
+            self.last = now
+            self.say(f"stage {self.name}: {self.done} of {self.total} cells finished{self._left(now)}")
+
+    def _left(self, now: float) -> str:
+        worked = self.done - self.before + sum(self.shares.values())
+        left = self.total - self.before - worked
+        if worked <= 0 or left <= 0:
+            return ""
+        seconds = round((now - self.since) / worked * left)
+        return f", about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
 
 
 def seal(source: Source, scale: str, out: Path, *, evidence: Mapping[str, Path] | None = None) -> str:
-    """Seal a study in a folder, or find it sealed there as it is now; gives the seal's digest."""
-    with sealing.taken(Store(out)):
-        return _open(source, scale, out, "", evidence or {}).ledger.seal
+    """Seal a study in a folder, or check that it is sealed there as it is now.
+
+    Args:
+        source: The study, as `load` returns it.
+        scale: The scale to seal; each scale has a folder of its own.
+        out: The folder of the study; it is made if it does not exist.
+        evidence: The folders of the closed studies that this one declares as evidence, by name.
+
+    Returns:
+        The SHA-256 digest of the seal.
+
+    Raises:
+        UsageError: If the folder holds something else, or declared evidence is missing or not valid.
+        TamperingError: If the folder was sealed with another study, code or environment.
+    """
+    with lock_folder(Store(out)):
+        return open_or_seal(source, scale, out, "", evidence or {}).ledger.seal
 
 
 def run(
@@ -83,123 +194,55 @@ def run(
     progress: Progress | None = None,
     evidence: Mapping[str, Path] | None = None,
 ) -> dict[str, Json]:
-    """Run a study to its end, from wherever it is; gives its result."""
-    progress = progress or Quiet()
-    with sealing.taken(Store(out)):
-        study = _open(source, scale, out, deviation, evidence or {})
+    """Run a study to its end, resuming from wherever it stopped.
+
+    Args:
+        source: The study, as `load` returns it.
+        scale: The scale to run; each scale has a folder of its own.
+        out: The folder of the study; it is sealed first if it is new.
+        executor: The name of the executor: ``local``, ``inline`` or ``ray``.
+        workers: The number of worker processes; by default as many as fit on the cores.
+        deviation: The reason to go on although code or environment changed since the seal; it is recorded.
+        progress: Where progress is reported; by default nowhere.
+        evidence: The folders of the closed studies that this one declares as evidence, by name.
+
+    Returns:
+        The result of the study, as its ``result.json`` holds it.
+
+    Raises:
+        FailedError: If a cell failed as often as the protocol allows.
+        Interrupted: If the user or a cluster stopped the run; run it again to go on.
+        UsageError: If the folder holds something else, or declared evidence is missing or not valid.
+        TamperingError: If the folder was sealed with another study, or with other code and there is no
+            `deviation`.
+    """
+    progress = progress or Progress()
+    with lock_folder(Store(out)):
+        study = open_or_seal(source, scale, out, deviation, evidence or {})
         if study.ledger.closed is None:
-            progress.sealed(study.ledger.seal, study.protocol)
+            protocol = study.protocol
+            progress.say(f"{protocol.study} ({protocol.scale}), seal {study.ledger.seal}")
             _run_stages(study, executor, workers, progress)
             _close(study)
         result = study.store.read_result(study.ledger)
-        _clear_work(study)
-        return result
-
-
-# ---- opening ----------------------------------------------------------------------------------------
-
-
-def _open(source: Source, scale: str, out: Path, deviation: str, given: Mapping[str, Path]) -> OpenStudy:
-    """Seal the folder if it is new; otherwise check that everything is still what was sealed."""
-    store = Store(out)
-    protocol = Protocol.of(source.study, scale)
-    events = ledger.reopen(store.ledger_file)
-    if not events.events:
-        return _seal(source, store, protocol, events, given)
-    sealed = store.read_seal(events.seal)
-    now = seals.make(source, protocol, sealed.get("evidence", {}), whole="noted" not in sealed)
-    sealed_protocol = store.read_protocol(sealed)
-    changed = seals.refuse_changes(out, sealed, sealed_protocol, now, protocol)
-    for name, identity in gather(protocol.evidence, given)[0].items() if given else ():
-        if identity != sealed["evidence"][name]:
-            raise TamperingError(f"{given[name]} is not the evidence {name} that {out} was sealed with.")
-    study = OpenStudy(source, store, events, sealed, protocol, Binding.of(protocol, sealed))
-    if changed and events.closed is None:
-        _deviate(study, changed, seals.code_digest(now), deviation)
-    _check_files(study)
-    return study
-
-
-def _seal(
-    source: Source, store: Store, protocol: Protocol, events: Ledger, given: Mapping[str, Path]
-) -> OpenStudy:
-    evidence, copies = gather(protocol.evidence, given)
-    now = seals.make(source, protocol, evidence)
-    content = canonical.dumps(now)
-    made = {f"evidence/{name}": copy for name, copy in copies.items()}
-    made |= {} if source.content is None else {store.study_file.name: source.content}
-    made |= {store.protocol_file.name: protocol.bytes, store.seal_file.name: content}
-    sealing.begin(store, made)
-    files.put_all([(store.folder / name, made[name]) for name in made], store.work)
-    events.append({"event": "sealed", "seal": canonical.sha256(content), "process": ledger.process()})
-    files.remove(store.plan_file)
-    return OpenStudy(source, store, events, now, protocol, Binding.of(protocol, now))
-
-
-def _deviate(study: OpenStudy, changed: dict[str, list[str]], code: str, reason: str) -> None:
-    """Other code or another machine than the sealed: refused, or recorded for ever."""
-    lines = [line for part in changed.values() for line in part]
-    known = study.ledger.deviations[-1] if study.ledger.deviations else None
-    if not (known and known["changes"] == lines):
-        if not reason.strip():
-            raise TamperingError(
-                f"{study.store.folder} was sealed with another {' and '.join(changed)}; changed since:\n"
-                f"{seals.listed(lines)}\n"
-                "Put it back, or seal anew in a folder of its own (--out). To go on all the same, say why "
-                "with --deviation: the ledger will hold it, and the label will not be promoted."
-            )
-        study.ledger.append(
-            {"event": "deviation", "reason": plain(reason), "changes": lines, "code": code,
-             "process": ledger.process()}
-        )  # fmt: skip
-    study.binding = Binding.of(study.protocol, study.sealed, code)
-
-
-def _check_files(study: OpenStudy) -> None:
-    """What the ledger names must be there, unharmed; a record that it does not name is not a record."""
-    store, events = study.store, study.ledger
-    strange = store.strange_work(study.protocol)
-    if strange and events.closed is None:
-        raise _strange(store, strange[0])
-    expected = open_study(store.folder).files
-    present = store.present()
-    missing = sorted(expected - present)
-    if missing:
-        raise CorruptionError(f"{store.folder / missing[0]} is missing, but the ledger names it.")
-    for name in sorted(present - expected - set(EXPORTED)):
-        if events.closed is None and store.is_unfinished(name, study.protocol):
-            files.remove_any(store.folder / name)
+        strange = study.store.strange_work(study.protocol)
+        if strange:  # what the study did not put in ``work`` itself is not removed with it
+            tell(f"halfulp: {study.store.folder / strange[0]} does not belong to the study; move it away.")
         else:
-            raise _strange(store, name)
-
-
-def _clear_work(study: OpenStudy) -> None:
-    """Of a study that is closed; what it did not put in ``work`` itself is not removed with it, but told."""
-    strange = study.store.strange_work(study.protocol)
-    if strange:
-        tell(f"halfulp: {study.store.folder / strange[0]} does not belong to the study; move it away.")
-    else:
-        files.remove_tree(study.store.work)
-
-
-def _strange(store: Store, name: str) -> CorruptionError:
-    return CorruptionError(
-        f"{store.folder / name} does not belong to the study. Move it away, then run again."
-    )
-
-
-# ---- running ----------------------------------------------------------------------------------------
+            files.remove_tree(study.store.work)
+        return result
 
 
 def _run_stages(study: OpenStudy, executor: str, workers: int | None, progress: Progress) -> None:
     opening = Opening(
         study.store.folder, study.ledger.seal, study.binding.code, study.source.folder,
-        study.protocol.threads, logs=study.store.work / "logs",
+        study.protocol.threads, logs=study.store.work / "logs", on_gpu=study.protocol.on_gpu,
     )  # fmt: skip
     running: Executor | None = None
     files.remove(study.store.stop_file)
     try:
-        with progress, Interrupts() as interrupts:
+        interrupts = Interrupts()
+        with progress.running(), interrupts.counted():
             for stage in study.protocol.stages:
                 if stage.name in study.ledger.stages or not _authorised(study, stage, progress):
                     continue
@@ -215,15 +258,14 @@ def _run_stages(study: OpenStudy, executor: str, workers: int | None, progress: 
 
 
 def _authorised(study: OpenStudy, stage: SealedStage, progress: Progress) -> bool:
-    """Whether a stage may run; where gates decide on that, the ledger holds what they said."""
+    """Return True if a stage may run; if gates decide on it, their decision is in the ledger."""
     if conditional(stage, study.ledger) and stage.name not in study.ledger.decided:
         opened = open_study(study.store.folder)
-        gates = authorise(study.source.study, study.protocol, stage, opened.records)
-        authorised = all(gates.values()) and not study.ledger.not_run & set(stage.reads)
+        passed = gates.authorise(study.source.study, study.protocol, stage, opened.records)
+        authorised = all(passed.values()) and not study.ledger.not_run & set(stage.reads)
         study.ledger.append(
-            {"event": "decided", "stage": stage.name, "authorised": authorised, "gates": gates,
-             "process": ledger.process()}
-        )  # fmt: skip
+            {"event": "decided", "stage": stage.name, "authorised": authorised, "gates": passed}
+        )
     if stage.name in study.ledger.not_run:
         failed = [name for name, passed in study.ledger.decided[stage.name]["gates"].items() if not passed]
         why = f"failed: {', '.join(failed)}" if failed else "it reads a stage that was not run"
@@ -302,11 +344,11 @@ def _begin(study: OpenStudy, stage: str, cell: str, executor: Executor, progress
     )
     study.attempts[stage, cell] = study.attempts.get((stage, cell), 0) + 1
     executor.submit(stage, cell, dict(study.ledger.stages))
-    progress.began(cell)
+    progress.shares[cell] = 0.0
 
 
 def _fail(study: OpenStudy, answer: Message, progress: Progress) -> bool:
-    """Note a failure; whether the cell may be tried again."""
+    """Note a failure; return whether the cell may be tried again."""
     stage, cell = answer["stage"], answer["cell"]
     study.ledger.append(
         {"event": "failed", "stage": stage, "cell": cell, "error": plain(answer["error"])[:ERROR_LENGTH]}
@@ -343,21 +385,59 @@ def _commit(study: OpenStudy, answers: list[Message], progress: Progress) -> Non
 
 
 def _seal_stage(study: OpenStudy, stage: str) -> None:
-    content = canonical.dumps(study.store.stage_seal(stage, study.protocol, study.ledger))
+    content = canonical.dumps(study.ledger.stage_seal(stage, study.protocol))
     files.put(study.store.stage_seal_file(stage), content, study.store.work)
-    digest, identity = canonical.sha256(content), ledger.process()
-    study.ledger.append({"event": "stage-sealed", "stage": stage, "seal": digest, "process": identity})
+    study.ledger.append({"event": "stage-sealed", "stage": stage, "seal": canonical.sha256(content)})
 
 
 def _close(study: OpenStudy) -> None:
     """Judge what was recorded, from the disk; the ledger's last line binds the result."""
     opened = open_study(study.store.folder)
-    numbers = values(study.source.study, study.protocol, opened.records)
-    result = assemble(study.protocol, study.ledger, study.sealed.get("evidence", {}), numbers)
+    numbers = gates.values(study.source.study, study.protocol, opened.records)
+    result = gates.assemble(study.protocol, study.ledger, study.sealed.get("evidence", {}), numbers)
     content = canonical.dumps(result)
     files.put(study.store.result_file, content, study.store.work)
-    digest, identity = canonical.sha256(content), ledger.process()
+    digest = canonical.sha256(content)
     study.ledger.append(
-        {"event": "validated", "result": digest, "process": identity},
-        {"event": "closed", "result": digest, "label": result["label"], "process": identity},
+        {"event": "validated", "result": digest},
+        {"event": "closed", "result": digest, "label": result["label"]},
     )
+
+
+def recover(out: Path, cell: str, outcome: Mapping[str, Json], reason: str) -> None:
+    """Add a record made by hand for a cell that could not leave one; it is never promoted.
+
+    Args:
+        out: The folder of the study.
+        cell: The cell, as ``stage/cell``, or by its name if only one stage has it.
+        outcome: The content of the record, as the cell would have returned it.
+        reason: The reason, which stays in the record.
+
+    Raises:
+        UsageError: If there is no reason, the cell has a record, or its stage may not run yet.
+    """
+    if not reason.strip():
+        raise UsageError("A recovered record needs a reason.")
+    store = Store(out)
+    with files.lock(store.lock_file):
+        events = ledger.reopen(store.ledger_file)
+        sealed = store.read_seal(events.seal)
+        protocol = store.read_protocol(sealed)
+        stage, name = protocol.cell(cell)
+        settled = {*events.stages, *events.not_run}
+        unsealed = [earlier.name for earlier in protocol.before(stage) if earlier.name not in settled]
+        if unsealed:
+            raise UsageError(
+                f"Cell {stage}/{name} cannot be recovered: stage {unsealed[0]} is not sealed yet."
+            )
+        if conditional(protocol.stage(stage), events) and not events.decided.get(stage, {}).get("authorised"):
+            raise UsageError(f"Cell {stage}/{name} cannot be recovered: its stage is not authorised.")
+        if events.closed or (stage, name) in events.records:
+            raise UsageError(f"Cell {stage}/{name} has a record; records are not replaced.")
+        record = Binding.of(protocol, sealed).record(stage, name, outcome, {}, plain(reason))
+        content = canonical.dumps(record)
+        files.put(store.record_file(stage, name), content, store.work)
+        digest = canonical.sha256(content)
+        events.append(
+            {"event": "recovered", "stage": stage, "cell": name, "record": digest, "reason": plain(reason)}
+        )

@@ -1,32 +1,34 @@
-"""Where cells run: worker processes of this machine (`Local`), or this very process (`Inline`).
+"""Run cells in worker processes of this machine (`Local`), in this process (`Inline`), or on a Ray cluster.
 
-An executor takes jobs and gives answers; it knows nothing of records or ledgers, which only the engine
-writes. So the same cells leave the same records wherever they ran.
+An executor takes jobs and returns answers; it knows nothing of records or ledgers, which only the engine
+writes. So the same cells leave the same records wherever they run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import selectors
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from halfulp import canonical, files
-from halfulp.errors import UsageError
-from halfulp.study.running import Message, Session, limit_threads
+from halfulp.errors import HalfulpError, UsageError
+from halfulp.study.worker import Message, Session, limit_threads, open_session, refusal
 
-NAMES = ("local", "ray", "inline")
 LAST_LINES = 5
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What a session is opened with."""
+    """The study, code and threads that a session is opened with."""
 
     out: Path
     seal: str
@@ -35,13 +37,20 @@ class Opening:
     threads: int
     replay: bool = False
     logs: Path | None = None
+    on_gpu: bool = False
+    """True if cells name a GPU as their device."""
+
+    @functools.cached_property
+    def gpus(self) -> int:
+        """The number of GPUs of this machine that the cells may use, one worker each."""
+        return gpu_count() if self.on_gpu else 0
 
     def session(self) -> Session:
-        """A session in this process."""
+        """Open a session in this process."""
         return Session(self.out, self.seal, self.code, self.folder, replay=self.replay)
 
     def message(self) -> Message:
-        """The same, for another process."""
+        """Return this opening as a message for another process."""
         folder = str(self.folder.resolve()) if self.folder else ""
         return {
             "do": "open", "out": str(self.out.resolve()), "seal": self.seal, "code": self.code,
@@ -57,30 +66,25 @@ class Executor(Protocol):
     """For how many seconds a finished cell may wait for others, to be committed with them."""
 
     def submit(self, stage: str, cell: str, seals: dict[str, str]) -> None:
-        """Begin a cell; at most `capacity` at a time."""
+        """Start a cell; at most `capacity` cells may run at a time."""
 
     def wait(self, seconds: float) -> list[Message]:
-        """The answers that came, after at most so long."""
+        """Wait for answers, up to a time limit, and return those that came."""
 
     def close(self) -> None:
-        """End everything, running cells included."""
+        """Stop everything, including running cells."""
 
 
 def open_executor(name: str, opening: Opening, workers: int | None) -> Executor:
-    """An executor by name."""
-    if name == "local":
-        return Local(opening, workers)
-    if name == "inline":
-        return Inline(opening)
-    if name == "ray":
-        from halfulp.study.ray_executor import Ray
-
-        return Ray(opening, workers)
-    raise UsageError(f"There is no executor {name[:40]!a}; known: {', '.join(NAMES)}.")
+    """Open an executor by name."""
+    kinds: dict[str, Callable[..., Executor]] = {"local": Local, "ray": Ray, "inline": Inline}
+    if name not in kinds:
+        raise UsageError(f"There is no executor {name[:40]!a}; known: {', '.join(kinds)}.")
+    return kinds[name](opening, workers)
 
 
 def default_workers(threads: int) -> int:
-    """As many as fit on the cores that this process may use."""
+    """Return how many workers fit on the cores that this process may use."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -88,24 +92,32 @@ def default_workers(threads: int) -> int:
     return max(1, cores // threads)
 
 
+def gpu_count() -> int:
+    """Return how many GPUs torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def thread_variables(threads: int) -> dict[str, str]:
-    """The environment of a worker: threads fixed before any library starts them, hashing fixed too."""
+    """Return the environment of a worker: threads fixed before any library starts them, and hashing."""
     names = (
         "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
         "NUMBA_NUM_THREADS", "POLARS_MAX_THREADS", "RAYON_NUM_THREADS",
     )  # fmt: skip
-    return {name: str(threads) for name in names} | {"PYTHONHASHSEED": "0"}
+    fixed = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # the latter for deterministic sums
+    return {name: str(threads) for name in names} | fixed
 
 
 class Inline:
-    """One cell after the other in this process: for tests and debuggers."""
+    """An executor that runs one cell after another in this process, for tests and debuggers."""
 
     capacity = 1
     patience = 0.0  # the next cell may take hours
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: Opening, workers: int | None = None) -> None:
         self.session = opening.session()
-        self.threads = limit_threads(opening.threads, opening.threads)
+        self.threads = limit_threads(opening.threads)
         self.jobs: list[tuple[str, str, dict[str, str]]] = []
 
     def submit(self, stage: str, cell: str, seals: dict[str, str]) -> None:
@@ -114,23 +126,24 @@ class Inline:
     def wait(self, seconds: float) -> list[Message]:
         jobs, self.jobs = self.jobs, []
         answers = [self.session.run(*job) for job in jobs]
-        return [
-            canonical.parse(canonical.dumps(answer)) for answer in answers
-        ]  # as if it had come through a pipe
+        return [canonical.parse(canonical.dumps(answer)) for answer in answers]  # as through a pipe
 
     def close(self) -> None:
         self.jobs.clear()
-        limit_threads(*self.threads)
+        limit_threads(self.threads)
 
 
 class Local:
-    """Worker processes that stay for many cells; one that dies is replaced."""
+    """Worker processes that each run many cells; a worker that dies is replaced.
+
+    Where cells use GPUs there is one worker per GPU, unless more are asked for, and each sees only one GPU.
+    """
 
     patience = 0.1
 
     def __init__(self, opening: Opening, workers: int | None = None) -> None:
         self.opening = opening
-        self.capacity = workers or default_workers(opening.threads)
+        self.capacity = workers or opening.gpus or default_workers(opening.threads)
         self.selector = selectors.DefaultSelector()
         self.idle: list[_Process] = []
         self.busy: list[_Process] = []
@@ -160,7 +173,7 @@ class Local:
 
     def close(self) -> None:
         for process in self.busy:
-            process.kill()
+            process.process.kill()
         for process in self.busy + self.idle:
             self.selector.unregister(process.output)
             process.end()
@@ -168,7 +181,9 @@ class Local:
         self.selector.close()
 
     def _spawn(self) -> _Process:
-        process = _Process(self.opening)
+        used = [process.gpu for process in self.busy + self.idle]
+        gpu = min(range(self.opening.gpus), key=used.count, default=None)
+        process = _Process(self.opening, gpu)
         self.selector.register(process.output, selectors.EVENT_READ, process)
         process.send(self.opening.message())
         return process
@@ -182,14 +197,27 @@ class Local:
         self.busy.remove(process)
         assert process.job is not None
         stage, cell = process.job
-        return [{"answer": "lost", "stage": stage, "cell": cell, "error": error}]
+        return [_lost(stage, cell, error)]
+
+
+def _only(gpu: int | None) -> dict[str, str]:
+    """Return what lets a process see one GPU alone, of those that this one sees."""
+    if gpu is None:
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return {"CUDA_VISIBLE_DEVICES": given.split(",")[gpu].strip() if given else str(gpu)}
+
+
+def _lost(stage: str, cell: str, error: str) -> Message:
+    return {"answer": "lost", "stage": stage, "cell": cell, "error": error}
 
 
 class _Process:
     """One worker process and the pipes to it."""
 
-    def __init__(self, opening: Opening) -> None:
-        environment = os.environ | thread_variables(opening.threads)
+    def __init__(self, opening: Opening, gpu: int | None = None) -> None:
+        self.gpu = gpu
+        environment = os.environ | thread_variables(opening.threads) | _only(gpu)
         log: IO[bytes] | int = subprocess.DEVNULL
         self.log: Path | None = None
         if opening.logs is not None:
@@ -217,7 +245,7 @@ class _Process:
             return  # it is dead; its closed output tells
 
     def receive(self) -> tuple[list[Message], bool]:
-        """What it said, and whether it can say more."""
+        """Return what it said, and whether it can say more."""
         content = os.read(self.output.fileno(), 1 << 20)
         seen = len(self.buffer)
         self.buffer += content
@@ -227,9 +255,6 @@ class _Process:
         lines = bytes(self.buffer[:end]).splitlines()
         del self.buffer[:end]
         return [canonical.parse(line) for line in lines], True
-
-    def kill(self) -> None:
-        self.process.kill()
 
     def end(self) -> str:
         """Close the pipes, wait, and say how it ended."""
@@ -253,3 +278,83 @@ class _Process:
             return ""
         lines = self.log.read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
         return f"; its last lines: {' | '.join(lines)}" if lines else ""
+
+
+class Ray:
+    """One task of a Ray cluster per cell; Ray does not retry, because the protocol decides that.
+
+    Tasks are given JSON text and give JSON text back. The study's folder must be on a file system that all
+    nodes see, and halfulp installed on them; a node whose halfulp differs is refused by its own session.
+    ``RAY_ADDRESS`` names a cluster; without it one is started on this machine for the run.
+    """
+
+    patience = 0.1
+
+    def __init__(self, opening: Opening, workers: int | None) -> None:
+        try:
+            ray = importlib.import_module("ray")
+        except ImportError:
+            raise UsageError("The ray executor needs Ray: pip install 'halfulp[ray]'.") from None
+        self.ray: Any = ray
+        self.opening = canonical.dumps(opening.message()).decode()
+        self.started = not ray.is_initialized()
+        if self.started:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            local: Message = {}
+            if "RAY_ADDRESS" not in os.environ:
+                cpus = (workers or opening.gpus or default_workers(opening.threads)) * opening.threads
+                local = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+                local |= {"num_gpus": opening.gpus} if opening.gpus else {}
+            ray.init(log_to_driver=False, configure_logging=False, **local)
+        there = ray.cluster_resources()
+        cpus, gpus = int(there.get("CPU", 1)), int(there.get("GPU", 0)) if opening.on_gpu else 0
+        self.capacity = workers or gpus or max(1, cpus // opening.threads)
+        self.task = ray.remote(
+            num_cpus=opening.threads,
+            num_gpus=min(1.0, gpus / self.capacity),  # workers that are asked for share GPUs
+            max_retries=0,
+            runtime_env={"env_vars": thread_variables(opening.threads)},
+        )(run_in_ray)
+        self.pending: dict[Any, tuple[str, str]] = {}
+
+    def submit(self, stage: str, cell: str, seals: dict[str, str]) -> None:
+        job = canonical.dumps({"stage": stage, "cell": cell, "seals": seals}).decode()
+        self.pending[self.task.remote(self.opening, job)] = (stage, cell)
+
+    def wait(self, seconds: float) -> list[Message]:
+        references = list(self.pending)
+        ready, _ = self.ray.wait(references, num_returns=1, timeout=seconds)
+        if ready:
+            ready, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
+        return [self._answer(reference) for reference in ready]
+
+    def _answer(self, reference: Any) -> Message:
+        stage, cell = self.pending.pop(reference)
+        try:
+            answer: Message = canonical.parse(self.ray.get(reference))
+        except self.ray.exceptions.RayError as error:
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            return _lost(stage, cell, f"the Ray task was lost: {text[0]}")
+        return answer
+
+    def close(self) -> None:
+        for reference in self.pending:
+            self.ray.cancel(reference, force=True)
+        self.pending = {}
+        if self.started:
+            self.ray.shutdown()
+
+
+def run_in_ray(opening: str, job: str) -> str:
+    """Run a cell, in a process of Ray's."""
+    try:
+        asked = canonical.parse(job)
+        answer = _session(opening).run(asked["stage"], asked["cell"], asked["seals"])
+    except HalfulpError as error:
+        answer = refusal(error)
+    return canonical.dumps(answer).decode()
+
+
+@functools.lru_cache(maxsize=1)
+def _session(opening: str) -> Session:
+    return open_session(canonical.parse(opening))

@@ -1,13 +1,16 @@
-"""The ledger: what happened, in order, as lines that cannot be changed one by one.
+"""Keep the ledger: the events of a study in order, as lines that cannot be changed one by one.
 
-One canonical JSON object a line. Each holds its own digest (SHA-256 of the line without that field)
-and the digest of the line before it, so the last line's digest stands for the whole history. Whoever
+Each line is one canonical JSON object. It holds its own digest (SHA-256 of the line without that field)
+and the digest of the line before it, so the last line's digest stands for the whole history. Anyone who
 rewrites history must rewrite all of it, and then its last digest is not the one that was printed when
 the study was closed.
 
-Records hold nothing of when and by whom they were made, so that two runs can be compared byte by byte;
-that is here, in the event that binds a record's digest: process id, the process's start in clock
+Records do not say when and by which process they were made, so that two runs can be compared byte by byte.
+The ledger does, in the event that binds a record's digest: process id, the process's start in clock
 ticks since boot, the boot's own id, and a number drawn by the process.
+
+`check_order` checks that the events of a ledger could have happened: declared names, stages in turn,
+conditions kept. It reads no other file, so it also works for evidence, of which only a part is at hand.
 """
 
 from __future__ import annotations
@@ -20,21 +23,21 @@ from functools import cache
 from pathlib import Path
 
 from halfulp import canonical, files
-from halfulp.errors import CorruptionError
-from halfulp.study import shape
-from halfulp.study.protocol import Json
+from halfulp.errors import CorruptionError, TamperingError
+from halfulp.study.declaration import ALWAYS, EVENTS, FORMAT, MOST_BYTES, Protocol, check
+from halfulp.study.protocol import Json, SealedStage
 
 Event = dict[str, Json]
 
 
 def process() -> Event:
-    """The identity of this process; a fork is another."""
+    """Return the identity of this process; a fork is another."""
     return {"pid": (pid := os.getpid()), **_of(pid)}
 
 
 @cache
 def _of(_pid: int) -> Event:
-    """When it started, and a word of its own. Asked once: the system may take milliseconds to tell."""
+    """Find when it started, and draw a number. Once: the system may take milliseconds to tell."""
     try:
         start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -74,21 +77,35 @@ class Ledger:
         """The digest of seal.json that the first event names."""
         return str(self.events[0]["seal"]) if self.events else ""
 
+    def stage_seal(self, stage: str, protocol: Protocol) -> Event:
+        """Return the content of a stage's seal, once every cell of it has a record."""
+        before = [earlier.name for earlier in protocol.before(stage) if earlier.name in self.stages]
+        return {
+            "format": FORMAT, "study": protocol.study, "stage": stage, "seal": self.seal,
+            "before": self.stages[before[-1]] if before else "",
+            "records": {cell: self.records[stage, cell] for cell in protocol.stage(stage).cells},
+        }  # fmt: skip
+
     def append(self, *events: Mapping[str, Json], durable: bool = True) -> None:
-        """Add events. They are on disk when this returns, if `durable`; otherwise with the next that is."""
+        """Add events, with this process where they name one and none is given.
+
+        They are on disk when this returns, if `durable`; otherwise with the next that is.
+        """
         lines = []
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         if self.events:  # a clock that was set back does not turn history round
             now = max(now, self.events[-1]["at"])
         for event in events:
             body: Event = {"n": len(self.events), "previous": self.head, "at": now, **event}
+            if "process" in EVENTS[event["event"]]:
+                body.setdefault("process", process())
             body["digest"] = canonical.digest(body)
             self._take(body)
             lines.append(canonical.dumps(body) + b"\n")
         files.append(self.path, b"".join(lines), durable=durable)
 
     def _take(self, event: Event) -> None:
-        """Follow the protocol of events; what could not have happened in this order is damage."""
+        """Take an event in; one that could not have happened after the others is damage."""
         kind, key = event["event"], (event.get("stage", ""), event.get("cell", ""))
         last = self.events[-1] if self.events else None
         if last is not None and event["at"] < last["at"]:
@@ -129,8 +146,8 @@ class Ledger:
 
 
 def read(path: Path) -> Ledger:
-    """A ledger, every line checked; a last line that is cut short is damage too."""
-    content = files.read(path, shape.MOST_BYTES)
+    """Read a ledger and check every line; a last line that is cut short counts as damage."""
+    content = files.read(path, MOST_BYTES)
     if not content.endswith(b"\n"):
         raise CorruptionError(
             f"{path} is damaged: its last line is cut short. If a run was interrupted, run the study again."
@@ -139,10 +156,10 @@ def read(path: Path) -> Ledger:
 
 
 def reopen(path: Path) -> Ledger:
-    """A ledger to go on with: a last line that was cut short by a crash is dropped first."""
+    """Read a ledger in order to continue it; first drop a last line that was cut short by a crash."""
     if not path.exists():
         return Ledger(path, [])
-    content = files.read(path, shape.MOST_BYTES)
+    content = files.read(path, MOST_BYTES)
     whole = content.rfind(b"\n") + 1
     found = Ledger(path, _events(path, content[:whole].split(b"\n")[:-1]))
     if whole < len(content):  # and only now, when it is known to be a ledger of ours
@@ -151,16 +168,16 @@ def reopen(path: Path) -> Ledger:
 
 
 def begun(path: Path) -> bool:
-    """Whether a ledger has its first line; one that is no event is damage, or a file of somebody else's."""
+    """Return True if a ledger has its first line; a line that is no event means damage or a foreign file."""
     if not path.exists():
         return False
-    first, newline, _ = files.read(path, shape.MOST_BYTES).partition(b"\n")
+    first, newline, _ = files.read(path, MOST_BYTES).partition(b"\n")
     return bool(newline and _events(path, [first]))
 
 
 def torn(path: Path) -> bool:
-    """Whether a file is a ledger whose first line was cut short."""
-    start, content = b'{"at":"', files.read(path, shape.MOST_BYTES)
+    """Return True if a file is a ledger whose first line was cut short."""
+    start, content = b'{"at":"', files.read(path, MOST_BYTES)
     return b"\n" not in content and content[: len(start)] == start[: len(content)]
 
 
@@ -170,9 +187,9 @@ def _events(path: Path, lines: Iterable[bytes]) -> list[Event]:
     for n, line in enumerate(lines):
         event = canonical.loads(line, f"{path}, line {n + 1},")
         kind = event.get("event") if isinstance(event, dict) else None
-        if not isinstance(kind, str) or kind not in shape.EVENTS:
+        if not isinstance(kind, str) or kind not in EVENTS:
             raise CorruptionError(f"{path} is damaged: line {n + 1} is not an event.")
-        shape.check(event, shape.ALWAYS | shape.EVENTS[kind], f"{path}, line {n + 1}")
+        check(event, ALWAYS | EVENTS[kind], f"{path}, line {n + 1}")
         body = {key: value for key, value in event.items() if key != "digest"}
         if canonical.digest(body) != event["digest"]:
             raise CorruptionError(
@@ -183,3 +200,75 @@ def _events(path: Path, lines: Iterable[bytes]) -> list[Event]:
         previous = event["digest"]
         events.append(event)
     return events
+
+
+# ---- what could have happened ----
+
+
+def check_names(events: Ledger, protocol: Protocol) -> None:
+    """Refuse events of stages and cells that were not declared."""
+    cells = {stage.name: stage.cells for stage in protocol.stages}
+    for event in events.events:
+        if "stage" in event and event["stage"] not in cells:
+            what = f"stage that the protocol does not have: {event['stage']!a}"
+            raise CorruptionError(f"{events.path} names a {what}.")
+        if "cell" in event and event["cell"] not in cells[event["stage"]]:
+            what = f"cell that the protocol does not have: {event['stage']}/{event['cell']}"
+            raise CorruptionError(f"{events.path} names a {what}.")
+
+
+def check_order(events: Ledger, protocol: Protocol) -> None:
+    """Refuse a cell that began before the stages ahead of it were settled, and a seal of other records."""
+    check_names(events, protocol)
+    settled: dict[str, bool] = {}  # sealed, or (False) not authorised
+    begun: set[tuple[str, str]] = set()
+    for event in events.events:
+        kind = event["event"]
+        if kind not in ("started", "retried", "finished", "recovered", "stage-sealed", "decided"):
+            continue
+        stage = protocol.stage(event["stage"])
+        early = [s.name for s in protocol.before(stage.name) if s.name not in settled]
+        told = f"{events.path}: "
+        if "cell" in event:
+            key = (stage.name, event["cell"])
+            why = f"stage {early[0]} was not sealed" if early else ""
+            why = why or ("it had not started" if kind == "finished" and key not in begun else "")
+            if not why and conditional(stage, events) and not _authorised(stage, events, event):
+                why = "its stage was not authorised"
+            if why:
+                raise TamperingError(f"{told}cell {'/'.join(key)} {kind} when {why}.")
+            begun.add(key)
+        elif early or stage.name in settled:
+            raise TamperingError(f"{told}stage {stage.name} was {kind} out of turn.")
+        elif kind == "decided":
+            _check_decision(stage, event, events, settled)
+            settled |= {} if event["authorised"] else {stage.name: False}
+        else:
+            missing = [cell for cell in stage.cells if (stage.name, cell) not in events.records]
+            allowed = not conditional(stage, events) or _authorised(stage, events, event)
+            if missing or not allowed:
+                raise TamperingError(f"{told}stage {stage.name} was sealed out of turn.")
+            if canonical.digest(events.stage_seal(stage.name, protocol)) != event["seal"]:
+                path = events.path.parent / "seals" / f"{stage.name}.json"
+                raise TamperingError(f"{path} is not the seal of the stage's records.")
+            settled[stage.name] = True
+    if events.closed is not None and set(settled) != {stage.name for stage in protocol.stages}:
+        raise TamperingError(f"{events.path}: the study was closed before all its stages were sealed.")
+
+
+def conditional(stage: SealedStage, events: Ledger) -> bool:
+    """Return True if a stage needs a decision before it runs: it has gates, or reads what was not run."""
+    return bool(stage.only_if) or bool(events.not_run & set(stage.reads))
+
+
+def _authorised(stage: SealedStage, events: Ledger, event: Event) -> bool:
+    decision = events.decided.get(stage.name)
+    return decision is not None and decision["authorised"] and decision["n"] < event["n"]
+
+
+def _check_decision(stage: SealedStage, event: Event, events: Ledger, settled: dict[str, bool]) -> None:
+    """Refuse a decision that is not that of its gates; whether they passed is recomputed with the result."""
+    unread = [name for name in stage.reads if settled.get(name) is False]
+    follows = all(event["gates"].values()) and not unread
+    if set(event["gates"]) != set(stage.only_if) or event["authorised"] != follows:
+        raise TamperingError(f"{events.path}: the decision on stage {stage.name} is not that of its gates.")

@@ -1,34 +1,59 @@
-"""Where a study's functions come from: the registry, or one file of the user's.
+"""Load a study from its source, and identify its functions, its data and its machine.
 
-A registered study is a module of this package, sealed with it. A user's study is *one file*: its bytes
-are digested, copied into the study's folder, and it is the copy that workers and validators run, after
-its digest was checked. Nothing beside the file is put on the import path, so what is not sealed is not
-imported by accident.
+A registered study is a module of this package, sealed with it. A user's study is *one file*: its bytes are
+digested and copied into the study's folder, and workers and validators run the copy, after its digest was
+checked. Nothing beside the file is put on the import path, so that code which is not sealed is not imported
+by accident.
+
+The code of a study is its own file and every file of this package that its numbers can depend on: those that
+it imports, and theirs. Imports are read from the source (`ast`), so lazy ones inside functions count and
+nothing is run. Importing ``halfulp.numbers.grids`` makes a study depend on that module, not on what the
+package's ``__init__`` happens to import as well; ``import halfulp``, or a name that ``__init__`` defines,
+does. Imports for type checkers alone are left out. Of the engine, every study depends on what makes
+a record and turns records into a label (`ENGINE`), and on nothing else: reports and figures change looks,
+which is no study's business. A package's tables go with its ``__init__``. (Seals of the first release hold
+every file of the package as code.)
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.abc
+import importlib.metadata
 import importlib.util
+import io
+import platform
+import re
+import subprocess
 import sys
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from halfulp import canonical, files
-from halfulp.errors import TamperingError, UsageError
-from halfulp.study import shape
+from halfulp import canonical, data, deprecation, plugins
+from halfulp.errors import UsageError
+from halfulp.study.declaration import changes, read_known
 from halfulp.study.protocol import Json, Study
+from halfulp.version import __version__
 
 T = TypeVar("T")
 
+PACKAGE = Path(__file__).parent.parent
+ROOT = "halfulp"
+ENGINE = tuple(f"halfulp.study.{name}" for name in ("declaration", "evidence", "gates", "protocol", "worker"))
+LOOKS = {"drawing", "panels", "report"}
+"""Modules and packages, wherever they are, that show numbers: no number depends on them."""
+LIBRARIES = ("torch", "numpy", "numba")
 
-REGISTRY: dict[str, str] = dict(
-    line.split("\t")
-    for line in Path(__file__).with_name("registered.tsv").read_text(encoding="utf-8").splitlines()[1:]
-)
+REGISTRY: dict[str, str] = {
+    name: module for plugin in plugins.installed() for name, module in plugin.STUDIES.items()
+}
 """The studies that come with halfulp: by name, the module whose ``STUDY`` it is. A module is imported when
 its study is asked for, so the engine knows none of them, and listing them costs nothing."""
 
@@ -46,19 +71,29 @@ class Source:
 
     @property
     def module(self) -> str:
-        """The module of this package that a registered study is in; of a user's own, none."""
+        """The module of this package that holds a registered study; empty for a study of the user's own."""
         return REGISTRY.get(self.registered or "", "")
 
     @property
     def identity(self) -> dict[str, Json]:
-        """How the seal names it."""
+        """The entry of the seal."""
         if self.content is None:
             return {"registered": self.registered}
         return {"file": self.name, "attribute": self.attribute, "sha256": canonical.sha256(self.content)}
 
 
 def load(reference: str) -> Source:
-    """A study by its registered name, or by ``file.py`` or ``file.py:attribute``."""
+    """Load a study.
+
+    Args:
+        reference: The name of a study that comes with halfulp, ``file.py`` or ``file.py:attribute``.
+
+    Returns:
+        The study and where it came from.
+
+    Raises:
+        UsageError: If there is no such study, or the file cannot be read.
+    """
     if reference in REGISTRY:
         return _registered(reference)
     name, _, attribute = reference.partition(":")
@@ -76,13 +111,24 @@ def load(reference: str) -> Source:
 
 
 def load_sealed(identity: dict[str, Json], copy: Path, folder: Path | None = None) -> Source:
-    """The study that a seal names: from the registry, or from the checked copy in its folder."""
+    """Load the study that a seal names: from the registry, or from the checked copy in its folder."""
     if "registered" in identity:
         return _registered(identity["registered"])
-    content = files.read(copy, shape.MOST_BYTES)
-    if canonical.sha256(content) != identity["sha256"]:
-        raise TamperingError(f"{copy} is not the study file that was sealed: its SHA-256 differs.")
+    content = read_known(copy, identity["sha256"], "the study file that was sealed")
+    allow_former_names(content)
     return _from_file(content, identity["file"], identity["attribute"], folder)
+
+
+def allow_former_names(content: bytes) -> None:
+    """Let a file that was sealed or closed import modules of plug-ins by the names they had at that time."""
+    text = content.decode(errors="replace")
+    for plugin in plugins.installed():
+        for old, new in plugin.FORMER.items():
+            if re.search(rf"\b{old.rpartition('.')[2]}\b", text):
+                for name in {old, *re.findall(rf"\b{re.escape(old)}(?:\.\w+)*", text)}:
+                    with suppress(ModuleNotFoundError):  # an attribute, or a word in a comment
+                        found = importlib.import_module(new + name.removeprefix(old))
+                        sys.modules.setdefault(name, found)
 
 
 def _registered(name: str) -> Source:
@@ -105,7 +151,7 @@ def _from_file(content: bytes, name: str, attribute: str, folder: Path | None) -
 def find(
     loaded: ModuleType, file: str, attribute: str, kind: type[T], usual: tuple[str, ...]
 ) -> tuple[str, T]:
-    """An object of a kind, by its attribute's name or by the usual ones."""
+    """Find an object of a kind, by its attribute's name or by the usual ones."""
     for name in (attribute,) if attribute else usual:
         value = getattr(loaded, name, None)
         if isinstance(value, kind):
@@ -114,7 +160,7 @@ def find(
 
 
 def module(content: bytes, name: str) -> ModuleType:
-    """The module made of these very bytes (a second look at the file might find others)."""
+    """Make a module of these very bytes (a second look at the file might find others)."""
     full = f"halfulp_file_{canonical.sha256(content)[:16]}"
     if full in sys.modules:
         return sys.modules[full]
@@ -140,3 +186,260 @@ class _Bytes(importlib.abc.SourceLoader):
 
     def get_data(self, path: str) -> bytes:
         return self.content
+
+
+# ---- the files behind a study ----
+
+
+def closure(content: bytes | None, module: str) -> set[Path]:
+    """Find the files behind a study: from the bytes of its own file, or the module of this package."""
+    found: dict[str, Path] = {}
+    waiting = [*ENGINE, *([module] if content is None else _imported(content, ""))]
+    while waiting:
+        name = deprecation.new_path(waiting.pop())
+        path = _file(name)
+        engine = f"{name}.".startswith("halfulp.study.") and name not in ENGINE
+        if path is None or name in found or engine or not LOOKS.isdisjoint(name.split(".")[1:]):
+            continue
+        found[name] = path
+        if name not in ENGINE:
+            waiting += _imports(path, name if path.name == "__init__.py" else name.rpartition(".")[0])
+    tables = {
+        beside
+        for path in found.values()
+        if path.name == "__init__.py" and path.parent != PACKAGE
+        for beside in path.parent.iterdir()
+        if beside.is_file() and beside.suffix not in (".py", ".pyc", ".nbi", ".nbc")
+    }
+    return {*found.values(), *tables, PACKAGE / "canonical.py"}
+
+
+@cache
+def _file(name: str) -> Path | None:
+    """Find the file of a module of this package; None if there is no such module."""
+    if name != ROOT and not name.startswith(f"{ROOT}."):
+        return None
+    path = PACKAGE.joinpath(*name.split(".")[1:])
+    for file in (path / "__init__.py", path.with_suffix(".py")):
+        if file.is_file():
+            return file
+    return None
+
+
+@cache
+def _imports(path: Path, package: str) -> tuple[str, ...]:
+    return tuple(_imported(path.read_bytes(), package, lazy=path == PACKAGE / "__init__.py"))
+
+
+def _imported(content: bytes, package: str, lazy: bool = False) -> Iterator[str]:
+    """Yield the modules of this package that a source imports, anywhere in it.
+
+    With ``lazy``, those for type checkers as well: the package itself imports its names when they are used.
+    """
+    tree = ast.parse(content)
+    for node in ast.walk(tree) if lazy else _walk(tree.body):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+                if not alias.asname and alias.name.startswith(f"{ROOT}."):
+                    yield ROOT  # the name that is bound is the package's
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                below = f"{base}.{alias.name}"
+                yield below if _file(below) else base
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def _walk(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield every node, but for the bodies of ``if TYPE_CHECKING``."""
+    for node in nodes:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from _walk(node.orelse)
+        else:
+            yield from _walk(ast.iter_child_nodes(node))
+
+
+# ---- what a seal holds of code, data and machine ----
+
+
+def as_sealed(sealed: Mapping[str, Json], source: Source) -> dict[str, Json]:
+    """Return the code as it is now, in the form of a seal."""
+    return code(source) if "noted" in sealed else whole_code(source)
+
+
+def code(source: Source) -> dict[str, Json]:
+    """Return the digest of each file that the study can depend on, and how the study is found."""
+    files = closure(source.content, source.module)
+    package = {path.relative_to(PACKAGE).as_posix(): canonical.sha256_file(path) for path in sorted(files)}
+    return {"package": package, "study": source.identity}
+
+
+def noted(behind: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the package's version, and its files that no number of the study depends on."""
+    others = {name: digest for name, digest in _package().items() if name not in behind["package"]}
+    return {"version": __version__, "files": others}
+
+
+def whole_code(source: Source) -> dict[str, Json]:
+    """Return what the first release sealed: every file of the package, and its version."""
+    return {"version": __version__, "package": _package(), "study": source.identity}
+
+
+def _package() -> dict[str, str]:
+    return {
+        path.relative_to(PACKAGE).as_posix(): canonical.sha256_file(path)
+        for path in sorted(PACKAGE.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
+        and path.suffix not in (".pyc", ".nbi", ".nbc")
+    }  # fmt: skip
+
+
+def environment() -> dict[str, Json]:
+    """Return what may change a number without changing a file: interpreter, libraries, processor."""
+    versions = {}
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # numba is there for the paper's studies
+            versions[name] = importlib.metadata.version(name)
+    model, features = _processor()
+    gpus = _gpus()
+    settings = {"gpus": gpus, "gpu_settings": gpu_settings()} if gpus else {}
+    return settings | {
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "libraries": versions,
+        "platform": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}".strip(),
+        "cpu": model,
+        "cpu_features": " ".join(features),
+    }
+
+
+@cache
+def _gpus() -> list[str]:
+    """Return the GPUs that torch sees, each with its driver; none where torch is not there."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    driver = ""
+    with suppress(OSError):
+        driver = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    return [f"{torch.cuda.get_device_name(i)}; {driver}" for i in range(torch.cuda.device_count())]
+
+
+def gpu_settings() -> dict[str, str]:
+    """Return the versions behind a GPU's numbers, and what every worker sets (`worker.settle_gpus`)."""
+    import torch
+
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
+    return {
+        "cuda": str(torch.version.cuda), "cudnn": str(cudnn), "tf32": "off", "deterministic": "on",
+    }  # fmt: skip
+
+
+@cache
+def _processor() -> tuple[str, list[str]]:
+    """Return the processor's model, and its vector instructions where the system lists them."""
+    lines: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            lines.setdefault(key.strip(), value.strip())
+    flags = lines.get("flags", lines.get("Features", "")).split()
+    vector = ("amx", "asimd", "avx", "bf16", "f16c", "fma", "i8mm", "sse", "ssse", "sve")
+    return lines.get("model name") or platform.processor(), sorted(f for f in flags if f.startswith(vector))
+
+
+def locate(name: str, folder: Path | None) -> Path:
+    """Find the file of a data set: one that halfulp knows by name, or one beside the study file."""
+    if name in data.DATASETS:
+        return data.find(name)
+    plain = Path(name)
+    if plain.is_absolute() or ".." in plain.parts:
+        raise UsageError(
+            f"The data file {name[:120]!a} must be named relative to the study file, without '..'."
+        )
+    if folder is None:
+        raise UsageError(
+            f"The data file {name[:120]!a} lies beside the study file, whose place is not known here: "
+            "give the study file."
+        )
+    path = folder / plain
+    if not path.is_file():
+        raise UsageError(f"The data file {path} of the study is missing.")
+    return path
+
+
+def data_identity(name: str, folder: Path | None) -> dict[str, Json]:
+    """Return size and digest of a data set."""
+    path = locate(name, folder)
+    try:
+        return {"bytes": path.stat().st_size, "sha256": canonical.sha256_file(path)}
+    except OSError as error:
+        raise UsageError(f"The data file {path} cannot be read: {error.strerror}.") from None
+
+
+def git_state(path: Path) -> dict[str, Json] | None:
+    """Return the commit that a path is at, and whether it differs from that; None outside of git."""
+    folder = path if path.is_dir() else path.parent
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=60
+        )
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        if commit.returncode != 0 or git("check-ignore", "-q", str(path)).returncode == 0:
+            return None
+        dirty = bool(git("status", "--porcelain", "--", str(path)).stdout.strip())
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return {"commit": commit.stdout.strip(), "dirty": dirty}
+
+
+def sealed_commit(seal: Mapping[str, Json]) -> str:
+    """Return the commit that a seal names for the code of halfulp; none where it was dirty, or in no tree."""
+    state = seal["git"]["package"]
+    return "" if state is None or state["dirty"] else str(state["commit"])
+
+
+def not_of_commit(seal: Mapping[str, Json]) -> list[str] | None:
+    """List the sealed files that are not those of the seal's commit; None where that is not known here."""
+    done = subprocess.run(
+        ["git", "-C", str(PACKAGE), "archive", "--format=tar", sealed_commit(seal)], capture_output=True
+    )
+    if done.returncode:
+        return None
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
+        there = {
+            member.name: canonical.sha256(file.read())
+            for member in tar if member.isfile() and (file := tar.extractfile(member)) is not None
+        }  # fmt: skip
+    return [name for name, digest in seal["code"]["package"].items() if there.get(name) != digest]
+
+
+def compare(sealed: dict[str, Json], now: dict[str, Json]) -> dict[str, list[str]]:
+    """Return what changed since the seal, by part; parts that did not change are left out."""
+    found = {part: list(changes(sealed[part], now[part], part)) for part in ("code", "data", "environment")}
+    return {part: lines for part, lines in found.items() if lines}
+
+
+def listed(lines: list[str], most: int = 20) -> str:
+    """Indent lines for a message; the first ones if there are many."""
+    more = [f"  ... and {len(lines) - most} more"] if len(lines) > most else []
+    return "\n".join([f"  {line}" for line in lines[:most]] + more)
+
+
+def code_digest(seal: Mapping[str, Json]) -> str:
+    """Return the digest of the code, which records hold."""
+    return canonical.digest(seal["code"])
+
+
+def version(seal: Mapping[str, Json]) -> str:
+    """Return the version of halfulp that sealed."""
+    return str(seal["noted"]["version"] if "noted" in seal else seal["code"]["version"])

@@ -1,4 +1,4 @@
-"""How a study is declared: frozen data and four kinds of function.
+"""Declare a study, as frozen data and four kinds of function.
 
 A `Study` has *stages*; a stage enumerates *cells*; a cell is run by a pure function of its config
 and of the records of stages sealed before it, and leaves one *record*. *Estimands* are numbers
@@ -7,7 +7,10 @@ in advance; *rules* turn gates into a label. Everything that is not a function i
 before anything runs, and is sealed.
 
 Functions must be importable (a module's top level, or a study file's), because worker processes
-and the validator find them by name: nothing is pickled. What a function gives back is JSON.
+and the validator find them by name: nothing is pickled. Functions return JSON values.
+
+Estimands are given an `Outcomes`, a mapping ``records[stage][cell]`` to what the cell returned. A plain dict
+of the same form works too where nothing else is needed, so an estimand can be computed from typed-in numbers.
 
 >>> def cells(config):
 ...     return [Cell(name=f"seed-{s}", config={"seed": s}) for s in range(config["seeds"])]
@@ -35,28 +38,87 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from halfulp.errors import UsageError
-from halfulp.study.outcomes import Outcomes
 
 Json = Any  # None, bool, int, float (finite), str, and lists and string-keyed dicts of them
 Config = Mapping[str, Json]
 Records = Mapping[str, Mapping[str, Mapping[str, Json]]]  # stage -> cell -> what the cell gave back
 Values = Mapping[str, float | None]  # scientific unit -> number; None where it is not defined
 
+Cells = Mapping[str, Mapping[str, Any]]
+Kind = Literal["reference", "prediction", "outcome"]
+Scope = Literal["unit", "mean", "all"]
+Comparison = Literal["<", "<=", "==", ">=", ">"]
+
 SCALES = ("smoke", "small", "paper")
-SCOPES = ("unit", "mean", "all")
-COMPARISONS = ("<", "<=", "==", ">=", ">")
+KINDS: tuple[str, ...] = get_args(Kind)
+SCOPES: tuple[str, ...] = get_args(Scope)
+COMPARISONS: tuple[str, ...] = get_args(Comparison)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,119}")
+_UNIT = re.compile(r"[A-Za-z0-9@][A-Za-z0-9@ .,:;_=+/*()%^-]{0,119}")
+
+
+class NotRun(UsageError, LookupError):  # noqa: N818  # it is a fact about a study, not a mistake
+    """Raised when the records of a stage are requested that was not authorised."""
+
+
+def _no_files(stage: str, cell: str, name: str) -> bytes:
+    raise UsageError(f"These records have no files: {name[:120]!a} of {stage[:120]!a}/{cell[:120]!a}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Outcomes(Mapping[str, Cells]):
+    """The records that a study's functions are given, with attached files and evidence.
+
+    ``records.attached(stage, cell, name)`` is a file that a cell attached; ``records.evidence[name]`` is
+    another, closed study, limited to what is declared: records, ``label`` and ``estimands`` by unit.
+
+    A stage that was not authorised has no records. Looking it up raises `NotRun`, which leaves an estimand
+    without values: nothing replaces what did not happen. ``"stage" in records`` tests for it without raising.
+    """
+
+    cells: Mapping[str, Cells]
+    _: KW_ONLY
+    attached: Callable[[str, str, str], bytes] = _no_files
+    evidence: Mapping[str, Outcomes] = field(default_factory=dict)
+    estimands: Mapping[str, Values] = field(default_factory=dict)
+    label: str = ""
+    not_run: Collection[str] = ()
+
+    def __getitem__(self, stage: str) -> Cells:
+        if stage in self.not_run:
+            raise NotRun(f"Stage {stage} was not authorised, so it has no records.")
+        if stage not in self.cells:
+            known = ", ".join(self.cells) or "none"
+            raise UsageError(f"There are no records of stage {stage[:120]!a} here; there are: {known}.")
+        return self.cells[stage]
+
+    def __contains__(self, stage: object) -> bool:
+        return stage in self.cells
+
+    def get(self, stage: str, default: Any = None) -> Any:
+        return self.cells.get(stage, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.cells)
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def of(self, stages: Collection[str]) -> Outcomes:
+        """Return the outcomes of these stages alone."""
+        cells = {stage: cells for stage, cells in self.cells.items() if stage in stages}
+        return replace(self, cells=cells, not_run=set(self.not_run) & set(stages))
 
 
 class Running(Protocol):
-    """What the function of a cell is given."""
+    """The interface through which a cell's function reads its input and saves its state."""
 
     @property
     def name(self) -> str:
@@ -67,33 +129,33 @@ class Running(Protocol):
         """The cell's config."""
 
     def read(self, stage: str, cell: str) -> Mapping[str, Json]:
-        """What a cell of a sealed stage gave back; only of the stages that this one declares."""
+        """Return what a cell of a sealed stage returned; this stage must declare that stage in `reads`."""
 
     def read_bytes(self, stage: str, cell: str, name: str) -> bytes:
-        """A file that a cell of a sealed stage attached."""
+        """Return a file that a cell of a sealed stage attached."""
 
     def attach(self, name: str, content: bytes) -> None:
         """Keep a file beside the record, which holds its digest."""
 
     def evidence(self, name: str) -> Outcomes:
-        """Another study that this one declares as evidence: its records, files and values."""
+        """Return another study that this one declares as evidence: its records, files and values."""
 
     def data(self, name: str) -> Path:
-        """A data set of the study, whose digest is the sealed one."""
+        """Return the file of a data set of the study, whose digest is the sealed one."""
 
     def save(self, state: bytes) -> None:
-        """Replace the cell's checkpoint, so that an interrupted cell goes on from here."""
+        """Replace the cell's checkpoint, so that an interrupted cell resumes from here."""
 
     def load(self) -> bytes | None:
-        """The checkpoint, if the cell was interrupted."""
+        """Return the checkpoint if the cell was interrupted, else None."""
 
     def progress(self, done: float, total: float) -> None:
-        """Say how far the cell is; never changes a record."""
+        """Report how far the cell is; never changes a record."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One unit of execution."""
+    """One unit of execution: a name and a config."""
 
     name: str
     config: Config = field(default_factory=dict)
@@ -104,34 +166,47 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Cells that may run in any order; the whole stage is sealed before the next one starts."""
+    """A set of cells that may run in any order; the whole stage is sealed before the next one starts.
+
+    `only_if` names gates that must have passed, judged from the stages before this one; if one failed, the
+    stage is recorded as not authorised and none of its cells runs. Set `clocks` if records hold measured
+    seconds or sizes: such records are judged, but never replayed.
+    """
 
     name: str
-    kind: Literal["reference", "prediction", "outcome"]
+    kind: Kind
     cells: Callable[[Config], Iterable[Cell]]
     run: Callable[[Running], Mapping[str, Json]]
     reads: tuple[str, ...] = ()
     only_if: tuple[str, ...] = ()
-    """Gates that must have passed, judged from the stages before this one. If one failed, the stage is
-    recorded as not authorised and none of its cells runs."""
     clocks: bool = False
-    """Whether records hold measured seconds or sizes: these are judged, and never replayed."""
 
     def __post_init__(self) -> None:
         check_name("stage", self.name)
-        if self.kind not in ("reference", "prediction", "outcome"):
+        if self.kind not in KINDS:
             raise UsageError(
                 f"Stage {self.name}: kind is reference, prediction or outcome, not {self.kind!r}."
             )
 
 
+@dataclass(frozen=True)
+class SealedStage:
+    """A stage as it was sealed: its cells, without its functions."""
+
+    name: str
+    kind: str
+    reads: tuple[str, ...]
+    cells: Mapping[str, Config]
+    only_if: tuple[str, ...] = ()
+    clocks: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimand:
-    """A number, by scientific unit, that is a function of the records alone.
+    """A number, by scientific unit, that is a function of the records alone: ``compute(records, **args)``.
 
-    It is computed as ``compute(records, **args)``. Arguments are sealed, and what was sealed is what the
-    function is given: JSON values as JSON gives them back (a tuple is a list), functions by their names. A
-    `functools.partial` is taken apart; its arguments must have names.
+    Arguments are sealed, and the function is given the sealed form: values as they come back from JSON (a
+    tuple becomes a list), and functions by name. A `functools.partial` is split into function and arguments.
     """
 
     name: str
@@ -149,31 +224,31 @@ class Estimand:
 
     @classmethod
     def of(cls, compute: Callable[..., Values], name: str = "", **args: Json) -> Estimand:
-        """What a function computes: called by its name unless another is given, described by its docstring.
+        """Make an estimand of a function, described by its docstring and by default named after it.
 
         >>> def share_moved(records):
         ...     \"\"\"Share of weights that moved, by run.\"\"\"
         >>> Estimand.of(share_moved).name, Estimand.of(share_moved).what
         ('share-moved', 'share of weights that moved, by run')
         """
-        said = (compute.__doc__ or "").partition("\n")[0].rstrip(".")
-        called = name or compute.__name__.replace("_", "-")
-        return cls(name=called, what=said[:1].lower() + said[1:], compute=compute, args=args)
+        what = (compute.__doc__ or "").partition("\n")[0].rstrip(".")
+        name = name or compute.__name__.replace("_", "-")
+        return cls(name=name, what=what[:1].lower() + what[1:], compute=compute, args=args)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A condition fixed before its outcome exists.
+    """A condition on an estimand, fixed before its outcome exists.
 
-    ``scope="all"``: every unit must meet it; ``"mean"``: the mean over units must; ``"unit"``: one
-    decision a unit, which rules name as ``gate[unit]``. A value that is missing or not finite
+    With ``scope="all"`` every unit must meet it, with ``"mean"`` the mean over units must; ``"unit"``
+    gives one decision per unit, which rules name ``gate[unit]``. A value that is missing or not finite
     never passes.
     """
 
     name: str
     estimand: str
-    scope: Literal["unit", "mean", "all"]
-    comparison: Literal["<", "<=", "==", ">=", ">"]
+    scope: Scope
+    comparison: Comparison
     threshold: float
     why: str = ""
 
@@ -188,10 +263,8 @@ class Gate:
             raise UsageError(f"Gate {self.name}: the threshold must be a finite number.")
 
     @classmethod
-    def of(
-        cls, name: str, condition: str, why: str = "", scope: Literal["unit", "mean", "all"] = "all"
-    ) -> Gate:
-        """A gate from the condition as one writes it.
+    def of(cls, name: str, condition: str, why: str = "", scope: Scope = "all") -> Gate:
+        """Make a gate from its condition as text.
 
         >>> gate = Gate.of("most-move", "share-moved >= 0.5", "a majority")
         >>> gate.estimand, gate.comparison, gate.threshold, gate.scope
@@ -201,20 +274,17 @@ class Gate:
             estimand, comparison, threshold = condition.split()
             given: dict[str, Any] = {"comparison": comparison, "threshold": float(threshold)}
         except ValueError:
-            raise UsageError(
-                f"Gate {name}: a condition is an estimand, one of {' '.join(COMPARISONS)} and a number, not "
-                f"{condition[:80]!a}."
-            ) from None
+            known = f"an estimand, one of {' '.join(COMPARISONS)} and a number"
+            raise UsageError(f"Gate {name}: a condition is {known}, not {condition[:80]!a}.") from None
         return cls(name=name, estimand=estimand, scope=scope, why=why, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The label, when these gates passed and those failed. The first rule that fits decides.
+    """The label of a study when these gates passed and those failed. The first rule that fits decides.
 
-    `not_run` names stages that were not authorised. `recovered`: fits only where a record was made by hand,
-    and is then the study's label, though never a scientific result. A label may be a registered string, to
-    the letter; `says` is then the sentence that a reader understands.
+    `not_run` names stages that must not have been authorised. A rule with `recovered` fits only if a record
+    was made by hand, and never makes a scientific result. `says` explains the label to a reader.
     """
 
     label: str
@@ -227,12 +297,12 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Another study, closed, that this one builds on; the user points at its folder when sealing.
+    """A closed study that this one builds on; the user gives its folder when sealing.
 
-    `records` are patterns (``*`` for anything) of ``stage/cell``, `attached` of ``stage/cell/file`` (their
-    records come with them), `estimands` names: what is used is copied, checked, and all that cells and
-    estimands see. `scale` is that of the study itself unless it is given. `after` names a stage that must be
-    sealed before a cell may open it: predictions that are made without knowing an outcome which exists.
+    `records` are patterns of ``stage/cell`` (``*`` for anything), `attached` of ``stage/cell/file`` (with
+    their records), and `estimands` are names: only what these select is copied, checked and visible. `scale`
+    is by default that of this study. `after` names a stage that must be sealed before a cell may open the
+    evidence, so that predictions can be made without knowledge of an outcome that exists.
     """
 
     name: str
@@ -248,15 +318,13 @@ class Evidence:
         check_name("study", self.study)
         if not self.records + self.attached + self.estimands:
             raise UsageError(f"Evidence {self.name} must say which records, files or estimands it uses.")
-        if self.scale and self.scale not in SCALES:
-            raise UsageError(
-                f"Evidence {self.name}: a scale is one of {', '.join(SCALES)}, not {self.scale!r}."
-            )
+        if self.scale:
+            check_scale(f"Evidence {self.name}", self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of a report: strings, numbers or None."""
+    """A table of a report; its values are strings, numbers or None."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str | float | None]]
@@ -265,13 +333,12 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A protocol: see the module's docstring.
+    """The declaration of a study: see the module's docstring.
 
-    `scales` maps a scale's name to its config; `data` names the data sets that cells may open,
-    `scale_data` those that one scale alone needs;
-    `retries` is how often a run tries a cell that failed again by itself; `threads` is the number of
-    threads of a worker process, part of the protocol because it may change a floating-point sum.
-    `tables` and `figures` serve reports only and decide nothing.
+    `scales` maps a scale's name to its config; `data` names the data sets that cells may open, `scale_data`
+    those that one scale alone needs; `retries` is how often a run retries a failed cell by itself; `threads`
+    is the number of threads of a worker process, sealed because it may change a floating-point sum. `tables`
+    and `figures` (of matplotlib) serve reports only and decide nothing.
     """
 
     name: str
@@ -288,7 +355,7 @@ class Study:
     retries: int = 0
     threads: int = 1
     tables: Mapping[str, Callable[[Records], Table]] = field(default_factory=dict)
-    figures: Mapping[str, Callable[[Records], Any]] = field(default_factory=dict)  # a matplotlib figure
+    figures: Mapping[str, Callable[[Records], Any]] = field(default_factory=dict)
     evidence: tuple[Evidence, ...] = ()
 
     def __post_init__(self) -> None:
@@ -296,8 +363,7 @@ class Study:
         if not self.scales or not self.stages or not self.estimands or not self.gates:
             raise UsageError(f"Study {self.name} needs at least one scale, stage, estimand and gate.")
         for scale in self.scales:
-            if scale not in SCALES:
-                raise UsageError(f"Study {self.name}: a scale is one of {', '.join(SCALES)}, not {scale!r}.")
+            check_scale(f"Study {self.name}", scale)
         check_stages(f"Study {self.name}", self.stages)
         estimands = [estimand.name for estimand in self.estimands]
         check_decisions(f"Study {self.name}", estimands, self.gates, self.rules, self.stages)
@@ -308,54 +374,38 @@ class Study:
             raise UsageError(f"Study {self.name}: retries must be 0 or more and threads 1 or more.")
 
     def stage(self, name: str) -> Stage:
-        """A stage by name."""
+        """Return a stage by name."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise UsageError(f"Study {self.name} has no stage {name!r}; stages: {self._names(self.stages)}.")
+        known = ", ".join(stage.name for stage in self.stages)
+        raise UsageError(f"Study {self.name} has no stage {name!r}; stages: {known}.")
 
     def config(self, scale: str) -> Config:
-        """The config of a scale."""
+        """Return the config of a scale."""
         if scale not in self.scales:
             raise UsageError(f"Study {self.name} has no scale {scale!r}; scales: {', '.join(self.scales)}.")
         return self.scales[scale]
 
     def cells(self, scale: str, stage: str) -> list[Cell]:
-        """The cells of a stage, in their declared order."""
+        """Return the cells of a stage, in their declared order."""
         cells = list(self.stage(stage).cells(self.config(scale)))
         check_cells(stage, [cell.name for cell in cells])
         return cells
 
-    @staticmethod
-    def _names(things: Iterable[Any]) -> str:
-        return ", ".join(thing.name for thing in things)
+
+Stages = Sequence[Stage] | Sequence[SealedStage]
 
 
-class Staged(Protocol):
-    """What a declared and a sealed stage have in common."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def reads(self) -> tuple[str, ...]: ...
-    @property
-    def only_if(self) -> tuple[str, ...]: ...
-
-
-def check_stages(what: str, stages: Sequence[Staged]) -> None:
-    """Stages read earlier ones only, and no prediction comes after an outcome."""
+def check_stages(what: str, stages: Stages) -> None:
+    """Refuse stages that read later ones, and a prediction that comes after an outcome."""
     _once(f"{what}: stage", [stage.name.lower() for stage in stages])  # file systems may fold case
     before: list[str] = []
     outcome = ""
     for stage in stages:
-        unknown = [name for name in stage.reads if name not in before]
-        if unknown:
-            raise UsageError(
-                f"Stage {stage.name} reads {', '.join(unknown)}, which is not an earlier stage of the "
-                f"study; earlier ones: {', '.join(before) or 'none'}."
-            )
+        if unknown := [name for name in stage.reads if name not in before]:
+            earlier = f"an earlier stage of the study; earlier ones: {', '.join(before) or 'none'}"
+            raise UsageError(f"Stage {stage.name} reads {', '.join(unknown)}, which is not {earlier}.")
         if stage.kind == "outcome":
             outcome = stage.name
         elif stage.kind == "prediction" and outcome:
@@ -363,8 +413,8 @@ def check_stages(what: str, stages: Sequence[Staged]) -> None:
         before.append(stage.name)
 
 
-def check_opened(what: str, after: str, stages: Sequence[Staged]) -> None:
-    """Evidence is opened after a stage that there is, and no gate is judged before that."""
+def check_opened(what: str, after: str, stages: Stages) -> None:
+    """Refuse evidence that opens after an unknown stage, or after a gate was judged."""
     if not after:
         return
     names = [stage.name for stage in stages]
@@ -378,20 +428,16 @@ def check_opened(what: str, after: str, stages: Sequence[Staged]) -> None:
 
 
 def check_cells(stage: str, cells: Sequence[str]) -> None:
-    """A stage has cells, each under a name of its own."""
+    """Refuse a stage without cells, or with two of one name."""
     if not cells:
         raise UsageError(f"Stage {stage} has no cells at this scale.")
     _once(f"Stage {stage}: cell", [cell.lower() for cell in cells])
 
 
 def check_decisions(
-    what: str,
-    estimands: Sequence[str],
-    gates: Sequence[Gate],
-    rules: Sequence[Rule],
-    stages: Sequence[Staged] = (),
+    what: str, estimands: Sequence[str], gates: Sequence[Gate], rules: Sequence[Rule], stages: Stages = ()
 ) -> None:
-    """Gates must name estimands that exist, rules gates that exist, and some rule must always fit."""
+    """Refuse gates of unknown estimands, rules of unknown gates, and rules of which none may fit."""
     _once(f"{what}: estimand", estimands)
     _once(f"{what}: gate", [gate.name for gate in gates])
     for gate in gates:
@@ -413,8 +459,7 @@ def check_decisions(
     for stage in stages:
         conditional |= {stage.name} if stage.only_if or conditional & set(stage.reads) else set()
     for rule in rules:
-        unknown = sorted(set(rule.not_run) - conditional)
-        if unknown:
+        if unknown := sorted(set(rule.not_run) - conditional):
             raise UsageError(
                 f"The rule for {rule.label!r} asks whether stage {unknown[0]!r} was not run, but no gate "
                 "decides on that."
@@ -423,8 +468,14 @@ def check_decisions(
         raise UsageError(f"{what}: the last rule must have no condition, so that a label exists.")
 
 
+def check_scale(what: str, scale: str) -> None:
+    """Raise UsageError if a scale does not exist."""
+    if scale not in SCALES:
+        raise UsageError(f"{what}: a scale is one of {', '.join(SCALES)}, not {scale!r}.")
+
+
 def check_name(kind: str, name: object) -> None:
-    """Names become file names and text on pages; so they are plain, everywhere."""
+    """Refuse a name that is not plain: names become file names and text on pages."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UsageError(
             f"The {kind} name {str(name)[:80]!a} is not plain: 1 to 120 letters, digits and ._=+- "
@@ -432,7 +483,16 @@ def check_name(kind: str, name: object) -> None:
         )
 
 
+def check_unit(estimand: str, unit: object) -> None:
+    """Refuse a unit that is not plain: units become text on pages."""
+    if not isinstance(unit, str) or not _UNIT.fullmatch(unit):
+        raise UsageError(
+            f"Estimand {estimand}: the unit {str(unit)[:80]!a} is not plain: 1 to 120 ASCII letters, digits, "
+            "spaces and @.,:;_=+/*()%^-, a letter, digit or @ first."
+        )
+
+
 def _once(what: str, names: Sequence[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
         raise UsageError(f"{what} name used twice: {', '.join(twice[:5])}.")

@@ -1,202 +1,408 @@
-"""What a seal fixes: the protocol, the code, the data and the environment, each by its digest.
+"""Seal a study in a folder, or check that everything there is still what was sealed.
 
-The code is every file of this package that the study can depend on (`closure`) and, for a study of the user's
-own, his study file. A study that was sealed refuses to go on when any of them differs, and says which. The
-other files of the package are noted with their digests, and so is the state of a git tree, flagged when it is
-dirty; they decide nothing. (Seals of the first release hold every file as code, and are compared so.)
+A seal fixes the protocol, the code, the data and the environment, each by its digest; `loading` says what
+they are. A sealed study refuses to go on when any of them differs, and says which. The other files of the
+package are noted with their digests, and so is the state of a git tree, flagged when it is dirty; they decide
+nothing.
+
+A folder belongs to a study from the moment its ledger has a first line. Before that it belongs to somebody
+else, unless it is empty or a sealing began in it. To make this visible, a sealing first writes a plan,
+``work/sealing.json``: the size and digest of every file that it is going to make. Files appear whole, so
+whatever a kill leaves at any point is one of those files, or half a first line of the ledger. Anything else
+is refused and not touched. Names alone are not enough to decide, because a user's own ``study.py``,
+``evidence`` or ``work`` has the same name.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
-import subprocess
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfulp import canonical
-from halfulp.errors import TamperingError, UsageError
-from halfulp.study.closure import PACKAGE, closure
-from halfulp.study.declaration import FORMAT, Protocol, changes
+from halfulp import canonical, files
+from halfulp.errors import CorruptionError, TamperingError, UsageError
+from halfulp.study import ledger, loading
+from halfulp.study.declaration import FORMAT, IDENTITY, MOST_BYTES, Protocol, changes, check, each
+from halfulp.study.evidence import Declared, Identity, Used, open_study
+from halfulp.study.gates import SCOPES, condition
+from halfulp.study.ledger import Ledger
 from halfulp.study.loading import Source
 from halfulp.study.protocol import Json
-from halfulp.version import __version__
+from halfulp.study.store import EXPORTED, Binding, Store, identity
+from halfulp.study.validate import validate
+from halfulp.text import count, plain
 
-LIBRARIES = ("torch", "numpy", "numba")
+WIDTH, TABLE = 100, 120
+"""The widths of a line and of a table; in a wider table, each cell becomes a paragraph."""
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.,@/+-]*")
+
+Plan = dict[str, dict[str, Json]]  # size and digest, by the path from the top
+
+
+@dataclass
+class OpenStudy:
+    """A study that is open for writing, with its lock held and all its files checked."""
+
+    source: Source
+    store: Store
+    ledger: Ledger
+    sealed: dict[str, Json]
+    protocol: Protocol
+    binding: Binding
+    attempts: dict[tuple[str, str], int] = field(default_factory=dict)  # of this run
+
+
+def open_or_seal(
+    source: Source, scale: str, out: Path, deviation: str, given: Mapping[str, Path]
+) -> OpenStudy:
+    """Seal the folder if it is new; otherwise check that everything is still what was sealed."""
+    store = Store(out)
+    protocol = Protocol.of(source.study, scale)
+    events = ledger.reopen(store.ledger_file)
+    if not events.events:
+        return _seal(source, store, protocol, events, given)
+    sealed = store.read_seal(events.seal)
+    now = make(source, protocol, sealed.get("evidence", {}), whole="noted" not in sealed)
+    changed = _refuse_changes(out, sealed, store.read_protocol(sealed), now, protocol)
+    for name, used in _gather(protocol.evidence, given)[0].items() if given else ():
+        if used != sealed["evidence"][name]:
+            raise TamperingError(f"{given[name]} is not the evidence {name} that {out} was sealed with.")
+    study = OpenStudy(source, store, events, sealed, protocol, Binding.of(protocol, sealed))
+    if changed and events.closed is None:
+        _deviate(study, changed, loading.code_digest(now), deviation)
+    _check_files(study)
+    return study
+
+
+def _seal(
+    source: Source, store: Store, protocol: Protocol, events: Ledger, given: Mapping[str, Path]
+) -> OpenStudy:
+    evidence, copies = _gather(protocol.evidence, given)
+    now = make(source, protocol, evidence)
+    content = canonical.dumps(now)
+    made = {f"evidence/{name}": copy for name, copy in copies.items()}
+    made |= {} if source.content is None else {store.study_file.name: source.content}
+    made |= {store.protocol_file.name: protocol.bytes, store.seal_file.name: content}
+    _begin(store, made)
+    files.put_all([(store.folder / name, made[name]) for name in made], store.work)
+    events.append({"event": "sealed", "seal": canonical.sha256(content)})
+    files.remove(store.plan_file)
+    return OpenStudy(source, store, events, now, protocol, Binding.of(protocol, now))
+
+
+def _deviate(study: OpenStudy, changed: dict[str, list[str]], code: str, reason: str) -> None:
+    """Refuse other code or another machine than the sealed, or record it for ever."""
+    lines = [line for part in changed.values() for line in part]
+    known = study.ledger.deviations[-1] if study.ledger.deviations else None
+    if not (known and known["changes"] == lines):
+        if not reason.strip():
+            raise TamperingError(
+                f"{study.store.folder} was sealed with another {' and '.join(changed)}; changed since:\n"
+                f"{loading.listed(lines)}\n"
+                "Put it back, or seal anew in a folder of its own (--out). To go on all the same, say why "
+                "with --deviation: the ledger will hold it, and the label will not be promoted."
+            )
+        study.ledger.append({"event": "deviation", "reason": plain(reason), "changes": lines, "code": code})
+    study.binding = Binding.of(study.protocol, study.sealed, code)
+
+
+def _check_files(study: OpenStudy) -> None:
+    """Refuse a folder that lacks what the ledger names; a record that it does not name is removed."""
+    store, events = study.store, study.ledger
+    strange = store.strange_work(study.protocol)
+    if strange and events.closed is None:
+        raise _strange(store, strange[0])
+    for name in sorted(open_study(store.folder).extra_files() - set(EXPORTED)):
+        if events.closed is None and store.is_unfinished(name, study.protocol):
+            files.remove_any(store.folder / name)
+        else:
+            raise _strange(store, name)
+
+
+def _strange(store: Store, name: str) -> CorruptionError:
+    return CorruptionError(
+        f"{store.folder / name} does not belong to the study. Move it away, then run again."
+    )
+
+
+def _gather(
+    declared: Sequence[Declared], given: Mapping[str, Path]
+) -> tuple[dict[str, Identity], dict[str, bytes]]:
+    """Validate the studies given as evidence; return what the seal says of them, and the files to copy."""
+    unknown = sorted(set(given) - {one["name"] for one in declared})
+    if unknown:
+        raise UsageError(f"The study declares no evidence {unknown[0][:120]!a}.")
+    identities, copies = {}, {}
+    for one in declared:
+        name = one["name"]
+        if name not in given:
+            raise UsageError(
+                f"The study needs evidence {name}, a closed study {one['study']} ({one['scale']}): "
+                f"--evidence {name}=FOLDER."
+            )
+        page = validate(given[name])
+        if page.exit_code:
+            raise UsageError(f"{given[name]} is no evidence, because it is not valid: {page.problems[0]}")
+        used = Used(given[name], one)
+        identities[name] = used.identity
+        for path in used.paths:
+            copies[f"{name}/{path.relative_to(used.store.folder).as_posix()}"] = files.read(path)
+    return identities, copies
+
+
+# ---- the content of a seal ----
 
 
 def make(
     source: Source, protocol: Protocol, evidence: Mapping[str, Json], *, whole: bool = False
 ) -> dict[str, Json]:
-    """The content of seal.json for a study as it is now; `whole`: as the first release wrote it."""
-    behind = None if whole else code(source)
+    """Make the content of seal.json for a study as it is now; `whole`: as the first release wrote it."""
+    behind = None if whole else loading.code(source)
     return {
-        "format": FORMAT,
-        "study": protocol.study,
-        "scale": protocol.scale,
-        "protocol": protocol.digest,
-        "code": whole_code(source) if behind is None else behind,
-        "data": {name: data_identity(name, source.folder) for name in protocol.data},
-        "environment": environment(),
+        "format": FORMAT, "study": protocol.study, "scale": protocol.scale, "protocol": protocol.digest,
+        "code": loading.whole_code(source) if behind is None else behind,
+        "data": {name: loading.data_identity(name, source.folder) for name in protocol.data},
+        "environment": loading.environment(),
         "git": {
-            "package": git_state(PACKAGE),
-            "study": git_state(source.folder / source.name) if source.folder else None,
+            "package": loading.git_state(loading.PACKAGE),
+            "study": loading.git_state(source.folder / source.name) if source.folder else None,
         },
-        **({"noted": noted(behind)} if behind is not None else {}),
+        **({"noted": loading.noted(behind)} if behind is not None else {}),
         **({"evidence": dict(evidence)} if protocol.evidence else {}),
-    }
-
-
-def as_sealed(sealed: Mapping[str, Json], source: Source) -> dict[str, Json]:
-    """The code as it is now, in the form of a seal."""
-    return code(source) if "noted" in sealed else whole_code(source)
-
-
-def code(source: Source) -> dict[str, Json]:
-    """The digest of each file that the study can depend on, and how the study is found."""
-    files = closure(source.content, source.module)
-    package = {path.relative_to(PACKAGE).as_posix(): canonical.sha256_file(path) for path in sorted(files)}
-    return {"package": package, "study": source.identity}
-
-
-def noted(behind: Mapping[str, Json]) -> dict[str, Json]:
-    """The package's version, and its files that no number of the study depends on."""
-    others = {name: digest for name, digest in _package().items() if name not in behind["package"]}
-    return {"version": __version__, "files": others}
-
-
-def whole_code(source: Source) -> dict[str, Json]:
-    """What the first release sealed: every file of the package, and its version."""
-    return {"version": __version__, "package": _package(), "study": source.identity}
-
-
-def _package() -> dict[str, str]:
-    return {
-        path.relative_to(PACKAGE).as_posix(): canonical.sha256_file(path)
-        for path in sorted(PACKAGE.rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
-        and path.suffix not in (".pyc", ".nbi", ".nbc")
     }  # fmt: skip
 
 
-def environment() -> dict[str, Json]:
-    """What may change a number without changing a file: interpreter, libraries, platform, processor."""
-    from llvmlite import binding
-
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = ""
-    features = sorted(name for name, has in binding.get_host_cpu_features().items() if has)
-    return {
-        "python": f"{platform.python_implementation()} {platform.python_version()}",
-        "libraries": versions,
-        "platform": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}".strip(),
-        "cpu": str(binding.get_host_cpu_name()),
-        "cpu_features": " ".join(features),
-    }
-
-
-def locate(name: str, folder: Path | None) -> Path:
-    """The file of a data set: one that halfulp knows by name, or one beside the study file."""
-    from halfulp import data
-
-    if name in data.DATASETS:
-        return data.find(name)
-    plain = Path(name)
-    if plain.is_absolute() or ".." in plain.parts:
-        raise UsageError(
-            f"The data file {name[:120]!a} must be named relative to the study file, without '..'."
-        )
-    if folder is None:
-        raise UsageError(
-            f"The data file {name[:120]!a} lies beside the study file, whose place is not known here: "
-            "give the study file."
-        )
-    path = folder / plain
-    if not path.is_file():
-        raise UsageError(f"The data file {path} of the study is missing.")
-    return path
-
-
-def data_identity(name: str, folder: Path | None) -> dict[str, Json]:
-    """Size and digest of a data set."""
-    path = locate(name, folder)
-    try:
-        return {"bytes": path.stat().st_size, "sha256": canonical.sha256_file(path)}
-    except OSError as error:
-        raise UsageError(f"The data file {path} cannot be read: {error.strerror}.") from None
-
-
-def git_state(path: Path) -> dict[str, Json] | None:
-    """The commit that a path is at, and whether what is under it differs; None outside of git."""
-    folder = path if path.is_dir() else path.parent
-
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=60
-        )
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        if commit.returncode != 0 or git("check-ignore", "-q", str(path)).returncode == 0:
-            return None
-        dirty = bool(git("status", "--porcelain", "--", str(path)).stdout.strip())
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return {"commit": commit.stdout.strip(), "dirty": dirty}
-
-
-def compare(sealed: dict[str, Json], now: dict[str, Json]) -> dict[str, list[str]]:
-    """What changed since the seal, by part; parts that did not change are left out."""
-    found = {part: list(changes(sealed[part], now[part], part)) for part in ("code", "data", "environment")}
-    return {part: lines for part, lines in found.items() if lines}
-
-
-def refuse_changes(
+def _refuse_changes(
     out: Path, sealed: dict[str, Json], sealed_protocol: Protocol, now: dict[str, Json], protocol: Protocol
 ) -> dict[str, list[str]]:
-    """Raise if protocol, data or study file are not the sealed ones; give back what else changed."""
-    found = compare(sealed, now)
+    """Refuse a protocol, data or study file that is not the sealed one; return what else changed."""
+    found = loading.compare(sealed, now)
     fatal = list(changes(sealed_protocol.content, protocol.content, "protocol")) + found.pop("data", [])
     own = [line for line in found.get("code", []) if line.startswith("code.study")]
     if fatal or own:
         raise TamperingError(
-            f"{out} was sealed with another study than this one; changed since:\n{listed(fatal + own)}\n"
+            f"{out} was sealed with another study than this one; changed since:\n"
+            f"{loading.listed(fatal + own)}\n"
             "A sealed study does not change. Put it back, or seal the new one in a folder of its own (--out)."
         )
     return found
 
 
-def listed(lines: list[str], most: int = 20) -> str:
-    """Lines of a list, the first ones if there are many."""
-    more = [f"  ... and {len(lines) - most} more"] if len(lines) > most else []
-    return "\n".join([f"  {line}" for line in lines[:most]] + more)
-
-
-def code_digest(seal: Mapping[str, Json]) -> str:
-    """The digest that records hold."""
-    return canonical.digest(seal["code"])
-
-
-def version(seal: Mapping[str, Json]) -> str:
-    """The version of halfulp that sealed."""
-    return str(seal["noted"]["version"] if "noted" in seal else seal["code"]["version"])
-
-
 def facts(seal: Mapping[str, Json]) -> Iterator[str]:
-    """The seal in a few lines."""
-    env = seal["environment"]
-    code = seal["code"]
-    yield f"code         halfulp {version(seal)}, {len(code['package'])} files, sha256 {code_digest(seal)}"
+    """Yield the seal in a few lines."""
+    env, package = seal["environment"], len(seal["code"]["package"])
+    yield f"code         halfulp {loading.version(seal)}, {package} files, sha256 {loading.code_digest(seal)}"
     for name, one in seal.get("evidence", {}).items():
         yield f"evidence     {name}: {one['study']} ({one['scale']}), closed sha256 {one['closed']}"
     for part, state in seal["git"].items():
         if state is not None:
             yield f"git          {part}: {state['commit'][:12]}{', DIRTY' if state['dirty'] else ''}"
-    for name, identity in seal["data"].items():
-        yield f"data         {name}, {identity['bytes']} bytes, sha256 {identity['sha256']}"
+    for name, one in seal["data"].items():
+        yield f"data         {name}, {one['bytes']} bytes, sha256 {one['sha256']}"
     libraries = ", ".join(f"{k} {v}" for k, v in env["libraries"].items() if v)
     yield f"environment  {env['python']}, {libraries}, {env['platform']}, {env['cpu']}"
+
+
+# ---- a protocol in words ----
+
+
+def in_words(protocol: Protocol) -> Iterator[str]:
+    """Yield all of a protocol, line by line; what cells share is said once."""
+    content = protocol.content
+    yield f"{content['study']} ({content['scale']})"
+    yield ""
+    yield f"question     {plain(content['question'])}"
+    yield f"units        {plain(content['units'])}"
+    for claim in content["not_claimed"]:
+        yield f"not claimed  {plain(claim)}"
+    yield from _packed("config       ", _config(content["config"]))
+    for name in content["data"]:
+        yield f"data         {plain(name)}"
+    for one in protocol.evidence:
+        uses = ", ".join(plain(text) for key in ("records", "attached", "estimands") for text in one[key])
+        closed = f"; closed until stage {one['after']} is sealed" if "after" in one else ""
+        yield f"evidence     {one['name']}: study {one['study']} ({one['scale']}), of which {uses}{closed}"
+    yield f"threads      {content['threads']} a worker process"
+    yield f"retries      {content['retries']}"
+    for stage in content["stages"]:
+        yield ""
+        reads = f", reads {', '.join(stage['reads'])}" if stage["reads"] else ""
+        gates = f", only if {' and '.join(stage['only_if'])} passed" if "only_if" in stage else ""
+        cells = f"{count(len(stage['cells']), 'cell')} by {plain(stage['run'])}"
+        clocks = ", holds clocks" if stage.get("clocks") else ""
+        yield f"stage {stage['name']}: {stage['kind']}, {cells}{reads}{plain(gates)}{clocks}"
+        yield from (f"  {line}".rstrip() for line in _cells(stage["cells"], _leaves(content["config"])))
+    yield ""
+    for estimand in content["estimands"]:
+        args = "".join(f", {plain(k)}={_value(v)}" for k, v in estimand.get("args", {}).items())
+        yield f"estimand {estimand['name']}: {plain(estimand['what'])} ({plain(estimand['compute'])}{args})"
+    for gate in content["gates"]:
+        why = f" ({plain(gate['why'])})" if gate["why"] else ""
+        asked = f"{gate['comparison']} {canonical.number(gate['threshold'])}"
+        yield f"gate {gate['name']}: {gate['estimand']} {asked}, {SCOPES[gate['scope']]}{why}"
+    for rule in protocol.rules:
+        says = f" ({plain(rule.says)})" if rule.says else ""
+        yield f"label {plain(rule.label)}{says}: {plain(condition(rule))}"
+    yield ""
+    yield f"protocol sha256 {protocol.digest}"
+
+
+def _cells(cells: Sequence[Mapping[str, Json]], config_of_scale: Mapping[str, str]) -> Iterator[str]:
+    """List cells with their configs: first what all of them share, then a table of what differs."""
+    flat = {cell["name"]: _leaves(cell["config"]) for cell in cells}
+    keys = list(dict.fromkeys(key for config in flat.values() for key in config))
+    shared = [key for key in keys if len({config.get(key) for config in flat.values()}) == 1]
+    first = flat[cells[0]["name"]]
+    known = [key for key in shared if config_of_scale.get(key) == first[key]]
+    yield from _packed("as in the config: ", _collapsed(known, config_of_scale))
+    yield from _packed(
+        "all  " if len(cells) > 1 else "", [f"{k}={first[k]}" for k in shared if k not in known]
+    )
+    columns = [key for key in keys if key not in shared]
+    rows = [[name, *(config.get(key, "-") for key in columns)] for name, config in flat.items()]
+    table = [["cell", *columns], *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(columns) + 1)]
+    if columns and sum(widths) + 2 * len(columns) <= TABLE and len(cells) > 1:
+        for row in table:
+            yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        return
+    for name, config in flat.items():
+        yield from _packed(f"{name}  ", [f"{k}={config[k]}" for k in columns if k in config] or [""])
+
+
+def _config(config: Mapping[str, Json]) -> list[str]:
+    """List what a scale says; what all of several parts say alike once, with a star in their place."""
+    parts = [plain(key) for key, value in config.items() if isinstance(value, Mapping) and value]
+    said: dict[tuple[str, str], int] = {}
+    leaves = _leaves(config)
+    for key, value in leaves.items():
+        part, _, rest = key.partition(".")
+        if part in parts:
+            said[rest, value] = said.get((rest, value), 0) + 1
+    common = [pair for pair, count in said.items() if count == len(parts) > 1]
+    own = {k: v for k, v in leaves.items() if (k.partition(".")[2], v) not in common}
+    return [f"*.{rest}={value}" for rest, value in common] + [f"{k}={v}" for k, v in own.items()]
+
+
+def _packed(start: str, items: Sequence[str]) -> Iterator[str]:
+    """Put items side by side, as many as fit on a line."""
+    line = start
+    for i, item in enumerate(items):
+        if i and len(line) + len(item) > WIDTH:
+            yield line.rstrip()
+            line = " " * len(start)
+        line += f"{item}  "
+    if items:
+        yield line.rstrip()
+
+
+def _collapsed(keys: Sequence[str], config: Mapping[str, str]) -> list[str]:
+    """Write ``model.*`` for all that the config says of the model."""
+    parts: dict[str, list[str]] = {}
+    for key in keys:
+        parts.setdefault(key.partition(".")[0], []).append(key)
+    whole = {part: [key for key in config if key.partition(".")[0] == part] for part in parts}
+    said: list[str] = []
+    for part, found in parts.items():
+        missing = [key for key in whole[part] if key not in found]
+        if found == [part] or len(missing) >= len(found):
+            said += found
+        else:
+            said.append(f"{part}.*" + (f" without {', '.join(missing)}" if missing else ""))
+    return said
+
+
+def _leaves(config: Mapping[str, Json], above: str = "") -> dict[str, str]:
+    """Flatten nested mappings to dotted names, so that only what differs inside one is shown of it."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        name = f"{above}{plain(key)}"
+        if isinstance(value, Mapping) and value:
+            found |= _leaves(value, f"{name}.")
+        else:
+            found[name] = _value(value)
+    return found
+
+
+def _value(value: Json) -> str:
+    """Write text without its quotation marks, where it cannot be taken for something else."""
+    if isinstance(value, str) and _WORD.fullmatch(value) and value not in ("true", "false", "null"):
+        return value
+    return plain(canonical.dumps(value).decode())
+
+
+# ---- whose a folder is ----
+
+
+@contextmanager
+def lock_folder(store: Store) -> Iterator[None]:
+    """Hold the lock of a folder that is a study's or free for one; any other folder is left unchanged."""
+    if store.holder is None:  # whoever holds the lock may be in the midst of sealing
+        _check_free(store)
+    with files.lock(store.lock_file):
+        _check_free(store)
+        yield
+
+
+def _check_free(store: Store) -> None:
+    """Refuse a folder that holds anything but a study, or what an interrupted sealing left."""
+    if not store.folder.is_dir() or ledger.begun(store.ledger_file):
+        return
+    plan = _plan(store)
+    found = store.strange_work()
+    ours = {store.plan_file: plan is not None, store.lock_file: _is_lock(store.lock_file)}
+    found += [path.relative_to(store.folder).as_posix() for path in ours if path.exists() and not ours[path]]
+    found += sorted(name for name in store.present() if not _made(store, name, plan or {}))
+    if found:
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise UsageError(
+            f"{store.folder} holds no study, but {found[0]}{others}: expected an empty folder, or one in "
+            "which a sealing was interrupted. Nothing was touched. Choose another folder (--out), or move "
+            "away what is there."
+        )
+
+
+def _begin(store: Store, contents: Mapping[str, bytes]) -> None:
+    """Clear away what an interrupted sealing left in a folder that is free, then plan what is to be made."""
+    files.remove_tree(store.folder / "evidence")
+    for path in (store.study_file, store.protocol_file, store.seal_file):
+        if path.exists():
+            files.remove(path)
+    plan = {name: identity(content) for name, content in contents.items()}
+    files.put(store.plan_file, canonical.dumps(plan), store.work)
+
+
+def _plan(store: Store) -> Plan | None:
+    """Read the plan of a sealing that was interrupted, if there is one."""
+    path = store.plan_file
+    try:
+        plan: Plan = canonical.loads(files.read(path, MOST_BYTES), path)
+        check(plan, each(IDENTITY), str(path))
+    except CorruptionError:  # it is missing, or it is not ours
+        return None
+    return plan
+
+
+def _is_lock(path: Path) -> bool:
+    """Return True if a file is empty or names a process, as a lock does."""
+    try:
+        return (files.read(path, 20) or b"0").isdigit()
+    except CorruptionError:
+        return False
+
+
+def _made(store: Store, name: str, plan: Plan) -> bool:
+    """Return True if a file or an empty folder is one that the planned sealing made."""
+    path = store.folder / name
+    if path == store.ledger_file:
+        return bool(plan) and ledger.torn(path)
+    if name.endswith("/"):
+        return any(planned.startswith(name) for planned in plan)
+    if name not in plan:
+        return False
+    try:
+        return bool(files.sha256(path, plan[name]["bytes"]) == plan[name]["sha256"])
+    except CorruptionError:  # of another size, or no file
+        return False

@@ -1,4 +1,4 @@
-"""The folder of a study: what lies where, and what a record is.
+"""Read and write the folder of a study: the places of its files, and the form of a record.
 
 ::
 
@@ -6,7 +6,7 @@
     study.py                            the study file, if it is the user's own
     seal.json                           digests of protocol, code, data, environment
     ledger.jsonl                        what happened
-    records/STAGE/CELL.json             what a cell gave back, bound to protocol, code and data
+    records/STAGE/CELL.json             what a cell returned, bound to protocol, code and data
     attached/STAGE/CELL/NAME            files that a cell kept; their digests are in its record
     seals/STAGE.json                    digests of all records of a stage
     evidence/NAME/                      what is used of another, closed study, as it lay there
@@ -14,8 +14,8 @@
     work/                               lock, checkpoints, worker output: only while the study is open;
                                         while it is being sealed, the plan of that
 
-Every JSON file is canonical. Records and stage seals depend on what was declared, run and given back, and
-on nothing else (no time, no process, no host), so two runs can be compared byte by byte.
+Every JSON file is canonical. Records and stage seals depend only on what was declared, run and returned, and
+not on time, process or host, so two runs can be compared byte by byte.
 """
 
 from __future__ import annotations
@@ -27,24 +27,27 @@ from pathlib import Path
 
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import seal as seals
-from halfulp.study import shape
-from halfulp.study.declaration import FORMAT, Protocol
+from halfulp.study.declaration import FORMAT, RECORD, RESULT, SEAL, STAGE_SEAL, Protocol, check, read_known
 from halfulp.study.ledger import Ledger
+from halfulp.study.ledger import read as read_ledger
 from halfulp.study.protocol import Json, check_name
+from halfulp.text import count, plain
 
 Record = dict[str, Json]
+CRATE, STATEMENT, ENVELOPE = "ro-crate-metadata.json", "statement.json", "statement.dsse.json"
+EXPORTED = (CRATE, STATEMENT, ENVELOPE)
+"""The files that an archive of a study holds beside the study's own."""
 _MANY = re.compile(rf"work/({files.ASIDE}|logs/worker-[0-9]+-[0-9]+\.log)")
-"""What the engine puts in ``work`` under names with numbers."""
+"""The files that the engine puts in ``work`` under names with numbers."""
 
 
 def identity(content: bytes) -> dict[str, Json]:
-    """How a file is named that belongs to a record or a plan."""
+    """Return size and digest of a file, as a record or a plan names it."""
     return {"bytes": len(content), "sha256": canonical.sha256(content)}
 
 
 class Store:
-    """A study's folder. Reading checks; nothing is written but by the functions that say so."""
+    """A study's folder. Reading a file checks it; only functions that say so write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,29 +67,29 @@ class Store:
         return files.holder(self.lock_file) if self.lock_file.is_file() else None
 
     def record_file(self, stage: str, cell: str) -> Path:
-        """Where a cell's record lies."""
+        """Return the path of a cell's record."""
         return self.folder / "records" / stage / f"{cell}.json"
 
     def attached_file(self, stage: str, cell: str, name: str) -> Path:
-        """Where a file lies that a cell attached."""
+        """Return the path of a file that a cell attached."""
         return self.folder / "attached" / stage / cell / name
 
     def stage_seal_file(self, stage: str) -> Path:
-        """Where a stage's seal lies."""
+        """Return the path of a stage's seal."""
         return self.folder / "seals" / f"{stage}.json"
 
     def checkpoint_file(self, stage: str, cell: str) -> Path:
-        """Where an unfinished cell keeps its state."""
+        """Return the path of an unfinished cell's state."""
         return self.work / "checkpoints" / stage / cell
 
     # ---- what was sealed ----
 
     def read_seal(self, expected: str) -> dict[str, Json]:
-        """The seal, whose digest the ledger (or whoever asks) knows."""
-        return self._read(self.seal_file, expected, "the seal that the ledger names", shape.SEAL)
+        """Read the seal, which must have the digest that the ledger or the caller knows."""
+        return self._read(self.seal_file, expected, "the seal that the ledger names", SEAL)
 
     def read_protocol(self, sealed: Mapping[str, Json]) -> Protocol:
-        """The protocol that a seal names; the two must be of one study."""
+        """Read the protocol that a seal names; the two must be of one study."""
         path = self.protocol_file
         content = self._read(path, sealed["protocol"], "the protocol that was sealed", dict)
         protocol = Protocol(content, str(path))
@@ -98,76 +101,58 @@ class Store:
         return protocol
 
     def _read(self, path: Path, digest: str, what: str, expected: Json) -> dict[str, Json]:
-        """A JSON file with a known digest, of the shape that it must have."""
-        content = files.read(path, shape.MOST_BYTES)
-        if canonical.sha256(content) != digest:
-            raise TamperingError(f"{path} is not {what}: its SHA-256 differs.")
-        value = canonical.loads(content, path)
+        """Read a JSON file with a known digest, of the shape that it must have."""
+        value = canonical.loads(read_known(path, digest, what), path)
         if isinstance(value, dict) and value.get("format", FORMAT) != FORMAT:
             raise CorruptionError(f"{path} has a format that this halfulp does not read.")
-        shape.check(value, expected, str(path))
+        check(value, expected, str(path))
         found: dict[str, Json] = value
         return found
 
     # ---- records ----
 
     def read_record(self, stage: str, cell: str, digest: str) -> Record:
-        """A record with a known digest."""
-        return self._read(self.record_file(stage, cell), digest, "the record that was made", shape.RECORD)
+        """Read a record with a known digest."""
+        return self._read(self.record_file(stage, cell), digest, "the record that was made", RECORD)
 
     def read_attached(self, stage: str, cell: str, name: str, record: Record) -> bytes:
-        """An attached file, whose digest its record holds."""
-        path = self.attached_file(stage, cell, name)
+        """Read an attached file, whose digest its record holds."""
         if name not in record["attached"]:
             raise UsageError(f"Cell {cell} of stage {stage} attached no file {name[:120]!a}.")
-        stated = record["attached"][name]
-        content = files.read(path, stated["bytes"])
-        if canonical.sha256(content) != stated["sha256"]:
-            raise TamperingError(f"{path} is not the file that was attached: its SHA-256 differs.")
-        return content
+        path, stated = self.attached_file(stage, cell, name), record["attached"][name]
+        return read_known(path, stated["sha256"], "the file that was attached", stated["bytes"])
 
     def check_attached(self, stage: str, cell: str, name: str, record: Record) -> None:
-        """Hold an attached file against its record, size first; however large, it is read piece by piece."""
+        """Check an attached file against its record, size first; files of any size are read in chunks."""
         path, stated = self.attached_file(stage, cell, name), record["attached"][name]
         if files.sha256(path, stated["bytes"]) != stated["sha256"]:
             raise TamperingError(f"{path} is not the file that was attached: its SHA-256 differs.")
 
     def read_stage_seal(self, stage: str, digest: str) -> dict[str, Json]:
-        """A stage's seal with a known digest."""
-        what = "the seal of the stage that was made"
-        return self._read(self.stage_seal_file(stage), digest, what, shape.STAGE_SEAL)
+        """Read a stage's seal with a known digest."""
+        return self._read(
+            self.stage_seal_file(stage), digest, "the seal of the stage that was made", STAGE_SEAL
+        )
 
     def read_result(self, ledger: Ledger) -> dict[str, Json]:
-        """The result of a closed study, whose digest the ledger holds."""
+        """Read the result of a closed study, whose digest the ledger holds."""
         assert ledger.closed is not None
         what = "the result that was recorded"
-        result = self._read(self.result_file, ledger.closed["result"], what, shape.RESULT)
+        result = self._read(self.result_file, ledger.closed["result"], what, RESULT)
         if ledger.closed["label"] != result["label"]:
             raise TamperingError(
                 f"{self.ledger_file} was closed with another label than {self.result_file} states."
             )
         return result
 
-    def stage_seal(self, stage: str, protocol: Protocol, ledger: Ledger) -> dict[str, Json]:
-        """What a stage's seal says, once every cell of it has a record."""
-        before = [earlier.name for earlier in protocol.before(stage) if earlier.name in ledger.stages]
-        return {
-            "format": FORMAT,
-            "study": protocol.study,
-            "stage": stage,
-            "seal": ledger.seal,
-            "before": ledger.stages[before[-1]] if before else "",
-            "records": {cell: ledger.records[stage, cell] for cell in protocol.stage(stage).cells},
-        }
-
     # ---- the inventory ----
 
     def present(self) -> set[str]:
-        """Every file, link and empty folder, by its path from the top; ``work`` is left out."""
+        """List every file, link and empty folder by its path from the top, without ``work``."""
         return set(_present(self.folder, self.folder))
 
     def strange_work(self, protocol: Protocol | None = None) -> list[str]:
-        """What lies in ``work`` and is not of the engine's making, by its path from the top.
+        """List what lies in ``work`` and is not of the engine's making, by its path from the top.
 
         Before there is a protocol that is all but the lock, the plan and what is not yet in place.
         """
@@ -180,7 +165,7 @@ class Store:
         return [name for name in there if name not in known and not _MANY.fullmatch(name)]
 
     def is_unfinished(self, name: str, protocol: Protocol) -> bool:
-        """Whether a study's cells, stages or end make a file or folder of this path, named or not."""
+        """Return True if a study's cells, stages or end make a file or folder of this path, named or not."""
         folders, made = {"records/", "attached/", "seals/"}, {self.result_file.name}
         for stage in protocol.stages:
             folders |= {f"records/{stage.name}/", f"attached/{stage.name}/"}
@@ -192,8 +177,8 @@ class Store:
 
     def expected(
         self, sealed: Mapping[str, Json], ledger: Ledger, records: Mapping[tuple[str, str], Record]
-    ) -> set[str]:
-        """The files that a study has, given its ledger and records."""
+    ) -> list[Path]:
+        """List the files that a study has, given its ledger and records."""
         paths = [self.protocol_file, self.seal_file, self.ledger_file]
         paths += [self.study_file] if "sha256" in sealed["code"]["study"] else []
         paths += [self.stage_seal_file(stage) for stage in ledger.stages]
@@ -201,8 +186,7 @@ class Store:
         paths += [
             self.attached_file(*key, name) for key, record in records.items() for name in record["attached"]
         ]
-        paths += [self.result_file] if ledger.closed else []
-        return {path.relative_to(self.folder).as_posix() for path in paths}
+        return paths + ([self.result_file] if ledger.closed else [])
 
 
 def _present(folder: Path, top: Path) -> Iterator[str]:
@@ -222,7 +206,7 @@ def _present(folder: Path, top: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Binding:
-    """What a study's records are bound to: digests of its protocol, the code that ran, its data."""
+    """The digests that a study's records are bound to: of its protocol, the code that ran, and its data."""
 
     protocol: Protocol
     code: str
@@ -230,11 +214,11 @@ class Binding:
 
     @classmethod
     def of(cls, protocol: Protocol, sealed: Mapping[str, Json], code: str = "") -> Binding:
-        """That of a seal; `code` is given where a recorded deviation lets other code run."""
+        """Build the binding from a seal; `code` is given if a recorded deviation lets other code run."""
         data = sealed["data"]
         if "evidence" in sealed:
             data = {"data": data, "evidence": sealed["evidence"]}
-        return cls(protocol, code or seals.code_digest(sealed), canonical.digest(data))
+        return cls(protocol, code or canonical.digest(sealed["code"]), canonical.digest(data))
 
     def record(
         self,
@@ -244,30 +228,23 @@ class Binding:
         attached: Mapping[str, bytes],
         reason: str = "",
     ) -> Record:
-        """The record of a cell; one with a reason is a recovered one, and says so for ever."""
+        """Make the record of a cell; a record with a reason is marked as recovered, permanently."""
         for name in attached:
             check_name("attached file", name)
+        protocol = self.protocol
         return {
-            "format": FORMAT,
-            "study": self.protocol.study,
-            "scale": self.protocol.scale,
-            "stage": stage,
-            "cell": cell,
-            "config": self.protocol.stage(stage).cells[cell],
-            "protocol": self.protocol.digest,
-            "code": self.code,
-            "data": self.data,
-            "outcome": outcome,
+            "format": FORMAT, "study": protocol.study, "scale": protocol.scale, "stage": stage, "cell": cell,
+            "config": protocol.stage(stage).cells[cell], "protocol": protocol.digest, "code": self.code,
+            "data": self.data, "outcome": outcome,
             "attached": {name: identity(content) for name, content in attached.items()},
-            "origin": "recovered" if reason else "run",
-            "reason": reason,
-            "scientific_result": not reason and self.protocol.scale != "smoke",
-        }
+            "origin": "recovered" if reason else "run", "reason": reason,
+            "scientific_result": not reason and protocol.scale != "smoke",
+        }  # fmt: skip
 
     def check(
         self, record: Record, stage: str, cell: str, reason: str, codes: Container[str], path: Path
     ) -> None:
-        """Refuse a record that is not one of this cell under this seal."""
+        """Raise TamperingError if a record is not one of this cell under this seal."""
         expected = self.record(stage, cell, {}, {}, reason) | {"code": record.get("code")}
         free = {"outcome", "attached"}
         if set(record) != set(expected):
@@ -278,3 +255,87 @@ class Binding:
             raise TamperingError(
                 f"{path} is not the record of this cell under this seal: {', '.join(wrong or ['code'])}."
             )
+
+
+# ---- how far a study is ----
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """The status of one stage."""
+
+    name: str
+    kind: str
+    done: int
+    cells: int
+    failed: int
+    """The number of attempts that failed."""
+    sealed: bool
+    authorised: bool
+
+
+@dataclass(frozen=True)
+class Status:
+    """The status of a study between its seal and its end."""
+
+    study: str
+    scale: str
+    seal: str
+    stages: list[StageStatus]
+    notes: list[dict[str, str]]
+    """Failures, recoveries and deviations, in order: ``event``, ``where`` and ``why``."""
+    running: str | None
+    """The process that is running it."""
+    closed: str | None
+    """The digest of its end."""
+    label: str | None
+
+    @classmethod
+    def of(cls, store: Store) -> Status:
+        """Read the status of a study's folder.
+
+        Args:
+            store: The folder of the study, which must be sealed.
+        """
+        events = read_ledger(store.ledger_file)
+        protocol = store.read_protocol(store.read_seal(events.seal))
+        stages = [
+            StageStatus(
+                stage.name, stage.kind,
+                done=sum((stage.name, cell) in events.records for cell in stage.cells),
+                cells=len(stage.cells),
+                failed=sum(times for key, times in events.failures.items() if key[0] == stage.name),
+                sealed=stage.name in events.stages,
+                authorised=stage.name not in events.not_run,
+            )
+            for stage in protocol.stages
+        ]  # fmt: skip
+        notes = [
+            {
+                "event": event["event"],
+                "where": f"{event['stage']}/{event['cell']}" if "cell" in event else "",
+                "why": event.get("error") or event.get("reason") or "",
+            }
+            for event in events.events
+            if event["event"] in ("failed", "recovered", "deviation")
+        ]
+        holder = store.holder
+        return cls(
+            protocol.study, protocol.scale, events.seal, stages, notes, None if not holder else str(holder),
+            events.head if events.closed else None, events.closed["label"] if events.closed else None,
+        )  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """Yield the status in words, line by line."""
+        yield f"{self.study} ({self.scale}), seal sha256 {self.seal}"
+        for stage in self.stages:
+            failures = f", {count(stage.failed, 'failed attempt')}" if stage.failed else ""
+            sealed = ", sealed" if stage.sealed else ""
+            sealed = sealed if stage.authorised else ", not authorised"
+            yield f"  {stage.name} ({stage.kind}): {stage.done} of {stage.cells} cells{failures}{sealed}"
+        for note in self.notes:
+            yield f"  {note['event']}{' ' if note['where'] else ''}{note['where']}: {plain(note['why'])}"
+        if self.running is not None:
+            yield f"process {self.running} is running it"
+        if self.closed is not None:
+            yield f"closed sha256 {self.closed}\nlabel {plain(self.label or '')}"

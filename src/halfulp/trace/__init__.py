@@ -4,9 +4,8 @@ A folder, readable at any moment::
 
     manifest.json                what was recorded: grids, tensors, optimizer, environment; its digest
     parts/000000/                some steps; the folder appears whole, by a rename
-        grids.parquet            step, tensor, grid -> counts
-        tensors.parquet          step, tensor -> sums, rate
-        run.parquet              step -> loss
+        tables.safetensors       the columns of tables: grids (step, tensor, grid -> counts), tensors (step,
+                                 tensor -> sums, rate), run (step -> loss)
         kept.safetensors         weights before and after every step, if they were kept
         part.json                which trace and place it belongs to; bytes, rows and SHA-256 of the files
     state/000000.safetensors     what a resumed recording needs, and the scores, as of the newest part
@@ -17,18 +16,31 @@ A folder, readable at any moment::
 A crash loses at most the steps of the part that was open. Parts never change, so a trace can be read while it
 is written. :class:`Memory` is the same without a disk.
 
-Tables open as they are in polars, pandas and DuckDB (``parts/*/grids.parquet``). There is no
-pickle anywhere. :mod:`~halfulp.trace.schema` says what is believed.
+Every file opens with the safetensors library; there is no pickle anywhere. :mod:`~halfulp.trace.columns` has
+the tables, :mod:`~halfulp.trace.schema` says what is believed.
 """
 
-from halfulp.trace.folders import free_folder, newest_folder
+from halfulp.trace.columns import Array, Columns
+from halfulp.trace.layout import free_folder, newest_folder
 from halfulp.trace.memory import Memory
-from halfulp.trace.reading import Trace
-from halfulp.trace.recorded import Array, Recorded, Scope
+from halfulp.trace.reader import Trace
+from halfulp.trace.recorded import Recorded, Scope
 from halfulp.trace.schema import FORMAT, KEPT, MOST_ROWS, STATE, TABLES
-from halfulp.trace.writing import TraceWriter
+from halfulp.trace.writer import TraceWriter
 
 __all__ = [
-    "FORMAT", "KEPT", "MOST_ROWS", "STATE", "TABLES", "Array", "Memory", "Recorded", "Scope", "Trace",
-    "TraceWriter", "free_folder", "newest_folder",
+    "FORMAT",
+    "KEPT",
+    "MOST_ROWS",
+    "STATE",
+    "TABLES",
+    "Array",
+    "Columns",
+    "Memory",
+    "Recorded",
+    "Scope",
+    "Trace",
+    "TraceWriter",
+    "free_folder",
+    "newest_folder",
 ]  # fmt: skip

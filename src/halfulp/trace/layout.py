@@ -1,4 +1,4 @@
-"""What lies where in the folder of a trace, and what of it a recording may take for its own.
+"""The layout of a trace's folder, and the names in it that a recording may take for its own.
 
 A recording removes what a crash left of an earlier one. But the folder is its user's, who may keep models in
 a folder ``state``, too: only names that halfulp gives are taken for its own, and where there is no manifest
@@ -25,17 +25,19 @@ _LEFT = {
     STATES: re.compile(files.ASIDE),
     SHARDS: re.compile(files.ASIDE),
 }
-"""What a crash leaves aside, by folder."""
+"""Temporary files that a crash leaves behind, by folder."""
 
 
 def left(path: Path) -> list[Path]:
-    """What a crash left aside in a trace."""
+    """List the temporary files that a crash left in a trace."""
     return sorted(p for name, ours in _LEFT.items() for p in _entries(path / name) if ours.fullmatch(p.name))
 
 
 def foreign(path: Path) -> Path | None:
-    """The first thing in a place without a manifest that a recording which ended before that does not leave;
-    None where there is no such thing, so that one may begin there."""
+    """Return the first entry of a folder without a manifest that no interrupted recording leaves behind.
+
+    None means that there is no such entry, so a recording may begin there.
+    """
     if not path.is_dir():
         return path
     for entry in sorted(_entries(path)):
@@ -70,14 +72,32 @@ def check_no_link(folder: Path) -> None:
 
 
 def owner(path: Path, run: Mapping[str, Any]) -> Path | None:
-    """The trace that one beside it lies in, by what that says of its run; None of one that is by itself."""
+    """Return the trace that contains the trace of a tracked state; None for a trace of its own."""
     return path.parent.parent if "role" in run and path.parent.name == ROLES else None
 
 
 def roles(path: Path) -> list[Path]:
-    """The folders of the roles of a trace."""
+    """Return the folders of the roles of a trace."""
     return sorted(p for p in _entries(path / ROLES) if p.is_dir())
 
 
 def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def free_folder(path: Path) -> Path:
+    """Return a folder that is not taken: this one, or ``path-2``, ``path-3`` beside it."""
+    return _beside(path)[-1]
+
+
+def newest_folder(path: Path) -> Path:
+    """Return the last of these that is taken; the first if none is."""
+    return _beside(path)[-2:][0]
+
+
+def _beside(path: Path) -> list[Path]:
+    """Return the folder and the numbered ones made because it was taken, up to the first free one."""
+    found = [path]
+    while found[-1].exists():
+        found.append(path.with_name(f"{path.name}-{len(found) + 1}"))
+    return found

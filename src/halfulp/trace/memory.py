@@ -1,54 +1,50 @@
-"""A recording that stays in memory: what ``Audit(out=Memory())`` writes to instead of a folder.
-
-``memory.trace`` is read like a trace that was opened. For a run that saves and resumes itself,
-:meth:`Memory.save` gives everything as tensors, and an audit goes on with ``Memory.loaded(tensors)``,
-``resume=True`` and ``first_step=``.
-
->>> model = torch.nn.Linear(8, 8)
->>> opt = torch.optim.SGD(model.parameters(), lr=1e-6)
->>> memory = Memory()
->>> from halfulp.audit import Audit
->>> with Audit(opt, "bf16", model=model, out=memory):
-...     _ = model(torch.ones(1, 8)).sum().backward()
-...     opt.step()
->>> memory.trace.frozen("bf16").shape
-(1,)
-"""
+"""Keep a recording in memory, and read it as a trace."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import polars as pl
 import torch
 
 from halfulp.errors import UsageError
-from halfulp.trace import parquet
-from halfulp.trace.reading import SCHEMAS
+from halfulp.trace import columns
+from halfulp.trace.columns import SCHEMAS, Columns
 from halfulp.trace.recorded import Recorded
 from halfulp.trace.schema import LOSSES, tables_of
-from halfulp.trace.writing import check_same
+from halfulp.trace.writer import check_same
 
 _MANIFEST, _TABLE, _STATE = "manifest", "table.", "state."
 
 
 @dataclass
 class Memory:
-    """Where an audit's rows go, in this process."""
+    """Keep the rows of an audit in this process: ``Audit(out=Memory())`` writes to no folder.
+
+    For a run that saves and resumes itself, :meth:`save` returns everything as tensors, and an audit
+    continues with ``Memory.loaded(tensors)``, ``resume=True`` and ``first_step=``.
+
+    >>> from halfulp.audit import Audit
+    >>> model, memory = torch.nn.Linear(8, 8), Memory()
+    >>> opt = torch.optim.SGD(model.parameters(), lr=1e-6)
+    >>> with Audit(opt, "bf16", model=model, out=memory):
+    ...     _ = model(torch.ones(1, 8)).sum().backward()
+    ...     opt.step()
+    >>> memory.trace.frozen("bf16").shape
+    (1,)
+    """
 
     manifest: dict[str, Any] = field(default_factory=dict)
-    parts: list[dict[str, pl.DataFrame]] = field(default_factory=list)
+    parts: list[dict[str, Columns]] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     last_step: int = 0
     roles: dict[str, Memory] = field(default_factory=dict)
-    """Of what accumulates beside the weights; :meth:`save` leaves them out."""
+    """Recordings of tracked states beside the weights; :meth:`save` does not include them."""
 
     def begin(self, manifest: dict[str, Any]) -> Memory:
-        """Take up recording, under the settings that it was begun with."""
+        """Begin recording, or continue it under the settings that it was begun with."""
         if self.manifest:
             check_same("this memory", self.manifest, manifest)
         self.manifest = self.manifest or manifest
@@ -56,18 +52,18 @@ class Memory:
 
     @property
     def count(self) -> int:
-        """Parts so far."""
+        """The number of parts so far."""
         return len(self.parts)
 
     def check(self) -> None:
-        """There is no folder that could be moved."""
+        """Do nothing: there is no folder that could be moved."""
 
     def write_manifest(self) -> None:
-        """It is kept as it is."""
+        """Do nothing: the manifest is already kept."""
 
     def commit(
         self,
-        tables: dict[str, pl.DataFrame],
+        tables: dict[str, Columns],
         state: dict[str, torch.Tensor],
         kept: dict[str, torch.Tensor] | None = None,
         *,
@@ -79,55 +75,61 @@ class Memory:
         self.last_step = last_step
 
     def load_state(self) -> dict[str, torch.Tensor]:
-        """What a resumed recording needs."""
+        """Return the state that a resumed recording needs."""
         return dict(self.state)
 
     def discard_if_empty(self) -> bool:
-        """There is no folder to remove."""
+        """Return True if nothing was recorded; there is no folder to remove."""
         return not self.parts
 
     def note_trouble(self, what: str) -> None:
-        """There is no disk that could refuse."""
+        """Do nothing: there is no disk that could fail."""
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is nothing to release."""
 
     @property
     def trace(self) -> MemoryTrace:
-        """What was recorded, to be read."""
+        """The recording so far, for reading."""
         roles = {name: memory.trace for name, memory in self.roles.items() if memory.parts}
         return MemoryTrace(self.manifest, tuple(self.parts), self.state, roles)
 
     # ---- saving ----
 
     def save(self) -> dict[str, torch.Tensor]:
-        """Everything, as tensors: the tables as the bytes of Parquet files."""
+        """Return everything as tensors: each column of a table, the state, and the manifest."""
         made = {_MANIFEST: _bytes(json.dumps({**self.manifest, "last_step": self.last_step}).encode())}
         if self.parts:
             for name in dict.fromkeys(name for part in self.parts for name in part):
-                buffer = io.BytesIO()
-                found = [part[name] for part in self.parts if name in part]
-                pl.concat(found, how="diagonal").write_parquet(buffer)
-                made[_TABLE + name] = _bytes(buffer.getvalue())
+                whole = columns.concat([part[name] for part in self.parts if name in part])
+                made |= {_TABLE + key: t for key, t in columns.packed({name: whole}).items()}
         return {**made, **{_STATE + name: value for name, value in self.state.items()}}
 
     @classmethod
     def loaded(cls, tensors: Mapping[str, torch.Tensor]) -> Memory:
-        """What :meth:`save` gave."""
+        """Restore a memory from the tensors that :meth:`save` returned.
+
+        Args:
+            tensors: The tensors by name.
+        """
         manifest = json.loads(bytes(tensors[_MANIFEST].numpy()))
         last = manifest.pop("last_step")
-        tables = {n: tensors[_TABLE + n] for n in SCHEMAS if _TABLE + n in tensors}
-        part = {name: parquet.read(bytes(t.numpy()), f"the table {name}") for name, t in tables.items()}
+        saved = {n.removeprefix(_TABLE): t.clone() for n, t in tensors.items() if n.startswith(_TABLE)}
+        part = {
+            table: columns.unpacked(saved, table, tuple(schema), "what was saved")
+            for table, schema in SCHEMAS.items()
+            if f"{table}/step" in saved
+        }
         state = {n.removeprefix(_STATE): t.clone() for n, t in tensors.items() if n.startswith(_STATE)}
         return cls(manifest, [part] if part else [], state, last)
 
 
 @dataclass(frozen=True)
 class MemoryTrace(Recorded):
-    """A recording in memory, to be read like a trace."""
+    """A recording in memory that is read like a trace."""
 
     manifest: dict[str, Any]
-    parts: tuple[dict[str, pl.DataFrame], ...]
+    parts: tuple[dict[str, Columns], ...]
     followed: dict[str, torch.Tensor]
     beside: dict[str, MemoryTrace] = field(default_factory=dict)
 
@@ -143,15 +145,14 @@ class MemoryTrace(Recorded):
     def recorded(self) -> bool:
         return bool(self.parts)
 
-    def scan(self, table: str = "grids") -> pl.LazyFrame:
+    def scan(self, table: str = "grids", *names: str) -> Columns:
         known = (*tables_of(self.manifest), LOSSES)
         if table not in known or not self.parts:
             raise UsageError(
                 f"{self.where} has {', '.join(known) if self.parts else 'no step'}, not {table!r}."
             )
-        empty = pl.DataFrame(schema=SCHEMAS[table])
-        found = (part[table] for part in self.parts if table in part)
-        return pl.concat([empty, *found], how="diagonal").lazy()  # older ones lack columns
+        found = [part[table] for part in self.parts if table in part] or [columns.empty(table)]
+        return columns.concat([part.select(*names) if names else part for part in found])
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.followed

@@ -1,4 +1,4 @@
-"""What can be asked of a recording, wherever it lies: its tables, series over steps, crossings, scores."""
+"""Query a recording, on disk or in memory: tables, series over steps, crossings and scores."""
 
 from __future__ import annotations
 
@@ -7,28 +7,48 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import polars as pl
 import torch
 
 from halfulp import pictures
 from halfulp.errors import UsageError
-from halfulp.grids import grid as named
-from halfulp.measures.crossings import Crossing, crossing
+from halfulp.measures.crossings import Crossing, Majority, crossing, majority
 from halfulp.measures.forecasts import scalar_rho_map
 from halfulp.measures.groups import CORE
+from halfulp.numbers.grids import grid as named
+from halfulp.trace.columns import ARRIVED, OPTIONAL, SERIES, Array, Columns, sums
 from halfulp.trace.forecast import REAL, Forecast
 from halfulp.trace.scores import Scores
+from halfulp.trace.stored_on import default_scope, in_full
 
-COUNTS = ("frozen", "symmetric", "endpoint", "subnormal", "zero_code", "never_moved")
-SERIES = (*COUNTS, "phase", "expected", "frozen_decay", "frozen_gradient")
-ARRIVED = ("arrived", "written_sq")
-"""Of a tensor on a grid, with d what is proposed and u what is written: <u, d> and |u|**2; since format 4."""
-COLUMNS = (*SERIES[:8], *ARRIVED, *SERIES[8:])
-"""What the table of grids says."""
-Array = npt.NDArray[Any]
 Scope = str | Sequence[int]
 """A scope by name, or the ids of its tensors."""
+BY = {"code": "frozen", "symmetric": "symmetric", "phase": "phase"}
+"""Criteria for the coordinates that a step leaves unchanged, and their columns."""
+
+
+def lost_share(frozen: Array, zero: Array, bad: Array, numel: Array) -> Array:
+    """Return the share of updates that is lost.
+
+    This is *the* share of halfulp: in a verdict, on a page, in :meth:`Recorded.frozen`, in ``audit.latest``
+    and in every logger. An update is a finite proposal other than zero; it is lost if the stored code stays.
+
+    Args:
+        frozen: Counts of coordinates that are frozen.
+        zero: Of those whose proposal is zero.
+        bad: Of those that are not finite.
+        numel: Of all.
+
+    Returns:
+        The shares; NaN where nothing was asked and something was not finite.
+
+    >>> lost_share(
+    ...     np.array([9, 10, 2, 0]), np.array([8, 10, 0, 0]), np.array([0, 0, 6, 10]), np.array([10] * 4)
+    ... )
+    array([0.5, 0. , 0.5, nan])
+    """
+    asked = numel - zero - bad
+    lost = np.maximum(frozen - zero, 0)
+    return np.where(asked > 0, lost / np.maximum(asked, 1), np.where(bad > 0, np.nan, 0.0))
 
 
 class Recorded(ABC):
@@ -39,77 +59,81 @@ class Recorded(ABC):
     @property
     @abstractmethod
     def where(self) -> str:
-        """What to call it in an error."""
+        """The name of the recording in error messages."""
 
     @property
     @abstractmethod
     def recorded(self) -> bool:
-        """Whether there is any step."""
+        """True if any step was recorded."""
 
     @property
     def roles(self) -> Mapping[str, Recorded]:
-        """The traces of what accumulates beside the weights: copies such as an EMA, moments."""
+        """The traces of tracked states beside the weights, by name: copies such as an EMA, moments."""
         return {}
 
     @property
     def trouble(self) -> str | None:
-        """Why the recording stopped before the run did, if it did."""
+        """The reason why the recording stopped before the run, or None."""
         return None
 
     def _repr_html_(self) -> str:
-        """In a notebook: what each grid leaves unchanged, by step, and on the first one by tensor."""
+        """Show in a notebook what each grid loses by step, and on the first grid by tensor."""
         if not self.recorded or not self.tensors:
             return pictures.pre(f"{self.where}: no step was recorded.")
-        steps, shown_grids = self.steps_of(), self.grids[: len(pictures.COLOURS)]
-        lines = {g: (steps, self.frozen(g)) for g in shown_grids}
-        chosen = pl.col("grid") == 0
-        total = self.scan().filter(chosen).group_by("tensor").agg(pl.col("frozen").mean()).collect()
-        mean = dict(zip(total["tensor"], total["frozen"], strict=True))
+        shown_grids = self.grids[: len(pictures.COLOURS)]
+        lines = {g: (self.steps_of(default_scope(self, g)), self.frozen(g)) for g in shown_grids}
+        mean = self.lost_by_tensor(self.grids[0])
         rows = [
-            (t["name"], mean[t["id"]] / t["recorded"], f"{t['recorded']:,} weights, {t['stored']}")
+            (t["name"], mean[t["id"]], f"{t['recorded']:,} weights, {t['stored']}")
             for t in self.tensors
-            if t["id"] in mean
+            if mean.get(t["id"], np.nan) == mean.get(t["id"], np.nan)
         ]
         rows.sort(key=lambda row: (-row[1], row[0]))
         size = f"{len(self.steps):,} steps, {len(self.tensors):,} tensors, {self.numel():,} weights"
         return pictures.framed(
             f"{self.where}: {size}",
-            "<div>share of weights that a step leaves unchanged</div>",
+            "<div>share of updates lost</div>",
             pictures.curves(lines),
             f"<div>by tensor, on {pictures.safe(self.grids[0])}</div>",
             pictures.bars(rows),
         )
 
     @abstractmethod
-    def scan(self, table: str = "grids") -> pl.LazyFrame:
-        """A raw table, lazily: ``grids``, ``tensors``, ``run``, ``losses``; with rehearsals theirs."""
+    def scan(self, table: str = "grids", *names: str) -> Columns:
+        """Return a raw table, or some of its columns.
+
+        Args:
+            table: ``grids``, ``tensors``, ``run``, ``losses``, or ``rehearsals`` if something was rehearsed.
+            names: The columns to read; by default all.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, torch.Tensor]:
-        """What was followed over steps, as of the last."""
+        """Return the state followed over steps, as of the last one."""
 
     # ---- tables ----
 
-    def table(self) -> pl.DataFrame:
-        """One row a step, tensor and grid: names, counts and fractions."""
+    def table(self) -> Columns:
+        """Return one row per step, tensor and grid: names, counts and fractions."""
         counted = self.scan()
-        tensors = pl.DataFrame(self.manifest["tensors"]).select(
-            pl.col("id").alias("tensor"), pl.col("name"), pl.col("group"), pl.col("recorded").alias("numel")
+        listed: dict[int, dict[str, Any]] = {t["id"]: t for t in self.manifest["tensors"]}
+        names, groups, sizes = (
+            np.array([listed[i][key] for i in range(len(listed))], dtype=kind)
+            for key, kind in (("name", object), ("group", object), ("recorded", np.int64))
         )
-        grids = pl.DataFrame({"grid": range(len(self.grids)), "grid_name": self.grids})
-        counts = [
-            (pl.col(c) / pl.col("numel")).alias(f"{c}_fraction")
-            for c in ("frozen", "symmetric", "never_moved")
-        ]
-        return (
-            counted.join(tensors.lazy().with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
-            .join(grids.lazy().with_columns(pl.col("grid").cast(pl.Int16)), on="grid")
-            .with_columns(counts)
-            .drop("tensor", "grid")
-            .rename({"name": "tensor", "grid_name": "grid"})
-            .sort("step", "tensor", "grid")
-            .collect()
-        )
+        tensor, grid = counted["tensor"], counted["grid"]
+        ranks = [np.argsort(np.argsort(x))[at] for x, at in ((np.array(self.grids), grid), (names, tensor))]
+        numel = sizes[tensor]
+        made = {
+            "step": counted["step"],
+            "tensor": names[tensor],
+            "group": groups[tensor],
+            "grid": np.array(self.grids, dtype=object)[grid],
+            "numel": numel,
+            **{name: counted[name] for name in counted.columns if name not in ("step", "tensor", "grid")},
+            **{f"{c}_fraction": counted[c] / numel for c in ("frozen", "symmetric", "never_moved")},
+        }
+        return Columns(made).take(np.lexsort((*ranks, counted["step"])))
 
     @property
     def grids(self) -> list[str]:
@@ -117,23 +141,56 @@ class Recorded(ABC):
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
-        """What the manifest says of each tensor; one without weights has nothing to lose and is left out."""
+        """The manifest entries of the tensors, without those that have no weights."""
         return [t for t in self.manifest["tensors"] if t["recorded"]]
 
     @property
     def steps(self) -> Array:
-        """The recorded steps."""
-        return self.scan("run").select("step").sort("step").collect()["step"].to_numpy()
+        """The recorded steps, in increasing order."""
+        return np.sort(self.scan("run", "step")["step"])
 
     def steps_of(self, scope: Scope = "all") -> Array:
-        """The recorded steps that moved some tensor of a scope: those that its series have a value for."""
-        frame = self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope))).select("step")
-        return frame.unique().sort("step").collect()["step"].to_numpy()
+        """Return the recorded steps in which a tensor of the scope took part: the steps of its series."""
+        return np.unique(self._of_tensors(scope, "step")["step"])
+
+    def _of_tensors(self, scope: Scope, *names: str) -> Columns:
+        """Return columns of the table of tensors, of a scope."""
+        rows = self.scan("tensors", "tensor", *names)
+        return rows.take(np.isin(rows["tensor"], self.ids(scope)))
+
+    @property
+    def lost_by(self) -> str:
+        """The criterion for an unchanged weight on grids whose scales move with the data.
+
+        ``code``; ``value`` in traces before format 5; ``mixed`` if a recording continued one of those.
+        """
+        return str(self.manifest.get("lost", "value"))
+
+    @property
+    def older_counts(self) -> str | None:
+        """A warning if unchanged weights on some grids were determined by an older criterion, or None."""
+        scalings = {g: named(g).scaling for g in self.grids if "(" not in g}
+        moving = [g for g, s in scalings.items() if s is not None and s.moves]
+        if self.lost_by == "code" or not moving:
+            return None
+        part = "" if self.lost_by == "value" else "in part "
+        return (
+            f"Recorded {part}by an older halfulp, which took weights on {', '.join(moving)} for updated when "
+            "only their scale had moved: too few updates count as lost there. To compare these grids with "
+            "others, record again (or replay a trace that keeps weights)."
+        )
 
     # ---- series ----
 
     def ids(self, scope: Scope = "all") -> list[int]:
-        """The tensors of a scope: all, all-2d, core, a group, a tensor's name; or ids as they are."""
+        """Return the ids of the tensors in a scope.
+
+        Args:
+            scope: ``all``, ``all-2d``, ``core``, a group or a tensor's name; ids are returned as they are.
+
+        Raises:
+            UsageError: If no tensor is in the scope.
+        """
         if not isinstance(scope, str):
             return list(scope)
 
@@ -153,17 +210,19 @@ class Recorded(ABC):
         return ids
 
     def in_full(self) -> list[int]:
-        """The tensors that are stored in full precision."""
-        return [t["id"] for t in self.tensors if t["stored"] in ("float32", "fp32", "float64")]
+        """Return the ids of the tensors that are stored in full precision."""
+        return [t["id"] for t in self.tensors if in_full(t["stored"])]
 
     def tells_zero(self) -> list[int]:
-        """The tensors of which it is known whether a proposal was zero: where weights are on a grid, and only
-        their change is seen, a lost update looks like none."""
+        """Return the ids of the tensors for which it is known whether a proposal was zero.
+
+        If weights are stored on a grid and only their change is seen, a lost update looks like no update.
+        """
         known = self.manifest["run"].get("proposals") == "known"
         return [t["id"] for t in self.tensors] if known else self.in_full()
 
     def numel(self, scope: Scope = "all") -> int:
-        """Coordinates recorded in a scope."""
+        """Return the number of coordinates recorded in a scope."""
         ids = set(self.ids(scope))
         return sum(int(t["recorded"]) for t in self.tensors if t["id"] in ids)
 
@@ -172,73 +231,135 @@ class Recorded(ABC):
             raise UsageError(f"grid {grid!r} was not recorded; this trace has {', '.join(self.grids)}.")
         return self.grids.index(grid)
 
-    def series(self, column: str, grid: str, scope: Scope = "all") -> Array:
-        """A column of the grids table summed over a scope, as a share of its coordinates, one value a step.
+    def _scope(self, grid: str, scope: Scope | None) -> list[int]:
+        """Return the tensors of a scope; of None, those of the grid's default scope."""
+        self._grid_id(grid)
+        return self.ids(default_scope(self, grid) if scope is None else scope)
 
-        Only tensors that have the column at a step (were part of it, have decay) count there.
+    def series(self, column: str, grid: str, scope: Scope | None = None) -> Array:
+        """Return a column of the grids table as a share of a scope's coordinates, one value per step.
+
+        A tensor counts at a step only if it has the column there (it took part, it has decay).
+
+        Args:
+            column: One of ``SERIES``.
+            grid: One of the audited grids.
+            scope: A scope or tensor ids, as for :meth:`frozen`.
+
+        Raises:
+            UsageError: If there is no such column, grid or scope.
         """
         if column not in SERIES:
             raise UsageError(f"a series is one of {', '.join(SERIES)}, not {column!r}.")
-        chosen = (pl.col("grid") == self._grid_id(grid)) & pl.col("tensor").is_in(self.ids(scope))
-        return self.share(self.scan().filter(chosen, pl.col(column).is_not_null()), column)
+        return self.share(self._column(column, grid, scope), column)
 
-    def share(self, rows: pl.LazyFrame, column: str) -> Array:
-        """A column summed by step, over the coordinates of the tensors that have a row there."""
-        sizes = pl.LazyFrame(
-            {"tensor": [t["id"] for t in self.tensors], "numel": [t["recorded"] for t in self.tensors]}
-        )
-        frame = (
-            rows.join(sizes.with_columns(pl.col("tensor").cast(pl.Int32)), on="tensor")
-            .group_by("step")
-            .agg(pl.col(column).sum(), pl.col("numel").sum())
-            .sort("step")
-            .collect()
-        )
-        return np.asarray(frame[column].to_numpy() / frame["numel"].to_numpy())
+    def _column(self, column: str, grid: str, scope: Scope | None) -> Columns:
+        """Return the rows of a grid and scope that have a value in a column."""
+        rows = self._on(grid, column)
+        mine = np.isin(rows["tensor"], self._scope(grid, scope))
+        return rows.take(mine if column not in OPTIONAL else mine & ~np.isnan(rows[column]))
 
-    def frozen(self, grid: str, scope: Scope = "all", by: str = "code") -> Array:
-        """f_t: the share of coordinates that a step leaves unchanged, one value a recorded step.
+    def _on(self, grid: str, *names: str) -> Columns:
+        """Return columns of the rows of one grid: as many as the table of tensors has, in its order."""
+        rows = slice(self._grid_id(grid), None, len(self.grids))
+        return self.scan("grids", "step", "tensor", *names).take(rows)
 
-        ``by``: ``code`` (the exact event), ``symmetric`` (spacing), ``phase`` (the uniform-phase coordinate
-        check), or ``rho`` (the pooled scalar through the uniform-phase map).
+    def share(self, rows: Columns, column: str) -> Array:
+        """Sum a column by step and divide by the coordinates of the tensors that have a row at that step."""
+        total = self._sums(rows, column)
+        return np.asarray(total[column] / total["numel"])
+
+    def _sums(self, rows: Columns, *columns: str, by: str = "step") -> dict[str, Array]:
+        """Sum columns by step (or by tensor), and the coordinates of the tensors that have a row there."""
+        sizes = np.zeros(len(self.manifest["tensors"]), dtype=np.int64)
+        for t in self.tensors:
+            sizes[t["id"]] = t["recorded"]
+        numel = sizes[rows["tensor"]]
+        return sums(Columns({**dict(rows), "numel": numel}).take(numel > 0), by, *columns, "numel")
+
+    def frozen(
+        self, grid: str, scope: Scope | None = None, by: str = "code", *, of: str = "updates"
+    ) -> Array:
+        """Return the share of updates that is lost, one value per recorded step.
+
+        An update is a finite proposal other than zero, and it is lost if its weight is frozen
+        (:mod:`halfulp.kernels.reference`). NaN at a step in which no proposal was finite.
+
+        Args:
+            grid: One of the audited grids.
+            scope: ``all``, ``all-2d``, ``core``, a group, or a tensor's name. By default the tensors that are
+                stored on the grid (measured); where none is, all (a forecast).
+            by: ``code`` (the exact event: :attr:`lost_by` says which), ``symmetric`` (spacing), ``phase``
+                (the uniform-phase coordinate check), or ``rho`` (the pooled scalar through the uniform-phase
+                map).
+            of: ``updates``, or ``weights`` for the paper's f_t: the share of all coordinates that a step
+                leaves unchanged, including those it was not asked to move.
+
+        Raises:
+            UsageError: If an argument names nothing that was recorded.
         """
-        if by == "code":
-            return self.series("frozen", grid, scope)
-        if by in ("symmetric", "phase"):
-            found = self.series(by, grid, scope)
-            if not len(found):
-                raise UsageError(
-                    f"{self.where} does not say {by!r}: it is of casts or moments, which have no phases, or "
-                    "has no step."
-                )
-            return found if by == "symmetric" else found / 2.0**16
+        if of not in ("updates", "weights"):
+            raise UsageError(f"of= takes updates or weights, not {of!r}.")
         if by == "rho":
-            return scalar_rho_map(self.update_ratio(scope) / named(grid).epsilon)
-        raise UsageError(f"by= takes code, symmetric, phase or rho, not {by!r}.")
+            return scalar_rho_map(self.update_ratio(self._scope(grid, scope)) / named(grid).epsilon)
+        if by not in BY:
+            raise UsageError(f"by= takes code, symmetric, phase or rho, not {by!r}.")
+        ids = self._scope(grid, scope)
+        total = self._sums(self._column(BY[by], grid, ids), BY[by])
+        frozen = total[BY[by]]
+        if by != "code" and not len(frozen):
+            raise UsageError(
+                f"{self.where} does not say {by!r}: it is of casts or moments, which have no phases, or has "
+                "no step."
+            )
+        frozen = frozen / 2.0**16 if by == "phase" else frozen
+        if of == "weights":
+            return np.asarray(frozen / total["numel"])
+        beside = self._sums(self._shared(ids), "zero_proposal", "nonfinite")
+        return lost_share(frozen, beside["zero_proposal"], beside["nonfinite"], beside["numel"])
+
+    def lost_by_tensor(self, grid: str) -> dict[int, float]:
+        """Return the share of each tensor's updates that the run loses, by id; NaN if none was finite."""
+        total = self._sums(self._column("frozen", grid, "all"), "frozen", by="tensor")
+        beside = self._sums(self._shared("all"), "zero_proposal", "nonfinite", by="tensor")
+        shares = lost_share(total["frozen"], beside["zero_proposal"], beside["nonfinite"], beside["numel"])
+        return dict(zip(total["tensor"].tolist(), shares.tolist(), strict=True))
+
+    def _shared(self, scope: Scope) -> Columns:
+        """Return what is known of tensors whatever the grid; zero proposals only where they can be told."""
+        rows = self._of_tensors(scope, "step", "zero_proposal", "nonfinite")
+        zero = rows["zero_proposal"] * np.isin(rows["tensor"], self.tells_zero())
+        return Columns({**dict(rows), "zero_proposal": zero})
 
     def zero_proposals(self, scope: Scope = "all") -> Array:
-        """The share of coordinates that a step was not asked to move, one value a recorded step.
+        """Return the share of coordinates that a step was not asked to move, one value per recorded step.
 
-        Where that is known, :meth:`tells_zero`; elsewhere none.
+        Only tensors of :meth:`tells_zero` contribute; for all others the share is counted as zero.
         """
-        rows = self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope)))
-        known = pl.col("zero_proposal") * pl.col("tensor").is_in(self.tells_zero())
-        return self.share(rows.with_columns(known), "zero_proposal")
+        return self.share(self._shared(scope), "zero_proposal")
 
     def nonfinite(self, scope: Scope = "all") -> Array:
-        """The share of coordinates whose weight or proposal is not finite, one value a recorded step.
+        """Return the share of coordinates with a non-finite weight or proposal, one value per recorded step.
 
-        They are in no other count; shares of frozen weights are of all coordinates all the same.
+        No other count includes them.
         """
-        return self.share(self.scan("tensors").filter(pl.col("tensor").is_in(self.ids(scope))), "nonfinite")
+        return self.share(self._shared(scope), "nonfinite")
 
-    def never_moved(self, grid: str, scope: Scope = "all") -> Array:
-        """The share of coordinates that no step so far has moved, under nearest rounding."""
+    def never_moved(self, grid: str, scope: Scope | None = None) -> Array:
+        """Return the share of coordinates that no step so far has moved, under nearest rounding.
+
+        Args:
+            grid: One of the audited grids.
+            scope: A scope or tensor ids, as for :meth:`frozen`.
+
+        Raises:
+            UsageError: If the trace was recorded without ``never_moved``.
+        """
         self._followed("never_moved")
         return self.series("never_moved", grid, scope)
 
-    def expected_never_moved(self, grid: str, scope: str = "all") -> Array:
-        """The same share, in expectation, under stochastic rounding."""
+    def expected_never_moved(self, grid: str, scope: Scope | None = None) -> Array:
+        """Return the expected share of coordinates that no step has moved, under stochastic rounding."""
         self._followed("expected_never_moved")
         return self.series("expected", grid, scope)
 
@@ -247,68 +368,70 @@ class Recorded(ABC):
             raise UsageError(f"this trace was recorded without {option}.")
 
     def update_ratio(self, scope: Scope = "all") -> Array:
-        """||d|| / ||w|| over a scope, one value a step."""
-        frame = (
-            self.scan("tensors")
-            .filter(pl.col("tensor").is_in(self.ids(scope)))
-            .group_by("step")
-            .agg(pl.col("weight_sq").sum(), pl.col("proposal_sq").sum())
-            .sort("step")
-            .collect()
-        )
-        return np.asarray(
-            np.sqrt(frame["proposal_sq"].to_numpy() / np.maximum(frame["weight_sq"].to_numpy(), 1e-300))
-        )
+        """Return ||d|| / ||w|| over a scope, one value per step."""
+        squares = ("weight_sq", "proposal_sq")
+        total = sums(self._of_tensors(scope, "step", *squares), "step", *squares)
+        return np.asarray(np.sqrt(total["proposal_sq"] / np.maximum(total["weight_sq"], 1e-300)))
 
-    def gain(self, grid: str, scope: Scope = "all") -> Array:
-        """How much of the update arrives: <u, d> / |d|**2, one value a step; NaN where nothing was proposed.
+    def gain(self, grid: str, scope: Scope | None = None) -> Array:
+        """Return the share of the update that arrives, <u, d> / |d|**2, by step; NaN if nothing was proposed.
 
-        d is the change that the optimizer made, and u what is left of it on a grid. Of tensors whose
-        proposals are known, :meth:`tells_zero`: where weights are stored on a coarse grid and only their
-        change is seen, it has all arrived. Below 1, updates are lost; single ones may become larger, to twice
-        their size, by rounding up. Empty for traces of before format 4.
+        d is the change that the optimizer made, and u the part of it that remains on the grid. Only tensors
+        whose proposals are known count (:meth:`tells_zero`): if weights are stored on a coarse grid and only
+        their change is seen, all of it has arrived. Below 1, updates are lost; rounding up may enlarge single
+        updates, to up to twice their size. Empty for traces before format 4.
         """
         dot, _, proposed = self._arrived(grid, scope)
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(proposed > 0, dot / proposed, np.nan)
 
-    def cosine(self, grid: str, scope: Scope = "all") -> Array:
-        """The cosine of the angle between what is proposed and what arrives of it; NaN where nothing does."""
+    def cosine(self, grid: str, scope: Scope | None = None) -> Array:
+        """Return the cosine of the proposed and the arriving update, by step; NaN if nothing arrives."""
         dot, written, proposed = self._arrived(grid, scope)
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(written * proposed > 0, dot / np.sqrt(written * proposed), np.nan)
 
-    def _arrived(self, grid: str, scope: Scope) -> tuple[Array, Array, Array]:
-        """By step: <u, d>, |u|**2 and |d|**2, of the tensors that have them, in their order: threads may not
-        decide a sum."""
-        ids = sorted(set(self.ids(scope)) & set(self.tells_zero()))
-        here = pl.col("tensor").is_in(ids)
-        mine = (pl.col("grid") == self._grid_id(grid)) & here
-        rows = (
-            self.scan()
-            .filter(mine)
-            .join(self.scan("tensors").filter(here), on=["step", "tensor"])
-            .sort("step", "tensor")
-            .select("step", "arrived", "written_sq", "proposal_sq")
-            .collect()
-            .drop_nulls("arrived")  # not as a filter: polars 1.31 lets rows of files without the column pass
-        )
-        _, first = np.unique(rows["step"].to_numpy(), return_index=True)
-        columns = (rows[name].to_numpy() for name in ("arrived", "written_sq", "proposal_sq"))
+    def _arrived(self, grid: str, scope: Scope | None) -> tuple[Array, Array, Array]:
+        """Return <u, d>, |u|**2 and |d|**2 by step, summed in tensor order so that threads do not matter."""
+        ids = sorted(set(self._scope(grid, scope)) & set(self.tells_zero()))
+        proposed_sq = self.scan("tensors", "proposal_sq")["proposal_sq"]
+        rows = Columns({**dict(self._on(grid, *ARRIVED)), "proposal_sq": proposed_sq})
+        rows = rows.take(np.isin(rows["tensor"], ids) & ~np.isnan(rows["arrived"])).sort("step", "tensor")
+        _, first = np.unique(rows["step"], return_index=True)
+        columns = (rows[name] for name in (*ARRIVED, "proposal_sq"))
         dot, written, proposed = (np.add.reduceat(c, first) if len(c) else c for c in columns)
         return dot, written, proposed
 
-    def crossing(self, grid: str, scope: str = "all") -> Crossing:
-        """First and persistent majority crossing, and the category."""
-        return crossing(self.frozen(grid, scope), steps=self.steps_of(scope))
+    def majority(self, grid: str, scope: Scope | None = None) -> Majority | None:
+        """Return the lasting majority of lost updates, see :func:`halfulp.measures.crossings.majority`."""
+        f, steps = self._finite(grid, scope, "updates")
+        return majority(f, steps=steps) if len(f) else None
+
+    def crossing(self, grid: str, scope: Scope | None = None, *, of: str = "updates") -> Crossing:
+        """Return the first and persistent majority crossing and their category, as defined in the paper.
+
+        Args:
+            grid: One of the audited grids.
+            scope: A scope or tensor ids, as for :meth:`frozen`.
+            of: ``updates`` or ``weights``, as for :meth:`frozen`.
+        """
+        f, steps = self._finite(grid, scope, of)
+        return crossing(f, steps=steps)
+
+    def _finite(self, grid: str, scope: Scope | None, of: str) -> tuple[Array, Array]:
+        """Return shares and their steps, without steps at which nothing was finite."""
+        ids = self._scope(grid, scope)
+        f, steps = self.frozen(grid, ids, of=of), self.steps_of(ids)
+        there = ~np.isnan(f)
+        return f[there], steps[there]
 
     # ---- rehearsals ----
 
-    def real_losses(self) -> pl.DataFrame:
-        """What the run's own weights gave wherever it was evaluated: ``step``, ``loss``."""
-        rows = self.scan("losses").filter(pl.col("rehearsal") == REAL)
-        last = rows.unique("step", keep="last", maintain_order=True)
-        return last.sort("step").select("step", "loss").collect()
+    def real_losses(self) -> dict[int, float]:
+        """Return the loss of the run's own weights by step, wherever it was evaluated."""
+        rows = self.scan("losses")
+        own = rows.take(rows["rehearsal"] == REAL).sort("step")
+        return dict(own.select("step", "loss").rows())
 
     @property
     def rehearsals(self) -> list[str]:
@@ -316,7 +439,14 @@ class Recorded(ABC):
         return list((self.manifest["options"].get("rehearse") or {"specs": []})["specs"])
 
     def forecast(self, spec: str) -> Forecast:
-        """What a rehearsal says of the run that did not happen."""
+        """Return the forecast of a rehearsal.
+
+        Args:
+            spec: One of :attr:`rehearsals`.
+
+        Raises:
+            UsageError: If it was not rehearsed.
+        """
         if spec not in self.rehearsals:
             known = ", ".join(self.rehearsals) or "none (record with rehearse=)"
             raise UsageError(f"{spec!r} was not rehearsed in {self.where}; rehearsed: {known}.")
@@ -325,7 +455,11 @@ class Recorded(ABC):
     # ---- tensors ----
 
     def scores(self) -> dict[str, Array]:
-        """The sums behind every allocation score, by tensor: (tiles, halfulp.kernels.SCORES)."""
+        """Return the sums behind every allocation score, by tensor: (tiles, halfulp.kernels.SCORES).
+
+        Raises:
+            UsageError: If the trace was recorded without ``scores=``.
+        """
         if not self.manifest["options"]["scores"] or not self.recorded:
             raise UsageError(
                 f"{self.where} holds no scores: record with scores=(grid, first step, last step)."
@@ -335,9 +469,13 @@ class Recorded(ABC):
         return {name: value.numpy() for name, value in found.items() if value is not None}
 
     def attribution(self, spec: str | None = None) -> dict[str, Array]:
-        """What each tile costs in a rehearsal, by tensor: score R, summed over the moments it was asked at.
+        """Return the cost of each tile in a rehearsal, by tensor: score R, summed over the moments.
 
-        ``spec`` may be left out where one rehearsal was attributed (:meth:`halfulp.Audit.attribute`).
+        Args:
+            spec: The rehearsal; optional if only one was attributed (:meth:`halfulp.Audit.attribute`).
+
+        Raises:
+            UsageError: If it was not attributed, or the choice is ambiguous.
         """
         state = self.state() if self.recorded else {}
         known = [
@@ -354,7 +492,7 @@ class Recorded(ABC):
 
     @property
     def tile(self) -> int:
-        """How many consecutive coordinates scores and attributions are summed over."""
+        """The number of consecutive coordinates that scores and attributions are summed over."""
         if self.manifest["options"]["scores"]:
             return Scores.of(self.manifest["options"]["scores"]).tile
         return int(self.state()["attributed.tile"])

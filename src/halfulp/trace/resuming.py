@@ -1,4 +1,4 @@
-"""Where a recording goes on: after the newest part whose state all ranks have saved.
+"""Resume a recording after the newest part whose state all ranks have saved.
 
 What is followed of whole tensors is in the state of a part. Of tensors that are sharded over ranks it is in
 ``shards/STEP.RANK.safetensors``, a file a rank: each writes its own when the first rank writes a part, and
@@ -21,7 +21,7 @@ import torch
 from halfulp import files, tensors
 from halfulp.errors import UsageError
 from halfulp.trace.layout import SHARDS
-from halfulp.trace.reading import Trace
+from halfulp.trace.reader import Trace
 
 STEP, RANKS = "shards.step", "shards.ranks"
 """In the state of a part: the step up to which its shards are followed, and the ranks that hold them."""
@@ -29,13 +29,13 @@ _NAME = re.compile(r"([0-9]{9,})\.[0-9]+\.safetensors")
 
 
 def shard_file(path: Path, step: int, rank: int) -> Path:
-    """Where a rank keeps what it follows of its shards."""
+    """Return the file in which a rank keeps what it follows of its shards."""
     return path / SHARDS / f"{step:09d}.{rank}.safetensors"
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A trace up to the part that a recording goes on from."""
+    """A trace up to the part that a recording continues from."""
 
     trace: Trace
     count: int
@@ -60,7 +60,7 @@ class Resumed:
 
     @property
     def cut(self) -> bool:
-        """Whether the newest part is to be recorded again."""
+        """True if the newest part is to be recorded again."""
         return self.count < len(self.trace.documents)
 
     @property
@@ -76,7 +76,7 @@ class Resumed:
         return steps[1]
 
     def load_state(self) -> dict[str, torch.Tensor]:
-        """The state there."""
+        """Return the state there."""
         if not self.count:
             return {}
         part = self.trace.documents[self.count - 1]
@@ -84,15 +84,15 @@ class Resumed:
 
     @cached_property
     def shards(self) -> tuple[int, list[int]]:
-        """The step and the ranks of the shards that belong there; 0 and none of whole tensors."""
+        """Return the step and the ranks of the shards that belong there; 0 and none of whole tensors."""
         place = self.trace.documents[self.count - 1].state_file if self.count else None
         if place is None or STEP not in {p.name for p in tensors.places(place)}:
             return 0, []
-        return told(self.load_state())
+        return shards_of(self.load_state())
 
 
-def told(state: Mapping[str, torch.Tensor]) -> tuple[int, list[int]]:
-    """The step and the ranks of the shards that belong to a state; 0 and none of whole tensors."""
+def shards_of(state: Mapping[str, torch.Tensor]) -> tuple[int, list[int]]:
+    """Return the step and the ranks of the shards that belong to a state; 0 and none of whole tensors."""
     return (int(state[STEP]), state[RANKS].tolist()) if STEP in state else (0, [])
 
 

@@ -1,13 +1,11 @@
-"""What the manifest of a trace and the documents of its parts may say; every reader goes through here.
+"""The schema of a trace's manifest and of the documents of its parts; every reader goes through here.
 
-Format 2 binds a trace together: the manifest has a digest and a random id; a part's document names that id,
-its own number, the digest of the document before it, the grids and tensors it was recorded with, and bytes
-and SHA-256 of each of its files. So a manifest that was edited or replaced, and a part that was edited,
-copied, moved or left out, do not fit. Format 1 has a digest for each file of a part and nothing else.
-Format 3 is format 2 with a table of rehearsals, where there are any, and one of losses in the parts in which
-something was evaluated; a trace of format 2 becomes one of format 3 when a recording goes on with it, and its
-older parts stay what they are. Format 4 is format 3 with two more columns in the table of grids, of what
-arrives of the proposals; they are null where a part was written before.
+From format 2 on a trace is bound together: the manifest has a digest and a random id; a part's document
+names that id, its own number, the digest of the document before it, the grids and tensors it was recorded
+with, and bytes and SHA-256 of each of its files. So a manifest or a part that was edited, copied, moved or
+left out does not fit. Format 1 has a digest for each file of a part and nothing else. Formats 2 to 4 have a
+Parquet file for each table (:mod:`halfulp.trace.old_parts`), format 5 has one safetensors file
+(:mod:`halfulp.trace.columns`); docs/reference/files.md says what each brought.
 """
 
 from __future__ import annotations
@@ -22,28 +20,30 @@ from typing import Any
 from halfulp import canonical, files
 from halfulp.documents import DIGEST, MOST_BYTES, Fields, check_digest, is_sha256, parsed, whole
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, VersionError
-from halfulp.grids import grid as named
+from halfulp.numbers.grids import grid as named
 from halfulp.trace.layout import MANIFEST, PARTS, check_no_link
 
 KIND, PART_KIND, TROUBLE_KIND = "halfulp.trace", "halfulp.part", "halfulp.trouble"
-FORMAT, READ = 4, (1, 2, 3, 4)
+FORMAT, READ = 5, (1, 2, 3, 4, 5)
 TABLES = ("grids", "tensors", "run")
 REHEARSED = "rehearsals"
 """The table that a trace with rehearsals has beside the others."""
 LOSSES = "losses"
 """The table that parts have in which something was evaluated."""
 BOUNDS = ("lower", "point", "upper")
-"""Of a rehearsal, in the order of their numbers in tables."""
+"""The bounds of a rehearsal, in the order of their numbers in tables."""
+COLUMNS, LAST_PARQUET = "tables.safetensors", 4
+"""The file of a part that has its tables; and the last format that had a Parquet file for each."""
 KEPT, STATE, DOCUMENT, DIGESTS = "kept.safetensors", "state.safetensors", "part.json", "digests.json"
 MOST_ROWS = 1 << 22
-"""Of one table of a part: some 400 MB when it is read."""
+"""Most rows in one table of a part: some 400 MB in memory."""
 OWNER = "owner"
-"""In the manifest of a role, the id of the trace that it lies in; older ones do not say."""
+"""Key in the manifest of a tracked state: the id of the trace that contains it; missing in older ones."""
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def read_manifest(file: Path) -> dict[str, Any]:
-    """The manifest of a trace, checked from its digest to its last tensor."""
+    """Return the manifest of a trace, checked from its digest to its last tensor."""
     found = parsed(files.read(file, MOST_BYTES), file, "the manifest of a trace")
     kind, version = found.get("kind"), found.get("format")
     if kind != KIND:
@@ -85,31 +85,28 @@ def check_owner(path: Path, role: Mapping[str, Any], expected: str | None) -> No
 
 
 def _check_manifest(found: Fields) -> None:
-    if found.values["format"] > 1:
+    version = found.values["format"]
+    if version > 1:
         found.text("id", 100)
+    if version > 4:
+        found.take("lost", "code or mixed", lambda v: v in ("code", "mixed"))
     if OWNER in found.values:
         found.text(OWNER, 100)
     found.text("halfulp")
     found.whole("every", 1)
     names = found.texts("grids", 1000)
-    if not names or len(set(names)) != len(names) or not all(_is_grid(name) for name in names):
+    if not names or len(set(names)) != len(names) or not all(map(_is_grid, names)):
         raise CorruptionError(f"{found.where}: grids is {names}, expected names of grids that differ.")
     options = found.within("options")
     options.take("sample", "none or a share", lambda v: v is None or (_number(v) and 0 < v <= 1))
     for flag in ("decay", "never_moved", "expected_never_moved", "keep"):
         options.flag(flag)
-    options.take(
-        "scores",
-        "none, or a grid, a first and a last step, and the size of a tile",
-        lambda v: v is None or _is_window(v),
-    )
+    options.take("scores", "none, or a grid, two steps and the size of a tile", _is_window)
     options.take("seed", "a whole number", lambda v: type(v) is int or (isinstance(v, str) and len(v) < 100))
-    if "rehearse" in options.values:
-        options.take(
-            "rehearse",
-            "none, or specs, bounds and a pull; from format 3 on",
-            lambda v: v is None or (found.values["format"] > 2 and _is_rehearsed(v)),
-        )
+    if options.values.get("rehearse") is not None:
+        if version < 3:
+            raise CorruptionError(f"{found.where}: options have rehearse, which format {version} does not.")
+        _check_rehearsed(options.within("rehearse"))
     _check_tensors(found)
     for optimizer in found.each("optimizers", 10_000):
         optimizer.text("class")
@@ -128,27 +125,32 @@ def _check_manifest(found: Fields) -> None:
 
 
 def _check_tensors(found: Fields) -> None:
-    seen: set[str] = set()
-    ids: set[int] = set()
-    for tensor in found.each("tensors"):
-        ids.add(tensor.whole("id", 0, len(found.values["tensors"]) - 1))
-        name = tensor.text("name")
-        if name in seen:
-            raise CorruptionError(f"{tensor.where}: the name {name!r} is there twice.")
-        seen.add(name)
+    names, ids = set(), set()
+    tensors = list(found.each("tensors"))
+    for tensor in tensors:
+        ids.add(tensor.whole("id", 0, len(tensors) - 1))
+        names.add(tensor.text("name"))
         tensor.text("group")
         tensor.text("device", 100)
-        numel = tensor.whole("numel")
-        shape = tensor.wholes("shape", 64)
+        numel, shape = tensor.whole("numel"), tensor.wholes("shape", 64)
         if math.prod(shape) != numel:
             raise CorruptionError(f"{tensor.where}: a tensor of shape {shape} does not have {numel} numbers.")
         tensor.whole("recorded", min(1, numel), numel)
         tensor.take("dtype", f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES)
-        tensor.take(
-            "stored", "a dtype or a grid", lambda v: isinstance(v, str) and (v in DTYPES or _is_grid(v))
+        tensor.take("stored", "a dtype or a grid", _is_stored)
+    if not len(names) == len(ids) == len(tensors):
+        raise CorruptionError(f"{found.where}: tensors do not have a name and an id each.")
+
+
+def _check_rehearsed(told: Fields) -> None:
+    specs, grids, policies, bounds = (told.texts(k, 1000) for k in ("specs", "grids", "policies", "bounds"))
+    told.take("pull", "a number or a name", lambda v: _number(v) or isinstance(v, str))
+    fit = len(specs) == len(grids) == len(policies) == len(set(specs)) > 0 and all(map(_is_grid, grids))
+    if not fit or not bounds or len(set(bounds)) != len(bounds) or not set(bounds) <= set(BOUNDS):
+        raise CorruptionError(
+            f"{told.where}: expected specs that differ, a grid and a policy for each, and some of the bounds "
+            f"{', '.join(BOUNDS)}."
         )
-    if len(ids) != len(seen):
-        raise CorruptionError(f"{found.where}: tensors do not have an id each.")
 
 
 def _is_grid(name: str) -> bool:
@@ -161,32 +163,17 @@ def _is_grid(name: str) -> bool:
     return len(name) <= 100
 
 
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, str) and (value in DTYPES or _is_grid(value))
+
+
 def _is_window(value: Any) -> bool:
     window = isinstance(value, list) and len(value) in (3, 4) and all(whole(v, 1) for v in value[1:])
-    return window and isinstance(value[0], str) and _is_grid(value[0])
-
-
-def _is_rehearsed(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"specs", "grids", "policies", "bounds", "pull"}:
-        return False
-    specs, grids, policies, bounds, pull = (
-        value[key] for key in ("specs", "grids", "policies", "bounds", "pull")
-    )
-    listed = all(
-        isinstance(v, list)
-        and 0 < len(v) <= 1000
-        and all(isinstance(x, str) and 0 < len(x) <= 1000 for x in v)
-        for v in (specs, grids, policies, bounds)
-    )
-    if not listed or len(set(specs)) != len(specs) or len(set(bounds)) != len(bounds):
-        return False
-    if not len(specs) == len(grids) == len(policies) or not all(_is_grid(name) for name in grids):
-        return False
-    return set(bounds) <= set(BOUNDS) and (_number(pull) or (isinstance(pull, str) and len(pull) <= 1000))
+    return value is None or (window and isinstance(value[0], str) and _is_grid(value[0]))
 
 
 def tables_of(manifest: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tables that every part of a trace has."""
+    """Return the tables that every part of a trace has."""
     return (*TABLES, REHEARSED) if manifest["options"].get("rehearse") else TABLES
 
 
@@ -199,13 +186,15 @@ def _number(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a part says of one file; format 1 knows its digest only."""
+    """One file as its part states it; format 1 knows its digest only."""
 
     sha256: str
     size: int | None = None
     rows: int | None = None
+    """The number of rows of a Parquet file."""
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
+        """Return what a part's document states of it."""
         found = {"bytes": self.size, "sha256": self.sha256, "rows": self.rows}
         return {key: value for key, value in found.items() if value is not None}
 
@@ -217,6 +206,8 @@ class PartDocument:
     folder: Path
     number: int
     files: Mapping[str, Entry]
+    rows: Mapping[str, int]
+    """The number of rows of each table; unknown in format 1."""
     state: Entry | None
     """Of the file that a resumed recording needs; only the newest part's is there."""
     state_file: Path
@@ -224,9 +215,28 @@ class PartDocument:
     steps: tuple[int, int] | None = None
     """The first and the last; format 1 does not say."""
 
+    @property
+    def state_entry(self) -> Entry:
+        """Return what it states of that file.
+
+        Raises:
+            CorruptionError: If it states nothing.
+        """
+        if self.state is None:
+            raise CorruptionError(f"{self.folder / DIGESTS} has no digest of {STATE}.")
+        return self.state
+
+    def file_of(self, table: str) -> Path:
+        """Return the file that has a table."""
+        return self.folder / (COLUMNS if COLUMNS in self.files else f"{table}.parquet")
+
+    def has(self, table: str) -> bool:
+        """Return True if there is such a table: one of losses only where something was evaluated."""
+        return table in self.rows or f"{table}.parquet" in self.files
+
 
 def inventory_digest(tensors: Sequence[Mapping[str, Any]]) -> str:
-    """What a part is bound to: the tensors as they were listed when it was written."""
+    """Return the digest that a part is bound to: of the tensors as listed when it was written."""
     return canonical.digest(list(tensors))
 
 
@@ -239,14 +249,14 @@ class Parts:
         self._inventories: dict[int, str] = {}
 
     def next(self, folder: Path) -> PartDocument:
-        """The next part, from its folder."""
+        """Return the next part, from its folder."""
         number = 0 if self.before is None else self.before.number + 1
         before = None if self.before is None else self.before.digest
         self.before = self._read(folder, {"number": number, "before": before})
         return self.before
 
     def alone(self, folder: Path) -> PartDocument:
-        """A part from its folder, whatever is before it."""
+        """Return a part from its folder, whatever is before it."""
         return self._read(folder, {"number": int(folder.name)})
 
     def _read(self, folder: Path, place: Mapping[str, Any]) -> PartDocument:
@@ -265,7 +275,7 @@ class Parts:
         entries = {name: Entry(sha256=value) for name, value in found.items()}
         state = entries.pop(STATE, None)
         return PartDocument(
-            folder=folder, number=number, files=entries, state=state, state_file=folder / STATE
+            folder=folder, number=number, files=entries, rows={}, state=state, state_file=folder / STATE
         )
 
     def _second(self, folder: Path, place: Mapping[str, Any]) -> PartDocument:
@@ -273,7 +283,7 @@ class Parts:
         document = parsed(files.read(file, MOST_BYTES), file, "the document of a part")
         found = Fields(document, str(file))
         found.take("kind", repr(PART_KIND), lambda v: v == PART_KIND)
-        found.whole("format", 2, self.manifest["format"])
+        version = found.whole("format", 2, self.manifest["format"])
         check_digest(document, file)
         before = self.before
         expected_here = {"trace": self.manifest["id"], "grids": self.manifest["grids"], **place}
@@ -291,10 +301,13 @@ class Parts:
         last = found.whole("last_step", first)
         if before is not None and before.steps is not None and first < before.steps[1]:
             raise TamperingError(f"{file} begins at step {first}, before the end of the part before it.")
+        entries, rows = _entries(found, version, self.manifest)
+        _check_counts(found.where, rows, self.manifest, last - first + 1)
         return PartDocument(
             folder=folder,
             number=place["number"],
-            files=_entries(found, self.manifest, last - first + 1),
+            files=entries,
+            rows=rows,
             state=_entry(found.within("state")),
             state_file=state_file(self.path, place["number"]),
             digest=found.sha256(DIGEST),
@@ -314,7 +327,7 @@ class Parts:
 
 
 def state_file(path: Path, number: int) -> Path:
-    """Where the state of a part is: apart from the parts, because it goes when the next one is there."""
+    """Return the file with the state of a part: apart from the parts, as it goes when the next one comes."""
     return path / "state" / f"{number:06d}.safetensors"
 
 
@@ -326,30 +339,42 @@ def _entry(found: Fields, rows: bool = False) -> Entry:
     )
 
 
-def _entries(found: Fields, manifest: Mapping[str, Any], most_steps: int) -> dict[str, Entry]:
-    files, grids = found.within("files"), len(manifest["grids"])
-    tables = [f"{t}.parquet" for t in tables_of(manifest)]
-    if not set(tables) <= files.values.keys() <= {*tables, f"{LOSSES}.parquet", KEPT}:
-        raise CorruptionError(f"{files.where} is of {sorted(files.values)}, expected {', '.join(tables)}.")
-    entries = {name: _entry(files.within(name), rows=name != KEPT) for name in files.values}
-    rows = [entries[name].rows or 0 for name in tables]
-    rehearsed = manifest["options"].get("rehearse")
+def _entries(
+    found: Fields, version: int, manifest: Mapping[str, Any]
+) -> tuple[dict[str, Entry], dict[str, int]]:
+    """Return what the document of a part says of its files, and of the rows of its tables."""
+    files, tables = found.within("files"), tables_of(manifest)
+    parquet = version <= LAST_PARQUET
+    needed = [f"{t}.parquet" for t in tables] if parquet else [COLUMNS]
+    more = [f"{LOSSES}.parquet", KEPT] if parquet else [KEPT]
+    if not set(needed) <= files.values.keys() <= {*needed, *more}:
+        raise CorruptionError(f"{files.where} is of {sorted(files.values)}, expected {', '.join(needed)}.")
+    entries = {name: _entry(files.within(name), rows=parquet and name != KEPT) for name in files.values}
+    if parquet:
+        return entries, {n.removesuffix(".parquet"): e.rows for n, e in entries.items() if e.rows is not None}
+    rows = found.within("rows")
+    if not set(tables) <= rows.values.keys() <= {*tables, LOSSES}:
+        raise CorruptionError(f"{rows.where} is of {sorted(rows.values)}, expected {', '.join(tables)}.")
+    return entries, {name: rows.whole(name, 0, MOST_ROWS) for name in rows.values}
+
+
+def _check_counts(where: str, rows: Mapping[str, int], manifest: Mapping[str, Any], most_steps: int) -> None:
+    """Refuse numbers of rows that do not fit each other."""
+    rehearsed, grids = manifest["options"].get("rehearse"), len(manifest["grids"])
     each = len(rehearsed["specs"]) * len(rehearsed["bounds"]) if rehearsed else 1
-    (moved,) = rows[3:] or (0,)
-    losses = entries[f"{LOSSES}.parquet"].rows or 0 if f"{LOSSES}.parquet" in entries else 0
+    moved = rows.get(REHEARSED, 0)
     if (
-        rows[0] != rows[1] * grids
-        or not rows[2] <= min(most_steps, rows[1])
-        or not rows[2] + losses  # a part is of steps, or of evaluations after the last
+        rows["grids"] != rows["tensors"] * grids
+        or not rows["run"] <= min(most_steps, rows["tensors"])
+        or not rows["run"] + rows.get(LOSSES, 0)  # a part is of steps, or of evaluations after the last
         or moved % each
-        or moved > rows[1] * each
+        or moved > rows["tensors"] * each
     ):
-        raise CorruptionError(f"{files.where}: rows {rows} do not fit {grids} grids and {most_steps} steps.")
-    return entries
+        raise CorruptionError(f"{where}: rows {dict(rows)} do not fit {grids} grids, {most_steps} steps.")
 
 
 def listed_parts(path: Path) -> list[Path]:
-    """The folders of parts, which must be numbered without a gap; what begins with a dot is not there yet."""
+    """List the folders of parts, numbered without a gap; names that begin with a dot are unfinished."""
     parts = path / PARTS
     try:
         with os.scandir(parts) as entries:

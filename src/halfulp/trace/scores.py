@@ -1,4 +1,4 @@
-"""Which allocation scores an audit sums: the grid, the window of steps, and the size of a tile."""
+"""The allocation scores that an audit sums: the grid, the window of steps, and the size of a tile."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfulp.errors import UsageError
-from halfulp.grids import grid as named
 from halfulp.kernels import TILE, checked_tile
+from halfulp.numbers.grids import grid as named
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Scores:
         if sample is not None and self.tile != TILE:
             raise UsageError(f"a sample is of tiles of {TILE}: score all of them for tiles of {self.tile}.")
 
-    def told(self) -> list[Any]:
-        """What a manifest says: the size of a tile only where it is not 768, as before there were others."""
+    def to_json(self) -> list[Any]:
+        """Return what a manifest says; the size of a tile only where it is not 768, once the only one."""
         made = [self.grid, self.first, self.last]
         return made if self.tile == TILE else [*made, self.tile]

@@ -1,10 +1,9 @@
-"""Write-back: what happens between an optimizer's proposal and the stored weight."""
+"""Write back to stored weights: the rules that turn an optimizer's proposal into the next stored value."""
 
-from halfulp.writeback.adamw import SGD, Adam, AdamW, Lion
-from halfulp.writeback.checkpoint import load, save
-from halfulp.writeback.dispatch import Dispatch
-from halfulp.writeback.native import NativeWeight, native
+from halfulp.writeback.average import average_, ema
+from halfulp.writeback.fused.optimizers import SGD, Adam, AdamW, Lion
 from halfulp.writeback.optimizer import WriteBack
+from halfulp.writeback.options import WriteBackOptions
 from halfulp.writeback.policies import (
     DQT,
     ECO,
@@ -18,10 +17,36 @@ from halfulp.writeback.policies import (
     TileMaster,
     policy,
 )  # fmt: skip
-from halfulp.writeback.report import Bytes, Events
+from halfulp.writeback.saving.one_file import load, save
+from halfulp.writeback.storage.dispatch import Dispatch
+from halfulp.writeback.storage.native_weight import NativeWeight, native
+from halfulp.writeback.telemetry import Bytes, Events
 
 __all__ = [
-    "DQT", "ECO", "POLICIES", "SGD", "Adam", "AdamW", "Bytes", "DeadzoneStochastic", "Dispatch", "Events",
-    "Kahan", "Lion", "Master", "NativeWeight", "Nearest", "Policy", "Stochastic", "TileMaster", "WriteBack",
-    "load", "native", "policy", "save",
+    "DQT",
+    "ECO",
+    "POLICIES",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Bytes",
+    "DeadzoneStochastic",
+    "Dispatch",
+    "Events",
+    "Kahan",
+    "Lion",
+    "Master",
+    "NativeWeight",
+    "Nearest",
+    "Policy",
+    "Stochastic",
+    "TileMaster",
+    "WriteBack",
+    "WriteBackOptions",
+    "average_",
+    "ema",
+    "load",
+    "native",
+    "policy",
+    "save",
 ]  # fmt: skip

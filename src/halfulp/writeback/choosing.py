@@ -1,7 +1,8 @@
-"""Which parameters a write-back manages, by which rules, and where each is stored."""
+"""Choose the parameters that a write-back manages, their grids and policies, and their storage."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,28 +12,30 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from halfulp.errors import HalfulpError, UsageError
-from halfulp.grids import Grid, container
-from halfulp.grids import grid as named
-from halfulp.writeback.native import is_native, scale_of
-from halfulp.writeback.policies import Policy, Remainder, TileMaster, policy
+from halfulp.numbers.containers import container
+from halfulp.numbers.grids import Grid
+from halfulp.numbers.grids import grid as named
+from halfulp.text import unique
+from halfulp.writeback.policies import Policy, policy
 from halfulp.writeback.sharding import is_sharded, local, shard_offset, unsupported_moving
-from halfulp.writeback.shards import record_of
+from halfulp.writeback.sharding.packed_shard import record_of
 from halfulp.writeback.slot import Slot
-from halfulp.writeback.standin import NARROW
+from halfulp.writeback.storage.native_weight import is_native, scale_of
+from halfulp.writeback.storage.stand_in import NARROW
 
 Storage = Literal["container", "native", "packed"]
 Select = Callable[[str, torch.Tensor], bool] | Iterable[str] | None
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuse settings of a group, given or loaded, that no policy can do with."""
+    """Refuse settings of a group, given or loaded, that no policy supports."""
     if group.get("differentiable"):
         raise UsageError("differentiable=True is not supported: a write-back has no gradient.")
 
 
 @dataclass(kw_only=True)
 class Chooser:
-    """The arguments of a write-back that say which and how."""
+    """The arguments of a write-back that choose parameters, grids, policies and storage."""
 
     optimizer: torch.optim.Optimizer
     grid: str | Grid | torch.dtype
@@ -40,8 +43,8 @@ class Chooser:
     model: torch.nn.Module | None
     select: Select
     storage: Storage | None
-    draws_projection: bool
-    keep_scratch: bool | None
+    told: bool = False
+    """True once the message about several tensors of one name has been given."""
 
     def __post_init__(self) -> None:
         if self.model is not None and not isinstance(self.model, torch.nn.Module):
@@ -60,28 +63,36 @@ class Chooser:
         first: int = 0,
         wanted: Callable[[str, torch.nn.Parameter, Grid], bool] | None = None,
     ) -> list[Slot]:
-        """Which parameters of these groups to manage and how; changes nothing."""
+        """Plan which parameters to manage and how, from group ``first`` on, without changing anything."""
         wanted = wanted or self.wanted
-        from_model, called = self._from_model(), self.names(groups, first)
+        called = self.names(groups)
         planned = []
-        for i, group in enumerate(groups, start=first):
+        for i, group in enumerate(groups[first:], start=first):
             check_group(group)
-            unnamed = not group.get("param_names")
             chosen_grid = named(group.get("grid", self.grid))
             chosen = policy(group.get("policy", self.policy))
             for j, p in enumerate(group["params"]):
                 name = called[p]
                 if not wanted(name, p, chosen_grid):
                     continue
-                if (chosen.stochastic or self.draws_projection) and p not in from_model and unnamed:
-                    what = f"policy {chosen.name!r}" if chosen.stochastic else "project='stochastic'"
-                    raise UsageError(
-                        f"{what} draws random bits by parameter name: pass model=, or make the optimizer "
-                        "from model.named_parameters()."
-                    )
                 chosen.check(chosen_grid, self.optimizer, group)
                 planned.append(self._slot(name, p, chosen_grid, chosen, (i, j)))
+        self._tell_numbered(groups, planned)
         return planned
+
+    def _tell_numbered(self, groups: list[dict[str, Any]], planned: list[Slot]) -> None:
+        """Warn once that several tensors have one name, so that their order is part of their names."""
+        given = self._given(groups)
+        numbered = [slot for slot in planned if slot.name != given[slot.p]]
+        if numbered and not self.told:
+            self.told = True
+            logging.getLogger("halfulp").warning(
+                "halfulp: this optimizer has several tensors called %r; another of them is now called %r%s. "
+                "Random draws and checkpoints go by name: keep the order of these tensors in the optimizer, "
+                "or give them different names.",
+                given[numbered[0].p], numbered[0].name,
+                f", and {len(numbered) - 1} more in the same way" if len(numbered) > 1 else "",
+            )  # fmt: skip
 
     def _from_model(self) -> dict[torch.nn.Parameter, str]:
         if self.model is None:
@@ -89,21 +100,31 @@ class Chooser:
         # torch.compile puts a part of its own into names
         return {p: n.replace("_orig_mod.", "") for n, p in self.model.named_parameters()}
 
-    def names(self, groups: list[dict[str, Any]], first: int = 0) -> dict[torch.nn.Parameter, str]:
-        """What the model calls the parameters of these groups, or else the optimizer, or their places."""
+    def names(self, groups: list[dict[str, Any]]) -> dict[torch.nn.Parameter, str]:
+        """Name the parameters of an optimizer, of all its groups: the second ``weight`` is ``weight#2``."""
+        taken: dict[str, torch.nn.Parameter] = {}
+        for p, name in self._given(groups).items():
+            taken[unique(name, taken)] = p
+        return {p: name for name, p in taken.items()}
+
+    def _given(self, groups: list[dict[str, Any]]) -> dict[torch.nn.Parameter, str]:
+        """Name these parameters by the model, or else by the optimizer, or by their positions."""
         found: dict[torch.nn.Parameter, str] = {}
-        for i, group in enumerate(groups, start=first):
+        for i, group in enumerate(groups):
             names = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
             found.update(zip(group["params"], names, strict=True))
         return {**found, **{p: name for p, name in self._from_model().items() if p in found}}
 
     def wanted(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
-        """Whether a parameter is managed now: what is frozen is not stepped, and left alone until it is."""
+        """Return True if a parameter is managed now; frozen ones wait until they are stepped."""
         return p.requires_grad and self.chosen(name, p, grid)
 
     def chosen(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
-        """By default matrices, and everything whose own type is the grid: a norm's gain of exactly 1 stays
-        there under an optimizer that rounds, and nothing is given up by saving it."""
+        """Return True if a parameter is chosen: by default matrices, and tensors whose own type is the grid.
+
+        The latter include norm gains, which stay at exactly 1 under an optimizer that rounds; preserving
+        their updates costs nothing.
+        """
         if callable(self.select):
             return bool(self.select(name, p))
         if self.select is not None:
@@ -111,7 +132,7 @@ class Chooser:
         return is_lazy(p) or p.dim() >= 2 or _is_own(grid, p.dtype)
 
     def _later(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
-        """Whether a parameter is managed once it is trained, if it can be."""
+        """Return True if a parameter would be managed once it is unfrozen."""
         return p.is_floating_point() and self.chosen(name, p, grid)
 
     def check(self, planned: list[Slot]) -> None:
@@ -147,25 +168,17 @@ class Chooser:
                 )
             if is_sharded(p) and storage == "packed":
                 record_of(self.model, p)  # refuses shards that cannot be codes
-            if is_sharded(p) and isinstance(chosen, TileMaster):
-                chosen = replace(chosen, shard=(shard_offset(p), p.numel()))
+            if is_sharded(p):
+                chosen = chosen.on_shard(shard_offset(p), p.numel())
             if resolved.bits > 16 and storage == "packed":
                 raise UsageError(f"grid {g.name} has {resolved.bits} bits: nothing to pack.")
         except HalfulpError as error:
             raise type(error)(f"parameter {name!r}: {error}") from None
-        keep = storage == "container" if self.keep_scratch is None else self.keep_scratch
-        return Slot(
-            name, p, g if storage == "container" else resolved, chosen, place,
-            storage=storage, keep_scratch=keep,
-        )  # fmt: skip
+        return Slot(name, p, g if storage == "container" else resolved, chosen, place, storage=storage)
 
     def _check_type(self, p: torch.nn.Parameter, chosen: Policy, storage: str) -> None:
         """Refuse a storage that this parameter's type does not have, or that would undo the policy."""
-        if isinstance(chosen, Remainder) and (storage != "native" or p.dtype != torch.bfloat16):
-            raise UsageError(
-                f"policy {chosen.name!r} keeps what a bfloat16 weight lacks to its master; this parameter is "
-                f"{p.dtype}, storage={storage!r}: use 'master', or bfloat16 parameters."
-            )
+        chosen.check_storage(p.dtype, storage)
         searching = isinstance(self.optimizer, torch.optim.LBFGS)
         if searching and storage != "container":
             why = "" if self.storage else f", and {p.dtype} needs storage={storage!r}"
@@ -197,13 +210,13 @@ def _check_native(p: torch.Tensor, g: Grid, storage: str) -> None:
 
 
 def _fits_any_step(grid: Grid, dtype: torch.dtype) -> bool:
-    """Whether a narrow dtype holds a grid's values under whatever scale float32 gives it."""
+    """Return True if a narrow dtype holds a grid's values under any scale that float32 gives it."""
     return grid.scaling is None or (grid.scaling.rule in ("mx", "nv") and dtype == torch.bfloat16)
 
 
 @cache
 def _is_own(grid: Grid, dtype: torch.dtype) -> bool:
-    """Whether the grid is what a narrow type holds, by whatever name."""
+    """Return True if the grid has exactly the values of a narrow dtype, by whatever name."""
     if dtype not in NARROW:
         return False
     mine, theirs = (replace(g.within(torch.float32), name="") for g in (grid, named(dtype)))
@@ -211,14 +224,14 @@ def _is_own(grid: Grid, dtype: torch.dtype) -> bool:
 
 
 def unwrapped(model: torch.nn.Module | None) -> torch.nn.Module | None:
-    """The module inside data-parallel wrappers, so that names and streams are the same without them."""
+    """Return the module inside data-parallel wrappers: names and streams are the same without them."""
     while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         model = model.module
     return model
 
 
 def oddity(p: torch.Tensor) -> str | None:
-    """What a tensor is that has no real numbers where one could look at them."""
+    """Describe why the values of a tensor cannot be read as real numbers; None if they can."""
     if is_lazy(p):
         return "without a shape so far (run the model once first)"
     if p.is_nested or p.layout is not torch.strided:

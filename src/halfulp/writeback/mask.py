@@ -1,4 +1,4 @@
-"""A mask: the tiles of a model's tensors that get an fp32 master, in memory and as a file."""
+"""Hold, save and load masks: the tiles of a model's tensors that get an fp32 master."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfulp import files, pictures, tensors
 from halfulp.documents import Fields, parsed
 from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
 from halfulp.kernels import TILE, tiles_of
-from halfulp.streams import Stream
+from halfulp.numbers.streams import Stream
 from halfulp.writeback.policies import TileMaster
 
 Array = npt.NDArray[Any]
@@ -29,35 +29,43 @@ MASTER_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Chosen tiles, by tensor: what :class:`~halfulp.TileMaster` takes."""
+    """The tiles chosen in each tensor; pass it to :class:`~halfulp.TileMaster` or :meth:`policy`.
+
+    Args:
+        tiles: One boolean per tile, by tensor name.
+        sizes: The number of coordinates of each tensor.
+        score: The score that ranked the tiles.
+        budget: The number of bytes that could be spent.
+        tile: The number of consecutive coordinates per tile.
+    """
 
     tiles: dict[str, torch.Tensor]
-    """A boolean a tile."""
+    """One boolean per tile."""
     sizes: dict[str, int]
-    """Coordinates of each tensor."""
+    """The number of coordinates of each tensor."""
     score: str
     budget: int
-    """Bytes that were to be spent."""
+    """The number of bytes that could be spent."""
     tile: int = TILE
-    """Coordinates of a tile."""
+    """The number of coordinates per tile."""
 
     def payload(self, name: str) -> int:
-        """Bytes of masters for one tensor: the last tile may be short."""
+        """Return the bytes of masters for one tensor, counting a short last tile exactly."""
         chosen = self.tiles[name]
         return MASTER_BYTES * int(tile_sizes(self.sizes[name], self.tile)[chosen.numpy()].sum())
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of masters, exactly."""
+        """The exact number of bytes that the masters take."""
         return sum(self.payload(name) for name in self.tiles)
 
     @property
     def blanket_bytes(self) -> int:
-        """What masters for every tile would take."""
+        """The number of bytes that masters for every tile would take."""
         return MASTER_BYTES * sum(self.sizes.values())
 
     def _repr_html_(self) -> str:
-        """In a notebook: where in each tensor the chosen tiles are, the most bytes first."""
+        """Show in a notebook where the chosen tiles are in each tensor, most bytes first."""
         rows = []
         for name in sorted(self.tiles, key=lambda n: (-self.payload(n), n)):
             chosen = self.tiles[name].numpy()
@@ -70,9 +78,15 @@ class Mask:
         return pictures.framed(title, pictures.strips(rows))
 
     def shuffled(self, seed: int) -> Mask:
-        """A control of the same payload: as many tiles of every tensor, at random places in it.
+        """Return a control with the same payload: as many tiles in every tensor, at random places.
 
-        A short last tile stays as it was chosen, so that the bytes are the same tensor by tensor.
+        A short last tile keeps its choice, so every tensor takes the same number of bytes.
+
+        Args:
+            seed: The seed of the permutation.
+
+        Returns:
+            The shuffled mask.
         """
         tiles = {
             name: torch.from_numpy(_shuffled(chosen.numpy(), self.sizes[name] // self.tile, name, seed))
@@ -81,20 +95,38 @@ class Mask:
         return replace(self, tiles=tiles, score=f"{self.score} shuffled")
 
     def overlap(self, other: Mask) -> float:
-        """The share of these tiles that another mask chose, too."""
+        """Return the share of these tiles that another mask also chose.
+
+        Args:
+            other: A mask of the same tensors.
+
+        Returns:
+            A number between 0 and 1.
+        """
         both = sum(int((chosen & other.tiles[name]).sum()) for name, chosen in self.tiles.items())
         return both / sum(int(chosen.sum()) for chosen in self.tiles.values())
 
     def policy(self, **options: Any) -> TileMaster:
-        """The write-back policy with masters for these tiles."""
+        """Return the write-back policy that keeps masters for these tiles.
+
+        Args:
+            **options: Further options of :class:`~halfulp.TileMaster`.
+        """
         return TileMaster(self.tiles, tile=self.tile, **options)
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file with its digest; it appears whole."""
+        """Save the mask atomically as one safetensors file with a digest.
+
+        Args:
+            path: The file to write.
+
+        Raises:
+            UsageError: If the mask is inconsistent.
+        """
         files.put(Path(path), self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """The content of such a file."""
+        """Return the content of the file that :meth:`save` writes."""
         wrong = _unfit(self)
         if wrong:
             raise UsageError(f"this mask cannot be saved: {wrong}.")
@@ -106,12 +138,24 @@ class Mask:
 
     @classmethod
     def load(cls, path: str | Path) -> Mask:
-        """A saved mask; anything else is refused."""
+        """Load a saved mask.
+
+        Args:
+            path: A file that :meth:`save` wrote.
+
+        Returns:
+            The mask.
+
+        Raises:
+            CorruptionError: If the file is not a mask, or is damaged.
+            TamperingError: If its content does not match its digest, or the digest was removed or added.
+            VersionError: If its format is unknown to this version.
+        """
         return cls._read(*tensors.read(Path(path), follow=True), path)
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Mask:
-        """What :meth:`to_bytes` gave; ``where`` is named in errors."""
+        """Read the content that :meth:`to_bytes` returned; errors name ``where`` as the source."""
         return cls._read(*tensors.read_stream(BytesIO(content), len(content), Path(where)), where)
 
     @classmethod
@@ -141,7 +185,7 @@ class Mask:
 
 
 def _unfit(mask: Mask) -> str | None:
-    """What is wrong with a mask, if something is."""
+    """Return what is wrong with a mask, or None."""
     if set(mask.sizes) != set(mask.tiles):
         return f"it has tiles of {sorted(mask.tiles)} and sizes of {sorted(mask.sizes)}"
     for name, t in mask.tiles.items():
@@ -160,7 +204,7 @@ def _unfit(mask: Mask) -> str | None:
 
 
 def tile_sizes(numel: int, tile: int = TILE) -> Array:
-    """Coordinates of each tile of a tensor.
+    """Return the number of coordinates of each tile of a tensor.
 
     >>> tile_sizes(1000).tolist(), tile_sizes(200, tile=96).tolist()
     ([768, 232], [96, 96, 8])

@@ -1,7 +1,8 @@
-"""One managed parameter, and the bytes that managing takes."""
+"""Hold one managed parameter, and measure the bytes that managing takes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -9,17 +10,17 @@ import torch
 
 from halfulp import kernels
 from halfulp.errors import UsageError
-from halfulp.grids import Grid
-from halfulp.writeback.native import NativeCodes, is_native
-from halfulp.writeback.policies import Policy, State, TileMaster
-from halfulp.writeback.report import TILE_BYTES, Bytes, TensorEvents
+from halfulp.numbers.grids import Grid
+from halfulp.writeback.policies import Policy, State
 from halfulp.writeback.sharding import local
-from halfulp.writeback.standin import drop
-from halfulp.writeback.storage import Codes
+from halfulp.writeback.storage.native_weight import NativeCodes, is_native
+from halfulp.writeback.storage.packed import Codes
+from halfulp.writeback.storage.stand_in import drop
+from halfulp.writeback.telemetry import TILE_BYTES, Bytes, StepEvents
 
 
 class Slot:
-    """One managed parameter: its grid, policy and what is kept for it."""
+    """One managed parameter, with its grid, its policy and the state kept for it."""
 
     def __init__(
         self,
@@ -30,11 +31,10 @@ class Slot:
         place: tuple[int, int],
         *,
         storage: str = "container",
-        keep_scratch: bool = True,
     ) -> None:
         self.name, self.p, self.grid, self.policy, self.place = name, p, grid, chosen, place
         self.shape = p.shape
-        self.storage, self.keep_scratch = storage, keep_scratch
+        self.storage = storage
         self.state: State = {}
         self.moved: torch.Tensor | None = None
         self.scratch: torch.Tensor | None = None
@@ -42,106 +42,111 @@ class Slot:
         self.shadow: torch.nn.Parameter | None = None
         self.resting: dict[str, torch.Tensor] = {}
         """The training weights while the model holds others, those for evaluation."""
-        self.events: TensorEvents | None = None
+        self.noted: StepEvents | None = None
+        """The counts of the last call that moved this tensor, and of the tensors moved with it."""
         self.two_passes: str | None = None
-        """Why this tensor cannot be moved in one pass."""
+        """Why this tensor cannot be moved in one pass: :mod:`halfulp.writeback.route`."""
+        self.batched = False
+        """True if the second of two passes can be shared with others: :mod:`halfulp.writeback.batch`."""
         self._written: tuple[torch.Tensor, int, int] | None = None
 
     def snapshot(self) -> Callable[[], None]:
-        """What puts the stored values, the policy's state and the telemetry back as they are now."""
+        """Return what puts the stored values, the policy's state and the telemetry back as they are now."""
         state = {k: t.clone() for k, t in self.state.items()}
         moved = None if self.moved is None else self.moved.clone()
-        values = local(self.p.detach()).clone() if self.codes is None else None
-        packed, scales = (
-            (None, None) if self.codes is None else (self.codes.packed.clone(), self.codes.scales)
-        )
-        events = self.events
+        stored, noted = self.rested(), self.noted
 
         def put_back() -> None:
-            self.state, self.moved, self.events = state, moved, events
-            if values is not None:
-                local(self.p.detach()).copy_(values)
-            if self.codes is not None and packed is not None:
-                self._put_codes(packed, scales)
+            self.state, self.moved, self.noted = state, moved, noted
+            self._put(stored)
 
         return put_back
 
     def values(self) -> torch.Tensor:
-        """What is stored here, in the type in which the optimizer is given it; fresh beside a container."""
+        """Return what is stored, in the type in which the optimizer is given it; fresh beside a container."""
         if self.codes is not None:
             return self.codes.get()
         p = local(self.p.detach())
         return p if self.storage == "container" else p.float()
 
     def _held(self) -> tuple[torch.Tensor, int, int]:
-        """The memory of what is stored, and how often torch has seen it change."""
+        """Return the memory of the stored values, and the number of changes that torch has seen."""
         held = local(self.p.detach()) if self.codes is None else self.codes.packed
         return held, held._version, self.p._version
 
     def note_written(self) -> None:
-        """What is stored now is what this write-back wrote. The memory is held, so that no other tensor gets
-        its address."""
+        """Record that this write-back wrote the stored values.
+
+        Their memory is held, so that no other tensor gets its address.
+        """
         self._written = self._held() if self.state else None
 
-    def heed_edits(self) -> None:
-        """Where somebody has set weights since they were written, the policy starts again from them. A tensor
-        that torch has not seen change is not looked at, for that takes as long as a step. From here to
-        :meth:`note_written` it counts as changed, so that an interrupted step is looked at."""
+    def resync(self) -> None:
+        """Reset the policy's state for weights that the user has set since they were written.
+
+        A tensor that torch has not seen change is skipped, because checking it takes as long as a step. From
+        here to :meth:`note_written` it counts as changed, so that it is checked after an interrupted step.
+        """
         if not self.state or self.resting:  # nothing is kept of evaluation weights
             return
-        now, was, self._written = self._held(), self._written, None
-        if was is None or now[0].data_ptr() != was[0].data_ptr() or now[1:] != was[1:]:
-            self.policy.heed(self.values(), self.state, self.grid)
+        edited, self._written = self.edited(), None
+        if edited:
+            self.policy.resync(self.values(), self.state, self.grid)
+
+    def edited(self) -> bool:
+        """Return True if torch has seen the weights change since they were written."""
+        now, was = self._held(), self._written
+        return was is None or now[0].data_ptr() != was[0].data_ptr() or now[1:] != was[1:]
 
     def store(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
-        """Keep grid values."""
+        """Store grid values."""
         if self.codes is None:
             local(self.p.detach()).copy_(values)
         else:
             self.codes.put(values, scales)
 
     def let_go(self) -> None:
-        """Free what a step needed: the stand-in's values and gradient, and the copy of what was stored."""
+        """Free the memory of a step: the stand-in's values and gradient, and the copy of stored values."""
         if self.shadow is not None:
             drop(self.shadow)
-        if not self.keep_scratch:
+        if self.storage != "container":
             self.scratch = None
 
     def rested(self) -> dict[str, torch.Tensor]:
-        """The weights that are stored now, under the names that they wait by while the model holds others."""
+        """Copy the stored weights, under the names that they have while the model holds others."""
         if self.codes is None:
             return {"resting": local(self.p.detach()).clone()}
         scales = self.codes.scales
         return {"resting": self.codes.packed.clone()} | ({} if scales is None else {"resting_steps": scales})
 
     def wake(self) -> None:
-        """Put the training weights back."""
-        if self.codes is None:
-            local(self.p.detach()).copy_(self.resting["resting"])
-        else:
-            self._put_codes(self.resting["resting"], self.resting.get("resting_steps"))
+        """Restore the training weights."""
+        self._put(self.resting)
         self.resting = {}
 
-    def _put_codes(self, packed: torch.Tensor, scales: torch.Tensor | None) -> None:
-        assert self.codes is not None
-        self.codes.packed = packed
+    def _put(self, rested: dict[str, torch.Tensor]) -> None:
+        """Restore the weights that :meth:`rested` returned."""
+        if self.codes is None:
+            local(self.p.detach()).copy_(rested["resting"])
+            return
+        self.codes.packed = rested["resting"]
         if isinstance(self.codes, Codes):
-            self.codes.scales = scales
+            self.codes.scales = rested.get("resting_steps")
 
     @property
     def aside(self) -> torch.dtype:
-        """What the stored values are set aside in during a step: two bytes where they fit those."""
+        """The type in which a step sets stored values aside; bfloat16 where it holds them exactly."""
         wide = self.p.dtype if self.storage == "container" else torch.float32
         halved = wide == torch.float32 and self.p.device.type == "cpu" and _fits_bfloat16(self.grid)
         return torch.bfloat16 if halved else wide
 
     @property
     def stepped(self) -> torch.nn.Parameter:
-        """What the wrapped optimizer moves."""
+        """The parameter that the wrapped optimizer moves."""
         return self.p if self.shadow is None else self.shadow
 
     def kept_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that persists for this parameter beside the parameter itself."""
+        """Return every tensor that persists for this parameter beside the parameter itself."""
         kept = {**self.state, **self.resting}
         if self.moved is not None:
             kept["moved"] = self.moved
@@ -150,6 +155,28 @@ class Slot:
             if self.codes.scales is not None:
                 kept["steps"] = self.codes.scales
         return kept
+
+
+ROOM = 1 << 22
+"""The number of weights that a step may always hold in float32 at once, even if every tensor is smaller:
+32 MB with gradients."""
+
+
+def chunks(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Cut slots into the fewest runs, each given to the optimizer in one call.
+
+    A run fits in the memory that the largest tensor needs anyway, or in :data:`ROOM`.
+    """
+    sizes = [local(slot.p).numel() if slot.codes is None else math.prod(slot.codes.shape) for slot in slots]
+    most, left = max([ROOM, *sizes]), 0
+    cut: list[list[Slot]] = []
+    for slot, size in zip(slots, sizes, strict=True):
+        if not cut or size > left:
+            cut.append([])
+            left = most
+        cut[-1].append(slot)
+        left -= size
+    return cut
 
 
 def set_aside(slots: Sequence[Slot], stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -172,54 +199,50 @@ def set_aside(slots: Sequence[Slot], stored: Sequence[torch.Tensor]) -> list[tor
 
 @cache
 def _fits_bfloat16(grid: Grid) -> bool:
-    """Whether every value of a grid in float32 is one of bfloat16."""
+    """Return True if every value of a grid in float32 is also a bfloat16 value."""
     try:
         return grid.scaling is None and grid.within(torch.bfloat16) is not None
     except UsageError:
         return False
 
 
-def measure(slots: Sequence[Slot], one_by_one: bool, at_once: Sequence[Slot] = ()) -> Bytes:
-    """Bytes for these parameters: between steps, and what a step adds, with stand-ins one by one or not.
-    ``at_once``: those that are moved in one pass, which sets nothing aside but, one tensor at a time, the
-    masters of one of which only chosen tiles keep theirs."""
-    numel = sum(local(s.p).numel() for s in slots)
+def measure(slots: Sequence[Slot], by_chunks: bool, at_once: Sequence[Slot] = ()) -> Bytes:
+    """Count bytes for these parameters: between steps, and what a step adds.
+
+    Args:
+        slots: The parameters.
+        by_chunks: Whether stand-ins are filled in chunks, or all at once.
+        at_once: Those that are moved in one pass, which sets nothing aside but, one tensor at a time, the
+            whole of masters of which only chosen tiles are kept.
+    """
+    once, size = set(at_once), {s: local(s.p).numel() for s in slots}
     weights = sum(
-        local(s.p).numel() * s.p.element_size()
+        size[s] * s.p.element_size()
         if s.codes is None
         else s.codes.payload_bytes + (s.p.element_size() if s.storage == "packed" else 0)  # a shell's number
         for s in slots
     )
-    kept = sum(
-        t.numel() * t.element_size()
-        for s in slots
-        for k, t in s.kept_tensors().items()
-        if k not in ("codes", "steps", "moved")
-    )
+    kept = sum(t.nbytes for s in slots for t in (*s.state.values(), *s.resting.values()))
     moved = sum(0 if s.moved is None else s.moved.numel() for s in slots)
-    counts = sum(kernels.tiles_of(local(s.p).numel()) * TILE_BYTES for s in slots)
+    counts = sum(kernels.tiles_of(size[s]) * TILE_BYTES for s in slots)
+    apart = [s for s in slots if s.storage != "container" and s not in once]
     # A step sets q aside and, beside other storage, needs a stand-in and a gradient in float32.
-    aside = {s: 0 if s in at_once else local(s.p).numel() * s.aside.itemsize for s in slots}
-    added = {
-        s: (0 if s.keep_scratch else aside[s])
-        + (
-            0
-            if s.storage == "container" or s in at_once
-            else local(s.p).numel() * 4 * (1 + (s.p.dtype != torch.float32))
-        )
-        for s in slots
-    }
-    apart = [s for s in slots if s.storage != "container" and s not in at_once] if one_by_one else []
-    together = sum(added[s] for s in slots if s not in apart)
-    # One tensor at a time, everything is kept until the last is done, to be put back if it fails.
-    step = max([together, *(added[s] for s in apart)]) + (weights + kept + moved if apart else 0)
-    step += max((4 * local(s.p).numel() for s in at_once if isinstance(s.policy, TileMaster)), default=0)
-    scratch = sum(aside[s] for s in slots if s.keep_scratch)
+    aside = {s: 0 if s in once else size[s] * s.aside.itemsize for s in slots}
+    added = {s: 0 if s.storage == "container" else aside[s] for s in slots}
+    for s in apart:
+        added[s] += size[s] * 4 * (1 + (s.p.dtype != torch.float32))
+    cut = chunks(apart) if by_chunks else [apart]
+    calls = [sum(added[s] for s in chunk) for chunk in cut] or [0]
+    calls[0] += sum(added.values()) - sum(added[s] for s in apart)
+    # In several calls, everything is kept until the last is done, to be put back if it fails.
+    step = max(calls) + (weights + kept + moved if len(calls) > 1 else 0)
+    partial = (s for s in at_once if s.policy.kernel is not None and s.policy.kernel.partial)
+    step += max((4 * size[s] for s in partial), default=0)
     return Bytes(
-        parameters=numel,
+        parameters=sum(size.values()),
         weights=weights,
         policy=kept,
         telemetry=moved + counts,
-        scratch=scratch,
+        scratch=sum(aside[s] for s in slots if s.storage == "container"),
         step=step,
     )

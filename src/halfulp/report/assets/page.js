@@ -144,26 +144,16 @@
 
     function marks(u, line) {
       if (!line.marks || !u.series[line.place].show) return;
-      const [first, at, persistent, there] = line.marks, r = 4.5 * devicePixelRatio;
-      const inside = (x) => x >= u.scales.x.min && x <= u.scales.x.max;
+      const [step, at] = line.marks, r = 4.5 * devicePixelRatio;
+      if (step < u.scales.x.min || step > u.scales.x.max) return;
       u.ctx.save();
       u.ctx.fillStyle = line.stroke;
       u.ctx.strokeStyle = css("--paper");
       u.ctx.lineWidth = 1.5 * devicePixelRatio;
-      if (persistent != null && persistent !== first && inside(persistent)) {
-        const x = u.valToPos(persistent, "x", true), y = u.valToPos(there, "y", true);
-        u.ctx.beginPath();
-        [[0, -1.3], [1.3, 0], [0, 1.3], [-1.3, 0]].forEach(([a, b]) => u.ctx.lineTo(x + a * r, y + b * r));
-        u.ctx.closePath();
-        u.ctx.fill();
-        u.ctx.stroke();
-      }
-      if (inside(first)) {
-        u.ctx.beginPath();
-        u.ctx.arc(u.valToPos(first, "x", true), u.valToPos(at, "y", true), r, 0, 2 * Math.PI);
-        u.ctx.fill();
-        u.ctx.stroke();
-      }
+      u.ctx.beginPath();
+      u.ctx.arc(u.valToPos(step, "x", true), u.valToPos(at, "y", true), r, 0, 2 * Math.PI);
+      u.ctx.fill();
+      u.ctx.stroke();
       u.ctx.restore();
     }
 
@@ -299,6 +289,8 @@
     return plot;
   }
 
+  const tree = modelTree({ shares, ramp, count, percent, make, several: data.runs.length > 1 });
+
   // ---- the page -----------------------------------------------------------------------------------------
 
   const plots = [];
@@ -314,10 +306,11 @@
   }
 
   const scopeNames = union(data.runs.map((r) => r.scopes)), grids = union(data.runs.map((r) => r.grids));
-  const WORDS = { all: "all weights", "all-2d": "weight matrices", core: "attention and MLP" };
+  const WORDS = { stored: "the weights stored on each grid, or all", all: "all weights", "all-2d": "weight matrices", core: "attention and MLP" };
   if (data.runs.length) {
     fill($("scope"), scopeNames.map((s) => WORDS[s] || s), WORDS[data.runs[0].scopes[data.runs[0].scope]] || scopeNames[0]);
     fill($("grid"), grids, data.grid);
+    fill($("tree-grid"), grids, data.home[0] || data.grid);
   }
 
   function curve(run, measure, scope, grid, index, name) {
@@ -382,6 +375,31 @@
     });
   }
 
+  function drawTrees() {
+    const grid = grids[Number(value("tree-grid", 0))];
+    document.querySelectorAll("[data-tree]").forEach((target) => {
+      const i = Number(target.dataset.tree);
+      tree(target, data.trees[i], data.runs[i], grid);
+    });
+  }
+
+  document.querySelectorAll("[data-copy]").forEach((button) => {
+    button.addEventListener("click", async () => {
+      const paste = button.dataset.copy;
+      try {
+        await navigator.clipboard.writeText(paste);
+      } catch {
+        const range = document.createRange(); // a page from a disk may not write to the clipboard itself
+        range.selectNodeContents(button.previousElementSibling);
+        getSelection().removeAllRanges();
+        getSelection().addRange(range);
+        document.execCommand("copy");
+      }
+      button.textContent = "Copied";
+      setTimeout(() => (button.textContent = "Copy"), 1500);
+    });
+  });
+
   function drawCosts() {
     document.querySelectorAll("[data-cost]").forEach((target) => {
       const found = data.costs[Number(target.dataset.cost)], lines = [];
@@ -412,6 +430,7 @@
 
   function draw() {
     plots.splice(0).forEach((p) => p.destroy());
+    drawTrees();
     drawWhen();
     drawWhere();
     drawCosts();
@@ -426,7 +445,7 @@
     clearTimeout(timer);
     timer = setTimeout(draw, 150);
   });
-  ["measure", "scope", "lines", "log", "grid"].forEach((id) => $(id) && $(id).addEventListener("change", draw));
+  ["measure", "scope", "lines", "log", "grid", "tree-grid"].forEach((id) => $(id) && $(id).addEventListener("change", draw));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   window.addEventListener("beforeprint", () => { root.classList.add("paper"); draw(); });
   window.addEventListener("afterprint", () => { root.classList.remove("paper"); draw(); });

@@ -1,0 +1,305 @@
+"""Whether the C++ kernels are the reference, bit for bit: random inputs, compilers and targets, sanitizers.
+
+What the tests sample on every run, this does at length, before a release or after a change of
+``src/halfulp/kernels/native``. Nothing is timed.
+
+    python benchmarks/native_proof.py random --inputs 1e8      bit patterns drawn at random, kernel by kernel
+    python benchmarks/native_proof.py compilers "g++" "/venv/bin/python -m ziglang c++"
+    python benchmarks/native_proof.py sanitizers               ASan and UBSan (gcc), over the tests of kernels
+
+``random`` compares every value, count, sum and state that a kernel leaves with those of the NumPy reference
+(which takes some twenty minutes for 1e8 inputs on one core), for float32, bfloat16 and float64 containers and
+every kind of grid, mode and optimizer rule in turn; a bit pattern is as likely as any other, so about one
+float32 in 128 is not finite. ``compilers`` and ``sanitizers`` build a copy of the package with each compiler
+and run the tests of kernels on it, with every target that this processor has (``HALFULP_NATIVE``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import halfulp as hu
+from halfulp import kernels
+from halfulp.errors import UsageError
+from halfulp.kernels import native, onepass, reference
+from halfulp.kernels.native import build
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ("tests/kernels", "tests/writeback/test_onepass.py")
+SANITIZED = "g++ -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+CHUNK = 2**20 - 37  # neither tiles nor vectors are filled
+MODES: tuple[kernels.Mode, ...] = ("nearest", "stochastic", "deadzone")
+FIXED = ("bf16", "e4m3@128", "e5m2", "m3", "m7", "int4@16/asym")
+MOVING = ("mxfp8_e4m3", "int4/g32", "int8/row", "nvfp4", "int3/dqt", "int4/absmean")
+RULES = (onepass.ADAMW, onepass.ADAM, onepass.SGD, onepass.NESTEROV, onepass.LION)
+Parts = list[torch.Tensor]
+
+# ---- random inputs -------------------------------------------------------------------------------------
+
+
+def patterns(rng: np.random.Generator, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values whose bits are drawn at random."""
+    raw = torch.from_numpy(np.frombuffer(rng.bytes(n * dtype.itemsize), dtype=np.uint8).copy())
+    return raw.view(dtype)
+
+
+def proposals(rng: np.random.Generator, w: torch.Tensor) -> torch.Tensor:
+    """Patterns for one half; for the other, changes of the order of what would be lost."""
+    d = patterns(rng, w.numel(), w.dtype)
+    near = (w * torch.from_numpy(np.exp2(-rng.uniform(0, 16, w.numel()))).to(w.dtype)).to(w.dtype)
+    return torch.where(torch.from_numpy(rng.random(w.numel()) < 0.5), d, near)
+
+
+def rounded(rng: np.random.Generator, n: int, case: tuple[Any, ...]) -> Callable[[], Parts]:
+    dtype, grid, mode = case
+    x = patterns(rng, n, dtype)
+    stream = None if mode == "nearest" else hu.Stream(seed=int(rng.integers(2**60)), name="x")
+    return lambda: [kernels.round(x, grid, stream)]
+
+
+def audited(rng: np.random.Generator, n: int, case: tuple[Any, ...]) -> Callable[[], Parts]:
+    dtype, grid, after = case
+    w = patterns(rng, n, dtype)
+    d = proposals(rng, w)
+
+    def made() -> Parts:
+        moved = torch.zeros((1, (n + 7) // 8), dtype=torch.uint8)
+        stay = torch.ones((1, n), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        found = kernels.audit(w, d, [grid], after=after, moved=moved, stay=stay)
+        return [
+            found.counts, found.shared, found.sums, found.phase, found.expected, found.arrived, moved, stay
+        ]  # fmt: skip
+
+    return made
+
+
+def written(rng: np.random.Generator, n: int, case: tuple[Any, ...]) -> Callable[[], Parts]:
+    dtype, grid, mode = case
+    q = kernels.round(torch.nan_to_num(patterns(rng, n, dtype), 0, 1, -1), grid)
+    z, carried = q + proposals(rng, q), dtype != torch.bfloat16
+    rest = proposals(rng, q)
+    stream = hu.Stream(seed=int(rng.integers(2**60)), name="x")
+
+    def made() -> Parts:
+        moved, carry = torch.zeros((n + 7) // 8, dtype=torch.uint8), rest.clone() if carried else None
+        out = torch.empty_like(z)
+        found = kernels.write_back(q, z, grid, mode, stream, moved=moved, sums=3, carry=carry, out=out)
+        return [found.out, found.counts, found.sums, moved, *([] if carry is None else [carry])]
+
+    return made
+
+
+def stepped(rng: np.random.Generator, n: int, case: tuple[Any, ...]) -> Callable[[], Parts]:
+    dtype, grid, (rule, keeps, mode) = case
+    narrow, remainder = dtype == torch.bfloat16, keeps == onepass.REMAINDER
+    q = kernels.round(torch.nan_to_num(patterns(rng, n, torch.float32), 0, 1, -1), grid)
+    g, m, v = (patterns(rng, n, torch.bfloat16 if narrow else torch.float32) for _ in range(3))
+    kept = {
+        onepass.CARRY: lambda: proposals(rng, q), onepass.MASTER: lambda: q + proposals(rng, q),
+        onepass.REMAINDER: lambda: patterns(rng, n, torch.int8 if narrow else torch.int16),
+    }.get(keeps, lambda: None)()  # fmt: skip
+    settings = onepass.Settings(lr=1e-3, eps=1e-8, weight_decay=0.1, rule=rule, t=int(rng.integers(1, 9)))
+    seed = int(rng.integers(2**60))
+
+    def made() -> Parts:
+        tensors = [q.bfloat16() if remainder else q.clone(), g.clone(), m.clone(), v.abs()]
+        second = tensors[3] if rule in (onepass.ADAMW, onepass.ADAM) else None
+        beside, moved = None if kept is None else kept.clone(), torch.zeros((n + 7) // 8, dtype=torch.uint8)
+        streams = [hu.Stream(seed=seed, name=name, bits=16) for name in ("w", "m")]
+        policy = onepass.Policy(
+            reference.MODES[mode], keeps, beside, streams[0], streams[1] if narrow else None
+        )
+        found = hu.grid(grid).within(torch.float32)
+        counted = onepass.step(*tensors[:3], second, found, settings, policy, moved=moved, sums=3)
+        return [*tensors, moved, *counted, *([] if beside is None else [beside])]
+
+    return made
+
+
+def ways() -> Iterator[tuple[int, int, str]]:
+    """Optimizer rules, what policies keep, and how they round."""
+    for rule in RULES:
+        yield from ((rule, onepass.NOTHING, mode) for mode in MODES)
+        yield from ((rule, keeps, "nearest") for keeps in (onepass.CARRY, onepass.MASTER, onepass.ERROR))
+        yield rule, onepass.REMAINDER, "nearest"
+
+
+def fits(dtype: torch.dtype, grid: str) -> bool:
+    """Whether a container has a grid: narrow ones leave too few bits for some scales."""
+    try:
+        return bool(kernels.round(torch.ones(1, dtype=dtype), grid).numel())
+    except UsageError:
+        return False
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+KINDS = [(dtype, grid) for dtype in DTYPES for grid in (*FIXED, *MOVING) if fits(dtype, grid)]
+CASES: dict[str, tuple[Callable[..., Callable[[], Parts]], list[tuple[Any, ...]]]] = {
+    "round": (rounded, [(*kind, mode) for kind in KINDS for mode in MODES[:2]]),
+    "audit": (audited, [(*kind, after) for kind in KINDS for after in (False, True)]),
+    "write_back": (written, [(*kind, mode) for kind in KINDS for mode in MODES]),
+    "one_pass": (
+        stepped,
+        [
+            (dtype, grid, way)
+            for way in ways()
+            for dtype in DTYPES[:2]
+            for grid in (("bf16",) if way[1] == onepass.REMAINDER else FIXED)
+            if onepass.kind_of(hu.grid(grid).within(torch.float32)) is not None
+        ],
+    ),
+}
+"""What a kernel is called with, in turn; of one pass, a dtype is that of gradients and moments."""
+
+
+@contextmanager
+def by_reference() -> Iterator[None]:
+    """Have the reference do what the library does."""
+    with mock.patch.object(native, "library", return_value=None):
+        yield
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> int:
+    """How many elements differ: in any bit, but for which NaN it is."""
+    a, b = (x.float() if x.dtype == torch.bfloat16 else x for x in (a, b))
+    equal = a.numpy().view(np.uint8).reshape(a.numel(), -1) == b.numpy().view(np.uint8).reshape(b.numel(), -1)
+    nans = np.isnan(a.numpy()) & np.isnan(b.numpy())
+    return int((~equal.all(axis=1) & ~nans.reshape(-1)).sum())
+
+
+@dataclass
+class Row:
+    """What was found of a kernel."""
+
+    kernel: str
+    cases: int = 0
+    inputs: int = 0
+    compared: int = 0
+    differing: int = 0
+
+
+def random_inputs(wanted: int, chosen: list[str], seed: int) -> list[Row]:
+    """Compare the kernels on so many inputs each."""
+    rows = []
+    for kernel in chosen:
+        function, cases = CASES[kernel]
+        row, rng = Row(kernel), np.random.default_rng([seed, list(CASES).index(kernel)])
+        chunk = min(CHUNK, -(-wanted // len(cases)))
+        for case in itertools.cycle(cases):
+            if row.inputs >= wanted:
+                break
+            call = function(rng, chunk, case)
+            fast = call()
+            with by_reference():
+                slow = call()
+            for a, b in zip(fast, slow, strict=True):
+                row.compared += a.numel()
+                row.differing += (wrong := same(a, b))
+                if wrong:
+                    print(f"{kernel} {case}: {wrong} of {a.numel()} differ", flush=True)
+            row.inputs, row.cases = row.inputs + chunk, min(row.cases + 1, len(cases))
+            if row.inputs // chunk % 10 == 0:
+                print(json.dumps(vars(row)), flush=True)
+        rows.append(row)
+        print(json.dumps(vars(row)), flush=True)
+    return rows
+
+
+# ---- compilers and sanitizers ------------------------------------------------------------------------------
+
+
+def built(folder: Path, compiler: str) -> dict[str, str]:
+    """Copy the package, build its library with a compiler, and return the environment that uses it."""
+    source = folder / "src"
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("built", "__pycache__"))
+    env = {**os.environ, "CXX": compiler, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    made = source / build.HERE.relative_to(ROOT / "src") / "build.py"
+    subprocess.run([sys.executable, str(made)], env=env, check=True, capture_output=True)
+    return env
+
+
+def passed(env: dict[str, str], tests: list[str]) -> str:
+    """Run tests; return pytest's last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-2000:])
+    return done.stdout.strip().splitlines()[-1]
+
+
+def compilers(names: list[str], tests: list[str]) -> list[tuple[str, str, str]]:
+    """Run tests with the library of every compiler, at every target."""
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            env = built(Path(folder), name)
+            for target in build.targets():
+                rows.append((name, target, passed({**env, "HALFULP_NATIVE": target}, tests)))
+                print(rows[-1], flush=True)
+    return rows
+
+
+def sanitizers(tests: list[str]) -> list[tuple[str, str, str]]:
+    """Run tests with a library that checks addresses and undefined behaviour, at every target."""
+    found = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    # Python and torch leak by design; what they free at the end is theirs.
+    checks = {
+        "LD_PRELOAD": " ".join(x.strip() for x in found), "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    }  # fmt: skip
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        env = built(Path(folder), SANITIZED)
+        for target in build.targets():
+            rows.append(("sanitizers", target, passed({**env, **checks, "HALFULP_NATIVE": target}, tests)))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    given = commands.add_parser("random")
+    given.add_argument("--inputs", type=float, default=1e8, help="of each kernel")
+    given.add_argument("--kernel", choices=list(CASES), action="append")
+    given.add_argument("--seed", type=int, default=0)
+    given = commands.add_parser("compilers")
+    given.add_argument("compiler", nargs="+")
+    for command in (given, commands.add_parser("sanitizers")):
+        command.add_argument("--test", action="append", help=f"by default {' '.join(TESTS)}")
+    told = parser.parse_args()
+    if told.command == "random":
+        rows = random_inputs(int(told.inputs), told.kernel or list(CASES), told.seed)
+        print("\n| kernel | cases | inputs | values compared | differing |\n|---|--:|--:|--:|--:|")
+        for row in rows:
+            print(f"| {row.kernel} | {row.cases} | {row.inputs} | {row.compared} | {row.differing} |")
+        sys.exit(any(row.differing for row in rows))
+    tests = told.test or list(TESTS)
+    found = sanitizers(tests) if told.command == "sanitizers" else compilers(told.compiler, tests)
+    print("\n| compiler | target | tests |\n|---|---|---|")
+    for each in found:
+        print("| {} | {} | {} |".format(*each))
+    sys.exit(any("failed" in row[2] or "error" in row[2] or "passed" not in row[2] for row in found))
+
+
+if __name__ == "__main__":
+    main()

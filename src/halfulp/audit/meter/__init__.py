@@ -1,0 +1,1 @@
+"""Turn pairs of tensors, before and after, into rows of counts; no optimizer, no disk."""

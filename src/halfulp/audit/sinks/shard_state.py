@@ -1,0 +1,246 @@
+"""Save the tracked state of shards from every rank, and restore it on any number of ranks.
+
+The file of a rank lists the coordinates of each tensor that it holds, so each rank reads what it needs: its
+own file if the tensors are sharded as before, otherwise parts of several. A trace of whole tensors can be
+resumed on shards, and the other way round. :mod:`halfulp.trace.resuming` decides where to resume.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfulp import files, tensors
+from halfulp.audit.meter.tensor import Watched
+from halfulp.audit.ranks import rank, spread
+from halfulp.documents import whole
+from halfulp.errors import CorruptionError, HalfulpError, UsageError
+from halfulp.text import tell
+from halfulp.trace.resuming import RANKS, STEP, Resumed, clear, shard_file, shards_of
+from halfulp.trace.schema import read_manifest
+from halfulp.writeback.sharding import local, shard_offset
+
+State = dict[str, torch.Tensor]
+Range = tuple[int, int]
+"""The first coordinate of a shard in the whole tensor, and the number of coordinates."""
+Writes = tuple[Path, str, int]
+"""The message of the first rank: folder, id and last step of its trace."""
+TRACE, PLACES = "halfulp.trace", "halfulp.ranges"
+BITS, ONE = "moved", "largest"
+"""State kept as packed bits, and as one number per tensor; all other state has one value per coordinate."""
+
+
+def range_of(w: Watched) -> Range:
+    return shard_offset(w.tensor), local(w.tensor).numel()
+
+
+def _first_replica(x: Any) -> bool:
+    """Return True if no other rank is to save the same shard."""
+    at = x.device_mesh.get_coordinate()
+    return all(c == 0 for c, how in zip(at, x.placements, strict=True) if how.is_replicate())
+
+
+class Shards:
+    """The shards that this rank follows, and their files."""
+
+    def __init__(self, out: Path, trace: str) -> None:
+        self.out, self.trace, self.rank = out, trace, rank()
+        self.ranks: set[int] = set()
+        self.ranges: dict[Watched, Range] = {}
+        """Ranges of the shards that this rank saves; every shard is saved once."""
+        self.step, self.of = 0, list[int]()
+        """The last step and the ranks of the newest files."""
+        self.named = (0, 0)
+        """The steps of the files that the newest two parts continue from."""
+
+    def take_up(self, state: State) -> None:
+        """Continue from the files that a state names."""
+        self.step, self.of = shards_of(state)
+        self.named = (self.step, self.step)
+
+    def add(self, new: Sequence[Watched]) -> None:
+        """Follow these as well."""
+        for w in new:
+            self.ranks.update(w.tensor.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]  # a DTensor
+            if _first_replica(w.tensor):
+                self.ranges[w] = range_of(w)
+
+    def save(self, step: int, state: Callable[[Watched], State]) -> None:
+        """Write this rank's file; it appears whole."""
+        made = {name: t for w in self.ranges for name, t in state(w).items()}
+        said = {TRACE: self.trace, PLACES: json.dumps({w.id: r for w, r in self.ranges.items()})}
+        files.put(shard_file(self.out, step, self.rank), tensors.content(made, said))
+        self.step, self.of = step, sorted(self.ranks)
+
+    def name(self) -> State:
+        """Return the step and ranks of the files to continue from, for the state of a part."""
+        self.named = (self.named[1], self.step)
+        return (
+            {STEP: torch.tensor([self.step], device="cpu"), RANKS: torch.tensor(self.of, device="cpu")}
+            if self.step
+            else {}
+        )
+
+    def clear(self) -> None:
+        """Remove what no part goes on from; the first rank does it for all."""
+        keep = {*self.named, self.step}
+        clear(self.out, lambda step: step <= self.step and step not in keep)  # a later one is being written
+
+
+def met(
+    shards: Shards | None, writes: Writes | None, new: Sequence[Watched], last: int, loaded: State
+) -> Shards | None:
+    """Have all ranks that share tensors know where the trace is; None: it is nowhere, or not seen from here.
+
+    ``last`` and ``loaded``: the last step that this rank found there, and the state.
+    """
+    found: Any = writes
+    for mesh in dict.fromkeys(w.tensor.device_mesh for w in new):  # type: ignore[attr-defined]  # DTensors
+        heard = spread(found, mesh)
+        found = heard if found is None else found
+    if found is None or not new:
+        return shards
+    out, trace, step = found
+    if step != last:
+        raise UsageError(
+            f"cannot resume {out}: the first rank goes on after step {step}, rank {rank()} after {last}. All "
+            "ranks need to see one folder."
+        )
+    if shards is None and _sees(out, trace):
+        shards = Shards(out, trace)
+        shards.take_up(loaded)
+    if shards is not None:
+        shards.add(new)
+    return shards
+
+
+def _sees(out: Path, trace: str) -> bool:
+    try:
+        seen = read_manifest(out / "manifest.json").get("id") == trace
+    except (HalfulpError, OSError):
+        seen = False
+    if not seen:
+        tell(
+            f"halfulp: rank {rank()} does not see {out}, where the first rank records: the run can be "
+            "recorded, but not resumed."
+        )
+    return seen
+
+
+# ---- resuming --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Pieces:
+    """The saved state found for one tensor, limited to what this rank needs."""
+
+    w: Watched
+    range: Range
+    found: dict[int, State] = field(default_factory=dict)
+    exact: State | None = None
+
+    def add(self, range: Range, state: State) -> None:
+        if range == self.range:
+            self.exact = state
+            return
+        if self.w.tiles is not None:
+            raise UsageError(
+                f"cannot resume: {self.w.name!r} is sharded in another way than it was, and its sample was "
+                "drawn from every shard. Resume on as many ranks as before."
+            )
+        first, numel = range
+        begin = max(first, self.range[0])
+        end = min(first + numel, sum(self.range))
+        if begin < end or not self.range[1]:
+            end = max(begin, end)
+            cut = {name: _cut(name, t, numel, begin - first, end - first) for name, t in state.items()}
+            self.found[begin] = cut
+
+    @property
+    def complete(self) -> bool:
+        sizes = (next(t.shape[1] for name, t in s.items() if not _is(name, ONE)) for s in self.found.values())
+        return self.exact is not None or (bool(self.found) and sum(sizes) == self.range[1])
+
+    def made(self) -> State:
+        if self.exact is not None:
+            return self.exact
+        parts = [self.found[first] for first in sorted(self.found)]
+        return {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
+
+
+def _is(name: str, what: str) -> bool:
+    return name.rpartition(".")[2] == what
+
+
+def _cut(name: str, t: torch.Tensor, numel: int, begin: int, end: int) -> torch.Tensor:
+    if _is(name, ONE):
+        return t
+    if _is(name, BITS):
+        bits = np.unpackbits(t.numpy(), axis=1, count=numel, bitorder="little")
+        return torch.from_numpy(bits[:, begin:end].copy())
+    return t[:, begin:end].clone()
+
+
+def _joined(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if _is(name, ONE):
+        return parts[0]
+    whole = torch.cat(list(parts), dim=1)
+    return (
+        torch.from_numpy(np.packbits(whole.numpy(), axis=1, bitorder="little")) if _is(name, BITS) else whole
+    )
+
+
+def give(
+    loaded: State, resumed: Resumed, new: Iterable[Watched], followed: Callable[[Watched], bool]
+) -> None:
+    """Add the saved state of new tensors that this rank needs to the state loaded from a trace."""
+    step, ranks = shards_of(loaded)
+    here: dict[int, State] = {}
+    for name in [n for n in loaded if n.partition(".")[0].isdecimal()]:
+        here.setdefault(int(name.partition(".")[0]), {})[name] = loaded[name]
+    wanted = {w.id: _Pieces(w, range_of(w)) for w in new if w.sharded or (step and w.id not in here)}
+    for i in [i for i in wanted if i in here]:
+        for name in here[i]:
+            del loaded[name]
+        _take(wanted, loaded, i, (0, wanted[i].w.tensor.numel()), here[i])
+    for r in sorted(ranks, key=lambda r: (r != rank(), r)):  # its own is all that it needs, as a rule
+        if not wanted:
+            break
+        found, ranges = _read(shard_file(resumed.trace.path, step, r), resumed.manifest["id"])
+        for i in [i for i in wanted if i in ranges]:
+            state = {n: t for n, t in found.items() if n.partition(".")[0] == str(i)}
+            _take(wanted, loaded, i, ranges[i], state)
+    left = {i for i, pieces in wanted.items() if followed(pieces.w)}
+    if left and resumed.count:
+        rows = resumed.trace.scan("tensors", "step", "tensor")
+        for i in left & set(rows["tensor"][rows["step"] <= resumed.last_step].tolist()):
+            raise UsageError(
+                f"cannot resume {resumed.trace.path}: it has steps of {wanted[i].w.name!r}, but not what was "
+                "followed of its shards. An older halfulp did not save that."
+            )
+
+
+def _take(wanted: dict[int, _Pieces], loaded: State, i: int, range: Range, state: State) -> None:
+    wanted[i].add(range, state)
+    if wanted[i].complete:
+        loaded.update(wanted.pop(i).made())
+
+
+def _read(file: Path, trace: str) -> tuple[State, dict[int, Range]]:
+    found, said = tensors.read(file)
+    if said.get(TRACE) != trace or tensors.DIGEST not in said:
+        raise CorruptionError(f"{file} belongs to another trace than the one that it lies in.")
+    try:
+        ranges = {int(i): (first, numel) for i, (first, numel) in json.loads(said[PLACES]).items()}
+        stated = all(whole(n) for pair in ranges.values() for n in pair)
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        stated = False
+    if not stated:
+        raise CorruptionError(f"{file} does not say which coordinates it holds.")
+    return found, ranges

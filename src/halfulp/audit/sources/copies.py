@@ -1,0 +1,149 @@
+"""Copies of weights that a script keeps beside them, such as an EMA: what one may be, where it is found.
+
+A module that is found is a copy if it, or a part of it, has a tensor for each of the optimizer's, none of
+those, and no gradient, which networks that are trained have. A list of tensors is one if they have the
+weights' values: gradients have their shapes as well, and averages begin as copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from halfulp.audit.sources.names import in_frames, modules_in_frames
+from halfulp.errors import UsageError
+from halfulp.kernels.auditing import PLAIN
+from halfulp.numbers.containers import CONTAINERS
+from halfulp.writeback.sharding import is_sharded
+
+Copies = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
+GRADIENTS = "grad"
+"""The role of gradients that accumulate, which no other may have."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+def checked(also: Mapping[str, Copies]) -> dict[str, Copies]:
+    """Return the copies by name, if they can be followed."""
+    for name, held in also.items():
+        if name == GRADIENTS:
+            raise UsageError(f"also= cannot call a copy {name!r}: gradients that accumulate are called so.")
+        if _NAME.fullmatch(str(name)) is None:
+            raise UsageError(f"also= names copies by short words, such as 'ema', not {name!r}.")
+        if not isinstance(held, torch.nn.Module | Mapping | Iterable):
+            raise UsageError(f"also={{{name!r}: ...}} takes a module or tensors, not {held!r:.200}.")
+        if not tensors_of(held):
+            raise UsageError(f"also={{{name!r}: ...}} has no tensor of floating-point values to follow.")
+    return dict(also)
+
+
+def role_name(kind: str) -> str:
+    """Return what an optimizer calls a state, as the name of a folder: different for different ones.
+
+    >>> role_name("exp_avg"), role_name("../../a b")
+    ('exp_avg', 'a-b-cd36d98f')
+    """
+    if _NAME.fullmatch(kind) and kind != GRADIENTS:
+        return kind
+    safe = re.sub("[^A-Za-z0-9_]+", "-", kind).strip("-")[:40]
+    return f"{safe or 'state'}-{hashlib.sha256(kind.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+
+
+def tensors_of(held: Copies) -> dict[str, torch.Tensor]:
+    """Return the float tensors of a module, a mapping or a list, by name."""
+    if isinstance(held, torch.nn.Module):
+        named: Iterable[tuple[str, Any]] = held.named_parameters()
+    elif isinstance(held, Mapping):
+        named = held.items()
+    else:
+        named = ((str(i), x) for i, x in enumerate(held))
+    return {str(name): x for name, x in named if followed(x)}
+
+
+def followed(x: Any) -> bool:
+    """Return True if a tensor holds values that can be compared."""
+    known = type(x) in PLAIN or is_sharded(x)
+    plain = known and x.layout == torch.strided and x.is_leaf
+    return plain and str(x.dtype).removeprefix("torch.") in CONTAINERS and x.numel() > 1
+
+
+def narrow_scalar(x: Any) -> bool:
+    """Return True if a state is one number in 16 bits: a counter there stops at the last whole number."""
+    return type(x) in PLAIN and x.numel() == 1 and x.dtype in (torch.bfloat16, torch.float16)
+
+
+class Listed(Mapping[str, torch.Tensor]):
+    """Tensors of a list, as it is at the time, under the names of the weights that they are copies of."""
+
+    def __init__(self, held: Sequence[torch.Tensor], places: Mapping[str, int]) -> None:
+        self.held, self.places = held, places
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.held[self.places[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def found_copies(weights: Mapping[torch.Tensor, str], not_these: Iterable[torch.Tensor]) -> dict[str, Copies]:
+    """Copies of weights among the variables of the frames that called a step, by the variable's name. No
+    shards: all ranks would have to find the same."""
+    mine = {p for p in weights if p.numel() > 1}
+    taken = {*weights, *not_these}
+    candidates: list[tuple[str, Copies]] = []
+    for label, module in modules_in_frames():
+        candidates += _apart(label, module, mine)
+    for kind in (list, tuple):
+        listed = ((label, held, _places(held, weights)) for label, held in in_frames(kind))
+        candidates += [(label, Listed(held, places)) for label, held, places in listed if places]
+    found: dict[str, Copies] = {}
+    for label, held in candidates:
+        tensors = set(tensors_of(held).values())
+        trained = any(x.grad is not None or is_sharded(x) for x in tensors)
+        if role_name(label) == label and label not in found and not trained and taken.isdisjoint(tensors):
+            found[label] = held
+            taken |= tensors
+    return found
+
+
+def _apart(
+    label: str, module: torch.nn.Module, mine: set[torch.Tensor]
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules, this one or inside it, that have a tensor for each weight but share none."""
+    held = tensors_of(module).values()
+    others = [x for x in held if x not in mine]
+    if not mine or Counter(x.shape for x in mine) - Counter(x.shape for x in others):
+        return
+    if len(others) == len(held):
+        yield label, module
+        return
+    for name, child in module.named_children():
+        yield from _apart(name, child, mine)
+
+
+def _places(held: Sequence[Any], weights: Mapping[torch.Tensor, str]) -> dict[str, int]:
+    """Return where a list has each of the weights, by its values; nothing if it has not exactly those."""
+    if len(held) != len(weights) or not all(type(x) in PLAIN for x in held):
+        return {}
+    if Counter(x.shape for x in held) != Counter(p.shape for p in weights):
+        return {}
+    free, places = dict(enumerate(held)), {}
+    for p, name in weights.items():
+        at = next((i for i, x in free.items() if x.shape == p.shape and _equal(x, p)), None)
+        if at is None:
+            return {}
+        places[name] = at
+        del free[at]
+    return places
+
+
+def _equal(x: torch.Tensor, p: torch.Tensor) -> bool:
+    narrow = min(x.dtype, p.dtype, key=lambda dtype: dtype.itemsize)
+    return x.device == p.device and torch.equal(x.detach().to(narrow), p.detach().to(narrow))

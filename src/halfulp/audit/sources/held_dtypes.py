@@ -1,0 +1,135 @@
+"""Record the dtypes that an optimizer really holds.
+
+These are the dtypes of parameters, gradients, and every state that is as large as they are or a 16-bit
+number. A run described as bfloat16 may keep its moments in float32, and one "with float32 optimizer" may not.
+The dtypes are read after the first audited step, when the states exist.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from halfulp.audit.ranks import rank
+from halfulp.audit.sinks import manifest
+from halfulp.audit.sources.caller import caller_of
+from halfulp.audit.sources.copies import narrow_scalar, role_name
+from halfulp.audit.sources.names import writable
+from halfulp.text import tell
+from halfulp.verdicts import held as verdict_held
+from halfulp.writeback.optimizer import WriteBack
+
+Sizes = dict[str, int]
+"""Values by dtype."""
+LONGEST = 200
+"""Characters of a state's name in a manifest."""
+
+
+class OptimizerNotes:
+    """Note for the manifest what the optimizers of a run are, and which dtypes they hold."""
+
+    def __init__(self) -> None:
+        self.announces = False
+        """True to report on standard error, after the first step, what they hold."""
+        self._seen: list[torch.optim.Optimizer] = []
+        self._holds: dict[torch.optim.Optimizer, dict[str, Any]] = {}
+        self._gradients: Sizes = {}
+        self.caller: dict[str, Any] = {}
+        """The caller that steps the first of them."""
+
+    def see(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register an optimizer."""
+        if optimizer not in self._seen:
+            self._seen.append(optimizer)
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the gradients before its first step, which may drop them."""
+        if optimizer in self._seen and optimizer not in self._holds:
+            self._gradients = gradients(optimizer)
+            self.caller = self.caller or caller_of(optimizer)
+
+    def after(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Look at what it holds once its first step is over; whether that is new."""
+        if optimizer in self._holds or optimizer not in self._seen:
+            return False
+        found = held(optimizer, self._gradients or gradients(optimizer))  # or a closure's
+        found["states"] = {_written(kind): sizes for kind, sizes in found["states"].items()}
+        self._holds[optimizer] = found
+        return True
+
+    def described(self) -> list[dict[str, Any]]:
+        """Return what a manifest says of them."""
+        return [
+            {**manifest.described(o), **({"holds": self._holds[o]} if o in self._holds else {})}
+            for o in self._seen
+        ]
+
+    def announce(self) -> None:
+        """Say what they hold, once."""
+        if self.announces and self._holds:
+            self.announces = False
+            if rank() == 0:
+                tell(f"halfulp: {verdict_held.words_of(self._holds.values())}")
+
+
+def _written(kind: str) -> str:
+    """Return what an optimizer calls a state, as a manifest takes it: valid text, and not too long."""
+    return writable(kind) if len(kind) <= LONGEST else role_name(kind)
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> Sizes:
+    """Return the sizes of the gradients before a step, which may drop them."""
+    return _sizes(p.grad for group in optimizer.param_groups for p in group["params"])
+
+
+def held(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
+    """Values by dtype: parameters, gradients, and states by the names that the optimizer has for them. Of
+    parameters that a write-back stores, the grid, the policy and where they are."""
+    slots = optimizer.slots if isinstance(optimizer, WriteBack) else []
+    inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
+    params = [p for group in inner.param_groups for p in group["params"]]
+    written: Counter[str] = Counter()
+    for slot in slots:
+        where = "packed" if slot.storage == "packed" else f"in {str(slot.p.dtype).removeprefix('torch.')}"
+        written[f"{slot.grid.name} written by {slot.policy.spec.partition('(')[0]}, {where}"] += (
+            slot.shape.numel()
+        )
+    stepped = {slot.stepped for slot in slots}
+    states: dict[str, list[torch.Tensor]] = {}
+    for p in params:
+        for kind, held in flat(inner.state.get(p) or {}):
+            for x in held if isinstance(held, list | tuple) else (held,):
+                if isinstance(x, torch.Tensor) and (x.numel() > 1 or narrow_scalar(x)):
+                    states.setdefault(str(kind), []).append(x)
+    found = {kind: _sizes(tensors) for kind, tensors in states.items()}
+    others = _sizes(p for p in params if p not in stepped)
+    return {"parameters": {**written, **others}, "gradients": gradients, "states": found}
+
+
+def flat(state: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield one parameter's state by kind; some optimizers nest it one level deeper (heavyball)."""
+    for kind, x in state.items():
+        if isinstance(x, Mapping):
+            yield from flat(x)
+        else:
+            yield kind, x
+
+
+def _sizes(tensors: Iterable[torch.Tensor | None]) -> Sizes:
+    found: Counter[str] = Counter()
+    for x in tensors:
+        if x is not None and not is_lazy(x) and x.numel():
+            found[str(_inside(x).dtype).removeprefix("torch.")] += x.numel()
+    return dict(sorted(found.items()))
+
+
+def _inside(x: torch.Tensor) -> torch.Tensor:
+    """Return what a wrapper of tensors really holds: states of 8 or 4 bits call themselves float32."""
+    flatten = getattr(x, "__tensor_flatten__", None)
+    inner = [getattr(x, name) for name in flatten()[0]] if flatten is not None else []
+    inner = [y for y in inner if isinstance(y, torch.Tensor)]
+    return max(inner, key=lambda y: y.numel()) if inner else x

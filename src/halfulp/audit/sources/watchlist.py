@@ -1,0 +1,248 @@
+"""``Watchlist``: the tensors under audit, with names, groups, grids and numbers.
+
+An optimizer may gain parameters while it runs, and a recording may be taken up by another process. So tensors
+are looked for at every step that is audited, and the manifest of a trace says the same of one as before.
+
+What cannot be audited is refused before the first step. Later nothing is, for the training is not the audit's
+to end: a tensor that comes then and does not fit is left out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from halfulp.audit.meter.tensor import Watched, check_shard
+from halfulp.audit.ranks import rank
+from halfulp.audit.settings import Measure
+from halfulp.audit.sources.names import Naming
+from halfulp.errors import UsageError
+from halfulp.kernels.plan import on_gpu
+from halfulp.measures.groups import group_of
+from halfulp.numbers.grids import Grid
+from halfulp.text import count, tell
+from halfulp.trace import Trace
+from halfulp.writeback.choosing import oddity
+from halfulp.writeback.sharding import is_sharded
+
+Namer = Callable[[list[torch.Tensor]], Mapping[torch.Tensor, Naming]]
+"""Names tensors that come up, and those beside them."""
+
+
+class Watchlist:
+    """Decide which tensors are audited, and hold them.
+
+    Args:
+        grids: The grids; those that do not fit may be dropped with the first tensors.
+        measure: What is measured.
+        untrained: Whether tensors without gradients are watched as well.
+        whole: Whether only whole tensors can be: what is asked for cannot be had of shards.
+        folder: Whether a shard that is watched needs a folder, to be resumed from.
+    """
+
+    def __init__(
+        self,
+        grids: Sequence[Grid],
+        measure: Measure,
+        *,
+        untrained: bool = False,
+        whole: bool = False,
+        folder: bool = False,
+    ) -> None:
+        self.grids, self.measure = list(grids), measure
+        self.untrained, self.whole, self.folder = untrained, whole, folder
+        self.watched: dict[torch.Tensor, Watched] = {}
+        self.begun = False
+        """True once a step was audited in this process; from then on nothing is refused."""
+        self.resumed = False
+        """True if it continues with the tensors that a trace lists."""
+        self._left_out: set[torch.Tensor] = set()
+        self._lists: WeakKeyDictionary[Any, tuple[list[torch.Tensor], list[Watched]]] = WeakKeyDictionary()
+
+    def keep_fit(self, found: Trace) -> None:
+        """Leave out grids that a trace was begun without."""
+        self.grids = [g for g in self.grids if g.name in found.grids]
+
+    # ---- looking up ----
+
+    def of(self, key: object, tensors: list[torch.Tensor]) -> list[Watched]:
+        """Return what this rank looks at of tensors; ``key``: whose they are, for the next time."""
+        found = self._known(key, tensors)
+        if found is None:
+            found = [self.watched[p] for p in tensors if p in self.watched]
+            if all(self.decided(p) for p in tensors):
+                self._lists[key] = (tensors, found)
+        return _here(found)
+
+    def known(self, key: object, tensors: list[torch.Tensor]) -> list[Watched] | None:
+        """Return the same if each was decided on and they are the same as then, else None."""
+        found = self._known(key, tensors)
+        return None if found is None else _here(found)
+
+    def _known(self, key: object, tensors: list[torch.Tensor]) -> list[Watched] | None:
+        """Return the previous result if the tensors are the same: comparing them is cheaper than lookups."""
+        decided, found = self._lists.get(key, ([], []))
+        same = len(decided) == len(tensors) > 0 and all(map(operator.is_, decided, tensors))
+        return found if same else None
+
+    def decided(self, p: torch.Tensor) -> bool:
+        """Return True if a tensor is watched, or was left out."""
+        return p in self.watched or p in self._left_out
+
+    def names(self) -> dict[torch.Tensor, str]:
+        """Return the names of all watched tensors."""
+        return {p: w.name for p, w in self.watched.items()}
+
+    # ---- taking up ----
+
+    def new_among(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those that were not decided on; a lazy one may come to have a shape."""
+        return [
+            p
+            for p in tensors
+            if not self.decided(p)
+            and (p.requires_grad or p.grad is not None or self.untrained)
+            and not is_lazy(p)
+        ]
+
+    def take(
+        self, new: list[torch.Tensor], naming: Mapping[torch.Tensor, Naming], listed: Sequence[dict[str, Any]]
+    ) -> list[Watched]:
+        """Watch those of new tensors that can be audited, and leave out the others.
+
+        Args:
+            new: Tensors that were not decided on.
+            naming: Their names.
+            listed: The tensors in the manifest of a trace that is resumed, or of this one.
+
+        Raises:
+            UsageError: If one does not fit, before the first step.
+        """
+        rule = self.measure.params
+        chosen = self._auditable([p for p in new if rule is None or rule(naming[p].name, p)], naming)
+        if self.begun:
+            chosen = self._fitting(chosen, naming)
+        elif self.measure.unfit == "drop" and not self.resumed:
+            self._drop_unfit(chosen)
+        self._left_out.update(set(new) - set(chosen))
+        for p in chosen:
+            self.watched[p] = self._made(naming[p], p, listed)
+        return [self.watched[p] for p in chosen]
+
+    def leave_out(self, p: torch.Tensor) -> Watched:
+        """Look at a tensor no longer."""
+        self._left_out.add(p)
+        self._lists.clear()
+        return self.watched.pop(p)
+
+    def replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Have a new tensor take the place of one."""
+        if old in self.watched:
+            w = self.watched.pop(old)
+            w.tensor = new
+            self.watched[new] = w
+
+    def _auditable(
+        self, params: list[torch.Tensor], named: Mapping[torch.Tensor, Naming]
+    ) -> list[torch.Tensor]:
+        """Return the tensors that hold real numbers in memory, and report the others.
+
+        Integers are not trained, and an empty tensor has nothing to lose; both are left out silently.
+        """
+        odd = {p: what for p in params if (what := oddity(p)) is not None}
+        if odd and rank() == 0:
+            first, what = next(iter(odd.items()))
+            rest = _and_more(odd)
+            tell(f"halfulp: {named[first].name!r} ({what}){rest} left out: no real numbers in plain memory.")
+        return [p for p in params if p not in odd and p.is_floating_point() and p.numel()]
+
+    def _fitting(
+        self, params: list[torch.Tensor], named: Mapping[torch.Tensor, Naming]
+    ) -> list[torch.Tensor]:
+        """Return the tensors that came after the first step and can be audited for the grids of this run."""
+        unfit = {p: why for p in params if (why := self._unfit(p)) is not None}
+        if unfit:
+            first, why = next(iter(unfit.items()))
+            tell(
+                f"halfulp: {named[first].name!r}{_and_more(unfit)} came after the first audited step and "
+                f"cannot be audited with the others, so they are left out: {why}"
+            )
+        return [p for p in params if p not in unfit]
+
+    def _unfit(self, p: torch.Tensor) -> str | None:
+        """Say why a tensor cannot be audited, if it cannot."""
+        try:
+            check_shard(p, [g.within(p.dtype) for g in self.grids])
+            if self.measure.expected_never_moved and on_gpu(p):
+                raise UsageError(
+                    "expected_never_moved= follows probabilities on the CPU only; this tensor is on a GPU: "
+                    "leave it out, or audit a run on the CPU."
+                )
+            if is_sharded(p) and self.whole:
+                raise UsageError("keep= and scores= are for whole tensors; this one is sharded.")
+            if is_sharded(p) and self.folder:
+                raise UsageError("resume= of a sharded tensor needs a folder: out=.")
+        except UsageError as error:
+            return str(error)
+        return None
+
+    def _drop_unfit(self, params: list[torch.Tensor]) -> None:
+        """Leave out grids that some parameter's dtype cannot hold."""
+        fit = [g for g in self.grids if all(_fits(g, p.dtype) for p in params)]
+        if fit and len(fit) < len(self.grids):
+            left = ", ".join(g.name for g in self.grids if g not in fit)
+            dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params}))
+            tell(f"halfulp: {left} left out: what the optimizer sees ({dtypes}) does not hold its values.")
+            self.grids = fit
+
+    def _made(self, naming: Naming, p: torch.Tensor, listed: Sequence[dict[str, Any]]) -> Watched:
+        name, rules = naming.name, self.measure.groups
+        group = group_of(name, p, naming.module) if rules is None else rules(name, p)
+        if not isinstance(group, str):
+            raise UsageError(f"groups= must give a string: for {name!r} it gave {group!r}.")
+        stored = str(p.dtype).removeprefix("torch.") if naming.stored is None else naming.stored
+        w = Watched(self._id(name, p, listed), name, group, p, [], stored)
+        w.codes = naming.codes
+        w.copy = None if naming.copy is None else str(naming.copy).removeprefix("torch.")
+        w.shown = naming.held
+        if (why := self._unfit(p)) is not None:
+            raise UsageError(f"parameter {name!r}: {why}")
+        w.grids = [g.within(p.dtype) for g in self.grids]
+        w.choose(self.measure.sample, self.measure.seed)
+        return w
+
+    def _id(self, name: str, p: torch.Tensor, listed: Sequence[dict[str, Any]]) -> int:
+        """Return the number of a tensor in the trace: the one it has there already, or the next."""
+        known = {t["name"]: t for t in listed}
+        if name in known and known[name]["shape"] != list(p.shape):
+            raise UsageError(
+                f"cannot resume the trace: {name!r} has shape {known[name]['shape']} there, but "
+                f"{list(p.shape)} here."
+            )
+        if name in known:
+            return int(known[name]["id"])
+        used = [t["id"] for t in known.values()] + [w.id for w in self.watched.values()]
+        return max(used, default=-1) + 1
+
+
+def _here(found: list[Watched]) -> list[Watched]:
+    """Return the tensors that this rank examines: all on the first rank, else those sharded or rehearsed."""
+    return found if rank() == 0 else [w for w in found if w.sharded or w.rehearsed]
+
+
+def _fits(grid: Grid, dtype: torch.dtype) -> bool:
+    try:
+        grid.within(dtype)
+    except UsageError:
+        return False
+    return True
+
+
+def _and_more(tensors: Mapping[torch.Tensor, str]) -> str:
+    """Return what follows the name of the first."""
+    return f" and {count(len(tensors) - 1, 'more tensor')}" if len(tensors) > 1 else ""

@@ -1,0 +1,22 @@
+"""Examine stored values: which of them one step can change, and which of them changed.
+
+Everything here reads stored values alone and needs no run. :func:`check` reads one checkpoint before any
+training, and :func:`sweep` does so for several learning rates; :func:`diff` compares two checkpoints;
+:class:`Sync` compares a trainer's current values with those of the last sync.
+"""
+
+from halfulp.checkpoints.block_fp8 import BlockFp8
+from halfulp.checkpoints.changes import Change, Part, join, join_positions
+from halfulp.checkpoints.check_model import check
+from halfulp.checkpoints.check_result import Check
+from halfulp.checkpoints.comparing import Difference
+from halfulp.checkpoints.differences import Diff, diff
+from halfulp.checkpoints.patches import CheckpointWeightPatch, SparseWeightPatch
+from halfulp.checkpoints.receiving import Receiver
+from halfulp.checkpoints.sweep import Sweep, sweep
+from halfulp.checkpoints.sync import Sync
+
+__all__ = [
+    "BlockFp8", "Change", "Check", "CheckpointWeightPatch", "Diff", "Difference", "Part", "Receiver",
+    "SparseWeightPatch", "Sweep", "Sync", "check", "diff", "join", "join_positions", "sweep",
+]  # fmt: skip

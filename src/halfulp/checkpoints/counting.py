@@ -1,0 +1,74 @@
+"""Loop over stored bits to count values and to find differences.
+
+These loops are separate from the kernels because they know only integers, and no grid.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from halfulp.kernels import native
+
+Array = npt.NDArray[Any]
+LANES = 4
+"""The number of tables that a loop counts into in turn, so that runs of equal values do not stall."""
+PIECE = 2**20
+"""The number of values compared at a time."""
+
+
+def occurrences(codes: Array, out: Array) -> None:
+    """Add to ``out[lane, code]``, uint32 or int64, for codes of one byte or two below its width."""
+    found = native.library()
+    if found is None:
+        out[0] += np.bincount(codes, minlength=out.shape[1]).astype(out.dtype)
+        return
+    codes = np.ascontiguousarray(codes)
+    count = found.opened.halfulp_occurrences
+    count.argtypes, count.restype = (c_void_p, c_int, c_int64, c_int64, c_void_p, c_int), None
+    count(codes.ctypes.data, codes.itemsize, codes.size, out.shape[1], out.ctypes.data, out.itemsize == 8)
+
+
+def classes(bits: Array, mantissa: int, first: Array, second: Array, out: Array) -> None:
+    """Add to ``out[lane, class]`` for the bits of wide floats. The class of a magnitude is its binade (times
+    16), how many of that binade's ``first`` and ``second`` it is at or above (times 4), whether it begins the
+    binade (times 2), and whether it is odd."""
+    found = native.library()
+    first, second = (np.ascontiguousarray(x, dtype=np.int64) for x in (first, second))
+    if found is None:
+        n = bits.astype(np.int64) & ((first.size << mantissa) - 1)
+        e = n >> mantissa
+        each = e * 16 + (n & 1) + 4 * (n >= first[e]) + 4 * (n >= second[e])
+        each += 2 * (n & ((1 << mantissa) - 1) == 0)
+        out[0] += np.bincount(each, minlength=out.shape[1]).astype(out.dtype)
+        return
+    bits = np.ascontiguousarray(bits)
+    count = found.opened.halfulp_classes
+    count.argtypes, count.restype = (
+        (c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_void_p),
+        None,
+    )
+    at = (first.ctypes.data, second.ctypes.data, first.size, out.ctypes.data)
+    count(bits.ctypes.data, bits.size, mantissa, *at)
+
+
+def differing(old: Array, new: Array, mask: Array) -> int:
+    """Set a bit of ``mask`` (lowest first) where two arrays of bits differ, and return their number."""
+    total = 0
+    for a in range(0, new.size, PIECE):
+        differ = old[a : a + PIECE] != new[a : a + PIECE]
+        mask[a // 8 : a // 8 + (differ.size + 7) // 8] = np.packbits(differ, bitorder="little")
+        total += int(np.count_nonzero(differ))
+    return total
+
+
+def places(mask: Array, base: int, out: Array) -> None:
+    """Return the positions of the bits that are set, in order."""
+    at = 0
+    for b in range(0, mask.size, PIECE // 8):
+        found = np.flatnonzero(np.unpackbits(mask[b : b + PIECE // 8], bitorder="little").view(np.bool_))
+        out[at : at + found.size] = found + (base + b * 8)
+        at += found.size

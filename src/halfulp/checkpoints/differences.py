@@ -1,0 +1,219 @@
+"""Implement ``halfulp diff``: what training changed between two checkpoints, by their stored values alone.
+
+A weight that is stored on a coarse grid moves by whole steps of it, or not at all. So two checkpoints show a
+lot without a run: the tensors that did not change, the norm gains that are still exactly one, whether weights
+moved by a single step (a sign that most updates were rounded away), whether a float32 file holds only
+bfloat16 values, the types of the optimizer's state, and whether masters match the weights.
+
+Tensors are compared one after the other (:mod:`~halfulp.checkpoints.comparing`), each piece by piece; the
+conclusions from the numbers are in :mod:`~halfulp.checkpoints.conclusions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfulp import pictures
+from halfulp.checkpoints.comparing import CLASSES, Array, Difference, compared, together, unfit
+from halfulp.checkpoints.conclusions import conclusions
+from halfulp.checkpoints.masters import beside_weights
+from halfulp.checkpoints.states import Kept, global_step, kept_states
+from halfulp.checkpoints.stored_tensors import catalogue
+from halfulp.errors import UsageError
+from halfulp.measures.groups import GROUPS
+from halfulp.text import count, shown
+
+STYLE = (
+    ":root{color-scheme:light dark}body{margin:1rem auto;padding:0 1rem;max-width:70rem;"
+    "font:14px/1.5 system-ui,sans-serif}table{display:block;overflow-x:auto}h1{font-size:1.2rem;"
+    "overflow-wrap:anywhere}h2{font-size:1rem}p{max-width:80ch}td{white-space:nowrap}@media(max-width:50rem){"
+    "tr{display:block;margin:.5rem 0}td{display:inline-block;white-space:normal}}"
+)
+
+
+@dataclass(frozen=True)
+class Diff:
+    """The changes between two checkpoints; returned by :func:`diff`."""
+
+    before: str
+    after: str
+    tensors: list[Difference]
+    groups: list[Difference]
+    """The tensors by kind of layer; biases and norm gains are separate from matrices."""
+    total: Difference
+    """All tensors together."""
+    skipped: dict[str, str]
+    """Tensors that were not compared, and why."""
+    states: tuple[Kept | None, Kept | None] = (None, None)
+    """The optimizer states in the files beside the weights."""
+    steps: tuple[int | None, int | None] = (None, None)
+    """The training steps of the two checkpoints, where they record them."""
+    masters: list[Difference] = field(default_factory=list)
+    """The second checkpoint's weights compared with its rounded masters."""
+    orphans: list[str] = field(default_factory=list)
+    """The shapes of masters that belong to no weight."""
+
+    def says(self) -> list[str]:
+        """Return what the numbers mean, the most serious first; empty if there is nothing to say."""
+        return list(conclusions(self))
+
+    def lines(self, most: int | None = 12) -> list[str]:
+        """Describe the result in words: the total, groups, the tensors that moved least, and conclusions.
+
+        Args:
+            most: The number of tensors to list; None for all.
+        """
+        all_ = self.total
+        when = "" if None in self.steps else f" between steps {self.steps[0]:,} and {self.steps[1]:,}"
+        out = [f"{count(len(self.tensors), 'tensor')}, {all_.weights:,} weights{when}: {_words(all_)}."]
+        out += [f"  {g.name:<10} {_words(g)}" for g in self.groups if len(self.groups) > 1]
+        listed = self._least_moved()
+        out += [f"    {t.share:7.2%} unchanged of {shown(t.name)}: {_rest(t)}" for t in listed[:most]]
+        if most is not None and len(listed) > most:
+            out.append(f"    and {len(listed) - most} more tensors (--all)")
+        if all_.nonfinite:
+            out.append(f"  NOT FINITE: {all_.nonfinite:,} weights, in none of these shares")
+        whys: dict[str, list[str]] = {}
+        for name, why in self.skipped.items():
+            whys.setdefault(why, []).append(name)
+        for why, names in whys.items():
+            out.append(f"  not compared: {count(len(names), 'tensor')}, such as {shown(names[0])}: {why}")
+        for place, kept in zip((self.before, self.after), self.states, strict=True):
+            out += [f"  optimizer of {shown(place)}: {line}" for line in (kept.lines() if kept else [])]
+        return out + self.says()
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return one row per tensor, for a file or a data frame."""
+        return [_row(t) for t in self.tensors]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every number of the report in a form that ``json.dumps`` accepts."""
+        return {
+            "before": self.before, "after": self.after, "steps": list(self.steps), "says": self.says(),
+            "total": _row(self.total), "groups": [_row(g) for g in self.groups], "tensors": self.table(),
+            "skipped": self.skipped, "states": [kept and kept.to_json() for kept in self.states],
+            "masters": [_row(t) for t in self.masters], "orphans": self.orphans,
+        }  # fmt: skip
+
+    def _least_moved(self) -> list[Difference]:
+        return sorted(self.tensors, key=lambda t: (-t.share, -t.weights, t.name))
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        return self._body("<div>{}</div>")
+
+    def page(self) -> str:
+        """Return a self-contained HTML page."""
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
+            "'unsafe-inline'\">"
+            f"<title>halfulp diff</title><style>{STYLE}</style></head><body>"
+            f"<h1>{pictures.safe(self.before, 200)} and {pictures.safe(self.after, 200)}</h1>"
+            f"<p>{pictures.safe(self.lines(0)[0], 400)}</p>{self._body('<h2>{}</h2>')}</body></html>"
+        )
+
+    def _body(self, heading: str) -> str:
+        groups, tensors = (
+            pictures.bars([(t.name, t.share, _rest(t)) for t in rows])
+            for rows in (self.groups, self._least_moved())
+        )
+        said = "".join(f"<p>{pictures.safe(line, 600)}</p>" for line in self.says())
+        by = "Share of the weights that are what they were, by"
+        return (
+            said + heading.format(f"{by} kind of layer") + groups + heading.format(f"{by} tensor") + tensors
+        )
+
+
+def diff(
+    before: str | Path | torch.nn.Module | Mapping[str, torch.Tensor],
+    after: str | Path | torch.nn.Module | Mapping[str, torch.Tensor],
+) -> Diff:
+    """Compare two checkpoints, and measure changes in steps of the stored format.
+
+    Args:
+        before: A ``.safetensors`` file, an index of shards, a folder, a file of ``torch.save``, a GGUF file,
+            a model or its tensors.
+        after: The later checkpoint, in any of the same forms.
+
+    Returns:
+        The counts per tensor, per group and in total, and what they mean.
+
+    Raises:
+        UsageError: If there is no checkpoint, or the two have no tensor in common.
+        CorruptionError: If a file is damaged.
+
+    >>> one = {"norm.weight": torch.ones(8, dtype=torch.bfloat16)}
+    >>> found = diff(one, {"norm.weight": torch.tensor([1.0] * 7 + [1.0078125], dtype=torch.bfloat16)})
+    >>> found.total.same, found.total.one_step, found.total.at_one
+    (7, 1, 7)
+    """
+    places = [_place(x) for x in (before, after)]
+    labels = [
+        str(p) if isinstance(p, Path) else name for p, name in zip(places, ("before", "after"), strict=True)
+    ]
+    rows: list[Difference] = []
+    moves: dict[str, Array] = {}
+    kept = [kept_states(p) if isinstance(p, Path) else None for p in places]
+    with catalogue(places[0]) as old, catalogue(places[1]) as new, ThreadPoolExecutor(2) as pool:
+        skipped = {name: f"only in {labels[0]}" for name in old if name not in new}
+        for name, b in new.items():
+            a = old.get(name)
+            why = f"only in {labels[1]}" if a is None else unfit(a, b)
+            if why is not None:
+                skipped[name] = why
+            elif a is not None:
+                row, classes = compared(a, b, pool)
+                rows.append(row)
+                moves[row.group] = moves.get(row.group, np.zeros(CLASSES, dtype=np.int64)) + classes
+        masters, orphans = ([], []) if kept[1] is None else beside_weights(kept[1], new, pool)
+    if not rows:
+        first = next(iter(skipped), None)
+        raise UsageError(
+            f"{labels[0]} and {labels[1]} have no weights in common that could be compared: "
+            + ("both are empty." if first is None else f"{shown(first)} is {skipped[first]}.")
+        )
+    order = sorted(moves, key=lambda g: (GROUPS.index(g) if g in GROUPS else len(GROUPS), g))
+    groups = [together(g, [t for t in rows if t.group == g], moves[g]) for g in order]
+    total = together("all", rows, np.sum(list(moves.values()), axis=0))
+    steps = [global_step(p) if isinstance(p, Path) else None for p in places]
+    return Diff(
+        labels[0], labels[1], rows, groups, total, skipped, (kept[0], kept[1]), (steps[0], steps[1]), masters,
+        orphans,
+    )  # fmt: skip
+
+
+def _place(what: Any) -> Path | Mapping[str, torch.Tensor]:
+    if isinstance(what, torch.nn.Module):
+        return what.state_dict()
+    return Path(what) if isinstance(what, str | Path) else what
+
+
+def _row(t: Difference) -> dict[str, Any]:
+    return {**asdict(t), "share": t.share}
+
+
+def _words(t: Difference) -> str:
+    """Describe the counts in words."""
+    return f"{t.share:.2%} unchanged; {_rest(t)}"
+
+
+def _rest(t: Difference) -> str:
+    """Describe the counts without the share that did not change."""
+    special = [f"{n:,} still exactly {v}" for n, v in ((t.at_one, 1), (t.at_zero, 0)) if n > t.weights / 100]
+    out = [" and ".join(special)] if special else []
+    if t.moved:
+        one = t.one_step / t.moved
+        out.append(f"{one:.0%} of the rest moved by one step, {1 - one:.0%} further")
+        out.append(f"typically {t.typical:,}, at most {t.largest:,}")
+    return f"{'; '.join(out)}{' ' if out else ''}[{t.kind}]"

@@ -1,0 +1,209 @@
+"""Read the optimizer state in a checkpoint, by kind and type: moments, step counters, masters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfulp import files
+from halfulp.checkpoints.stored_tensors import unpickled
+from halfulp.documents import MOST_BYTES, parsed
+from halfulp.errors import HalfulpError
+from halfulp.text import shown
+
+FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
+"""File names of optimizer states beside the weights: Hugging Face's Trainer, accelerate, others."""
+WITHIN = ("optimizer_states", "optimizer_state_dict", "optimizer", "optim")
+"""Keys of the optimizer state in a file that also has the weights: Lightning's and common ones."""
+MASTER = re.compile(r"master|fp32|main_param", re.IGNORECASE)
+"""The names that frameworks give to copies of the weights in a wider type."""
+NARROW = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An optimizer's state in a checkpoint."""
+
+    where: str
+    kinds: dict[str, dict[str, int]]
+    """Values by kind of state and by type: ``{"exp_avg": {"float32": 1000}}``."""
+    trouble: str | None = None
+    steps: int | None = None
+    """The largest of its step counters."""
+    copies: list[tuple[str | None, torch.Tensor]] = field(default_factory=list, repr=False)
+    """The masters, with the names of their weights where the file has them."""
+
+    @property
+    def masters(self) -> dict[str, dict[str, int]]:
+        """The kinds whose names mark them as copies of the weights in a wider type."""
+        return {k: v for k, v in self.kinds.items() if MASTER.search(k)}
+
+    def lines(self) -> list[str]:
+        """Describe the state in words."""
+        if self.trouble is not None:
+            return [f"not read: {self.trouble}"]
+        told = (
+            f"{shown(kind)} {' and '.join(f'{t} ({n:,})' for t, n in sorted(types.items()))}"
+            for kind, types in sorted(self.kinds.items())
+        )
+        at = "" if self.steps is None else f" at step {self.steps:,}"
+        return [(", ".join(told) or "holds no tensor") + at]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state in a form that ``json.dumps`` accepts."""
+        return {"where": self.where, "kinds": self.kinds, "steps": self.steps, "trouble": self.trouble}
+
+    def says(self) -> list[str]:
+        """Say what is wrong with these types, if anything is."""
+        out = []
+        if any(t in NARROW for t in self.kinds.get("step", {})):
+            out.append(
+                "Counter: the optimizer's step is counted in 16 bits: in bfloat16 it stops at 256, and "
+                "Adam's bias correction with it."
+            )
+        narrow = [k for k in ("exp_avg_sq", "v") if "bfloat16" in self.kinds.get(k, {})]
+        if narrow:
+            out.append(
+                f"Moments: {narrow[0]} is kept in bfloat16 by nearest rounding: with beta2 = 0.999 it "
+                "changes only where it is far from the new square. Keep it in float32, or write it "
+                "stochastically."
+            )
+        averages = [k for k, types in self.kinds.items() if "ema" in k.lower() and set(types) & set(NARROW)]
+        if averages:
+            out.append(
+                f"Average: {shown(averages[0])} is kept in 16 bits: an average with decay 0.999 stops "
+                "following. Keep it in float32."
+            )
+        if self.copies and all(_bfloat16_only(x) for _, x in self.copies):
+            out.append(
+                f"Masters: all {len(self.copies)} hold bfloat16 values only, as after a resume that began "
+                "them anew from the weights: what they had kept was dropped."
+            )
+        return out
+
+    def changed(self, old: Kept) -> list[str]:
+        """Say what an earlier checkpoint kept that this one does not."""
+        out = []
+        if old.masters and not self.masters:
+            names = ", ".join(map(shown, sorted(old.masters)))
+            out.append(
+                f"Masters: the first checkpoint keeps float32 masters ({names}), the second none: a resume "
+                "dropped them."
+            )
+        gone = sorted(k for k in old.kinds if k not in self.kinds and not MASTER.search(k))
+        if gone:
+            out.append(f"States: {', '.join(map(shown, gone))} is in the first checkpoint only.")
+        narrowed = sorted(
+            k
+            for k, types in self.kinds.items()
+            if set(types) & set(NARROW) and not set(old.kinds.get(k, NARROW)) & set(NARROW)
+        )
+        if narrowed:
+            out.append(f"States: {', '.join(map(shown, narrowed))} went from float32 to 16 bits.")
+        if None not in (old.steps, self.steps) and self.steps < old.steps:  # type: ignore[operator]  # just checked
+            out.append(
+                f"Counter: the optimizer counted {old.steps:,} steps in the first checkpoint and "
+                f"{self.steps:,} in the second: its state was begun anew in between."
+            )
+        return out
+
+
+def kept_states(path: Path) -> Kept | None:
+    """Find what lies beside or within a checkpoint; None if nothing does.
+
+    A file that cannot be read safely is named, with the reason; it is no error, as the weights can still be
+    compared.
+    """
+    folder = path if path.is_dir() else path.parent
+    beside = [folder / name for name in FILES if (folder / name).is_file()]
+    whole = [path] if path.suffix in (".pt", ".pth", ".ckpt", ".bin") and path.is_file() else []
+    for file in [*whole, *beside]:
+        try:
+            held = unpickled(file)
+        except Exception as error:
+            return Kept(file.name, {}, str(error))
+        inside = held if isinstance(held, Mapping) else {}
+        found = next((inside[k] for k in WITHIN if k in inside), held)
+        kinds: dict[str, dict[str, int]] = {}
+        steps: list[int] = []
+        copies: list[tuple[str | None, torch.Tensor]] = []
+        for name, kind, x in [*_slots(found), *_apart(inside), *(_apart(found) if found is not held else ())]:
+            if kind == "step" and (not isinstance(x, torch.Tensor) or x.numel() == 1):
+                steps.append(int(x))
+            if not isinstance(x, torch.Tensor):
+                continue
+            dtype = str(x.dtype).removeprefix("torch.")
+            kinds.setdefault(kind, {}).setdefault(dtype, 0)
+            kinds[kind][dtype] += x.numel()
+            if MASTER.search(kind) and x.dtype == torch.float32:
+                copies.append((name, x))
+        if kinds or file in beside:
+            return Kept(file.name, kinds, None, max(steps, default=None), copies)
+    return None
+
+
+def global_step(path: Path) -> int | None:
+    """Return the step that a checkpoint of Hugging Face's Trainer says it is of; None if it is none."""
+    file = (path if path.is_dir() else path.parent) / "trainer_state.json"
+    try:
+        found = parsed(files.read(file, MOST_BYTES, follow=True), file, "a trainer's state").get(
+            "global_step"
+        )
+    except HalfulpError:
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _slots(found: Any) -> Iterator[tuple[str | None, str, Any]]:
+    """The states of a torch optimizer's state dict, or of several: name of the weight, kind, value."""
+    if isinstance(found, list | tuple):
+        for each in found:
+            yield from _slots(each)
+    elif isinstance(found, Mapping) and isinstance(found.get("state"), Mapping):
+        names = _names(found.get("param_groups"))
+        for key, slot in found["state"].items():
+            if isinstance(slot, Mapping):
+                name = key if isinstance(key, str) else names.get(key)
+                yield from ((name, str(k), x) for k, x in slot.items() if _counts(k, x))
+
+
+def _apart(found: Any) -> Iterator[tuple[str | None, str, Any]]:
+    """Masters and averages that a file keeps under a name of their own, as a mapping or in lists."""
+    for key, held in found.items() if isinstance(found, Mapping) else ():
+        if isinstance(key, str) and (MASTER.search(key) or "ema" in key.lower()):
+            yield from ((name, key, x) for name, x in _leaves(held, None))
+
+
+def _leaves(held: Any, name: str | None) -> Iterator[tuple[str | None, torch.Tensor]]:
+    if isinstance(held, torch.Tensor):
+        yield name, held
+    elif isinstance(held, Mapping):
+        for key, inside in held.items():
+            yield from _leaves(inside, str(key))
+    elif isinstance(held, list | tuple):
+        for inside in held:
+            yield from _leaves(inside, None)
+
+
+def _counts(kind: Any, x: Any) -> bool:
+    return isinstance(x, torch.Tensor) or (kind == "step" and isinstance(x, int | float))
+
+
+def _names(groups: Any) -> dict[Any, str]:
+    """By number, the names of parameters, where the groups were made of named ones."""
+    found: dict[Any, str] = {}
+    for group in groups if isinstance(groups, list | tuple) else ():
+        if isinstance(group, Mapping):
+            found.update(zip(group.get("params") or (), group.get("param_names") or (), strict=False))
+    return found
+
+
+def _bfloat16_only(x: torch.Tensor) -> bool:
+    """Return True if no value of a float32 tensor has more digits than bfloat16 holds."""
+    flat = x.contiguous().reshape(-1).view(torch.int32)
+    return all(not bool((piece & 0xFFFF).any()) for piece in torch.split(flat, 1 << 20))

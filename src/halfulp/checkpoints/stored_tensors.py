@@ -1,0 +1,181 @@
+"""Tensors of a checkpoint, read piece by piece: the memory that this takes does not grow with the file.
+
+A checkpoint is a ``.safetensors`` file, the index of a sharded one (``*.safetensors.index.json``), a folder
+of either, a file of ``torch.save``, a GGUF file, or tensors in memory. Files are read by ``pread`` into one
+buffer a thread, not mapped: a mapped file that shrinks or a disk that fails ends the process by a signal, and
+pages that were looked at stay until the system wants them back. Files of ``torch.save`` are mapped all the
+same, as torch knows no other way to read a part of them; only tensors are taken from them, and no code is
+run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from halfulp import files, tensors
+from halfulp.checkpoints import gguf_file
+from halfulp.documents import MOST_BYTES, parsed
+from halfulp.errors import CorruptionError, UsageError
+from halfulp.text import shown
+
+Array = npt.NDArray[Any]
+INDEX = (".safetensors.index.json", ".bin.index.json")
+"""Suffixes of index files, the preferred one first."""
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+"""Suffixes of ``torch.save`` files."""
+MODELS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which such a file keeps a model's tensors, if it is not itself the mapping."""
+
+
+@dataclass(frozen=True)
+class Stored(tensors.Place):
+    """One tensor, wherever it lies; its ``kind`` is its dtype in words."""
+
+    source: int | memoryview
+    """An open file, or the bytes themselves."""
+    path: Path | None = None
+
+    def read(self, at: int, into: Array) -> None:
+        """Fill an array of bytes, beginning ``at`` bytes into the tensor."""
+        if isinstance(self.source, memoryview):
+            into[:] = np.frombuffer(self.source[at : at + into.size], dtype=np.uint8)
+            return
+        left, place = memoryview(into.data), self.first + at
+        while left:
+            try:
+                got = os.preadv(self.source, [left], place)
+            except OSError as error:
+                raise files.refused_reading(self.path or Path(), error) from error
+            if not got:
+                raise CorruptionError(f"{self.path} was cut short while it was read.")
+            left, place = left[got:], place + got
+
+
+@contextmanager
+def catalogue(what: Path | Mapping[str, torch.Tensor]) -> Iterator[dict[str, Stored]]:
+    """Give all tensors of a checkpoint by name, with all of its files open."""
+    with ExitStack() as stack:
+        if not isinstance(what, Path):
+            yield {s.name: s for s in _in_memory(what)}
+            return
+        found: dict[str, Stored] = {}
+        for path in shards(what):
+            found.update((s.name, s) for s in _in_one(path, stack))
+        yield found
+
+
+@contextmanager
+def opened(what: Path | Mapping[str, torch.Tensor]) -> Iterator[Iterator[Stored]]:
+    """The tensors of a checkpoint, in the order in which they lie; one file is open at a time."""
+    walk = _in_files(shards(what)) if isinstance(what, Path) else _in_memory(what)
+    try:
+        yield walk
+    finally:
+        walk.close()
+
+
+def _in_memory(held: Mapping[str, torch.Tensor]) -> Any:
+    for name, x in held.items():
+        kind = str(x.dtype).removeprefix("torch.")
+        yield Stored(name, kind, x.dtype, tuple(x.shape), 0, x.numel() * x.element_size(), tensors.raw(x))
+
+
+def _in_files(paths: list[Path]) -> Any:
+    for path in paths:
+        with ExitStack() as stack:
+            yield from _in_one(path, stack)
+
+
+def _in_one(path: Path, stack: ExitStack) -> Iterator[Stored]:
+    """The tensors of one file, which stays open until the stack is left."""
+    if path.suffix in PICKLED:
+        yield from _in_memory(_weights(unpickled(path), path))
+        return
+    places = gguf_file.places(path) if path.suffix == ".gguf" else tensors.places(path)
+    file = stack.enter_context(files.opened(path, follow=True))
+    for p in places:
+        kind = p.kind if p.dtype is None else str(p.dtype).removeprefix("torch.")
+        yield Stored(p.name, kind, p.dtype, p.shape, p.first, p.size, file.fileno(), path)
+
+
+def unpickled(path: Path) -> Any:
+    """Read a file of ``torch.save`` without running code from it.
+
+    Raises:
+        UsageError: If it holds more than tensors and plain values, or is no such file.
+    """
+    try:
+        try:
+            return torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+        except RuntimeError:  # one of the old format, which cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise files.refused_reading(path, error) from error
+    except Exception as error:  # torch's reader meets garbage with errors of many kinds
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"{path} cannot be read without running code from it, or is damaged: {shown(why, 200)} "
+            "Load it yourself and save its tensors with safetensors.torch.save_file."
+        ) from error
+
+
+def _weights(held: Any, path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model in what a file held."""
+    for key in MODELS:
+        if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
+            held = held[key]
+            break
+    found = (
+        {str(k): v for k, v in held.items() if isinstance(v, torch.Tensor)}
+        if isinstance(held, Mapping)
+        else {}
+    )
+    if not found:
+        raise UsageError(f"{path} holds no mapping of names to tensors, as a model's state_dict is.")
+    return found
+
+
+def shards(path: Path) -> list[Path]:
+    """The files of a checkpoint: the file itself, those that an index names, or those of a folder."""
+    if path.is_dir():
+        inside = sorted(path.iterdir())
+        for index, single in zip(INDEX, (".safetensors", "model.bin"), strict=True):
+            indices = [p for p in inside if p.name.endswith(index)]
+            if len(indices) > 1:
+                names = ", ".join(shown(p.name) for p in indices)
+                raise UsageError(f"{path} holds {len(indices)} checkpoints ({names}): name one of them.")
+            if found := [p for p in inside if p.name.endswith(single)]:
+                return shards(indices[0]) if indices else found
+            if indices:
+                return shards(indices[0])
+        raise UsageError(f"{path} holds no .safetensors file and no pytorch_model.bin.")
+    if not path.is_file():
+        raise UsageError(f"no checkpoint at {path}.")
+    if path.suffix != ".json":
+        return [path]
+    document = parsed(files.read(path, MOST_BYTES, follow=True), path, "the index of a checkpoint")
+    listed = document.get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
+        raise CorruptionError(f"{path} is not the index of a checkpoint: its weight_map names no files.")
+    parts: list[str] = sorted(set(listed.values()))
+    for name in parts:
+        if Path(name).name != name:
+            raise CorruptionError(f"{path} names {shown(name)!r}, which is not a file beside it.")
+    if any(Path(name).suffix in PICKLED for name in parts):
+        return [path.parent / name for name in parts]
+    held = {p.name for name in parts for p in tensors.places(path.parent / name)}
+    if missing := sorted(set(listed) - held):
+        raise CorruptionError(
+            f"{path} names {len(missing)} tensor(s) that its files do not hold, such as "
+            f"{shown(missing[0])!r}."
+        )
+    return [path.parent / name for name in parts]

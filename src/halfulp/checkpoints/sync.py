@@ -1,0 +1,243 @@
+"""Define ``Sync``, which finds exactly the stored values that changed since the last sync, to send them.
+
+Reinforcement learning trains one copy of a model and samples from another, and at small learning rates most
+weights that are stored in bf16 or fp8 do not change between two syncs. The optimizer's state cannot tell
+which ones do (predictions miss most of them), but the stored bits can. ``Sync`` keeps the bits of the last
+sync and compares: a value changed if and only if its bits did, so a zero that changed its sign counts as
+changed.
+
+    trainer:  change = sync.take();  change.save("17.safetensors")
+    sampler:  receiver.apply(Change.load("17.safetensors"))
+
+With ``grid=``, the trainer's weights are rounded to a grid, and the other side stores its codes and the
+scales of its blocks (``nvfp4``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from halfulp.checkpoints import places
+from halfulp.checkpoints.block_fp8 import BlockFp8
+from halfulp.checkpoints.boxes import Box
+from halfulp.checkpoints.changes import Change, Part
+from halfulp.checkpoints.named_tensors import Held, pieces, tied_names
+from halfulp.checkpoints.receiving import as_bits, checksum, position
+from halfulp.checkpoints.snapshots import snapshot
+from halfulp.errors import UsageError
+from halfulp.numbers.grids import Grid
+from halfulp.numbers.grids import grid as named_grid
+from halfulp.text import shown
+
+SCALES = ".scales"
+"""The suffix that names a tensor's scales, for grids that have them."""
+
+
+class Sync:
+    """A tracker of the changes in the stored values of a model, or of tensors by name.
+
+    With a distributed model (``DTensor``) every rank has a ``Sync`` for the shards that it is responsible
+    for, and :func:`~halfulp.checkpoints.join` combines the changes of all ranks.
+
+    Args:
+        held: The model, or the tensors.
+        grid: The format that the other side stores. None: the tensors as they are. A grid: float tensors of
+            two or more dimensions as codes of the grid (the scales of its blocks separately).
+            :class:`~halfulp.checkpoints.BlockFp8`: fp8 with scales of 128 x 128 blocks.
+        bound: A promise that between two syncs every weight moves by less than this plus a quarter of itself.
+            Then one byte of each bf16 value is kept instead of two, and every change is still found. For
+            AdamW, use 8 * lr * steps between two syncs.
+
+    Raises:
+        UsageError: If there is nothing to follow, or ``grid`` or ``bound`` is invalid.
+
+    >>> weights = {"w": torch.ones(4, dtype=torch.bfloat16)}
+    >>> sync = Sync(weights)
+    >>> weights["w"][2] += 0.01
+    >>> change = sync.take()
+    >>> change.parts["w"].indices, change.parts["w"].values
+    (tensor([2]), tensor([1.0078], dtype=torch.bfloat16))
+    >>> sync.density()
+    0.0
+    """
+
+    def __init__(
+        self,
+        held: Held,
+        grid: str | Grid | torch.dtype | BlockFp8 | None = None,
+        *,
+        bound: float | None = None,
+    ) -> None:
+        self.held = held
+        self.grid = grid if grid is None or isinstance(grid, BlockFp8) else named_grid(grid)
+        if isinstance(self.grid, Grid) and self.grid.bits > 16:
+            raise UsageError(f"grid {self.grid.name} has {self.grid.bits} bits; codes have at most 16.")
+        if bound is not None and not (math.isfinite(bound) and bound > 0):
+            raise UsageError(f"bound= is how far a weight may move, a positive number, not {bound}.")
+        self.number = 1
+        """The number of syncs so far; the first is the initial state of the model."""
+        now, boxes = self._stored()
+        if not now and not boxes and not pieces(held)[1] and not _distributed(held):
+            raise UsageError("nothing to follow: there is no tensor with values.")
+        self._last = {name: snapshot(x, bound) for name, x in now.items()}
+        self._checksums = {name: checksum(as_bits(x)) for name, x in now.items()}
+        self.position = position(1, None, self._checksums)
+        """The position of the last sync, to pass to the :class:`~halfulp.Receiver` of a copy made then."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """The number of bytes kept of the last sync."""
+        return sum(last.kept_bytes for last in self._last.values())
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Return the current stored tensors, or their codes and scales on the grid, by name."""
+        return self._stored()[0]
+
+    def _stored(self) -> tuple[dict[str, torch.Tensor], dict[str, Box]]:
+        """Return the current stored tensors, and the boxes of those that are shards."""
+        held, boxes = pieces(self.held)
+        if self.grid is None:
+            return held, boxes
+        found: dict[str, torch.Tensor] = {}
+        for name, x in held.items():
+            codes, scales, box = self._coded(name, x, boxes.get(name))
+            found[name] = codes
+            if scales is None:
+                continue
+            other = self._scales_name(name)
+            if other in held:
+                raise UsageError(
+                    f"{shown(other)!r} is a tensor of its own, and what the scales of {shown(name)!r} are "
+                    "called: give it another name."
+                )
+            found[other] = scales
+            if box is not None:
+                boxes[other] = box
+        return found, boxes
+
+    def _coded(
+        self, name: str, x: torch.Tensor, box: Box | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Box | None]:
+        """Return the codes and scales of a tensor and a shard's box of scales, or the tensor itself."""
+        if isinstance(self.grid, BlockFp8):
+            if not self.grid.takes(name, x):
+                return x, None, None
+            of_scales = None if box is None else box.in_blocks(self.grid.block)
+            if box is not None and of_scales is None:
+                raise UsageError(
+                    f"the shard of {shown(name)!r} that begins at {box.start} cuts a block in "
+                    f"two: shard by multiples of {self.grid.block} rows, or leave it out."
+                )
+            return *self.grid.quantize(name, x), of_scales
+        assert self.grid is not None
+        if not x.is_floating_point() or x.dim() < 2:
+            return x, None, None
+        if self.grid.scaling is not None and box is not None:
+            raise UsageError(
+                f"{shown(name)!r} is sharded, and {self.grid.name} takes scales from values that other ranks "
+                "may hold: take a grid with a fixed scale, or BlockFp8()."
+            )
+        scales = self.grid.scales(x) if self.grid.scaling is not None else None
+        codes = self.grid.encode(x, scale=scales)
+        codes = codes if codes.dtype == torch.uint8 else codes.to(torch.int16)
+        return codes, None if scales is None else scales.float(), None
+
+    def _scales_name(self, name: str) -> str:
+        return name + (self.grid.suffix if isinstance(self.grid, BlockFp8) else SCALES)
+
+    def _now(self) -> tuple[dict[str, torch.Tensor], dict[str, Box]]:
+        """Return the current stored tensors; refuse other names than those of the last sync."""
+        now, boxes = self._stored()
+        told = [f"{shown(n)!r} is new" for n in now if n not in self._last]
+        told += [f"{shown(n)!r} is missing" for n in self._last if n not in now]
+        if told:
+            raise UsageError(
+                f"the tensors are not those of the last sync: {', '.join(told[:5])} ({len(told)} in all). "
+                "Begin again with another Sync."
+            )
+        return now, boxes
+
+    def density(self) -> float:
+        """Return the share of stored values that differ from the last sync, without making a new sync."""
+        now, _ = self._now()
+        changed = sum(self._last[n].differing(as_bits(x))[1] for n, x in now.items())
+        return changed / max(1, sum(x.numel() for x in now.values()))
+
+    def take(self) -> Change:
+        """Return the change since the last sync, and make the current values the new last sync.
+
+        Raises:
+            UsageError: If the tensors are not those of the last sync.
+        """
+        parts: dict[str, Part] = {}
+        taken: dict[str, tuple[torch.Tensor, places.Array]] = {}
+        sums: dict[str, int] = {}
+        now, boxes = self._now()
+        for name, x in now.items():
+            bits = as_bits(x)
+            mask, changed = self._last[name].differing(bits)
+            if changed:
+                sums[name] = checksum(bits)
+                at = places.of_mask(mask, changed)
+                parts[name] = _part(x, bits, at, boxes.get(name), sums[name])
+                taken[name] = bits, at
+        for name, (bits, at) in taken.items():  # not before all are compared, or some could be lost
+            self._last[name].take(bits, at)
+        before, self.number = self.position, self.number + 1
+        self.position = position(self.number, before, sums)
+        self._checksums |= sums
+        return self._change(before, now, boxes, parts)
+
+    def full(self) -> Change:
+        """Return all values as of the last sync, for a new copy.
+
+        Raises:
+            UsageError: If ``bound`` is in use and values have changed since the last sync, or if the tensors
+                are not those of the last sync.
+        """
+        now, boxes = self._now()
+        parts = {}
+        for name, x in now.items():
+            last = self._last[name].bits(as_bits(x))
+            parts[name] = _part(x, last, None, boxes.get(name), self._checksums[name])
+        return self._change(None, now, boxes, parts)
+
+    def _change(
+        self, base: str | None, now: dict[str, torch.Tensor], boxes: dict[str, Box], parts: dict[str, Part]
+    ) -> Change:
+        tied = {
+            of(name): [of(other) for other in others]
+            for name, others in tied_names(self.held).items()
+            for of in (str, self._scales_name)
+            if of(name) in parts
+        }
+        numel = sum(x.numel() for x in now.values())
+        since = 0 if base is None else self.number - 1
+        whole = {name: crc for name, crc in self._checksums.items() if name not in boxes}
+        sharded = {name: [(box, self._checksums[name])] for name, box in boxes.items()}
+        return Change(since, self.number, numel, parts, tied, base, self.position, whole, sharded)
+
+
+def _distributed(held: Held) -> bool:
+    from halfulp.checkpoints.boxes import is_sharded
+
+    values = held.parameters() if isinstance(held, torch.nn.Module) else held.values()
+    return any(is_sharded(x) for x in values)
+
+
+def _part(x: torch.Tensor, bits: torch.Tensor, at: places.Array | None, box: Box | None, crc: int) -> Part:
+    """Return the values at these positions (None: all); those of a shard by positions in the whole."""
+    values = bits if at is None else bits[torch.from_numpy(at).to(bits.device)]
+    values = values.clone() if values.device.type == "cpu" else values.cpu()
+    if box is None and (at is None or at.size == bits.numel()):
+        return Part(x.dtype, tuple(x.shape), "all", torch.empty(0, dtype=torch.uint8), values, crc)
+    if box is None:
+        assert at is not None
+        form, where = places.smallest(at, bits.numel())
+        return Part(x.dtype, tuple(x.shape), form, torch.from_numpy(where), values, crc)
+    inside = np.arange(bits.numel()) if at is None else at
+    form, where = places.smallest(box.flat(inside), math.prod(box.shape))
+    return Part(x.dtype, box.shape, form, torch.from_numpy(where), values, None)

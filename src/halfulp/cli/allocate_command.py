@@ -1,0 +1,79 @@
+"""``halfulp allocate``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfulp.cli.option_groups import JSON
+from halfulp.errors import UsageError
+from halfulp.outputs import check_output, envelope
+from halfulp.text import plain, shown
+
+
+def allocate(
+    trace: Annotated[Path, typer.Argument(help="A trace that was recorded with --scores.")],
+    budget: Annotated[str, typer.Option(help="A share of all masters, such as 10%, or bytes.")],
+    score: Annotated[
+        str, typer.Option(help="F, L, C, G, U, W, T, P, R (or R:SPEC) of a rehearsal, or random.")
+    ] = "P",
+    keep: Annotated[
+        Path | None, typer.Option(help="A mask whose tiles come first: the second round of R.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of a random mask.")] = 0,
+    shuffle: Annotated[
+        int | None,
+        typer.Option(help="A control: then move the tiles to random places of their tensors, by this seed."),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The mask.")] = Path("mask.safetensors"),
+    as_json: JSON = False,
+) -> None:
+    """Choose the tiles that get an fp32 master within an exact budget, and say what to expect of that."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    from halfulp.allocation import masks
+    from halfulp.report import recoveries
+
+    check_output(output)
+    kept = None if keep is None else masks.Mask.load(keep)
+    mask = masks.allocate(trace, _budget(budget), score, seed=seed, keep=kept)
+    mask = mask if shuffle is None else mask.shuffled(shuffle)
+    mask.save(output)
+    evidence = list(recoveries.of_mask(mask, trace))
+    if as_json:
+        told = {
+            "output": str(output), "payload_bytes": mask.payload_bytes, "budget_bytes": mask.budget,
+            "blanket_bytes": mask.blanket_bytes, "score": mask.score, "tile": mask.tile,
+            "tensors": [
+                {"tensor": n, "tiles": int(t.sum()), "of": len(t), "payload_bytes": mask.payload(n)}
+                for n, t in mask.tiles.items()
+            ],
+            "evidence": evidence,
+        }  # fmt: skip
+        typer.echo(envelope("allocate", told))
+        return
+    table = Table(Column("tensor", no_wrap=True), "tiles", "of", "bytes of masters")
+    for name, tiles in mask.tiles.items():
+        table.add_row(
+            Text(shown(name)), f"{int(tiles.sum()):,}", f"{len(tiles):,}", f"{mask.payload(name):,}"
+        )
+    Console().print(table)
+    typer.echo(
+        f"{mask.payload_bytes:,} of {mask.budget:,} bytes ({mask.payload_bytes / mask.blanket_bytes:.4%} of "
+        f"{mask.blanket_bytes:,}), by score {mask.score}, in tiles of {mask.tile}: {plain(str(output))}"
+    )
+    for line in evidence:
+        typer.echo(plain(line))
+
+
+def _budget(text: str) -> float | int:
+    """Parse a share or a number of bytes."""
+    found = re.fullmatch(r"(0|[1-9][0-9]*)(\.[0-9]+)?(%?)", text)
+    if found is None or (found[2] and not found[3]):
+        raise UsageError(f"--budget takes a share such as 10% or 2.5%, or bytes such as 4096, not {text!r}.")
+    return float(text.rstrip("%")) / 100 if found[3] else int(text)

@@ -1,0 +1,397 @@
+"""``halfulp audit``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from halfulp.cli.audit_ending import Ending
+from halfulp.cli.console import NAMES, print_plain
+from halfulp.cli.option_groups import HELP_ALL, JSON, FailOptions, is_given, listed
+from halfulp.errors import UsageError
+from halfulp.outputs import check_output
+from halfulp.text import plain, tell
+
+if TYPE_CHECKING:
+    from halfulp.audit.rehearsal.specs import Rehearse
+    from halfulp.audit.session import Audit
+    from halfulp.report.live import LiveView
+    from halfulp.verdicts.calibration import Calibration
+
+AUDITED = ("bf16", "fp16", "e5m2", "e4m3@128")
+RECORD, REHEARSE, WATCH = "What is recorded", "Runs on other formats", "While it runs"
+"""The groups of ``--help-all``."""
+
+
+class ScriptCommand(TyperCommand):
+    """A command whose own options end at the script, ``-m MODULE`` or ``--run COMMAND``; all that follows
+    belongs to that program."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {o: p.is_flag for p in self.params for o in p.opts if hasattr(p, "is_flag")}
+        at = 0
+        while at < len(args) and args[at].startswith("-") and args[at] != "--":
+            last = args[at].startswith("-m") or args[at] == "--run"
+            at += 1 if flags.get(args[at], True) else 2
+            if last:
+                break
+        else:
+            at += 2 if args[at : at + 1] == ["--"] else 1
+        super().parse_args(ctx, args[:at])
+        rest = ctx.args = args[at:]
+        known = {o for p in self.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")}
+        late = dict.fromkeys(o for a in rest if (o := a.partition("=")[0]) in known)
+        if late and "--" not in args[:at]:
+            begin = plain(" ".join(args[:at]))
+            tell(
+                f"halfulp: {', '.join(late)}: passed on to {plain(args[at - 1])}, as all that follows it. "
+                f"Options for halfulp go before it: halfulp {ctx.info_name} {' '.join(late)} ... {begin}"
+            )
+        return rest
+
+
+@dataclass(frozen=True)
+class Target:
+    """The program to audit: one of the three."""
+
+    script: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A training script, unmodified; all that follows is its own.", metavar="SCRIPT [ARGS]...",
+            show_default=False,
+        ),
+    ] = None  # fmt: skip
+    module: Annotated[str, typer.Option("-m", help="A module instead, as by `python -m`.")] = ""
+    command: Annotated[
+        str, typer.Option("--run", help="A launcher instead, such as torchrun: audit all its processes.")
+    ] = ""
+
+    @property
+    def label(self) -> str:
+        """The name of the program in the trace."""
+        return f"-m {self.module}" if self.script is None else self.script.name
+
+    @property
+    def usual_folder(self) -> Path:
+        """The folder of the program's traces, unless another is named."""
+        return Path("runs") / (self.script.stem if self.script else self.module or Path(self.command).stem)
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """The trace: which steps, grids and measures it holds."""
+
+    grids: Annotated[
+        str | None,
+        typer.Option(help=f"Grids, separated by commas; default {','.join(AUDITED)}. {NAMES}"),
+    ] = None
+    out: Annotated[Path | None, typer.Option(help="The trace's folder; default runs/NAME.")] = None
+    every: Annotated[int, typer.Option(help="Audit each n-th step.")] = 1
+    states: Annotated[
+        bool, typer.Option("--states", help="Follow moments and copies (EMA) of weights as well.")
+    ] = False
+    sample: Annotated[
+        float,
+        typer.Option(help="Audit this share of every tensor's tiles.", hidden=True, rich_help_panel=RECORD),
+    ] = 1.0
+    decay: Annotated[
+        bool,
+        typer.Option(
+            "--decay", help="Audit weight decay and gradient part apart as well.", hidden=True,
+            rich_help_panel=RECORD,
+        ),
+    ] = False  # fmt: skip
+    expected: Annotated[
+        bool,
+        typer.Option(
+            "--expected", hidden=True, rich_help_panel=RECORD,
+            help="Follow the never-moved share that stochastic rounding would have; doubles the cost.",
+        ),
+    ] = False  # fmt: skip
+    scores: Annotated[
+        str,
+        typer.Option(
+            help="Sum what `halfulp allocate` ranks tiles by: a grid and its steps, such as e5m2:1-600.",
+            hidden=True, rich_help_panel=RECORD,
+        ),
+    ] = ""  # fmt: skip
+    tile: Annotated[
+        int,
+        typer.Option(
+            help="With --scores: weights of a tile; with the model's width, a tile is one token's embedding.",
+            hidden=True, rich_help_panel=RECORD,
+        ),
+    ] = 768  # fmt: skip
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with a trace; steps that it holds are not recorded again.", hidden=True,
+            rich_help_panel=RECORD,
+        ),
+    ] = False  # fmt: skip
+    first_step: Annotated[
+        int | None,
+        typer.Option(
+            help="The number of the script's first step; default 1, or with --resume what its optimizer "
+            "counted.",
+            hidden=True, rich_help_panel=RECORD,
+        ),
+    ] = None  # fmt: skip
+
+    def folder(self, usual: Path) -> Path:
+        """Choose the folder of the trace."""
+        from halfulp.trace import free_folder, newest_folder
+
+        if self.out is not None:
+            return self.out
+        return newest_folder(usual) if self.resume else free_folder(usual)
+
+    def options(self, rehearse: Rehearse | None) -> dict[str, Any]:
+        """Return the arguments of `Audit`. The bounds of a rehearsal come from the audit of its grid."""
+        from halfulp.numbers.grids import grid
+
+        chosen = list(AUDITED) if self.grids is None else listed(self.grids)
+        there = {grid(name).name for name in chosen}
+        lower = dict.fromkeys(r.grid.name for r in (rehearse.each if rehearse else ()))
+        return {
+            "grids": [*chosen, *(name for name in lower if name not in there)],
+            "unfit": "drop" if self.grids is None else "raise",
+            "every": self.every,
+            "sample": None if self.sample == 1.0 else self.sample,
+            "decay": self.decay,
+            "states": "find" if self.states else False,
+            "expected_never_moved": self.expected,
+            "scores": _scores(self.scores, self.tile) if self.scores else None,
+        }
+
+
+@dataclass(frozen=True)
+class RehearseOptions:
+    """Runs on other formats, rehearsed beside this one."""
+
+    rehearse: Annotated[
+        str, typer.Option(help="Formats whose cost in loss to forecast, such as e4m3@128,bf16:sr.")
+    ] = ""
+    evaluate: Annotated[
+        str, typer.Option(help="The script's own evaluation: FUNCTION, or FUNCTION:KEY of its result.")
+    ] = ""
+    weights: Annotated[
+        bool,
+        typer.Option(
+            help="Write the rehearsed weights at the end, into OUT/as_if.", hidden=True,
+            rich_help_panel=REHEARSE,
+        ),
+    ] = True  # fmt: skip
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="What `halfulp calibrate` wrote: corrects the losses of rehearsals.", hidden=True,
+            rich_help_panel=REHEARSE,
+        ),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """The terminal while the script runs."""
+
+    live: Annotated[bool, typer.Option("--live", help="Show what is being lost while the script runs.")] = (
+        False
+    )
+    alert: Annotated[
+        str,
+        typer.Option(
+            help="Warn when a tensor loses more than a share for some steps in a row, such as 95%:20.",
+            hidden=True, rich_help_panel=WATCH,
+        ),
+    ] = ""  # fmt: skip
+    stop: Annotated[
+        bool,
+        typer.Option(
+            "--stop", help="With --alert: end the script then, with exit code 1.", hidden=True,
+            rich_help_panel=WATCH,
+        ),
+    ] = False  # fmt: skip
+
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", help="At the end, print everything that is known of every grid.", hidden=True,
+            rich_help_panel=WATCH,
+        ),
+    ] = False  # fmt: skip
+
+    def alerts(self) -> list[Any]:
+        """Make the alert if one is requested."""
+        from halfulp.audit.sinks.alerts import Alert
+
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%:([0-9]+)", self.alert)
+        if self.stop and not self.alert:
+            raise UsageError("--stop ends a script at an alert: say at which, such as --alert 95%:20.")
+        if self.alert and found is None:
+            raise UsageError(
+                f"--alert takes a share and a number of steps, such as 95%:20, not {self.alert!r}."
+            )
+        return [] if found is None else [Alert(float(found[1]) / 100, int(found[2]), self.stop)]
+
+
+def audit(
+    context: typer.Context,
+    target: Target,
+    record: RecordOptions,
+    rehearsing: RehearseOptions,
+    watch: WatchOptions,
+    fail: FailOptions,
+    require: Annotated[
+        Path | None, typer.Option(help="Terms that must hold, those of hu.require: a TOML file.")
+    ] = None,
+    as_json: JSON = False,
+    help_all: Annotated[bool, HELP_ALL] = False,
+) -> None:
+    """Run a training script, a module or a command, and record what each grid would throw away."""
+    from halfulp.audit.rehearsal.specs import Rehearse
+
+    _check(context, target, record)
+    ending = Ending.of(fail, require, as_json, record.grids is not None)
+    folder = record.folder(target.usual_folder)
+    rehearse = Rehearse(listed(rehearsing.rehearse)) if rehearsing.rehearse else None
+    options = record.options(rehearse)
+    if target.command:
+        _check_launched(context)
+        _launch([target.command, *context.args], options, folder)
+    else:
+        options |= {
+            "rehearse": rehearse, "out": folder, "exists": "raise", "resume": record.resume,
+            "first_step": record.first_step,
+            "describe": {"script": target.label, "arguments": list(context.args)},
+        }  # fmt: skip
+        _run(context.args, target, options, rehearsing, watch, ending)
+
+
+def _check(context: typer.Context, target: Target, record: RecordOptions) -> None:
+    for name in ("alert", "evaluate", "rehearse", "scores"):
+        if is_given(context, name) and not context.params[name]:
+            raise UsageError(f"--{name} is empty: say what, or leave it out.")
+    if is_given(context, "tile") and not record.scores:
+        raise UsageError("--tile is the size of tiles that are scored: say of which grid with --scores.")
+    if target.script is None and not target.module and not target.command:
+        raise UsageError(
+            "nothing to audit: give a training script, -m and a module, or --run and a command. See --help."
+        )
+    if record.out is not None:
+        check_output(record.out)
+
+
+def _check_launched(context: typer.Context) -> None:
+    """Raise UsageError for options that work only with a single script."""
+    alone = (
+        "resume", "first_step", "live", "rehearse", "evaluate", "calibration", "alert", "stop", "require",
+        "fail_above", "fail_stuck", "as_json", "verbose",
+    )  # fmt: skip
+    refused = [
+        f"--{name.removeprefix('as_').replace('_', '-')}"
+        for name in alone
+        if (value := context.params[name]) not in (None, "") and value is not False
+    ]
+    if refused:
+        raise UsageError(
+            f"{', '.join(refused)}: for one script; with --run there may be many processes. Leave it "
+            "out, or audit the script itself: halfulp audit SCRIPT."
+        )
+
+
+def _launch(command: list[str], options: dict[str, Any], folder: Path) -> None:
+    """Run a launcher whose processes are audited."""
+    from halfulp.audit.script.children import launch
+    from halfulp.audit.session import Audit
+
+    Audit(None, **options)  # what it refuses is refused here, before anything runs
+    code = launch(command, options, folder)
+    if code == -signal.SIGINT:
+        raise KeyboardInterrupt
+    raise typer.Exit(code if code >= 0 else 128 - code)
+
+
+def _run(
+    arguments: list[str],
+    target: Target,
+    options: dict[str, Any],
+    rehearsing: RehearseOptions,
+    watch: WatchOptions,
+    ending: Ending,
+) -> None:
+    """Run a script or module in this process."""
+    from halfulp.audit.script.own_evaluation import OwnEvaluation
+    from halfulp.audit.script.runner import run_script, save_rehearsed
+    from halfulp.audit.session import Audit
+    from halfulp.report.live import LiveView
+    from halfulp.verdicts.calibration import Calibration
+
+    folder = options["out"]
+    view = LiveView()
+    own = OwnEvaluation.of(rehearsing.evaluate) if rehearsing.evaluate else None
+    known = None if rehearsing.calibration is None else Calibration.load(rehearsing.calibration)
+    recorder = Audit(None, **options, listeners=[*([view] if watch.live else []), *watch.alerts()])
+
+    def say() -> None:
+        if not ending.as_json:
+            _say(recorder, view, folder, known, verbose=watch.verbose)
+
+    with view if watch.live else nullcontext():
+        try:
+            code = run_script(target.script, arguments, recorder, say, target.module, own, ending)
+        except UsageError:  # that no step was recorded: none was let through
+            if not ending.broken:
+                raise
+            code = 1
+    saved = save_rehearsed(recorder) if rehearsing.weights else None
+    say()
+    if saved is not None:
+        said = f"{len(recorder.rehearsals)} rehearsals at step {recorder.step}, {', '.join(recorder.bounds)}"
+        loads = "safetensors.torch.load_file gives what model.load_state_dict takes."
+        tell(plain(f"Rehearsed weights ({said}) are in {folder / 'as_if'}: {loads}"))
+    if code < 0:
+        raise KeyboardInterrupt
+    raise typer.Exit(ending.say(recorder, code, known))
+
+
+def _say(
+    recorder: Audit, view: LiveView, folder: Path, calibration: Calibration | None, *, verbose: bool
+) -> None:
+    """Close the live view and print the verdict."""
+    from halfulp.report.live import Aside
+    from halfulp.trace import Trace
+    from halfulp.verdicts.answer import verdict, whence
+
+    view.close()
+    console = Aside()
+    place = recorder.out  # absolute: the script may have changed the folder
+    if not recorder.writes or place is None:
+        return
+    there = not recorder.lost and (place / "manifest.json").exists()
+    if not there and recorder.trouble is not None:
+        tell(plain(f"halfulp: there is no verdict: {folder} no longer holds the trace of this run."))
+    elif there:
+        command = f"halfulp report {shlex.quote(str(folder))}"
+        trace = Trace.open(place)
+        answer = verdict(trace, recorder.trouble, calibration=calibration, page=command)
+        with suppress(OSError, ValueError):  # that nobody can hear it changes nothing of the run
+            console.rule("halfulp")
+            print_plain(console, *answer.text(verbose=verbose).split("\n"))
+            print_plain(console, "", whence(trace, folder))
+
+
+def _scores(text: str, tile: int) -> tuple[str, int, int, int]:
+    """Parse a grid and a window of steps."""
+    found = re.fullmatch(r"(.+):([0-9]+)-([0-9]+)", text)
+    if found is None:
+        raise UsageError(f"--scores takes a grid and its steps, such as e5m2:1-600, not {text!r}.")
+    return found[1], int(found[2]), int(found[3]), tile

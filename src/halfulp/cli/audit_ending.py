@@ -1,0 +1,104 @@
+"""End ``halfulp audit``: judge terms and gates, choose the exit code, and print JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import typer
+
+from halfulp.cli.option_groups import FailOptions
+from halfulp.outputs import envelope
+
+if TYPE_CHECKING:
+    from halfulp.audit.session import Audit
+    from halfulp.contract import Contract, Terms
+    from halfulp.trace import Trace
+    from halfulp.verdicts.answer import Answer
+    from halfulp.verdicts.calibration import Calibration
+
+
+@dataclass
+class Ending:
+    """The gates of an audit. As a context manager, it holds every optimizer to the terms of ``--require``."""
+
+    fail: FailOptions
+    terms: Terms | None
+    as_json: bool
+    every_grid: bool
+    """True if grids were named, which are then judged even if nothing is stored on them."""
+    contract: Contract | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, fail: FailOptions, require: Path | None, as_json: bool, every_grid: bool) -> Self:
+        """Read the gates, and refuse invalid ones before anything runs."""
+        from halfulp.contract import Terms
+
+        _ = fail.most
+        return cls(fail, None if require is None else Terms.load(require), as_json, every_grid)
+
+    def __enter__(self) -> None:
+        from halfulp.contract import Contract
+
+        self.contract = None if self.terms is None else Contract(None, self.terms)
+
+    def __exit__(self, *_: object) -> None:
+        if self.contract is not None:
+            self.contract.release()
+
+    @property
+    def broken(self) -> list[str]:
+        """A description of each time that the terms did not hold."""
+        return [] if self.contract is None else self.contract.failures
+
+    def say(self, recorder: Audit, code: int, calibration: Calibration | None) -> int:
+        """Print which gate failed, or the whole answer as JSON.
+
+        Args:
+            recorder: The audit, at its end.
+            code: The exit code of the script.
+            calibration: The correction of the losses of rehearsals.
+
+        Returns:
+            The exit code: the script's, or 1 if that is 0 and a gate failed.
+        """
+        from halfulp.trace import Trace
+        from halfulp.verdicts.answer import verdict
+
+        place = recorder.out
+        trace = None
+        if place is not None and recorder.writes and not recorder.lost and (place / "manifest.json").exists():
+            trace = Trace.open(place)
+        answer = None if trace is None else verdict(trace, recorder.trouble, calibration=calibration)
+        failed = self.broken[0] if self.broken else self._judged(trace, answer)
+        ended = f"the script ended with exit code {code}" if code else "done"
+        code = code or (1 if failed else 0)
+        if self.as_json:
+            result = None if answer is None else {"trace": str(place), **answer.to_json()}
+            typer.echo(envelope("audit", result, code, failed or ended))
+        elif failed:
+            typer.echo(f"FAILED: {failed}")
+        return code
+
+    def _judged(self, trace: Trace | None, answer: Answer | None) -> str | None:
+        """Return the reason why --fail-above or --fail-stuck fails; None if neither does.
+
+        The grids that the weights are really stored on are judged, others only if they were named. Under a
+        policy that keeps what it does not write, a code that does not change is not a loss.
+        """
+        from halfulp.verdicts.findings import keeping
+
+        if self.fail.most is None and not self.fail.fail_stuck:
+            return None
+        if trace is None or answer is None:
+            return "there is no trace to judge (--fail-above, --fail-stuck)."
+        kept = keeping(trace) is not None
+        for f in answer.findings:
+            if kept if f.measured else not self.every_grid:
+                continue
+            what = f"of the updates {'were' if f.measured else 'would be'} lost in {f.grid}"
+            stuck = [name for name, _, _, still in f.hardly if still == 1]
+            if why := self.fail.reason(f.lost, what, stuck, f"never moved in {f.grid}"):
+                return f"{why}."
+        return None

@@ -1,0 +1,41 @@
+"""``halfulp compare``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from halfulp.cli.option_groups import JSON
+from halfulp.outputs import envelope
+from halfulp.text import plain
+
+
+def compare(
+    reference: Annotated[Path, typer.Argument(help="The trace whose forecast is tested.")],
+    measured: Annotated[Path, typer.Argument(help="The trace of the run on the grid.")],
+    grid: Annotated[str, typer.Option(help="A grid of both traces; default: all that they share.")] = "",
+    scope: Annotated[
+        str,
+        typer.Option(
+            help="all, all-2d, core, a group, or a tensor's name; default: what is stored on the grid."
+        ),
+    ] = "",
+    warmup: Annotated[int, typer.Option(help="Steps left out at the start.")] = 0,
+    as_json: JSON = False,
+) -> None:
+    """Compare forecasts with an outcome: the projection's, and that of the rehearsal of this run."""
+    from halfulp.audit.rehearsal.trace_outcome import GridOutcome, compare_traces
+    from halfulp.trace import Trace
+
+    made = compare_traces(Trace.open(reference), Trace.open(measured), grid or None, scope or None, warmup)
+    if as_json:
+        told: dict[str, Any] = {"reference": str(reference), "measured": str(measured)}
+        told["grids"] = [o.to_json() for o in made if isinstance(o, GridOutcome)]
+        told["rehearsals"] = [o.to_json() for o in made if not isinstance(o, GridOutcome)]
+        typer.echo(envelope("compare", told))
+        return
+    for outcome in made:
+        for line in outcome.lines:
+            typer.echo(plain(line))

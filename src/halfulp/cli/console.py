@@ -1,0 +1,19 @@
+"""Print lines on a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from halfulp.text import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NAMES = "e4m3@128: fp8, a scale of 128 (the value times 128 is cast); int4/g128: a scale per group of 128."
+"""An explanation of the two kinds of grid names that are hard to guess."""
+
+
+def print_plain(console: Console, *lines: str) -> None:
+    """Print lines without markup or wrapping; control characters in names are made harmless."""
+    for line in lines:
+        console.print(plain(line), highlight=False, markup=False, soft_wrap=True)

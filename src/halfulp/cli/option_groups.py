@@ -1,0 +1,149 @@
+"""Define groups of options as dataclasses, and parse the arguments of commands.
+
+A command with many options takes groups of them: frozen dataclasses whose fields are annotated like typer's
+arguments. Typer itself knows only plain parameters, so `grouped` shows it those.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from halfulp.errors import UsageError
+from halfulp.outputs import errors_as_json
+from halfulp.text import count, shown
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Show typer every field of the dataclasses that a command takes as a parameter of its own."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    for p in inspect.signature(command, eval_str=True).parameters.values():
+        if not is_dataclass(p.annotation):
+            parameters.append(p.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        assert isinstance(p.annotation, type)
+        groups[p.name] = p.annotation
+        hints = get_type_hints(p.annotation, include_extras=True)
+        for field in fields(p.annotation):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(
+                inspect.Parameter(field.name, kind, default=default, annotation=hints[field.name])
+            )
+
+    def call(**given: Any) -> None:
+        made = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        with errors_as_json(command.__name__, given.get("as_json", False)):
+            command(**given, **made)
+
+    call.__name__, call.__doc__, call.__module__ = command.__name__, command.__doc__, command.__module__
+    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what inspect asks for
+    return call
+
+
+def reveal(command: Any) -> None:
+    """Let the help of a command show the options that it leaves out."""
+    for parameter in command.params:
+        parameter.hidden = False
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        reveal(context.command)
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+HELP_ALL = typer.Option("--help-all", callback=_show_all, is_eager=True, help="Show all options and exit.")
+"""The option of a command whose help leaves options out (``hidden=True``)."""
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return True if an option was given on the command line, rather than left at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def listed(text: str) -> list[str]:
+    """Split names at commas; commas between brackets are part of a name.
+
+    >>> listed("bf16, bf16:eco(rounding=nearest,decay_exact=True)")
+    ['bf16', 'bf16:eco(rounding=nearest,decay_exact=True)']
+    """
+    if re.search("[()]", re.sub(r"\([^()]*\)", "", text)):
+        raise UsageError(f"{text!r} has a bracket that is not closed, or not opened.")
+    found = re.findall(r"(?:[^,()]|\([^()]*\))+", text)
+    return [name.strip() for name in found if name.strip()]
+
+
+def number(text: str) -> float | None:
+    """Parse a number; return None if the text is not a number.
+
+    >>> number("1e-3"), number("runs/measured")
+    (0.001, None)
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def share(text: str, option: str) -> float:
+    """Parse a share.
+
+    >>> share("50%", "--fail-above"), share("0.5", "--fail-above")
+    (0.5, 0.5)
+    """
+    found = re.fullmatch(r"([0-9]+(\.[0-9]+)?)(%?)", text)
+    value = float(found[1]) / (100 if found[3] else 1) if found else 2.0
+    if value > 1:
+        raise UsageError(f"{option} takes a share such as 50% or 0.5, not {text!r}.")
+    return value
+
+
+JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object, on one line.")]
+"""The option of every command whose output a program might read; see :func:`halfulp.outputs.envelope`."""
+
+
+@dataclass(frozen=True)
+class FailOptions:
+    """The conditions for exit code 1."""
+
+    fail_above: Annotated[
+        str | None, typer.Option(help="Exit with 1 if more is lost or stays put, such as 50%.")
+    ] = None
+    fail_stuck: Annotated[
+        bool, typer.Option("--fail-stuck", help="Exit with 1 if a whole tensor does not move.")
+    ] = False
+
+    @property
+    def most(self) -> float | None:
+        """The share of ``--fail-above``; None without it."""
+        return None if self.fail_above is None else share(self.fail_above, "--fail-above")
+
+    def reason(self, found: float, what: str, stuck: Sequence[str], still: str) -> str | None:
+        """Return the reason why a command fails; None if it does not.
+
+        Args:
+            found: The share that ``--fail-above`` judges; NaN fails.
+            what: The text after the number: what it is a share of.
+            stuck: The tensors that ``--fail-stuck`` judges.
+            still: The text after their number: what they did.
+        """
+        most = self.most
+        if most is not None and not found <= most:
+            said = "nothing is finite" if found != found else f"{found:.2%} {what}, more than {most:.4g}"
+            return f"{said} (--fail-above)"
+        if self.fail_stuck and stuck:
+            return f"{count(len(stuck), 'whole tensor')} {still}, such as {shown(stuck[0])} (--fail-stuck)"
+        return None

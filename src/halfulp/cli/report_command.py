@@ -1,0 +1,58 @@
+"""``halfulp report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfulp.outputs import check_output
+from halfulp.text import plain
+
+
+def report(
+    paths: Annotated[list[Path], typer.Argument(help="Folders of traces or studies.")],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="The page; default PATH/report.html.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write tensors by grid into this CSV file as well.")
+    ] = None,
+    code: Annotated[
+        bool, typer.Option(help="Run the file that a study of your own carries, for its tables and figures.")
+    ] = False,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="What `halfulp calibrate` wrote: corrects the losses of rehearsals."),
+    ] = None,
+    browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Write one self-contained HTML page of traces and studies; several are shown side by side."""
+    from halfulp.report.document import write
+    from halfulp.report.page import open_traces, page
+    from halfulp.report.study_page import is_study
+    from halfulp.report.tensors_csv import tensors_csv
+    from halfulp.study.command_line import say_code
+    from halfulp.trace import Trace
+    from halfulp.verdicts.calibration import Calibration
+
+    for place in filter(None, (out, csv)):
+        check_output(place)
+    for path in paths if code else ():
+        say_code(path, "without --code none of it is run")
+    known = None if calibration is None else Calibration.load(calibration)
+    where = write(page(paths, code=code, calibration=known), out or default_page(paths[0]))
+    typer.echo(f"The page is {plain(str(where))} ({where.stat().st_size / 1e6:.1f} MB).")
+    if csv is not None:
+        runs = open_traces([Trace.open(p) for p in paths if not is_study(p)])
+        typer.echo(f"The table is {plain(str(write(tensors_csv(runs), csv)))}.")
+    if browse:
+        typer.launch(where.resolve().as_uri())
+
+
+def default_page(path: Path) -> Path:
+    """Return a path beside a study, whose folder holds nothing unsealed, or inside the folder of a trace."""
+    from halfulp.report.study_page import is_study
+
+    return path.with_name(f"{path.resolve().name}.html") if is_study(path) else path / "report.html"

@@ -1,0 +1,19 @@
+"""``halfulp selftest``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def selftest(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    matrices: Annotated[
+        int, typer.Option(min=0, help="Millions of weights to time a step of; 0: no benchmark.")
+    ] = 10,
+) -> None:
+    """Compare every kernel with the reference on this machine, time a step, and print one page to post."""
+    from halfulp import selftest as test
+
+    raise typer.Exit(0 if test.run(device, matrices, typer.echo) else 1)

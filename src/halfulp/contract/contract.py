@@ -1,0 +1,229 @@
+"""Define ``require``, which checks a contract while an optimizer trains."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+from weakref import WeakKeyDictionary
+
+import torch
+
+from halfulp.audit.sources.step_hooks import StepHooks
+from halfulp.contract.arrival import Arrival, Shadow, arrival
+from halfulp.contract.breaches import FIX, Breach, Trained, breaches, copy_breaches, matches, parameters
+from halfulp.contract.requirements import Terms
+from halfulp.errors import HalfulpError, UsageError
+from halfulp.writeback.sharding import local
+
+MOST = 5
+"""Most breaches of one term that a message lists."""
+
+
+class ContractError(HalfulpError):
+    """Error raised when a term of a contract does not hold."""
+
+    exit_code = 1
+
+
+class ContractWarning(UserWarning):
+    """Warning issued instead of the error by a contract with ``action="warn"``."""
+
+
+class _Watched:
+    """The state that a contract keeps for one optimizer."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.due = True
+        """True if the next step is to be checked: the first one, and the first after every load."""
+        self.held: list[Trained] = []
+        self.shadow: Shadow | None = None
+        self.start: dict[str, torch.Tensor] = {}
+
+
+class Contract:
+    """A set of terms that is checked while optimizers step. Create one with :func:`require`.
+
+    Attributes:
+        terms: The terms that must hold.
+        arrival: How much of the proposed change the last checked step wrote, if ``arrives=`` is set.
+        checked: The number of steps checked so far.
+        failures: One message for each time that terms did not hold.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer] | None,
+        terms: Terms,
+        models: Sequence[torch.nn.Module] = (),
+        also: Mapping[str, torch.nn.Module] | None = None,
+        action: Literal["raise", "warn"] = "raise",
+    ) -> None:
+        if action not in ("raise", "warn"):
+            raise UsageError(f"action must be raise or warn, not {action!r}.")
+        self.terms, self.action, self.models, self.also = terms, action, list(models), dict(also or {})
+        self.arrival: Arrival | None = None
+        self.checked = 0
+        self.failures: list[str] = []
+        self._told: set[tuple[str, str]] = set()
+        self._handles: list[Any] = []
+        self._known: WeakKeyDictionary[torch.optim.Optimizer, _Watched] = WeakKeyDictionary()
+        self._hooks = StepHooks(self._before, self._after)
+        for optimizer in optimizers or ():
+            self._watch(optimizer)
+        for model in self.models:
+            hook = model.register_load_state_dict_post_hook(lambda *_: self._loaded())  # type: ignore[no-untyped-call]  # torch's
+            self._handles.append(hook)
+        self._hooks.attach(optimizers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Stop checking and remove the hooks. Leaving a ``with`` block does the same."""
+        self._hooks.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> _Watched:
+        watched = self._known.get(optimizer)
+        if watched is None:
+            watched = self._known[optimizer] = _Watched()
+            self._handles.append(optimizer.register_load_state_dict_post_hook(lambda *_: self._loaded()))
+        return watched
+
+    def _loaded(self) -> None:
+        """Check the next step of every optimizer, because the loaded state may break a term."""
+        for watched in self._known.values():
+            watched.due = True
+
+    def _before(self, optimizer: torch.optim.Optimizer) -> None:
+        w = self._watch(optimizer)
+        w.shadow = None
+        w.due = w.due or w.steps % self.terms.every == 0
+        if not w.due:
+            return
+        w.held = parameters(optimizer, self.models)
+        self._answer(optimizer, [*breaches(w.held, self.terms), *copy_breaches(self.also, self.terms)])
+        if self.terms.arrives is not None:
+            w.shadow = Shadow(optimizer, w.held)
+        for h in w.held:
+            if h.name not in w.start and matches(h.name, self.terms.moving):
+                w.start[h.name] = _copy(h.p)
+
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+        w = self._watch(optimizer)
+        w.steps += 1
+        if not w.due:
+            return
+        w.due = False
+        self.checked += 1
+        held = parameters(optimizer, self.models)
+        found = list(breaches(held, self.terms))
+        if self.terms.arrives is not None:
+            self.arrival = arrival(optimizer, held, w.shadow)
+            found += self._missing(self.terms.arrives)
+            # A step that proposes nothing, as at a rate of 0, shows nothing: the next one is looked at.
+            w.due = self.arrival is None and any(h.narrow and h.keeps == "nothing" for h in held)
+        if w.steps > self.terms.patience:
+            found += _stuck(held, w)
+        w.held, w.shadow = [], None
+        self._answer(optimizer, found)
+
+    def _missing(self, least: float) -> list[Breach]:
+        a = self.arrival
+        if a is None or not a.below(least):
+            return []
+        found = f"{a.share:.1%} of the proposed change was written ({a.least_share:.1%} of it here)"
+        return [Breach("arrives", f"worst at {a.least}", found, FIX)]
+
+    def _answer(self, optimizer: torch.optim.Optimizer, found: list[Breach]) -> None:
+        if not found:
+            return
+        self.failures.append(_text(optimizer, found))
+        if self.action == "raise":
+            raise ContractError(self.failures[-1])
+        news = [b for b in found if (b.term, b.where) not in self._told]
+        self._told.update((b.term, b.where) for b in news)
+        if news:
+            warnings.warn(_text(optimizer, news), ContractWarning, stacklevel=2)
+
+
+def require(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    model: torch.nn.Module | None = None,
+    also: Mapping[str, torch.nn.Module] | None = None,
+    action: Literal["raise", "warn"] = "raise",
+    **terms: Any,
+) -> Contract:
+    """Require that updates are not lost, now and after every resume.
+
+    The terms are checked at the first step that is observed, at the first one after every
+    ``load_state_dict`` of the optimizer or the model, and every ``every`` steps.
+
+    Args:
+        optimizer: One or several torch optimizers, or a ``WriteBack``.
+        model: The model that names the parameters; loading a state into it triggers a check.
+        also: Copies of the model by name, such as ``{"ema": ema_model}``; ``states`` applies to them as well.
+        action: ``"raise"`` a :class:`ContractError`, or ``"warn"`` once about each breach.
+        **terms: The terms that must hold, see :class:`Terms`: ``weights="float32"``, ``states="float32"``,
+            ``masters=True``, ``arrives=0.99``, ``moving="*norm*"``, ``every=100``, ``patience=100``.
+
+    Returns:
+        The contract; ``release()`` ends it.
+
+    Raises:
+        UsageError: If an argument or a term is not valid.
+        ContractError: From ``step()``, when a term does not hold.
+
+    >>> model = torch.nn.Linear(4, 4).bfloat16()
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    >>> contract = require(optimizer, model=model, weights="float32")
+    >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    >>> optimizer.step()
+    Traceback (most recent call last):
+    ...
+    halfulp.contract.contract.ContractError: the precision contract of AdamW does not hold:
+      weights: weight: updated in bfloat16...
+    """
+    several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    for one in several:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise UsageError(f"require() takes torch optimizers, not {type(one).__name__}.")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise UsageError(f"model must be a torch module, not {type(model).__name__}.")
+    return Contract(several, Terms.of(terms), [] if model is None else [model], also, action)
+
+
+def _stuck(held: list[Trained], w: _Watched) -> list[Breach]:
+    """Find parameters that have gradients but still equal their values at the start of the contract."""
+    found = []
+    for h in held:
+        begun = w.start.get(h.name)
+        graded = h.p.grad is not None and bool(local(h.p.grad).any())
+        if begun is not None and graded and torch.equal(begun, _copy(h.p)):
+            found.append(Breach("moving", h.name, f"not changed in {w.steps} steps", FIX))
+    return found
+
+
+def _copy(p: torch.Tensor) -> torch.Tensor:
+    return local(p.detach()).clone()
+
+
+def _text(optimizer: torch.optim.Optimizer, found: list[Breach]) -> str:
+    lines = [f"the precision contract of {type(optimizer).__name__} does not hold:"]
+    by_term: dict[str, list[Breach]] = {}
+    for b in found:
+        by_term.setdefault(b.term, []).append(b)
+    for term, those in by_term.items():
+        lines += [f"  {term}: {b.where}: {b.found}" for b in those[:MOST]]
+        if len(those) > MOST:
+            lines.append(f"  {term}: and {len(those) - MOST} more")
+        lines.append(f"  Fix: {those[0].fix}.")
+    return "\n".join(lines)

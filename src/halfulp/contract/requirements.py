@@ -1,0 +1,109 @@
+"""Define the terms of a contract: plain data, validated when created."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from halfulp import files
+from halfulp.documents import parsed
+from halfulp.errors import CorruptionError, UsageError
+
+MOST_BYTES = 1 << 20
+"""The largest size of a file with terms."""
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The terms that a contract must hold.
+
+    Attributes:
+        weights: The least precise dtype in which updates may be computed, such as ``"float32"``.
+        states: The least precise dtype of moments, step counters and other floating-point states.
+        masters: ``True``: no parameter narrower than float32 is updated without a float32 master. A string:
+            every such parameter has a float32 state of that name, equal to the weight when rounded.
+        arrives: The share of the proposed change that must be written at a checked step, between 0 and 1.
+        moving: Patterns such as ``"*norm*"`` of parameters that must not be stuck at their start.
+        every: Steps between two checks.
+        patience: Steps after which a parameter of ``moving`` that has not changed is stuck.
+    """
+
+    weights: str | None = None
+    states: str | None = None
+    masters: bool | str = False
+    arrives: float | None = None
+    moving: tuple[str, ...] = ()
+    every: int = 100
+    patience: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "states"):
+            given = getattr(self, name)
+            if isinstance(given, torch.dtype):
+                object.__setattr__(self, name, given := str(given).removeprefix("torch."))
+            if given is not None and given not in FLOATS:
+                raise UsageError(f"{name} must be one of {', '.join(FLOATS)}, not {given!r}.")
+        masters: Any = self.masters  # whatever a file or a caller gave
+        if not isinstance(masters, bool | str) or masters == "":
+            raise UsageError(f"masters must be True, False or the name of a state, not {self.masters!r}.")
+        share = self.arrives
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        if share is not None and not (number and 0 < share <= 1):
+            raise UsageError(f"arrives must be a share above 0 and up to 1, such as 0.99, not {share!r}.")
+        object.__setattr__(self, "moving", _patterns(self.moving))
+        for name in ("every", "patience"):
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+                raise UsageError(f"{name} must be a whole number of steps from 1 on, not {given!r}.")
+        if not (self.weights or self.states or self.masters or self.arrives or self.moving):
+            raise UsageError("a contract needs terms: weights=, states=, masters=, arrives= or moving=.")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Create terms from a mapping, such as one read from a file.
+
+        Args:
+            given: Values by name of a term.
+
+        Raises:
+            UsageError: If a key is not a term or a value is not valid.
+        """
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise UsageError(f"{', '.join(unknown)}: no such term; there are {', '.join(known)}.")
+        return cls(**given)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read terms from a TOML file, or from a JSON file if its name ends in ``.json``.
+
+        Args:
+            path: The file.
+
+        Raises:
+            UsageError: If the file cannot be parsed, or its keys and values are not terms.
+        """
+        content = files.read(path, MOST_BYTES, follow=True)
+        try:
+            if path.suffix == ".json":
+                given = parsed(content, path, "a contract")
+            else:
+                given = tomllib.loads(content.decode())
+        except (ValueError, CorruptionError) as error:
+            raise UsageError(
+                f"{path} is no contract: {error} Write TOML, such as arrives = 0.99, or a JSON object."
+            ) from None
+        return cls.of(given)
+
+
+def _patterns(given: Any) -> tuple[str, ...]:
+    texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise UsageError(f"moving must be patterns of names, such as '*norm*', not {given!r}.")
+    return texts

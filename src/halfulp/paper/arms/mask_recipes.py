@@ -1,0 +1,246 @@
+"""Masks of a study: chosen from an arm's scores, sealed as files beside a record, read by later arms.
+
+A recipe for a mask is data:
+
+``{"score": "P", "share": 0.1}``
+    the first tiles by a score; with ``"nest": "P5"``, those of an earlier mask first.
+``{"of": "P", "shuffle": 3}``
+    a control: as many tiles of every tensor as mask ``P``, at random places.
+``{"random": 3, "share": 0.1}``
+    random tiles, of all tensors or of one (``"within": NAME``).
+``{"whole": True, "share": 0.25}``
+    whole tensors, by the share of their coordinates that no update of the window would move, until they are
+    at least that share of all; ``"anti"`` from the other end, ``"without"`` names a tensor that is not
+    taken, ``"draw": 3`` takes them in random order until they are as many as ``"like"``, another mask, has.
+``{"only": NAME}``
+    all of one tensor.
+``{"score": "R", "rehearsal": 0, "share": 0.1}``
+    by what the first attributed rehearsal's tiles cost; ``"keep"`` in it names a stage, a cell and a mask
+    whose tiles come first: the second round.
+
+A run makes them of its own sums when it ends (``Arm.make``) and keeps ``masks.safetensors``, a bit a tile;
+or it keeps its sums, and a cell of a later stage makes them (:func:`make_masks`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load as load_tensors
+
+from halfulp import tensors
+from halfulp.allocation.masks import REHEARSED, Mask, choose, drawn, tile_sizes, whole_tensors
+from halfulp.documents import whole
+from halfulp.errors import CorruptionError
+from halfulp.kernels import SCORES, tiles_of
+from halfulp.numbers.streams import Stream
+from halfulp.study import Running
+from halfulp.text import shown
+from halfulp.writeback import TileMaster
+
+Json = Any
+Recipes = Mapping[str, Mapping[str, Json]]
+PACKED = "masks.safetensors"
+APART = "-masks"
+"""Suffix of the names of stages that only make masks."""
+_KEY = "halfulp.arms.masks"  # in files
+
+
+def recipes(share: float, *scores: str, controls: int = 0) -> dict[str, dict[str, Json]]:
+    """Masks by scores, named after them, and ``control-1``, ``control-2`` ... of the first."""
+    made: dict[str, dict[str, Json]] = {score: {"score": score, "share": share} for score in scores}
+    return made | {f"control-{i + 1}": {"of": scores[0], "shuffle": i} for i in range(controls)}
+
+
+def masters(whose: str, *names: str, **options: Json) -> dict[str, dict[str, Json]]:
+    """Arms with masters where masks of the ``source`` or the ``target`` say, named ``source-P`` and so on."""
+    return {
+        name if name.startswith("control") else f"{whose}-{name}": {
+            "policy": TileMaster.name,
+            "mask": (whose, name),
+            **options,
+        }
+        for name in names
+    }
+
+
+# ---- making them ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The input of recipes: the tensors' sizes, and sums by tile and by tensor where a run has them."""
+
+    sizes: Mapping[str, int]
+    tile: int
+    sums: Callable[[], Mapping[str, Any]] = dict
+    """The sums of every score, by tensor, one row per tile."""
+    attributed: Callable[[int], Mapping[str, Any]] = lambda rehearsal: {}
+    """The cost of each tile of an attributed rehearsal, by tensor."""
+    silent: Mapping[str, float] = field(default_factory=dict)
+    """By tensor: the share of coordinates that every update of the window would have left where they were."""
+    read: Callable[[Mapping[str, str]], Mask] | None = None
+    """A mask of an earlier stage."""
+
+    def masks(self, wanted: Recipes) -> dict[str, Mask]:
+        """Return the masks of some recipes, each after those that it refers to: a protocol keeps no order."""
+        made: dict[str, Mask] = {}
+
+        def make(name: str) -> None:
+            if name not in made:
+                for key in ("of", "nest", "like"):
+                    if key in wanted[name]:
+                        make(wanted[name][key])
+                made[name] = self._mask(wanted[name], made)
+
+        for name in wanted:
+            make(name)
+        return {name: made[name] for name in wanted}
+
+    def _mask(self, recipe: Mapping[str, Json], made: Mapping[str, Mask]) -> Mask:
+        if "of" in recipe:
+            return made[recipe["of"]].shuffled(recipe["shuffle"])
+        if "random" in recipe:
+            return drawn(self.sizes, recipe["share"], recipe["random"], self.tile, recipe.get("within"))
+        if "only" in recipe:
+            share = self.sizes[recipe["only"]] / sum(self.sizes.values())
+            return whole_tensors({recipe["only"]: 0.0}, self.sizes, share, "one tensor", self.tile)
+        if "whole" in recipe:
+            return self._whole(recipe, made)
+        if recipe["score"] == REHEARSED:
+            found = self.attributed(recipe["rehearsal"])
+        else:
+            found = {n: sums[:, SCORES.index(recipe["score"])] for n, sums in self.sums().items()}
+        means = {n: np.asarray(found[n]) / tile_sizes(size, self.tile) for n, size in self.sizes.items()}
+        keep = made[recipe["nest"]] if "nest" in recipe else None
+        if "keep" in recipe:
+            assert self.read is not None
+            keep = self.read(recipe["keep"])
+        return choose(means, self.sizes, recipe["share"], recipe["score"], tile=self.tile, keep=keep)
+
+    def _whole(self, recipe: Mapping[str, Json], made: Mapping[str, Mask]) -> Mask:
+        if "draw" in recipe:
+            spent = made[recipe["like"]].payload_bytes / made[recipe["like"]].blanket_bytes
+            ranks = {n: float(Stream(seed=recipe["draw"], name=n, step=0).words(1)[0]) for n in self.sizes}
+            return whole_tensors(ranks, self.sizes, spent, "random tensors", self.tile)
+        sign = -1.0 if recipe.get("anti") else 1.0
+        ranks = {n: sign * share for n, share in self.silent.items() if n != recipe.get("without")}
+        return whole_tensors(ranks, self.sizes, recipe["share"], "whole tensors", self.tile)
+
+
+def make_masks(running: Running) -> dict[str, Json]:
+    """Choose masks by the scores of an arm; they are attached, their sizes and budget are the record.
+
+    The config names the arm's ``stage`` and ``cell``, its ``tile`` and the ``masks``; ``beside``, if there,
+    another stage and cell whose masks of the same names are compared with these: the share of tiles that
+    both chose.
+    """
+    config = running.config
+    stage, cell = config["stage"], config["cell"]
+    sizes = running.read(stage, cell)["sizes"]
+
+    @cache
+    def sums() -> dict[str, torch.Tensor]:
+        return load_tensors(running.read_bytes(stage, cell, "scores.safetensors"))
+
+    @cache
+    def attributed(rehearsal: int) -> dict[str, torch.Tensor]:
+        found = load_tensors(running.read_bytes(stage, cell, "attribution.safetensors"))
+        return {n: found[f"{rehearsal}.{n}"] for n in sizes}
+
+    read = partial(read_named, running)
+    made = Ranked(sizes, config["tile"], sums, attributed, read=read).masks(config["masks"])
+    for name, mask in made.items():
+        running.attach(f"{name}.safetensors", mask.to_bytes())
+    if "beside" not in config:
+        return described(made, {n: n for n in sizes})
+    stage, cell = config["beside"]
+    beside = {name: read({"stage": stage, "cell": cell, "name": name}) for name in made}
+    return described(made, {n: n for n in sizes}, beside)
+
+
+def described(
+    made: Mapping[str, Mask], group_of: Mapping[str, str], beside: Mapping[str, Mask] | None = None
+) -> dict[str, Json]:
+    """Describe masks for a record: budgets, tiles by group, tiles shared with others of the same name."""
+    tiles: dict[str, Counter[str]] = {name: Counter() for name in made}
+    for name, mask in made.items():
+        for tensor, chosen in mask.tiles.items():
+            tiles[name][group_of[tensor]] += int(chosen.sum())
+    said: dict[str, Json] = {"budget": {name: mask.budget for name, mask in made.items()}, "tiles": tiles}
+    if beside is not None:
+        said["shared"] = {name: beside[name].overlap(mask) for name, mask in made.items() if name in beside}
+    return said
+
+
+# ---- keeping and reading them -----------------------------------------------------------------------------
+
+
+def pack(made: Mapping[str, Mask]) -> bytes:
+    """Masks of the same tensors and tiles as one file, a bit a tile; :func:`unpacked` gives them back."""
+    first = next(iter(made.values()))
+    bits = {
+        name: torch.from_numpy(np.packbits(np.concatenate([t.numpy() for t in mask.tiles.values()])))
+        for name, mask in made.items()
+    }
+    said = {
+        "sizes": list(first.sizes.items()), "tile": first.tile,
+        "masks": {name: [mask.score, mask.budget] for name, mask in made.items()},
+    }  # fmt: skip
+    return b"".join(tensors.content(bits, {_KEY: json.dumps(said)}))
+
+
+def unpacked(content: bytes, where: str) -> dict[str, Mask]:
+    """Return the masks of a file that :func:`pack` made, by name; ``where`` is named in errors."""
+    bits, metadata = tensors.read_stream(BytesIO(content), len(content), Path(where))
+    try:
+        return _unpacked(bits, json.loads(metadata[_KEY]))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptionError(f"{where} does not hold masks of a run: {shown(repr(error), 120)}.") from None
+
+
+def _unpacked(bits: Mapping[str, torch.Tensor], said: Json) -> dict[str, Mask]:
+    sizes, tile = dict(said["sizes"]), said["tile"]
+    if any(not whole(n, 1) for n in (*sizes.values(), tile)):
+        raise ValueError("sizes and tile are whole numbers from 1")
+    counts = [tiles_of(size, tile) for size in sizes.values()]
+    if any((sum(counts) + 7) // 8 != t.numel() or t.dtype != torch.uint8 for t in bits.values()):
+        raise ValueError(f"a mask of these sizes has {sum(counts)} bits")
+    made = {}
+    for name, (score, budget) in said["masks"].items():
+        flags = np.unpackbits(bits[name].numpy(), count=sum(counts)).astype(bool)
+        parts = np.split(flags, np.cumsum(counts)[:-1])
+        tiles = {n: torch.from_numpy(part.copy()) for n, part in zip(sizes, parts, strict=True)}
+        made[name] = Mask(tiles=tiles, sizes=sizes, score=score, budget=budget, tile=tile)
+    return made
+
+
+def read_named(running: Running, where: Mapping[str, str]) -> Mask:
+    """Return a mask by the stage and the cell that attached it, and its name; ``evidence``: of another study.
+
+    Without a stage of masks, it is one of those that the run packed when it ended.
+    """
+    stage, cell, name = where["stage"], where["cell"], where["name"]
+    if not stage.endswith(APART):
+        return read_packed(running, where)[name]
+    file = f"{name}.safetensors"
+    return Mask.from_bytes(running.read_bytes(stage, cell, file), f"{stage}/{cell}/{file}")
+
+
+def read_packed(running: Running, where: Mapping[str, str]) -> dict[str, Mask]:
+    """Return all masks that a run packed when it ended, by the stage and the cell of it."""
+    stage, cell = where["stage"], where["cell"]
+    if "evidence" in where:
+        content = running.evidence(where["evidence"]).attached(stage, cell, PACKED)
+    else:
+        content = running.read_bytes(stage, cell, PACKED)
+    return unpacked(content, f"{stage}/{cell}/{PACKED}")

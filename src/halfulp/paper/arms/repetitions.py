@@ -1,0 +1,175 @@
+"""Measure what arms cost: seconds, persistent bytes and peak bytes, each arm in a process of its own.
+
+A cell of a systems study is one *repetition*: all arms, one after the other, each in a fresh process, in an
+order that is rotated from repetition to repetition, so that no arm always follows the same one or is always
+first on a cold machine. A process builds the arm, takes some updates that are not timed (caches, compiled
+kernels), and then times a window of updates. Nothing is evaluated, and nothing audited unless the arm sums
+scores.
+
+The measurements are in the record's ``measured``, one row per process, in the order in which they ran:
+
+``wall_seconds``
+    from before the model is built to the end of the window: the accounted wall.
+``window_seconds``, ``processor_seconds``, ``updates``
+    of the timed window: the wall, and what the process itself used of processors, which other work on the
+    machine does not lengthen.
+``persistent_bytes``
+    of every tensor that outlives an update: weights, moments, and what the policy keeps; exact.
+``policy_bytes``
+    of the latter alone: packed masters and the indices of their tiles, or all masters.
+``peak_bytes``
+    on a GPU the most that was allocated; on a CPU how far the resident set rose above what it was before the
+    model was built, which is coarse.
+
+Seconds are an outcome like any other: estimands are recomputed from the records, but no run gives the same
+again, so such a stage says that it holds clocks and is never replayed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfulp.errors import HalfulpError
+from halfulp.paper.arms.arm import Arm
+from halfulp.paper.arms.corpus import files_of, open_corpus
+from halfulp.paper.arms.mask_recipes import PACKED, unpacked
+from halfulp.paper.arms.run import audited, device, optimizer_of
+from halfulp.paper.models.decoder import Decoder
+from halfulp.paper.models.training import Training
+from halfulp.study.protocol import Cell, Running
+from halfulp.trace import Memory
+from halfulp.writeback import WriteBack
+
+Json = Any
+MODULE = "halfulp.paper.arms.repetitions"
+
+
+def repetitions(arms: Mapping[str, Arm], count: int, *, updates: int, warm: int) -> Iterator[Cell]:
+    """Cells of a systems stage: every repetition begins with another arm."""
+    names = list(arms)
+    for i in range(count):
+        order = names[i % len(names) :] + names[: i % len(names)]
+        yield Cell(
+            name=f"repetition-{i + 1}",
+            config={
+                "order": order, "updates": updates, "warm": warm,
+                "arms": {name: arm.to_json() for name, arm in arms.items()},
+            },
+        )  # fmt: skip
+
+
+def repetition(running: Running) -> dict[str, Json]:
+    """Run every arm in a process of its own, and return what each measured, in order."""
+    config, rows = running.config, []
+    for done, name in enumerate(config["order"]):
+        arm = Arm.from_json(config["arms"][name])
+        asked: dict[str, Json] = {
+            "arm": config["arms"][name], "updates": config["updates"], "warm": config["warm"],
+            "data": {file: str(running.data(file)) for file in files_of(arm.corpus)},
+        }  # fmt: skip
+        if arm.mask is not None:
+            packed = running.read_bytes(arm.mask["stage"], arm.mask["cell"], PACKED)
+            asked["masks"] = base64.b64encode(packed).decode()
+        rows.append({"arm": name, **_process(asked)})
+        running.progress(done + 1, len(config["order"]))
+    return {"measured": rows}
+
+
+def _process(asked: Mapping[str, Json]) -> dict[str, Json]:
+    """Ask a fresh process; what it measured."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", MODULE], input=json.dumps(asked), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise HalfulpError(f"a process that was to be timed failed: {done.stderr[-2000:]}")
+    measured: dict[str, Json] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+# ---- in the process ---------------------------------------------------------------------------------------
+
+
+def measure(asked: Mapping[str, Json]) -> dict[str, Json]:
+    """Build an arm, warm it up, and time a window of its updates."""
+    arm = Arm.from_json(asked["arm"])
+    tokens, _ = open_corpus(lambda name: Path(asked["data"][name]), arm.corpus, arm.model.vocabulary)
+    before, began = _settled(), time.perf_counter()
+    where = device(arm.device)
+    model = Decoder(arm.model, seed=arm.seed, device=where)
+    masks = unpacked(base64.b64decode(asked["masks"]), "masks") if arm.mask else {}
+    optimizer = optimizer_of(arm, model, masks[arm.mask["name"]] if arm.mask else None)
+    training = Training(model, optimizer, tokens, arm.recipe)
+    with audited(arm, training, Memory(), []) if arm.scores is not None else contextlib.nullcontext():
+        for _ in range(asked["warm"]):
+            training.step()
+        _settle(where)
+        started, used = time.perf_counter(), time.process_time()
+        for _ in range(asked["updates"]):
+            training.step()
+        _settle(where)
+        ended, spent = time.perf_counter(), time.process_time()
+    return {
+        "wall_seconds": ended - began,
+        "window_seconds": ended - started,
+        "processor_seconds": spent - used,
+        "updates": asked["updates"],
+        "gpu": where.type == "cuda",
+        "peak_bytes": _peak(where, before),
+        **storage(model, optimizer),
+    }
+
+
+def storage(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of the tensors that outlive an update, each storage once, and of those that a policy keeps."""
+    slots = optimizer.slots if isinstance(optimizer, WriteBack) else ()
+    policy = [t for slot in slots for t in slot.state.values()]
+    inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
+    states = [t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    return {
+        "persistent_bytes": _bytes([*model.parameters(), *states, *policy]),
+        "policy_bytes": _bytes(policy),
+    }
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _settled() -> int:
+    """The resident set now, from which on the most is counted: what came before is forgotten, on Linux."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _resident("VmRSS")
+
+
+def _resident(which: str) -> int:
+    """The resident set, or the most that it was (VmHWM), in bytes; where there is no /proc, the latter."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith(which)).split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _peak(device: torch.device, before: int) -> int:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _resident("VmHWM") - before
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.load(sys.stdin))))

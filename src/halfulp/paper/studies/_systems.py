@@ -1,0 +1,150 @@
+"""Define what the studies of cost share: the processes that are timed, and what is computed of their rows.
+
+A systems stage has one cell per repetition, and a cell has one fresh process per arm
+(`arms.repetitions`). An arm is compared with another *within* a repetition, and the median is
+taken over these pairs; the ratio of two medians stands beside it, because it is what one would report without
+thinking, and it can have the opposite sign.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from halfulp.paper.arms import Arm, Bundle
+from halfulp.paper.arms.repetitions import repetition, repetitions
+from halfulp.paper.arms.run import run
+from halfulp.paper.dominance import paired_median, unpaired_median
+from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Table, Values
+
+TRACE, FLOAT32 = "trace", "fp32"
+INDEX_BYTES = 4
+"""Of the index of a tile that has a master."""
+REPETITIONS = {"smoke": (2, 2, 1), "small": (3, 15, 3), "paper": (3, 100, 10)}
+"""Repetitions, timed updates and updates before them, by scale."""
+
+
+def timed(runs: Bundle, names: Sequence[str], count: int = 0) -> Callable[[Config], Iterator[Cell]]:
+    """Cells that time some arms of a bundle's first target.
+
+    ``trace`` is the source that sums scores, ``fp32`` the same run without. ``count``: repetitions, where the
+    scale's own are too few.
+    """
+
+    def cells(config: Config) -> Iterator[Cell]:
+        unit = next(iter(runs.units))
+        known = {cell.name: Arm.from_json(cell.config) for cell in runs.outcomes(config)}
+        (source, *_) = (Arm.from_json(cell.config) for cell in runs.source(config))
+        trace = replace(source, make=None, rehearse=(), attribute=None)
+        own = {TRACE: trace, FLOAT32: replace(trace, audit=(), scores=None)}
+        arms = {name: own.get(name) or known[runs.cell(unit, name)] for name in names}
+        many, updates, warm = REPETITIONS[config["scale"]]
+        return repetitions(arms, max(count, many) if count else many, updates=updates, warm=warm)
+
+    return cells
+
+
+def configs(runs: Bundle) -> dict[str, Config]:
+    """Return a bundle's scales, each with its name, which determines how long is timed."""
+    return {scale: {**config, "scale": scale} for scale, config in runs.configs.items()}
+
+
+def stages(runs: Bundle, names: Sequence[str], count: int = 0) -> tuple[Stage, ...]:
+    """Return a source that makes the mask, and the stage that times."""
+    return (
+        Stage(name="source", kind="reference", cells=runs.source, run=run),
+        costs_stage(runs, names, count),
+    )
+
+
+def costs_stage(runs: Bundle, names: Sequence[str], count: int = 0) -> Stage:
+    """Return the stage that times some arms of a bundle."""
+    return Stage(
+        name="costs", kind="outcome", cells=timed(runs, names, count), run=repetition, reads=("source",),
+        clocks=True,
+    )  # fmt: skip
+
+
+# ---- what is computed -------------------------------------------------------------------------------------
+
+
+def column(found: Records, arm: str, what: str) -> list[float]:
+    """Something that was measured of an arm, by repetition; ``throughput`` is updates a second.
+
+    Seconds of a CPU are the process's own: others may use the machine.
+    """
+    rows = [next(row for row in cell["measured"] if row["arm"] == arm) for cell in found["costs"].values()]
+    if what == "throughput":
+        return [1 / seconds for seconds in column(found, arm, "seconds")]
+    if what == "seconds":  # of a GPU the wall; of processors that others may use, the process's own
+        used = [row["window_seconds"] if row.get("gpu", True) else row["processor_seconds"] for row in rows]
+        return [seconds / row["updates"] for seconds, row in zip(used, rows, strict=True)]
+    return [float(row[what]) for row in rows]
+
+
+def ratio(found: Records, arm: str, over: str, what: str) -> Values:
+    """One arm over another, less one, by repetition."""
+    pairs = zip(found["costs"], column(found, arm, what), column(found, over, what), strict=True)
+    return {name: a / b - 1 for name, a, b in pairs}
+
+
+def paired(found: Records, arm: str, over: str, what: str) -> Values:
+    """The median of one arm over another within repetitions, less one."""
+    return {"median": paired_median(column(found, arm, what), column(found, over, what))}
+
+
+def unpaired(found: Records, arm: str, over: str, what: str) -> Values:
+    """The ratio of the medians of two arms, less one: it mixes repetitions."""
+    return {"median": unpaired_median(column(found, arm, what), column(found, over, what))}
+
+
+def more(found: Records, arm: str, over: str, what: str) -> Values:
+    """The median of one arm less another within repetitions."""
+    pairs = zip(column(found, arm, what), column(found, over, what), strict=True)
+    return {"median": statistics.median(a - b for a, b in pairs)}
+
+
+def unaccounted(found: Records, arm: str, mask: str) -> Values:
+    """Bytes that a packed policy keeps, less its payload and an index a tile: nothing, if all is stated."""
+    masks = next(iter(found["source"].values()))["masks"]
+    stated = masks["budget"][mask] + INDEX_BYTES * sum(masks["tiles"][mask].values())
+    return {
+        name: held - stated
+        for name, held in zip(found["costs"], column(found, arm, "policy_bytes"), strict=True)
+    }
+
+
+def contrast(arm: str, over: str) -> tuple[Estimand, ...]:
+    """Throughput by repetition, paired and unpaired; accounted wall; peak and persistent bytes."""
+    pair: dict[str, Any] = {"arm": arm, "over": over}
+    name = f"{arm}-{over}"
+    return (
+        Estimand(name=f"throughput-{name}", what=f"throughput of {arm} over {over}, less one", compute=ratio,
+                 args={**pair, "what": "throughput"}),
+        Estimand(name=f"paired-{name}", what="its median: each repetition against its own partner",
+                 compute=paired, args={**pair, "what": "throughput"}),
+        Estimand(name=f"unpaired-{name}", what="the ratio of the arms' medians, which mixes repetitions",
+                 compute=unpaired, args={**pair, "what": "throughput"}),
+        Estimand(name=f"wall-{name}", what="accounted wall, seconds more", compute=more,
+                 args={**pair, "what": "wall_seconds"}),
+        Estimand(name=f"peak-{name}", what="bytes more at the peak", compute=more,
+                 args={**pair, "what": "peak_bytes"}),
+        Estimand(name=f"storage-{name}", what="bytes more that persist", compute=more,
+                 args={**pair, "what": "persistent_bytes"}),
+    )  # fmt: skip
+
+
+def measured(found: Records) -> Table:
+    """Tabulate every process, in the order in which they ran."""
+    keys = ("wall_seconds", "window_seconds", "updates", "peak_bytes", "persistent_bytes", "policy_bytes")
+    rows = [
+        (name, row["arm"], *(row[key] for key in keys))
+        for name, cell in found["costs"].items()
+        for row in cell["measured"]
+    ]
+    return Table(
+        columns=("repetition", "arm", *(key.replace("_", " ") for key in keys)), rows=rows,
+        caption="A row a process. The window is timed after some updates that are not; the wall is all.",
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Pilots: really run a little of a training, and know what each number format would cost in loss."""

@@ -1,0 +1,194 @@
+"""One run of somebody's script for a pilot, in a process of its own: ``python -m halfulp.pilots.child``.
+
+It is the reference, which is audited as ``halfulp audit`` does it, with every format rehearsed; a twin of
+it, the same with other arguments; the twin from a hair beside its start; or the twin with its weights really
+stored in a format. For that its optimizer is wrapped on the way: an optimizer that the script makes is
+noted, and before the first forward of the model that it trains a write-back takes the place of its ``step``.
+The script does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import MethodType
+from typing import Any, Self
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from halfulp import files
+from halfulp.audit.rehearsal.specs import Rehearse
+from halfulp.audit.script.own_evaluation import OwnEvaluation
+from halfulp.audit.script.runner import run_script
+from halfulp.audit.session import Audit
+from halfulp.errors import HalfulpError, UsageError
+from halfulp.pilots.rungs import Clock, nudge
+from halfulp.text import plain, tell
+from halfulp.trace import Memory, Trace
+from halfulp.trace.recorded import Recorded
+from halfulp.writeback.optimizer import WriteBack
+
+EVERY = 10
+"""Steps whose counts are recorded; rehearsals follow every step."""
+Take = Callable[[torch.optim.Optimizer, torch.nn.Module | None], None]
+
+
+class OnTheWay:
+    """While it is entered, every optimizer is taken once, before the first forward of what it trains."""
+
+    def __init__(self, take: Take) -> None:
+        self.take, self.waiting = take, list[torch.optim.Optimizer]()
+        self._init = torch.optim.Optimizer.__init__
+
+    def __enter__(self) -> Self:
+        plain_init, waiting = self._init, self.waiting
+
+        def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            plain_init(optimizer, *args, **kwargs)
+            if not isinstance(optimizer, WriteBack):
+                waiting.append(optimizer)
+
+        torch.optim.Optimizer.__init__ = init  # type: ignore[assignment, method-assign]  # put back on exit
+        self._handles = [
+            register_module_forward_pre_hook(lambda module, _: self._forward(module)),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._step(optimizer)),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.optim.Optimizer.__init__ = self._init  # type: ignore[method-assign]  # what was there
+        for handle in self._handles:
+            handle.remove()
+
+    def _forward(self, module: torch.nn.Module) -> None:
+        if not self.waiting:
+            return
+        held = set(module.parameters())
+        for optimizer in list(self.waiting):
+            trained = {p for group in optimizer.param_groups for p in group["params"]}
+            if trained & held:
+                self.waiting.remove(optimizer)
+                self.take(optimizer, module if trained <= held else None)
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self.waiting:
+            raise UsageError(
+                f"this {type(optimizer).__name__} steps weights that no forward of a module has used, "
+                "so they could not be put on a grid first. Write the training as a run, and use hu.Pilot."
+            )
+
+
+def store(spec: str, seed: int) -> Take:
+    """Return what has an optimizer's weights stored in a format from now on."""
+    found = Rehearse([spec]).each[0]
+
+    def take(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+        inside, inner = False, optimizer.step
+        wrapped = WriteBack(optimizer, found.grid, found.policy, model=model, seed=seed, storage="container")
+
+        def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
+            nonlocal inside
+            if inside:  # the write-back's own call of it
+                return inner() if closure is None else inner(closure)
+            inside = True
+            try:
+                return wrapped.step(closure)
+            finally:
+                inside = False
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # for its life
+
+    return take
+
+
+def beside(seed: int) -> Take:
+    """Return what has an optimizer's weights begin a hair beside themselves."""
+
+    def take(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+        named = {} if model is None else {p: name for name, p in model.named_parameters()}
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        nudge({named.get(p, f"{i}"): p for i, p in enumerate(weights)}, seed)
+
+    return take
+
+
+def run(told: dict[str, Any]) -> int:
+    """Run the script as requested, write its results, and return its exit code."""
+    rehearse = Rehearse(told["formats"])
+    own = OwnEvaluation.of(told["evaluate"])
+    own.bounds = ("point", "upper") if told["trace"] else ("upper",)
+    folder = None if told["trace"] is None else Path(told["trace"])
+    out = Memory() if folder is None else folder
+    single = told["stored"] is not None or told["nudged"]
+    audit = Audit(
+        None, rehearse.each[0].grid, out=out, every=EVERY, seed=told["seed"],
+        rehearse=None if single else rehearse,
+    )  # fmt: skip
+    clock = Clock()
+    with ExitStack() as stack:
+        if single:
+            take = beside(told["seed"]) if told["nudged"] else store(told["stored"], told["seed"])
+            stack.enter_context(OnTheWay(take))
+        limit = Limit(clock, math.inf if told["seconds"] is None else told["seconds"])
+        stack.callback(register_optimizer_step_pre_hook(limit).remove)
+        script = None if told["script"] is None else Path(told["script"])
+        code = run_script(script, told["arguments"], audit, lambda: None, told["module"], own)
+    trace = Trace.open(audit.out) if audit.out is not None else out.trace if isinstance(out, Memory) else None
+    found = {
+        "seconds": clock.seconds,
+        "beside": clock.busy(audit.seconds) + own.again_seconds,
+        "code": code,
+        "step": audit.step,
+    }
+    if code == 0 and trace is not None and audit.step and not limit.reached:
+        found |= _shown(trace, rehearse.names)
+    files.put(Path(told["result"]), json.dumps(found).encode())
+    return code
+
+
+class Limit:
+    """Ends a run before a step, when it has taken more processor time than can be paid."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds, self.reached = clock, seconds, False
+
+    def __call__(self, *_: object) -> None:
+        if self.clock.seconds > self.seconds:
+            self.reached = True
+            raise SystemExit(0)
+
+
+def _shown(trace: Recorded, specs: list[str]) -> dict[str, Any]:
+    """Return the losses of a finished run: its own by step, and as if at the last evaluation."""
+    own = trace.real_losses()
+    losses = [x for x in trace.scan("run", "step", "loss").sort("step")["loss"].tolist() if x == x]
+    as_if = {}
+    for spec in specs if trace.rehearsals else ():
+        rows = trace.forecast(spec).compared()
+        last = [(bound, loss) for step, bound, loss, _ in rows.rows() if own and step == max(own)]
+        as_if[spec] = dict(last)
+    rehearsed = [t["numel"] for t in trace.tensors if t.get("rehearsed")]
+    return {
+        "real": {str(step): loss for step, loss in own.items()}, "as_if": as_if, "weights": sum(rehearsed),
+        "start": losses[0] if losses else None,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run as a process."""
+    try:
+        code = run(json.loads(sys.argv[1]))
+    except HalfulpError as error:
+        tell(plain(f"halfulp: {error}"))
+        code = error.exit_code
+    sys.exit(128 - code if code < 0 else code)
+
+
+if __name__ == "__main__":
+    main()

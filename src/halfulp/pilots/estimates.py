@@ -1,0 +1,237 @@
+"""Estimate the cost of a format from a few measured losses: every estimator, on plain numbers.
+
+A *gap* is a loss above that of the reference, in nats. What a full run on the format would lose is estimated
+by, from nothing paid to much:
+
+    free     P - R                 the rehearsed point of the reference run
+    twin     U g_b / U_b           reference and format really run on b of the B sequences of every batch: a
+                                   real run keeps the share of the open loop's gap that the twin keeps
+    raw      g_b                   the twin's own gap, where open loops show (almost) nothing
+    fork     F - R                 the format really run to the end, from the rehearsed point's codes at t
+    bracket  sqrt(lower upper)     of two more forks, from the projected and the open loop's codes, where they
+                                   have closed in on each other
+
+U is the gap of the open loop of the full run, U_b and g_b those of the small one. A twin **reads low** where
+noise rules the small batch: its reference then makes less progress, and rounding hardly hurts it. Both are
+measured, and :meth:`Seen.reads_low` is the guard. Nothing here runs anything, so that a rule can be tried on
+numbers that are known: :func:`estimate` is all of it. A twin that ends below its reference is taken for
+noise, and its estimate for zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from halfulp.verdicts.intervals import COVERAGE, SMALLEST, Family, Table, interval
+
+Kind = Literal["free", "twin", "raw", "fork", "bracket"]
+
+AHEAD = 1.08
+"""A reference that made this many times the progress of the small-batch one: noise may rule the latter."""
+SHALLOW = 0.25
+"""Below this share of the open loop's gap, such a twin reads low."""
+MOST = 1 / 12
+"""The share of a batch that a twin takes where the budget allows more: smaller ones were as good."""
+LONGEST, SHORTEST = 0.4, 0.02
+"""Shares of a run that are forked: more is not needed, and less says no more than the rehearsal."""
+BRACKET = 0.2
+"""Three forks are made where each can have this share of the run."""
+CLOSED_IN = 4.0
+"""The largest ratio of upper to lower fork whose geometric mean is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twin:
+    """Losses at the end of the runs on a part of every batch: reference, its open loop, the real format."""
+
+    share: float
+    """Share of a full run, in sequences; for a script, in processor time."""
+    reference: float
+    upper: float
+    real: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forks:
+    """Losses of the format, really run for the last share of the updates, by the codes it began from."""
+
+    share: float
+    losses: Mapping[str, float]
+    """Losses by ``lower``, ``point`` and ``upper``; at least the point."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """The measured losses of one format at the start and the end of the run."""
+
+    start: float
+    reference: float
+    upper: float
+    point: float
+    twin: Twin | None = None
+    forks: Forks | None = None
+    floor: float = SMALLEST
+    """Difference, in nats, between two repetitions of the same run."""
+    family: Family = "nearest"
+    """Family of its policy. Estimators err differently on each; rehearsals of eco are known to be too low."""
+
+    def progress(self) -> float | None:
+        """Return the progress of the reference over that of the small-batch reference."""
+        if self.twin is None:
+            return None
+        small = self.start - self.twin.reference
+        return (self.start - self.reference) / small if small > 0 else math.inf
+
+    def kept(self) -> float | None:
+        """Return g_b / U_b, the share of the open loop's gap that the twin kept; None where that is none."""
+        if self.twin is None or not math.isfinite(self.twin.upper + self.upper):
+            return None
+        if self.twin.upper - self.twin.reference < max(SMALLEST, self.floor):
+            return None
+        return (self.twin.real - self.twin.reference) / (self.twin.upper - self.twin.reference)
+
+    def shallow(self) -> bool:
+        """Return whether the twin kept so little that noise may rule it; the reference's end will tell."""
+        kept = self.kept()
+        return kept is None or kept < SHALLOW
+
+    def reads_low(self) -> bool:
+        """Return the guard's answer: whether noise rules the twin, so that it hides what the format costs."""
+        ahead, kept = self.progress(), self.kept()
+        return ahead is not None and ahead > AHEAD and kept is not None and kept < SHALLOW
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Seen:
+        """Return what :meth:`to_json` gave."""
+        twin, forks = told.get("twin"), told.get("forks")
+        parts = {"twin": Twin(**twin) if twin else None, "forks": Forks(**forks) if forks else None}
+        return cls(**{**told, **parts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The cost of a format: a gap in nats, its interval and the kind of evidence behind it."""
+
+    gap: float
+    low: float
+    high: float
+    kind: Kind
+    floor: float
+    trusted: bool = True
+    """True if the guard accepts it: an estimate that was paid for and passed. False for the free point."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def zero(self) -> bool:
+        """True if the gap cannot be told from zero: it is below the difference of two equal runs."""
+        return abs(self.gap) < self.floor
+
+
+def floor_of(real: float, again: float, twin: float, nudged: float) -> float:
+    """Return the noise floor: how far equal runs end apart, and how far evaluations of equal weights differ.
+
+    Two runs that differ by a hair give one difference of two; a format's gap is one as well. Twice that
+    difference is exceeded about one time in ten.
+
+    >>> floor_of(2.0, 2.0, 2.5, 2.53)
+    0.06
+    """
+    return round(max(2 * abs(nudged - twin), abs(again - real), SMALLEST / 2), 6)
+
+
+def twin_part(batch: int, formats: int, budget: float) -> int | None:
+    """Return how many sequences of a batch twins take, so that half of the budget is left; None for no twin.
+
+    >>> twin_part(64, 3, 0.15), twin_part(12, 3, 0.15), twin_part(1024, 3, 0.15)
+    (1, None, 15)
+    """
+    most = math.floor(budget * batch / (formats + 1) + 1e-9)
+    if batch < 2 or most < 1:
+        return None
+    half = math.floor(budget / 2 * batch / (formats + 2))
+    return max(1, min(half, math.ceil(batch * MOST)))
+
+
+def fork_plan(left: float, suspects: int) -> tuple[float, tuple[str, ...]]:
+    """Return the share of the run that each fork can have, and the codes to fork from; zero for no forks.
+
+    >>> fork_plan(0.3, 2), fork_plan(2.0, 2), fork_plan(0.01, 1)
+    ((0.15, ('point',)), (0.3333333333333333, ('lower', 'point', 'upper')), (0.0, ()))
+    """
+    each = left / suspects if suspects else 0.0
+    if each < SHORTEST:
+        return 0.0, ()
+    if each >= 3 * BRACKET:
+        return min(LONGEST, each / 3), ("lower", "point", "upper")
+    return min(LONGEST, each), ("point",)
+
+
+def gaps(seen: Seen) -> dict[Kind, float]:
+    """Return every estimate that these numbers allow, the guard apart.
+
+    >>> twin = Twin(share=1 / 12, reference=2.5, upper=3.5, real=2.8)
+    >>> seen = Seen(start=5.0, reference=2.4, upper=4.4, point=2.9, twin=twin)
+    >>> {kind: round(gap, 3) for kind, gap in gaps(seen).items()}
+    {'free': 0.5, 'twin': 0.6}
+    """
+    found: dict[Kind, float] = {"free": seen.point - seen.reference}
+    kept = seen.kept()
+    if kept is not None:
+        found["twin"] = max(0.0, (seen.upper - seen.reference) * kept)
+    elif seen.twin is not None and not seen.upper - seen.reference > 2 * max(SMALLEST, seen.floor):
+        found["raw"] = max(0.0, seen.twin.real - seen.twin.reference)
+    if seen.forks is not None:
+        each = {name: loss - seen.reference for name, loss in seen.forks.losses.items()}
+        found["fork"] = each["point"]
+        low, high = each.get("lower", 0.0), each.get("upper", math.inf)
+        if 0 < low <= high <= CLOSED_IN * low:
+            found["bracket"] = math.sqrt(low * high)
+    return found
+
+
+def row(kind: Kind, seen: Seen) -> str:
+    """Return the row of the calibration table for an estimate: forks by how much of the run they were."""
+    if seen.family != "nearest":
+        return f"{'twin' if kind in ('twin', 'raw') else 'free'} {seen.family}"
+    if kind == "fork" and seen.forks is not None:
+        return next((f"fork {s:.0%}" for s in (0.4, 0.2, 0.1) if seen.forks.share >= s - 1e-9), "free")
+    return kind
+
+
+def estimate(seen: Seen, table: Table, coverage: float = COVERAGE) -> Estimate:
+    """Choose the best estimate that was paid for, with an interval.
+
+    A bracket of forks comes before one fork, a fork before a twin that the guard distrusts, a trusted twin
+    before a fork, and the free point last. Where the interval of another estimator does not overlap the
+    chosen one's, the two disagree, and the interval spans both.
+    """
+    found = gaps(seen)
+    low_twin = seen.reads_low()
+    order: tuple[Kind, ...] = ("twin", "raw", "bracket", "fork", "free")
+    if low_twin:
+        order = ("bracket", "fork", "free")
+    kind = next(k for k in order if k in found)
+    spans = {k: interval(gap, seen.floor, row(k, seen), table, coverage) for k, gap in found.items()}
+    low, high = spans[kind]
+    notes = []
+    if low_twin:
+        notes.append("the twin is limited by noise, and was not used")
+    for other in (k for k in order if k in found and k != kind):
+        a, b = spans[other]
+        if (a > high or b < low) and seen.family == "nearest":
+            low, high = min(a, low), max(b, high)
+            notes.append(f"the {other} estimate ({found[other]:+.3f}) disagrees")
+    if seen.family != "eco":
+        # Observed bounds: nobody ended above the open loop, and an open loop below the floor costs nothing.
+        high = max(min(high, seen.upper - seen.reference + seen.floor), found[kind], low)
+    return Estimate(
+        gap=found[kind], low=low, high=high, kind=kind, floor=seen.floor,
+        trusted=kind != "free", notes=tuple(notes),
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Keep the results of a pilot in a file, so that an interrupted pilot repeats no finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from halfulp import documents, files
+from halfulp.errors import UsageError, VersionError
+from halfulp.version import __version__
+
+KIND, FORMAT, NAME = "halfulp.pilot", 1, "pilot.json"
+Json = Any
+
+
+class Results:
+    """Results by name; with a folder, each is on disk before the next is begun.
+
+    Args:
+        folder: Where ``pilot.json`` is kept; None keeps nothing.
+        asked: What the pilot was asked. A folder of another question is refused.
+
+    Raises:
+        UsageError: If the folder holds the results of another question.
+    """
+
+    def __init__(self, folder: Path | None, asked: Mapping[str, Json]) -> None:
+        self.folder, self.asked = folder, dict(asked)
+        self.found: dict[str, Json] = {}
+        if folder is None or not (folder / NAME).exists():
+            return
+        where = folder / NAME
+        told = documents.parsed(files.read(where, documents.MOST_BYTES, follow=True), where, "a pilot")
+        documents.check_digest(told, where)
+        if (told.get("kind"), told.get("format")) != (KIND, FORMAT):
+            raise VersionError(f"{where} is not a pilot of format {FORMAT}, which this halfulp reads.")
+        if told["asked"] != self.asked:
+            other = [k for k in {**told["asked"], **self.asked} if told["asked"].get(k) != self.asked.get(k)]
+            raise UsageError(
+                f"{folder} holds a pilot that was asked something else ({', '.join(sorted(other))} differ). "
+                "Ask the same to go on with it, or choose another folder."
+            )
+        self.found = dict(told["found"])
+
+    def once(self, name: str, make: Callable[[], Json]) -> Json:
+        """Return an existing result, or compute and save it."""
+        if name not in self.found:
+            self.found[name] = make()
+            self._write()
+        return self.found[name]
+
+    def _write(self) -> None:
+        if self.folder is not None:
+            told = {"kind": KIND, "format": FORMAT, "halfulp": __version__, "asked": self.asked}
+            files.put(self.folder / NAME, documents.sealed({**told, "found": self.found}))

@@ -1,0 +1,299 @@
+"""Runs that a pilot makes: the reference, its twins on a part of every batch, and forks of it.
+
+A training is given as a *factory* of runs. A run has a model, an optimizer and three methods, and nothing of
+it may depend on what other runs did:
+
+    class Run:
+        def __init__(self):                  # the factory is the class itself
+            self.model, self.optimizer = ...
+        def batch(self, update): ...         # the batch of an update, counted from 1
+        def step(self, batch, update): ...   # one update, by self.optimizer
+        def evaluate(self): ...              # the loss that is to be forecast
+
+Batches are tensors or arrays (in tuples, lists, dicts) whose first dimension counts sequences. A run that
+keeps more than its model and optimizer (a schedule object, an average of weights) has ``state_dict()`` and
+``load_state_dict()`` for it. Every run begins from the same state of the global random generators, so the
+reference is bit for bit the run that a plain loop would have made, and so are twins and forks.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from halfulp.audit.rehearsal.as_if import number
+from halfulp.audit.rehearsal.specs import Pull, Rehearse, root_of_peak
+from halfulp.audit.session import Audit
+from halfulp.errors import UsageError
+from halfulp.numbers.streams import Stream
+from halfulp.pilots import run_states
+from halfulp.writeback.optimizer import WriteBack
+
+NUDGE = 2.0**-16
+"""Largest relative change of a weight at the start of the nudged twin."""
+PARTS = (torch.Tensor, np.ndarray)
+
+
+class PilotRun(Protocol):
+    """A training: see the module's docstring."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def batch(self, update: int) -> Any:
+        """Return the batch of an update."""
+
+    def step(self, batch: Any, update: int) -> Any:
+        """Make an update."""
+
+    def evaluate(self) -> Any:
+        """Return the loss."""
+
+
+class Clock:
+    """Processor time since it was made."""
+
+    def __init__(self) -> None:
+        self._processor, self._wall = time.process_time(), time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of this process, on all of its threads."""
+        return time.process_time() - self._processor
+
+    def busy(self, wall: float) -> float:
+        """Return what some wall-clock time was in processor time, on a machine that has others to serve."""
+        passed = time.perf_counter() - self._wall
+        return wall * min(1.0, self.seconds / passed) if passed else wall
+
+
+Make = Callable[[], PilotRun]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The results of a reference run."""
+
+    start: float
+    """Loss before the first update."""
+    real: float
+    again: float
+    """Loss of the same weights, evaluated again from another state of the generators."""
+    as_if: Mapping[str, Mapping[str, float]]
+    """The loss by format and bound."""
+    forked: Mapping[int, Any] = field(default_factory=dict)
+    """The states that were set aside for forks, by update."""
+    seconds: float = 0.0
+    """Processor time."""
+    beside: float = 0.0
+    """The part of that time spent on rehearsing."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Folder and interval in which a reference run saves itself, so that it can continue after a kill."""
+
+    folder: Path
+    every: int
+
+    @property
+    def state(self) -> Path:
+        """The file of its state."""
+        return self.folder / "state.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factory:
+    """A factory, how many updates its runs make, and the formats in question."""
+
+    make: Make
+    updates: int
+    formats: tuple[str, ...]
+    seed: int = 0
+    pull: Pull = root_of_peak
+    """The pull of the rehearsals."""
+    random: Any = field(default_factory=run_states.generators, repr=False)
+    """State of the random generators that every run begins from."""
+
+    def begin(self) -> PilotRun:
+        """Make a run from the state of the generators that all begin from."""
+        run_states.put_generators(self.random)
+        return self.make()
+
+    @property
+    def rehearse(self) -> Rehearse:
+        """The rehearsals of the formats."""
+        return Rehearse(list(self.formats), pull=self.pull)
+
+
+def size(batch: Any) -> int:
+    """Return how many sequences a batch has; all its tensors must agree."""
+    found = {len(x) for x in _leaves(batch) if x.ndim}
+    if len(found) != 1:
+        raise UsageError(
+            "a twin takes the first sequences of every batch, so batch() must give tensors or arrays whose "
+            f"first dimension counts them; found {sorted(found) or type(batch).__name__}."
+        )
+    return found.pop()
+
+
+def first(batch: Any, count: int) -> Any:
+    """Return the first sequences of a batch.
+
+    >>> first({"x": torch.arange(4), "y": (torch.arange(4) * 2, "text")}, 2)
+    {'x': tensor([0, 1]), 'y': (tensor([0, 2]), 'text')}
+    """
+    if isinstance(batch, PARTS):
+        return batch[:count] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        return {k: first(v, count) for k, v in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)([first(v, count) for v in batch])
+    return batch
+
+
+def _leaves(batch: Any) -> list[Any]:
+    if isinstance(batch, PARTS):
+        return [batch]
+    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return [leaf for value in inner for leaf in _leaves(value)]
+
+
+def advance(run: PilotRun, update: int, part: int | None) -> None:
+    """Make one update, on all of its batch or on the first sequences."""
+    batch = run.batch(update)
+    run.step(batch if part is None else first(batch, part), update)
+
+
+def reference(
+    training: Factory,
+    part: int | None = None,
+    *,
+    fork_at: Collection[int] = (),
+    bounds: Sequence[str] = ("point",),
+    keep: Keep | None = None,
+) -> Reference:
+    """Make the reference, on a part of every batch or on all of it, with every format rehearsed beside it.
+
+    Args:
+        training: What is run.
+        part: How many sequences of a batch; None for all.
+        fork_at: The updates whose state is set aside for forks.
+        bounds: The bounds whose codes are set aside with them.
+        keep: Where the run keeps itself against a kill.
+    """
+    clock, run = Clock(), training.begin()
+    saved = run_states.load(keep.state) if keep is not None and keep.state.exists() else None
+    begun, forked = 0, dict[int, Any]()
+    if saved is None:
+        start = number(run.evaluate())
+        run_states.put_generators(training.random)
+        run = training.make()  # an evaluation may leave something behind
+    else:
+        run_states.put_back(run, saved)
+        begun, start, forked = saved["update"], saved["start"], saved["forked"]
+    audit = _audit(training, run, begun, keep)
+    with audit:
+        for update in range(begun + 1, training.updates + 1):
+            advance(run, update, part)
+            if update in fork_at:
+                codes = {b: {f: _codes(audit, f, b) for f in training.formats} for b in bounds}
+                forked[update] = run_states.taken(run, update=update, codes=codes)
+            if keep is not None and update % keep.every == 0 and update < training.updates:
+                audit.commit()
+                run_states.save(run_states.taken(run, update=update, start=start, forked=forked), keep.state)
+        evaluating = Clock()
+        found = audit.evaluate(run.evaluate, record=False)
+        shown = evaluating.seconds
+        again = number(run.evaluate())
+    evaluated = 1 + sum(len(losses) for losses in found.losses.values())
+    return Reference(
+        start=start, real=found.real, again=again, as_if=found.losses, forked=forked,
+        seconds=clock.seconds,
+        beside=clock.busy(audit.seconds) + shown * (evaluated - 1) / evaluated,
+    )  # fmt: skip
+
+
+def _audit(training: Factory, run: PilotRun, begun: int, keep: Keep | None) -> Audit:
+    asked = training.rehearse
+    # One grid is counted, because an audit counts something; rehearsals are what is wanted.
+    options: dict[str, Any] = {"model": run.model, "rehearse": asked, "seed": training.seed}
+    if keep is not None:
+        if not begun:  # what a run left that ended before it kept anything
+            shutil.rmtree(keep.folder / "trace", ignore_errors=True)
+        options |= {"out": keep.folder / "trace", "resume": begun > 0, "every": keep.every}
+        options |= {"first_step": begun + 1} if begun else {}
+    return Audit(run.optimizer, asked.each[0].grid, **options)
+
+
+def _codes(audit: Audit, spec: str, bound: str) -> dict[str, torch.Tensor]:
+    """Return the rehearsed weights by the names of the model."""
+    assert audit.rehearsing is not None
+    found = audit.rehearsing.weights(audit.rehearsing.index(spec), bound)
+    return {w.name: values.clone() for w, values in found.items()}
+
+
+def stored(run: PilotRun, spec: str, seed: int) -> WriteBack:
+    """Have a run keep its weights in a format from now on."""
+    found = Rehearse([spec]).each[0]
+    run.optimizer = WriteBack(run.optimizer, found.grid, found.policy, model=run.model, seed=seed)
+    return run.optimizer
+
+
+def twin(training: Factory, spec: str, part: int | None) -> float:
+    """Return the loss of a format that is really run, on a part of every batch or on all of it."""
+    run = training.begin()
+    wrapped = stored(run, spec, training.seed)
+    return _finished(training, run, wrapped, 0, part)
+
+
+def fork(training: Factory, spec: str, bound: str, forked: Mapping[str, Any]) -> float:
+    """Return the loss of a format that is really run from the state that was set aside, from these codes."""
+    run = training.begin()
+    run_states.put_back(run, forked)
+    held = dict(run.model.named_parameters())
+    with torch.no_grad():
+        for name, values in forked["codes"][bound][spec].items():
+            held[name].copy_(values)
+    wrapped = stored(run, spec, training.seed)
+    return _finished(training, run, wrapped, forked["update"], None)
+
+
+def _finished(training: Factory, run: PilotRun, wrapped: WriteBack, begun: int, part: int | None) -> float:
+    for update in range(begun + 1, training.updates + 1):
+        advance(run, update, part)
+    if wrapped.steps == 0 and begun < training.updates:
+        raise UsageError(
+            "step() never called self.optimizer.step(), so nothing was stored in the format: use the run's "
+            "attribute `optimizer` in step(), not a name of your own for it."
+        )
+    return number(run.evaluate())
+
+
+def nudged(training: Factory, part: int | None) -> float:
+    """Return the loss of the reference on a part of every batch that begins a hair beside itself.
+
+    Two runs that differ by less than any format does end apart by what no forecast can tell: the floor.
+    """
+    run = training.begin()
+    nudge(dict(run.model.named_parameters()), training.seed)
+    for update in range(1, training.updates + 1):
+        advance(run, update, part)
+    return number(run.evaluate())
+
+
+@torch.no_grad()
+def nudge(weights: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Move every weight by a random share of itself, at most one of 65,536."""
+    for name, p in weights.items():
+        if p.is_floating_point():
+            words = Stream(seed=seed, name=f"nudge {name}").words(p.numel())
+            drawn = torch.from_numpy(words.astype(np.float64) / 2**31 - 1.0).view(p.shape)
+            p.mul_((1.0 + NUDGE * drawn).to(p.dtype).to(p.device))

@@ -1,0 +1,199 @@
+"""The pilot of an unmodified script: it is run as it is, and again with the arguments of its twin.
+
+The reference is the script itself, audited. Its twins are the same script with ``--small`` arguments behind
+its own, a child process each: once in float32, once per format, and once from a hair beside the start, for
+the floor. What they cost is measured in processor time; a twin that would cost more than is left ends
+itself. A script's state cannot be forked from outside, so a format whose twin the guard distrusts keeps the
+free point with its wider interval, and it is said what is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfulp.audit.rehearsal.specs import Rehearse
+from halfulp.audit.script.own_evaluation import OwnEvaluation
+from halfulp.errors import HalfulpError, UsageError
+from halfulp.pilots.estimates import Seen, Twin, floor_of
+from halfulp.pilots.prices import Prices, priced
+from halfulp.pilots.results import Results
+from halfulp.text import tell
+from halfulp.verdicts.intervals import SMALLEST, family_of
+
+NO_SMALL = (
+    "no twin was run: name the arguments that give this script a small batch, such as "
+    "--small '--batch_size 1' (with gradient accumulation: one micro-batch). They come after its own."
+)
+NO_FORKS = (
+    "{}: the twin is limited by noise, and a script cannot be forked from outside. Take a larger batch in "
+    "--small, or write the training as a run and use hu.Pilot, which can."
+)
+
+
+class ScriptError(HalfulpError):
+    """Error raised when a run of the script fails; its output was shown or is in its log."""
+
+    exit_code = 1
+
+
+@dataclass(kw_only=True)
+class ScriptPilot:
+    """A pilot of a training script: its settings and the results of its runs.
+
+    Args:
+        script: The training script; None with ``module``.
+        module: A module instead, as by ``python -m``.
+        arguments: The script's own arguments.
+        small: Arguments that turn the script into its twin, appended to the others.
+        formats: Grids, each followed by a colon and a policy unless it rounds to nearest.
+        evaluate: The script's function that returns the loss, ``FUNCTION`` or ``FUNCTION:KEY``.
+        budget: Extra compute, as a share of the run itself.
+        out: The folder of results, logs and the reference's trace.
+        seed: Seed of stochastic rounding.
+    """
+
+    script: Path | None
+    arguments: list[str]
+    formats: list[str]
+    evaluate: str
+    budget: float
+    out: Path
+    module: str = ""
+    small: list[str] = field(default_factory=list)
+    seed: int = 0
+    aside: bool = False
+    """True to send the script's output to standard error, which keeps standard output for the answer."""
+    paid: dict[str, float] = field(default_factory=dict, init=False)
+    notes: list[str] = field(default_factory=list, init=False)
+
+    def run(self) -> Prices:
+        """Run the script and what the budget pays for beside it; return what each format costs."""
+        OwnEvaluation.of(self.evaluate)
+        names = Rehearse(self.formats).names
+        if self.script is not None and not self.script.is_file():
+            raise UsageError(f"no script at {self.script}.")
+        content = b"" if self.script is None else self.script.read_bytes()
+        self.results = Results(self.out, {
+            "script": None if self.script is None else str(self.script), "module": self.module,
+            "digest": hashlib.sha256(content).hexdigest(), "arguments": self.arguments, "small": self.small,
+            "formats": names, "evaluate": self.evaluate, "budget": self.budget, "seed": self.seed,
+        })  # fmt: skip
+        full = self._child("reference")
+        if not full.get("real") or not full["as_if"]:
+            raise UsageError(
+                f"the script never evaluated its model after a step: {self.evaluate} gives the loss that is "
+                "to be forecast. Name a function that the script calls when it has trained."
+            )
+        own = max(full["seconds"] - full["beside"], 1e-9)
+        self.paid = {"rehearsals": full["beside"] / own}
+        left = self.budget - self.paid["rehearsals"]
+        twins = self._twins(names, full, own) if self.small and left > 0 else {}
+        if not self.small:
+            self.notes.append(NO_SMALL)
+        elif left <= 0 < self.budget:
+            self.notes.append("no twin was run: rehearsals and their evaluations took all of the budget.")
+        seen = {spec: self._seen(spec, full, twins) for spec in names}
+        low = [spec for spec in names if seen[spec].reads_low()]
+        if low:
+            self.notes.append(NO_FORKS.format(", ".join(low)))
+        real = _last(full)
+        return Prices(
+            prices=tuple(priced(spec, known) for spec, known in seen.items()), reference=real,
+            updates=full["step"], weights=full["weights"], budget=self.budget, paid=self.paid,
+            notes=tuple(self.notes),
+        )  # fmt: skip
+
+    def _twins(self, names: list[str], full: dict[str, Any], own: float) -> dict[str, dict[str, Any]]:
+        """Return the twins that the budget pays for, in the order of the formats."""
+        tell(f"halfulp: twins with {' '.join(self.small)}")
+        found: dict[str, dict[str, Any]] = {}
+        left = self.budget - sum(self.paid.values())
+        share, unpaid = 0.0, list[str]()
+        for name in ("twin", *(f"twin {spec}" for spec in names), "nudged"):
+            if found and share > left:
+                unpaid += [name] * (name != "nudged")
+                continue
+            # The first says what one costs; half of the budget at most, for alone it says nothing.
+            limit = left * own * (0.5 if not found else 1.2)
+            made = self._child(name, limit)
+            cost = made["seconds"] / own
+            left -= cost
+            share = max(share, cost)
+            self.paid["twins"] = self.paid.get("twins", 0.0) + cost
+            if "real" not in made or not made["real"]:
+                self.notes.append(
+                    f"{name}: ended after {cost:.0%} of the run's compute, at update {made['step']}, for "
+                    "want of budget. Raise --budget, or make --small smaller."
+                )
+                return found if "twin" in found else {}
+            found[name] = made
+            if name == "twin" and made["real"] == full["real"]:
+                raise UsageError(
+                    f"with {' '.join(self.small)} behind its arguments the script runs as without: a twin "
+                    "needs arguments that it takes, the last one of each, and that make the batch smaller."
+                )
+        if unpaid:
+            self.notes.append(
+                f"{', '.join(unpaid)}: not run, a twin costs {share:.1%} and {left:.1%} is left."
+            )
+        return found
+
+    def _seen(self, spec: str, full: dict[str, Any], twins: dict[str, dict[str, Any]]) -> Seen:
+        twin, floor, losses = None, SMALLEST, full["as_if"][spec]
+        small = twins.get("twin")
+        if small is not None and f"twin {spec}" in twins:
+            twin = Twin(
+                share=small["seconds"] / full["seconds"], reference=_last(small),
+                upper=small["as_if"][spec]["upper"], real=_last(twins[f"twin {spec}"]),
+            )  # fmt: skip
+        if small is not None and "nudged" in twins:
+            floor = floor_of(0.0, 0.0, _last(small), _last(twins["nudged"]))
+        start = full["start"] if full["start"] is not None else max(full["real"].values())
+        return Seen(
+            start=start, reference=_last(full), upper=losses["upper"], point=losses["point"], twin=twin,
+            floor=floor, family=family_of(spec),
+        )  # fmt: skip
+
+    def _child(self, name: str, seconds: float | None = None) -> dict[str, Any]:
+        """Run the script once, unless it was; the reference shows what it prints, others have a log."""
+        made: dict[str, Any] = self.results.once(name, lambda: self._run(name, seconds))
+        return made
+
+    def _run(self, name: str, seconds: float | None) -> dict[str, Any]:
+        safe = hashlib.sha256(name.encode()).hexdigest()[:8]
+        result, log = self.out / f"{safe}.json", self.out / f"{name.split(' ')[0]}-{safe}.log"
+        self.out.mkdir(parents=True, exist_ok=True)
+        reference = name == "reference"
+        told = {
+            "script": None if self.script is None else str(self.script), "module": self.module,
+            "arguments": self.arguments if reference else [*self.arguments, *self.small],
+            "formats": self.formats, "evaluate": self.evaluate, "seed": self.seed, "nudged": name == "nudged",
+            "stored": name.partition(" ")[2] or None, "seconds": seconds, "result": str(result.absolute()),
+            "trace": str((self.out / "reference").absolute()) if reference else None,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "halfulp.pilots.child", json.dumps(told)]
+        if reference:
+            code = subprocess.run(command, check=False, stdout=2 if self.aside else None).returncode
+        else:
+            with log.open("wb") as into:
+                code = subprocess.run(command, check=False, stdout=into, stderr=subprocess.STDOUT).returncode
+        if code != 0 or not result.exists():
+            what = "the script" if reference else f"its {name}"
+            where = "" if reference else f" What it said is in {log}."
+            raise ScriptError(f"{what} ended with exit code {code}, so there is nothing to compare.{where}")
+        found: dict[str, Any] = json.loads(result.read_bytes())
+        result.unlink()
+        return found
+
+
+def _last(found: dict[str, Any]) -> float:
+    """Return the loss at the last evaluation; a run that diverged has none."""
+    loss = float(found["real"][max(found["real"], key=int)])
+    return loss if loss == loss else math.inf

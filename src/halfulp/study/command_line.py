@@ -1,0 +1,381 @@
+"""``halfulp study``: the commands. Text of studies is never printed as markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from halfulp import canonical, documents, files
+from halfulp.errors import CorruptionError, UsageError
+from halfulp.outputs import check_output, envelope, errors_as_json
+from halfulp.study import engine, ledger, loading, planning, publish
+from halfulp.study import evidence as opening
+from halfulp.study import seal as seals
+from halfulp.study import validate as validation
+from halfulp.study.declaration import Protocol
+from halfulp.study.protocol import Json, Study
+from halfulp.study.store import Status, Store
+from halfulp.text import number, plain
+
+app = typer.Typer(
+    name="study",
+    help="Studies whose protocol is sealed before their outcomes, and whose verdict can be recomputed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+STUDY = typer.Argument(..., help="A study by name (see `halfulp study list`), or a file.py of your own.")
+PLACE = typer.Argument(
+    ...,
+    help="A study's folder, an exported archive, or a study by name or file (then --scale says which run).",
+)
+SCALE = typer.Option("", help="smoke, small or paper; default small, or the only one that the study has.")
+OUT = typer.Option(None, help="The study's folder; default runs/NAME-SCALE.")
+JSON = typer.Option(False, "--json", help="Print one JSON object, on one line.")
+EVIDENCE = typer.Option(
+    [], metavar="NAME=FOLDER", help="The closed study that a study declares as evidence; once for each."
+)
+
+
+@app.command("list")
+def list_() -> None:
+    """List the studies that come with halfulp."""
+    if not loading.REGISTRY:
+        typer.echo("This halfulp comes without studies. Run one of your own: halfulp study run file.py")
+    for name in sorted(loading.REGISTRY):
+        try:
+            study = loading.load(name).study
+        except UsageError as error:
+            typer.echo(f"{name}  [-]  {plain(str(error))}")
+        else:
+            typer.echo(f"{name}  [{' '.join(study.scales)}]  {plain(study.question)}")
+
+
+@app.command()
+def show(
+    study: str = STUDY,
+    scale: str = SCALE,
+    as_json: bool = typer.Option(False, "--json", help="The canonical JSON that would be sealed."),
+) -> None:
+    """Print everything that would be sealed, before anything runs."""
+    declared = loading.load(study).study
+    protocol = Protocol.of(declared, chosen_scale(declared, scale))
+    if as_json:
+        typer.echo(protocol.bytes.decode())
+    else:
+        for line in seals.in_words(protocol):
+            typer.echo(line)
+
+
+@app.command()
+def plan(
+    study: str = STUDY,
+    scale: str = SCALE,
+    device: str = typer.Option("", help="A GPU of the table, for its hours; here they are measured."),
+    steps: int = typer.Option(2, min=0, help="Steps of a cell that are timed; 0 measures nothing."),
+    seconds: float = typer.Option(900.0, min=1.0, help="The most that a cell is given for its steps."),
+) -> None:
+    """Say what a study would take: cells, updates, bytes, and hours measured from a few updates."""
+    source, scale, _ = loaded(study, scale, None)
+    plans = planning.planned(source, scale, steps=steps, seconds=seconds)
+    for line in planning.in_words(source, scale, plans, device):
+        typer.echo(plain(line))
+
+
+@app.command()
+def seal(
+    study: str = STUDY, scale: str = SCALE, out: Path | None = OUT, evidence: list[str] = EVIDENCE
+) -> None:
+    """Fix protocol, code, data, evidence and environment; nothing runs."""
+    source, scale, folder = loaded(study, scale, out)
+    digest = engine.seal(source, scale, folder, evidence=named_folders(evidence))
+    for line in seals.facts(Store(folder).read_seal(digest)):
+        typer.echo(line)
+    typer.echo(f"sealed in {folder}\nseal sha256 {digest}")
+
+
+@app.command()
+def run(
+    study: str = STUDY,
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    executor: str = typer.Option(
+        "local", help="local: worker processes; ray: a Ray cluster; inline: this process."
+    ),
+    workers: int | None = typer.Option(None, min=1, help="Cells at a time; default cores over threads."),
+    deviation: str = typer.Option(
+        "",
+        help="Why to go on although code or environment changed since the seal; the label is not promoted.",
+    ),
+    evidence: list[str] = EVIDENCE,
+    yes: bool = typer.Option(False, "--yes", help="Begin although it takes days: paper scale without a GPU."),
+) -> None:
+    """Seal the study if it is not, and run it to its end from wherever it is."""
+    source, scale, folder = loaded(study, scale, out)
+    if not yes:
+        planning.refuse_unasked(source, scale)
+    result = engine.run(
+        source, scale, folder, executor=executor, workers=workers, deviation=deviation,
+        progress=engine.Progress.for_terminal(), evidence=named_folders(evidence),
+    )  # fmt: skip
+    for gate in result["gates"]:
+        typer.echo(gate_line(gate))
+    for stage, decision in result.get("decisions", {}).items():
+        if not decision["authorised"]:
+            typer.echo(f"stage {stage} was not authorised: none of its cells was run")
+    typer.echo(f"label   {plain(result['label'])}")
+    if "says" in result:
+        typer.echo(f"        {plain(result['says'])}")
+    if not result["scientific_result"]:
+        typer.echo("        (not a scientific result)")
+    typer.echo(f"closed  sha256 {ledger.read(Store(folder).ledger_file).head}")
+    typer.echo(f"The study is in {folder}.")
+
+
+@app.command()
+def status(study: str = PLACE, scale: str = SCALE, out: Path | None = OUT, as_json: bool = JSON) -> None:
+    """Show how far a study is."""
+    with errors_as_json("study status", as_json):
+        found = Status.of(Store(found_folder(study, scale, out)))
+    if as_json:
+        typer.echo(envelope("study status", asdict(found)))
+        return
+    for line in found.lines():
+        typer.echo(line)
+
+
+@app.command()
+def validate(
+    study: str = PLACE,
+    cells: list[str] = typer.Argument(None, help="With --replay: the cells to run again; default all."),
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    expect: str = typer.Option("", help="A digest printed when the study was sealed or closed."),
+    strict_code: bool = typer.Option(False, "--strict-code", help="Other code than the sealed is a failure."),
+    strict_provenance: bool = typer.Option(
+        False, "--strict-provenance", help="A seal that names no commit of halfulp is a failure."
+    ),
+    replay: bool = typer.Option(False, "--replay", help="Run cells again and compare bit for bit."),
+    data_folder: Path | None = typer.Option(
+        None, "--data-folder", help="Where data files lie that the study file names relative to itself."
+    ),
+    public_key: Path | None = typer.Option(
+        None, "--public-key", help="An ed25519 key (PEM) that must have signed the exported statement."
+    ),
+    registered: Path | None = typer.Option(
+        None, "--of", help="For a retrospective analysis: the folder of the study that it is of."
+    ),
+    no_code: bool = typer.Option(
+        False, "--no-code", help="Run no code of the study: digests, gates and label only."
+    ),
+    workers: int | None = typer.Option(None, min=1, help="Cells replayed at a time."),
+    as_json: bool = JSON,
+) -> None:
+    """Check every digest, recompute estimands, gates and label, and say what was and was not checked."""
+    with errors_as_json("study validate", as_json):
+        if cells and not replay:
+            raise UsageError("Cells are named for --replay only.")
+        with opened(study, scale, out, code=not (no_code or expect or public_key)) as folder:
+            if (folder / opening.DECLARATION).exists():
+                known = no_code or bool(expect) or public_key is not None
+                _validate_retrospective(folder, registered, known, as_json)
+                return
+            found = validation.validate(
+                folder, expect=expect, strict_code=strict_code, code=not no_code, public_key=public_key,
+                replay=list(cells or []) if replay else None, data_folder=data_folder, workers=workers,
+                strict_provenance=strict_provenance,
+            )  # fmt: skip
+    if as_json:
+        reason = found.problems[0] if found.problems else "done"
+        typer.echo(envelope("study validate", asdict(found), found.exit_code, reason))
+    else:
+        for line in found.lines():
+            typer.echo(line)
+    raise typer.Exit(found.exit_code)
+
+
+def _validate_retrospective(folder: Path, registered: Path | None, for_studies: bool, as_json: bool) -> None:
+    """Validate an analysis after the fact, by running its file."""
+    if registered is None:
+        raise UsageError(f"{folder} is a retrospective analysis: name the study it is of with --of.")
+    if for_studies:
+        raise UsageError(
+            f"{folder} is a retrospective analysis, which is validated by running its file: "
+            "--no-code, --expect and --public-key are for studies."
+        )
+    result = opening.check_retrospective(folder, registered)
+    if as_json:
+        recomputed = [f"from {registered}, byte for byte"]
+        typer.echo(envelope("study validate", {"label": result["label"], "recomputed": recomputed}))
+    else:
+        typer.echo(f"recomputed from {registered}, byte for byte\nlabel: {plain(result['label'])}\nvalid")
+
+
+@app.command()
+def recover(
+    out: Path = typer.Argument(..., help="The study's folder."),
+    cell: str = typer.Argument(..., help="The cell, as stage/cell."),
+    record: Path = typer.Option(..., help="A JSON file with what the cell would have given back."),
+    reason: str = typer.Option(..., help="Why there is no record of the cell's own."),
+) -> None:
+    """Put a record made by hand in the place of a missing one. It is marked for ever, and never promoted."""
+    try:
+        outcome = canonical.parse(files.read(record, documents.MOST_BYTES, follow=True))
+    except ValueError as error:
+        raise CorruptionError(f"{record} cannot be read as JSON: {error}.") from None
+    if not isinstance(outcome, dict):
+        raise UsageError(f"{record} must hold a JSON object: what the cell would have given back.")
+    engine.recover(out, cell, outcome, reason)
+    typer.echo(f"recovered {cell}; the label of this study will not be promoted")
+
+
+@app.command()
+def report(
+    study: str = PLACE,
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    output: Path | None = typer.Option(None, "--output", "-o", help="A Markdown file; default the terminal."),
+    no_code: bool = typer.Option(
+        False, "--no-code", help="Run no code of the study: its own tables are left out."
+    ),
+) -> None:
+    """Write one page: figures, question, gates, label, units, what is not claimed, tables, provenance.
+
+    The figures are written beside the page, as PAGE-FIGURE.svg; the terminal shows none.
+    """
+    if output is not None:
+        check_output(output)
+    with opened(study, scale, out, code=not no_code) as folder:
+        drawn = publish.drawn(folder) if output is not None and not no_code else {}
+        places = {title: f"{Path(output or '').stem}-{title}.svg" for title in drawn}
+        text = publish.page(folder, code=not no_code, figures=places)
+    if output is not None:
+        for title, image in drawn.items():
+            files.put(output.with_name(places[title]), image)
+        files.put(output, text.encode())
+        return
+    console = Console()
+    if console.is_terminal:
+        console.print(Markdown(text, hyperlinks=False))
+    else:
+        typer.echo(text, nl=False)
+
+
+@app.command()
+def export(
+    study: str = PLACE,
+    target: Path = typer.Argument(..., help="The archive to write (.zip)."),
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    key: Path | None = typer.Option(None, help="An ed25519 private key (PEM) to sign the statement with."),
+    licence: str = typer.Option("", "--licence", help="The address of the licence of these files."),
+    expect: str = typer.Option("", help="A digest printed when the study was sealed or closed."),
+) -> None:
+    """Write one archive that others can validate without this machine; the study is validated first."""
+    check_output(target)
+    with opened(study, scale, out, code=not expect, instead="--expect vouches for it first") as folder:
+        found = validation.validate(folder, expect=expect)
+        if found.exit_code:
+            raise UsageError(f"{folder} is not exported, because it is not valid: {found.problems[0]}")
+        digest = publish.export(folder, target, key=key, licence=licence)
+    typer.echo(f"wrote {target}\nsha256 {digest}")
+
+
+@app.command()
+def retrospect(
+    out: Path = typer.Argument(..., help="The folder of a closed study."),
+    analysis: str = typer.Argument(..., help="A file.py with a Retrospective, or file.py:attribute."),
+    to: Path = typer.Option(..., help="The folder of the analysis; not inside the study's."),
+) -> None:
+    """Analyse a closed study after the fact, under a label of its own; the study is not touched."""
+    name, _, attribute = analysis.partition(":")
+    try:
+        content = Path(name).read_bytes()
+    except OSError as error:
+        raise UsageError(f"The analysis file {name} cannot be read: {error.strerror}.") from None
+    result = opening.retrospect(out, content, Path(name).name, to, attribute)
+    for gate in result["gates"]:
+        typer.echo(gate_line(gate))
+    typer.echo(f"label   {plain(result['label'])}\nregistered label  {plain(result['registered']['label'])}")
+
+
+# ---- what the commands share ------------------------------------------------------------------------
+
+
+def chosen_scale(study: Study, scale: str) -> str:
+    """Return the scale that was asked for, or the usual one."""
+    if not scale:
+        scale = "small" if "small" in study.scales or len(study.scales) > 1 else next(iter(study.scales))
+    study.config(scale)
+    return scale
+
+
+def named_folders(given: list[str]) -> dict[str, Path]:
+    """Read ``NAME=FOLDER``, as often as it was given."""
+    folders: dict[str, Path] = {}
+    for one in given:
+        name, equals, folder = one.partition("=")
+        if not (name and equals and folder) or name in folders:
+            raise UsageError(f"--evidence takes NAME=FOLDER, each name once, not {one[:200]!a}.")
+        folders[name] = Path(folder)
+        say_code(folders[name], "evidence is validated, so that it can be sealed")
+    return folders
+
+
+def loaded(reference: str, scale: str, out: Path | None) -> tuple[loading.Source, str, Path]:
+    """Load a study; return it with its scale and its folder, ``runs/NAME-SCALE`` if nobody says where."""
+    source = loading.load(reference)
+    scale = chosen_scale(source.study, scale)
+    return source, scale, out or Path("runs") / f"{source.study.name}-{scale}"
+
+
+def found_folder(reference: str, scale: str, out: Path | None) -> Path:
+    """Return the folder that a folder, name or file stands for."""
+    if out is not None or Path(reference).is_dir():
+        return out or Path(reference)
+    if reference not in loading.REGISTRY and not reference.partition(":")[0].endswith(".py"):
+        raise UsageError(f"{reference[:200]!a} is neither a study's folder nor a study.")
+    return loaded(reference, scale, out)[2]
+
+
+@contextmanager
+def opened(
+    reference: str, scale: str, out: Path | None, *, code: bool, instead: str = "--no-code runs none of it"
+) -> Iterator[Path]:
+    """Open the folder of a study, or of an archive's content for as long as it is needed.
+
+    With `code`, a file that it carries is going to be run, which is said.
+    """
+    with ExitStack() as stack:
+        if out is None and Path(reference).suffix == ".zip":
+            folder = stack.enter_context(publish.unpacked(Path(reference)))
+        else:
+            folder = found_folder(reference, scale, out)
+        if code:
+            say_code(folder, instead)
+        yield folder
+
+
+def say_code(folder: Path, instead: str) -> None:
+    """Say that code is run which a folder carries. Every command that does so says it here."""
+    for name in ("study.py", "analysis.py"):
+        if (folder / name).is_file():
+            typer.echo(
+                f"halfulp: running {name}, code that {plain(str(folder))} carries. If it came from somebody "
+                f"else, read it first; {instead}.",
+                err=True,
+            )
+
+
+def gate_line(gate: dict[str, Json]) -> str:
+    """Put a gate of a result on one line."""
+    value = number(gate["value"])
+    unit = f" ({gate['unit']})" if gate["unit"] and gate["scope"] == "all" else ""
+    verdict = "pass" if gate["passed"] else "FAIL"
+    return f"{verdict}    {gate['name']}: {value}{unit} {gate['comparison']} {gate['threshold']}"

@@ -1,0 +1,431 @@
+"""Show a closed study to others: one Markdown page, and one archive that is validated elsewhere.
+
+Everything on the page comes from files that were checked. `figures` and `tables` of the study decide nothing;
+they only show. Long tables are folded. Numbers have three digits; files hold all of them.
+
+The archive holds, beside the study's own files, ``ro-crate-metadata.json`` (RO-Crate 1.1: what these files
+are), ``statement.json`` (an in-toto Statement v1: the digest of every file, and the seal, result and label),
+and, if a key was given, ``statement.dsse.json`` (the statement, signed). All three follow from the folder and
+the chosen licence, and the archive stores its members uncompressed, in order and without times, so that the
+same study always makes the same bytes.
+
+A signature is a DSSE envelope (v1) around the statement; keys are ed25519 in PEM (extra ``sign``).
+``openssl genpkey -algorithm ed25519 -out key.pem`` makes a key, ``openssl pkey -in key.pem -pubout`` its
+public half. What is signed is not the payload alone but its DSSE encoding, which includes the type, so
+that a signature cannot be taken for one of something else.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import importlib
+import io
+import shutil
+import stat
+import struct
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from halfulp import canonical, files
+from halfulp.drawing import house_style, vector
+from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
+from halfulp.study import ledger, loading
+from halfulp.study.declaration import MOST_BYTES, check
+from halfulp.study.declaration import STATEMENT as STATEMENT_SHAPE
+from halfulp.study.evidence import Opened, open_closed
+from halfulp.study.gates import SCOPES, RecomputationError, condition
+from halfulp.study.protocol import Json, Study
+from halfulp.study.store import CRATE, ENVELOPE, EXPORTED, STATEMENT, Store
+from halfulp.text import beside, cell, count, short
+
+UNFOLDED_ROWS = 12
+"""Rows of a table that is not folded, at most."""
+WIDE = 6
+"""Estimands of a table, at most."""
+PREDICATE = "urn:halfulp:study-result:v1"
+PAYLOAD = "application/vnd.in-toto+json"
+ARCHIVED_FILES = 200_000
+ARCHIVED_BYTES = 8 << 30
+TIME = (1980, 1, 1, 0, 0, 0)  # the first that the format knows
+
+_FORMATS = {".json": "application/json", ".jsonl": "application/jsonl", ".py": "text/x-python"}
+
+Row = Sequence[str | float | None]
+
+
+# ---- the page ----
+
+
+def page(folder: Path, *, code: bool = True, figures: Mapping[str, str] | None = None) -> str:
+    """Write the page of a closed study in Markdown.
+
+    Args:
+        folder: The folder of the study.
+        code: False to leave out the study's own tables, so that none of its code runs.
+        figures: The place of each of the study's figures, as :func:`drawn` named them.
+
+    Returns:
+        The text of the page.
+
+    Raises:
+        UsageError: If the study is not closed.
+    """
+    opened = open_closed(folder)
+    assert opened.result is not None
+    result, content = opened.result, opened.protocol.content
+    rules = [
+        f"{i}. {cell(rule.label)}{f' ({cell(rule.says)})' if rule.says else ''}: {cell(condition(rule))}"
+        for i, rule in enumerate(opened.protocol.rules, 1)
+    ]
+    lines = [
+        f"# {content['study']} ({content['scale']})",
+        f"**{cell(result['label'])}**"
+        + ("" if result["scientific_result"] else " (not a scientific result)"),
+        cell(result.get("says", "")),
+        f"Question: {cell(content['question'])}",
+        *(f"![{cell(title.replace('-', ' '))}]({place})" for title, place in (figures or {}).items()),
+        f"Scientific units: {cell(content['units'])}",
+        "Not claimed:\n\n" + "\n".join(f"- {cell(claim)}" for claim in content["not_claimed"])
+        if content["not_claimed"]
+        else "",
+        "## Gates",
+        _table(("gate", "estimand", "scope", "value", "threshold", "verdict"), _gates(result["gates"])),
+        "\n".join(_not_run(result.get("decisions", {}))),
+        "## Labels",
+        "\n".join(rules),
+        "## Estimands",
+        *_estimands(content["estimands"], result["estimands"]),
+    ]
+    if code:
+        with _own_code(opened) as study:
+            for title, make in study.tables.items():
+                table = make(opened.records)
+                lines += [f"## {cell(title)}", _table(table.columns, table.rows), cell(table.caption)]
+    lines += ["## Provenance", "\n".join(_provenance(opened))]
+    return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def drawn(folder: Path) -> dict[str, bytes]:
+    """Draw the figures that a study declares, as SVG by title; none where they cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        return {}
+    opened = open_closed(folder)
+    with _own_code(opened) as study, house_style():
+        return {title: vector(draw(opened.records), "svg") for title, draw in study.figures.items()}
+
+
+@contextmanager
+def _own_code(opened: Opened) -> Iterator[Study]:
+    """Load the study's own code; whatever goes wrong in it is said to be that."""
+    try:
+        yield loading.load_sealed(opened.sealed["code"]["study"], opened.store.study_file).study
+    except (Exception, SystemExit) as error:
+        raise RecomputationError(
+            f"The tables and figures of {opened.store.folder} cannot be made by this halfulp: "
+            f"{type(error).__name__}: {error}. Without them: --no-code."
+        ) from error
+
+
+def _gates(gates: Sequence[dict[str, Json]]) -> Iterator[Row]:
+    for gate in gates:
+        at = f" ({gate['unit']})" if gate["scope"] == "all" and gate["unit"] else ""
+        yield [
+            gate["name"], gate["estimand"], SCOPES[gate["scope"]],
+            beside(gate["value"], gate["threshold"]) + at,
+            f"{gate['comparison']} {canonical.number(gate['threshold'])}",
+            "pass" if gate["passed"] else "FAIL",
+        ]  # fmt: skip
+
+
+def _not_run(decisions: Mapping[str, Mapping[str, Json]]) -> Iterator[str]:
+    for stage, decision in decisions.items():
+        if not decision["authorised"]:
+            failed = [name for name, passed in decision["gates"].items() if not passed]
+            why = f"failed: {cell(', '.join(failed))}" if failed else "it reads a stage that was not run"
+            yield f"Stage {stage} was not authorised ({why}); none of its cells was run."
+
+
+def _estimands(
+    declared: Sequence[dict[str, Json]], values: dict[str, dict[str, float | None]]
+) -> Iterator[str]:
+    """Say what each is; then make a table of those with the same units, one row per unit."""
+    yield "\n".join(f"- {cell(e['name'])}: {cell(e['what'])}" for e in declared)
+    together: dict[tuple[str, ...], list[str]] = {}
+    for estimand in declared:
+        together.setdefault(tuple(values[estimand["name"]]), []).append(estimand["name"])
+    for units, names in together.items():
+        for some in (names[i : i + WIDE] for i in range(0, len(names), WIDE)):
+            yield _table(("unit", *some), [[unit, *(values[name][unit] for name in some)] for unit in units])
+
+
+def _table(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    """Make a table, folded if it is long."""
+    lines = [[cell(column) for column in columns], ["---"] * len(columns)]
+    lines += [[cell(value) if isinstance(value, str) else short(value) for value in row] for row in rows]
+    made = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    if len(lines) - 2 <= UNFOLDED_ROWS:
+        return made
+    return f"<details><summary>{len(lines) - 2} rows</summary>\n\n{made}\n\n</details>"
+
+
+def _provenance(opened: Opened) -> Iterator[str]:
+    events, sealed = opened.events, opened.sealed
+    yield f"- sealed {events.events[0]['at']}, sha256 {events.seal}"
+    yield f"- closed {events.events[-1]['at']}, sha256 {events.head}"
+    yield f"- code: halfulp {cell(loading.version(sealed))}, sha256 {loading.code_digest(sealed)}"
+    for name, identity in sealed["data"].items():
+        yield f"- data: {cell(name)}, sha256 {identity['sha256']}"
+    for name, one in sealed.get("evidence", {}).items():
+        study = f"{cell(one['study'])} ({one['scale']})"
+        yield f"- evidence: {cell(name)}, {study}, {cell(one['label'])}, closed sha256 {one['closed']}"
+    env = sealed["environment"]
+    yield f"- environment: {cell(env['python'])}, {cell(env['platform'])}, {cell(env['cpu'])}"
+    failures = sum(events.failures.values())
+    yield f"- {count(len(events.records), 'record')}, {count(failures, 'failed attempt')}"
+    for (stage, name), reason in sorted(events.recovered.items()):
+        yield f"- record {stage}/{name} was made by hand: {cell(reason)}"
+    for deviation in events.deviations:
+        yield f"- deviation from the seal: {cell(deviation['reason'])}"
+
+
+# ---- the archive ----
+
+
+def export(folder: Path, target: Path, *, key: Path | None = None, licence: str = "") -> str:
+    """Write the archive of a closed study, which the caller has validated.
+
+    Args:
+        folder: The folder of the study.
+        target: The archive to write.
+        key: A private key to sign the statement with; without one it is not signed.
+        licence: The licence that the archive names.
+
+    Returns:
+        The SHA-256 digest of the archive.
+
+    Raises:
+        UsageError: If the study is not closed.
+    """
+    store = open_closed(folder).store
+    members = {name: files.read(folder / name) for name in sorted(store.present() - set(EXPORTED))}
+    members[CRATE] = canonical.dumps(crate(store, members, licence))
+    members[STATEMENT] = canonical.dumps(statement(store, members))
+    if key is not None:
+        members[ENVELOPE] = canonical.dumps(envelope(members[STATEMENT], key))
+    content = _zip(members)
+    files.put(target, content)
+    return canonical.sha256(content)
+
+
+def statement(store: Store, members: Mapping[str, bytes]) -> dict[str, Json]:
+    """Make the in-toto statement about a study's files, the crate's description included."""
+    events = ledger.read(store.ledger_file)
+    result = store.read_result(events)
+    names = sorted(set(members) - {STATEMENT, ENVELOPE})
+    return {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": name, "digest": {"sha256": canonical.sha256(members[name])}} for name in names],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "study": result["study"], "scale": result["scale"], "seal": events.seal, "closed": events.head,
+            "gates": {gate["name"]: gate["passed"] for gate in result["gates"]}, "label": result["label"],
+            "scientificResult": result["scientific_result"],
+        },
+    }  # fmt: skip
+
+
+def crate(store: Store, members: Mapping[str, bytes], licence: str) -> dict[str, Json]:
+    """Make the RO-Crate description: the root data set, every file with its size and digest."""
+    events = ledger.read(store.ledger_file)
+    assert events.closed is not None
+    protocol = store.read_protocol(store.read_seal(events.seal)).content
+    name = f"{protocol['study']} ({protocol['scale']})"
+    parts = [
+        {"@id": member, "@type": "File", "contentSize": str(len(content)),
+         "encodingFormat": _FORMATS.get(PurePosixPath(member).suffix, "application/octet-stream"),
+         "sha256": canonical.sha256(content)}
+        for member, content in sorted(members.items())
+    ]  # fmt: skip
+    root = {
+        "@id": "./",
+        "@type": "Dataset",
+        "name": f"Study {name}",
+        "description": f"{protocol['question']} Units: {protocol['units']}. Label: {events.closed['label']}",
+        "datePublished": events.closed["at"],
+        "license": {"@id": licence} if licence else "No licence was stated.",
+        "identifier": f"sha256:{events.head}",
+        "hasPart": [{"@id": part["@id"]} for part in parts],
+    }
+    about = {
+        "@id": CRATE, "@type": "CreativeWork", "conformsTo": {"@id": "https://w3id.org/ro/crate/1.1"},
+        "about": {"@id": "./"},
+    }  # fmt: skip
+    terms = [{"@id": licence, "@type": "CreativeWork", "name": licence}] if licence else []
+    return {"@context": "https://w3id.org/ro/crate/1.1/context", "@graph": [about, root, *terms, *parts]}
+
+
+def check_statement(folder: Path, public_key: Path | None) -> str:
+    """Check what an archive says of itself; return in words what was found."""
+    store = Store(folder)
+    present = store.present()
+    if STATEMENT not in present:
+        raise CorruptionError(f"{folder / STATEMENT} is missing.")
+    most = dict.fromkeys(EXPORTED, MOST_BYTES)  # the others were held against what names them
+    members = {name: files.read(folder / name, most.get(name)) for name in sorted(present)}
+    stated = canonical.loads(members[STATEMENT], folder / STATEMENT)
+    check(stated, STATEMENT_SHAPE, str(folder / STATEMENT))
+    expected = statement(store, members)
+    if stated != expected:
+        subjects = {s["name"]: s["digest"] for s in stated["subject"]}
+        wrong = [s["name"] for s in expected["subject"] if subjects.get(s["name"]) != s["digest"]]
+        wrong += sorted(set(subjects) - present)
+        named = folder / wrong[0] if wrong else folder / STATEMENT
+        raise TamperingError(f"{named} is not what {STATEMENT} states.")
+    if public_key is not None:
+        if ENVELOPE not in present:
+            raise TamperingError(f"{folder / ENVELOPE} is missing: the study is not signed.")
+        content = canonical.loads(members[ENVELOPE], folder / ENVELOPE)
+        identity = verify(content, members[STATEMENT], public_key, folder / ENVELOPE)
+        return f"the statement about all files is signed by the given key ({identity})"
+    return "the statement about all files is theirs" + (
+        "; its signature was NOT checked (--public-key)" if ENVELOPE in present else "; it is not signed"
+    )
+
+
+def _zip(members: Mapping[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in sorted(members.items()):
+            entry = zipfile.ZipInfo(name, TIME)
+            entry.create_system = 3  # Unix, wherever it is written
+            entry.external_attr = (stat.S_IFREG | 0o644) << 16
+            archive.writestr(entry, content)
+    return buffer.getvalue()
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """Unpack an archive in a folder of its own, for a while."""
+    with tempfile.TemporaryDirectory(prefix="halfulp-") as place:
+        folder = Path(place) / path.stem
+        folder.mkdir()
+        with files.opened(path, follow=True) as file:  # of a pipe, nobody knows when it begins
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    _unpack(archive, folder, path)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                    raise DiskError(f"{path} cannot be unpacked in {place}: {error.strerror}.") from None
+                raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
+            except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, ArithmeticError, LookupError,
+                    zlib.error, struct.error) as error:  # fmt: skip
+                raise CorruptionError(f"{path} is damaged or not an archive: {error}.") from None
+        yield folder
+
+
+def _unpack(archive: zipfile.ZipFile, folder: Path, path: Path) -> None:
+    entries = archive.infolist()
+    if len(entries) > ARCHIVED_FILES or sum(entry.file_size for entry in entries) > ARCHIVED_BYTES:
+        raise CorruptionError(f"{path} holds more than {ARCHIVED_FILES} files or {ARCHIVED_BYTES} bytes.")
+    seen: set[str] = set()
+    left = ARCHIVED_BYTES
+    for entry in entries:
+        name = PurePosixPath(entry.filename)
+        mode = entry.external_attr >> 16
+        plain = entry.filename == str(name) and not name.is_absolute() and ".." not in name.parts
+        if not plain or any(c in entry.filename for c in "\\:\0") or (mode and not stat.S_ISREG(mode)):
+            raise CorruptionError(
+                f"{path} holds {entry.filename[:200]!a}, which is not a plain file inside it."
+            )
+        if entry.filename.lower() in seen:
+            raise CorruptionError(f"{path} holds {entry.filename[:200]!a} twice.")
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise CorruptionError(f"{path} holds {entry.filename[:200]!a} in a form that is not read.")
+        seen.add(entry.filename.lower())
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with archive.open(entry) as source, open(target, "wb") as sink:
+            shutil.copyfileobj(_Limited(source, left), sink)
+        left -= target.stat().st_size
+
+
+class _Limited:
+    """Reads no more than was promised, whatever an archive says about its sizes."""
+
+    def __init__(self, source: IO[bytes], most: int) -> None:
+        self.source, self.left = source, most
+
+    def read(self, size: int = -1) -> bytes:
+        content = self.source.read(size)
+        self.left -= len(content)
+        if self.left < 0:
+            raise CorruptionError(f"An archive holds more than {ARCHIVED_BYTES} bytes.")
+        return content
+
+
+# ---- the signature ----
+
+
+def envelope(payload: bytes, key: Path) -> dict[str, Json]:
+    """Sign a payload."""
+    private = _load_key(key, "load_pem_private_key", "Ed25519PrivateKey", password=None)
+    signature = base64.b64encode(private.sign(_encoded(payload))).decode()
+    return {
+        "payloadType": PAYLOAD,
+        "payload": base64.b64encode(payload).decode(),
+        "signatures": [{"keyid": _key_id(private.public_key()), "sig": signature}],
+    }
+
+
+def verify(content: Json, payload: bytes, key: Path, where: Path) -> str:
+    """Return the id of the key, if the envelope holds this payload and a signature of it by that key."""
+    public = _load_key(key, "load_pem_public_key", "Ed25519PublicKey")
+    try:
+        signed = base64.b64decode(content["payload"], validate=True)
+        signatures = [base64.b64decode(s["sig"], validate=True) for s in content["signatures"]]
+        kind = content["payloadType"]
+    except (KeyError, TypeError, ValueError):  # of base64, or text that is not ASCII
+        raise TamperingError(f"{where} is not a DSSE envelope.") from None
+    if kind != PAYLOAD or signed != payload:
+        raise TamperingError(f"{where} signs something else than the statement beside it.")
+    invalid = importlib.import_module("cryptography.exceptions").InvalidSignature
+    for signature in signatures:
+        try:
+            public.verify(signature, _encoded(payload))
+        except invalid:
+            continue
+        return _key_id(public)
+    raise TamperingError(f"{where} has no valid signature by the key {key}.")
+
+
+def _encoded(payload: bytes) -> bytes:
+    """Return DSSE's pre-authentication encoding."""
+    return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD), PAYLOAD.encode(), len(payload), payload)
+
+
+def _key_id(public: Any) -> str:
+    return canonical.sha256(public.public_bytes_raw())
+
+
+def _load_key(path: Path, loader: str, kind: str, **options: Any) -> Any:
+    try:
+        serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
+        ed25519 = importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519")
+    except ImportError:
+        raise UsageError("Signatures need the cryptography package: pip install 'halfulp[sign]'.") from None
+    try:
+        key = getattr(serialization, loader)(path.read_bytes(), **options)
+    except OSError as error:
+        raise UsageError(f"The key {path} cannot be read: {error.strerror}.") from None
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"The key {path} is not a PEM key that can be used: {error}.") from None
+    if not isinstance(key, getattr(ed25519, kind)):
+        raise UsageError(f"The key {path} is not an ed25519 key.")
+    return key

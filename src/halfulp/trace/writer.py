@@ -1,0 +1,373 @@
+"""Writing a trace: one process at a time, part after part, each of which appears whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfulp import canonical, documents, files, tensors
+from halfulp.errors import CorruptionError, DiskError, HalfulpError, UsageError
+from halfulp.text import tell
+from halfulp.trace import columns, layout, old_parts
+from halfulp.trace.columns import Columns
+from halfulp.trace.layout import FOLDERS, LOCK, MANIFEST, PARTS, STATE_NAME, STATES, TROUBLE
+from halfulp.trace.reader import Trace
+from halfulp.trace.resuming import STEP, Resumed, clear
+from halfulp.trace.schema import (
+    COLUMNS,
+    DOCUMENT,
+    FORMAT,
+    KEPT,
+    LAST_PARQUET,
+    LOSSES,
+    MOST_ROWS,
+    OWNER,
+    PART_KIND,
+    STATE,
+    TABLES,
+    TROUBLE_KIND,
+    Entry,
+    check_owner,
+    inventory_digest,
+    read_manifest,
+    state_file,
+)
+
+UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Error numbers raised by file systems without locks."""
+HELD = "its lock is not the one that is held"
+
+
+class TraceWriter:
+    """A writer that appends parts to a trace folder and holds its lock until it is closed."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any], *, resume: bool = False) -> None:
+        self.path = path
+        self.last_step, self.count = 0, 0
+        self.resumed: Resumed | None = None
+        self.lost = False
+        """True once the folder was found to be missing or to belong to another recording."""
+        self._closed = False
+        self._before: str | None = None
+        self._owner = _owner_id(path, manifest["run"])
+        _check_free(path, resume)
+        self._lock = _held(path)
+        try:
+            _check_free(path, resume)  # it may have been taken meanwhile
+            if (path / MANIFEST).exists():
+                self._take_up(manifest)
+            else:
+                new = {"format": FORMAT, "lost": "code", "id": secrets.token_hex(16)}
+                self.manifest = {**manifest, **new}
+                self.manifest.pop(documents.DIGEST, None)
+                if self._owner is not None:
+                    self.manifest[OWNER] = self._owner
+                files.make_folder(path / PARTS)
+                self._put_manifest()
+            self._clear()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):  # of looking at what is there; the rest names its own
+                raise files.refused_reading(path, error) from error
+            raise
+
+    def _take_up(self, wanted: Mapping[str, Any]) -> None:
+        found = Trace.open(self.path)
+        check_same(self.path, found.manifest, wanted)
+        if self._owner is not None:
+            check_owner(self.path, found.manifest, self._owner)
+        if found.manifest["format"] == 1:
+            found = upgraded(found)
+        self.manifest = found.manifest
+        new = {
+            "format": FORMAT,
+            "lost": _lost(found),
+            **({} if self._owner is None else {OWNER: self._owner}),
+        }
+        if any(self.manifest.get(key) != value for key, value in new.items()):
+            self.manifest.update(new)  # of an older halfulp; its parts stay as they are
+            self.write_manifest()
+        self.resumed = Resumed.of(found)
+        self.last_step, self.count = self.resumed.last_step, self.resumed.count
+        self._before = found.documents[self.count - 1].digest if self.count else None
+
+    def _clear(self) -> None:
+        """Remove what a crash left: files aside, states that no part names, and a note of old trouble;
+        and the shards of steps that are recorded again, or a rank might lag behind and seem not to. What has
+        another name than halfulp gives is not its own, and stays."""
+        for stale in layout.left(self.path):
+            files.remove_any(stale)
+        named = 0 if self.resumed is None else len(self.resumed.trace.documents)
+        needed = [state_file(self.path, i) for i in range(max(0, self.count - 1), named)]
+        for stale in (self.path / STATES).glob("*.safetensors"):
+            if STATE_NAME.fullmatch(stale.name) and stale not in needed:
+                files.remove(stale)
+        step = 0 if self.resumed is None else self.resumed.shards[0]
+        clear(self.path, lambda later: later > step)
+        files.remove(self.path / TROUBLE)
+
+    def check(self) -> None:
+        """Refuse to go on where the folder was moved or removed: who writes there again leaves parts without
+        a manifest, or among those of another recording that has taken the place."""
+        if self._closed:
+            return
+        try:
+            there = (self.path / MANIFEST).exists()
+        except OSError as error:
+            raise files.refused_reading(self.path, error) from error
+        if not there or (self._lock is not None and self._lock.lost):
+            self.lost = True
+            raise _gone(self.path, HELD if there else "its manifest.json is not there")
+
+    def write_manifest(self) -> None:
+        self.check()
+        self._put_manifest()
+
+    def _put_manifest(self) -> None:
+        files.put(self.path / MANIFEST, documents.sealed(self.manifest))
+
+    def commit(
+        self,
+        tables: dict[str, Columns],
+        state: dict[str, torch.Tensor],
+        kept: dict[str, torch.Tensor] | None = None,
+        *,
+        last_step: int,
+    ) -> None:
+        """Make the steps since the last part durable."""
+        for name, frame in tables.items():
+            if len(frame) > MOST_ROWS:
+                raise UsageError(
+                    f"a part of a trace has at most {MOST_ROWS:,} rows a table; {name} has {len(frame):,}."
+                )
+        self.check()
+        self._cut()
+        place = state_file(self.path, self.count)
+        followed = _Measured(tensors.content(state, seal=False))
+        try:
+            files.put(place, followed)
+            self.check()  # a large state takes its time
+            self._put(self.count, _contents(tables, kept), tables, followed.entry())
+        finally:
+            if self.lost:
+                pass  # nothing there is ours
+            elif self._part(self.count).is_dir():  # it is there, though perhaps not yet on the disk
+                self.count += 1
+                self.last_step = last_step
+            else:
+                with contextlib.suppress(OSError):
+                    place.unlink(missing_ok=True)
+        states = 2 if STEP in state else 1  # only these can be resumed from
+        if self.count > states:
+            files.remove(state_file(self.path, self.count - 1 - states))
+
+    def _cut(self) -> None:
+        """Remove the part after the one that this recording continues from."""
+        if self._part(self.count).is_dir():
+            gone = self._part(self.count).with_name(f".{self.count:06d}")
+            files.rename(self._part(self.count), gone)
+            files.remove_tree(gone)
+
+    def _put(
+        self, number: int, contents: dict[str, _Measured], tables: Mapping[str, Columns], state: Entry
+    ) -> None:
+        def document() -> Iterator[bytes]:  # drawn last, when the others are written and measured
+            entries = {name: found.entry() for name, found in contents.items()}
+            told = part_document(self.manifest, number, self._before, _ends(tables), entries, state)
+            told["rows"] = {name: len(table) for name, table in tables.items()}
+            sealed.append(canonical.digest(told))
+            yield documents.sealed(told)
+
+        sealed: list[str] = []
+        files.put_folder(self._part(number), {**contents, DOCUMENT: document()})
+        self._before = sealed[0]
+
+    def _part(self, number: int) -> Path:
+        return self.path / PARTS / f"{number:06d}"
+
+    def discard_if_empty(self) -> bool:
+        """Leave nothing behind if there is no part, not even one that is to be recorded again."""
+        empty = self.count == 0 and not self._part(0).is_dir()
+        if empty:
+            with contextlib.suppress(OSError, DiskError):  # somebody put something there, or it is read-only
+                clear(self.path, lambda _: True)
+                (self.path / MANIFEST).unlink(missing_ok=True)
+                (self.path / LOCK).unlink(missing_ok=True)
+                for folder in (*(self.path / name for name in FOLDERS), self.path):
+                    with contextlib.suppress(FileNotFoundError):
+                        folder.rmdir()
+        return empty
+
+    def load_state(self) -> dict[str, torch.Tensor]:
+        """Return the state that this recording continues from."""
+        return {} if self.resumed is None else self.resumed.load_state()
+
+    def note_trouble(self, what: str) -> None:
+        """Leave a note of why the recording stopped, if the disk still takes one."""
+        told = {"kind": TROUBLE_KIND, "format": FORMAT, "what": what, "last_step": self.last_step}
+        with contextlib.suppress(HalfulpError):
+            self.check()
+            files.put(self.path / TROUBLE, documents.sealed(told))
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._closed = True
+        if self._lock is not None:
+            self._lock.release(remove=True)
+
+
+class _Measured:
+    """Pieces of a file, whose bytes and digest are known when they have been drawn."""
+
+    def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
+        self._pieces, self._size, self._digest = pieces, 0, hashlib.sha256()
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for piece in self._pieces:
+            self._size += memoryview(piece).nbytes
+            self._digest.update(piece)
+            yield piece
+
+    def entry(self) -> Entry:
+        return Entry(sha256=self._digest.hexdigest(), size=self._size)
+
+
+def _contents(tables: Mapping[str, Columns], kept: Mapping[str, torch.Tensor] | None) -> dict[str, _Measured]:
+    made = {COLUMNS: _Measured(tensors.content(columns.packed(tables), seal=False))}
+    if kept:
+        made[KEPT] = _Measured(tensors.content(kept, seal=False))
+    return made
+
+
+def part_document(
+    manifest: Mapping[str, Any],
+    number: int,
+    before: str | None,
+    steps: tuple[int, int],
+    entries: Mapping[str, Entry],
+    state: Entry,
+) -> dict[str, Any]:
+    """Return a part's document without its digest; :class:`halfulp.trace.schema.Parts` reads it."""
+    return {
+        "kind": PART_KIND,
+        "format": FORMAT,
+        "trace": manifest["id"],
+        "number": number,
+        "before": before,
+        "grids": manifest["grids"],
+        **({"rehearse": rehearsed} if (rehearsed := manifest["options"].get("rehearse")) else {}),
+        "tensors": len(manifest["tensors"]),
+        "inventory": inventory_digest(manifest["tensors"]),
+        "first_step": steps[0],
+        "last_step": steps[1],
+        "files": {name: entry.to_json() for name, entry in entries.items()},
+        "state": state.to_json(),
+    }
+
+
+def _ends(tables: Mapping[str, Columns]) -> tuple[int, int]:
+    """Return the first and the last step of a part; of one without steps, those of its evaluations."""
+    steps = tables["run"]["step"] if len(tables["run"]) else tables[LOSSES]["step"].clip(1)
+    return int(steps[0]), int(steps[-1])
+
+
+def _lost(trace: Trace) -> str:
+    """Return how a resumed trace's manifest says that coordinates are told to be unchanged."""
+    return str(trace.manifest.get("lost", "mixed" if trace.recorded else "code"))
+
+
+def upgraded(trace: Trace) -> Trace:
+    """Return a trace of format 1 as one of today's, in place, so that a recording can go on with it.
+
+    The manifest is replaced last: until then it is the trace of format 1 that it was.
+    """
+    manifest = {**trace.manifest, "format": FORMAT, "lost": _lost(trace), "id": secrets.token_hex(16)}
+    before = None
+    for part in trace.documents:
+        counted = {name: old_parts.read(part.file_of(name), name, ["step"]) for name in TABLES}
+        entries = {
+            name: Entry(
+                sha256=entry.sha256,
+                size=(part.folder / name).stat().st_size,
+                rows=len(counted[name.removesuffix(".parquet")]) if name != KEPT else None,
+            )
+            for name, entry in part.files.items()
+        }
+        state = Entry(sha256="0" * 64, size=0)  # only the newest part has one
+        if part is trace.documents[-1]:
+            content = files.read(part.state_file)
+            state = Entry(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+            files.put(state_file(trace.path, part.number), content)
+        told = part_document(manifest, part.number, before, _ends(counted), entries, state)
+        told["format"] = LAST_PARQUET  # its tables stay what they are
+        files.put(part.folder / DOCUMENT, documents.sealed(told))
+        before = canonical.digest(told)
+    files.put(trace.path / MANIFEST, documents.sealed(manifest))
+    if trace.documents:
+        files.remove(trace.documents[-1].folder / STATE)
+    return Trace.open(trace.path)
+
+
+def _held(path: Path) -> files.Lock | None:
+    """Return the lock of a trace folder; none where the system has no locks."""
+    if not files.CAN_LOCK:
+        return None
+    try:
+        return files.hold(path / LOCK, path)
+    except DiskError as error:
+        if getattr(error.__cause__, "errno", None) not in UNLOCKABLE:
+            raise
+        tell(f"halfulp: {path} is on a file system without locks: record into it once at a time.")
+        return None
+
+
+def _owner_id(path: Path, run: Mapping[str, Any]) -> str | None:
+    """Return the id of the trace that a role is to lie in, which must be there still."""
+    owner = layout.owner(path, run)
+    if owner is None:
+        return None
+    if files.lost(owner / LOCK):
+        raise _gone(owner, HELD)
+    found = read_manifest(owner / MANIFEST).get("id")
+    return None if found is None else str(found)
+
+
+def _gone(path: Path, found: str) -> CorruptionError:
+    return CorruptionError(
+        f"{path} is no longer the folder that this recording began: {found}. It was moved or removed, or "
+        "another recording took its place; leave it where it is until the run is over."
+    )
+
+
+def _check_free(path: Path, resume: bool) -> None:
+    """Refuse a folder that holds something else, before anything in it is touched."""
+    try:
+        if (path / MANIFEST).exists():
+            if not resume:
+                raise UsageError(
+                    f"{path} holds a trace already. Choose another folder, remove it, or resume it "
+                    "(resume=True)."
+                )
+        elif path.exists() and (found := layout.foreign(path)) is not None:
+            raise UsageError(
+                f"{path} is not an empty folder and holds no trace: {found} is there, but no manifest.json. "
+                "Choose another folder."
+            )
+    except OSError as error:
+        raise files.refused_reading(path, error) from error
+
+
+def check_same(path: Path | str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse to continue a trace with settings other than those that it was begun with."""
+    pairs = [(key, found[key], wanted[key]) for key in ("grids", "every")]
+    pairs += [(key, found["options"].get(key), value) for key, value in wanted["options"].items()]
+    for key, old, new in pairs:
+        if old != new:
+            raise UsageError(f"cannot resume {path}: it was recorded with {key}={old!r}, not {new!r}.")

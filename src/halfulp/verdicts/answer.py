@@ -1,0 +1,390 @@
+"""The answer: what was lost, why, where, the line that fixes it, and what that means for rate and loss.
+
+One structure, from which the terminal, the page, JSON and Python show the same. The format that the weights
+are in comes first: what it lost is measured and exact. Any other is a projection of this run and takes one
+line. Where nothing is worth a change, one line says so. Everything else that is known, grid by grid, is in
+``details`` (:mod:`halfulp.verdicts.details`).
+
+>>> print(Answer(headline="This run LOST 94% of its updates.", sections=(Section("Why", ("It is bf16.",)),)))
+This run LOST 94% of its updates.
+Why    It is bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from halfulp import pictures
+from halfulp.measures.groups import CORE
+from halfulp.text import count, percent, plain, shown
+from halfulp.trace import Recorded
+from halfulp.trace.stored_on import default_scope, moved_on_grid
+from halfulp.verdicts import details, held
+from halfulp.verdicts import loss_costs as costs
+from halfulp.verdicts.calibration import Calibration
+from halfulp.verdicts.findings import (
+    DISTORTED,
+    FINE,
+    NOT_FINITE,
+    STRONGLY,
+    Finding,
+    average,
+    copies,
+    cures,
+    findings,
+    is_cast,
+    keeping,
+)
+from halfulp.verdicts.fix import Fix, fix_of, number, rate_of
+
+FORMATS = "And if you stored them as"
+KINDS = {"attention": "attention", "mlp": "MLP", "embedding": "embeddings", "other": "matrices"}
+STUCK = 0.005
+"""From this share on, weights that have not moved are mentioned."""
+LATE = 0.1
+"""The share at the end is named where it is so much above that of the run."""
+APART = 0.25
+"""A norm gain or bias is named where it loses so much more than the others."""
+GAINS = (0.25, 0.9)
+"""Gains for which a rate is named: the study ``gain-rate`` has none below, and above it is the same rate."""
+MASTERS = 2.1
+"""There, masters wanted the rate of the nearest run times its gain, or up to so many times that."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A few lines under one word."""
+
+    name: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The verdict on a run: what it lost or would lose, and how to fix it.
+
+    ``str()`` is what the command line prints; :meth:`text` has the details, :meth:`to_json` the numbers.
+    """
+
+    headline: str
+    notices: tuple[str, ...] = ()
+    """Warnings shown before everything else: an incomplete trace, or weights that are not finite."""
+    sections: tuple[Section, ...] = ()
+    """Why, Where, Fix, Rate, Beside, Loss, Page: those that apply, in this order."""
+    formats: tuple[tuple[str, str], ...] = ()
+    """Other formats, each with a one-line summary."""
+    fix: Fix | None = None
+    details: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The lines to paste, if there is a fix."""
+        return () if self.fix is None else self.fix.code
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines of the short answer."""
+        out = [*self.notices, self.headline]
+        for section in self.sections:
+            names = [section.name, *[""] * len(section.lines)]
+            out += [f"{name:6} {line}" for name, line in zip(names, section.lines, strict=False)]
+        if self.formats:
+            width = max(len(grid) for grid, _ in self.formats)
+            out += ["", FORMATS, *(f"  {grid:{width}}  {said}" for grid, said in self.formats)]
+        return tuple(plain(line) for line in out)
+
+    def section(self, name: str) -> tuple[str, ...]:
+        """Return the lines of a section.
+
+        Args:
+            name: Such as ``"Why"``, ``"Fix"`` or ``"Loss"``.
+
+        Returns:
+            The lines; empty if the section does not apply.
+        """
+        return next((s.lines for s in self.sections if s.name == name), ())
+
+    def text(self, *, verbose: bool = False) -> str:
+        """Return the answer as text.
+
+        Args:
+            verbose: Append the details of every grid.
+        """
+        return "\n".join([*self.lines, *(["", *self.details] if verbose and self.details else [])])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as data for ``json.dumps``.
+
+        Returns:
+            The sections by name, the fix, and the numbers of each grid under the names of ``Finding``.
+        """
+        fix = None if self.fix is None else {**asdict(self.fix), "cost": self.fix.cost}
+        return {
+            "kind": "halfulp.verdict",
+            "version": 1,
+            "headline": self.headline,
+            "notices": list(self.notices),
+            "sections": {s.name.lower(): list(s.lines) for s in self.sections},
+            "fix": _finite(fix),
+            "formats": dict(self.formats),
+            "grids": [_finite({**asdict(f), "severity": f.severity}) for f in self.findings],
+            "lines": list(self.lines),
+            "details": list(self.details),
+        }
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                f.grid,
+                f.lost,
+                f"{f.severity}; {pictures.percent(f.lost_late)} at the end"
+                + ("" if f.never_moved is None else f"; {f.never_moved:.1%} never moved"),
+            )
+            for f in self.findings
+        ]
+        lost = "<div>updates lost, or that would be, by grid</div>" if rows else ""
+        return pictures.framed("", lost, pictures.bars(rows), pictures.pre(str(self)))
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN by None, because JSON has no NaN."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if value != value else value
+
+
+def verdict(
+    trace: Recorded,
+    trouble: str | None = None,
+    *,
+    calibration: Calibration | None = None,
+    page: str | None = None,
+) -> Answer:
+    """Return the verdict on a run, as the command line prints it: ``print(hu.verdict(trace))``.
+
+    Args:
+        trace: A recorded run.
+        trouble: Why recording stopped (``audit.trouble``), if a full disk kept it out of the trace.
+        calibration: An earlier pair of runs, for the losses of rehearsals.
+        page: The location of the report page, or the command that makes it.
+
+    Returns:
+        The answer; ``.text(verbose=True)`` includes the details of every grid.
+    """
+    trouble = trouble or trace.trouble
+    missing = (plain(f"INCOMPLETE: {trouble}"),) if trouble else ()
+    if not trace.recorded:
+        return Answer(headline="No step was recorded.", notices=missing)
+    if not trace.tensors:
+        said = "Nothing was recorded: none of the tensors has a weight."
+        return Answer(headline=said, notices=missing)
+    return answer_of(trace, tuple(findings(trace)), missing, calibration=calibration, page=page)
+
+
+def whence(trace: Recorded, folder: object) -> str:
+    """Return a line with the number of audited steps and the location of the trace."""
+    steps = count(len(trace.steps) if trace.recorded else 0, "step")
+    return plain(f"{steps} audited. The trace is in {folder}.")
+
+
+def answer_of(
+    trace: Recorded,
+    found: tuple[Finding, ...],
+    notices: tuple[str, ...] = (),
+    *,
+    calibration: Calibration | None = None,
+    page: str | None = None,
+) -> Answer:
+    """Build the answer from existing findings; see :func:`verdict`."""
+    bad = details.nonfinite_words(trace)
+    at_home = [f for f in found if moved_on_grid(trace, f.grid)]
+    bad_ones = [f for f in found if f.severity not in (FINE, NOT_FINITE)]
+    first = max(at_home, key=lambda f: f.of) if at_home else (*bad_ones, *found)[0]
+    kept = is_cast(trace) or (bool(at_home) and keeping(trace) is not None)
+    masters = len(copies(trace)) == len(trace.tensors)
+    loses = first.severity not in (FINE, NOT_FINITE) and not kept and not masters
+    fix = fix_of(trace, first.grid, stored=first.of if at_home else 0.0) if loses else None
+    cost = tuple(line.strip() for line in costs.lines(trace, calibration) if line)
+    if not cost and loses:
+        there = ", on a run with float32 weights" if at_home else ""
+        cost = (f"not measured: --rehearse {first.grid} --evaluate FN{there}",)
+    beside = _beside(trace)
+    nothing = all(f.severity == FINE for f in found) and not beside and not masters
+    parts = {
+        "Why": _why(trace, first, stored=bool(at_home)) if loses or masters else (),
+        "Where": _where(trace, first) if loses else (),
+        "Fix": () if fix is None else (*fix.code, *_cost(trace, first, fix)),
+        "Rate": _rate(trace) if loses and at_home else (),
+        "Beside": beside,
+        "Loss": cost,
+        "Page": (page,) if page and not nothing else (),
+    }
+    others = [f for f in found if masters or f is not first]
+    return Answer(
+        headline=plain(_headline(trace, found, first, kept=kept, masters=masters)),
+        notices=(*notices, *(plain(said) for said in (bad, trace.older_counts) if said)),
+        sections=tuple(Section(name, tuple(map(plain, lines))) for name, lines in parts.items() if lines),
+        formats=() if nothing else tuple((f.grid, plain(_format(trace, f))) for f in others),
+        fix=fix,
+        details=tuple(details.lines(trace, found, calibration)),
+        findings=found,
+    )
+
+
+# ---- the parts --------------------------------------------------------------------------------------------
+
+
+def _headline(trace: Recorded, found: Sequence[Finding], first: Finding, *, kept: bool, masters: bool) -> str:
+    steps = count(len(trace.steps), "step")
+    still = "" if (first.never_moved or 0) < STUCK else percent(first.never_moved)
+    if first.severity == NOT_FINITE:
+        return f"Nothing can be said: {NOT_FINITE}."
+    if is_cast(trace):
+        return (
+            f"Nothing lost: the main parameters keep what a cast does not write ({percent(first.lost)} of "
+            "the stored values stayed at an average step)."
+        )
+    if kept:
+        said = f"Nothing lost: {keeping(trace)} write-back carries the updates to {first.grid}"
+        return f"{said}; {still} of its weights have not moved in {steps}." if still else f"{said}."
+    if masters:
+        return "Nothing lost: the optimizer steps copies in full precision."
+    if first.severity == FINE:
+        was = "this run lost" if first.measured else "this run would lose"
+        said = f"{was} {percent(first.lost)} of {_of(first)} updates in {first.grid} ({steps})"
+        if any(f.severity != FINE for f in found):
+            return f"{said[0].upper()}{said[1:]}: nothing to mend."
+        names = ", ".join(f.grid for f in found if f is not first)
+        return f"Nothing found: {said}{f', and hardly more in {names}' if names else ''}."
+    start = "This run" if moved_on_grid(trace, first.grid) else f"Stored in {first.grid}, this run would"
+    if first.severity in (STRONGLY, DISTORTED):
+        how = "strongly distort" if first.severity == STRONGLY else "distort"
+        verb = how.replace("distort", "DISTORTED") if first.measured else how
+        return f"{start} {verb} its updates: {details.arrival_words(first)}; {percent(first.lost)} are lost."
+    verb = "LOST" if first.measured else "lose"
+    late = f", {percent(first.lost_late)} at the end" if first.lost_late - first.lost > LATE else ""
+    said = f"{start} {verb} {percent(first.lost)} of {_of(first)} updates{late}"
+    stuck = "have not moved" if first.measured else "would not have moved"
+    return f"{said}; {still} of {_of(first)} weights {stuck} in {steps}." if still else f"{said}."
+
+
+def _of(found: Finding) -> str:
+    """Return the words for the weights that a finding concerns."""
+    return "its" if found.of == 1 else f"its {found.grid}"
+
+
+def _why(trace: Recorded, first: Finding, *, stored: bool) -> tuple[str, ...]:
+    """Describe the dtypes of the weights and optimizer state, and the size of a step relative to a gap."""
+    if (there := details.copies_words(trace)) is not None:
+        return (there,)
+    told: dict[str, Any] = next(iter(trace.manifest.get("optimizers", ())), {})
+    rate = rate_of(trace, told)
+    part = "most" if first.lost_late >= 0.5 else f"{percent(first.lost)} of"
+    steps = f"{'' if rate is None else f'at lr {number(rate)} '}{part} steps are under half a gap"
+    if not stored:
+        arrives = details.arrival_words(first)
+        dtypes = " and ".join(_stored(trace, trace.ids()))
+        said = f"weights are {dtypes} now; {steps} of {first.grid}."
+        return (said, f"{arrives}.") if arrives else (said,)
+    if told.get("policies"):
+        return (f"nearest rounding (rne) to {first.grid} drops what is too small: {steps}.",)
+    names = _stored(trace, moved_on_grid(trace, first.grid))
+    return (f"{held.stored_words(trace, names)}, no fp32 master; {steps}.",)
+
+
+def _stored(trace: Recorded, ids: Sequence[int]) -> list[str]:
+    """List the formats that the given tensors are stored in."""
+    return sorted({shown(str(t["stored"]), 20) for t in trace.tensors if t["id"] in set(ids)})
+
+
+def _where(trace: Recorded, first: Finding) -> tuple[str, ...]:
+    """Return shares by kind of tensor; norm gains and biases share a row unless one stands out."""
+    ids = set(trace.ids(default_scope(trace, first.grid)))
+    shares = trace.lost_by_tensor(first.grid)
+    there = [t for t in trace.tensors if t["id"] in ids and not np.isnan(shares.get(t["id"], np.nan))]
+    flat = [t for t in there if len(t["shape"]) < 2]
+    rows: dict[str, list[int]] = {}
+    for t in (t for t in there if len(t["shape"]) >= 2):
+        rows.setdefault("core" if t["group"] in CORE else str(t["group"]), []).append(t["id"])
+    core = [KINDS[g] for g in CORE if any(t["group"] == g and t not in flat for t in there)]
+    said = []
+    for group, tensors in rows.items():
+        kind = " and ".join(core) if group == "core" else KINDS.get(group, shown(group, 20))
+        said.append(f"{kind} {percent(average(trace.frozen(first.grid, tensors)))}")
+    return (f"{', '.join([*said, *_flat(trace, first, flat, shares)])}.",) if there else ()
+
+
+def _flat(trace: Recorded, first: Finding, flat: list[dict[str, Any]], shares: dict[int, float]) -> list[str]:
+    """Norm gains and biases: one row, or one each where they differ, and tensors that stand out."""
+    gains = [t for t in flat if t["group"] == "norm" and not str(t["name"]).endswith("bias")]
+    biases = [t for t in flat if t not in gains]
+    means = [average(trace.frozen(first.grid, [t["id"] for t in row])) for row in (gains, biases) if row]
+    apart = len(means) == 2 and abs(means[0] - means[1]) > APART
+    stuck = {name for name, _, _, still in first.hardly if still == 1}
+    said = []
+    for row in filter(None, (gains, biases) if apart else (flat,)):
+        share = average(trace.frozen(first.grid, [t["id"] for t in row]))
+        counts = [(sum(t in gains for t in row), "norm gain"), (sum(t in biases for t in row), "biase")]
+        kinds = [count(n, what).removesuffix("e") for n, what in counts if n]
+        whose = "its" if len(row) == 1 else "their"
+        start = f" (still at {whose} start)" if all(t["name"] in stuck for t in row) else ""
+        everyone = "all " if start and len(row) > 1 else ""
+        said.append(f"{everyone}{' and '.join(kinds)} {percent(share)}{start}")
+        out = [t for t in row if shares[t["id"]] - share > APART][: details.NAMED]
+        said += [f"{shown(str(t['name']))} {percent(shares[t['id']])}" for t in out]
+    return said
+
+
+def _cost(trace: Recorded, first: Finding, fix: Fix) -> tuple[str, ...]:
+    """Describe the bytes per weight."""
+    if fix.cost is not None:
+        return (fix.cost,)
+    offers = ", ".join(f"{name} {size:.3g}" for name, size in cures(trace, first.grid))
+    return (f'bytes per weight with storage="packed": {offers}.',) if offers else ()
+
+
+def _rate(trace: Recorded) -> tuple[str, ...]:
+    """Describe the rates at which a run without loss would move as this one did, if the gain is recorded."""
+    gain = trace.manifest["run"].get("gain")
+    rate = rate_of(trace, next(iter(trace.manifest.get("optimizers", ())), {}))
+    if rate is None or not isinstance(gain, float) or not GAINS[0] <= gain <= GAINS[1]:
+        return ()
+    low, high = (number(float(f"{rate * x:.2g}")) for x in (gain, min(1.0, MASTERS * gain)))
+    return (
+        f"{percent(gain)} of a step arrived: after the fix, what moved at {number(rate)} moves as at {low} "
+        f"to {high}: lower the rate, or expect more.",
+    )
+
+
+def _beside(trace: Recorded) -> tuple[str, ...]:
+    """Describe the tracked states (moments, copies, gradients), one line each."""
+    return tuple(line for line in details.role_lines(trace) if line and not line.startswith(" "))
+
+
+def _format(trace: Recorded, found: Finding) -> str:
+    """Summarize a format in one line."""
+    if found.severity == NOT_FINITE:
+        return f"nothing can be said, because {NOT_FINITE}"
+    whose = "" if found.of == 1 else f"its {found.grid} "
+    said = f"{percent(found.lost)} of {whose}updates {'' if found.measured else 'would be '}lost"
+    if found.lost_late - found.lost > LATE:
+        said += f" ({percent(found.lost_late)} at the end)"
+    if found.gain is not None:
+        said += f", {details.arriving(found)} {'arrives' if found.measured else 'would arrive'}"
+    if found.severity == FINE or (keeping(trace) and found.measured):
+        return said
+    for policy, size in cures(trace, found.grid)[:1]:
+        said += f"; {policy} keeps them ({size:.3g} byte{'' if size == 1 else 's'} per weight)"
+    return said

@@ -1,0 +1,283 @@
+"""The line that fixes the run at hand: for its framework, with its optimizer's class and arguments.
+
+What is printed is made from the manifest of a trace, which others may have written, so nothing of it is
+believed: names must be dotted identifiers, classes are looked up in a table, arguments must be numbers.
+
+=================== =====================================================================================
+who calls step()    where the fix goes
+=================== =====================================================================================
+transformers, trl   an argument of the trainer, or its ``optimizer`` before ``train()``
+lightning           ``configure_optimizers()``
+torchtune           an override of the recipe's configuration
+torchtitan          the trainer's container of optimizers, before ``train()``
+accelerate, fabric  where the optimizer is made, before it is prepared
+a loop              where the optimizer is made
+=================== =====================================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from ast import literal_eval
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfulp.trace import Recorded
+
+IMPORT = "import halfulp as hu"
+NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "Adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0},
+}
+"""Optimizers that halfulp has in one pass, and the arguments that need not be written out."""
+WRAPPED = {
+    "torchtune": "self._optimizer = {}  # in the recipe, after _setup_optimizer()",
+    "lightning": "optimizer = {}  # in configure_optimizers()",
+    "accelerate": "{optimizer} = {}  # before accelerator.prepare()",
+    "fabric": "{optimizer} = {}  # before fabric.setup()",
+    "loop": "{optimizer} = {}",
+}
+TITAN = (
+    "trainer.optimizers.optimizers[:] = [hu.WriteBack(o, {}, model=m) "
+    "for o, m in zip(trainer.optimizers.optimizers, trainer.model_parts)]  # before trainer.train()"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fix:
+    """The lines to paste and the memory that they cost."""
+
+    framework: str
+    code: tuple[str, ...]
+    """Lines; ``...`` stands for arguments that are there already."""
+    before: float | None
+    """Bytes per weight, optimizer state and masters included, of the run as it is; None if not recorded."""
+    after: float | None
+    """The same with the fix."""
+    float32: float | None
+    """The same with float32 weights and states."""
+    narrow_moments: bool
+    """True if the fix can keep the moments in bfloat16."""
+
+    @property
+    def cost(self) -> str | None:
+        """Return the bytes per weight before and after the fix in one line, or None if unknown."""
+        if self.before is None or self.after is None:
+            return None
+        said = f"{self.before:.3g} -> {self.after:.3g} bytes per weight"
+        if self.narrow_moments and self.after > self.before:
+            said += f' ({self.before:.3g} with moments="bf16")'
+        dearer = self.float32 is not None and self.float32 > self.after
+        return f"{said}; or float32 weights with autocast ({self.float32:.3g})." if dearer else f"{said}."
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The code that steps an optimizer, as far as the manifest can be trusted."""
+
+    framework: str
+    trainer_class: str
+    takes: tuple[str, ...]
+    names: Mapping[str, str]
+    whole: bool
+
+    @classmethod
+    def of(cls, trace: Recorded) -> Caller:
+        """Read it from the manifest of a trace; a plain loop where nothing is said."""
+        told = trace.manifest["run"].get("caller")
+        told = told if isinstance(told, Mapping) else {}
+        framework, names, takes = (told.get(k) for k in ("framework", "names", "takes"))
+        known = {*WRAPPED, "transformers", "trl", "torchtitan"}
+        kept = {
+            str(k): v
+            for k, v in (names.items() if isinstance(names, Mapping) else ())
+            if isinstance(v, str) and len(v) < 100 and NAME.fullmatch(v)
+        }
+        kind = told.get("class")
+        return cls(
+            framework=str(framework) if str(framework) in known else "loop",
+            trainer_class=kind if isinstance(kind, str) and kind.isidentifier() else "Trainer",
+            takes=tuple(t for t in takes if isinstance(t, str)) if isinstance(takes, list) else (),
+            names=kept,
+            whole=told.get("whole") is True,
+        )
+
+    def name(self, what: str) -> str:
+        """Return what the user's code calls it."""
+        return self.names.get(what, what)
+
+
+def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
+    """Return the fix of a run whose updates are lost on a grid.
+
+    Args:
+        trace: The run.
+        grid: The grid.
+        stored: The share of its weights that is stored there now; if none is, the fix stores them there.
+
+    Returns:
+        The fix; None if the trace does not say which optimizer it was.
+    """
+    optimizers = [o for o in trace.manifest.get("optimizers", ()) if isinstance(o, Mapping)]
+    if not optimizers:
+        return None
+    caller, first = Caller.of(trace), optimizers[0]
+    if first.get("policies"):
+        kind = first["class"] if first.get("class") in (*DEFAULTS, "SGD", "Lion") else "WriteBack"
+        code: tuple[str, ...] = (f'hu.{kind}(..., policy="sr")  # in place of the policy "rne"',)
+        made = False
+    else:
+        alone = len(optimizers) == 1 and first.get("one_pass") is True and str(first.get("class")) in DEFAULTS
+        given = arguments(trace, first) if alone and stored == 1 and grid == "bf16" else None
+        narrow = ", params=lambda name, p: p.dtype.itemsize == 2" if 0 < stored < 1 else ""
+        code, made = _code(caller, str(first.get("class")), f'"{grid}", "sr"{narrow}', given)
+    held, after, wide = _bytes(trace, optimizers) if stored else (None, None, None)
+    return Fix(
+        framework=caller.framework,
+        code=code,
+        before=held,
+        after=held if first.get("policies") else after,
+        float32=wide,
+        narrow_moments=made and caller.framework != "torchtune",
+    )
+
+
+def _code(caller: Caller, kind: str, how: str, given: dict[str, Any] | None) -> tuple[tuple[str, ...], bool]:
+    """Return the lines for a framework, and whether the optimizer is one of halfulp's own.
+
+    Args:
+        caller: Who steps the optimizer.
+        kind: The optimizer's class.
+        how: The arguments of a write-back.
+        given: The arguments of halfulp's own optimizer, where it can take the place of this one.
+    """
+    framework, model = caller.framework, caller.name("model")
+    written = {k: v for k, v in (given or {}).items() if v != DEFAULTS[kind].get(k)}
+    own = f"hu.{kind}({{}}.named_parameters(), {_call(written)})"
+    alike = given is not None and "weight_decay" in given and caller.whole
+    if framework in ("transformers", "trl"):
+        if alike and "model" in caller.names and "optimizers" in caller.takes:
+            line = f"{caller.trainer_class}(..., optimizers=({own.format(model)}, None))"
+            return (IMPORT, line), True
+        if given is not None and "optimizer_cls_and_kwargs" in caller.takes:
+            kept = ", ".join(f'"{k}": {number(v)}' for k, v in written.items() if k != "weight_decay")
+            line = f"{caller.trainer_class}(..., optimizer_cls_and_kwargs=(hu.{kind}, {{{kept}}}))"
+            return (IMPORT, line), True  # the trainer gives the decays
+        trainer = caller.name("trainer")
+        around = f"hu.WriteBack({trainer}.create_optimizer(), {how}, model={trainer}.model)"
+        return (IMPORT, f"{trainer}.optimizer = {around}  # before {trainer}.train()"), False
+    if framework == "torchtitan":
+        return (IMPORT, TITAN.format(how)), False
+    if framework == "torchtune" and given is not None:
+        return (f"tune run ... optimizer._component_=halfulp.{kind}",), True
+    fixed = {"lightning": ("optimizer", "self"), "torchtune": ("self._optimizer", "self._model")}
+    optimizer, owner = fixed.get(framework, (caller.name("optimizer"), model))
+    named = framework in fixed or "model" in caller.names
+    if alike and named:
+        return (IMPORT, WRAPPED[framework].format(own.format(owner), optimizer=optimizer)), True
+    around = f"hu.WriteBack({optimizer}, {how}{f', model={owner}' if named else ''})"
+    return (IMPORT, WRAPPED[framework].format(around, optimizer=optimizer)), False
+
+
+def arguments(trace: Recorded, told: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments that all groups of an optimizer share, its rate first; None if rates, betas or eps
+    differ. Where only the decays differ, they are left out."""
+    groups = told.get("groups")
+    groups = [g for g in groups if isinstance(g, Mapping)] if isinstance(groups, list) else []
+    rate = rate_of(trace, told)
+    if not groups or rate is None:
+        return None
+    found: dict[str, Any] = {"lr": rate}
+    for key in ("betas", "eps", "weight_decay"):
+        values = {_value(g.get(key)) for g in groups}
+        if len(values) == 1 and None not in values:
+            found[key] = values.pop()
+        elif key != "weight_decay":
+            return None
+    rates = {_value(g.get("initial_lr", g.get("lr"))) for g in groups}
+    return found if len(rates) == 1 else None
+
+
+def rate_of(trace: Recorded, told: Mapping[str, Any]) -> float | None:
+    """Return the rate that an optimizer was made with: the one that it has throughout, or the one that its
+    schedule begins from, or its default."""
+    groups = told.get("groups")
+    group = groups[0] if isinstance(groups, list) and groups and isinstance(groups[0], Mapping) else {}
+    seen = np.unique(trace.scan("tensors", "lr")["lr"]) if trace.recorded else np.array([])
+    seen = seen[np.isfinite(seen)]
+    constant = float(seen[0]) if len(seen) == 1 else None
+    defaults = told.get("defaults")
+    default = defaults.get("lr") if isinstance(defaults, Mapping) else None
+    for value in (_value(group.get("initial_lr")), constant, _value(default), _value(group.get("lr"))):
+        if isinstance(value, float | int):
+            return value
+    return None
+
+
+def _value(text: object) -> Any:
+    """Read a number, or a tuple of numbers, as a manifest has them; None for all else."""
+    if not isinstance(text, str) or len(text) > 100:
+        return None
+    try:
+        found = literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    each = found if isinstance(found, tuple) else (found,)
+    fine = all(isinstance(x, int | float) and not isinstance(x, bool) and np.isfinite(x) for x in each)
+    return found if fine and each else None
+
+
+def number(value: Any) -> str:
+    """Write a number, or a tuple of numbers or a grid's name, as people do.
+
+    >>> number(0.0003), number((0.9, 0.95)), number(1.5e-05), number("fp16")
+    ('3e-4', '(0.9, 0.95)', '1.5e-5', '"fp16"')
+    """
+    if isinstance(value, tuple):
+        return f"({', '.join(map(number, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, float) and 0 < abs(value) < 0.001:
+        return np.format_float_scientific(value, trim="-", exp_digits=1)
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _call(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k}={number(v)}" for k, v in given.items())
+
+
+def _bytes(
+    trace: Recorded, optimizers: list[Mapping[str, Any]]
+) -> tuple[float | None, float | None, float | None]:
+    """Return bytes per weight as the run holds them; with states in float32; and with all in float32."""
+    weights = sum(n for o in optimizers for _, n in _held(o, "parameters"))
+    if not weights:
+        return None, None, None
+    states = [(size, n) for o in optimizers for kind in _part(o, "states") for size, n in _sizes(kind)]
+    stored = sum(size * n for o in optimizers for size, n in _held(o, "parameters"))
+    stored += sum(2 * t["recorded"] for t in trace.tensors if t.get("copy"))
+    held = stored + sum(size * n for size, n in states)
+    wide = sum(max(size, 4) * n for size, n in states)
+    return held / weights, (stored + wide) / weights, 4 + wide / weights
+
+
+def _part(told: Mapping[str, Any], name: str) -> list[Any]:
+    holds = told.get("holds")
+    part = holds.get(name) if isinstance(holds, Mapping) else None
+    return list(part.values()) if isinstance(part, Mapping) else []
+
+
+def _held(told: Mapping[str, Any], name: str) -> list[tuple[float, int]]:
+    holds = told.get("holds")
+    return list(_sizes(holds.get(name))) if isinstance(holds, Mapping) else []
+
+
+def _sizes(told: object) -> Iterator[tuple[float, int]]:
+    """Yield bytes per value and number of values for each known dtype."""
+    for name, n in told.items() if isinstance(told, Mapping) else ():
+        dtype = getattr(torch, str(name).rpartition(" in ")[2], None)
+        if isinstance(dtype, torch.dtype) and isinstance(n, int):
+            yield dtype.itemsize, n

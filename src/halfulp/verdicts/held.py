@@ -1,0 +1,89 @@
+"""Say in words which dtypes the optimizers of a run hold, as the audit recorded them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from halfulp.text import shown
+from halfulp.trace import Recorded
+
+MOST = 6
+"""Kinds of states that are named."""
+
+
+def coded_words(trace: Recorded) -> str | None:
+    """States in 8 bits or less, which nobody can follow; None where there are none or nobody asked."""
+    if not _part(trace.manifest["options"], "roles").get("states"):
+        return None
+    found: dict[str, list[str]] = {}
+    for optimizer in trace.manifest.get("optimizers", ()):
+        for kind, sizes in _part(_part(optimizer, "holds"), "states").items():
+            for name in sizes if isinstance(sizes, Mapping) else ():
+                dtype = getattr(torch, str(name), None)
+                kinds = found.setdefault(str(name), [])
+                if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 and kind not in kinds:
+                    kinds.append(shown(str(kind), 40))
+    parts = [f"{', '.join(kinds[:MOST])} in {name}" for name, kinds in found.items() if kinds]
+    return f"Not followed: {'; '.join(parts)}. They are codes with scales, and no values." if parts else None
+
+
+def stored_words(trace: Recorded, names: Sequence[str]) -> str:
+    """Say what weights are stored in, by ``names``, and the optimizer's states where they are followed."""
+    weights = " and ".join(names)
+    told = [o for o in trace.manifest.get("optimizers", ()) if isinstance(o, Mapping)]
+    sizes = [s for o in told for s in _part(_part(o, "holds"), "states").values() if isinstance(s, Mapping)]
+    states = {shown(str(dtype), 40) for each in sizes for dtype in each}
+    if not states:
+        return f"weights are {weights}"
+    whose = f"{shown(str(told[0].get('class')), 30)}'s state"
+    if states == set(names):
+        return f"weights and {whose} are {weights}"
+    return f"weights are {weights} ({whose} {' and '.join(sorted(states))})"
+
+
+def words(trace: Recorded) -> str | None:
+    """Say in a line what the optimizers hold; None where it was not looked up."""
+    return words_of([o.get("holds") for o in trace.manifest.get("optimizers", ())])
+
+
+def words_of(holds: Iterable[Any]) -> str | None:
+    """Return the same of what was found of each."""
+    told = [h for h in holds if isinstance(h, Mapping)]
+    if not told:
+        return None
+    parts = [_words(name, [_part(t, name) for t in told]) for name in ("parameters", "gradients")]
+    states: dict[str, list[Mapping[str, Any]]] = {}
+    for t in told:
+        for kind, sizes in _part(t, "states").items():
+            if isinstance(sizes, Mapping):
+                states.setdefault(str(kind), []).append(sizes)
+    alike: dict[str, list[str]] = {}
+    for kind, sizes in states.items():
+        alike.setdefault(_words("", sizes).strip(), []).append(shown(kind, 40))
+    for dtypes, kinds in alike.items():
+        more = f" and {len(kinds) - MOST} more" if len(kinds) > MOST else ""
+        parts.append(f"{', '.join(kinds[:MOST])}{more} {dtypes}")
+    if not states:
+        parts.append("no states")
+    return f"The optimizer holds: {'; '.join(parts)}."
+
+
+def _part(told: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = told.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _words(name: str, sizes: Iterable[Mapping[str, Any]]) -> str:
+    total: Counter[str] = Counter()
+    for each in sizes:
+        total.update({shown(str(k), 80): int(v) for k, v in each.items() if isinstance(v, int)})
+    everything = sum(total.values())
+    if not everything:
+        return f"{name} none"
+    if len(total) == 1:
+        return f"{name} {next(iter(total))}"
+    return f"{name} " + ", ".join(f"{k} ({n / everything:.0%})" for k, n in total.most_common())

@@ -1,0 +1,200 @@
+"""The cost of a format, in loss: the forecasts of a trace with rehearsals, in words and numbers.
+
+A rehearsal that was evaluated says what the loss would have been: a point, and around it the projection
+(everything that is lost is compensated at once) and the open loop (nothing is). They come from one run. That
+the loss of a real run on the format lies between them was observed, not proved. With a calibration, an
+earlier pair of runs on the same grid corrects the point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from halfulp.text import shown
+from halfulp.trace import Recorded
+from halfulp.verdicts.calibration import Calibrated, Calibration
+from halfulp.verdicts.intervals import COVERAGE, of_point
+
+WHAT = "a forecast from this one run, with bounds as observed, not proved"
+PILOT = "A pilot narrows intervals for a little extra compute: halfulp pilot."
+DEFAULT_PULL = "root_of_peak"
+"""The pull of rehearsals, as a trace names it, whose errors the shipped intervals are of."""
+MISSING = (
+    "no loss is forecast: nothing was evaluated while the run was audited. Name the script's own evaluation, "
+    "halfulp audit --evaluate FUNCTION; or, in Python, call audit.evaluate(lambda: evaluate(model)); or "
+    "evaluate the weights that were written (as_if/*.safetensors), point and upper"
+)
+
+REHEARSED = (
+    "the losses above are those of weights that were moved by this run's own updates, not of a run that "
+    "really went on from them."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One rehearsal at its last evaluation."""
+
+    spec: str
+    step: int
+    real: float
+    """The reference's own loss."""
+    lower: float | None
+    point: float | None
+    upper: float | None
+    calibrated: Calibrated | None = None
+    calibrated_pull: bool = False
+    """True if the point was pulled by the default rule, whose errors are known."""
+
+    @property
+    def raw(self) -> float:
+        """The forecast from this run alone: the point if there is one, otherwise an available bound."""
+        return next(x for x in (self.point, self.upper, self.lower) if x is not None)
+
+    @property
+    def loss(self) -> float:
+        """The forecast, calibrated where possible."""
+        return self.raw if self.calibrated is None else self.calibrated.loss
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 90% interval of the gap; None where no errors are known."""
+        if not self.calibrated_pull or self.calibrated is not None or self.point is None:
+            return None
+        return of_point(self.spec, self.gap) if np.isfinite(self.gap) else None
+
+    @property
+    def gap(self) -> float:
+        """The loss above the reference's."""
+        return self.loss - self.real
+
+
+def costs(trace: Recorded, calibration: Calibration | None = None) -> list[Cost]:
+    """Return the cost of each evaluated rehearsal at its last evaluation, cheapest first uncalibrated."""
+    found = []
+    for spec in trace.rehearsals:
+        losses = trace.forecast(spec).compared()
+        if not len(losses):
+            continue
+        step = int(losses["step"][-1])
+        last = {b: x for s, b, x, _ in losses.rows() if s == step}
+        made = Cost(
+            spec=spec,
+            step=step,
+            real=float(losses["real"][-1]),
+            lower=last.get("lower"),
+            point=last.get("point"),
+            upper=last.get("upper"),
+            calibrated_pull=trace.manifest["options"]["rehearse"]["pull"] == DEFAULT_PULL,
+        )
+        found.append(_calibrated(trace, made, calibration))
+    return sorted(found, key=lambda c: (not np.isfinite(c.raw), c.raw if np.isfinite(c.raw) else 0.0))
+
+
+def _calibrated(trace: Recorded, cost: Cost, calibration: Calibration | None) -> Cost:
+    if calibration is None:
+        return cost
+    values = {"lower": cost.lower, "point": cost.point, "upper": cost.upper}
+    told = calibration.of(trace, cost.spec, cost.step, cost.real, values)
+    return Cost(**{**cost.__dict__, "calibrated": told})
+
+
+def nats(loss: float | None) -> str:
+    """Return a loss as people write it.
+
+    >>> nats(1.23456), nats(None), nats(float("nan"))
+    ('1.235', '-', 'not finite')
+    """
+    if loss is None:
+        return "-"
+    return f"{loss:.3f}" if np.isfinite(loss) else "not finite"
+
+
+def bracket(cost: Cost) -> tuple[float, float] | None:
+    """Return the ends of a forecast's bracket, the lower one first; None where one is missing."""
+    if cost.lower is None or cost.upper is None:
+        return None
+    return min(cost.lower, cost.upper), max(cost.lower, cost.upper)
+
+
+def between(cost: Cost) -> str:
+    """Return the bracket of a forecast, in words."""
+    ends = bracket(cost)
+    return "-" if ends is None else f"{nats(ends[0])} to {nats(ends[1])}"
+
+
+def spread(cost: Cost) -> str:
+    """Return the 90% interval of a gap, in words."""
+    return "-" if cost.interval is None else f"{cost.interval[0]:+.3f} to {cost.interval[1]:+.3f}"
+
+
+def lines(trace: Recorded, calibration: Calibration | None = None) -> list[str]:
+    """Return the costs, for a terminal; none if nothing was rehearsed."""
+    if not trace.rehearsals:
+        return []
+    found = costs(trace, calibration)
+    names = ", ".join(shown(spec, 60) for spec in trace.rehearsals)
+    if not found:
+        return ["", f"Rehearsed: {names}, but {MISSING}."]
+    steps = sorted({c.step for c in found})
+    when = f"at step {steps[-1]}" if len(steps) == 1 else f"at the last evaluation (step {steps[-1]})"
+    out = [
+        "",
+        f"What a format would cost, in loss, {when}, where this run has {nats(found[0].real)}: {WHAT}.",
+    ]
+    width = max(len(shown(c.spec, 60)) for c in found)
+    for c in found:
+        said = f"  {shown(c.spec, 60):{width}}  {nats(c.loss)} ({_signed(c.gap)}"
+        if c.interval is not None:
+            said += f"; {COVERAGE:.0%} interval {spread(c)}"
+        said += f"), bracket {between(c)}"
+        if c.calibrated is not None:
+            said += f"; calibrated, before that {nats(c.point)}"
+        out.append(said)
+    out += [f"  {line}" for line in cautions(found, calibration)]
+    out += [f"  {PILOT}"] if any(c.interval for c in found) else []
+    return out
+
+
+def cautions(found: Sequence[Cost], calibration: Calibration | None) -> list[str]:
+    """Say what limits these forecasts."""
+    said: list[str] = []
+    if calibration is not None:
+        said += calibration.told([c.spec for c in found])
+        said += _once(w for c in found if c.calibrated is not None for w in c.calibrated.warnings)
+    if found and all(x in (c.real, None) for c in found for x in (c.lower, c.point, c.upper)):
+        said.append(
+            "Not one rehearsal changed this number. What is evaluated may be another copy of the model than "
+            "the one that is trained, such as one loaded from a file; or the number is too coarse to tell."
+        )
+        return said
+    outside = [c.spec for c in found if _outside(c)]
+    if outside:
+        said.append(f"{', '.join(outside)}: the forecast is beyond its bracket, which is not sharper.")
+    odd = [c.spec for c in found if c.upper is not None and c.lower is not None and c.upper < c.lower]
+    if odd:
+        said.append(
+            f"{', '.join(odd)}: upper and lower bound are the other way round, as where a format costs "
+            "nothing that this evaluation can see."
+        )
+    return said
+
+
+def _outside(cost: Cost) -> bool:
+    """Return True if the raw forecast is outside its bounds, to the digits that are shown."""
+    ends = bracket(cost)
+    if cost.point is None or ends is None:
+        return False
+    low, point, high = (round(x, 3) for x in (ends[0], cost.point, ends[1]))
+    return point < low or point > high
+
+
+def _once(lines: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(lines))
+
+
+def _signed(gap: float) -> str:
+    return f"{gap:+.3f}" if np.isfinite(gap) else "not finite"

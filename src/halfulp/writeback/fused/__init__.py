@@ -1,0 +1,1 @@
+"""Make steps in one pass, which reads and writes gradient, moments and weights once."""

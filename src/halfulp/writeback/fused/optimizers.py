@@ -1,0 +1,278 @@
+"""Define ``AdamW``, ``Adam``, ``SGD`` and ``Lion`` for weights on a grid, in one pass, for new runs.
+
+Each is a write-back around torch's optimizer, so schedulers, checkpoints, events and bytes work as in
+:class:`~halfulp.WriteBack`. They need not continue an earlier run bit for bit, which allows 16-bit random
+draws, refined where they do not decide; the same arithmetic for every element, so that shards give the same
+result as the whole tensor; and two-byte moments, rounded stochastically. (With beta2 = .999 a second moment
+in bfloat16 does not move under nearest rounding.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+
+from halfulp.deprecation import grouped_arguments
+from halfulp.errors import UsageError
+from halfulp.numbers.grids import Grid
+from halfulp.writeback.choosing import Select, Storage
+from halfulp.writeback.optimizer import WriteBack
+from halfulp.writeback.options import WriteBackOptions
+from halfulp.writeback.policies import Policy
+from halfulp.writeback.route import Route, why_not_group
+from halfulp.writeback.rules import RULES
+from halfulp.writeback.rules.lion import Lion as PlainLion
+
+_grouped = grouped_arguments("options", WriteBackOptions, ("nonfinite", "telemetry"))
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Given(TypedDict, total=False):
+    """The keyword arguments of all one-pass optimizers: see :class:`AdamW`."""
+
+    grid: str | Grid | torch.dtype
+    policy: str | Policy
+    moments: Literal["fp32", "bf16"]
+    model: torch.nn.Module | None
+    select: Select
+    seed: int
+    storage: Storage | None
+    project: Literal["nearest", "stochastic", "none"]
+    options: WriteBackOptions
+    fused: bool | None
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    maximize: bool
+    amsgrad: bool
+
+
+TORCHS: dict[str, tuple[bool | None, ...]] = {
+    "fused": (None, False, True), "foreach": (None, False, True), "capturable": (False,),
+    "differentiable": (False,), "maximize": (False,), "amsgrad": (False,),
+}  # fmt: skip
+"""Options of torch's optimizers, with the values that are accepted because they change nothing here. A step
+in one pass is neither fused nor foreach, and has the same maths."""
+
+
+def _without_torchs(name: str, given: Given) -> dict[str, Any]:
+    """Return the given options without :data:`TORCHS`; refuse a value that is not supported."""
+    for option, value in given.items():
+        if option not in Given.__annotations__ or value not in TORCHS.get(option, (value,)):
+            around = f"torch.optim.{name}(...)" if hasattr(torch.optim, name) else "an optimizer that has it"
+            raise UsageError(
+                f"halfulp.{name} has no {option}={value!r}: its step in one pass is plain {name}, and its "
+                f"options are those of help(halfulp.{name}). Use halfulp.WriteBack({around}, grid, policy)."
+            )
+    return {option: value for option, value in given.items() if option not in TORCHS}
+
+
+class _OnePass(WriteBack):
+    """The shared base of the one-pass optimizers."""
+
+    like_torch = False
+
+    def __init__(self, inner: torch.optim.Optimizer, given: Given) -> None:
+        options = {"grid": "bf16", **_without_torchs(type(self).__name__, given)}
+        if not getattr(options.get("options"), "one_pass", True):
+            raise UsageError(
+                f"halfulp.{type(self).__name__} makes its steps in one pass, which one_pass=False forbids. "
+                "Use halfulp.WriteBack around torch's own."
+            )
+        moments = options.pop("moments", "fp32")
+        if moments not in MOMENTS:
+            raise UsageError(f"moments must be one of {', '.join(MOMENTS)}, not {moments!r}.")
+        self.moments = MOMENTS[moments]
+        if "select" in options:
+            options["params"] = options.pop("select")
+        super().__init__(inner, **options)
+
+    def _prepared(self, planned: Any) -> Any:
+        made = super()._prepared(planned)
+        for slot, _ in made:
+            group = self.param_groups[slot.place[0]]
+            self._refuse(
+                slot.two_passes or why_not_group(self, group), f"parameter {slot.name!r} cannot have one",
+                "Use halfulp.WriteBack around torch's own, or another's.",
+            )  # fmt: skip
+        return made
+
+    def _refuse(self, why: str | None, what: str, instead: str) -> None:
+        """Refuse what cannot be moved in one pass, if there is a reason why."""
+        if why is not None:
+            name = type(self).__name__
+            raise UsageError(f"halfulp.{name} makes its steps in one pass, and {what}: {why}. {instead}")
+
+    def _note_routes(self, routes: Sequence[Route]) -> None:
+        """Refuse a step that is not made in one pass."""
+        for chosen in routes:
+            if not chosen.one_pass:
+                raise UsageError(f"{type(self).__name__} cannot make this step in one pass: {chosen.reason}.")
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        self._refuse(
+            why_not_group(self, group), "the settings of this state prevent that",
+            "Load it into halfulp.WriteBack around the optimizer that saved it.",
+        )  # fmt: skip
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Restore the type of the moments after torch has cast them to that of the parameter."""
+        super()._load(state_dict)
+        for slot in self.slots:
+            state = self.optimizer.state.get(slot.stepped, {})
+            for key in RULES[type(self.optimizer)].moments:
+                if state.get(key) is not None:
+                    state[key] = state[key].to(self.moments)
+            if "step" in state:
+                state["step"] = state["step"].cpu()  # to read it from a GPU would wait for it
+
+
+class _Adams(_OnePass):
+    kind: Any
+
+    @_grouped
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        **given: Unpack[Given],
+    ) -> None:
+        decay = {} if weight_decay is None else {"weight_decay": weight_decay}  # else torch's own default
+        inner = self.kind(params, lr=lr, betas=betas, eps=eps, fused=True, **decay)
+        super().__init__(inner, given)
+
+
+class AdamW(_Adams):
+    """One-pass AdamW for weights on a grid.
+
+    Bytes per bfloat16 weight: 10, or 6 with ``moments="bf16"``.
+
+    Args:
+        params: Parameters, named parameters or groups. Random draws and checkpoints use the names in
+            ``model=``, or those given here (``model.named_parameters()``), or positions; with positions, keep
+            the order of the parameters.
+        lr: The learning rate.
+        betas: The decay rates of the two moments.
+        eps: A term added to the root of the second moment.
+        weight_decay: The decoupled weight decay; by default torch's.
+        grid: The grid of the stored weights; ``bf16`` by default.
+        policy: The rule that turns a proposed value into the next stored one; ``sr`` by default.
+        moments: The type of the moments: ``fp32``, or ``bf16`` with stochastic rounding.
+        select: The tensors to keep on the grid, as ``params=`` of :class:`~halfulp.WriteBack`. The others are
+            moved by torch's fused step.
+        model, seed, storage, project, options: As in :class:`~halfulp.WriteBack`.
+        fused, foreach, amsgrad, maximize, capturable, differentiable: Options of torch's optimizers, accepted
+            with values that change nothing.
+
+    Raises:
+        UsageError: If an argument is wrong, or a tensor cannot be moved in one pass; the message says why.
+
+    >>> model = torch.nn.Linear(64, 64).bfloat16()
+    >>> opt = AdamW(model.named_parameters(), lr=3e-4, moments="bf16")
+    >>> model(torch.ones(1, 64).bfloat16()).sum().backward()
+    >>> opt.step()
+    >>> [state["exp_avg"].dtype for state in opt.state.values()]
+    [torch.bfloat16, torch.bfloat16]
+    """
+
+    kind = torch.optim.AdamW
+
+
+class Adam(_Adams):
+    """One-pass Adam for weights on a grid: :class:`AdamW` with weight decay in the gradient.
+
+    Args:
+        params, lr, betas, eps: As in :class:`AdamW`.
+        weight_decay: The weight decay; it is multiplied by the weight and added to the gradient.
+
+    Raises:
+        UsageError: As in :class:`AdamW`.
+
+    >>> model = torch.nn.Linear(64, 64).bfloat16()
+    >>> opt = Adam(model.parameters(), policy="remainder16")
+    >>> opt.bytes().per_parameter()["policy"]
+    2.0
+    """
+
+    kind = torch.optim.Adam
+
+
+class SGD(_OnePass):
+    """One-pass SGD with momentum for weights on a grid.
+
+    Bytes per bfloat16 weight: 6, or 4 with ``moments="bf16"``.
+
+    Args:
+        params: As in :class:`AdamW`; so are the keyword arguments that are not listed here.
+        lr: The learning rate.
+        momentum: The momentum; it must be larger than 0.
+        dampening: The share of each gradient that the momentum leaves out.
+        weight_decay: The weight decay; it is multiplied by the weight and added to the gradient.
+        nesterov: Use Nesterov momentum.
+
+    Raises:
+        UsageError: As in :class:`AdamW`.
+
+    >>> model = torch.nn.Linear(64, 64).bfloat16()
+    >>> opt = SGD(model.parameters(), lr=0.1, policy="kahan")
+    >>> model(torch.ones(1, 64).bfloat16()).sum().backward()
+    >>> opt.step()
+    >>> opt.routes["0.0"].name
+    'one pass'
+    """
+
+    @_grouped
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **given: Unpack[Given],
+    ) -> None:
+        options: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        inner = torch.optim.SGD(params, lr=lr, weight_decay=weight_decay, fused=True, **options)
+        super().__init__(inner, given)
+
+
+class Lion(_OnePass):
+    """One-pass Lion (Chen et al. 2023) for weights on a grid.
+
+    Bytes per bfloat16 weight: 6, or 4 with ``moments="bf16"``. ``eco`` is refused: Lion steps by a
+    sign, so the size of its moment has no effect.
+
+    Args:
+        params: As in :class:`AdamW`; so are the keyword arguments that are not listed here.
+        lr: The learning rate, which is the size of every step.
+        betas: The weight of the moment in the sign of a step, and the decay rate of the moment.
+        weight_decay: The decoupled weight decay.
+
+    Raises:
+        UsageError: As in :class:`AdamW`.
+
+    >>> model = torch.nn.Linear(64, 64).bfloat16()
+    >>> opt = Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+    >>> model(torch.ones(1, 64).bfloat16()).sum().backward()
+    >>> opt.step()
+    >>> opt.events["0.0"].decay_share is not None
+    True
+    """
+
+    @_grouped
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **given: Unpack[Given],
+    ) -> None:
+        super().__init__(PlainLion(params, lr=lr, betas=betas, weight_decay=weight_decay), given)

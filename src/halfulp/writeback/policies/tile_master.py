@@ -1,0 +1,151 @@
+"""Implement ``tile-master``: fp32 masters for the tiles that a mask chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from halfulp import kernels
+from halfulp.errors import UsageError
+from halfulp.kernels import TILE, Written
+from halfulp.numbers.grids import Grid
+from halfulp.writeback.policies.base import Kernel, Policy, State, Step
+from halfulp.writeback.policies.master import UNROUNDED, mended, unrounded
+from halfulp.writeback.policies.tiles import put_tiles, take_tiles
+
+
+@dataclass(frozen=True)
+class TileMaster(Policy):
+    """Packed fp32 master weights for chosen tiles; nearest rounding for the others.
+
+    Args:
+        mask: A mask from :func:`halfulp.allocate`, or a dictionary of boolean tensors by tensor name, with
+            one entry per tile.
+        start_from: Start masters from the projected ``code``, or from the ``raw`` value before projection.
+        tile: The number of consecutive coordinates per tile. A mask from :func:`halfulp.allocate` carries
+            its own; set it to the model's width to make each row of an embedding one tile.
+        shard: The offset of a shard in its tensor, and the size of that tensor; set by the write-back.
+
+    Raises:
+        UsageError: If ``mask`` is not a mask, or has tiles of another size.
+
+    >>> import halfulp as hu
+    >>> model = torch.nn.Linear(96, 16)
+    >>> policy = TileMaster({"weight": torch.tensor([True, False])})
+    >>> adamw = torch.optim.AdamW(model.parameters())
+    >>> opt = hu.WriteBack(adamw, "e4m3@128", policy, model=model)
+    >>> opt.slots[0].state["master"].numel()
+    768
+    """
+
+    name: ClassVar[str] = "tile-master"
+    words: ClassVar[str] = "fp32 masters for chosen tiles"
+    kernel: ClassVar[Kernel | None] = Kernel(keeps="master", partial=True)
+    fixed: ClassVar[tuple[str, ...]] = ("tiles",)
+    mask: dict[str, torch.Tensor] = field(default_factory=dict)
+    start_from: Literal["code", "raw"] = "code"
+    tile: int = TILE
+    shard: tuple[int, int] | None = None
+    """The offset of a shard in its tensor, and the size of that tensor; set by the write-back."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # equal to itself alone: masks are tensors
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mask: Any = self.mask
+        if hasattr(mask, "tiles") and hasattr(mask, "tile"):  # one of halfulp.allocation.masks
+            if self.tile not in (TILE, mask.tile):
+                raise UsageError(
+                    f"the mask has tiles of {mask.tile} coordinates, not of {self.tile} (tile=)."
+                )
+            object.__setattr__(self, "mask", mask.tiles)
+            object.__setattr__(self, "tile", mask.tile)
+        elif not isinstance(mask, Mapping):
+            raise UsageError(
+                "TileMaster takes a mask (halfulp.allocate, Mask.load), or a dictionary of booleans a tile "
+                f"by tensor name, not {type(mask).__name__}."
+            )
+        kernels.checked_tile(self.tile)
+
+    @property
+    def offset(self) -> int | None:
+        return None if self.shard is None else self.shard[0]
+
+    def chosen(self, name: str, numel: int) -> torch.Tensor:
+        """Return the chosen tiles of a tensor, as sorted indices.
+
+        Args:
+            name: The name of the tensor.
+            numel: Its number of coordinates.
+
+        Raises:
+            UsageError: If the mask has no entry for the tensor, or one of another size.
+        """
+        if name not in self.mask:
+            raise UsageError(
+                f"the mask has no entry for {name!r}: it was made for another model. It knows "
+                f"{', '.join(list(self.mask)[:5]) or 'nothing'}{' ...' if len(self.mask) > 5 else ''}."
+            )
+        mask, expected = self.mask[name], kernels.tiles_of(numel, self.tile)
+        if mask.dtype != torch.bool or mask.numel() != expected:
+            raise UsageError(
+                f"the mask of {name!r} must be {expected} booleans (tiles of {self.tile} for {numel} "
+                f"coordinates), but it is {mask.numel()} of {mask.dtype}: it was made for another model, "
+                "or for tiles of another size (tile=)."
+            )
+        return mask.reshape(-1).nonzero().reshape(-1)
+
+    def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
+        source = (projected if self.start_from == "code" else raw).detach()
+        numel = source.numel() if self.shard is None else self.shard[1]
+        tiles = self.chosen(name, numel)
+        size = int((numel - tiles * self.tile).clamp(max=self.tile).sum())
+        tiles = tiles.to(source.device, torch.int32)
+        return {"master": take_tiles(source, tiles, size, self.tile, self.offset), "tiles": tiles}
+
+    def resync(self, q: torch.Tensor, state: State, grid: Grid) -> None:
+        whole = q.clone(memory_format=torch.contiguous_format)  # a scale may be of more than a tile
+        self.spread(whole, state)
+        self.collect(mended(whole, q, grid), state)
+
+    def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
+        self.spread(p, state)
+
+    def after(self, step: Step) -> Written:
+        master = step.state["master"]
+        moved = self._taken(step.z, step.state)
+        step.state["master"] = torch.where(torch.isfinite(moved), moved, master)
+        return step.write()
+
+    def spread(self, whole: torch.Tensor, state: State) -> None:
+        put_tiles(whole, state["tiles"], state["master"], self.tile, self.offset)
+
+    def collect(self, whole: torch.Tensor, state: State) -> None:
+        state["master"].copy_(self._taken(whole, state))
+
+    def _taken(self, whole: torch.Tensor, state: State) -> torch.Tensor:
+        return take_tiles(whole, state["tiles"], state["master"].numel(), self.tile, self.offset)
+
+    def on_shard(self, offset: int, numel: int) -> TileMaster:
+        return replace(self, shard=(offset, numel))
+
+    def misfits(self, q: torch.Tensor, state: State, grid: Grid) -> tuple[torch.Tensor, str] | None:
+        stored = self._taken(q, state)
+        return unrounded(state["master"], stored, grid, raw=self.start_from == "raw"), UNROUNDED
+
+    def to_shards(self, state: State, like: torch.Tensor) -> State:
+        """Return the masters in the shape of the shard, zeros elsewhere; packed ones do not shard."""
+        whole = torch.zeros(like.shape, dtype=state["master"].dtype, device=state["master"].device)
+        self.spread(whole, state)
+        return {**state, "master": whole}
+
+    def from_shards(self, key: str, value: torch.Tensor, state: State) -> torch.Tensor:
+        return take_tiles(value, state["tiles"], 0, self.tile, self.offset) if key == "master" else value
+
+    @property
+    def spec(self) -> str:
+        size = "" if self.tile == TILE else f",tile={self.tile}"
+        return f"tile-master(start_from={self.start_from}{size})"

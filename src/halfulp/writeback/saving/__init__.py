@@ -1,0 +1,1 @@
+"""Save and load the state of a write-back, as a dictionary or a file, or from a plain optimizer's state."""

@@ -1,0 +1,191 @@
+"""Make a step in two passes: the wrapped optimizer moves parameters, then policies write them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfulp import kernels
+from halfulp.errors import UsageError
+from halfulp.writeback.batch import Alike, Cut
+from halfulp.writeback.policies import Step
+from halfulp.writeback.rules import decay_of
+from halfulp.writeback.sharding import local
+from halfulp.writeback.slot import Slot, chunks, set_aside
+from halfulp.writeback.storage.stand_in import fill
+from halfulp.writeback.telemetry import StepEvents, sampling
+from halfulp.writeback.wrapped_step import Calls, without_gradients
+
+if TYPE_CHECKING:
+    from halfulp.writeback.optimizer import WriteBack
+
+
+class TwoPasses:
+    """The steps of a write-back that call the wrapped optimizer."""
+
+    def __init__(self, wb: WriteBack) -> None:
+        self.wb = wb
+        self._cuts: dict[Slot, Cut] = {}
+
+    def step(self, active: list[Slot], closure: Any = None) -> Any:
+        """Make the wrapped optimizer's step: in one call, or in several with some of the stand-ins each."""
+        apart = chunks([s for s in active if s.shadow is not None]) if self.wb.materialise == "tensor" else []
+        if len(apart) < 2:
+            loss = self._advance(active, Calls(self.wb.optimizer), closure)
+            self.wb._pass_on_groups()
+            return loss
+        call = Calls(self.wb.optimizer, len(apart))
+        others = [p for g in self.wb.optimizer.param_groups for p in g["params"]]
+        apart[0] = [*(s for s in active if s.shadow is None), *apart[0]]
+        undo = []
+        try:
+            undo += [slot.snapshot() for slot in apart[0]]
+            self._advance(apart[0], call)
+            with without_gradients(others):  # they were moved by the first call
+                for chunk in apart[1:]:
+                    undo += [slot.snapshot() for slot in chunk]
+                    self._advance(chunk, call)
+        except BaseException:
+            for put_back in undo:
+                put_back()
+            raise
+        self.wb._pass_on_groups()
+        return None
+
+    def _idle(self, active: list[Slot]) -> list[Slot]:
+        """Find weights without a gradient that an optimizer may move all the same."""
+        if self.wb._torchs_own:
+            return []
+        return [
+            s for s in self.wb.slots if s not in active and (s.shadow is None or self.wb.materialise == "all")
+        ]
+
+    def _advance(self, active: list[Slot], call: Calls, closure: Any = None) -> Any:
+        """Make one call of the wrapped optimizer, and write back what it moved."""
+        idle = self._idle(active)
+        cut = self._cut(active)
+        opened, batches = [*cut.rest, *idle], list(cut.batches)
+        before = [list(g["params"]) for g in self.wb.optimizer.param_groups]
+        stored: list[torch.Tensor] = []
+        close: Callable[[], None] | None = None
+        try:
+            for batch in cut.batches:
+                if not batch.open():
+                    batches.remove(batch)
+                    opened = [*batch.slots, *opened]
+            self.open(opened, stored)
+            given = values_of(idle)
+            loss = call() if closure is None else call(closure)
+            self._refuse_replaced(before)
+            for batch in batches:
+                batch.take()
+            still = {*idle}.difference(moved_from(given, idle))
+            moved = [(s, q) for s, q in zip(opened, stored, strict=True) if s not in still]
+            steps = [self._step_of(slot, q) for slot, q in moved]
+            written = [slot.policy.after(step) for (slot, _), step in zip(moved, steps, strict=True)]
+            unmoved = [(s, q) for s, q in zip(opened, stored, strict=True) if s in still]
+            close = partial(
+                self._close, batches, list(zip((s for s, _ in moved), steps, written, strict=True)), unmoved
+            )
+            close()
+        except BaseException:  # an interrupt leaves no weight off the grid, and no stand-in filled
+            if close is not None:
+                close()
+            else:
+                for group, params in zip(self.wb.optimizer.param_groups, before, strict=False):
+                    group["params"] = params
+                for batch in batches:
+                    self.restore(batch.slots, batch.stored)
+                self.restore(opened, stored)
+            raise
+        finally:
+            for batch in batches:
+                batch.forget()
+        return loss
+
+    def _cut(self, active: list[Slot]) -> Cut:
+        """Find which of these are written back together: cut once, as long as the same are active."""
+        found = self._cuts.get(active[0]) if active else None
+        if found is None or found.active != active:
+            found = Cut(self.wb, active)
+            if active:
+                self._cuts[active[0]] = found
+        return found
+
+    def open(self, active: Sequence[Slot], stored: list[torch.Tensor]) -> None:
+        """Set stored values aside in ``stored``, and prepare the parameters for the optimizer."""
+        sources = []
+        for slot in active:
+            slot.resync()
+            source = slot.values()
+            if slot.shadow is not None:
+                fill(slot.shadow, source, slot.p.grad)
+            sources.append(source)
+        stored += set_aside(active, sources)
+        for slot, q, p in zip(active, stored, sources, strict=True):
+            slot.policy.before(q, p, slot.state)
+
+    def _step_of(self, slot: Slot, q: torch.Tensor) -> Step:
+        group = self.wb.optimizer.param_groups[slot.place[0]]
+        z = local(slot.stepped.detach())
+        rate, decay = decay_of(self.wb.optimizer, group)
+        return Step(
+            name=slot.name, grid=slot.grid, stream=self.wb._stream(slot, self.wb.steps), q=q, z=z,
+            state=slot.state, moved=slot.moved, sums=sampling(z.numel()) if self.wb.telemetry else 0,
+            decay=rate * decay, group=group, moments=self.wb.optimizer.state.get(slot.stepped, {}),
+            keep_scales=slot.storage == "packed",
+        )  # fmt: skip
+
+    def _close(
+        self,
+        batches: Sequence[Alike],
+        moved: Sequence[tuple[Slot, Step, kernels.Written]],
+        unmoved: Sequence[tuple[Slot, torch.Tensor]],
+    ) -> None:
+        """Write everything back. Done again after an interrupt, it ends in the same."""
+        for _, step, _ in reversed(moved):  # what the optimizer moved last may still be in the caches
+            step.finish()
+        rates = [decay_of(self.wb.optimizer, g) for g in self.wb.optimizer.param_groups] if batches else []
+        for batch in batches:
+            batch.close([rate * decay for rate, decay in rates])
+        for slot, step, written in moved:
+            slot.noted = StepEvents.of_one(slot, self.wb.steps, written, step.decay, step.sums)
+            if slot.shadow is not None:
+                slot.store(step.z, step.scales)
+        self.restore([slot for slot, _ in unmoved], [q for _, q in unmoved])
+        for slot in (*(slot for slot, *_ in moved), *(slot for slot, _ in unmoved)):
+            slot.let_go()
+            slot.note_written()
+
+    def restore(self, slots: Sequence[Slot], stored: Sequence[torch.Tensor]) -> None:
+        """Restore the values that were set aside; nothing if an interrupt came before all of them were."""
+        for slot, q in zip(slots, stored, strict=False):
+            if slot.shadow is None:
+                local(slot.p.detach()).copy_(q)
+        for slot in slots:
+            slot.let_go()
+
+    def _refuse_replaced(self, before: list[list[torch.nn.Parameter]]) -> None:
+        """Refuse an optimizer that has other parameters in its groups than before its step."""
+        now = [p for g in self.wb.optimizer.param_groups for p in g["params"]]
+        then = [p for params in before for p in params]
+        if len(now) != len(then) or not all(map(is_, now, then)):
+            raise UsageError(
+                f"{type(self.wb.optimizer).__name__}.step() replaced its parameters; WriteBack needs an "
+                "optimizer that moves them in place. The weights are as they were."
+            )
+
+
+def values_of(slots: Sequence[Slot]) -> list[torch.Tensor]:
+    """Copy the values that the optimizer is given."""
+    return [local(slot.stepped.detach()).clone() for slot in slots]
+
+
+def moved_from(given: Sequence[torch.Tensor], slots: Sequence[Slot]) -> list[Slot]:
+    """Find the tensors that an optimizer has moved since :func:`values_of`."""
+    pairs = zip(slots, given, strict=True)
+    return [slot for slot, was in pairs if not torch.equal(local(slot.stepped.detach()), was)]

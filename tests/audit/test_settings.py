@@ -1,0 +1,43 @@
+"""The options of an audit in groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.audit import Measure, Recording
+
+
+def trained(**options: object) -> hu.Memory:
+    torch.manual_seed(0)
+    model, memory = torch.nn.Linear(64, 64), hu.Memory()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with hu.Audit(optimizer, "bf16", model=model, out=memory, **options):
+        for _ in range(3):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+    return memory
+
+
+def test_a_group_says_the_same_as_its_fields() -> None:
+    grouped = trained(measure=Measure(sample=0.5, seed=3), recording=Recording(describe={"by": "me"}))
+    single = trained(sample=0.5, seed=3, describe={"by": "me"})
+    for key in ("options", "run", "tensors"):
+        assert grouped.manifest[key] == single.manifest[key]
+    assert (grouped.trace.frozen("bf16") == single.trace.frozen("bf16")).all()
+
+
+def test_a_field_that_is_given_twice_is_the_single_one() -> None:
+    found = trained(measure=Measure(sample=0.5, never_moved=False), sample=0.25).manifest["options"]
+    assert (found["sample"], found["never_moved"]) == (0.25, False)
+
+
+def test_what_is_no_option_is_refused() -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="Audit got an unexpected keyword argument 'sampel'"):
+        hu.Audit(optimizer, "bf16", sampel=0.1)
+    with pytest.raises(hu.UsageError, match="sample is a share of the tiles"):
+        Measure(sample=2.0)
+    with pytest.raises(hu.UsageError, match="part_steps= takes a whole number"):
+        Recording(part_steps=0)

@@ -1,0 +1,147 @@
+"""``halfulp pilot``: an unmodified script, its twins, and what cannot be done is said."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from halfulp.cli import app
+from halfulp.errors import UsageError
+from halfulp.pilots.scripts import ScriptError, ScriptPilot
+
+SCRIPT = """
+import argparse
+from pathlib import Path
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=16)
+parser.add_argument("--fail", action="store_true")
+parser.add_argument("--store")
+given = parser.parse_args()
+with open("calls", "a") as calls:
+    print(given.batch, file=calls)
+if given.fail:
+    raise SystemExit(3)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+held_out = torch.randn(256, 16)
+if given.store:
+    import halfulp as hu
+    optimizer = hu.WriteBack(optimizer, *given.store.split(":"), model=model)
+
+
+@torch.no_grad()
+def evaluate():
+    return {"val": torch.nn.functional.cross_entropy(model(held_out), held_out[:, :4].argmax(dim=1)).item()}
+
+
+for step in range(1, 41):
+    x = torch.randn(16, 16)[: given.batch]
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
+    optimizer.step()
+    schedule.step()
+    if step % 20 == 0:
+        print(step, repr(evaluate()["val"]), flush=True)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def pilot(**more: object) -> ScriptPilot:
+    given: dict[str, object] = {
+        "script": Path("train.py"), "arguments": [], "formats": ["e5m2", "e5m2:sr"],
+        "evaluate": "evaluate:val",
+        "budget": 10.0, "out": Path("out"), "small": ["--batch", "2"], **more,
+    }  # fmt: skip
+    return ScriptPilot(**given)  # type: ignore[arg-type]  # by name
+
+
+def by_hand(capsys: pytest.CaptureFixture[str], *arguments: str) -> float:
+    """The last number that the script prints, run as it is."""
+    before, sys.argv = sys.argv, ["train.py", *arguments]
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    finally:
+        sys.argv = before
+    return float(capsys.readouterr().out.split()[-1])
+
+
+def test_a_script_and_its_twins_are_the_runs_by_hand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = pilot().run()
+    plain, small = by_hand(capsys), by_hand(capsys, "--batch", "2")
+    assert found.reference == plain
+    assert found.updates == 40
+    assert found.weights == 16 * 64 + 64 * 4
+    for spec in ("e5m2", "e5m2:sr"):
+        grid, _, policy = spec.partition(":")
+        twin = found[spec].seen.twin
+        assert twin is not None
+        assert twin.reference == small
+        assert twin.real == by_hand(capsys, "--batch", "2", "--store", f"{grid}:{policy or 'rne'}")
+    assert found["e5m2"].seen.upper > found["e5m2"].seen.reference
+    assert found["e5m2"].seen.floor >= 0.01
+    assert not found.notes
+    assert found.paid["twins"] > 0
+    calls = (here / "calls").read_text()
+    again = pilot().run()
+    assert (here / "calls").read_text() == calls
+    assert again.to_json() == found.to_json()
+    with pytest.raises(UsageError, match=r"asked something else \(small differ"):
+        pilot(small=["--batch", "3"]).run()
+
+
+def test_the_command_prints_the_table_or_json(here: Path) -> None:
+    asked = ["pilot", "--formats", "e5m2", "--evaluate", "evaluate:val", "--out", "out", "train.py"]
+    found = CliRunner().invoke(app, asked)
+    assert found.exit_code == 0, found.output
+    assert "What each format costs this run in loss" in found.output
+    assert "rehearsed point, nothing paid" in found.output
+    assert "--small '--batch_size 1'" in found.output
+    told = json.loads(CliRunner().invoke(app, [*asked[:1], "--json", *asked[1:]]).stdout)
+    assert told["formats"][0]["format"] == "e5m2"
+    assert told["formats"][0]["kind"] == "free"
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "said"),
+    [
+        ({"small": ["--batch", "16"]}, UsageError, "runs as without"),
+        ({"arguments": ["--fail"]}, ScriptError, "the script ended with exit code 3"),
+        ({"small": ["--batch=2", "--fail"]}, ScriptError, "its twin ended with exit code 3.*is in out"),
+        ({"script": Path("other.py")}, UsageError, "no script at"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    here: Path, more: dict[str, object], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        pilot(**more).run()
+
+
+def test_a_twin_that_takes_too_long_ends_itself(here: Path) -> None:
+    slow = "import time\nend = time.process_time() + 5 * (given.batch == 2)\n"
+    slow += "while time.process_time() < end:\n    pass\ntorch.manual_seed(0)"
+    (here / "train.py").write_text(SCRIPT.replace("torch.manual_seed(0)", slow))
+    found = pilot(budget=2.0).run()
+    assert "for want of budget" in found.notes[0]
+    assert all(p.estimate.kind == "free" for p in found.prices)
+
+
+def test_a_training_without_a_module_is_refused(here: Path) -> None:
+    (here / "train.py").write_text(SCRIPT.replace("model(", "torch.nn.functional.linear(model[0].weight, "))
+    with pytest.raises(ScriptError):
+        pilot().run()

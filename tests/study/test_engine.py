@@ -1,0 +1,620 @@
+"""Sealing, running, going on, failing, recovering: what the engine allows and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from study.samples import SMALL, invoke, quick_identity, run, study_file, tree
+
+from halfulp import canonical, files
+from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
+from halfulp.study import engine, ledger, loading
+from halfulp.study.executor import Opening
+from halfulp.study.store import Store
+from halfulp.study.validate import validate
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_identity(monkeypatch)
+
+
+WITH_DATA = SMALL.replace('name="small",', 'name="small", data=("table.csv",),').replace(
+    "done = int", 'assert cell.data("table.csv").read_text() == "1,2\\n"\n    done = int'
+)
+
+
+# ---- the seal ----
+
+CHANGES = {
+    "a seed": ('"seeds": [1, 2, 3]', '"seeds": [1, 2, 4]', "protocol.stages.outcome.cells.arm-4: added"),
+    "an arm less": ('"seeds": [1, 2, 3]', '"seeds": [1, 2]', "protocol.stages.outcome.cells.arm-3: gone"),
+    "a threshold": ("threshold=0.15", "threshold=0.16", "protocol.gates.close.threshold: was 0.15, now 0.16"),
+    "a comparison": ('comparison="<="', 'comparison="<"', "protocol.gates.close.comparison"),
+    "a label": ('label="not close"', 'label="close enough"', "protocol.rules"),
+    "a config": ('"small": {"forecast": 0.2', '"small": {"forecast": 0.3', "protocol.config.forecast"),
+    "what is not claimed": ('("anything",)', '("anything", "more")', "protocol.not_claimed"),
+    "code only": ("/ 10, ", "/ 5, ", "code.study.sha256"),
+}
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_the_seal_is_refused_and_named(
+    tmp_path: Path, quick: None, change: str, stopped: bool
+) -> None:
+    """Right after sealing, and with predictions made."""
+    old, new, words = CHANGES[change]
+    assert SMALL.count(old) == 1
+    out = tmp_path / "out"
+    if stopped:
+        broken = SMALL.replace("done = int", "assert cell.name != 'arm-2'\n    done = int")
+        with pytest.raises(engine.FailedError):
+            run(study_file(tmp_path, broken), out)
+        changed = broken.replace(old, new)
+    else:
+        engine.seal(loading.load(str(study_file(tmp_path))), "small", out)
+        changed = SMALL.replace(old, new)
+    before = tree(out, ledger=True)
+    with pytest.raises(TamperingError) as raised:
+        run(study_file(tmp_path, changed), out)
+    assert words in str(raised.value)
+    with pytest.raises(TamperingError):  # a deviation does not help: it is for code and machines
+        run(study_file(tmp_path, changed), out, deviation="I want to")
+    assert tree(out, ledger=True) == before
+
+
+def test_a_change_of_data_is_refused(tmp_path: Path, quick: None) -> None:
+    path, out = study_file(tmp_path, WITH_DATA), tmp_path / "out"
+    with pytest.raises(UsageError, match=r"table\.csv of the study is missing"):
+        engine.seal(loading.load(str(path)), "small", out)
+    (tmp_path / "table.csv").write_text("1,2\n")
+    engine.seal(loading.load(str(path)), "small", out)
+    (tmp_path / "table.csv").write_text("1,3\n")
+    with pytest.raises(TamperingError, match=r"data\.table\.csv\.sha256: was"):
+        run(path, out)
+    (tmp_path / "table.csv").write_text("1,2\n")
+    assert run(path, out)["label"] == "close"
+
+
+def test_data_changed_behind_the_engines_back_is_seen_by_the_cell(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = study_file(tmp_path, WITH_DATA), tmp_path / "out"
+    (tmp_path / "table.csv").write_text("1,2\n")
+    seal = engine.seal(loading.load(str(path)), "small", out)
+    (tmp_path / "table.csv").write_text("1,3\n")
+    session = Opening(out, seal, "", tmp_path, 1).session()
+    with pytest.raises(TamperingError, match="is not the data set"):
+        session.data("table.csv")
+    with pytest.raises(UsageError, match="declares no data set"):
+        session.data("other.csv")
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../secret"])
+def test_data_files_stay_beside_the_study(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="relative to the study file"):
+        loading.locate(name, tmp_path)
+
+
+def test_other_code_or_machine_needs_a_recorded_deviation(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = study_file(tmp_path), tmp_path / "out"
+    engine.seal(loading.load(str(path)), "small", out)
+    real = loading.environment()
+    monkeypatch.setattr(loading, "environment", lambda: real | {"cpu": "another"})
+    with pytest.raises(TamperingError, match=r"(?s)environment\.cpu: was .*--deviation"):
+        run(path, out)
+    result = run(path, out, deviation="the machine broke")
+    assert result["label"] == "not promoted: deviations from the seal (1)"
+    assert not result["scientific_result"]
+    page = validate(out)
+    assert page.exit_code == 0
+    assert any("the machine broke" in line for line in page.authenticated)
+
+
+def test_other_package_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, out = study_file(tmp_path), tmp_path / "out"
+    engine.seal(loading.load(str(path)), "small", out)
+    real = loading.code(loading.load(str(path)))
+    assert "study/gates.py" in real["package"]
+    assert "study/engine.py" not in real["package"]  # it writes, and computes nothing
+    assert not any("__pycache__" in name for name in real["package"])
+    other = real["package"] | {"study/engine.py": "0" * 64}
+    monkeypatch.setattr(loading, "code", lambda source: real | {"package": other})
+    with pytest.raises(TamperingError, match=r"code\.package\.study/engine\.py"):
+        run(path, out)
+    run(path, out, deviation="a fix")
+    assert validate(out).exit_code == 0
+    record = Store(out).record_file("outcome", "arm-1").read_bytes()
+    assert canonical.loads(record, "r")["code"] == canonical.digest(
+        real | {"package": other}
+    )  # what really ran
+
+
+def test_the_seal_flags_a_dirty_tree(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(tmp_path), *settings, *arguments], check=True, capture_output=True)
+
+    path = study_file(tmp_path)
+    assert loading.git_state(path) is None
+    git("init")
+    git("add", path.name)
+    git("commit", "-m", "one")
+    clean = loading.git_state(path)
+    assert clean is not None
+    assert not clean["dirty"]
+    path.write_text(SMALL + "\n")
+    assert loading.git_state(path) == clean | {"dirty": True}
+
+
+def test_a_folder_that_holds_something_else_is_not_used(tmp_path: Path, quick: None) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match=r"thesis\.tex"):
+        run(study_file(tmp_path), out)
+    assert [p.name for p in out.iterdir()] == ["thesis.tex"]
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+OWN = {
+    "work": {"work/thesis/main.tex": "a whole thesis"},
+    "a lock": {"work/lock": "of the back door: 4711"},
+    "a plan": {"work/sealing.json": "{'when': 'tomorrow'}"},
+    "another's plan": {"work/sealing.json": '{"notes.txt":{"bytes":1,"sha256":"x"}}', "notes.txt": "x"},
+    "evidence": {"evidence/notes.txt": "seen on Monday", "evidence/coin-smoke/seal.json": "{}"},
+    "a study file": {"study.py": "print('mine')\n"},
+    "a protocol": {"protocol.json": "{}"},
+    "a seal": {"seal.json": "{}"},
+    "half a ledger": {"ledger.jsonl": '{"at":"noon"'},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("study", ["file", "two-layer"])
+def test_nothing_of_somebody_elses_is_touched(tmp_path: Path, quick: None, name: str, study: str) -> None:
+    """Files with the very names that a study gives its own, in a folder in which none was sealed."""
+    out = tmp_path / "out"
+    for path, text in OWN[name].items():
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        (out / path).write_text(text)
+    before = everything(out)
+    source = loading.load(str(study_file(tmp_path)) if study == "file" else study)
+    for attempt in (engine.seal, engine.run):
+        with pytest.raises(UsageError, match=r"holds no study, but .*Nothing was touched"):
+            attempt(source, "small" if study == "file" else "smoke", out)
+        assert everything(out) == before
+
+
+def test_a_ledger_of_somebody_elses_is_not_cut(tmp_path: Path, quick: None) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "ledger.jsonl").write_text("one\ntwo, and no end")
+    with pytest.raises(CorruptionError, match="line 1, is damaged"):
+        run(study_file(tmp_path), out)
+    assert everything(out) == {"ledger.jsonl": b"one\ntwo, and no end"}
+
+
+def test_what_is_put_into_an_interrupted_sealing_stays(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own files are known by their digests: one that was edited is no longer its own."""
+    path, out = study_file(tmp_path), tmp_path / "out"
+
+    def full(operation: str, where: Path) -> None:
+        if where.name == "ledger.jsonl":
+            raise OSError(28, "full")
+
+    monkeypatch.setattr(files, "hook", full)
+    with pytest.raises(DiskError):
+        run(path, out)
+    monkeypatch.setattr(files, "hook", files._nothing)
+    assert sorted(p.name for p in out.iterdir()) == ["protocol.json", "seal.json", "study.py", "work"]
+    for name in ("study.py", "evidence/notes.txt", "work/notes.txt", "notes.txt"):
+        kept = everything(out)
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+        with pytest.raises(UsageError, match=f"holds no study, but {name}"):
+            run(path, out)
+        assert (out / name).read_text() == "mine"
+        (out / name).unlink()
+        if name in kept:
+            (out / name).write_bytes(kept[name])
+        if name.startswith("evidence/"):
+            (out / "evidence").rmdir()
+    assert run(path, out)["label"] == "close"
+
+
+def test_what_is_put_into_a_study_stays(
+    tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While it is open, and when it is closed: the run refuses, and removes nothing but its own. A result is
+    given all the same if only the work of the study, which is over, has something in it."""
+    path, out = study_file(tmp_path), tmp_path / "out"
+    source = loading.load(str(path))
+    engine.seal(source, "small", out)
+    own = ("work/thesis/main.tex", "records/notes.txt", "attached/outcome/notes/a.txt", "seals/notes.txt")
+    for closed in (False, True):
+        for name in own:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text("mine")
+            if closed and name.startswith("work/"):
+                assert run(path, out)["label"] == "close"
+                assert f"{name} does not belong to the study; move it away." in capsys.readouterr().err
+            else:
+                with pytest.raises(CorruptionError, match=f"{name} does not belong to the study"):
+                    run(path, out)
+            assert (out / name).read_text() == "mine"
+            (out / name).unlink()
+            for folder in (out / name).parents:
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+        if not closed:
+            (out / "records/outcome").mkdir(parents=True)
+            (out / "records/outcome/arm-1.json").write_text("half")  # this is what an interrupted run leaves
+        run(path, out)
+        assert not (out / "work").exists()
+
+
+def test_what_comes_into_work_while_a_study_closes(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some file manager's own: the result is given, and the file left."""
+    path, out = study_file(tmp_path), tmp_path / "out"
+    closes = engine._close
+
+    def close(study: engine.OpenStudy) -> None:
+        closes(study)
+        (out / "work/.DS_Store").write_bytes(b"x")
+
+    monkeypatch.setattr(engine, "_close", close)
+    assert run(path, out)["label"] == "close"
+    assert "work/.DS_Store does not belong to the study; move it away.\n" in capsys.readouterr().err
+    assert (out / "work/.DS_Store").exists()
+
+
+def test_two_runs_leave_the_same_bytes(tmp_path: Path, quick: None) -> None:
+    path = study_file(tmp_path)
+    first = run(path, tmp_path / "a")
+    assert run(path, tmp_path / "b") == first
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert run(path, tmp_path / "a") == first  # closed: nothing happens
+    text = Store(tmp_path / "a").record_file("outcome", "arm-1").read_bytes()
+    record = canonical.loads(text, "r")
+    assert record["scientific_result"]
+    assert record["origin"] == "run"
+    assert record["config"] == {"seed": 1}
+    assert not {"at", "pid", "process", "host"} & set(record)
+
+
+def test_smoke_is_never_a_scientific_result(tmp_path: Path, quick: None) -> None:
+    result = run(study_file(tmp_path), tmp_path / "out", "smoke")
+    assert not result["scientific_result"]
+    record = Store(tmp_path / "out").record_file("outcome", "arm-1").read_bytes()
+    assert not canonical.loads(record, "r")["scientific_result"]
+
+
+# ---- predictions first ----
+
+
+def test_an_outcome_cell_without_the_prediction_seal_is_refused(tmp_path: Path, quick: None) -> None:
+    path, out = study_file(tmp_path), tmp_path / "out"
+    seal = engine.seal(loading.load(str(path)), "small", out)
+    session = Opening(out, seal, "", tmp_path, 1).session()
+    for seals_ in ({}, {"forecast": "0" * 64}):
+        answer = session.run("outcome", "arm-1", seals_)
+        assert answer["answer"] == "refused"
+        assert "prediction stage forecast is not sealed" in answer["error"]
+    run(path, out)
+    right = ledger.read(out / "ledger.jsonl").stages
+    assert session.run("outcome", "arm-1", right)["answer"] == "finished"
+    for wrong in ({}, {"forecast": "0" * 64}):
+        assert session.run("outcome", "arm-1", wrong)["answer"] == "refused"
+    assert session.run("outcome", "arm-9", right)["answer"] == "refused"
+
+
+def test_the_worker_process_refuses_it_too(tmp_path: Path) -> None:
+    """Typed into the worker by hand, over its own pipe."""
+    path, out = study_file(tmp_path), tmp_path / "out"
+    source = loading.load(str(path))
+    seal = engine.seal(source, "small", out)
+    code = loading.code_digest({"code": loading.code(source)})
+    opening = Opening(out, seal, code, tmp_path, 1).message()
+    job = {"do": "run", "stage": "outcome", "cell": "arm-1", "seals": {}}
+    early = {"do": "run", "stage": "forecast", "cell": "all", "seals": {}}
+    wrong = opening | {"code": "0" * 64}
+    lines = b"".join(canonical.dumps(m) + b"\n" for m in (early, wrong, opening, job, early))
+    worker = subprocess.Popen(
+        [sys.executable, "-P", "-m", "halfulp.study.worker"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    with worker:
+        worker.stdin.write(lines)
+        worker.stdin.flush()
+        answers = [canonical.loads(worker.stdout.readline()[:-1], "pipe") for _ in range(5)]
+    assert [a["answer"] for a in answers] == ["refused", "refused", "ready", "refused", "finished"]
+    assert "No study is open" in answers[0]["error"]
+    assert "not the one that runs the study" in answers[1]["error"]
+    assert "is not sealed" in answers[3]["error"]
+    assert worker.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ('cell.read("outcome", "arm-1")', "does not declare that it reads"),
+        ('cell.read("forecast", "none")', "has no cell"),
+        ('cell.read("forecast", "../../x")', "has no cell"),
+        ('cell.read_bytes("forecast", "all", "none")', "attached no file"),
+        ('cell.attach("../up", b"")', "not plain"),
+        ('cell.data("secret")', "declares no data set"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("return 3", "a mapping, not a int"),
+        ('return {"a": float("nan")}', "nan is not JSON"),
+        ('return {"a": "x" * (64 << 20)}', "at most 67,108,864 bytes of JSON, not 67,108,872. Attach"),
+    ],
+)
+def test_what_a_cell_may_not_do(tmp_path: Path, quick: None, call: str, words: str) -> None:
+    text = SMALL.replace("done = int(", f"{call}\n    done = int(")
+    with pytest.raises(engine.FailedError) as raised:
+        run(study_file(tmp_path, text), tmp_path / "out")
+    assert words in str(raised.value)
+    event = ledger.read(tmp_path / "out" / "ledger.jsonl").events[-1]
+    assert event["event"] == "failed"
+    assert words in event["error"]
+
+
+def test_an_earlier_record_changed_on_disk_is_not_read(tmp_path: Path, quick: None) -> None:
+    path, out = study_file(tmp_path), tmp_path / "out"
+    run(path, out)
+    store = Store(out)
+    session = Opening(out, ledger.read(store.ledger_file).seal, "", tmp_path, 1).session()
+    right = ledger.read(store.ledger_file).stages
+    record = store.record_file("forecast", "all")
+    record.write_bytes(record.read_bytes().replace(b"0.2", b"0.3"))
+    answer = session.run("outcome", "arm-1", right)
+    assert answer["answer"] == "failed"
+    assert "TamperingError" in answer["error"]
+
+
+# ---- failing and trying again ----
+
+FLAKY = SMALL.replace(
+    "done = int",
+    'import pathlib, os\n    marks = pathlib.Path(os.environ["MARKS"])\n'
+    "    if cell.name == 'arm-2' and len(list(marks.iterdir())) < int(os.environ['FAILURES']):\n"
+    "        (marks / str(len(list(marks.iterdir())))).touch()\n        BREAK\n    done = int",
+)
+
+
+@pytest.fixture
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    monkeypatch.setenv("MARKS", str(folder))
+    return folder
+
+
+def kinds(out: Path, cell: str) -> list[str]:
+    return [e["event"] for e in ledger.read(out / "ledger.jsonl").events if e.get("cell") == cell]
+
+
+def test_retries_are_those_of_the_protocol(
+    tmp_path: Path, quick: None, marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILURES", "3")
+    text = FLAKY.replace("BREAK", "raise OSError('no luck')").replace(
+        'name="small",', 'name="small", retries=1,'
+    )
+    path, out = study_file(tmp_path, text), tmp_path / "out"
+    with pytest.raises(engine.FailedError, match="no luck"):
+        run(path, out)
+    assert kinds(out, "arm-2") == ["started", "failed", "retried", "failed"]
+    run(path, out)
+    assert kinds(out, "arm-2")[4:] == ["retried", "failed", "retried", "finished"]
+    page = validate(out)
+    assert page.exit_code == 0
+    assert any("3 failed attempts" in line for line in page.authenticated)
+
+
+def test_a_killed_worker_is_a_failed_attempt(
+    tmp_path: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL, as for want of memory: without retries the run stops, and running again completes."""
+    monkeypatch.setenv("FAILURES", "1")
+    text = FLAKY.replace("BREAK", "print('last words', flush=True); os.kill(os.getpid(), 9)")
+    path, out = study_file(tmp_path, text), tmp_path / "out"
+    with pytest.raises(engine.FailedError, match=r"killed by signal 9 \(SIGKILL\)") as raised:
+        run(path, out, executor="local", workers=1)
+    assert "last words" in str(raised.value)
+    assert kinds(out, "arm-2") == ["started", "failed"]
+    assert kinds(out, "arm-1") == ["started", "finished"]
+    run(path, out, executor="local", workers=1)
+    assert kinds(out, "arm-2") == ["started", "failed", "retried", "finished"]
+    assert kinds(out, "arm-1") == ["started", "finished"]
+    assert validate(out).exit_code == 0
+
+
+# ---- records made by hand ----
+
+
+@pytest.fixture
+def stuck(tmp_path: Path, quick: None) -> tuple[Path, Path]:
+    """A study one of whose cells cannot leave a record."""
+    path = study_file(tmp_path, SMALL.replace("done = int", "assert cell.name != 'arm-2'\n    done = int"))
+    with pytest.raises(engine.FailedError):
+        run(path, tmp_path / "out")
+    return path, tmp_path / "out"
+
+
+def test_a_recovered_record_is_marked_for_ever_and_never_promoted(
+    stuck: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = stuck
+    by_hand = tmp_path / "by_hand.json"
+    by_hand.write_text('{"value": 0.2, "said": 0.2}')
+    arguments = (
+        "study",
+        "recover",
+        str(out),
+        "arm-2",
+        "--record",
+        str(by_hand),
+        "--reason",
+        "node\x1b[2J died",
+    )
+    assert invoke(capsys, *arguments)[0] == 0
+    assert invoke(capsys, *arguments)[0] == 2  # once
+    result = run(path, out)
+    assert result["label"] == "not promoted: recovered records (outcome/arm-2)"
+    assert [gate["passed"] for gate in result["gates"]] == [True]
+    assert not result["scientific_result"]
+    record = canonical.loads(Store(out).record_file("outcome", "arm-2").read_bytes(), "r")
+    assert (record["origin"], record["reason"]) == ("recovered", "node\\x1b[2J died")
+    assert not record["scientific_result"]
+    page = validate(out)
+    assert (page.exit_code, page.label) == (0, result["label"])
+    _, text, _ = invoke(capsys, "study", "validate", str(out), "--replay", "arm-2")
+    assert "was not run again: its record was made by hand" in text
+
+
+def test_a_protocol_may_declare_the_label_of_a_recovered_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the letter, sealed, recomputed by the validator, and still no scientific result."""
+    quick_identity(monkeypatch)
+    text = SMALL.replace("rules=(", 'rules=(Rule(label="inconclusive", recovered=True, says="By hand."),')
+    fails = text.replace("    done = int", '    assert cell.name != "arm-2"\n    done = int')
+    path = study_file(tmp_path, fails)
+    out = tmp_path / "out"
+    with pytest.raises(engine.FailedError):
+        run(path, out)
+    engine.recover(out, "arm-2", {"value": 0.2, "said": 0.2}, "the node died")
+    result = run(path, out)
+    assert (result["label"], result["says"], result["scientific_result"]) == (
+        "inconclusive",
+        "By hand.",
+        False,
+    )
+    assert result["not_promoted"] == ["recovered records (outcome/arm-2)"]
+    assert validate(out).label == "inconclusive"
+    assert run(study_file(tmp_path / "whole", text), tmp_path / "whole-out")["label"] == "close"
+
+
+def test_what_cannot_be_recovered(stuck: tuple[Path, Path], tmp_path: Path) -> None:
+    path, out = stuck
+    outcome = {"value": 0.2, "said": 0.2}
+    for cell, words in (("arm-1", "has a record"), ("arm-9", "no cell"), ("../x", "no cell")):
+        with pytest.raises(UsageError, match=words):
+            engine.recover(out, cell, outcome, "because")
+    with pytest.raises(UsageError, match="reason"):
+        engine.recover(out, "arm-2", outcome, " ")
+    fresh = tmp_path / "fresh"
+    engine.seal(loading.load(str(path)), "small", fresh)
+    with pytest.raises(UsageError, match="stage forecast is not sealed yet"):
+        engine.recover(fresh, "arm-2", outcome, "because")
+
+
+# ---- one process at a time, and Ctrl-C ----
+
+SAVED = "cell.save(str(step + 1).encode())"
+
+
+def held(until: Path) -> str:
+    """The sample study, whose cells go on saving their first step until a file is there."""
+    wait = f"while not os.path.exists({str(until)!r}): time.sleep(0.05); {SAVED}"
+    return SMALL.replace(SAVED, f"{SAVED}\n        import os, time\n        {wait}")
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "halfulp", "study", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for(path: Path) -> None:
+    limit = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < limit, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def test_a_second_process_is_told_and_ctrl_c_is_safe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While one process runs: another is refused by name. Then Ctrl-C: cells stop where they saved."""
+    out, go_on = tmp_path / "out", tmp_path / "go"
+    path = study_file(tmp_path, held(go_on))
+    with started("run", str(path), "--out", str(out), "--workers", "1") as first:
+        wait_for(out / "work" / "checkpoints" / "outcome" / "arm-1")
+        code, _, error = invoke(capsys, "study", "run", str(path), "--out", str(out))
+        assert code == 2
+        assert f"in use by process {first.pid}" in error
+        assert f"process {first.pid} is running it" in invoke(capsys, "study", "validate", str(out))[1]
+        first.send_signal(signal.SIGINT)
+        _, error = first.communicate(timeout=60)
+        assert first.returncode == 130
+    assert "stopping" in error
+    assert "run again to go on" in error
+    assert (out / "work" / "checkpoints" / "outcome" / "arm-1").exists()
+    assert "outcome (outcome): 0 of 3 cells" in invoke(capsys, "study", "status", str(out))[1]
+    go_on.touch()
+    assert invoke(capsys, "study", "run", str(path), "--out", str(out), "--workers", "1")[0] == 0
+    run(path, tmp_path / "whole")
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_sigterm_is_told_from_ctrl_c(tmp_path: Path) -> None:
+    """A cluster's signal does what Ctrl-C does; the exit code says which it was."""
+    out = tmp_path / "out"
+    path = study_file(tmp_path, held(tmp_path / "go"))
+    with started("run", str(path), "--out", str(out), "--workers", "1") as first:
+        wait_for(out / "work" / "checkpoints" / "outcome" / "arm-1")
+        first.send_signal(signal.SIGTERM)
+        _, error = first.communicate(timeout=60)
+    assert first.returncode == 128 + signal.SIGTERM == 143
+    assert "run again to go on" in error
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_no_worker(tmp_path: Path) -> None:
+    path = study_file(tmp_path, SMALL.replace(SAVED, f"import time; time.sleep(60); {SAVED}"))
+    out = tmp_path / "out"
+    with started("run", str(path), "--out", str(out), "--workers", "1") as first:
+        wait_for(out / "seals" / "forecast.json")
+        time.sleep(0.3)
+        worker = int(Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()[0])
+        first.send_signal(signal.SIGINT)
+        wait_for(out / "work" / "stop")
+        first.send_signal(signal.SIGINT)
+        first.communicate(timeout=30)
+    assert first.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+def test_process_identity_is_in_the_ledger(tmp_path: Path, quick: None) -> None:
+    run(study_file(tmp_path), tmp_path / "out")
+    events: list[dict[str, Any]] = ledger.read(tmp_path / "out" / "ledger.jsonl").events
+    for event in events:
+        if event["event"] in ("sealed", "finished", "stage-sealed", "validated", "closed"):
+            assert event["process"]["pid"] == os.getpid()
+            assert len(event["process"]["nonce"]) == 16
+            if sys.platform == "linux":
+                assert event["process"]["start"] > 0
+                assert len(event["process"]["boot"]) == 36

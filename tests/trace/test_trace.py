@@ -1,0 +1,541 @@
+"""Traces on disk: what they say, what damage they notice, what a kill can cost, and what names cannot do."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from audit_kill import PART, STEPS
+from audit_reference import assert_same_tables, made, tables, train
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import halfulp as hu
+from halfulp import canonical
+from halfulp.errors import TamperingError, VersionError
+from halfulp.text import shown
+from halfulp.trace import TABLES, TraceWriter
+from halfulp.trace.columns import ABSENT, OPTIONAL, SCHEMAS
+from halfulp.trace.resuming import RANKS, STEP
+
+GRIDS = ["bf16", "e4m3@128"]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of seven steps in four parts."""
+    folder = tmp_path_factory.mktemp("recorded") / "trace"
+    model = made("gpt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"part_steps": 2, "scores": ("e4m3", 1, 5), "keep": True, "describe": {"note": "seven steps"}}
+    with hu.Audit(optimizer, GRIDS, model=model, out=folder, expected_never_moved=True, **options) as audit:
+        train(model, optimizer, 7, audit=audit)
+    return folder
+
+
+@pytest.fixture
+def copied(recorded: Path, tmp_path: Path) -> Path:
+    """The same, to be damaged."""
+    return Path(shutil.copytree(recorded, tmp_path / "trace"))
+
+
+# ---- what a trace holds ----------------------------------------------------------------------------------
+
+
+def test_the_files_of_a_trace(recorded: Path) -> None:
+    """The layout that the documentation gives; state in the newest part only; nothing left aside."""
+    files = sorted(str(p.relative_to(recorded)) for p in recorded.rglob("*") if p.is_file())
+    each = ["kept.safetensors", "part.json", "tables.safetensors"]
+    expected = [f"parts/{i:06d}/{name}" for i in range(4) for name in each]
+    assert files == sorted([*expected, "state/000003.safetensors", "manifest.json"])
+    assert not [p for p in recorded.rglob("*") if p.suffix in (".pkl", ".pt", ".npy")]
+
+
+def test_tables_open_without_halfulp(recorded: Path) -> None:
+    """With the safetensors library alone; whole numbers are whole."""
+    parts = [load_file(file) for file in sorted(recorded.glob("parts/*/tables.safetensors"))]
+    for table, schema in SCHEMAS.items():
+        for name, kind in schema.items() if table in TABLES else ():
+            for found in (part[f"{table}/{name}"] for part in parts if name not in ABSENT):
+                assert found.dim() == 1
+                assert found.is_floating_point() == (kind is np.float64 and name not in OPTIONAL)
+    assert torch.cat([part["run/step"] for part in parts]).tolist() == list(range(1, 8))
+    assert all(len(part["grids/step"]) == len(GRIDS) * len(part["tensors/step"]) for part in parts)
+    assert not any("grids/frozen_decay" in part for part in parts)  # nobody asked for it
+
+
+def test_reading_needs_no_pandas(recorded: Path) -> None:
+    """Nor anything else that is not a dependency."""
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('pandas', 'polars', 'pyarrow'))\n"
+        "import halfulp as hu\n"
+        f"t = hu.Trace.open({str(recorded)!r})\n"
+        "print(len(t.table()), t.frozen('bf16').shape, len(t.scores()) > 0)"
+    )
+    place = {**os.environ, "PYTHONPATH": str(Path(hu.__file__).parent.parent)}
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=place, check=True, timeout=120
+    ).stdout.split()
+    assert said[1:] == ["(7,)", "True"]
+
+
+def test_the_manifest(recorded: Path) -> None:
+    manifest = json.loads((recorded / "manifest.json").read_text())
+    assert manifest["kind"] == "halfulp.trace"
+    assert manifest["format"] == 5
+    assert len(manifest["id"]) == 32
+    assert manifest.pop("sha256") == canonical.digest(manifest)
+    assert manifest["halfulp"] == hu.__version__
+    assert manifest["grids"] == GRIDS
+    assert manifest["every"] == 1
+    assert manifest["options"] == {
+        "sample": None, "decay": False, "never_moved": True, "expected_never_moved": True, "keep": True,
+        "rehearse": None,
+        "scores": ["e4m3", 1, 5], "seed": 0,
+    }  # fmt: skip
+    assert manifest["tensors"][0] == {
+        "id": 0, "name": "unused", "group": "other", "shape": [7], "numel": 7, "recorded": 7,
+        "dtype": "float32", "stored": "float32", "device": "cpu",
+    }  # fmt: skip
+    assert [o["class"] for o in manifest["optimizers"]] == ["AdamW"]
+    assert manifest["optimizers"][0]["defaults"]["lr"] == "0.001"
+    assert set(manifest["environment"]) == {"python", "torch", "numpy", "machine", "threads"}
+    assert manifest["run"].pop("caller")["framework"] == "loop"
+    assert manifest["run"] == {"note": "seven steps"}
+
+
+def test_series_are_shares_of_coordinates(recorded: Path) -> None:
+    trace = hu.Trace.open(recorded)
+    table = trace.table().to_polars()
+    for grid in GRIDS:
+        for scope, names in (
+            ("all", None),
+            ("embedding", ["wte.weight", "wpe.weight"]),
+            ("h.0.mlp.0.weight", ["h.0.mlp.0.weight"]),
+        ):
+            rows = table.filter(pl.col("grid") == grid)
+            if names is not None:
+                rows = rows.filter(pl.col("tensor").is_in(names))
+            steps = [rows.filter(pl.col("step") == s) for s in range(1, 8)]
+            for column, series in (
+                ("frozen", trace.frozen(grid, scope)),
+                ("symmetric", trace.frozen(grid, scope, by="symmetric")),
+                ("never_moved", trace.never_moved(grid, scope)),
+                ("expected", trace.expected_never_moved(grid, scope)),
+                ("endpoint", trace.series("endpoint", grid, scope)),
+            ):
+                expected = [s[column].sum() / s["numel"].sum() for s in steps]
+                np.testing.assert_allclose(series, expected, rtol=1e-14)  # one sum, perhaps in another order
+            phase = [s["phase"].sum() / s["numel"].sum() / 65536 for s in steps]
+            np.testing.assert_allclose(trace.frozen(grid, scope, by="phase"), phase, rtol=1e-14)
+    assert (
+        trace.numel("all") == table.filter(pl.col("step") == 1, pl.col("grid") == "bf16")["numel"].sum() + 7
+    )
+    assert set(table.columns) >= {"step", "tensor", "group", "grid", "numel", "frozen", "frozen_fraction"}
+    assert trace.last_step == 7
+    assert trace.steps_of("all-2d").tolist() == trace.steps.tolist() == list(range(1, 8))
+
+
+def test_rho_and_the_update_ratio(recorded: Path) -> None:
+    from halfulp.measures.forecasts import scalar_rho_map
+
+    trace = hu.Trace.open(recorded)
+    tensors = trace.scan("tensors").to_polars()
+    sums = tensors.group_by("step").agg(pl.col("proposal_sq", "weight_sq").sum()).sort("step")
+    ratio = np.sqrt(sums["proposal_sq"].to_numpy() / sums["weight_sq"].to_numpy())
+    np.testing.assert_allclose(trace.update_ratio(), ratio, rtol=1e-14)
+    np.testing.assert_array_equal(trace.frozen("bf16", by="rho"), scalar_rho_map(trace.update_ratio() * 256))
+
+
+def test_how_much_of_the_update_arrives(recorded: Path) -> None:
+    """<u, d> / |d|**2 and the cosine of u and d, brute force in float64 on the weights that were kept."""
+    trace = hu.Trace.open(recorded)
+    steps = [trace.kept(part) for part in trace.parts]
+    for grid in GRIDS:
+        for scope in ("all", "h.0.mlp.0.weight"):
+            ids, at = trace.ids(scope), 0
+            gains, cosines = trace.gain(grid, scope), trace.cosine(grid, scope)
+            for kept in steps:
+                first = next(iter(kept.values()))
+                for i in range(len(first)):
+                    dot = written = proposed = 0.0
+                    for t in ids:
+                        if f"{t}.before" not in kept:
+                            continue
+                        w, after = kept[f"{t}.before"][i], kept[f"{t}.after"][i]
+                        q = hu.grid(grid).round(w)
+                        u = (hu.grid(grid).round(q + (after - w)) - q).double()
+                        d = (after - w).double()
+                        dot, written = dot + float((u * d).sum()), written + float((u * u).sum())
+                        proposed += float((d * d).sum())
+                    # Products and 16 of them are added in float32: 5 roundings of 2**-24, and then float64.
+                    assert gains[at] == pytest.approx(dot / proposed, rel=1e-6, abs=1e-9)
+                    if written:
+                        assert cosines[at] == pytest.approx(dot / (written * proposed) ** 0.5, rel=1e-6)
+                    at += 1
+            assert at == len(gains) == len(cosines) == 7
+    assert len({round(float(trace.gain(g).mean()), 3) for g in GRIDS}) > 1
+    with pytest.raises(hu.UsageError, match="was not recorded"):
+        trace.gain("fp16")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda t: t.frozen("fp16"), "grid 'fp16' was not recorded; this trace has bf16, e4m3@128"),
+        (lambda t: t.frozen("bf16", "layers"), "nothing in scope 'layers'"),
+        (lambda t: t.frozen("bf16", by="guess"), "not 'guess'"),
+        (lambda t: t.scan("masks"), "tables grids, tensors, run, losses, not 'masks'"),
+        (lambda t: t.series("loss", "bf16"), "not 'loss'"),
+    ],
+)
+def test_questions_that_a_trace_cannot_answer(recorded: Path, call: Callable[[Any], Any], said: str) -> None:
+    with pytest.raises(hu.UsageError, match=said):
+        call(hu.Trace.open(recorded))
+
+
+def test_no_step_yet(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with hu.Audit(optimizer, ["bf16"], out=tmp_path / "trace"):
+        trace = hu.Trace.open(tmp_path / "trace")
+    assert trace.parts == ()
+    assert trace.last_step == 0
+    assert hu.verdict(trace).lines == ("No step was recorded.",)
+    with pytest.raises(hu.UsageError, match="holds no complete part yet"):
+        trace.table().to_polars()
+    with pytest.raises(hu.UsageError, match="nothing in scope"):
+        trace.frozen("bf16")
+
+
+def test_a_trace_can_be_read_while_it_grows(tmp_path: Path) -> None:
+    model = made("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    seen = []
+
+    def look(summary: dict[str, Any]) -> None:
+        trace = hu.Trace.open(tmp_path / "trace")
+        seen.append(len(trace.frozen("bf16")) if trace.parts else 0)
+
+    with hu.Audit(
+        optimizer, ["bf16"], model=model, out=tmp_path / "trace", part_steps=2, listeners=[look]
+    ) as audit:
+        train(model, optimizer, 6, audit=audit)
+    assert seen == [0, 0, 2, 2, 4, 4]
+
+
+# ---- damage ----------------------------------------------------------------------------------------------
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def garbage(file: Path) -> None:
+    file.write_bytes(b"\x00\xffnot json")
+
+
+def changed(key: str, value: Any) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        manifest = json.loads(file.read_text())
+        if value is None:
+            del manifest[key]
+        else:
+            manifest[key] = value
+        file.write_text(json.dumps(manifest))
+
+    return change
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], Any], type[hu.HalfulpError], str]] = {
+    "truncated table": ("parts/000001/tables.safetensors", truncate, TamperingError, "not what was"),
+    "empty table": ("parts/000001/tables.safetensors", lambda f: f.write_bytes(b""), TamperingError, "0"),
+    "flipped bit": ("parts/000002/tables.safetensors", flip, TamperingError, "SHA-256 differs"),
+    "flipped bit of kept weights": ("parts/000000/kept.safetensors", flip, TamperingError, "SHA-256"),
+    "flipped bit of the state": ("state/000003.safetensors", flip, TamperingError, "SHA-256"),
+    "missing table": ("parts/000001/tables.safetensors", Path.unlink, hu.CorruptionError, "is missing"),
+    "missing state": ("state/000003.safetensors", Path.unlink, hu.CorruptionError, "is missing"),
+    "missing document": ("parts/000001/part.json", Path.unlink, hu.CorruptionError, "is missing"),
+    "garbage document": ("parts/000001/part.json", garbage, hu.CorruptionError, "not the document of a part"),
+    "a list for a document": (
+        "parts/000001/part.json", lambda f: f.write_text("[]"), hu.CorruptionError, "not the document of a p",
+    ),
+    "an empty document": (
+        "parts/000001/part.json", lambda f: f.write_text("{}"), hu.CorruptionError, "it has no kind",
+    ),
+    "an edited document": (
+        "parts/000001/part.json", changed("last_step", 5), TamperingError, "is not what was written",
+    ),
+    "missing manifest": ("manifest.json", Path.unlink, hu.CorruptionError, "is not a trace"),
+    "garbage manifest": ("manifest.json", garbage, hu.CorruptionError, "not the manifest of a trace"),
+    "truncated manifest": ("manifest.json", truncate, hu.CorruptionError, "not the manifest of a trace"),
+    "a list for a manifest": (
+        "manifest.json", lambda f: f.write_text("[1, 2]"), hu.CorruptionError, "not the manifest of a trace",
+    ),
+    "deeply nested manifest": (
+        "manifest.json", lambda f: f.write_text("[" * 10**5), hu.CorruptionError, "not the manifest of a tr",
+    ),
+    "another kind": ("manifest.json", changed("kind", "tensorboard"), hu.CorruptionError, "'tensorboard'"),
+    "no tensors": ("manifest.json", changed("tensors", None), hu.CorruptionError, "it has no tensors"),
+    "newer format": ("manifest.json", changed("format", 6), VersionError, "has trace format 6"),
+    "older format": ("manifest.json", changed("format", 1), TamperingError, "format 1 does not"),
+    "swapped grids": (
+        "manifest.json", changed("grids", GRIDS[::-1]), TamperingError, "is not what was written",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_noticed_and_named(copied: Path, what: str) -> None:
+    """The right kind of error, with the file that is damaged in its text and an exit code of 3."""
+    name, damage, kind, said = DAMAGE[what]
+    damage(copied / name)
+    with pytest.raises(hu.HalfulpError, match=said) as caught:
+        hu.Trace.open(copied)
+    assert type(caught.value) is kind
+    assert caught.value.exit_code == 3
+    named = copied if what == "missing manifest" else copied / name
+    assert str(named) in str(caught.value)
+
+
+def test_a_missing_part_is_noticed(copied: Path) -> None:
+    shutil.rmtree(copied / "parts" / "000001")
+    with pytest.raises(TamperingError, match="part 000001 is missing; the next one found is 000002"):
+        hu.Trace.open(copied)
+
+
+def test_a_foreign_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for place in (tmp_path, tmp_path / "nowhere", tmp_path / "notes.txt"):
+        with pytest.raises(
+            hu.CorruptionError, match=r"is not a trace: expected a folder with a manifest\.json"
+        ):
+            hu.Trace.open(place)
+
+
+def test_a_damaged_trace_is_not_gone_on_with(copied: Path) -> None:
+    flip(copied / "state" / "000003.safetensors")
+    model = made("gpt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"scores": ("e4m3", 1, 5), "keep": True, "resume": True}
+    with pytest.raises(TamperingError, match=r"000003\.safetensors"):
+        hu.Audit(
+            optimizer, GRIDS, model=model, out=copied, **{"expected_never_moved": True, **options}
+        ).start()
+
+
+def test_reading_without_verifying(copied: Path) -> None:
+    """The numbers of an intact table can be had although another file is damaged; of that one, none."""
+    flip(copied / "parts" / "000000" / "kept.safetensors")
+    trace = hu.Trace.open(copied, verify=False)
+    assert len(trace.frozen("bf16", "all", of="weights")) == 7
+    flip(copied / "parts" / "000002" / "tables.safetensors")
+    with pytest.raises(TamperingError, match=r"tables\.safetensors is not what was written"):
+        hu.Trace.open(copied, verify=False).update_ratio()
+    with pytest.raises(TamperingError, match=r"kept\.safetensors is not what was written"):
+        trace.kept(trace.parts[0])
+
+
+# ---- names are inert -------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "../../../outside", "/etc/passwd", "a\x1b[31mred\x1b[0m", "line\nbreak", "carriage\rreturn", "bell\x07",
+    "\u202egnp.exe", "zero\u200bwidth", "nul\x00byte", "lone\udc80surrogate", "x" * 5000, "__metadata__", "",
+    "[bold]markup[/bold]", "{braces} %s", "'; DROP TABLE grids; --", "\u7e70\u308a\u8fd4\u3057",
+]  # fmt: skip
+
+
+def test_hostile_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Names reach no file name and no key; they come back as they were, and reach a terminal escaped."""
+    from rich.console import Console
+
+    loose = [(name, torch.nn.Parameter(torch.full((3, 4), 1.0))) for name in HOSTILE]
+    optimizer = torch.optim.SGD(loose, lr=1e-6)
+    folder = tmp_path / "inside" / "trace"
+    with hu.Audit(optimizer, ["bf16"], out=folder, keep=True, scores=("bf16", 1, 1), sample=0.5):
+        for _, p in loose:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    trace = hu.Trace.open(folder)
+    names = [t["name"] for t in trace.tensors]
+    assert names == [n if n != "lone\udc80surrogate" else r"lone\udc80surrogate" for n in HOSTILE]
+    assert set(trace.table().to_polars()["tensor"]) == set(names)
+    assert set(trace.scores()) == set(names)
+    for name in names:
+        assert trace.frozen("bf16", name).tolist() == [1.0] or name == ""
+    assert hu.replay(trace, ["e5m2"], tmp_path / "inside" / "replayed").frozen("e5m2").tolist() == [1.0]
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert {p.name for p in files} == {
+        "manifest.json", "part.json", "tables.safetensors", "000000.safetensors", "kept.safetensors",
+    }  # fmt: skip
+    for file in (f for f in files if f.suffix == ".safetensors"):
+        with safe_open(str(file), framework="pt") as opened:
+            assert all(re.sub("[._/]", "", key).isalnum() for key in opened.keys())  # noqa: SIM118
+    console = Console(stderr=True, force_terminal=True)
+    for line in hu.verdict(trace).lines:
+        console.print(line, highlight=False, markup=False)
+    with pytest.raises(hu.UsageError) as caught:
+        trace.frozen("bf16", "\x1b[31m no such tensor")
+    print(caught.value)
+    out, err = capfd.readouterr()
+    for character in ("\x1b[31m", "\x07", "\r", "\u202e", "\u200b", "\x00"):
+        assert character not in out + err, repr(character)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("transformer.h.0.attn.weight", "transformer.h.0.attn.weight"),
+        ("a\x1b]0;title\x07b", r"a\x1b]0;title\x07b"),
+        ("\u202eabc", r"\u202eabc"),
+        ("a\nb\tc\rd\x85\u2028e", r"a\nb\tc\rd\x85\u2028e"),
+        ("lone\udc80", r"lone\udc80"),
+        ("\u00e9\u7e70", "\u00e9\u7e70"),
+        ("y" * 100, "y" * 59 + "\u2026"),
+    ],
+)
+def test_names_for_a_terminal(name: str, expected: str) -> None:
+    assert shown(name) == expected
+
+
+# ---- kill -9 ---------------------------------------------------------------------------------------------
+
+
+class Runs:
+    """Runs of ``audit_kill.py``, killed on request."""
+
+    def __init__(self) -> None:
+        places = [str(Path(hu.__file__).parent.parent), str(Path(__file__).parents[1])]
+        place = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+        command = [sys.executable, str(Path(__file__).parents[1] / "audit_kill.py")]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=place
+        )
+
+    def run(self, folder: Path, seconds: float = 200.0) -> tuple[str, int]:
+        """Run, or go on, and be killed after some seconds; the outcome and the last step that was over."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{folder} {seconds}\n")
+        self.process.stdin.flush()
+        outcome, step = self.process.stdout.readline().split()
+        return outcome, int(step)
+
+
+@pytest.fixture
+def runs() -> Iterator[Runs]:
+    found = Runs()
+    yield found
+    found.process.stdin.close()  # type: ignore[union-attr]
+    found.process.stdout.close()  # type: ignore[union-attr]
+    found.process.kill()
+    found.process.wait()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fifty_kills(runs: Runs, tmp_path: Path) -> None:
+    """After each, the trace opens; gone on with until it is complete, it is that of a run without kills.
+
+    What is lost at most: the steps since the last part, which are no more than ``part_steps``, and of course
+    the one that was under way. What is in the trace is the same as in the run without kills.
+    """
+    runs.run(tmp_path / "first")
+    start = time.monotonic()
+    assert runs.run(tmp_path / "whole") == ("done", STEPS)
+    usual = time.monotonic() - start
+    whole = hu.Trace.open(tmp_path / "whole")
+    expected = dict(tables(whole))
+    delays = random.Random(0)
+    kills, complete, begun = 0, 0, 0
+    while kills < 50:
+        folder = tmp_path / f"killed{complete}"
+        outcome, reached = runs.run(folder, delays.uniform(0.0, 0.4) * usual)
+        assert outcome in ("killed", "done")
+        kills += outcome == "killed"
+        if not (folder / "manifest.json").exists():
+            assert reached == 0  # killed before there was anything to say
+            continue
+        begun += 1
+        trace = hu.Trace.open(folder)
+        assert trace.last_step % PART == 0
+        assert trace.last_step >= reached - PART
+        if trace.parts:
+            for name, frame in tables(trace):
+                sofar = expected[name].filter(pl.col("step") <= trace.last_step)
+                assert frame.equals(sofar, null_equal=True), name
+        if outcome == "done":
+            complete += 1
+            assert_same_tables(trace, whole)
+            assert_same_kept(trace, whole)
+    assert begun >= 25  # most kills hit a run that was recording
+    while runs.run(folder)[0] != "done":
+        pass
+    assert_same_tables(hu.Trace.open(folder), whole)
+    assert_same_kept(hu.Trace.open(folder), whole)
+
+
+def assert_same_kept(one: hu.Trace, other: hu.Trace) -> None:
+    """Scores and kept weights, tensor by tensor."""
+    a, b = one.scores(), other.scores()
+    assert a.keys() == b.keys()
+    assert all(np.array_equal(a[n], b[n]) for n in a)
+    for mine, theirs in zip(one.parts, other.parts, strict=True):
+        with (
+            safe_open(str(mine / "kept.safetensors"), framework="pt") as x,
+            safe_open(str(theirs / "kept.safetensors"), framework="pt") as y,
+        ):
+            assert sorted(x.keys()) == sorted(y.keys())
+            assert all(torch.equal(x.get_tensor(k), y.get_tensor(k)) for k in x.keys())  # noqa: SIM118
+
+
+def test_a_part_that_is_to_be_recorded_again_is_no_empty_trace(tmp_path: Path) -> None:
+    """The first part is there, but not the shards of all ranks: who resumes and records nothing leaves it."""
+    net = made("gpt")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with hu.Audit(optimizer, ["bf16"], model=net, out=tmp_path / "whole") as audit:
+        train(net, optimizer, 2, audit=audit)
+    whole = hu.Trace.open(tmp_path / "whole")
+    frames = {name: whole.scan(name) for name in TABLES}
+    state = {STEP: torch.tensor(2), RANKS: torch.tensor([1])}
+    folder = tmp_path / "trace"
+    writer = TraceWriter(folder, whole.manifest)
+    writer.commit(frames, state, last_step=2)
+    writer.close()
+    resumed = TraceWriter(folder, whole.manifest, resume=True)
+    assert resumed.count == 0
+    assert not resumed.discard_if_empty()
+    resumed.close()
+    assert hu.Trace.open(folder).steps.tolist() == [1, 2]
+
+
+def test_what_a_kill_at_once_leaves_can_be_gone_on_with(tmp_path: Path) -> None:
+    """Before the manifest is there, and while the first part is written."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    folder = tmp_path / "trace"
+    (folder / "parts" / ".000000.123").mkdir(parents=True)
+    (folder / "parts" / ".000000.123" / "grids.parquet").write_text("half")
+    (folder / ".manifest.json.123").write_text("{")
+    with hu.Audit(optimizer, ["bf16"], out=folder, resume=True):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+        optimizer.step()
+    assert hu.Trace.open(folder).steps.tolist() == [1]
+    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "parts", "state"]
+    assert [p.name for p in (folder / "parts").iterdir()] == ["000000"]

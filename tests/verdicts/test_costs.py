@@ -1,0 +1,399 @@
+"""What a format would cost: evaluations, the verdict, calibrations, comparisons, scripts, the page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import halfulp as hu
+from halfulp import documents
+from halfulp.audit.rehearsal.rehearsed_outcome import rehearsed_outcomes
+from halfulp.audit.rehearsal.trace_outcome import compare_traces
+from halfulp.audit.script.own_evaluation import OwnEvaluation
+from halfulp.audit.script.runner import file_name
+from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
+from halfulp.report.charts import packed
+from halfulp.report.page import page
+from halfulp.verdicts import loss_costs as costs
+from halfulp.verdicts.answer import verdict
+from halfulp.verdicts.calibration import Calibration, Pair
+
+SPECS = ["bf16", "e4m3@128", "e4m3@128:sr"]
+UPDATES = 120
+
+
+def target(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :10].argmax(dim=1)
+
+
+def begun() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
+
+
+def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.cross_entropy(model(x), target(x))
+
+
+def run(folder: Path, policy: str | None = None, grid: str = "e4m3@128", updates: int = UPDATES) -> hu.Trace:
+    """A reference with rehearsals, or a run on a grid; evaluated every 40 updates."""
+    model = begun()
+    opt: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rehearse = SPECS if policy is None else None
+    if policy is not None:
+        opt = hu.WriteBack(opt, grid, policy, model=model)
+    grids = [grid] if policy else ["bf16", "e4m3@128"]
+    with hu.Audit(opt, grids, model=model, out=folder, rehearse=rehearse) as audit:
+        for step in range(updates):
+            opt.zero_grad()
+            loss_of(model, step).backward()
+            opt.step()
+            if (step + 1) % 40 == 0:
+                with torch.no_grad():
+                    audit.evaluate(lambda: loss_of(model, 10**6))
+    return hu.Trace.open(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("costs")
+    run(top / "reference")
+    run(top / "nearest", "rne")
+    run(top / "stochastic", "sr")
+    return top
+
+
+def opened(folder: Path, *names: str) -> list[hu.Trace]:
+    return [hu.Trace.open(folder / name) for name in names]
+
+
+def test_a_run_without_rehearsals_records_its_evaluations(folder: Path) -> None:
+    reference, nearest = opened(folder, "reference", "nearest")
+    assert list(nearest.real_losses()) == [40, 80, 120]
+    assert list(reference.real_losses().values()) == reference.forecast("bf16").losses["real"][::3].tolist()
+    assert nearest.rehearsals == []
+    assert len(nearest.scan("losses"))
+
+
+def test_a_trace_without_evaluations_has_no_table_of_them(tmp_path: Path) -> None:
+    model = begun()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with hu.Audit(opt, "bf16", model=model, out=tmp_path / "t"):
+        loss_of(model, 0).backward()
+        opt.step()
+    trace = hu.Trace.open(tmp_path / "t")
+    assert "losses" not in trace.documents[0].rows
+    assert len(trace.real_losses()) == 0
+    assert "What a format would cost" not in verdict(trace).text(verbose=True)
+
+
+def test_the_verdict_orders_formats_by_their_loss(folder: Path) -> None:
+    (trace,) = opened(folder, "reference")
+    found = costs.costs(trace)
+    assert [c.spec for c in found] == [c.spec for c in sorted(found, key=lambda c: c.loss)]
+    assert found[-1].spec == "e4m3@128"
+    assert found[-1].lower < found[-1].point < found[-1].upper  # type: ignore[operator]
+    said = verdict(trace).text(verbose=True)
+    assert "a forecast from this one run, with bounds as observed, not proved" in said
+    assert said.index("bf16  ") < said.index("\n  e4m3@128  ")
+
+
+def test_without_an_evaluation_it_is_said_what_is_missing(tmp_path: Path) -> None:
+    model = begun()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with hu.Audit(opt, "bf16", model=model, out=tmp_path / "t", rehearse="bf16"):
+        loss_of(model, 0).backward()
+        opt.step()
+    said = verdict(hu.Trace.open(tmp_path / "t")).text(verbose=True)
+    assert "Rehearsed: bf16, but no loss is forecast" in said
+    assert "--evaluate FUNCTION" in said
+    assert "no loss is forecast" in page([tmp_path / "t"])
+
+
+# ---- beside a measured run -------------------------------------------------------------------------------
+
+
+def test_a_rehearsal_is_compared_with_the_run_that_it_was_of(folder: Path) -> None:
+    reference, nearest, sr = opened(folder, "reference", "nearest", "stochastic")
+    (found,) = rehearsed_outcomes(reference, nearest)
+    assert found.spec == "e4m3@128"
+    assert [e.step for e in found.losses] == [40, 80, 120]
+    assert list(found.comparisons) == ["lower", "point", "upper"]
+    assert all(e.inside for e in found.losses)
+    assert found.comparisons["point"].rmse < found.comparisons["lower"].rmse
+    (other,) = rehearsed_outcomes(reference, sr)
+    assert other.spec == "e4m3@128:sr"
+    made = compare_traces(reference, nearest, scope="all-2d")
+    said = "\n".join(line for outcome in made for line in outcome.lines)
+    assert "e4m3@128 as rehearsed, scope all-2d, 120 steps:" in said
+    assert "inside the bracket at 3 of 3 common evaluations" in said
+    model = torch.nn.Linear(4, 4)
+    opt = hu.WriteBack(torch.optim.SGD(model.parameters(), lr=0.1), "e4m3@128", "rne", model=model)
+    memory = hu.Memory()
+    with hu.Audit(opt, "e4m3@128", model=model, out=memory):
+        model(torch.ones(1, 4)).sum().backward()
+        opt.step()
+    with pytest.raises(UsageError, match="not of the same model"):
+        rehearsed_outcomes(reference, memory.trace)
+
+
+def test_a_calibration_by_its_own_pair_gives_what_was_measured(folder: Path, tmp_path: Path) -> None:
+    reference, nearest = opened(folder, "reference", "nearest")
+    made = Calibration.from_runs(reference, nearest)
+    made.save(tmp_path / "c.json")
+    assert Calibration.load(tmp_path / "c.json") == made
+    assert {p.step for p in made.pairs} <= {40, 80, 120}
+    cost = next(c for c in costs.costs(reference, made) if c.spec == "e4m3@128")
+    assert cost.calibrated is not None
+    assert cost.loss == pytest.approx(list(nearest.real_losses().values())[-1], rel=1e-12)
+    assert cost.calibrated.warnings == ()
+    said = verdict(reference, calibration=made).text(verbose=True)
+    assert "calibrated, before that" in said
+    assert "Not calibrated, for want of a pair:" in said
+    assert "uncalibrated" in page([folder / "reference"], calibration=made)
+    number = Calibration.from_runs(reference, float(list(nearest.real_losses().values())[-1]), "e4m3@128")
+    assert number.pairs[0].measured == made.pairs[-1].measured
+
+
+def test_another_rate_or_horizon_is_said(folder: Path) -> None:
+    (reference,) = opened(folder, "reference")
+    pair = Pair(
+        spec="e4m3@128", step=1200, rate=1e-4, weights=1, real=1.0, measured=1.5,
+        forecast={"lower": 1.0, "point": 1.4, "upper": 2.0}, source="elsewhere",
+    )  # fmt: skip
+    cost = next(c for c in costs.costs(reference, Calibration((pair,))) if c.spec == "e4m3@128")
+    assert cost.calibrated is not None
+    assert cost.calibrated.ratio == 0.5
+    rate, step = cost.calibrated.warnings
+    assert "another rate, 0.0001 there and 0.001 here (10 times)" in rate
+    assert "another step, 1200 there and 120 here" in step
+
+
+def test_what_cannot_be_calibrated(folder: Path) -> None:
+    reference, nearest = opened(folder, "reference", "nearest")
+    for given, said in (
+        ((nearest, nearest), "rehearsed nothing"),
+        ((reference, reference), "is not a run of exactly one of the rehearsals"),
+        ((reference, 2.0), "say which one"),
+        ((reference, 2.0, "e5m2"), "was not rehearsed"),
+        ((reference, 2.0, "e4m3@128", 7), "was not evaluated at step 7, but at 40, 80, 120"),
+        ((reference, float("nan"), "e4m3@128"), "no ratio to take"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            Calibration.from_runs(*given)  # type: ignore[arg-type]
+
+
+def test_a_calibration_that_was_changed_is_refused(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    Calibration.from_runs(*opened(folder, "reference", "nearest")).save(file)
+    whole = json.loads(file.read_text())
+    for change, error in (
+        ({"format": 9}, VersionError),
+        ({"kind": "other"}, CorruptionError),
+        ({"pairs": []}, TamperingError),
+    ):
+        file.write_text(json.dumps({**whole, **change}))
+        with pytest.raises(error):
+            Calibration.load(file)
+    file.write_text("[]")
+    with pytest.raises(CorruptionError):
+        Calibration.load(file)
+    pair = whole["pairs"][-1]
+    for change, said in (
+        ({"forecast": {"lower": pair["real"] + 1}}, "expected some of lower, point, upper, upper or point"),
+        ({"forecast": {}}, "upper or point among them"),
+        ({"forecast": {"upper": pair["real"] + 1, "most": 9.0}}, r"is of \['most', 'upper'\]"),
+        ({"forecast": {"upper": pair["real"], "point": pair["real"] + 1}}, "the forecast gap is below"),
+        ({"rate": -1e-3}, "rate is -0.001, expected a finite number, not negative"),
+    ):
+        rest = {key: value for key, value in whole.items() if key != "sha256"}
+        file.write_bytes(documents.sealed({**rest, "pairs": [{**pair, **change}]}))
+        with pytest.raises(CorruptionError, match=said):
+            Calibration.load(file)
+    file.write_text(json.dumps(whole).replace('"step":', '"step": 7, "step":'))
+    with pytest.raises(CorruptionError, match="the key step is there twice"):
+        Calibration.load(file)
+
+
+def test_a_bound_without_a_gap_calibrates_nothing(folder: Path) -> None:
+    """A forecast without an upper bound is corrected by the point of a pair, if that has a gap."""
+    (reference,) = opened(folder, "reference")
+    pair = Pair(
+        spec="e4m3@128", step=120, rate=1e-3, weights=1, real=1.0, measured=1.5,
+        forecast={"point": 1.0, "upper": 2.0}, source="elsewhere",
+    )  # fmt: skip
+    made = Calibration((pair,))
+    assert made.of(reference, "e4m3@128", 120, 1.0, {"point": 1.4, "upper": None}) is None
+    found = made.of(reference, "e4m3@128", 120, 1.0, {"point": 1.4, "upper": 1.6})
+    assert found is not None
+    assert (found.bound, found.ratio) == ("upper", 0.5)
+
+
+def test_the_page_sets_forecast_and_measured_side_by_side(folder: Path) -> None:
+    text = page([folder / n for n in ("reference", "nearest", "stochastic")])
+    assert "What it would cost, in loss" in text
+    assert "that came out inside their brackets: " in text
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    (found,) = data["costs"]
+    assert [s["name"] for s in found["specs"]][-1] == "e4m3@128"
+    assert [p[0] for p in found["specs"][-1]["measured"]] == [40, 80, 120]
+    # The share that is lost: projected, rehearsed and measured, in one chart.
+    (outcome,) = data["outcomes"]
+    forecast = hu.Trace.open(folder / "reference").forecast("e4m3@128")
+    assert outcome["rehearsed"] == packed(forecast.frozen("all-2d"), np.uint16)
+    assert outcome["forecast"] == packed(forecast.frozen("all-2d", "lower"), np.uint16)
+    assert outcome["rehearsed"] not in (outcome["forecast"], outcome["measured"])
+    assert "The rehearsal, which remembers what was lost, was off by " in text
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10))
+model.append(torch.nn.Linear(10, 10, bias=False))
+model.append(torch.nn.Identity())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+step, calls = -1, []
+
+
+class Loop:
+    @torch.no_grad()
+    def evaluate(self):
+        print("evaluating")
+        if "--once" in sys.argv and step in calls:
+            raise RuntimeError("only once")
+        calls.append(step)
+        x = torch.randn(64, 32)
+        return {"val": torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(dim=1)), "other": 0.0}
+
+
+loop = Loop()
+print(loop.evaluate())
+for step in range(20):
+    x = torch.randn(64, 32)
+    loss = torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(dim=1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 10 == 9:
+        print(step, loop.evaluate())
+print(torch.rand(()).item(), *(t.double().sum().item() for t in model.state_dict().values()))
+"""
+
+
+def audited(where: Path, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    (where / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "halfulp", "audit", *options, "train.py", *arguments]
+    return subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=240)
+
+
+def test_a_script_evaluates_as_if(tmp_path: Path) -> None:
+    """It says what it says alone, to the last bit; its trace has the losses, its folder the weights."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plain = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    options = ("--rehearse", "e4m3@128,int8/row", "--evaluate", "Loop.evaluate:val", "--grids", "bf16")
+    done = audited(tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    trace = hu.Trace.open(tmp_path / "runs" / "train")
+    assert trace.grids == ["bf16", "e4m3@128", "int8/row"]
+    assert trace.forecast("e4m3@128").losses["step"].tolist() == [10] * 3 + [20] * 3
+    assert "What a format would cost" in done.stderr
+    assert f"are in {Path('runs/train/as_if')}" in done.stderr
+    files = {f.name for f in (tmp_path / "runs" / "train" / "as_if").iterdir()}
+    names = [file_name(s) for s in ("e4m3@128", "int8/row")]
+    assert files == {f"{n}.{b}.safetensors" for n in names for b in ("lower", "point", "upper")}
+    saved = load_file(tmp_path / "runs" / "train" / "as_if" / "e4m3@128.point.safetensors")
+    assert {"0.weight", "1.running_mean", "3.weight"} <= set(saved)  # buffers, too
+    assert torch.equal(hu.grid("e4m3@128").round(saved["0.weight"]), saved["0.weight"])
+    again = audited(
+        tmp_path, *options, "--resume"
+    )  # its evaluations of steps that are held are its own alone
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == plain.stdout
+    assert trace.forecast("e4m3@128").losses.equals(
+        hu.Trace.open(tmp_path / "runs" / "train").forecast("e4m3@128").losses.to_polars()
+    )
+
+
+def test_an_evaluation_that_fails_the_second_time_is_left_alone(tmp_path: Path) -> None:
+    options = ("--rehearse", "e5m2", "--evaluate", "Loop.evaluate:val", "--grids", "bf16", "--no-weights")
+    done = audited(tmp_path, *options, arguments=("--once",))
+    assert done.returncode == 0, done.stderr
+    plain = subprocess.run(
+        [sys.executable, "train.py", "--once"], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout == plain.stdout  # and the random numbers after it
+    assert done.stderr.count("could not be called again as if (RuntimeError: only once)") == 1
+    trace = hu.Trace.open(tmp_path / "runs" / "train")
+    assert sorted(trace.real_losses()) == [10, 20]
+    assert len(trace.forecast("e5m2").losses) == 0
+    assert not (tmp_path / "runs" / "train" / "as_if").exists()
+
+
+def test_names_of_evaluations() -> None:
+    for text, said in (("", "takes a function"), ("a b", "takes a function"), (":val", "takes a function")):
+        with pytest.raises(UsageError, match=said):
+            OwnEvaluation.of(text)
+    with pytest.raises(UsageError, match=r"no such function; it has Loop\.evaluate\."):
+        OwnEvaluation.of("evaluate").compiled(SCRIPT, "train.py")
+    own = OwnEvaluation.of("f:1")
+    assert own.number((1.0, torch.tensor(2.0))) == 2.0
+    assert OwnEvaluation.of("f").number(torch.tensor([3.0])) == 3.0
+    for name, given, said in (
+        ("f", {"val": 1.0}, "a dictionary of val"),
+        ("f:7", [1.0], "1 values, which count from 0"),
+        ("f", None, "gives nothing"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            OwnEvaluation.of(name).number(given)
+
+
+def test_numbers_that_no_rehearsal_changed_are_not_called_a_forecast() -> None:
+    """As where the function evaluates a model that was loaded again, not the one that is trained."""
+    same = costs.Cost(spec="e5m2", step=5, real=1.25, lower=1.25, point=1.25, upper=1.25)
+    other = costs.Cost(spec="bf16", step=5, real=1.25, lower=1.25, point=None, upper=1.26)
+    (said,) = costs.cautions([same], None)
+    assert said.startswith("Not one rehearsal changed this number.")
+    assert costs.cautions([same, other], None) == []
+
+
+def test_a_forecast_beyond_its_bracket_says_so() -> None:
+    made = [
+        costs.Cost(spec=f"m{k}", step=5, real=1.0, lower=1.1, point=point, upper=1.2)
+        for k, point in enumerate((1.1, 1.15, 1.2004, 1.0996, 1.202, 1.05))
+    ]
+    (said,) = costs.cautions(made, None)
+    assert said.startswith("m4, m5: the forecast is beyond its bracket")
+
+
+def test_of_two_calls_at_a_step_the_last_counts_and_this_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = OwnEvaluation("evaluate")
+    evaluate = own(lambda: 1.0)
+    with hu.Audit(optimizer, ["bf16"], model=model) as own.audit:
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            assert evaluate() == 1.0
+        assert capsys.readouterr().err == ""
+        assert evaluate() == evaluate() == 1.0
+    assert capsys.readouterr().err == (
+        "halfulp: evaluate() was called twice at step 2: of those the last counts.\n"
+    )
