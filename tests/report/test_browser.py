@@ -195,7 +195,8 @@ def test_the_fix_is_copied(opened: Open) -> None:
     button = w.page.locator("button.copy")
     assert button.get_attribute("data-copy").startswith("import halfulp as hu\noptimizer = hu.WriteBack(")
     button.click()
-    sync_api.expect(button).to_have_text("Copied")  # a function to wait for would be refused by the page's own policy
+    # The page's own policy would refuse a function to wait for.
+    sync_api.expect(button).to_have_text("Copied")
     w.quiet()
 
 
