@@ -29,13 +29,14 @@ class NativeBuild(BuildHookInterface):
         return [] if _builder(self.root).compiler() else ["ziglang>=0.15"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile beside the sources for an editable install, else into the wheel."""
+        """Compile beside the sources, where an editable install finds it, and put it into a wheel.
+
+        Both builds share what is compiled: objects are named by their content.
+        """
         if self.target_name != "wheel":
             return
-        root = Path(self.root)
-        folder = root / NATIVE / "built" if version == "editable" else root / "build" / "native"
         try:
-            library = _builder(self.root).build(folder)
+            library = _builder(self.root).build(Path(self.root) / NATIVE / "built")
         except OSError as error:
             self.app.display_warning(f"halfulp is built without its CPU kernels: {error}")
             return
