@@ -100,21 +100,27 @@ class Fields:
         return value
 
     def text(self, key: str, most: int = 100_000) -> str:
+        """Take a text of at most ``most`` characters."""
         return str(self.take(key, "text", lambda v: isinstance(v, str) and len(v) <= most))
 
     def flag(self, key: str) -> bool:
+        """Take a boolean."""
         return bool(self.take(key, "true or false", lambda v: isinstance(v, bool)))
 
     def whole(self, key: str, low: int = 0, high: int = canonical.LARGEST) -> int:
+        """Take a whole number from ``low`` to ``high``."""
         return int(self.take(key, f"a whole number from {low} to {high}", lambda v: whole(v, low, high)))
 
     def sha256(self, key: str) -> str:
+        """Take a SHA-256 in hexadecimal."""
         return str(self.take(key, "a SHA-256 in hexadecimal", is_sha256))
 
     def texts(self, key: str, most: int = 10_000) -> list[str]:
+        """Take a list of at most ``most`` texts."""
         return list(self.take(key, "a list of text", lambda v: listed(v, str, most)))
 
     def wholes(self, key: str, most: int) -> list[int]:
+        """Take a list of at most ``most`` whole numbers from 0."""
         expected = f"a list of at most {most} whole numbers from 0"
         return list(self.take(key, expected, lambda v: listed(v, int, most) and all(whole(x) for x in v)))
 
@@ -139,6 +145,7 @@ def listed(value: Any, kind: type, most: int) -> bool:
 
 
 def is_sha256(value: Any) -> bool:
+    """Return True for 64 lower-case hexadecimal digits."""
     return isinstance(value, str) and len(value) == 64 and not set(value) - set("0123456789abcdef")
 
 

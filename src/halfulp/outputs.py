@@ -28,8 +28,10 @@ STUDY = ("protocol.json", "seal.json")
 
 
 def check_output(path: Path) -> None:
-    """Refuse to write in the place of a file of a trace, or among them, or into the folder of a study: the
-    trace would be gone, and the study not valid."""
+    """Refuse to write over a file of a trace, among its files, or into the folder of a study.
+
+    The trace would be gone, and the study not valid.
+    """
     place = Path(os.path.realpath(path))
     for folder in place.parents:
         if all(os.path.lexists(folder / name) for name in STUDY):

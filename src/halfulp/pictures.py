@@ -36,6 +36,7 @@ def safe(name: object, most: int = 60) -> str:
 
 
 def percent(share: float) -> str:
+    """Write a share in percent."""
     return "-" if share != share else f"{share:.1%}"
 
 

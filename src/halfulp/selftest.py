@@ -152,8 +152,10 @@ def _audits(device: torch.device) -> Iterator[Line]:
 
 
 def _one_pass(device: torch.device) -> Iterator[Line]:
-    """Three steps of bfloat16 weights by the kernel and by the reference: nearest, and with everything
-    drawn."""
+    """Make three steps of bfloat16 weights by the kernel and by the reference.
+
+    Once to nearest, and once with everything drawn.
+    """
     g, n, rng = plan_for(named("bf16"), torch.float32).grid, 2 * TILE + 101, np.random.default_rng(5)
     for mode, kind in ((NEAREST, torch.float32), (STOCHASTIC, torch.bfloat16)):
         w, m, v = (torch.zeros(n, dtype=t) for t in (torch.bfloat16, kind, kind))

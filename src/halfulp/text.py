@@ -1,12 +1,12 @@
-"""Text that came from somewhere else, made harmless for a terminal, a ledger and a Markdown page.
+r"""Text that came from somewhere else, made harmless for a terminal, a ledger and a Markdown page.
 
 Control characters, line separators, direction marks and the like are shown as their escapes, so they
 cannot move a cursor, forge a line or reverse what is read.
 
->>> print(plain("a\\x1b[31m\\u202eb\\nc"))
-a\\x1b[31m\\u202eb\\nc
+>>> print(plain("a\x1b[31m\u202eb\nc"))
+a\x1b[31m\u202eb\nc
 >>> print(cell("a|b <script>"))
-a\\|b &lt;script&gt;
+a\|b &lt;script&gt;
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def tell(*lines: str) -> None:
 
 
 def shown(name: str, width: int = 60) -> str:
-    """Return a name with invisible characters escaped, shortened to ``width``.
+    r"""Return a name with invisible characters escaped, shortened to ``width``.
 
-    >>> print(shown("a\\x1b[31mb"))
-    a\\x1b[31mb
+    >>> print(shown("a\x1b[31mb"))
+    a\x1b[31mb
     """
     safe = plain(name)
     return safe if len(safe) <= width else safe[: width - 1] + "…"

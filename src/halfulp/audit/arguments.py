@@ -80,6 +80,7 @@ def listed(name: str, given: Any, expected: str) -> list[Any]:
 
 
 def listeners_of(given: Any) -> list[Callable[[dict[str, Any]], None]]:
+    """Check that ``listeners=`` is a list of functions."""
     found = listed("listeners", given, "a list of functions")
     for x in (x for x in found if not callable(x)):
         raise UsageError(f"listeners= takes a list of functions, not of {x!r:.200}.")
@@ -87,6 +88,7 @@ def listeners_of(given: Any) -> list[Callable[[dict[str, Any]], None]]:
 
 
 def flag(name: str, given: Any) -> bool:
+    """Check that an argument is a boolean."""
     if not isinstance(given, bool | np.bool_):
         raise UsageError(f"{name}= takes True or False, not {given!r}.")
     return bool(given)
@@ -104,6 +106,7 @@ def count(name: str, given: Any) -> int:
 
 
 def seed_of(given: Any) -> int:
+    """Check that ``seed=`` is a whole number that a stream can take."""
     if not _whole(given):
         raise UsageError(f"seed= takes a whole number, not {given!r:.200}.")
     if abs(int(given)) >= SEEDS:
@@ -121,12 +124,14 @@ def share(given: Any) -> float | None:
 
 
 def seconds(name: str, given: Any) -> float:
+    """Check that an argument is a number of seconds from 0 on."""
     if not is_number(given) or not given >= 0:
         raise UsageError(f"{name}= takes a number of seconds from 0 on, not {given!r}.")
     return float(given)
 
 
 def states_of(given: Any) -> bool | Literal["find"]:
+    """Check that ``states=`` is True, False or ``"find"``."""
     if isinstance(given, str) and given != "find":
         raise UsageError(f"states= takes True, False or 'find', not {given!r}.")
     return "find" if isinstance(given, str) else flag("states", given)
@@ -147,6 +152,7 @@ def called(name: str, given: Any) -> Any:
 
 
 def is_number(given: Any) -> bool:
+    """Return True for a real number that is not a boolean."""
     return isinstance(given, Real) and not isinstance(given, bool | np.bool_)
 
 

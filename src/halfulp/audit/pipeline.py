@@ -84,6 +84,7 @@ class Pipeline:
 
     @property
     def watched(self) -> dict[torch.Tensor, Watched]:
+        """Return the watched tensors, by identity."""
         return self.watchlist.watched
 
     def open(self, options: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ def rank() -> int:
 
 
 def world() -> int:
+    """Return the number of ranks, 1 without a process group."""
     dist = torch.distributed
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 

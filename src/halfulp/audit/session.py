@@ -152,8 +152,10 @@ class Audit:
 
     @property
     def given_up(self) -> bool:
-        """True once recording and rehearsing have stopped, because threads stepped concurrently or a tensor
-        was replaced."""
+        """Return True once recording and rehearsing have stopped.
+
+        The reason is that threads stepped concurrently, or that a tensor was replaced.
+        """
         return self.pipeline.given_up
 
     @property

@@ -30,10 +30,12 @@ class Box:
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return math.prod(self.size)
 
     @property
     def slices(self) -> tuple[slice, ...]:
+        """Return the box as an index."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
 
     def flat(self, at: Array) -> Array:
@@ -60,6 +62,7 @@ class Box:
 
 
 def is_sharded(x: torch.Tensor) -> bool:
+    """Return True for a DTensor."""
     return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 

@@ -58,14 +58,17 @@ class Part:
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def changed(self) -> int:
+        """Return the number of elements that changed."""
         return self.bits.numel()
 
     @property
     def payload_bytes(self) -> int:
+        """Return the bytes that are sent for this part."""
         return sum(t.numel() * t.element_size() for t in (self.where, self.bits))
 
     @property
@@ -121,6 +124,7 @@ class Change:
 
     @property
     def changed(self) -> int:
+        """Return the number of elements that changed."""
         return sum(p.changed for p in self.parts.values())
 
     @property
@@ -130,6 +134,7 @@ class Change:
 
     @property
     def payload_bytes(self) -> int:
+        """Return the bytes that are sent, without the header."""
         return sum(p.payload_bytes for p in self.parts.values())
 
     def sparse_patches(self, names: patches.Names | None = None) -> list[patches.SparseWeightPatch]:

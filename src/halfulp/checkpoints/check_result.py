@@ -46,6 +46,7 @@ class Checked:
 
     @property
     def share(self) -> float:
+        """Return the share of the finite weights that the step cannot move."""
         return self.stuck / max(self.weights - self.nonfinite, 1)
 
 
@@ -87,10 +88,12 @@ class Check:
 
     @cached_property
     def weights(self) -> int:
+        """Return the number of weights that were checked."""
         return sum(t.weights for t in self.tensors)
 
     @cached_property
     def stuck(self) -> int:
+        """Return the number of weights that the step cannot move."""
         return sum(t.stuck for t in self.tensors)
 
     @cached_property

@@ -33,9 +33,11 @@ def occurrences(codes: Array, out: Array) -> None:
 
 
 def classes(bits: Array, mantissa: int, first: Array, second: Array, out: Array) -> None:
-    """Add to ``out[lane, class]`` for the bits of wide floats. The class of a magnitude is its binade (times
-    16), how many of that binade's ``first`` and ``second`` it is at or above (times 4), whether it begins the
-    binade (times 2), and whether it is odd."""
+    """Add the bits of wide floats to ``out[lane, class]``.
+
+    The class of a magnitude is its binade (times 16), how many of that binade's ``first`` and ``second`` it
+    is at or above (times 4), whether it begins the binade (times 2), and whether it is odd.
+    """
     found = native.library()
     first, second = (np.ascontiguousarray(x, dtype=np.int64) for x in (first, second))
     if found is None:

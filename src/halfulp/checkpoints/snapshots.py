@@ -35,6 +35,7 @@ class WholeBits:
 
     @property
     def kept_bytes(self) -> int:
+        """Return the bytes that the snapshot takes."""
         return self.kept.numel() * self.kept.element_size()
 
     def differing(self, new: torch.Tensor) -> tuple[Array, int]:
@@ -74,6 +75,7 @@ class LowByte:
 
     @property
     def kept_bytes(self) -> int:
+        """Return the bytes that the snapshot takes."""
         return self.low.numel() + SIDE_BYTES * self.small.numel()
 
     def differing(self, new: torch.Tensor) -> tuple[Array, int]:

@@ -32,10 +32,13 @@ RECORD, REHEARSE, WATCH = "What is recorded", "Runs on other formats", "While it
 
 
 class ScriptCommand(TyperCommand):
-    """A command whose own options end at the script, ``-m MODULE`` or ``--run COMMAND``; all that follows
-    belongs to that program."""
+    """A command whose own options end at the script, ``-m MODULE`` or ``--run COMMAND``.
+
+    All that follows belongs to that program.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Split the arguments of halfulp from those of the script."""
         flags = {o: p.is_flag for p in self.params for o in p.opts if hasattr(p, "is_flag")}
         at = 0
         while at < len(args) and args[at].startswith("-") and args[at] != "--":

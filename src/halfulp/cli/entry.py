@@ -29,6 +29,7 @@ class Commands(TyperGroup):
     """The group of all commands."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command; let an interrupt or a closed pipe end it with its own exit code."""
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, BrokenPipeError) as error:

@@ -1,10 +1,10 @@
-"""Byte-pair encoding: split text into words as GPT-2 does, encode it, and learn an encoding.
+r"""Byte-pair encoding: split text into words as GPT-2 does, encode it, and learn an encoding.
 
 GPT-2's encoding (Radford et al. 2019) first cuts text into words, each with the blank before it, then
 writes a word as bytes and joins neighbouring pieces, always the pair that was learned first, until
 nothing can be joined. Here the words are found by the standard library's ``re``, which has no classes for
 letters and numbers as Unicode defines them; they are spelled out from ``unicodedata`` instead
-(``\\w`` cannot be used: it includes the underscore, and calls the ideograph for "one" a number).
+(``\w`` cannot be used: it includes the underscore, and calls the ideograph for "one" a number).
 
 *Learning* counts the words of a text and repeatedly joins the most frequent pair of neighbours everywhere;
 among equally frequent pairs, the one whose pieces were known first. So the pieces are a function of the text,

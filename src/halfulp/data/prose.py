@@ -245,11 +245,11 @@ def _encode(folder: Path, texts: dict[str, str], say: Say) -> None:
 
 
 def cut(text: str) -> tuple[list[str], npt.NDArray[np.uint32]]:
-    """Cut a text into words, line by line; return the distinct words, and the index of each word in them.
+    r"""Cut a text into words, line by line; return the distinct words, and the index of each word in them.
 
-    >>> words, places = cut("a b\\na b\\n")
+    >>> words, places = cut("a b\na b\n")
     >>> words, places.tolist()
-    (['a', ' b', '\\n'], [0, 1, 2, 0, 1, 2])
+    (['a', ' b', '\n'], [0, 1, 2, 0, 1, 2])
     """
     known: dict[str, int] = {}
     places = array("L")
@@ -346,7 +346,7 @@ def _one_blank(line: str) -> str:
 
 
 def _walked(element: ET.Element) -> Iterator[str | None]:
-    """Yield the text of an element, with \\x01 for a break and None where a block begins or ends."""
+    r"""Yield the text of an element, with \x01 for a break and None where a block begins or ends."""
     tag = element.tag.rpartition("}")[2]
     if tag in _DROPPED or "noteref" in element.get(_TYPE, ""):
         return

@@ -49,6 +49,7 @@ class LetterAttention(nn.Module):
         self.c_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend to the letters so far."""
         b, t, width = x.shape
         q, k, v = self.c_attn(x).view(b, t, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -64,6 +65,7 @@ class FeedForward(nn.Module):
         self.c_proj = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the two linear layers."""
         return self.c_proj(F.gelu(self.c_fc(x)))  # type: ignore[no-any-return]  # torch's
 
 
@@ -76,6 +78,7 @@ class Layer(nn.Module):
         self.ln_2, self.mlp = nn.LayerNorm(width, bias=False), FeedForward(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add attention, then the feed-forward layers."""
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]  # torch's
 
@@ -105,6 +108,7 @@ class LetterModel(nn.Module):
                     p.normal_(0.0, std, generator=generator)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of each next letter."""
         parts = self.transformer
         x = parts["wte"](tokens) + parts["wpe"](torch.arange(tokens.shape[1]))
         for layer in parts["h"]:  # type: ignore[attr-defined]  # it is a list
@@ -133,6 +137,7 @@ class LetterTraining:
 
     @property
     def done(self) -> bool:
+        """Return True when every update has been made."""
         return self.update >= self.size.updates
 
     def step(self) -> torch.Tensor:

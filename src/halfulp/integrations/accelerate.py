@@ -26,4 +26,5 @@ class Trackers(Dashboard):
         super().__init__(worst)
 
     def show(self, step: int, values: dict[str, float]) -> None:
+        """Log the values of one step to every tracker."""
         self.accelerator.log(values, step=step)

@@ -100,6 +100,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
             self.running.audit.commit()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop the audit."""
         self.running.stop()
 
 

@@ -89,9 +89,11 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
             self.running.audit.commit()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stop the audit."""
         self.running.stop()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stop the audit; what was recorded stays."""
         self.running.stop()
 
 

@@ -71,6 +71,7 @@ class Dashboard:
         """Why the dashboard was disabled, if it was."""
 
     def __call__(self, summary: dict[str, Any]) -> None:
+        """Log one summary; after a failure say so once and log no more."""
         if self.trouble is not None:
             return
         try:
@@ -88,13 +89,13 @@ class Dashboard:
 
 
 def tag(name: str) -> str:
-    """Return a name as part of a tag: letters, digits and ``_ . @ # -``, with limited length.
+    r"""Return a name as part of a tag: letters, digits and ``_ . @ # -``, with limited length.
 
     A changed name gets a mark, so that different names stay different.
 
     >>> tag("transformer.h.0.attn.weight"), tag("int8/row")
     ('transformer.h.0.attn.weight', 'int8-row')
-    >>> tag("a\\nb")
+    >>> tag("a\nb")
     'a_b-7e18f737'
     """
     plain = name.replace("/", "-") if re.fullmatch(r"[a-z0-9_@]+(/[a-z0-9]+)*", name) else name

@@ -27,6 +27,7 @@ class TensorBoard(Dashboard):
         super().__init__(worst)
 
     def show(self, step: int, values: dict[str, float]) -> None:
+        """Write the values of one step."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()

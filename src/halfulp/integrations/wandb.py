@@ -26,4 +26,5 @@ class WandB(Dashboard):
         self.commit = commit
 
     def show(self, step: int, values: dict[str, float]) -> None:
+        """Log the values of one step."""
         self.run.log({"halfulp/step": step, **values}, commit=self.commit)

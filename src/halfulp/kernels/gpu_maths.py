@@ -44,6 +44,7 @@ PHASE_ONE = tl.constexpr(reference.PHASE_ONE)
 
 @triton.jit
 def floats_at(p: tl.tensor, row: tl.tensor) -> Any:
+    """Load a row of the table of floats."""
     p += 8 * row
     return (
         tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3),
@@ -53,6 +54,7 @@ def floats_at(p: tl.tensor, row: tl.tensor) -> Any:
 
 @triton.jit
 def ints_at(p: tl.tensor, row: tl.tensor) -> Any:
+    """Load a row of the table of integers."""
     p += 13 * row
     return (
         tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3), tl.load(p + 4), tl.load(p + 5),
@@ -66,6 +68,7 @@ def ints_at(p: tl.tensor, row: tl.tensor) -> Any:
 
 @triton.jit
 def bits(x: tl.tensor) -> Any:
+    """Return the bits of a float as an integer of its width."""
     if x.dtype == tl.float64:
         return x.to(tl.int64, bitcast=True)
     else:
@@ -74,6 +77,7 @@ def bits(x: tl.tensor) -> Any:
 
 @triton.jit
 def as_float(u: tl.tensor) -> Any:
+    """Return the float that has these bits."""
     if u.dtype == tl.int64:
         return u.to(tl.float64, bitcast=True)
     else:
@@ -82,6 +86,7 @@ def as_float(u: tl.tensor) -> Any:
 
 @triton.jit
 def exponent(u: tl.tensor) -> Any:
+    """Return the exponent field, in place."""
     if u.dtype == tl.int64:
         return u & 0x7FF0000000000000
     else:
@@ -90,6 +95,7 @@ def exponent(u: tl.tensor) -> Any:
 
 @triton.jit
 def magnitude(u: tl.tensor) -> Any:
+    """Return the bits without the sign."""
     if u.dtype == tl.int64:
         return u & 0x7FFFFFFFFFFFFFFF
     else:
@@ -105,6 +111,7 @@ def signed(r: tl.tensor, like: tl.tensor) -> Any:
 
 @triton.jit
 def finite(x: tl.tensor) -> Any:
+    """Return True where a value is neither infinite nor NaN."""
     return tl.abs(x) < float("inf")
 
 
@@ -167,6 +174,7 @@ def log2_points(a: tl.tensor) -> Any:
 def four_rounds(
     x0: tl.tensor, x1: tl.tensor, a: tl.constexpr, b: tl.constexpr, c: tl.constexpr, d: tl.constexpr
 ) -> Any:
+    """Mix two words by four Threefry rounds with the given rotations."""
     x0 += x1
     x1 = ((x1 << a) | (x1 >> (32 - a))) ^ x0
     x0 += x1
@@ -202,6 +210,7 @@ def blocks(key: tl.tuple, i: tl.tensor, level: tl.tensor) -> Any:
 
 @triton.jit
 def word(key: tl.tuple, i: tl.tensor, level: tl.tensor) -> Any:
+    """Return the random word of element ``i`` at ``level``."""
     first, second = blocks(key, i, level)
     return tl.where(((i >> 4) & 1) == 1, second, first)
 
@@ -221,6 +230,7 @@ def words(key: tl.tuple, i: tl.tensor, ALIGNED: tl.constexpr) -> Any:
 
 @triton.jit
 def nearest_bits(v: tl.tensor, k: tl.tuple) -> Any:
+    """Round to nearest even on the bits."""
     a = magnitude(bits(v))
     r = (a + k[HALF] + ((a >> k[CUT]) & k[ODD])) & k[KEEP]
     return as_float(tl.minimum(r, k[TOP]))
@@ -228,6 +238,7 @@ def nearest_bits(v: tl.tensor, k: tl.tuple) -> Any:
 
 @triton.jit
 def nearest_magic(v: tl.tensor, f: tl.tuple, k: tl.tuple) -> Any:
+    """Round to nearest even by adding a constant and taking it away."""
     a = tl.where(v < f[LO], f[LO], v)
     a = tl.where(a > f[HI], f[HI], a)
     c = as_float(tl.maximum(exponent(bits(a)), k[EMIN]) + k[SHIFT])
@@ -257,6 +268,7 @@ def clamped(v: tl.tensor, f: tl.tuple) -> Any:
 
 @triton.jit
 def around_bits(a: tl.tensor, k: tl.tuple) -> Any:
+    """Return the codes below and above, and the digits between them, on the bits."""
     u = bits(a)
     low = u & k[KEEP]
     high = low + (tl.full((), 1, low.dtype) << k[CUT])
@@ -266,6 +278,7 @@ def around_bits(a: tl.tensor, k: tl.tuple) -> Any:
 
 @triton.jit
 def around_magic(a: tl.tensor, k: tl.tuple) -> Any:
+    """Return the codes below and above, and the digits between them, by arithmetic."""
     e = tl.maximum(exponent(bits(a)), k[EMIN])
     s = a * as_float(k[INVERSE] - e)
     n = tl.floor(s)
@@ -285,6 +298,7 @@ def around(a: tl.tensor, k: tl.tuple) -> Any:
 
 @triton.jit
 def any_of(flags: tl.tensor) -> Any:
+    """Return True if a flag of the tile is set."""
     return tl.max(tl.max(flags.to(tl.int32), axis=1), axis=0) > 0
 
 

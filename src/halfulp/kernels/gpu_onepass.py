@@ -115,6 +115,7 @@ def digits_of(key: tl.tuple, start: tl.tensor, ALIGNED: tl.constexpr) -> Any:
 
 @triton.jit
 def any_flag(flags: tl.tensor) -> Any:
+    """Return True if a flag of the block is set."""
     return tl.max(flags.to(tl.int32), axis=0) > 0
 
 
@@ -154,6 +155,7 @@ def drawn_short(v: tl.tensor, d: tl.tensor, f: tl.tuple, k: tl.tuple, key: tl.tu
 
 @triton.jit
 def rates_at(p: tl.tensor) -> Any:
+    """Load the rates of a step."""
     return (
         tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3), tl.load(p + 4),
         tl.load(p + 5), tl.load(p + 6), tl.load(p + 7), tl.load(p + 8), tl.load(p + 9),
@@ -199,6 +201,7 @@ def proposals(
 
 @triton.jit
 def spread(scalar: tl.tensor, like: tl.tensor) -> Any:
+    """Broadcast a scalar to the shape of ``like``."""
     return tl.broadcast_to(scalar, like.shape)
 
 

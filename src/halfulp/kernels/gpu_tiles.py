@@ -65,6 +65,7 @@ CARRY_OUT, CARRY_IN = tl.constexpr(1), tl.constexpr(2)  # a carry is only writte
 
 @triton.jit
 def this_tile() -> Any:
+    """Return the index of this program's tile."""
     return tl.program_id(0).to(tl.int64)
 
 
@@ -158,27 +159,32 @@ def trees(x: tl.tensor, K: tl.constexpr, LEVELS: tl.constexpr, MANY: tl.constexp
 
 @triton.jit
 def total(x: tl.tensor) -> Any:
+    """Sum over a tile."""
     return tl.sum(tl.sum(x, axis=1), axis=0)
 
 
 @triton.jit
 def pack_two(a: tl.tensor, b: tl.tensor) -> Any:
+    """Pack two counts below 1024 into a word."""
     return a.to(tl.int32) + (b.to(tl.int32) << 10)
 
 
 @triton.jit
 def pack_three(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> Any:
+    """Pack three counts below 1024 into a word."""
     return pack_two(a, b) + (c.to(tl.int32) << 20)
 
 
 @triton.jit
 def store_two(p: tl.tensor, packed: tl.tensor) -> None:
+    """Store the counts that ``pack_two`` packed."""
     tl.store(p, packed & 1023)
     tl.store(p + 1, (packed >> 10) & 1023)
 
 
 @triton.jit
 def store_three(p: tl.tensor, packed: tl.tensor) -> None:
+    """Store the counts that ``pack_three`` packed."""
     store_two(p, packed)
     tl.store(p + 2, packed >> 20)
 
@@ -192,6 +198,7 @@ def round_some(
     start: tl.tensor, n: tl.tensor, key: tl.tuple, offset: tl.tensor,
     MODE: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Round one tile of ``x`` into ``out``."""
     i = half_run(start)
     mask = i < n
     scale = scales_at(segments, i, mask) if SCALES else 1.0
@@ -205,7 +212,7 @@ def round_tile(
     n: tl.tensor, k0: tl.tensor, k1: tl.tensor, offset: tl.tensor,
     MODE: tl.constexpr, SCALES: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``out`` may be ``x``."""
+    """Round one tile of ``x`` into ``out``, which may be ``x``."""
     tile = this_tile()
     f, k = floats_at(f, 0), ints_at(k, 0)
     segments, key = (scales, row, per_row, length), (k0, k1)
@@ -243,8 +250,7 @@ def carried(z: tl.tensor, carry: tl.tensor) -> Any:
 def unchanged(
     q: tl.tensor, r: tl.tensor, idle: tl.tensor, element: tl.tensor, scale: tl.tensor, MOVES: tl.constexpr
 ) -> Any:
-    """Find the coordinates that are frozen when r is written over q, as reference.unchanged does.
-    ``element`` is the code of q; element * scale is exact."""
+    """Find where r leaves q as it was, like reference.unchanged. q is element * scale, exactly."""
     same = r == q
     if MOVES:
         same = same | idle | (r.to(tl.float64) == element * scale)
@@ -330,8 +336,7 @@ def write_tile(
     MODE: tl.constexpr, SCALES: tl.constexpr, MOVES: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr,
     MARK: tl.constexpr, CARRY: tl.constexpr, SUMS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``out`` may be ``proposed`` or ``stored``. ``carry`` takes what is not written (CARRY_OUT) and is
-    first added to the proposal (CARRY_IN). ``old_scales``, those of the stored values, are read if MOVES."""
+    """Write one tile; ``out`` may be ``proposed`` or ``stored``. ``old_scales`` are read if MOVES."""
     tile = this_tile()
     f, k = floats_at(f, 0), ints_at(k, 0)
     segments, key = (scales, row, per_row, length), (k0, k1)

@@ -82,7 +82,8 @@ class Job:
     ``stored``: float32, bfloat16, or codes (uint8): a byte each, or packed to the bit. ``rates`` and ``keys``
     (of the streams of weights and of moments, two words each): for :func:`steps`. ``offset``: where in the
     whole tensor this one begins. ``plain``: the first element whose second moment is summed in the other
-    order, see :mod:`~halfulp.kernels.onepass_reference`. ``sums``: of every how many tiles."""
+    order, see :mod:`~halfulp.kernels.onepass_reference`. ``sums``: of every how many tiles.
+    """
 
     stored: torch.Tensor
     grad: torch.Tensor

@@ -62,8 +62,11 @@ RATES = ("decay", "share", "beta2", "rest2", "root", "inverse", "eps", "step", "
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A parameter group's numbers at one step. ``t``: the number of this step, from 1; of SGD, whose momentum
-    is ``betas[0]``, only whether it is the first."""
+    """A parameter group's numbers at one step.
+
+    ``t`` is the number of this step, from 1; for SGD, whose momentum is ``betas[0]``, only whether it is
+    the first.
+    """
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -152,8 +155,11 @@ def small(s: Settings | Made) -> bool:
 
 
 def fma(a: Any, b: Any, c: Any) -> Array:
-    """a * b + c of float32 values, rounded once. The product is exact in float64; the sum is rounded to odd
-    there, so that rounding it again to float32 is as rounding once."""
+    """Return a * b + c of float32 values, rounded once.
+
+    The product is exact in float64; the sum is rounded to odd there, so that rounding it again to float32 is
+    as rounding once.
+    """
     with np.errstate(all="ignore"):
         p = np.asarray(a, dtype=np.float64) * np.asarray(b, dtype=np.float64)
         c = np.asarray(c, dtype=np.float64)
@@ -187,6 +193,7 @@ def moments(
 
 
 def denominator(v: Array, s: Settings | Made) -> Array:
+    """Return Adam's denominator of second moments ``v``."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
         return np.asarray(np.sqrt(v) / a["root"] + a["eps"])
@@ -200,7 +207,7 @@ def proposed(w: Array, m: Array, v: Array, s: Settings | Made) -> Array:
 
 
 def one_moment(w: Array, g: Array, m: Array, s: Settings | Made, plain: int) -> tuple[Array, Array]:
-    """z and the next moment of a rule that has one."""
+    """Return z and the next moment of a rule that has one."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
         if s.rule == LION:
@@ -220,7 +227,7 @@ def one_moment(w: Array, g: Array, m: Array, s: Settings | Made, plain: int) -> 
 def proposal(
     w: Array, g: Array, m: Array, v: Any, s: Settings | Made, plain: int
 ) -> tuple[Array, Array, Any]:
-    """z and the next moments, by any rule."""
+    """Return z and the next moments, by any rule."""
     if s.rule in (ADAMW, ADAM):
         w, m, v = moments(w, g, m, v, s, plain)
         return proposed(w, m, v, s), m, v

@@ -108,7 +108,6 @@ def _marks(grid: Grid) -> tuple[int, int, int]:
 
 def first_magnitude(index: int, grid: Grid, real: Any) -> float:
     """The smallest container magnitude that nearest rounding sends to this index or beyond."""
-
     below, at = (float(v) for v in value_of(np.array([index - 1, index]), grid))
     middle = below + (at - below) / 2
     candidate = real(middle)

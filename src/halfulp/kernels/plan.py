@@ -36,6 +36,7 @@ Key = tuple[int, int, int]
 
 
 def checked(x: torch.Tensor, what: str) -> torch.Tensor:
+    """Return a tensor without its graph, after checking that kernels can take it."""
     if not isinstance(x, torch.Tensor):
         raise UsageError(f"{what} must be a tensor, not {type(x).__name__}.")
     container(x.dtype)
@@ -44,6 +45,7 @@ def checked(x: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def with_values(x: torch.Tensor, what: str) -> None:
+    """Refuse a tensor that has no dense values."""
     if x.device.type == "meta":
         raise UsageError(f"{what} is on the meta device: it has no values to work on.")
     if x.is_nested:
@@ -80,6 +82,7 @@ def checked_tile(tile: Any) -> int:
 
 
 def same_shape(**tensors: torch.Tensor) -> None:
+    """Refuse tensors that differ in shape or device."""
     first, *rest = tensors.items()
     for name, x in rest:
         if x.shape != first[1].shape or x.device != first[1].device:
@@ -135,6 +138,7 @@ def writes_directly(out: torch.Tensor) -> bool:
 
 
 def key_of(stream: Stream | None, mode: int, numel: int) -> Key:
+    """Return the key of a stream's random words, zeros where nothing is drawn."""
     if mode == reference.NEAREST:
         return 0, 0, 0
     if not isinstance(stream, Stream):
@@ -202,6 +206,7 @@ class Plan:
         return {"row": row, "length": length}
 
     def layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the number of elements that share a scale, and the length of a row."""
         if self.grid.scaling is None:
             return max(math.prod(shape), 1), max(math.prod(shape), 1)
         return self.grid.scaling.segment_length(shape)
@@ -209,6 +214,7 @@ class Plan:
 
 @lru_cache(maxsize=1024)
 def plan_for(grid: Grid | str | torch.dtype, dtype: torch.dtype) -> Plan:
+    """Return the constants for rounding values of ``dtype`` to a grid."""
     g = named(grid).within(dtype)
     work = _params.working(container(dtype).name)
     p = _params.params(g, work)
@@ -219,6 +225,7 @@ def plan_for(grid: Grid | str | torch.dtype, dtype: torch.dtype) -> Plan:
 
 
 def narrowing(dtype: torch.dtype) -> int:
+    """Return the native core's number of a 16-bit dtype, 0 for others."""
     return {torch.bfloat16: 1, torch.float16: 2}.get(dtype, 0)
 
 
@@ -233,6 +240,7 @@ def fixed_scales(plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -> Arra
 
 
 def scales_of(x: Array, plan: Plan, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+    """Return the scale of each segment of ``x``."""
     fixed = fixed_scales(plan, shape, dtype)
     if fixed is not None:
         return fixed
@@ -266,6 +274,7 @@ def gathered(plan: Plan, shape: tuple[int, ...], step: dict[str, Any], proposed:
 
 
 def given_scales(scale: torch.Tensor | None, plan: Plan, shape: tuple[int, ...]) -> Array | None:
+    """Return scales that a caller gave, after checking that they fit the grid."""
     if scale is None:
         return None
     if plan.grid.scaling is None:
@@ -280,4 +289,5 @@ def given_scales(scale: torch.Tensor | None, plan: Plan, shape: tuple[int, ...])
 
 
 def on_gpu(x: torch.Tensor) -> bool:
+    """Return True for a tensor on a CUDA device."""
     return x.device.type == "cuda"

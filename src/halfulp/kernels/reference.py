@@ -228,6 +228,7 @@ def arrival(q: Array, r: Array, d: Array) -> Array:
 
 
 def tile_count(x: Array) -> Array:
+    """Count the true elements of each tile."""
     return np.asarray(tiled(x.astype(np.int32)).sum(axis=1, dtype=np.int32))
 
 

@@ -211,10 +211,12 @@ def round(
 
 
 def round_scaled(x: Array, scale: Array, grid: Grid, mode: int, stream: Stream | None) -> Array:
-    """Round x to element * scale. The float64 quotient can only hide on which side of a midpoint
-    x lies by landing on the midpoint itself; there, midpoint * scale decides. With the scales that a
-    grid makes (24 bits at most) that cannot happen; a given scale of all 53 bits leaves a tie where the
-    rounded product is x."""
+    """Round x to element * scale.
+
+    The float64 quotient can only hide on which side of a midpoint x lies by landing on the midpoint itself;
+    there, midpoint * scale decides. With the scales that a grid makes (24 bits at most) that cannot happen; a
+    given scale of all 53 bits leaves a tie where the rounded product is x.
+    """
     with np.errstate(over="ignore"):
         ratio = x / scale
     beyond = np.isfinite(x) & np.isinf(ratio)  # it saturates like any other large value

@@ -53,6 +53,7 @@ class Held:
 
     @property
     def payload_bytes(self) -> int:
+        """Return the bytes that the rehearsal holds."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def empty(self, tiles: int) -> Held:

@@ -197,6 +197,7 @@ class TimingPair:
 
     @property
     def eligible(self) -> bool:
+        """Return True if both sides crossed the level."""
         return self.steps is not None
 
     @property

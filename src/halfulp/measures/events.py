@@ -77,7 +77,7 @@ def frozen(q: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
 
 
 def _sum(q: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """q + d in the container's arithmetic."""
+    """Return q + d in the container's arithmetic."""
     q, d = checked(q, "q"), checked(d, "d")
     same_shape(q=q, d=d)
     return (q + d).to(q.dtype)

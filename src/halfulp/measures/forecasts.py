@@ -109,10 +109,12 @@ class Comparison:
 
     @property
     def accurate(self) -> bool:
+        """Return True if the error is within the paper's bound."""
         return accurate(self.rmse)
 
     @property
     def informative(self) -> bool:
+        """Return True if the forecast beats a constant one."""
         return informative(self.rmse, self.constant_rmse, self.measured_range)
 
     @property

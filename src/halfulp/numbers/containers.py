@@ -23,6 +23,7 @@ class Container:
 
     @property
     def largest(self) -> float:
+        """Return the largest finite value."""
         return math.ldexp(2.0 - 2.0**-self.mantissa, self.emax)
 
 

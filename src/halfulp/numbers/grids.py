@@ -169,7 +169,7 @@ class Grid:
         return self.mantissa + (0 if self.integer else 1)
 
     def _fixed(self) -> tuple[int, float]:
-        """emin and largest, for a grid that has them without a container."""
+        """Return emin and largest, for a grid that has them without a container."""
         if self.emin is None or self.largest is None:
             raise UsageError(
                 f"the limits of grid {self.name} are those of its container: "

@@ -29,14 +29,17 @@ class Scaling:
 
     @property
     def moves(self) -> bool:
+        """Return True if the scale follows the data."""
         return self.rule != "given"
 
     @property
     def from_old(self) -> bool:
+        """Return True if the scale is that of the values before the step."""
         return self.rule == "dqt"
 
     @property
     def bytes_per_scale(self) -> int:
+        """Return the bytes of a stored scale."""
         return 1 if self.rule in ("mx", "nv") else 4
 
     def segment_length(self, shape: tuple[int, ...]) -> tuple[int, int]:

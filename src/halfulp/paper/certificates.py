@@ -312,6 +312,7 @@ class Prefix:
 
     @property
     def q(self) -> Array:
+        """Return the codes at the end of the prefix."""
         return np.asarray(self.target[-1])
 
 
@@ -391,8 +392,11 @@ def _cutoff(x: Array, q: Array, radius: float) -> tuple[float, Array]:
 
 
 def _check_same_past(f: Objective, other: Objective, runs: Iterable[tuple[Descent, Array]]) -> None:
-    """Every state, value and gradient of the runs, bit for bit. At its last state a run asks nothing
-    more, so there the gradient may differ (it does where the target arrives at q)."""
+    """Compare every state, value and gradient of the runs, bit for bit.
+
+    At its last state a run asks nothing more, so there the gradient may differ (it does where the target
+    arrives at q).
+    """
     for run, states in runs:
         again = descend(other.gradient, run)
         same = again.tobytes() == states.tobytes()
@@ -406,7 +410,7 @@ def _check_same_past(f: Objective, other: Objective, runs: Iterable[tuple[Descen
 
 
 def _gamma(k: int, u: float) -> float:
-    """k u / (1 - k u): the relative error of k roundings in any order."""
+    """Return k u / (1 - k u), the relative error of k roundings in any order."""
     return k * u / (1 - k * u)
 
 

@@ -30,6 +30,7 @@ class TimingSummary:
 
     @property
     def share_within(self) -> float | None:
+        """Return the share of eligible pairs within the bound."""
         return self.within / self.eligible if self.eligible else None
 
     @property

@@ -76,23 +76,27 @@ class Posterior:
 
     @property
     def f_a(self) -> float:
+        """Return the frozen share of the actual events."""
         return self.frozen_actual / self.n
 
     @property
     def f_hat(self) -> float:
+        """Return the frozen share of the forecast events."""
         return self.frozen_hat / self.n
 
     @property
     def c(self) -> float:
+        """Return the share of diverged events."""
         return self.diverged / self.n
 
     @property
     def v(self) -> float:
+        """Return the share of violated events."""
         return self.violated / self.n
 
     @property
     def bound(self) -> float:
-        """c + v."""
+        """Return c + v."""
         return (self.diverged + self.violated) / self.n
 
     @property

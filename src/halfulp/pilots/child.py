@@ -159,6 +159,7 @@ class Limit:
         self.clock, self.seconds, self.reached = clock, seconds, False
 
     def __call__(self, *_: object) -> None:
+        """End the child once its time is used up."""
         if self.clock.seconds > self.seconds:
             self.reached = True
             raise SystemExit(0)

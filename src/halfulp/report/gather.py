@@ -122,12 +122,16 @@ class Gathered:
 
     @property
     def grids(self) -> list[str]:
+        """Return the names of the audited grids."""
         return self.trace.grids
 
     @cached_property
     def scopes(self) -> list[str]:
-        """The scopes that moved and are told apart: the default one first, if it is not that of all weights;
-        all, all-2d, core, and the largest groups."""
+        """Return the scopes that moved and are told apart.
+
+        The default one comes first, if it is not that of all weights; then all, all-2d, core, and the largest
+        groups.
+        """
         moved = [key for key, size in zip(self.classes, self.sizes.sum(axis=0), strict=True) if size]
         groups = [g for g in dict.fromkeys(g for g, _, _ in moved) if g]
         some = any(0 < sum(grid in on for _, _, on in moved) < len(moved) for grid in self.grids)

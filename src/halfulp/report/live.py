@@ -42,6 +42,7 @@ class Aside(Console):
         super().__init__(stderr=True)
 
     def on_broken_pipe(self) -> None:
+        """Stop writing."""
         self.quiet = True
 
 

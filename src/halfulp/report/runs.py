@@ -39,6 +39,7 @@ class Run:
 
     @property
     def trace(self) -> Trace:
+        """Return the run's trace."""
         return self.gathered.trace
 
     @cached_property
@@ -57,6 +58,7 @@ class Run:
 
     @property
     def policy_words(self) -> str:
+        """Name the policy for the page."""
         return "fp32" if self.policy is None else POLICY_WORDS.get(self.policy, self.policy)
 
     @property

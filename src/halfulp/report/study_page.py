@@ -51,6 +51,7 @@ class StudyView:
 
     @property
     def label(self) -> str:
+        """Return the study's label, or how far it has come."""
         if self.result is not None:
             return str(self.result["label"])
         cells = sum(len(stage.cells) for stage in self.protocol.stages)

@@ -121,14 +121,17 @@ class Inline:
         self.jobs: list[tuple[str, str, dict[str, str]]] = []
 
     def submit(self, stage: str, cell: str, seals: dict[str, str]) -> None:
+        """Queue a cell."""
         self.jobs.append((stage, cell, seals))
 
     def wait(self, seconds: float) -> list[Message]:
+        """Run the queued cells and return their messages."""
         jobs, self.jobs = self.jobs, []
         answers = [self.session.run(*job) for job in jobs]
         return [canonical.parse(canonical.dumps(answer)) for answer in answers]  # as through a pipe
 
     def close(self) -> None:
+        """Drop what is queued and restore the number of threads."""
         self.jobs.clear()
         limit_threads(self.threads)
 
@@ -149,12 +152,14 @@ class Local:
         self.busy: list[_Process] = []
 
     def submit(self, stage: str, cell: str, seals: dict[str, str]) -> None:
+        """Send a cell to an idle process, or to a new one."""
         process = self.idle.pop() if self.idle else self._spawn()
         process.job = (stage, cell)
         self.busy.append(process)
         process.send({"do": "run", "stage": stage, "cell": cell, "seals": seals})
 
     def wait(self, seconds: float) -> list[Message]:
+        """Return the messages that arrive within ``seconds``."""
         answers: list[Message] = []
         for key, _ in self.selector.select(seconds if self.busy else 0):
             process: _Process = key.data
@@ -172,6 +177,7 @@ class Local:
         return answers
 
     def close(self) -> None:
+        """End every process."""
         for process in self.busy:
             process.process.kill()
         for process in self.busy + self.idle:
@@ -318,10 +324,12 @@ class Ray:
         self.pending: dict[Any, tuple[str, str]] = {}
 
     def submit(self, stage: str, cell: str, seals: dict[str, str]) -> None:
+        """Send a cell to the cluster."""
         job = canonical.dumps({"stage": stage, "cell": cell, "seals": seals}).decode()
         self.pending[self.task.remote(self.opening, job)] = (stage, cell)
 
     def wait(self, seconds: float) -> list[Message]:
+        """Return the messages that arrive within ``seconds``."""
         references = list(self.pending)
         ready, _ = self.ray.wait(references, num_returns=1, timeout=seconds)
         if ready:
@@ -338,6 +346,7 @@ class Ray:
         return answer
 
     def close(self) -> None:
+        """Cancel what is pending; end a cluster that was started here."""
         for reference in self.pending:
             self.ray.cancel(reference, force=True)
         self.pending = {}

@@ -233,15 +233,19 @@ class Trial:
         """When, how far, of how much."""
 
     def read(self, stage: str, cell: str) -> NoReturn:
+        """Refuse: a trial has no other cells."""
         raise NotAloneError(f"it reads stage {stage}")
 
     def read_bytes(self, stage: str, cell: str, name: str) -> NoReturn:
+        """Refuse: a trial has no other cells."""
         self.read(stage, cell)
 
     def evidence(self, name: str) -> Outcomes:
+        """Refuse: a trial has no evidence."""
         raise NotAloneError(f"it reads evidence {name}")
 
     def data(self, name: str) -> Path:
+        """Return the data set, or bytes that stand in for one that is not here."""
         if _is_here(self._source, name):
             return loading.locate(name, self._source.folder)
         path = self._scratch / name
@@ -250,15 +254,17 @@ class Trial:
         return path
 
     def attach(self, name: str, content: bytes) -> None:
-        pass
+        """Ignore an attachment."""
 
     def save(self, state: bytes) -> None:
-        pass
+        """Ignore a checkpoint."""
 
     def load(self) -> bytes | None:
+        """Return None: a trial begins afresh."""
         return None
 
     def progress(self, done: float, total: float) -> None:
+        """Note the progress; end the trial after enough of it."""
         self.seen.append((time.perf_counter(), float(done), float(total)))
         if len(self.seen) > self._steps:
             raise Enough

@@ -103,6 +103,7 @@ class Outcomes(Mapping[str, Cells]):
         return stage in self.cells
 
     def get(self, stage: str, default: Any = None) -> Any:
+        """Return the outcomes of a stage, or ``default``."""
         return self.cells.get(stage, default)
 
     def __iter__(self) -> Iterator[str]:

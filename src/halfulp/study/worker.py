@@ -189,6 +189,7 @@ class CellRun:
         return self._session.store.read_record(stage, cell, self._sealed[stage]["records"][cell])
 
     def evidence(self, name: str) -> Outcomes:
+        """Return evidence that the study declares, once the stage before it is sealed."""
         after = self._session.declared(name).get("after", "")
         if after and after not in self._sealed:
             raise UsageError(
@@ -197,20 +198,25 @@ class CellRun:
         return self._session.evidence(name)
 
     def read(self, stage: str, cell: str) -> Mapping[str, Json]:
+        """Return the outcome of a cell of an earlier stage."""
         outcome: Mapping[str, Json] = self._record(stage, cell)["outcome"]
         return outcome
 
     def read_bytes(self, stage: str, cell: str, name: str) -> bytes:
+        """Return a file that a cell of an earlier stage attached."""
         return self._session.store.read_attached(stage, cell, name, self._record(stage, cell))
 
     def attach(self, name: str, content: bytes) -> None:
+        """Keep a file beside the record."""
         check_name("attached file", name)
         self.attached[name] = bytes(content)
 
     def data(self, name: str) -> Path:
+        """Return the path of a data set that the study names."""
         return self._session.data(name)
 
     def save(self, state: bytes) -> None:
+        """Keep a checkpoint, and stop here if the run was asked to stop."""
         if not self._session.replay:
             now = time.monotonic()
             durable = now - self._saved >= DURABLE_SECONDS  # a cell that saves often is not slowed down
@@ -221,6 +227,7 @@ class CellRun:
             raise Stopped
 
     def load(self) -> bytes | None:
+        """Return the last checkpoint, or None."""
         if self._session.replay or not self._checkpoint.is_file():
             return None
         content = self._checkpoint.read_bytes()
@@ -228,6 +235,7 @@ class CellRun:
         return state if canonical.sha256(state).encode() == digest else None  # damaged: begin again
 
     def progress(self, done: float, total: float) -> None:
+        """Report how far the cell has come."""
         now = time.monotonic()
         if total > 0 and now - self._told >= PROGRESS_SECONDS:
             self._told = now
@@ -285,6 +293,7 @@ class Worker:
         os._exit(0)
 
     def tell(self, message: Message) -> None:
+        """Send a message to the parent."""
         self.sink.write(canonical.dumps(message) + b"\n")
         self.sink.flush()
 
@@ -298,6 +307,7 @@ class Worker:
                 os._exit(0)
 
     def answer(self, request: Message) -> Message:
+        """Answer a request of the parent; an error becomes a message."""
         try:
             if request["do"] == "open":
                 self.session = open_session(request)

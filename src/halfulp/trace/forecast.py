@@ -38,6 +38,7 @@ class Forecast:
 
     @property
     def grid(self) -> str:
+        """Return the grid that was rehearsed."""
         told = self.trace.manifest["options"]["rehearse"]
         return str(told["grids"][told["specs"].index(self.spec)])
 

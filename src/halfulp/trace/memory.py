@@ -135,17 +135,21 @@ class MemoryTrace(Recorded):
 
     @property
     def roles(self) -> dict[str, MemoryTrace]:
+        """Return the traces of optimizer states, gradients and copies."""
         return self.beside
 
     @property
     def where(self) -> str:
+        """Name the trace in messages."""
         return "this memory"
 
     @property
     def recorded(self) -> bool:
+        """Return True if a step was recorded."""
         return bool(self.parts)
 
     def scan(self, table: str = "grids", *names: str) -> Columns:
+        """Return a table, or the named columns of it."""
         known = (*tables_of(self.manifest), LOSSES)
         if table not in known or not self.parts:
             raise UsageError(
@@ -155,6 +159,7 @@ class MemoryTrace(Recorded):
         return columns.concat([part.select(*names) if names else part for part in found])
 
     def state(self) -> dict[str, torch.Tensor]:
+        """Return the state that rehearsals are resumed from."""
         return self.followed
 
 

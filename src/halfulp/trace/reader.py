@@ -82,6 +82,7 @@ class Trace(Recorded):
 
     @property
     def roles(self) -> dict[str, Trace]:
+        """Return the traces of optimizer states, gradients and copies, by name."""
         layout.check_folders(self.path)
         found: dict[str, Trace] = {}
         for folder in layout.roles(self.path):
@@ -160,10 +161,12 @@ class Trace(Recorded):
 
     @property
     def where(self) -> str:
+        """Name the trace in messages: its path."""
         return str(self.path)
 
     @property
     def recorded(self) -> bool:
+        """Return True if a step was recorded."""
         return bool(self.parts)
 
     # ---- tables ----
@@ -211,6 +214,7 @@ class Trace(Recorded):
 
     @property
     def last_step(self) -> int:
+        """Return the number of the last recorded step, 0 without one."""
         if not self.parts:
             return 0
         steps = self.documents[-1].steps

@@ -137,6 +137,7 @@ class Recorded(ABC):
 
     @property
     def grids(self) -> list[str]:
+        """Return the names of the audited grids."""
         return list(self.manifest["grids"])
 
     @property

@@ -43,6 +43,7 @@ class Resumed:
 
     @classmethod
     def of(cls, trace: Trace) -> Resumed:
+        """Find the last part whose state is complete on every rank."""
         missing: list[Path] = []
         for count in range(len(trace.documents), max(-1, len(trace.documents) - 2), -1):
             found = cls(trace, count)
@@ -65,10 +66,12 @@ class Resumed:
 
     @property
     def manifest(self) -> dict[str, Any]:
+        """Return the manifest of the trace."""
         return self.trace.manifest
 
     @property
     def last_step(self) -> int:
+        """Return the step after which the trace is resumed."""
         if not self.cut:
             return self.trace.last_step
         steps = self.trace.documents[self.count - 1].steps if self.count else (0, 0)

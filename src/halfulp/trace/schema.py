@@ -72,8 +72,10 @@ def check_id(path: Path, expected: str) -> None:
 
 
 def check_owner(path: Path, role: Mapping[str, Any], expected: str | None) -> None:
-    """Refuse a role, by its folder and its manifest, that was recorded beside another trace than the one with
-    this id, or that is of another name."""
+    """Refuse a tracked state that was recorded beside another trace, or that has another name.
+
+    ``role`` is its manifest, ``expected`` the id of the trace that it should belong to.
+    """
     name = path.name.encode("utf-8", "backslashreplace").decode()
     pairs = (("trace", role.get(OWNER, expected), expected), ("role", role["run"].get("role", name), name))
     for what, found, here in pairs:

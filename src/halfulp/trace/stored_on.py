@@ -32,8 +32,10 @@ def moved_on_grid(trace: Recorded, grid: str) -> list[int]:
 
 
 def default_scope(trace: Recorded, grid: str) -> str | Sequence[int]:
-    """Return the default scope of a grid: the tensors stored on it (measured), or all if there are none
-    (a forecast)."""
+    """Return the default scope of a grid.
+
+    It is the tensors stored on the grid (measured), or all if there are none (a forecast).
+    """
     return moved_on_grid(trace, grid) or "all"
 
 

@@ -99,9 +99,11 @@ class TraceWriter:
         self._before = found.documents[self.count - 1].digest if self.count else None
 
     def _clear(self) -> None:
-        """Remove what a crash left: files aside, states that no part names, and a note of old trouble;
-        and the shards of steps that are recorded again, or a rank might lag behind and seem not to. What has
-        another name than halfulp gives is not its own, and stays."""
+        """Remove what a crash left: files aside, states that no part names, and a note of old trouble.
+
+        The shards of steps that are recorded again go too, or a rank might lag behind and seem not to.
+        What has another name than halfulp gives is not its own, and stays.
+        """
         for stale in layout.left(self.path):
             files.remove_any(stale)
         named = 0 if self.resumed is None else len(self.resumed.trace.documents)
@@ -114,8 +116,11 @@ class TraceWriter:
         files.remove(self.path / TROUBLE)
 
     def check(self) -> None:
-        """Refuse to go on where the folder was moved or removed: who writes there again leaves parts without
-        a manifest, or among those of another recording that has taken the place."""
+        """Refuse to go on where the folder was moved or removed.
+
+        Writing there again would leave parts without a manifest, or among those of another recording that has
+        taken the place.
+        """
         if self._closed:
             return
         try:
@@ -127,6 +132,7 @@ class TraceWriter:
             raise _gone(self.path, HELD if there else "its manifest.json is not there")
 
     def write_manifest(self) -> None:
+        """Write the manifest, after checking that the folder is still ours."""
         self.check()
         self._put_manifest()
 

@@ -54,6 +54,7 @@ class Pair:
     """Description of the runs that it comes from."""
 
     def gap(self, bound: str) -> float:
+        """Return a bound of the forecast minus the real loss."""
         return self.forecast[bound] - self.real
 
     @property

@@ -124,8 +124,11 @@ def finding(trace: Recorded, grid: str, scope: Scope | None = None) -> Finding:
 
 
 def role_findings(trace: Recorded) -> list[tuple[str, Recorded, bool, Finding]]:
-    """List what accumulates beside the weights: the role, its trace, whether it is on the grid, and what of
-    that, or else of all of it, is lost."""
+    """List the states that are tracked beside the weights.
+
+    For each: its name, its trace, whether it is on the grid, and how much of that, or else of all of it, is
+    lost.
+    """
     out = []
     for role, beside in trace.roles.items():
         if beside.recorded:

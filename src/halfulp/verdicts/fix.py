@@ -185,8 +185,10 @@ def _code(caller: Caller, kind: str, how: str, given: dict[str, Any] | None) -> 
 
 
 def arguments(trace: Recorded, told: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments that all groups of an optimizer share, its rate first; None if rates, betas or eps
-    differ. Where only the decays differ, they are left out."""
+    """Return the arguments that all groups of an optimizer share, its rate first.
+
+    None if rates, betas or eps differ. Where only the decays differ, they are left out.
+    """
     groups = told.get("groups")
     groups = [g for g in groups if isinstance(g, Mapping)] if isinstance(groups, list) else []
     rate = rate_of(trace, told)
@@ -204,8 +206,10 @@ def arguments(trace: Recorded, told: Mapping[str, Any]) -> dict[str, Any] | None
 
 
 def rate_of(trace: Recorded, told: Mapping[str, Any]) -> float | None:
-    """Return the rate that an optimizer was made with: the one that it has throughout, or the one that its
-    schedule begins from, or its default."""
+    """Return the rate that an optimizer was made with.
+
+    It is the one that it has throughout, or the one that its schedule begins from, or its default.
+    """
     groups = told.get("groups")
     group = groups[0] if isinstance(groups, list) and groups and isinstance(groups[0], Mapping) else {}
     seen = np.unique(trace.scan("tensors", "lr")["lr"]) if trace.recorded else np.array([])

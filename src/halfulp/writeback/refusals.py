@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 
 def refuse_cast(wb: WriteBack, parameters: Sequence[torch.nn.Parameter] | None = None) -> None:
-    """Refuse trainable parameters that have another type than when the write-back was made; of some,
-    or of all."""
+    """Refuse trainable parameters whose dtype changed after the write-back was made.
+
+    Some of them, or all, may have been cast.
+    """
     if parameters is None:
         parameters = [p for g in wb.param_groups for p in g["params"]]
     types = [p.dtype for p in parameters]
@@ -44,8 +46,10 @@ def refuse_cast(wb: WriteBack, parameters: Sequence[torch.nn.Parameter] | None =
 
 
 def refuse_replaced(wb: WriteBack, slots: Sequence[Slot]) -> None:
-    """Refuse parameters that are not where they were in the groups, or have another shape: what is kept for
-    them would be another's."""
+    """Refuse parameters that are not where they were in the groups, or have another shape.
+
+    The state that is kept for them would be another's.
+    """
     with suppress(IndexError):
         groups = [g["params"] for g in wb.param_groups]
         there = [groups[i][j] for i, j in [slot.place for slot in slots]]

@@ -45,6 +45,7 @@ class EventRow:
 
     @property
     def frozen_fraction(self) -> float:
+        """Return the share of the proposals that were lost."""
         return self.frozen / max(self.numel, 1)
 
     @property
@@ -169,6 +170,7 @@ class Events:
 
     @property
     def nonfinite(self) -> int:
+        """Return the number of weights that are not finite."""
         return sum(r.nonfinite for r in self.rows)
 
     @property

@@ -16,8 +16,10 @@ import torch
 
 
 def replaced_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
-    """Return the ``step()`` that somebody put in the place of an optimizer's own. A scheduler's does not
-    count: all it adds is a note that there was a step."""
+    """Return the ``step()`` that somebody put in the place of an optimizer's own.
+
+    A scheduler's does not count: all it adds is a note that there was a step.
+    """
     step = optimizer.__dict__.get("step")
     return None if getattr(step, "_wrapped_by_lr_sched", False) else step
 

@@ -63,6 +63,7 @@ class Watched:
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.Size, torch.device]:
+        """Return what tensors of one batch must share: dtype, shape and device."""
         return self.tensor.dtype, self.tensor.shape, self.tensor.device
 
     @property
@@ -72,6 +73,7 @@ class Watched:
 
     @cached_property
     def sharded(self) -> bool:
+        """Return True if this rank holds only a part of the tensor."""
         return is_sharded(self.tensor)
 
     def choose(self, share: float | None, seed: int) -> None:

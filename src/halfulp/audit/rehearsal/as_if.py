@@ -111,6 +111,7 @@ class RandomState:
         self._cuda = torch.cuda.get_rng_state_all() if used else None
 
     def put_back(self) -> None:
+        """Restore the states of every generator that was saved."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002  # others use it
         torch.set_rng_state(self._torch)

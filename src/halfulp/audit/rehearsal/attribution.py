@@ -72,6 +72,7 @@ class Attributed:
             self.tile = int(saved.pop(TILES))
 
     def add(self, key: str, sums: torch.Tensor) -> None:
+        """Add sums to those kept under ``key``."""
         self.sums[key] = self.sums[key] + sums if key in self.sums else sums
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -172,6 +172,7 @@ class Rehearse:
 
     @property
     def names(self) -> list[str]:
+        """Return the name of each rehearsal."""
         return [r.name for r in self.each]
 
     @property

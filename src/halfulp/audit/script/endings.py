@@ -26,8 +26,7 @@ ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(sig
 
 
 class Termination:
-    """While it is entered, SIGTERM and SIGHUP first end an audit and then the process; SIGINT waits for its
-    writing.
+    """End an audit before the process on SIGTERM and SIGHUP; let SIGINT wait for its writing.
 
     Only in the main thread, and only where nobody else handles the signals. A handler that the script
     installs takes the place of this one, and stays.

@@ -37,6 +37,7 @@ BITS, ONE = "moved", "largest"
 
 
 def range_of(w: Watched) -> Range:
+    """Return the offset and size of this rank's part of a tensor."""
     return shard_offset(w.tensor), local(w.tensor).numel()
 
 

@@ -104,8 +104,11 @@ def _takes(trainer: type) -> list[str]:
 def _names(
     frames: list[FrameType], optimizer: torch.optim.Optimizer, trainer: object
 ) -> tuple[dict[str, str], bool]:
-    """Expressions of the user's own code for optimizer, model and trainer, in the outermost frame that has
-    them, where they are made; and whether the model has no other trainable parameters."""
+    """Find the user's own expressions for optimizer, model and trainer.
+
+    They are taken from the outermost frame that has them, where they are made; and it is noted whether
+    the model has no other trainable parameters.
+    """
     made: dict[str, str] = {}
     whole = False
     for frame in reversed(frames):

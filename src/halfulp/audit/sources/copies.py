@@ -93,8 +93,10 @@ class Listed(Mapping[str, torch.Tensor]):
 
 
 def found_copies(weights: Mapping[torch.Tensor, str], not_these: Iterable[torch.Tensor]) -> dict[str, Copies]:
-    """Copies of weights among the variables of the frames that called a step, by the variable's name. No
-    shards: all ranks would have to find the same."""
+    """Find copies of weights among the variables of the frames that called a step, by variable name.
+
+    Shards are left out: all ranks would have to find the same.
+    """
     mine = {p for p in weights if p.numel() > 1}
     taken = {*weights, *not_these}
     candidates: list[tuple[str, Copies]] = []

@@ -59,6 +59,7 @@ class Accumulation:
                 self._handles[w] = (tensor.register_hook(self._hook(w)), added)
 
     def stop(self) -> None:
+        """Remove the hooks and count what is still open."""
         for handles in self._handles.values():
             for handle in handles:
                 handle.remove()

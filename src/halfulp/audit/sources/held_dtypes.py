@@ -87,8 +87,10 @@ def gradients(optimizer: torch.optim.Optimizer) -> Sizes:
 
 
 def held(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
-    """Values by dtype: parameters, gradients, and states by the names that the optimizer has for them. Of
-    parameters that a write-back stores, the grid, the policy and where they are."""
+    """Count values by dtype: parameters, gradients, and states under the optimizer's names for them.
+
+    For parameters that a write-back stores, also say the grid, the policy and where they are.
+    """
     slots = optimizer.slots if isinstance(optimizer, WriteBack) else []
     inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
     params = [p for group in inner.param_groups for p in group["params"]]

@@ -139,8 +139,10 @@ class OptimizerSteps:
         self.seconds += time.perf_counter() - start
 
     def _begins(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the current step is over for this optimizer or for one of its tensors, which a newly
-        created optimizer may step as well."""
+        """Return True if the current step is over for this optimizer or for one of its tensors.
+
+        A newly created optimizer may step the same tensors.
+        """
         if optimizer in self._stepped:
             return True
         mine = set(_params(optimizer))

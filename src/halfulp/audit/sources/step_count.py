@@ -33,8 +33,10 @@ class StepCount:
         """The one that stepped first in this process."""
 
     def go_on(self, optimizer: torch.optim.Optimizer, missing: int) -> None:
-        """Before the first step of a resumed run, take its number from the optimizer, which may have been
-        loaded with its state. ``missing``: the first step that the trace does not have."""
+        """Before the first step of a resumed run, take its number from the optimizer.
+
+        The optimizer may have been loaded with its state. ``missing`` is the first step that the trace lacks.
+        """
         sink, unknown = self.sink, self._unknown
         self._unknown = False
         if not unknown or not sink.skip_until:

@@ -71,6 +71,7 @@ class StepHooks:
         return bool(self._handles) or self._detached
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer] | None) -> None:
+        """Hook the given optimizers, or every optimizer of the process."""
         # A compiled step must run the hooks as they are, not look into them.
         enter, leave = (torch.compiler.disable(h) for h in (self.enter, self.leave))  # type: ignore[no-untyped-call]  # torch's
         self._process = os.getpid()
@@ -100,6 +101,7 @@ class StepHooks:
         return os.getpid() != self._process
 
     def detach(self) -> None:
+        """Remove every hook; steps that are under way are not reported."""
         if self._forgotten is not None:
             atexit.unregister(self._forgotten)
             self._forgotten = None
@@ -128,6 +130,7 @@ class StepHooks:
                     action()
 
     def enter(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Run before ``optimizer.step()``: note the step and call the listener."""
         if self.forked:  # which may have a lock that nobody will release
             return
         here, frame = threading.get_ident(), _step_frame()
@@ -148,6 +151,7 @@ class StepHooks:
                 self._call(self.before, optimizer)
 
     def leave(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Run after ``optimizer.step()``: close the step that ``enter`` opened."""
         if self.forked:
             return
         here = threading.get_ident()

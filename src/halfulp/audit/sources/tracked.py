@@ -160,8 +160,11 @@ class TrackedState:
 
 
 def together_changed(watched: list[Watched]) -> set[Watched]:
-    """Tensors of which one has changed, or another of the same ranks: one that stayed is part of the update,
-    and is what is looked for. Ranks that hold shards of them ask each other."""
+    """Keep tensors of which one has changed, or another of the same ranks.
+
+    A tensor that stayed is part of the update, and is what is looked for. Ranks that hold shards of them ask
+    each other.
+    """
     whole = [w for w in watched if not w.sharded]
     found = set(whole) if any(w.changed() for w in whole) else set()
     alike: dict[Any, list[Watched]] = {}
@@ -226,8 +229,10 @@ class TrackedStates:
         return named if rank() == 0 else {n: x for n, x in named.items() if is_sharded(x)}
 
     def look_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find the copies of an optimizer's weights by themselves, for unmodified scripts, when it first
-        steps; what turns out to be another optimizer's weights, or their cast, is none."""
+        """Find the copies of an optimizer's weights, for unmodified scripts, when it first steps.
+
+        What turns out to be another optimizer's weights, or their cast, is left out.
+        """
         if not self.find or optimizer in self._looked or rank() != 0:
             return
         self._looked.add(optimizer)

@@ -22,7 +22,8 @@ SOURCE_FREE = ("constant", "schedule")
 
 def dispatched(unit: Unit, arms: Sequence[str]) -> Found:
     """Return 1 where every profiled update of these arms made the native products that it should have, and no
-    others."""
+    others.
+    """
     found = [unit.run(arm).get("dispatch", []) for arm in arms]
     return float(all(seen and all(e["calls"] == e["expected"] for e in seen) for seen in found))
 

@@ -321,10 +321,12 @@ def _attribute(audit: Audit, training: Training, arm: Arm, named: Mapping[str, s
 
 
 def attention(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which attention is computed as asked."""
     return sdpa_kernel(SDPBackend.MATH) if kind == "math" else contextlib.nullcontext()
 
 
 def device(wanted: str) -> torch.device:
+    """Return the device that the arm asks for."""
     if wanted != "auto" or not torch.cuda.is_available():
         return torch.device("cpu" if wanted == "auto" else wanted)
     return torch.device("cuda")
@@ -348,7 +350,8 @@ def _counted(
     table: Columns, key: str, evaluations: Mapping[str, Sequence[tuple[int, dict[str, Json]]]]
 ) -> dict[str, dict[str, list[int]]]:
     """By name and group: coordinates that every update left unchanged. Evaluations, of these names and
-    updates, get how many never moved."""
+    updates, get how many never moved.
+    """
     frozen: dict[str, dict[str, list[int]]] = {name: {} for name in evaluations}
     for name, group in dict.fromkeys(table.select(key, "group").rows()):
         rows = table.take((table[key] == name) & (table["group"] == group))

@@ -53,9 +53,11 @@ class CertifiableProblem:
         assert np.abs(self.x).max() < 6  # see GRADIENT_ERROR
 
     def store(self, x: Array) -> Array:
+        """Round values to the grid."""
         return np.asarray(self.grid.round(torch.from_numpy(x)).numpy())
 
     def certify(self, steps: int) -> Certificate:
+        """Certify the first ``steps`` steps."""
         if self.family != "logistic":
             return certify_quadratic(self.h, self.b, self.w0, self.rate, steps, self.grid)
         size = np.abs(self.x)

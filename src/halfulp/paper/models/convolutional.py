@@ -41,6 +41,7 @@ class Cnn:
 
     @property
     def count(self) -> int:
+        """Return the number of weights."""
         return self.start.numel()
 
     def gradient(

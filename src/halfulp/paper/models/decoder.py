@@ -129,6 +129,7 @@ class Decoder(nn.Module):
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of each next token."""
         output = self.transformer.wte if self.lm_head is None else self.lm_head
         logits: torch.Tensor = output(self.transformer(tokens))
         return logits
@@ -156,6 +157,7 @@ class Trunk(nn.Module):
             self.register_buffer(name, table.to(device), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's activations."""
         length = tokens.shape[1]
         if length > self.context:
             raise UsageError(f"{length} tokens are more than the context of {self.context}.")
@@ -182,6 +184,7 @@ class Block(nn.Module):
         self.ln_2, self.mlp = Norm(config, device), Mlp(config, device)
 
     def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Add attention and the feed-forward layers."""
         seen: torch.Tensor = x + self.attn(self.ln_1(x), turn)
         out: torch.Tensor = seen + self.mlp(self.ln_2(x if self.parallel else seen))
         return out
@@ -197,6 +200,7 @@ class Attention(nn.Module):
         self.c_proj = Matrix(config.width, config.width, device, config.activations)
 
     def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Attend to the tokens so far."""
         b, t, width = x.shape
         q, k, v = self.c_attn(x).view(b, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         if self.rotated:
@@ -224,6 +228,7 @@ class Mlp(nn.Module):
         self.c_proj = Matrix(config.hidden, config.width, device, config.activations)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the feed-forward layers."""
         h = self.c_fc(x)
         out: torch.Tensor = self.c_proj(F.gelu(h) if self.c_gate is None else F.silu(self.c_gate(x)) * h)
         return out
@@ -238,6 +243,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.width, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize the last axis."""
         if self.kind == "layer":
             return F.layer_norm(x, self.weight.shape, self.weight, None, self.epsilon)
         return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
@@ -254,6 +260,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Look tokens up, or multiply activations by the table."""
         return F.linear(x, self.weight) if x.is_floating_point() else F.embedding(x, self.weight)
 
 
@@ -268,6 +275,7 @@ class Matrix(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by the weight."""
         return F.linear(int8_activations(x) if self.int8 else x, self.weight)
 
 

@@ -62,6 +62,7 @@ class Followed:
 
     @property
     def diverged(self) -> bool:
+        """Return True if the run diverged or was too slow."""
         return self.trainer.diverged or self.slow
 
     def learned(self, steps: int) -> float | None:

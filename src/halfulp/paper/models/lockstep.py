@@ -89,9 +89,11 @@ class Finished:
         self.forecast = digest(self.steps[..., [compiled.FORECAST, compiled.SURE, compiled.OPEN]])
 
     def lower(self) -> Array:
+        """Return the lower end of the frozen share at each step."""
         return np.asarray(self.steps[:, compiled.SURE] / self.n)
 
     def upper(self) -> Array:
+        """Return the upper end of the frozen share at each step."""
         return np.asarray((self.steps[:, compiled.SURE] + self.steps[:, compiled.OPEN]) / self.n)
 
 

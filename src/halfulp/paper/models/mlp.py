@@ -101,6 +101,7 @@ class Net:
 
     @property
     def units(self) -> int:
+        """Return the number of units after the input."""
         return sum(self.sizes[1:])
 
 
@@ -131,6 +132,7 @@ class Examples:
         return Examples(_blocks(rows), _blocks(targets), len(rows))
 
     def to(self, dtype: npt.DTypeLike) -> Examples:
+        """Return the examples in another dtype."""
         return Examples(self.x.astype(dtype), self.y.astype(dtype), self.n)
 
 

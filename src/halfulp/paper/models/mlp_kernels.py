@@ -248,7 +248,8 @@ def softmax(out: Any, y: Any, n: Any, scratch: Any) -> Any:
 def output_error(out: Any, y: Any, n: Any, loss: Any, scratch: Any) -> Any:
     """Outputs to the derivative of the loss by them, in place; the loss. Padding gets zero.
 
-    squared: mean over examples of |out - y|**2; cross-entropy: mean of -log p(target)."""
+    squared: mean over examples of |out - y|**2; cross-entropy: mean of -log p(target).
+    """
     if loss == CROSS_ENTROPY:
         value = softmax(out, y, n, scratch) / n
     else:
@@ -344,7 +345,7 @@ def audit(w: Any, d: Any, k: Any, up: Any, counts: Any) -> None:
 
 @kernel
 def write(w: Any, d: Any, z: Any, r: Any, how: Any, k: Any, key: Any) -> None:
-    """z = w + d, and r = z as it is stored."""
+    """Compute z = w + d, and r = z as it is stored."""
     for i in range(w.size):
         z[i] = w[i] + d[i]
     if how == NEAREST:
@@ -363,7 +364,8 @@ def train(
 ) -> Any:  # fmt: skip
     """Steps until the arrays of ``out`` are full or a weight diverges; returns the steps taken.
 
-    The arguments are tuples of the arrays that :class:`halfulp.paper.models.mlp.Trainer` owns."""
+    The arguments are tuples of the arrays that :class:`halfulp.paper.models.mlp.Trainer` owns.
+    """
     w, g, d, z, m, v, moved = state
     optimizer, rate, betas, powers = rule
     audited, up = grids

@@ -42,7 +42,8 @@ class Testbed:
     ``by_inputs`` divides those of the start by the root of a layer's inputs. ``factor`` multiplies the
     squared loss, the mean over examples of the squared distance: 1/2 makes it half the mean square.
     ``standardised`` divides targets by their spread before noise is added, ``quiet_tests`` leaves the noise
-    out of the test examples. Biases start at zero."""
+    out of the test examples. Biases start at zero.
+    """
 
     hidden: float
     output: float
@@ -63,6 +64,7 @@ class Testbed:
         return Testbed(**config)
 
     def json(self) -> dict[str, Any]:
+        """Return the settings as JSON."""
         return asdict(self)
 
     def spreads(self, net: Net) -> list[float]:
@@ -112,7 +114,8 @@ def classification(
 ) -> Problem:  # fmt: skip
     """The same teacher with one output a class; cross-entropy against its largest output.
 
-    A share ``label_noise`` of the labels, tests included, is drawn anew from all classes."""
+    A share ``label_noise`` of the labels, tests included, is drawn anew from all classes.
+    """
     x, scores = _taught(seed, examples + tests, classes, testbed)
     labels = scores.argmax(axis=1)
     drawn = _draw(seed, _LABELS)
@@ -129,7 +132,8 @@ def frozen_features(
     """A linear readout, with few outputs, of a fixed random map tanh(A c) of contexts c of a few values.
 
     The targets are another readout of the same features plus noise, so only the readout's weights, which
-    are all that is trained, decide the loss. They start normal with standard deviation ``spread``."""
+    are all that is trained, decide the loss. They start normal with standard deviation ``spread``.
+    """
     contexts = _draw(seed, _DATA).standard_normal((examples + tests, context))
     teacher, readout = _draw(seed, _TEACHER), Net(sizes=(features, readouts), biased=False)
     fixed = teacher.standard_normal(features * context) / np.sqrt(context)

@@ -219,6 +219,7 @@ class Training:
 
     @property
     def done(self) -> bool:
+        """Return True when every update has been made."""
         return self.update >= self.recipe.updates
 
     def step(self) -> torch.Tensor:

@@ -33,10 +33,12 @@ from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Runnin
 
 
 def reference_cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each rate and seed."""
     return each_rate_and_seed(config, [key for key in config if key not in ("rates", "seeds")])
 
 
 def nearest_cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each reference and mantissa."""
     for cell in reference_cells(config):
         for m in config["mantissas"]:
             c = {**cell.config, "mantissa": m, "reference": cell.name}

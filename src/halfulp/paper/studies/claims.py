@@ -46,6 +46,7 @@ class Over:
     words: tuple[str, ...] = ("",)
 
     def __call__(self, values: Mapping[str, float | None]) -> float | str | None:
+        """Reduce the values of the units that the words name; None if there is none."""
         found = [
             value
             for unit, value in values.items()

@@ -27,10 +27,12 @@ DATA = ("mnist/train-images-idx3-ubyte.gz", "mnist/train-labels-idx1-ubyte.gz")
 
 
 def reference_cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each rate and seed."""
     return timing.each_rate_and_seed(config, ("digits", "steps", "mantissas"))
 
 
 def bf16_cells(config: Config) -> Iterator[Cell]:
+    """Yield the reference cells that also run in bf16."""
     return (cell for cell in reference_cells(config) if cell.config["seed"] in config["bf16_seeds"])
 
 

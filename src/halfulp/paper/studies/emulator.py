@@ -38,12 +38,14 @@ KEYS = ("testbed", "rate", "steps", "examples", "features", "outputs", "width")
 
 
 def reference_cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each seed."""
     for seed in config["seeds"]:
         c = {key: config[key] for key in (*KEYS, "mantissas")}
         yield Cell(name=f"seed={seed}", config={**c, "seed": seed})
 
 
 def bf16_cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each network and seed that runs in bf16."""
     for network, which in (("frozen-features", ""), ("two-layer", "two_layer_")):
         for seed in config[f"{which}seeds"]:
             c = {key: config[key] for key in KEYS} | {"rate": config[f"{which}rate"]}

@@ -43,6 +43,7 @@ QUANTILES = (0.16, 0.50, 0.84)
 
 
 def cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each width, mantissa and seed."""
     for width in config["widths"]:
         for m in config["mantissas"]:
             for seed in config["seeds"]:

@@ -158,6 +158,7 @@ def lowest(ladder_: list[Mapping[str, Json]]) -> tuple[float, int]:
 
 
 def units(found: Records) -> list[str]:
+    """List the units that have a forecast."""
     return list(found["forecast"])
 
 

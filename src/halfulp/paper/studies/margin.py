@@ -142,12 +142,14 @@ def _judged(u: Finished, onset: OnsetInterval) -> dict[str, Json]:
 
 
 def units_of(records: Records) -> Iterable[tuple[str, Mapping[str, Json]]]:
+    """Yield every unit with its name."""
     for name, record in records["outcome"].items():
         for unit in record["units"]:
             yield f"{name}-{unit['seed']}", unit
 
 
 def events_of(records: Records) -> int:
+    """Count the events of all units."""
     return sum(unit["steps"] * unit["weights"] for _, unit in units_of(records))
 
 
@@ -249,12 +251,14 @@ def events(records: Records) -> Values:
 
 
 def thresholds_table(records: Records) -> Table:
+    """Tabulate coverage and risk by threshold."""
     covered, wrong = coverage(records), risk(records)
     rows = [(name, covered.get(name, 1.0), wrong[name]) for name in wrong]
     return Table(columns=("answered", "coverage", "risk"), rows=rows, caption="Abstention by exact margin.")
 
 
 def units_table(records: Records) -> Table:
+    """Tabulate steps and onsets outside their intervals, by grid."""
     rows: list[Sequence[str | float | None]] = []
     for grid, units in _by_grid(records).items():
         counts = [sum(u[key] for u in units) for key in ("above", "below", "steps")]

@@ -63,6 +63,7 @@ TAKEN_APART = {
 
 
 def reference_cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each rate and seed."""
     for i, rate in enumerate(config["rates"], 1):
         for seed in config["seeds"]:
             shared = {k: v for k, v in config.items() if k not in ("rates", "seeds")}
@@ -70,6 +71,7 @@ def reference_cells(config: Config) -> Iterator[Cell]:
 
 
 def outcome_cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each reference and mantissa."""
     for cell in reference_cells(config):
         for m in config["mantissas"]:
             yield Cell(name=f"m{m}-{cell.name}", config={**cell.config, "m": m, "reference": cell.name})
@@ -231,6 +233,7 @@ def false_negatives(records: Records, onsets: Sequence[int] = ()) -> Values:
 
 
 def predictors_table(records: Records) -> Table:
+    """Tabulate the accuracy of each predictor."""
     matches, share, within = window_matches(records), accuracy(records), onset_within(records)
     return Table(
         columns=("predictor", "windows matched", "cell accuracy", "onsets within 15%", "onsets eligible"),
@@ -240,6 +243,7 @@ def predictors_table(records: Records) -> Table:
 
 
 def windows_table(records: Records) -> Table:
+    """Tabulate measured and forecast windows by mantissa."""
     sides = {"measured": windows(records)} | {p: windows(records, p) for p in PREDICTORS}
     rows: list[Sequence[str | float | None]] = [
         (m, *(" ".join(f"{rate:.4g}" for rate in side[m]) for side in sides.values()))
@@ -249,6 +253,7 @@ def windows_table(records: Records) -> Table:
 
 
 def misses_table(records: Records) -> Table:
+    """Tabulate the learning cells that were forecast not to learn."""
     rows: list[Sequence[str | float | None]] = []
     for name, cell in misses(records):
         said = _said(records, cell, "directional")

@@ -47,6 +47,7 @@ def reference_cells(config: Config) -> Iterator[Cell]:
 
 
 def arm_cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each reference and mantissa."""
     for cell in reference_cells(config):
         for m in config["mantissas"]:
             c = {key: value for key, value in cell.config.items() if key != "mantissas"}

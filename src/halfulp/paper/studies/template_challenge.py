@@ -179,7 +179,6 @@ def matched(found: Records) -> Values:
 
 def predictors(found: Records) -> Table:
     """Means over the targets, as the paper prints them."""
-
     base = _mean(found, "B_Y", "rmse")
     rows: list[Sequence[str | float | None]] = [
         (p, PREDICTORS[p], *(_mean(found, p, part) for part in PARTS.values()),

@@ -44,12 +44,14 @@ from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Runnin
 
 
 def screen_cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each candidate."""
     shared = {key: config[key] for key in ("width", "examples", "steps", "mantissas")}
     for name, testbed in config["candidates"].items():
         yield Cell(name=name, config={**shared, "testbed": testbed, "references": config["screen"]})
 
 
 def whole_cells(config: Config) -> Iterator[Cell]:
+    """Yield a cell for each rank and for the former testbed."""
     keys = ("width", "examples", "steps", "mantissas", "candidates", "timing", "sizes")
     shared = {key: config[key] for key in keys}
     for name in (*(f"rank{rank}" for rank in range(1, config["ranks"] + 1)), FORMER):

@@ -58,6 +58,7 @@ def _digest(codes: Array) -> str:
 
 
 def certificate_cells(config: Config) -> list[Cell]:
+    """List a cell for each family and grid."""
     return [
         Cell(name=f"{family}-{grid}", config={**config, "family": family, "grid": grid})
         for family in FAMILIES
@@ -106,6 +107,7 @@ def execute(cell: Running) -> Mapping[str, Json]:
 
 
 def each_grid(config: Config, stage: str) -> list[Cell]:
+    """List a cell for each grid."""
     return [Cell(name=f"{stage}-{grid}", config={**config, "grid": grid}) for grid in config["grids"]]
 
 
@@ -217,6 +219,7 @@ def bound_attained(records: Records) -> Values:
 
 
 def table(records: Records) -> Table:
+    """Tabulate certificates and what ran, by problem."""
     rows: list[Sequence[str | float | None]] = []
     for name, r in records["certify"].items():
         ran, ends = records["execute"][name], [r["stopped_by"].count(p) for p in PREMISES]

@@ -49,10 +49,12 @@ def _references(config: Config) -> Iterator[Cell]:
 
 
 def reference_cells(config: Config) -> Iterator[Cell]:
+    """Yield the references in double precision."""
     return (replace(cell, config={**cell.config, "precision": "fp64"}) for cell in _references(config))
 
 
 def recomputed_cells(config: Config) -> Iterator[Cell]:
+    """Yield the principal references in each other precision."""
     for cell in _references(config):
         if cell.config["system"] == PRINCIPAL:
             for precision in config["precisions"]:

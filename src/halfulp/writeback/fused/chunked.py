@@ -42,6 +42,7 @@ class Chunk:
     scales: slice
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this chunk of a tensor, as a view."""
         return x.view(-1)[self.start : self.stop].view(self.shape)
 
 

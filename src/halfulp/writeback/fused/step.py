@@ -242,8 +242,10 @@ class Plan:
             slot.note_written()
 
     def _counted(self) -> list[tuple[int, int, bool]]:
-        """Count this step in the optimizer's own state; return each tensor's group, which step of it this is,
-        and whether its decay is exact."""
+        """Count this step in the optimizer's own state.
+
+        Returns each tensor's group, which step of it this is, and whether its decay is exact.
+        """
         steps: Any = repeat(2, len(self.slots))
         if "step" in self._states[0]:
             counters = [state["step"] for state in self._states]

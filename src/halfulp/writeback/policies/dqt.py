@@ -27,6 +27,7 @@ class DQT(Policy):
     why_kept: ClassVar[str] = RIGHT_ON_AVERAGE
 
     def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Refuse a grid without DQT's scale."""
         if grid.scaling is None or grid.scaling.rule != "dqt":
             raise UsageError(f"policy 'dqt' needs a grid with DQT's rule, such as int3/dqt, not {grid.name}.")
 
@@ -35,4 +36,5 @@ class DQT(Policy):
         return integer_grid(grid.bits, rule="absmean", symmetric=False)
 
     def after(self, step: Step) -> Written:
+        """Round stochastically under DQT's scale."""
         return step.write("stochastic")

@@ -56,13 +56,16 @@ class ECO(Policy):
 
     @property
     def stochastic(self) -> bool:  # type: ignore[override]  # an option here
+        """Return True if the rounding is stochastic."""
         return self.rounding == "stochastic"
 
     @property
     def kernel(self) -> Kernel:  # type: ignore[override]  # by its options
+        """Return how the fused pass makes this policy."""
         return Kernel(mode=self.rounding, keeps="error", decay_exact=self.decay_exact)
 
     def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Refuse an optimizer without momentum, or without decoupled decay where it is asked for."""
         check_moments(optimizer, group)
         if self.decay_exact and not decouples(optimizer, group):
             raise UsageError(
@@ -71,6 +74,7 @@ class ECO(Policy):
             )
 
     def after(self, step: Step) -> Written:
+        """Round, and feed the rounding error back into the momentum."""
         error = torch.empty_like(step.z, memory_format=torch.contiguous_format).zero_()
         written = step.write(self.rounding, carry=Carry(error, add=False))
         step.finish()

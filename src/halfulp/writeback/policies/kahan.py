@@ -38,18 +38,23 @@ class Kahan(Policy):
 
     @property
     def kernel(self) -> Kernel:  # type: ignore[override]  # by its options
+        """Return how the fused pass makes this policy."""
         return Kernel(keeps="carry", dtype=self.dtype)
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
+        """Begin with a carry of zeros."""
         return {"carry": torch.zeros_like(projected, dtype=self.dtype, memory_format=torch.contiguous_format)}
 
     def resync(self, q: torch.Tensor, state: State, grid: Grid) -> None:
+        """Drop carries that cannot belong to the stored weights."""
         state["carry"].masked_fill_(too_large(state["carry"], q, grid), 0.0)
 
     def after(self, step: Step) -> Written:
+        """Round to nearest and keep the rest as the carry."""
         return step.write(carry=step.state["carry"])
 
     def misfits(self, q: torch.Tensor, state: State, grid: Grid) -> tuple[torch.Tensor, str] | None:
+        """Return where the carry cannot belong to the stored weight, and why."""
         return too_large(state["carry"], q, grid), "carry is more than half the gap beside the stored weight"
 
 

@@ -38,16 +38,20 @@ class Master(Policy):
     start_from: Literal["code", "raw"] = "code"
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
+        """Begin with a float32 copy of the weights."""
         source = projected if self.start_from == "code" else raw
         return {"master": source.detach().clone(memory_format=torch.contiguous_format)}
 
     def resync(self, q: torch.Tensor, state: State, grid: Grid) -> None:
+        """Replace masters that no longer round to the stored weights."""
         state["master"].copy_(mended(state["master"], q, grid))
 
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
+        """Show the optimizer the masters."""
         p.copy_(state["master"])
 
     def after(self, step: Step) -> Written:
+        """Keep the finite masters and store them rounded to nearest."""
         master = step.state["master"]
         if bool(torch.isfinite(step.z.sum())):  # then every term is
             master.copy_(step.z)
@@ -56,6 +60,7 @@ class Master(Policy):
         return step.write()
 
     def misfits(self, q: torch.Tensor, state: State, grid: Grid) -> tuple[torch.Tensor, str] | None:
+        """Return where a master does not round to the stored weight, and why."""
         return unrounded(state["master"], q, grid, raw=self.start_from == "raw"), UNROUNDED
 
 

@@ -33,12 +33,14 @@ class Remainder(Policy):
     bits: ClassVar[int] = 16
 
     def check(self, grid: Grid, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Refuse a grid other than bf16."""
         if not grid.within(torch.float32).same_values(named("bf16").within(torch.float32)):
             raise UsageError(
                 f"policy {self.name!r} is for grid bf16, not {grid.name}: use 'master' or 'kahan'."
             )
 
     def check_storage(self, dtype: torch.dtype, storage: str) -> None:
+        """Refuse parameters that are not stored as bfloat16."""
         if storage != "native" or dtype != torch.bfloat16:
             raise UsageError(
                 f"policy {self.name!r} keeps what a bfloat16 weight lacks to its master; this parameter is "
@@ -46,19 +48,23 @@ class Remainder(Policy):
             )
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
+        """Begin with remainders of zero."""
         dtype = torch.int16 if self.bits == 16 else torch.int8
         return {"remainder": torch.zeros(projected.shape, dtype=dtype, device=projected.device)}
 
     def resync(self, q: torch.Tensor, state: State, grid: Grid) -> None:
+        """Drop remainders whose master no longer rounds to the stored weight."""
         weight = q.view(torch.int32)
         master = weight + (state["remainder"].int() << (16 - self.bits))
         nearest = ((master & 0x7FFFFFFF) + 0x8000) & 0x7FFF0000 | master & -(2**31)  # ties away from zero
         state["remainder"].masked_fill_(nearest != weight, 0)
 
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
+        """Show the optimizer the masters."""
         p.view(torch.int32).add_(state["remainder"].int() << (16 - self.bits))
 
     def after(self, step: Step) -> Written:
+        """Store the upper half of the master and keep the rest as the remainder."""
         master = step.z
         if self.bits == 8:
             master = kernels.round(master, named("m15"), step.stream)

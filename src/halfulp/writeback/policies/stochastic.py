@@ -34,6 +34,7 @@ class Stochastic(Policy):
     why_kept: ClassVar[str] = RIGHT_ON_AVERAGE
 
     def after(self, step: Step) -> Written:
+        """Round stochastically."""
         return step.write("stochastic")
 
 
@@ -52,4 +53,5 @@ class DeadzoneStochastic(Policy):
     why_kept: ClassVar[str] = RIGHT_ON_AVERAGE
 
     def after(self, step: Step) -> Written:
+        """Round stochastically within the dead zone, to nearest outside."""
         return step.write("deadzone")

@@ -72,6 +72,7 @@ class TileMaster(Policy):
 
     @property
     def offset(self) -> int | None:
+        """Return the offset of this rank's part, None for a whole tensor."""
         return None if self.shard is None else self.shard[0]
 
     def chosen(self, name: str, numel: int) -> torch.Tensor:
@@ -99,6 +100,7 @@ class TileMaster(Policy):
         return mask.reshape(-1).nonzero().reshape(-1)
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:
+        """Begin with a float32 copy of the chosen tiles."""
         source = (projected if self.start_from == "code" else raw).detach()
         numel = source.numel() if self.shard is None else self.shard[1]
         tiles = self.chosen(name, numel)
@@ -107,32 +109,39 @@ class TileMaster(Policy):
         return {"master": take_tiles(source, tiles, size, self.tile, self.offset), "tiles": tiles}
 
     def resync(self, q: torch.Tensor, state: State, grid: Grid) -> None:
+        """Replace masters that no longer round to the stored weights."""
         whole = q.clone(memory_format=torch.contiguous_format)  # a scale may be of more than a tile
         self.spread(whole, state)
         self.collect(mended(whole, q, grid), state)
 
     def before(self, q: torch.Tensor, p: torch.Tensor, state: State) -> None:
+        """Show the optimizer the masters of the chosen tiles."""
         self.spread(p, state)
 
     def after(self, step: Step) -> Written:
+        """Keep the finite masters and store everything rounded to nearest."""
         master = step.state["master"]
         moved = self._taken(step.z, step.state)
         step.state["master"] = torch.where(torch.isfinite(moved), moved, master)
         return step.write()
 
     def spread(self, whole: torch.Tensor, state: State) -> None:
+        """Write the masters over the chosen tiles of ``whole``."""
         put_tiles(whole, state["tiles"], state["master"], self.tile, self.offset)
 
     def collect(self, whole: torch.Tensor, state: State) -> None:
+        """Take the chosen tiles of ``whole`` as masters."""
         state["master"].copy_(self._taken(whole, state))
 
     def _taken(self, whole: torch.Tensor, state: State) -> torch.Tensor:
         return take_tiles(whole, state["tiles"], state["master"].numel(), self.tile, self.offset)
 
     def on_shard(self, offset: int, numel: int) -> TileMaster:
+        """Return this policy for a part of a tensor."""
         return replace(self, shard=(offset, numel))
 
     def misfits(self, q: torch.Tensor, state: State, grid: Grid) -> tuple[torch.Tensor, str] | None:
+        """Return where a master does not round to the stored weight, and why."""
         stored = self._taken(q, state)
         return unrounded(state["master"], stored, grid, raw=self.start_from == "raw"), UNROUNDED
 
@@ -143,9 +152,11 @@ class TileMaster(Policy):
         return {**state, "master": whole}
 
     def from_shards(self, key: str, value: torch.Tensor, state: State) -> torch.Tensor:
+        """Take the chosen tiles of a whole tensor's state."""
         return take_tiles(value, state["tiles"], 0, self.tile, self.offset) if key == "master" else value
 
     @property
     def spec(self) -> str:
+        """Return the policy as text."""
         size = "" if self.tile == TILE else f",tile={self.tile}"
         return f"tile-master(start_from={self.start_from}{size})"

@@ -13,9 +13,10 @@ from halfulp.kernels import TILE
 def _parts(
     flat: torch.Tensor, tiles: torch.Tensor, size: int, tile: int, offset: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find what is chosen of a tile that began before a shard, its whole tiles as rows, which of those are
-    chosen, and what is chosen of a tile that goes on behind it. All are views.
+    """Cut the chosen coordinates of a shard into a first part, whole tiles and a last part.
 
+    Returns what is chosen of a tile that began before the shard, its whole tiles as rows, which of those are
+    chosen, and what is chosen of a tile that goes on behind it. All are views.
     Of a whole tensor ``size``, the number of chosen coordinates, tells it without looking at the device.
     """
     head = min(-(offset or 0) % tile, flat.numel())

@@ -192,8 +192,10 @@ def _take_over(
 
 
 def _give(wb: WriteBack, plain: dict[str, Any], late: Sequence[tuple[Slot, torch.Tensor]] = ()) -> None:
-    """Load a copy of a state into the wrapped optimizer, which goes on with its tensors: the caller's
-    dictionary stays as it was. ``late``: parameters that are managed from now on."""
+    """Load a copy of a state into the wrapped optimizer, which goes on with its tensors.
+
+    The caller's dictionary stays as it was. ``late`` are parameters that are managed from now on.
+    """
     plain, groups = copied(plain), plain["param_groups"]
     own = [{k: g[k] for k in OURS if k in g} for g in wb.param_groups]
     try:

@@ -20,6 +20,7 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(x: Any) -> bool:
+    """Return True for a DTensor."""
     return hasattr(x, "to_local") and hasattr(x, "placements")
 
 

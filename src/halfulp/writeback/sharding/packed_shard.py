@@ -48,6 +48,7 @@ class PackedShard(torch.Tensor):
 
     @classmethod
     def of(cls, number: torch.Tensor, codes: Codes, whole: torch.Size, ranks: int) -> PackedShard:
+        """Wrap the packed codes of a part."""
         made = number.as_subclass(cls)
         made.number, made.codes, made.whole, made.ranks = number, codes, whole, ranks
         return made
@@ -88,8 +89,10 @@ class PackedShard(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """Decode the whole weight, rank by rank, in the type that FSDP2 computes in; into ``out`` from the
-        second time on, which autograd must not take for a change."""
+        """Decode the whole weight, rank by rank, in the type that FSDP2 computes in.
+
+        From the second time on it goes into ``out``, which autograd must not take for a change.
+        """
         into = torch.empty(self.whole, dtype=dtype, device=self.device) if out is None else out
         with torch.no_grad(), _unsafe_preserve_version_counter(into):
             row = 0
@@ -121,6 +124,7 @@ def is_packed(p: torch.Tensor) -> bool:
 
 
 def scale_count(grid: Grid, shape: tuple[int, ...]) -> int:
+    """Return the number of scales that a tensor of this shape has."""
     return 0 if grid.scaling is None else grid.scaling.segments(shape)
 
 
@@ -192,11 +196,14 @@ class ShardPlace:
             del record._unsharded_param
 
     def open(self, values: torch.Tensor) -> None:
+        """Put the values in the place of the codes."""
         self.p._local_tensor = values
 
     def close(self) -> None:
-        """FSDP2's flat view of the shard is of that one number, too: it looks whether both are the same
-        memory, and would otherwise take the shell for new values."""
+        """Close the shard, and give FSDP2's flat view of it the same single number.
+
+        FSDP2 compares the memory of both, and would otherwise take the shell for new values.
+        """
         self.p._local_tensor = self.shard
         self.record._sharded_param_data = self.flat
 
@@ -218,8 +225,10 @@ def _ranks(p: Any) -> int:
 
 
 def to_rows(codes: Codes | NativeCodes, kept: Mapping[str, torch.Tensor], p: Any) -> dict[str, torch.Tensor]:
-    """Return codes and scales of a shard as rows of the whole tensor, so that a checkpoint can be read by
-    other numbers of ranks: a code takes a byte (two and more bytes: four)."""
+    """Return codes and scales of a shard as rows of the whole tensor.
+
+    So a checkpoint can be read by other numbers of ranks: a code takes a byte (two and more bytes: four).
+    """
     out = {}
     for key in (k for k in CODES if k in kept):
         out[key] = unpack_bits(kept[key], codes.grid.bits, math.prod(codes.shape)).reshape(codes.shape)

@@ -65,6 +65,7 @@ class Dispatch:
         self.calls, self.shapes, self.kernels = scan(json.loads(raw), gpu=torch.cuda.is_available())
 
     def to_json(self) -> dict[str, Any]:
+        """Return the counts as JSON."""
         return {
             "calls": self.calls, "shapes": self.shapes, "kernels": self.kernels, "trace_sha256": self.sha256
         }  # fmt: skip

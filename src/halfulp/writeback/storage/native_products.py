@@ -64,6 +64,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        """Multiply in float8."""
         x8, scale = scaled(_rows(x), FORWARD)
         codes, of_codes = weight.codes, x.new_full((), weight.scale, dtype=torch.float32)
         ctx.save_for_backward(x8, scale, of_codes, weight)
@@ -71,6 +72,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Return the gradients of input and weight, multiplied in float8."""
         x8, scale, of_codes, weight = ctx.saved_tensors
         (g,) = grads
         g8, of_grad = scaled(_rows(g), BACKWARD)
@@ -87,6 +89,7 @@ class EmbeddedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, which: torch.Tensor, weight: Any, padding: int, by_frequency: bool) -> torch.Tensor:
+        """Look up rows and decode them."""
         ctx.save_for_backward(which)
         ctx.how = (weight.shape[0], padding, by_frequency)
         rows = torch.embedding(weight.codes.view(torch.uint8), which).view(weight.codes.dtype)
@@ -95,5 +98,6 @@ class EmbeddedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Return the gradient of the table."""
         (which,) = ctx.saved_tensors
         return None, torch.ops.aten.embedding_dense_backward(grads[0], which, *ctx.how), None, None

@@ -46,6 +46,7 @@ class NativeWeight(Unbacked):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: float) -> NativeWeight:
+        """Wrap codes as a float32 weight."""
         made: NativeWeight = cls.like(codes, torch.float32, codes.device)
         return made
 
@@ -64,6 +65,7 @@ class NativeWeight(Unbacked):
 
     @property
     def data(self) -> Any:
+        """Return what ``torch.Tensor.data`` returns."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's own
 
     @data.setter
@@ -131,6 +133,7 @@ class NativeWeight(Unbacked):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
+        """Wrap the gathered codes, as FSDP2 asks."""
         (gathered,) = outputs
         if out is not None:
             return None  # its codes are a view of what was gathered again
@@ -413,6 +416,7 @@ class NativeCodes:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the shape of this rank's part."""
         return tuple(local(self.p).shape)
 
     @property
@@ -426,6 +430,7 @@ class NativeCodes:
 
     @property
     def payload_bytes(self) -> int:
+        """Return the bytes of the codes."""
         return self.packed.numel()
 
     @property

@@ -88,6 +88,7 @@ class Codes:
 
     @property
     def payload_bytes(self) -> int:
+        """Return the bytes of codes and scales."""
         return self.packed.numel() + (
             0 if self.scales is None else self.scales.numel() * self.scales.element_size()
         )
@@ -127,8 +128,10 @@ CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict, torch.nn.ModuleLis
 
 
 class _Hook:
-    """A hook of a model with packed weights. Such a model is neither copied nor pickled whole: the copy would
-    have shells without codes."""
+    """A hook of a model with packed weights.
+
+    Such a model is neither copied nor pickled whole: the copy would have shells without codes.
+    """
 
     def __init__(self, call: Callable[..., None], weights: list[PackedWeight]) -> None:
         self._call = partial(call, weights)
@@ -145,17 +148,21 @@ class _Hook:
 
 
 class Whole:
-    """A parameter by itself: closed, its data are a shell that nothing can be written to. A shard is a
-    :class:`~halfulp.writeback.sharding.packed_shard.ShardPlace`."""
+    """A parameter by itself: closed, its data are a shell that nothing can be written to.
+
+    A shard is a :class:`~halfulp.writeback.sharding.packed_shard.ShardPlace`.
+    """
 
     def __init__(self, p: torch.nn.Parameter) -> None:
         self.p, self.kind = p, type(p)
         self.close()
 
     def open(self, values: torch.Tensor) -> None:
+        """Give the parameter its values."""
         self._set(values, opened(self.kind))
 
     def close(self) -> None:
+        """Take the values away again, leaving a shell."""
         empty = shell(self.p)
         forbid_address(empty)
         self._set(empty, closed(self.kind))
@@ -194,6 +201,7 @@ class PackedWeight:
             p.packed = self  # type: ignore[attr-defined]  # where its operations find it
 
     def open(self) -> None:
+        """Decode the values for one more user."""
         if self.users == 0:
             with torch.inference_mode(False):  # torch does not count what is written to an inference tensor
                 self.place.open(self.values())
@@ -277,6 +285,7 @@ class Shells:
         self._contexts: list[Any] = []
 
     def add(self, p: torch.nn.Parameter, name: str, codes: Codes, place: Whole | ShardPlace) -> None:
+        """Keep a parameter packed from now on."""
         self._weights[p] = PackedWeight(p, name, codes, place)
 
     def attach(self, model: torch.nn.Module, packed: list[torch.nn.Parameter]) -> None:

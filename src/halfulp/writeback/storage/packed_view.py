@@ -54,6 +54,7 @@ class PackedView(Unbacked):
 
     @classmethod
     def made(cls, of: PackedWeight, path: Callable[[torch.Tensor], torch.Tensor]) -> PackedView:
+        """Make the view that ``path`` shows of a packed weight."""
         view: PackedView = torch._C._disabled_torch_function_impl(cls._shown, (), (of, path), {})
         view.of, view.path = of, path
         return view
@@ -214,6 +215,7 @@ class ClosedParameter:
 
 
 def is_closed(x: Any) -> bool:
+    """Return True for a parameter that has no values at present."""
     return isinstance(x, ClosedParameter)
 
 

@@ -28,8 +28,10 @@ def _run_the_other() -> None:
 
 
 class _AfterTorch:
-    """Finds torch as it would be found, and does something when it is imported: many libraries ask only
-    whether it could be."""
+    """Find torch as it would be found, and act when it is imported.
+
+    Many libraries ask only whether it could be imported.
+    """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if name != "torch":
