@@ -74,7 +74,7 @@ def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
         elif language == "bash":
             command = ["bash", "-euo", "pipefail", "-c", code]
             done = subprocess.run(
-                command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=240
+                command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=570
             )
             assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
 
