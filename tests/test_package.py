@@ -27,6 +27,8 @@ def test_the_version_is_in_one_place(package: Path) -> None:
     stated = re.compile(rf"\b{re.escape(hu.__version__)}\b")
     for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "Makefile", "README.md"):
         assert not stated.search((ROOT / name).read_text()), name
+    for name in ("action.yml", "recipe/recipe.yaml", "docs/reference/json.md"):  # they cannot read it
+        assert stated.search((ROOT / name).read_text()), name
 
 
 def test_the_wheel_holds_the_sources(package: Path) -> None:

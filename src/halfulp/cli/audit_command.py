@@ -259,7 +259,7 @@ def audit(
     as_json: JSON = False,
     help_all: Annotated[bool, HELP_ALL] = False,
 ) -> None:
-    """Run a training script, a module or a command, and record what each grid would throw away."""
+    """Run a training script, a module or a command, and record what each grid would lose."""
     from halfulp.audit.rehearsal.specs import Rehearse
 
     _check(context, target, record)

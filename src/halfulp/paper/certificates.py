@@ -15,7 +15,7 @@ is certain. So the premises, for each update up to a horizon, are
     cell         every q_t + d_t lies inside an open rounding cell with two finite boundaries
     bound        B < gamma in every coordinate: one that is not certain changes later gradients
 
-The second is what ends most horizons: the reference accumulates what rounding throws away, so sooner or
+The second is what ends most horizons: the reference accumulates what rounding loses, so sooner or
 later it crosses a boundary that the stored weight does not.
 
 *Rounding errors are part of the promise.* The run is executed in floating point, and so is this module.

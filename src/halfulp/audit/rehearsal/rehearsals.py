@@ -1,6 +1,6 @@
 """Rehearsals: beside a high-precision run, the codes of the run that did not happen.
 
-A forecast by projection says how many updates a grid would throw away; it forgets at once what was lost. A
+A forecast by projection says how many updates a grid would lose; it forgets at once what was lost. A
 rehearsal remembers: it holds codes of its own, s, which start at Q(w) and are moved by the reference's own
 proposals d = w' - w under a grid and a policy. Two of them bracket the run that would really happen, which
 would notice that it stays behind, and compensate:
