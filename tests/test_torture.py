@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torture
-from torture import Trial, fuzz, mutants
+from study.samples import quick_identity
+from torture import Effort, Trial, forge, fuzz, mutants
 from torture import readers as kinds
 
 import halfulp as hu
@@ -45,6 +46,24 @@ def test_crashers_of_the_past(readers: dict[str, fuzz.Reader], tmp_path: Path) -
         damaged.write_bytes(crasher.read_bytes())
         with contextlib.suppress(hu.HalfulpError):
             reader.read(target)
+
+
+def test_forgeries_are_noticed_by_the_witnesses_that_the_page_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(forge, "quick_identity", lambda: quick_identity(patch))
+        told = list(forge.trials(Effort(long=False, folder=tmp_path)))
+        assert [t.what for t in told] == list(forge.FORGERIES)
+        assert sum(t.lost for t in told) == 0, told
+
+
+def test_a_witness_that_is_silent_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forge, "FORGERIES", {"nothing": (lambda out: None, {forge.FOLDER})})
+    with monkeypatch.context() as patch:
+        patch.setattr(forge, "quick_identity", lambda: quick_identity(patch))
+        (told,) = forge.trials(Effort(long=False, folder=tmp_path))
+    assert told.lost == 3
 
 
 def test_a_reader_that_crashes_or_dawdles_is_found(
