@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Container
 
@@ -26,13 +28,44 @@ def plain(text: str) -> str:
 
 
 def tell(*lines: str) -> None:
-    """Print lines to stderr.
+    """Print lines to stderr, where a terminal gets them broken at words.
 
     Lines that cannot be written (a full disk, a closed pipe) are dropped, so that training continues.
     """
     if sys.stderr is not None:  # for print, that would be stdout
         with contextlib.suppress(OSError, ValueError):
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+            print("\n".join(wrapped(line, width) for line in lines), file=sys.stderr, flush=True)
+
+
+def wrapped(line: str, width: int | None) -> str:
+    """Break a long line at words, never inside one; None leaves it whole, and so does an indent.
+
+    What follows a short label and spaces stays in its column. Indented lines may be code, to be copied.
+
+    >>> print(wrapped("Why    weights are bfloat16, no fp32 master", 30))
+    Why    weights are bfloat16,
+           no fp32 master
+    """
+    if width is None or len(line) <= width or line.startswith(" "):
+        return line
+    label = re.match(r"\w{1,6} {2,}", line)
+    indent = " " * (label.end() if label and label.end() < width // 2 else 0)
+    return textwrap.fill(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def time_left(spent: float, done: float, whole: float) -> str:
+    """Return an estimate of the time that work still takes, from what is done of it; empty if there is none.
+
+    >>> time_left(30, 1, 4), time_left(30, 0, 4), time_left(30, 4, 4)
+    (', about 0:01:30 left', '', '')
+    """
+    if done <= 0 or whole <= done:
+        return ""
+    seconds = round(spent / done * (whole - done))
+    return f", about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
 
 
 def shown(name: str, width: int = 60) -> str:

@@ -278,3 +278,29 @@ def test_a_terminal_that_knows_ascii_only() -> None:
     assert b"bf16" in said.stdout
     assert b"\\u2026" in said.stdout  # an ellipsis
     assert said.stdout.isascii()
+
+
+def test_a_terminal_gets_lines_broken_at_words() -> None:
+    """What is to be pasted stays on one line; elsewhere lines are whole."""
+    import io
+
+    from rich.console import Console
+
+    from halfulp.cli.console import print_plain
+
+    lines = [
+        "Why    " + "word " * 9 + "end",
+        "Fix    import halfulp as hu",
+        "       " + "x = 1; " * 9,
+        "Cost   " + "word " * 9,
+    ]
+    said = {}
+    for terminal in (True, False):
+        out = io.StringIO()
+        print_plain(Console(file=out, force_terminal=terminal, width=40, color_system=None), *lines)
+        said[terminal] = out.getvalue().splitlines()
+    assert said[False] == lines
+    assert said[True] == [
+        "Why    word word word word word word", "       word word word end", *lines[1:3],
+        "Cost   word word word word word word", "       word word word",
+    ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,18 @@ def test_the_whole_story(finished: tuple[Path, str]) -> None:
     ]
     assert order == sorted(order)
     assert "Policies" in (out / "index.html").read_text()
+
+
+def test_without_a_terminal_lines_say_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage begins with a line, and later ones say the step, the loss and an estimate of the end."""
+    monkeypatch.setattr(demo, "LINE_SECONDS", 0.0)
+    _, said = told(tmp_path / "demo")
+    lines = said.splitlines()
+    for i, name in enumerate(("reference", *demo.ARMS)):
+        assert f"{name} (run {i + 1} of 5): {TINY.updates} steps" in lines
+        between = [line for line in lines if line.startswith(f"{name}: step ")]
+        assert len(between) == TINY.updates - 1
+        assert all(re.search(r", loss \d\.\d{3}, about 0:00:\d\d left \(run \d of 5\)$", x) for x in between)
 
 
 def test_arms_share_their_start_and_their_data(finished: tuple[Path, str]) -> None:

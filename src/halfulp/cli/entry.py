@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from halfulp.errors import DiskError, HalfulpError
-from halfulp.text import plain
+from halfulp.text import plain, tell
 from halfulp.version import __version__
 
 
@@ -68,5 +68,5 @@ def run(app: typer.Typer) -> None:
 
 
 def _fail(said: str, code: int) -> NoReturn:
-    typer.echo(f"halfulp: {said}", err=True)
+    tell(f"halfulp: {said}")
     sys.exit(code)

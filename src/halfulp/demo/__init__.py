@@ -37,7 +37,7 @@ from halfulp.report import costs, words
 from halfulp.report.document import write
 from halfulp.report.page import open_traces, page
 from halfulp.report.runs import Run, arms, forecasts
-from halfulp.text import percent
+from halfulp.text import percent, time_left
 from halfulp.trace import Trace, free_folder
 from halfulp.verdicts import details
 from halfulp.verdicts.loss_costs import WHAT, between, nats, spread
@@ -49,6 +49,8 @@ ARMS = {"nearest": "rne", "stochastic": "sr", "eco": "eco", "masters": "master"}
 REHEARSED = ("bf16", GRID, "e5m2", f"{GRID}:sr", f"{GRID}:eco", f"{GRID}:master")
 EVALUATIONS = 4
 INTERRUPTED = 130
+LINE_SECONDS = 15.0
+"""Where there is no terminal: seconds between lines that say how far a run is."""
 
 
 FULL = Size(layers=4, width=128, context=64, batch=12, updates=240)
@@ -152,12 +154,17 @@ class Story:
 
     def _train(self, name: str, policy: str | None, grids: tuple[str, ...], whole: TaskID) -> None:
         self.progress.update(whole, description=f"{name}: compiling kernels, the first time only")
+        lines = not self.console.is_terminal
+        runs = f"run {len(self.made) + 1} of {1 + len(ARMS)}"
+        if lines:
+            self._say(f"{name} ({runs}): {self.size.updates} steps")
         model = LetterModel(self.size, self.vocabulary)
         optimizer: Any = adamw(model, self.size)
         if policy is not None:
             optimizer = WriteBack(optimizer, GRID, policy, model=model, seed=0)
         training = LetterTraining(model, optimizer, self.size, self.tokens, self.held_out)
         out, begun = self.folder / name, time.monotonic()
+        said = begun
         self.made.append(out)
         rehearse = REHEARSED if policy is None else None
         settings: dict[str, Any] = {"model": model, "out": out, "describe": {"name": name}}
@@ -167,10 +174,14 @@ class Story:
                 audit.log(loss, step=training.update)
                 self.progress.update(whole, advance=1, description=f"{name}: loss {float(loss):.3f}")
                 _check_written(audit)
+                if lines and (now := time.monotonic()) - said >= LINE_SECONDS and not training.done:
+                    said = now
+                    left = time_left(now - begun, training.update, self.size.updates)
+                    self._say(f"{name}: step {training.update}, loss {float(loss):.3f}{left} ({runs})")
                 if training.update % max(1, self.size.updates // EVALUATIONS) == 0 or training.done:
                     audit.evaluate(training.evaluate)
         _check_written(audit)
-        if not self.console.is_terminal:
+        if lines:
             self._say(f"{name}: {self.size.updates} steps in {time.monotonic() - begun:.0f} s")
 
     def _forecast(self) -> None:

@@ -116,12 +116,15 @@ class ScriptPilot:
         found: dict[str, dict[str, Any]] = {}
         left = self.budget - sum(self.paid.values())
         share, unpaid = 0.0, list[str]()
-        for name in ("twin", *(f"twin {spec}" for spec in names), "nudged"):
+        wanted = ("twin", *(f"twin {spec}" for spec in names), "nudged")
+        for i, name in enumerate(wanted):
             if found and share > left:
                 unpaid += [name] * (name != "nudged")
                 continue
             # The first says what one costs; half of the budget at most, for alone it says nothing.
             limit = left * own * (0.5 if not found else 1.2)
+            lasts = f"about {share * own:.0f} s" if found else f"{limit:.0f} s at most"
+            tell(f"halfulp: {name}, {i + 1} of {len(wanted)}: {lasts}")
             made = self._child(name, limit)
             cost = made["seconds"] / own
             left -= cost

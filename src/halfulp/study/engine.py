@@ -47,7 +47,7 @@ from halfulp.study.protocol import Json, SealedStage
 from halfulp.study.seal import OpenStudy, lock_folder, open_or_seal
 from halfulp.study.store import Binding, Store
 from halfulp.study.worker import Message
-from halfulp.text import plain, quoted, tell
+from halfulp.text import plain, quoted, tell, time_left
 
 LINE_SECONDS = 10.0
 WAIT_SECONDS = 0.2
@@ -156,11 +156,7 @@ class Progress:
 
     def _left(self, now: float) -> str:
         worked = self.done - self.before + sum(self.shares.values())
-        left = self.total - self.before - worked
-        if worked <= 0 or left <= 0:
-            return ""
-        seconds = round((now - self.since) / worked * left)
-        return f", about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
+        return time_left(now - self.since, worked, self.total - self.before)
 
 
 def seal(source: Source, scale: str, out: Path, *, evidence: Mapping[str, Path] | None = None) -> str:
