@@ -31,7 +31,10 @@ def records() -> dict[str, dict[str, Any]]:
             each[spec] = {**told, "kind": "twin", "trusted": True, "floor": 0.01}
         budgets = {f"{b:g}": copy.deepcopy(each) for b in BUDGETS}
         old = {spec: 0.6 * gap for spec, gap in GAPS.items()}
-        found["forecast"][f"unit{i}"] = {"reference": 2.0, "budgets": budgets, "old": old}
+        alone = {spec: {"free": gap, "twin": 1.05 * gap} for spec, gap in GAPS.items()}
+        found["forecast"][f"unit{i}"] = {
+            "reference": 2.0, "budgets": budgets, "old": old, "estimators": alone,
+        }  # fmt: skip
         for place, gap in enumerate(GAPS.values()):
             found["outcome"][f"unit{i}-{place}"] = {"loss": 2.0 + gap}
     return found

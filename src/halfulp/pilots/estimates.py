@@ -33,12 +33,6 @@ AHEAD = 1.08
 """A reference that made this many times the progress of the small-batch one: noise may rule the latter."""
 SHALLOW = 0.25
 """Below this share of the open loop's gap, such a twin reads low."""
-MOST = 1 / 12
-"""The share of a batch that a twin takes where the budget allows more: smaller ones were as good."""
-LONGEST, SHORTEST = 0.4, 0.02
-"""Shares of a run that are forked: more is not needed, and less says no more than the rehearsal."""
-BRACKET = 0.2
-"""Three forks are made where each can have this share of the run."""
 CLOSED_IN = 4.0
 """The largest ratio of upper to lower fork whose geometric mean is taken."""
 
@@ -52,6 +46,17 @@ class Twin:
     reference: float
     upper: float
     real: float
+
+    def kept(self, floor: float = SMALLEST) -> float | None:
+        """Return g_b / U_b, the share of the open loop's gap that is left; None where that is none."""
+        if not math.isfinite(self.upper) or self.upper - self.reference < max(SMALLEST, floor):
+            return None
+        return (self.real - self.reference) / (self.upper - self.reference)
+
+    def shallow(self, floor: float = SMALLEST) -> bool:
+        """Return whether so little is left that noise may rule it; the reference's end will tell."""
+        kept = self.kept(floor)
+        return kept is None or kept < SHALLOW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +92,7 @@ class Seen:
 
     def kept(self) -> float | None:
         """Return g_b / U_b, the share of the open loop's gap that the twin kept; None where that is none."""
-        if self.twin is None or not math.isfinite(self.twin.upper + self.upper):
-            return None
-        if self.twin.upper - self.twin.reference < max(SMALLEST, self.floor):
-            return None
-        return (self.twin.real - self.twin.reference) / (self.twin.upper - self.twin.reference)
-
-    def shallow(self) -> bool:
-        """Return whether the twin kept so little that noise may rule it; the reference's end will tell."""
-        kept = self.kept()
-        return kept is None or kept < SHALLOW
+        return self.twin.kept(self.floor) if self.twin is not None and math.isfinite(self.upper) else None
 
     def reads_low(self) -> bool:
         """Return the guard's answer: whether noise rules the twin, so that it hides what the format costs."""
@@ -144,33 +140,6 @@ def floor_of(real: float, again: float, twin: float, nudged: float) -> float:
     0.06
     """
     return round(max(2 * abs(nudged - twin), abs(again - real), SMALLEST / 2), 6)
-
-
-def twin_part(batch: int, formats: int, budget: float) -> int | None:
-    """Return how many sequences of a batch twins take, so that half of the budget is left; None for no twin.
-
-    >>> twin_part(64, 3, 0.15), twin_part(12, 3, 0.15), twin_part(1024, 3, 0.15)
-    (1, None, 15)
-    """
-    most = math.floor(budget * batch / (formats + 1) + 1e-9)
-    if batch < 2 or most < 1:
-        return None
-    half = math.floor(budget / 2 * batch / (formats + 2))
-    return max(1, min(half, math.ceil(batch * MOST)))
-
-
-def fork_plan(left: float, suspects: int) -> tuple[float, tuple[str, ...]]:
-    """Return the share of the run that each fork can have, and the codes to fork from; zero for no forks.
-
-    >>> fork_plan(0.3, 2), fork_plan(2.0, 2), fork_plan(0.01, 1)
-    ((0.15, ('point',)), (0.3333333333333333, ('lower', 'point', 'upper')), (0.0, ()))
-    """
-    each = left / suspects if suspects else 0.0
-    if each < SHORTEST:
-        return 0.0, ()
-    if each >= 3 * BRACKET:
-        return min(LONGEST, each / 3), ("lower", "point", "upper")
-    return min(LONGEST, each), ("point",)
 
 
 def gaps(seen: Seen) -> dict[Kind, float]:

@@ -21,15 +21,8 @@ from typing import Any
 
 from halfulp.errors import UsageError
 from halfulp.pilots import run_states, rungs
-from halfulp.pilots.estimates import (
-    SHALLOW,
-    Forks,
-    Seen,
-    Twin,
-    floor_of,
-    fork_plan,
-    twin_part,
-)  # fmt: skip
+from halfulp.pilots.estimates import Forks, Seen, Twin, floor_of
+from halfulp.pilots.ladder import Ladder, fork_plan
 from halfulp.pilots.prices import Prices, priced
 from halfulp.pilots.results import Results
 from halfulp.verdicts.intervals import SMALLEST, family_of
@@ -102,7 +95,7 @@ class Pilot:
             "seed": self.training.seed, "batch": batch, "weights": weights,
         }  # fmt: skip
         self._results = Results(self.folder, asked)
-        part = twin_part(batch, len(self.formats), self.budget)
+        part = Ladder(budget=self.budget, formats=len(self.formats), batch=batch).part
         twins = {} if part is None else self._twins(part, batch)
         share, bounds = self._forks_planned(twins)
         update = round(self.training.updates * (1 - share))
@@ -149,7 +142,16 @@ class Pilot:
 
     def _forks_planned(self, twins: dict[str, Any]) -> tuple[float, tuple[str, ...]]:
         """Return the largest share of the run to fork, and the codes to fork from."""
-        return fork_plan(self.left, len([f for f in self.formats if not twins or _shallow(twins, f)]))
+        floor = self._floor(twins)
+        suspects = [f for f in self.formats if not twins or _twin(twins, f).shallow(floor)]
+        return fork_plan(self.left, len(suspects))
+
+    @staticmethod
+    def _floor(twins: dict[str, Any]) -> float:
+        """Return the floor as far as twins tell it."""
+        if not twins or twins["nudged"] is None:
+            return SMALLEST
+        return floor_of(0.0, 0.0, _loss(twins["reference"]["real"]), twins["nudged"])
 
     def _reference(self, fork_at: int, bounds: tuple[str, ...]) -> dict[str, Any]:
         keep = None if self.folder is None else rungs.Keep(self.folder / "reference", self.save_every)
@@ -184,13 +186,7 @@ class Pilot:
                 full["real"], _loss(full["again"]), _loss(twins["reference"]["real"]), twins["nudged"]
             )
         for spec in self.formats:
-            twin = None
-            if twins:
-                small = twins["reference"]
-                twin = Twin(
-                    share=twins["share"], reference=_loss(small["real"]),
-                    upper=_loss(small["as_if"][spec]["upper"]), real=twins["real"][spec],
-                )  # fmt: skip
+            twin = _twin(twins, spec) if twins else None
             losses = full["as_if"][spec]
             found[spec] = Seen(
                 start=full["start"], reference=full["real"], upper=_loss(losses["upper"]),
@@ -199,10 +195,12 @@ class Pilot:
         return found
 
 
-def _shallow(twins: dict[str, Any], spec: str) -> bool:
-    """Return True if the twin kept so little of its open-loop gap that noise may dominate."""
-    reference, upper = _loss(twins["reference"]["real"]), _loss(twins["reference"]["as_if"][spec]["upper"])
-    return upper - reference < SMALLEST or (twins["real"][spec] - reference) / (upper - reference) < SHALLOW
+def _twin(twins: dict[str, Any], spec: str) -> Twin:
+    small = twins["reference"]
+    return Twin(
+        share=twins["share"], reference=_loss(small["real"]), upper=_loss(small["as_if"][spec]["upper"]),
+        real=twins["real"][spec],
+    )  # fmt: skip
 
 
 def _told(found: rungs.Reference) -> dict[str, Any]:

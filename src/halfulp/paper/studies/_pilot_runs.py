@@ -34,15 +34,17 @@ from halfulp.pilots.estimates import (
     Twin,
     estimate,
     floor_of,
-    fork_plan,
-    twin_part,
-)  # fmt: skip
+    gaps,
+)
+from halfulp.pilots.ladder import SLACK, Ladder, fork_plan
 from halfulp.study.protocol import Running
 from halfulp.verdicts.intervals import SMALLEST, family_of, shipped
 from halfulp.writeback.rules.lion import Lion
 
 Json = Any
 BOUNDS = ("lower", "point", "upper")
+ESTIMATORS = ("free", "twin", "raw", "fork 10%", "fork 20%", "fork 40%", "bracket")
+"""Every estimator, forks by how much of the run they were."""
 
 
 def _optimizer(kind: str, model: torch.nn.Module, arm: Arm) -> torch.optim.Optimizer:
@@ -209,25 +211,26 @@ def seen_of(
     return found
 
 
+def ladder(config: Mapping[str, Json], budget: float) -> Ladder:
+    """Return what a share of the run per format pays for, in sequences."""
+    count = len(config["formats"])
+    return Ladder(budget=budget * count, formats=count, batch=batch_of(config))
+
+
 def bought(record: Mapping[str, Json], config: Mapping[str, Json], budget: float) -> dict[str, Estimate]:
     """Return what a pilot would say that may spend a share of the run on every format.
 
     The rule is the pilot's own; of twins and forks, those are taken that were made, the nearest that cost no
     more.
     """
-    count, batch = len(config["formats"]), batch_of(config)
-    left, part, share = budget * count, "", ""
-    wanted = twin_part(batch, count, left)
-    if wanted is not None:
-        part = str(max((p for p in config["parts"] if p <= wanted), default=config["parts"][0]))
-        left -= (count + 1) * int(part) / batch
-    floor = left >= int(part or 0) / batch
-    left -= int(part or 0) / batch * floor
-    seen = seen_of(record, config, part, "", floor=floor)
-    suspects = [f for f in seen.values() if not part or f.shallow()]
-    each, bounds = fork_plan(left + 1e-9, len(suspects))
+    plan = ladder(config, budget)
+    wanted, left = plan.part, plan.left - plan.floor * plan.share(plan.part or 0)
+    part = "" if wanted is None else str(max(p for p in config["parts"] if p <= wanted))
+    seen = seen_of(record, config, part, "", floor=plan.floor)
+    suspects = [f for f in seen.values() if f.twin is None or f.twin.shallow(f.floor)]
+    each, bounds = fork_plan(left + SLACK, len(suspects))
     share = max((s for s in config["forks"] if float(s) <= each), key=float, default="")
-    forked = seen_of(record, config, part, share, floor=floor)
+    forked = seen_of(record, config, part, share, floor=plan.floor)
     found = {}
     for spec, known in seen.items():
         one = forked[spec] if not part or known.reads_low() else known
@@ -264,8 +267,13 @@ def forecast(running: Running) -> dict[str, Json]:
             for spec, e in each.items()
         }  # fmt: skip
     real = record["reference"]["real"]
+    by_kind: dict[str, dict[str, float | None]] = {spec: {} for spec in config["formats"]}
+    for share in config["forks"]:
+        for spec, seen in seen_of(record, config, "1", share).items():
+            for kind, gap in gaps(seen).items():
+                by_kind[spec][f"fork {float(share):.0%}" if kind == "fork" else kind] = finite(gap)
     old = {spec: None if x is None else finite(x - real) for spec, x in record["old"].items()}
-    return {"reference": real, "budgets": made, "old": old}
+    return {"reference": real, "budgets": made, "old": old, "estimators": by_kind}
 
 
 def outcome(running: Running) -> dict[str, Json]:
