@@ -111,6 +111,14 @@ def test_eco_is_not_bounded_by_a_rehearsal_that_is_too_low() -> None:
     assert (row("twin", low), row("free", low), row("fork", low)) == ("twin eco", "free eco", "free eco")
 
 
+def test_the_guard_trusts_what_was_within_a_third_where_it_was_calibrated() -> None:
+    assert estimate(SEEN, TABLE).trusted
+    assert not estimate(SEEN, {**TABLE, "twin": [0.27] * 20}).trusted
+    assert not estimate(replace(SEEN, family="eco"), TABLE).trusted
+    assert estimate(SEEN, shipped()).trusted
+    assert not estimate(replace(SEEN, family="eco"), shipped()).trusted
+
+
 def test_seen_is_json_and_back() -> None:
     for known in (SEEN, replace(CORNER, forks=forks(point=2.5)), replace(SEEN, twin=None)):
         assert Seen.from_json(json.loads(json.dumps(known.to_json()))) == known

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from halfulp.verdicts.intervals import COVERAGE, SMALLEST, Family, Table, interval
+from halfulp.verdicts.intervals import COVERAGE, SMALLEST, Family, Table, interval, quantile
 
 Kind = Literal["free", "twin", "raw", "fork", "bracket"]
 
@@ -33,6 +33,8 @@ AHEAD = 1.08
 """A reference that made this many times the progress of the small-batch one: noise may rule the latter."""
 SHALLOW = 0.25
 """Below this share of the open loop's gap, such a twin reads low."""
+TRUSTED = 1.3
+"""The factor within which an estimator must have been nine times in ten, where it was calibrated."""
 CLOSED_IN = 4.0
 """The largest ratio of upper to lower fork whose geometric mean is taken."""
 
@@ -121,7 +123,8 @@ class Estimate:
     kind: Kind
     floor: float
     trusted: bool = True
-    """True if the guard accepts it: an estimate that was paid for and passed. False for the free point."""
+    """True if the guard accepts it: paid for, not ruled by noise, and on calibrating runs like this one within
+    a factor of :data:`TRUSTED` nine times in ten. False for the free point."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -202,5 +205,6 @@ def estimate(seen: Seen, table: Table, coverage: float = COVERAGE) -> Estimate:
         high = max(min(high, seen.upper - seen.reference + seen.floor), found[kind], low)
     return Estimate(
         gap=found[kind], low=low, high=high, kind=kind, floor=seen.floor,
-        trusted=kind != "free", notes=tuple(notes),
+        trusted=kind != "free" and quantile(table.get(row(kind, seen), ()), coverage) <= math.log(TRUSTED),
+        notes=tuple(notes),
     )  # fmt: skip
