@@ -123,8 +123,8 @@ class Estimate:
     kind: Kind
     floor: float
     trusted: bool = True
-    """True if the guard accepts it: paid for, not ruled by noise, and on calibrating runs like this one within
-    a factor of :data:`TRUSTED` nine times in ten. False for the free point."""
+    """True if the guard accepts it: paid for, not ruled by noise, and where such estimates were calibrated,
+    within a factor of :data:`TRUSTED` nine times in ten. False for the free point."""
     notes: tuple[str, ...] = field(default=())
 
     @property
