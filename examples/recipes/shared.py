@@ -66,6 +66,7 @@ def report(main: Callable[[Path], dict[str, Any]]) -> None:
         shown = main(folder)
         if several_ranks():
             torch.distributed.barrier()
+            torch.distributed.destroy_process_group()  # else gloo's threads may abort as it ends
     finally:
         if is_first():
             shutil.rmtree(folder, ignore_errors=True)

@@ -34,8 +34,14 @@ def tell(*lines: str) -> None:
     """
     if sys.stderr is not None:  # for print, that would be stdout
         with contextlib.suppress(OSError, ValueError):
-            width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+            width = shutil.get_terminal_size().columns if is_terminal(sys.stderr) else None
             print("\n".join(wrapped(line, width) for line in lines), file=sys.stderr, flush=True)
+
+
+def is_terminal(stream: object) -> bool:
+    """Return True if a stream is a terminal; streams that scripts put in the place of stderr may not say."""
+    isatty = getattr(stream, "isatty", None)
+    return callable(isatty) and bool(isatty())
 
 
 def wrapped(line: str, width: int | None) -> str:

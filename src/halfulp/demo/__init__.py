@@ -37,7 +37,7 @@ from halfulp.report import costs, words
 from halfulp.report.document import write
 from halfulp.report.page import open_traces, page
 from halfulp.report.runs import Run, arms, forecasts
-from halfulp.text import percent, time_left
+from halfulp.text import is_terminal, percent, time_left
 from halfulp.trace import Trace, free_folder
 from halfulp.verdicts import details
 from halfulp.verdicts.loss_costs import WHAT, between, nats, spread
@@ -113,7 +113,7 @@ def _screen() -> bool:
     graphical = sys.platform in ("darwin", "win32") or bool(
         os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     )
-    return graphical and sys.stdout.isatty()
+    return graphical and is_terminal(sys.stdout)
 
 
 def _check_written(audit: Audit) -> None:

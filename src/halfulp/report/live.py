@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from halfulp.text import percent, shown
+from halfulp.text import is_terminal, percent, shown
 
 INTERVAL, LINE_INTERVAL = 0.25, 10.0
 """Seconds between pictures, and between plain lines."""
@@ -65,8 +65,8 @@ class LiveView:
                 console=self.console,
                 auto_refresh=False,
                 transient=True,
-                redirect_stdout=sys.stdout.isatty(),
-                redirect_stderr=sys.stderr.isatty(),
+                redirect_stdout=is_terminal(sys.stdout),
+                redirect_stderr=is_terminal(sys.stderr),
             )
             self._live.start()
         return self
