@@ -177,6 +177,27 @@ def test_the_name_follows_every_source(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(names) == 1 + len(list(tmp_path.glob("*.[hc]*")))
 
 
+@pytest.mark.parametrize("home", [True, False])
+def test_a_read_only_file_system(
+    home: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It refuses with another error than a folder of somebody else's: the user's cache serves, or it is said
+    which variable names a folder."""
+    package = tmp_path / "package"
+    package.touch()  # a file refuses everybody, the superuser too, and not with a PermissionError
+    monkeypatch.setattr(native, "__file__", str(package / "__init__.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache" if home else package))
+    monkeypatch.setattr(build, "build", lambda folder: folder / build.library_name())
+    if home:
+        assert native._file().parent == tmp_path / "cache" / "halfulp" / "native"
+        return
+    native.library.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="halfulp"):
+        assert native.library() is None
+    assert "set XDG_CACHE_HOME" in caplog.text
+    native.library.cache_clear()
+
+
 COPIED = """
 import halfulp.kernels.native as native
 print(native.library().name)

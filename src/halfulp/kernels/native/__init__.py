@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
@@ -119,18 +120,32 @@ def library() -> Library | None:
 
 def _file() -> Path:
     """Find the library in the package, or in a folder of the user's where the package cannot be written."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folders = [Path(__file__).parent / "built", home / "halfulp" / "native"]
+    own = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # never raises
+    folders = [Path(__file__).parent / "built", Path(own) / "halfulp" / "native"]
     name = build.library_name()
     for folder in folders:
         if (folder / name).exists():
             return folder / name
+    writable = [folder for folder in folders if _writable(folder)]
+    if not writable:
+        raise OSError(
+            f"neither {folders[0]} nor {folders[1]} can be written (set XDG_CACHE_HOME to a folder that can)"
+        )
     if build.compiler() is not None:
         print("halfulp: compiling its kernels, once; this takes about a minute.", file=sys.stderr)
+    return build.build(writable[0])
+
+
+def _writable(folder: Path) -> bool:
+    """Return True if files can be made in a folder, by making one: a file system may be read-only."""
+    if not folder.is_absolute():  # "~" of a user without a home
+        return False
     try:
-        return build.build(folders[0])
-    except PermissionError:
-        return build.build(folders[1])
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def described() -> str:
