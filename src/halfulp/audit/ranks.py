@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ def rank() -> int:
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
+    return _launched_as()
+
+
+@cache
+def _launched_as() -> int:
     return int(os.environ.get("RANK", "0"))
 
 

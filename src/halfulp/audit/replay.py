@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from halfulp import kernels
-from halfulp.audit.meter.rows import Row, numbers, tables
+from halfulp.audit.meter.rows import Row, Summing, tables
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.numbers.grids import grid as named
 from halfulp.text import plain
@@ -75,7 +75,7 @@ def replay(trace: Trace, grids: Iterable[str], out: str | Path) -> Trace:
             if tensor not in followed:
                 followed[tensor] = _fresh(before, len(wanted), follow)
             found = kernels.audit(before, after, wanted, after=True, **followed[tensor])
-            rows.append(Row(step=step, ids=[tensor], rates=[lr], numbers=numbers(found)))
+            rows.append(Row(step=step, ids=[tensor], rates=[lr], numbers=Summing(found)()))
         writer.commit(tables(rows, losses, len(wanted)), {}, last_step=rows[-1].step)
     writer.close()
     return Trace.open(out)

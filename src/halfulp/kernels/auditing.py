@@ -45,26 +45,39 @@ class Layout:
         return np.asarray(np.repeat(np.array(bases, dtype=np.int64), self.tiles) + self.begins * itemsize)
 
 
-def add_tiles(found: Audited, starts: Array, each: int, made: Array) -> None:
+class TileSums:
     """Add up the tiles of an audit into one row per tensor.
 
+    Made ready once for an audit whose results are in the same place at every step: to look up the addresses
+    of arrays takes longer than to add up a small model.
+
     Args:
-        found: What was found, on the CPU.
+        found: What is found, on the CPU.
         starts: The first tile of every tensor.
         each: How far apart grids are in a row; counts come first, then phase, expected and ARRIVED.
-        made: The rows.
+        width: The length of a row.
     """
-    parts = [
-        np.ascontiguousarray(x.numpy())
-        for x in (found.counts, found.shared, found.phase, found.expected, found.arrived, found.sums)
-    ]
-    library = native.library()
-    starts = np.ascontiguousarray(starts, dtype=np.int64)
-    if library is None:
-        fallback.add_tiles(parts, starts, each, made)
-        return
-    given = (*map(native.at, parts), *parts[0].shape, each, len(starts), native.at(starts), native.at(made))
-    library.opened.halfulp_add_tiles(byref(native.STRUCTURES["Audited"](*given)))
+
+    def __init__(self, found: Audited, starts: Sequence[int], each: int, width: int) -> None:
+        self._parts = [
+            np.ascontiguousarray(x.numpy())
+            for x in (found.counts, found.shared, found.phase, found.expected, found.arrived, found.sums)
+        ]
+        self._starts, self._each = np.array(starts, dtype=np.int64), each
+        self._shape = (len(starts), width)
+        given = (*map(native.at, self._parts), *self._parts[0].shape, each, len(starts))
+        self._call = native.STRUCTURES["Audited"](*given, native.at(self._starts), None)
+
+    def __call__(self) -> Array:
+        """Return new rows; what nothing is added to is zero."""
+        made = torch.zeros(self._shape, dtype=torch.float64, device="cpu")
+        library, rows = native.library(), made.numpy()
+        if library is None:
+            fallback.add_tiles(self._parts, self._starts, self._each, rows)
+        else:
+            self._call.made = made.data_ptr()
+            library.opened.halfulp_add_tiles(byref(self._call))
+        return rows
 
 
 class Together:
@@ -98,6 +111,7 @@ class Together:
         self._places[:, 1] = layout.used
         none = self._flat[:0]
         self.call = Call(self._flat, none, True, plans, before.dtype, phase, (moved, stay), self._places)
+        self._copy = native.call_of("copy", bytes=self._flat.itemsize, places=self._places, into=self._flat)
 
     def set_aside(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the tensors as they are before a step."""
@@ -105,8 +119,7 @@ class Together:
         if native.library() is None:
             fallback.set_aside(held, self.layout.starts, self._flat)
             return
-        call = native.call_of("copy", bytes=self._flat.itemsize, places=self._places, into=self._flat)
-        native.run("copy", self.layout.total, call)
+        native.run("copy", self.layout.total, self._copy)
 
     def audit(self, tensors: Sequence[torch.Tensor]) -> Audited:
         """Audit the step that led to these tensors; tiles are in the order of the layout.
@@ -127,7 +140,14 @@ class Together:
         sizes = self.layout.sizes
         if len(tensors) != len(sizes):
             raise UsageError(f"expected {len(sizes)} tensors to audit together, found {len(tensors)}.")
-        held = [_read(x, size, self._dtype) for x, size in zip(tensors, sizes, strict=True)]
+        dtype = self._dtype
+        held = [
+            x
+            if type(x) in PLAIN and x.dtype == dtype and x.layout == torch.strided and x.is_cpu
+            and x.is_contiguous() and x.numel() == size and not x.is_neg()
+            else _copied(x, size, dtype)
+            for x, size in zip(tensors, sizes, strict=True)
+        ]  # fmt: skip
         bases = [x.data_ptr() for x in held]
         if bases != self._bases:
             self._places[:, 0] = self.layout.addresses(bases, self._flat.itemsize)
@@ -135,13 +155,10 @@ class Together:
         return held
 
 
-def _read(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor whose memory, from its address on, holds the values: itself or a copy."""
+def _copied(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of a tensor whose memory is not the plain sequence of its values."""
     if x.numel() != size:
         raise UsageError(f"expected {size} values, as at the first step, found {x.numel()}.")
-    plain = type(x) in PLAIN and x.dtype == dtype and x.is_cpu
-    if plain and x.layout == torch.strided and x.is_contiguous() and not x.is_neg():
-        return x
     return torch.empty(x.shape, dtype=dtype, device="cpu").copy_(x.detach())
 
 

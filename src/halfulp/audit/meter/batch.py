@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from halfulp.audit.meter.rows import Array, numbers
+from halfulp.audit.meter.rows import Array, Summing
 from halfulp.audit.meter.tensor import Watched
 from halfulp.kernels import TILE
 from halfulp.kernels.auditing import Layout, Together
@@ -29,6 +29,7 @@ class Batch:
 
     def __init__(self, members: Sequence[Watched], phase: bool) -> None:
         self.members = list(members)
+        self._sampled = any(w.tiles is not None for w in members)
         self.at = {w: i for i, w in enumerate(members)}
         self.grids: list[Grid] = members[0].grids
         self.shapes = [w.values().shape for w in members]
@@ -60,6 +61,7 @@ class Batch:
         self._together = Together(
             self.before, self.layout, self.grids, phase=phase, moved=self.moved, stay=self.stay
         )
+        self._rows = Summing(self._together.call.found, self.starts)
 
     def _places(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -79,7 +81,10 @@ class Batch:
 
     def set_aside(self) -> None:
         """Keep the weights as they are before a step."""
-        self._together.set_aside([w.whole() for w in self.members])
+        self._together.set_aside(self._whole(self.members))
+
+    def _whole(self, of: Sequence[Watched]) -> list[torch.Tensor]:
+        return [w.whole() for w in of] if self._sampled else [w.tensor for w in of]
 
     def keep_after(self) -> None:
         """Keep the values after each step side by side from now on."""
@@ -93,14 +98,17 @@ class Batch:
 
     def _now(self, present: Sequence[Watched]) -> list[torch.Tensor]:
         """Return what every member is after a step; one that is not part of it stays."""
+        if present == self.members:
+            return self._whole(present)
         now = list(self._before)
-        for w in present:
-            now[self.at[w]] = w.whole()
+        for w, x in zip(present, self._whole(present), strict=True):
+            now[self.at[w]] = x
         return now
 
     def audit(self, present: Sequence[Watched]) -> Array:
         """Return the numbers of the members that are part of this step, a row each."""
-        rows = numbers(self._together.audit(self._now(present)), self.starts)
+        self._together.audit(self._now(present))
+        rows = self._rows()
         return rows if present == self.members else rows[[self.at[w] for w in present]]
 
 

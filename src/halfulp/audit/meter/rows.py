@@ -16,7 +16,7 @@ import torch
 
 from halfulp import kernels
 from halfulp.kernels import ARRIVED, AUDIT_COUNTS
-from halfulp.kernels.auditing import add_tiles
+from halfulp.kernels.auditing import TileSums
 from halfulp.trace.columns import SCHEMAS, Columns, empty
 from halfulp.trace.schema import TABLES
 
@@ -36,7 +36,7 @@ class Row:
     """Its tensors."""
     rates: Sequence[float]
     numbers: Array
-    """(tensors, numbers of :func:`numbers`)."""
+    """(tensors, numbers of :class:`Summing`)."""
 
     def per_grid(self) -> Array:
         """(tensors, grids, PER_GRID)."""
@@ -47,18 +47,26 @@ class Row:
         return self.numbers[:, -len(SHARED) :]
 
 
-def numbers(found: kernels.Audited, starts: Sequence[int] = (0,)) -> Array:
-    """Everything about tensors at one step, one row each, float64: PER_GRID grid after grid, then SHARED.
+class Summing:
+    """Make the rows of tensors from what an audit found tile by tile, in the same place at every step.
 
-    ``starts``: the first tile of every tensor; a tensor alone may be empty (a shard). Not a number where the
-    frozen counts of weight decay alone and of the rest alone would be.
+    Args:
+        found: What is found, on the CPU.
+        starts: The first tile of every tensor; a tensor alone may be empty (a shard).
     """
-    grids = found.counts.shape[1]
-    made = np.zeros((len(starts), grids * EACH + len(SHARED)))
-    add_tiles(found, np.array(starts), EACH, made)
-    per_grid = made[:, : grids * EACH].reshape(len(starts), grids, EACH)
-    per_grid[:, :, PER_GRID.index("frozen_decay") :] = np.nan
-    return made
+
+    def __init__(self, found: kernels.Audited, starts: Sequence[int] = (0,)) -> None:
+        grids = found.counts.shape[1]
+        self._sums = TileSums(found, starts, EACH, grids * EACH + len(SHARED))
+
+    def __call__(self) -> Array:
+        """Everything about the tensors, one row each, float64: PER_GRID grid after grid, then SHARED.
+
+        Not a number where the frozen counts of weight decay alone and of the rest alone would be.
+        """
+        made = self._sums()
+        leave_out(made, "frozen_decay", "frozen_gradient")
+        return made
 
 
 def numbers_on_device(found: kernels.Audited) -> torch.Tensor:
@@ -77,7 +85,7 @@ def numbers_on_device(found: kernels.Audited) -> torch.Tensor:
 
 def row_of(found: kernels.Audited) -> torch.Tensor | Array:
     """Return the row of one tensor, where its counts are."""
-    return numbers(found)[0] if found.counts.device.type == "cpu" else numbers_on_device(found)
+    return Summing(found)()[0] if found.counts.device.type == "cpu" else numbers_on_device(found)
 
 
 def leave_out(made: Array, *columns: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +16,7 @@ from halfulp.numbers.grids import grid as named
 from halfulp.trace import FORMAT
 from halfulp.version import __version__
 from halfulp.writeback.optimizer import WriteBack
-from halfulp.writeback.policies import POLICIES, Policy
+from halfulp.writeback.policies import POLICIES
 from halfulp.writeback.rules import rule_of
 
 
@@ -40,17 +41,25 @@ def begun(grids: Iterable[Grid], every: int, options: dict[str, Any], run: dict[
         },
         "run": run,
     }
-    return {key: _encodable(value) for key, value in made.items()}
+    return dict(_encodable(made))
 
 
 def _encodable(value: Any) -> Any:
     """Make text encodable as UTF-8: arguments that are not valid text arrive with lone surrogates."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return _escaped(value)
+    return value
+
+
+def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list | tuple):
-        return [_encodable(v) for v in value]
+        return [_escaped(v) for v in value]
     if isinstance(value, dict):
-        return {_encodable(k): _encodable(v) for k, v in value.items()}
+        return {_escaped(k): _escaped(v) for k, v in value.items()}
     return value
 
 
@@ -71,11 +80,11 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "class": type(optimizer).__name__,
         **wraps,
         "one_pass": one_pass(inner),
-        "admits": [name for name, kind in POLICIES.items() if _admits(kind(), inner)],
+        "admits": admitting(inner),
         "defaults": defaults,
         "groups": groups,
     }
-    return {key: _encodable(value) for key, value in made.items()}
+    return dict(_encodable(made))
 
 
 def one_pass(optimizer: torch.optim.Optimizer) -> bool:
@@ -89,11 +98,14 @@ def one_pass(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _admits(policy: Policy, optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a write-back with this policy would accept the optimizer, by the policy's own check."""
-    try:
-        for group in optimizer.param_groups:
-            policy.check(named("bf16"), optimizer, group)  # a float grid: dqt's own rule is not one
-    except UsageError:
-        return False
-    return True
+def admitting(optimizer: torch.optim.Optimizer) -> list[str]:
+    """List the policies with which a write-back would accept the optimizer, by their own checks."""
+    found, grid = [], named("bf16")  # a float grid: dqt's own rule is not one
+    for name, kind in POLICIES.items():
+        try:
+            for group in optimizer.param_groups:
+                kind().check(grid, optimizer, group)
+        except UsageError:
+            continue
+        found.append(name)
+    return found

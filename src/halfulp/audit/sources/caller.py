@@ -32,7 +32,8 @@ FRAMEWORKS = {
     "accelerate": "accelerate",
 }
 """Prefixes of modules on the stack, and what the framework is called; the first that is there counts."""
-OURS = ("halfulp", "torch")
+THEIRS = tuple(f"{name}." for name in FRAMEWORKS)
+OURS = ("halfulp.", "torch.")
 DEEP = 200
 INSTALLED = tuple(
     {
@@ -56,7 +57,7 @@ def _caller(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     frames = [f for f in _outward() if not _inside(_module(f), OURS)]
     selves = [s for f in frames if (s := variables(f).get("self")) is not None]
     there = {_module(f) for f in frames} | {k.__module__ for s in selves for k in type(s).__mro__}
-    found = next((p for p in FRAMEWORKS if any(_inside(m, (p,)) for m in there)), None)
+    found = next((p for p in FRAMEWORKS if any(_inside(m, (f"{p}.",)) for m in there)), None)
     framework = "loop" if found is None else FRAMEWORKS[found]
     made: dict[str, Any] = {"framework": framework}
     if found is not None:
@@ -89,7 +90,8 @@ def _module(frame: FrameType) -> str:
 
 
 def _inside(module: str, prefixes: tuple[str, ...]) -> bool:
-    return any(module == p or module.startswith(f"{p}.") for p in prefixes)
+    """Return True if a module is one of these packages, named with a dot at the end, or inside."""
+    return f"{module}.".startswith(prefixes)
 
 
 def _takes(trainer: type) -> list[str]:
@@ -112,7 +114,7 @@ def _names(
     made: dict[str, str] = {}
     whole = False
     for frame in reversed(frames):
-        if _inside(_module(frame), tuple(FRAMEWORKS)) or frame.f_code.co_filename.startswith(INSTALLED):
+        if _inside(_module(frame), THEIRS) or frame.f_code.co_filename.startswith(INSTALLED):
             continue
         models = {}
         for name, value in _variables(frame):

@@ -8,13 +8,14 @@ telemetry. It is measured in the first steps, then in every sixteenth audited st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from halfulp.audit.meter.tensor import Watched
 from halfulp.audit.ranks import world
+from halfulp.audit.sources.moments import groups_of
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.rules import decay_of, rule_of
 
@@ -33,29 +34,26 @@ class Gain:
         """The mean over the steps that were looked at, if there were any."""
         return self._sum / self._steps if self._steps else None
 
-    def look(
-        self, optimizer: torch.optim.Optimizer, seen: Sequence[Watched], groups: Mapping[Any, dict[str, Any]]
-    ) -> None:
+    def look(self, optimizer: torch.optim.Optimizer, seen: Sequence[Watched]) -> None:
         """Look at a step that is over, while the values before it are still there."""
         self._seen += 1
         if self._seen > FIRST and self._seen % EACH:
             return
         try:
-            gain = _gain(optimizer, seen, groups)
+            gain = _gain(optimizer, seen)
         except Exception:  # a state that only looks like Adam's: no gain, and the training is not harmed
             return
         if gain is not None and math.isfinite(gain):
             self._sum, self._steps = self._sum + gain, self._steps + 1
 
 
-def _gain(
-    optimizer: torch.optim.Optimizer, seen: Sequence[Watched], groups: Mapping[Any, dict[str, Any]]
-) -> float | None:
+def _gain(optimizer: torch.optim.Optimizer, seen: Sequence[Watched]) -> float | None:
     """Return the gain of a step; None if it is unknown."""
     if isinstance(optimizer, WriteBack):
         return optimizer.events.gain if world() == 1 else None  # of shards it asks all ranks
     narrow = [w for w in seen if w.tensor.dtype.itemsize == 2 and not w.sharded]
     known = narrow if rule_of(optimizer) is not None else []
+    groups = groups_of(optimizer)
     pairs = [p for w in known if (p := _products(optimizer, w, groups[w.tensor])) is not None]
     square = sum(p[1] for p in pairs)
     return sum(p[0] for p in pairs) / square if square > 0 else None

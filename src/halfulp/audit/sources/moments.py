@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -14,6 +15,11 @@ from halfulp.writeback.optimizer import WriteBack
 def wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that keeps the state."""
     return optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the parameter group of every tensor that an optimizer steps."""
+    return {p: group for group in optimizer.param_groups for p in group["params"]}
 
 
 def moments_of(

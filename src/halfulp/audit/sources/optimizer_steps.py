@@ -23,7 +23,7 @@ from halfulp.audit.pipeline import Pipeline
 from halfulp.audit.ranks import as_tensor, taking_part, world
 from halfulp.audit.sources.gain import Gain
 from halfulp.audit.sources.held_dtypes import OptimizerNotes
-from halfulp.audit.sources.moments import wrapped
+from halfulp.audit.sources.moments import groups_of, wrapped
 from halfulp.audit.sources.names import Naming, models_around, name_parameters
 from halfulp.audit.sources.step_count import StepCount
 from halfulp.audit.sources.step_hooks import StepHooks
@@ -98,15 +98,16 @@ class OptimizerSteps:
                 "What is lost there is in optimizer.events; or leave in_backward() out.",
             )
         coming = sink.step if self._stepped else sink.step + 1
-        looks = pipeline.due(coming) or pipeline.rehearses(coming)
+        due = pipeline.due(coming)
+        looks = due or pipeline.rehearses(coming)
         here = self.watch(optimizer) if looks else []
         if tracked is not None:
             if self._resumes(coming):
                 tracked.before_skipped(self.watch(optimizer))
-            if pipeline.due(coming):
+            if due:
                 tracked.look_for(optimizer)
             if not self._stepped:
-                tracked.step_begins(coming, pipeline.due(coming))
+                tracked.step_begins(coming, due)
         if looks:
             here = pipeline.unaltered(here)
             self.notes.before(optimizer)
@@ -114,7 +115,7 @@ class OptimizerSteps:
                 grad = w.tensor.grad
                 w.asked, w.given = grad is not None, None if w.scores is None else grad
             pipeline.meter.set_aside(here)
-            if tracked is not None and pipeline.due(coming):
+            if tracked is not None and due:
                 tracked.before(optimizer, here, coming)
         self.seconds += time.perf_counter() - start
 
@@ -125,13 +126,14 @@ class OptimizerSteps:
             pipeline.advance()
         self._count.stepped(optimizer)
         self._stepped.append(optimizer)
-        if pipeline.due(sink.step) or pipeline.rehearses(sink.step):
+        due, rehearses = pipeline.due(sink.step), pipeline.rehearses(sink.step)
+        if due or rehearses:
             with torch.no_grad():
-                self._record(optimizer)
+                self._record(optimizer, due, rehearses)
                 if self.notes.after(optimizer):
                     run = {"caller": self.notes.caller} if self.notes.caller else {}
                     sink.state_in_manifest({"optimizers": self.notes.described(), "run": run})
-                if self.tracked is not None and pipeline.due(sink.step):
+                if self.tracked is not None and due:
                     self.tracked.after(optimizer)
         self.losses.clear()
         if self.optimizers is not None and len(self._stepped) == len(self.optimizers):
@@ -184,7 +186,7 @@ class OptimizerSteps:
             return known
         if watchlist.new_among(params):
             self.notes.see(optimizer)
-        groups = {p: (optimizer, group) for p, group in _by_tensor(optimizer).items()}
+        groups = {p: (optimizer, group) for p, group in groups_of(optimizer).items()}
         named = functools.partial(self._named, optimizer)
         return self.pipeline.watch(optimizer, params, named, groups, self.notes.described)
 
@@ -202,7 +204,7 @@ class OptimizerSteps:
 
     # ---- recording ----
 
-    def _record(self, optimizer: torch.optim.Optimizer) -> None:
+    def _record(self, optimizer: torch.optim.Optimizer, due: bool, rehearses: bool) -> None:
         pipeline, sink, measure = self.pipeline, self.pipeline.sink, self.pipeline.measure
         watched = pipeline.watchlist.of(optimizer, _params(optimizer))
         seen = pipeline.unaltered([w for w in watched if w.before is not None])
@@ -210,23 +212,22 @@ class OptimizerSteps:
             return
         seen = taking_part(seen)
         mine = pipeline.counted_here(seen)
-        groups = _by_tensor(optimizer)
-        if pipeline.rehearsing is not None and pipeline.rehearses(sink.step):
+        if pipeline.rehearsing is not None and rehearses:
             pipeline.meter.look(seen)
-            pipeline.rehearsing.replay(seen, groups, sink.step, record=pipeline.due(sink.step))
-        if not pipeline.due(sink.step):
+            pipeline.rehearsing.replay(seen, groups_of(optimizer), sink.step, record=due)
+        if not due:
             return
         if sink.writer is not None:
-            self._gain.look(optimizer, seen, groups)
+            self._gain.look(optimizer, seen)
         rows = pipeline.meter.count(mine)
-        for w, row in zip(mine, rows, strict=True) if measure.decay or sink.recording.keep else ():
-            self._look_closer(w, as_tensor(row), optimizer, groups[w.tensor])
+        if measure.decay or sink.recording.keep:
+            groups = groups_of(optimizer)
+            for w, row in zip(mine, rows, strict=True):
+                self._look_closer(w, as_tensor(row), optimizer, groups[w.tensor])
         if measure.scored is not None:
             score(measure.scored, sink.step, mine)
-        if mine:
-            rates = [float(groups[w.tensor].get("lr", math.nan)) for w in mine]
-            if pipeline.measured(mine, rates, rows):
-                sink.add_loss(self.losses)
+        if mine and pipeline.measured(mine, _rates(optimizer, mine), rows):
+            sink.add_loss(self.losses)
 
     def _look_closer(
         self, w: Watched, row: torch.Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]
@@ -244,5 +245,10 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for g in optimizer.param_groups for p in g["params"]]
 
 
-def _by_tensor(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    return {p: group for group in optimizer.param_groups for p in group["params"]}
+def _rates(optimizer: torch.optim.Optimizer, seen: Sequence[Watched]) -> list[float]:
+    """Return the learning rate of each tensor."""
+    groups = [(float(group.get("lr", math.nan)), group["params"]) for group in optimizer.param_groups]
+    if len(groups) == 1:  # tensors are slow as keys of a dictionary
+        return [groups[0][0]] * len(seen)
+    rates = {id(p): rate for rate, params in groups for p in params}
+    return [rates[id(w.tensor)] for w in seen]

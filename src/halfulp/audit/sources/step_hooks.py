@@ -124,10 +124,13 @@ class StepHooks:
             try:
                 yield
             finally:
-                self._busy = outer
-                if outer is None and self._waiting is not None:
-                    action, self._waiting = self._waiting, None
-                    action()
+                self._idle_again(outer)
+
+    def _idle_again(self, outer: int | None) -> None:
+        self._busy = outer
+        if outer is None and self._waiting is not None:
+            action, self._waiting = self._waiting, None
+            action()
 
     def enter(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Run before ``optimizer.step()``: note the step and call the listener."""
@@ -138,17 +141,20 @@ class StepHooks:
         with self._lock:
             if self._detached:
                 return
-            # A step that raised never came to its second hook.
-            self._inside = [step for step in self._inside if _running(step)]
-            elsewhere = any(step.thread != here for step in self._inside)
-            alone = all(step.thread != here for step in self._inside)
+            inside: set[bool] = set()
+            if self._inside:  # a step that raised never came to its second hook
+                self._inside = [step for step in self._inside if _running(step)]
+                inside = {step.thread == here for step in self._inside}
             self._inside.append(_Open(optimizer, frame, here))
-            if not alone:
+            if True in inside:  # the outer step counts
                 return
-            with self.uninterrupted():
-                if (found_busy or elsewhere) and self.together is not None:
+            outer, self._busy = self._busy, here
+            try:
+                if (found_busy or inside) and self.together is not None:
                     self.together()
                 self._call(self.before, optimizer)
+            finally:
+                self._idle_again(outer)
 
     def leave(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Run after ``optimizer.step()``: close the step that ``enter`` opened."""
@@ -163,8 +169,11 @@ class StepHooks:
             others = [step for step in self._inside if step.thread != here]
             self._inside = [*others, *mine[: places[-1]]]
             if not places[-1] and not _skipped(optimizer):
-                with self.uninterrupted():
+                outer, self._busy = self._busy, here
+                try:
                     self._call(self.after, optimizer)
+                finally:
+                    self._idle_again(outer)
 
 
 def _skipped(optimizer: torch.optim.Optimizer) -> bool:

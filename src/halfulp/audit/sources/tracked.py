@@ -28,7 +28,6 @@ from halfulp.audit.settings import Measure, Recording
 from halfulp.audit.sinks.newest import BESIDE
 from halfulp.audit.sources.copies import Copies, checked, found_copies, tensors_of
 from halfulp.audit.sources.gradients import Accumulation
-from halfulp.audit.sources.held_dtypes import flat
 from halfulp.audit.sources.moments import grid_of, moments_of, stopped, wrapped
 from halfulp.audit.sources.names import given_names, model_names
 from halfulp.numbers.grids import grid as named_grid
@@ -178,6 +177,14 @@ def together_changed(watched: list[Watched]) -> set[Watched]:
     return found
 
 
+def _tensors(state: Any) -> list[torch.Tensor]:
+    """List the tensors of one parameter's state; some optimizers nest it one level deeper (heavyball)."""
+    values = list(state.values()) if isinstance(state, dict) else []
+    for inner in [x for x in values if isinstance(x, dict)]:
+        values += _tensors(inner)
+    return [x for x in values if isinstance(x, torch.Tensor)]
+
+
 class TrackedStates:
     """Follow what accumulates beside the weights of an audit."""
 
@@ -296,9 +303,8 @@ class TrackedStates:
     def _moments(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
         if not self.states:
             return {}
-        states = wrapped(optimizer).state.items()
-        kept = [x for p, s in states if isinstance(s, Mapping) for x in (p, *(x for _, x in flat(s)))]
-        held = [*(x for x in kept if isinstance(x, torch.Tensor)), *self.owner.watched]
+        states = wrapped(optimizer).state
+        held = [*states, *(x for s in states.values() for x in _tensors(s)), *self.owner.watched]
         known, moments = self._found.get(optimizer, ([], {}))
         if len(known) != len(held) or not all(map(operator.is_, known, held)):
             found = moments_of(optimizer, self.owner.watchlist.names())
