@@ -223,7 +223,7 @@ class Pipeline:
 
     def unaltered(self, watched: list[Watched]) -> list[Watched]:
         """Return those that are what they were; if not all are, nothing is recorded from here on."""
-        altered = [  # w.altered, spelled out: a call for each of many small tensors takes longer than the rest
+        altered = [  # w.altered, spelled out: of many small tensors, a call for each takes longer
             w for w in watched if ((x := w.tensor).dtype, x.shape, x.device) != w.began_as and w.codes is None
         ]
         if not altered:
