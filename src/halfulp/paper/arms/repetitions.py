@@ -156,7 +156,7 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
 
 
-class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Count the bytes of tensors from when an operation makes them to when they are freed."""
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ def _counted(training: Training) -> int:
     """Bytes of tensors at the peak of one update, weights and states among them."""
     inner = getattr(training.optimizer, "optimizer", training.optimizer)
     slots = training.optimizer.slots if isinstance(training.optimizer, WriteBack) else ()
-    held = _Held()
+    held = _TensorBytes()
     for tensor in (
         *training.model.parameters(),
         *(t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor)),
