@@ -21,8 +21,8 @@ from halfulp.pilots.rungs import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Costs as shares of a plain run, and how many seconds such a run takes."""
+class RungCosts:
+    """RungCosts as shares of a plain run, and how many seconds such a run takes."""
 
     run: float
     """Seconds of processor time."""
@@ -45,7 +45,7 @@ class Costs:
         return asdict(self)
 
 
-def measured(training: rungs.Factory, batch: int) -> Costs:
+def measured(training: rungs.Factory, batch: int) -> RungCosts:
     """Make a few steps of each kind, of a run that is thrown away, and return what whole runs would take."""
     spent, updates = Clock(), training.updates
     run, count = training.begin(), max(1, min(3, updates // 200))
@@ -65,7 +65,7 @@ def measured(training: rungs.Factory, batch: int) -> Costs:
     for part in {1, most} if batch > 1 else ():
         parts[str(part)] = (updates * _step(run, count, part) + evaluation) / whole
     as_if = 3 * len(training.formats) * evaluation
-    return Costs(
+    return RungCosts(
         run=whole, rehearsals=(updates * beside + as_if) / whole, parts=parts, stored=max(1.0, stored),
         measuring=spent.seconds / whole,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from typing import Any
 
 from halfulp.errors import UsageError
 from halfulp.pilots import run_states, rungs
-from halfulp.pilots.costs import Costs, measured
+from halfulp.pilots.costs import RungCosts, measured
 from halfulp.pilots.estimates import Forks, Seen, Twin, floor_of
 from halfulp.pilots.ladder import SLACK, Cost, Ladder, fork_plan
 from halfulp.pilots.prices import Prices, priced
@@ -77,7 +77,7 @@ class Pilot:
         self.folder = None if out is None else Path(out)
         self.notes: list[str] = []
         self._results: Results | None = None
-        self._costs: Costs | None = None
+        self._costs: RungCosts | None = None
         self._spent: dict[str, float] = {}
         self._run_takes = 1.0
 
@@ -138,7 +138,7 @@ class Pilot:
         self._spent, self._run_takes = {}, 1.0
         if self.budget and self.cost is None:
             found = self._once("costs", lambda: measured(self.training, batch).to_json())
-            self._costs = costs = Costs(**found)
+            self._costs = costs = RungCosts(**found)
             self._run_takes = costs.run
             self._spent = {"rehearsals": costs.rehearsals * costs.run, "timing": costs.measuring * costs.run}
 
