@@ -40,10 +40,6 @@ RUNS: dict[str, list[tuple[str, int, Kill | None]]] = {
         ("fsdp", 2, ("disk", 0, 31)), ("fsdp", 2, None),
     ],
     "replicas": [("ddp", 2, ("step", 0, 9)), ("ddp", 2, ("disk", 0, 25)), ("ddp", 2, None)],
-    "resharded": [
-        ("fsdp", 2, ("step", 1, 9)), ("fsdp", 3, ("step", 1, 17)), ("single", 1, ("step", 0, 21)),
-        ("fsdp", 2, None),
-    ],
 }  # fmt: skip
 
 

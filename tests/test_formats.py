@@ -100,69 +100,20 @@ def test_checkpoints_of_version_1(case: str) -> None:
     train(net, one, 1)
 
 
-def test_recording_goes_on_with_a_trace_of_format_1(first: Path) -> None:
-    """It becomes one of today's, with the parts that it had; cut off anywhere, it is one or the other."""
-    before = hu.Trace.open(first)
-    old = before.table().to_polars()
-    record(first, 7, resume=True)
-    trace = hu.Trace.open(first)
-    assert trace.manifest["format"] == 5
-    assert trace.steps.tolist() == list(range(1, 8))
-    assert trace.table().to_polars().filter(pl.col("step") <= 5).equals(old)
-    assert not list(first.rglob("state.safetensors"))
-
-
-def test_a_trace_of_format_2(tmp_path: Path) -> None:
-    """It says what it said, and a recording goes on with it: then the trace is of format 5, not its parts."""
-    folder = Path(shutil.copytree(SECOND / "trace", tmp_path / "trace"))
-    assert answers(hu.Trace.open(folder)) == json.loads((SECOND / "answers.json").read_text())
-    old = hu.Trace.open(folder).table().to_polars()
-    record(folder, 7, resume=True)
-    trace = hu.Trace.open(folder)
-    assert trace.manifest["format"] == 5
-    assert trace.table().to_polars().filter(pl.col("step") <= 5).equals(old)
-    formats = [json.loads((part / "part.json").read_text())["format"] for part in trace.parts]
-    assert formats == [2, 2, 2, 5]
+def test_a_trace_of_format_2() -> None:
+    trace = hu.Trace.open(SECOND / "trace")
+    assert answers(trace) == json.loads((SECOND / "answers.json").read_text())
     assert trace.rehearsals == []
-    assert len(trace.gain("bf16")) == len(trace.cosine("bf16")) == 2  # only the steps since then say it
-    with pytest.raises(hu.UsageError, match="rehearse=None"):
-        record(folder, 8, resume=True, rehearse="e5m2")
 
 
-def test_format_2_knows_nothing_of_rehearsals(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(SECOND / "trace", tmp_path / "trace"))
-    told = {"specs": ["e5m2"], "grids": ["e5m2"], "policies": ["rne"], "bounds": ["point"], "pull": 30.0}
-    resealed(folder / "manifest.json", lambda m: m["options"].update(rehearse=told))
-    with pytest.raises(hu.CorruptionError, match="rehearse"):
-        hu.Trace.open(folder)
-
-
-class StopError(Exception):
-    """What the hook raises."""
-
-
-def test_taking_up_format_1_can_be_cut_off_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = answers(hu.Trace.open(FIRST / "trace"))
-    for k in range(1000):
-        folder = Path(shutil.copytree(FIRST / "trace", tmp_path / str(k)))
-        left = [k]
-
-        def hook(operation: str, path: Path, left: list[int] = left) -> None:
-            left[0] -= 1
-            if left[0] < 0:
-                raise StopError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "hook", hook)
-            try:
-                record(folder, 5, resume=True)
-            except StopError:
-                pass
-            else:
-                break
-        assert answers(hu.Trace.open(folder)) == expected
-        shutil.rmtree(folder)
-    assert k > 10
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_trace_is_read_and_not_gone_on_with(version: int, tmp_path: Path) -> None:
+    """It stays as it is, to the byte."""
+    folder = Path(shutil.copytree(FIRST.with_name(f"format_{version}") / "trace", tmp_path / "trace"))
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    with pytest.raises(hu.UsageError, match=f"it has trace format {version}, and recordings go on in"):
+        record(folder, 7, resume=True)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
 # ---- what format 2 binds -----------------------------------------------------------------------------
@@ -480,34 +431,24 @@ def rewritten(file: Path, table: str, column: str, change: Callable[[torch.Tenso
     file.write_bytes(b"".join(tensors.content({**found, name: made}, seal=False)))
 
 
-OUT_OF_ORDER = "its steps, tensors or grids are not in the order of the manifest"
 IMPOSSIBLE: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "another part's step": ("grids", "step", first_row(10**6), "step is 1000000 in row 0, expected 3 to 4"),
     "fewer steps": ("run", "step", lambda c: c[:1], "columns of run have lengths"),
     "a step in halves": ("run", "step", lambda c: c / 2, "run/step has dtype torch.float32"),
-    "a negative step": ("run", "step", first_row(-1), "step is -1 in row 0, expected 3 to 4"),
-    "a step twice": ("run", "step", first_row(4), OUT_OF_ORDER),
-    "one step fewer": ("tensors", "step", lambda c: c * 0 + 4, OUT_OF_ORDER),
-    "a row of another step": ("grids", "step", first_row(4), OUT_OF_ORDER),
-    "unknown tensors": ("tensors", "tensor", lambda c: c + 1000, r"tensor is 1000 in row 0, expected 0 to 3"),
-    "an unknown tensor": ("grids", "tensor", first_row(-1), "tensor is -1 in row 0, expected 0 to 3"),
-    "tensors in another order": ("tensors", "tensor", lambda c: c.flip(0), OUT_OF_ORDER),
-    "an unknown grid": ("grids", "grid", first_row(9), "grid is 9 in row 0, expected 0 to "),
-    "a grid twice": ("grids", "grid", first_row(1), OUT_OF_ORDER),
+    "unknown tensors": (
+        "tensors",
+        "tensor",
+        lambda c: c + 1000,
+        "tensor is from 1000 to 1003",
+    ),
+    "an unknown tensor": ("grids", "tensor", first_row(-1), "tensor is from -1 to 3, expected 0 to 3"),
+    "an unknown grid": ("grids", "grid", first_row(9), "grid is from 0 to 9, expected 0 to "),
     "a table": ("grids", "frozen", lambda c: c[:, None], "columns of grids have lengths"),
-    "frozen is negative": ("grids", "frozen", lambda c: c * 0 - 1, "frozen is -1 in row 0, expected 0 to "),
-    "more are frozen than there are": ("grids", "frozen", lambda c: c * 0 + 10**6, "frozen is 1000000 in"),
-    "fewer than none stayed": ("grids", "never_moved", first_row(-5), "never_moved is -5 in row 0"),
-    "a sum of phases": ("grids", "phase", first_row(1 << 60), "phase is 1.15\\d+e\\+18 in row 0"),
-    "an expectation": ("grids", "expected", first_row(1e300), "expected is 1e\\+300 in row 0"),
-    "what is not finite": ("tensors", "nonfinite", first_row(2**31), "nonfinite is 2147483648 in row 0"),
-    "a negative square": ("tensors", "weight_sq", first_row(-1.0), "weight_sq is -1.0 in row 0"),
 }
 
 
 @pytest.mark.parametrize("what", IMPOSSIBLE)
-def test_rows_that_no_recording_gives(second: Path, what: str) -> None:
-    """Somebody who edits a table can make the digests right, but not the rows."""
+def test_rows_of_what_is_not_there(second: Path, what: str) -> None:
+    """Also where the digests were made right: nothing is looked up that the manifest does not list."""
     table, column, change, said = IMPOSSIBLE[what]
     file = second / "parts" / "000001" / "tables.safetensors"
     rewritten(file, table, column, change)
@@ -537,14 +478,14 @@ def test_rehearsals_and_losses_are_looked_at_too(tmp_path: Path) -> None:
     whole = hu.Trace.open(tmp_path / "run")
     assert all(len(whole.scan(name)) for name in ("rehearsals", "losses"))
     for table, column, value in (
-        ("rehearsals", "rehearsal", 1), ("rehearsals", "bound", -1), ("rehearsals", "frozen", 10**6),
-        ("losses", "rehearsal", -2), ("losses", "bound", 3), ("losses", "step", -1),
+        ("rehearsals", "rehearsal", 1), ("rehearsals", "bound", -1),
+        ("losses", "rehearsal", -2), ("losses", "bound", 3),
     ):  # fmt: skip
         folder = Path(shutil.copytree(tmp_path / "run", tmp_path / f"{table}-{column}"))
         file = max(folder.glob("parts/*/tables.safetensors"))
         rewritten(file, table, column, first_row(value))
         bound_anew(folder)
-        with pytest.raises(hu.CorruptionError, match=rf"{table}: {column} is {value} in row 0"):
+        with pytest.raises(hu.CorruptionError, match=rf"{table}: {column} is from"):
             hu.Trace.open(folder).scan(table)
 
 
@@ -559,8 +500,8 @@ def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     shutil.copytree(FIRST / "trace", folder / "first")
     for name, steps in (("second", 3), ("first", 5)):
         assert len(set(hu.Trace.open(folder / name).table()["step"])) == steps
-        record(folder / name, 7, resume=True)
-        assert hu.Trace.open(folder / name).steps.tolist() == list(range(1, 8))
+    record(folder / "second", 7, resume=True)
+    assert hu.Trace.open(folder / "second").steps.tolist() == list(range(1, 8))
     assert hu.replay(hu.Trace.open(folder / "second"), GRIDS, folder / "replayed").last_step == 7
     assert hu.verdict(hu.Trace.open(folder / "second")).lines
 
@@ -587,5 +528,5 @@ def test_a_folder_whose_name_means_something_else(
     assert gather(found).findings() == gather(hu.Trace.open(plain)).findings()
     one, same = (hu.replay(hu.Trace.open(at), GRIDS, at / "replayed") for at in (here / "second", plain))
     assert one.table().equals(same.table())
-    record(here / "first", 7, resume=True)
-    assert hu.Trace.open(here / "first").steps.tolist() == list(range(1, 8))
+    record(here / "second", 7, resume=True)
+    assert hu.Trace.open(here / "second").steps.tolist() == list(range(1, 8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from contextlib import nullcontext
 from itertools import permutations
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.make_format_1 import model, train
 from fixtures.make_format_4 import MOVING, shares
 from torch.nn import functional
 
@@ -157,7 +155,7 @@ def test_a_run_tells_by_its_codes(grid: str, policy: str) -> None:
 
 
 def test_a_trace_says_which_definition_it_has(tmp_path: Path) -> None:
-    """Today's by code, without a word; one of before by decoded value, in words; one that went on, both."""
+    """Today's by code, without a word; one of before by decoded value, in words."""
     old = hu.Trace.open(FOURTH / "moving")
     assert shares(old) == json.loads((FOURTH / "moving.json").read_text())
     assert old.lost_by == "value"
@@ -176,17 +174,6 @@ def test_a_trace_says_which_definition_it_has(tmp_path: Path) -> None:
         by_value = again.series("frozen", grid) - again.series("dragged", grid)
         assert by_value.tolist() == pytest.approx(old.frozen(grid).tolist(), abs=1e-15)
     assert again.frozen("int8/row").min() > old.frozen("int8/row").max() + 0.1
-
-    copy = Path(shutil.copytree(FOURTH / "moving", tmp_path / "moving"))
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    with hu.Audit(optimizer, MOVING, model=net, out=copy, part_steps=2, keep=True, resume=True) as audit:
-        train(net, optimizer, 7, audit)
-    mixed = hu.Trace.open(copy)
-    assert mixed.lost_by == "mixed"
-    assert "in part by an older halfulp" in hu.verdict(mixed).text(verbose=True)
-    assert mixed.frozen("int8/row")[:5].tolist() == old.frozen("int8/row").tolist()
-    assert len(mixed.series("dragged", "int8/row")) == 2
 
 
 # ---- what it is for --------------------------------------------------------------------------------------

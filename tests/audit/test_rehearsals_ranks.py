@@ -84,9 +84,9 @@ def test_ranks_that_are_killed_and_resumed_equal_ones_that_are_not(runs: Path) -
         assert a.losses.to_polars().unique(maintain_order=True).equals(b.losses.to_polars())
 
 
-@pytest.mark.parametrize("how", ["replicas", "resharded", "whole"])
-def test_resumed_on_other_ranks_is_what_one_process_gives(how: str, runs: Path) -> None:
-    """Two ranks, then three, then one, then two; and two replicas: every count, and all weights as if."""
+@pytest.mark.parametrize("how", ["replicas", "whole"])
+def test_resumed_ranks_are_what_one_process_gives(how: str, runs: Path) -> None:
+    """Two ranks, and two replicas: every count, and all weights as if."""
     single, found = runs / "single", runs / how
     for name in TABLES:
         drop = [] if how == "replicas" else [c for c in table(single, name).columns if c in FLOAT_SUMS]
@@ -146,4 +146,10 @@ def test_shards_of_another_trace_are_refused(runs: Path, tmp_path: Path) -> None
     name = "000000011.0.safetensors"
     shutil.copy(runs / "killed" / "trace" / "shards" / name, trace / "shards" / name)
     with pytest.raises(hu.HalfulpError, match="belongs to another trace"), resumed(trace) as audit:
+        audit.evaluate(lambda: 0.0)
+
+
+def test_another_number_of_ranks_is_refused(runs: Path, tmp_path: Path) -> None:
+    trace = shutil.copytree(runs / "whole" / "trace", tmp_path / "trace")
+    with pytest.raises(UsageError, match="Resume on as many ranks as before"), resumed(trace) as audit:
         audit.evaluate(lambda: 0.0)

@@ -37,7 +37,7 @@ def test_what_is_no_option_is_refused() -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(TypeError, match="Audit got an unexpected keyword argument 'sampel'"):
         hu.Audit(optimizer, "bf16", sampel=0.1)
-    with pytest.raises(hu.UsageError, match="sample is a share of the tiles"):
+    with pytest.raises(hu.UsageError, match="sample= takes a share"):
         Measure(sample=2.0)
     with pytest.raises(hu.UsageError, match="part_steps= takes a whole number"):
         Recording(part_steps=0)

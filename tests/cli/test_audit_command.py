@@ -79,6 +79,28 @@ def test_folders_are_never_written_twice(halfulp: Halfulp) -> None:
     assert "holds a trace already" in err
 
 
+def test_nothing_is_left_where_nothing_was_recorded(halfulp: Halfulp) -> None:
+    """Not even the folder of traces, unless it was there."""
+    script("print('no step')")
+    assert halfulp("audit", "train.py")[0] == 2
+    script(TRAIN.replace("model.parameters()", "[torch.nn.Parameter(torch.ones(2))]"))
+    assert halfulp("audit", "train.py")[0] == 2
+    assert os.listdir() == ["train.py"]
+    Path("runs").mkdir()
+    assert halfulp("audit", "train.py")[0] == 2
+    assert os.listdir("runs") == []
+
+
+def test_a_folder_that_the_script_makes_is_its_own(halfulp: Halfulp) -> None:
+    """It is there when the script asks whether it is, with nothing in it; the trace goes beside it."""
+    script(TRAIN.replace("import sys\n", "import sys, os; os.makedirs('runs/train')\n"))
+    code, _, err = halfulp("audit", "train.py")
+    assert code == 0
+    assert "runs/train-2" in err
+    assert os.listdir("runs/train") == []
+    assert len(hu.Trace.open("runs/train-2").steps) == 8
+
+
 def test_options_reach_the_audit(halfulp: Halfulp) -> None:
     code, _, _ = halfulp(
         "audit", "--grids", "bf16", "--every", "3", "--sample", "0.5", "--decay", script(TRAIN)

@@ -21,9 +21,7 @@ import mutations
 import torch
 from fixtures.make_format_1 import GRIDS, make, model, train, written_back
 from paper.test_training import begun
-from safetensors.torch import load as load_tensors
 from study.samples import NEXT, SMALL, quick_identity, run, study_file
-from test_formats import bound_anew
 from test_fuzz import mutant_of_state
 
 import halfulp as hu
@@ -109,33 +107,6 @@ def sealed_documents(content: bytes, rng: random.Random) -> bytes:
     return mutant
 
 
-def tables(content: bytes, rng: random.Random) -> bytes:
-    """Tables with a cell changed or rows moved, or their bytes; other files as :func:`documents_of`."""
-    if b"grids/step" not in content[:100_000] or rng.random() < 0.3:
-        return documents_of(content, rng)
-    found = load_tensors(content)
-    name = rng.choice(sorted(found))
-    table, column = name.partition("/")[0], found[name]
-    mine = [other for other in found if other.startswith(f"{table}/")]
-    how = rng.randrange(4)
-    if how == 0 and len(column):
-        keep = torch.ones(len(column), dtype=torch.bool)
-        keep[rng.randrange(len(column))] = False
-        found |= {other: found[other][keep] for other in mine}
-    elif how == 1:
-        order = torch.randperm(len(column), generator=torch.Generator().manual_seed(rng.randrange(2**31)))
-        found |= {other: found[other][order] for other in mine}
-    elif how == 2:
-        del found[name]
-    elif len(column):
-        strange: list[Any] = [-1, 0, 1, 127, 2**62, -(2**62)]
-        wide = column.clone() if column.is_floating_point() else column.long()
-        strange += [float("nan"), float("inf"), -0.5, 1e300] if column.is_floating_point() else []
-        wide[rng.randrange(len(column))] = rng.choice(strange)
-        found[name] = wide
-    return b"".join(files_of_tensors.content(found, seal=False))
-
-
 def dictionaries(content: bytes, rng: random.Random) -> bytes:
     """What ``torch.save`` wrote of a write-back: a tensor or the line of halfulp's is another."""
     saved = torch.load(io.BytesIO(content), weights_only=True)
@@ -162,18 +133,6 @@ def everything(path: Path) -> Any:
     kept = [trace.kept(part) for part in trace.parts if trace.manifest["options"]["keep"]]
     forecasts = [trace.forecast(spec) for spec in trace.rehearsals]
     return every_number(path), kept, [(f.frozen(), f.losses) for f in forecasts]
-
-
-def bound(path: Path) -> Any:
-    """As :func:`everything`, of a trace whose parts state the digests of the files that are there."""
-    stated = {file: file.read_bytes() for file in path.glob("parts/*/part.json")}
-    try:
-        with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError, RecursionError, OSError):
-            bound_anew(path)
-        return everything(path)
-    finally:
-        for file, content in stated.items():
-            file.write_bytes(content)
 
 
 def resumed(path: Path) -> Any:
@@ -215,7 +174,6 @@ def made_today(today: Path) -> None:
     """One file of each kind, written here and now."""
     make(today)
     audited(today / "rehearsed", 5, GRIDS, **OPTIONS)
-    audited(today / "small", 3, GRIDS[:1], rehearse=["e5m2"])
     quick_identity()
     first = study_file(today, SMALL)
     run(first, today / "study", "smoke")
@@ -274,9 +232,7 @@ def readers(folder: Path) -> list[Reader]:
         Reader("a trace of format 2", old[2], every_number, documents_of),
         Reader("a trace of format 3", old[3], every_number, documents_of),
         Reader("a trace with rehearsals", today / "rehearsed", everything, documents_of),
-        Reader("a trace, sealed again", today / "rehearsed", everything, sealed_documents),
-        Reader("a trace, its tables sealed again", today / "small", bound, tables),
-        Reader("a trace that an audit resumes", today / "rehearsed", resumed, sealed_documents),
+        Reader("a trace that an audit resumes", today / "rehearsed", resumed, documents_of),
         Reader("a rank's shards", today / "shard.safetensors", _shard, tensors, 5),
         Reader("a rank's shards, sealed again", today / "shard.safetensors", _shard, sealed_tensors, 5),
         Reader("a calibration", today / "calibration.json", Calibration.load, documents_of, 10),

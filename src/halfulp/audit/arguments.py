@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,18 @@ from halfulp.numbers.grids import Grid
 from halfulp.numbers.grids import grid as named
 from halfulp.trace import Memory
 
-SEEDS = 10**98
-"""Seeds are smaller, with either sign: a manifest takes that many digits."""
+DIGITS = 98
+"""Most digits of a seed, which a manifest takes."""
+
+
+def check(name: str, given: Any, fits: bool, expected: str) -> None:
+    """Refuse an argument that does not fit.
+
+    Raises:
+        UsageError: If it does not.
+    """
+    if not fits:
+        raise UsageError(f"{name}= takes {expected}, not {given!r:.200}.")
 
 
 def grids_of(given: Any) -> list[Grid]:
@@ -41,25 +51,21 @@ def grids_of(given: Any) -> list[Grid]:
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer] | None:
     """Return one optimizer or several; None stands for all that step."""
+
+    def steps(x: Any) -> bool:  # a wrapper may pass hooks on to its optimizer
+        hooked = hasattr(x, "register_step_pre_hook") and hasattr(x, "param_groups")
+        return hooked or isinstance(x, torch.optim.Optimizer)
+
     expected = "a torch optimizer, several, or None for all of the process"
-    return None if given is None else _several("optimizers", given, _steps, expected)
+    return None if given is None else _several("optimizers", given, steps, expected)
 
 
 def models_of(given: Any) -> list[torch.nn.Module]:
     """Return one module, several or none."""
     expected = "a torch.nn.Module, several, or None"
-    return [] if given is None else _several("model", given, _is_module, expected)
-
-
-def _steps(x: Any) -> bool:
-    """Return True if hooks can be put around its steps; a wrapper may pass them on to its optimizer."""
-    return isinstance(x, torch.optim.Optimizer) or (
-        hasattr(x, "register_step_pre_hook") and hasattr(x, "param_groups")
+    return (
+        [] if given is None else _several("model", given, lambda x: isinstance(x, torch.nn.Module), expected)
     )
-
-
-def _is_module(x: Any) -> bool:
-    return isinstance(x, torch.nn.Module)
 
 
 def _several(name: str, given: Any, fits: Callable[[Any], bool], expected: str) -> list[Any]:
@@ -73,82 +79,59 @@ def _several(name: str, given: Any, fits: Callable[[Any], bool], expected: str) 
 
 def listed(name: str, given: Any, expected: str) -> list[Any]:
     """Return the items of an iterable as a list."""
-    try:
-        return list(given)
-    except TypeError:
-        raise UsageError(f"{name}= takes {expected}, not {given!r:.200}.") from None
+    check(name, given, hasattr(type(given), "__iter__"), expected)
+    return list(given)
 
 
-def listeners_of(given: Any) -> list[Callable[[dict[str, Any]], None]]:
-    """Check that ``listeners=`` is a list of functions."""
+def listeners_of(given: Any) -> tuple[Callable[[dict[str, Any]], None], ...]:
+    """Return the functions of an iterable."""
     found = listed("listeners", given, "a list of functions")
-    for x in (x for x in found if not callable(x)):
-        raise UsageError(f"listeners= takes a list of functions, not of {x!r:.200}.")
-    return found
+    for x in found:
+        check("listeners", x, callable(x), "a list of functions, no list with others in it")
+    return tuple(found)
 
 
 def flag(name: str, given: Any) -> bool:
-    """Check that an argument is a boolean."""
-    if not isinstance(given, bool | np.bool_):
-        raise UsageError(f"{name}= takes True or False, not {given!r}.")
+    """Return a boolean."""
+    check(name, given, isinstance(given, bool | np.bool_), "True or False")
     return bool(given)
 
 
-def _whole(given: Any) -> bool:
-    return isinstance(given, int | np.integer) and not isinstance(given, bool)
-
-
 def count(name: str, given: Any) -> int:
-    """Check a number of steps, or of one."""
-    if not _whole(given) or not 1 <= given <= LARGEST:
-        raise UsageError(f"{name}= takes a whole number, at least 1 and at most {LARGEST}, not {given!r}.")
+    """Return a number of steps, or of one."""
+    fits = _whole(given) and 1 <= given <= LARGEST
+    check(name, given, fits, f"a whole number, at least 1 and at most {LARGEST}")
     return int(given)
 
 
 def seed_of(given: Any) -> int:
-    """Check that ``seed=`` is a whole number that a stream can take."""
-    if not _whole(given):
-        raise UsageError(f"seed= takes a whole number, not {given!r:.200}.")
-    if abs(int(given)) >= SEEDS:
-        raise UsageError("seed= takes a whole number of at most 98 digits; this one has more.")
+    """Return a whole number that a stream can take."""
+    fits = _whole(given) and abs(int(given)) < 10**DIGITS
+    check("seed", given, fits, f"a whole number of at most {DIGITS} digits")
     return int(given)
 
 
-def share(given: Any) -> float | None:
-    """Check a share of the tiles; None stands for all of them."""
-    if given is None:
-        return None
-    if not is_number(given) or not 0 < given <= 1:
-        raise UsageError(f"sample is a share of the tiles, above 0 and at most 1, not {given!r}.")
-    return float(given)
+def share(name: str, given: Any) -> float | None:
+    """Return a share, above 0; None stands for all."""
+    fits = given is None or (is_number(given) and 0 < given <= 1)
+    check(name, given, fits, "a share, above 0 and at most 1")
+    return None if given is None else float(given)
 
 
 def seconds(name: str, given: Any) -> float:
-    """Check that an argument is a number of seconds from 0 on."""
-    if not is_number(given) or not given >= 0:
-        raise UsageError(f"{name}= takes a number of seconds from 0 on, not {given!r}.")
+    """Return a number of seconds."""
+    check(name, given, is_number(given) and given >= 0, "a number of seconds from 0 on")
     return float(given)
-
-
-def states_of(given: Any) -> bool | Literal["find"]:
-    """Check that ``states=`` is True, False or ``"find"``."""
-    if isinstance(given, str) and given != "find":
-        raise UsageError(f"states= takes True, False or 'find', not {given!r}.")
-    return "find" if isinstance(given, str) else flag("states", given)
 
 
 def by_name(name: str, given: Any, expected: str) -> dict[str, Any]:
     """Return a dictionary, an empty one for None."""
-    if given is not None and not isinstance(given, Mapping):
-        raise UsageError(f"{name}= takes {expected}, not {given!r:.200}.")
+    check(name, given, given is None or isinstance(given, Mapping), expected)
     return dict(given or {})
 
 
-def called(name: str, given: Any) -> Any:
-    """Check a function, or None."""
-    if given is not None and not callable(given):
-        raise UsageError(f"{name}= takes a function, not {given!r:.200}.")
-    return given
+def _whole(given: Any) -> bool:
+    return isinstance(given, int | np.integer) and not isinstance(given, bool)
 
 
 def is_number(given: Any) -> bool:
@@ -158,10 +141,10 @@ def is_number(given: Any) -> bool:
 
 def folder_of(given: Any) -> Path | Memory | None:
     """Return where a trace goes. The folder is absolute: a script may go to another one."""
-    if given is not None and not isinstance(given, str | Path | Memory):
-        raise UsageError(f"out= takes a folder, a halfulp.Memory or None, not {given!r:.200}.")
+    fits = given is None or isinstance(given, str | Path | Memory)
+    check("out", given, fits, "a folder, a halfulp.Memory or None")
     if not isinstance(given, str | Path):
-        return given
+        return given  # type: ignore[no-any-return]  # what is left
     try:
         os.lstat(given)
     except (OSError, ValueError) as error:

@@ -30,7 +30,7 @@ from halfulp.audit.sources.tracked import TrackedStates
 from halfulp.errors import UsageError
 from halfulp.kernels import TILE
 from halfulp.numbers.grids import Grid
-from halfulp.trace import Memory
+from halfulp.trace import Memory, free_folder
 from halfulp.trace.forecast import REAL
 from halfulp.trace.schema import BOUNDS
 
@@ -108,12 +108,14 @@ class Audit:
         )
         self.attributed = Attributed()
         self.pipeline.sink.states.append(self.attributed.state)
-        followed = arguments.states_of(states)
+        if not isinstance(states, str):
+            arguments.flag("states", states)
+        arguments.check("states", states, states in (True, False, "find"), "True, False or 'find'")
         copies = arguments.by_name("also", also, "copies by name, such as {'ema': ema_model}")
         self.tracked: TrackedStates | None = None
         """The states tracked beside the weights; None if there are none."""
-        if followed or copies:
-            self.tracked = TrackedStates(self.pipeline, copies, bool(followed), find=followed == "find")
+        if states or copies:
+            self.tracked = TrackedStates(self.pipeline, copies, bool(states), find=states == "find")
             self.pipeline.newest.beside = self.tracked.latest
         self._steps = OptimizerSteps(self.pipeline, self.optimizers, self.models, self.tracked)
         self._started = False
@@ -200,6 +202,28 @@ class Audit:
             UsageError: If it has already run, there is nothing to audit, or the trace cannot be resumed.
         """
         self._open()
+        return self._attached()
+
+    def start_at_first_step(self) -> Self:
+        """Hook the optimizers, and begin a new trace when one of them first steps.
+
+        A script makes its own folders before it trains: none of ours is in its way until then, and the trace
+        takes the first free one of ``out``, ``out-2``... if it may be numbered. A script that never steps
+        leaves nothing behind.
+        """
+        if self._started or self.pipeline.sink.recording.resume:
+            return self.start()
+        self._started = True
+        self._steps.opening = lambda: self.pipeline.sink.begin(self._begin)
+        return self._attached()
+
+    def _begin(self) -> None:
+        sink = self.pipeline.sink
+        if sink.out is not None and sink.recording.exists == "number":
+            sink.out = free_folder(sink.out)
+        self.pipeline.open(self._options())
+
+    def _attached(self) -> Self:
         self._steps.hooks.attach(self.optimizers)
         self._steps.hooks.at_exit(self._steps.stop)
         return self
@@ -224,13 +248,16 @@ class Audit:
                 "rehearsals on several ranks cannot be resumed from memory, which is the first rank's. "
                 "Pass a folder, out=, that all ranks see."
             )
-        rehearsed = None if self.rehearsing is None else self.rehearsing.asked.to_json()
-        options: dict[str, Any] = {"rehearse": rehearsed}
-        if self.tracked is not None:
-            options["roles"] = self.tracked.to_json()
-        if self.pipeline.open(options):
+        if self.pipeline.open(self._options()):
             self.attributed.take_up(sink.loaded)
             self.pipeline.check_gap()
+
+    def _options(self) -> dict[str, Any]:
+        """Return what the manifest says of rehearsals and tracked states."""
+        told: dict[str, Any] = {
+            "rehearse": None if self.rehearsing is None else self.rehearsing.asked.to_json()
+        }
+        return told if self.tracked is None else {**told, "roles": self.tracked.to_json()}
 
     def stop(self) -> None:
         """Remove the hooks and make everything durable; in a forked process the trace is left open."""

@@ -58,14 +58,15 @@ class Measure:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "sample", arguments.share(self.sample))
+        put(self, "sample", arguments.share("sample", self.sample))
         for name in ("decay", "never_moved", "expected_never_moved"):
             put(self, name, arguments.flag(name, getattr(self, name)))
         put(self, "scores", None if self.scores is None else Scores.of(self.scores))
         if self.scored is not None:
             self.scored.check_sample(self.sample)
         for name in ("params", "groups"):
-            arguments.called(name, getattr(self, name))
+            given = getattr(self, name)
+            arguments.check(name, given, given is None or callable(given), "a function")
         if self.unfit not in ("raise", "drop"):
             raise UsageError(f"unfit must be raise or drop, not {self.unfit!r}.")
         put(self, "seed", arguments.seed_of(self.seed))
@@ -136,7 +137,7 @@ class Recording:
         put(self, "part_seconds", arguments.seconds("part_seconds", self.part_seconds))
         described = "what the manifest says of the run, by name"
         put(self, "describe", arguments.by_name("describe", self.describe, described))
-        put(self, "listeners", tuple(arguments.listeners_of(self.listeners)))
+        put(self, "listeners", arguments.listeners_of(self.listeners))
 
 
 def grouped(

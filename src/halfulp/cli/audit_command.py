@@ -151,11 +151,13 @@ class RecordOptions:
 
     def folder(self, usual: Path) -> Path:
         """Choose the folder of the trace."""
-        from halfulp.trace import free_folder, newest_folder
+        from halfulp.trace import newest_folder
+        from halfulp.trace.writer import check_free
 
         if self.out is not None:
+            check_free(self.out, self.resume)
             return self.out
-        return newest_folder(usual) if self.resume else free_folder(usual)
+        return newest_folder(usual) if self.resume else usual
 
     def options(self, rehearse: Rehearse | None) -> dict[str, Any]:
         """Return the arguments of `Audit`. The bounds of a rehearsal come from the audit of its grid."""
@@ -269,10 +271,11 @@ def audit(
     options = record.options(rehearse)
     if target.command:
         _check_launched(context)
-        _launch([target.command, *context.args], options, folder)
+        _launch([target.command, *context.args], options, folder, numbered=record.out is None)
     else:
         options |= {
-            "rehearse": rehearse, "out": folder, "exists": "raise", "resume": record.resume,
+            "rehearse": rehearse, "out": folder, "resume": record.resume,
+            "exists": "number" if record.out is None else "raise",
             "first_step": record.first_step,
             "describe": {"script": target.label, "arguments": list(context.args)},
         }  # fmt: skip
@@ -311,13 +314,14 @@ def _check_launched(context: typer.Context) -> None:
         )
 
 
-def _launch(command: list[str], options: dict[str, Any], folder: Path) -> None:
+def _launch(command: list[str], options: dict[str, Any], folder: Path, *, numbered: bool) -> None:
     """Run a launcher whose processes are audited."""
     from halfulp.audit.script.children import launch
     from halfulp.audit.session import Audit
+    from halfulp.trace import free_folder
 
     Audit(None, **options)  # what it refuses is refused here, before anything runs
-    code = launch(command, options, folder)
+    code = launch(command, options, free_folder(folder) if numbered else folder)
     if code == -signal.SIGINT:
         raise KeyboardInterrupt
     raise typer.Exit(code if code >= 0 else 128 - code)
@@ -360,7 +364,8 @@ def _run(
     if saved is not None:
         said = f"{len(recorder.rehearsals)} rehearsals at step {recorder.step}, {', '.join(recorder.bounds)}"
         loads = "safetensors.torch.load_file gives what model.load_state_dict takes."
-        tell(plain(f"Rehearsed weights ({said}) are in {folder / 'as_if'}: {loads}"))
+        place = folder.with_name(saved.parent.name) / saved.name
+        tell(plain(f"Rehearsed weights ({said}) are in {place}: {loads}"))
     if code < 0:
         raise KeyboardInterrupt
     raise typer.Exit(ending.say(recorder, code, known))
@@ -379,6 +384,7 @@ def _say(
     place = recorder.out  # absolute: the script may have changed the folder
     if not recorder.writes or place is None:
         return
+    folder = folder.with_name(place.name)  # as it was given, and numbered if it was taken
     there = not recorder.lost and (place / "manifest.json").exists()
     if not there and recorder.trouble is not None:
         tell(plain(f"halfulp: there is no verdict: {folder} no longer holds the trace of this run."))

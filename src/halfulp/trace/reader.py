@@ -17,8 +17,8 @@ from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageErro
 from halfulp.trace import columns, layout, old_parts
 from halfulp.trace.columns import SCHEMAS, Columns
 from halfulp.trace.recorded import Recorded
-from halfulp.trace.row_checks import RowChecks
 from halfulp.trace.schema import (
+    BOUNDS,
     COLUMNS,
     KEPT,
     LOSSES,
@@ -172,8 +172,23 @@ class Trace(Recorded):
     # ---- tables ----
 
     @cached_property
-    def _row_checks(self) -> RowChecks:
-        return RowChecks(self.manifest)
+    def _most(self) -> dict[str, int]:
+        rehearsed = self.manifest["options"].get("rehearse") or {"specs": []}
+        listed = {"tensor": self.manifest["tensors"], "grid": self.grids, "rehearsal": rehearsed["specs"]}
+        return {"bound": len(BOUNDS) - 1, **{name: len(known) - 1 for name, known in listed.items()}}
+
+    def _check_rows(self, part: PartDocument, name: str, table: Columns) -> None:
+        """Refuse rows of what the manifest does not list; all else is as written, which the digest says."""
+        where = f"{part.file_of(name)}: {name}"
+        if len(table) != part.rows.get(name, len(table)):
+            raise CorruptionError(f"{where} has {len(table):,} rows; its part states {part.rows[name]:,}.")
+        least = -1 if name == LOSSES else 0  # the run itself
+        for key in (k for k in table.columns if k in self._most and len(table)):
+            low, high = table[key].min(), table[key].max()
+            if low < least or high > self._most[key]:
+                raise CorruptionError(
+                    f"{where}: {key} is from {low} to {high}, expected {least} to {self._most[key]}."
+                )
 
     def scan(self, table: str = "grids", *names: str) -> Columns:
         """Return a raw table of all parts: ``grids``, ``tensors``, ``run``, ``losses``, ``rehearsals``.
@@ -201,7 +216,7 @@ class Trace(Recorded):
                 if part.has(table):
                     self._check(part, part.file_of(table).name)
                     found = _read(part, table, *SCHEMAS[table])
-                    self._row_checks.check(table, part, found)
+                    self._check_rows(part, table, found)
                     if (held := held + len(found)) <= HELD_ROWS:
                         self._held[part.number, table] = found
             self._counted.add(table)

@@ -15,7 +15,7 @@ import torch
 from halfulp import canonical, documents, files, tensors
 from halfulp.errors import CorruptionError, DiskError, HalfulpError, UsageError
 from halfulp.text import tell
-from halfulp.trace import columns, layout, old_parts
+from halfulp.trace import columns, layout
 from halfulp.trace.columns import Columns
 from halfulp.trace.layout import FOLDERS, LOCK, MANIFEST, PARTS, STATE_NAME, STATES, TROUBLE
 from halfulp.trace.reader import Trace
@@ -25,13 +25,10 @@ from halfulp.trace.schema import (
     DOCUMENT,
     FORMAT,
     KEPT,
-    LAST_PARQUET,
     LOSSES,
     MOST_ROWS,
     OWNER,
     PART_KIND,
-    STATE,
-    TABLES,
     TROUBLE_KIND,
     Entry,
     check_owner,
@@ -57,10 +54,12 @@ class TraceWriter:
         self._closed = False
         self._before: str | None = None
         self._owner = _owner_id(path, manifest["run"])
-        _check_free(path, resume)
+        self._above = _missing_above(path)
+        """The folders above it that are made with it, and go with it if nothing is recorded."""
+        check_free(path, resume)
         self._lock = _held(path)
         try:
-            _check_free(path, resume)  # it may have been taken meanwhile
+            check_free(path, resume)  # it may have been taken meanwhile
             if (path / MANIFEST).exists():
                 self._take_up(manifest)
             else:
@@ -80,20 +79,15 @@ class TraceWriter:
 
     def _take_up(self, wanted: Mapping[str, Any]) -> None:
         found = Trace.open(self.path)
+        if (version := found.manifest["format"]) != FORMAT:
+            raise UsageError(
+                f"cannot resume {self.path}: it has trace format {version}, and recordings go on in format "
+                f"{FORMAT}. It can be read as before; record what follows into another folder."
+            )
         check_same(self.path, found.manifest, wanted)
         if self._owner is not None:
             check_owner(self.path, found.manifest, self._owner)
-        if found.manifest["format"] == 1:
-            found = upgraded(found)
         self.manifest = found.manifest
-        new = {
-            "format": FORMAT,
-            "lost": _lost(found),
-            **({} if self._owner is None else {OWNER: self._owner}),
-        }
-        if any(self.manifest.get(key) != value for key, value in new.items()):
-            self.manifest.update(new)  # of an older halfulp; its parts stay as they are
-            self.write_manifest()
         self.resumed = Resumed.of(found)
         self.last_step, self.count = self.resumed.last_step, self.resumed.count
         self._before = found.documents[self.count - 1].digest if self.count else None
@@ -160,7 +154,7 @@ class TraceWriter:
         try:
             files.put(place, followed)
             self.check()  # a large state takes its time
-            self._put(self.count, _contents(tables, kept), tables, followed.entry())
+            self._put(_contents(tables, kept), tables, followed.entry())
         finally:
             if self.lost:
                 pass  # nothing there is ours
@@ -181,19 +175,38 @@ class TraceWriter:
             files.rename(self._part(self.count), gone)
             files.remove_tree(gone)
 
-    def _put(
-        self, number: int, contents: dict[str, _Measured], tables: Mapping[str, Columns], state: Entry
-    ) -> None:
+    def _put(self, contents: dict[str, _Measured], tables: Mapping[str, Columns], state: Entry) -> None:
         def document() -> Iterator[bytes]:  # drawn last, when the others are written and measured
-            entries = {name: found.entry() for name, found in contents.items()}
-            told = part_document(self.manifest, number, self._before, _ends(tables), entries, state)
-            told["rows"] = {name: len(table) for name, table in tables.items()}
+            told = self._document(contents, tables, state)
             sealed.append(canonical.digest(told))
             yield documents.sealed(told)
 
         sealed: list[str] = []
-        files.put_folder(self._part(number), {**contents, DOCUMENT: document()})
+        files.put_folder(self._part(self.count), {**contents, DOCUMENT: document()})
         self._before = sealed[0]
+
+    def _document(
+        self, contents: Mapping[str, _Measured], tables: Mapping[str, Columns], state: Entry
+    ) -> dict[str, Any]:
+        """Return a part's document; :class:`halfulp.trace.schema.Parts` reads it."""
+        steps = _ends(tables)
+        made = {
+            "kind": PART_KIND,
+            "format": FORMAT,
+            "trace": self.manifest["id"],
+            "number": self.count,
+            "before": self._before,
+            "grids": self.manifest["grids"],
+            "tensors": len(self.manifest["tensors"]),
+            "inventory": inventory_digest(self.manifest["tensors"]),
+            "first_step": steps[0],
+            "last_step": steps[1],
+            "files": {name: found.entry().to_json() for name, found in contents.items()},
+            "state": state.to_json(),
+            "rows": {name: len(table) for name, table in tables.items()},
+        }
+        rehearsed = self.manifest["options"].get("rehearse")
+        return {**made, "rehearse": rehearsed} if rehearsed else made
 
     def _part(self, number: int) -> Path:
         return self.path / PARTS / f"{number:06d}"
@@ -206,7 +219,7 @@ class TraceWriter:
                 clear(self.path, lambda _: True)
                 (self.path / MANIFEST).unlink(missing_ok=True)
                 (self.path / LOCK).unlink(missing_ok=True)
-                for folder in (*(self.path / name for name in FOLDERS), self.path):
+                for folder in (*(self.path / name for name in FOLDERS), self.path, *self._above):
                     with contextlib.suppress(FileNotFoundError):
                         folder.rmdir()
         return empty
@@ -252,73 +265,10 @@ def _contents(tables: Mapping[str, Columns], kept: Mapping[str, torch.Tensor] | 
     return made
 
 
-def part_document(
-    manifest: Mapping[str, Any],
-    number: int,
-    before: str | None,
-    steps: tuple[int, int],
-    entries: Mapping[str, Entry],
-    state: Entry,
-) -> dict[str, Any]:
-    """Return a part's document without its digest; :class:`halfulp.trace.schema.Parts` reads it."""
-    return {
-        "kind": PART_KIND,
-        "format": FORMAT,
-        "trace": manifest["id"],
-        "number": number,
-        "before": before,
-        "grids": manifest["grids"],
-        **({"rehearse": rehearsed} if (rehearsed := manifest["options"].get("rehearse")) else {}),
-        "tensors": len(manifest["tensors"]),
-        "inventory": inventory_digest(manifest["tensors"]),
-        "first_step": steps[0],
-        "last_step": steps[1],
-        "files": {name: entry.to_json() for name, entry in entries.items()},
-        "state": state.to_json(),
-    }
-
-
 def _ends(tables: Mapping[str, Columns]) -> tuple[int, int]:
     """Return the first and the last step of a part; of one without steps, those of its evaluations."""
     steps = tables["run"]["step"] if len(tables["run"]) else tables[LOSSES]["step"].clip(1)
     return int(steps[0]), int(steps[-1])
-
-
-def _lost(trace: Trace) -> str:
-    """Return how a resumed trace's manifest says that coordinates are told to be unchanged."""
-    return str(trace.manifest.get("lost", "mixed" if trace.recorded else "code"))
-
-
-def upgraded(trace: Trace) -> Trace:
-    """Return a trace of format 1 as one of today's, in place, so that a recording can go on with it.
-
-    The manifest is replaced last: until then it is the trace of format 1 that it was.
-    """
-    manifest = {**trace.manifest, "format": FORMAT, "lost": _lost(trace), "id": secrets.token_hex(16)}
-    before = None
-    for part in trace.documents:
-        counted = {name: old_parts.read(part.file_of(name), name, ["step"]) for name in TABLES}
-        entries = {
-            name: Entry(
-                sha256=entry.sha256,
-                size=(part.folder / name).stat().st_size,
-                rows=len(counted[name.removesuffix(".parquet")]) if name != KEPT else None,
-            )
-            for name, entry in part.files.items()
-        }
-        state = Entry(sha256="0" * 64, size=0)  # only the newest part has one
-        if part is trace.documents[-1]:
-            content = files.read(part.state_file)
-            state = Entry(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
-            files.put(state_file(trace.path, part.number), content)
-        told = part_document(manifest, part.number, before, _ends(counted), entries, state)
-        told["format"] = LAST_PARQUET  # its tables stay what they are
-        files.put(part.folder / DOCUMENT, documents.sealed(told))
-        before = canonical.digest(told)
-    files.put(trace.path / MANIFEST, documents.sealed(manifest))
-    if trace.documents:
-        files.remove(trace.documents[-1].folder / STATE)
-    return Trace.open(trace.path)
 
 
 def _held(path: Path) -> files.Lock | None:
@@ -352,8 +302,20 @@ def _gone(path: Path, found: str) -> CorruptionError:
     )
 
 
-def _check_free(path: Path, resume: bool) -> None:
-    """Refuse a folder that holds something else, before anything in it is touched."""
+def _missing_above(path: Path) -> list[Path]:
+    try:
+        return [folder for folder in path.parents if not folder.exists()]
+    except OSError as error:
+        raise files.refused_reading(path, error) from error
+
+
+def check_free(path: Path, resume: bool) -> None:
+    """Refuse a folder that holds something else, before anything in it is touched.
+
+    Raises:
+        UsageError: If it does.
+        DiskError: If it cannot be looked at.
+    """
     try:
         if (path / MANIFEST).exists():
             if not resume:

@@ -19,8 +19,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -151,7 +151,7 @@ def run_script(
     audit.announce()
     process, threads = os.getpid(), set(threading.enumerate())
     try:
-        with Termination(audit, farewell), audit, Losses(audit), within or nullcontext():
+        with Termination(audit, farewell), _audited(audit), Losses(audit), within or nullcontext():
             main: ModuleType | None = None
             try:
                 compiled, main = _prepared(script, module, own)
@@ -177,8 +177,6 @@ def run_script(
             wait_for_threads(threads)
     finally:
         sys.argv, sys.path[:] = argv, path
-        if own is not None:
-            own.put_back()
         empty = audit.discard_if_empty()
     if code == 0 and os.getpid() == process:
         _say_if_nothing(module or str(script), audit, empty, left)
@@ -186,6 +184,15 @@ def run_script(
             never = f"{module or script} never called {own.name}() after a step"
             tell(f"halfulp: {never}, so no loss was recorded.")
     return code
+
+
+@contextmanager
+def _audited(audit: Audit) -> Iterator[None]:
+    audit.start_at_first_step()
+    try:
+        yield
+    finally:
+        audit.stop()
 
 
 def save_rehearsed(audit: Audit) -> Path | None:

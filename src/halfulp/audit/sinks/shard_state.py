@@ -1,19 +1,16 @@
-"""Save the tracked state of shards from every rank, and restore it on any number of ranks.
+"""Save the tracked state of shards from every rank, and restore it on as many.
 
-The file of a rank lists the coordinates of each tensor that it holds, so each rank reads what it needs: its
-own file if the tensors are sharded as before, otherwise parts of several. A trace of whole tensors can be
-resumed on shards, and the other way round. :mod:`halfulp.trace.resuming` decides where to resume.
+The file of a rank lists the coordinates of each tensor that it holds. A recording goes on where tensors are
+sharded as they were; :mod:`halfulp.trace.resuming` decides after which step.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from halfulp import files, tensors
@@ -32,8 +29,6 @@ Range = tuple[int, int]
 Writes = tuple[Path, str, int]
 """The message of the first rank: folder, id and last step of its trace."""
 TRACE, PLACES = "halfulp.trace", "halfulp.ranges"
-BITS, ONE = "moved", "largest"
-"""State kept as packed bits, and as one number per tensor; all other state has one value per coordinate."""
 
 
 def range_of(w: Watched) -> Range:
@@ -134,103 +129,29 @@ def _sees(out: Path, trace: str) -> bool:
     return seen
 
 
-# ---- resuming --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Pieces:
-    """The saved state found for one tensor, limited to what this rank needs."""
-
-    w: Watched
-    range: Range
-    found: dict[int, State] = field(default_factory=dict)
-    exact: State | None = None
-
-    def add(self, range: Range, state: State) -> None:
-        if range == self.range:
-            self.exact = state
-            return
-        if self.w.tiles is not None:
-            raise UsageError(
-                f"cannot resume: {self.w.name!r} is sharded in another way than it was, and its sample was "
-                "drawn from every shard. Resume on as many ranks as before."
-            )
-        first, numel = range
-        begin = max(first, self.range[0])
-        end = min(first + numel, sum(self.range))
-        if begin < end or not self.range[1]:
-            end = max(begin, end)
-            cut = {name: _cut(name, t, numel, begin - first, end - first) for name, t in state.items()}
-            self.found[begin] = cut
-
-    @property
-    def complete(self) -> bool:
-        sizes = (next(t.shape[1] for name, t in s.items() if not _is(name, ONE)) for s in self.found.values())
-        return self.exact is not None or (bool(self.found) and sum(sizes) == self.range[1])
-
-    def made(self) -> State:
-        if self.exact is not None:
-            return self.exact
-        parts = [self.found[first] for first in sorted(self.found)]
-        return {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
-
-
-def _is(name: str, what: str) -> bool:
-    return name.rpartition(".")[2] == what
-
-
-def _cut(name: str, t: torch.Tensor, numel: int, begin: int, end: int) -> torch.Tensor:
-    if _is(name, ONE):
-        return t
-    if _is(name, BITS):
-        bits = np.unpackbits(t.numpy(), axis=1, count=numel, bitorder="little")
-        return torch.from_numpy(bits[:, begin:end].copy())
-    return t[:, begin:end].clone()
-
-
-def _joined(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    if _is(name, ONE):
-        return parts[0]
-    whole = torch.cat(list(parts), dim=1)
-    return (
-        torch.from_numpy(np.packbits(whole.numpy(), axis=1, bitorder="little")) if _is(name, BITS) else whole
-    )
-
-
 def give(
     loaded: State, resumed: Resumed, new: Iterable[Watched], followed: Callable[[Watched], bool]
 ) -> None:
-    """Add the saved state of new tensors that this rank needs to the state loaded from a trace."""
+    """Add what was followed of the shards that this rank holds to the state loaded from a trace."""
     step, ranks = shards_of(loaded)
-    here: dict[int, State] = {}
-    for name in [n for n in loaded if n.partition(".")[0].isdecimal()]:
-        here.setdefault(int(name.partition(".")[0]), {})[name] = loaded[name]
-    wanted = {w.id: _Pieces(w, range_of(w)) for w in new if w.sharded or (step and w.id not in here)}
-    for i in [i for i in wanted if i in here]:
-        for name in here[i]:
-            del loaded[name]
-        _take(wanted, loaded, i, (0, wanted[i].w.tensor.numel()), here[i])
-    for r in sorted(ranks, key=lambda r: (r != rank(), r)):  # its own is all that it needs, as a rule
+    unsharded = {int(n.partition(".")[0]) for n in loaded if n.partition(".")[0].isdecimal()}
+    wanted = {w.id: w for w in new if w.sharded or (step and w.id not in unsharded)}
+    for r in sorted(ranks, key=lambda r: (r != rank(), r)):  # its own file is all that it needs, as a rule
         if not wanted:
             break
         found, ranges = _read(shard_file(resumed.trace.path, step, r), resumed.manifest["id"])
-        for i in [i for i in wanted if i in ranges]:
-            state = {n: t for n, t in found.items() if n.partition(".")[0] == str(i)}
-            _take(wanted, loaded, i, ranges[i], state)
-    left = {i for i, pieces in wanted.items() if followed(pieces.w)}
+        for i in [i for i, w in wanted.items() if ranges.get(i) == range_of(w)]:
+            loaded.update({n: t for n, t in found.items() if n.partition(".")[0] == str(i)})
+            del wanted[i]
+    left = {i for i, w in wanted.items() if followed(w)}
     if left and resumed.count:
         rows = resumed.trace.scan("tensors", "step", "tensor")
         for i in left & set(rows["tensor"][rows["step"] <= resumed.last_step].tolist()):
             raise UsageError(
-                f"cannot resume {resumed.trace.path}: it has steps of {wanted[i].w.name!r}, but not what was "
-                "followed of its shards. An older halfulp did not save that."
+                f"cannot resume {resumed.trace.path}: {wanted[i].name!r} was sharded in another way, or not "
+                "at all, when this trace was recorded. Resume on as many ranks as before, or record what "
+                "follows into another folder."
             )
-
-
-def _take(wanted: dict[int, _Pieces], loaded: State, i: int, range: Range, state: State) -> None:
-    wanted[i].add(range, state)
-    if wanted[i].complete:
-        loaded.update(wanted.pop(i).made())
 
 
 def _read(file: Path, trace: str) -> tuple[State, dict[int, Range]]:

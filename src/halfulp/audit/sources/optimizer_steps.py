@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,8 @@ class OptimizerSteps:
         """Models that were not passed in, but were found in the frames around a step."""
         self.losses: list[torch.Tensor | float] = []
         """Losses of the coming step that were logged so far."""
+        self.opening: Callable[[], object] | None = None
+        """Opens the trace before the first step, if that was put off until then."""
         self.seconds = 0.0
         """The time that was spent here."""
         self._count = StepCount(pipeline.sink, optimizers)
@@ -87,6 +89,9 @@ class OptimizerSteps:
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         start = time.perf_counter()
         pipeline, tracked, sink = self.pipeline, self.tracked, self.pipeline.sink
+        if self.opening is not None:
+            opening, self.opening = self.opening, None
+            opening()
         self._count.go_on(optimizer, pipeline.first_missing)
         if self._stepped and self._begins(optimizer):
             self._finish()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from halfulp.paper.arms import Bundle
 
 gate = Gate.of
-OURS = "the paper prints no number"
-"""In the reason of a gate whose threshold is ours: result pages mark it."""
 
 
 def rule(
@@ -30,9 +28,9 @@ def rule(
     return Rule(label=label, passed=passed, failed=failed, not_run=not_run, says=says, recovered=recovered)
 
 
-def scaled(paper: Config, **others: Config) -> dict[str, Config]:
+def scaled(paper: Config, *, smoke: Config, small: Config) -> dict[str, Config]:
     """Return the configs of all scales: the paper's, and what the others change of it."""
-    return {**{name: {**paper, **changes} for name, changes in others.items()}, "paper": paper}
+    return {"smoke": {**paper, **smoke}, "small": {**paper, **small}, "paper": paper}
 
 
 def declared(
@@ -53,7 +51,7 @@ def declared(
         given: Other fields of the study.
     """
     if runs is not None:
-        given = {"scales": runs.configs, "stages": runs.stages, "scale_data": runs.data, **given}
+        given |= {"scales": runs.configs, "stages": runs.stages, "scale_data": runs.data}
     return Study(name=name.rpartition(".")[2].replace("_", "-"), estimands=(*estimands, *own), **given)
 
 
