@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test bench docs lint types unit quick durations wheel stranger test-lowest torture torture-long native-proof format clean
+.PHONY: help demo check test bench results docs lint types unit quick durations wheel stranger test-lowest torture torture-long native-proof format clean
 
 # Processes that share the tests: one a core, and no more than memory has room for.
 JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 8 ? 8 : cores)))
@@ -22,6 +22,7 @@ help:
 	@echo "make test    lint, format, types, all tests, documentation"
 	@echo "make wheel stranger test-lowest torture    what a release must pass too: docs/releasing.md"
 	@echo "make bench   the kernels beside their peers (the peers need a C++ compiler)"
+	@echo "make results  every committed study again, from where it is: hours; RESULTS='--list' or names"
 	@echo "make docs    the documentation, into site/"
 	@echo "make native-proof   the C++ kernels against their definition, at length"
 	@echo "make lint types unit    the parts of make test; make format rewrites the layout"
@@ -91,6 +92,10 @@ bench: $(VENV)/.stamp-peers
 	$(BIN)/python benchmarks/many_tensors.py
 	$(BIN)/python benchmarks/study.py
 	$(BIN)/python benchmarks/controlled.py
+
+# RESULTS="cnn-small margin-paper", "--list", "--compare": see benchmarks/results.py --help
+results: $(VENV)/.stamp-dev
+	$(BIN)/python benchmarks/results.py $(RESULTS)
 
 # The C++ kernels beside the NumPy reference on random bit patterns, and their tests under ASan and UBSan (g++). PROOF="--inputs 1e8"
 native-proof: $(VENV)/.stamp-dev

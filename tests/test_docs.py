@@ -8,6 +8,9 @@ download) is ``text``.
 from __future__ import annotations
 
 import filecmp
+import importlib
+import inspect
+import json
 import os
 import re
 import runpy
@@ -15,8 +18,11 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import halfulp as hu
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -88,3 +94,160 @@ def test_pictures_are_what_the_library_gives(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in assets.glob("*.svg")}
     exact = ["cell.svg", "dead-zone.svg", "many-steps.svg"]
     assert filecmp.cmpfiles(tmp_path, assets, exact, shallow=False) == (exact, [], [])
+
+
+# ---- the reference ----------------------------------------------------------------------------------
+
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def shown_there() -> dict[str, Any]:
+    """Every object of the Python page, by the name that the page gives it."""
+    names = re.findall(r"^::: (\S+)", (REFERENCE / "api.md").read_text(), re.MULTILINE)
+    objects: dict[str, Any] = {}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        try:
+            objects[name] = getattr(importlib.import_module(module), last)
+        except AttributeError:
+            objects[name] = importlib.import_module(name)
+    kernels = objects.pop("halfulp.kernels")
+    objects |= {
+        f"halfulp.kernels.{k}": getattr(kernels, k) for k in ("round", "audit", "write_back", "score")
+    }
+    return {name: thing for name, thing in objects.items() if callable(thing)}
+
+
+def test_the_python_page_is_complete() -> None:
+    """It has every public name, and each says what it takes."""
+    objects = shown_there()
+    last = {name.rpartition(".")[2] for name in objects}
+    errors = {name for name in hu.__all__ if name.endswith("Error")}  # the module of errors is on the page
+    assert set(hu.__all__) - last - errors == {"__version__"}
+    without = []
+    for name, thing in objects.items():
+        if name.startswith("halfulp.study.") or name.endswith("Error"):
+            continue  # declarations: the how-to has an example of all
+        said = inspect.getdoc(thing) or ""
+        parameters = [p for p in inspect.signature(thing).parameters.values() if not p.name.startswith("_")]
+        without += [
+            f"{name}({p.name})"
+            for p in parameters
+            if p.kind is not p.VAR_KEYWORD
+            and not re.search(rf"^ +(\w+, )*\**{p.name}(, \w+)*:", said, re.MULTILINE)
+            and not inspect.isclass(thing)
+        ]
+        returns = inspect.signature(thing).return_annotation
+        if not inspect.isclass(thing) and returns not in (None, "None") and "Returns:" not in said:
+            without.append(f"{name} -> {returns}")
+    assert not without
+
+
+def test_every_name_has_an_example() -> None:
+    """In its own docstring, or in that of what makes it."""
+    objects = shown_there()
+    made_by = {
+        "Check": "check", "Sweep": "check", "Diff": "diff", "Change": "Sync", "Contract": "require",
+        "CheckpointWeightPatch": "SparseWeightPatch", "Dispatch": "native", "Pilot": "docs/how/pilot.md",
+    }  # fmt: skip
+    without = [
+        name
+        for name, thing in objects.items()
+        if not name.startswith("halfulp.study.")
+        and not name.endswith("Error")
+        and name.rpartition(".")[2] not in made_by
+        and ">>>" not in (inspect.getdoc(thing) or "")
+    ]
+    assert without == []
+
+
+def errors_of(kind: type[BaseException]) -> set[str]:
+    return {kind.__name__}.union(*(errors_of(k) for k in kind.__subclasses__()))
+
+
+def test_every_error_is_shown_with_its_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page names each, and the messages on it are those that its blocks print."""
+    for module in ("contract.contract", "pilots.scripts", "study.engine", "study.gates", "study.planning"):
+        importlib.import_module(f"halfulp.{module}")
+    page = (REFERENCE / "errors.md").read_text()
+    assert [e for e in sorted(errors_of(hu.HalfulpError)) if f"`{e}`" not in page.replace("`hu.", "`")] == []
+    shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert len(shown) >= 7
+    for number, (code, text) in enumerate(shown):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        capsys.readouterr()
+        exec(compile(code, "<errors.md>", "exec"), {"__name__": "__main__"})  # noqa: S102  # our own page
+        printed = " ".join(capsys.readouterr().out.split())
+        expected = re.escape(" ".join(text.split())).replace(r"\.\.\./", r"\S*/")
+        assert re.fullmatch(expected, printed), printed
+
+
+# ---- words and numbers ------------------------------------------------------------------------------
+
+SPEED = {
+    "torch fused, float32": "torch AdamW, fp32, fused",
+    "`hu.AdamW`, bfloat16 weights, `sr`": "halfulp AdamW sr, bf16, fp32 moments",
+    "the same, bfloat16 moments": "halfulp AdamW sr, bf16, bf16 moments",
+    "the same, fp8 weights": "halfulp AdamW sr, e4m3@128 packed, bf16 moments",
+    "optimi Kahan, bfloat16": "optimi AdamW, bf16, kahan",
+    "heavyball stochastic rounding, bfloat16": "heavyball AdamW, bf16, stochastic, compiled",
+    "torchao stochastic rounding, bfloat16": "torchao _AdamW, bf16, stochastic",
+}
+"""Rows of the README's table, and the contestants of the benchmark."""
+
+
+def test_the_speed_table_is_the_measured_one() -> None:
+    """Every row of the README's table is a row of ``results/bench/writeback.json``."""
+    measured = json.loads((ROOT / "results" / "bench" / "writeback.json").read_text())["rows"]
+    rows = {row["contestant"]: row for row in measured}
+    table = (ROOT / "README.md").read_text().partition("## Speed")[2].partition("\n## ")[0]
+    stated = re.findall(r"^\| (.+?) \| ([\d.]+) \| (\d+) \|$", table, re.MULTILINE)
+    assert {label for label, _, _ in stated} == set(SPEED)
+    for label, ms, size in stated:
+        row = rows[SPEED[label]]
+        assert (ms, size) == (f"{1000 * row['seconds']:.1f}", f"{row['bytes_per_parameter']:.0f}"), label
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_navigation() -> None:
+    """At most 15 entries in four groups; the records are a fifth, apart."""
+    lines = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines()
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        if match := re.match(r"^  - (.+):$", line):
+            groups[match[1]] = entries = []
+        elif line.strip():
+            entries.append(line)
+    assert list(groups) == ["Start", "How to", "Understand", "Reference", "Paper and records"]
+    assert sum(len(entries) for name, entries in groups.items() if name != "Paper and records") <= 15
+
+
+RECORDS = {"allocation", "controlled", "decoder", "locked", "log", "loss-forecast", "optimizers", "releasing",
+           "reliability", "seen", "studies", "trust"}  # fmt: skip
+
+
+def test_no_paragraph_in_a_cell() -> None:
+    """Tables for readers hold a sentence a cell: at most 180 characters, links aside."""
+    long = []
+    for page in PAGES:
+        if page.stem in RECORDS:
+            continue
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for line in re.findall(r"^ *\|(.*)\|$", text, re.MULTILINE):
+            cells = [re.sub(r"\]\([^)]*\)", "]", cell.strip()) for cell in line.split(" | ")]
+            long += [f"{page.name}: {cell[:80]}" for cell in cells if len(cell) > 180]
+    assert long == []
+
+
+def test_the_glossary_is_linked_at_first_use() -> None:
+    """Twelve words, and the pages that a newcomer reads first link to them."""
+    glossary = (ROOT / "docs" / "concepts.md").read_text().partition("## Words")[2]
+    assert len(re.findall(r"^\| \*\*", glossary, re.MULTILINE)) == 12
+    for page in ("index", "start", "symptoms"):
+        assert "concepts.md#words" in (ROOT / "docs" / f"{page}.md").read_text(), page

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torture
 from study.samples import quick_identity
-from torture import Effort, Trial, forge, fuzz, mutants
+from torture import Effort, Trial, disks, forge, fuzz, mutants, native
 from torture import readers as kinds
 
 import halfulp as hu
@@ -100,8 +100,54 @@ def test_mutants_are_one_mistake_each() -> None:
     assert ast.unparse(tree) == ast.unparse(ast.parse(source))
 
 
+def test_mutants_of_cpp_are_one_mistake_each() -> None:
+    source = (
+        "#if A < 4  // not code\n"
+        "template <class T, int N> inline int f(T* x, bool y = true) {  // x < 1\n"
+        '    if (*x < 3 && !y) return x[0] * 0x1F + g("a < b");\n'
+        "    return (int)0x1p-3f;\n}\n"
+    )
+    made = [native.mutated(source, place) for place in native.places(source)]
+    assert len({text for text, _ in made}) == len(made)
+    assert [mistake.change for _, mistake in made] == [
+        "true to false", "< to <=", "3 to 4", "&& to ||", "! to nothing", "0 to 1", "* to /", "0x1F to 0x20",
+        "+ to -", "-3 to -2",
+    ]  # fmt: skip
+    assert all(
+        sum(a != b for a, b in zip(t.split("\n"), source.split("\n"), strict=True)) == 1 for t, _ in made
+    )
+
+
+def test_a_writer_that_is_silent_or_believed_is_found(tmp_path: Path) -> None:
+    """On a disk that takes nothing: what says nothing, what says it badly, and half a file."""
+
+    def full(out: Path) -> None:
+        raise hu.errors.DiskError("the disk is full")
+
+    def bad(out: Path) -> None:
+        raise OSError(28, "full")
+
+    def read(out: Path) -> bytes:
+        return b"half"
+
+    assert disks.refused(disks.Writer("it", full, read), tmp_path, "disk is full") == ""
+    assert disks.refused(disks.Writer("it", full, read), tmp_path, "quota")
+    assert disks.refused(disks.Writer("it", bad, read), tmp_path, "full")
+    assert disks.refused(disks.Writer("it", lambda out: None, read), tmp_path, "full", b"whole")
+    assert disks.left(disks.Writer("it", full, read), tmp_path, b"whole")
+    assert disks.left(disks.Writer("it", full, read), tmp_path, b"half") == ""
+    assert disks.left(disks.Writer("it", full, read, lambda found: True), tmp_path, b"whole") == ""
+
+
 def test_what_is_explained_is_there() -> None:
     """A line that was changed since, or a column that was counted wrong, explains nothing."""
+    for path in native.build.HERE.glob("*.[hc]*"):
+        source = path.read_text()
+        lines = source.split("\n")
+        known = native.explained(path.name)
+        texts = {line for line, _ in known}
+        near = [place for place in native.places(source) if lines[place[0] - 1].strip() in texts]
+        assert set(known) <= {native.mutated(source, place)[1].key(lines) for place in near}, path.name
     for name in mutants.TARGETS:
         source = mutants._file(name).read_text()
         tree, lines = ast.parse(source), source.splitlines()

@@ -15,7 +15,7 @@ import torch
 
 import halfulp as hu
 
-FIXES = "hu.AdamW", "hu.WriteBack(optimizer"
+FIXES = "hu.AdamW", "hu.WriteBack("
 """Beginnings of the lines that a verdict prints for a bf16 run: a new optimizer, or one that is wrapped."""
 
 

@@ -60,6 +60,10 @@ def is_anothers(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno is None
 
 
+_SAID = {"mkdir": "create", "rename": "replace", "fsync": "write", "unlink": "delete", "rmdir": "delete"}
+"""System calls, in words for people."""
+
+
 @contextlib.contextmanager
 def _named(operation: str, path: Path) -> Iterator[None]:
     """Let an error of the operating system say what failed and what to do."""
@@ -69,13 +73,14 @@ def _named(operation: str, path: Path) -> Iterator[None]:
         if is_anothers(error):
             raise
         reason = {
-            errno.ENOSPC: "the disk is full; free some room",
-            errno.EDQUOT: "the disk quota is used up; free some room",
+            errno.ENOSPC: "the disk is full; free some space",
+            errno.EDQUOT: "the disk quota is used up; free some space",
             errno.EROFS: "the folder is read-only; choose another with --out or make it writable",
-            errno.EACCES: "the folder may not be written; choose another with --out or allow it",
+            errno.EACCES: "no permission to write; choose another folder with --out or change its permissions",
         }.get(error.errno or 0, error.strerror or str(error))
         raise DiskError(
-            f"Cannot {operation} {path}: {reason}. What was there is as it was; run again to go on."
+            f"Cannot {_SAID.get(operation, operation)} {path}: {reason}. "
+            "Existing files are unchanged. Fix this, then run the command again to continue."
         ) from error
 
 

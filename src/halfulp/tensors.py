@@ -178,7 +178,7 @@ def _header(file: BinaryIO, size: int, path: Path) -> tuple[bytes, bytes, dict[s
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > min(MOST_HEADER, size - 8):
         raise CorruptionError(
-            f"{path} is not a safetensors file, or cut short: it has {size:,} bytes."
+            f"{path} is not a safetensors file, or is truncated: it has {size:,} bytes."
             + (PICKLED if start[:2] == b"PK" or start[:1] == b"\x80" else "")
         )
     text = _exactly(file, length, path)

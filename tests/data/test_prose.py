@@ -6,41 +6,21 @@ import hashlib
 import io
 import json
 import os
-import tarfile
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
+from data import small_corpus
+from data.small_corpus import archive
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from halfulp import data
 from halfulp.cli import app
-from halfulp.data import DataSet, bpe, prose
+from halfulp.data import bpe, prose
 from halfulp.errors import TamperingError, UsageError
-
-PAGE = """<?xml version="1.0" encoding="utf-8"?>
-<html xmlns="http://www.w3.org/1999/xhtml" xmlns:epub="http://www.idpf.org/2007/ops"><body>{}</body></html>"""
-PACKAGE = """<?xml version="1.0"?><package xmlns="http://www.idpf.org/2007/opf"><manifest>{}</manifest>
-<spine>{}</spine></package>"""
-
-
-def archive(pages: dict[str, str]) -> bytes:
-    """A repository's archive with these pages, in this order."""
-    items = "".join(f'<item id="{name}" href="text/{name}.xhtml"/>' for name in pages)
-    spine = "".join(f'<itemref idref="{name}"/>' for name in pages)
-    inside = {"content.opf": PACKAGE.format(items, spine)}
-    inside |= {f"text/{name}.xhtml": PAGE.format(body) for name, body in pages.items()}
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w:gz") as tar:
-        for name, content in inside.items():
-            entry = tarfile.TarInfo(f"book-0123/src/epub/{name}")
-            entry.size = len(content.encode())
-            tar.addfile(entry, io.BytesIO(content.encode()))
-    return made.getvalue()
 
 
 def test_prose_is_what_is_read() -> None:
@@ -95,44 +75,12 @@ def test_the_held_out_tokens_are_the_published_ones() -> None:
 
 # ---- building a small corpus ----------------------------------------------------------------------------
 
-PAGES = {"one": "<p>It was the best of times.</p>", "two": "<p>It was the worst of times.</p>"}
-
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A mirror with two books, and a folder for the corpus; what is listed was made another way."""
-    tokenizers = pytest.importorskip("tokenizers")
-    mirror, folder, listed, texts = tmp_path / "mirror", tmp_path / "corpus", [], []
-    for split, (name, body) in zip(prose.SPLITS, PAGES.items(), strict=True):
-        text = body.removeprefix("<p>").removesuffix("</p>") + "\n"
-        texts.append(text)
-        place = mirror / "books" / name / "archive"
-        place.mkdir(parents=True)
-        (place / "c0ffee.tar.gz").write_bytes(archive({"chapter-1": body}))
-        listed.append(
-            {"split": split, "repo": f"books/{name}", "title": name.title(), "commit": "c0ffee",
-             "bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        )  # fmt: skip
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    how = tokenizers.trainers.BpeTrainer(vocab_size=260, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([texts[0]], how)
-    contents = {prose.BOOKS: json.dumps(listed).encode(), prose.PIECES: made.to_str(pretty=True).encode()}
-    for split, text in zip(prose.SPLITS, texts, strict=True):
-        contents[prose.text_of(split)] = prose.compressed(text.encode())
-        contents[prose.tokens_of(split)] = np.array(made.encode(text).ids, dtype="<u2").tobytes()
-    known = {name: known_as(name, content) for name, content in contents.items()}
-    monkeypatch.setattr(data, "DATASETS", MappingProxyType(known))
-    monkeypatch.setattr(prose, "listed", lambda: contents[prose.BOOKS])
-    monkeypatch.setattr(prose, "COUNT", 260)
-    return mirror, folder
-
-
-def known_as(name: str, content: bytes) -> DataSet:
-    digest = hashlib.sha256(content).hexdigest()
-    return DataSet(name=name, bytes=len(content), sha256=digest, url=None, origin="a test", licence="none")
+    """A mirror with two books, and a folder for the corpus."""
+    pytest.importorskip("tokenizers")
+    return small_corpus.small(tmp_path, monkeypatch), tmp_path / "corpus"
 
 
 def test_a_build_ends_with_the_listed_files(small: tuple[Path, Path]) -> None:

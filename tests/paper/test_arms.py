@@ -363,6 +363,19 @@ def test_attachments_are_the_trace(folder: Path, tmp_path: Path) -> None:
     assert all(np.array_equal(scores[name].numpy(), sums) for name, sums in told.items())
 
 
+def test_contexts_that_are_no_whole_batches(folder: Path) -> None:
+    """The first of the same contexts, each counted once."""
+    some = replace(RECIPE, eval_contexts=RECIPE.batch + 1, eval_batches=2)
+    whole, part = (
+        Here(arm(grid="e5m2", policy="rne", recipe=r), folder)
+        for r in (replace(some, eval_contexts=None), some)
+    )
+    records = [run_arm(cell) for cell in (whole, part)]
+    each, first = (load_tensors(cell.attached["contexts.safetensors"])["loss"] for cell in (whole, part))
+    assert torch.equal(each[:, : RECIPE.batch], first[:, :-1])
+    assert abs(records[1]["evaluations"][-1]["loss"] - first[-1].double().mean()) <= 2**-20
+
+
 def test_losses_of_contexts(folder: Path) -> None:
     """One for every context at every evaluation; their mean is the loss, but for the order of a float sum."""
     cell = Here(arm(grid="e5m2", policy="rne"), folder)

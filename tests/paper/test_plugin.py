@@ -85,7 +85,7 @@ def test_the_page_without_matplotlib(halfulp: Halfulp, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, error = halfulp("paper")
     assert code == hu.UsageError.exit_code
-    assert "this needs matplotlib, which is not installed: pip install matplotlib" in error
+    assert "This needs matplotlib, which is not installed. Run: pip install matplotlib" in error
 
 
 IMPORTS = {

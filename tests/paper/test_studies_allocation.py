@@ -548,6 +548,23 @@ def test_what_persists_is_counted(folder: Path) -> None:
     assert found["source-P"]["persistent_bytes"] == 3 * 4 * every + step + found["source-P"]["policy_bytes"]
     for row in found.values():
         assert 0 < row["window_seconds"] <= row["wall_seconds"]
+        assert row["counted_bytes"] > row["persistent_bytes"] + 4 * every  # gradients and activations
+
+
+def test_counted_bytes_are_the_same_again(folder: Path) -> None:
+    """What tensors hold at the peak of an update is a fact of the arm, not of the machine."""
+    runs = one_seed(packed_systems.RUNS)
+    cell = next(_systems.timed(runs, ("rne", "master"))(_systems.configs(runs)["smoke"]))
+    arms = {name: Arm.from_json(arm) for name, arm in cell.config["arms"].items()}
+    first, again = (
+        {n: repetitions.measure(asked(arm, folder, b""))["counted_bytes"] for n, arm in arms.items()}
+        for _ in range(2)
+    )
+    assert first == again
+    masters = 4 * sum(
+        p.numel() for p in Decoder(arms["rne"].model, device="meta").parameters() if p.dim() >= 2
+    )
+    assert first["master"] - first["rne"] >= masters
 
 
 def test_a_fresh_process(folder: Path) -> None:

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- declarations ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
+@pytest.mark.parametrize("scale", ["smoke", "small", "medium", "paper"])
 def test_matched_cells_differ_only_in_policy(scale: str) -> None:
     study = matched_10k.STUDY
     assert [len(study.cells(scale, stage)) for stage in ("reference", "forecast", "outcome")] == [2, 4, 8]

@@ -52,8 +52,16 @@ def test_the_papers_midpoint_table_is_not_promoted() -> None:
     assert decision.label == "not promoted"
     assert passed(decision) == {
         "windows": True, "onsets": True, "no-worse-than-symmetric": False, "no-worse-than-monotone": True,
-        "progress": True,
+        "tie": False, "progress": True,
     }  # fmt: skip
+
+
+def test_a_tie_is_told_to_be_one() -> None:
+    tied = {name: (row[0], 0.95, row[2]) for name, row in PROSPECTIVE.items() if name != "monotone"}
+    rows = PROSPECTIVE | tied
+    decision = decide(midpoint.STUDY, midpoint_values(rows))
+    assert decision.label == "promoted"
+    assert decision.says.startswith("By a tie")
 
 
 @pytest.mark.parametrize(

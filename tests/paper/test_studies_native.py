@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from study.samples import quick_identity
 import halfulp as hu
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.paper import tokens
-from halfulp.paper.arms import Arm, direct
+from halfulp.paper.arms import Arm, direct, measures, native_measures
 from halfulp.paper.arms import run as arms_run
 from halfulp.paper.arms.corpus import open_corpus
 from halfulp.paper.models.decoder import LLAMA, NEOX, Decoder, inventory
@@ -85,6 +85,46 @@ def test_schedule_shift_rows() -> None:
     for value in (0.0, 5.0):
         other = shift_values(centred=values["centred"] | {cell: value})
         assert judge(after.gates, after.rules, other).label == expected
+
+
+def archive_records() -> dict[str, Any]:
+    """An archived run whose frozen share is its rate over the peak, and a target under a constant rate."""
+    config = SHIFT.config("small")
+    (archived,) = (Arm.from_json(c.config) for c in native_schedule_shift.archive_cells(config))
+    made: dict[str, Any] = {"archive": {}, "outcome": {}}
+    cells = {c.name: Arm.from_json(c.config) for c in native_schedule_shift.RUNS.outcomes(config)}
+    for stage, name, arm in (
+        ("archive", "archived", archived),
+        *(("outcome", n, a) for n, a in cells.items()),
+    ):
+        schedule, updates = arm.recipe.schedule, arm.recipe.updates
+        share = [round(1000 * schedule.rate(u) / 1.8e-3) for u in range(1, updates + 1)]
+        made[stage][name] = {
+            "grid": "e4m3@128", "updates": updates, "warmup": schedule.warmup, "schedule": asdict(schedule),
+            "coordinates": {"mlp": 1000}, "frozen": {"e4m3@128": {"mlp": share}},
+        }  # fmt: skip
+    return made
+
+
+def test_the_archive_is_read_at_the_rates_of_the_schedule() -> None:
+    """Rates that the archived cosine passed are looked up; without an archive there is no such predictor."""
+    found = archive_records()
+    for unit in native_schedule_shift.RUNS.over(found):
+        said, seen = (f(unit, "core") for f in (measures.archived, measures.measured))
+        assert said is not None
+        assert np.abs(said - seen)[unit.run("rne")["warmup"] :].max() <= 0.002, unit.name
+        assert native_measures.source_free(unit, "core") == ["constant", "schedule", "archive"]
+    older = native_schedule_shift.RUNS.over({"outcome": found["outcome"]})
+    assert native_measures.source_free(older[0], "core") == ["constant", "schedule"]
+
+
+def test_the_archive_is_of_another_seed_and_sealed_before_any_target() -> None:
+    names = [stage.name for stage in SHIFT.stages]
+    assert names.index("archive") < names.index("outcome")
+    (cell,) = SHIFT.cells("paper", "archive")
+    arm, targets = Arm.from_json(cell.config), native_schedule_shift.RUNS.targets
+    assert arm.seed not in {*targets, native_schedule_shift.RUNS.forecast_from}
+    assert (arm.storage, arm.policy, arm.grid) == ("native", "rne", "e4m3@128")
 
 
 @pytest.mark.parametrize("name", ["dispatched", "replayed", "paired"])

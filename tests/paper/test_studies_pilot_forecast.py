@@ -124,7 +124,9 @@ def test_the_classifier_of_the_smallest_scale_runs_whole() -> None:
     config = dict(next(c for c in STUDY.cells("smoke", "pilot") if c.name == "nn").config)
     what = _pilot_runs.training(config, Path)
     for budget in (0.0, 0.1, 0.4):
-        found = Pilot(what.make, FORMATS, updates=what.updates, budget=budget * len(FORMATS)).run()
+        found = Pilot(
+            what.make, FORMATS, updates=what.updates, budget=budget * len(FORMATS), cost=lambda b: b / 12
+        ).run()
         bought = done["forecast"]["nn"]["budgets"][f"{budget:g}"]
         for spec in FORMATS:
             said = found[spec].estimate

@@ -67,7 +67,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize("name", STAGES)
-@pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
+@pytest.mark.parametrize("scale", ["smoke", "small", "medium", "paper"])
 def test_runs(name: str, scale: str) -> None:
     """As many as the paper has: 30 of NeoX, 7 of the source-amortised audit; stages in this order."""
     study: Study = TRAINED[name].STUDY

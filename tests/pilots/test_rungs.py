@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pilots.pilot_run import BATCH, UPDATES, Single, Small, by_hand
+from pilots.pilot_run import BATCH, UPDATES, Single, Small, by_hand, counted
 
 import halfulp as hu
 from halfulp.errors import UsageError
@@ -132,7 +132,7 @@ def test_what_cannot_be_sliced_is_said() -> None:
 KILLED = """
 import os, signal, sys, torch
 sys.path.insert(0, {tests!r})
-from pilots.pilot_run import {kind} as Kind
+from pilots.pilot_run import {kind} as Kind, counted
 from halfulp.pilots.pilot import Pilot
 count = 0
 class Mortal(Kind):
@@ -143,7 +143,8 @@ class Mortal(Kind):
             os.kill(os.getpid(), signal.SIGKILL)
         super().step(batch, update)
 torch.manual_seed(5)
-print(Pilot(Mortal, {formats!r}, updates=12, budget=2.0, out={out!r}, save_every=2).run().to_json())
+pilot = Pilot(Mortal, {formats!r}, updates=12, budget=2.0, cost=counted, out={out!r}, save_every=2)
+print(pilot.run().to_json())
 """
 
 
@@ -151,7 +152,7 @@ print(Pilot(Mortal, {formats!r}, updates=12, budget=2.0, out={out!r}, save_every
 def test_a_killed_pilot_goes_on(tmp_path: Path, kind: type[Small], at: int) -> None:
     """In twins, in the reference and in forks; what it says in the end is what it would have said."""
     torch.manual_seed(5)
-    whole = Pilot(kind, FORMATS, updates=UPDATES, budget=2.0).run().to_json()
+    whole = Pilot(kind, FORMATS, updates=UPDATES, budget=2.0, cost=counted).run().to_json()
     assert ("forks" in whole["paid"]) == (kind is Single)
     text = KILLED.format(
         tests=str(Path(__file__).parents[1]), at=at, formats=FORMATS, out=str(tmp_path), kind=kind.__name__
@@ -159,9 +160,11 @@ def test_a_killed_pilot_goes_on(tmp_path: Path, kind: type[Small], at: int) -> N
     first = subprocess.run([sys.executable, "-c", text], capture_output=True, env=os.environ)
     assert first.returncode == -signal.SIGKILL, first.stderr.decode()
     torch.manual_seed(5)
-    again = Pilot(kind, FORMATS, updates=UPDATES, budget=2.0, out=tmp_path, save_every=2).run().to_json()
-    for one in (whole, again):
-        one["paid"].pop("rehearsals")  # measured time
+    again = (
+        Pilot(kind, FORMATS, updates=UPDATES, budget=2.0, cost=counted, out=tmp_path, save_every=2)
+        .run()
+        .to_json()
+    )
     assert again == whole
 
 
@@ -169,3 +172,32 @@ def test_another_question_is_refused(tmp_path: Path) -> None:
     Pilot(Small, FORMATS, updates=2, budget=0.0, out=tmp_path).run()
     with pytest.raises(UsageError, match="updates differ"):
         Pilot(Small, FORMATS, updates=3, budget=0.0, out=tmp_path).run()
+
+
+def test_a_budget_in_time_buys_no_twin_that_does_not_fit() -> None:
+    """Steps of so small a model are Python: a sequence of eight takes most of the time of all of them."""
+    torch.manual_seed(5)
+    pilot = Pilot(Small, FORMATS, updates=UPDATES, budget=0.2)
+    found = pilot.run()
+    assert not any("twins" in what for what in found.paid)
+    assert found.paid.keys() <= {"rehearsals", "timing", "forks"}
+    assert pilot._costs is not None
+    assert 3 * pilot._costs.twin(1) > 0.2
+    (note,) = (n for n in found.notes if "no twin" in n)
+    assert "3 are needed" in note
+    assert "A budget of" in note
+
+
+def test_what_is_dearer_than_planned_is_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run takes two whole runs, whatever the plan thought."""
+
+    def pay(pilot: Pilot, purpose: str, *_: float) -> None:
+        pilot._spent[purpose] = pilot._spent.get(purpose, 0.0) + 2.0
+
+    monkeypatch.setattr(Pilot, "_pay", pay)
+    torch.manual_seed(5)
+    found = Pilot(Small, FORMATS, updates=UPDATES, budget=3.0, cost=counted).run()
+    assert sum(found.paid.values()) == 4.0  # the second began when a whole run was left
+    assert "e5m2:sr: no twin was run, for it takes 200.0% of the run and 0.0% of the" in found.notes[0]
+    assert found["e4m3@128"].seen.twin is not None
+    assert found["e5m2:sr"].seen.twin is None

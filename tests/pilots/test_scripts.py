@@ -132,13 +132,31 @@ def test_what_cannot_be_done_is_said(
         pilot(**more).run()
 
 
-def test_a_twin_that_takes_too_long_ends_itself(here: Path) -> None:
-    slow = "import time\nend = time.process_time() + 5 * (given.batch == 2)\n"
-    slow += "while time.process_time() < end:\n    pass\ntorch.manual_seed(0)"
-    (here / "train.py").write_text(SCRIPT.replace("torch.manual_seed(0)", slow))
-    found = pilot(budget=2.0).run()
-    assert "for want of budget" in found.notes[0]
+SLOW = """
+    end = time.process_time() + 0.2 * (given.batch == 2)
+    while time.process_time() < end:
+        pass
+    if given.batch == 2:
+        print(step, file=open("steps", "w"))
+"""
+
+
+def test_a_twin_that_would_take_too_long_ends_itself_at_once(here: Path) -> None:
+    slow = SCRIPT.replace("    x = torch.randn(16, 16)", SLOW + "    x = torch.randn(16, 16)")
+    (here / "train.py").write_text("import time\n" + slow)
+    found = pilot(budget=4.0).run()
+    assert int((here / "steps").read_text()) <= 12
+    assert "for want of budget: it would take" in found.notes[0]
+    assert "3 are needed. A --budget of" in found.notes[0]
     assert all(p.estimate.kind == "free" for p in found.prices)
+
+
+def test_a_twin_of_another_length_is_refused(here: Path) -> None:
+    (here / "train.py").write_text(
+        SCRIPT.replace("range(1, 41)", "range(1, 41 if given.batch == 16 else 61)")
+    )
+    with pytest.raises(UsageError, match=r"60 updates, and 40 without"):
+        pilot().run()
 
 
 def test_a_training_without_a_module_is_refused(here: Path) -> None:

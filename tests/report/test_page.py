@@ -311,4 +311,4 @@ def test_drawing_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(said.exception, hu.HalfulpError)
     assert isinstance(said.exception, ImportError)
     assert said.exception.exit_code == 2
-    assert str(said.exception) == "this needs matplotlib, which is not installed: pip install matplotlib"
+    assert str(said.exception) == "This needs matplotlib, which is not installed. Run: pip install matplotlib"

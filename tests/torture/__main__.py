@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torture import Effort, keep
 
-PARTS = ("fuzz", "forge", "kill", "order", "scale", "mutants")
+PARTS = ("fuzz", "forge", "kill", "disks", "order", "scale", "mutants", "native")
 
 
 def main() -> int:

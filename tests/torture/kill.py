@@ -1,7 +1,7 @@
 """SIGKILL anywhere: what goes on afterwards is, bit for bit, what was never killed.
 
-Studies and their executors, audits, and the training of every policy, at random moments; studies, audits and
-checkpoints before every single operation on the disk, too.
+Studies and their executors, audits, and the training of every policy, at random moments; studies, audits,
+checkpoints, corpora, pages and pilots before every single operation on the disk, too.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import forks
+import pytest
 import torch
 from study.samples import tree
 from writeback_resume import CASES, STEPS, Run
 
 import halfulp as hu
+from halfulp import files
 from halfulp.writeback import save
 from torture import Clock, Effort, Trial
 
@@ -344,6 +346,67 @@ def demo(effort: Effort) -> Iterator[Trial]:
     yield Trial("Kill", "the demo (`--quick`), at random", killed, lost, clock(), note)
 
 
+# ---- commands ----
+
+
+def every_point(run: Callable[[Path], object], folder: Path) -> tuple[int, list[Path]]:
+    """A run killed before each operation on the disk, and gone on with: how many, and what each left."""
+    number, ended = 0, []
+    while True:
+        number += 1
+        place = folder / str(number)
+        place.mkdir(parents=True)
+        if not forks.killed(lambda event, place=place: run(place), number):
+            return number - 1, [*ended, place]
+        assert not forks.killed(lambda event, place=place: run(place), 0), "nothing kills it"
+        ended.append(place)
+
+
+def commands(effort: Effort) -> Iterator[Trial]:
+    """A corpus, a page of two checkpoints, a pilot: what goes on leaves what was never killed."""
+    from data import small_corpus
+    from pilots.pilot_run import Small
+    from safetensors.torch import save_file
+
+    from halfulp.cli import app
+    from halfulp.data import prose
+    from halfulp.pilots.pilot import Pilot
+
+    def pilot(place: Path) -> None:
+        torch.manual_seed(5)
+        asked: dict[str, Any] = {"updates": 4, "budget": 2.0, "out": place, "save_every": 2}
+        told = Pilot(Small, ("e4m3@128",), **asked).run().to_json()
+        told["paid"].pop("rehearsals")  # measured time
+        (place / "answer").write_text(json.dumps(told))
+        (place / "pilot.json").unlink()  # which has measured times; traces have random ids
+        shutil.rmtree(place / "reference", ignore_errors=True)
+
+    base, trained = effort.folder / "base.safetensors", effort.folder / "trained.safetensors"
+    save_file({"w": torch.ones(3000, dtype=torch.bfloat16)}, base)
+    save_file({"w": torch.linspace(1, 2, 3000).bfloat16()}, trained)
+
+    def compare(place: Path) -> None:
+        asked = ["diff", str(base), str(trained), "--page", str(place / "page.html")]
+        app(asked, standalone_mode=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        mirror = small_corpus.small(effort.folder, patch)
+        runs: dict[str, Callable[[Path], object]] = {
+            "`halfulp data build`": lambda place: prose.build(place, str(mirror), lambda _: None),
+            "`halfulp diff --page`": compare,
+            "`halfulp pilot`": pilot,
+        }
+        for name, run in runs.items():
+            clock = Clock()
+            warm = effort.folder / name / "0"  # here, so that no fork has to import or compile
+            warm.mkdir(parents=True)
+            run(warm)
+            kills, ended = every_point(run, effort.folder / name)
+            found = [{k: v for k, v in tree(place).items() if files.PART not in k} for place in ended]
+            lost = sum(one != found[-1] for one in found)
+            yield Trial("Kill", f"{name}, before every operation on the disk", kills, lost, clock())
+
+
 def trials(effort: Effort) -> Iterator[Trial]:
     named = {
         "policies": lambda: policies(effort),
@@ -352,6 +415,7 @@ def trials(effort: Effort) -> Iterator[Trial]:
         "audits at every operation": lambda: audits_at_every_operation(effort),
         "studies at every operation": lambda: every_operation(effort),
         "local": lambda: executors(effort, "local", effort.of(10, 100)),
+        "commands": lambda: commands(effort),
         "demo": lambda: demo(effort),
     }
     if importlib.util.find_spec("ray") is not None:

@@ -364,6 +364,40 @@ def test_names_of_evaluations() -> None:
             OwnEvaluation.of(name).number(given)
 
 
+def test_a_function_of_a_package_is_taken_as_if_and_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as transformers.Trainer.evaluate, of which the script itself has no line."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "package_of_a_trainer").mkdir()
+    (tmp_path / "package_of_a_trainer" / "__init__.py").write_text("")
+    inner = "class Trainer:\n    def evaluate(self, model):\n        "
+    inner += "return {'loss': model.weight.detach().norm().item()}"
+    (tmp_path / "package_of_a_trainer" / "loops.py").write_text(inner)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = OwnEvaluation.of("package_of_a_trainer.loops.Trainer.evaluate:loss")
+    own.compiled("x = 1", "train.py")
+    from package_of_a_trainer.loops import Trainer  # type: ignore[import-not-found]  # made above
+
+    with hu.Audit(optimizer, ["bf16"], model=model, rehearse=["e5m2"], out=tmp_path / "out") as own.audit:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        given = Trainer().evaluate(model)
+    assert given == {"loss": model.weight.detach().norm().item()}
+    assert set(hu.Trace.open(tmp_path / "out").forecast("e5m2").losses["bound"]) == {
+        "lower",
+        "point",
+        "upper",
+    }
+    own.put_back()
+    assert Trainer.evaluate.__qualname__ == "Trainer.evaluate"
+    assert not hasattr(Trainer.evaluate, "__wrapped__")
+    for name in ("package_of_a_trainer.loops.Trainer.other", "no_such_package.evaluate"):
+        with pytest.raises(UsageError, match=r"no such function; it has none\. A function of a package"):
+            OwnEvaluation.of(name).compiled("x = 1", "train.py")
+
+
 def test_numbers_that_no_rehearsal_changed_are_not_called_a_forecast() -> None:
     """As where the function evaluates a model that was loaded again, not the one that is trained."""
     same = costs.Cost(spec="e5m2", step=5, real=1.25, lower=1.25, point=1.25, upper=1.25)

@@ -74,6 +74,15 @@ def allocate(
     Raises:
         UsageError: If the trace has no such scores or only a sample, no tensor is eligible, or the budget
             buys no tile.
+
+    >>> import halfulp as hu, tempfile, torch
+    >>> model, run = torch.nn.Linear(64, 64), tempfile.mkdtemp() + "/run"
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> with hu.Audit(optimizer, "e5m2", model=model, out=run, scores=("e5m2", 1, 1, 64)):
+    ...     model(torch.ones(1, 64)).sum().backward()
+    ...     optimizer.step()
+    >>> hu.allocate(run, budget=0.25).payload_bytes
+    4096
     """
     trace = trace if isinstance(trace, Trace) else Trace.open(trace)
     kind, _, which = score.partition(":")

@@ -358,6 +358,11 @@ def join_positions(positions: Sequence[str]) -> str:
 
     Raises:
         UsageError: If they are not positions of the same sync.
+
+    >>> from halfulp import Sync
+    >>> ranks = [Sync(torch.nn.Linear(4, 4)).position for _ in range(2)]
+    >>> join_positions(ranks) == join_positions(ranks[::-1])
+    True
     """
     numbers = {number_of(p) for p in positions}
     if len(numbers) != 1 or None in numbers:
@@ -376,6 +381,11 @@ def join(changes: Sequence[Change]) -> Change:
 
     Raises:
         UsageError: If they are not of the same sync, or if a shard of a tensor is missing or given twice.
+
+    >>> from halfulp import Sync
+    >>> whole = Sync(torch.nn.Linear(4, 4)).full()
+    >>> join([whole]).numel
+    20
     """
     syncs = sorted({(c.since, c.number) for c in changes})
     if len(syncs) != 1:

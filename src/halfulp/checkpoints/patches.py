@@ -30,11 +30,14 @@ class SparseWeightPatch(NamedTuple):
         name: The name.
         indices: Ascending int32 positions in the flat tensor.
         values: The new values at these positions.
+
+    >>> patch = SparseWeightPatch("layer.weight", torch.tensor([1], dtype=torch.int32), torch.ones(1))
+    >>> weight = torch.zeros(2, 2)
+    >>> weight.view(-1)[patch.indices] = patch.values
     """
 
     name: str
     indices: torch.Tensor
-    """Ascending int32 positions in the flat tensor."""
     values: torch.Tensor
 
 
@@ -48,6 +51,9 @@ class CheckpointWeightPatch(NamedTuple):
         values: The new values.
         indices: Their ascending positions, int32 or, in tensors of 2^31 values or more, int64; None if
             ``values`` is the whole tensor.
+
+    >>> CheckpointWeightPatch("layer.weight", (2,), torch.bfloat16, torch.ones(2)).indices is None
+    True
     """
 
     name: str
@@ -55,7 +61,6 @@ class CheckpointWeightPatch(NamedTuple):
     dtype: torch.dtype
     values: torch.Tensor
     indices: torch.Tensor | None = None
-    """Ascending positions, int32 (int64 from 2^31 values on); None if ``values`` is the whole tensor."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:

@@ -32,6 +32,9 @@ class Terms:
         moving: Patterns such as ``"*norm*"`` of parameters that must not be stuck at their start.
         every: Steps between two checks.
         patience: Steps after which a parameter of ``moving`` that has not changed is stuck.
+
+    >>> Terms(weights="float32", arrives=0.99).every
+    100
     """
 
     weights: str | None = None

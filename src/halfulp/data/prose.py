@@ -224,7 +224,7 @@ def _keep(folder: Path, name: str, content: bytes, *, zlib: bool = False) -> boo
             f"{name} as it was made here is not the data set: expected {known.bytes:,} bytes with SHA-256 "
             f"{known.sha256}, found {len(content):,} bytes. Nothing was kept of it."
         )
-    files.put(folder / name, content)
+    files.put(folder / name, content, folder / "prose_books")  # what a kill leaves goes with that folder
     return True
 
 

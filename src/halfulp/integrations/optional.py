@@ -45,7 +45,7 @@ def require(*modules: str) -> Any:
         except ImportError:
             continue
     names = " or ".join(m.partition(".")[0] for m in modules)
-    raise MissingError(f"this needs {names}, which is not installed: pip install {names.split()[0]}")
+    raise MissingError(f"This needs {names}, which is not installed. Run: pip install {names.split()[0]}")
 
 
 class AuditedRun:

@@ -132,6 +132,9 @@ def round(
 
     Raises:
         UsageError: If the tensors, the grid or the scales do not fit together.
+
+    >>> round(torch.tensor([1.06, 1.07]), "e4m3")
+    tensor([1.0000, 1.1250])
     """
     x = checked(x, "x")
     plan = plan_for(grid, x.dtype)
@@ -194,6 +197,9 @@ def audit(
 
     Raises:
         UsageError: If the tensors do not fit together, or ``moved`` or ``stay`` is given on a GPU.
+
+    >>> audit(torch.tensor([1.0, 1.0]), torch.tensor([0.06, 0.07]), ["bf16", "e4m3"]).frozen()
+    tensor([0.0000, 0.5000], dtype=torch.float64)
     """
     w, d = checked(w, "w"), checked(d, "d")
     same_shape(w=w, d=d)
@@ -281,6 +287,11 @@ def write_back(
 
     Raises:
         UsageError: If the arguments do not fit together.
+
+    >>> q = torch.tensor([1.0, 1.0])
+    >>> z = q + torch.tensor([0.06, 0.07])
+    >>> write_back(q, z, "e4m3").out
+    tensor([1.0000, 1.1250])
     """
     written, work = prepare(
         q, z, grid, mode, stream, moved=moved, sums=sums, scale=scale, carry=carry, out=out
@@ -347,6 +358,10 @@ def score(
 
     Raises:
         UsageError: If the tensors do not fit together.
+
+    >>> w, g, u = torch.ones(4), torch.ones(4), torch.full((4,), -0.01)
+    >>> score(w, g, u, "e4m3").shape == (1, len(SCORES))
+    True
     """
     w, g, u = checked(w, "w"), checked(g, "g"), checked(u, "u")
     same_shape(w=w, g=g, u=u)

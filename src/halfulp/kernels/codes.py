@@ -37,7 +37,23 @@ def encode(
     scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Encode the nearest grid values: uint8 for grids of at most eight bits, int32 otherwise."""
+    """Encode the nearest grid values.
+
+    Args:
+        x: The values.
+        grid: The grid.
+        scale: Fixed scales, for a grid with scales; by default they are computed from ``x``.
+        out: The tensor for the result; by default a new one.
+
+    Returns:
+        The codes: uint8 for grids of at most eight bits, int32 otherwise.
+
+    Raises:
+        UsageError: If a value is not finite, or the arguments do not fit together.
+
+    >>> encode(torch.tensor([1.0, -448.0]), "e4m3")
+    tensor([ 56, 254], dtype=torch.uint8)
+    """
     x = checked(x, "x")
     plan = plan_for(grid, x.dtype)
     shape = tuple(x.shape)
@@ -113,7 +129,23 @@ def decode(
     scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Decode codes to values of a container; refuse codes outside the grid."""
+    """Decode codes to values of a container.
+
+    Args:
+        codes: The codes, as :func:`encode` returns them.
+        grid: The grid.
+        scale: The scales that the values were encoded with, for a grid with scales.
+        dtype: The container of the values.
+
+    Returns:
+        The values.
+
+    Raises:
+        UsageError: If a code is outside the grid, or the arguments do not fit together.
+
+    >>> decode(torch.tensor([56, 254], dtype=torch.uint8), "e4m3")
+    tensor([   1., -448.])
+    """
     if not isinstance(codes, torch.Tensor):
         raise UsageError(f"codes must be a tensor, not {type(codes).__name__}.")
     with_values(codes, "codes")

@@ -90,6 +90,12 @@ def symmetric_frozen(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.
         w: Weights.
         d: The proposal.
         grid: The grid, by name or as a ``Grid``.
+
+    Returns:
+        A boolean per weight. Below a power of two it differs from :func:`frozen`, which is exact.
+
+    >>> symmetric_frozen(torch.tensor([1.0, 1.0]), torch.tensor([0.06, -0.06]), "e4m3")
+    tensor([True, True])
     """
     same_shape(w=checked(w, "w"), d=checked(d, "d"))
     g, x, scale = _numpy(w, grid)
@@ -108,6 +114,9 @@ def rho(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
 
     Returns:
         The ratios; at a weight of zero, infinite for a proposal and NaN without one.
+
+    >>> rho(torch.tensor([1.0, 0.5]), torch.tensor([0.0625, 0.0625]), "e4m3")
+    tensor([1., 2.])
     """
     eps = named(grid).epsilon
     return checked(d, "d").abs() / (eps * checked(w, "w").abs())
@@ -115,6 +124,12 @@ def rho(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
 
 def phase(w: torch.Tensor) -> torch.Tensor:
     """Return frac(log2 |w|), the position of a weight in its binade, from 0 up to 1; NaN for zero.
+
+    Args:
+        w: Weights.
+
+    Returns:
+        The positions.
 
     >>> phase(torch.tensor([1.0, -1.5, 4.0]))
     tensor([0.0000, 0.5850, 0.0000])

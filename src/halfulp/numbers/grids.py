@@ -91,6 +91,16 @@ OPERATIONS = Operations()
 class Grid:
     """The values a stored weight may take. Make one with :func:`grid`.
 
+    Attributes:
+        name: The name that the grid was asked for by.
+        mantissa: The number of mantissa bits.
+        emin: The smallest normal exponent; None for that of the container (``m7`` and its kin).
+        largest: The largest element; None for the largest that the container can hold.
+        lowest: The smallest element if it is one more than minus the largest; None for minus the largest.
+        scaling: The rule that computes scales, if there are any.
+        integer: True if elements are integers.
+        note: A scale that is folded into the limits, in words.
+
     >>> g = grid("e4m3@128")
     >>> g.largest, g.smallest_normal, g.bits
     (3.5, 0.0001220703125, 8)
@@ -101,15 +111,11 @@ class Grid:
     name: str
     mantissa: int
     emin: int | None
-    """Smallest normal exponent; None: that of the container (``m7`` and its kin)."""
     largest: float | None
-    """Largest element; None: the largest that the container can hold."""
     lowest: float | None = None
-    """Smallest element, where it is one more than minus the largest; None: minus the largest."""
     scaling: Scaling | None = None
     integer: bool = False
     note: str = ""
-    """A scale that is folded into the limits, in words."""
 
     # ---- resolving against a container -------------------------------------------------
 
@@ -347,6 +353,10 @@ class Grid:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the nearest grid values strictly below and strictly above; infinite where there is none.
 
+        Args:
+            x: The values.
+            scale: Scales of a grid whose scale moves with the data; by default those of ``x``.
+
         >>> grid("e4m3").neighbours(torch.tensor([1.0, 448.0]))
         (tensor([  0.9375, 416.0000]), tensor([1.1250,    inf]))
         """
@@ -356,6 +366,11 @@ class Grid:
         self, q: torch.Tensor, direction: torch.Tensor, *, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the distance to the adjacent grid value in the direction of a proposal (up for zero).
+
+        Args:
+            q: Stored values.
+            direction: Proposals; only their signs matter.
+            scale: Scales of a grid whose scale moves with the data; by default those of ``q``.
 
         >>> grid("e4m3").gap(torch.tensor([1.0, 1.0]), torch.tensor([0.1, -0.1]))
         tensor([0.1250, 0.0625])
@@ -370,6 +385,19 @@ class Grid:
 
 def float_grid(*, mantissa: int, emin: int, largest: float, factor: float = 1.0, name: str = "") -> Grid:
     """Make a binary float grid of any width, range and power-of-two factor.
+
+    Args:
+        mantissa: The number of mantissa bits, 1 to 52.
+        emin: The smallest normal exponent, before the factor.
+        largest: The largest value, before the factor.
+        factor: A power of two by which values are multiplied before they are cast.
+        name: The name to print; by default it is made from the limits.
+
+    Returns:
+        The grid.
+
+    Raises:
+        UsageError: If the limits are not those of a float with so many bits.
 
     >>> float_grid(mantissa=3, emin=-6, largest=448.0, factor=128).largest
     3.5
@@ -404,9 +432,25 @@ def integer_grid(
     symmetric: bool | None = None,
     name: str = "",
 ) -> Grid:
-    """Make a grid of signed integers times a scale that is given (``rule="given"``) or taken from the tensor.
+    """Make a grid of signed integers times a scale.
 
-    ``symmetric=False`` adds the code -2**(bits-1), as DQT does; it is the default of ``dqt``.
+    Args:
+        bits: The number of bits per code, 2 to 8.
+        rule: How the scale is computed from the values (``absmax``, ``absmean``, ``dqt``), or ``given``.
+        per: Which values share a scale: those of a ``tensor``, a ``row`` or a ``group``.
+        size: The number of values per group.
+        scale: The scale, with ``rule="given"``.
+        symmetric: False adds the code -2**(bits-1); the default is False for ``dqt`` and True otherwise.
+        name: The name to print; by default it is made from the arguments.
+
+    Returns:
+        The grid.
+
+    Raises:
+        UsageError: If the arguments do not fit together.
+
+    >>> integer_grid(4, per="group", size=128).round(torch.tensor([0.7, 0.06]))
+    tensor([0.7000, 0.1000])
     """
     if not 2 <= bits <= 8:
         raise UsageError(f"integer grids have 2 to 8 bits, not {bits}.")
@@ -449,6 +493,12 @@ def grid(spec: str | torch.dtype | Grid) -> Grid:
     container's exponents; ``intB`` with ``/absmax`` (default) ``/absmean`` ``/dqt`` or ``@S``,
     ``/row`` or ``/gN`` (a scale per group of N), ``/asym``; ``mxfp8_e4m3`` and the other block
     formats; and what others call these (:mod:`halfulp.numbers.spellings`).
+
+    Args:
+        spec: A name, a torch dtype, or a grid, which is returned as it is.
+
+    Returns:
+        The grid.
 
     Raises:
         UsageError: If no grid has this name.

@@ -21,11 +21,12 @@ STUDIES = {
     name: f"halfulp.paper.studies.{name.replace('-', '_')}"
     for name in (
         "char-gpt", "matched-10k", "prospective-modern", "margin", "margin-rehearsal", "midpoint", "theory",
-        "cnn", "emulator", "finite-size", "phase-diagram", "two-layer", "testbed", "ce-transfer",
-        "loss-forecast", "policy-3k", "nearest-10k", "modern-transfer", "neox-transfer", "source-amortized",
-        "template-challenge", "native-schedule-shift", "native-coupled-sr", "dqt-int3", "whole-tensor",
-        "tile-screen", "leverage-primary", "saliency-challenge", "mask-reuse", "eco-comparator", "depth-17",
-        "gpt2-pareto", "packed-systems", "eco-systems", "gain-rate", "pilot-forecast",
+        "cnn", "emulator", "finite-size", "phase-diagram", "phase-edge", "two-layer", "testbed",
+        "ce-transfer", "loss-forecast", "policy-3k", "nearest-10k", "modern-transfer", "neox-transfer",
+        "source-amortized", "template-challenge", "native-schedule-shift", "native-coupled-sr", "dqt-int3",
+        "whole-tensor", "tile-screen", "leverage-primary", "saliency-challenge", "mask-reuse",
+        "eco-comparator", "depth-17", "gpt2-pareto", "packed-systems", "eco-systems", "gain-rate",
+        "pilot-forecast",
     )
 }  # fmt: skip
 """By name, the module of each study."""

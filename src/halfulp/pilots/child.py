@@ -135,7 +135,7 @@ def run(told: dict[str, Any]) -> int:
         if single:
             take = beside(told["seed"]) if told["nudged"] else store(told["stored"], told["seed"])
             stack.enter_context(OnTheWay(take))
-        limit = Limit(clock, math.inf if told["seconds"] is None else told["seconds"])
+        limit = Limit(clock, math.inf if told["seconds"] is None else told["seconds"], told["steps"])
         stack.callback(register_optimizer_step_pre_hook(limit).remove)
         script = None if told["script"] is None else Path(told["script"])
         code = run_script(script, told["arguments"], audit, lambda: None, told["module"], own)
@@ -145,6 +145,7 @@ def run(told: dict[str, Any]) -> int:
         "beside": clock.busy(audit.seconds) + own.again_seconds,
         "code": code,
         "step": audit.step,
+        "whole": limit.whole,
     }
     if code == 0 and trace is not None and audit.step and not limit.reached:
         found |= _shown(trace, rehearse.names)
@@ -153,14 +154,29 @@ def run(told: dict[str, Any]) -> int:
 
 
 class Limit:
-    """Ends a run before a step, when it has taken more processor time than can be paid."""
+    """Ends a run before a step, once it is clear that it takes more processor time than can be paid.
 
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self.clock, self.seconds, self.reached = clock, seconds, False
+    The first steps tell: a twin that would take three quarters of the run need not be half made to know it.
+    """
+
+    WARM, TOLD = 2, 12
+    """Steps after which time is taken, and after which it tells what the rest will take."""
+
+    def __init__(self, clock: Clock, seconds: float, steps: int) -> None:
+        self.clock, self.seconds, self.steps = clock, seconds, steps
+        self.reached, self.whole = False, 0.0
+        self._made, self._warm = 0, 0.0
 
     def __call__(self, *_: object) -> None:
-        """End the child once its time is used up."""
-        if self.clock.seconds > self.seconds:
+        """End the child where its time is used up, or will be."""
+        now = self.clock.seconds
+        self._made += 1
+        if self._made == self.WARM:
+            self._warm = now
+        if self._made > self.WARM:
+            ahead = max(0, self.steps - self._made + 1)
+            self.whole = now + ahead * (now - self._warm) / (self._made - self.WARM)
+        if now > self.seconds or (self._made == self.TOLD and self.whole > self.seconds):
             self.reached = True
             raise SystemExit(0)
 

@@ -1,6 +1,6 @@
 """Define ``Pilot``, which spends a little extra compute to learn what each number format would cost a run.
 
-The ladder, within a budget of extra compute counted in sequences:
+The ladder, within a budget of extra processor time (:mod:`halfulp.pilots.ladder` has the rule):
 
 1. the reference, in full: the run itself, with every format rehearsed beside it (this is free);
 2. twins: reference and formats really run on the first sequences of every batch, and the reference once more
@@ -8,7 +8,9 @@ The ladder, within a budget of extra compute counted in sequences:
 3. forks, of the formats whose twins the guard distrusts, or of all where no twin could be paid: from the
    rehearsed point's codes, and where it can be paid from both bounds' codes as well.
 
-Twins run first: their results decide where forks may be needed, and the reference saves its state there.
+What steps take is measured first, on a few of them, and rungs that do not fit the budget are not run: it is
+said what they would take. Twins run first: their results decide where forks may be needed, and the reference
+saves its state there.
 With ``out=`` a pilot that was killed can continue: finished runs are not repeated, and the reference
 continues from its last saved state.
 """
@@ -16,13 +18,17 @@ continues from its last saved state.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from halfulp.errors import UsageError
 from halfulp.pilots import run_states, rungs
+from halfulp.pilots.costs import RungCosts, measured
 from halfulp.pilots.estimates import Forks, Seen, Twin, floor_of
-from halfulp.pilots.ladder import Ladder, fork_plan
+from halfulp.pilots.ladder import SLACK, Cost, Ladder, fork_plan
 from halfulp.pilots.prices import Prices, priced
 from halfulp.pilots.results import Results
 from halfulp.verdicts.intervals import SMALLEST, family_of
@@ -37,6 +43,9 @@ class Pilot:
             ``["e4m3@128", "bf16:sr"]``.
         updates: Number of updates in the full run.
         budget: Extra compute for all formats together, as a share of the run itself.
+        cost: What a run on the first b sequences of every batch takes, as a share of the run. By default
+            everything is measured in processor time; ``lambda b: b / 64`` counts sequences instead, and
+            takes rehearsals as free.
         out: A folder from which an interrupted pilot continues; None saves nothing.
         seed: Seed of stochastic rounding.
         save_every: Number of updates between saves of the reference, if there is a folder.
@@ -52,6 +61,7 @@ class Pilot:
         *,
         updates: int,
         budget: float = 0.15,
+        cost: Cost | None = None,
         out: str | Path | None = None,
         seed: int = 0,
         save_every: int = 500,
@@ -63,16 +73,23 @@ class Pilot:
             )
         self.training = rungs.Factory(make=make, updates=updates, formats=tuple(formats), seed=seed)
         self.formats = self.training.rehearse.names
-        self.budget, self.save_every = budget, save_every
+        self.budget, self.save_every, self.cost = budget, save_every, cost
         self.folder = None if out is None else Path(out)
-        self.paid: dict[str, float] = {}
         self.notes: list[str] = []
         self._results: Results | None = None
+        self._costs: RungCosts | None = None
+        self._spent: dict[str, float] = {}
+        self._run_takes = 1.0
+
+    @property
+    def paid(self) -> dict[str, float]:
+        """What was paid for each purpose, as shares of the run."""
+        return {what: spent / self._run_takes for what, spent in self._spent.items()}
 
     @property
     def left(self) -> float:
         """The remaining budget, as a share of the run."""
-        return self.budget - sum(self.paid.values()) + 1e-9
+        return self.budget - sum(self.paid.values()) + SLACK
 
     def run(self) -> Prices:
         """Make the runs and price each format.
@@ -84,7 +101,7 @@ class Pilot:
             UsageError: If the run cannot be used.
         """
         sample = self.training.begin()
-        self.paid, self.notes, batch = {}, [], 1
+        self.notes, batch = [], 1
         try:
             batch = rungs.size(sample.batch(1)) if self.budget else 1
         except UsageError as error:
@@ -95,22 +112,14 @@ class Pilot:
             "seed": self.training.seed, "batch": batch, "weights": weights,
         }  # fmt: skip
         self._results = Results(self.folder, asked)
-        part = Ladder(budget=self.budget, formats=len(self.formats), batch=batch).part
-        twins = {} if part is None else self._twins(part, batch)
+        self._measure(batch)
+        twins = self._twins(batch)
         share, bounds = self._forks_planned(twins)
         update = round(self.training.updates * (1 - share))
         full = self._reference(update if share else 0, bounds)
         seen = self._seen(full, twins)
-        forked = [f for f in self.formats if share and (not twins or seen[f].reads_low())]
-        for spec in forked:
-            losses = {
-                b: self._loss(f"fork {spec} {b}", lambda s=spec, b=b: self._fork(s, b, update))
-                for b in bounds
-            }
-            forks = Forks(share=share, losses=losses)
-            seen[spec] = Seen.from_json({**seen[spec].to_json(), "forks": forks.__dict__})
-        if forked:
-            self.paid["forks"] = len(forked) * len(bounds) * share
+        if share:
+            self._forks(seen, share, bounds, update)
         prices = [priced(spec, known) for spec, known in seen.items()]
         run_states.put_generators(self.training.random)
         return Prices(
@@ -118,40 +127,96 @@ class Pilot:
             budget=self.budget, paid=self.paid, notes=tuple(self.notes),
         )  # fmt: skip
 
-    # ---- rungs ----
+    # ---- what it costs ----
 
-    def _once(self, name: str, make: Any) -> Any:
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
         assert self._results is not None
         return self._results.once(name, make)
 
-    def _loss(self, name: str, make: Any) -> float:
-        """Return the loss of a run, infinite if it diverged."""
-        found = self._once(name, lambda: _kept(make()))
-        return math.inf if found is None else float(found)
+    def _measure(self, batch: int) -> None:
+        """Learn what rungs take; rehearsals are counted ahead, for they are made whatever is left."""
+        self._spent, self._run_takes = {}, 1.0
+        if self.budget and self.cost is None:
+            found = self._once("costs", lambda: measured(self.training, batch).to_json())
+            self._costs = costs = RungCosts(**found)
+            self._run_takes = costs.run
+            self._spent = {"rehearsals": costs.rehearsals * costs.run, "timing": costs.measuring * costs.run}
 
-    def _twins(self, part: int, batch: int) -> dict[str, Any]:
-        share, training = part / batch, self.training
+    def _paid_run(self, name: str, purpose: str, counted: float, make: Callable[[], float]) -> float:
+        """Return the loss of a run, infinite if it diverged, and count what it took."""
+
+        def timed() -> dict[str, Any]:
+            clock = rungs.Clock()
+            return {"loss": _kept(make()), "seconds": clock.seconds}
+
+        found = self._once(name, timed)
+        self._pay(purpose, counted, found["seconds"])
+        return _loss(found["loss"])
+
+    def _pay(self, purpose: str, counted: float, seconds: float) -> None:
+        took = seconds if self.cost is None else counted
+        self._spent[purpose] = self._spent.get(purpose, 0.0) + took
+
+    def _note_unpaid(self, what: list[str], rung: str, share: float) -> None:
+        if what:
+            self.notes.append(
+                f"{', '.join(what)}: no {rung} was run, for it takes {share:.1%} of the run and "
+                f"{max(0.0, self.left):.1%} of the budget is left."
+            )
+
+    # ---- rungs ----
+
+    def _ladder(self, batch: int) -> Ladder:
+        cost = self.cost if self._costs is None else self._costs.twin
+        return Ladder(budget=self.left, formats=len(self.formats), batch=batch, cost=cost)
+
+    def _twins(self, batch: int) -> dict[str, Any]:
+        """Return what twins ended with, as many as could be paid; nothing if that is not even two runs."""
+        ladder, training = self._ladder(batch), self.training
+        part = ladder.part
+        if part is None:
+            if self.budget and batch > 1:
+                needed = (len(self.formats) + 1) * ladder.share(1) + self.budget - self.left
+                self.notes.append(
+                    f"no twin was run: on 1 of {batch} sequences one takes {ladder.share(1):.1%} of the run, "
+                    f"and {len(self.formats) + 1} are needed. A budget of {needed:.0%} pays for them; fewer "
+                    "formats need less."
+                )
+            return {}
+        share, purpose = ladder.share(part), f"twins on {part} of {batch} sequences"
         small = self._once("twin reference", lambda: _told(rungs.reference(training, part)))
-        real = {f: self._loss(f"twin {f}", lambda f=f: rungs.twin(training, f, part)) for f in self.formats}
-        self.paid[f"twins on {part} of {batch} sequences"] = (1 + len(real)) * share
+        self._pay(purpose, share, small["seconds"] + small["beside"])
+        real, unpaid, dearest = dict[str, float](), list[str](), share
+        for spec in self.formats:
+            if dearest > self.left:
+                unpaid.append(spec)
+                continue
+            before = self.left
+            real[spec] = self._paid_run(
+                f"twin {spec}", purpose, share, partial(rungs.twin, training, spec, part)
+            )
+            dearest = max(dearest, before - self.left)
+        self._note_unpaid(unpaid, "twin", dearest)
         found = {"share": share, "reference": small, "real": real, "nudged": None}
-        if share <= self.left:
-            found["nudged"] = self._loss("nudged", lambda: rungs.nudged(training, part))
-            self.paid["floor"] = share
-        return found
+        if dearest <= self.left:
+            nudged = self._paid_run("nudged", "floor", share, lambda: rungs.nudged(training, part))
+            found["nudged"] = nudged
+        return found if real else {}
 
     def _forks_planned(self, twins: dict[str, Any]) -> tuple[float, tuple[str, ...]]:
         """Return the largest share of the run to fork, and the codes to fork from."""
         floor = self._floor(twins)
-        suspects = [f for f in self.formats if not twins or _twin(twins, f).shallow(floor)]
-        return fork_plan(self.left, len(suspects))
+        suspects = [s for s in self.formats if (t := _twin(twins, s)) is None or t.shallow(floor)]
+        takes = 1.0 if self._costs is None else self._costs.stored
+        return fork_plan(self.left / takes, len(suspects))
 
     @staticmethod
-    def _floor(twins: dict[str, Any]) -> float:
-        """Return the floor as far as twins tell it."""
+    def _floor(twins: dict[str, Any], full: dict[str, Any] | None = None) -> float:
+        """Return the floor, as far as it was measured."""
         if not twins or twins["nudged"] is None:
             return SMALLEST
-        return floor_of(0.0, 0.0, _loss(twins["reference"]["real"]), twins["nudged"])
+        real, again = (0.0, 0.0) if full is None else (full["real"], _loss(full["again"]))
+        return floor_of(real, again, _loss(twins["reference"]["real"]), twins["nudged"])
 
     def _reference(self, fork_at: int, bounds: tuple[str, ...]) -> dict[str, Any]:
         keep = None if self.folder is None else rungs.Keep(self.folder / "reference", self.save_every)
@@ -163,14 +228,33 @@ class Pilot:
             self._forked = found.forked.get(fork_at)
             if self.folder is not None and self._forked is not None:
                 run_states.save(self._forked, self.folder / "forked.safetensors")
-            own = max(found.seconds - found.beside, 1e-9)
-            return {**_told(found), "beside": round(found.beside / own, 4)}
+            return _told(found)
 
         full: dict[str, Any] = self._once("reference", make)
-        self.paid = {"rehearsals": full["beside"], **self.paid} if self.budget else self.paid
+        if self._costs is not None:
+            self._run_takes, self._spent["rehearsals"] = max(full["seconds"], SLACK), full["beside"]
         if full["real"] is None:
             raise UsageError("the reference itself diverged, so there is nothing that a format could cost.")
         return full
+
+    def _forks(self, seen: dict[str, Seen], share: float, bounds: tuple[str, ...], update: int) -> None:
+        """Fork every format that has no twin or one that reads low, from the point's codes first."""
+        unpaid, dearest = [], share
+        for spec in [s for s in self.formats if seen[s].twin is None or seen[s].reads_low()]:
+            losses = {}
+            for bound in sorted(bounds, key=lambda b: b != "point"):
+                if dearest > self.left:
+                    unpaid.append(f"{spec} from {bound}")
+                    continue
+                before = self.left
+                losses[bound] = self._paid_run(
+                    f"fork {spec} {bound}", "forks", share,
+                    partial(self._fork, spec, bound, update),
+                )  # fmt: skip
+                dearest = max(dearest, before - self.left)
+            if "point" in losses:
+                seen[spec] = replace(seen[spec], forks=Forks(share=share, losses=losses))
+        self._note_unpaid(unpaid, "fork", dearest)
 
     def _fork(self, spec: str, bound: str, update: int) -> float:
         if getattr(self, "_forked", None) is None:
@@ -180,22 +264,20 @@ class Pilot:
         return rungs.fork(self.training, spec, bound, self._forked)
 
     def _seen(self, full: dict[str, Any], twins: dict[str, Any]) -> dict[str, Seen]:
-        found, floor = {}, SMALLEST
-        if twins and twins["nudged"] is not None:
-            floor = floor_of(
-                full["real"], _loss(full["again"]), _loss(twins["reference"]["real"]), twins["nudged"]
+        floor, as_if = self._floor(twins, full), full["as_if"]
+        return {
+            spec: Seen(
+                start=full["start"], reference=full["real"], upper=_loss(as_if[spec]["upper"]),
+                point=_loss(as_if[spec]["point"]), twin=_twin(twins, spec), floor=floor,
+                family=family_of(spec),
             )
-        for spec in self.formats:
-            twin = _twin(twins, spec) if twins else None
-            losses = full["as_if"][spec]
-            found[spec] = Seen(
-                start=full["start"], reference=full["real"], upper=_loss(losses["upper"]),
-                point=_loss(losses["point"]), twin=twin, floor=floor, family=family_of(spec),
-            )  # fmt: skip
-        return found
+            for spec in self.formats
+        }  # fmt: skip
 
 
-def _twin(twins: dict[str, Any], spec: str) -> Twin:
+def _twin(twins: dict[str, Any], spec: str) -> Twin | None:
+    if not twins or spec not in twins["real"]:
+        return None
     small = twins["reference"]
     return Twin(
         share=twins["share"], reference=_loss(small["real"]), upper=_loss(small["as_if"][spec]["upper"]),
@@ -205,7 +287,10 @@ def _twin(twins: dict[str, Any], spec: str) -> Twin:
 
 def _told(found: rungs.Reference) -> dict[str, Any]:
     as_if = {spec: {b: _kept(x) for b, x in losses.items()} for spec, losses in found.as_if.items()}
-    return {"start": found.start, "real": _kept(found.real), "again": _kept(found.again), "as_if": as_if}
+    return {
+        "start": found.start, "real": _kept(found.real), "again": _kept(found.again), "as_if": as_if,
+        "seconds": found.seconds, "beside": found.beside,
+    }  # fmt: skip
 
 
 def _kept(loss: float) -> float | None:

@@ -91,9 +91,9 @@ class Reference:
     forked: Mapping[int, Any] = field(default_factory=dict)
     """The states that were set aside for forks, by update."""
     seconds: float = 0.0
-    """Processor time."""
+    """Processor time of the run alone, all of its updates."""
     beside: float = 0.0
-    """The part of that time spent on rehearsing."""
+    """What rehearsing took beside that."""
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,11 @@ def reference(
         shown = evaluating.seconds
         again = number(run.evaluate())
     evaluated = 1 + sum(len(losses) for losses in found.losses.values())
+    beside = clock.busy(audit.seconds) + shown * (evaluated - 1) / evaluated
+    whole = training.updates / max(1, training.updates - begun)  # a resumed run saw a part of them
     return Reference(
         start=start, real=found.real, again=again, as_if=found.losses, forked=forked,
-        seconds=clock.seconds,
-        beside=clock.busy(audit.seconds) + shown * (evaluated - 1) / evaluated,
+        seconds=whole * max(0.0, clock.seconds - beside), beside=whole * beside,
     )  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 The reference is the script itself, audited. Its twins are the same script with ``--small`` arguments behind
 its own, a child process each: once in float32, once per format, and once from a hair beside the start, for
-the floor. What they cost is measured in processor time; a twin that would cost more than is left ends
-itself. A script's state cannot be forked from outside, so a format whose twin the guard distrusts keeps the
-free point with its wider interval, and it is said what is missing.
+the floor. What they cost is measured in processor time; a twin ends itself as soon as its first steps tell
+that it would cost more than is left. A script's state cannot be forked from outside, so a format whose twin
+the guard distrusts keeps the free point with its wider interval, and it is said what is missing.
 """
 
 from __future__ import annotations
@@ -125,17 +125,20 @@ class ScriptPilot:
             limit = left * own * (0.5 if not found else 1.2)
             lasts = f"about {share * own:.0f} s" if found else f"{limit:.0f} s at most"
             tell(f"halfulp: {name}, {i + 1} of {len(wanted)}: {lasts}")
-            made = self._child(name, limit)
+            made = self._child(name, limit, full["step"])
             cost = made["seconds"] / own
             left -= cost
             share = max(share, cost)
             self.paid["twins"] = self.paid.get("twins", 0.0) + cost
-            if "real" not in made or not made["real"]:
-                self.notes.append(
-                    f"{name}: ended after {cost:.0%} of the run's compute, at update {made['step']}, for "
-                    "want of budget. Raise --budget, or make --small smaller."
+            if not made.get("real"):
+                self.notes.append(self._too_dear(name, made, own, len(names) + 1))
+                return found
+            if made["step"] != full["step"]:
+                raise UsageError(
+                    f"with {' '.join(self.small)} behind its arguments the script makes {made['step']} "
+                    f"updates, and {full['step']} without: a twin makes as many. Give the number of steps in "
+                    "--small, too."
                 )
-                return found if "twin" in found else {}
             found[name] = made
             if name == "twin" and made["real"] == full["real"]:
                 raise UsageError(
@@ -147,6 +150,15 @@ class ScriptPilot:
                 f"{', '.join(unpaid)}: not run, a twin costs {share:.1%} and {left:.1%} is left."
             )
         return found
+
+    def _too_dear(self, name: str, made: dict[str, Any], own: float, needed: int) -> str:
+        whole = made["whole"] / own
+        return (
+            f"{name}: ended at update {made['step']} after {made['seconds'] / own:.1%} of the run, for want "
+            f"of budget: it would take {whole:.0%}, and {needed} are needed. A --budget of "
+            f"{math.ceil(100 * (self.paid['rehearsals'] + needed * whole))}% pays for them; fewer formats "
+            "need less, and so may other arguments in --small."
+        )
 
     def _seen(self, spec: str, full: dict[str, Any], twins: dict[str, dict[str, Any]]) -> Seen:
         twin, floor, losses = None, SMALLEST, full["as_if"][spec]
@@ -164,12 +176,12 @@ class ScriptPilot:
             floor=floor, family=family_of(spec),
         )  # fmt: skip
 
-    def _child(self, name: str, seconds: float | None = None) -> dict[str, Any]:
+    def _child(self, name: str, seconds: float | None = None, steps: int = 0) -> dict[str, Any]:
         """Run the script once, unless it was; the reference shows what it prints, others have a log."""
-        made: dict[str, Any] = self.results.once(name, lambda: self._run(name, seconds))
+        made: dict[str, Any] = self.results.once(name, lambda: self._run(name, seconds, steps))
         return made
 
-    def _run(self, name: str, seconds: float | None) -> dict[str, Any]:
+    def _run(self, name: str, seconds: float | None, steps: int) -> dict[str, Any]:
         safe = hashlib.sha256(name.encode()).hexdigest()[:8]
         result, log = self.out / f"{safe}.json", self.out / f"{name.split(' ')[0]}-{safe}.log"
         self.out.mkdir(parents=True, exist_ok=True)
@@ -178,7 +190,8 @@ class ScriptPilot:
             "script": None if self.script is None else str(self.script), "module": self.module,
             "arguments": self.arguments if reference else [*self.arguments, *self.small],
             "formats": self.formats, "evaluate": self.evaluate, "seed": self.seed, "nudged": name == "nudged",
-            "stored": name.partition(" ")[2] or None, "seconds": seconds, "result": str(result.absolute()),
+            "stored": name.partition(" ")[2] or None, "seconds": seconds, "steps": steps,
+            "result": str(result.absolute()),
             "trace": str((self.out / "reference").absolute()) if reference else None,
         }  # fmt: skip
         command = [sys.executable, "-m", "halfulp.pilots.child", json.dumps(told)]

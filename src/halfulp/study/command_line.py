@@ -35,7 +35,9 @@ PLACE = typer.Argument(
     ...,
     help="A study's folder, an exported archive, or a study by name or file (then --scale says which run).",
 )
-SCALE = typer.Option("", help="smoke, small or paper; default small, or the only one that the study has.")
+SCALE = typer.Option(
+    "", help="smoke, small, medium or paper; default small, or the only one that the study has."
+)
 OUT = typer.Option(None, help="The study's folder; default runs/NAME-SCALE.")
 JSON = typer.Option(False, "--json", help="Print one JSON object, on one line.")
 EVIDENCE = typer.Option(

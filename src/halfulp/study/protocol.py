@@ -55,7 +55,7 @@ Kind = Literal["reference", "prediction", "outcome"]
 Scope = Literal["unit", "mean", "all"]
 Comparison = Literal["<", "<=", "==", ">=", ">"]
 
-SCALES = ("smoke", "small", "paper")
+SCALES = ("smoke", "small", "medium", "paper")
 KINDS: tuple[str, ...] = get_args(Kind)
 SCOPES: tuple[str, ...] = get_args(Scope)
 COMPARISONS: tuple[str, ...] = get_args(Comparison)

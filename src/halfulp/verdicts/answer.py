@@ -182,6 +182,15 @@ def verdict(
 
     Returns:
         The answer; ``.text(verbose=True)`` includes the details of every grid.
+
+    >>> import halfulp as hu, torch
+    >>> model, memory = torch.nn.Linear(8, 8).bfloat16(), hu.Memory()
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
+    >>> with hu.Audit(optimizer, "bf16", model=model, out=memory):
+    ...     model(torch.ones(1, 8).bfloat16()).sum().backward()
+    ...     optimizer.step()
+    >>> hu.verdict(memory.trace).headline.startswith("This run LOST")
+    True
     """
     trouble = trouble or trace.trouble
     missing = (plain(f"INCOMPLETE: {trouble}"),) if trouble else ()

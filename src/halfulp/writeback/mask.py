@@ -37,20 +37,24 @@ class Mask:
         score: The score that ranked the tiles.
         budget: The number of bytes that could be spent.
         tile: The number of consecutive coordinates per tile.
+
+    >>> mask = Mask(tiles={"w": torch.tensor([True, False])}, sizes={"w": 1000}, score="P", budget=4000)
+    >>> mask.payload_bytes, mask.blanket_bytes
+    (3072, 4000)
     """
 
     tiles: dict[str, torch.Tensor]
-    """One boolean per tile."""
     sizes: dict[str, int]
-    """The number of coordinates of each tensor."""
     score: str
     budget: int
-    """The number of bytes that could be spent."""
     tile: int = TILE
-    """The number of coordinates per tile."""
 
     def payload(self, name: str) -> int:
-        """Return the bytes of masters for one tensor, counting a short last tile exactly."""
+        """Return the bytes of masters for one tensor, counting a short last tile exactly.
+
+        Args:
+            name: The name of the tensor.
+        """
         chosen = self.tiles[name]
         return MASTER_BYTES * int(tile_sizes(self.sizes[name], self.tile)[chosen.numpy()].sum())
 

@@ -3,7 +3,8 @@
 ``halfulp audit --rehearse e4m3@128 --evaluate estimate_loss train.py``: the script is not changed, but the
 function of that name gets a decorator when its file is compiled. A call of it gives the script what it always
 gave; then it is called again for every rehearsal and bound, silently, and its losses go into the trace. The
-random numbers that the script draws afterwards are those that it would have drawn.
+random numbers that the script draws afterwards are those that it would have drawn. A function of a package,
+``transformers.Trainer.evaluate``, is decorated where it is, until the script has ended.
 
 A function that cannot be called twice in a row, or that trains, is left alone from then on, and it is said.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib
+import importlib.util
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -48,6 +51,7 @@ class OwnEvaluation:
     """Processor time of the as-if calls."""
     refused: UsageError | None = field(default=None, repr=False)
     """The error raised because the function returns no loss."""
+    _restore: Callable[[], None] | None = field(default=None, repr=False)
     _inside: bool = field(default=False, repr=False)
     _at: int = field(default=0, repr=False)
     """The step of the newest call."""
@@ -72,17 +76,42 @@ class OwnEvaluation:
         """Compile a script with the evaluation function decorated."""
         tree = ast.parse(source, file)
         found = [node for name, node in _functions(tree) if name == self.name]
-        if not found:
+        if not found and not self._decorated_in_package():
             known = ", ".join(name for name, _ in _functions(tree)) or "none"
             raise UsageError(
                 f"--evaluate {self.name}: {shown(file, 200)} has no such function; it has "
-                f"{shown(known, 400)}. A function of another file can be called in one of its own."
+                f"{shown(known, 400)}. A function of a package is named with it, "
+                "transformers.Trainer.evaluate:eval_loss; one of another file can be called"
+                " in one of its own."
             )
         for node in found:
             at = node.decorator_list[0] if node.decorator_list else node
             mark = ast.Name(id=DECORATOR, ctx=ast.Load())
             node.decorator_list.insert(0, ast.copy_location(mark, at))  # around all others
         return compile(tree, file, "exec", dont_inherit=True)
+
+    def _decorated_in_package(self) -> bool:
+        """Decorate ``package.Class.name`` where it is; False if there is no such thing."""
+        *parts, last = self.name.split(".")
+        if not parts or importlib.util.find_spec(parts[0]) is None:
+            return False
+        holder: Any = importlib.import_module(parts[0])
+        for i, part in enumerate(parts[1:], start=2):
+            if not hasattr(holder, part):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(".".join(parts[:i]))
+            holder = getattr(holder, part, None)
+        function = getattr(holder, last, None)
+        if not callable(function):
+            return False
+        setattr(holder, last, self(function))
+        self._restore = functools.partial(setattr, holder, last, function)
+        return True
+
+    def put_back(self) -> None:
+        """Leave the packages as they were."""
+        if self._restore is not None:
+            self._restore()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate the evaluation function of the script."""

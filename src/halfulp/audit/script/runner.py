@@ -177,6 +177,8 @@ def run_script(
             wait_for_threads(threads)
     finally:
         sys.argv, sys.path[:] = argv, path
+        if own is not None:
+            own.put_back()
         empty = audit.discard_if_empty()
     if code == 0 and os.getpid() == process:
         _say_if_nothing(module or str(script), audit, empty, left)

@@ -104,5 +104,5 @@ def replay(running: Running) -> dict[str, Any]:
     with attention(arm.attention):
         loss = training.evaluate()
     most = max(len(torch.unique(p.detach())) for p in model.parameters())
-    held = arm.recipe.eval_batches * arm.recipe.batch * arm.recipe.context
+    held = arm.recipe.held_contexts * arm.recipe.context
     return {"update": update, "loss": loss, "tokens": held, "values": most}

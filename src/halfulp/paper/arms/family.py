@@ -1,7 +1,8 @@
 """The decoders and texts of the decoder studies, by scale: one family for all of them.
 
 ``paper``: the paper's own models on OpenWebText. ``small``: decoders of the same three kinds, four layers of
-width 128, on prose in 4096 pieces; a run takes a minute or two on one core. A narrow model starts from larger
+width 128, on prose in 4096 pieces; a run takes a minute or two on one core. ``medium``: the same decoders for
+longer, where small is too short to show what the paper shows. A narrow model starts from larger
 weights (0.02 times the root of 768 / 128) and learns at three times the paper's rate, so that gaps, partial
 recovery and freezing look like the paper's; what it shows beside the paper, and what else was tried, is in
 docs/decoder.md. ``smoke``: that a study runs.
@@ -37,12 +38,13 @@ def three_thousand(smoke: Arm, small: Arm, paper: Arm) -> dict[str, Arm]:
     return {
         "smoke": replace(at(smoke, updates=8, warmup=2, eval_every=4), save_every=3),
         "small": at(small, updates=120, warmup=4, eval_every=20),
+        "medium": at(small, updates=600, warmup=20, eval_every=100),
         "paper": at(paper, updates=3000, warmup=100, eval_every=250),
     }
 
 
 def native_three_thousand(smoke: Arm, small: Arm, paper: Arm, *, tables: bool = True) -> dict[str, Arm]:
-    """The same for native runs, which replay start and end; the small ones are shorter runs of less."""
+    """The same for native runs, which replay start and end; the small ones are longer runs of less."""
     made = three_thousand(smoke, small, paper) | {"small": at(small, updates=300, warmup=10, eval_every=50)}
     return {name: replace(arm, replay=True, tables=tables) for name, arm in made.items()}
 

@@ -149,9 +149,14 @@ The first four were sealed; there is a rehearsal where the references have one. 
 directional forecast of the unit's own reference, which is the sealed one unless a source was reused, and
 ``rehearsed`` is that reference's rehearsal. The last three are not known in time or cost nothing: the mean
 of what the other targets measured under the same condition, the best constant in hindsight, and one.
+``archive`` is what an archived run of another seed had at the same rates (:func:`archived`).
 ``schedule`` is the learning rate alone, through the uniform-phase map, where rho is the rate over its peak;
 it exists for runs whose records have a schedule.
 """
+
+
+ARCHIVE = "archive"
+"""The stage of a run that leaves a map from rate to frozen share."""
 
 
 def rivals(bundle: Bundle) -> dict[str, str]:
@@ -184,7 +189,28 @@ def forecast_by(unit: Unit, scope: str, predictor: str, first: int = 0) -> recor
         schedule = Schedule(**run["schedule"])
         rates = np.array([schedule.rate(update) for update in range(1, run["updates"] + 1)])
         return scalar_rho_map(rates / schedule.peak)
+    if predictor == "archive":
+        return archived(unit, scope)
     return unit.forecast(scope, predictor)
+
+
+def archived(unit: Unit, scope: str) -> records.Array | None:
+    """Return the frozen fraction that an archived run of another seed had at the rates of every update.
+
+    After its warmup the archived rate falls, so a rate is one moment of that run; rates in between are
+    interpolated, those beyond its ends take the ends' value. None where no archive was run.
+    """
+    if ARCHIVE not in unit.found:
+        return None
+    (run,) = unit.found[ARCHIVE].values()
+    own = unit.run("rne")
+    known, wanted = (
+        np.array([Schedule(**r["schedule"]).rate(u) for u in range(1, r["updates"] + 1)]) for r in (run, own)
+    )
+    share = records.frozen(run, run["grid"], scope)
+    order = np.argsort(known[run["warmup"] :], kind="stable")
+    after = slice(run["warmup"], None)
+    return np.asarray(np.interp(wanted, known[after][order], share[after][order]))
 
 
 def comparison(unit: Unit, scope: str, warmup: bool = True, predictor: str = "frozen") -> Comparison:

@@ -1,8 +1,10 @@
 """Define the measures of native runs: evidence of their products, replays, streams, and how a source fares.
 
 The frozen fraction of a native run is held against a source's forecast and against predictors that need no
-source: the best constant in hindsight, and the *schedule* alone, through the uniform-phase map, rho being the
-rate over its peak. *Centred* errors leave out the mean over time of both, so that a level counts for nothing.
+source: the best constant in hindsight; the *schedule* alone, through the uniform-phase map, rho being the
+rate over its peak; and the *archive*, a map from rate to frozen share that an earlier run of another seed
+left, read at the rates of the new schedule. *Centred* errors leave out the mean over time of both, so that a
+level counts for nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from halfulp.paper.arms.bundle import Bundle, Unit
 from halfulp.paper.values import Found, quotient
 from halfulp.study.protocol import Records, Values
 
-SOURCE_FREE = ("constant", "schedule")
+SOURCE_FREE = ("constant", "schedule", "archive")
+
+
+def source_free(unit: Unit, scope: str) -> list[str]:
+    """Return the source-free predictors that there are; the first studies had no archive."""
+    return [p for p in SOURCE_FREE if measures.forecast_by(unit, scope, p) is not None]
 
 
 def dispatched(unit: Unit, arms: Sequence[str]) -> Found:
@@ -66,7 +73,9 @@ against = partial(measures.comparison, warmup=False)
 
 def strongest(unit: Unit, scope: str) -> str:
     """Return the source-free predictor with the smallest centred error."""
-    return min(SOURCE_FREE, key=lambda predictor: against(unit, scope, predictor=predictor).centred_rmse)
+    return min(
+        source_free(unit, scope), key=lambda predictor: against(unit, scope, predictor=predictor).centred_rmse
+    )
 
 
 def centred_ratio(unit: Unit, scope: str) -> Found:
@@ -77,7 +86,7 @@ def centred_ratio(unit: Unit, scope: str) -> Found:
 
 def raw_ratio(unit: Unit, scope: str) -> Found:
     """Return the RMSE of the source over the smallest of the source-free predictors'."""
-    best = min(against(unit, scope, predictor=predictor).rmse for predictor in SOURCE_FREE)
+    best = min(against(unit, scope, predictor=p).rmse for p in source_free(unit, scope))
     return quotient(against(unit, scope, predictor="frozen").rmse, best)
 
 

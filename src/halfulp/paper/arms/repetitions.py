@@ -20,6 +20,9 @@ The measurements are in the record's ``measured``, one row per process, in the o
 ``peak_bytes``
     on a GPU the most that was allocated; on a CPU how far the resident set rose above what it was before the
     model was built, which is coarse.
+``counted_bytes``
+    on a CPU the most that tensors held at once during one more update, counted by storage: it does not depend
+    on the machine, its allocator or what else runs there.
 
 Seconds are an outcome like any other: estimands are recomputed from the records, but no run gives the same
 again, so such a stage says that it holds clocks and is never replayed.
@@ -34,11 +37,14 @@ import resource
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from halfulp.errors import HalfulpError
 from halfulp.paper.arms.arm import Arm
@@ -120,13 +126,16 @@ def measure(asked: Mapping[str, Json]) -> dict[str, Json]:
             training.step()
         _settle(where)
         ended, spent = time.perf_counter(), time.process_time()
+        peak = _peak(where, before)
+        counted = {} if where.type == "cuda" else {"counted_bytes": _counted(training)}
     return {
         "wall_seconds": ended - began,
         "window_seconds": ended - started,
         "processor_seconds": spent - used,
         "updates": asked["updates"],
         "gpu": where.type == "cuda",
-        "peak_bytes": _peak(where, before),
+        "peak_bytes": peak,
+        **counted,
         **storage(model, optimizer),
     }
 
@@ -145,6 +154,55 @@ def storage(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
+
+
+class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Count the bytes of tensors from when an operation makes them to when they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.now = self.most = 0
+        self.known: dict[int, int] = {}
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage, if it is not counted yet."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        self.known[key] = storage.nbytes()
+        self.now += self.known[key]
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.now -= self.known.pop(key, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count what it makes."""
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        return made
+
+
+def _counted(training: Training) -> int:
+    """Bytes of tensors at the peak of one update, weights and states among them."""
+    inner = getattr(training.optimizer, "optimizer", training.optimizer)
+    slots = training.optimizer.slots if isinstance(training.optimizer, WriteBack) else ()
+    held = _TensorBytes()
+    for tensor in (
+        *training.model.parameters(),
+        *(t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor)),
+        *(t for slot in slots for t in slot.state.values()),
+    ):
+        held.see(tensor)
+    with held:
+        training.step()
+    return held.most
 
 
 def _settle(device: torch.device) -> None:

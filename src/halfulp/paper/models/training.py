@@ -119,12 +119,19 @@ class Recipe:
     """True to recompute a block's activations in the backward pass instead of keeping them."""
     eval_every: int = 250
     eval_batches: int = 8
+    eval_contexts: int | None = None
+    """Held-out sequences of an evaluation, where they are not a whole number of batches."""
     eval_seed: int = 4242
 
     def __post_init__(self) -> None:
         micro = self.batch if self.micro is None else self.micro
         if min(self.updates, self.batch, self.context, micro, self.eval_every, self.eval_batches) < 1:
             raise UsageError(f"updates, batches and context are at least 1: {self}.")
+
+    @property
+    def held_contexts(self) -> int:
+        """Held-out sequences of an evaluation."""
+        return self.eval_contexts or self.eval_batches * self.batch
 
     def evaluates(self, update: int) -> bool:
         """Return True if the held-out loss is taken after an update: 1, 1 + every, ... and the last."""
@@ -271,15 +278,16 @@ class Training:
         if self.held_out is None:
             raise UsageError("there is no held-out text to evaluate on: pass held_out=.")
         recipe, total, apart = self.recipe, 0.0, []
-        for i in range(recipe.eval_batches):
+        contexts = recipe.held_contexts
+        for i in range(-(-contexts // recipe.batch)):
             begin = self._starts(self.held_out, recipe.eval_seed, "evaluation", i)
-            for part in self._micro(begin):
+            for part in self._micro(begin[: contexts - i * recipe.batch]):
                 x, y = sequences(self.held_out, part, recipe.context, self.device)
                 with self._precision():
                     logits = self.model(x).float()
                 total += float(F.cross_entropy(logits.flatten(0, 1), y.flatten())) * len(part)
                 apart.append(F.cross_entropy(logits.transpose(1, 2), y, reduction="none").mean(dim=1).cpu())
-        return total / (recipe.eval_batches * recipe.batch), torch.cat(apart).numpy()
+        return total / contexts, torch.cat(apart).numpy()
 
     def _starts(self, tokens: Tokens, seed: int, purpose: str, step: int) -> Positions:
         return starts(seed, purpose, step, self.recipe.batch, len(tokens) - self.recipe.context)
@@ -322,7 +330,8 @@ class Training:
             # Copies, so that nothing keeps the file's bytes, or their odd alignment, alive.
             tensors = {name: t.clone() for name, t in load_tensors(saved).items()}
             cursor = json.loads(bytes(tensors.pop(CURSOR).numpy()))
-            version, recipe, notes = cursor["version"], dict(cursor["recipe"]), cursor["notes"]
+            version, notes = cursor["version"], cursor["notes"]
+            recipe = {"eval_contexts": None, **cursor["recipe"]}  # states of before there was this choice
         except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CorruptionError(f"this is not the state of a training run: {error!r}.") from None
         if version != VERSION:

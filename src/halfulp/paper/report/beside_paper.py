@@ -4,10 +4,12 @@
 
 reads the folders ``NAME-SCALE`` of closed studies and writes ``controlled.md``, ``controlled.svg`` and
 ``e4.svg``; of the transformer studies, where they are, ``transformers.md``, ``causal.svg`` and
-``allocation.svg``; of those of allocation ``allocation.md``, ``budget.svg`` and ``recoveries.tsv``; and
-``terms.md``, the paper's tables of definitions and regimes. No number of ours is typed in: a row is a
-:class:`~halfulp.paper.studies.claims.Claim` of a study's module, computed from records whose digests were
-checked against the ledger on the way in. Gates are shown as they fell. The same records give the same bytes.
+``allocation.svg``; of those of allocation ``allocation.md``, ``budget.svg`` and ``recoveries.tsv``;
+``terms.md``, the paper's tables of definitions, regimes and evidence; and ``labels.md``, the label of every
+study beside the paper's. Where a study was run at ``medium``, that is shown. No number of ours is typed in:
+a row is a :class:`~halfulp.paper.studies.claims.Claim` of a study's module, computed from records whose
+digests were checked against the ledger on the way in. Gates are shown as they fell. The same records give the
+same bytes.
 
 Why a page apart from ``halfulp study report``? A report knows its own study and nothing of the paper.
 """
@@ -26,19 +28,22 @@ from halfulp.drawing import house_style, vector
 from halfulp.errors import UsageError
 from halfulp.measures.crossings import TOLERANCE
 from halfulp.paper import panels
-from halfulp.paper.report import won_back
+from halfulp.paper.report import labels, won_back
 from halfulp.paper.report.definitions import tables
 from halfulp.paper.studies import _timing as timing
 from halfulp.paper.studies import phase_diagram
+from halfulp.paper.studies.declared import OURS
 from halfulp.study.evidence import open_closed
 from halfulp.study.loading import REGISTRY
 from halfulp.study.protocol import Json, Records
 from halfulp.text import beside, cell, number, short
 
 STUDIES = (
-    "testbed", "phase-diagram", "midpoint", "margin", "margin-rehearsal", "two-layer", "finite-size",
-    "emulator", "cnn", "ce-transfer", "theory",
+    "testbed", "phase-diagram", "phase-edge", "midpoint", "margin", "margin-rehearsal", "two-layer",
+    "finite-size", "emulator", "cnn", "ce-transfer", "theory",
 )  # fmt: skip
+MARK = " †"
+"""Marks a gate whose threshold is ours because the paper prints none."""
 
 INTRODUCTION = """\
 Each row sets a number that the paper prints beside the number that our records give for the same definition.
@@ -96,8 +101,15 @@ is said in docs/allocation.md.
 This page is made by `halfulp paper` from the folders in `studies/`."""
 
 TERMS_INTRODUCTION = """\
-The paper's tables of definitions and of regimes, in the words of this library, with numbers from the records
-in `studies/`. This page is made by `halfulp paper`."""
+The paper's tables of definitions, of regimes and of the layers of its evidence, in the words of this library,
+with numbers from the records in `studies/`. This page is made by `halfulp paper`."""
+
+
+LABELS_INTRODUCTION = """\
+The label that our rules give the paper's printed rows, and the labels of our runs, by scale; `recovered` is
+the paper's own course, with a record made by hand. Why labels differ is told in docs/controlled.md,
+docs/decoder.md and docs/allocation.md. This page is made by `halfulp paper` from the folders in
+`studies/`."""
 
 
 @dataclass(frozen=True)
@@ -157,17 +169,21 @@ def _section(name: str, closed: Closed) -> Iterator[str]:
     if not closed.result["scientific_result"]:
         yield f"Not a scientific result (scale {closed.result['scale']})."
     yield f"Label: **{cell(closed.result['label'])}**. {cell(closed.result.get('says', ''))}".rstrip()
+    module = importlib.import_module(REGISTRY[name])
+    ours = {gate.name for gate in module.STUDY.gates if OURS in gate.why}
     yield _table(
         ("gate", "value", "threshold", "outcome"),
         [
             (
-                g["name"], beside(g["value"], g["threshold"]) + (f" ({g['unit']})" if g["unit"] else ""),
+                g["name"] + (MARK if g["name"].partition("[")[0] in ours else ""),
+                beside(g["value"], g["threshold"]) + (f" ({g['unit']})" if g["unit"] else ""),
                 f"{g['comparison']} {canonical.number(g['threshold'])}", "pass" if g["passed"] else "FAIL",
             )
             for g in closed.result["gates"]
         ],
     )  # fmt: skip
-    module = importlib.import_module(REGISTRY[name])
+    if ours:
+        yield f"{MARK.strip()} The threshold is ours: {OURS}."
     for make in getattr(module, "SHOWN", ()):
         made = make(closed.records)
         yield made.caption
@@ -197,10 +213,11 @@ def _folded(title: str, parts: Sequence[str]) -> str:
 
 def terms(studies: Mapping[str, Closed]) -> str:
     """Return the tables of words, as Markdown."""
-    parts = ["# Definitions and regimes", TERMS_INTRODUCTION]
+    parts = ["# Definitions, regimes and evidence", TERMS_INTRODUCTION]
     for title, made in zip(
-        ("Definitions", "Regimes"), tables({n: c.records for n, c in studies.items()}), strict=True
-    ):
+        ("Definitions", "Regimes", "Evidence"), tables({n: c.records for n, c in studies.items()}),
+        strict=True,
+    ):  # fmt: skip
         rows = [[value if isinstance(value, str) else short(value) for value in row] for row in made.rows]
         parts += [f"## {title}", cell(made.caption), _table(made.columns, rows)]
     return "\n\n".join(parts) + "\n"
@@ -262,16 +279,27 @@ def _svg(fig: Any) -> bytes:
     return made.getvalue()
 
 
+def shown(studies: Path, name: str, scale: str) -> Path:
+    """Return the folder of a study: what was run at a scale, or at `medium` where that is longer."""
+    tried = ("medium", "small") if scale == "small" else (scale, "medium", "small")
+    there = [studies / f"{name}-{its}" for its in tried]
+    return next((folder for folder in there if folder.is_dir()), studies / f"{name}-{scale}")
+
+
 def write(studies: Path, scale: str, out: Path) -> list[Path]:
     """Write the pages and the figures; which ones."""
-    folders = {name: studies / f"{name}-{scale}" for name in STUDIES}
+    folders = {name: shown(studies, name, scale) for name in STUDIES}
     found = {name: read(folder) if folder.is_dir() else None for name, folder in folders.items()}
     if not any(found.values()):
         raise UsageError(f"{studies} holds none of {', '.join(f.name for f in folders.values())}.")
+    said = labels.table(studies)
+    head = ["# The paper's 31 protocols", LABELS_INTRODUCTION, cell(said.caption)]
+    rows = [[_shown(value) for value in row] for row in said.rows]
     written: dict[str, bytes] = {"controlled.md": page(found).encode()}
-    decoders = {name: studies / f"{name}-{its}" for name, its in TRANSFORMERS.items()}
+    written["labels.md"] = ("\n\n".join([*head, _table(said.columns, rows)]) + "\n").encode()
+    decoders = {name: shown(studies, name, its) for name, its in TRANSFORMERS.items()}
     closed = {name: read(folder) for name, folder in decoders.items() if folder.is_dir()}
-    chosen = {name: studies / f"{name}-{its}" for name, its in ALLOCATION.items()}
+    chosen = {name: shown(studies, name, its) for name, its in ALLOCATION.items()}
     allocated = {name: read(folder) for name, folder in chosen.items() if folder.is_dir()}
     if allocated:
         title = "Exact-budget allocation, beside the paper"

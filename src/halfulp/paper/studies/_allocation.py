@@ -39,6 +39,7 @@ SMALL = halved(SMALL_GPT2)
 THOUSAND = {
     "smoke": at(SMOKE, updates=10, warmup=1, eval_every=5, horizon=30),
     "small": at(SMALL, updates=40, warmup=4, eval_every=20, horizon=120),
+    "medium": at(SMALL, updates=200, warmup=20, eval_every=50, horizon=600),
     "paper": at(PAPER_GPT2, updates=1000, warmup=100, eval_every=200, horizon=3000),
 }
 """GPT-2 for 1000 updates of a schedule of 3000, with windows and warmups in the paper's proportions."""

@@ -22,7 +22,7 @@ from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Table
 TRACE, FLOAT32 = "trace", "fp32"
 INDEX_BYTES = 4
 """Of the index of a tile that has a master."""
-REPETITIONS = {"smoke": (2, 2, 1), "small": (3, 15, 3), "paper": (3, 100, 10)}
+REPETITIONS = {"smoke": (2, 2, 1), "small": (3, 15, 3), "medium": (9, 15, 3), "paper": (3, 100, 10)}
 """Repetitions, timed updates and updates before them, by scale."""
 
 
@@ -81,6 +81,8 @@ def column(found: Records, arm: str, what: str) -> list[float]:
     if what == "seconds":  # of a GPU the wall; of processors that others may use, the process's own
         used = [row["window_seconds"] if row.get("gpu", True) else row["processor_seconds"] for row in rows]
         return [seconds / row["updates"] for seconds, row in zip(used, rows, strict=True)]
+    if what == "peak_bytes":  # counted where it was; the resident set of older records is coarse
+        return [float(row.get("counted_bytes", row[what])) for row in rows]
     return [float(row[what]) for row in rows]
 
 

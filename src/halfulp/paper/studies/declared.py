@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from halfulp.paper.arms import Bundle
 
 gate = Gate.of
+OURS = "the paper prints no number"
+"""In the reason of a gate whose threshold is ours: result pages mark it."""
 
 
 def rule(
@@ -28,9 +30,9 @@ def rule(
     return Rule(label=label, passed=passed, failed=failed, not_run=not_run, says=says, recovered=recovered)
 
 
-def scaled(paper: Config, *, smoke: Config, small: Config) -> dict[str, Config]:
+def scaled(paper: Config, **others: Config) -> dict[str, Config]:
     """Return the configs of all scales: the paper's, and what the others change of it."""
-    return {"smoke": {**paper, **smoke}, "small": {**paper, **small}, "paper": paper}
+    return {**{name: {**paper, **changes} for name, changes in others.items()}, "paper": paper}
 
 
 def declared(
@@ -51,7 +53,7 @@ def declared(
         given: Other fields of the study.
     """
     if runs is not None:
-        given |= {"scales": runs.configs, "stages": runs.stages, "scale_data": runs.data}
+        given = {"scales": runs.configs, "stages": runs.stages, "scale_data": runs.data, **given}
     return Study(name=name.rpartition(".")[2].replace("_", "-"), estimands=(*estimands, *own), **given)
 
 

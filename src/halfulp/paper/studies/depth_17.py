@@ -8,7 +8,7 @@ With D the gap, T = R(source P), M = T - R(target P) and C1 = T - R(random_01): 
 T >= 0.50, M >= -0.10 and C1 >= 0.15 in every target, and 0.60, -0.05, 0.25 in the mean. All pass: ``GO``.
 
 At ``small`` 4 layers become 9, the next depth of which a tenth of the tiles is a whole number of them, and a
-run has 40 updates of 120 on half the sequences, so that there is time for it.
+run has 40 updates of 120 on half the sequences, so that there is time for it; at ``medium`` 200 of 600.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from halfulp.paper.studies import prospective_modern
 from halfulp.paper.studies.claims import Beside
 from halfulp.paper.studies.declared import gate, rule
 
-LAYERS = {"smoke": 7, "small": 9, "paper": 17}
+LAYERS = {"smoke": 7, "small": 9, "medium": 9, "paper": 17}
 
 
 def _deeper(scale: str, arm: Arm) -> Arm:
@@ -31,14 +31,15 @@ def _deeper(scale: str, arm: Arm) -> Arm:
 
 
 _SHALLOW = prospective_modern.RUNS
-_SMALL = shared.halved(at(_SHALLOW.scales["small"], updates=40, warmup=4, eval_every=20, horizon=120))
+_MEDIUM = shared.halved(_SHALLOW.scales["small"])
+_SMALL = at(_MEDIUM, updates=40, warmup=4, eval_every=20, horizon=120)
 
 assert _SHALLOW.masked is not None
 RUNS = replace(
     _SHALLOW,
     scales={
         scale: _deeper(scale, arm)
-        for scale, arm in {**_SHALLOW.scales, "small": _SMALL}.items()
+        for scale, arm in {**_SHALLOW.scales, "small": _SMALL, "medium": _MEDIUM}.items()
     },
     arms={**shared.PLAIN, **masters("source", "P", "control-1"), **masters("target", "P")},
     masked=replace(_SHALLOW.masked, of_source=recipes(0.1, "P", controls=1), apart=False),

@@ -50,7 +50,7 @@ from halfulp.paper.models.digests import refuse_other
 from halfulp.paper.models.lockstep import Finished, answered, auroc_bound, from_text, run_units, to_text
 from halfulp.paper.models.teacher import CHOSEN
 from halfulp.paper.studies.claims import Beside
-from halfulp.paper.studies.declared import computed, declared, gate, rule, scaled
+from halfulp.paper.studies.declared import OURS, computed, declared, gate, rule, scaled
 from halfulp.paper.trust import PRIMARY, THRESHOLDS, OnsetInterval, auroc_of_counts, onset_interval
 from halfulp.paper.values import grouped, known, quotient
 from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
@@ -319,16 +319,16 @@ STUDY = declared(
     ),
     gates=(
         gate("margin-ranks", "auroc-gain > 0",
-            "a margin worth having ranks mistakes better than the comparator (ours)"),
+            f"a margin worth having ranks mistakes better than the comparator; {OURS}"),
         gate("margin-covers", "primary-coverage >= 0.5",
-            "abstaining from most events would be no forecast (ours)"),
+            f"abstaining from most events would be no forecast; {OURS}"),
         gate("margin-halves-risk", "risk-ratio <= 0.5",
             "the paper's: risk at most half of that at full coverage"),
         gate("interval-contains", "containment >= 0.9",
-            "an interval that misses one step in ten is none (ours)"),
-        gate("onset-inside", "onset-inside >= 0.9", "the same for onsets (ours)"),
+            f"an interval that misses one step in ten is none; {OURS}"),
+        gate("onset-inside", "onset-inside >= 0.9", f"the same for onsets; {OURS}"),
         gate("path-premises", "certified >= 0.95",
-            "the reference stands in for the run only where it is at the same codes (ours)"),
+            f"the reference stands in for the run only where it is at the same codes; {OURS}"),
         gate("paths-diverge-early", "first-divergence <= 5",
             "structural: in the paper at update 3, the earliest possible"),
         gate("mistakes-follow-divergence", "wrong-diverged > 0.5",

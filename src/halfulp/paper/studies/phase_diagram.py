@@ -69,13 +69,13 @@ def arms(cell: Running) -> Mapping[str, Json]:
     """Return the two stored-weight runs of a mantissa, rate and seed."""
     c, p = cell.config, regression(cell.config)
     found: dict[str, Json] = {}
-    for arm in ARMS:
+    for arm in c.get("arms", ARMS):
         seed = c["seed"] if arm == "stochastic" else None
         how: dict[str, Any] = {"store": f"m{c['mantissa']}", "stochastic": seed}
         trainer = Trainer(p.net, p.train, p.start, rate=p.factor * c["rate"], **how)
         start = trainer.error(p.test)
         series = run(trainer, c["steps"])
-        cell.progress(1 + ARMS.index(arm), len(ARMS))
+        cell.progress(len(found) + 1, len(ARMS))
         error = finite(trainer.error(p.test))
         found[arm] = {
             "diverged": trainer.diverged or error is None or error > start, "error": error,

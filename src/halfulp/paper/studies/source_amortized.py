@@ -24,7 +24,7 @@ from dataclasses import replace
 from halfulp.paper.arms import Arm, Bundle, measures, standard
 from halfulp.paper.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
 from halfulp.paper.studies.claims import Beside, over, spread
-from halfulp.paper.studies.declared import declared, gate, rule
+from halfulp.paper.studies.declared import OURS, declared, gate, rule
 
 SCOPE = "core"
 
@@ -38,7 +38,9 @@ _SCALES = three_thousand(SMOKE_NEOX, SMALL_NEOX, PAPER_NEOX)
 
 
 RUNS = Bundle(
-    scales={name: _accumulated(arm, 4 if name == "small" else 1) for name, arm in _SCALES.items()},
+    scales={
+        name: _accumulated(arm, 4 if name in ("small", "medium") else 1) for name, arm in _SCALES.items()
+    },
     targets=(693147, 915965, 202056),
     conditions={"e4m3": {"grid": "e4m3@128"}},
     arms={"rne": {"policy": "rne"}},
@@ -70,16 +72,16 @@ STUDY = declared(
         "native fp8 compute: compute, gradients and moments are float32",
     ),
     gates=(
-        gate("learning", "progress-fp32 >= 1", "the references learn; the paper prints no number"),
+        gate("learning", "progress-fp32 >= 1", f"the references learn; {OURS}"),
         gate("endpoint", "endpoint == 0", "no finite endpoint is observed"),
         gate("matched", "matched == 1"),
         gate("accurate", "rmse <= 0.05", "the accuracy that appendix C asks of a forecast"),
         gate("variation", "range >= 0.1", "there is something to forecast"),
         gate("skill", "skill >= 0.36", "E <= 0.8 E_const"),
         gate("regret", "regret <= 0.01",
-            "hardly worse than the target's own reference; the paper prints no number"),
+            f"hardly worse than the target's own reference; {OURS}"),
         gate("specificity", "added-value < 1",
-            "better than the symmetric and the scalar event; the paper prints no number"),
+            f"better than the symmetric and the scalar event; {OURS}"),
     ),
     rules=(
         rule("inconclusive_invalid_training", failed=("learning",), says="The training is not valid."),

@@ -13,6 +13,8 @@ The only clean comparison is selection against anti-selection near a quarter; th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from halfulp.paper.arms import Bundle, Masked, measures
 from halfulp.paper.arms.bundle import Unit
 from halfulp.paper.arms.family import PAPER_GPT2, at, three_thousand
@@ -26,10 +28,14 @@ NEAR = 0.01
 DRAWS = {25: tuple(f"draw-{i}-25" for i in range(1, 6)), 50: tuple(f"draw-{i}-50" for i in range(1, 6))}
 CHOSEN = ("select-25", "anti-25", "tied", "select-50", "without-50")
 
+SIX_LAYERS = replace(shared.SMALL, model=replace(shared.SMALL.model, layers=6))
+"""With four layers the tied matrix is 40% of all coordinates, and the last tensor of anti-selection."""
+
 RUNS = Bundle(
     scales={
         **three_thousand(shared.SMOKE, shared.SMALL, PAPER_GPT2),
         "small": at(shared.SMALL, updates=40, warmup=2, eval_every=20),
+        "medium": at(SIX_LAYERS, updates=600, warmup=20, eval_every=100),
     },
     targets=(1337, 1338),
     conditions=shared.E5M2,
