@@ -76,7 +76,7 @@ def _named(operation: str, path: Path) -> Iterator[None]:
             errno.ENOSPC: "the disk is full; free some space",
             errno.EDQUOT: "the disk quota is used up; free some space",
             errno.EROFS: "the folder is read-only; choose another with --out or make it writable",
-            errno.EACCES: "no permission to write; choose another folder with --out or change its permissions",
+            errno.EACCES: "no permission to write; choose another folder with --out or permit it",
         }.get(error.errno or 0, error.strerror or str(error))
         raise DiskError(
             f"Cannot {_SAID.get(operation, operation)} {path}: {reason}. "
