@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from audit_reference import made, train
-from report_traces import inventory, synthetic, tensors
+from report_traces import inventory, synthetic
 
 import halfulp as hu
 from halfulp.measures.groups import CORE
-from halfulp.report.charts import binned, packed, short
-from halfulp.report.gather import BINS, GROUPS, HEAT_ROWS, bins, gather
+from halfulp.report.charts import binned, packed
+from halfulp.report.gather import BINS, GROUPS, bins, gather
 from halfulp.verdicts.findings import findings
 
 
@@ -51,14 +51,12 @@ def test_findings_equal_those_of_the_verdict(recorded: hu.Trace) -> None:
     assert gather(recorded).findings() == findings(recorded)
 
 
-def test_heat_rows_equal_tensors(recorded: hu.Trace) -> None:
-    """With few tensors and steps, a cell is one tensor's share at one step."""
+def test_shares_of_tensors_equal_those_of_the_trace(recorded: hu.Trace) -> None:
     g = gather(recorded)
-    for i, grid in enumerate(recorded.grids):
-        for row, cells in zip(g.heat_rows, g.heat[i], strict=True):
-            if np.isnan(cells).all():
-                continue
-            assert np.array_equal(cells, recorded.frozen(grid, row.name))
+    for grid in recorded.grids:
+        shares = recorded.lost_by_tensor(grid)
+        expected = [shares.get(t["id"], np.nan) for t in recorded.tensors]
+        assert np.array_equal(g.tensor_share(grid), expected, equal_nan=True)
 
 
 def test_a_tensor_that_joins_late(tmp_path: Path) -> None:
@@ -105,36 +103,17 @@ def test_binned_values_ignore_what_is_missing() -> None:
 def test_packing_loses_less_than_a_screen_shows() -> None:
     """Half a step of 16 bits: 1 / (2 * 65534) < 1e-5, where the page prints thousandths."""
     shares = np.random.default_rng(0).random(1000)
-    codes = np.frombuffer(base64.b64decode(packed(shares, np.uint16)), dtype="<u2")
+    codes = np.frombuffer(base64.b64decode(packed(shares)), dtype="<u2")
     assert np.abs(codes / 65534 - shares).max() <= 0.5 / 65534 * (
         1 + 1e-9
     )  # and the rounding of the division
 
 
-def test_many_tensors_become_layers_and_many_layers_share_rows(tmp_path: Path) -> None:
-    g = gather(synthetic(tmp_path / "layers", steps=3, layers=12, grids=["bf16"]))
-    assert [r.name for r in g.heat_rows[:4]] == ["wte.weight", "h.0", "h.0", "h.0"]
-    assert [r.group for r in g.heat_rows[1:4]] == ["attention", "mlp", "norm"]
+def test_many_groups_are_shown_by_the_largest(tmp_path: Path) -> None:
     many = inventory([(f"t{i}", f"g{i}", (2, 2)) for i in range(1000)])
     g = gather(synthetic(tmp_path / "many", steps=3, grids=["bf16"], listed=many))
-    assert len(g.heat_rows) == HEAT_ROWS
-    assert sum(r.tensors for r in g.heat_rows) == 1000
     assert len(g.scopes) == 1 + GROUPS
     assert np.array_equal(g.lost_share("bf16"), g.trace.frozen("bf16"))
-
-
-def test_layers_stay_together_whatever_the_order_of_the_optimizer(tmp_path: Path) -> None:
-    """Optimizers with groups list norms last."""
-    listed = sorted(tensors(2), key=lambda t: len(t["shape"]) < 2)
-    g = gather(synthetic(tmp_path / "run", steps=2, grids=["bf16"], listed=listed))
-    layers = [row.name.split(".")[1] for row in g.heat_rows if row.name.startswith("h.")]
-    assert layers == sorted(layers)
-
-
-def test_short_names() -> None:
-    assert short(["m.h.0.weight", "m.h.1.weight"]) == ["0", "1"]
-    assert short(["a", "a.b"]) == ["a", "a.b"]
-    assert short(["only.weight"]) == ["only"]
 
 
 def test_importing_halfulp_imports_no_plotting() -> None:

@@ -156,11 +156,14 @@ def test_the_verdict_comes_first_and_in_words(tmp_path: Path) -> None:
     synthetic(tmp_path / "run", steps=80, grids=GRIDS)
     found = Reader(page([tmp_path / "run"]))
     order = [e for e, _ in found.elements if e in ("h1", "h2", "table")]
-    assert order[:4] == ["h1", "h2", "h2", "table"]
+    assert order[:3] == ["h1", "h2", "table"]
     said = " ".join(found.words)
     (run,) = open_traces([hu.Trace.open(tmp_path / "run")])
     finding = run.gathered.findings()[1]
-    assert f"Stored in bf16, this run would lose {percent(finding.lost)} of its updates" in said
+    assert (
+        f"Nothing is lost in float32. Stored in bf16, this run would lose {percent(finding.lost)} of" in said
+    )
+    assert json.loads(found.inside["script"][0])["grid"] == "bf16"  # what the headline is about
     assert "this forecast is untested" in said
     assert "Not claimed" in said
 
@@ -176,12 +179,6 @@ def test_charts_are_drawn_from_the_numbers_of_the_trace(tmp_path: Path) -> None:
         assert np.array_equal(codes, np.rint(trace.frozen(grid, "core") * 65534))
         found = trace.majority(grid, "core")
         assert (run["marks"][scope][i] or [None])[0] == (None if found is None else found.first)
-        cells = np.frombuffer(base64.b64decode(run["heat"]["cells"][i]), dtype=np.uint8)
-        assert len(cells) == len(run["heat"]["rows"]) * 30
-        at = next(k for k, row in enumerate(run["heat"]["rows"]) if row[0] == "h.0.attn.c_attn.weight")
-        assert np.array_equal(
-            cells.reshape(-1, 30)[at], np.rint(trace.frozen(grid, "h.0.attn.c_attn.weight") * 254)
-        )
 
 
 def test_a_long_trace_gives_a_small_page(tmp_path: Path) -> None:

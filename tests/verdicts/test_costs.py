@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -249,8 +248,8 @@ def test_the_page_sets_forecast_and_measured_side_by_side(folder: Path) -> None:
     # The share that is lost: projected, rehearsed and measured, in one chart.
     (outcome,) = data["outcomes"]
     forecast = hu.Trace.open(folder / "reference").forecast("e4m3@128")
-    assert outcome["rehearsed"] == packed(forecast.frozen("all-2d"), np.uint16)
-    assert outcome["forecast"] == packed(forecast.frozen("all-2d", "lower"), np.uint16)
+    assert outcome["rehearsed"] == packed(forecast.frozen("all-2d"))
+    assert outcome["forecast"] == packed(forecast.frozen("all-2d", "lower"))
     assert outcome["rehearsed"] not in (outcome["forecast"], outcome["measured"])
     assert "The rehearsal, which remembers what was lost, was off by " in text
 

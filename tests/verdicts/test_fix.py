@@ -346,7 +346,7 @@ def test_a_float32_run_is_told_how_to_store_them(tmp_path: Path) -> None:
     )
     text = text.replace("batch(step)", "batch(step).float()")
     _, answer = audited(text, tmp_path)
-    assert answer.headline.startswith("Stored in bf16, this run would lose ")
+    assert answer.headline.startswith("Nothing is lost in float32. Stored in bf16, this run would lose ")
     assert answer.code[-1] == 'opt = hu.WriteBack(opt, "bf16", "sr", model=net)'
     _, after = audited(pasted(text, answer.code), tmp_path)
     assert after.headline.startswith("Nothing lost: sr write-back")

@@ -226,7 +226,7 @@ def test_what_is_offered_is_what_a_write_back_takes(name: str, tmp_path: Path) -
         except hu.UsageError:
             taken = False
         assert (policy in offers) == taken, policy
-    assert ("eco 1" in said(trace)) == ("eco" in offers) == ("stochastic, ECO" in page([trace.path]))
+    assert ("eco 1" in said(trace)) == ("eco" in offers) == (", eco 1, master" in page([trace.path]))
 
 
 def test_old_traces_offer_what_any_optimizer_takes(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Data of a page's charts: curves and heat maps, binned and packed.
+"""Data of a page's charts: curves, binned and packed.
 
 A page holds what it shows. A curve has about 600 points however long the run was: the mean of each bin of
-steps, and its least and largest value where a bin holds several. Shares are packed as 16-bit (curves) and
-8-bit (heat maps) fractions, so a point costs 2.7 characters; the largest code stands for "nothing moved".
+steps, and its least and largest value where a bin holds several. Shares are packed as 16-bit fractions, so a
+point costs 2.7 characters; the largest code stands for "nothing moved".
 Crossings are computed from every recorded step before anything is binned. Names are only ever values of the
 JSON, never keys.
 """
@@ -24,15 +24,14 @@ from halfulp.text import shown
 LABEL = 64
 
 
-def packed(shares: Array, dtype: type[np.uint8] | type[np.uint16]) -> str:
-    """Encode shares in [0, 1] as base64 of integers, with NaN as the largest integer.
+def packed(shares: Array) -> str:
+    """Encode shares in [0, 1] as base64 of 16-bit integers, with NaN as the largest.
 
-    >>> packed(np.array([0.0, 1.0, np.nan]), np.uint8)
-    'AP7/'
+    >>> packed(np.array([0.0, 1.0, np.nan]))
+    'AAD+////'
     """
-    largest = int(np.iinfo(dtype).max)
-    whole = np.where(np.isnan(shares), largest, np.rint(np.nan_to_num(shares) * (largest - 1)))
-    return base64.b64encode(whole.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode("ascii")
+    whole = np.where(np.isnan(shares), 65535, np.rint(np.nan_to_num(shares) * 65534))
+    return base64.b64encode(whole.astype("<u2").tobytes()).decode("ascii")
 
 
 def binned(values: Array, starts: Array) -> tuple[Array, Array, Array]:
@@ -49,7 +48,7 @@ def binned(values: Array, starts: Array) -> tuple[Array, Array, Array]:
 
 
 def run_data(run: Run) -> dict[str, Any]:
-    """Curves and heat map of one run."""
+    """Curves of one run."""
     g = run.gathered
     starts = bins(len(g.steps), BINS)
     curves: dict[str, Any] = {}
@@ -67,30 +66,7 @@ def run_data(run: Run) -> dict[str, Any]:
         "steps": _edges(g.steps, starts),
         "curves": curves,
         "marks": [[_mark(run, grid, scope) for grid in g.grids] for scope in g.scopes],
-        "heat": {
-            "steps": _edges(g.steps, g.heat_starts),
-            "rows": [
-                [elided(shown(r.name, 300), LABEL), elided(shown(r.group, 100), 24), r.tensors, r.numel]
-                for r in g.heat_rows
-            ],
-            "labels": [elided(shown(label, 300), LABEL) for label in short([r.name for r in g.heat_rows])],
-            "cells": [packed(g.heat[i], np.uint8) for i in range(len(g.grids))],
-        },
     }
-
-
-def short(names: Sequence[str]) -> list[str]:
-    """Shorten names by removing their common prefix and an uninformative ending.
-
-    >>> short(["transformer.h.0.attn.weight", "transformer.wte.weight"])
-    ['h.0.attn', 'wte']
-    """
-    parts = [name.split(".") for name in names]
-    same, shortest = 0, min(len(p) for p in parts)
-    while same + 1 < shortest and len({p[same] for p in parts}) == 1 and len(names) > 1:
-        same += 1
-    cut = [".".join(p[same:]) for p in parts]
-    return [name.removesuffix(".weight") for name in cut] if all(c.endswith(".weight") for c in cut) else cut
 
 
 def outcome_data(found: Outcome) -> dict[str, Any]:
@@ -98,11 +74,9 @@ def outcome_data(found: Outcome) -> dict[str, Any]:
     starts = bins(len(found.steps), BINS)
     return {
         "steps": _edges(found.steps, starts),
-        "forecast": packed(binned(found.forecast, starts)[0], np.uint16),
-        "measured": packed(binned(found.outcome, starts)[0], np.uint16),
-        "rehearsed": None
-        if found.rehearsed is None
-        else packed(binned(found.rehearsed, starts)[0], np.uint16),
+        "forecast": packed(binned(found.forecast, starts)[0]),
+        "measured": packed(binned(found.outcome, starts)[0]),
+        "rehearsed": None if found.rehearsed is None else packed(binned(found.rehearsed, starts)[0]),
         "band": ACCURATE_RMSE,
     }
 
@@ -127,7 +101,7 @@ def _loss(run: Run) -> dict[str, Any]:
 def _curve(values: Array, starts: Array) -> list[str]:
     mean, low, high = binned(values, starts)
     exact = len(starts) == len(values)
-    return [packed(x, np.uint16) for x in ((mean,) if exact else (mean, low, high))]
+    return [packed(x) for x in ((mean,) if exact else (mean, low, high))]
 
 
 def _edges(steps: Array, starts: Array) -> list[list[int]]:
@@ -147,10 +121,7 @@ def _mark(run: Run, grid: str, scope: str) -> list[Any] | None:
 
 def page_data(shown_runs: Sequence[Run], outcomes: Sequence[Outcome], arms: Sequence[Arms]) -> dict[str, Any]:
     """Everything that the charts of a page are drawn from."""
-    shares = [(abs(f.lost - 0.5), f.grid) for run in shown_runs[:1] for f in run.gathered.findings()]
     return {
-        "grid": min(shares)[1] if shares else None,  # the one with most to see
-        "home": [run.grid for run in shown_runs],
         "runs": [run_data(run) for run in shown_runs],
         "outcomes": [outcome_data(found) for found in outcomes],
         "arms": [arms_data(found) for found in arms],

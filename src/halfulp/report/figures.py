@@ -24,7 +24,6 @@ from halfulp.drawing import (
 from halfulp.errors import UsageError
 from halfulp.integrations.scalars import tag as plain_name
 from halfulp.measures.forecasts import ACCURATE_RMSE
-from halfulp.report.charts import short
 from halfulp.report.gather import Array
 from halfulp.report.page import open_traces
 from halfulp.report.runs import Outcome, Run, arms, forecasts, shown_first
@@ -33,9 +32,6 @@ from halfulp.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-TICKS = 40
-"""Rows of a heat map that are named, at most."""
 
 
 def write_figures(paths: Sequence[Path], out: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
@@ -62,8 +58,6 @@ def _of_traces(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
         yield f"{stem}-lost", curves(run, "frozen", "updates lost")
         if "never_moved" in run.gathered.counts:
             yield f"{stem}-never-moved", curves(run, "never_moved", "never moved so far")
-        for grid in run.gathered.grids:
-            yield f"{stem}-where-{plain_name(grid)}", heat_map(run, grid)
     for found in forecasts(runs):
         yield f"{plain_name(found.measured.name)}-forecast-{plain_name(found.grid)}", forecast(found)
     for group in arms(runs):
@@ -90,30 +84,6 @@ def curves(run: Run, column: str, what: str) -> Figure:
     panel.set_title(label(run.name, 70))
     percent(panel)
     panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
-def heat_map(run: Run, grid: str) -> Figure:
-    """Layers by steps: the share of updates that is lost."""
-    g = run.gathered
-    rows = g.heat_rows
-    figure, (panel,) = new_figure(height=min(7.5, 1.2 + 0.12 * len(rows)))
-    ends = np.append(g.steps[g.heat_starts], g.steps[-1] + 1) - 0.5
-    shares = np.ma.masked_invalid(g.heat[g.grids.index(grid)])
-    # Cells become pixels: as vectors they would be tens of thousands of rectangles.
-    mesh = panel.pcolormesh(
-        ends, np.arange(len(rows) + 1), shares, cmap="cividis", vmin=0, vmax=1, rasterized=True
-    )
-    panel.invert_yaxis()
-    every = -(-len(rows) // TICKS)
-    panel.set_yticks(np.arange(0, len(rows), every) + 0.5)
-    names = short([row.name for row in rows])
-    panel.set_yticklabels([label(name, 28) for name in names[::every]], fontsize=6)
-    panel.grid(False)
-    panel.set_xlabel("step")
-    panel.set_title(label(f"{run.name}: updates lost on {grid}", 70))
-    bar = figure.colorbar(mesh, ax=panel)
-    bar.set_ticks([0, 0.5, 1], labels=["0%", "50%", "100%"])
     return figure
 
 

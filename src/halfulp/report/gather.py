@@ -5,7 +5,6 @@ for every curve would read them dozens of times; here each part is read once, an
 needs falls out of it by counting into arrays::
 
     counts[column]   (steps, classes, grids)    a class: the tensors of one group, matrices apart from vectors
-    heat             (bins, rows, grids)        a row: a tensor, or the tensors of one layer and group
     totals           (tensors, grids)           over the whole run
 
 The invariant, held by a test: curves, crossings and findings equal those of ``Trace`` and
@@ -15,7 +14,6 @@ exactly, in any order.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,12 +35,10 @@ Array = npt.NDArray[Any]
 COLUMNS = ("frozen", "never_moved", "expected")
 FOLLOWED = {"never_moved": "never_moved", "expected": "expected_never_moved"}
 """The options of an audit by which there is a column."""
-BINS, HEAT_BINS, HEAT_ROWS, GROUPS = 600, 200, 240, 10
-"""Approximate limits: points per curve, columns and rows per heat map, groups by name."""
+BINS, GROUPS = 600, 10
+"""Approximate limits: points per curve, groups by name."""
 STORED = "stored"
 """The default scope of a grid: the tensors that are stored on it; where none is, all."""
-TENSOR_ROWS = 100
-"""Above this many tensors, the rows of the heat map are layers."""
 
 
 def bins(n: int, most: int) -> Array:
@@ -62,26 +58,6 @@ def bins(n: int, most: int) -> Array:
     return np.array(starts)
 
 
-def layer_of(name: str) -> str:
-    """Return a tensor's name up to its first number: the layer that it is in.
-
-    >>> layer_of("transformer.h.3.attn.c_proj.weight"), layer_of("lm_head.weight")
-    ('transformer.h.3', 'lm_head.weight')
-    """
-    found = re.match(r".*?(?:^|\.)\d+(?=\.)", name[:500])
-    return found[0] if found else name
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeatRow:
-    """One row of the heat map."""
-
-    name: str
-    group: str
-    tensors: int
-    numel: int
-
-
 @dataclass(frozen=True)
 class Gathered:
     """A trace as :func:`gather` read it. NaN stands for steps at which nothing of a scope moved."""
@@ -99,10 +75,6 @@ class Gathered:
     bad: Array
     """Weights and proposals that are not finite, (steps, classes): they are in no other count."""
     counts: dict[str, Array]
-    heat_starts: Array
-    heat_rows: Sequence[HeatRow]
-    heat: Array
-    """Share of updates lost, (grids, rows, bins); NaN where nothing moved or was finite."""
     still: Array
     """Weights that were frozen, summed over the run, (tensors, grids)."""
     zeros: Array
@@ -241,17 +213,13 @@ def gather(trace: Trace) -> Gathered:
     keys = _classes(tensors, trace.grids)
     classes = list(dict.fromkeys(keys))
     class_of = np.array([classes.index(key) for key in keys])
-    heat_rows, row_of = _heat_rows(tensors)
-    starts = bins(len(steps), HEAT_BINS)
-    bin_of = np.searchsorted(starts, np.arange(len(steps)), side="right") - 1
     columns = _columns(trace)
 
     n, k, g, m = len(steps), len(classes), len(trace.grids), len(tensors)
     counts = {c: np.zeros((n, k, g)) for c in columns}
     sizes, idle, bad, last_never = np.zeros((n, k)), np.zeros((n, k)), np.zeros((n, k)), np.zeros((m, g))
-    binned = np.zeros((len(starts), m, g))
-    there, zeros, spoilt = (np.zeros((len(starts), m)) for _ in range(3))
-    arrived, proposed = np.zeros((2, m, g))
+    there, zeros, spoilt = np.zeros((3, m))
+    still, arrived, proposed = np.zeros((3, m, g))
     for by_tensor, by_grid in zip(
         trace.by_part("tensors", "step", "tensor", "zero_proposal", "nonfinite", "proposal_sq"),
         trace.by_part("grids", "step", "tensor", "grid", "arrived", *columns),
@@ -262,9 +230,9 @@ def gather(trace: Trace) -> Gathered:
         _add(sizes, at * k + class_of[tensor], recorded[tensor])
         _add(idle, at * k + class_of[tensor], zero)
         _add(bad, at * k + class_of[tensor], lame)
-        _add(there, bin_of[at] * m + tensor)
-        _add(zeros, bin_of[at] * m + tensor, zero)
-        _add(spoilt, bin_of[at] * m + tensor, lame)
+        _add(there, tensor)
+        _add(zeros, tensor, zero)
+        _add(spoilt, tensor, lame)
         squares = np.repeat(frame["proposal_sq"], g)
         at, tensor, frame = _rows(by_grid, steps, place)
         grid = frame["grid"]
@@ -272,23 +240,13 @@ def gather(trace: Trace) -> Gathered:
         for column in columns:
             _add(counts[column], cell, frame[column])
         _add_arrived(arrived, proposed, tensor * g + grid, frame["arrived"], squares, full[tensor])
-        _add(binned, (bin_of[at] * m + tensor) * g + grid, frame["frozen"])
+        _add(still, tensor * g + grid, frame["frozen"])
         if "never_moved" in columns:  # rows come step by step, so the last assignment is the last step's
             last_never[tensor, grid] = frame["never_moved"]
 
-    def by_row(x: Array) -> Array:
-        """Sum what is known of tensors by bin, as (rows, bins)."""
-        total = np.zeros((len(heat_rows), len(starts)))
-        np.add.at(total, row_of, x.T)
-        return total
-
-    beside = [by_row(x) for x in (zeros, spoilt, there * recorded)]
-    heat = [lost_share(by_row(binned[:, :, i]), *beside) for i in range(g)]
-    shares = np.where(beside[-1] > 0, np.stack(heat), np.nan)
     return Gathered(
-        trace, steps, run["loss"], classes, sizes, idle, bad, counts, starts, heat_rows, shares,
-        binned.sum(axis=0), zeros.sum(axis=0), spoilt.sum(axis=0), there.sum(axis=0) * recorded,
-        last_never, there.sum(axis=0), arrived, proposed,
+        trace, steps, run["loss"], classes, sizes, idle, bad, counts, still, zeros, spoilt, there * recorded,
+        last_never, there, arrived, proposed,
     )  # fmt: skip
 
 
@@ -335,35 +293,3 @@ def _classes(tensors: list[dict[str, Any]], grids: Sequence[str]) -> list[tuple[
         )
         for t in tensors
     ]
-
-
-def _heat_rows(tensors: list[dict[str, Any]]) -> tuple[list[HeatRow], Array]:
-    """Return the rows of the heat map, and the row of each tensor.
-
-    Layers come as they first appear, with all their tensors together: an optimizer with several groups
-    lists the matrices of all layers before their norms.
-    """
-    layers = [layer_of(t["name"]) for t in tensors]
-    many = len(tensors) > TENSOR_ROWS
-    keys: list[Any] = [(layers[i] if many else t["name"], t["group"]) for i, t in enumerate(tensors)]
-    seen = {layer: i for i, layer in reversed(list(enumerate(layers)))}
-    known = list(dict.fromkeys(keys[i] for i in sorted(range(len(tensors)), key=lambda i: seen[layers[i]])))
-    if len(known) > HEAT_ROWS:  # neighbours share a row
-        merged = {key: i * HEAT_ROWS // len(known) for i, key in enumerate(known)}
-        keys, known = [merged[key] for key in keys], list(dict.fromkeys(merged.values()))
-    position = {key: i for i, key in enumerate(known)}
-    row_of = np.array([position[key] for key in keys])
-    rows = []
-    for i in range(len(known)):
-        members = [t for t, row in zip(tensors, row_of, strict=True) if row == i]
-        names = list(dict.fromkeys(layer_of(t["name"]) if len(members) > 1 else t["name"] for t in members))
-        groups = list(dict.fromkeys(t["group"] for t in members))
-        rows.append(
-            HeatRow(
-                name=names[0] if len(names) == 1 else f"{names[0][:200]} to {names[-1][:200]}",
-                group=groups[0] if len(groups) == 1 else "several",
-                tensors=len(members),
-                numel=sum(int(t["recorded"]) for t in members),
-            )
-        )
-    return rows, row_of

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from halfulp.measures.forecasts import ACCURATE_RMSE, ADDED_VALUE_RATIO, INFORMATIVE_RANGE, INFORMATIVE_RATIO
 from halfulp.report import words
 from halfulp.report.markup import Content, Html, number, numeric, table, tag
@@ -84,9 +86,14 @@ def passed_mark(passed: bool | None) -> Html:
 
 
 def policy_section(found: Sequence[Arms]) -> Html | None:
-    """Policies with their loss, recovery and bytes."""
+    """Policies with their loss, recovery and bytes; of a run on its own, the loss."""
     if not found:
         return None
+    if len(found) == 1 and len(found[0].members) == 1:
+        if not np.isfinite(found[0].runs[0].gathered.loss).any():
+            return None
+        chart = tag("div", class_="chart loss", data_arms=0)
+        return tag("section", tag("h2", "Training loss"), chart, aria_label="Training loss")
     parts: list[Html] = []
     for i, arms in enumerate(found):
         parts += [_policies(arms), tag("div", class_="chart loss", data_arms=i)]

@@ -15,7 +15,7 @@ from halfulp.report.study_page import is_study, open_study, study_sections
 from halfulp.report.tree import tree_data
 from halfulp.text import shown
 from halfulp.trace import Trace
-from halfulp.verdicts.answer import answer_of
+from halfulp.verdicts.answer import Answer, answer_of
 from halfulp.verdicts.calibration import Calibration
 
 
@@ -57,10 +57,14 @@ def _of_traces(runs: Sequence[Run], calibration: Calibration | None) -> tuple[li
     """References side by side, and the arms that they forecast; and what the charts are drawn from."""
     first, found, policies = shown_first(runs), forecasts(runs), arms(runs)
     rehearsed = costs.gathered(runs, calibration)
+    answers = [_answer(run, calibration) for run in first]
     met: list[Html | None] = [outcomes.forecast_section(first, found), outcomes.policy_section(policies)]
-    seen: list[Html | None] = [sections.when_section(first), sections.where_section(first)]
+    seen: list[Html | None] = [sections.when_section(first)]
     parts: list[Html | None] = [
-        *(_answered(run, calibration, alone=len(first) == 1) for run in first),
+        *(
+            sections.verdict_section(run, answer, alone=len(first) == 1)
+            for run, answer in zip(first, answers, strict=True)
+        ),
         sections.tree_section(first),
         *(sections.formats_section(run, alone=len(first) == 1) for run in first),
         *(costs.cost_section(i, c, alone=len(first) == 1) for i, c in enumerate(rehearsed)),
@@ -69,14 +73,13 @@ def _of_traces(runs: Sequence[Run], calibration: Calibration | None) -> tuple[li
         sections.run_section(runs),
     ]
     data = page_data(first, found, policies)
+    data["grid"] = answers[0].grid
     data["trees"] = [tree_data(run.gathered) for run in first]
     data["costs"] = [costs.cost_data(c) for c in rehearsed]
     return parts, data
 
 
-def _answered(run: Run, calibration: Calibration | None, *, alone: bool) -> Html:
-    """Return the answer of a run."""
+def _answer(run: Run, calibration: Calibration | None) -> Answer:
+    """Return the answer of a run, from what was gathered."""
     trouble = (f"Incomplete: {shown(run.trace.trouble, 400)}",) if run.trace.trouble else ()
-    found = tuple(run.gathered.findings())
-    answer = answer_of(run.trace, found, trouble, calibration=calibration)
-    return sections.verdict_section(run, answer, alone=alone)
+    return answer_of(run.trace, tuple(run.gathered.findings()), trouble, calibration=calibration)

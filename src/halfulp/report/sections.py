@@ -14,8 +14,8 @@ from halfulp.report.runs import Run
 from halfulp.text import percent, shown
 from halfulp.trace import Trace
 from halfulp.verdicts import details
-from halfulp.verdicts.answer import FORMATS, Answer
-from halfulp.verdicts.findings import HARDLY, Finding, cures
+from halfulp.verdicts.answer import Answer
+from halfulp.verdicts.findings import HARDLY, Finding
 
 WORST = 12
 """Tensors that are listed, for each grid."""
@@ -32,13 +32,10 @@ ARRIVES = (
     "Arrives: how much of the proposed change is written, along it, ⟨written, proposed⟩ / |proposed|²; it "
     "can pass 100%, because rounding up overshoots."
 )
-WHERE = (
-    "Each row is a tensor, or a layer where there are many, layer by layer. The colour is the share of its "
-    "updates that is lost."
-)
 TREE = (
     "A module is as wide as its weights, with the modules and tensors in it below. The "
-    "colour is how much of its updates arrives. Click one to look into it, or use the arrow keys and Enter."
+    "colour is how much of its updates arrives (where that is not known, how many of them). Click one to "
+    "look into it, or use the arrow keys and Enter."
 )
 EXACT = (
     "whether an update changed a stored weight is arithmetic, Q(q + d) = q, for the change d that the "
@@ -111,7 +108,7 @@ def formats_section(run: Run, *, alone: bool) -> Html:
         "majority lost",
         numeric("never moved"),
         numeric("hardly move"),
-        *(numeric(head) for head, _ in words.offered(run)),
+        "kept by",
     ]
     idle = findings[0].idle
     nothing = f" {idle:.1%} of the proposals were zero: not counted." if idle >= details.IDLE else ""
@@ -119,12 +116,12 @@ def formats_section(run: Run, *, alone: bool) -> Html:
         f"Shares of the weights that are stored on the grid; where none is, of all.{nothing} Hardly move: "
         f"tensors that lose at least {HARDLY:.0%} of their updates."
         + (f" {ARRIVES}" if _told(findings) else "")
-        + " On the right, bytes per weight, stored packed, with a policy that keeps them."
+        + " Kept by: policies that keep the updates, with their bytes per weight when stored packed."
     )
     rows = [_grid_row(run, finding, told=_told(findings)) for finding in findings]
     return tag(
         "section",
-        tag("h2", FORMATS if len(findings) > 1 or run.grid is None else "What was measured"),
+        tag("h2", "Formats"),
         None if alone else tag("p", name(run.name), class_="kicker"),
         tag("p", f"{facts}; {kind}.", _sampled(run.trace), class_="facts"),
         table(head, rows, caption=caption),
@@ -147,8 +144,6 @@ def _grid_row(run: Run, finding: Finding, *, told: bool) -> list[Content]:
     sign = {"most": "●", "some": "◐", "fine": "○", "kept": "○", "unknown": ""}[severity]
     late = tag("span", sign, class_=f"mark {severity}", aria_hidden="true")
     lossy = severity in ("most", "some")
-    offers = dict(cures(run.trace, finding.grid))
-    sizes = [f"{offers[policy]:.3g}" if lossy else "-" for _, policy in words.offered(run)]
     return [
         tag("th", finding.grid, scope="row"),
         number(percent(finding.lost)),
@@ -158,7 +153,7 @@ def _grid_row(run: Run, finding: Finding, *, told: bool) -> list[Content]:
         tag("td", words.lasting(finding.majority), class_="onset"),
         number(percent(finding.never_moved)),
         number(len(finding.hardly) or "none"),
-        *(number(size) for size in sizes),
+        tag("td", words.kept_by(run, finding) if lossy else "-", class_="onset"),
     ]  # fmt: skip
 
 
@@ -188,20 +183,23 @@ def sparkline(shares: Array, width: int = 120, height: int = 26) -> Html:
 
 def tree_section(runs: Sequence[Run]) -> Html:
     """Show the model as one picture: a module is as wide as its weights, and darker where less arrives."""
+    worst = [tag("div", *(_worst(run, grid) for grid in run.gathered.grids)) for run in runs]
+    lists = tag("div", *worst, class_="panels", data_runs=len(runs))
     ramp = tag("span", class_="ramp", role="img", aria_label="colour scale from all arrives to nothing")
     scale = tag("span", "all arrives", ramp, "nothing", class_="scale")
     return tag(
         "section",
         tag("h2", "The model"),
         tag("p", TREE),
-        tag("div", _select("tree-grid", "Grid", []), scale, class_="controls"),
+        tag("div", _select("grid", "Grid", []), scale, class_="controls"),
         *(tag("div", class_="tree", data_tree=i) for i in range(len(runs))),
         NOSCRIPT,
+        tag("details", tag("summary", "Tensors that lose most"), lists),
         aria_label="The model",
     )
 
 
-# ---- when and where -------------------------------------------------------------------------------------
+# ---- when -------------------------------------------------------------------------------------
 
 
 def when_section(runs: Sequence[Run]) -> Html:
@@ -227,24 +225,6 @@ def when_section(runs: Sequence[Run]) -> Html:
         tag("div", class_="panels", id="when", data_runs=len(runs)),
         NOSCRIPT,
         aria_label="When updates die",
-    )
-
-
-def where_section(runs: Sequence[Run]) -> Html:
-    """Heat maps of layers and steps, and the tensors that lose most."""
-    lists = [tag("div", *(_worst(run, grid) for grid in run.gathered.grids)) for run in runs]
-    ramp = tag("span", class_="ramp", role="img", aria_label="colour scale from none lost to all lost")
-    scale = tag("span", "none lost", ramp, "all", class_="scale")
-    return tag(
-        "section",
-        tag("h2", "Where they die"),
-        tag("p", WHERE),
-        tag("div", _select("grid", "Grid", []), scale, class_="controls"),
-        tag("div", class_="panels", id="where", data_runs=len(runs)),
-        NOSCRIPT,
-        tag("h3", "Tensors that lose most"),
-        tag("div", *lists, class_="panels", data_runs=len(runs)),
-        aria_label="Where updates die",
     )
 
 
@@ -333,6 +313,7 @@ def _optimizer(told: dict[str, Any]) -> str:
     policies = "".join(f", {policy}" for policy in told.get("policies", ()))
     wanted = ("lr", "betas", "momentum", "eps", "weight_decay")
     groups = told.get("groups") or [told.get("defaults", {})]
+    groups = [{**g, "lr": g.get("initial_lr", g.get("lr"))} if "lr" in g else g for g in groups]
     each = {k: list(dict.fromkeys(g[k] for g in groups if k in g)) for k in wanted}
     given = [f"{k}={' or '.join(values)}" for k, values in each.items() if values]
     return f"{told.get('class')}{wraps}{policies} ({', '.join(given)})"

@@ -64,9 +64,9 @@ def tree_data(g: Gathered) -> dict[str, Any]:
         "weights": weights,
         "tensors": [len(node.tensors) for node in nodes],
         "shapes": [_shape(tensors, node) for node in nodes],
-        "lost": [packed(x, np.uint16) for x in lost],
-        "arrives": [packed(np.clip(x, 0, 1), np.uint16) for x in gains],
-        "stuck": [packed(x, np.uint16) for x in stuck],
+        "lost": [packed(x) for x in lost],
+        "arrives": [packed(np.clip(x, 0, 1)) for x in gains],
+        "stuck": [packed(x) for x in stuck],
     }
 
 

@@ -74,15 +74,12 @@ def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def offered(run: Run) -> list[tuple[str, str]]:
-    """Return the policies that a page offers: (a column's head, the policy whose bytes it shows)."""
-    offers = dict(cures(run.trace, run.trace.grids[0]))
-    heads = [
-        ("stochastic, ECO" if "eco" in offers else "stochastic", "sr"),
-        ("Kahan in bf16", "kahan in bfloat16"),
-        ("fp32 masters", "master"),
-    ]
-    return [(head, policy) for head, policy in heads if policy in offers]
+def kept_by(run: Run, finding: Finding) -> str:
+    """Name policies that keep the updates, with their bytes per weight."""
+    offers = dict(cures(run.trace, finding.grid))
+    return (
+        ", ".join(f"{name} {offers[name]:.3g}" for name in ("sr", "eco", "master") if name in offers) or "-"
+    )
 
 
 def lasting(found: Majority | None) -> str:

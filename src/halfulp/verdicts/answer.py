@@ -22,7 +22,7 @@ from halfulp import pictures
 from halfulp.measures.groups import CORE
 from halfulp.text import count, percent, plain, shown
 from halfulp.trace import Recorded
-from halfulp.trace.stored_on import default_scope, moved_on_grid
+from halfulp.trace.stored_on import default_scope, moved_on_grid, policies
 from halfulp.verdicts import details, held
 from halfulp.verdicts import loss_costs as costs
 from halfulp.verdicts.calibration import Calibration
@@ -71,6 +71,8 @@ class Answer:
     """
 
     headline: str
+    grid: str | None = None
+    """The format that the headline is about."""
     notices: tuple[str, ...] = ()
     """Warnings shown before everything else: an incomplete trace, or weights that are not finite."""
     sections: tuple[Section, ...] = ()
@@ -133,6 +135,7 @@ class Answer:
             "kind": "halfulp.verdict",
             "version": 1,
             "headline": self.headline,
+            "grid": self.grid,
             "notices": list(self.notices),
             "sections": {s.name.lower(): list(s.lines) for s in self.sections},
             "fix": _finite(fix),
@@ -243,6 +246,7 @@ def answer_of(
     others = [f for f in found if masters or f is not first]
     return Answer(
         headline=plain(_headline(trace, found, first, kept=kept, masters=masters)),
+        grid=first.grid,
         notices=(*notices, *(plain(said) for said in (bad, trace.older_counts) if said)),
         sections=tuple(Section(name, tuple(map(plain, lines))) for name, lines in parts.items() if lines),
         formats=() if nothing else tuple((f.grid, plain(_format(trace, f))) for f in others),
@@ -278,6 +282,8 @@ def _headline(trace: Recorded, found: Sequence[Finding], first: Finding, *, kept
         names = ", ".join(f.grid for f in found if f is not first)
         return f"Nothing found: {said}{f', and hardly more in {names}' if names else ''}."
     start = "This run" if moved_on_grid(trace, first.grid) else f"Stored in {first.grid}, this run would"
+    if not first.measured and trace.ids() == trace.in_full() and not policies(trace):
+        start = f"Nothing is lost in {' and '.join(_stored(trace, trace.ids()))}. {start}"
     if first.severity in (STRONGLY, DISTORTED):
         how = "strongly distort" if first.severity == STRONGLY else "distort"
         verb = how.replace("distort", "DISTORTED") if first.measured else how
@@ -361,7 +367,8 @@ def _cost(trace: Recorded, first: Finding, fix: Fix) -> tuple[str, ...]:
     if fix.cost is not None:
         return (fix.cost,)
     offers = ", ".join(f"{name} {size:.3g}" for name, size in cures(trace, first.grid))
-    return (f'bytes per weight with storage="packed": {offers}.',) if offers else ()
+    stores = f"this stores the weights in {first.grid} and keeps its updates"
+    return (f'{stores}; bytes per weight with storage="packed": {offers}.',) if offers else ()
 
 
 def _rate(trace: Recorded) -> tuple[str, ...]:

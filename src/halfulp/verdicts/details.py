@@ -180,7 +180,8 @@ def role_lines(trace: Recorded) -> list[str]:
             out += ["", f"{head}: nothing can be said, because {NOT_FINITE}."]
             continue
         if home:
-            out += ["", f"{head}: {found.lost:.1%} of its updates in {grid} lost."]
+            cure = "" if found.severity == FINE else "; keep it in float32 (2 more bytes per value)"
+            out += ["", f"{head}: {found.lost:.1%} of its updates in {grid} lost{cure}."]
         else:
             out += ["", f"{head}: {found.lost:.1%} of its updates would be lost in {grid}."]
         if arrives := arrival_words(found):
@@ -192,8 +193,6 @@ def role_lines(trace: Recorded) -> list[str]:
             f"    {shown(name)}: {lost:.1%} lost" + ("" if np.isnan(still) else f", {still:.0%} never moved")
             for name, _, lost, still in found.hardly[:3]
         ]
-        if home and found.severity != FINE:
-            out.append(f"  would keep them: {shown(role)} in float32, which takes 2 more bytes a value")
     if coded := held.coded_words(trace):
         out += ["", coded]
     for said in unchanged_words(trace):

@@ -170,7 +170,7 @@
     return plot;
   }
 
-  // ---- the heat map -------------------------------------------------------------------------------------
+  // ---- the model ----------------------------------------------------------------------------------------
 
   function ramp() {
     const stops = ["--heat0", "--heat1", "--heat2"].map((n) => [1, 3, 5].map((i) => parseInt(css(n).slice(i, i + 2), 16)));
@@ -178,115 +178,6 @@
       const t = 2 * share, k = t < 1 ? 0 : 1, f = t - k;
       return [0, 1, 2].map((c) => Math.round(stops[k][c] * (1 - f) + stops[k + 1][c] * f));
     };
-  }
-
-  function elide(text, context, room) {
-    if (context.measureText(text).width <= room) return text;
-    let keep = text.length - 1;
-    const cut = () => text.slice(0, Math.ceil(keep / 2)) + "…" + text.slice(text.length - Math.floor(keep / 2));
-    while (keep > 2 && context.measureText(cut()).width > room) keep--;
-    return cut();
-  }
-
-  function heat(target, run, grid, log) {
-    target.replaceChildren();
-    if (data.runs.length > 1) target.append(make("p", run.name, "panel-title"));
-    const g = run.grids.indexOf(grid);
-    if (g < 0) return void target.append(make("p", grid + " was not audited in this run.", "note"));
-    const box = target.appendChild(make("div", null, "plot"));
-    const readout = target.appendChild(make("p", "", "readout"));
-    readout.setAttribute("aria-live", "polite");
-    const { rows, steps } = run.heat, n = rows.length, m = steps[0].length;
-    const cells = bytes(run.heat.cells[g]), share = (r, b) => (cells[r * m + b] === 255 ? null : cells[r * m + b] / 254);
-    const edges = [...steps[0], steps[1][m - 1] + 1].map((x) => x - 0.5);
-    const narrow = box.clientWidth < 560;
-    const each = n <= 20 ? 20 : n <= 60 ? 13 : n <= 100 ? 8 : 5;
-    const labels = Math.ceil(13 / each);
-
-    const image = document.createElement("canvas");
-    image.width = m;
-    image.height = n;
-    const pixels = new ImageData(m, n), of = ramp();
-    for (let r = 0; r < n; r++)
-      for (let b = 0; b < m; b++) {
-        const s = share(r, b);
-        if (s != null) pixels.data.set([...of(s), 255], 4 * (r * m + b));
-      }
-    image.getContext("2d").putImageData(pixels, 0, 0);
-
-    let cell = null;
-    const ink = css("--muted");
-    const axis = { stroke: ink, font: font(), grid: { show: false }, ticks: { show: false }, border: { show: false } };
-    const plot = new uPlot(
-      {
-        width: Math.max(200, box.clientWidth),
-        height: n * each + 46,
-        legend: { show: false },
-        padding: [4, 24, 0, 0],
-        scales: {
-          x: { time: false, distr: log ? 3 : 1, range: (u, a, b) => [Math.max(a, edges[0]), Math.min(b, edges[m])] },
-          y: { range: [0, n], dir: -1 },
-        },
-        axes: [
-          { ...axis, size: 28, space: 60, values: (u, ticks) => ticks.map((x) => (x == null || x % 1 ? "" : count(x))),
-            label: "step", labelSize: 18, labelFont: font(), labelGap: 0 },
-          { ...axis, size: narrow ? 104 : 190, gap: 6,
-            splits: () => rows.map((_, i) => i + 0.5).filter((_, i) => i % labels === 0),
-            values: (u, ticks) => { u.ctx.save(); u.ctx.font = font(); const made = ticks.map((y) =>
-              elide(run.heat.labels[Math.floor(y)], u.ctx, narrow ? 92 : 176)); u.ctx.restore(); return made; } },
-        ],
-        cursor: { points: { show: false }, drag: { x: true, y: false } },
-        series: [{}, { stroke: "transparent", points: { show: false } }],
-        hooks: {
-          drawClear: [(u) => {
-            const { left, top, width, height } = u.bbox;
-            u.ctx.save();
-            u.ctx.beginPath();
-            u.ctx.rect(left, top, width, height);
-            u.ctx.clip();
-            u.ctx.imageSmoothingEnabled = false;
-            for (let b = 0; b < m; b++) {
-              const x0 = Math.floor(u.valToPos(Math.max(edges[b], log ? 0.5 : edges[b]), "x", true));
-              const x1 = Math.ceil(u.valToPos(edges[b + 1], "x", true));
-              u.ctx.drawImage(image, b, 0, 1, n, x0, top, Math.max(1, x1 - x0), height);
-            }
-            u.ctx.restore();
-          }],
-          setCursor: [(u) => {
-            if (u.cursor.left < 0) return void ((cell = null), (readout.textContent = ""));
-            const x = u.posToVal(u.cursor.left, "x"), y = u.posToVal(u.cursor.top, "y");
-            const b = Math.max(0, edges.findIndex((e) => e > x) - 1), r = Math.min(n - 1, Math.max(0, Math.floor(y)));
-            tell(r, Math.min(b, m - 1));
-          }],
-        },
-      },
-      [edges, edges.map(() => null)], box,
-    );
-
-    function tell(r, b) {
-      cell = [r, b];
-      const [name, group, tensors, numel] = rows[r];
-      const many = tensors > 1 ? tensors + " tensors, " : "";
-      readout.textContent = `${name} (${group}; ${many}${count(numel)} weights), ${range(steps[0][b], steps[1][b])}: ` +
-        (share(r, b) == null ? "not part of these steps" : percent(share(r, b)) + " of updates lost");
-    }
-
-    box.tabIndex = 0;
-    box.setAttribute("role", "img");
-    box.setAttribute("aria-label", `Share of updates lost on ${grid}, ${n} rows by ${m} columns of steps. Use the arrow keys to read cells.`);
-    box.addEventListener("keydown", (event) => {
-      const by = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
-      if (!by) return;
-      event.preventDefault();
-      const [r, b] = cell ? [cell[0] + by[0], cell[1] + by[1]] : [0, 0];
-      const row = Math.min(n - 1, Math.max(0, r)), column = Math.min(m - 1, Math.max(0, b));
-      plot.setCursor({
-        left: (plot.valToPos(edges[column], "x") + plot.valToPos(edges[column + 1], "x")) / 2,
-        top: plot.valToPos(row + 0.5, "y"),
-      });
-      tell(row, column);
-    });
-    return plot;
   }
 
   const tree = modelTree({ shares, ramp, count, percent, make, several: data.runs.length > 1 });
@@ -310,7 +201,6 @@
   if (data.runs.length) {
     fill($("scope"), scopeNames.map((s) => WORDS[s] || s), WORDS[data.runs[0].scopes[data.runs[0].scope]] || scopeNames[0]);
     fill($("grid"), grids, data.grid);
-    fill($("tree-grid"), grids, data.home[0] || data.grid);
   }
 
   function curve(run, measure, scope, grid, index, name) {
@@ -349,18 +239,6 @@
       }
   }
 
-  function drawWhere() {
-    const target = $("where");
-    if (!target || !data.runs.length) return;
-    target.replaceChildren();
-    const grid = grids[Number(value("grid", 0))];
-    for (const run of data.runs) {
-      const made = heat(panel(target), run, grid, $("log").checked);
-      if (made) plots.push(made);
-    }
-    document.querySelectorAll("[data-grid]").forEach((node) => { node.hidden = node.dataset.grid !== grid; });
-  }
-
   function drawOutcomes() {
     document.querySelectorAll("[data-outcome]").forEach((target) => {
       const found = data.outcomes[Number(target.dataset.outcome)], x = middle(found.steps);
@@ -376,11 +254,12 @@
   }
 
   function drawTrees() {
-    const grid = grids[Number(value("tree-grid", 0))];
+    const grid = grids[Number(value("grid", 0))];
     document.querySelectorAll("[data-tree]").forEach((target) => {
       const i = Number(target.dataset.tree);
       tree(target, data.trees[i], data.runs[i], grid);
     });
+    document.querySelectorAll("[data-grid]").forEach((node) => { node.hidden = node.dataset.grid !== grid; });
   }
 
   document.querySelectorAll("[data-copy]").forEach((button) => {
@@ -424,7 +303,7 @@
       const runs = data.arms[Number(target.dataset.arms)].runs;
       if (!runs.length) return;
       const lines = runs.map((r, i) => ({ name: r.name, x: middle(r.steps), y: r.loss, index: POLICIES[r.policy] ?? i, dash: r.policy === "fp32" ? [2, 3] : [] }));
-      plots.push(chart(target, lines, { title: "Training loss", label: "Training loss by policy", log: $("log") && $("log").checked }));
+      plots.push(chart(target, lines, { title: runs.length > 1 ? "Training loss" : "", label: "Training loss by policy", log: $("log") && $("log").checked }));
     });
   }
 
@@ -432,7 +311,6 @@
     plots.splice(0).forEach((p) => p.destroy());
     drawTrees();
     drawWhen();
-    drawWhere();
     drawCosts();
     drawOutcomes();
     drawArms();
@@ -445,7 +323,7 @@
     clearTimeout(timer);
     timer = setTimeout(draw, 150);
   });
-  ["measure", "scope", "lines", "log", "grid", "tree-grid"].forEach((id) => $(id) && $(id).addEventListener("change", draw));
+  ["measure", "scope", "lines", "log", "grid"].forEach((id) => $(id) && $(id).addEventListener("change", draw));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   window.addEventListener("beforeprint", () => { root.classList.add("paper"); draw(); });
   window.addEventListener("afterprint", () => { root.classList.remove("paper"); draw(); });

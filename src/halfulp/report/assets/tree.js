@@ -2,7 +2,8 @@
 // The picture of the model: modules as wide as their weights, coloured by what arrives. Made of what page.js has.
 function modelTree({ shares, ramp, count, percent, make, several }) {
   return function tree(target, model, run, grid) {
-    const g = Math.max(0, run.grids.indexOf(grid)), n = model.labels.length;
+    const g = run.grids.indexOf(grid);
+    if (g < 0) return target.replaceChildren(make("p", run.name, "panel-title"), make("p", grid + " was not audited in this run.", "note"));
     const [lost, gain, stuck] = [model.lost, model.arrives, model.stuck].map((x) => shares(x[g]));
     const arrives = lost.map((x, i) => (gain[i] != null ? gain[i] : x == null ? null : 1 - x));
     const children = model.labels.map(() => []), of = ramp(), space = "http://www.w3.org/2000/svg";
