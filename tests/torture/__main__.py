@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torture import Effort, keep
 
-PARTS = ("fuzz", "forge", "kill", "disks", "order", "scale", "mutants", "native")
+PARTS = ("fuzz", "forge", "kill", "disks", "order", "scale", "mutants", "native", "silenced")
 
 
 def main() -> int:

@@ -146,6 +146,45 @@ def written_back(effort: Effort, world: int) -> tuple[int, int]:
     return len(KEYS), wrong
 
 
+def resharded(effort: Effort) -> Iterator[Trial]:
+    """Saved by ranks as a distributed checkpoint and gone on with by another number of them, or in another
+    layout: the end is that of one process that was never stopped."""
+    from forks import launch
+    from resharded_ranks import CASES
+    from writeback_distributed import STOP, joined, single
+
+    alone = {f"{grid} {policy}": single(grid, policy) for grid, policy in CASES}
+
+    def part(name: str, layout: str, world: int, **job: str | None) -> Path:
+        folder = effort.folder / "resharded" / name
+        folder.mkdir(parents=True)
+        (folder / "job.json").write_text(json.dumps({"layout": layout, "save": None, "load": None, **job}))
+        launch("resharded_ranks.py", world, folder)
+        return folder
+
+    ways = {"2 ranks of FSDP2": ("fsdp", 2), "4 ranks of HSDP": ("hsdp", 4)}
+    for before, (layout, world) in ways.items():
+        saved = effort.folder / "resharded" / before
+        part(f"{before}, saved", layout, world, save=str(saved))
+        for after in (("fsdp", 1), ("fsdp", 4), ("hsdp", 4)):
+            if (layout, world) == after:
+                continue
+            clock, (layout_after, ranks_after) = Clock(), after
+            folder = part(f"{before}, {after}", layout_after, ranks_after, load=str(saved))
+            shards = ranks_after // 2 if layout_after == "hsdp" else ranks_after  # one replica of them
+            found = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(shards)]
+            wrong = 0
+            for key, expected in alone.items():
+                rest = {**expected, "events": expected["events"][STOP:]}
+                runs = joined([one[key] for one in found])
+                wrong += not all(_as_alone(run, rest) for run in runs)
+            what = f"saved by {before}, gone on with by {ranks_after} of {LAYOUTS[layout_after]}"
+            yield Trial("Order", what, len(alone), wrong, clock())
+
+
+LAYOUTS = {"fsdp": "FSDP2", "hsdp": "HSDP"}
+
+
 def _as_alone(run: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Weights, what is kept, and events. (The codes of packed weights are there beside the weights.)"""
     pairs = [(run[part].get(n), v) for part in ("weights", "kept") for n, v in expected[part].items()]
@@ -228,6 +267,7 @@ def trials(effort: Effort) -> Iterator[Trial]:
         ),
         "workers": lambda: _one("one, two and three workers of a study", lambda: workers(effort)),
         "write-back": lambda: over_ranks(effort),
+        "resharded": lambda: resharded(effort),
         "audit": lambda: audits(effort),
     }
     for name, part in parts.items():

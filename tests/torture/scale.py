@@ -1,4 +1,5 @@
-"""Load and scale: what a coordinate costs from a million to a billion, long traces, studies of many cells.
+"""Load and scale: what a coordinate costs from a million to a billion, long traces, studies of many cells,
+models of many tensors and their pages, checkpoints of which little has to be read.
 
 Memory is this process's; times are of its processors, so that a busy machine does not count, and of the
 best of three steps. ``lost`` counts what came out wrong or broke its bound: an audit whose counts do not add
@@ -7,7 +8,11 @@ up, a cost a coordinate that grows, memory beyond what is stated.
 
 from __future__ import annotations
 
+import json
 import resource
+import shutil
+import struct
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +88,87 @@ def long_trace(effort: Effort) -> Iterator[Trial]:
     yield Trial("Scale", f"a trace of {steps:,} steps", steps, lost, recorded + opened + drawn, note)
 
 
+def many_tensors(effort: Effort) -> Iterator[Trial]:
+    """A model of thousands of tensors: audited, and its page, which must stay small and quick to make."""
+    count = effort.of(2_000, 10_000)
+    clock, folder = Clock(), effort.folder / "many tensors"
+    model = torch.nn.ModuleList(torch.nn.Linear(16, 16, bias=False) for _ in range(count))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.01)
+    with hu.Audit(optimizer, GRIDS, model=model, out=folder):
+        for _ in range(3):
+            optimizer.step()
+    recorded = clock()
+    watched = hu.Trace.open(folder).table().to_polars()["tensor"].n_unique()
+    note = f"{recorded / 3 / count * 1e6:.0f} us a tensor and step"
+    yield Trial(
+        "Scale", f"an audit of {count:,} tensors", count, int(watched != count), recorded + clock(), note
+    )
+    from halfulp.report.document import write
+    from halfulp.report.page import page
+
+    if count >= REPORTED:  # a page of as many as a large model has
+        model = torch.nn.ModuleList(list(model)[:REPORTED])
+        folder = effort.folder / "reported"
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+        with hu.Audit(optimizer, GRIDS, model=model, out=folder):
+            optimizer.step()
+        count = REPORTED
+        clock()
+    html = effort.folder / "many.html"
+    write(page([folder]), html)
+    size = html.stat().st_size
+    what = f"a report of {count:,} tensors, below 3 MB"
+    yield Trial("Scale", what, count, int(size > 3_000_000), clock(), f"{size / 1e6:.2f} MB")
+
+
+REPORTED = 5_000
+
+
+def _shard(path: Path, tensors: dict[str, tuple[str, list[int], int]]) -> None:
+    """A safetensors file whose values were never written: the file system has nothing of them."""
+    header, end = {}, 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+def shards(effort: Effort) -> Iterator[Trial]:
+    """Check and diff of two checkpoints that are nearly all something else than weights: that is not read.
+
+    What was read is what of the files is in memory afterwards; the system reads ahead, so twice the weights
+    and some megabytes a shard are allowed for."""
+    count, weights, other = 20, 8 << 20, 5 << 30
+    clock, memory = Clock(), peak_bytes()
+    folders = [effort.folder / "base", effort.folder / "trained"]
+    for folder in folders:
+        folder.mkdir()
+        index = {}
+        for i in range(count):
+            held = {f"layers.{i}.weight": ("BF16", [4096, 1024], weights)}
+            held |= {f"layers.{i}.positions": ("I64", [other // 8], other)}
+            _shard(folder / f"model-{i}.safetensors", held)
+            index |= dict.fromkeys(held, f"model-{i}.safetensors")
+        whole = {"metadata": {}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(whole))
+    checked = hu.check(folders[0], lr=1e-6).weights
+    compared = hu.diff(*folders).total.weights
+    files = [str(p) for folder in folders for p in folder.glob("*.safetensors")]
+    said = subprocess.run(["fincore", "-b", "-n", "-o", "RES", *files], capture_output=True, text=True)
+    resident = sum(map(int, said.stdout.split()))
+    lost = int(checked != compared or checked != count * weights // 2)
+    lost += int(resident > 2 * len(files) * (2 * weights)) + int(peak_bytes() - memory > 2 << 30)
+    note = f"{resident / 1e6:,.0f} MB read, of which {len(files) * weights / 1e6:,.0f} MB are weights"
+    what = "`check` and `diff` of two checkpoints of 107 GB each, in 20 sparse shards"
+    yield Trial("Scale", what, len(files), lost, clock(), note)
+
+
 MANY = """
 from halfulp.study import Cell, Estimand, Gate, Rule, Stage, Study
 
@@ -125,6 +211,8 @@ def many_cells(effort: Effort) -> Iterator[Trial]:
 
 def trials(effort: Effort) -> Iterator[Trial]:
     torch.set_num_threads(2)
-    for name, part in (("coordinates", coordinates), ("trace", long_trace), ("cells", many_cells)):
+    parts = {"coordinates": coordinates, "trace": long_trace, "cells": many_cells, "tensors": many_tensors}
+    parts |= {"shards": shards} if shutil.which("fincore") else {}
+    for name, part in parts.items():
         if effort.wants(name):
             yield from part(effort)

@@ -183,8 +183,8 @@ def name_parameters(
             labels = {**dict.fromkeys(candidate, label), **labels}
             around = {**candidate, **around}
     held = {**around, **given}
-    masters = [p for p in params if p not in held and _plain(p)]
-    copies = held_copies(masters, {q: at for q, at in held.items() if q not in set(params)})
+    masters, stepped = [p for p in params if p not in held and _plain(p)], set(params)
+    copies = held_copies(masters, {q: at for q, at in held.items() if q not in stepped})
     labels.update({p: labels[q] for p, q in copies.items() if q in labels})
     found: dict[torch.Tensor, Naming] = {}
     for i, group in enumerate(optimizer.param_groups):
