@@ -124,3 +124,12 @@ def test_a_closed_study_finds_modules_by_their_former_names(name: str, tmp_path:
     forget_former_names()
     assert validate(out).exit_code == 0
     assert sys.modules[name] is importlib.import_module(f"halfulp.paper.{now}")
+
+
+def test_every_study_can_be_planned_at_every_scale() -> None:
+    """Cells are told apart by their configs: none of another kind is taken for a run of a decoder."""
+    for name in plugin.STUDIES:
+        study = loading.load(name).study
+        for scale in study.scales:
+            cells = [c.config for stage in study.stages for c in study.cells(scale, stage.name)]
+            assert all(plugin.effort(config).updates >= 0 for config in cells), name

@@ -276,7 +276,6 @@ def export(
     scale: str = SCALE,
     out: Path | None = OUT,
     key: Path | None = typer.Option(None, help="An ed25519 private key (PEM) to sign the statement with."),
-    licence: str = typer.Option("", "--licence", help="The address of the licence of these files."),
     expect: str = typer.Option("", help="A digest printed when the study was sealed or closed."),
 ) -> None:
     """Write one archive that others can validate without this machine; the study is validated first."""
@@ -285,7 +284,7 @@ def export(
         found = validation.validate(folder, expect=expect)
         if found.exit_code:
             raise UsageError(f"{folder} is not exported, because it is not valid: {found.problems[0]}")
-        digest = publish.export(folder, target, key=key, licence=licence)
+        digest = publish.export(folder, target, key=key)
     typer.echo(f"wrote {target}\nsha256 {digest}")
 
 

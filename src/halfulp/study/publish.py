@@ -3,11 +3,11 @@
 Everything on the page comes from files that were checked. `figures` and `tables` of the study decide nothing;
 they only show. Long tables are folded. Numbers have three digits; files hold all of them.
 
-The archive holds, beside the study's own files, ``ro-crate-metadata.json`` (RO-Crate 1.1: what these files
-are), ``statement.json`` (an in-toto Statement v1: the digest of every file, and the seal, result and label),
-and, if a key was given, ``statement.dsse.json`` (the statement, signed). All three follow from the folder and
-the chosen licence, and the archive stores its members uncompressed, in order and without times, so that the
-same study always makes the same bytes.
+The archive holds, beside the study's own files, ``statement.json`` (an in-toto Statement v1: the digest of
+every file, and the seal, result and label) and, if a key was given, ``statement.dsse.json`` (the statement,
+signed). Both follow from the folder, and the archive stores its members uncompressed, in order and without
+times, so that the same study always makes the same bytes. Older archives hold a description of their files,
+too, ``ro-crate-metadata.json``, which the statement covers.
 
 A signature is a DSSE envelope (v1) around the statement; keys are ed25519 in PEM (extra ``sign``).
 ``openssl genpkey -algorithm ed25519 -out key.pem`` makes a key, ``openssl pkey -in key.pem -pubout`` its
@@ -42,7 +42,7 @@ from halfulp.study.declaration import STATEMENT as STATEMENT_SHAPE
 from halfulp.study.evidence import Opened, open_closed
 from halfulp.study.gates import SCOPES, RecomputationError, condition
 from halfulp.study.protocol import Json, Study
-from halfulp.study.store import CRATE, ENVELOPE, EXPORTED, STATEMENT, Store
+from halfulp.study.store import ENVELOPE, EXPORTED, STATEMENT, Store
 from halfulp.text import beside, cell, count, short
 
 UNFOLDED_ROWS = 12
@@ -54,8 +54,6 @@ PAYLOAD = "application/vnd.in-toto+json"
 ARCHIVED_FILES = 200_000
 ARCHIVED_BYTES = 8 << 30
 TIME = (1980, 1, 1, 0, 0, 0)  # the first that the format knows
-
-_FORMATS = {".json": "application/json", ".jsonl": "application/jsonl", ".py": "text/x-python"}
 
 Row = Sequence[str | float | None]
 
@@ -198,14 +196,13 @@ def _provenance(opened: Opened) -> Iterator[str]:
 # ---- the archive ----
 
 
-def export(folder: Path, target: Path, *, key: Path | None = None, licence: str = "") -> str:
+def export(folder: Path, target: Path, *, key: Path | None = None) -> str:
     """Write the archive of a closed study, which the caller has validated.
 
     Args:
         folder: The folder of the study.
         target: The archive to write.
         key: A private key to sign the statement with; without one it is not signed.
-        licence: The licence that the archive names.
 
     Returns:
         The SHA-256 digest of the archive.
@@ -215,7 +212,6 @@ def export(folder: Path, target: Path, *, key: Path | None = None, licence: str 
     """
     store = open_closed(folder).store
     members = {name: files.read(folder / name) for name in sorted(store.present() - set(EXPORTED))}
-    members[CRATE] = canonical.dumps(crate(store, members, licence))
     members[STATEMENT] = canonical.dumps(statement(store, members))
     if key is not None:
         members[ENVELOPE] = canonical.dumps(envelope(members[STATEMENT], key))
@@ -225,7 +221,7 @@ def export(folder: Path, target: Path, *, key: Path | None = None, licence: str 
 
 
 def statement(store: Store, members: Mapping[str, bytes]) -> dict[str, Json]:
-    """Make the in-toto statement about a study's files, the crate's description included."""
+    """Make the in-toto statement about the files of a study or of an archive."""
     events = ledger.read(store.ledger_file)
     result = store.read_result(events)
     names = sorted(set(members) - {STATEMENT, ENVELOPE})
@@ -239,36 +235,6 @@ def statement(store: Store, members: Mapping[str, bytes]) -> dict[str, Json]:
             "scientificResult": result["scientific_result"],
         },
     }  # fmt: skip
-
-
-def crate(store: Store, members: Mapping[str, bytes], licence: str) -> dict[str, Json]:
-    """Make the RO-Crate description: the root data set, every file with its size and digest."""
-    events = ledger.read(store.ledger_file)
-    assert events.closed is not None
-    protocol = store.read_protocol(store.read_seal(events.seal)).content
-    name = f"{protocol['study']} ({protocol['scale']})"
-    parts = [
-        {"@id": member, "@type": "File", "contentSize": str(len(content)),
-         "encodingFormat": _FORMATS.get(PurePosixPath(member).suffix, "application/octet-stream"),
-         "sha256": canonical.sha256(content)}
-        for member, content in sorted(members.items())
-    ]  # fmt: skip
-    root = {
-        "@id": "./",
-        "@type": "Dataset",
-        "name": f"Study {name}",
-        "description": f"{protocol['question']} Units: {protocol['units']}. Label: {events.closed['label']}",
-        "datePublished": events.closed["at"],
-        "license": {"@id": licence} if licence else "No licence was stated.",
-        "identifier": f"sha256:{events.head}",
-        "hasPart": [{"@id": part["@id"]} for part in parts],
-    }
-    about = {
-        "@id": CRATE, "@type": "CreativeWork", "conformsTo": {"@id": "https://w3id.org/ro/crate/1.1"},
-        "about": {"@id": "./"},
-    }  # fmt: skip
-    terms = [{"@id": licence, "@type": "CreativeWork", "name": licence}] if licence else []
-    return {"@context": "https://w3id.org/ro/crate/1.1/context", "@graph": [about, root, *terms, *parts]}
 
 
 def check_statement(folder: Path, public_key: Path | None) -> str:

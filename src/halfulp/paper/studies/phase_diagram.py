@@ -69,7 +69,7 @@ def arms(cell: Running) -> Mapping[str, Json]:
     """Return the two stored-weight runs of a mantissa, rate and seed."""
     c, p = cell.config, regression(cell.config)
     found: dict[str, Json] = {}
-    for arm in c.get("arms", ARMS):
+    for arm in c.get("only", ARMS):
         seed = c["seed"] if arm == "stochastic" else None
         how: dict[str, Any] = {"store": f"m{c['mantissa']}", "stochastic": seed}
         trainer = Trainer(p.net, p.train, p.start, rate=p.factor * c["rate"], **how)

@@ -38,7 +38,7 @@ def arm_cells(config: Config) -> Iterator[Cell]:
     shared = {key: config[key] for key in ("testbed", "width", "examples", "steps")}
     for m in config["mantissas"]:
         for rate, seed in itertools.product((x / 2**m for x in SIDES), config["seeds"]):
-            given = {**shared, "rate": rate, "seed": seed, "mantissa": m, "arms": ["nearest"]}
+            given = {**shared, "rate": rate, "seed": seed, "mantissa": m, "only": ["nearest"]}
             yield Cell(name=f"rate={rate}.seed={seed}.m{m}", config=given)
 
 
@@ -49,7 +49,7 @@ def reference_cells(config: Config) -> Iterator[Cell]:
         given = dict(cell.config)
         name, m = cell.name.rpartition(".")[0], given.pop("mantissa")
         so_far = made[name].config["mantissas"] if name in made else []
-        given.pop("arms")
+        given.pop("only")
         made[name] = Cell(name=name, config={**given, "mantissas": [*so_far, m]})
     yield from made.values()
 
