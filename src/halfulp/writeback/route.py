@@ -28,6 +28,7 @@ import torch
 from halfulp.kernels import onepass
 from halfulp.kernels.many import suits
 from halfulp.kernels.plan import plan_for
+from halfulp.writeback import moments_kept
 from halfulp.writeback.rules import OptimizerRule, rule_of
 from halfulp.writeback.sharding import is_sharded, local
 from halfulp.writeback.wrapped_step import replaced_step
@@ -128,6 +129,8 @@ def why_not_tensor(wb: WriteBack, slot: Slot) -> str | None:
         return f"{slot.name!r} is on a GPU, where codes and tile masters are stepped in two passes"
     if kernel is None:
         return f"policy {slot.policy.name!r} is made in two passes"
+    if (why := moments_kept.why_not(wb, slot)) is not None:
+        return why
     if slot.codes is not None and slot.grid.bits > 8:
         return f"codes of {slot.grid.bits} bits, more than eight, are packed in two passes"
     if rule_of(wb.optimizer) is not None and in_chunks(wb, slot):
@@ -166,11 +169,7 @@ def why_not_now(wb: WriteBack, slot: Slot) -> str | None:
         return f"the gradient of {slot.name!r} is {grad.layout} of {grad.dtype}"
     if slot.codes is None and not p.is_contiguous():
         return f"{slot.name!r} is not contiguous"
-    state = wb.optimizer.state.get(slot.stepped, {})
-    for key in _rule(wb).moments:
-        if state.get(key) is not None and not _plain(state[key], wb.moments, p):
-            return f"{key} of {slot.name!r} is not contiguous {wb.moments} of its size"
-    return None
+    return moments_kept.why_not_now(wb, slot, wb.optimizer.state.get(slot.stepped, {}))
 
 
 def can_batch(slot: Slot) -> bool:
@@ -206,9 +205,3 @@ def _rule(wb: WriteBack) -> OptimizerRule:
     rule = rule_of(wb.optimizer)
     assert rule is not None
     return rule
-
-
-def _plain(x: torch.Tensor, dtype: torch.dtype, like: torch.Tensor) -> bool:
-    here = local(x)
-    alike = (here.dtype, here.device, here.numel()) == (dtype, like.device, like.numel())
-    return alike and here.is_contiguous()

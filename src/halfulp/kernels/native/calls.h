@@ -33,6 +33,14 @@ struct OnepassCall {
     double (*totals)[5];
 };
 
+struct MomentsCall {  // one moment: its values and its codes, of which a scale is shared by 64
+    int32_t second, encodes;
+    uint32_t key[2];
+    uint8_t* codes;
+    float *scales, *values;
+    int64_t size, offset;
+};
+
 // Scales of segments: values of a row (of `row` values) share one by `length`. `now`: those of what is stored; `next`: of
 // what is written.
 struct Scales {
@@ -204,6 +212,7 @@ struct Audited {
     X(copy, CopyCall)                \
     X(decode, DecodeCall)            \
     X(encode, CodeCall)              \
+    X(moments, MomentsCall)          \
     X(onepass, OnepassCall)          \
     X(rehearse, RehearseCall)        \
     X(round, RoundCall)              \

@@ -17,16 +17,15 @@ import torch
 from halfulp.deprecation import grouped_arguments
 from halfulp.errors import UsageError
 from halfulp.numbers.grids import Grid
+from halfulp.writeback import moments_kept
 from halfulp.writeback.choosing import Select, Storage
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.options import WriteBackOptions
 from halfulp.writeback.policies import Policy
 from halfulp.writeback.route import Route, why_not_group
-from halfulp.writeback.rules import RULES
 from halfulp.writeback.rules.lion import Lion as PlainLion
 
 _grouped = grouped_arguments("options", WriteBackOptions, ("nonfinite", "telemetry"))
-MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Given(TypedDict, total=False):
@@ -34,7 +33,7 @@ class Given(TypedDict, total=False):
 
     grid: str | Grid | torch.dtype
     policy: str | Policy
-    moments: Literal["fp32", "bf16"]
+    moments: Literal["fp32", "bf16", "int8"]
     model: torch.nn.Module | None
     select: Select
     seed: int
@@ -82,9 +81,9 @@ class _OnePass(WriteBack):
                 "Use halfulp.WriteBack around torch's own."
             )
         moments = options.pop("moments", "fp32")
-        if moments not in MOMENTS:
-            raise UsageError(f"moments must be one of {', '.join(MOMENTS)}, not {moments!r}.")
-        self.moments = MOMENTS[moments]
+        if moments not in moments_kept.KINDS:
+            raise UsageError(f"moments must be one of {', '.join(moments_kept.KINDS)}, not {moments!r}.")
+        self.moments = moments_kept.KINDS[moments]
         if "select" in options:
             options["params"] = options.pop("select")
         super().__init__(inner, **options)
@@ -119,13 +118,11 @@ class _OnePass(WriteBack):
         )  # fmt: skip
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """Restore the type of the moments after torch has cast them to that of the parameter."""
+        """Restore the form of the moments after torch has cast them to the type of the parameter."""
         super()._load(state_dict)
         for slot in self.slots:
             state = self.optimizer.state.get(slot.stepped, {})
-            for key in RULES[type(self.optimizer)].moments:
-                if state.get(key) is not None:
-                    state[key] = state[key].to(self.moments)
+            moments_kept.restore(self, slot, state)
             if "step" in state:
                 state["step"] = state["step"].cpu()  # to read it from a GPU would wait for it
 
@@ -151,7 +148,7 @@ class _Adams(_OnePass):
 class AdamW(_Adams):
     """One-pass AdamW for weights on a grid.
 
-    Bytes per bfloat16 weight: 10, or 6 with ``moments="bf16"``.
+    Bytes per bfloat16 weight: 10; 6 with ``moments="bf16"``; 4.125 with ``moments="int8"``.
 
     Args:
         params: Parameters, named parameters or groups. Random draws and checkpoints use the names in
@@ -163,7 +160,8 @@ class AdamW(_Adams):
         weight_decay: The decoupled weight decay; by default torch's.
         grid: The grid of the stored weights; ``bf16`` by default.
         policy: The rule that turns a proposed value into the next stored one; ``sr`` by default.
-        moments: The type of the moments: ``fp32``, or ``bf16`` with stochastic rounding.
+        moments: The form of the moments: ``fp32``; ``bf16`` with stochastic rounding; or ``int8``, codes of
+            eight bits with a scale for every 64 values, written by stochastic rounding (on the CPU).
         select: The tensors to keep on the grid, as ``params=`` of :class:`~halfulp.WriteBack`. The others are
             moved by torch's fused step.
         model, seed, storage, project, options: As in :class:`~halfulp.WriteBack`.

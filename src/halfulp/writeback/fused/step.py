@@ -18,14 +18,16 @@ import numpy as np
 import torch
 
 from halfulp.kernels import onepass
+from halfulp.kernels.coded_moments import CodedJobs
 from halfulp.kernels.plan import Array, addresses
 from halfulp.kernels.reference import MODES, NEAREST
 from halfulp.numbers.streams import keys_of, name_bytes
+from halfulp.writeback import moments_kept
 from halfulp.writeback.fused import chunked
 from halfulp.writeback.policies import Kernel
 from halfulp.writeback.route import in_chunks, why_not_group, why_not_optimizer
 from halfulp.writeback.rules import OptimizerRule, decay_of, rule_of
-from halfulp.writeback.sharding import is_sharded, local, shard_offset, wrap_like
+from halfulp.writeback.sharding import is_sharded, local, shard_offset
 from halfulp.writeback.telemetry import StepEvents, sampling
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def planned(wb: WriteBack, slots: Sequence[Slot]) -> Plan | None:
 class Call:
     """The tensors of a plan that one kernel call moves, by their positions in it."""
 
-    jobs: onepass.Jobs
+    jobs: onepass.Jobs | CodedJobs
     slots: list[Slot]
     rows: Array
     names: list[bytes]
@@ -126,7 +128,7 @@ class Plan:
         kept = sorted({key for slot in self._keeping for key in slot.state})
         return [
             [slot.moved for slot in slots],
-            *([s.get(key) for s in states] for key in ("step", *self.rule.moments)),
+            *([s.get(key) for s in states] for key in ("step", *moments_kept.names(self.wb))),
             *([slot.state.get(key) for slot in self._keeping] for key in kept),
         ]
 
@@ -173,14 +175,15 @@ class Plan:
                 continue
             number, small = self._kinds[self._groups[i]]
             assert number is not None
-            moments = [local(self._states[i][key]) for key in self.rule.moments]
+            dtype = moments_kept.dtype_of(self.wb, slot)
+            moments = moments_kept.tensors(self.wb, slot, self._states[i])
             job = _job(self.wb, slot, moments, number, masters)
-            alone = slot if how.partial else None  # they share the memory
+            alone = slot if how.partial or dtype == torch.int8 else None  # they share the memory
             like = (slot.grid, how, number, small, job.types, alone)
             if like not in cases:
                 case = onepass.Case(
                     grid=slot.grid, rule=number, small=small, mode=MODES[how.mode], keeps=KEEPS[how.keeps],
-                    short=not self.wb.like_torch, drawn=self.wb.moments == torch.bfloat16,
+                    short=not self.wb.like_torch, drawn=dtype != torch.float32,
                 )  # fmt: skip
                 cases[like] = case, [], []
             cases[like][1].append(i)
@@ -191,8 +194,14 @@ class Plan:
             names = [name_bytes(slot.name) for slot in slots]
             places = {slot: i for i, slot in enumerate(slots)}
             summed = [job.sums for job in jobs]
-            made.append(Call(onepass.Jobs(case, jobs), slots, np.array(rows), names, places, summed))
+            made.append(Call(self._jobs(case, jobs, rows), slots, np.array(rows), names, places, summed))
         return made
+
+    def _jobs(self, case: onepass.Case, jobs: list[onepass.Job], rows: list[int]) -> onepass.Jobs | CodedJobs:
+        if jobs[0].first.dtype != torch.int8:
+            return onepass.Jobs(case, jobs)
+        state = self._states[rows[0]]
+        return CodedJobs(case, jobs[0], [moments_kept.coded(state, key) for key in self.rule.moments])
 
     @torch.no_grad()
     def move(self, step: int) -> None:
@@ -271,12 +280,9 @@ def _started(
         state = wb.optimizer.state[slot.stepped]
         if rule.counts and "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        for key in rule.moments:
-            if state.get(key) is None:
-                p = local(slot.p)
-                shape = slot.codes.shape if slot.codes is not None else p.shape
-                state[key] = wrap_like(torch.zeros(shape, dtype=wb.moments, device=p.device), slot.p)
-                new.add(i)
+        begun = [moments_kept.begin(wb, slot, state, key) for key in rule.moments]
+        if any(begun):
+            new.add(i)
         states.append(state)
     return states, frozenset(new)
 

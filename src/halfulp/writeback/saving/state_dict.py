@@ -26,6 +26,7 @@ import torch
 from halfulp import kernels, tensors
 from halfulp.documents import Fields, listed, parsed, whole
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
+from halfulp.writeback import moments_kept
 from halfulp.writeback.saving import takeover
 from halfulp.writeback.saving.consistency import check_consistent
 from halfulp.writeback.sharding import is_sharded, local, wrap_like
@@ -197,6 +198,8 @@ def _give(wb: WriteBack, plain: dict[str, Any], late: Sequence[tuple[Slot, torch
     The caller's dictionary stays as it was. ``late`` are parameters that are managed from now on.
     """
     plain, groups = copied(plain), plain["param_groups"]
+    if wb.moments != torch.int8:
+        plain["state"] = moments_kept.widened(plain["state"])
     own = [{k: g[k] for k in OURS if k in g} for g in wb.param_groups]
     try:
         for group in groups:
