@@ -30,9 +30,26 @@ CASES: dict[str, tuple[str, Any, torch.dtype, dict[str, Any]]] = {
     "e4m3 in float32": (
         "e4m3@128", "sr", torch.float32, {"moments": "bf16", "select": lambda _n, _p: True},
     ),
+    "remainder8, moments of eight bits": ("bf16", "remainder8", torch.bfloat16, {"moments": "int8"}),
     "tile masters": ("bf16", "tiles", torch.bfloat16, {}),  # in two passes
 }  # fmt: skip
 TILE = 50  # shards are cut within tiles
+BLOCKS = (128, 64, 64)  # rows of whole blocks, as moments of eight bits want them
+
+
+def model_of(case: str, distributed: bool) -> torch.nn.Module:
+    _, _, dtype, options = CASES[case]
+    model = Uneven(BLOCKS) if options.get("moments") == "int8" else Uneven()
+    return sharded(dtype, model) if distributed else model.to(dtype)
+
+
+def refused() -> str:
+    """Rows that are not whole blocks."""
+    try:
+        hu.AdamW(sharded(torch.bfloat16).named_parameters(), moments="int8")
+    except hu.UsageError as error:
+        return str(error)
+    return "nothing"
 
 
 def made(model: torch.nn.Module, case: str) -> hu.WriteBack:
@@ -55,14 +72,13 @@ def steps(model: torch.nn.Module, opt: hu.WriteBack, first: int, last: int) -> l
 
 
 def run(case: str, distributed: bool) -> dict[str, Any]:
-    dtype = CASES[case][2]
-    model = sharded(dtype) if distributed else Uneven().to(dtype)
+    model = model_of(case, distributed)
     opt = made(model, case)
     return outcome(model, opt, steps(model, opt, 0, STEPS))
 
 
 def first_half(case: str, place: Path) -> None:
-    model = sharded(CASES[case][2])
+    model = model_of(case, True)
     opt = made(model, case)
     steps(model, opt, 0, STOP)
     model.zero_grad()
@@ -71,7 +87,7 @@ def first_half(case: str, place: Path) -> None:
 
 
 def second_half(case: str, place: Path) -> dict[str, Any]:
-    model = sharded(CASES[case][2])
+    model = model_of(case, True)
     opt = made(model, case)
     a, b = get_state_dict(model, opt)
     dcp.load({"model": a, "opt": b}, checkpoint_id=place)
@@ -99,7 +115,7 @@ def main(rank: int, world: int, folder: Path) -> None:
         timeout=datetime.timedelta(seconds=100),
     )  # fmt: skip
     found: dict[str, Any] = {case: run(case, True) for case in CASES}
-    found["both ways"] = both_ways()
+    found["both ways"], found["refused"] = both_ways(), refused()
     found["packed"] = as_rank(world, folder)
     for case in CASES:
         place = folder / f"checkpoint {case}"

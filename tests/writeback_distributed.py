@@ -48,12 +48,13 @@ CASES = [(grid, policy) for grid in GRIDS for policy in POLICIES] + list(ROWS.it
 class Uneven(torch.nn.Module):
     """Numbers of rows that two ranks cannot share evenly: 33, 5 and 1; more than a tile on each rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: tuple[int, int, int] = (70, 33, 5)) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = torch.nn.Linear(70, 33)
-        self.second = torch.nn.Linear(33, 5)
-        self.last = torch.nn.Linear(5, 1)
+        a, b, c = widths
+        self.first = torch.nn.Linear(a, b)
+        self.second = torch.nn.Linear(b, c)
+        self.last = torch.nn.Linear(c, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
@@ -140,8 +141,8 @@ def ddp(grid: str, policy: str, **options: Any) -> dict[str, Any]:
     return outcome(model, opt, steps(model, opt, 0, STEPS))
 
 
-def sharded(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    model = Uneven().to(dtype)
+def sharded(dtype: torch.dtype = torch.float32, model: torch.nn.Module | None = None) -> torch.nn.Module:
+    model = (model or Uneven()).to(dtype)
     for part in (model.first, model.second, model):
         fully_shard(part)
     return model

@@ -1,6 +1,10 @@
-"""torch's flattened optimizer state loses a write-back's when it is loaded: refused, not half loaded."""
+"""torch's flattened optimizer state: taken up bit for bit, and not half loaded by torch's own function."""
 
 from __future__ import annotations
+
+import copy
+import io
+from typing import Any
 
 import pytest
 import torch
@@ -11,31 +15,125 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import halfulp as hu
+from halfulp.writeback import unflattened
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def stepped(steps: int) -> tuple[torch.nn.Module, hu.WriteBack]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 8).bfloat16()
-    optimizer = hu.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(steps):
+class Named(torch.nn.Module):
+    """A name that begins like another's: ``a`` and ``a_.a``, with a parameter beside a module of its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = torch.nn.ModuleDict({"b": torch.nn.Linear(8, 8)})
+        self.a.register_parameter("weight", torch.nn.Parameter(torch.randn(8)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.a["b"](x) * self.a.weight
+
+
+def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """In another order than the model's, with other options for vectors."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    return [
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices},
+    ]
+
+
+def made(kind: str, model: torch.nn.Module) -> Any:
+    if kind == "plain":
+        return torch.optim.AdamW(groups(model), lr=1e-3, fused=True)
+    if kind == "masters":
+        inner = torch.optim.SGD(groups(model), lr=1e-2, momentum=0.9)
+        return hu.WriteBack(inner, "bf16", "master", model=model)
+    return hu.AdamW(groups(model), lr=1e-3, moments=kind)
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
         optimizer.zero_grad()
-        model(torch.ones(2, 8).bfloat16()).sum().backward()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
+        model(x).float().square().sum().backward()
         optimizer.step()
     optimizer.zero_grad()
-    return model, optimizer
 
 
-def test_a_flattened_state_is_refused() -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = get_optimizer_state_dict(*stepped(3), options=options)
-    model, optimizer = stepped(0)
-    with pytest.raises(hu.UsageError, match="nothing in it: the moments are lost"):
-        set_optimizer_state_dict(model, optimizer, state, options=options)
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "masters"])
+def test_a_run_goes_on_from_a_flattened_state(kind: str) -> None:
+    """Through a file, with another model's parameters beside it, as torchtitan saves all parts together."""
+    model = Named().bfloat16()
+    optimizer = made(kind, model)
+    train(model, optimizer, range(3))
+    other = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16())
+    beside = made(kind, other)
+    train(other, beside, range(2))
+    state = {
+        **get_optimizer_state_dict(other, beside, options=FLAT),
+        **get_optimizer_state_dict(model, optimizer, options=FLAT),
+    }
+    file = io.BytesIO()
+    torch.save((state, model.state_dict()), file)
+    train(model, optimizer, range(3, 6))
+
+    file.seek(0)
+    state, weights = torch.load(file, weights_only=True)
+    again = Named().bfloat16()
+    again.load_state_dict(weights)
+    resumed = made(kind, again)
+    resumed.load_state_dict(unflattened(state, resumed, again))
+    train(again, resumed, range(3, 6))
+    assert resumed.steps == 6
+    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_plain_run_goes_on_under_a_write_back(caplog: pytest.LogCaptureFixture) -> None:
+    model = Named().bfloat16()
+    plain = made("plain", model)
+    train(model, plain, range(3))
+    state = get_optimizer_state_dict(model, plain, options=FLAT)
+    moments = copy.deepcopy([plain.state[p]["exp_avg"] for g in plain.param_groups for p in g["params"]])
+    optimizer = made("fp32", model)
+    optimizer.load_state_dict(unflattened(state, optimizer, model))
+    assert "saved without a write-back" in caplog.text
+    for slot, moment in zip(optimizer.slots, moments, strict=True):
+        assert torch.equal(optimizer.optimizer.state[slot.stepped]["exp_avg"].bfloat16(), moment)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.01]
+
+
+def test_torchs_own_function_loads_it_or_nothing() -> None:
+    """It would leave out what the new optimizer does not show: refused, with what to call instead."""
+    model = Named().bfloat16()
+    optimizer = made("fp32", model)
+    train(model, optimizer, range(3))
+    state = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    again = Named().bfloat16()
+    with pytest.raises(hu.UsageError, match=r"the moments are lost.*halfulp.writeback.unflattened"):
+        set_optimizer_state_dict(again, made("fp32", again), state, options=FLAT)
 
 
 def test_one_that_is_not_flattened_is_resumed() -> None:
-    saved_model, saved = stepped(3)
-    state = get_optimizer_state_dict(saved_model, saved)
-    model, optimizer = stepped(0)
-    set_optimizer_state_dict(model, optimizer, state)
-    assert optimizer.steps == 3
+    model = Named().bfloat16()
+    optimizer = made("fp32", model)
+    train(model, optimizer, range(3))
+    state = get_optimizer_state_dict(model, optimizer)
+    again = Named().bfloat16()
+    resumed = made("fp32", again)
+    set_optimizer_state_dict(again, resumed, state)
+    assert resumed.steps == 3
+
+
+def test_what_does_not_fit() -> None:
+    model = Named().bfloat16()
+    optimizer = made("fp32", model)
+    state = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    with pytest.raises(hu.UsageError, match="parameter 0 of the optimizer is not in the model"):
+        unflattened(state, optimizer, Named())
+    del state["param_groups.a.b.weight.lr"]
+    without = {k: v for k, v in state.items() if ".a.b.weight." not in k}
+    with pytest.raises(hu.UsageError, match=r"\('a.b.weight'\) is not in the flattened state"):
+        unflattened(without, optimizer, model)
+    with pytest.raises(hu.CorruptionError, match="it has 'lr', expected state"):
+        unflattened({"lr": 1.0}, optimizer, model)

@@ -88,6 +88,14 @@ def test_around_torch_shards_are_stepped_as_in_two_passes(ranks: dict[int, list[
     assert all(found["both ways"] for many in ranks.values() for found in many)
 
 
+def test_shards_that_cut_blocks_of_codes_are_refused(ranks: dict[int, list[dict[str, Any]]]) -> None:
+    """A block has one scale; which weights it has must not depend on the number of ranks."""
+    for found in (rank for many in ranks.values() for rank in many):
+        assert (
+            "'first.weight' is a shard whose rows of 70 values are not whole blocks of 64" in found["refused"]
+        )
+
+
 # ---- packed codes -------------------------------------------------------------------------------------
 
 Ranks = dict[int, list[dict[str, Any]]]

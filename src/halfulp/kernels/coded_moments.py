@@ -103,7 +103,7 @@ class CodedJobs:
         size = job.first.numel()
         room = torch.empty((len(moments), min(size, CHUNK * TILE)), dtype=torch.float32, device="cpu")
         self._chunks: list[tuple[slice, Jobs, list[tuple[Coded, torch.Tensor]]]] = []
-        for start in range(0, size, CHUNK * TILE):
+        for start in range(0, max(size, 1), CHUNK * TILE):  # a rank may have no rows
             here = slice(start, min(start + CHUNK * TILE, size))
             parts = [(_part(coded, here), room[i, : here.stop - start]) for i, coded in enumerate(moments)]
             inner = _part_of_job(job, here, case.grid.bits, [values for _, values in parts])

@@ -17,6 +17,7 @@ from halfulp.writeback.policies import (
     TileMaster,
     policy,
 )  # fmt: skip
+from halfulp.writeback.saving.flattened import unflattened
 from halfulp.writeback.saving.one_file import load, save
 from halfulp.writeback.storage.dispatch import Dispatch
 from halfulp.writeback.storage.native_weight import NativeWeight, native
@@ -49,4 +50,5 @@ __all__ = [
     "native",
     "policy",
     "save",
+    "unflattened",
 ]  # fmt: skip

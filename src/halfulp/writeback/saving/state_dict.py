@@ -173,7 +173,8 @@ def _refuse_emptied(wb: WriteBack, state: dict[Any, dict[str, Any]]) -> None:
         raise UsageError(
             "this optimizer state has an entry for each parameter and nothing in it: the moments are lost. "
             "torch makes such a state of a flattened one (flatten_optimizer_state_dict=True, as torchtitan "
-            "does), from which a write-back cannot be resumed. Save and load optimizer.state_dict() itself."
+            "does). Load that one by optimizer.load_state_dict(halfulp.writeback.unflattened(state, "
+            "optimizer, model))."
         )
 
 
