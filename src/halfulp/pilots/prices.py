@@ -11,8 +11,7 @@ from halfulp.audit.rehearsal.specs import Rehearse
 from halfulp.pilots.estimates import Estimate, Seen, estimate
 from halfulp.text import shown
 from halfulp.verdicts.intervals import COVERAGE, shipped
-
-FLOAT32 = 4.0
+from halfulp.verdicts.loss_costs import FLOAT32, bytes_per_weight, saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,6 @@ class Prices:
     paid: Mapping[str, float]
     """Shares of the run's own compute, by purpose."""
     notes: tuple[str, ...] = ()
-    stored: float = FLOAT32
-    """Bytes per weight of the run itself."""
 
     def __post_init__(self) -> None:
         ranked = sorted(self.prices, key=lambda p: (p.estimate.gap, p.bytes_per_weight))
@@ -79,8 +76,7 @@ class Prices:
         told = [p.words for p in self.prices]
         wide = max(map(len, names)), max(map(len, told))
         for price, name, words in zip(self.prices, names, told, strict=True):
-            saved = self.stored - price.bytes_per_weight
-            told_saved = _saved(saved, self.weights)
+            told_saved = saved(price.spec, self.weights)
             out.append(f"  {name:{wide[0]}}  {words:{wide[1]}}  {told_saved}; {price.how}")
             out += [f"    {name}: {note}." for note in price.estimate.notes]
         total = sum(self.paid.values())
@@ -101,7 +97,7 @@ class Prices:
             "formats": [
                 {
                     "format": p.spec, "bytes_per_weight": p.bytes_per_weight,
-                    "saved_bytes": round((self.stored - p.bytes_per_weight) * self.weights), "how": p.how,
+                    "saved_bytes": round((FLOAT32 - p.bytes_per_weight) * self.weights), "how": p.how,
                     "distinguishable": not p.estimate.zero,
                     **{k: _number(v) for k, v in asdict(p.estimate).items() if k != "notes"},
                     "notes": list(p.estimate.notes), "measured": _finite(p.seen.to_json()),
@@ -114,25 +110,11 @@ class Prices:
 def priced(spec: str, seen: Seen) -> Price:
     """Return what a format costs by what was seen of it."""
     found = Rehearse([spec]).each[0]
-    bytes_per_weight = found.grid.bytes_per_weight + found.policy.bytes_kept
-    if found.kernel.keeps == "master" and found.policy.name == "master":
-        bytes_per_weight = FLOAT32 + found.grid.bytes_per_weight
+    each = bytes_per_weight(found.name)
     return Price(
-        spec=found.name, estimate=estimate(seen, shipped()), seen=seen, bytes_per_weight=bytes_per_weight
-    )
-
-
-def _saved(per_weight: float, weights: int) -> str:
-    what = "saves" if per_weight >= 0 else "adds"
-    return f"{what} {abs(per_weight):.3g} bytes per weight ({_size(abs(per_weight) * weights)})"
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    raise AssertionError
+        spec=found.name, estimate=estimate(seen, shipped()), seen=seen,
+        bytes_per_weight=found.grid.bytes_per_weight if each is None else each,
+    )  # fmt: skip
 
 
 def _number(value: Any) -> Any:

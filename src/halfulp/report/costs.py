@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from halfulp.audit.rehearsal.rehearsed_outcome import Evaluated, evaluations
-from halfulp.numbers.grids import grid as named
 from halfulp.report import words
 from halfulp.report.markup import Content, Html, number, numeric, table, tag
 from halfulp.report.runs import Run
@@ -19,8 +18,7 @@ from halfulp.trace.schema import BOUNDS
 from halfulp.trace.stored_on import is_of
 from halfulp.verdicts import loss_costs as costs
 from halfulp.verdicts.calibration import SMALLEST_GAP, Calibration
-from halfulp.verdicts.loss_costs import Cost, between, nats, spread
-from halfulp.writeback.policies import POLICIES
+from halfulp.verdicts.loss_costs import Cost, between, bytes_per_weight, nats, spread
 
 TITLE = "What it would cost, in loss"
 WHAT = (
@@ -32,8 +30,6 @@ WHAT = (
 )
 KEY = "Dot: forecast; bar: lower to upper bound; dotted line: this run itself"
 MET = "; diamond: measured"
-KEEPS = {**{name: kind.bytes_kept for name, kind in POLICIES.items()}, "tiles": None}
-"""Bytes per weight that a policy keeps beside the code; tiles keep as many as their mask says."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,8 @@ def _table(found: Costs) -> Html:
             row.append(number("-" if cost is None or cost.calibrated is None else nats(cost.point)))
         if measured:
             row.append(number(nats(met)))
-        row += [number(_never_moved(found.run, spec)), number(_bytes(spec))]
+        each = bytes_per_weight(spec)
+        row += [number(_never_moved(found.run, spec)), number("-" if each is None else f"{each:.3g}")]
         rows.append(row)
     return table(head, rows, caption=f"{KEY}{MET if measured else ''}." if scale else None)
 
@@ -181,17 +178,6 @@ def _never_moved(run: Run, spec: str) -> str:
     if not run.trace.manifest["options"]["never_moved"] or "point" not in forecast.bounds:
         return "-"
     return percent(float(forecast.never_moved()[-1]))
-
-
-def _bytes(spec: str) -> str:
-    grid, _, how = spec.partition(":")
-    kept = KEEPS.get(how.partition("(")[0], 0.0)
-    if "bfloat16" in how:
-        kept = 2.0
-    try:
-        return "-" if kept is None else f"{named(grid).bytes_per_weight + kept:.3g}"
-    except ValueError:  # a rehearsal by a name of its own
-        return "-"
 
 
 def _scale(found: Costs) -> tuple[float, float] | None:

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from halfulp.numbers.grids import grid as named
 from halfulp.text import shown
 from halfulp.trace import Recorded
 from halfulp.verdicts.calibration import Calibrated, Calibration
 from halfulp.verdicts.intervals import COVERAGE, of_point
+from halfulp.writeback.policies import POLICIES
 
+FLOAT32 = 4.0
 WHAT = "a forecast from this one run, with bounds as observed, not proved"
 PILOT = "A pilot narrows intervals for a little extra compute: halfulp pilot."
 DEFAULT_PULL = "root_of_peak"
@@ -102,6 +105,40 @@ def _calibrated(trace: Recorded, cost: Cost, calibration: Calibration | None) ->
     return Cost(**{**cost.__dict__, "calibrated": told})
 
 
+def bytes_per_weight(spec: str) -> float | None:
+    """Return the bytes of a weight stored packed, with what its policy keeps beside the code.
+
+    None where they depend on more than the spec: masters in chosen tiles, a rehearsal by a name of its own.
+
+    >>> bytes_per_weight("e4m3@128:sr"), bytes_per_weight("bf16:kahan"), bytes_per_weight("mine")
+    (1.0, 6.0, None)
+    """
+    grid, _, how = spec.partition(":")
+    name = how.partition("(")[0] or "rne"
+    try:
+        beside = 2.0 if "bfloat16" in how else POLICIES[name].bytes_kept
+        return named(grid).bytes_per_weight + beside
+    except (KeyError, ValueError):
+        return None
+
+
+def saved(spec: str, weights: int) -> str:
+    """Say what a format saves against float32 weights.
+
+    >>> saved("bf16", 1_000_000), saved("e4m3@128:master", 2_000)
+    ('saves 2 bytes per weight (2 MB)', 'adds 1 bytes per weight (2 kB)')
+    """
+    each = bytes_per_weight(spec)
+    if each is None:
+        return "saves what its masters leave"
+    whole, unit = abs(FLOAT32 - each) * weights, "bytes"
+    for larger in ("kB", "MB", "GB"):
+        if whole >= 1000:
+            whole, unit = whole / 1000, larger
+    what = "saves" if each <= FLOAT32 else "adds"
+    return f"{what} {abs(FLOAT32 - each):.3g} bytes per weight ({whole:.3g} {unit})"
+
+
 def nats(loss: float | None) -> str:
     """Return a loss as people write it.
 
@@ -143,17 +180,19 @@ def lines(trace: Recorded, calibration: Calibration | None = None) -> list[str]:
     when = f"at step {steps[-1]}" if len(steps) == 1 else f"at the last evaluation (step {steps[-1]})"
     out = [
         "",
-        f"What a format would cost, in loss, {when}, where this run has {nats(found[0].real)}: {WHAT}.",
+        f"What a format would cost, in loss, {when}, where this run has {nats(found[0].real)}, with "
+        f"{COVERAGE:.0%} intervals, and what it saves: {WHAT}.",
     ]
-    width = max(len(shown(c.spec, 60)) for c in found)
-    for c in found:
-        said = f"  {shown(c.spec, 60):{width}}  {nats(c.loss)} ({_signed(c.gap)}"
-        if c.interval is not None:
-            said += f"; {COVERAGE:.0%} interval {spread(c)}"
-        said += f"), bracket {between(c)}"
+    labels, gaps = [shown(c.spec, 60) for c in found], [_told(c) for c in found]
+    wide = max(map(len, labels)), max(map(len, gaps))
+    weights = trace.numel("all-2d")
+    for c, name, gap in zip(found, labels, gaps, strict=True):
+        out.append(
+            f"  {name:{wide[0]}}  {gap:{wide[1]}}  {saved(c.spec, weights)}; loss {nats(c.loss)}, bracket "
+            f"{between(c)}"
+        )
         if c.calibrated is not None:
-            said += f"; calibrated, before that {nats(c.point)}"
-        out.append(said)
+            out[-1] += f"; calibrated, before that {nats(c.point)}"
     out += [f"  {line}" for line in cautions(found, calibration)]
     out += [f"  {PILOT}"] if any(c.interval for c in found) else []
     return out
@@ -194,6 +233,11 @@ def _outside(cost: Cost) -> bool:
 
 def _once(lines: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(lines))
+
+
+def _told(cost: Cost) -> str:
+    """Return a gap with its interval."""
+    return _signed(cost.gap) + (f" ({spread(cost)})" if cost.interval is not None else "")
 
 
 def _signed(gap: float) -> str:
