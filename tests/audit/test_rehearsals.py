@@ -94,8 +94,13 @@ def steps_of(audit: hu.Audit) -> int:
     return audit.rehearsing.step
 
 
-def replayed(trace: Trace, spec: str, bound: str, name: str, group: dict[str, Any]) -> Any:
-    """What a plain loop over the kept weights gives: values, counts by step, carry."""
+def replayed(
+    trace: Trace, spec: str, bound: str, name: str, group: dict[str, Any], squares: dict[str, list[Any]]
+) -> Any:
+    """What a plain loop over the kept weights gives: values, counts by step, carry.
+
+    ``squares``: the second moments after every step, by which ECO's feedback is divided.
+    """
     r = Rehearsal.of(spec)
     tensor = next(t for t in trace.tensors if t["name"] == name)
     dtype = getattr(torch, tensor["dtype"])
@@ -118,11 +123,19 @@ def replayed(trace: Trace, spec: str, bound: str, name: str, group: dict[str, An
                     "counts": [],
                 }
             step = len(state["counts"]) + 1
+            unit, decayed = work(1.0), None
+            if ":eco" in spec:
+                d = np.sqrt(squares[name][step - 1]) / work(math.sqrt(1 - 0.999**step)) + work(1e-8)
+                unit, decayed = work(group["lr"] / (1 - 0.9**step)) / d, state["kept"] * work(0.9)
+                state["kept"] = state["kept"] * unit
             state["held"], counts = reference.step(
                 rule, state["held"], before, after, pull(group["lr"]) if bound == "point" else 0.0,
                 stream=hu.Stream(seed=5, name=name, step=step), kept=state["kept"], back=r.back(group),
                 moved=state["moved"],
             )  # fmt: skip
+            if decayed is not None:
+                state["kept"] = state["kept"] / unit
+                state["kept"] = np.where(np.isfinite(state["kept"]), state["kept"], decayed)
             state["counts"].append(counts.sum(axis=0).tolist())
     return state, rule
 
@@ -137,7 +150,12 @@ def test_a_rehearsal_is_a_replay_of_the_kept_proposals(dtype: torch.dtype, tmp_p
     specs = SPECS if dtype == torch.float32 else NARROW
     settings: dict[str, Any] = {"keep": True, "seed": 5, "part_steps": 3, "rehearse": specs}
     with hu.Audit(opt, ["bf16"], model=net, out=tmp_path / "trace", **settings) as audit:
-        train(net, opt, range(8))
+        squares: dict[str, list[Any]] = {}
+        for k in range(8):
+            train(net, opt, range(k, k + 1))
+            for name, p in net.named_parameters():
+                squares.setdefault(name, []).append(opt.state[p]["exp_avg_sq"].to(torch.float64).numpy())
+        squares = {n: [v.astype(np.float32) for v in each] for n, each in squares.items()}
         state = held(audit)
         shown = {}
         for spec in specs:
@@ -150,7 +168,7 @@ def test_a_rehearsal_is_a_replay_of_the_kept_proposals(dtype: torch.dtype, tmp_p
     for j, spec in enumerate(specs):
         for b, bound in enumerate(("point", "upper")):
             for name in ("inner.weight", "outer.weight"):
-                found, rule = replayed(trace, spec, bound, name, opt.param_groups[0])
+                found, rule = replayed(trace, spec, bound, name, opt.param_groups[0], squares)
                 at = next(t["id"] for t in trace.tensors if t["name"] == name)
                 saved = {what: state.get(f"{at}.{j}.{what}") for what in ("held", "moved", "kept")}
                 mine = {what: rows[b] for what, rows in saved.items() if rows is not None}

@@ -139,7 +139,6 @@ def run(told: dict[str, Any]) -> int:
         stack.callback(register_optimizer_step_pre_hook(limit).remove)
         script = None if told["script"] is None else Path(told["script"])
         code = run_script(script, told["arguments"], audit, lambda: None, told["module"], own)
-    trace = Trace.open(audit.out) if audit.out is not None else out.trace if isinstance(out, Memory) else None
     found = {
         "seconds": clock.seconds,
         "beside": clock.busy(audit.seconds) + own.again_seconds,
@@ -147,8 +146,8 @@ def run(told: dict[str, Any]) -> int:
         "step": audit.step,
         "whole": limit.whole,
     }
-    if code == 0 and trace is not None and audit.step and not limit.reached:
-        found |= _shown(trace, rehearse.names)
+    if code == 0 and audit.step and not limit.reached:
+        found |= _shown(out.trace if isinstance(out, Memory) else Trace.open(out), rehearse.names)
     files.put(Path(told["result"]), json.dumps(found).encode())
     return code
 

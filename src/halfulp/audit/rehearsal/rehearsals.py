@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 from halfulp.audit.meter.batch import Batch
 from halfulp.audit.meter.tensor import Watched, check_saved
 from halfulp.audit.ranks import rank, reduced
-from halfulp.audit.rehearsal.specs import NO_BACK, Rehearse
+from halfulp.audit.rehearsal.specs import NO_BACK, Rehearse, moment_units
 from halfulp.errors import UsageError
 from halfulp.kernels import TILE
 from halfulp.kernels import rehearse as kernel
@@ -209,12 +210,19 @@ class Rehearsals:
         self,
         seen: Sequence[Watched],
         groups: Mapping[torch.Tensor, dict[str, Any]],
+        states: Mapping[torch.Tensor, dict[str, Any]],
         step: int,
         *,
         record: bool,
     ) -> None:
         """Replay a step on the tensors that were part of it, and record what it moved."""
-        moved, counts = self.follow(seen, groups, step)
+        with ExitStack() as units:
+            for r in (self.tensors[w] for w in seen if w in self.tensors):
+                for one, h in zip(self.asked.each, r.held, strict=True):
+                    if one.kernel.keeps == "error" and h.kept is not None and r.watched.tensor in states:
+                        p = r.watched.tensor
+                        units.enter_context(moment_units(h.kept, groups[p], states[p]))
+            moved, counts = self.follow(seen, groups, step)
         if not moved:
             return
         totals = reduced(moved, counts)

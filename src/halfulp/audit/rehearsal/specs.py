@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from halfulp.numbers.grids import Grid
 from halfulp.numbers.grids import grid as named
 from halfulp.writeback.mask import Mask
 from halfulp.writeback.policies import Kernel, Nearest, Policy, policy
+from halfulp.writeback.policies.eco import step_of_moment
 
 FOLLOWED = ("point", "upper")
 """The bounds for which codes are kept."""
@@ -104,9 +106,8 @@ class Rehearsal:
     def back(self, group: Mapping[str, Any]) -> tuple[float, float]:
         """ECO's factors: with b the decay of the first moment, what is pending becomes b P + (1 - b) e.
 
-        The published rule writes e into the moment, so that (1 - b) e comes back at the next step, b (1 - b)
-        e at the one after it, and so on, if the rate, the denominator and the bias correction of neighbouring
-        steps are equal. That is taken to be so; in a run less comes back, early and as rates fall.
+        P and e are in the units of this step's proposals; :func:`moment_units` takes what is kept to them and
+        back, so that a schedule, the bias correction and the denominator have their part.
         """
         if self.kernel.keeps != "error":
             return NO_BACK
@@ -114,6 +115,24 @@ class Rehearsal:
         exact = self.kernel.decay_exact
         decay = 1.0 - float(group["lr"]) * float(group["weight_decay"]) if exact else 1.0
         return b, (1.0 - b) * decay
+
+
+@contextmanager
+def moment_units(kept: torch.Tensor, group: dict[str, Any], moments: dict[str, Any]) -> Iterator[None]:
+    """Have what is pending in the units of this step's proposals, inside a with block.
+
+    What ECO brings back it keeps as X, in those of the first moment. With u = lr / (c D) the proposal gains
+    P = u X, and X becomes (b P + (1 - b) e) / u; where that is not finite (at a rate of zero), X decays as
+    the moment does.
+    """
+    unit = step_of_moment(group, moments)
+    if isinstance(unit, torch.Tensor):
+        unit = unit.reshape(-1).to(kept.dtype)
+    decayed = kept * float(group["betas"][0] if "betas" in group else group["momentum"])
+    kept.mul_(unit)
+    yield
+    kept.div_(unit)
+    torch.where(kept.isfinite(), kept, decayed, out=kept)
 
 
 KEEPS = {
@@ -182,6 +201,7 @@ class Rehearse:
 
     def to_json(self) -> dict[str, Any]:
         """Return what the manifest says."""
+        exact = {"feedback": "moment"} if any(r.kernel.keeps == "error" for r in self.each) else {}
         pull = self.pull if not callable(self.pull) else getattr(self.pull, "__qualname__", "a function")
         return {
             "specs": self.names,
@@ -189,6 +209,7 @@ class Rehearse:
             "policies": [r.policy.spec for r in self.each],
             "bounds": list(self.bounds),
             "pull": pull,
+            **exact,
         }
 
 

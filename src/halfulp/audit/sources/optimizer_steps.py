@@ -219,7 +219,7 @@ class OptimizerSteps:
         mine = pipeline.counted_here(seen)
         if pipeline.rehearsing is not None and rehearses:
             pipeline.meter.look(seen)
-            pipeline.rehearsing.replay(seen, groups_of(optimizer), sink.step, record=due)
+            pipeline.rehearsing.replay(seen, groups_of(optimizer), optimizer.state, sink.step, record=due)
         if not due:
             return
         if sink.writer is not None:

@@ -115,6 +115,24 @@ def _like(v: torch.Tensor, x: float) -> torch.Tensor:
     return torch.tensor(x, dtype=v.dtype, device=v.device)
 
 
+def _denominator(group: dict[str, Any], moments: dict[str, Any], t: float, b2: float) -> torch.Tensor:
+    """Return D, which Adam divides its first moment by; a new tensor."""
+    v = moments["max_exp_avg_sq"] if group.get("amsgrad") else moments["exp_avg_sq"]
+    return _root(local(v)).div_(_like(v, math.sqrt(1.0 - b2**t))).add_(_like(v, group["eps"]))
+
+
+@torch.no_grad()
+def step_of_moment(group: dict[str, Any], moments: dict[str, Any]) -> torch.Tensor | float:
+    """Return lr / (c1 D), by which a step moves a weight for a first moment of one; lr without Adam's D."""
+    lr = float(group["lr"])
+    if "exp_avg" not in moments:
+        return lr
+    b1, b2 = (float(b) for b in group["betas"])
+    t = float(moments["step"])
+    d = _denominator(group, moments, t, b2)
+    return torch.div(_like(d, lr / (1.0 - b1**t)), d)
+
+
 @torch.no_grad()
 def feed_back(
     error: torch.Tensor, group: dict[str, Any], moments: dict[str, Any], *, decay_exact: bool = False
@@ -129,10 +147,9 @@ def feed_back(
     if "exp_avg" in moments:
         b1, b2 = (float(b) for b in group["betas"])
         t = float(moments["step"])
-        v = moments["max_exp_avg_sq"] if group.get("amsgrad") else moments["exp_avg_sq"]
-        d = _root(local(v)).div_(_like(v, math.sqrt(1.0 - b2**t))).add_(_like(v, group["eps"]))
+        d = _denominator(group, moments, t, b2)
         factor = (1.0 - b1**t) / lr * (1.0 - 1.0 / b1) * decay
-        fed = m + d.mul_(error).mul_(_like(v, factor))
+        fed = m + d.mul_(error).mul_(_like(d, factor))
     else:
         factor = float(_like(m, 1.0 / lr * (1.0 - 1.0 / group["momentum"]) * decay))
         fed = m.add(error, alpha=factor)
