@@ -1,10 +1,11 @@
 """Make the table of scores that the intervals of pilots are read from.
 
-    python benchmarks/pilots.py RECORDS [--table src/halfulp/verdicts/intervals.json]
+    python benchmarks/pilots.py RECORDS [--table src/halfulp/verdicts/intervals.json] [--only e4m3@128:eco]
 
 Every unit below is run as a pilot could run it, and then on every format in earnest. What a unit showed is
 kept as RECORDS/NAME.json, so an interrupted run goes on. Seeds are none that a study uses. About 40 minutes
-on one core of a quiet machine; HALFULP_DATA names the folder of the texts.
+on one core of a quiet machine; HALFULP_DATA names the folder of the texts. With ``--only`` the rows of one
+family of policies are made anew, and the others of the table stay: as when its rehearsal changed.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ UNITS = {
 PART, FORKS = 1, {"0.4": ["lower", "point", "upper"], "0.2": ["point"], "0.1": ["point"]}
 
 
-def made(name: str, data: Path) -> dict[str, Any]:
+def made(name: str, data: Path, formats: tuple[str, ...]) -> dict[str, Any]:
     """Run a unit, and its formats in earnest."""
-    config = {**UNITS[name], "formats": list(FORMATS), "parts": [PART], "forks": FORKS}
+    config = {**UNITS[name], "formats": list(formats), "parts": [PART], "forks": FORKS}
     if config.get("optimizer") == "lion":
-        config["formats"] = [f for f in FORMATS if not f.endswith("eco")]
+        config["formats"] = [f for f in formats if not f.endswith("eco")]
     record = pilot_runs.measure(config, lambda file: data / file, lambda *_: None)
     what = pilot_runs.training(config, lambda file: data / file)
     truth = {spec: rungs.twin(replace(what, formats=(spec,)), spec, None) for spec in what.formats}
@@ -76,19 +77,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path)
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--only", choices=FORMATS)
     given = parser.parse_args()
+    formats = FORMATS if given.only is None else (given.only,)
+    known, others = (), {}
+    if given.only is not None:
+        others = {name: list(each) for name, each in intervals.load(given.table).items()}
+        known = json.loads(given.table.read_text())["units"]
     torch.set_num_threads(1)
     given.records.mkdir(parents=True, exist_ok=True)
     found = {}
     for name in UNITS:
+        if formats[0].endswith("eco") and UNITS[name].get("optimizer") == "lion":
+            continue
         path = given.records / f"{name}.json"
         if not path.exists():
-            unit = made(name, Path(os.environ["HALFULP_DATA"]))
+            unit = made(name, Path(os.environ["HALFULP_DATA"]), formats)
             files.put(path, json.dumps(unit, indent=1).encode())
         found[name] = json.loads(path.read_text())
         print(name, found[name]["outcome"], flush=True)
         if given.table is not None:
-            document = {"kind": intervals.KIND, "units": list(found), "scores": scores(found)}
+            units = sorted({*found, *(known if given.only else ())})
+            document = {"kind": intervals.KIND, "units": units, "scores": {**others, **scores(found)}}
             files.put(given.table, documents.sealed(document))
 
 

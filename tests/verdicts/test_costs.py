@@ -103,7 +103,14 @@ def test_the_verdict_orders_formats_by_their_loss(folder: Path) -> None:
     assert found[-1].lower < found[-1].point < found[-1].upper  # type: ignore[operator]
     said = verdict(trace).text(verbose=True)
     assert "a forecast from this one run, with bounds as observed, not proved" in said
-    assert said.index("bf16  ") < said.index("\n  e4m3@128  ")
+    heading = "What a format would cost, in loss"
+    prices = said[said.index(heading) :]
+    assert prices.index("bf16  ") < prices.index("\n  e4m3@128  ")
+    last = verdict(trace).text().split(heading)[1].splitlines()
+    assert last[-1].strip() == costs.PILOT
+    (line,) = (x for x in last if x.startswith("  e4m3@128  "))
+    assert line.split()[1:3] == [f"{found[-1].gap:+.3f}", f"({found[-1].interval[0]:+.3f}"]  # type: ignore[index]
+    assert "saves 3 bytes per weight" in line
 
 
 def test_without_an_evaluation_it_is_said_what_is_missing(tmp_path: Path) -> None:

@@ -90,14 +90,17 @@ class Answer:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The lines of the short answer."""
+        """The lines of the short answer; the price of every format comes last."""
         out = [*self.notices, self.headline]
-        for section in self.sections:
+        prices = [s for s in self.sections if s.name == "Loss" and len(s.lines) > 1]
+        for section in (s for s in self.sections if s not in prices):
             names = [section.name, *[""] * len(section.lines)]
             out += [f"{name:6} {line}" for name, line in zip(names, section.lines, strict=False)]
         if self.formats:
             width = max(len(grid) for grid, _ in self.formats)
             out += ["", FORMATS, *(f"  {grid:{width}}  {said}" for grid, said in self.formats)]
+        for heading, *lines in (s.lines for s in prices):
+            out += ["", heading, *(f"  {line}" for line in lines)]
         return tuple(plain(line) for line in out)
 
     def section(self, name: str) -> tuple[str, ...]:
