@@ -7,6 +7,7 @@ interpreter of its own does: it waits for threads, then calls exit handlers, the
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import signal
@@ -14,9 +15,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
-PRELOADED = ["torch", "halfulp.audit.script.runner", "halfulp.cli.audit_command", "halfulp.verdicts.answer"]
+PRELOADED = [
+    "torch", "halfulp.audit.script.runner", "halfulp.cli.audit_command", "halfulp.verdicts.answer",
+    "halfulp.pilots.child",
+]  # fmt: skip
 
 
 class Process:
@@ -59,6 +63,45 @@ def run(*args: str | Path, folder: Path, stderr: Path | None = None) -> subproce
     process = Process(*args, folder=folder, stderr=stderr)
     out, err = process.communicate()
     return subprocess.CompletedProcess(process.args, process.returncode or 0, out, err)
+
+
+def as_subprocess(
+    command: list[str],
+    *,
+    stdout: IO[bytes] | int | None = None,
+    stderr: int | None = None,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """What ``subprocess.run`` does of ``python -m MODULE ARGUMENT...``, in a fork that has torch imported.
+
+    Standard output goes into an open file or is dropped, and standard errors go with it."""
+    assert command[:2] == [sys.executable, "-m"]
+    assert not check
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    place = getattr(stdout, "name", os.devnull)
+    process = context.Process(target=_module, args=(command[2], command[3:], os.getcwd(), place))
+    process.start()
+    process.join(240)
+    assert process.exitcode is not None, f"{command} goes on"
+    return subprocess.CompletedProcess(command, process.exitcode)
+
+
+def _module(name: str, args: list[str], folder: str, said: str) -> None:
+    for number in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    os.chdir(folder)
+    sys.argv = [name, *args]
+    sys.path.insert(0, folder)
+    code: object = 0
+    try:
+        importlib.import_module(name).main()
+    except SystemExit as stop:
+        code = stop.code
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
 def _become(args: list[str], folder: str, streams: tuple[str, str]) -> None:

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from typer.testing import CliRunner
 
 from halfulp.cli import app
 from halfulp.errors import UsageError
+from halfulp.pilots import scripts
 from halfulp.pilots.scripts import ScriptError, ScriptPilot
 
 SCRIPT = """
@@ -61,6 +63,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's runs are forks of a process that has torch; one test has interpreters of its own."""
+    monkeypatch.setattr(scripts.subprocess, "run", warm.as_subprocess)
+
+
 def pilot(**more: object) -> ScriptPilot:
     given: dict[str, object] = {
         "script": Path("train.py"), "arguments": [], "formats": ["e5m2", "e5m2:sr"],
@@ -80,6 +88,7 @@ def by_hand(capsys: pytest.CaptureFixture[str], *arguments: str) -> float:
     return float(capsys.readouterr().out.split()[-1])
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_script_and_its_twins_are_the_runs_by_hand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = pilot().run()
     plain, small = by_hand(capsys), by_hand(capsys, "--batch", "2")
@@ -116,6 +125,7 @@ def test_the_command_prints_the_table_or_json(here: Path) -> None:
     assert told["formats"][0]["kind"] == "free"
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("more", "error", "said"),
     [
@@ -141,6 +151,7 @@ SLOW = """
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_twin_that_would_take_too_long_ends_itself_at_once(here: Path) -> None:
     slow = SCRIPT.replace("    x = torch.randn(16, 16)", SLOW + "    x = torch.randn(16, 16)")
     (here / "train.py").write_text("import time\n" + slow)
@@ -151,6 +162,7 @@ def test_a_twin_that_would_take_too_long_ends_itself_at_once(here: Path) -> None
     assert all(p.estimate.kind == "free" for p in found.prices)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_twin_of_another_length_is_refused(here: Path) -> None:
     (here / "train.py").write_text(
         SCRIPT.replace("range(1, 41)", "range(1, 41 if given.batch == 16 else 61)")
@@ -159,6 +171,7 @@ def test_a_twin_of_another_length_is_refused(here: Path) -> None:
         pilot().run()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_training_without_a_module_is_refused(here: Path) -> None:
     (here / "train.py").write_text(SCRIPT.replace("model(", "torch.nn.functional.linear(model[0].weight, "))
     with pytest.raises(ScriptError):
