@@ -166,9 +166,9 @@ def test_the_table_keeps_the_most_and_every_loss(tmp_path: Path, monkeypatch: py
     torture.keep([Trial("Kill", "it", 100, 0, 1.0)])
     torture.keep([Trial("Kill", "it", 10, 0, 1.0)])
     assert json.loads(torture.RESULTS.read_text())[0]["tried"] == 100
-    torture.keep([Trial("Kill", "it", 10, 1, 2.0, "a note")])
+    torture.keep([Trial("Kill", "it", 10, 1, 2.0, "a note", "c0ffee")])
     text = torture.PAGE.read_text()
-    assert "| it | 10 | 1 | 2 | a note |" in text
+    assert "| it | 10 | 1 | 2 | c0ffee | a note |" in text
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text

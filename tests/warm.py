@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO, TextIO
 
 PRELOADED = [
-    "torch", "halfulp.audit.script.runner", "halfulp.cli.audit_command", "halfulp.verdicts.answer",
+    "torch", "torch._dynamo",  # the latter comes with the first optimizer, and takes as long
+    "halfulp.audit.script.runner", "halfulp.cli.audit_command", "halfulp.verdicts.answer",
     "halfulp.pilots.child",
 ]  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ class Trial:
     lost: int
     seconds: float
     note: str = ""
+    commit: str = ""
+    """Of what was tried; ``+``: with changes."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,16 @@ class Clock:
         return now - before
 
 
+def commit() -> str:
+    """Return the commit of the sources, short, with a plus where they were changed since."""
+
+    def said(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    return said("rev-parse", "--short=7", "HEAD") + "+" * bool(said("status", "--porcelain", "src", "tests"))
+
+
 def keep(trials: list[Trial]) -> list[Trial]:
     """Add trials to those of earlier runs: what is tried again replaces what was said of it, unless that was
     more. A loss is never replaced by fewer trials. One process at a time: two may each run a part."""
@@ -91,13 +104,14 @@ def _kept(trials: list[Trial]) -> list[Trial]:
 
 def page(trials: list[Trial]) -> None:
     """Put the table into the page."""
-    lines = ["| | tried | lost | seconds | |", "|---|---:|---:|---:|---|"]
+    lines = ["| | tried | lost | seconds | commit | |", "|---|---:|---:|---:|---|---|"]
     part = ""
     for t in trials:
         if t.part != part:
             part = t.part
-            lines.append(f"| **{part}** | | | | |")
-        lines.append(f"| {t.what} | {t.tried:,} | {t.lost} | {t.seconds:,.0f} | {t.note} |")
+            lines.append(f"| **{part}** | | | | | |")
+        row = (t.what, f"{t.tried:,}", t.lost, f"{t.seconds:,.0f}", t.commit, t.note)
+        lines.append(f"| {' | '.join(map(str, row))} |")
     text = PAGE.read_text()
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)

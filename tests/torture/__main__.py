@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from torture import Effort, keep
+from torture import Effort, commit, keep
 
 PARTS = ("fuzz", "forge", "kill", "disks", "order", "scale", "mutants", "native", "silenced")
 
@@ -32,7 +32,7 @@ def main() -> int:
             if code not in (0, 1):
                 print(f"{part}: LOST: its process ended with {code}")
         return int(any(codes.values()))
-    lost = 0
+    lost, before = 0, commit()  # the page changes on the way
     with tempfile.TemporaryDirectory(prefix="halfulp-torture-") as folder:
         for trial in importlib.import_module(f"torture.{parts[0]}").trials(
             Effort(asked.long, Path(folder), asked.what, asked.most, asked.again)
@@ -43,6 +43,7 @@ def main() -> int:
                 f"{trial.part}: {trial.what}: {trial.tried:,} tried, {told}, {trial.seconds:.1f} s", end=" "
             )
             print(trial.note, flush=True)
+            trial.commit = before
             keep([trial])
     return int(lost > 0)
 
