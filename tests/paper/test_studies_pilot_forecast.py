@@ -50,6 +50,12 @@ def test_records_that_pass() -> None:
     assert all(gate.passed for gate in found.gates.values())
 
 
+def test_records_as_they_are_read_have_sorted_keys() -> None:
+    stored = json.loads(json.dumps(records(), sort_keys=True))
+    assert pilot_forecast.gap(stored) == pilot_forecast.gap(records())
+    assert decided(stored).label == LABEL
+
+
 def _change(unit: str, spec: str, **to: Any) -> Callable[[dict[str, Any]], None]:
     def change(found: dict[str, Any]) -> None:
         units = [unit] if unit else list(found["forecast"])

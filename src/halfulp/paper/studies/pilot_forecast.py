@@ -125,7 +125,7 @@ def cells(found: Records) -> dict[str, tuple[str, str, float]]:
     """Unit, format and measured gap of every cell."""
     made = {}
     for name, told in found["forecast"].items():
-        for place, spec in enumerate(told["old"]):
+        for place, spec in enumerate(spec for spec in FORMATS if spec in told["old"]):  # as in outcomes()
             measured = loss(found["outcome"][f"{name}-{place}"]["loss"]) - told["reference"]
             made[f"{name} {spec}"] = (name, spec, measured)
     return made
