@@ -403,3 +403,10 @@ def test_the_spacing_where_a_quotient_underflows() -> None:
     assert found[0, 0, reference.AUDIT_COUNTS.index("symmetric")] == 32
     kernel = kernels.audit(torch.from_numpy(w), torch.from_numpy(d), ["mxfp8_e4m3"]).counts
     assert kernel.numpy().tolist() == found.tolist()
+
+
+def test_the_spacing_of_the_largest_scale() -> None:
+    """Half a spacing is compared, because twice a proposal may be beyond what a double holds."""
+    w, d = torch.full((32,), 1.7e308, dtype=torch.float64), torch.full((32,), 1.2e307, dtype=torch.float64)
+    found = kernels.audit(w, d, ["int4/absmean"], phase=False).counts
+    assert found[0, 0, reference.AUDIT_COUNTS.index("symmetric")] == 32

@@ -14,7 +14,7 @@ namespace HALFULP_TARGET {
 template <class T> struct Tile {
     alignas(64) T w[TILE], d[TILE];                  // zeros where either is not finite, and behind the end
     alignas(64) T size[TILE], sized[TILE], turned[TILE];  // |w|, |d|, and d as seen from w's side of zero
-    alignas(64) int32_t ratio[TILE];                 // log2(|w| / |d|), in fixed point
+    alignas(64) int32_t ratio[TILE];                 // log2(|w| / |d|) in fixed point
     alignas(64) T q[TILE], z[TILE];
     uint64_t changed[TILE / 64];
     int n, zeros, bad;
@@ -78,19 +78,23 @@ template <class T> void survey(Tile<T>& x, const void* before, const void* now, 
             if (pattern_of(x.size[i]) >= R::exponent || pattern_of(x.sized[i]) >= R::exponent) x.w[i] = x.d[i] = 0;
         look();
     }
+    constexpr int32_t far = 1 << 30;  // of zeros: on this side of every grid's spacing, or on that
     if (phase)
-        for (int i = 0; i < TILE; i++) x.ratio[i] = log2_points(x.size[i]) - log2_points(x.sized[i]);
+        for (int i = 0; i < TILE; i++) {
+            const int32_t ratio = log2_points(x.size[i]) - log2_points(x.sized[i]);
+            x.ratio[i] = x.sized[i] == 0 ? far : x.size[i] == 0 ? -far : ratio;
+        }
 }
 
 // The uniform-phase sum of a grid, which depends on its mantissa alone.
 template <class T> int64_t phase_sum(const Tile<T>& x, int32_t points) {
-    int32_t sum = 0;  // 768 * 65536 < 2**31
-    for (int i = 0; i < TILE; i++) {
-        int32_t v = x.ratio[i] - points;
-        v = v < 0 ? 0 : v > 65536 ? 65536 : v;
-        v = x.size[i] == 0 ? 0 : v;
-        sum += x.sized[i] == 0 ? 65536 : v;
+    I sums = {};  // 768 * 65536 < 2**31
+    for (int i = 0; i < TILE; i += W) {
+        const I v = load<I>(x.ratio + i) - points, above = v > 0 ? v : I{};
+        sums += above < 65536 ? above : splat(65536);
     }
+    int32_t sum = 0;
+    for (int i = 0; i < W; i++) sum += sums[i];
     return sum - (int64_t)(TILE - x.n + x.bad) * 65536;
 }
 
@@ -99,55 +103,50 @@ struct Found {
     double dot, square;
 };
 
+template <class T> struct Arrived {
+    Fs<T> dot, square;
+    INLINE void operator+=(const Arrived& other) { dot += other.dot, square += other.square; }
+};
+
 // One grid on a tile. The sums are those of the halving tree: partial sums of every 48th coordinate in the working type,
-// added in float64 from there.
+// added in float64 from there. Counts are kept a lane: a comparison that holds is -1.
 template <class T, bool MAGICAL, bool INSIDE>
 Found audit_grid(Tile<T>& x, const Numbers<T>& fs, const Integers<T>& ks, T scale, bool keep, int to) {
     using F = Fs<T>;
     using I = Is<T>;
     const Numbers<T> f = fs;
     const Integers<T> k = ks;
-    constexpr int L = LANES<T>, LEFT = 48;
+    constexpr int L = LANES<T>;
     const T *from = INSIDE ? x.size : x.w, *by = INSIDE ? x.turned : x.d;
     const bool tiny = x.least < f.normal;
     alignas(64) T left[2 * LEFT];
     memset(x.changed, 0, sizeof x.changed);
-    int changed = 0, symmetric = 0, ends = 0, zero = 0, small = 0;
-    for (int c = 0; c < LEFT; c += L) {
-        F dots[4] = {}, squares[4] = {};  // one sum a level of the tree, from its leaves up
-        for (int leaf = 0; leaf < 16; leaf++) {
-            const int k1 = leaf >> 3, k2 = leaf >> 2 & 1, k4 = leaf >> 1 & 1, k8 = leaf & 1;
-            const int j = c + LEFT * (k1 + 2 * k2 + 4 * k4 + 8 * k8);
-            const F a = load<F>(x.size + j), b = load<F>(x.sized + j), w = load<F>(from + j), d = load<F>(by + j);
-            I e, unused;
-            const F q = round_lanes<T, MAGICAL, INSIDE>(w, f, k, e);
-            const F z = INSIDE ? q + d : in_container<T>(q + d, to);
-            F r = round_lanes<T, MAGICAL, INSIDE>(z, f, k, unused);
-            if (!INSIDE) {
-                r = ((I)z & Real<T>::exponent) == Real<T>::exponent ? z : r;  // what leaves the container's range is not rounded
-                e = (I)a & Real<T>::exponent;
-                e = e > k.emin ? e : k.emin - I{};  // the spacing is the weight's, which may lie beyond the largest code
-                ends += __builtin_popcount(mask_of((I)((q >= f.hi) | (q <= f.lo))));
-            }
-            const uint32_t differs = mask_of((I)(r != q));
-            changed += __builtin_popcount(differs);
-            x.changed[j >> 6] |= (uint64_t)differs << (j & 63);
-            const F u = r - q, shifted = u * scale;
-            dots[3] += shifted * d, squares[3] += shifted * u;
-            symmetric += __builtin_popcount(mask_of((I)(b * f.up < (F)e)));
-            if (tiny) {
-                zero += __builtin_popcount(mask_of((I)(a < f.zero)));
-                small += __builtin_popcount(mask_of((I)(a < f.normal)));
-            }
-            if (keep) store(x.q + j, q), store(x.z + j, z);
-            for (int level = 3; level > 0; level--) {
-                if (!(leaf >> (3 - level) & 1)) break;
-                dots[level - 1] += dots[level], squares[level - 1] += squares[level];
-                dots[level] = squares[level] = F{};
-            }
+    I symmetric = {}, ends = {}, zero = {}, small = {};
+    const auto look = [&](int j) INLINE_LAMBDA {
+        const F a = load<F>(x.size + j), b = load<F>(x.sized + j), w = load<F>(from + j), d = load<F>(by + j);
+        I e, unused;
+        const F q = round_lanes<T, MAGICAL, INSIDE>(w, f, k, e);
+        const F z = INSIDE ? q + d : in_container<T>(q + d, to);
+        F r = round_lanes<T, MAGICAL, INSIDE>(z, f, k, unused);
+        if (!INSIDE) {
+            r = ((I)z & Real<T>::exponent) == Real<T>::exponent ? z : r;  // what leaves the container's range is not rounded
+            e = (I)a & Real<T>::exponent;
+            e = e > k.emin ? e : k.emin - I{};  // the spacing is the weight's, which may lie beyond the largest code
+            ends += (I)((q >= f.hi) | (q <= f.lo));
         }
-        store(left + c, dots[0]);
-        store(left + LEFT + c, squares[0]);
+        x.changed[j >> 6] |= (uint64_t)differing(r, q) << (j & 63);
+        symmetric += (I)(b * f.up < (F)e);
+        if (keep) store(x.q + j, q), store(x.z + j, z);
+        const F u = r - q, shifted = u * scale;
+        return Arrived<T>{shifted * d, shifted * u};
+    };
+    for (int c = 0; c < LEFT; c += L) {
+        const Arrived<T> sums = branch<LEFT>(look, c);
+        store(left + c, sums.dot), store(left + LEFT + c, sums.square);
+    }
+    for (int j = 0; tiny && j < TILE; j += L) {
+        const F a = load<F>(x.size + j);
+        zero += (I)(a < f.zero), small += (I)(a < f.normal);
     }
     double sums[2];
     for (int s = 0; s < 2; s++) {
@@ -155,10 +154,14 @@ Found audit_grid(Tile<T>& x, const Numbers<T>& fs, const Integers<T>& ks, T scal
         for (int i = 0; i < LEFT; i++) parts[i] = left[s * LEFT + i];
         sums[s] = (tree(parts, LEFT) + 0.0) * (1.0 / (double)scale);
     }
-    const int rest = TILE - x.n;  // zeros: they do not change, and count in everything else
-    if (tiny) zero -= rest, small -= rest;
-    if (!INSIDE && f.lo >= 0) ends -= rest;
-    return {changed, symmetric - rest, ends, small, zero, sums[0], sums[1]};
+    const auto counted = [](I lanes) {
+        int n = 0;
+        for (int i = 0; i < L; i++) n -= (int)lanes[i];
+        return n;
+    };
+    const int rest = TILE - x.n, odd = tiny ? rest : 0;  // zeros: they do not change, and count in everything else
+    const int low = !INSIDE && f.lo >= 0 ? rest : 0;
+    return {ones(x.changed), counted(symmetric) - rest, counted(ends) - low, counted(small) - odd, counted(zero) - odd, sums[0], sums[1]};
 }
 
 // Multiply every probability of never having moved, under stochastic rounding, by that of staying at q when z is written.
@@ -202,8 +205,10 @@ template <class T> void audit_tiles(const AuditCall& call, int64_t t0, int64_t t
         if (t + 1 < t1) fetch(place(t + 1), used(t + 1) * bytes);
         call.shared[2 * t] = x.zeros - x.bad;
         call.shared[2 * t + 1] = x.bad;
-        call.sums[2 * t] = tile_sum([&](int i) { return (double)x.size[i] * (double)x.size[i]; });
-        call.sums[2 * t + 1] = tile_sum([&](int i) { return (double)x.sized[i] * (double)x.sized[i]; });
+        tile_sums<2>(x.n, [&](int i) INLINE_LAMBDA {
+            const D w = doubles(x.size + i), d = doubles(x.sized + i);
+            return Terms<2>{{w * w, d * d}};
+        }, call.sums + 2 * t);
         const T scale = binade_of(x.widest);
         for (int64_t g = 0; g < call.rows; g++) {
             const Numbers<T>& f = ((const Numbers<T>*)call.floats)[g];
@@ -229,7 +234,7 @@ template <class T> void audit_tiles(const AuditCall& call, int64_t t0, int64_t t
             if (keep) {
                 T* stay = (T*)call.stay + call.slots[g] * call.stay_row + t * TILE;
                 follow_odds(x, f, k, stay);
-                call.expected[o] = tile_sum([&](int i) { return i < x.n ? __builtin_fabs((double)stay[i]) : 0.0; });
+                call.expected[o] = sum_magnitudes(stay, x.n);
             }
         }
     }

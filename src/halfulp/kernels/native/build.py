@@ -30,7 +30,7 @@ FLAGS = (
 ONCE = ("core", "counting")
 """Units that are compiled once; every other one is compiled for every target."""
 
-VECTORISED = ("scaled", "score")
+VECTORISED = ("audit", "scaled", "score")
 """Units whose loops are left to the compiler."""
 
 

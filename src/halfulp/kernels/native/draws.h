@@ -14,17 +14,20 @@ struct Key {
 
 INLINE U turned(U x, int by) { return (x << by) | (x >> (32 - by)); }
 
-template <int ROUNDS> INLINE void threefry(U& x0, U& x1, Key key) {
+// Of several vectors of blocks side by side: each is a chain of operations that wait for one another.
+template <int ROUNDS, int CHAINS> INLINE void threefry(U (&x0)[CHAINS], U (&x1)[CHAINS], Key key) {
     constexpr int turns[8] = {13, 15, 26, 6, 17, 29, 16, 24};
     const uint32_t ks[3] = {key.k0, key.k1, key.k0 ^ key.k1 ^ 0x1BD11BDA};
-    x0 += ks[0], x1 += ks[1];
+#pragma GCC unroll 4
+    for (int c = 0; c < CHAINS; c++) x0[c] += ks[0], x1[c] += ks[1];
 #pragma GCC unroll 20
     for (int r = 0; r < ROUNDS; r++) {
-        x0 += x1;
-        x1 = turned(x1, turns[r % 8]) ^ x0;
-        if (r % 4 == 3) {
-            const uint32_t s = (uint32_t)r / 4 + 1;
-            x0 += ks[s % 3], x1 += ks[(s + 1) % 3] + s;
+        const uint32_t s = (uint32_t)r / 4 + 1;
+#pragma GCC unroll 4
+        for (int c = 0; c < CHAINS; c++) {
+            x0[c] += x1[c];
+            x1[c] = turned(x1[c], turns[r % 8]) ^ x0[c];
+            if (r % 4 == 3) x0[c] += ks[s % 3], x1[c] += ks[(s + 1) % 3] + s;
         }
     }
 }
@@ -35,35 +38,47 @@ INLINE void blocks(uint64_t block, uint32_t level, U& x0, U& x1) {
     x1 = splat((uint32_t)(block >> 32) | level << 26);
 }
 
-// The words of elements first .. first + 63, a multiple of 64: 32 digits each, or the complement of 16.
-inline __attribute__((noinline)) void draw_64(bool is_short, Key key, uint64_t first, uint32_t* words) {
-    U x0, x1;
-    for (int k = 0; k < 16; k += W)
-        if (is_short) {
-            blocks((first >> 6 << 4) + k, 0, x0, x1);
-            threefry<13>(x0, x1, key);
-            store(words + k, x0 & 0xFFFF), store(words + 16 + k, x0 >> 16);
-            store(words + 32 + k, x1 & 0xFFFF), store(words + 48 + k, x1 >> 16);
-        } else {
-            blocks((first >> 5 << 4) + k, 0, x0, x1);
-            threefry<20>(x0, x1, key);
-            store(words + k, x0), store(words + 16 + k, x1);
-            blocks((first >> 5 << 4) + 16 + k, 0, x0, x1);
-            threefry<20>(x0, x1, key);
-            store(words + 32 + k, x0), store(words + 48 + k, x1);
+// The words of elements first .. first + DRAWN - 1, a multiple of 64: 32 digits each, or the complement of 16.
+constexpr int DRAWN = 256;
+
+template <int LENGTH> INLINE void draw_words(Key key, uint64_t first, uint32_t* words) {
+    constexpr int CHAINS = 4, ROUNDS = LENGTH == 64 ? 13 : 20;  // of a sixteenth of LENGTH elements each
+    const uint64_t block = first / LENGTH * 16;
+    for (int k = 0; k < DRAWN / LENGTH * 16; k += CHAINS * W) {
+        U x0[CHAINS], x1[CHAINS];
+#pragma GCC unroll 4
+        for (int c = 0; c < CHAINS; c++) blocks(block + k + c * W, 0, x0[c], x1[c]);
+        threefry<ROUNDS, CHAINS>(x0, x1, key);
+#pragma GCC unroll 4
+        for (int c = 0; c < CHAINS; c++) {
+            const int at = k + c * W;
+            uint32_t* to = words + at / 16 * LENGTH + at % 16;
+            if (LENGTH == 64) {
+                store(to, x0[c] & 0xFFFF), store(to + 16, x0[c] >> 16);
+                store(to + 32, x1[c] & 0xFFFF), store(to + 48, x1[c] >> 16);
+            } else
+                store(to, x0[c]), store(to + 16, x1[c]);
         }
+    }
+}
+
+inline __attribute__((noinline)) void draw(bool is_short, Key key, uint64_t first, uint32_t* words) {
+    if (is_short)
+        draw_words<64>(key, first, words);
+    else
+        draw_words<32>(key, first, words);
 }
 
 // One digit of one element.
 inline double digit_at(bool is_short, Key key, uint64_t i, uint32_t level) {
-    U x0, x1;
-    blocks((i >> (is_short ? 6 : 5) << 4) + (i & 15), level, x0, x1);
+    U x0[1], x1[1];
+    blocks((i >> (is_short ? 6 : 5) << 4) + (i & 15), level, x0[0], x1[0]);
     if (!is_short) {
         threefry<20>(x0, x1, key);
-        return ((i >> 4) & 1 ? x1 : x0)[0];
+        return ((i >> 4) & 1 ? x1 : x0)[0][0];
     }
     threefry<13>(x0, x1, key);
-    return 0xFFFF - (((i >> 5) & 1 ? x1 : x0)[0] >> (16 * ((i >> 4) & 1)) & 0xFFFF);
+    return 0xFFFF - (((i >> 5) & 1 ? x1 : x0)[0][0] >> (16 * ((i >> 4) & 1)) & 0xFFFF);
 }
 
 // U < fraction for element i, to the last digit.

@@ -35,6 +35,8 @@ typedef int16_t I16 __attribute__((vector_size(2 * W)));
 typedef uint8_t U8 __attribute__((vector_size(W)));
 typedef int8_t I8 __attribute__((vector_size(W)));
 
+typedef double D __attribute__((vector_size(4 * W)));
+
 constexpr int32_t SIGN = INT32_MIN, MAGNITUDE = INT32_MAX, EXPONENT = 0x7F800000;
 
 template <class V> INLINE V load(const void* from) {
@@ -77,6 +79,25 @@ INLINE uint32_t mask(I m) {
 #endif
     uint32_t found = 0;
     for (int k = 0; k < W; k++) found |= (uint32_t)(m[k] & 1) << k;
+    return found;
+}
+
+// One bit for each lane in which two are not equal, by value.
+INLINE uint32_t differing(F a, F b) {
+#if defined(__AVX512DQ__)
+    if constexpr (W == 16) return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_NEQ_UQ);
+#endif
+    return mask(a != b);
+}
+
+INLINE uint32_t differing(D a, D b) {
+#if defined(__AVX512DQ__)
+    if constexpr (W == 16) return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_NEQ_UQ);
+#elif defined(__AVX2__)
+    return (uint32_t)_mm256_movemask_pd((__m256d)(a != b));
+#endif
+    uint32_t found = 0;
+    for (int k = 0; k < W / 2; k++) found |= (uint32_t)(a[k] != b[k]) << k;
     return found;
 }
 
@@ -161,6 +182,22 @@ INLINE U16 narrowed(I x) {  // of values below 2**16
 #else
     return __builtin_convertvector(x, U16);
 #endif
+}
+
+// Their lowest two bytes, exchanged, and zeros above.
+INLINE I exchanged(I x) {
+#if defined(__SSE4_1__)
+    constexpr int o = -128;
+    const __m128i order = _mm_setr_epi8(1, 0, o, o, 5, 4, o, o, 9, 8, o, o, 13, 12, o, o);
+#if defined(__AVX512BW__)
+    if constexpr (W == 16) return (I)_mm512_shuffle_epi8((__m512i)x, _mm512_broadcast_i32x4(order));
+#elif defined(__AVX2__)
+    return (I)_mm256_shuffle_epi8((__m256i)x, _mm256_broadcastsi128_si256(order));
+#else
+    return (I)_mm_shuffle_epi8((__m128i)x, order);
+#endif
+#endif
+    return (x >> 8 & 255) | (x & 255) << 8;
 }
 
 INLINE float widened_at(const void* bfloats, int64_t i) { return real((int32_t)((uint32_t)((const uint16_t*)bfloats)[i] << 16)); }

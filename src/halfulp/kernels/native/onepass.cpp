@@ -1,7 +1,8 @@
 // One optimizer step in one sweep over memory: moments, proposal, policy, stored values and counts.
 //
-// halfulp/kernels/onepass_reference.py defines every bit. A rule and a policy are template arguments; how
-// weights, gradients and moments are stored is asked once a vector, of numbers that never change within a call.
+// halfulp/kernels/onepass_reference.py defines every bit. A tile goes through four stages, 64 weights at a time: load,
+// propose, round, store. Between stages those 64 stay in the nearest cache, so each stage asks once a block what it is
+// to do, and its loop over the vectors of a block asks nothing.
 #include "calls.h"
 #include "static_grid.h"
 #include "tiles.h"
@@ -10,52 +11,189 @@ namespace HALFULP_TARGET {
 
 enum Family { ADAMS, SGDS, LIONS };  // AdamW and Adam; SGD with momentum, Nesterov's too; Lion
 enum Keeps { NOTHING, CARRY, ERROR, MASTER, REMAINDER, REMAINDER8 };  // the last in 16 and in 8 bits
+enum Rounding { BFLOAT, FLOAT, WHOLE };  // to the patterns of bfloat16; to floats; to integers
+enum Way { TO_BFLOAT, BY_VALUE, FLOAT_INDEX, WHOLE_INDEX };  // how lanes are rounded: see below
+
+constexpr int BLOCK = 64, LOTS = BLOCK / W;  // weights of a block, and its vectors
 
 struct Rates {
     float decay, share, beta2, rest2, root, inverse, eps, step, feed, beta1;
 };
 
-// One tensor, or one tile of it.
-struct Job : OnepassRow {
-    const Rates* rates;
-    const Key* keys;  // of the streams of weights and of moments
-    int32_t (*counts)[5];
-    double (*totals)[5];
-};
-
-// How a loop finds weights and gradients: float32 on a grid of its own or on bfloat16's, both bfloat16, or codes
-// beside float32. Anything else is brought into one of these a tile at a time.
-enum Layout { ON_GRID, ON_BFLOAT, NARROW, CODED };
-
-// ---- rounding ------------------------------------------------------------------------------------------
-
-enum Rounding { BFLOAT, FLOAT, WHOLE };  // to the patterns of bfloat16; to floats; to integers
-
+// Of a grid: its tables; and what a draw by index needs, where it serves (see index_lanes).
 struct Grid {
     Numbers<float> f;
     Integers<float> k;
     int rounding;
     int32_t top;  // the bit of the sign of codes
+    bool indexed;
+    int32_t cut, normal, most[2], left;  // fraction bits; the first float that is no subnormal; the largest by sign
+    float fine, quantum;
 
     explicit Grid(const OnepassCall& c)
-        : f(*(const Numbers<float>*)c.floats), k(*(const Integers<float>*)c.ints), rounding(c.kind.rounding), top(c.kind.top) {}
+        : f(*(const Numbers<float>*)c.floats), k(*(const Integers<float>*)c.ints), rounding(c.kind.rounding), top(c.kind.top) {
+        cut = rounding == WHOLE ? 16 : k.cut;
+        normal = rounding == WHOLE ? INT32_MAX : k.emin;
+        fine = real(k.inverse - k.emin) * (float)(1 << cut), quantum = real(k.emin - k.mant);
+        const double largest = (double)(f.hi > -f.lo ? f.hi : -f.lo) * fine;
+        indexed = rounding != BFLOAT && c.kind.is_short && cut >= 16 && f.lo < 0 && pattern(fine) < EXPONENT &&
+                  (rounding == FLOAT ? f.lo == -f.hi : largest < 0x1p31);
+        most[0] = position(f.hi), most[1] = position(-f.lo), left = __builtin_clz(top);
+    }
+    int32_t position(float a) const { return pattern(a) >= normal ? pattern(a) - (normal - 0x800000) : (int32_t)((double)a * fine); }
 };
+
+// One tensor, or one tile of it.
+struct Job : OnepassRow {
+    const Key* keys;  // of the streams of weights and of moments
+    int32_t (*counts)[5];
+    double (*totals)[5];
+};
+
+// A block on its way. q what is stored, before what is kept beside it, z what is proposed, r what will be stored, rest
+// what will be kept, below Adam's denominator.
+struct alignas(64) Block {
+    F q[LOTS], before[LOTS], m[LOTS], v[LOTS], z[LOTS], below[LOTS], r[LOTS], rest[LOTS], asked[LOTS];
+    I code[LOTS];
+    float *first, *second;            // the next moments: m and v, or where they belong if they are stored as they are
+    uint64_t changed, proposed, bad;  // a bit for each weight that changed, was to, or has no finite proposal
+    uint32_t rare;                    // a bit for each vector in which some were done one by one
+    int ends;                         // weights at an end of the range
+};
+
+// What the stages of a tile see: all of it stays as it is within a call.
+struct Work {
+    OnepassCase c;
+    Grid g;
+    Rates a;
+    Job job;
+    int keeps;
+};
+
+#define EACH _Pragma("GCC unroll 4") for (int i = 0; i < LOTS; i++)
+
+// ---- load ----------------------------------------------------------------------------------------------
+
+// Codes packed to the bit, the lowest first: 64 are whole bytes at every width.
+inline void unpack(const uint8_t* packed, int bits, uint8_t* codes) {
+    for (int i = 0; i < BLOCK; i += 8, packed += bits) {
+        uint64_t word = 0;
+        for (int b = 0; b < bits; b++) word |= (uint64_t)packed[b] << (8 * b);
+        for (int k = 0; k < 8; k++, word >>= bits) codes[i + k] = (uint8_t)(word & ((1u << bits) - 1));
+    }
+}
+
+inline void pack(const uint8_t* codes, int bits, uint8_t* packed) {
+    for (int i = 0; i < BLOCK; i += 8, packed += bits) {
+        uint64_t word = 0;
+        for (int k = 7; k >= 0; k--) word = word << bits | codes[i + k];
+        for (int b = 0; b < bits; b++) packed[b] = (uint8_t)(word >> (8 * b));
+    }
+}
+
+template <bool WHOLES> INLINE void load_codes(const Grid& g, const uint8_t* codes, F* q) {
+    EACH q[i] = decode_lanes<float>(widened(load<U8>(codes + i * W)), WHOLES, g.top, g.k);
+}
+
+INLINE void load_floats(const void* from, int64_t j, bool bfloats, F* to) {
+    if (bfloats)
+        EACH to[i] = from_bfloat(load<U16>((const uint16_t*)from + j + i * W));
+    else
+        EACH to[i] = load<F>((const float*)from + j + i * W);
+}
+
+// What is stored, and what is kept beside it: a carry or a master as it is, a master from its remainder.
+__attribute__((noinline)) void load_block(const Work& s, int64_t j, Block& x) {
+    const Grid& g = s.g;
+    if (s.c.stored == CODES) {
+        uint8_t unpacked[BLOCK];
+        const uint8_t* codes = (const uint8_t*)s.job.stored + j * s.job.bits / 8;
+        if (s.job.bits < 8) unpack(codes, (int)s.job.bits, unpacked), codes = unpacked;
+        if (g.rounding == WHOLE)
+            load_codes<true>(g, codes, x.q);
+        else
+            load_codes<false>(g, codes, x.q);
+    } else
+        load_floats(s.job.stored, j, s.c.stored == BFLOATS, x.q);
+    if (s.keeps == REMAINDER)
+        EACH x.before[i] = floats(bits(x.q[i]) + widened(load<I16>((const int16_t*)s.job.kept + j + i * W)));
+    else if (s.keeps == REMAINDER8)
+        EACH x.before[i] = floats(bits(x.q[i]) + (widened(load<I8>((const int8_t*)s.job.kept + j + i * W)) << 8));
+    else if (s.keeps == CARRY || s.keeps == MASTER)
+        load_floats(s.job.kept, j, s.c.kept == BFLOATS, x.before);
+}
+
+// ---- propose -------------------------------------------------------------------------------------------
+
+// Moments and proposals. LATE: of a block that reaches behind torch's last whole vector, where it sums in another order.
+template <Family FAMILY, bool NARROW_GRAD, bool NARROW_MOMENTS, bool LATE>
+INLINE void propose_lanes(const Work& s, int64_t j, Block& x) {
+    const Rates a = s.a;
+    const bool decoupled = s.c.rule == ADAMW, decays = !decoupled && a.decay != 0, nesterov = s.c.rule == NESTEROV, small = s.c.small;
+    const bool feeds = s.keeps == ERROR;
+    x.first = NARROW_MOMENTS || feeds ? (float*)x.m : (float*)s.job.first + j;
+    x.second = NARROW_MOMENTS ? (float*)x.v : (float*)s.job.second + j;
+    const F* masters = s.keeps >= MASTER ? x.before : x.q;
+    const auto load_from = [&](const void* from, int i, bool narrow) INLINE_LAMBDA {
+        return narrow ? from_bfloat(load<U16>((const uint16_t*)from + j + i * W)) : load<F>((const float*)from + j + i * W);
+    };
+    EACH {
+        F w = masters[i], g = load_from(s.job.grad, i, NARROW_GRAD);
+        const F m = load_from(s.job.first, i, NARROW_MOMENTS);
+        const I late = LATE ? counting() >= (int32_t)(s.job.plain - j - i * W > -W ? s.job.plain - j - i * W : -W) : I{};
+        if (FAMILY == LIONS) {
+            const F turn = m * a.beta1 + g * a.share;
+            const F sign = turn > 0 ? splat(1.0f) : turn < 0 ? splat(-1.0f) : turn;
+            store(x.first + i * W, m * a.beta2 + g * a.rest2);
+            x.z[i] = w * a.decay + sign * a.step;
+            continue;
+        }
+        if (decays) g = fma(w, splat(a.decay), g);
+        if (FAMILY == SGDS) {
+            F p = fma(g, splat(a.share), m * a.beta1);
+            if (LATE) p = late ? fma(m, splat(a.beta1), g * a.share) : p;
+            store(x.first + i * W, p);
+            x.z[i] = fma(nesterov ? fma(p, splat(a.beta2), g) : p, splat(a.step), w);
+            continue;
+        }
+        if (decoupled) w = w * a.decay;
+        const F v = load_from(s.job.second, i, NARROW_MOMENTS), weighted = g * a.rest2;
+        const F first = fma(g - m, splat(a.share), small ? m : g);
+        F second = fma(weighted, g, v * a.beta2);
+        if (LATE) second = late ? fma(v, splat(a.beta2), weighted * g) : second;
+        // sqrt(v) / root: by the reciprocal and one correction, which rounds as the division does (Markstein).
+        const F r = root_of(second), y = r * a.inverse, below = fma(fma(y, splat(-a.root), r), splat(a.inverse), y) + a.eps;
+        store(x.first + i * W, first), store(x.second + i * W, second);
+        if (feeds) x.below[i] = below;
+        x.z[i] = w + first * a.step / below;
+    }
+}
+
+template <Family FAMILY, bool NARROW_GRAD, bool NARROW_MOMENTS> __attribute__((noinline)) void propose_block(const Work& s, int64_t j, Block& x) {
+    if (j + BLOCK > s.job.plain)
+        propose_lanes<FAMILY, NARROW_GRAD, NARROW_MOMENTS, true>(s, j, x);
+    else
+        propose_lanes<FAMILY, NARROW_GRAD, NARROW_MOMENTS, false>(s, j, x);
+}
+
+// ---- round ---------------------------------------------------------------------------------------------
 
 // Patterns above this are rounded to bfloat16's largest number, or might be, or are not finite.
 constexpr int32_t NEAR_END = 0x7F7E0000;
+// What a vector's widest may be: the pattern of a magnitude, or its index.
+template <Way WAY> INLINE int32_t limit(const Grid& g) {
+    return WAY == TO_BFLOAT ? NEAR_END : WAY == FLOAT_INDEX ? (g.most[0] >> g.cut) - 1 : EXPONENT - 1;
+}
 
-// Whether lanes are not finite, or at an end of bfloat16's range, which the functions below do not look at.
-INLINE I is_rare(F v, const Grid& g) { return (bits(v) & MAGNITUDE) > (g.rounding == BFLOAT ? NEAR_END : EXPONENT - 1); }
-
-INLINE F nearest(F v, const Grid& g) {
-    if (g.rounding == BFLOAT) return floats(nearest_bfloat(bits(v)) & ~0xFFFF);
+template <Way WAY> INLINE F nearest(F v, const Grid& g) {
+    if (WAY == TO_BFLOAT) return floats(nearest_bfloat(bits(v)) & ~0xFFFF);
     I e;
     return round_lanes<float, true, false>(v, g.f, g.k, e);
 }
 
 // A neighbour by the first digits of U; `open` where they do not decide.
-INLINE F drawn(F v, I word, const Grid& g, bool is_short, I& open) {
-    if (g.rounding != BFLOAT)
+template <Way WAY> INLINE F drawn(F v, I word, const Grid& g, bool is_short, I& open) {
+    if (WAY != TO_BFLOAT)
         return draw_lanes<float, true>(v, is_short ? word ^ 0xFFFF : (I)((U)word >> 1), is_short ? 0x1p16f : TWO31, g.f, g.k, open);
     const I u = bits(v);
     if (is_short) return floats((u + word) & ~0xFFFF);  // its digits are the complement: to go up is to carry
@@ -64,87 +202,28 @@ INLINE F drawn(F v, I word, const Grid& g, bool is_short, I& open) {
     return floats((u & ~0xFFFF) + ((draw < digits) & 0x10000));
 }
 
-// ---- how things are stored ---------------------------------------------------------------------------
-
-template <int LAYOUT> INLINE F load_stored(const Grid& g, const void* from, int64_t j) {
-    if (LAYOUT == CODED) return decode_lanes<float>(widened(load<U8>((const uint8_t*)from + j)), g.rounding == WHOLE, g.top, g.k);
-    if (LAYOUT == NARROW) return from_bfloat(load<U16>((const uint16_t*)from + j));
-    return load<F>((const float*)from + j);
-}
-
-template <int LAYOUT> INLINE void store_stored(const Grid& g, void* to, int64_t j, F r) {
-    if (LAYOUT == CODED)
-        store((uint8_t*)to + j, lowest(encode_lanes<float>(r, g.rounding == WHOLE, g.top, g.k)));
-    else if (LAYOUT == NARROW)
-        store((uint16_t*)to + j, upper(bits(r)));
-    else
-        store((float*)to + j, r);
-}
-
-template <bool BFLOATS_> INLINE F load_floats(const void* from, int64_t j) {
-    return BFLOATS_ ? from_bfloat(load<U16>((const uint16_t*)from + j)) : load<F>((const float*)from + j);
-}
-
-// A carry or a master as it is, a master from its remainder.
-template <int KEEPS> INLINE F load_kept(const void* from, int64_t j, F q) {
-    if (KEEPS == REMAINDER) return floats(bits(q) + widened(load<I16>((const int16_t*)from + j)));
-    if (KEEPS == REMAINDER8) return floats(bits(q) + (widened(load<I8>((const int8_t*)from + j)) << 8));
-    return load<F>((const float*)from + j);
-}
-
-template <int KEEPS> INLINE void store_kept(void* to, int64_t j, F x, F r) {
-    if (KEEPS == REMAINDER)
-        store((int16_t*)to + j, narrowed((bits(x) - bits(r)) & 0xFFFF));
-    else if (KEEPS == REMAINDER8)
-        store((int8_t*)to + j, lowest((bits(x) - bits(r)) >> 8));
-    else
-        store((float*)to + j, x);
-}
-
-// float32, or bfloat16 by a draw of 16 digits: to go up is to carry.
-template <bool BFLOATS_> INLINE void store_moment(void* to, int64_t j, F x, I word, bool rare) {
-    if (!BFLOATS_) return store((float*)to + j, x);
-    const I u = bits(x);
-    I r = u + word;
-    if (rare) r = (u & EXPONENT) == EXPONENT ? u | ((x != x) & 0x400000) : r;
-    store((uint16_t*)to + j, upper(r));
-}
-
-// ---- the step of one vector --------------------------------------------------------------------------
-
-struct Proposal {
-    F z, m, v, below;  // below: Adam's denominator
-};
-
-// `late`: lanes that lie behind torch's last whole vector, where it sums in another order.
-template <Family FAMILY> INLINE Proposal propose(const OnepassCase& c, const Rates& a, F w, F g, F m, F v, bool behind, I late) {
-    Proposal p;
-    if (FAMILY == LIONS) {
-        const F turn = m * a.beta1 + g * a.share;
-        const F sign = turn > 0 ? splat(1.0f) : turn < 0 ? splat(-1.0f) : turn;
-        p.m = m * a.beta2 + g * a.rest2;
-        p.z = w * a.decay + sign * a.step;
-        return p;
+// The same of a grid of few digits, for 16 digits of U. Magnitudes are counted in steps of the grid, with a fraction: of
+// floats that are v's own bits. The word is the complement of U: to go up is to carry, and a fraction that
+// comes out full is one that the word does not decide. What is not finite comes out as the largest.
+template <bool WHOLES> INLINE F index_lanes(F v, I word, const Grid& g, I& code, I& open, I& ends, I& widest) {
+    const I u = bits(v), a = u & MAGNITUDE, digits = splat(0xFFFF << (g.cut - 16));
+    I p = __builtin_convertvector(floats(a) * g.fine, I);
+    if (!WHOLES) p = a >= g.normal ? a - (g.normal - 0x800000) : p;
+    I most = splat(g.most[0]);
+    if (WHOLES) most = u < 0 ? splat(g.most[1]) : most;
+    p = (U)p < (U)most ? p : most;
+    p += word << (g.cut - 16);
+    open |= (p & digits) == digits;
+    const I index = p >> g.cut;
+    const F small = __builtin_convertvector(index, F) * g.quantum;
+    if (WHOLES) {
+        ends = index == most >> g.cut;
+        code = ((index ^ (u >> 31)) - (u >> 31)) & (2 * g.top - 1);
+        return floats(bits(small) | (u & SIGN));
     }
-    if (c.rule == ADAMW)
-        w = w * a.decay;
-    else if (a.decay != 0)
-        g = fma(w, splat(a.decay), g);
-    if (FAMILY == SGDS) {
-        p.m = fma(g, splat(a.share), m * a.beta1);
-        if (behind) p.m = late ? fma(m, splat(a.beta1), g * a.share) : p.m;
-        p.z = fma(c.rule == NESTEROV ? fma(p.m, splat(a.beta2), g) : p.m, splat(a.step), w);
-        return p;
-    }
-    p.m = fma(g - m, splat(a.share), c.small ? m : g);
-    const F weighted = g * a.rest2;
-    p.v = fma(weighted, g, v * a.beta2);
-    if (behind) p.v = late ? fma(v, splat(a.beta2), weighted * g) : p.v;
-    // sqrt(v) / root: by the reciprocal and one correction, which rounds as the division does (Markstein).
-    const F r = root_of(p.v), x = r * a.inverse;
-    p.below = fma(fma(x, splat(-a.root), r), splat(a.inverse), x) + a.eps;
-    p.z = w + p.m * a.step / p.below;
-    return p;
+    widest = index > widest ? index : widest;
+    code = index | (u >> g.left & g.top);
+    return floats((index >= 0x800000 >> g.cut ? (index << g.cut) + (g.normal - 0x800000) : bits(small)) | (u & SIGN));
 }
 
 // What a remainder can keep of a finite master.
@@ -155,291 +234,305 @@ inline float careful_master(float z, bool eight, bool is_short, Key key, uint64_
     return real((int32_t)(u > most ? most : u) | (pattern(z) & SIGN));
 }
 
-// What a vector becomes: q what is stored, z what is proposed, r what will be stored, rest what is kept.
-struct Group {
-    F q, z, r, rest, before;
-    Proposal p;
-    uint32_t bad;  // proposals that are not finite
-    int ends;      // weights at an end of the range
+// Those lanes of vector i with something rare in them, one by one: not finite, at an end, a draw that needs more digits.
+template <int MODE, int KEEPS>
+__attribute__((noinline)) void careful(const Work& s, Block& x, int i, uint32_t lanes, F asked, uint64_t index) {
+    const OnepassCase& c = s.c;
+    const Grid& g = s.g;
+    const Rates& a = s.a;
+    for (; lanes; lanes &= lanes - 1) {
+        const int k = __builtin_ctz(lanes);
+        const float q = x.q[i][k];
+        const float before = KEEPS == NOTHING || KEEPS == ERROR ? 0 : x.before[i][k];
+        float z = asked[k], r, rest;
+        if (c.rule <= ADAM) {
+            const float old = KEEPS >= MASTER ? before : q;
+            const float below = __builtin_sqrtf(x.second[i * W + k]) / a.root + a.eps;
+            z = (c.rule == ADAMW ? old * a.decay : old) + x.first[i * W + k] * a.step / below;
+            x.below[i][k] = below;
+        }
+        if ((pattern(z) & EXPONENT) == EXPONENT) {
+            x.bad |= (uint64_t)1 << (i * W + k);
+            z = r = q, rest = before;
+        } else {
+            if (KEEPS == CARRY) {
+                const float whole = z + before;
+                if ((pattern(whole) & EXPONENT) != EXPONENT) z = whole;
+            }
+            if (KEEPS >= REMAINDER) {
+                z = careful_master(z, KEEPS == REMAINDER8, c.is_short, s.job.keys[0], index + k);
+                r = real((pattern(z) + 0x8000) & ~0xFFFF);
+            } else {
+                r = careful_nearest(z, g.f, g.k);
+                if (MODE == STOCHASTIC || (MODE == DEADZONE && r == q && z != q))
+                    r = careful_drawn(z, g.f, g.k, c.is_short, s.job.keys[0], index + k);
+            }
+            const bool over = r >= g.f.hi, under = r <= g.f.lo;
+            x.ends += over || under;
+            rest = z;
+            if (KEEPS == CARRY || KEEPS == ERROR) rest = (over && z > r) || (under && z < r) ? 0 : z - r;
+        }
+        x.z[i][k] = z, x.r[i][k] = r, x.rest[i][k] = rest;
+        x.code[i][k] = encode_lanes<float>(splat(r), g.rounding == WHOLE, g.top, g.k)[0];
+    }
+}
+
+// Rounds a vector of proposals, to which a carry is added first. `odd`: lanes that must be looked at one by one, but not
+// those of which `widest` tells it, the largest magnitude so far; `ends`: those at an end of the range, among which is
+// what is not finite if a draw is by index.
+template <int MODE, int KEEPS, Way WAY>
+INLINE F round_vector(const Grid& g, bool is_short, F q, F before, I word, F& z, I& code, I& odd, I& ends, I& widest) {
+    if (KEEPS == CARRY) z = z + before;
+    if (WAY < FLOAT_INDEX) {
+        const I size = bits(z) & MAGNITUDE;
+        widest = size > widest ? size : widest;
+    }
+    if (KEEPS == REMAINDER8) {
+        const I u = bits(z), digits = (u & 255) << 23, draw = (I)((U)word >> 1);
+        if (!is_short) odd |= digits == draw;
+        z = floats(is_short ? (u + (I)((U)word >> 8)) & ~255 : (u & ~255) + ((draw < digits) & 256));
+    }
+    if (KEEPS >= REMAINDER) return floats((bits(z) + 0x8000) & ~0xFFFF);
+    if (WAY >= FLOAT_INDEX) return index_lanes<WAY == WHOLE_INDEX>(z, word, g, code, odd, ends, widest);
+    F r = MODE == STOCHASTIC ? F{} : nearest<WAY>(z, g);
+    if (MODE != NEAREST) {
+        const F draw = drawn<WAY>(z, word, g, is_short, odd);
+        r = MODE == STOCHASTIC ? draw : ((r == q) & (z != q)) ? draw : r;
+    }
+    if (WAY == BY_VALUE) ends |= (r >= g.f.hi) | (r <= g.f.lo);
+    return r;
+}
+
+// What must be looked at in a block: a carry or an error at an end of the range is none, and odd lanes go one by one.
+template <int MODE, int KEEPS, Way WAY>
+__attribute__((noinline)) void mend_block(const Work& s, Block& x, const uint32_t* words, uint64_t index) {
+    const Grid& g = s.g;
+    constexpr bool DRAWS = MODE != NEAREST || KEEPS == REMAINDER8;
+    for (int i = 0; i < LOTS; i++) {
+        const F asked = KEEPS == CARRY || KEEPS == REMAINDER8 ? x.asked[i] : x.z[i];
+        F z = asked;
+        I code, odd = {}, ends = {}, widest = {};
+        const F r = round_vector<MODE, KEEPS, WAY>(g, s.c.is_short, x.q[i], x.before[i], DRAWS ? load<I>(words + i * W) : I{}, z, code, odd, ends, widest);
+        const uint32_t lanes = mask(odd | (WAY < FLOAT_INDEX ? widest > limit<WAY>(g) : (bits(z) & MAGNITUDE) >= EXPONENT));
+        if (WAY == FLOAT_INDEX) ends = widest > limit<WAY>(g);
+        x.ends += __builtin_popcount(mask(ends) & ~lanes);
+        if (KEEPS == CARRY || KEEPS == ERROR) x.rest[i] = (((r >= g.f.hi) & (z > r)) | ((r <= g.f.lo) & (z < r))) ? F{} : x.rest[i];
+        if (!lanes) continue;
+        x.rare |= 1u << i;
+        careful<MODE, KEEPS>(s, x, i, lanes, asked, index + i * W);
+        const uint64_t here = ~((uint64_t)((1u << W) - 1) << (i * W));
+        x.changed = (x.changed & here) | (uint64_t)differing(x.r[i], x.q[i]) << (i * W);
+        x.proposed = (x.proposed & here) | (uint64_t)differing(x.z[i], x.q[i]) << (i * W);
+    }
+}
+
+// Rounds x.z by the policy; everything else of the block follows from it.
+template <int MODE, int KEEPS, Way WAY> __attribute__((noinline)) void round_block(const Work& s, Block& x, const uint32_t* words, uint64_t index) {
+    const Grid g = s.g;  // a copy that nobody else can see: stores do not make the compiler read it again
+    const bool is_short = s.c.is_short;
+    uint64_t changed = 0, proposed = 0;
+    I odd = {}, ends = {}, widest = {};
+    EACH {
+        F z = x.z[i];
+        if (KEEPS == CARRY || KEEPS == REMAINDER8) x.asked[i] = z;
+        const I word = MODE != NEAREST || KEEPS == REMAINDER8 ? load<I>(words + i * W) : I{};
+        I code, last = {};
+        const F r = round_vector<MODE, KEEPS, WAY>(g, is_short, x.q[i], x.before[i], word, z, code, odd, last, widest);
+        ends |= last;
+        x.r[i] = r;
+        if (KEEPS == CARRY || KEEPS == REMAINDER8) x.z[i] = z;
+        if (WAY >= FLOAT_INDEX) x.code[i] = code;
+        if (KEEPS != NOTHING) x.rest[i] = KEEPS == CARRY || KEEPS == ERROR ? z - r : z;
+        changed |= (uint64_t)differing(r, x.q[i]) << (i * W);
+        proposed |= (uint64_t)differing(z, x.q[i]) << (i * W);
+    }
+    x.changed = changed, x.proposed = proposed;
+    x.rare = 0, x.bad = 0, x.ends = 0;
+    if (__builtin_expect(mask(odd | ends | (widest > limit<WAY>(g))), 0)) mend_block<MODE, KEEPS, WAY>(s, x, words, index);
+}
+
+// ---- store ---------------------------------------------------------------------------------------------
+
+// bfloat16 by a draw of 16 digits: to go up is to carry. Of v the digits are those of m, their bytes exchanged.
+template <bool SWAPPED> INLINE void store_moment(void* to, int64_t j, const F* x, const uint32_t* words, uint32_t rare) {
+    EACH {
+        I word = load<I>(words + i * W);
+        if (SWAPPED) word = exchanged(word);
+        const I u = bits(x[i]);
+        I r = u + word;
+        if (rare >> i & 1) r = (u & EXPONENT) == EXPONENT ? u | ((x[i] != x[i]) & 0x400000) : r;
+        store((uint16_t*)to + j + i * W, upper(r));
+    }
+}
+
+__attribute__((noinline)) void store_block(const Work& s, int64_t j, Block& x, const uint32_t* pair, bool indexed) {
+    const Grid& g = s.g;
+    const Job& job = s.job;
+    const bool narrow = s.c.narrow_moments;
+    if (s.keeps == ERROR) {
+        const float feed = s.a.feed;
+        EACH {
+            const F fed = s.c.rule <= ADAM ? x.m[i] + (x.below[i] * x.rest[i]) * feed : fma(x.rest[i], splat(feed), x.m[i]);
+            // What the moment cannot hold is not fed back.
+            if (feed != 0) x.m[i] = (bits(fed) & EXPONENT) == EXPONENT ? x.m[i] : fed;
+            if (!narrow) store((float*)job.first + j + i * W, x.m[i]);
+        }
+    }
+    if (narrow) store_moment<false>(job.first, j, x.m, pair, x.rare);
+    if (narrow && s.c.rule <= ADAM) store_moment<true>(job.second, j, x.v, pair, x.rare);
+    if (s.keeps == REMAINDER)
+        EACH store((int16_t*)job.kept + j + i * W, narrowed((bits(x.rest[i]) - bits(x.r[i])) & 0xFFFF));
+    else if (s.keeps == REMAINDER8)
+        EACH store((int8_t*)job.kept + j + i * W, lowest((bits(x.rest[i]) - bits(x.r[i])) >> 8));
+    else if (s.keeps == CARRY || s.keeps == MASTER) {
+        if (s.c.kept == BFLOATS)
+            EACH store((uint16_t*)job.kept + j + i * W, upper(nearest_bfloat(bits(x.rest[i]))));
+        else
+            EACH store((float*)job.kept + j + i * W, x.rest[i]);
+    }
+    if (s.c.stored == FLOATS)
+        EACH store((float*)job.stored + j + i * W, x.r[i]);
+    else if (s.c.stored == BFLOATS)
+        EACH store((uint16_t*)job.stored + j + i * W, upper(bits(x.r[i])));
+    else {
+        uint8_t buffer[BLOCK], *packed = (uint8_t*)job.stored + j * job.bits / 8, *codes = job.bits < 8 ? buffer : packed;
+        if (!indexed)
+            EACH store(codes + i * W, lowest(encode_lanes<float>(x.r[i], g.rounding == WHOLE, g.top, g.k)));
+        else
+            EACH store(codes + i * W, lowest(x.code[i]));
+        if (job.bits < 8) pack(buffer, (int)job.bits, packed);
+    }
+}
+
+// ---- tiles ---------------------------------------------------------------------------------------------
+
+struct Stages {
+    void (*propose)(const Work&, int64_t, Block&);
+    void (*round)(const Work&, Block&, const uint32_t*, uint64_t);
+    bool draws, indexed;
 };
 
-// A vector with something rare in it, one by one: not finite, at an end, a draw that needs more digits.
-template <Family FAMILY, int MODE, int KEEPS>
-__attribute__((noinline)) Group careful(OnepassCase c, Grid g, Rates a, Key key, uint64_t index, Group x) {
-    x.bad = 0, x.ends = 0;
-    for (int i = 0; i < W; i++) {
-        const float q = x.q[i];
-        float z = x.z[i], r;
-        if (FAMILY == ADAMS) {
-            const float old = KEEPS >= MASTER ? x.before[i] : q;
-            const float below = __builtin_sqrtf(x.p.v[i]) / a.root + a.eps;
-            z = (c.rule == ADAMW ? old * a.decay : old) + x.p.m[i] * a.step / below;
-            x.p.below[i] = below;
-        }
-        const bool fine = (pattern(z) & EXPONENT) != EXPONENT;
-        if (!fine) {
-            x.bad |= 1u << i;
-            x.z[i] = x.r[i] = q;
-            x.rest[i] = KEEPS == NOTHING || KEEPS == ERROR ? 0 : x.before[i];
-            continue;
-        }
-        if (KEEPS == CARRY) {
-            const float whole = z + x.before[i];
-            if ((pattern(whole) & EXPONENT) != EXPONENT) z = whole;
-        }
-        if (KEEPS >= REMAINDER) {
-            z = careful_master(z, KEEPS == REMAINDER8, c.is_short, key, index + i);
-            const int32_t u = pattern(z);
-            r = real((u + 0x8000) & ~0xFFFF);
-        } else {
-            r = careful_nearest(z, g.f, g.k);
-            if (MODE == STOCHASTIC || (MODE == DEADZONE && r == q && z != q))
-                r = careful_drawn(z, g.f, g.k, c.is_short, key, index + i);
-        }
-        const bool over = r >= g.f.hi, under = r <= g.f.lo;
-        x.ends += over || under;
-        x.z[i] = z, x.r[i] = r;
-        x.rest[i] = z;
-        if (KEEPS == CARRY || KEEPS == ERROR) x.rest[i] = (over && z > r) || (under && z < r) ? 0 : z - r;
-    }
-    return x;
-}
-
-// Rounds x.z by the policy; everything else of the group follows from it.
-template <Family FAMILY, int MODE, int KEEPS>
-INLINE bool round_group(const OnepassCase& c, const Grid& g, const Rates& a, Key key, uint64_t index, I word, Group& x) {
-    constexpr bool RESTS = KEEPS == CARRY || KEEPS == ERROR;
-    const F asked = x.z;
-    I rare;
-    if (KEEPS == CARRY) x.z = x.z + x.before;
-    if (KEEPS >= REMAINDER) {
-        I u = bits(x.z);
-        rare = (u & MAGNITUDE) > NEAR_END;
-        if (KEEPS == REMAINDER8) {
-            const I digits = (u & 255) << 23, draw = (I)((U)word >> 1);
-            if (!c.is_short) rare |= digits == draw;
-            u = c.is_short ? (u + (I)((U)word >> 8)) & ~255 : (u & ~255) + ((draw < digits) & 256);
-        }
-        x.z = floats(u);
-        x.r = floats((u + 0x8000) & ~0xFFFF);
-    } else {
-        rare = is_rare(x.z, g);
-        if (MODE == NEAREST) {
-            x.r = nearest(x.z, g);
-        } else {
-            x.r = drawn(x.z, word, g, c.is_short, rare);
-            if (MODE == DEADZONE) {
-                const F near = nearest(x.z, g);
-                x.r = ((near == x.q) & (x.z != x.q)) ? x.r : near;
-            }
-        }
-    }
-    x.rest = RESTS ? x.z - x.r : x.z;
-    x.bad = 0, x.ends = 0;
-    if (g.rounding != BFLOAT) {
-        const I over = x.r >= g.f.hi, under = x.r <= g.f.lo;
-        const uint32_t ends = mask(over | under);
-        x.ends = __builtin_popcount(ends);
-        if (RESTS && ends) x.rest = ((over & (x.z > x.r)) | (under & (x.z < x.r))) ? F{} : x.rest;
-    }
-    if (__builtin_expect(mask(rare) == 0, 1)) return false;
-    x.z = asked;
-    x = careful<FAMILY, MODE, KEEPS>(c, g, a, key, index, x);
-    return true;
-}
-
-// ---- tiles -------------------------------------------------------------------------------------------
-
-// One whole tile, number t of the job.
-template <Family FAMILY, int MODE, int KEEPS, int LAYOUT, bool BFLOAT_MOMENTS>
-void step_tile(const OnepassCase& case_, const Grid& grid, const Job& job_, int64_t t) {
-    constexpr bool BESIDE = KEEPS != NOTHING && KEEPS != ERROR, DRAWS = MODE != NEAREST || KEEPS == REMAINDER8;
-    const OnepassCase c = case_;  // copies that nobody else can see: stores do not make the compiler read them again
-    const Job job = job_;
-    const Rates a = *job.rates;
-    Grid g = grid;
-    if (LAYOUT == ON_BFLOAT || LAYOUT == NARROW) g.rounding = BFLOAT;
+// Tile t of the job, of whose weights n are in use; whole blocks of it are there.
+void step_tile(const Work& s, const Stages& stages, int64_t t, int n) {
+    const Job& job = s.job;
     const int64_t first = t * TILE;
     const bool sampled = job.sums && t % job.sums == 0;
     Draws own, pair;
-    own.begin(job.keys[0], c.is_short, job.offset + first);
+    own.begin(job.keys[0], s.c.is_short, job.offset + first);
     pair.begin(job.keys[1], true, job.offset + first);
-    Tally tally = {};
     float all_q[TILE], all_z[TILE], all_r[TILE];
-    for (int i = 0; i < TILE; i += W) {
-        const int64_t j = first + i;
-        Group x;
-        x.q = load_stored<LAYOUT>(g, job.stored, j);
-        if (BESIDE) x.before = load_kept<KEEPS>(job.kept, j, x.q);
-        const F w = KEEPS >= MASTER ? x.before : x.q;
-        const F m = load_floats<BFLOAT_MOMENTS>(job.first, j);
-        const F v = FAMILY == ADAMS ? load_floats<BFLOAT_MOMENTS>(job.second, j) : F{};
-        const bool behind = j + W > job.plain;
-        const I late = behind ? counting() >= (int32_t)(job.plain - j > -W ? job.plain - j : -W) : I{};
-        x.p = propose<FAMILY>(c, a, w, load_floats<LAYOUT == NARROW>(job.grad, j), m, v, behind, late);
-        x.z = x.p.z;
-        const I word = DRAWS ? load<I>(own.at(i)) : I{};
-        const bool rare = round_group<FAMILY, MODE, KEEPS>(c, g, a, job.keys[0], job.offset + j, word, x);
-        tally.ends += x.ends, tally.bad += __builtin_popcount(x.bad);
-        F next = x.p.m;
-        if (KEEPS == ERROR && a.feed != 0) {  // what the moment cannot hold is not fed back
-            const F fed = FAMILY == ADAMS ? next + (x.p.below * x.rest) * a.feed : fma(x.rest, splat(a.feed), next);
-            next = (bits(fed) & EXPONENT) == EXPONENT ? next : fed;
-        }
-        const I digits = BFLOAT_MOMENTS ? load<I>(pair.at(i)) : I{};
-        store_moment<BFLOAT_MOMENTS>(job.first, j, next, digits, rare);
-        if (FAMILY == ADAMS) store_moment<BFLOAT_MOMENTS>(job.second, j, x.p.v, digits >> 8 | (digits & 255) << 8, rare);
-        if (BESIDE) store_kept<KEEPS>(job.kept, j, x.rest, x.r);
-        store_stored<LAYOUT>(g, job.stored, j, x.r);
-        tally.changed[i >> 6] |= (uint64_t)mask(x.r != x.q) << (i & 63);
-        tally.proposed[i >> 6] |= (uint64_t)mask(x.z != x.q) << (i & 63);
-        if (sampled) {
-            F z = x.z;
-            if (KEEPS >= REMAINDER) z = floats(bits(z) | (((bits(z) & 0xFFFF) == 0x8000) & 1));  // as two passes have it
-            store(all_q + i, x.q);
-            store(all_z + i, z);
-            store(all_r + i, x.r);
-            for (int k = 0; rare && k < W; k++)
-                if (x.bad >> k & 1) all_q[i + k] = all_z[i + k] = all_r[i + k] = 0;
-        }
-    }
-    finish_tile(tally, TILE, job.moved ? job.moved + t * (TILE / 8) : nullptr, job.counts[t]);
-    if (sampled) sum_tile(all_q, all_z, all_r, job.totals[t]);
-}
-
-// ---- tiles that a loop does not take as they are -----------------------------------------------------------
-
-// Codes packed to the bit, the lowest first. A tile is whole bytes at every width.
-inline void unpack(const uint8_t* packed, int64_t bytes, int bits, int64_t n, uint8_t* codes) {
-    for (int64_t i = 0, at = 0; i < n; i += 8, at += bits) {
-        uint64_t word = 0;
-        for (int b = 0; b < bits && at + b < bytes; b++) word |= (uint64_t)packed[at + b] << (8 * b);
-        for (int k = 0; k < 8; k++, word >>= bits) codes[i + k] = (uint8_t)(word & ((1u << bits) - 1));
-    }
-}
-
-inline void pack(uint8_t* codes, int bits, int64_t n, uint8_t* packed, int64_t bytes) {
-    for (int64_t i = n; i < (n + 7) / 8 * 8; i++) codes[i] = 0;
-    for (int64_t i = 0, at = 0; i < n; i += 8, at += bits) {
-        uint64_t word = 0;
-        for (int k = 7; k >= 0; k--) word = word << bits | codes[i + k];
-        for (int b = 0; b < bits && at + b < bytes; b++) packed[at + b] = (uint8_t)(word >> (8 * b));
-    }
-}
-
-// An array of a tile as the loop of a layout wants it: a Part or, if it is packed or bfloat16 that is to be float32, a copy.
-struct Staged {
-    Part part;
-    int n, bits;
-    bool widens;
-
-    void* begin(const void* of, int64_t t, int n_, int size, bool widens_, int bits_ = 8) {
-        n = n_, bits = bits_, widens = widens_;
-        if (!of) return part.real = nullptr;
-        if (!widens && bits == 8) return part.begin(of, t * TILE, size, n);
-        part.real = (char*)of + t * TILE * size * bits / 8;
-        memset(part.copy, 0, n < TILE ? sizeof part.copy : 0);
-        if (bits < 8) unpack((const uint8_t*)part.real, (n * bits + 7) / 8, bits, n, (uint8_t*)part.copy);
-        int i = 0;
-        for (; widens && i + W <= n; i += W) store((float*)part.copy + i, from_bfloat(load<U16>((const uint16_t*)part.real + i)));
-        for (; widens && i < n; i++) ((float*)part.copy)[i] = widened_at(part.real, i);
-        return part.copy;
-    }
-    // bfloat16 is rounded to the nearest; what is on its grid stays.
-    void end(void* used) {
-        if (!used) return;
-        if (!widens && bits == 8) return part.end((const char*)used);
-        if (bits < 8) pack((uint8_t*)part.copy, bits, n, (uint8_t*)part.real, (n * bits + 7) / 8);
-        int i = 0;
-        for (; widens && i + W <= n; i += W) store((uint16_t*)part.real + i, upper(nearest_bfloat(load<I>((const int32_t*)part.copy + i))));
-        for (; widens && i < n; i++) {
-            const uint32_t u = ((const uint32_t*)part.copy)[i];
-            ((uint16_t*)part.real)[i] = (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
-        }
-    }
-};
-
-// A tile with copies in place of what the loop does not take. What fills it up are weights of zero that have no gradient and stay.
-template <class Step> void step_staged(const OnepassCase& c, int layout, int bits, const Job& job, int64_t t, Step step) {
-    const int64_t at = t * TILE;
-    const int n = in_tile(job.size, t), moment = c.narrow_moments ? 2 : 4;
-    Staged stored, grad, kept, first, second;
-    uint8_t moved[TILE / 8] = {};
-    Job one = job;
-    one.offset += at, one.plain -= at, one.counts += t, one.totals += t, one.sums = job.sums && t % job.sums == 0;
-    one.stored = stored.begin(job.stored, t, n, SIZE_OF[c.stored], c.stored == BFLOATS && layout != NARROW, bits);
-    one.grad = grad.begin(job.grad, t, n, c.narrow_grad ? 2 : 4, c.narrow_grad && layout != NARROW);
-    one.kept = kept.begin(job.kept, t, n, SIZE_OF[c.kept], c.kept == BFLOATS);
-    one.first = first.begin(job.first, t, n, moment, false);
-    one.second = second.begin(job.second, t, n, moment, false);
-    for (int i = n; one.second && i < TILE; i++)  // a denominator that is not zero
-        if (c.narrow_moments)
-            ((uint16_t*)one.second)[i] = 0x3F80;
-        else
-            ((float*)one.second)[i] = 1;
-    if (job.moved) memcpy(one.moved = moved, job.moved + at / 8, (n + 7) / 8);
-    step(one);
-    stored.end(one.stored), kept.end(one.kept), first.end(one.first), second.end(one.second);
-    if (job.moved) memcpy(job.moved + at / 8, moved, (n + 7) / 8);
-    int32_t* counts = job.counts[t];
-    counts[0] -= TILE - n, counts[1] -= TILE - n;
-    if (job.moved) counts[4] -= TILE - n;
-}
-
-template <Family FAMILY, int MODE, int KEEPS, int LAYOUT, bool BFLOAT_MOMENTS>
-void step_tiles(const OnepassCase& c, const Grid& g, const Job& job, int64_t t0, int64_t t1) {
-    const int bits = c.stored == CODES ? (int)job.bits : 8;
-    const bool staged = (c.stored == BFLOATS) != (LAYOUT == NARROW) || (c.narrow_grad && LAYOUT != NARROW) || c.kept == BFLOATS || bits < 8;
-    for (int64_t t = t0; t < t1; t++)
-        if (!staged && (t + 1) * TILE <= job.size)
-            step_tile<FAMILY, MODE, KEEPS, LAYOUT, BFLOAT_MOMENTS>(c, g, job, t);
-        else
-            step_staged(c, LAYOUT, bits, job, t, [&](const Job& one) { step_tile<FAMILY, MODE, KEEPS, LAYOUT, BFLOAT_MOMENTS>(c, g, one, 0); });
-}
-
-// ---- the loop of a case ----------------------------------------------------------------------------------
-
-using Step = void (*)(const OnepassCase&, const Grid&, const Job&, int64_t, int64_t);
-
-template <Family FAMILY, int MODE, int KEEPS> Step step_of_policy(const OnepassCase& c, const Grid& g) {
-    const bool narrow = c.stored == BFLOATS && c.narrow_grad && g.rounding == BFLOAT;
-    const int layout = c.stored == CODES ? CODED : narrow ? NARROW : g.rounding == BFLOAT ? ON_BFLOAT : ON_GRID;
-    constexpr int GRID = KEEPS >= REMAINDER ? ON_BFLOAT : ON_GRID, CODE = KEEPS >= REMAINDER ? NARROW : CODED;  // it is of bfloat16 alone
-    static const Step table[4][2] = {
-        {step_tiles<FAMILY, MODE, KEEPS, GRID, false>, step_tiles<FAMILY, MODE, KEEPS, GRID, true>},
-        {step_tiles<FAMILY, MODE, KEEPS, ON_BFLOAT, false>, step_tiles<FAMILY, MODE, KEEPS, ON_BFLOAT, true>},
-        {step_tiles<FAMILY, MODE, KEEPS, NARROW, false>, step_tiles<FAMILY, MODE, KEEPS, NARROW, true>},
-        {step_tiles<FAMILY, MODE, KEEPS, CODE, false>, step_tiles<FAMILY, MODE, KEEPS, CODE, true>},
+    Block blocks[2];
+    const auto begin = [&](int b) INLINE_LAMBDA {
+        load_block(s, first + b, blocks[b / BLOCK % 2]);
+        stages.propose(s, first + b, blocks[b / BLOCK % 2]);
     };
-    return table[layout][c.narrow_moments];
-}
-
-template <Family FAMILY> Step step_of_family(const OnepassCase& c, const Grid& g) {
-    switch (c.keeps) {
-    case CARRY: return step_of_policy<FAMILY, NEAREST, CARRY>(c, g);
-    case MASTER: return step_of_policy<FAMILY, NEAREST, MASTER>(c, g);
-    case ERROR: return c.mode ? step_of_policy<FAMILY, STOCHASTIC, ERROR>(c, g) : step_of_policy<FAMILY, NEAREST, ERROR>(c, g);
-    case REMAINDER:
-        return c.kept == CHARS ? step_of_policy<FAMILY, NEAREST, REMAINDER8>(c, g) : step_of_policy<FAMILY, NEAREST, REMAINDER>(c, g);
-    default:
-        return c.mode == DEADZONE     ? step_of_policy<FAMILY, DEADZONE, NOTHING>(c, g)
-               : c.mode == STOCHASTIC ? step_of_policy<FAMILY, STOCHASTIC, NOTHING>(c, g)
-                                      : step_of_policy<FAMILY, NEAREST, NOTHING>(c, g);
+    begin(0);
+    int changed = 0, proposed = 0, bad = 0, ends = 0, ever = 0;
+    for (int b = 0; b < n; b += BLOCK) {
+        const int64_t j = first + b;
+        Block& x = blocks[b / BLOCK % 2];
+        if (b + BLOCK < n) begin(b + BLOCK);  // roots and divisions take the time of what follows here
+        stages.round(s, x, stages.draws ? own.block(b) : nullptr, job.offset + j);
+        store_block(s, j, x, s.c.narrow_moments ? pair.block(b) : nullptr, stages.indexed);
+        changed += __builtin_popcountll(x.changed), proposed += __builtin_popcountll(x.proposed);
+        bad += __builtin_popcountll(x.bad), ends += x.ends;
+        if (job.moved) {
+            const uint64_t moved = load<uint64_t>(job.moved + j / 8) | x.changed;
+            store(job.moved + j / 8, moved), ever += __builtin_popcountll(moved);
+        }
+        if (!sampled) continue;
+        if (s.keeps >= REMAINDER) EACH x.z[i] = floats(bits(x.z[i]) | (((bits(x.z[i]) & 0xFFFF) == 0x8000) & 1));  // as two passes have it
+        EACH store(all_q + b + i * W, x.q[i]), store(all_z + b + i * W, x.z[i]), store(all_r + b + i * W, x.r[i]);
+        for (uint64_t left = x.bad; left; left &= left - 1) {
+            const int k = b + __builtin_ctzll(left);
+            all_q[k] = all_z[k] = all_r[k] = 0;
+        }
     }
+    int32_t* counts = job.counts[t];
+    counts[0] = n - changed - bad, counts[1] = n - proposed - bad, counts[2] = ends, counts[3] = bad;
+    counts[4] = job.moved ? n - ever : 0;
+    if (sampled) sum_tile(all_q, all_z, all_r, n, job.totals[t]);
 }
 
-inline Step step_of(const OnepassCase& c, const Grid& g) {
-    return c.rule == LION ? step_of_family<LIONS>(c, g) : c.rule >= SGD ? step_of_family<SGDS>(c, g) : step_of_family<ADAMS>(c, g);
+// The last tile, of n weights: in copies filled up with weights of zero that have no gradient and stay.
+void step_short(const Work& given, const Stages& stages, int64_t t, int n) {
+    Work s = given;
+    Job& job = s.job;
+    const int64_t at = t * TILE;
+    const int moment = s.c.narrow_moments ? 2 : 4, blocks = filled(n) / BLOCK;
+    Part stored, grad, kept, first, second, moved;
+    if (s.c.stored == CODES)
+        job.stored = stored.of_bytes((char*)job.stored + at * job.bits / 8, (n * job.bits + 7) / 8, blocks * BLOCK * job.bits / 8, n);
+    else
+        job.stored = stored.begin(job.stored, at, SIZE_OF[s.c.stored], n);
+    job.grad = grad.begin(job.grad, at, s.c.narrow_grad ? 2 : 4, n);
+    job.first = first.begin(job.first, at, moment, n);
+    if (job.kept) job.kept = kept.begin(job.kept, at, SIZE_OF[s.c.kept], n);
+    if (job.second) job.second = second.begin(job.second, at, moment, n);
+    for (int i = n; job.second && i < blocks * BLOCK; i++)  // a denominator that is not zero
+        if (s.c.narrow_moments)
+            ((uint16_t*)job.second)[i] = 0x3F80;
+        else
+            ((float*)job.second)[i] = 1;
+    if (job.moved) job.moved = (uint8_t*)moved.of_bytes((char*)job.moved + at / 8, (n + 7) / 8, blocks * BLOCK / 8, n);
+    job.offset += at, job.plain -= at, job.counts += t, job.totals += t, job.sums = job.sums && t % job.sums == 0;
+    step_tile(s, stages, 0, n);
+    stored.end((char*)job.stored), first.end((char*)job.first);
+    if (job.kept) kept.end((char*)job.kept);
+    if (job.second) second.end((char*)job.second);
+    if (job.moved) moved.end((char*)job.moved);
+}
+
+// ---- the stages of a case --------------------------------------------------------------------------------
+
+template <Family FAMILY> auto propose_of(const OnepassCase& c) {
+    return c.narrow_grad ? (c.narrow_moments ? propose_block<FAMILY, true, true> : propose_block<FAMILY, true, false>)
+                         : (c.narrow_moments ? propose_block<FAMILY, false, true> : propose_block<FAMILY, false, false>);
+}
+
+template <int MODE, int KEEPS> auto round_of(Way way) {
+    constexpr bool DRAWS = MODE == STOCHASTIC;  // by index that is all
+    return way == TO_BFLOAT              ? round_block<MODE, KEEPS, TO_BFLOAT>
+           : !DRAWS || way == BY_VALUE ? round_block<MODE, KEEPS, BY_VALUE>
+           : way == FLOAT_INDEX        ? round_block<MODE, KEEPS, DRAWS ? FLOAT_INDEX : BY_VALUE>
+                                       : round_block<MODE, KEEPS, DRAWS ? WHOLE_INDEX : BY_VALUE>;
+}
+
+inline Stages stages_of(const OnepassCase& c, const Grid& g, int keeps) {
+    const Way way = g.rounding == BFLOAT ? TO_BFLOAT : !g.indexed ? BY_VALUE : g.rounding == WHOLE ? WHOLE_INDEX : FLOAT_INDEX;
+    Stages found;
+    found.propose = c.rule == LION ? propose_of<LIONS>(c) : c.rule >= SGD ? propose_of<SGDS>(c) : propose_of<ADAMS>(c);
+    found.draws = c.mode != NEAREST || keeps == REMAINDER8;
+    found.indexed = way >= FLOAT_INDEX && c.mode == STOCHASTIC && (keeps == NOTHING || keeps == ERROR);
+    switch (keeps) {
+    case CARRY: found.round = round_of<NEAREST, CARRY>(way); break;
+    case MASTER: found.round = round_of<NEAREST, MASTER>(way); break;
+    case ERROR: found.round = c.mode ? round_of<STOCHASTIC, ERROR>(way) : round_of<NEAREST, ERROR>(way); break;
+    case REMAINDER: found.round = round_block<NEAREST, REMAINDER, TO_BFLOAT>; break;
+    case REMAINDER8: found.round = round_block<NEAREST, REMAINDER8, TO_BFLOAT>; break;
+    default:
+        found.round = c.mode == DEADZONE     ? round_of<DEADZONE, NOTHING>(way)
+                      : c.mode == STOCHASTIC ? round_of<STOCHASTIC, NOTHING>(way)
+                                             : round_of<NEAREST, NOTHING>(way);
+    }
+    return found;
 }
 
 // The tiles [t0, t1) of those of all tensors, one after the other.
 inline void onepass_tiles(const OnepassCall& call, int64_t t0, int64_t t1) {
-    const Grid g(call);
-    const Step step = step_of(call.kind, g);
+    Work s = {call.kind, Grid(call), {}, {}, call.kind.keeps == REMAINDER && call.kind.kept == CHARS ? REMAINDER8 : call.kind.keeps};
+    const Stages stages = stages_of(s.c, s.g, s.keeps);
     over_tensors(call.rows, call.tensors, t0, t1, [&](int64_t i, int64_t a, int64_t b) {
         const OnepassRow& row = call.rows[i];
-        const Job job = {row, (const Rates*)call.rates + i, (const Key*)call.keys + 2 * i, call.counts + row.start, call.totals + row.start};
-        step(call.kind, g, job, a, b);
+        s.a = ((const Rates*)call.rates)[i];
+        s.job = {row, (const Key*)call.keys + 2 * i, call.counts + row.start, call.totals + row.start};
+        for (int64_t t = a; t < b; t++) {
+            const int n = in_tile(row.size, t);
+            if (n == TILE)
+                step_tile(s, stages, t, TILE);
+            else
+                step_short(s, stages, t, n);
+        }
     });
 }
 

@@ -47,7 +47,7 @@ template <class T, bool MAGICAL, int MODE> void rehearse_tile(const RehearseCall
     Draws draws;
     draws.begin(key, false, place);
     Tally tally = {};
-    for (int i = 0; i < TILE; i += LANES<T>) {
+    for (int i = 0; i < filled(n); i += LANES<T>) {
         const Fs<T> x = load_values<T>(w, i, narrow), d = load_values<T>(after, i, narrow) - x;
         const Fs<T> q = load_held<T>(held, i, c.held_as, c.top, k), beyond = beside ? load_values<T>(kept, i, narrow_kept) : Fs<T>{};
         const Fs<T> asked = q + (d + (x - q) * pull);

@@ -19,7 +19,7 @@ template <class T, bool MAGICAL> void round_by(const RoundCall& given, int64_t t
         char* to = out.begin(call.out, first, SIZE_OF[call.stored], n);
         Draws draws;
         draws.begin(key, false, call.offset + first);
-        for (int i = 0; i < TILE; i += LANES<T>) {
+        for (int i = 0; i < filled(n); i += LANES<T>) {
             const Fs<T> v = load_values<T>(from, i, narrow);
             const Is<T> beyond = ((Is<T>)v & Real<T>::exponent) == Real<T>::exponent;
             Is<T> open = {}, e;
@@ -57,7 +57,7 @@ template <class T, bool MAGICAL> void encode_by(const CodeCall& given, int64_t t
         const char* from = in.begin(call.x, t * TILE, SIZE_OF[call.stored], n);
         int32_t codes[TILE];
         uint8_t bytes[TILE];
-        for (int i = 0; i < TILE; i += LANES<T>) {
+        for (int i = 0; i < filled(n); i += LANES<T>) {
             const Fs<T> v = load_values<T>(from, i, call.stored == BFLOATS);
             Is<T> e;
             bad += __builtin_popcount(mask_of((Is<T>)(((Is<T>)v & Real<T>::exponent) == Real<T>::exponent)));

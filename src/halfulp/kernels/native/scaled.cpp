@@ -122,9 +122,9 @@ template <class T> void audit_scaled_tiles(const AuditScaledCall& c, int64_t t0,
         add_in_container(q, d, c.step.to, z);
         int symmetric = 0, ends = 0, zeros = 0, smalls = 0;
         for (int i = 0; i < n; i++) {
-            const double e = real_of<double>(g.exponent(__builtin_fabs((double)w[i] / scale[i])));
+            const int64_t e = g.exponent(__builtin_fabs((double)w[i] / scale[i]));
             element[i] = (double)q[i] / scale[i];
-            symmetric += __builtin_fabs((double)d[i]) * g.up < e * scale[i];
+            symmetric += __builtin_fabs((double)d[i]) < real_of<double>(e - g.mant) * scale[i] / 2;
             ends += (element[i] >= g.hi) | (element[i] <= g.lo);
             zeros += q[i] == 0;
             smalls += (q[i] != 0) & (__builtin_fabs(element[i]) < g.normal);
@@ -142,7 +142,7 @@ template <class T> void audit_scaled_tiles(const AuditScaledCall& c, int64_t t0,
         if (c.stay) {
             T* stay = (T*)c.stay + first;
             follow_odds(q, z, d, element, scale, g, n, stay);
-            c.expected[t] = tile_sum([&](int i) { return i < n ? __builtin_fabs((double)stay[i]) : 0.0; });
+            c.expected[t] = sum_magnitudes(stay, n);
         }
     }
 }
@@ -201,7 +201,7 @@ template <class T> void write_scaled_tiles(const WriteCall& c, int64_t t0, int64
         if (row.sums && t % row.sums == 0) {
             for (int i = 0; i < TILE; i++)
                 if (!fine[i]) q[i] = z[i] = r[i] = 0;
-            sum_tile(q, z, r, c.totals[t]);
+            sum_tile(q, z, r, n, c.totals[t]);
         }
     }
 }

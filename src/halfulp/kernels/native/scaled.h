@@ -13,13 +13,13 @@ namespace HALFULP_TARGET {
 
 // The element set, in float64.
 struct Elements {
-    double lo, hi, up, normal;  // normal: the smallest normal one; integers have no subnormals
+    double lo, hi, normal;  // normal: the smallest normal one; integers have no subnormals
     int64_t emin, shift, inverse, mant;
 
     Elements(const void* floats, const void* ints) {
         const Numbers<double>& f = *(const Numbers<double>*)floats;
         const Integers<double>& k = *(const Integers<double>*)ints;
-        lo = f.lo, hi = f.hi, up = f.up, emin = k.emin, shift = k.shift, inverse = k.inverse, mant = k.mant;
+        lo = f.lo, hi = f.hi, emin = k.emin, shift = k.shift, inverse = k.inverse, mant = k.mant;
         normal = f.normal > f.zero ? real_of<double>(emin) : 0;
     }
     INLINE int64_t exponent(double a) const {

@@ -8,20 +8,25 @@ namespace HALFULP_TARGET {
 
 enum Mode { NEAREST, STOCHASTIC, DEADZONE };
 
-// The draws of a tile, made 64 at a time: a shard may begin anywhere, draws at multiples of 64.
+// The draws of a tile, made some at a time: a shard may begin anywhere, draws at multiples of 64.
 struct Draws {
     Key key;
     bool is_short;
     uint64_t start;
     int shift, ready;
-    uint32_t words[TILE + 128];
+    alignas(64) uint32_t words[TILE + 64 + DRAWN];
 
     INLINE void begin(Key k, bool s, uint64_t first) {
         key = k, is_short = s, shift = (int)(first & 63), start = first - shift, ready = 0;
     }
     // The words of elements i .. i + W - 1 of the tile.
     INLINE const uint32_t* at(int i) {
-        for (; ready < shift + i + W; ready += 64) draw_64(is_short, key, start + ready, words + ready);
+        for (; ready < shift + i + W; ready += DRAWN) draw(is_short, key, start + ready, words + ready);
+        return words + shift + i;
+    }
+    // Those of elements i .. i + 63.
+    INLINE const uint32_t* block(int i) {
+        at(i + 64 - W);
         return words + shift + i;
     }
 };
@@ -35,17 +40,22 @@ INLINE void over_tensors(const Row* rows, int64_t tensors, int64_t t0, int64_t t
     }
 }
 
-// A tile of an array: where it lies, or a copy that is filled up with zeros where it is short.
+// How much of a tile is worked on when n are in use: vectors of every width are whole.
+INLINE int filled(int n) { return (n + 63) & ~63; }
+
+// A tile of an array: where it lies or, if it is short, a copy that is filled up with zeros.
 struct Part {
     alignas(64) char copy[TILE * 8];
     char* real;
     int64_t bytes;
 
-    INLINE char* begin(const void* of, int64_t first, int size, int n) {
-        real = (char*)of + first * size, bytes = (int64_t)n * size;
+    INLINE char* begin(const void* of, int64_t first, int size, int n) { return of_bytes((char*)of + first * size, (int64_t)n * size, (int64_t)filled(n) * size, n); }
+    INLINE char* of_bytes(char* of, int64_t used, int64_t room, int n) {
+        real = of, bytes = used;
         if (n == TILE) return real;
-        memset(copy, 0, sizeof copy);
-        return (char*)memcpy(copy, real, bytes);
+        memcpy(copy, real, used);
+        memset(copy + used, 0, room - used);
+        return copy;
     }
     INLINE void end(const char* used) {
         if (used == copy) memcpy(real, copy, bytes);
@@ -81,14 +91,11 @@ inline __attribute__((noinline)) void finish_tile(const Tally& x, int n, uint8_t
 }
 
 // WRITE_SUMS of a tile, from what was stored, proposed and written.
-template <class T> __attribute__((noinline)) void sum_tile(const T* q, const T* z, const T* r, double* totals) {
-    const auto d = [=](int i) { return (double)z[i] - (double)q[i]; };
-    const auto u = [=](int i) { return (double)r[i] - (double)q[i]; };
-    totals[0] = tile_sum([=](int i) { return __builtin_fabs((double)q[i]); });
-    totals[1] = tile_sum([=](int i) { return __builtin_fabs(d(i)); });
-    totals[2] = tile_sum([=](int i) { return d(i) * d(i); });
-    totals[3] = tile_sum([=](int i) { return u(i) * d(i); });
-    totals[4] = tile_sum([=](int i) { return u(i) * u(i); });
+template <class T> __attribute__((noinline)) void sum_tile(const T* q, const T* z, const T* r, int n, double* totals) {
+    tile_sums<5>(n, [=](int i) INLINE_LAMBDA {
+        const D at = doubles(q + i), d = doubles(z + i) - at, u = doubles(r + i) - at;
+        return Terms<5>{{magnitudes(at), magnitudes(d), d * d, u * d, u * u}};
+    }, totals);
 }
 
 }  // namespace HALFULP_TARGET

@@ -28,15 +28,15 @@ void write_tensor(const WriteCall& given, int64_t of, int64_t t0, int64_t t1) {
         Draws draws;
         draws.begin(key, false, row.offset + first);
         Tally tally = {};
-        for (int i = 0; i < TILE; i += L) {
+        for (int i = 0; i < filled(n); i += L) {
             const Fs<T> q = load_values<T>(from_q, i, call.stored == BFLOATS), z = load_values<T>(from_z, i, call.proposed == BFLOATS);
             const Fs<T> carry = CARRIES ? load_values<T>(carried, i, call.carried == BFLOATS) : Fs<T>{};
             const Written<T> x = write_lanes<T, MAGICAL, MODE, CARRIES>(q, z, carry, call.carry_in, f, k, draws, i);
             if (CARRIES) store_values<T>(carried, i, x.rest, call.carried == BFLOATS);
             store_values<T>(to, i, x.r, call.proposed == BFLOATS);
             tally.ends += x.ends, tally.bad += __builtin_popcount(x.bad);
-            tally.changed[i >> 6] |= (uint64_t)mask_of((Is<T>)(x.r != x.q)) << (i & 63);
-            tally.proposed[i >> 6] |= (uint64_t)mask_of((Is<T>)(x.z != x.q)) << (i & 63);
+            tally.changed[i >> 6] |= (uint64_t)differing(x.r, x.q) << (i & 63);
+            tally.proposed[i >> 6] |= (uint64_t)differing(x.z, x.q) << (i & 63);
             if (sampled) {
                 store(all_q + i, x.q), store(all_z + i, x.z), store(all_r + i, x.r);
                 for (int j = 0; x.bad && j < L; j++)
@@ -45,9 +45,9 @@ void write_tensor(const WriteCall& given, int64_t of, int64_t t0, int64_t t1) {
         }
         part_out.end(to);
         if (CARRIES) part_carry.end(carried);
-        if (f.lo >= 0) tally.ends -= TILE - n;
+        if (f.lo >= 0) tally.ends -= filled(n) - n;
         finish_tile(tally, n, row.moved ? row.moved + t * (TILE / 8) : nullptr, call.counts[row.start + t]);
-        if (sampled) sum_tile(all_q, all_z, all_r, call.totals[row.start + t]);
+        if (sampled) sum_tile(all_q, all_z, all_r, n, call.totals[row.start + t]);
     }
 }
 
