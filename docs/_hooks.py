@@ -46,16 +46,12 @@ def results() -> Iterator[tuple[str, str]]:
     listed = ["# Results", "", "Every page here is made from records or measurements in the repository."]
     listed.append("")
     for stem, title in (
-        ("labels", "The paper's 31 protocols: its labels and ours"),
-        ("controlled", "The controlled studies beside the paper"),
-        ("transformers", "The transformer studies beside the paper"),
-        ("allocation", "The allocation studies beside the paper"),
-        ("terms", "The paper's definitions, regimes and layers of evidence"),
-    ):
+        ("controlled", "controlled"), ("transformers", "transformer"), ("allocation", "allocation"),
+    ):  # fmt: skip
         file = RESULTS / f"{stem}.md"
         if file.is_file():
             yield f"results/{file.name}", file.read_text()
-            listed.append(f"- [{title}]({file.name})")
+            listed.append(f"- [The {title} studies beside the paper]({file.name})")
     listed += ["", "## Studies", ""]
     for folder in sorted(p.parent for p in RESULTS.glob("studies/*/result.json")):
         text = page(folder)

@@ -45,16 +45,27 @@ class Many:
         for table, row in ((self._write, WRITE_ROW), (self._aside, ASIDE_ROW)):
             table[:, row["size"]], table[:, row["start"]] = sizes, self._ends[:-1]
         self._write[:, WRITE_ROW["sums"]] = sums
+        self._known: dict[str, tuple[Sequence[torch.Tensor], Array]] = {}
+
+    def _places(self, what: str, tensors: Sequence[torch.Tensor]) -> Array:
+        """Return the addresses of tensors that stay where they are: a list given again is not read again."""
+        if what not in self._known or self._known[what][0] is not tensors:
+            self._known[what] = tensors, addresses(tensors)
+        return self._known[what][1]
 
     def set_aside(self, values: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> bool:
-        """Copy values to ``out``, all float32 or all bfloat16; return True if all values fit."""
+        """Copy values to ``out``, all float32 or all bfloat16; return True if all values fit.
+
+        The same list ``out`` must be the same tensors.
+        """
         if out[0].dtype == torch.float32:
             torch._foreach_copy_(list(out), list(values))
             return True
         if native.library() is None:
             fits = [fallback.aside(x, y) for x, y in zip(values, out, strict=True)]
             return all(fits)
-        self._aside[:, ASIDE_ROW["from"]], self._aside[:, ASIDE_ROW["to"]] = addresses(values), addresses(out)
+        self._aside[:, ASIDE_ROW["from"]] = addresses(values)
+        self._aside[:, ASIDE_ROW["to"]] = self._places("aside", out)
         off = np.zeros(len(out), dtype=np.int64)
         call = native.call_of("aside", tensors=len(out), rows=self._aside, off=off)
         native.run("aside", self._ends[-1], call)
@@ -77,7 +88,7 @@ class Many:
             z: The proposals.
             mode: One of MODES.
             keys: A row for each tensor, the two words of its stream's key.
-            moved: A bit for each weight that ever moved.
+            moved: A bit for each weight that ever moved. The same list must be the same tensors.
             carry: What is added to the proposals, and takes what is not written; all of one type.
 
         Returns:
@@ -104,8 +115,12 @@ class Many:
             )
             return Parts(torch.from_numpy(counts), torch.from_numpy(totals), self._ends)
         counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, len(WRITE_SUMS)))
-        for name, tensors in (("q", q), ("z", z), ("out", z), ("moved", moved), ("carry", carry)):
-            self._write[:, WRITE_ROW[name]] = 0 if tensors is None else addresses(tensors)
+        known = self._known.get("aside")
+        self._write[:, WRITE_ROW["q"]] = known[1] if known is not None and known[0] is q else addresses(q)
+        self._write[:, WRITE_ROW["moved"]] = 0 if moved is None else self._places("moved", moved)
+        self._write[:, WRITE_ROW["z"]] = addresses(z)
+        self._write[:, WRITE_ROW["carry"]] = 0 if carry is None else addresses(carry)
+        self._write[:, WRITE_ROW["out"]] = self._write[:, WRITE_ROW["z"]]
         call = native.call_of(
             "write", **plan.numbers, mode=MODES[mode], carry_in=carry is not None, tensors=len(q),
             stored=native.STORED[q[0].dtype], proposed=native.FLOATS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, eq, is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from halfulp.writeback.slot import Slot
 
 CONTIGUOUS = torch.Tensor.is_contiguous
+SHAPE, DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 @dataclass(eq=False)
@@ -53,6 +55,8 @@ class Alike:
         self._params: list[Any] = [slot.p for slot in self.slots]
         self._stepped: list[Any] = [slot.stepped for slot in self.slots]
         self._shapes = [slot.shape for slot in self.slots]
+        self._scratch: list[torch.Tensor] = []
+        self._moved: list[torch.Tensor | None] = []
 
     def open(self) -> bool:
         """Set stored values aside, or fill stand-ins; return True if one call can write them back."""
@@ -62,19 +66,29 @@ class Alike:
         if not all(map(CONTIGUOUS, params)) or not all(map(CONTIGUOUS, self._kept())):
             return False
         if not self._native:
-            aside: list[Any] = [slot.scratch for slot in slots]
-            if not all(map(torch.is_tensor, aside)) or any(q.dtype != self._aside for q in aside):
-                aside = [torch.empty(slot.shape, dtype=self._aside, device="cpu") for slot in slots]
-                for slot, q in zip(slots, aside, strict=True):
-                    slot.scratch = q
-            if not self._many.set_aside(params, aside):  # somebody put one off the grid
+            if not self._scratch or not all(map(is_, self._scratch, map(attrgetter("scratch"), slots))):
+                self._scratch = [self._room(slot) for slot in slots]
+            if not self._many.set_aside(params, self._scratch):  # somebody put one off the grid
                 return False
         for slot in slots if self._key else ():
             slot.resync()
         for slot in slots if self._native else ():
             fill(slot.stepped, slot.p.detach().float(), slot.p.grad)
-        self.stored = params if self._native else aside
+        self.stored = params if self._native else self._scratch
         return True
+
+    def _room(self, slot: Slot) -> torch.Tensor:
+        """Return memory for a copy of what a slot stores, which the slot keeps."""
+        if slot.scratch is None or slot.scratch.dtype != self._aside or slot.scratch.shape != slot.shape:
+            slot.scratch = torch.empty(slot.shape, dtype=self._aside, device="cpu")
+        return slot.scratch
+
+    def _ever(self) -> list[torch.Tensor]:
+        """Return the bits of what ever moved, in the same list as long as they are the same."""
+        now = [slot.moved for slot in self.slots]
+        if not self._moved or not all(map(is_, self._moved, now)):
+            self._moved = now
+        return self._moved  # type: ignore[return-value]  # telemetry is on: there are
 
     def _kept(self) -> list[torch.Tensor]:
         return [] if self._key is None else [slot.state[self._key] for slot in self.slots]
@@ -84,14 +98,14 @@ class Alike:
         moved: list[torch.Tensor] = self._stepped
         if self._native:  # stand-ins are let go while their values are needed, if this is interrupted
             moved = [z.detach() for z in moved]
-        shapes = [z.shape for z in moved]
-        if shapes != self._shapes:
-            slot, found = next((s, x) for s, x in zip(self.slots, shapes, strict=True) if x != s.shape)
+        if not all(map(eq, map(SHAPE, moved), self._shapes)):
+            pairs = zip(self.slots, map(SHAPE, moved), strict=True)
+            slot, found = next((s, x) for s, x in pairs if x != s.shape)
             raise UsageError(
                 f"{type(self.wb.optimizer).__name__}.step() gave parameter {slot.name!r} the shape "
                 f"{tuple(found)}, expected {tuple(slot.shape)}. The weights are as they were."
             )
-        self._plain = all(map(CONTIGUOUS, moved)) and all(z.dtype is torch.float32 for z in moved)
+        self._plain = all(map(CONTIGUOUS, moved)) and {*map(DTYPE, moved)} == {torch.float32}
         self._z = moved if self._plain else [z.detach().float().contiguous() for z in moved]
 
     def close(self, decays: Sequence[float]) -> None:
@@ -102,7 +116,7 @@ class Alike:
             keys = keys_of(wb.seed, self._names, wb.steps) if draws else np.zeros((len(slots), 2), np.uint32)
             self._counted = self._many.write_back(
                 self.stored, self._z, self._mode, keys,
-                moved=[slot.moved for slot in slots] if wb.telemetry else None,  # type: ignore[misc]  # there are
+                moved=self._ever() if wb.telemetry else None,
                 carry=self._kept() or None,
             )  # fmt: skip
         noted = StepEvents(

@@ -405,6 +405,8 @@ class WriteBack(torch.optim.Optimizer):
 
     def _fusable(self, active: list[Slot]) -> list[Slot]:
         """Find what this step moves in one pass."""
+        if (self._told or not self.one_pass) and route.none_fused(self):
+            return []
         routes = route.choose(self, active)
         self._note_routes(routes)
         return [slot for slot, chosen in zip(active, routes, strict=True) if chosen.one_pass]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from operator import is_
+from operator import attrgetter, eq, is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,8 @@ from halfulp.writeback.sharding import local
 if TYPE_CHECKING:
     from halfulp.writeback.optimizer import WriteBack
     from halfulp.writeback.slot import Slot
+
+SHAPE = attrgetter("shape")
 
 
 def refuse_cast(wb: WriteBack, parameters: Sequence[torch.nn.Parameter] | None = None) -> None:
@@ -54,7 +56,7 @@ def refuse_replaced(wb: WriteBack, slots: Sequence[Slot]) -> None:
         groups = [g["params"] for g in wb.param_groups]
         there = [groups[i][j] for i, j in [slot.place for slot in slots]]
         same = all(map(is_, there, [slot.p for slot in slots]))
-        if same and [p.shape for p in there] == [slot.shape for slot in slots]:
+        if same and all(map(eq, map(SHAPE, there), map(SHAPE, slots))):
             return
     for slot in slots:
         i, j = slot.place

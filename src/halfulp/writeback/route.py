@@ -92,6 +92,11 @@ def _route(name: str, reason: str = "") -> Route:
     return Route(name, reason)
 
 
+def none_fused(wb: WriteBack) -> bool:
+    """Return True if the optimizer's own step must be called for everything."""
+    return why_not_optimizer(wb) is not None or all(why_not_group(wb, g) for g in wb.param_groups)
+
+
 def why_not_optimizer(wb: WriteBack) -> str | None:
     """Return why the optimizer's own step must be called for every tensor."""
     optimizer = wb.optimizer
