@@ -2,6 +2,7 @@
 
 from halfulp.writeback.average import average_, ema
 from halfulp.writeback.fused.optimizers import SGD, Adam, AdamW, Lion
+from halfulp.writeback.narrow_states import bf16_moments
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.options import WriteBackOptions
 from halfulp.writeback.policies import (
@@ -45,6 +46,7 @@ __all__ = [
     "WriteBack",
     "WriteBackOptions",
     "average_",
+    "bf16_moments",
     "ema",
     "load",
     "native",
