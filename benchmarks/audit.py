@@ -10,6 +10,9 @@ between two parts. Bytes are those that the audit keeps between steps. A bfloat1
 grid; its step is slower, for this is a CPU. Casts are from float32 main parameters to bfloat16 ones, which
 the model computes with.
 
+What a small step pays is told apart: a network of twenty small tensors whose step takes microseconds, and
+the memory that the process takes more, with the library that counts.
+
 On a machine that others use as well, a wall clock says nothing: ``--clock processor`` takes the time that the
 one thread was running for everything, training and audit.
 
@@ -21,6 +24,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
+import shutil
 import statistics
 import tempfile
 import time
@@ -170,6 +175,45 @@ def kept(audit: Any) -> int:
     return beside + sum(t.nbytes for ts in found for t in ts if t is not None)
 
 
+# ---- small steps ---------------------------------------------------------------------------------------
+
+SMALL = {"SGD, 1 grid": ("SGD", GRIDS[:1], False), "SGD, 4 grids": ("SGD", GRIDS[:4], False),
+         "AdamW, 4 grids and states": ("AdamW", GRIDS[:4], "find")}  # fmt: skip
+
+
+def small(name: str, steps: int = 2000) -> dict[str, Any]:
+    """Ten layers of 32 x 32 on one thread: a plain step and an audited one, medians."""
+    kind, grids, states = SMALL[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(10)))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-6)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+
+    def step() -> float:
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            optimizer.step()
+            times.append(time.perf_counter() - start)
+        return 1e3 * statistics.median(times)
+
+    step()
+    plain, before = step(), resident()
+    folder = tempfile.mkdtemp()
+    with hu.Audit(optimizer, grids, model=model, out=Path(folder) / "trace", states=states):
+        optimizer.step()
+        audited = step()
+        more = resident() - before
+    shutil.rmtree(folder)
+    return {"setting": name, "plain_ms": plain, "audited_ms": audited, "resident_mb": more}
+
+
+def resident() -> float:
+    """Megabytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
 # ---- the kernel alone -------------------------------------------------------------------------------------
 
 
@@ -198,19 +242,32 @@ def cost(size: int) -> list[dict[str, Any]]:
     return rows
 
 
-def markdown(env: dict[str, Any], runs: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
-    lines = [
-        f"Every step of the character model ({runs[0]['parameters']:,} parameters) audited:",
-        "",
-        "| audit | plain step | hooks | overhead | paired (quartiles) | parts of 30 s | bytes per weight |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
+def markdown(
+    env: dict[str, Any], runs: list[dict[str, Any]], costs: list[dict[str, Any]], steps: list[dict[str, Any]]
+) -> str:
+    lines = []
+    if runs:
+        lines = [
+            f"Every step of the character model ({runs[0]['parameters']:,} parameters) audited:",
+            "",
+            "| audit | plain step | hooks | overhead | paired (quartiles) | 30 s parts | bytes per weight |",
+            "|---|--:|--:|--:|--:|--:|--:|",
+        ]
     for r in runs:
         low, high = r["paired_quartiles"]
         lines.append(
             f"| {r['setting']} | {r['plain_ms']:.1f} ms | {r['hooks_ms']:.1f} ms | {r['overhead']:.1%} "
             f"| {r['paired']:.1%} ({low:.1%} to {high:.1%}) | {r['commit_share']:.2%} "
             f"| {r['bytes_per_parameter']:.1f} |"
+        )
+    if steps:
+        lines += ["", "Steps of twenty small tensors:", "", "| audit | plain | audited | more | memory |"]
+        lines.append("|---|--:|--:|--:|--:|")
+    for r in steps:
+        more = r["audited_ms"] - r["plain_ms"]
+        lines.append(
+            f"| {r['setting']} | {r['plain_ms']:.3f} ms | {r['audited_ms']:.3f} ms | {more:.3f} ms "
+            f"| {r['resident_mb']:.0f} MB |"
         )
     sizes = sorted({c["size"] for c in costs})
     if costs:
@@ -238,9 +295,15 @@ def main() -> None:
     with mock.patch("time.perf_counter", CLOCKS[options.clock]):  # the audit's own clock, too
         sizes = [int(float(s)) for s in options.sizes.split(",") if s]
         runs, costs = measured(options.steps, sizes, options.only)
-    table = markdown(env, runs, costs)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        steps = [small(name) for name in SMALL if options.only in f"small {name}"]
+        torch.set_num_threads(threads)
+    table = markdown(env, runs, costs, steps)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"environment": env, "runs": runs, "kernel": costs}, indent=1) + "\n")
+    options.json.write_text(
+        json.dumps({"environment": env, "runs": runs, "small": steps, "kernel": costs}, indent=1) + "\n"
+    )
     options.json.with_suffix(".md").write_text(table)
     print("\n" + table, flush=True)
     print(f"wrote {options.json} and {options.json.with_suffix('.md')}")

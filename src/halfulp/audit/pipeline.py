@@ -261,7 +261,8 @@ class Pipeline:
         return rank() == 0
 
     def finish(self) -> None:
-        """Notify listeners that the step is over."""
+        """Write what the manifest says of the step that is over, and notify listeners."""
+        self.sink.write_manifest()
         step = self.sink.step
         rows = [*takewhile(lambda r: r.step == step, reversed(self.sink.rows))][::-1]
         self.newest.take(rows, self.sink.loss(step))

@@ -80,7 +80,6 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "class": type(optimizer).__name__,
         **wraps,
         "one_pass": one_pass(inner),
-        "admits": admitting(inner),
         "defaults": defaults,
         "groups": groups,
     }

@@ -81,6 +81,7 @@ class TraceSink:
         """The last step that a shard took part in."""
         self.unwritten = 0
         """Steps that were due since the last part, the same on all ranks."""
+        self._unwritten_manifest = False
         self.trouble: str | None = None
         """Why the trace ends before the run, if it does; the run itself continues."""
         self.rows: list[Row] = []
@@ -207,7 +208,7 @@ class TraceSink:
         self.state_in_manifest(changed)
 
     def state_in_manifest(self, changed: dict[str, Any]) -> None:
-        """Write values into the manifest; those of dictionaries one by one."""
+        """Put values into the manifest, those of dictionaries one by one; it is written with the step."""
         if self.writer is None:
             return
         for key, value in changed.items():
@@ -215,7 +216,13 @@ class TraceSink:
                 self.writer.manifest[key].update(value)
             else:
                 self.writer.manifest[key] = value
-        self.guard(self.writer.write_manifest)
+        self._unwritten_manifest = True
+
+    def write_manifest(self) -> None:
+        """Write the manifest if something new is in it: once for all that the step at hand has changed."""
+        if self._unwritten_manifest and self.writer is not None:
+            self._unwritten_manifest = False
+            self.guard(self.writer.write_manifest)
 
     # ---- rows ----
 
@@ -261,6 +268,7 @@ class TraceSink:
     def commit(self, watched: Collection[Watched]) -> None:
         """Write what was recorded since the last part; where tensors are sharded, all ranks call it."""
         self.unwritten = 0
+        self.write_manifest()
         if self.writer is not None:
             self.guard(self.writer.check)
         if self.shards is not None and self.touched > self.shards.step:

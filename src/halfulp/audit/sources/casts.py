@@ -32,8 +32,8 @@ from halfulp.audit.meter.tensor import Watched
 from halfulp.audit.pipeline import Pipeline
 from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.settings import Measure, Recording, grouped
-from halfulp.audit.sources.copies import Copies
 from halfulp.audit.sources.names import Naming, given_names, model_names
+from halfulp.audit.sources.states import Copies
 from halfulp.audit.sources.step_hooks import StepHooks
 from halfulp.errors import UsageError
 from halfulp.kernels import TILE, WRITE_COUNTS

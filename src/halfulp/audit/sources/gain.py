@@ -15,7 +15,7 @@ import torch
 
 from halfulp.audit.meter.tensor import Watched
 from halfulp.audit.ranks import world
-from halfulp.audit.sources.moments import groups_of
+from halfulp.audit.sources.states import groups_of
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.rules import decay_of, rule_of
 

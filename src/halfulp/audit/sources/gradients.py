@@ -21,7 +21,7 @@ import torch
 from halfulp import kernels
 from halfulp.audit.meter.rows import Row, leave_out, row_of
 from halfulp.audit.meter.tensor import Watched
-from halfulp.audit.sources.copies import GRADIENTS
+from halfulp.audit.sources.states import GRADIENTS
 from halfulp.canonical import LARGEST
 
 if TYPE_CHECKING:

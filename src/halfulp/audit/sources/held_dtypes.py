@@ -8,7 +8,7 @@ The dtypes are read after the first audited step, when the states exist.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from halfulp.audit.ranks import rank
 from halfulp.audit.sinks import manifest
 from halfulp.audit.sources.caller import caller_of
-from halfulp.audit.sources.copies import narrow_scalar, role_name
 from halfulp.audit.sources.names import writable
+from halfulp.audit.sources.states import flat, narrow_scalar, role_name, wrapped
 from halfulp.text import tell
 from halfulp.verdicts import held as verdict_held
 from halfulp.writeback.optimizer import WriteBack
@@ -37,6 +37,8 @@ class OptimizerNotes:
         """True to report on standard error, after the first step, what they hold."""
         self._seen: list[torch.optim.Optimizer] = []
         self._holds: dict[torch.optim.Optimizer, dict[str, Any]] = {}
+        self._admits: dict[torch.optim.Optimizer, list[str]] = {}
+        """The policies that would take each of them; to ask them all takes a while."""
         self._gradients: Sizes = {}
         self.caller: dict[str, Any] = {}
         """The caller that steps the first of them."""
@@ -63,10 +65,13 @@ class OptimizerNotes:
 
     def described(self) -> list[dict[str, Any]]:
         """Return what a manifest says of them."""
-        return [
-            {**manifest.described(o), **({"holds": self._holds[o]} if o in self._holds else {})}
-            for o in self._seen
-        ]
+        made = []
+        for o in self._seen:
+            if o not in self._admits:
+                self._admits[o] = manifest.admitting(wrapped(o))
+            holds = {"holds": self._holds[o]} if o in self._holds else {}
+            made.append({**manifest.described(o), "admits": self._admits[o], **holds})
+        return made
 
     def announce(self) -> None:
         """Say what they hold, once."""
@@ -110,15 +115,6 @@ def held(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
     found = {kind: _sizes(tensors) for kind, tensors in states.items()}
     others = _sizes(p for p in params if p not in stepped)
     return {"parameters": {**written, **others}, "gradients": gradients, "states": found}
-
-
-def flat(state: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield one parameter's state by kind; some optimizers nest it one level deeper (heavyball)."""
-    for kind, x in state.items():
-        if isinstance(x, Mapping):
-            yield from flat(x)
-        else:
-            yield kind, x
 
 
 def _sizes(tensors: Iterable[torch.Tensor | None]) -> Sizes:

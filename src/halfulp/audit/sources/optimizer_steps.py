@@ -23,8 +23,8 @@ from halfulp.audit.pipeline import Pipeline
 from halfulp.audit.ranks import as_tensor, taking_part, world
 from halfulp.audit.sources.gain import Gain
 from halfulp.audit.sources.held_dtypes import OptimizerNotes
-from halfulp.audit.sources.moments import groups_of, wrapped
 from halfulp.audit.sources.names import Naming, models_around, name_parameters
+from halfulp.audit.sources.states import groups_of, wrapped
 from halfulp.audit.sources.step_count import StepCount
 from halfulp.audit.sources.step_hooks import StepHooks
 from halfulp.audit.sources.tracked import TrackedStates

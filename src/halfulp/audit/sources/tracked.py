@@ -26,10 +26,19 @@ from halfulp.audit.pipeline import Pipeline
 from halfulp.audit.ranks import rank, reduced, taking_part
 from halfulp.audit.settings import Measure, Recording
 from halfulp.audit.sinks.newest import BESIDE
-from halfulp.audit.sources.copies import Copies, checked, found_copies, tensors_of
 from halfulp.audit.sources.gradients import Accumulation
-from halfulp.audit.sources.moments import grid_of, moments_of, stopped, wrapped
 from halfulp.audit.sources.names import given_names, model_names
+from halfulp.audit.sources.states import (
+    Copies,
+    checked,
+    found_copies,
+    grid_of,
+    moments_of,
+    state_tensors,
+    stopped,
+    tensors_of,
+    wrapped,
+)
 from halfulp.numbers.grids import grid as named_grid
 from halfulp.trace import Memory
 from halfulp.trace.reader import ROLES
@@ -177,14 +186,6 @@ def together_changed(watched: list[Watched]) -> set[Watched]:
     return found
 
 
-def _tensors(state: Any) -> list[torch.Tensor]:
-    """List the tensors of one parameter's state; some optimizers nest it one level deeper (heavyball)."""
-    values = list(state.values()) if isinstance(state, dict) else []
-    for inner in [x for x in values if isinstance(x, dict)]:
-        values += _tensors(inner)
-    return [x for x in values if isinstance(x, torch.Tensor)]
-
-
 class TrackedStates:
     """Follow what accumulates beside the weights of an audit."""
 
@@ -304,7 +305,7 @@ class TrackedStates:
         if not self.states:
             return {}
         states = wrapped(optimizer).state
-        held = [*states, *(x for s in states.values() for x in _tensors(s)), *self.owner.watched]
+        held = [*states, *(x for s in states.values() for x in state_tensors(s)), *self.owner.watched]
         known, moments = self._found.get(optimizer, ([], {}))
         if len(known) != len(held) or not all(map(operator.is_, known, held)):
             found = moments_of(optimizer, self.owner.watchlist.names())
