@@ -21,7 +21,6 @@ from halfulp.allocation.masks import (
     _first_that_fit,
     choose,
     drawn,
-    nested,
     tile_sizes,
     whole_tensors,
 )
@@ -414,12 +413,14 @@ def test_no_other_choice_is_better(ranks: list[int], budget: int, tensors: int, 
 
 
 def test_budgets_are_nested() -> None:
-    """A larger budget keeps the tiles of a smaller one, a short tile that filled it included."""
+    """A larger budget keeps the tiles of a smaller one if asked, a short tile that filled it included."""
     sizes = {"a": 20, "b": 13}
     means = {"a": np.array([3.0, 2.0]), "b": np.array([1.0, 0.5])}
     small, large = 4 * 13, 4 * 20
     assert not chosen(choose(means, sizes, small, "P", 10)) <= chosen(choose(means, sizes, large, "P", 10))
-    first, second, third = nested(means, sizes, (small, large, 1.0), "P", 10)
+    first = choose(means, sizes, small, "P", 10)
+    second = choose(means, sizes, large, "P", 10, keep=first)
+    third = choose(means, sizes, 1.0, "P", 10, keep=second)
     assert chosen(first) == {("a", 0), ("b", 1)}
     assert chosen(first) <= chosen(second) <= chosen(third)
     assert [m.budget for m in (first, second)] == [small, large]

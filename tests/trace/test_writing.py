@@ -205,8 +205,7 @@ def test_a_script_is_not_blamed(
     assert run_script(script, [], audit, lambda: None) == 5
     out, err = capsys.readouterr()
     assert out == "done\n"
-    assert err.count("halfulp:") == 1
-    assert "the disk is full" in err
+    assert err.count("the disk is full") == 1
     assert audit.step == 4
     assert not (tmp_path / "trace" / "parts" / "000000").exists()
 

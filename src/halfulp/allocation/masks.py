@@ -15,7 +15,7 @@ for the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from halfulp.trace import Trace
 from halfulp.writeback.mask import MASTER_BYTES, Mask, tile_sizes
 
 __all__ = [
-    "MASTER_BYTES", "RANDOM", "REHEARSED", "Mask", "allocate", "choose", "drawn", "nested", "tile_sizes",
+    "MASTER_BYTES", "RANDOM", "REHEARSED", "Mask", "allocate", "choose", "drawn", "tile_sizes",
     "whole_tensors",
 ]  # fmt: skip
 
@@ -139,24 +139,6 @@ def choose(
     parts = dict(zip(names, np.split(chosen, bounds), strict=True))
     tiles = {name: torch.from_numpy(parts[name].copy()) for name in sizes}
     return Mask(tiles=tiles, sizes=dict(sizes), score=score, budget=spend, tile=tile)
-
-
-def nested(
-    means: Mapping[str, Array],
-    sizes: Mapping[str, int],
-    budgets: Iterable[float | int],
-    score: str,
-    tile: int = TILE,
-) -> list[Mask]:
-    """Return a mask for every budget, from small to large, each with all tiles of the one before.
-
-    The first tiles by a score are nested by themselves where tiles are equal; a short tile that filled a
-    smaller budget would not be in a larger one without this.
-    """
-    made: list[Mask] = []
-    for budget in budgets:
-        made.append(choose(means, sizes, budget, score, tile, keep=made[-1] if made else None))
-    return made
 
 
 def drawn(

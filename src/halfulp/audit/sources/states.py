@@ -164,11 +164,11 @@ def flat(state: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
             yield kind, x
 
 
-def state_tensors(state: Any) -> list[torch.Tensor]:
-    """List the tensors of one parameter's state; some optimizers nest it one level deeper (heavyball)."""
-    values = list(state.values()) if isinstance(state, dict) else []
-    for inner in [x for x in values if isinstance(x, dict)]:
-        values += state_tensors(inner)
+def state_tensors(states: Iterable[Any]) -> list[torch.Tensor]:
+    """List the tensors in the states of parameters, in one go: it is done twice a step."""
+    values = [x for state in states if isinstance(state, dict) for x in state.values()]
+    if nested := [x for x in values if isinstance(x, dict)]:  # one level deeper (heavyball)
+        values = [x for x in values if not isinstance(x, dict)] + state_tensors(nested)
     return [x for x in values if isinstance(x, torch.Tensor)]
 
 

@@ -305,7 +305,7 @@ class TrackedStates:
         if not self.states:
             return {}
         states = wrapped(optimizer).state
-        held = [*states, *(x for s in states.values() for x in state_tensors(s)), *self.owner.watched]
+        held = [*states, *state_tensors(states.values()), *self.owner.watched]
         known, moments = self._found.get(optimizer, ([], {}))
         if len(known) != len(held) or not all(map(operator.is_, known, held)):
             found = moments_of(optimizer, self.owner.watchlist.names())
