@@ -641,7 +641,7 @@ def test_a_role_is_bound_to_its_trace(tmp_path: Path) -> None:
         shutil.rmtree(place)
     (tmp_path / "mine").rename(place)
     edited(place, owner=3)
-    with pytest.raises(hu.CorruptionError, match="owner is 3, expected text"):
+    with pytest.raises(TamperingError, match="does not belong here: its trace is 3"):
         _ = trace.roles
 
 

@@ -88,6 +88,9 @@ class TraceWriter:
         if self._owner is not None:
             check_owner(self.path, found.manifest, self._owner)
         self.manifest = found.manifest
+        if self._owner is not None and OWNER not in self.manifest:  # of a halfulp that did not say it yet
+            self.manifest[OWNER] = self._owner
+            self.write_manifest()
         self.resumed = Resumed.of(found)
         self.last_step, self.count = self.resumed.last_step, self.resumed.count
         self._before = found.documents[self.count - 1].digest if self.count else None
