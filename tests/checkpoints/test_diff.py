@@ -174,6 +174,7 @@ def test_what_the_numbers_say(tmp_path: Path) -> None:
     )
     good = diff({"w": torch.randn(64, 64)}, {"w": torch.randn(64, 64)})
     assert good.says() == []
+    assert good.lines()[-1].startswith("Nothing stands out")
 
 
 def trained(folder: Path, dtype: torch.dtype, masters: bool) -> Path:

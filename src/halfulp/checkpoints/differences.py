@@ -33,8 +33,13 @@ from halfulp.text import count, shown
 STYLE = (
     ":root{color-scheme:light dark}body{margin:1rem auto;padding:0 1rem;max-width:70rem;"
     "font:14px/1.5 system-ui,sans-serif}table{display:block;overflow-x:auto}h1{font-size:1.2rem;"
-    "overflow-wrap:anywhere}h2{font-size:1rem}p{max-width:80ch}td{white-space:nowrap}@media(max-width:50rem){"
+    "overflow-wrap:anywhere}h2{font-size:1rem}p{max-width:80ch}td{white-space:nowrap}td:last-child{"
+    "white-space:normal;min-width:16rem}@media(max-width:50rem){"
     "tr{display:block;margin:.5rem 0}td{display:inline-block;white-space:normal}}"
+)
+NOTHING = (
+    "Nothing stands out of what is checked: norms at 1.0, half of the weights or more unchanged, a rounded "
+    "export, masters and states that are missing."
 )
 
 
@@ -87,7 +92,10 @@ class Diff:
             out.append(f"  not compared: {count(len(names), 'tensor')}, such as {shown(names[0])}: {why}")
         for place, kept in zip((self.before, self.after), self.states, strict=True):
             out += [f"  optimizer of {shown(place)}: {line}" for line in (kept.lines() if kept else [])]
-        return out + self.says()
+        return [*out, *self._said()]
+
+    def _said(self) -> list[str]:
+        return self.says() or [NOTHING]
 
     def table(self) -> list[dict[str, Any]]:
         """Return one row per tensor, for a file or a data frame."""
@@ -128,7 +136,7 @@ class Diff:
             pictures.bars([(t.name, t.share, _rest(t)) for t in rows])
             for rows in (self.groups, self._least_moved())
         )
-        said = "".join(f"<p>{pictures.safe(line, 600)}</p>" for line in self.says())
+        said = "".join(f"<p>{pictures.safe(line, 600)}</p>" for line in self._said())
         by = "Share of the weights that are what they were, by"
         return (
             said + heading.format(f"{by} kind of layer") + groups + heading.format(f"{by} tensor") + tensors
@@ -215,5 +223,5 @@ def _rest(t: Difference) -> str:
     if t.moved:
         one = t.one_step / t.moved
         out.append(f"{one:.0%} of the rest moved by one step, {1 - one:.0%} further")
-        out.append(f"typically {t.typical:,}, at most {t.largest:,}")
+        out.append(f"typically {t.typical:,} step{'' if t.typical == 1 else 's'}, at most {t.largest:,}")
     return f"{'; '.join(out)}{' ' if out else ''}[{t.kind}]"
