@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torture import Effort, commit, keep
 
-PARTS = ("fuzz", "forge", "kill", "disks", "order", "scale", "mutants", "native", "silenced")
+PARTS = ("fuzz", "forge", "kill", "disks", "oracles", "order", "scale", "mutants", "native", "silenced")
 
 
 def main() -> int:

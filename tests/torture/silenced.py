@@ -26,6 +26,7 @@ REASONS = {
     "attr-defined": "the object has it, the declared type does not",
     "B008": "the default is frozen",
     "call-arg": "the mistake under test",
+    "index": "a value that is there, as the lines before make sure",
     "E402": "after a test is skipped for want of a library",
     "E731": "a rule as users write it",
     "F401": "imported for what it prepares",
