@@ -208,8 +208,8 @@ def table(rows: dict[str, dict[str, Any]], steps: int, seeds: int, times: dict[s
     told = "; ".join(f"{k} {v:.1f} ms ({v / fused:.2f})" for k, v in times.items())
     lines += [
         "",
-        f"A step of {2 * WIDTH**2 / 1e6:.1f} million bfloat16 weights, `sr`, by moments, processor time on one "
-        f"thread: {told}.",
+        f"A step of {2 * WIDTH**2 / 1e6:.1f} million bfloat16 weights, `sr`, by moments, processor time on "
+        f"one thread: {told}.",
     ]
     return "\n".join(lines) + "\n"
 
