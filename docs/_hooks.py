@@ -46,12 +46,16 @@ def results() -> Iterator[tuple[str, str]]:
     listed = ["# Results", "", "Every page here is made from records or measurements in the repository."]
     listed.append("")
     for stem, title in (
-        ("controlled", "controlled"), ("transformers", "transformer"), ("allocation", "allocation"),
-    ):  # fmt: skip
+        ("labels", "The paper's 31 protocols: its labels and ours"),
+        ("controlled", "The controlled studies beside the paper"),
+        ("transformers", "The transformer studies beside the paper"),
+        ("allocation", "The allocation studies beside the paper"),
+        ("terms", "The paper's definitions, regimes and layers of evidence"),
+    ):
         file = RESULTS / f"{stem}.md"
         if file.is_file():
             yield f"results/{file.name}", file.read_text()
-            listed.append(f"- [The {title} studies beside the paper]({file.name})")
+            listed.append(f"- [{title}]({file.name})")
     listed += ["", "## Studies", ""]
     for folder in sorted(p.parent for p in RESULTS.glob("studies/*/result.json")):
         text = page(folder)

@@ -1,13 +1,16 @@
-"""One update of the paper's models, native and of three-bit integers, in the engine: minutes, gigabytes.
+"""Updates of the paper's models in the engine: native, of three-bit integers, GPT-2 124M. Minutes, gigabytes.
 
-The scale ``paper`` with updates, sequences and held-out batches cut to one, on the novels. Prints time and
-memory.
+The scale ``paper`` with updates, sequences and held-out batches cut to one or two, on the novels. Prints time
+and memory.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -79,6 +82,30 @@ study = one_update(
 """
 
 
+MATCHED = """
+from halfulp.paper.arms import measures
+from halfulp.paper.studies.matched_10k import RUNS
+
+
+def two_updates(arm):
+    return replace(arm, recipe=replace(arm.recipe, updates=2, eval_every=2), save_every=1)
+
+
+runs = replace(
+    RUNS, scales={"paper": two_updates(cut(RUNS.scales["paper"]))}, targets=RUNS.targets[:1],
+    conditions={"e5m2": {"grid": "e5m2"}}, arms={"rne": RUNS.arms["rne"]}, scopes=("core",),
+)
+study = one_update(
+    {"scales": runs.configs, "stages": runs.stages, "scale_data": runs.data},
+    (
+        runs.estimand("gap", "final loss above raw fp32, nats", measures.gap, arm="rne"),
+        runs.estimand("matched", "1 where the arms began as declared", measures.matched),
+    ),
+    (Gate.of("finite", "gap <= 12"), Gate.of("matched", "matched == 1")),
+)
+"""
+
+
 @pytest.mark.large
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif("HALFULP_DATA" not in os.environ, reason="HALFULP_DATA is not set")
@@ -99,3 +126,29 @@ def test_one_update(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert closed.records["train"]["seed-42"]["parameters"] == 134_105_856
     with capsys.disabled():
         print(f"\n{seconds:.0f} seconds, at most {most:.1f} GB in a process")
+
+
+@pytest.mark.large
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif("HALFULP_DATA" not in os.environ, reason="HALFULP_DATA is not set")
+def test_two_updates_of_gpt2_killed_between_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`matched-10k` at 124 million weights goes on, to the same records, from where it was killed."""
+    file, began = tmp_path / "one_update.py", time.monotonic()
+    file.write_text(HEAD + MATCHED)
+    command = [sys.executable, "-m", "halfulp", "study", "run", str(file), "--yes", "--workers", "1", "--out"]
+    out, whole = tmp_path / "killed", tmp_path / "whole"
+    first = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL, start_new_session=True)
+    while first.poll() is None and not any((out / "work" / "checkpoints").glob("*/*/*")):
+        time.sleep(0.05)
+    assert first.poll() is None, "it ended before its first checkpoint"
+    os.killpg(first.pid, signal.SIGKILL)  # its worker sees the pipe close
+    first.wait()
+    for folder in (out, whole):
+        subprocess.run([*command, str(folder)], check=True, stdout=subprocess.DEVNULL)
+    assert validate(out).label == "it does"
+    assert open_closed(out).records["outcome"]["e5m2-1337"]["coordinates"]["embedding"] == 39_419_904
+    for path in sorted((whole / "records").rglob("*.json")):
+        assert path.read_bytes() == (out / path.relative_to(whole)).read_bytes(), path.name
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    with capsys.disabled():
+        print(f"\n{time.monotonic() - began:.0f} seconds, at most {most:.1f} GB in a process")
