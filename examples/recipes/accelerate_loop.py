@@ -57,10 +57,7 @@ def main(folder: Path) -> dict[str, Any]:
     taken = run(folder / "taken", fixed=True, load=folder / "plain" / "state")
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), taken.parameters(), strict=True))
     shown = {"audit": f"{lost:.0%} lost", "fix": "in mid-run, from a plain state", "resume": "bit for bit"}
-    if shared.several_ranks():
-        shared.assert_ranks_agree(model)
-        shown["distributed"] = "DDP, two ranks agree"
-    return shown
+    return shown | shared.ranks_agree(model)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,11 @@ import halfulp as hu
 
 def run(folder: Path, *, fixed: bool, first: int = 0, load: Path | None = None) -> torch.nn.Module:
     torch.manual_seed(0)
-    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-true")
+    ranks = shared.ranks()
+    fabric = Fabric(
+        accelerator="cpu", devices=ranks, precision="bf16-true", strategy="ddp" if ranks > 1 else "auto"
+    )
+    fabric.launch()
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if fixed:
@@ -44,7 +48,8 @@ def main(folder: Path) -> dict[str, Any]:
     again = run(folder / "again", fixed=True, first=20, load=folder / "fixed" / "state.ckpt")
     shared.assert_equal(model, again)
     run(folder / "taken", fixed=True, first=20, load=folder / "plain" / "state.ckpt")
-    return {"audit": f"{lost:.0%} lost", "fix": "in mid-run, from a plain state", "resume": "bit for bit"}
+    shown = {"audit": f"{lost:.0%} lost", "fix": "in mid-run, from a plain state", "resume": "bit for bit"}
+    return shown | shared.ranks_agree(model)
 
 
 if __name__ == "__main__":
