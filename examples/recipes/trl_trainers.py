@@ -1,4 +1,4 @@
-"""TRL, SFT and DPO on a bf16 model: found by the callback, fixed from the plain checkpoint, resumed.
+"""TRL, SFT, DPO and GRPO on a bf16 model: found by the callback, fixed from the plain checkpoint, resumed.
 
 python examples/recipes/trl_trainers.py
 """
@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import halfulp as hu
 from halfulp.integrations.huggingface import AuditCallback
@@ -44,6 +44,10 @@ def text(seed: int, length: int) -> str:
     return " ".join(f"w{(seed * 7 + i * 3) % 50}" for i in range(length))
 
 
+def different_words(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
 def trainer(kind: str, folder: Path, *, fixed: bool, callbacks: Any = ()) -> Any:
     settings: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": 12, "save_steps": 4, "per_device_train_batch_size": 4,
@@ -56,6 +60,12 @@ def trainer(kind: str, folder: Path, *, fixed: bool, callbacks: Any = ()) -> Any
     if kind == "SFT":
         data = Dataset.from_list([{"text": text(i, 12)} for i in range(32)])
         made = SFTTrainer(args=SFTConfig(**settings), train_dataset=data, **given)
+    elif kind == "GRPO":
+        data = Dataset.from_list([{"prompt": text(i, 4)} for i in range(32)])
+        settings |= {"num_generations": 4, "max_completion_length": 8}
+        made = GRPOTrainer(
+            args=GRPOConfig(**settings), reward_funcs=different_words, train_dataset=data, **given
+        )
     else:
         rows = [
             {"prompt": text(i, 4), "chosen": " " + text(i, 6), "rejected": " " + text(i + 9, 6)}
@@ -71,7 +81,7 @@ def trainer(kind: str, folder: Path, *, fixed: bool, callbacks: Any = ()) -> Any
 def main(folder: Path) -> dict[str, Any]:
     lost = []
     make_base(folder / "base")
-    for kind in ("SFT", "DPO"):
+    for kind in ("SFT", "DPO", "GRPO"):
         here = folder / kind
         plain = trainer(kind, here / "plain", fixed=False, callbacks=[AuditCallback(["bf16"])])
         plain.train()
@@ -81,7 +91,7 @@ def main(folder: Path) -> dict[str, Any]:
         again = trainer(kind, here / "again", fixed=True)
         again.train(resume_from_checkpoint=str(here / "fixed" / "checkpoint-8"))
         shared.assert_equal(fixed.model, again.model)
-    return {"audit": f"lost: {', '.join(lost)}", "fix": "in mid-run, SFT and DPO", "resume": "bit for bit"}
+    return {"audit": f"lost: {', '.join(lost)}", "fix": "in mid-run, all three", "resume": "bit for bit"}
 
 
 if __name__ == "__main__":
