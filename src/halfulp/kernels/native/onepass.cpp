@@ -26,18 +26,20 @@ struct Grid {
     Integers<float> k;
     int rounding;
     int32_t top;  // the bit of the sign of codes
-    bool indexed;
-    int32_t cut, normal, most[2], left;  // fraction bits; the first float that is no subnormal; the largest by sign
-    float fine, quantum;
+    bool indexed = false;
+    int32_t cut = 0, normal = 0, most[2] = {}, left = 0;  // fraction bits; the first float that is no subnormal; the largest by sign
+    float fine = 0, quantum = 0;
 
     explicit Grid(const OnepassCall& c)
         : f(*(const Numbers<float>*)c.floats), k(*(const Integers<float>*)c.ints), rounding(c.kind.rounding), top(c.kind.top) {
+        if (rounding == BFLOAT) return;
         cut = rounding == WHOLE ? 16 : k.cut;
         normal = rounding == WHOLE ? INT32_MAX : k.emin;
-        fine = real(k.inverse - k.emin) * (float)(1 << cut), quantum = real(k.emin - k.mant);
+        fine = real((int32_t)((uint32_t)k.inverse - (uint32_t)k.emin)) * (float)(1 << cut), quantum = real(k.emin - k.mant);
         const double largest = (double)(f.hi > -f.lo ? f.hi : -f.lo) * fine;
-        indexed = rounding != BFLOAT && c.kind.is_short && cut >= 16 && f.lo < 0 && pattern(fine) < EXPONENT &&
+        indexed = c.kind.is_short && cut >= 16 && f.lo < 0 && pattern(fine) < EXPONENT &&
                   (rounding == FLOAT ? f.lo == -f.hi : largest < 0x1p31);
+        if (!indexed) return;
         most[0] = position(f.hi), most[1] = position(-f.lo), left = __builtin_clz(top);
     }
     int32_t position(float a) const { return pattern(a) >= normal ? pattern(a) - (normal - 0x800000) : (int32_t)((double)a * fine); }
