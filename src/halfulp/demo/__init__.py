@@ -50,7 +50,7 @@ REHEARSED = ("bf16", GRID, "e5m2", f"{GRID}:sr", f"{GRID}:eco", f"{GRID}:master"
 EVALUATIONS = 4
 INTERRUPTED = 130
 LINE_SECONDS = 15.0
-"""Where there is no terminal: seconds between lines that say how far a run is."""
+"""Seconds between lines that say how far a run is, where there is no terminal."""
 
 
 FULL = Size(layers=4, width=128, context=64, batch=12, updates=240)

@@ -42,7 +42,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,38 +52,13 @@ from halfulp.errors import UsageError
 from halfulp.numbers import grid_names
 from halfulp.numbers.containers import container
 from halfulp.numbers.elements import index_of, value_of
+from halfulp.numbers.operations import OPERATIONS
 from halfulp.numbers.scaling import Per, Rule, Scaling
 
 if TYPE_CHECKING:
     from halfulp.numbers.streams import Stream
 
 Array = npt.NDArray[Any]
-
-
-class Operations:
-    """The functions behind a grid's methods on tensors.
-
-    Kernels and events import grids, not the reverse, so the functions are looked up by name when a method is
-    first called.
-    """
-
-    round: Callable[..., torch.Tensor]
-    scales: Callable[..., torch.Tensor]
-    encode: Callable[..., torch.Tensor]
-    decode: Callable[..., torch.Tensor]
-    gap: Callable[..., torch.Tensor]
-    neighbours: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("gap", "neighbours"):
-            function = getattr(import_module("halfulp.measures.events"), name)
-        else:
-            function = getattr(import_module("halfulp.kernels"), name)
-        setattr(self, name, function)
-        return function
-
-
-OPERATIONS = Operations()
 
 
 @dataclass(frozen=True, kw_only=True)

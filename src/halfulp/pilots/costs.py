@@ -1,4 +1,4 @@
-"""What the rungs of a pilot take in processor time, measured on a few steps before any is run.
+"""Processor time of the rungs of a pilot, measured on a few steps before any is run.
 
 A twin on one sequence of 64 would take a 64th of the run if a step were nothing but arithmetic. Most of a
 small model's step is Python, though, and then it takes half of the run, or more. So a budget in time is
@@ -32,7 +32,7 @@ class RungCosts:
     stored: float
     """The whole run, stored in a format: what the shares of forks are of."""
     measuring: float
-    """What it took to know this."""
+    """The cost of measuring this."""
 
     def twin(self, part: int) -> float:
         """Return what a twin on the first sequences of every batch costs."""

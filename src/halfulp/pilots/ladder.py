@@ -1,4 +1,4 @@
-"""Which rungs a budget pays for: the plan of a pilot, on plain numbers.
+"""Plan a pilot: the rungs that a budget pays for, on plain numbers.
 
 A *rung* is what is run beside the reference: twins on b of the B sequences of every batch, the same reference
 from a hair beside its start (which measures the floor), forks for the last part of the run. Costs are shares
@@ -29,7 +29,7 @@ Cost = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """What a budget pays for, all formats together.
+    """The rungs that a budget pays for, all formats together.
 
     >>> [Ladder(budget=0.15, formats=3, batch=size).part for size in (12, 64, 1024)]
     [None, 1, 15]
@@ -48,7 +48,7 @@ class Ladder:
 
     @property
     def part(self) -> int | None:
-        """How many sequences of a batch twins take; None for no twin."""
+        """Return the number of sequences that twins take of a batch; None for no twin."""
         if self.batch < 2 or (self.formats + 1) * self.share(1) > self.budget + SLACK:
             return None
         for part in range(math.ceil(self.batch * MOST), 1, -1):
@@ -58,13 +58,13 @@ class Ladder:
 
     @property
     def left(self) -> float:
-        """What is left of the budget after the twins."""
+        """Return the rest of the budget after the twins."""
         part = self.part
         return self.budget - (0.0 if part is None else (self.formats + 1) * self.share(part))
 
     @property
     def floor(self) -> bool:
-        """Whether the floor can be measured as well."""
+        """Return True if the floor can be measured as well."""
         return self.part is not None and self.share(self.part) <= self.left + SLACK
 
 

@@ -83,7 +83,7 @@ class Pilot:
 
     @property
     def paid(self) -> dict[str, float]:
-        """What was paid for each purpose, as shares of the run."""
+        """The cost of each purpose, as a share of the run."""
         return {what: spent / self._run_takes for what, spent in self._spent.items()}
 
     @property

@@ -93,7 +93,7 @@ class Reference:
     seconds: float = 0.0
     """Processor time of the run alone, all of its updates."""
     beside: float = 0.0
-    """What rehearsing took beside that."""
+    """The cost of rehearsing beside that."""
 
 
 @dataclass(frozen=True)

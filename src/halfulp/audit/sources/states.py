@@ -1,4 +1,4 @@
-"""What accumulates beside the weights: the moments of optimizers, and copies that a script keeps (an EMA).
+"""States that accumulate beside the weights: moments of optimizers, and copies that a script keeps (an EMA).
 
 A module that is found is a copy if it, or a part of it, has a tensor for each of the optimizer's, none of
 those, and no gradient, which networks that are trained have. A list of tensors is one if they have the

@@ -24,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FLAGS = (
-    "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
+    "-std=c++17", "-O2", "-fwrapv", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
     "-fno-trapping-math",
 )  # fmt: skip
 ONCE = ("core", "counting")
@@ -100,7 +100,7 @@ _LINKED = {"win32": [], "linux": ["-pthread", "-s"]}.get(sys.platform, ["-pthrea
 
 
 def _units(chosen: list[str]) -> Iterator[tuple[Path, str, list[str]]]:
-    """What is compiled: a source, the name of its object, flags. Those that take longest come first."""
+    """List what to compile: a source, the name of its object, flags. The longest come first."""
     sources = sorted(HERE.glob("*.cpp"), key=lambda p: -p.stat().st_size)
     for target, flags in targets().items():
         if "ziglang" in chosen:  # which spells it otherwise

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from halfulp.writeback.optimizer import WriteBack
 
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What wrappers add to names, and torch leaves out of a state's."""
+"""Prefixes that wrappers add to names, and torch leaves out of a state's."""
 
 
 def unflattened(state: Mapping[str, Any], optimizer: WriteBack, model: torch.nn.Module) -> dict[str, Any]:
