@@ -182,7 +182,7 @@ def compared(result: Result, out: Path) -> str:
 def main() -> None:
     """Run what is asked for, then compare."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", help="folders, as cnn-paper; all by default")
+    parser.add_argument("names", nargs="*", help="folders, as cnn-small; all by default")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "studies")
     parser.add_argument("--workers", type=int, default=0, help="cells at a time; 0: one a core")
     parser.add_argument("--list", action="store_true", help="only print the order")

@@ -15,7 +15,7 @@ from halfulp.study import validate as validation
 
 RESULTS = Path(__file__).parents[2] / "results" / "studies"
 WITHOUT = {
-    "cnn-paper", "depth-17-small", "dqt-int3-small", "eco-comparator-small", "eco-systems-small",
+    "depth-17-small", "dqt-int3-small", "eco-comparator-small", "eco-systems-small",
     "leverage-primary-small", "mask-reuse-small", "native-coupled-sr-small",
     "native-schedule-shift-small", "packed-systems-small", "saliency-challenge-small", "tile-screen-small",
     "whole-tensor-small",
