@@ -43,6 +43,7 @@ ORDER = (
         "paper.values",
         "paper.summaries",
         "paper.tokens",
+        "paper.attached_tables",
         "paper.certificates",
         "paper.trust",
     ),

@@ -17,7 +17,8 @@ from safetensors.torch import load as load_tensors
 import halfulp as hu
 from halfulp.errors import UsageError
 from halfulp.measures.groups import CORE, group_of
-from halfulp.paper.arms import Arm, Bundle, attached_tables, measures, records
+from halfulp.paper import attached_tables
+from halfulp.paper.arms import Arm, Bundle, measures, records
 from halfulp.paper.arms.corpus import open_corpus
 from halfulp.paper.arms.run import run as run_arm
 from halfulp.paper.arms.tables import loss_forecasts

@@ -12,9 +12,10 @@ import pytest
 
 from halfulp import canonical
 from halfulp.paper.arms import Arm
+from halfulp.paper.models.decoder import normal_at_start
 from halfulp.paper.report import labels
 from halfulp.paper.report.beside_paper import shown
-from halfulp.paper.studies import matched_10k, phase_diagram, phase_edge, whole_tensor
+from halfulp.paper.studies import phase_diagram, phase_edge, whole_tensor
 from halfulp.study import loading
 from halfulp.study.gates import decide, evaluate
 from halfulp.study.protocol import Records, Study
@@ -115,7 +116,7 @@ def test_what_else_medium_changes() -> None:
 
 def test_weights_that_are_normal_at_the_start() -> None:
     """Appendix C prints 99.5% and 99.0%."""
-    found = [matched_10k.normal_at_start({}, smallest) for smallest in (2.0**-14, 2.0**-13)]
+    found = [normal_at_start(smallest) for smallest in (2.0**-14, 2.0**-13)]
     assert [f"{100 * share:.2f}" for share in found] == ["99.49", "98.97"]
 
 

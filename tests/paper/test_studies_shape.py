@@ -19,9 +19,9 @@ FIRST = (
     "matched_10k", "midpoint", "phase_diagram", "prospective_modern", "theory", "two_layer",
 )  # fmt: skip
 """What is left in `studies/` of the studies that there were before arms were a package."""
-BUDGET = 5772
-"""Lines of these, of the tables beside them, and of all of `arms/`, which serves later studies too, when this
-was written. What they are made of is in docs/log.md."""
+BUDGET = 3843
+"""Lines of code of these and of all of `arms/`, which serves later studies too, when 5,772 lines with their
+docstrings were the budget; docstrings are held by ruff's rules instead."""
 
 
 def code(path: Path) -> list[str]:
@@ -33,6 +33,21 @@ def code(path: Path) -> list[str]:
     return [line for line in lines if line.strip() and not line.strip().startswith("#")]
 
 
+def undocumented(path: Path) -> int:
+    """Count the lines of a module but for docstrings, blank lines and comments."""
+    text = path.read_text(encoding="utf-8")
+    said: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            said.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(bool(x.strip()) and not x.strip().startswith("#") and i not in said for i, x in lines)
+
+
 @pytest.mark.parametrize("name", ["char_gpt", "matched_10k", "prospective_modern"])
 def test_a_decoder_study_is_a_page(name: str) -> None:
     assert len(code(ROOT / "studies" / f"{name}.py")) <= 120
@@ -40,9 +55,8 @@ def test_a_decoder_study_is_a_page(name: str) -> None:
 
 def test_studies_and_arms_stay_short() -> None:
     """A study is a declaration: what many need is in arms once, and neither grows unseen."""
-    first = [ROOT / "studies" / f"{name}{end}" for name in FIRST for end in (".py", ".toml")]
-    files = [*(path for path in first if path.exists()), *(ROOT / "arms").glob("*.py")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= BUDGET
+    files = [*(ROOT / "studies" / f"{name}.py" for name in FIRST), *(ROOT / "arms").glob("*.py")]
+    assert sum(map(undocumented, files)) <= BUDGET
 
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))

@@ -66,8 +66,9 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("name", STAGES)
-@pytest.mark.parametrize("scale", ["smoke", "small", "medium", "paper"])
+@pytest.mark.parametrize(
+    ("name", "scale"), [(name, scale) for name in STAGES for scale in TRAINED[name].STUDY.scales]
+)
 def test_runs(name: str, scale: str) -> None:
     """As many as the paper has: 30 of NeoX, 7 of the source-amortised audit; stages in this order."""
     study: Study = TRAINED[name].STUDY

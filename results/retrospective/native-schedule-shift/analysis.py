@@ -1,1 +1,0 @@
-from halfulp.paper.studies.native_schedule_shift import RETROSPECTIVE

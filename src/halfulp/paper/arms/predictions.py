@@ -12,7 +12,8 @@ from halfulp.measures.crossings import crossing
 from halfulp.measures.forecasts import pooled_rho, scalar_rho_map
 from halfulp.measures.groups import CORE
 from halfulp.numbers.grids import grid as named
-from halfulp.paper.arms import attached_tables, records
+from halfulp.paper import attached_tables
+from halfulp.paper.arms import records
 from halfulp.paper.values import finite
 from halfulp.study import Running
 from halfulp.trace import Columns

@@ -37,14 +37,11 @@ import resource
 import subprocess
 import sys
 import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from halfulp.errors import HalfulpError
 from halfulp.paper.arms.arm import Arm
@@ -52,10 +49,10 @@ from halfulp.paper.arms.corpus import files_of, open_corpus
 from halfulp.paper.arms.mask_recipes import PACKED, unpacked
 from halfulp.paper.arms.run import audited, device, optimizer_of
 from halfulp.paper.models.decoder import Decoder
+from halfulp.paper.models.tensor_bytes import counted, kept
 from halfulp.paper.models.training import Training
 from halfulp.study.protocol import Cell, Running
 from halfulp.trace import Memory
-from halfulp.writeback import WriteBack
 
 Json = Any
 MODULE = "halfulp.paper.arms.repetitions"
@@ -126,83 +123,18 @@ def measure(asked: Mapping[str, Json]) -> dict[str, Json]:
             training.step()
         _settle(where)
         ended, spent = time.perf_counter(), time.process_time()
-        peak = _peak(where, before)
-        counted = {} if where.type == "cuda" else {"counted_bytes": _counted(training)}
+        peak = {"peak_bytes": _peak(where, before)}
+        if where.type != "cuda":
+            peak["counted_bytes"] = counted(training)
     return {
         "wall_seconds": ended - began,
         "window_seconds": ended - started,
         "processor_seconds": spent - used,
         "updates": asked["updates"],
         "gpu": where.type == "cuda",
-        "peak_bytes": peak,
-        **counted,
-        **storage(model, optimizer),
+        **peak,
+        **kept(model, optimizer),
     }
-
-
-def storage(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of the tensors that outlive an update, each storage once, and of those that a policy keeps."""
-    slots = optimizer.slots if isinstance(optimizer, WriteBack) else ()
-    policy = [t for slot in slots for t in slot.state.values()]
-    inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
-    states = [t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    return {
-        "persistent_bytes": _bytes([*model.parameters(), *states, *policy]),
-        "policy_bytes": _bytes(policy),
-    }
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
-
-
-class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Count the bytes of tensors from when an operation makes them to when they are freed."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.now = self.most = 0
-        self.known: dict[int, int] = {}
-
-    def see(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage, if it is not counted yet."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.known:
-            return
-        self.known[key] = storage.nbytes()
-        self.now += self.known[key]
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._freed, key)
-
-    def _freed(self, key: int) -> None:
-        self.now -= self.known.pop(key, 0)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation and count what it makes."""
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
-        return made
-
-
-def _counted(training: Training) -> int:
-    """Bytes of tensors at the peak of one update, weights and states among them."""
-    inner = getattr(training.optimizer, "optimizer", training.optimizer)
-    slots = training.optimizer.slots if isinstance(training.optimizer, WriteBack) else ()
-    held = _TensorBytes()
-    for tensor in (
-        *training.model.parameters(),
-        *(t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor)),
-        *(t for slot in slots for t in slot.state.values()),
-    ):
-        held.see(tensor)
-    with held:
-        training.step()
-    return held.most
 
 
 def _settle(device: torch.device) -> None:

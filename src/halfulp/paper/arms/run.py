@@ -39,12 +39,12 @@ from halfulp.audit.meter.rows import SHARED
 from halfulp.audit.rehearsal.specs import PULL, Rehearse, Spec
 from halfulp.audit.session import Audit
 from halfulp.measures.groups import group_of
-from halfulp.paper.arms import attached_tables
+from halfulp.paper import attached_tables
 from halfulp.paper.arms.arm import Arm
 from halfulp.paper.arms.corpus import open_corpus
 from halfulp.paper.arms.mask_recipes import PACKED, Ranked, described, pack, read_named, read_packed
-from halfulp.paper.arms.silent import Silent
 from halfulp.paper.models.decoder import Decoder
+from halfulp.paper.models.silent import Silent
 from halfulp.paper.models.training import Training, adamw, project, sequences, starts
 from halfulp.paper.values import finite
 from halfulp.study import Running

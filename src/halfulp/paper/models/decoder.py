@@ -25,6 +25,7 @@ Inventory(parameters=124373760, eligible=124354560, core=84934656, tiles=161920)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -324,3 +325,15 @@ def inventory(model: nn.Module) -> Inventory:
         core=sum(p.numel() for name, p in matrices if group_of(name, p) in CORE),
         tiles=sum(tiles_of(p.numel()) for _, p in matrices),
     )
+
+
+def normal_at_start(smallest: float) -> float:
+    """Return the share of GPT-2 124M's initial matrix weights that are normal: at least ``smallest``.
+
+    The expectation under the declared initial distribution, which does not need the 124 million weights.
+    """
+    width, layers = GPT2.width, GPT2.layers
+    into_residual = layers * width * (width + GPT2.hidden)  # these start narrower
+    others = layers * width * (3 * width + GPT2.hidden) + (GPT2.vocabulary + GPT2.context) * width
+    spread = {others: GPT2.std, into_residual: GPT2.std / math.sqrt(2 * layers)}
+    return sum(n * math.erfc(smallest / s / math.sqrt(2)) for n, s in spread.items()) / sum(spread)
