@@ -1,0 +1,1 @@
+from halfulp.paper.studies.native_schedule_shift import RETROSPECTIVE
