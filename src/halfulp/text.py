@@ -104,6 +104,21 @@ def percent(share: float | None, digits: int | None = None) -> str:
     return f"{share:.{digits}%}"
 
 
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""Parts that torch.compile and others add to the names of modules that they wrap."""
+
+
+def unwrapped_name(name: str) -> str:
+    """Return the name of a parameter without the parts that wrappers add.
+
+    >>> unwrapped_name("block._checkpoint_wrapped_module.weight")
+    'block.weight'
+    """
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def unique(name: str, taken: Container[str]) -> str:
     """Make a name distinct from those that are taken: the second ``weight`` is ``weight#2``.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -87,6 +88,25 @@ def test_a_run_goes_on_from_a_flattened_state(kind: str) -> None:
     assert resumed.steps == 6
     for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_wrappers_leave_names_alone_but_for_their_own_part(compiled: bool) -> None:
+    """A name may end in ``module`` itself, and a checkpointed module's wrapper has a name that does."""
+    model = torch.nn.Sequential()
+    model.add_module("submodule", checkpoint_wrapper(torch.nn.Linear(8, 8)))
+    model = model.bfloat16()
+    whole: Any = torch.compile(model) if compiled else model
+    optimizer = made("fp32", model)
+    train(model, optimizer, range(3))
+    state = get_optimizer_state_dict(whole, optimizer, options=FLAT)
+    assert "state.submodule.weight.exp_avg" in state
+    again = made("fp32", model)
+    again.load_state_dict(unflattened(state, again, whole))
+    assert again.steps == 3
+    for p, q in zip(optimizer.slots, again.slots, strict=True):
+        a, b = optimizer.optimizer.state[p.stepped], again.optimizer.state[q.stepped]
+        assert torch.equal(a["exp_avg_sq"], b["exp_avg_sq"])
 
 
 def test_a_plain_run_goes_on_under_a_write_back(caplog: pytest.LogCaptureFixture) -> None:

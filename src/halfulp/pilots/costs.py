@@ -22,7 +22,7 @@ from halfulp.pilots.rungs import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class RungCosts:
-    """RungCosts as shares of a plain run, and how many seconds such a run takes."""
+    """The costs of rungs as shares of a plain run, and the seconds that such a run takes."""
 
     run: float
     """Seconds of processor time."""

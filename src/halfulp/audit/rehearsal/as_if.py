@@ -24,8 +24,9 @@ from halfulp import files, tensors
 from halfulp.audit.meter.tensor import Watched
 from halfulp.audit.ranks import rank
 from halfulp.audit.rehearsal.rehearsals import Rehearsals
-from halfulp.audit.sources.names import WRAPPERS, unwrapped
+from halfulp.audit.sources.names import unwrapped
 from halfulp.errors import UsageError
+from halfulp.text import unwrapped_name
 from halfulp.writeback.sharding import is_sharded, local
 
 Losses = dict[str, dict[str, float]]
@@ -186,7 +187,9 @@ class ModelAsIf:
                 found = unwrapped(self.models[0]).state_dict()
             else:
                 found = {w.name: (w.tensor if w.shown is None else w.shown) for w in watched}
-            made = {_clean(name): _whole(x) for name, x in found.items() if isinstance(x, torch.Tensor)}
+            made = {
+                unwrapped_name(name): _whole(x) for name, x in found.items() if isinstance(x, torch.Tensor)
+            }
             told = {"halfulp.as_if": spec, "halfulp.bound": bound, "halfulp.step": str(step)}
             if rank() == 0:
                 files.put(path, b"".join(tensors.content(made, told)))
@@ -195,12 +198,6 @@ class ModelAsIf:
 def number(loss: Any) -> float:
     """Return a loss as a number."""
     return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-
-
-def _clean(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:

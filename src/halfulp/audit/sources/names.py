@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from halfulp.text import unique
+from halfulp.text import unique, unwrapped_name
 from halfulp.writeback.choosing import oddity
 from halfulp.writeback.sharding import is_sharded
 from halfulp.writeback.storage.native_weight import NativeCodes
@@ -45,8 +45,6 @@ class Naming:
 
 T = TypeVar("T")
 Named = dict[torch.Tensor, tuple[str, torch.nn.Module]]
-WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""Prefixes that torch.compile and others add to the names of modules that they wrap."""
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -62,9 +60,7 @@ def model_names(model: torch.nn.Module) -> Named:
     found: Named = {}
     for prefix, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
-            clean = f"{prefix}.{name}" if prefix else name
-            for wrapper in WRAPPERS:
-                clean = clean.replace(wrapper, "")
+            clean = unwrapped_name(f"{prefix}.{name}" if prefix else name)
             found.setdefault(p, (clean, module))
     return found
 

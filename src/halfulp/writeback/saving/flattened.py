@@ -12,14 +12,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from halfulp.errors import CorruptionError, UsageError
+from halfulp.text import unwrapped_name
 
 if TYPE_CHECKING:
     from halfulp.writeback.optimizer import WriteBack
-
-WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Prefixes that wrappers add to names, and torch leaves out of a state's."""
 
 
 def unflattened(state: Mapping[str, Any], optimizer: WriteBack, model: torch.nn.Module) -> dict[str, Any]:
@@ -48,7 +47,8 @@ def unflattened(state: Mapping[str, Any], optimizer: WriteBack, model: torch.nn.
     >>> opt.load_state_dict(unflattened(flat, opt, model))
     """
     found = _by_name(state, _names(state))
-    given = {id(p): _unwrapped(name) for name, p in model.named_parameters(remove_duplicate=False)}
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    given = {id(p): unwrapped_name(name) for name, p in inner.named_parameters(remove_duplicate=False)}
     entries: dict[int, dict[str, Any]] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -89,9 +89,3 @@ def _by_name(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, dict[s
             )
         made[part].setdefault(rest[:at], {})[rest[at + 1 :]] = value
     return made
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
