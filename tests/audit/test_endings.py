@@ -198,7 +198,7 @@ def test_an_interrupt_while_threads_are_waited_for() -> None:
         while "waits" not in process.stdout.readline():
             assert process.returncode is None
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=300)
         codes.append(process.returncode)
     assert codes[1] == codes[0], said
     assert "8 steps audited" in said
@@ -212,7 +212,7 @@ def test_a_terminal_that_is_closed() -> None:
     while "trained" not in process.stdout.readline():
         assert process.returncode is None
     process.send_signal(signal.SIGHUP)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGHUP, said
     assert "8 steps audited" in said
     assert hu.Trace.open("run").last_step == 8

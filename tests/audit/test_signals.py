@@ -38,7 +38,7 @@ def ended(process: warm.Process, number: int) -> str:
         while "stepped" not in (line := process.stdout.readline()):
             assert line, process.communicate()[1]
         process.send_signal(number)
-        return process.communicate(timeout=60)[1]
+        return process.communicate(timeout=300)[1]
     finally:
         process.kill()
 

@@ -267,7 +267,7 @@ def records(file: Path) -> list[Any]:
 
 def history(file: Path) -> list[dict[str, float]]:
     """The rows of a run, once W&B's own process has written the last record."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not any(r.WhichOneof("record_type") == "exit" for r in records(file)):
         assert time.monotonic() < deadline, "W&B does not finish its file"
         time.sleep(0.1)

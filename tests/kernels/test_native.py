@@ -227,7 +227,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (package / "kernels" / "native" / "built").touch()
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", COPIED], env=env, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", COPIED], env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() in build.targets()

@@ -19,16 +19,21 @@ from halfulp.study.executor import Local, Opening, Ray, default_workers
 from halfulp.study.store import Store
 
 SEES = """
-import os, time
+import os, pathlib, time
 from halfulp.study import Cell, Estimand, Gate, Rule, Stage, Study
 
 
 def cells(config):
-    return [Cell(name=f"cell-{i}", config={"arm": [{"device": config["device"]}]}) for i in range(2)]
+    arm = [{"device": config["device"], "beside": config["beside"]}]
+    return [Cell(name=f"cell-{i}", config={"arm": arm}) for i in range(2)]
 
 
 def run(cell):
-    time.sleep(0.3)
+    for arm in cell.config["arm"]:  # waits for the other, so that one worker cannot run both
+        for name in filter(None, [arm["beside"]]):
+            (pathlib.Path(name) / cell.name).touch()
+            while len(list(pathlib.Path(name).iterdir())) < 2:
+                time.sleep(0.01)
     return {"sees": os.environ.get("CUDA_VISIBLE_DEVICES"), "one": 1}
 
 
@@ -38,13 +43,18 @@ def one(records):
 
 study = Study(
     name="sees", question="q", units="u", not_claimed=(),
-    scales={"small": {"device": "auto"}, "smoke": {"device": "cpu"}},
+    scales={"small": {"device": "auto", "beside": BESIDE}, "smoke": {"device": "cpu", "beside": None}},
     stages=(Stage(name="only", kind="outcome", cells=cells, run=run),),
     estimands=(Estimand(name="one", what="v", compute=one),),
     gates=(Gate(name="g", estimand="one", scope="all", comparison=">=", threshold=0),),
     rules=(Rule(label="yes", passed=("g",)), Rule(label="no")),
 )
 """
+
+
+def sees(folder: Path) -> Path:
+    (folder / "beside").mkdir()
+    return study_file(folder, f"BESIDE = {str(folder / 'beside')!r}\n{SEES}")
 
 
 def opening(out: Path, *, on_gpu: bool) -> Opening:
@@ -59,7 +69,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_protocol_knows_whether_a_cell_names_a_gpu(tmp_path: Path) -> None:
-    study = loading.load(str(study_file(tmp_path, SEES))).study
+    study = loading.load(str(sees(tmp_path))).study
     assert Protocol.of(study, "small").on_gpu
     assert not Protocol.of(study, "smoke").on_gpu
 
@@ -68,7 +78,7 @@ def test_one_worker_a_gpu_and_each_its_own(tmp_path: Path, two: None) -> None:
     assert Local(opening(tmp_path, on_gpu=True)).capacity == 2
     assert Local(opening(tmp_path, on_gpu=True), 3).capacity == 3
     assert Local(opening(tmp_path, on_gpu=False)).capacity == default_workers(1)
-    run(study_file(tmp_path, SEES), tmp_path / "out", executor="local", scale="small")
+    run(sees(tmp_path), tmp_path / "out", executor="local", scale="small")
     seen = set()
     for i in range(2):
         record = Store(tmp_path / "out").record_file("only", f"cell-{i}").read_bytes()
@@ -77,7 +87,7 @@ def test_one_worker_a_gpu_and_each_its_own(tmp_path: Path, two: None) -> None:
 
 
 def test_a_cell_that_names_none_sees_what_there_is(tmp_path: Path, two: None) -> None:
-    run(study_file(tmp_path, SEES), tmp_path / "out", executor="local", scale="smoke")
+    run(sees(tmp_path), tmp_path / "out", executor="local", scale="smoke")
     record = Store(tmp_path / "out").record_file("only", "cell-0").read_bytes()
     assert canonical.loads(record, "r")["outcome"]["sees"] is None
 

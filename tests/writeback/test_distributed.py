@@ -146,5 +146,5 @@ def test_a_reduction_may_be_the_last_act(tmp_path: Path) -> None:
             )
             for rank in range(2)
         ]  # fmt: skip
-        said = [process.communicate(timeout=100)[1] for process in pair]
+        said = [process.communicate(timeout=300)[1] for process in pair]
         assert [process.returncode for process in pair] == [0, 0], said
