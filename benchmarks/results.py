@@ -50,7 +50,7 @@ SMALL = (
     "cnn", "nearest-10k", "dqt-int3", "native-coupled-sr", "native-schedule-shift", "packed-systems",
     "eco-systems", "tile-screen", "mask-reuse", "leverage-primary", "depth-17", "gpt2-pareto", "whole-tensor",
     "policy-3k", "modern-transfer", "source-amortized", "neox-transfer", "gain-rate", "prospective-modern",
-    "matched-10k", "loss-forecast",
+    "matched-10k",
 )  # fmt: skip
 
 

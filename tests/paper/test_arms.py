@@ -20,6 +20,7 @@ from halfulp.measures.groups import CORE, group_of
 from halfulp.paper import attached_tables
 from halfulp.paper.arms import Arm, Bundle, measures, records
 from halfulp.paper.arms.corpus import open_corpus
+from halfulp.paper.arms.mask_recipes import PACKED, Ranked, pack, recipes
 from halfulp.paper.arms.run import run as run_arm
 from halfulp.paper.arms.tables import loss_forecasts
 from halfulp.paper.models.decoder import Decoder, DecoderConfig
@@ -328,13 +329,15 @@ def test_what_has_no_meaning_is_refused(how: dict[str, Any]) -> None:
 
 def test_attachments_are_the_trace(folder: Path, tmp_path: Path) -> None:
     """Every count and sum by group: those of an audit that writes a trace."""
-    cell = Here(arm(audit=("e5m2", "e4m3@128"), scores=("e5m2", 5)), folder)
+    make = recipes(0.2, "P", "F", controls=1)
+    cell = Here(arm(audit=("e5m2", "e4m3@128"), scores=("e5m2", 5), make=make, tile=32), folder)
     record = run_arm(cell)
     model = Decoder(MODEL, seed=7)
     run = Training(model, adamw(model, RECIPE), open_corpus(Here({}, folder).data, CORPUS, 65)[0], RECIPE)
     matrices = [n for n, p in model.named_parameters() if p.dim() >= 2]
     with hu.Audit(
-        run.optimizer, ["e5m2", "e4m3@128"], model=model, out=tmp_path / "trace", scores=("e5m2", 1, 5),
+        run.optimizer, ["e5m2", "e4m3@128"], model=model, out=tmp_path / "trace",
+        scores=("e5m2", 1, 5, 32),
         expected_never_moved=True, params=lambda name, p: name in matrices,
     ):  # fmt: skip
         while not run.done:
@@ -358,10 +361,9 @@ def test_attachments_are_the_trace(folder: Path, tmp_path: Path) -> None:
         rows = groups.filter(pl.col("group") == group).sort("step")
         ratio = np.sqrt(rows["proposal_sq"].to_numpy() / rows["weight_sq"].to_numpy())
         assert np.allclose(ratio, trace.update_ratio(group), rtol=1e-14, atol=0)
-    told = trace.scores()
-    scores = load_tensors(cell.attached["scores.safetensors"])
-    assert set(scores) == set(told) == set(record["sizes"]) == set(matrices)
-    assert all(np.array_equal(scores[name].numpy(), sums) for name, sums in told.items())
+    sizes = {name: p.numel() for name, p in model.named_parameters() if name in matrices}
+    assert record["sizes"] == sizes
+    assert cell.attached[PACKED] == pack(Ranked(sizes, 32, trace.scores).masks(make))
 
 
 def test_contexts_that_are_no_whole_batches(folder: Path) -> None:

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 from decoder_cells import Files, Records, outcomes, run_with_files, write_corpora
-from safetensors.torch import load as load_tensors
 
-from halfulp.allocation.masks import Mask
-from halfulp.kernels import SCORES
 from halfulp.paper.arms import Arm
 from halfulp.paper.arms import records as reading
+from halfulp.paper.arms.mask_recipes import PACKED, unpacked
 from halfulp.paper.models.decoder import Decoder
 from halfulp.paper.models.training import Schedule
 from halfulp.paper.studies import prospective_modern
@@ -48,7 +46,7 @@ def records(finished: tuple[Records, Files]) -> Records:
 @pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
 def test_arms_of_a_target_differ_in_policy_and_mask_only(scale: str) -> None:
     counts = [len(STUDY.cells(scale, stage.name)) for stage in STUDY.stages]
-    assert counts == [1, 1, 3, 3, 33]
+    assert counts == [1, 3, 33]
     cells = {cell.name: cell.config for cell in STUDY.cells(scale, "outcome")}
     references = {cell.name: cell.config for cell in STUDY.cells(scale, "reference")}
     for unit in UNITS:
@@ -107,28 +105,23 @@ def test_another_depth_is_one_replace_away() -> None:
 def test_masks_spend_the_budget(finished: tuple[Records, Files]) -> None:
     """Every mask the same number of tiles; controls as many of each tensor as the source's P."""
     records, files = finished
-    told, attached = records["source-masks"]["source"], files["source-masks"]["source"]
-    sizes, tile = records["source"]["source"]["sizes"], RUNS.scales["smoke"].tile
+    source = records["source"]["source"]
+    told, sizes, tile = source["masks"], source["sizes"], RUNS.scales["smoke"].tile
     tiles = sum(sizes.values()) // tile // 10
-    masks = {name: Mask.from_bytes(attached[f"{name}.safetensors"], name) for name in ("P", "F", *CONTROLS)}
+    masks = unpacked(files["source"]["source"][PACKED], "source")
+    assert list(masks) == ["P", "F", *CONTROLS]
     assert told["budget"] == dict.fromkeys(masks, 4 * tile * tiles)
     for name, mask in masks.items():
-        assert told["tiles"][name] == {n: int(t.sum()) for n, t in mask.tiles.items()}
         assert sum(told["tiles"][name].values()) == tiles, name
         if name in CONTROLS:
             assert told["tiles"][name] == told["tiles"]["P"]
+            each = [(int(t.sum()), int(masks["P"].tiles[n].sum())) for n, t in mask.tiles.items()]
+            assert all(own == others for own, others in each)
             assert any(not torch.equal(t, masks["P"].tiles[n]) for n, t in mask.tiles.items())
-    sums = load_tensors(files["source"]["source"]["scores.safetensors"])
-    for score in ("P", "F"):
-        column = SCORES.index(score)
-        worst = min(float(sums[n][t, column].min()) for n, t in masks[score].tiles.items() if bool(t.any()))
-        assert worst >= max(
-            float(sums[n][~t, column].max()) for n, t in masks[score].tiles.items() if not t.all()
-        )
     for unit in UNITS:
-        own = Mask.from_bytes(files["target-masks"][unit]["P.safetensors"], unit)
+        own = unpacked(files["reference"][unit][PACKED], unit)["P"]
         both = sum(int((t & own.tiles[n]).sum()) for n, t in masks["P"].tiles.items())
-        assert records["target-masks"][unit]["shared"]["P"] == both / tiles
+        assert records["reference"][unit]["masks"]["shared"]["P"] == both / tiles
 
 
 def test_smoke(finished: tuple[Records, Files], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ STUDIES = {
     for name in (
         "char-gpt", "matched-10k", "prospective-modern", "margin", "margin-rehearsal", "midpoint", "theory",
         "cnn", "emulator", "finite-size", "phase-diagram", "phase-edge", "two-layer", "testbed",
-        "ce-transfer", "loss-forecast", "policy-3k", "nearest-10k", "modern-transfer", "neox-transfer",
+        "ce-transfer", "policy-3k", "nearest-10k", "modern-transfer", "neox-transfer",
         "source-amortized", "template-challenge", "native-schedule-shift", "native-coupled-sr", "dqt-int3",
         "whole-tensor", "tile-screen", "leverage-primary", "saliency-challenge", "mask-reuse",
         "eco-comparator", "depth-17", "gpt2-pareto", "packed-systems", "eco-systems", "gain-rate",

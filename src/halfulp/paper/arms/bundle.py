@@ -13,10 +13,8 @@ contexts. A bundle says which there are and yields the study's stages:
 ``source``
     with a source: one float32 run of another seed. Forecasts are then made of it alone, before any target
     runs, and the references are *privileged*: each knows its own target.
-``source``, ``source-masks``, ``target-masks``
-    with masks: a source run's scores, the masks that they give, those of each target's own reference. Runs
-    that make their masks themselves need no stages for them, and where no source is named every target is
-    its own: a shorter run of the same seed.
+    With masks, which a run makes of its own scores when it ends: the run whose masks all targets are given.
+    Where no source is named every target is its own: a shorter run of the same seed.
 ``second-reference``
     where a target's own masks are rehearsed: the references once more, because a mask of a run's own scores
     is known only when that run is over.
@@ -64,14 +62,8 @@ class Masked:
     """The share of the updates over which scores are summed."""
     of_source: mask_recipes.Recipes
     of_target: mask_recipes.Recipes = field(default_factory=dict)
-    apart: bool = True
-    """True to make masks in stages of their own, from stored sums; False to make them in the summing runs."""
     attribute: Mapping[str, Json] | None = None
     """Settings for a source's attribution of its rehearsal of the nearest arm to tiles, for score R."""
-
-    def stage(self, whose: str) -> str:
-        """Return the stage that keeps the masks of the ``source`` or the ``target``."""
-        return f"{whose}-masks" if self.apart else "source" if whose == "source" else "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +111,7 @@ class Bundle:
                 f"anchors start from the codes of a grid: {self.reference!r} names no condition."
             )
         grids = {how["grid"] for how in self.conditions.values()}
-        if self.again and (self.masked is None or self.masked.apart or len(self.conditions) > 1):
+        if self.again and (self.masked is None or len(self.conditions) > 1):
             raise UsageError(
                 "a target's own masks are rehearsed where its reference makes them, on one grid."
             )
@@ -226,9 +218,9 @@ class Bundle:
         if self.anchor == "projected":
             changes["projected"] = grid
         masked, rehearse = self.masked, tuple(self.rehearsals(condition).values())
-        if masked is not None and (masked.apart or masked.of_target):
+        if masked is not None and masked.of_target:
             changes["scores"] = (grid, self._window(config))
-        if masked is not None and not masked.apart:
+        if masked is not None:
             changes["make"] = {k: dict(v) for k, v in masked.of_target.items()} or None
             unit = self.unit.format(condition=condition, seed=seed)
             changes["masks"] = {"stage": "source", "cell": self.source_of(unit)}
@@ -280,11 +272,9 @@ class Bundle:
         """Return the stage, cell and name under which the mask of an arm is kept."""
         if self.anchors is not None:
             return {"evidence": self.anchors.evidence, **self.anchors.bundle._mask(unit, whose, name)}
-        if self.masked is None:  # a study with stages of its own for them
-            return {"stage": f"{whose}-masks", "cell": unit, "name": name}
-        own = unit if self.masked.apart else self.reference_of(unit)
-        cell = self.source_of(unit) if whose == "source" else own
-        return {"stage": self.masked.stage(whose), "cell": cell, "name": name}
+        stage = "source" if whose == "source" else "reference"
+        cell = self.source_of(unit) if whose == "source" else self.reference_of(unit)
+        return {"stage": stage, "cell": cell, "name": name}
 
     def source(self, config: Config) -> Iterator[Cell]:
         """Yield the source's float32 run, as long as its scores are summed; or one for every target."""
@@ -292,27 +282,14 @@ class Bundle:
         masked, window = self.masked, self._window(config)
         (condition,) = self.conditions.values()
         grid = condition["grid"]
-        how: dict[str, Any] = {"audit": (grid,), "scores": (grid, window)}
-        if not masked.apart:
-            how |= {"make": {k: dict(v) for k, v in masked.of_source.items()}}
+        make = {k: dict(v) for k, v in masked.of_source.items()}
+        how: dict[str, Any] = {"audit": (grid,), "scores": (grid, window), "make": make}
         if masked.attribute is not None:
             how |= {"rehearse": (grid,), "attribute": {"of": [grid], **masked.attribute}}
         seeds = {self.source_of(unit): masked.source or seed for unit, (_, seed) in self.units.items()}
         for name, seed in seeds.items():
             arm = self._run(config, seed, **how)
             yield Cell(name=name, config=replace(arm, recipe=replace(arm.recipe, updates=window)).to_json())
-
-    def masks(self, config: Config, whose: str) -> Iterator[Cell]:
-        """Yield the masks that the source gives, or those that each target would have given itself."""
-        assert self.masked is not None
-        recipes = self.masked.of_source
-        where: dict[str, Config] = {"source": {"stage": "source", "cell": "source"}}
-        if whose == "target":
-            beside = {"stage": "reference", "beside": ["source-masks", "source"]}
-            recipes = self.masked.of_target
-            where = {unit: {**beside, "cell": self.reference_of(unit)} for unit in self.units}
-        made = {"tile": Arm.from_json(config["arm"]).tile, "masks": {k: dict(v) for k, v in recipes.items()}}
-        return (Cell(name=name, config={**made, **at}) for name, at in where.items())
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -329,16 +306,12 @@ class Bundle:
             made += [replace(source, cells=self.forecast_source), replace(forecasts, reads=("source",))]
         if masked is not None:
             made.append(source)
-            read = (masked.stage("source"),)
-        if masked is not None and masked.apart:
-            made.append(self._masks_stage("source", "source"))
-        elif masked is not None:
+            read = ("source",)
             reference = replace(reference, reads=read)
         if self.anchors is None and self.anchored:
             made.append(reference)
         if masked is not None and masked.of_target:
-            read = (*read, masked.stage("target"))
-            made += [self._masks_stage("target", "source-masks", "reference")] if masked.apart else []
+            read = (*read, "reference")
         if self.again:
             made.append(replace(reference, name=AGAIN, cells=self.second_references, reads=("reference",)))
             forecasts = replace(forecasts, reads=("reference", AGAIN))
@@ -348,10 +321,6 @@ class Bundle:
             cells, gates = functools.partial(self.outcomes, stage=name), tuple(self.only_if.get(name, ()))
             made.append(Stage(name=name, kind="outcome", cells=cells, run=run, reads=read, only_if=gates))
         return tuple(made)
-
-    def _masks_stage(self, whose: str, *reads: str) -> Stage:
-        cells, run = functools.partial(self.masks, whose=whose), mask_recipes.make_masks
-        return Stage(name=f"{whose}-masks", kind="prediction", cells=cells, run=run, reads=reads)
 
     # ---- records ----
 
@@ -462,11 +431,11 @@ class Unit:
     def masks(self, whose: str) -> records.Record:
         """Return the record of these masks."""
         found, stage, cell = self._masks(whose)
-        record: records.Record = found[stage][cell]
-        return record if stage.endswith(mask_recipes.APART) else record["masks"]
+        record: records.Record = found[stage][cell]["masks"]
+        return record
 
     def packed(self, whose: str) -> dict[str, Mask]:
-        """These masks themselves, where the runs that summed made them."""
+        """These masks themselves."""
         found, stage, cell = self._masks(whose)
         return mask_recipes.unpacked(found.attached(stage, cell, mask_recipes.PACKED), f"{stage}/{cell}")
 

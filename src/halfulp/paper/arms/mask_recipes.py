@@ -15,11 +15,9 @@ A recipe for a mask is data:
 ``{"only": NAME}``
     all of one tensor.
 ``{"score": "R", "rehearsal": 0, "share": 0.1}``
-    by what the first attributed rehearsal's tiles cost; ``"keep"`` in it names a stage, a cell and a mask
-    whose tiles come first: the second round.
+    by what the first attributed rehearsal's tiles cost.
 
-A run makes them of its own sums when it ends (``Arm.make``) and keeps ``masks.safetensors``, a bit a tile;
-or it keeps its sums, and a cell of a later stage makes them (:func:`make_masks`).
+A run makes them of its own sums when it ends (``Arm.make``) and keeps ``masks.safetensors``, a bit a tile.
 """
 
 from __future__ import annotations
@@ -28,14 +26,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_tensors
 
 from halfulp import tensors
 from halfulp.allocation.masks import REHEARSED, Mask, choose, drawn, tile_sizes, whole_tensors
@@ -50,8 +46,6 @@ from halfulp.writeback import TileMaster
 Json = Any
 Recipes = Mapping[str, Mapping[str, Json]]
 PACKED = "masks.safetensors"
-APART = "-masks"
-"""Suffix of the names of stages that only make masks."""
 _KEY = "halfulp.arms.masks"  # in files
 
 
@@ -88,8 +82,6 @@ class Ranked:
     """The cost of each tile of an attributed rehearsal, by tensor."""
     silent: Mapping[str, float] = field(default_factory=dict)
     """By tensor: the share of coordinates that every update of the window would have left where they were."""
-    read: Callable[[Mapping[str, str]], Mask] | None = None
-    """A mask of an earlier stage."""
 
     def masks(self, wanted: Recipes) -> dict[str, Mask]:
         """Return the masks of some recipes, each after those that it refers to: a protocol keeps no order."""
@@ -122,9 +114,6 @@ class Ranked:
             found = {n: sums[:, SCORES.index(recipe["score"])] for n, sums in self.sums().items()}
         means = {n: np.asarray(found[n]) / tile_sizes(size, self.tile) for n, size in self.sizes.items()}
         keep = made[recipe["nest"]] if "nest" in recipe else None
-        if "keep" in recipe:
-            assert self.read is not None
-            keep = self.read(recipe["keep"])
         return choose(means, self.sizes, recipe["share"], recipe["score"], tile=self.tile, keep=keep)
 
     def _whole(self, recipe: Mapping[str, Json], made: Mapping[str, Mask]) -> Mask:
@@ -135,37 +124,6 @@ class Ranked:
         sign = -1.0 if recipe.get("anti") else 1.0
         ranks = {n: sign * share for n, share in self.silent.items() if n != recipe.get("without")}
         return whole_tensors(ranks, self.sizes, recipe["share"], "whole tensors", self.tile)
-
-
-def make_masks(running: Running) -> dict[str, Json]:
-    """Choose masks by the scores of an arm; they are attached, their sizes and budget are the record.
-
-    The config names the arm's ``stage`` and ``cell``, its ``tile`` and the ``masks``; ``beside``, if there,
-    another stage and cell whose masks of the same names are compared with these: the share of tiles that
-    both chose.
-    """
-    config = running.config
-    stage, cell = config["stage"], config["cell"]
-    sizes = running.read(stage, cell)["sizes"]
-
-    @cache
-    def sums() -> dict[str, torch.Tensor]:
-        return load_tensors(running.read_bytes(stage, cell, "scores.safetensors"))
-
-    @cache
-    def attributed(rehearsal: int) -> dict[str, torch.Tensor]:
-        found = load_tensors(running.read_bytes(stage, cell, "attribution.safetensors"))
-        return {n: found[f"{rehearsal}.{n}"] for n in sizes}
-
-    read = partial(read_named, running)
-    made = Ranked(sizes, config["tile"], sums, attributed, read=read).masks(config["masks"])
-    for name, mask in made.items():
-        running.attach(f"{name}.safetensors", mask.to_bytes())
-    if "beside" not in config:
-        return described(made, {n: n for n in sizes})
-    stage, cell = config["beside"]
-    beside = {name: read({"stage": stage, "cell": cell, "name": name}) for name in made}
-    return described(made, {n: n for n in sizes}, beside)
 
 
 def described(
@@ -225,19 +183,12 @@ def _unpacked(bits: Mapping[str, torch.Tensor], said: Json) -> dict[str, Mask]:
 
 
 def read_named(running: Running, where: Mapping[str, str]) -> Mask:
-    """Return a mask by the stage and the cell that attached it, and its name; ``evidence``: of another study.
-
-    Without a stage of masks, it is one of those that the run packed when it ended.
-    """
-    stage, cell, name = where["stage"], where["cell"], where["name"]
-    if not stage.endswith(APART):
-        return read_packed(running, where)[name]
-    file = f"{name}.safetensors"
-    return Mask.from_bytes(running.read_bytes(stage, cell, file), f"{stage}/{cell}/{file}")
+    """Return a mask by the stage and the cell of the run that made it, and its name."""
+    return read_packed(running, where)[where["name"]]
 
 
 def read_packed(running: Running, where: Mapping[str, str]) -> dict[str, Mask]:
-    """Return all masks that a run packed when it ended, by the stage and the cell of it."""
+    """Return all masks that a run packed when it ended; ``evidence`` in its place: of another study."""
     stage, cell = where["stage"], where["cell"]
     if "evidence" in where:
         content = running.evidence(where["evidence"]).attached(stage, cell, PACKED)

@@ -10,10 +10,8 @@ evaluations the held-out losses of all bounds.
 
 What is long is attached: ``grids.safetensors`` and ``groups.safetensors`` hold every count and sum of the
 audit by update and group (symmetric, uniform phase, norms, never moved and its expectation, occupancy),
-``contexts.safetensors`` the held-out loss of every context at every evaluation, ``scores.safetensors`` the
-sums behind every allocation score, ``rehearsals.safetensors`` the counts of rehearsals at every bound, and
-``attribution.safetensors`` their forecast gaps by tile; or, in place of these sums, ``masks.safetensors``,
-the masks that the run made of them.
+``contexts.safetensors`` the held-out loss of every context at every evaluation, ``rehearsals.safetensors``
+the counts of rehearsals at every bound, and ``masks.safetensors`` the masks that the run made of its scores.
 
 A cell saves itself every ``save_every`` updates, counts included, and goes on from there to the same record.
 """
@@ -126,28 +124,20 @@ def _score(
     running: Running, arm: Arm, record: dict[str, Json], trace: Recorded, named: Mapping[str, str],
     silent: Mapping[str, float],
 ) -> None:  # fmt: skip
-    """Sums by tile, attached, or the masks that are made of them."""
-    sizes = {t["name"]: t["numel"] for t in trace.tensors}
+    """Attach the masks that are made of sums by tile."""
+    if arm.make is None:
+        return
+    record["sizes"] = sizes = {t["name"]: t["numel"] for t in trace.tensors}
     specs = () if arm.attribute is None else tuple(arm.attribute["of"])
-    if arm.scores is not None or specs:
-        record["sizes"] = sizes
 
     def attributed(rehearsal: int) -> Mapping[str, Any]:
         return trace.attribution(named[specs[rehearsal]])
 
-    if arm.make is not None:
-        made = Ranked(sizes, arm.tile, trace.scores, attributed, silent).masks(arm.make)
-        running.attach(PACKED, pack(made))
-        parts = {t["name"]: _part(t["name"], t["group"]) for t in trace.tensors}
-        record["masks"] = described(made, parts, {} if arm.masks is None else read_packed(running, arm.masks))
-        record["masks"] |= {"silent": dict(silent)} if silent else {}
-        return
-    if arm.scores is not None:
-        sums = {name: torch.from_numpy(found) for name, found in trace.scores().items()}
-        running.attach("scores.safetensors", save_tensors(sums))
-    if specs:
-        each = {f"{i}.{n}": torch.from_numpy(s) for i in range(len(specs)) for n, s in attributed(i).items()}
-        running.attach("attribution.safetensors", save_tensors(each))
+    made = Ranked(sizes, arm.tile, trace.scores, attributed, silent).masks(arm.make)
+    running.attach(PACKED, pack(made))
+    parts = {t["name"]: _part(t["name"], t["group"]) for t in trace.tensors}
+    record["masks"] = described(made, parts, {} if arm.masks is None else read_packed(running, arm.masks))
+    record["masks"] |= {"silent": dict(silent)} if silent else {}
 
 
 def _count(

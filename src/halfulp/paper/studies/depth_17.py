@@ -42,7 +42,7 @@ RUNS = replace(
         for scale, arm in {**_SHALLOW.scales, "small": _SMALL, "medium": _MEDIUM}.items()
     },
     arms={**shared.PLAIN, **masters("source", "P", "control-1"), **masters("target", "P")},
-    masked=replace(_SHALLOW.masked, of_source=recipes(0.1, "P", controls=1), apart=False),
+    masked=replace(_SHALLOW.masked, of_source=recipes(0.1, "P", controls=1)),
     rehearse=("rne", "source-P", "control-1"),
 )  # fmt: skip
 

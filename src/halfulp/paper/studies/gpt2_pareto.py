@@ -57,7 +57,7 @@ RUNS = Bundle(
         **masters("source", *_CONTROLS),
     },
     rehearse=("rne", *SOURCE, *_CONTROLS, *(f"target-{name}" for name in _OWN)),
-    masked=Masked(source=2041, window=0.6, apart=False, of_source={**_OWN, **_CONTROLS}, of_target=_OWN),
+    masked=Masked(source=2041, window=0.6, of_source={**_OWN, **_CONTROLS}, of_target=_OWN),
     unit="target-{seed}",
     reference="target-{seed}",
 )  # fmt: skip

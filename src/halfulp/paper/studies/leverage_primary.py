@@ -46,7 +46,7 @@ RUNS = Bundle(
     },
     rehearse=("rne", "L-10", "random-1-10"),
     masked=Masked(
-        window=0.6, apart=False, attribute=shared.ROUNDS,
+        window=0.6, attribute=shared.ROUNDS,
         of_source={
             **shared.by_scores(("L", *SCORES, NINTH), *BUDGETS),
             **shared.at_random(10), **shared.at_random(20), "tied": {"only": shared.TIED},

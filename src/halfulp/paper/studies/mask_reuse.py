@@ -30,7 +30,7 @@ RUNS = Bundle(
     },
     rehearse=("rne", "source-P", "source-F", "control-1", "source-R"),
     masked=Masked(
-        source=2031, window=0.6, apart=False, attribute=shared.ROUNDS,
+        source=2031, window=0.6, attribute=shared.ROUNDS,
         of_source={
             **recipes(0.1, "P", "F", controls=1), "R": {"score": "R", "rehearsal": 0, "share": 0.1}
         },

@@ -34,7 +34,7 @@ RUNS = replace(
     },
     arms={**shared.PLAIN, "eco": {"policy": "eco"}, **masters("source", "P")},
     masked=replace(
-        prospective_modern.RUNS.masked, of_source=recipes(0.1, "P"), of_target={}, apart=False, window=0.2
+        prospective_modern.RUNS.masked, of_source=recipes(0.1, "P"), of_target={}, window=0.2
     ),
 )  # fmt: skip
 

@@ -1,9 +1,10 @@
 """``pilot-forecast``: does a little real running say, in nats, what a number format would cost?
 
-`loss-forecast` asked it of one float32 run alone, and had the order and the bounds right, not the size. Here
-a forecast may pay: twins on a part of every batch, forks for a part of the run, and an interval that says
-how far it can be off. *Everything that could be paid for* is run first, and what each budget buys of it is
-decided by the rule of :class:`halfulp.pilots.pilot.Pilot` and sealed. Then every format is run in earnest.
+The study before it, `loss-forecast`, asked it of one float32 run alone, and had the order and the bounds
+right, not the size. Here a forecast may pay: twins on a part of every batch, forks for a part of the run, and
+an interval that says how far it can be off. *Everything that could be paid for* is run first, and what each
+budget buys of it is decided by the rule of :class:`halfulp.pilots.pilot.Pilot` and sealed. Then every format
+is run in earnest.
 
 A *cell* is a unit (one training) and a format; formats carry policies. Budgets are extra compute per format,
 as a share of the run; those runs that all formats need (the small-batch reference) are shared. Intervals are

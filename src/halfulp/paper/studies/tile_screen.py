@@ -32,7 +32,7 @@ RUNS = Bundle(
     },
     rehearse=("rne", "C-10", "L-10", "F-10", "R-10", "random-1-10"),
     masked=Masked(
-        window=0.6, apart=False, attribute=shared.ROUNDS,
+        window=0.6, attribute=shared.ROUNDS,
         of_source={
             **shared.by_scores(_SCORES, *BUDGETS), **shared.at_random(10), **shared.at_random(20)
         },

@@ -45,7 +45,7 @@ RUNS = Bundle(
     },
     rehearse=("rne",),
     masked=Masked(
-        window=0.2, apart=False,
+        window=0.2,
         of_source={
             "select-25": {"whole": True, "share": 0.25},
             "anti-25": {"whole": True, "share": 0.25, "anti": True},
