@@ -7,6 +7,10 @@ What the tests sample on every run, this does at length, before a release or aft
     python benchmarks/native_proof.py compilers "g++" "/venv/bin/python -m ziglang c++"
     python benchmarks/native_proof.py sanitizers               ASan and UBSan (gcc), over the tests of kernels
 
+Runs may be parts (``--kernel``, ``--target``). With ``--json results/bench/native-proof.json`` their rows
+take the place of those of earlier runs in that file and in the table beside it, each with the digest of the
+sources.
+
 ``random`` compares every value, count, sum and state that a kernel leaves with those of the NumPy reference
 (which takes some twenty minutes for 1e8 inputs on one core), for float32, bfloat16 and float64 containers and
 every kind of grid, mode and optimizer rule in turn; a bit pattern is as likely as any other, so about one
@@ -17,6 +21,7 @@ and run the tests of kernels on it, with every target that this processor has (`
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import os
@@ -26,7 +31,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,7 +42,7 @@ import torch
 import halfulp as hu
 from halfulp import kernels
 from halfulp.errors import UsageError
-from halfulp.kernels import native, onepass, reference
+from halfulp.kernels import coded_moments, native, onepass, reference
 from halfulp.kernels.native import build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +54,7 @@ FIXED = ("bf16", "e4m3@128", "e5m2", "m3", "m7", "int4@16/asym")
 MOVING = ("mxfp8_e4m3", "int4/g32", "int8/row", "nvfp4", "int3/dqt", "int4/absmean")
 RULES = (onepass.ADAMW, onepass.ADAM, onepass.SGD, onepass.NESTEROV, onepass.LION)
 Parts = list[torch.Tensor]
+Rows = dict[str, dict[str, Any]]
 
 # ---- random inputs -------------------------------------------------------------------------------------
 
@@ -107,9 +113,14 @@ def written(rng: np.random.Generator, n: int, case: tuple[Any, ...]) -> Callable
 
 def stepped(rng: np.random.Generator, n: int, case: tuple[Any, ...]) -> Callable[[], Parts]:
     dtype, grid, (rule, keeps, mode) = case
-    narrow, remainder = dtype == torch.bfloat16, keeps == onepass.REMAINDER
+    narrow, remainder = dtype != torch.float32, keeps == onepass.REMAINDER
     q = kernels.round(torch.nan_to_num(patterns(rng, n, torch.float32), 0, 1, -1), grid)
-    g, m, v = (patterns(rng, n, torch.bfloat16 if narrow else torch.float32) for _ in range(3))
+    g = patterns(rng, n, torch.bfloat16 if narrow else torch.float32)
+    m, v = (
+        patterns(rng, n, kind)
+        for kind in ((torch.int8, torch.uint8) if dtype == torch.int8 else (dtype,) * 2)
+    )
+    scales = [patterns(rng, -(-n // coded_moments.BLOCK), torch.float32).abs() for _ in range(2)]
     kept = {
         onepass.CARRY: lambda: proposals(rng, q), onepass.MASTER: lambda: q + proposals(rng, q),
         onepass.REMAINDER: lambda: patterns(rng, n, torch.int8 if narrow else torch.int16),
@@ -118,7 +129,8 @@ def stepped(rng: np.random.Generator, n: int, case: tuple[Any, ...]) -> Callable
     seed = int(rng.integers(2**60))
 
     def made() -> Parts:
-        tensors = [q.bfloat16() if remainder else q.clone(), g.clone(), m.clone(), v.abs()]
+        positive = v.clone() if dtype == torch.int8 else v.abs()
+        tensors = [q.bfloat16() if remainder else q.clone(), g.clone(), m.clone(), positive]
         second = tensors[3] if rule in (onepass.ADAMW, onepass.ADAM) else None
         beside, moved = None if kept is None else kept.clone(), torch.zeros((n + 7) // 8, dtype=torch.uint8)
         streams = [hu.Stream(seed=seed, name=name, bits=16) for name in ("w", "m")]
@@ -126,8 +138,10 @@ def stepped(rng: np.random.Generator, n: int, case: tuple[Any, ...]) -> Callable
             reference.MODES[mode], keeps, beside, streams[0], streams[1] if narrow else None
         )
         found = hu.grid(grid).within(torch.float32)
-        counted = onepass.step(*tensors[:3], second, found, settings, policy, moved=moved, sums=3)
-        return [*tensors, moved, *counted, *([] if beside is None else [beside])]
+        how, job = onepass.prepared(*tensors[:3], second, found, settings, policy, moved=moved, sums=3)
+        by = tuple(x.clone() for x in scales[: 1 if second is None else 2]) if dtype == torch.int8 else ()
+        counted = onepass.steps(how, [replace(job, scales=by)])[0]
+        return [*tensors, moved, *counted, *by, *([] if beside is None else [beside])]
 
     return made
 
@@ -159,13 +173,16 @@ CASES: dict[str, tuple[Callable[..., Callable[[], Parts]], list[tuple[Any, ...]]
         [
             (dtype, grid, way)
             for way in ways()
-            for dtype in DTYPES[:2]
+            for dtype in (*DTYPES[:2], torch.int8)
             for grid in (("bf16",) if way[1] == onepass.REMAINDER else FIXED)
             if onepass.kind_of(hu.grid(grid).within(torch.float32)) is not None
         ],
     ),
 }
-"""What a kernel is called with, in turn; of one pass, a dtype is that of gradients and moments."""
+"""What a kernel is called with, in turn; of one pass, a dtype is that of gradients and moments.
+
+int8: moments are codes, gradients bfloat16.
+"""
 
 
 @contextmanager
@@ -187,19 +204,18 @@ def same(a: torch.Tensor, b: torch.Tensor) -> int:
 class Row:
     """What was found of a kernel."""
 
-    kernel: str
     cases: int = 0
     inputs: int = 0
     compared: int = 0
     differing: int = 0
 
 
-def random_inputs(wanted: int, chosen: list[str], seed: int) -> list[Row]:
+def random_inputs(wanted: int, chosen: list[str], seed: int) -> Rows:
     """Compare the kernels on so many inputs each."""
-    rows = []
+    rows: Rows = {}
     for kernel in chosen:
         function, cases = CASES[kernel]
-        row, rng = Row(kernel), np.random.default_rng([seed, list(CASES).index(kernel)])
+        row, rng = Row(), np.random.default_rng([seed, list(CASES).index(kernel)])
         chunk = min(CHUNK, -(-wanted // len(cases)))
         for case in itertools.cycle(cases):
             if row.inputs >= wanted:
@@ -215,9 +231,8 @@ def random_inputs(wanted: int, chosen: list[str], seed: int) -> list[Row]:
                     print(f"{kernel} {case}: {wrong} of {a.numel()} differ", flush=True)
             row.inputs, row.cases = row.inputs + chunk, min(row.cases + 1, len(cases))
             if row.inputs // chunk % 10 == 0:
-                print(json.dumps(vars(row)), flush=True)
-        rows.append(row)
-        print(json.dumps(vars(row)), flush=True)
+                print(kernel, json.dumps(vars(row)), flush=True)
+        rows[kernel] = vars(row)
     return rows
 
 
@@ -243,19 +258,21 @@ def passed(env: dict[str, str], tests: list[str]) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def compilers(names: list[str], tests: list[str]) -> list[tuple[str, str, str]]:
+def compilers(names: list[str], targets: list[str], tests: list[str], **more: str) -> Rows:
     """Run tests with the library of every compiler, at every target."""
-    rows = []
+    rows: Rows = {}
     for name in names:
+        told = "sanitizers" if name == SANITIZED else name
         with tempfile.TemporaryDirectory() as folder:
             env = built(Path(folder), name)
-            for target in build.targets():
-                rows.append((name, target, passed({**env, "HALFULP_NATIVE": target}, tests)))
-                print(rows[-1], flush=True)
+            for target in targets:
+                said = passed({**env, **more, "HALFULP_NATIVE": target}, tests)
+                rows[f"{told}, {target}"] = {"tests": " ".join(tests), "outcome": said}
+                print(told, target, said, flush=True)
     return rows
 
 
-def sanitizers(tests: list[str]) -> list[tuple[str, str, str]]:
+def sanitizers(targets: list[str], tests: list[str]) -> Rows:
     """Run tests with a library that checks addresses and undefined behaviour, at every target."""
     found = [
         subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
@@ -266,13 +283,31 @@ def sanitizers(tests: list[str]) -> list[tuple[str, str, str]]:
         "LD_PRELOAD": " ".join(x.strip() for x in found), "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }  # fmt: skip
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        env = built(Path(folder), SANITIZED)
-        for target in build.targets():
-            rows.append(("sanitizers", target, passed({**env, **checks, "HALFULP_NATIVE": target}, tests)))
-            print(rows[-1], flush=True)
-    return rows
+    return compilers([SANITIZED], targets, tests, **checks)
+
+
+# ---- what is written -----------------------------------------------------------------------------------
+
+
+def table(kind: str, rows: Rows) -> str:
+    """Render the rows of a kind."""
+    names = list(next(iter(rows.values())))
+    lines = [f"| {kind} | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
+    lines += [f"| {name} | {' | '.join(str(row[k]) for k in names)} |" for name, row in sorted(rows.items())]
+    return "\n".join(lines) + "\n"
+
+
+def record(path: Path, kind: str, rows: Rows) -> None:
+    """Put rows into a file, in place of those of their names, and write the tables beside it."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    sources, day = (
+        build.library_name().split("-")[1][:8],
+        datetime.datetime.now(datetime.UTC).date().isoformat(),
+    )
+    for name, row in rows.items():
+        found.setdefault(kind, {})[name] = {**row, "sources": sources, "date": day}
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    path.with_suffix(".md").write_text("\n".join(table(kind, found[kind]) for kind in sorted(found)))
 
 
 def main() -> None:
@@ -286,19 +321,27 @@ def main() -> None:
     given.add_argument("compiler", nargs="+")
     for command in (given, commands.add_parser("sanitizers")):
         command.add_argument("--test", action="append", help=f"by default {' '.join(TESTS)}")
+        command.add_argument("--target", choices=list(build.targets()), action="append")
+    for command in commands.choices.values():
+        command.add_argument("--json", type=Path, help="where the outcome goes; a .md goes beside it")
     told = parser.parse_args()
     if told.command == "random":
-        rows = random_inputs(int(told.inputs), told.kernel or list(CASES), told.seed)
-        print("\n| kernel | cases | inputs | values compared | differing |\n|---|--:|--:|--:|--:|")
-        for row in rows:
-            print(f"| {row.kernel} | {row.cases} | {row.inputs} | {row.compared} | {row.differing} |")
-        sys.exit(any(row.differing for row in rows))
-    tests = told.test or list(TESTS)
-    found = sanitizers(tests) if told.command == "sanitizers" else compilers(told.compiler, tests)
-    print("\n| compiler | target | tests |\n|---|---|---|")
-    for each in found:
-        print("| {} | {} | {} |".format(*each))
-    sys.exit(any("failed" in row[2] or "error" in row[2] or "passed" not in row[2] for row in found))
+        kind, rows = "kernel", random_inputs(int(told.inputs), told.kernel or list(CASES), told.seed)
+        wrong = any(row["differing"] for row in rows.values())
+    else:
+        tests, targets = told.test or list(TESTS), told.target or list(build.targets())
+        kind = "compiler"
+        rows = (
+            sanitizers(targets, tests)
+            if told.command == "sanitizers"
+            else compilers(told.compiler, targets, tests)
+        )
+        said = [row["outcome"] for row in rows.values()]
+        wrong = any("failed" in x or "error" in x or "passed" not in x for x in said)
+    print("\n" + table(kind, rows))
+    if told.json:
+        record(told.json, kind, rows)
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from halfulp.kernels import coded_moments as moments
-from halfulp.kernels import native
+from halfulp.kernels import native, onepass
+from halfulp.numbers.grids import grid
 from halfulp.numbers.streams import Stream
 
 SIZES = (1, 63, 64, 65, 768, 768 * 3 + 130)
@@ -58,6 +60,21 @@ def test_the_kernel_is_the_definition(n: int, kind: str) -> None:
         np.testing.assert_array_equal(fast.scales.numpy().view(np.int32), scales.view(np.int32))
         there = moments.decoded(codes, scales)
         np.testing.assert_array_equal(decoded(fast).numpy().view(np.int32), there.view(np.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_is_the_definition_at_every_code(kind: str) -> None:
+    """Values of codes and their neighbours, where a root is rounded to the next code."""
+    second = kind == "second"
+    every = moments.power(np.arange(256 if second else 128), second)
+    near = (every.view(np.int32)[:, None] + np.arange(-8, 9)).clip(0).view(np.float32).reshape(-1)
+    blocks = np.resize(np.minimum(near, every[-1]), (-(-near.size // 63), 63))
+    x = np.column_stack([blocks, np.full(len(blocks), every[-1])]).reshape(-1)
+    for step in range(200):
+        fast = encoded(torch.from_numpy(x), kind, step)
+        digits = Stream(seed=0, name="w", step=step, bits=16).words(x.size)
+        codes, _ = moments.encoded(x, digits, second=second)
+        np.testing.assert_array_equal(fast.codes.numpy(), codes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,3 +136,37 @@ def test_what_is_not_finite_is_its_blocks() -> None:
     assert bool(there[64:128].isnan().all())
     assert torch.equal(there[:64], x[:64])
     assert torch.equal(there[128:], x[128:])
+
+
+@pytest.mark.parametrize("rule", [onepass.ADAMW, onepass.SGD, onepass.LION])
+def test_a_step_is_the_reference(rule: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every block of a tensor whose last tile and block are short, and where a scale is not finite."""
+    rng = np.random.default_rng(rule)
+    n, both = 768 + 64 + 50, rule == onepass.ADAMW
+    blocks = -(-n // moments.BLOCK)
+
+    def stepped(odd: float) -> list[torch.Tensor]:
+        numbers = np.random.default_rng(7)
+        q, g = (torch.from_numpy(numbers.standard_normal(n).astype(np.float32)) for _ in range(2))
+        raw = [torch.from_numpy(np.frombuffer(numbers.bytes(n), np.uint8).copy()) for _ in range(2)]
+        scales = [torch.from_numpy(10.0 ** numbers.uniform(-9, 0, blocks)).float() for _ in range(2)]
+        scales[0][[3, -1]] = torch.tensor([float("nan"), odd])
+        first, second = raw[0].view(torch.int8).clamp(min=-127), raw[1] if both else None
+        policy = onepass.Policy(
+            mode=1, stream=Stream(seed=1, name="w", bits=16), drawing=Stream(seed=1, name="m", bits=16)
+        )
+        settings = onepass.Settings(lr=1e-3, weight_decay=0.1, rule=rule, t=4)
+        case, job = onepass.prepared(
+            q.bfloat16(), g, first, second, grid("bf16").within(torch.float32), settings, policy
+        )
+        used = tuple(scales if both else scales[:1])
+        counted = onepass.steps(case, [replace(job, scales=used)])[0]
+        return [job.stored.float(), job.first, *([second] if second is not None else []), *used, *counted]
+
+    for odd in (float("nan"), float("inf"), 0.0, 1e-30, float(rng.random())):
+        fast = stepped(odd)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "library", lambda: None)
+            slow = stepped(odd)
+        for a, b in zip(fast, slow, strict=True):
+            assert torch.equal(a.nan_to_num(nan=-3e38), b.nan_to_num(nan=-3e38))

@@ -65,7 +65,6 @@ def test_a_step_is_that_of_float32_moments_between_codings(
     kind: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks of two tiles, so that tensors have several: decoded, stepped, coded by their draws."""
-    monkeypatch.setattr(coded_moments, "CHUNK", 2)
     coded, plain = made(), made()
     a, b = optimizer(coded, kind, policy=policy), optimizer(plain, kind, "fp32", policy=policy)
     for step in range(5):

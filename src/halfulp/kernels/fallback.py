@@ -6,7 +6,6 @@ It gives the same numbers and takes many times as long; see :func:`halfulp.kerne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -14,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from halfulp.kernels import onepass_reference, reference
-from halfulp.kernels.plan import Plan, as_floats, flat_of
+from halfulp.kernels import coded_moments, onepass_reference, reference
+from halfulp.kernels.plan import Plan, as_floats, flat_of, keyed
 from halfulp.kernels.reference import NEAREST, TILE
 from halfulp.numbers.streams import Stream
 
@@ -26,23 +25,6 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keyed(Stream):
-    """A stream of which only the key is known."""
-
-    words_of_key: tuple[int, int]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The 64-bit Threefry key, as two words."""
-        return self.words_of_key
-
-
-def keyed(key: Sequence[int], offset: int, bits: int = 32) -> Stream:
-    """Make a stream of a key."""
-    return Keyed(seed=0, name="", offset=offset, bits=bits, words_of_key=(int(key[0]), int(key[1])))
 
 
 def _quiet(function: Callable[P, R]) -> Callable[P, R]:
@@ -66,19 +48,24 @@ def onepass(
         q, codes = as_floats(flat_of(job.stored)), job.stored.dtype == torch.uint8
         if codes:
             q = reference.decode(_unpacked(q, grid.bits, n), grid).astype(np.float32)
-        first, second = flat_of(job.first), None if job.second is None else flat_of(job.second)
+        moments = [flat_of(x) for x in (job.first, job.second) if x is not None]
+        scales = [flat_of(x) for x in job.scales]
+        drawing = keyed(key[2:], job.offset, 16) if case.drawn else None
         policy = onepass_reference.Policy(
             case.mode, case.keeps, None if job.kept is None else flat_of(job.kept),
-            keyed(key[:2], job.offset, 16 if case.short else 32),
-            keyed(key[2:], job.offset, 16) if case.drawn else None,
+            keyed(key[:2], job.offset, 16 if case.short else 32), None if scales else drawing,
         )  # fmt: skip
+        now = [coded_moments.decoded(*x) for x in zip(moments, scales, strict=True)] if scales else moments
         r, m, v, made = onepass_reference.step(
-            q, as_floats(flat_of(grad)), first, second, grid, numbers, policy, plain=job.plain,
+            q, as_floats(flat_of(grad)), now[0], (*now[1:], None)[0], grid, numbers, policy, plain=job.plain,
             moved=None if job.moved is None else job.moved.numpy(),
         )  # fmt: skip
-        first[:] = m
-        if second is not None:
-            second[:] = v
+        for i, (kept, value) in enumerate(zip(moments, (m, v), strict=False)):
+            if scales:
+                assert drawing is not None
+                kept[:], scales[i][:] = coded_moments.encoded(value, drawing.words(n), second=i == 1)
+            else:
+                kept[:] = value
         if codes:
             _pack(reference.encode(r, grid), grid.bits, job.stored.numpy().reshape(-1))
         else:

@@ -79,10 +79,12 @@ class Case:
 class Job:
     """One contiguous tensor to be moved in place.
 
-    ``stored``: float32, bfloat16, or codes (uint8): a byte each, or packed to the bit. ``rates`` and ``keys``
-    (of the streams of weights and of moments, two words each): for :func:`steps`. ``offset``: where in the
-    whole tensor this one begins. ``plain``: the first element whose second moment is summed in the other
-    order, see :mod:`~halfulp.kernels.onepass_reference`. ``sums``: of every how many tiles.
+    ``stored``: float32, bfloat16, or codes (uint8): a byte each, or packed to the bit. ``first``, ``second``:
+    moments in float32 or bfloat16, or codes of :mod:`~halfulp.kernels.coded_moments`, which have ``scales``.
+    ``rates`` and ``keys`` (of the streams of weights and of moments, two words each): for :func:`steps`.
+    ``offset``: where in the whole tensor this one begins. ``plain``: the first element whose second moment is
+    summed in the other order, see :mod:`~halfulp.kernels.onepass_reference`. ``sums``: of every how many
+    tiles.
     """
 
     stored: torch.Tensor
@@ -94,6 +96,7 @@ class Job:
     offset: int
     plain: int
     sums: int
+    scales: tuple[torch.Tensor, ...] = ()
     rates: Array = field(default_factory=lambda: np.empty(0, np.float32))
     keys: tuple[int, ...] = (0, 0, 0, 0)
 
@@ -117,7 +120,7 @@ class Jobs:
         for job in jobs:
             size = job.first.numel()
             bits = case.grid.bits if job.stored.numel() < size else 8
-            rest = (job.second, job.kept, job.moved)
+            rest = (job.second, job.kept, job.moved, *(*job.scales, None, None)[:2])
             rows.append((
                 job.stored.data_ptr(), 0, job.first.data_ptr(),
                 *(0 if x is None else x.data_ptr() for x in rest),
@@ -155,7 +158,7 @@ class Jobs:
         call = native.call_of(
             "onepass", **plan.numbers, rule=case.rule, mode=case.mode, keeps=case.keeps,
             stored=native.STORED[stored], kept=native.STORED[kept], is_short=case.short, small=case.small,
-            narrow_grad=grad == torch.bfloat16, narrow_moments=moments == torch.bfloat16,
+            narrow_grad=grad == torch.bfloat16, moments=native.STORED[moments],
             rounding=kind_of(plan.grid), top=1 << (plan.grid.bits - 1), tensors=len(jobs), rows=self._table,
             rates=np.ascontiguousarray(rates), keys=np.ascontiguousarray(keys), counts=counts, totals=totals,
         )  # fmt: skip

@@ -32,6 +32,23 @@ Key = tuple[int, int, int]
 """The two words of a stream's key, and the element with which it begins."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Keyed(Stream):
+    """A stream of which only the key is known."""
+
+    words_of_key: tuple[int, int]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The 64-bit Threefry key, as two words."""
+        return self.words_of_key
+
+
+def keyed(key: Sequence[int], offset: int, bits: int = 32) -> Stream:
+    """Make a stream of a key."""
+    return Keyed(seed=0, name="", offset=offset, bits=bits, words_of_key=(int(key[0]), int(key[1])))
+
+
 # ---- tensors as flat arrays ---------------------------------------------------------------------
 
 

@@ -41,12 +41,16 @@ def names(wb: WriteBack) -> list[str]:
     return [] if rule is None else [key + end for key in rule.moments for end in ends]
 
 
-def tensors(wb: WriteBack, slot: Slot, state: dict[str, Any]) -> list[torch.Tensor]:
-    """Return this rank's moments, or their codes."""
+def tensors(
+    wb: WriteBack, slot: Slot, state: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return this rank's moments, or their codes and the scales of these."""
     rule = rule_of(wb.optimizer)
     assert rule is not None
-    end = CODES if dtype_of(wb, slot) == torch.int8 else ""
-    return [local(state[key + end]) for key in rule.moments]
+    if dtype_of(wb, slot) != torch.int8:
+        return [local(state[key]) for key in rule.moments], []
+    found, scales = ([local(state[key + end]) for key in rule.moments] for end in (CODES, SCALES))
+    return found, scales
 
 
 def begin(wb: WriteBack, slot: Slot, state: dict[str, Any], key: str) -> bool:

@@ -12,13 +12,14 @@ constexpr int SIZE_OF[] = {4, 2, 1, 2, 1, 8};
 
 struct OnepassCase {
     int32_t rule, mode, keeps, stored, kept;
-    int32_t is_short, small, narrow_grad, narrow_moments;
+    int32_t is_short, small, narrow_grad, moments;  // moments: FLOATS, BFLOATS, or CHARS for codes with scales
     int32_t rounding, top;  // how the grid is rounded to (Rounding in onepass.cpp), the bit of the sign of its codes
 };
 
 struct OnepassRow {
     void *stored, *grad, *first, *second, *kept;
     uint8_t* moved;
+    float *first_scales, *second_scales;
     int64_t size, offset, plain, sums, start, bits;
 };
 

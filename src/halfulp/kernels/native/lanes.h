@@ -130,6 +130,18 @@ INLINE F root_of(F x) {
     return r;
 }
 
+// 1 / sqrt(x) to a four thousandth; of 0 infinity, of infinity 0.
+INLINE F near_inverse_root(F x) {
+#if defined(__AVX512F__)
+    if constexpr (W == 16) return (F)_mm512_maskz_rsqrt14_ps(0xFFFF, (__m512)x);
+#elif defined(__AVX2__)
+    return (F)_mm256_rsqrt_ps((__m256)x);
+#elif defined(__SSE4_1__)
+    return (F)_mm_rsqrt_ps((__m128)x);
+#endif
+    return 1 / root_of(x);
+}
+
 // Of values from 0 up to 2**24.
 INLINE F floor_of(F x) { return __builtin_convertvector(__builtin_convertvector(x, I), F); }
 

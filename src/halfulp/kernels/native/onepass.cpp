@@ -1,9 +1,10 @@
 // One optimizer step in one sweep over memory: moments, proposal, policy, stored values and counts.
 //
 // halfulp/kernels/onepass_reference.py defines every bit. A tile goes through four stages, 64 weights at a time: load,
-// propose, round, store. Between stages those 64 stay in the nearest cache, so each stage asks once a block what it is
+// propose, round, store. Between stages those 64 (BLOCK) stay in the nearest cache, so each stage asks once a block what it is
 // to do, and its loop over the vectors of a block asks nothing.
 #include "calls.h"
+#include "coded_moments.h"
 #include "static_grid.h"
 #include "tiles.h"
 
@@ -13,8 +14,6 @@ enum Family { ADAMS, SGDS, LIONS };  // AdamW and Adam; SGD with momentum, Neste
 enum Keeps { NOTHING, CARRY, ERROR, MASTER, REMAINDER, REMAINDER8 };  // the last in 16 and in 8 bits
 enum Rounding { BFLOAT, FLOAT, WHOLE };  // to the patterns of bfloat16; to floats; to integers
 enum Way { TO_BFLOAT, BY_VALUE, FLOAT_INDEX, WHOLE_INDEX };  // how lanes are rounded: see below
-
-constexpr int BLOCK = 64, LOTS = BLOCK / W;  // weights of a block, and its vectors
 
 struct Rates {
     float decay, share, beta2, rest2, root, inverse, eps, step, feed, beta1;
@@ -104,6 +103,14 @@ INLINE void load_floats(const void* from, int64_t j, bool bfloats, F* to) {
         EACH to[i] = load<F>((const float*)from + j + i * W);
 }
 
+// Moments of eight bits, of which `live` are in use. The others have none, and a denominator that is not zero.
+__attribute__((noinline)) void load_moments(const Work& s, int64_t j, int live, Block& x) {
+    const bool both = s.c.rule <= ADAM;
+    decode_moment<false>((const int8_t*)s.job.first + j, s.job.first_scales[j / BLOCK], x.m);
+    if (both) decode_moment<true>((const uint8_t*)s.job.second + j, s.job.second_scales[j / BLOCK], x.v);
+    for (int k = live; k < BLOCK; k++) x.m[k / W][k % W] = 0, x.v[k / W][k % W] = 1;
+}
+
 // What is stored, and what is kept beside it: a carry or a master as it is, a master from its remainder.
 __attribute__((noinline)) void load_block(const Work& s, int64_t j, Block& x) {
     const Grid& g = s.g;
@@ -133,15 +140,16 @@ INLINE void propose_lanes(const Work& s, int64_t j, Block& x) {
     const Rates a = s.a;
     const bool decoupled = s.c.rule == ADAMW, decays = !decoupled && a.decay != 0, nesterov = s.c.rule == NESTEROV, small = s.c.small;
     const bool feeds = s.keeps == ERROR;
-    x.first = NARROW_MOMENTS || feeds ? (float*)x.m : (float*)s.job.first + j;
-    x.second = NARROW_MOMENTS ? (float*)x.v : (float*)s.job.second + j;
+    const bool coded = s.c.moments == CHARS;
+    x.first = NARROW_MOMENTS || coded || feeds ? (float*)x.m : (float*)s.job.first + j;
+    x.second = NARROW_MOMENTS || coded ? (float*)x.v : (float*)s.job.second + j;
     const F* masters = s.keeps >= MASTER ? x.before : x.q;
-    const auto load_from = [&](const void* from, int i, bool narrow) INLINE_LAMBDA {
-        return narrow ? from_bfloat(load<U16>((const uint16_t*)from + j + i * W)) : load<F>((const float*)from + j + i * W);
+    const auto from = [&](const void* of, int64_t at, bool narrow) INLINE_LAMBDA {
+        return narrow ? from_bfloat(load<U16>((const uint16_t*)of + at)) : load<F>((const float*)of + at);
     };
     EACH {
-        F w = masters[i], g = load_from(s.job.grad, i, NARROW_GRAD);
-        const F m = load_from(s.job.first, i, NARROW_MOMENTS);
+        F w = masters[i], g = from(s.job.grad, j + i * W, NARROW_GRAD);
+        const F m = coded ? x.m[i] : from(s.job.first, j + i * W, NARROW_MOMENTS);
         const I late = LATE ? counting() >= (int32_t)(s.job.plain - j - i * W > -W ? s.job.plain - j - i * W : -W) : I{};
         if (FAMILY == LIONS) {
             const F turn = m * a.beta1 + g * a.share;
@@ -159,7 +167,7 @@ INLINE void propose_lanes(const Work& s, int64_t j, Block& x) {
             continue;
         }
         if (decoupled) w = w * a.decay;
-        const F v = load_from(s.job.second, i, NARROW_MOMENTS), weighted = g * a.rest2;
+        const F v = coded ? x.v[i] : from(s.job.second, j + i * W, NARROW_MOMENTS), weighted = g * a.rest2;
         const F first = fma(g - m, splat(a.share), small ? m : g);
         F second = fma(weighted, g, v * a.beta2);
         if (LATE) second = late ? fma(v, splat(a.beta2), weighted * g) : second;
@@ -367,21 +375,37 @@ template <bool SWAPPED> INLINE void store_moment(void* to, int64_t j, const F* x
     }
 }
 
-__attribute__((noinline)) void store_block(const Work& s, int64_t j, Block& x, const uint32_t* pair, bool indexed) {
+// Moments of eight bits, of which `live` are in use.
+__attribute__((noinline)) void store_moments(const Work& s, int64_t j, int live, Block& x, const uint32_t* pair) {
+    const bool both = s.c.rule <= ADAM;
+    for (int k = live; k < BLOCK; k++) x.m[k / W][k % W] = x.v[k / W][k % W] = 0;
+    const Coder<false> first(x.m, (int8_t*)s.job.first + j);
+    const Coder<true> second(both ? x.v : x.m, both ? (uint8_t*)s.job.second + j : nullptr);
+    EACH {
+        const I word = load<I>(pair + i * W);
+        first.code(i, word);
+        if (both) second.code(i, word);
+    }
+    s.job.first_scales[j / BLOCK] = first.scale();
+    if (both) s.job.second_scales[j / BLOCK] = second.scale();
+}
+
+__attribute__((noinline)) void store_block(const Work& s, int64_t j, int live, Block& x, const uint32_t* pair, bool indexed) {
     const Grid& g = s.g;
     const Job& job = s.job;
-    const bool narrow = s.c.narrow_moments;
+    const bool narrow = s.c.moments == BFLOATS, coded = s.c.moments == CHARS;
     if (s.keeps == ERROR) {
         const float feed = s.a.feed;
         EACH {
             const F fed = s.c.rule <= ADAM ? x.m[i] + (x.below[i] * x.rest[i]) * feed : fma(x.rest[i], splat(feed), x.m[i]);
             // What the moment cannot hold is not fed back.
             if (feed != 0) x.m[i] = (bits(fed) & EXPONENT) == EXPONENT ? x.m[i] : fed;
-            if (!narrow) store((float*)job.first + j + i * W, x.m[i]);
+            if (!narrow && !coded) store((float*)job.first + j + i * W, x.m[i]);
         }
     }
     if (narrow) store_moment<false>(job.first, j, x.m, pair, x.rare);
     if (narrow && s.c.rule <= ADAM) store_moment<true>(job.second, j, x.v, pair, x.rare);
+    if (coded) store_moments(s, j, live, x, pair);
     if (s.keeps == REMAINDER)
         EACH store((int16_t*)job.kept + j + i * W, narrowed((bits(x.rest[i]) - bits(x.r[i])) & 0xFFFF));
     else if (s.keeps == REMAINDER8)
@@ -426,6 +450,7 @@ void step_tile(const Work& s, const Stages& stages, int64_t t, int n) {
     Block blocks[2];
     const auto begin = [&](int b) INLINE_LAMBDA {
         load_block(s, first + b, blocks[b / BLOCK % 2]);
+        if (s.c.moments == CHARS) load_moments(s, first + b, n - b, blocks[b / BLOCK % 2]);
         stages.propose(s, first + b, blocks[b / BLOCK % 2]);
     };
     begin(0);
@@ -435,7 +460,7 @@ void step_tile(const Work& s, const Stages& stages, int64_t t, int n) {
         Block& x = blocks[b / BLOCK % 2];
         if (b + BLOCK < n) begin(b + BLOCK);  // roots and divisions take the time of what follows here
         stages.round(s, x, stages.draws ? own.block(b) : nullptr, job.offset + j);
-        store_block(s, j, x, s.c.narrow_moments ? pair.block(b) : nullptr, stages.indexed);
+        store_block(s, j, n - b, x, s.c.moments != FLOATS ? pair.block(b) : nullptr, stages.indexed);
         changed += __builtin_popcountll(x.changed), proposed += __builtin_popcountll(x.proposed);
         bad += __builtin_popcountll(x.bad), ends += x.ends;
         if (job.moved) {
@@ -461,7 +486,7 @@ void step_short(const Work& given, const Stages& stages, int64_t t, int n) {
     Work s = given;
     Job& job = s.job;
     const int64_t at = t * TILE;
-    const int moment = s.c.narrow_moments ? 2 : 4, blocks = filled(n) / BLOCK;
+    const int moment = SIZE_OF[s.c.moments], blocks = filled(n) / BLOCK;
     Part stored, grad, kept, first, second, moved;
     if (s.c.stored == CODES)
         job.stored = stored.of_bytes((char*)job.stored + at * job.bits / 8, (n * job.bits + 7) / 8, blocks * BLOCK * job.bits / 8, n);
@@ -472,10 +497,11 @@ void step_short(const Work& given, const Stages& stages, int64_t t, int n) {
     if (job.kept) job.kept = kept.begin(job.kept, at, SIZE_OF[s.c.kept], n);
     if (job.second) job.second = second.begin(job.second, at, moment, n);
     for (int i = n; job.second && i < blocks * BLOCK; i++)  // a denominator that is not zero
-        if (s.c.narrow_moments)
+        if (s.c.moments == BFLOATS)
             ((uint16_t*)job.second)[i] = 0x3F80;
-        else
+        else if (s.c.moments == FLOATS)
             ((float*)job.second)[i] = 1;
+    if (s.c.moments == CHARS) job.first_scales += at / BLOCK, job.second_scales += job.second ? at / BLOCK : 0;
     if (job.moved) job.moved = (uint8_t*)moved.of_bytes((char*)job.moved + at / 8, (n + 7) / 8, blocks * BLOCK / 8, n);
     job.offset += at, job.plain -= at, job.counts += t, job.totals += t, job.sums = job.sums && t % job.sums == 0;
     step_tile(s, stages, 0, n);
@@ -488,8 +514,9 @@ void step_short(const Work& given, const Stages& stages, int64_t t, int n) {
 // ---- the stages of a case --------------------------------------------------------------------------------
 
 template <Family FAMILY> auto propose_of(const OnepassCase& c) {
-    return c.narrow_grad ? (c.narrow_moments ? propose_block<FAMILY, true, true> : propose_block<FAMILY, true, false>)
-                         : (c.narrow_moments ? propose_block<FAMILY, false, true> : propose_block<FAMILY, false, false>);
+    const bool narrow = c.moments == BFLOATS;
+    return c.narrow_grad ? (narrow ? propose_block<FAMILY, true, true> : propose_block<FAMILY, true, false>)
+                         : (narrow ? propose_block<FAMILY, false, true> : propose_block<FAMILY, false, false>);
 }
 
 template <int MODE, int KEEPS> auto round_of(Way way) {

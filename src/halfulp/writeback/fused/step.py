@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from halfulp.kernels import onepass
-from halfulp.kernels.coded_moments import CodedJobs
 from halfulp.kernels.plan import Array, addresses
 from halfulp.kernels.reference import MODES, NEAREST
 from halfulp.numbers.streams import keys_of, name_bytes
@@ -65,7 +64,7 @@ def planned(wb: WriteBack, slots: Sequence[Slot]) -> Plan | None:
 class Call:
     """The tensors of a plan that one kernel call moves, by their positions in it."""
 
-    jobs: onepass.Jobs | CodedJobs
+    jobs: onepass.Jobs
     slots: list[Slot]
     rows: Array
     names: list[bytes]
@@ -176,9 +175,8 @@ class Plan:
             number, small = self._kinds[self._groups[i]]
             assert number is not None
             dtype = moments_kept.dtype_of(self.wb, slot)
-            moments = moments_kept.tensors(self.wb, slot, self._states[i])
-            job = _job(self.wb, slot, moments, number, masters)
-            alone = slot if how.partial or dtype == torch.int8 else None  # they share the memory
+            job = _job(self.wb, slot, self._states[i], number, masters)
+            alone = slot if how.partial else None  # they share the memory
             like = (slot.grid, how, number, small, job.types, alone)
             if like not in cases:
                 case = onepass.Case(
@@ -194,14 +192,8 @@ class Plan:
             names = [name_bytes(slot.name) for slot in slots]
             places = {slot: i for i, slot in enumerate(slots)}
             summed = [job.sums for job in jobs]
-            made.append(Call(self._jobs(case, jobs, rows), slots, np.array(rows), names, places, summed))
+            made.append(Call(onepass.Jobs(case, jobs), slots, np.array(rows), names, places, summed))
         return made
-
-    def _jobs(self, case: onepass.Case, jobs: list[onepass.Job], rows: list[int]) -> onepass.Jobs | CodedJobs:
-        if jobs[0].first.dtype != torch.int8:
-            return onepass.Jobs(case, jobs)
-        state = self._states[rows[0]]
-        return CodedJobs(case, jobs[0], [moments_kept.coded(state, key) for key in self.rule.moments])
 
     @torch.no_grad()
     def move(self, step: int) -> None:
@@ -316,12 +308,12 @@ def _collect(slot: Slot, job: onepass.Job) -> None:
 
 
 def _job(
-    wb: WriteBack, slot: Slot, moments: list[torch.Tensor], number: int, masters: torch.Tensor | None
+    wb: WriteBack, slot: Slot, state: dict[str, Any], number: int, masters: torch.Tensor | None
 ) -> onepass.Job:
     """Build the kernel job of a tensor; gradients, rates and keys are passed with each call."""
     assert slot.p.grad is not None
     stored = local(slot.p.detach()) if slot.codes is None else slot.codes.packed
-    how, (first, *second) = _kernel(slot), moments
+    how, ((first, *second), scales) = _kernel(slot), moments_kept.tensors(wb, slot, state)
     size, end = first.numel(), onepass.torchs_end(number) if wb.like_torch else None
     kept = slot.state[how.key] if how.key else None
     if how.partial:
@@ -330,5 +322,5 @@ def _job(
     return onepass.Job(
         stored=stored, grad=local(slot.p.grad).new_empty(0), first=first, second=(*second, None)[0],
         kept=kept, moved=slot.moved, offset=shard_offset(slot.p), plain=size - size % end if end else size,
-        sums=sampling(size) if wb.telemetry else 0,
+        sums=sampling(size) if wb.telemetry else 0, scales=tuple(scales),
     )  # fmt: skip
