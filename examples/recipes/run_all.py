@@ -33,7 +33,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "torchtitan_optimizer": ("torchtitan",),
 }
 """Recipes, and what each needs beside torch."""
-DISTRIBUTED = ("hf_trainer", "accelerate_loop", "fabric_loop")
+DISTRIBUTED = ("hf_trainer", "accelerate_loop", "lightning_trainer", "fabric_loop")
 COLUMNS = ("audit", "fix", "resume", "distributed")
 
 
