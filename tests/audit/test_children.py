@@ -96,13 +96,16 @@ def test_workers_of_a_command(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_launcher(tmp_path: Path) -> None:
-    """One trace, by the first rank."""
+    """One trace, by the first rank, named after the script; every line of the answer once."""
     (tmp_path / "ranks.py").write_text(RANKS)
     torchrun = ("torchrun", "--standalone", "--nproc-per-node", "2")
-    done = run(tmp_path, "halfulp", "audit", "--grids", "bf16", "--out", "a", "--run", *torchrun, "ranks.py")
+    done = run(tmp_path, "halfulp", "audit", "--grids", "bf16", "--run", *torchrun, "ranks.py")
     assert done.returncode == 0, done.stderr
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["a", "ranks.py"]
-    assert hu.Trace.open(tmp_path / "a").steps.tolist() == [1, 2, 3, 4]
+    assert [p.name for p in sorted((tmp_path / "runs").iterdir())] == ["ranks"]
+    assert hu.Trace.open(tmp_path / "runs" / "ranks").steps.tolist() == [1, 2, 3, 4]
+    assert "Page   halfulp report runs/ranks\n" in done.stderr
+    assert done.stderr.count("4 steps audited. The trace is in runs/ranks.") == 1
+    assert done.stderr.count("The optimizer holds") == 1
 
 
 def test_a_folder_that_goes_in_mid_run(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from halfulp import cli
         (TRAIN, ["--every", "0"], "at least 1"),
         (TRAIN, ["--sample", "2"], "above 0 and at most 1"),
         (TRAIN, ["--out", "taken"], "is not an empty folder"),
+        (TRAIN, ["--steps", "8"], "--steps is for the estimate of --live"),
         (TRAIN, ["--scores", "e5m2:\u0661-\u0662"], "--scores takes a grid and its steps"),
         (
             """

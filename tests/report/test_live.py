@@ -78,7 +78,7 @@ def test_it_draws_at_most_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) 
     drawn: list[int] = []
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(live, "picture", lambda summary: drawn.append(summary["step"]) or "")
+    monkeypatch.setattr(live, "picture", lambda summary, speed: drawn.append(summary["step"]) or "")
     with LiveView(console) as view:
         for step in range(1000):
             now[0] += 0.001
@@ -87,12 +87,30 @@ def test_it_draws_at_most_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) 
     assert view.seconds == 0.0
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_it_says_how_fast_steps_are_and_when_they_end(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step each two seconds; without the number of the last one there is no estimate."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for steps, left in ((None, ""), (71, ", about 0:02:00 left")):
+        console, said = screen(terminal=terminal)
+        with LiveView(console, steps=steps) as view:
+            for step in (1, 6, 11):
+                view({**SUMMARY, "step": step})
+                now[0] += 10.0
+            now[0] -= 10.0
+        assert f" 2.0 s per step{left}" in said.getvalue()
+        assert ("left" in said.getvalue()) == bool(left)
+
+
 def test_slow_pictures_come_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures that take 10 ms are made every two seconds: half a percent of the time."""
     console, _ = screen(terminal=True)
     now, drawn = [100.0], []
 
-    def picture(summary: dict[str, Any]) -> str:
+    def picture(summary: dict[str, Any], speed: str) -> str:
         drawn.append(now[0])
         now[0] += 0.01
         return ""

@@ -36,7 +36,8 @@ class Measure:
             tiles if not 768.
         params: Choose the tensors, (name, tensor) -> bool.
         groups: Your own rule (name, tensor) -> group.
-        unfit: What to do with grids that a parameter's dtype cannot hold: ``raise`` or ``drop``.
+        unfit: What to do with grids that a parameter's dtype cannot hold: ``raise``, or ``drop``, which says
+            so if other parameters could have been audited on them.
         seed: Seed of the sample and of stochastic rehearsals.
 
     Raises:

@@ -82,10 +82,12 @@ class Target:
         """The name of the program in the trace."""
         return f"-m {self.module}" if self.script is None else self.script.name
 
-    @property
-    def usual_folder(self) -> Path:
-        """The folder of the program's traces, unless another is named."""
-        return Path("runs") / (self.script.stem if self.script else self.module or Path(self.command).stem)
+    def usual_folder(self, arguments: list[str]) -> Path:
+        """Return the usual folder of the program's traces; a launcher's is that of its script."""
+        if self.script is not None:
+            return Path("runs") / self.script.stem
+        launched = (Path(a).stem for a in arguments if a.endswith(".py"))
+        return Path("runs") / (self.module or next(launched, Path(self.command).stem))
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,13 @@ class WatchOptions:
     live: Annotated[bool, typer.Option("--live", help="Show what is being lost while the script runs.")] = (
         False
     )
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="With --live: the number of the script's last step, for an estimate of the end.", min=1,
+            hidden=True, rich_help_panel=WATCH,
+        ),
+    ] = None  # fmt: skip
     alert: Annotated[
         str,
         typer.Option(
@@ -266,7 +275,7 @@ def audit(
 
     _check(context, target, record)
     ending = Ending.of(fail, require, as_json, record.grids is not None)
-    folder = record.folder(target.usual_folder)
+    folder = record.folder(target.usual_folder(context.args))
     rehearse = Rehearse(listed(rehearsing.rehearse)) if rehearsing.rehearse else None
     options = record.options(rehearse)
     if target.command:
@@ -286,6 +295,8 @@ def _check(context: typer.Context, target: Target, record: RecordOptions) -> Non
     for name in ("alert", "evaluate", "rehearse", "scores"):
         if is_given(context, name) and not context.params[name]:
             raise UsageError(f"--{name} is empty: say what, or leave it out.")
+    if is_given(context, "steps") and not context.params["live"]:
+        raise UsageError("--steps is for the estimate of --live: add that, or leave it out.")
     if is_given(context, "tile") and not record.scores:
         raise UsageError("--tile is the size of tiles that are scored: say of which grid with --scores.")
     if target.script is None and not target.module and not target.command:
@@ -343,7 +354,7 @@ def _run(
     from halfulp.verdicts.calibration import Calibration
 
     folder = options["out"]
-    view = LiveView()
+    view = LiveView(steps=watch.steps)
     own = OwnEvaluation.of(rehearsing.evaluate) if rehearsing.evaluate else None
     known = None if rehearsing.calibration is None else Calibration.load(rehearsing.calibration)
     recorder = Audit(None, **options, listeners=[*([view] if watch.live else []), *watch.alerts()])

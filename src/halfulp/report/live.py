@@ -9,7 +9,8 @@ line now and then, so that a log file stays readable. Everything goes to stderr:
         train()
 
 On a terminal, what the script prints appears above the picture. A script that draws there itself (a
-progress bar on stderr) gets plain lines instead with ``lines=True``.
+progress bar on stderr) gets plain lines instead with ``lines=True``. How fast steps are is shown from the
+second one on, and with ``steps=``, the number of the last one, when they will be done.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from halfulp.text import is_terminal, percent, shown
+from halfulp.text import is_terminal, percent, shown, time_left
 
 INTERVAL, LINE_INTERVAL = 0.25, 10.0
 """Seconds between pictures, and between plain lines."""
@@ -47,17 +48,28 @@ class Aside(Console):
 
 
 class LiveView:
-    """Shows the summaries that an audit gives to its listeners. ``lines``: plain lines even on a terminal."""
+    """Show the summaries that an audit gives to its listeners.
 
-    def __init__(self, console: Console | None = None, *, lines: bool = False) -> None:
+    Args:
+        console: Where to; by default stderr.
+        lines: Print plain lines even on a terminal.
+        steps: The number of the last step, for an estimate of the end.
+    """
+
+    def __init__(
+        self, console: Console | None = None, *, lines: bool = False, steps: int | None = None
+    ) -> None:
         self.console = Aside() if console is None else console
         self.lines = lines or not self.console.is_terminal
+        self.steps = steps
         self.interval = LINE_INTERVAL if self.lines else INTERVAL
         self.seconds = 0.0
         """Spent here so far."""
         self._live: Live | None = None
         self._latest: dict[str, Any] | None = None
         self._due, self._cost = 0.0, 0.01
+        self._began: tuple[float, int] | None = None
+        """When the first step was seen, and its number."""
 
     def __enter__(self) -> LiveView:
         if not self.lines:
@@ -78,6 +90,8 @@ class LiveView:
         """Receive the summary of a step, as a listener."""
         self._latest = summary
         now = time.monotonic()
+        if self._began is None:
+            self._began = now, summary["step"]
         if now < self._due:
             return
         self._show()
@@ -101,18 +115,41 @@ class LiveView:
             return
         with contextlib.suppress(OSError, ValueError):  # a terminal that is gone does not end a training
             if self._live is not None:
-                self._live.update(picture(self._latest), refresh=True)
+                self._live.update(picture(self._latest, self._pace()), refresh=True)
             elif self.lines:
-                self.console.print(Text(line(self._latest)), soft_wrap=True)
+                self.console.print(Text(line(self._latest, self._pace())), soft_wrap=True)
+
+    def _pace(self) -> str:
+        """Return how fast steps are, and when the last one will be done if its number is known."""
+        if self._began is None or self._latest is None:
+            return ""
+        spent, done = time.monotonic() - self._began[0], self._latest["step"] - self._began[1]
+        whole = 0 if self.steps is None else self.steps - self._began[1]
+        return pace(spent, done) + time_left(spent, done, whole)
 
 
-def line(summary: dict[str, Any]) -> str:
-    """Return one step in one line."""
+def pace(spent: float, done: int) -> str:
+    """Return the speed of steps; empty if there is none yet.
+
+    >>> pace(10, 42), pace(10, 4120), pace(10, 4), pace(0, 0)
+    (', 4.2 steps/s', ', 412 steps/s', ', 2.5 s per step', '')
+    """
+    if done <= 0 or spent <= 0:
+        return ""
+    number = max(done / spent, spent / done)
+    said = f"{number:.1f}" if number < 10 else f"{number:,.0f}"
+    return f", {said} steps/s" if done > spent else f", {said} s per step"
+
+
+def line(summary: dict[str, Any], speed: str = "") -> str:
+    """Return one step in one line; ``speed``: what :func:`pace` says."""
     shares = ", ".join(f"{grid} {percent(share)}" for grid, share in summary["frozen"].items())
     bad = f"{summary['nonfinite']:,} weights NOT FINITE, " if summary.get("nonfinite") else ""
     most = "".join(f"; most in {shown(name)} ({grid}, {percent(x)})" for name, grid, x in worst(summary, 1))
     also = "".join(f"; {shown(name)} {percent(x)} ({grid})" for name, grid, x in beside(summary))
-    return f"halfulp: step {summary['step']}: {bad}updates lost {shares}{most}{also}"
+    return (
+        f"halfulp: step {summary['step']}: {bad}updates lost {shares}{most}{also}{speed.replace(',', ';', 1)}"
+    )
 
 
 def beside(summary: dict[str, Any]) -> list[tuple[str, str, float]]:
@@ -132,12 +169,12 @@ def worst(summary: dict[str, Any], most: int) -> list[tuple[str, str, float]]:
     return [(name, grid, share) for name, share in ranked[:most]]
 
 
-def picture(summary: dict[str, Any]) -> Table:
+def picture(summary: dict[str, Any], speed: str = "") -> Table:
     """Return one step as a small table: grids with bars, then the worst tensors."""
     loss = "" if summary["loss"] != summary["loss"] else f", loss {summary['loss']:.4f}"
     table = Table.grid(padding=(0, 2))
     bad = f", {summary['nonfinite']:,} weights NOT FINITE" if summary.get("nonfinite") else ""
-    table.title = Text(f"halfulp: step {summary['step']:,}{loss}{bad}", style="bold", justify="left")
+    table.title = Text(f"halfulp: step {summary['step']:,}{loss}{speed}{bad}", style="bold", justify="left")
     table.title_justify = "left"
     for grid, share in summary["frozen"].items():
         never = summary["never_moved"].get(grid)

@@ -13,6 +13,7 @@ import contextlib
 import glob
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,8 +40,10 @@ START = Path(__file__).parent / "start"
 class Child:
     """The audit of this process, from its first step to its end."""
 
-    def __init__(self, options: dict[str, Any], folder: Path) -> None:
+    def __init__(self, options: dict[str, Any], folder: Path, given: Path) -> None:
         self.process = os.getpid()
+        self.given = given.with_name(folder.name)
+        """The folder as the command named it, which is shorter to read than where it is."""
         self.audit = Audit(None, exists="raise", out=folder, **options)
         self.audit.announce()
         self.hooks = self.audit.start_unhooked()
@@ -68,13 +71,14 @@ class Child:
         """Print the verdict on this process's standard error."""
         place = self.audit.out
         if self.audit.lost:
-            tell(plain(f"halfulp: there is no verdict: {place} no longer holds the trace of this run."))
+            tell(plain(f"halfulp: there is no verdict: {self.given} no longer holds the trace of this run."))
             return
         if not self.audit.writes or place is None or not (place / "manifest.json").exists():
             return
         trace = Trace.open(place)
-        found = verdict(trace, self.audit.trouble).lines
-        lines = [f"---- halfulp, process {self.process} ----", *found, "", whence(trace, place)]
+        page = f"halfulp report {shlex.quote(str(self.given))}"
+        found = verdict(trace, self.audit.trouble, page=page).lines
+        lines = [f"---- halfulp, process {self.process} ----", *found, "", whence(trace, self.given)]
         tell(*(plain(line) for line in lines))
 
 
@@ -120,14 +124,14 @@ def leave(optimizer: torch.optim.Optimizer) -> None:
 
 def _begin() -> Child:
     told = json.loads(os.environ[VARIABLE])
-    folder = Path(told["folder"])
+    folder, given = Path(told["folder"]), Path(told["given"])
     if told["scores"] is not None:
         told["scores"] = tuple(told["scores"])
-    options = {k: v for k, v in told.items() if k != "folder"}
+    options = {k: v for k, v in told.items() if k not in ("folder", "given")}
     if "RANK" not in os.environ and rank() == 0:
         folder = _claimed(folder)
     options["describe"] = {"script": Path(sys.argv[0]).name or "-", "arguments": sys.argv[1:]}
-    return Child(options, folder)
+    return Child(options, folder, given)
 
 
 def _claimed(folder: Path) -> Path:
@@ -149,7 +153,7 @@ def launch(command: Sequence[str], options: dict[str, Any], folder: Path) -> int
     names = f"{glob.escape(folder.name)}*"
     before = set(folder.parent.glob(names)) if folder.parent.is_dir() else set()
     path = os.environ.get("PYTHONPATH", "")
-    told = json.dumps({**options, "folder": str(folder.absolute())})
+    told = json.dumps({**options, "folder": str(folder.absolute()), "given": str(folder)})
     added = {VARIABLE: told, "PYTHONPATH": f"{START}{os.pathsep}{path}" if path else str(START)}
     try:
         process = subprocess.Popen(list(command), env={**os.environ, **added})

@@ -192,13 +192,23 @@ class Watchlist:
         return None
 
     def _drop_unfit(self, params: list[torch.Tensor]) -> None:
-        """Leave out grids that some parameter's dtype cannot hold."""
+        """Leave out grids that some parameter's dtype cannot hold.
+
+        Where none holds a grid's values nothing is missing: nobody asks what fp16 loses of a bf16 run. It is
+        said where some do, for these are then not audited on it either.
+        """
         fit = [g for g in self.grids if all(_fits(g, p.dtype) for p in params)]
-        if fit and len(fit) < len(self.grids):
-            left = ", ".join(g.name for g in self.grids if g not in fit)
-            dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params}))
-            tell(f"halfulp: {left} left out: what the optimizer sees ({dtypes}) does not hold its values.")
-            self.grids = fit
+        if not fit or len(fit) == len(self.grids):
+            return
+        missed = [g.name for g in self.grids if g not in fit and any(_fits(g, p.dtype) for p in params)]
+        if missed:
+            held = {p.dtype for p in params if not all(_fits(g, p.dtype) for g in self.grids)}
+            dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
+            tell(
+                f"halfulp: {', '.join(missed)} left out of the whole run, because some weights are {dtypes}, "
+                "which does not hold its values. To audit the others, choose them with params=."
+            )
+        self.grids = fit
 
     def _made(self, naming: Naming, p: torch.Tensor, listed: Sequence[dict[str, Any]]) -> Watched:
         name, rules = naming.name, self.measure.groups
