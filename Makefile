@@ -61,6 +61,7 @@ durations: $(VENV)/.stamp-dev
 
 docs: $(VENV)/.stamp-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/links.py site
 
 wheel: $(VENV)/.stamp-dev
 	rm -rf dist && $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt hatchling

@@ -251,3 +251,22 @@ def test_the_glossary_is_linked_at_first_use() -> None:
     assert len(re.findall(r"^\| \*\*", glossary, re.MULTILINE)) == 12
     for page in ("index", "start", "symptoms"):
         assert "concepts.md#words" in (ROOT / "docs" / f"{page}.md").read_text(), page
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
+    """``make docs`` fails on them: a file, a place in a page, or a heading that is not there."""
+    links = runpy.run_path(str(ROOT / "docs" / "links.py"))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "index.html").write_text(
+        '<h1 id="top"></h1><a href="sub/page.html#here"></a><a href="#top"></a><a href="https://example.org/x"></a>'
+        '<a href="sub/page.html#gone"></a><img src="gone.svg"><a href="#gone"></a>'
+    )
+    (tmp_path / "sub" / "page.html").write_text(
+        '<p id="here"></p><a href="../index.html#top"></a><a href="..">'
+    )
+    assert links["broken_in_site"](tmp_path) == [
+        "index.html: sub/page.html#gone", "index.html: gone.svg", "index.html: #gone"
+    ]  # fmt: skip
+    (tmp_path / "README.md").write_text("# A b: c\n[x](#a-b-c) [x](#d) [x](sub/page.html) [x](gone.md)")
+    assert links["broken_in_sources"](tmp_path) == ["README.md: #d", "README.md: gone.md"]
+    assert links["broken_in_sources"](ROOT) == []

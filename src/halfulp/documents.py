@@ -44,7 +44,8 @@ def parsed(content: bytes | str, where: str | Path, what: str, *, exact: bool = 
     try:
         found = json.loads(content) if exact else canonical.parse(content)
     except (ValueError, RecursionError, OverflowError) as error:
-        raise CorruptionError(f"{where} is not {what}: {shown(str(error), 120)}.") from None
+        why = f"it is not valid JSON ({shown(str(error), 120)})"
+        raise CorruptionError(f"{where} is not {what}: {why}.") from None
     if not isinstance(found, dict):
         raise CorruptionError(f"{where} is not {what}: it is no JSON object.")
     return found

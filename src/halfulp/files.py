@@ -278,7 +278,7 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
     except HalfulpError:  # one of the caller's, about something else
         raise
     except (FileNotFoundError, NotADirectoryError):
-        raise CorruptionError(f"{path} is missing.") from None
+        raise CorruptionError(f"{path} is missing: there is no such file.") from None
     except (IsADirectoryError, ValueError):  # a name with a zero byte is a ValueError
         raise CorruptionError(f"{path} is not a plain file.") from None
     except OSError as error:

@@ -209,7 +209,7 @@ def _canonical(header: Mapping[str, Any], path: Path) -> bytes:
 def _metadata(header: Mapping[str, Any], path: Path) -> dict[str, str]:
     found = header.get(METADATA, {})
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-        raise CorruptionError(f"{path} is not a safetensors file: its metadata is not text by text.")
+        raise CorruptionError(f"{path} is not a safetensors file: its metadata must map strings to strings.")
     return dict(found)
 
 

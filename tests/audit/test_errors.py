@@ -24,7 +24,8 @@ FLAGS = ("decay", "never_moved", "expected_never_moved", "keep", "resume")
         ([], {}, "at least one grid"),
         (["bf16", "e5m2", "bf16"], {}, r"\['bf16'\] repeat"),
         (["bf17"], {}, "unknown grid 'bf17'"),
-        ([3], {}, "a grid is a name or a torch dtype"),
+        (["bf16 e5m2"], {}, "unknown grid 'bf16 e5m2': separate several names with commas"),
+        ([3], {}, "a grid is a name or a torch dtype, such as 'bf16', not int"),
         (["bf16"], {"every": 0}, "at least 1"),
         (["bf16"], {"first_step": 0}, "at least 1"),
         (["bf16"], {"part_steps": 0}, "at least 1"),
@@ -83,7 +84,7 @@ def test_what_an_audit_refuses(grids: Any, options: dict[str, Any], said: str) -
         (5, "not 5"),
         ([5], "not list of int"),
         (torch.nn.Linear(2, 2).parameters(), "not generator of Parameter"),
-        (torch.nn.Linear(2, 2), "not Linear"),
+        (torch.nn.Linear(2, 2), r"not a module \(Linear\)"),
         ("adam", "not str of str"),
     ],
 )
@@ -187,8 +188,11 @@ def test_folders_that_are_not_for_a_trace(tmp_path: Path) -> None:
     (tmp_path / "full" / "thesis.tex").write_text("do not lose me")
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    for name in ("full", "file"):
-        with pytest.raises(hu.UsageError, match=f"{name} is not an empty folder and holds no trace"):
+    for name, said in (
+        ("full", "is not an empty folder and holds no trace"),
+        ("file", "is a file, expected"),
+    ):
+        with pytest.raises(hu.UsageError, match=f"{name} {said}"):
             hu.Audit(optimizer, ["bf16"], out=tmp_path / name).start()
     assert (tmp_path / "full" / "thesis.tex").read_text() == "do not lose me"
     with hu.Audit(optimizer, ["bf16"], out=tmp_path / "empty"):

@@ -420,14 +420,14 @@ def test_options_of_halfulp_after_the_script_are_pointed_out(halfulp: Halfulp) -
     assert out.startswith("Namespace(grids='bf16', no_weights=True)")
     assert hu.Trace.open("runs/train").grids[0] == "bf16"
     assert len(hu.Trace.open("runs/train").grids) > 1  # the default, not what the script was given
-    (said,) = [line for line in err.splitlines() if "passed on" in line]
+    (said,) = [line for line in err.splitlines() if "passed to" in line]
     assert said == (
-        "halfulp: --grids, --no-weights: passed on to train.py, as all that follows it. Options for halfulp "
-        "go before it: halfulp audit --grids --no-weights ... --every 2 train.py"
+        "halfulp: --grids, --no-weights: passed to train.py, like everything after its name. Options "
+        "for halfulp go before it: halfulp audit --grids --no-weights ... --every 2 train.py"
     )
     for args in (["--grids", "bf16", path], ["--", path, "--grids", "bf16"], [path, "grids"]):
         assert "passed on" not in halfulp("audit", *args)[2]
-    assert "--grids: passed on to train, as" in halfulp("audit", "-m", "train", "--grids", "bf16")[2]
+    assert "--grids: passed to train, like" in halfulp("audit", "-m", "train", "--grids", "bf16")[2]
 
 
 def test_options_before_the_script_are_halfulps(halfulp: Halfulp) -> None:

@@ -55,6 +55,15 @@ def test_the_exit_code_is_the_answer(
         assert said in out[out.index("FAILED") :]
 
 
+def test_what_the_terms_were_held_to_is_said(halfulp: Halfulp, here: Path) -> None:
+    script(KEPT)
+    _, _, errors = halfulp("audit", "--require", "arrives.toml", "train.py")
+    assert "The precision contract held at " in errors
+    Path("pattern.toml").write_text('moving = "*nrom*"\n')
+    code, out, _ = halfulp("audit", "--require", "pattern.toml", "train.py")
+    assert (code, "no trained parameter has such a name" in out) == (1, True)
+
+
 def test_what_broke_a_term_is_in_the_trace(halfulp: Halfulp, here: Path) -> None:
     """The step at which a share did not arrive is recorded before the script is ended."""
     script(NARROW)
@@ -73,7 +82,7 @@ def test_a_script_keeps_its_own_exit_code(halfulp: Halfulp, here: Path) -> None:
     ("options", "said"),
     [
         (["--fail-above", "150%"], "takes a share"), (["--require", "none.toml"], "is missing"),
-        (["--require", "train.py"], "is no contract"),
+        (["--require", "train.py"], "cannot be read as a contract"),
         (["--run", "python", "train.py", "--fail-above", "50%"], None),
     ],
 )  # fmt: skip

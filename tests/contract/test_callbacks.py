@@ -34,7 +34,9 @@ def trainer(model: Any, folder: Path, steps: int, callback: Any) -> Any:
     return Trainer(model=model, args=arguments, train_dataset=data, callbacks=[callback])
 
 
-def test_a_trainer_is_held_to_it_and_so_is_its_resume(tmp_path: Path) -> None:
+def test_a_trainer_is_held_to_it_and_so_is_its_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from halfulp.integrations.huggingface import ContractCallback
 
     sound = ContractCallback(weights="float32", states="float32", arrives=0.99)
@@ -45,7 +47,10 @@ def test_a_trainer_is_held_to_it_and_so_is_its_resume(tmp_path: Path) -> None:
     trainer(llama(torch.float32), tmp_path / "a", 4, again).train(resume_from_checkpoint=True)
     assert again.contract is not None
     assert again.contract.checked == 1
-    with pytest.raises(ContractError, match="updated in bfloat16"):
+    said = capsys.readouterr().err
+    assert "halfulp: the precision contract held at 1 checked step (weights: float32" in said
+    fix = r"optimizer_cls_and_kwargs=\(hu.AdamW, \{\"lr\": 1e-05"
+    with pytest.raises(ContractError, match=rf"updated in bfloat16[^$]*{fix}"):
         trainer(llama(torch.bfloat16), tmp_path / "b", 2, ContractCallback(weights="float32")).train()
 
 
@@ -114,6 +119,14 @@ def test_swallowed():
     except Exception:
         pass
 
+@pytest.mark.halfulp("float32")
+def test_without_a_name():
+    step(torch.float32)
+
+@pytest.mark.halfulp(weights="float32", moving="*nrom*")
+def test_pattern():
+    step(torch.float32)
+
 def test_unmarked():
     step(torch.bfloat16)
 """
@@ -124,7 +137,7 @@ def test_a_marked_test_is_held_to_it(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess(
         "-p", "no:halfulp", "-p", "halfulp.integrations.pytest_marker", "-p", "no:cacheprovider"
     )
-    result.assert_outcomes(passed=2, failed=4)
+    result.assert_outcomes(passed=2, failed=6)
     result.stdout.fnmatch_lines(
         ["*updated in bfloat16*", "*no optimizer stepped in it*", "*of the proposed change was written*"],
         consecutive=False,

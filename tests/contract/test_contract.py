@@ -206,7 +206,7 @@ CASES: dict[str, tuple[Callable[[], None], Callable[[], None], str]] = {
     "an average in bfloat16": (
         lambda: average(torch.bfloat16), lambda: average(torch.float32), "ema.0.weight: kept in bfloat16",
     ),
-    "updates that do not arrive": (lambda: arrives(False), lambda: arrives(True), "arrives: worst at"),
+    "updates that do not arrive": (lambda: arrives(False), lambda: arrives(True), "is required"),
     "gains at their start": (lambda: stuck_gain(False), lambda: stuck_gain(True), "1.weight: not changed"),
 }  # fmt: skip
 
@@ -329,16 +329,61 @@ def test_terms_from_a_file(tmp_path: Path) -> None:
     other.write_text('{"weights": "float32", "arrives": 0.99, "moving": "*norm*", "every": 10}')
     assert Terms.load(toml) == Terms.load(other) == terms
     for text, said in (
-        ("arrives = ", "is no contract"),
-        ("arrive = 0.9", "no such term"),
+        ("arrives = ", "cannot be read as a contract"),
+        ("arrive = 0.9", "has no term"),
         ("", "needs terms"),
     ):
         toml.write_text(text)
         with pytest.raises(UsageError, match=said):
             Terms.load(toml)
     other.write_text("[1]")
-    with pytest.raises(UsageError, match="is no contract"):
+    with pytest.raises(UsageError, match="cannot be read as a contract"):
         Terms.load(other)
+
+
+def test_a_file_is_named_where_its_terms_are_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "contract.toml"
+    path.write_text("arrive = 0.99")
+    with pytest.raises(UsageError, match=r"contract\.toml: .*'arrive'\. Did you mean arrives\?"):
+        Terms.load(path)
+
+
+def test_terms_take_the_spellings_that_grids_and_shares_have() -> None:
+    given = Terms.of({"weights": "fp32", "states": torch.bfloat16, "arrives": "99%"})
+    assert (given.weights, given.states, given.arrives) == ("float32", "bfloat16", 0.99)
+
+
+def test_a_pattern_that_fits_no_parameter_is_a_breach() -> None:
+    """Otherwise a typing error would be a term that always holds."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    require(optimizer, model=model, moving=["*weight", "*nrom*"])
+    with pytest.raises(
+        ContractError, match=r"'\*nrom\*': no trained parameter has such a name; there are 0\.weight"
+    ):
+        train(model, optimizer)
+
+
+def test_the_summary_says_what_was_judged_and_what_was_not() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    contract = require(optimizer, model=model, weights="float32", moving="*", every=1, patience=2)
+    train(model, optimizer)
+    assert contract.summary() == (
+        "held at 1 checked step (weights: float32); "
+        "moving was not judged, which takes more than 2 steps (patience)"
+    )
+    train(model, optimizer, 2)
+    assert contract.summary() == "held at 3 checked steps (weights: float32; moving: *)"
+
+
+def test_the_fix_has_the_rate_before_the_schedule() -> None:
+    model = net(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 100)
+    require(optimizer, model=model, weights="float32")
+    with pytest.raises(ContractError, match=r"hu\.AdamW\(model\.named_parameters\(\), lr=0\.001\)"):
+        train(model, optimizer)
 
 
 def test_it_warns_once() -> None:
@@ -357,7 +402,7 @@ def test_it_warns_once() -> None:
     [
         ({}, "needs terms"), ({"weights": "int8"}, "must be one of"), ({"arrives": 1.5}, "share above 0"),
         ({"arrives": True}, "share above 0"), ({"moving": [3]}, "patterns"), ({"masters": ""}, "of a state"),
-        ({"weights": "float32", "every": 0}, "whole number"), ({"weigths": "float32"}, "no such term"),
+        ({"weights": "float32", "every": 0}, "whole number"), ({"weigths": "float32"}, "has no term"),
     ],
 )  # fmt: skip
 def test_terms_without_meaning_are_refused(terms: dict[str, Any], said: str) -> None:

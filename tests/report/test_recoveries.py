@@ -32,7 +32,7 @@ def test_what_is_said_of_a_mask(tmp_path: Path) -> None:
     """A forecast where a rehearsal was attributed; evidence by score; what wins back more without masters."""
     plain = trained(tmp_path / "plain", attribute=False)
     told = list(recoveries.of_mask(hu.allocate(plain, 0.1), plain))
-    assert told[0].startswith("forecast: none, because the trace has no rehearsal")
+    assert told[0].startswith("forecast: none yet. To forecast the loss with this mask: halfulp audit")
     assert any(line.startswith("  P at 10%: ") for line in told)
     assert any("consider policy='sr' first" in line for line in told)
     known = trained(tmp_path / "known", attribute=True)

@@ -324,11 +324,26 @@ def test_a_missing_part_is_noticed(copied: Path) -> None:
 
 def test_a_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    for place in (tmp_path, tmp_path / "nowhere", tmp_path / "notes.txt"):
-        with pytest.raises(
-            hu.CorruptionError, match=r"is not a trace: expected a folder with a manifest\.json"
-        ):
+    for place, said in (
+        (tmp_path, r"expected a folder with a manifest\.json"),
+        (tmp_path / "nowhere", "there is no such folder"),
+        (tmp_path / "notes.txt", "it is a file"),
+    ):
+        with pytest.raises(hu.CorruptionError, match=f"is not a trace: {said}"):
             hu.Trace.open(place)
+
+
+def test_a_folder_of_traces_and_a_manifest_are_told_from_a_trace(tmp_path: Path) -> None:
+    """The two things that people give in place of a trace's folder."""
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    manifest = tmp_path / "runs" / "one" / "manifest.json"
+    manifest.write_text("{}")
+    with pytest.raises(
+        hu.CorruptionError, match=r"a folder with traces in it\. Give one of them, such as .*one\."
+    ):
+        hu.Trace.open(tmp_path / "runs")
+    with pytest.raises(hu.CorruptionError, match=r"it is a file\. Give its folder, .*one\."):
+        hu.Trace.open(manifest)
 
 
 def test_a_damaged_trace_is_not_gone_on_with(copied: Path) -> None:

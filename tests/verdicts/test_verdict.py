@@ -364,3 +364,8 @@ def test_names_of_tensors_and_groups_cannot_move_a_cursor() -> None:
         assert not {c for c in text if c != "\n" and not c.isprintable()}
     assert len(str(optimizer.events).splitlines()) == 1 + len(HOSTILE)
     assert max(map(len, str(optimizer.events).splitlines())) < 250
+
+
+def test_a_folder_stands_for_its_trace(tmp_path: Path) -> None:
+    trace = synthetic(tmp_path / "run", grids=["bf16"], steps=2)
+    assert str(hu.verdict(str(trace.path))) == str(hu.verdict(trace.path)) == str(hu.verdict(trace))

@@ -64,6 +64,22 @@ MAKING: dict[str, tuple[Callable[[], Any], str]] = {
         "a WriteBack already",
     ),
     "no optimizer": (lambda: hu.WriteBack(Tied(), GRID), "wraps a torch optimizer, not Tied"),
+    "the class of an optimizer": (
+        lambda: hu.WriteBack(torch.optim.SGD, GRID),  # type: ignore[arg-type]
+        "wraps a torch optimizer, not type. Make one first",
+    ),
+    "a module for its parameters": (
+        lambda: hu.AdamW(Tied(), lr=1e-3),
+        r"takes parameters, not the module \(Tied\): AdamW\(model.named_par",
+    ),
+    "the dots of a printed fix": (
+        lambda: hu.SGD(Tied().parameters(), lr=...),
+        "lr must be a number, such as 1e-5, not Ellipsis",  # type: ignore[arg-type]
+    ),
+    "text for a rate": (
+        lambda: hu.Lion(Tied().parameters(), lr="1e-5"),
+        "lr must be a number, such as 1e-5, not '1e-5'",  # type: ignore[arg-type]
+    ),
     "an unknown grid": (lambda: written_back(Tied(), "e9m9"), "unknown grid 'e9m9'"),
     "an unknown policy": (lambda: written_back(Tied(), GRID, "magic"), "unknown policy 'magic'"),
     "an unknown projection": (lambda: written_back(Tied(), project="up"), "project must be one of.*'up'"),
@@ -353,7 +369,7 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[hu.HalfulpError], 
     "another grid": (
         other_line(lambda s: s["parameters"]["0"].__setitem__(1, "bf16")),
         hu.UsageError,
-        "'embedding.weight'.*grid 'bf16', this WriteBack 'e4m3@16'",
+        "'embedding.weight'.*grid 'bf16', this WriteBack 'e4m3@16'. Make the WriteBack with the grid",
     ),
     "another policy": (
         other_line(lambda s: s["parameters"]["0"].__setitem__(2, "rne")),
@@ -363,7 +379,7 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[hu.HalfulpError], 
     "another name": (
         other_line(lambda s: s["parameters"]["0"].__setitem__(0, "wte")),
         hu.UsageError,
-        "parameter 0.*name 'wte', this WriteBack 'embedding.weight'",
+        "parameter 0.*name 'wte', this WriteBack 'embedding.weight'. The state is of another model, or",
     ),
     "another shape": (
         other_line(lambda s: s["parameters"]["0"].__setitem__(3, [2, 2])),
@@ -446,6 +462,11 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[hu.HalfulpError], 
         lambda s: s["param_groups"][0].pop("params"),
         hu.CorruptionError,
         "not an optimizer state",
+    ),
+    "a checkpoint around it": (
+        lambda s: s.update(model={}, optimizer=dict(s), state=0, param_groups=0),
+        hu.CorruptionError,
+        "inside this checkpoint: load its 'optimizer'",
     ),
     "no state": (lambda s: s.pop("state"), hu.CorruptionError, "not an optimizer state"),
     "a state that is a list": (lambda s: s.update(state=[1]), hu.CorruptionError, "not an optimizer state"),

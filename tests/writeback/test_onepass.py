@@ -724,7 +724,7 @@ def test_options_of_torchs_that_change_nothing(kind: Any) -> None:
 def test_options_that_one_pass_has_not(kind: Any, name: str, value: bool) -> None:
     model = torch.nn.Linear(8, 8).bfloat16()
     with pytest.raises(
-        hu.UsageError, match=rf"halfulp\.{kind.__name__} has no {name}={value}: .*WriteBack\("
+        hu.UsageError, match=rf"halfulp\.{kind.__name__} does not support {name}={value}; .*WriteBack\("
     ):
         kind(model.named_parameters(), **{name: value})
 
@@ -733,3 +733,9 @@ def test_options_of_a_write_back() -> None:
     model = torch.nn.Linear(8, 8).bfloat16()
     options = WriteBackOptions(telemetry=False)
     assert hu.AdamW(model.named_parameters(), project="none", options=options).project == "none"
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", torch.bfloat16, "BF16"])
+def test_moments_take_any_spelling_of_their_type(moments: Any) -> None:
+    opt = hu.AdamW([torch.nn.Parameter(torch.ones(4, 4).bfloat16())], moments=moments)
+    assert opt.moments == hu.AdamW([torch.nn.Parameter(torch.ones(4, 4).bfloat16())], moments="bf16").moments

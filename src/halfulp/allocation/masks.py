@@ -131,7 +131,7 @@ def choose(
     if spend < least:
         raise UsageError(
             f"a budget of {budget!r} is {spend:,} bytes, less than any tile takes: masters for the smallest "
-            f"take {least:,} bytes (tiles have {tile} coordinates). Give at least that."
+            f"take {least:,} bytes (tiles have {tile} weights). Give at least that."
         )
     ranks = np.concatenate([means[name] for name in names])
     chosen = _first_that_fit(np.argsort(-ranks, kind="stable"), MASTER_BYTES * lengths, spend)

@@ -79,6 +79,8 @@ def _several(name: str, given: Any, fits: Callable[[Any], bool], expected: str) 
 
 def listed(name: str, given: Any, expected: str) -> list[Any]:
     """Return the items of an iterable as a list."""
+    if isinstance(given, torch.nn.Module):  # whose text is long
+        raise UsageError(f"{name}= takes {expected}, not a module ({type(given).__name__}).")
     check(name, given, hasattr(type(given), "__iter__"), expected)
     return list(given)
 

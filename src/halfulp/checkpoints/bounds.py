@@ -132,7 +132,8 @@ def reach(
     bound: Literal["step", "worst"] | float = "step",
 ) -> Reach:
     """Return the reach of one step: typical (``step``), largest (``worst``), or a given multiple of lr."""
-    if not (math.isfinite(lr) and lr > 0):
+    rate: Any = lr  # whatever a caller gave
+    if not (isinstance(rate, int | float) and math.isfinite(rate) and rate > 0):
         raise UsageError(f"a learning rate is a positive number, not {lr!r}.")
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise UsageError(f"a weight decay is a number from 0 on, not {weight_decay!r}.")

@@ -189,7 +189,7 @@ def diff(
         first = next(iter(skipped), None)
         raise UsageError(
             f"{labels[0]} and {labels[1]} have no weights in common that could be compared: "
-            + ("both are empty." if first is None else f"{shown(first)} is {skipped[first]}.")
+            + ("both are empty." if first is None else f"of {shown(first)}, {skipped[first]}.")
         )
     order = sorted(moves, key=lambda g: (GROUPS.index(g) if g in GROUPS else len(GROUPS), g))
     groups = [together(g, [t for t in rows if t.group == g], moves[g]) for g in order]

@@ -13,6 +13,9 @@ from halfulp.errors import UsageError
 from halfulp.outputs import check_output, envelope
 from halfulp.text import plain, shown
 
+UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+"""Units of a budget, in bytes."""
+
 
 def allocate(
     trace: Annotated[Path, typer.Argument(help="A trace that was recorded with --scores.")],
@@ -72,8 +75,18 @@ def allocate(
 
 
 def _budget(text: str) -> float | int:
-    """Parse a share or a number of bytes."""
-    found = re.fullmatch(r"(0|[1-9][0-9]*)(\.[0-9]+)?(%?)", text)
+    """Parse a share or a number of bytes.
+
+    >>> _budget("2.5%"), _budget("4096"), _budget("1.5 MB"), _budget("64KiB")
+    (0.025, 4096, 1500000, 65536)
+    """
+    found = re.fullmatch(rf"(0|[1-9][0-9]*)(\.[0-9]+)? ?(%|{'|'.join(UNITS)})?", text.strip())
     if found is None or (found[2] and not found[3]):
-        raise UsageError(f"--budget takes a share such as 10% or 2.5%, or bytes such as 4096, not {text!r}.")
-    return float(text.rstrip("%")) / 100 if found[3] else int(text)
+        raise UsageError(
+            "--budget takes a share such as 10% or 2.5%, or bytes such as 4096, 64KiB or 1.5MB, "
+            f"not {text!r}."
+        )
+    number, unit = float(found[1] + (found[2] or "")), found[3]
+    if unit == "%":
+        return number / 100
+    return int(found[1]) if unit is None else round(number * UNITS[unit])

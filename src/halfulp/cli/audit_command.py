@@ -53,10 +53,10 @@ class ScriptCommand(TyperCommand):
         known = {o for p in self.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")}
         late = dict.fromkeys(o for a in rest if (o := a.partition("=")[0]) in known)
         if late and "--" not in args[:at]:
-            begin = plain(" ".join(args[:at]))
+            begin, script = plain(" ".join(args[:at])), plain(args[at - 1])
             tell(
-                f"halfulp: {', '.join(late)}: passed on to {plain(args[at - 1])}, as all that follows it. "
-                f"Options for halfulp go before it: halfulp {ctx.info_name} {' '.join(late)} ... {begin}"
+                f"halfulp: {', '.join(late)}: passed to {script}, like everything after its name."
+                f" Options for halfulp go before it: halfulp {ctx.info_name} {' '.join(late)} ... {begin}"
             )
         return rest
 
@@ -373,7 +373,8 @@ def _run(
     saved = save_rehearsed(recorder) if rehearsing.weights else None
     say()
     if saved is not None:
-        said = f"{len(recorder.rehearsals)} rehearsals at step {recorder.step}, {', '.join(recorder.bounds)}"
+        many = len(recorder.rehearsals)
+        said = f"{many} rehearsal{'s' * (many != 1)} at step {recorder.step}, {', '.join(recorder.bounds)}"
         loads = "safetensors.torch.load_file gives what model.load_state_dict takes."
         place = folder.with_name(saved.parent.name) / saved.name
         tell(plain(f"Rehearsed weights ({said}) are in {place}: {loads}"))

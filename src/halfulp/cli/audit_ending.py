@@ -10,6 +10,7 @@ import typer
 
 from halfulp.cli.option_groups import FailOptions
 from halfulp.outputs import envelope
+from halfulp.text import tell
 
 if TYPE_CHECKING:
     from halfulp.audit.session import Audit
@@ -49,8 +50,11 @@ class Ending:
 
     @property
     def broken(self) -> list[str]:
-        """A description of each time that the terms did not hold."""
-        return [] if self.contract is None else self.contract.failures
+        """A description of each time that the terms did not hold, and of patterns that fitted nothing."""
+        if self.contract is None:
+            return []
+        unmatched = self.contract.unmatched_breaches() if self.contract.checked else []
+        return [*self.contract.failures, *(f"moving: {b.where}: {b.found}; {b.fix}." for b in unmatched)]
 
     def say(self, recorder: Audit, code: int, calibration: Calibration | None) -> int:
         """Print which gate failed, or the whole answer as JSON.
@@ -79,6 +83,8 @@ class Ending:
             typer.echo(envelope("audit", result, code, failed or ended))
         elif failed:
             typer.echo(f"FAILED: {failed}")
+        if self.contract is not None and not self.broken:
+            tell(f"The precision contract {self.contract.summary()}.")
         return code
 
     def _judged(self, trace: Trace | None, answer: Answer | None) -> str | None:

@@ -115,9 +115,9 @@ def _master(h: Trained, name: str) -> Iterator[Breach]:
         yield Breach("masters", h.name, f"the master {name!r} is not the weight when rounded", fix)
 
 
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Return True if a name is among those that must move."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def matching(name: str, patterns: tuple[str, ...]) -> list[str]:
+    """Return the patterns that a name fits."""
+    return [pattern for pattern in patterns if fnmatchcase(name, pattern)]
 
 
 def _flat(state: Any) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
@@ -11,7 +12,7 @@ import torch
 
 from halfulp.audit.sources.step_hooks import StepHooks
 from halfulp.contract.arrival import Arrival, Shadow, arrival
-from halfulp.contract.breaches import FIX, Breach, Trained, breaches, copy_breaches, matches, parameters
+from halfulp.contract.breaches import FIX, Breach, Trained, breaches, copy_breaches, matching, parameters
 from halfulp.contract.requirements import Terms
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.writeback.sharding import local
@@ -49,6 +50,7 @@ class Contract:
         terms: The terms that must hold.
         arrival: How much of the proposed change the last checked step wrote, if ``arrives=`` is set.
         checked: The number of steps checked so far.
+        unmatched: Patterns of ``moving=`` that fit no parameter of any optimizer seen so far.
         failures: One message for each time that terms did not hold.
     """
 
@@ -59,6 +61,7 @@ class Contract:
         models: Sequence[torch.nn.Module] = (),
         also: Mapping[str, torch.nn.Module] | None = None,
         action: Literal["raise", "warn"] = "raise",
+        fix: str = FIX,
     ) -> None:
         if action not in ("raise", "warn"):
             raise UsageError(f"action must be raise or warn, not {action!r}.")
@@ -66,6 +69,8 @@ class Contract:
         self.arrival: Arrival | None = None
         self.checked = 0
         self.failures: list[str] = []
+        self.unmatched = set(terms.moving)
+        self._fix, self._closed, self._moving_judged = fix, optimizers is not None, False
         self._told: set[tuple[str, str]] = set()
         self._handles: list[Any] = []
         self._known: WeakKeyDictionary[torch.optim.Optimizer, _Watched] = WeakKeyDictionary()
@@ -90,6 +95,33 @@ class Contract:
             handle.remove()
         self._handles = []
 
+    def __repr__(self) -> str:
+        return f"<Contract: {self.summary()}>"
+
+    def summary(self) -> str:
+        """Say in one line what was checked, what came of it, and which terms were never judged.
+
+        >>> require(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), weights="float32")
+        <Contract: no step was checked yet (weights: float32)>
+        """
+        t, terms = self.terms, []
+        terms += [f"{name}: {value}" for name in ("weights", "states") if (value := getattr(t, name))]
+        terms += [f"masters: {t.masters}"] if t.masters else []
+        if t.arrives is not None:
+            share = "" if self.arrival is None else f", {self.arrival.share:.1%} at the last check"
+            terms.append(f"arrives: {t.arrives:.4g}{share}")
+        terms += [f"moving: {', '.join(t.moving)}"] if self._moving_judged else []
+        if not self.checked and not self.failures:
+            outcome = "no step was checked yet"
+        elif self.failures:
+            outcome = f"did not hold, {len(self.failures)} times"
+        else:
+            outcome = f"held at {self.checked} checked step{'s' * (self.checked != 1)}"
+        said = f"{outcome} ({'; '.join(terms)})" if terms else outcome
+        if t.moving and self.checked and not self._moving_judged:
+            said += f"; moving was not judged, which takes more than {t.patience} steps (patience)"
+        return said
+
     def _watch(self, optimizer: torch.optim.Optimizer) -> _Watched:
         watched = self._known.get(optimizer)
         if watched is None:
@@ -113,7 +145,8 @@ class Contract:
         if self.terms.arrives is not None:
             w.shadow = Shadow(optimizer, w.held)
         for h in w.held:
-            if h.name not in w.start and matches(h.name, self.terms.moving):
+            if h.name not in w.start and (fitting := matching(h.name, self.terms.moving)):
+                self.unmatched.difference_update(fitting)
                 w.start[h.name] = _copy(h.p)
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -131,7 +164,10 @@ class Contract:
             # A step that proposes nothing, as at a rate of 0, shows nothing: the next one is looked at.
             w.due = self.arrival is None and any(h.narrow and h.keeps == "nothing" for h in held)
         if w.steps > self.terms.patience:
+            self._moving_judged = True
             found += _stuck(held, w)
+        if self._closed and all(known.steps for known in self._known.values()):
+            found += self.unmatched_breaches([h.name for h in held])
         w.held, w.shadow = [], None
         self._answer(optimizer, found)
 
@@ -139,19 +175,43 @@ class Contract:
         a = self.arrival
         if a is None or not a.below(least):
             return []
-        found = f"{a.share:.1%} of the proposed change was written ({a.least_share:.1%} of it here)"
-        return [Breach("arrives", f"worst at {a.least}", found, FIX)]
+        found = f"{a.least_share:.1%} of the proposed change was written; of all tensors' {a.share:.1%}"
+        return [Breach("arrives", a.least, f"{found}, where {least:.4g} is required", FIX)]
+
+    def unmatched_breaches(self, names: Sequence[str] = ()) -> list[Breach]:
+        """Return a breach for each pattern of ``moving=`` that fits no parameter: it would always hold."""
+        there = f"; there are {', '.join(names[:3])}{', ...' * (len(names) > 3)}" if names else ""
+        fix = "correct the pattern; names are those of model=, otherwise places such as '0.3'"
+        return [
+            Breach("moving", repr(pattern), f"no trained parameter has such a name{there}", fix)
+            for pattern in sorted(self.unmatched)
+        ]
 
     def _answer(self, optimizer: torch.optim.Optimizer, found: list[Breach]) -> None:
         if not found:
             return
-        self.failures.append(_text(optimizer, found))
+        self.failures.append(self._text(optimizer, found))
         if self.action == "raise":
             raise ContractError(self.failures[-1])
         news = [b for b in found if (b.term, b.where) not in self._told]
         self._told.update((b.term, b.where) for b in news)
         if news:
-            warnings.warn(_text(optimizer, news), ContractWarning, stacklevel=2)
+            warnings.warn(self._text(optimizer, news), ContractWarning, stacklevel=2)
+
+    def _text(self, optimizer: torch.optim.Optimizer, found: list[Breach]) -> str:
+        lines = [f"the precision contract of {type(optimizer).__name__} does not hold:"]
+        by_term: dict[str, list[Breach]] = {}
+        for b in found:
+            by_term.setdefault(b.term, []).append(b)
+        for term, those in by_term.items():
+            lines += [f"  {term}: {b.where}: {b.found}" for b in those[:MOST]]
+            if len(those) > MOST:
+                lines.append(f"  {term}: and {len(those) - MOST} more")
+            fix, rate = those[0].fix.replace(FIX, self._fix), _rate(optimizer)
+            for key in ("lr=", '"lr": '):
+                fix = fix.replace(f"{key}...", f"{key}{rate}")
+            lines.append(f"  Fix: {fix}.")
+        return "\n".join(lines)
 
 
 def require(
@@ -216,14 +276,7 @@ def _copy(p: torch.Tensor) -> torch.Tensor:
     return local(p.detach()).clone()
 
 
-def _text(optimizer: torch.optim.Optimizer, found: list[Breach]) -> str:
-    lines = [f"the precision contract of {type(optimizer).__name__} does not hold:"]
-    by_term: dict[str, list[Breach]] = {}
-    for b in found:
-        by_term.setdefault(b.term, []).append(b)
-    for term, those in by_term.items():
-        lines += [f"  {term}: {b.where}: {b.found}" for b in those[:MOST]]
-        if len(those) > MOST:
-            lines.append(f"  {term}: and {len(those) - MOST} more")
-        lines.append(f"  Fix: {those[0].fix}.")
-    return "\n".join(lines)
+def _rate(optimizer: torch.optim.Optimizer) -> str:
+    """Return the learning rate before any schedule, if all groups have the same; else dots."""
+    rates = {float(g.get("initial_lr", g.get("lr", math.nan))) for g in optimizer.param_groups}
+    return repr(rates.pop()) if len(rates) == 1 and not any(map(math.isnan, rates)) else "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -13,6 +14,7 @@ import torch
 from halfulp import files
 from halfulp.documents import parsed
 from halfulp.errors import CorruptionError, UsageError
+from halfulp.numbers import spellings
 
 MOST_BYTES = 1 << 20
 """The largest size of a file with terms."""
@@ -28,7 +30,7 @@ class Terms:
         states: The least precise dtype of moments, step counters and other floating-point states.
         masters: ``True``: no parameter narrower than float32 is updated without a float32 master. A string:
             every such parameter has a float32 state of that name, equal to the weight when rounded.
-        arrives: The share of the proposed change that must be written at a checked step, between 0 and 1.
+        arrives: The share of the proposed change that must be written at a checked step: 0.99 or "99%".
         moving: Patterns such as ``"*norm*"`` of parameters that must not be stuck at their start.
         every: Steps between two checks.
         patience: Steps after which a parameter of ``moving`` that has not changed is stuck.
@@ -48,17 +50,19 @@ class Terms:
     def __post_init__(self) -> None:
         for name in ("weights", "states"):
             given = getattr(self, name)
-            if isinstance(given, torch.dtype):
-                object.__setattr__(self, name, given := str(given).removeprefix("torch."))
+            if isinstance(given, str | torch.dtype):
+                object.__setattr__(self, name, given := spellings.grid_name(str(given)))
             if given is not None and given not in FLOATS:
                 raise UsageError(f"{name} must be one of {', '.join(FLOATS)}, not {given!r}.")
         masters: Any = self.masters  # whatever a file or a caller gave
         if not isinstance(masters, bool | str) or masters == "":
             raise UsageError(f"masters must be True, False or the name of a state, not {self.masters!r}.")
-        share = self.arrives
+        object.__setattr__(self, "arrives", share := _share(self.arrives))
         number = isinstance(share, int | float) and not isinstance(share, bool)
         if share is not None and not (number and 0 < share <= 1):
-            raise UsageError(f"arrives must be a share above 0 and up to 1, such as 0.99, not {share!r}.")
+            raise UsageError(
+                f"arrives must be a share above 0 and up to 1, such as 0.99 or '99%', not {share!r}."
+            )
         object.__setattr__(self, "moving", _patterns(self.moving))
         for name in ("every", "patience"):
             given = getattr(self, name)
@@ -79,7 +83,10 @@ class Terms:
         """
         known = [f.name for f in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
-            raise UsageError(f"{', '.join(unknown)}: no such term; there are {', '.join(known)}.")
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            meant = f" Did you mean {near[0]}?" if near else ""
+            missing = ", ".join(map(repr, unknown))
+            raise UsageError(f"a contract has no term {missing}.{meant} Its terms are {', '.join(known)}.")
         return cls(**given)
 
     @classmethod
@@ -100,9 +107,23 @@ class Terms:
                 given = tomllib.loads(content.decode())
         except (ValueError, CorruptionError) as error:
             raise UsageError(
-                f"{path} is no contract: {error} Write TOML, such as arrives = 0.99, or a JSON object."
+                f"{path} cannot be read as a contract: {str(error).rstrip('.')}. Write TOML, such as "
+                "arrives = 0.99, or a JSON object."
             ) from None
-        return cls.of(given)
+        try:
+            return cls.of(given)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
+
+
+def _share(given: Any) -> Any:
+    """Return a share written as a percentage as a number; anything else as it is."""
+    if not (isinstance(given, str) and given.strip().endswith("%")):
+        return given
+    try:
+        return float(given.strip()[:-1]) / 100
+    except ValueError:
+        return given
 
 
 def _patterns(given: Any) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from halfulp.contract import Contract, Terms
 from halfulp.errors import UsageError
 from halfulp.integrations.optional import AuditedRun, base_class, require
 from halfulp.numbers.grids import Grid
+from halfulp.text import tell
 from halfulp.writeback.optimizer import WriteBack
 
 _Base: Any = base_class("transformers:TrainerCallback")
@@ -104,6 +105,9 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         self.running.stop()
 
 
+_FIX = 'Trainer(..., optimizer_cls_and_kwargs=(hu.AdamW, {"lr": ...}))'
+
+
 class ContractCallback(_Base):  # type: ignore[misc]  # a class of a library that may be missing
     """Hold the optimizer of a ``Trainer`` to a precision contract, from its first step on and after a resume.
 
@@ -122,12 +126,14 @@ class ContractCallback(_Base):  # type: ignore[misc]  # a class of a library tha
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         """Begin with the optimizer as it is now, after a checkpoint was loaded."""
-        self.contract = Contract([_real(optimizer)], self.terms, [model], action=self.action)
+        self.contract = Contract([_real(optimizer)], self.terms, [model], action=self.action, fix=_FIX)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stop checking."""
+        """Stop checking, and say what was checked."""
         if self.contract is not None:
             self.contract.release()
+            if state.is_world_process_zero:
+                tell(f"halfulp: the precision contract {self.contract.summary()}.")
 
 
 def _trainer() -> Any:

@@ -16,6 +16,7 @@ from halfulp.contract import Contract, Terms
 from halfulp.errors import UsageError
 from halfulp.integrations.optional import AuditedRun, base_class, require
 from halfulp.numbers.grids import Grid
+from halfulp.text import tell
 
 _Base: Any = base_class("lightning.pytorch.callbacks:Callback", "pytorch_lightning.callbacks:Callback")
 
@@ -116,9 +117,11 @@ class ContractCallback(_Base):  # type: ignore[misc]  # a class of a library tha
         self.contract = Contract(list(trainer.optimizers), self.terms, [pl_module], action=self.action)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stop checking."""
+        """Stop checking, and say what was checked."""
         if self.contract is not None:
             self.contract.release()
+            if trainer.is_global_zero and stage == "fit":
+                tell(f"halfulp: the precision contract {self.contract.summary()}.")
 
 
 class ModuleValidation:

@@ -28,12 +28,21 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if mark is None:
         return (yield)
     from halfulp.contract import Contract, ContractError, Terms
+    from halfulp.errors import UsageError
 
+    if mark.args:
+        raise UsageError(
+            "@pytest.mark.halfulp takes the terms of a contract by name, such as arrives=0.99, "
+            f"not {mark.args!r}."
+        )
     terms: dict[str, Any] = {"every": 1, **mark.kwargs}
     with Contract(None, Terms.of(terms)) as contract:
         result = yield
     if contract.failures:  # the test went on after it
         raise ContractError(contract.failures[0])
+    if contract.checked and contract.unmatched:
+        breach = contract.unmatched_breaches()[0]
+        raise ContractError(f"moving: {breach.where}: {breach.found}; {breach.fix}.")
     if not contract.checked:
         raise ContractError(
             f"{item.nodeid} is marked with a precision contract, but no optimizer stepped in it."

@@ -50,7 +50,7 @@ import torch
 
 from halfulp.errors import UsageError
 from halfulp.numbers import grid_names
-from halfulp.numbers.containers import container
+from halfulp.numbers.containers import Container, container
 from halfulp.numbers.elements import index_of, value_of
 from halfulp.numbers.operations import OPERATIONS
 from halfulp.numbers.scaling import Per, Rule, Scaling
@@ -108,41 +108,36 @@ class Grid:
         box = container(dtype)
         if self.emin is None:
             if self.mantissa > box.mantissa:
-                raise UsageError(
-                    f"grid {self.name} does not fit {box.name}: it has {self.mantissa} mantissa "
-                    f"bits, the container {box.mantissa}. Use a wider container."
-                )
+                raise self._unfit(box, f"it has {self.mantissa} mantissa bits, {box.name} {box.mantissa}")
             top = math.ldexp(2.0 - 2.0**-self.mantissa, box.emax)
             return replace(self, emin=box.emin, largest=top)
         assert self.largest is not None
         if self.scaling is not None:
-            if self.integer and box.mantissa + 1 - self._needed_bits < 8:
-                raise UsageError(
-                    f"grid {self.name} does not fit {box.name}: code times scale must be exact, which leaves "
-                    f"{box.mantissa + 1 - self._needed_bits} bits for the scale, too few. Use float32."
+            spare, largest = box.mantissa + 1 - self._needed_bits, max(self.largest, -self.lo)
+            if self.integer and spare < 8:
+                raise self._unfit(
+                    box, f"code times scale must be exact, which leaves {spare} bits for scales"
                 )
             if self.mantissa > box.mantissa:
-                raise UsageError(f"grid {self.name} does not fit {box.name}: too few mantissa bits.")
-            if self.scaling.scale * max(self.largest, -self.lo) > box.largest:
-                raise UsageError(
-                    f"grid {self.name} does not fit {box.name}: its largest magnitude is "
-                    f"{max(self.largest, -self.lo):g} times {self.scaling.scale:g}, the container's "
-                    f"{box.largest:g}. Use a wider container."
+                raise self._unfit(box, f"it has {self.mantissa} mantissa bits, {box.name} {box.mantissa}")
+            if self.scaling.scale * largest > box.largest:
+                reach = f"{largest:g} times {self.scaling.scale:g}"
+                raise self._unfit(
+                    box, f"its largest magnitude is {reach}, that of {box.name} {box.largest:g}"
                 )
             return self
-        quantum = self.emin - self.mantissa
-        if (
-            self.largest > box.largest
-            or quantum < box.emin - box.mantissa
-            or self._needed_bits > box.mantissa + 1
-        ):
-            raise UsageError(
-                f"grid {self.name} does not fit {box.name}: it needs {self._needed_bits} significant "
-                f"bits, magnitudes up to {self.largest:g} and down to 2**{quantum}; the container "
-                f"has {box.mantissa + 1}, {box.largest:g} and 2**{box.emin - box.mantissa}. "
-                "Use a wider container."
+        quantum, finest = self.emin - self.mantissa, box.emin - box.mantissa
+        if self.largest > box.largest or quantum < finest or self._needed_bits > box.mantissa + 1:
+            raise self._unfit(
+                box,
+                f"it needs {self._needed_bits} significant bits, magnitudes to {self.largest:g} and down to "
+                f"2**{quantum}; {box.name} has {box.mantissa + 1}, {box.largest:g} and 2**{finest}",
             )
         return self
+
+    def _unfit(self, box: Container, why: str) -> UsageError:
+        cure = f"Keep these weights in float32 (model.float()), or choose a grid that {box.name} can hold."
+        return UsageError(f"grid {self.name} does not fit {box.name}: {why}. {cure}")
 
     @property
     def _needed_bits(self) -> int:
@@ -483,7 +478,7 @@ def grid(spec: str | torch.dtype | Grid) -> Grid:
     if isinstance(spec, Grid):
         return spec
     if not isinstance(spec, str | torch.dtype):
-        raise UsageError(f"a grid is a name or a torch dtype, not {type(spec).__name__}.")
+        raise UsageError(f"a grid is a name or a torch dtype, such as 'bf16', not {type(spec).__name__}.")
     name = str(spec).removeprefix("torch.")
     kind, arguments = grid_names.parse(name)
     makers: dict[str, Callable[..., Grid]] = {"float": float_grid, "integer": integer_grid, "other": Grid}
@@ -493,5 +488,6 @@ def grid(spec: str | torch.dtype | Grid) -> Grid:
 def _log2(factor: float, what: str) -> int:
     fraction, exponent = math.frexp(factor)
     if fraction != 0.5:  # nor is it of what is not positive, or not finite
-        raise UsageError(f"{what} must be a power of two, not {factor!r}.")
+        near = f", such as {2.0 ** round(math.log2(factor)):g}" if 0 < factor < math.inf else ""
+        raise UsageError(f"{what} must be a power of two{near}, not {factor!r}.")
     return exponent - 1

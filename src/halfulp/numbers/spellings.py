@@ -150,6 +150,8 @@ def why_no_grid(typed: str, known: Iterable[str]) -> str:
         return f"{typed!r} can mean several grids. Say which: {choices}."
     if key in _POLICY_NAMED:
         return f"{typed!r} is a policy (how values are written), not a grid (where they are stored)."
+    if any(c.isspace() for c in typed.strip()):
+        return f"unknown grid {typed!r}: separate several names with commas, such as bf16,e5m2."
     names = list(known)
     return f"unknown grid {typed!r}.{_nearest(typed, (*names, *_GRID_NAMED))} Known: {', '.join(names)}"
 

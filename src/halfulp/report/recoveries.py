@@ -18,6 +18,10 @@ from halfulp.trace import Trace
 
 FILE = Path(__file__).with_suffix(".tsv")
 GRID = "e5m2"
+AFTERWARDS = (
+    "To forecast the loss with this mask: halfulp audit --rehearse 'GRID:tiles(MASK)' --evaluate FUNCTION, "
+    "with its grid and file."
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def _lines(rows: Iterable[Recovery]) -> Iterator[str]:
 def _forecast(mask: Mask, trace: Trace) -> Iterator[str]:
     """Say what an attributed rehearsal forecasts for the chosen tiles."""
     if not trace.rehearsals:
-        yield "forecast: none, because the trace has no rehearsal (halfulp audit --rehearse)."
+        yield f"forecast: none yet. {AFTERWARDS}"
         return
     for spec in trace.rehearsals:
         try:
@@ -101,4 +105,4 @@ def _forecast(mask: Mask, trace: Trace) -> Iterator[str]:
             "rehearse the mask to be surer."
         )
         return
-    yield "forecast: none, because no rehearsal was attributed to tiles (audit.attribute)."
+    yield f"forecast: none yet. {AFTERWARDS}"

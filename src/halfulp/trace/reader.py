@@ -52,6 +52,19 @@ def _check_file(file: Path, entry: Entry) -> None:
         )
 
 
+def _what_instead(path: Path) -> str:
+    """Say what is at a path that holds no trace, and what to give instead."""
+    if not path.exists():
+        return "there is no such folder. Give the one that halfulp audit named, such as runs/train"
+    if not path.is_dir():
+        return "it is a file" + (f". Give its folder, {path.parent}" if path.name == layout.MANIFEST else "")
+    inside = sorted(p.parent for p in path.glob(f"*/{layout.MANIFEST}"))
+    if inside:
+        more = f" or {inside[1]}" if len(inside) > 1 else ""
+        return f"it is a folder with traces in it. Give one of them, such as {inside[0]}{more}"
+    return "expected a folder with a manifest.json"
+
+
 @dataclass(frozen=True)
 class Trace(Recorded):
     """A recorded run in a folder. Open one with :meth:`open`.
@@ -117,7 +130,7 @@ class Trace(Recorded):
         except OSError as error:
             raise files.refused_reading(file, error) from error
         if not there:
-            raise CorruptionError(f"{path} is not a trace: expected a folder with a manifest.json.")
+            raise CorruptionError(f"{path} is not a trace: {_what_instead(path)}.")
         layout.check_folders(path)
         folders = listed_parts(path)  # before the manifest: it is never older than a part that is there
         manifest = read_manifest(file)

@@ -462,9 +462,8 @@ class Recorded(ABC):
             UsageError: If the trace was recorded without ``scores=``.
         """
         if not self.manifest["options"]["scores"] or not self.recorded:
-            raise UsageError(
-                f"{self.where} holds no scores: record with scores=(grid, first step, last step)."
-            )
+            how = "--scores e5m2:1-600, in Python scores=(grid, first step, last step)"
+            raise UsageError(f"{self.where} holds no scores. Record the run again with them: {how}.")
         state = self.state()
         found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
         return {name: value.numpy() for name, value in found.items() if value is not None}
@@ -484,7 +483,9 @@ class Recorded(ABC):
         ]
         if not known or (spec is None and len(known) > 1) or (spec is not None and spec not in known):
             if not known:
-                raise UsageError(f"no rehearsal was attributed in {self.where}: Audit.attribute does that.")
+                raise UsageError(
+                    f"no rehearsal was attributed in {self.where}: call Audit.attribute in the run."
+                )
             asked = "which rehearsal" if spec is None else f"{spec!r} was not attributed"
             raise UsageError(f"{asked} in {self.where}? Attributed: {', '.join(known)}.")
         j = self.rehearsals.index(known[0] if spec is None else spec)

@@ -326,6 +326,8 @@ def check_free(path: Path, resume: bool) -> None:
                     f"{path} holds a trace already. Choose another folder, remove it, or resume it "
                     "(resume=True)."
                 )
+        elif path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is a file, expected a new or empty folder. Choose another name.")
         elif path.exists() and (found := layout.foreign(path)) is not None:
             raise UsageError(
                 f"{path} is not an empty folder and holds no trace: {found} is there, but no manifest.json. "

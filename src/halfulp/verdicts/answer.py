@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from halfulp import pictures
 from halfulp.measures.groups import CORE
 from halfulp.text import count, percent, plain, shown
-from halfulp.trace import Recorded
+from halfulp.trace import Recorded, Trace
 from halfulp.trace.stored_on import default_scope, moved_on_grid, policies
 from halfulp.verdicts import details, held
 from halfulp.verdicts import loss_costs as costs
@@ -172,7 +173,7 @@ def _finite(value: Any) -> Any:
 
 
 def verdict(
-    trace: Recorded,
+    trace: Recorded | str | Path,
     trouble: str | None = None,
     *,
     calibration: Calibration | None = None,
@@ -181,7 +182,7 @@ def verdict(
     """Return the verdict on a run, as the command line prints it: ``print(hu.verdict(trace))``.
 
     Args:
-        trace: A recorded run.
+        trace: A recorded run, or the folder of its trace.
         trouble: Why recording stopped (``audit.trouble``), if a full disk kept it out of the trace.
         calibration: An earlier pair of runs, for the losses of rehearsals.
         page: The location of the report page, or the command that makes it.
@@ -198,6 +199,8 @@ def verdict(
     >>> hu.verdict(memory.trace).headline.startswith("This run LOST")
     True
     """
+    if isinstance(trace, str | Path):
+        trace = Trace.open(trace)
     trouble = trouble or trace.trouble
     missing = (plain(f"INCOMPLETE: {trouble}"),) if trouble else ()
     if not trace.recorded:

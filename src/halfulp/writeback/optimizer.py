@@ -108,7 +108,9 @@ class WriteBack(torch.optim.Optimizer):
         if isinstance(optimizer, WriteBack):
             raise UsageError("the optimizer is a WriteBack already: wrap the optimizer inside it instead.")
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"WriteBack wraps a torch optimizer, not {type(optimizer).__name__}.")
+            raise UsageError(
+                f"WriteBack wraps a torch optimizer, not {type(optimizer).__name__}. Make one first."
+            )
         check_choice("project", project, ("nearest", "stochastic", "none"))
         check_choice("storage", storage, (None, "container", "native", "packed"))
         if not isinstance(options, WriteBackOptions):

@@ -80,9 +80,9 @@ class OwnEvaluation:
             known = ", ".join(name for name, _ in _functions(tree)) or "none"
             raise UsageError(
                 f"--evaluate {self.name}: {shown(file, 200)} has no such function; it has "
-                f"{shown(known, 400)}. A function of a package is named with it, "
-                "transformers.Trainer.evaluate:eval_loss; one of another file can be called"
-                " in one of its own."
+                f"{shown(known, 400)}. A function of a package needs its whole path, such as "
+                "transformers.Trainer.evaluate:eval_loss. For one in another file, name a function of the "
+                "script that calls it."
             )
         for node in found:
             at = node.decorator_list[0] if node.decorator_list else node

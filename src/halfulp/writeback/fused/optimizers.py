@@ -17,6 +17,7 @@ import torch
 from halfulp.deprecation import grouped_arguments
 from halfulp.errors import UsageError
 from halfulp.numbers.grids import Grid
+from halfulp.numbers.spellings import grid_name
 from halfulp.writeback import moments_kept
 from halfulp.writeback.choosing import Select, Storage
 from halfulp.writeback.optimizer import WriteBack
@@ -62,10 +63,22 @@ def _without_torchs(name: str, given: Given) -> dict[str, Any]:
         if option not in Given.__annotations__ or value not in TORCHS.get(option, (value,)):
             around = f"torch.optim.{name}(...)" if hasattr(torch.optim, name) else "an optimizer that has it"
             raise UsageError(
-                f"halfulp.{name} has no {option}={value!r}: its step in one pass is plain {name}, and its "
-                f"options are those of help(halfulp.{name}). Use halfulp.WriteBack({around}, grid, policy)."
+                f"halfulp.{name} does not support {option}={value!r}; help(halfulp.{name}) lists its options."
+                f" For any other optimizer or option, use halfulp.WriteBack({around}, grid, policy)."
             )
     return {option: value for option, value in given.items() if option not in TORCHS}
+
+
+def _checked(name: str, params: Any, lr: Any) -> Any:
+    """Return the parameters; refuse what people give instead of parameters or a rate."""
+    if isinstance(params, torch.nn.Module):
+        raise UsageError(
+            f"halfulp.{name} takes parameters, not the module ({type(params).__name__}): "
+            f"{name}(model.named_parameters(), ...)."
+        )
+    if isinstance(lr, bool) or not isinstance(lr, int | float | torch.Tensor):
+        raise UsageError(f"halfulp.{name}: lr must be a number, such as 1e-5, not {lr!r}.")
+    return params
 
 
 class _OnePass(WriteBack):
@@ -81,9 +94,10 @@ class _OnePass(WriteBack):
                 "Use halfulp.WriteBack around torch's own."
             )
         moments = options.pop("moments", "fp32")
-        if moments not in moments_kept.KINDS:
+        kinds = {grid_name(kind): kept for kind, kept in moments_kept.KINDS.items()}  # in any spelling
+        if grid_name(str(moments)) not in kinds:
             raise UsageError(f"moments must be one of {', '.join(moments_kept.KINDS)}, not {moments!r}.")
-        self.moments = moments_kept.KINDS[moments]
+        self.moments = kinds[grid_name(str(moments))]
         if "select" in options:
             options["params"] = options.pop("select")
         super().__init__(inner, **options)
@@ -141,6 +155,7 @@ class _Adams(_OnePass):
         **given: Unpack[Given],
     ) -> None:
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}  # else torch's own default
+        params = _checked(self.kind.__name__, params, lr)
         inner = self.kind(params, lr=lr, betas=betas, eps=eps, fused=True, **decay)
         super().__init__(inner, given)
 
@@ -237,6 +252,7 @@ class SGD(_OnePass):
         **given: Unpack[Given],
     ) -> None:
         options: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        params = _checked("SGD", params, lr)
         inner = torch.optim.SGD(params, lr=lr, weight_decay=weight_decay, fused=True, **options)
         super().__init__(inner, given)
 
@@ -273,4 +289,5 @@ class Lion(_OnePass):
         weight_decay: float = 0.0,
         **given: Unpack[Given],
     ) -> None:
+        params = _checked("Lion", params, lr)
         super().__init__(PlainLion(params, lr=lr, betas=betas, weight_decay=weight_decay), given)

@@ -130,6 +130,27 @@ def gathered(wb: WriteBack) -> dict[str, Any]:
     return {**base, "state": state, "param_groups": groups}  # some optimizers have more
 
 
+_CURES = {
+    "name": "The state is of another model, or the parameters were given in another order or form: make the "
+    "WriteBack as it was made for the run (model.parameters() or named_parameters(), groups, model=).",
+    "grid": "Make the WriteBack with the grid of the state.",
+    "policy": "Make the WriteBack with the policy of the state.",
+    "shape": "The state is of another model.",
+}
+
+
+def _no_state(given: Any) -> str:
+    """Say what was given in place of an optimizer state, and what to give."""
+    expected = "not an optimizer state: expected a dictionary with 'state' and 'param_groups'"
+    if not isinstance(given, dict):
+        return f"{expected}, found {type(given).__name__}. Give what optimizer.state_dict() returned."
+    inner = [k for k, v in given.items() if isinstance(v, dict) and "param_groups" in v]
+    if inner:
+        return f"{expected}. It is inside this checkpoint: load its {inner[0]!r}."
+    keys = ", ".join(repr(k) for k in list(given)[:3])
+    return f"{expected}, found {f'the keys {keys}' if keys else 'an empty one'}. Is it the model's state?"
+
+
 def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
     """Check everything, then take it up; on an error nothing has changed."""
     try:
@@ -140,9 +161,7 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
             raise TypeError("a parameter is a number or a name")
         line = groups[0].pop(KEY, None)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        raise CorruptionError(
-            "not an optimizer state: expected a dictionary with 'state' and 'param_groups'."
-        ) from None
+        raise CorruptionError(_no_state(saved)) from None
     if line is None:
         _refuse_emptied(wb, state)
         _take_over(wb, saved, groups, {i: state.get(k, {}) for i, k in enumerate(keys)})
@@ -311,7 +330,10 @@ def _check_digest(theirs: dict[str, Any], by_number: dict[int, dict[str, Any]]) 
 
 def _check_identity(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     if mine["seed"] != theirs.get("seed"):
-        raise UsageError(f"this state has seed {theirs.get('seed')!r}, this WriteBack {mine['seed']!r}.")
+        raise UsageError(
+            f"this state has seed {theirs.get('seed')!r}, this WriteBack {mine['seed']!r}. Make the "
+            "WriteBack with the seed of the state."
+        )
     for k in sorted({*map(int, mine["parameters"]), *theirs["parameters"]}):
         a, b = mine["parameters"].get(str(k)), theirs["parameters"].get(k)
         if a is None or b is None:
@@ -332,7 +354,8 @@ def _check_identity(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         for what, x, y in zip(("name", "grid", "policy", "shape"), a, b, strict=True):
             if x != y and (what != "name" or x.rpartition("#")[0] != y):  # older states do not number names
                 raise UsageError(
-                    f"parameter {k} ({a[0]!r}): the state has {what} {y!r}, this WriteBack {x!r}."
+                    f"parameter {k} ({a[0]!r}): the state has {what} {y!r}, this WriteBack {x!r}. "
+                    + _CURES[what]
                 )
 
 
