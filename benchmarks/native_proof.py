@@ -1,11 +1,12 @@
 """Whether the C++ kernels are the reference, bit for bit: random inputs, compilers and targets, sanitizers.
 
 What the tests sample on every run, this does at length, before a release or after a change of
-``src/halfulp/kernels/native``. Nothing is timed.
+``src/halfulp/kernels/native``. Only ``speed`` is timed.
 
     python benchmarks/native_proof.py random --inputs 1e8      bit patterns drawn at random, kernel by kernel
     python benchmarks/native_proof.py compilers "g++" "/venv/bin/python -m ziglang c++"
     python benchmarks/native_proof.py sanitizers               ASan and UBSan (gcc), over the tests of kernels
+    python benchmarks/native_proof.py speed "g++"              steps by compiler and target, and the first
 
 Runs may be parts (``--kernel``, ``--target``). With ``--json results/bench/native-proof.json`` their rows
 take the place of those of earlier runs in that file and in the table beside it, each with the digest of the
@@ -138,7 +139,10 @@ def stepped(rng: np.random.Generator, n: int, case: tuple[Any, ...]) -> Callable
             reference.MODES[mode], keeps, beside, streams[0], streams[1] if narrow else None
         )
         found = hu.grid(grid).within(torch.float32)
-        how, job = onepass.prepared(*tensors[:3], second, found, settings, policy, moved=moved, sums=3)
+        weights, grad, first, _ = tensors
+        how, job = onepass.prepared(
+            weights, grad, first, second, found, settings, policy, moved=moved, sums=3
+        )
         by = tuple(x.clone() for x in scales[: 1 if second is None else 2]) if dtype == torch.int8 else ()
         counted = onepass.steps(how, [replace(job, scales=by)])[0]
         return [*tensors, moved, *counted, *by, *([] if beside is None else [beside])]
@@ -286,6 +290,61 @@ def sanitizers(targets: list[str], tests: list[str]) -> Rows:
     return compilers([SANITIZED], targets, tests, **checks)
 
 
+# ---- speed ---------------------------------------------------------------------------------------------
+
+SPEED = """
+import json, time, torch, halfulp as hu
+torch.set_num_threads(1)
+
+def layers(count, width):
+    made = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(count))
+    for p in made.parameters():
+        p.grad = torch.randn_like(p) * 1e-3
+    return made
+
+def took(call, clock, times=1):
+    best = float("inf")
+    for _ in range(times):
+        begun = clock()
+        call()
+        best = min(best, clock() - begun)
+    return round(best * 1e3, 2)
+
+made = {}
+fixed = hu.AdamW(layers(20, 64).parameters(), policy="sr")
+made["first hu.AdamW step"], made["second"] = (took(fixed.step, time.perf_counter) for _ in range(2))
+plain = torch.optim.AdamW(layers(20, 64).parameters())
+with hu.Audit(plain, ["bf16"]):
+    made["first audited step"], made["its second"] = (took(plain.step, time.perf_counter) for _ in range(2))
+for moments in ("fp32", "bf16", "int8"):
+    step = hu.AdamW(layers(1, 2048).bfloat16().parameters(), moments=moments).step
+    made[f"sr, {moments} moments"] = took(step, time.process_time, 15)
+model = layers(1, 2048)
+step = hu.AdamW(model.named_parameters(), grid="e4m3@128", storage="packed", moments="bf16", model=model).step
+made["packed e4m3, bf16 moments"] = took(step, time.process_time, 15)
+w, eight = torch.randn(2048, 2048), ["bf16", "fp16", "e5m2", "e4m3", "e4m3@128", "e3m4", "e2m1", "m5"]
+d = w * 1e-3
+made["audit of eight grids"] = took(lambda: hu.kernels.audit(w, d, eight), time.process_time, 5)
+print(json.dumps(made))
+"""
+"""Milliseconds: the first two by the clock on the wall in a fresh process, the others of a processor."""
+
+
+def speeds(names: list[str], targets: list[str]) -> Rows:
+    """Time steps of 4.2 million weights, and the first steps of a process, by compiler and target."""
+    rows: Rows = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            env = built(Path(folder), name)
+            for target in targets:
+                done = subprocess.run(
+                    [sys.executable, "-c", SPEED], env={**env, "HALFULP_NATIVE": target}, check=True,
+                    capture_output=True, text=True,
+                )  # fmt: skip
+                rows[f"{name.split()[-1]}, {target}"] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
 # ---- what is written -----------------------------------------------------------------------------------
 
 
@@ -317,8 +376,10 @@ def main() -> None:
     given.add_argument("--inputs", type=float, default=1e8, help="of each kernel")
     given.add_argument("--kernel", choices=list(CASES), action="append")
     given.add_argument("--seed", type=int, default=0)
-    given = commands.add_parser("compilers")
-    given.add_argument("compiler", nargs="+")
+    given, timed = commands.add_parser("compilers"), commands.add_parser("speed")
+    for command in (given, timed):
+        command.add_argument("compiler", nargs="+")
+    timed.add_argument("--target", choices=list(build.targets()), action="append")
     for command in (given, commands.add_parser("sanitizers")):
         command.add_argument("--test", action="append", help=f"by default {' '.join(TESTS)}")
         command.add_argument("--target", choices=list(build.targets()), action="append")
@@ -328,6 +389,9 @@ def main() -> None:
     if told.command == "random":
         kind, rows = "kernel", random_inputs(int(told.inputs), told.kernel or list(CASES), told.seed)
         wrong = any(row["differing"] for row in rows.values())
+    elif told.command == "speed":
+        kind, rows = "speed, ms", speeds(told.compiler, told.target or list(build.targets()))
+        wrong = False
     else:
         tests, targets = told.test or list(TESTS), told.target or list(build.targets())
         kind = "compiler"
