@@ -33,6 +33,7 @@ def made_up_text(folder: Path) -> None:
     """Studies find the text of `write_corpora` under the names of real ones."""
     place = write_corpora(folder)
     loading.locate = lambda name, beside: place / name
+    loading.data.verify = lambda *given: None
 
 
 def run(name: str, out: Path, **options: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, Literal
 
-from halfulp import files
+from halfulp import canonical, files
 from halfulp.errors import TamperingError, UsageError
 
 FOLDER = "HALFULP_DATA"
@@ -142,12 +142,13 @@ def cache_folder() -> Path:
 # ---- verifying --------------------------------------------------------------------------------------
 
 
-def state(data: DataSet, path: Path) -> State:
+def state(data: DataSet, path: Path, digest: str | None = None) -> State:
     """Compare a file with the size and digest that its data set has.
 
     Args:
         data: The data set.
         path: The file.
+        digest: The file's SHA-256, if it is known already; otherwise the file is hashed.
 
     Returns:
         ``"ok"``, or what differs, or that no digest is known.
@@ -156,22 +157,21 @@ def state(data: DataSet, path: Path) -> State:
         return "no digest known"
     if data.bytes is not None and path.stat().st_size != data.bytes:
         return "wrong size"
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return "ok" if digest == data.sha256 else "wrong digest"
+    return "ok" if (digest or canonical.sha256_file(path)) == data.sha256 else "wrong digest"
 
 
-def verify(data: DataSet, path: Path) -> None:
+def verify(data: DataSet, path: Path, digest: str | None = None) -> None:
     """Raise an error if a file is not the data set that it should be.
 
     Args:
         data: The data set.
         path: The file.
+        digest: The file's SHA-256, if it is known already.
 
     Raises:
         TamperingError: If size or digest differ; the message names the origin.
     """
-    found = state(data, path)
+    found = state(data, path, digest)
     if found in ("wrong size", "wrong digest"):
         raise TamperingError(
             f"{path} is not the data set {data.name!r} ({found}): expected {data.bytes:,} bytes with SHA-256 "
