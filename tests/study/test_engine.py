@@ -100,9 +100,7 @@ def test_data_changed_behind_the_engines_back_is_seen_by_the_cell(
         session.data("other.csv")
 
 
-def test_data_is_hashed_once_a_run(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_hashed_once_a_run(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the process that runs the study, and not again where cells run; a young file by each of them."""
     path, out, young = study_file(tmp_path, WITH_DATA), tmp_path / "out", tmp_path / "young"
     (tmp_path / "table.csv").write_text("1,2\n")

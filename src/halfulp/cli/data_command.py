@@ -1,4 +1,4 @@
-"""``halfulp data``: list the data sets, get one, make the prose corpus."""
+"""``halfulp data``: list the data sets, get one, make the corpora that have no address."""
 
 from __future__ import annotations
 
@@ -67,3 +67,25 @@ def build(
         return
     for file in prose.build(folder, mirror, say=lambda line: typer.echo(plain(line))):
         typer.echo(plain(str(file)))
+
+
+@app.command()
+def prepare(
+    corpus: Annotated[str, typer.Argument(help="What to write as tokens: openwebtext or wikipedia.")],
+    source: Annotated[
+        str, typer.Option(help="The hub, a mirror of it, or a folder that holds the repository.")
+    ] = "https://huggingface.co",
+    tokenizer: Annotated[str, typer.Option(help="gpt2, or a tokenizer.json (wikipedia needs one).")] = "",
+    to: Annotated[Path | None, typer.Option(help="A folder; default $HALFULP_DATA or the cache.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Say what it takes, and write nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Begin although it takes gigabytes or long.")] = False,
+) -> None:
+    """Write a corpus of the hub as tokens, shard by shard; what an interrupted run wrote is kept."""
+    from halfulp.data import folder_for_new
+    from halfulp.data import prepare as writing
+    from halfulp.text import plain
+
+    writing.prepare(
+        corpus, to or folder_for_new(), source, tokenizer=tokenizer, yes=yes, planned=plan,
+        say=lambda line: typer.echo(plain(line)),
+    )  # fmt: skip

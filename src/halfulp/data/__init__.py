@@ -10,9 +10,9 @@ next place, because that would hide the mistake.
 A download goes to a temporary file and is renamed when its digest is right, so that no half-written file has
 the name of a data set.
 
-The prose corpus has no address: `prose` makes it from its sources. Two data sets are made by the user and
-have no published digest (OpenWebText as nanoGPT tokenises it). They are used as they are; a study records
-the digest that it ran on.
+The prose corpus has no address: `prose` makes it from its sources. OpenWebText and Wikipedia as tokens have
+neither address nor published digest: `prepare` makes them, or the user does in another way. They are used as
+they are; a study records the digest that it ran on.
 
 >>> DIGESTS["tinyshakespeare.txt"][:16]
 '86c4e6aa9db7c042'
@@ -206,10 +206,11 @@ def download(data: DataSet, folder: Path) -> Path:
         TamperingError: If the downloaded bytes do not have the published digest.
     """
     if data.url is None or data.sha256 is None:
-        made = " Make it with: halfulp data build prose." if "prose" in data.name else ""
+        corpus, own, _ = data.name.partition("/")
+        made = f"halfulp data prepare {corpus}" if own else "halfulp data build prose"
         raise UsageError(
             f"the data set {data.name!r} was not found, and there is no address to download it from. It "
-            f"comes from: {data.origin}. Put it at ${FOLDER}/{data.name}.{made}"
+            f"comes from: {data.origin}. Put it at ${FOLDER}/{data.name}, or make it with: {made}."
         )
     try:
         return _downloaded(data, data.url, folder)
@@ -241,7 +242,7 @@ def _downloaded(data: DataSet, url: str, folder: Path) -> Path:
     aside = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as source, aside.open("wb") as file:
-            digest, size = _copy(source, file, data.bytes)
+            digest, size = copy(source, file, data.bytes)
         if digest != data.sha256:
             raise TamperingError(
                 f"what {url} gave is not the data set {data.name!r}: expected SHA-256 {data.sha256}, "
@@ -258,7 +259,7 @@ def _downloaded(data: DataSet, url: str, folder: Path) -> Path:
     return target
 
 
-def _copy(source: BinaryIO, file: BinaryIO, expected: int | None) -> tuple[str, int]:
+def copy(source: BinaryIO, file: BinaryIO, expected: int | None) -> tuple[str, int]:
     """Copy a stream and return its digest and size; stop once it is longer than expected."""
     hashed, size = hashlib.sha256(), 0
     while chunk := source.read(CHUNK):

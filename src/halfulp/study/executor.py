@@ -50,9 +50,7 @@ class Opening:
 
     def session(self) -> Session:
         """Open a session in this process."""
-        return Session(
-            self.out, self.seal, self.code, self.folder, hashed=self.hashed, replay=self.replay
-        )
+        return Session(self.out, self.seal, self.code, self.folder, hashed=self.hashed, replay=self.replay)
 
     def message(self) -> Message:
         """Return this opening as a message for another process."""

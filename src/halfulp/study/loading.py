@@ -358,7 +358,7 @@ def _processor() -> tuple[str, list[str]]:
 
 
 def locate(name: str, folder: Path | None) -> Path:
-    """Find the file of a data set, unverified: one that halfulp knows by name, or one beside the study file."""
+    """Find a data set, unverified: one that halfulp knows by name, or a file beside the study file."""
     if name in data.DATASETS:
         known = data.dataset(name)
         return data.located(known) or data.download(known, data.cache_folder())
@@ -415,7 +415,7 @@ def _hash_one(name: str, path: Path, known: Mapping[str, Json] | None) -> dict[s
 
 
 def _mark(path: Path) -> tuple[str, int]:
-    """Return what tells a file from any other one, and from itself once it was written to; and when it was."""
+    """Return what tells a file from any other, and from itself once it changes; and when it last did."""
     found = path.stat()
     times = found.st_mtime_ns, found.st_ctime_ns  # the second cannot be set by hand
     return f"{path.resolve()} {found.st_ino} {found.st_size} {times[0]} {times[1]}", max(times)

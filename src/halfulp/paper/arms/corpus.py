@@ -9,6 +9,9 @@ from halfulp.errors import UsageError
 from halfulp.paper import tokens
 from halfulp.paper.models.training import Tokens
 
+LOOKED_AT = 1 << 20
+"""So many tokens show what encoding a file has; the largest files have 9 billion."""
+
 
 def open_corpus(
     file: Callable[[str], Path], corpus: Mapping[str, str], vocabulary: int
@@ -29,7 +32,14 @@ def open_corpus(
     if kind == "bytes":
         return tokens.raw_bytes(tokens.read_raw(train)), tokens.raw_bytes(tokens.read_raw(held_out))
     if kind == "bin":
-        return tokens.open_bin(train), tokens.open_bin(held_out)
+        opened = tokens.open_bin(train), tokens.open_bin(held_out)
+        for path, found in zip((train, held_out), opened, strict=True):
+            if (largest := int(found[:LOOKED_AT].max())) >= vocabulary:
+                raise UsageError(
+                    f"{path} is in another encoding than the model's: expected tokens below {vocabulary:,}, "
+                    f"found {largest:,}. Prepare it with the tokenizer that the study's page names."
+                )
+        return opened
     raise UsageError(f"a corpus is characters, bytes or bin, not {kind!r}.")
 
 
