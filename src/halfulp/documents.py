@@ -47,7 +47,7 @@ def parsed(content: bytes | str, where: str | Path, what: str, *, exact: bool = 
         why = f"it is not valid JSON ({shown(str(error), 120)})"
         raise CorruptionError(f"{where} is not {what}: {why}.") from None
     if not isinstance(found, dict):
-        raise CorruptionError(f"{where} is not {what}: it is no JSON object.")
+        raise CorruptionError(f"{where} is not {what}: it is not a JSON object.")
     return found
 
 

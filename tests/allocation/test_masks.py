@@ -281,7 +281,7 @@ def test_tiles_that_do_not_go_together(tmp_path: Path) -> None:
     scored(tmp_path / "trace", 96)
     with pytest.raises(UsageError, match=r"96.*not.*100"):
         scored(tmp_path / "trace", 100, resume=True)
-    with pytest.raises(UsageError, match="a sample is of tiles of 768"):
+    with pytest.raises(UsageError, match="sample= takes tiles of 768 only"):
         scored(tmp_path / "sampled", 96, sample=0.5)
     for wrong in (("e5m2", 1), ("e5m2", 2, 1), ("e5m2", 1, 2, 0), "e5m2:1-2", ("e5m2", 1, 2.0)):
         with pytest.raises(UsageError, match=r"scores=|a tile is"):

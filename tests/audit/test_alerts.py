@@ -35,7 +35,9 @@ def test_a_tensor_is_named_after_n_steps_in_a_row_and_again_after_it_recovered(
     alert = hu.audit.Alert(above=0.9, steps=2)
     for step, share in enumerate((0.95, 0.5, 0.95, 0.95, 0.95, 0.1, 0.91, 0.99), 1):
         alert(summary(step, w=share, other=0.0))
-    assert [line.split("at step ")[1] for line in alert.told] == ["4.", "8."]
+    assert [line.split("at step ")[1] for line in alert.messages] == ["4.", "8."]
+    with pytest.deprecated_call(match=r"Alert\.told is now Alert\.messages"):
+        assert alert.told == alert.messages
     assert capsys.readouterr().err.count("ALERT: w lost more than 90%") == 2
     with pytest.raises(SystemExit) as stopped:
         hu.audit.Alert(above=0.9, steps=1, stop=True, grid="bf16")(summary(1, w=0.99))
@@ -73,15 +75,15 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--stop"], "--stop ends a script at an alert: say at which"),
+        (["--stop"], "--stop goes with --alert, such as"),
         (["--alert", "95"], "--alert takes a share and a number of steps"),
         (["--rehearse", "bf16:eco("], "'bf16:eco(' has a bracket that is not closed"),
         (["--grids", "bf16)"], "'bf16)' has a bracket that is not closed, or not opened"),
-        (["--alert", ""], "--alert is empty: say what, or leave it out"),
+        (["--alert", ""], "--alert is empty: give it a value, or leave it out"),
         (["--rehearse", ""], "--rehearse is empty"),
         (["--evaluate", ""], "--evaluate is empty"),
         (["--scores", ""], "--scores is empty"),
-        (["--tile", "96"], "--tile is the size of tiles that are scored"),
+        (["--tile", "96"], "--tile goes with --scores"),
         (["--first-step", "0"], "first_step= takes a whole number, at least 1"),
     ],
 )

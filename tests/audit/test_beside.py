@@ -151,7 +151,7 @@ def test_an_alert_for_a_moment() -> None:
             trained(optimizer, model, 6)
         lost = audit.latest["roles"]["exp_avg_sq"]["frozen"]["bf16"]
         assert lost > 0.8
-        assert sum("exp_avg_sq of " in text for text in alert.told) == count
+        assert sum("exp_avg_sq of " in text for text in alert.messages) == count
 
 
 def test_a_step_that_accumulates_tells_of_its_gradients() -> None:

@@ -31,8 +31,8 @@ FLAGS = ("decay", "never_moved", "expected_never_moved", "keep", "resume")
         (["bf16"], {"part_steps": 0}, "at least 1"),
         (["bf16"], {"sample": 0.0}, "above 0 and at most 1"),
         (["bf16"], {"sample": 1.5}, "above 0 and at most 1"),
-        (["int8"], {"sample": 0.5}, "moves with the data"),
-        (["bf16"], {"scores": ("int8", 1, 2), "sample": 0.5}, "moves with the data"),
+        (["int8"], {"sample": 0.5}, "scale follows whole tensors"),
+        (["bf16"], {"scores": ("int8", 1, 2), "sample": 0.5}, "scale follows whole tensors"),
         (["bf16"], {"scores": ("nothing", 1, 2)}, "unknown grid 'nothing'"),
         (["bf16"], {"scores": ("bf16", 3, 2)}, "a first and a last step"),
         (["bf16"], {"keep": True}, "pass out="),
@@ -142,9 +142,9 @@ def test_nothing_to_train(tmp_path: Path) -> None:
 def test_an_audit_runs_once(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     audit = hu.Audit(optimizer, ["bf16"], out=tmp_path / "trace")
-    with audit, pytest.raises(hu.UsageError, match="runs once"):
+    with audit, pytest.raises(hu.UsageError, match="can be started only once"):
         audit.start()
-    with pytest.raises(hu.UsageError, match="runs once"):
+    with pytest.raises(hu.UsageError, match="can be started only once"):
         audit.start()
 
 

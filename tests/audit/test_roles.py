@@ -97,7 +97,7 @@ def test_counts_are_those_of_a_comparison(dtype: torch.dtype) -> None:
     for role, trace in roles.items():
         assert trace.frozen("bf16", of="weights").tolist() == pytest.approx(shares(stages, role), abs=1e-15)
         assert trace.manifest["run"] == {"role": role}
-        with pytest.raises(hu.HalfulpError, match="does not say 'phase'"):
+        with pytest.raises(hu.HalfulpError, match="has no 'phase'"):
             trace.frozen("bf16", by="phase")
         moved = {n for n in stages[0] if n.startswith(f"{role} ")}
         if dtype == torch.bfloat16 and moved:  # never moved, by the bits of all stages
@@ -311,7 +311,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
         ({"../x": model}, "short words"),
         ({"ema": {"ids": torch.arange(3)}}, "no tensor"),
         ({"ema": []}, "no tensor"),
-        ({"grad": model_of(torch.float32)}, "cannot call a copy 'grad'"),
+        ({"grad": model_of(torch.float32)}, "cannot name a copy 'grad'"),
     ):
         with pytest.raises(hu.UsageError, match=said):
             hu.Audit(opt, ["bf16"], also=also)

@@ -113,7 +113,7 @@ def test_what_is_not_one_change_of_every_rank_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(hu.UsageError, match=said):
             join(wrong)
-    with pytest.raises(hu.UsageError, match="no positions of one sync"):
+    with pytest.raises(hu.UsageError, match="not the positions of one sync"):
         join_positions([first[0].target or "", second[0].target or ""])
     whole = ranks[0]["whole"]
     copied = {n: x.clone() for n, x in whole[0].items()}
@@ -130,7 +130,7 @@ def test_refusals(folder: Path) -> None:
     said = torch.load(folder / "refusals.0.pt")
     assert "takes scales from values that other ranks may hold" in said["scales"]
     assert "cuts a block in two: shard by multiples of 4 rows" in said["cut"]
-    assert "no pieces that can be followed" in said["partial"]
+    assert "so its shards cannot be followed" in said["partial"]
 
 
 @pytest.mark.parametrize(

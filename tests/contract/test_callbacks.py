@@ -48,7 +48,7 @@ def test_a_trainer_is_held_to_it_and_so_is_its_resume(
     assert again.contract is not None
     assert again.contract.checked == 1
     said = capsys.readouterr().err
-    assert "halfulp: the precision contract held at 1 checked step (weights: float32" in said
+    assert "halfulp: the precision contract held at 1 checked step: weights=float32" in said
     fix = r"optimizer_cls_and_kwargs=\(hu.AdamW, \{\"lr\": 1e-05"
     with pytest.raises(ContractError, match=rf"updated in bfloat16[^$]*{fix}"):
         trainer(llama(torch.bfloat16), tmp_path / "b", 2, ContractCallback(weights="float32")).train()

@@ -370,11 +370,11 @@ def test_the_summary_says_what_was_judged_and_what_was_not() -> None:
     contract = require(optimizer, model=model, weights="float32", moving="*", every=1, patience=2)
     train(model, optimizer)
     assert contract.summary() == (
-        "held at 1 checked step (weights: float32); "
+        "held at 1 checked step: weights=float32; "
         "moving was not judged, which takes more than 2 steps (patience)"
     )
     train(model, optimizer, 2)
-    assert contract.summary() == "held at 3 checked steps (weights: float32; moving: *)"
+    assert contract.summary() == "held at 3 checked steps: weights=float32, moving=*"
 
 
 def test_the_fix_has_the_rate_before_the_schedule() -> None:

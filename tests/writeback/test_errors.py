@@ -580,7 +580,7 @@ def test_another_safetensors_file(saved: Saved, metadata: dict[str, str] | None)
     opt, model, path = saved
     before = everything(model, opt)
     save_file({"0/x": torch.ones(3)}, path, metadata=metadata)
-    with pytest.raises(hu.CorruptionError, match=f"{path} is.*not a write-back state"):
+    with pytest.raises(hu.CorruptionError, match=f"{path} is.*not a state that halfulp.writeback.save wrote"):
         load(opt, path)
     assert_unchanged(before, model, opt)
 
@@ -643,7 +643,7 @@ def test_every_error_is_a_halfulp_error() -> None:
     [
         *[({"seed": seed}, r"seed=\.\.\.\) takes an int") for seed in (1.5, "3", True, None, float("nan"))],
         *[({"policy": p}, "a policy is a name such as 'kahan'") for p in (None, 5, Kahan)],
-        *[({"params": chosen}, "params= takes names in a list") for chosen in (5, "weight")],
+        *[({"params": chosen}, "params= takes a list of names") for chosen in (5, "weight")],
         *[({"model": model}, r"model= takes a torch\.nn\.Module") for model in (5, "m")],
     ],
 )  # fmt: skip

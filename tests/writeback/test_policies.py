@@ -137,5 +137,5 @@ def test_a_tile_master_takes_a_mask() -> None:
     tiles = {"w": torch.tensor([True, False])}
     mask = hu.Mask(tiles=tiles, sizes={"w": 1000}, score="P", budget=2000, tile=500)
     assert (hu.TileMaster(mask).mask, hu.TileMaster(mask).tile) == (tiles, 500)
-    with pytest.raises(hu.UsageError, match=r"tiles of 500 coordinates, not of 96"):
+    with pytest.raises(hu.UsageError, match=r"tiles of 500 weights, not of 96"):
         hu.TileMaster(mask, tile=96)

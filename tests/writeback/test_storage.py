@@ -491,7 +491,7 @@ def test_values_off_the_grid_are_set_aside_whole(monkeypatch: pytest.MonkeyPatch
         (torch.float16, "native", "int2", "sr", "'embedding.weight'.*cannot hold the values of grid int2"),
         (torch.float16, "native", "mxfp4", "sr", "'embedding.weight'.*cannot hold the values of grid mxfp4"),
         (torch.float16, "packed", "int2", "sr", "'embedding.weight'.*cannot hold the values of grid int2"),
-        (torch.float32, "packed", "m10", "sr", "'embedding.weight'.*19 bits: nothing to pack"),
+        (torch.float32, "packed", "m10", "sr", "'embedding.weight'.*19 bits, so nothing can be packed"),
         (
             torch.bfloat16,
             "container",

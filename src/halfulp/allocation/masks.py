@@ -90,7 +90,9 @@ def allocate(
         known = ", ".join((*SCORES, REHEARSED, RANDOM))
         raise UsageError(f"unknown score {score!r}: expected one of {known}.")
     if trace.manifest["options"]["sample"]:
-        raise UsageError(f"{trace.path} holds a sample of tiles only: record all of them to rank them.")
+        raise UsageError(
+            f"{trace.path} holds only a sample of tiles: record the run without sample= to rank them."
+        )
     wanted = params if params is not None else lambda name, shape: len(shape) >= 2
     found = trace.attribution(which or None) if kind == REHEARSED else trace.scores()
     tile = trace.tile
@@ -201,7 +203,7 @@ def _check_kept(keep: Mask, sizes: Mapping[str, int], tile: int, spend: int) -> 
     other = sorted(n for n, size in keep.sizes.items() if sizes.get(n) != size)
     if other or keep.tile != tile:
         raise UsageError(
-            f"the mask to keep is of other tiles: it has tiles of {keep.tile} where these have {tile}"
+            f"the mask to keep does not fit: it has tiles of {keep.tile} where these have {tile}"
             + (f", and {other[0]!r} is not eligible here or has another size." if other else ".")
         )
     if keep.payload_bytes > spend:

@@ -49,7 +49,9 @@ def replay(trace: Trace, grids: Iterable[str], out: str | Path) -> Trace:
     if not trace.manifest["options"]["keep"]:
         raise UsageError(f"{trace.path} kept no weights to replay: record with keep=True.")
     if trace.manifest["options"]["sample"] and any(g.scaling is not None and g.scaling.moves for g in wanted):
-        raise UsageError("a sample of tiles cannot tell the scale of a grid that moves with the data.")
+        raise UsageError(
+            "sample= sees some tiles only, but this grid's scale follows whole tensors: leave it out."
+        )
     options = {**trace.manifest["options"], "decay": False, "keep": False, "scores": None, "rehearse": None}
     changed = {"grids": [g.name for g in wanted], "options": options, "replayed_from": plain(str(trace.path))}
     writer = TraceWriter(out, {**trace.manifest, **changed})

@@ -236,7 +236,7 @@ class Audit:
 
     def _open(self) -> None:
         if self._started:
-            raise UsageError("an audit runs once: make another one.")
+            raise UsageError("an audit can be started only once: make a new one.")
         if self.optimizers is not None:
             groups = [group for o in self.optimizers for group in o.param_groups]
             if not any(p.requires_grad for group in groups for p in group["params"]):
@@ -329,7 +329,9 @@ class Audit:
             for optimizer in self.optimizers or ():
                 self._steps.watch(optimizer)
         if not self.rehearsing.tensors:
-            raise UsageError("nothing is rehearsed yet: no tensor that is to be has been part of a step.")
+            raise UsageError(
+                "nothing is rehearsed yet, as no step has moved a tensor to rehearse: call this after a step."
+            )
         return ModelAsIf(self.rehearsing, self.models or self._steps.around)
 
     def as_if(self, spec: str, bound: str = "point") -> AbstractContextManager[None]:
@@ -437,7 +439,7 @@ class Audit:
         stage.ready.index(spec)
         if not self.pipeline.sink.rows:
             raise UsageError(
-                "attribute after a step of the audit and before commit(): there is none to keep it."
+                "no step was recorded since the last commit(): call attribute() after a step, which keeps it."
             )
         usual = TILE if scored is None else scored.tile
         size = tile if tile is not None else self.attributed.tile or usual

@@ -80,7 +80,9 @@ class Measure:
     def check_grids(self, grids: Sequence[Grid]) -> None:
         """Refuse grids that these options cannot measure."""
         if self.sample is not None and any(g.scaling is not None and g.scaling.moves for g in grids):
-            raise UsageError("a sample of tiles cannot tell the scale of a grid that moves with the data.")
+            raise UsageError(
+                "sample= sees some tiles only, but this grid's scale follows whole tensors: leave it out."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as stated in the manifest of a trace."""

@@ -74,7 +74,7 @@ def box_of(name: str, x: torch.Tensor) -> Box | None:
     for dim, placement in enumerate(placements):
         if placement.is_partial() or type(placement).__name__ == "_StridedShard":
             raise UsageError(
-                f"{shown(name)!r} is placed {placement}: its shards are no pieces that can be followed one "
+                f"{shown(name)!r} is placed {placement}, so its shards cannot be followed one "
                 "by one. Redistribute it (x.redistribute(placements=[Shard(0)])), or give its full_tensor()."
             )
         if placement.is_replicate() and mesh.get_local_rank(dim):

@@ -366,7 +366,7 @@ def join_positions(positions: Sequence[str]) -> str:
     """
     numbers = {number_of(p) for p in positions}
     if len(numbers) != 1 or None in numbers:
-        raise UsageError(f"these are no positions of one sync, one of every rank: {list(positions)}.")
+        raise UsageError(f"these are not the positions of one sync on every rank: {list(positions)}.")
     return f"{numbers.pop()}:{canonical.digest({'ranks': sorted(positions)})}"
 
 

@@ -96,8 +96,8 @@ def check(
     wanted = None if grid is None else named(grid)
     if wanted is not None and wanted.scaling is not None:
         raise UsageError(
-            f"the gaps of grid {wanted.name} move with the data: what a step reaches cannot be told from one "
-            "number. Audit a run instead, or check a grid with a fixed scale, such as e4m3@128."
+            f"the gaps of grid {wanted.name} move with the data, so a checkpoint alone does not tell what a "
+            "step reaches. Audit a run instead, or check a grid with a fixed scale, such as e4m3@128."
         )
     if isinstance(what, torch.nn.Module):
         what = dict(what.named_parameters())

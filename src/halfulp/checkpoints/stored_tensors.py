@@ -159,7 +159,9 @@ def shards(path: Path) -> list[Path]:
                 return shards(indices[0])
         raise UsageError(f"{path} holds no .safetensors file and no pytorch_model.bin.")
     if not path.is_file():
-        raise UsageError(f"no checkpoint at {path}.")
+        raise UsageError(
+            f"no checkpoint at {path}: give a folder, or a .safetensors, .bin, .pt or .gguf file."
+        )
     if path.suffix != ".json":
         return [path]
     document = parsed(files.read(path, MOST_BYTES, follow=True), path, "the index of a checkpoint")

@@ -249,7 +249,7 @@ class WatchOptions:
 
         found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%:([0-9]+)", self.alert)
         if self.stop and not self.alert:
-            raise UsageError("--stop ends a script at an alert: say at which, such as --alert 95%:20.")
+            raise UsageError("--stop goes with --alert, such as --alert 95%:20.")
         if self.alert and found is None:
             raise UsageError(
                 f"--alert takes a share and a number of steps, such as 95%:20, not {self.alert!r}."
@@ -294,11 +294,11 @@ def audit(
 def _check(context: typer.Context, target: Target, record: RecordOptions) -> None:
     for name in ("alert", "evaluate", "rehearse", "scores"):
         if is_given(context, name) and not context.params[name]:
-            raise UsageError(f"--{name} is empty: say what, or leave it out.")
+            raise UsageError(f"--{name} is empty: give it a value, or leave it out.")
     if is_given(context, "steps") and not context.params["live"]:
         raise UsageError("--steps is for the estimate of --live: add that, or leave it out.")
     if is_given(context, "tile") and not record.scores:
-        raise UsageError("--tile is the size of tiles that are scored: say of which grid with --scores.")
+        raise UsageError("--tile goes with --scores: give a grid and its steps, such as --scores e5m2:1-600.")
     if target.script is None and not target.module and not target.command:
         raise UsageError(
             "nothing to audit: give a training script, -m and a module, or --run and a command. See --help."

@@ -60,7 +60,7 @@ def build(
     from halfulp.text import plain
 
     if corpus != "prose":
-        raise UsageError(f"There is no corpus {corpus!r} that can be made here; there is prose.")
+        raise UsageError(f"unknown corpus {corpus!r}: expected prose.")
     folder = to or folder_for_new()
     if plan:
         typer.echo(prose.plan(folder))

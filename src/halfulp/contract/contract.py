@@ -102,22 +102,27 @@ class Contract:
         """Say in one line what was checked, what came of it, and which terms were never judged.
 
         >>> require(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), weights="float32")
-        <Contract: no step was checked yet (weights: float32)>
+        <Contract: no step was checked yet: weights=float32>
         """
         t, terms = self.terms, []
-        terms += [f"{name}: {value}" for name in ("weights", "states") if (value := getattr(t, name))]
-        terms += [f"masters: {t.masters}"] if t.masters else []
+        terms += [f"{name}={value}" for name in ("weights", "states") if (value := getattr(t, name))]
+        terms += [f"masters={t.masters}"] if t.masters else []
         if t.arrives is not None:
-            share = "" if self.arrival is None else f", {self.arrival.share:.1%} at the last check"
-            terms.append(f"arrives: {t.arrives:.4g}{share}")
-        terms += [f"moving: {', '.join(t.moving)}"] if self._moving_judged else []
+            a, share = self.arrival, ""
+            if a is not None:
+                error = (
+                    f", standard error {a.error:.1%}" if a.error else ""
+                )  # one step is a sample of the mean
+                share = f" ({a.share:.1%} at the last check{error})"
+            terms.append(f"arrives={t.arrives:.4g}{share}")
+        terms += [f"moving={', '.join(t.moving)}"] if self._moving_judged else []
         if not self.checked and not self.failures:
             outcome = "no step was checked yet"
         elif self.failures:
             outcome = f"did not hold, {len(self.failures)} times"
         else:
             outcome = f"held at {self.checked} checked step{'s' * (self.checked != 1)}"
-        said = f"{outcome} ({'; '.join(terms)})" if terms else outcome
+        said = f"{outcome}: {', '.join(terms)}" if terms else outcome
         if t.moving and self.checked and not self._moving_judged:
             said += f"; moving was not judged, which takes more than {t.patience} steps (patience)"
         return said

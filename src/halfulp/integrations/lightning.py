@@ -151,7 +151,7 @@ class ModuleValidation:
             for name in ("log", "log_dict"):
                 module.__dict__.pop(name)
         if not self.logged:
-            raise UsageError(f"the module logs {self.monitor!r} elsewhere than in its validation")
+            raise UsageError(f"the module logs {self.monitor!r} only outside its validation")
         return sum(x * n for x, n in self.logged) / sum(n for _, n in self.logged)
 
     def _step(self, batch: Any, i: int, at: int) -> None:

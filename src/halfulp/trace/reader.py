@@ -264,7 +264,7 @@ class Trace(Recorded):
                     raise
             folder = listed_parts(self.path)[-1]
             newest = Parts(self.path, read_manifest(self.path / "manifest.json")).alone(folder)
-        raise DiskError(f"{self.path} is written faster than it can be read: try again when it is not.")
+        raise DiskError(f"{self.path} changed again and again while it was read: try again later.")
 
     def kept(self, part: Path) -> dict[str, torch.Tensor]:
         """Return the weights before and after every step of a part.

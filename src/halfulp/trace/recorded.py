@@ -309,10 +309,7 @@ class Recorded(ABC):
         total = self._sums(self._column(BY[by], grid, ids), BY[by])
         frozen = total[BY[by]]
         if by != "code" and not len(frozen):
-            raise UsageError(
-                f"{self.where} does not say {by!r}: it is of casts or moments, which have no phases, or has "
-                "no step."
-            )
+            raise UsageError(f"{self.where} has no {by!r}: only traces of weights with a recorded step do.")
         frozen = frozen / 2.0**16 if by == "phase" else frozen
         if of == "weights":
             return np.asarray(frozen / total["numel"])
@@ -366,7 +363,7 @@ class Recorded(ABC):
 
     def _followed(self, option: str) -> None:
         if not self.manifest["options"][option]:
-            raise UsageError(f"this trace was recorded without {option}.")
+            raise UsageError(f"this trace was recorded without {option}: record the run again with it.")
 
     def update_ratio(self, scope: Scope = "all") -> Array:
         """Return ||d|| / ||w|| over a scope, one value per step."""

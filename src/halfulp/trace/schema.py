@@ -44,8 +44,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 def read_manifest(file: Path) -> dict[str, Any]:
     """Return the manifest of a trace, checked from its digest to its last tensor."""
-    found = parsed(files.read(file, MOST_BYTES), file, "the manifest of a trace")
-    kind, version = found.get("kind"), found.get("format")
+    manifest = parsed(files.read(file, MOST_BYTES), file, "the manifest of a trace")
+    kind, version = manifest.get("kind"), manifest.get("format")
     if kind != KIND:
         raise CorruptionError(f"{file} is not the manifest of a trace, but of kind {kind!r}.")
     if not whole(version) or version not in READ:
@@ -53,13 +53,13 @@ def read_manifest(file: Path) -> dict[str, Any]:
             f"{file} has trace format {version}; this halfulp reads formats {', '.join(map(str, READ))}. "
             "Use the halfulp that wrote it."
         )
-    _check_manifest(Fields(found, str(file)))
-    if version == 1 and DIGEST in found:
+    _check_manifest(Fields(manifest, str(file)))
+    if version == 1 and DIGEST in manifest:
         raise TamperingError(f"{file} has a digest, which format 1 does not: its format was changed.")
     if version > 1:
-        check_digest(found, file)
-    found.pop(DIGEST, None)
-    return found
+        check_digest(manifest, file)
+    manifest.pop(DIGEST, None)
+    return manifest
 
 
 def check_id(path: Path, expected: str) -> None:
@@ -86,15 +86,15 @@ def check_owner(path: Path, role: Mapping[str, Any], expected: str | None) -> No
             )
 
 
-def _check_manifest(found: Fields) -> None:
+def _check_manifest(manifest: Fields) -> None:
     """Check what readers rely on; the rest is as it was written, which the digest says."""
-    if found.values["format"] > 1:
-        found.text("id", 100)
-    found.whole("every", 1)
-    names = found.texts("grids", 1000)
+    if manifest.values["format"] > 1:
+        manifest.text("id", 100)
+    manifest.whole("every", 1)
+    names = manifest.texts("grids", 1000)
     if not names or len(set(names)) != len(names) or not all(map(_is_grid, names)):
-        raise CorruptionError(f"{found.where}: grids is {names}, expected names of grids that differ.")
-    options = found.within("options")
+        raise CorruptionError(f"{manifest.where}: grids is {names}, expected names of grids that differ.")
+    options = manifest.within("options")
     for flag in ("never_moved", "expected_never_moved", "keep"):
         options.flag(flag)
     options.take("sample", "none or a share", lambda v: v is None or (_number(v) and 0 < v <= 1))
@@ -102,19 +102,21 @@ def _check_manifest(found: Fields) -> None:
         "scores", "none, or a grid and a window of steps", lambda v: v is None or isinstance(v, list)
     )
     if options.values.get("rehearse") is not None:
-        told = options.within("rehearse")
-        sizes = {len(told.texts(key, 1000)) for key in ("specs", "grids", "policies")}
-        if len(sizes) != 1 or not set(told.texts("bounds")) <= set(BOUNDS):
-            raise CorruptionError(f"{told.where}: expected a grid and a policy for each spec, and bounds.")
-    _check_tensors(found)
-    list(found.each("optimizers", 10_000))
-    found.within("environment")
-    found.within("run")
+        rehearsed = options.within("rehearse")
+        sizes = {len(rehearsed.texts(key, 1000)) for key in ("specs", "grids", "policies")}
+        if len(sizes) != 1 or not set(rehearsed.texts("bounds")) <= set(BOUNDS):
+            raise CorruptionError(
+                f"{rehearsed.where}: expected a grid and a policy for each spec, and bounds."
+            )
+    _check_tensors(manifest)
+    list(manifest.each("optimizers", 10_000))
+    manifest.within("environment")
+    manifest.within("run")
 
 
-def _check_tensors(found: Fields) -> None:
+def _check_tensors(manifest: Fields) -> None:
     names, ids = set(), set()
-    tensors = list(found.each("tensors"))
+    tensors = list(manifest.each("tensors"))
     for tensor in tensors:
         ids.add(tensor.whole("id", 0, len(tensors) - 1))
         names.add(tensor.text("name"))
@@ -128,7 +130,7 @@ def _check_tensors(found: Fields) -> None:
             "stored", "a dtype or a grid", lambda v: isinstance(v, str) and (v in DTYPES or _is_grid(v))
         )
     if not len(names) == len(ids) == len(tensors):
-        raise CorruptionError(f"{found.where}: tensors do not have a name and an id each.")
+        raise CorruptionError(f"{manifest.where}: tensors do not have a name and an id each.")
 
 
 def _is_grid(name: str) -> bool:
@@ -282,12 +284,12 @@ class Parts:
             steps=(first, last),
         )
 
-    def _check_inventory(self, found: Fields, file: Path) -> None:
-        count = found.whole("tensors")
+    def _check_inventory(self, document: Fields, file: Path) -> None:
+        count = document.whole("tensors")
         listed_now = self.manifest["tensors"]
         if count not in self._inventories and count <= len(listed_now):
             self._inventories[count] = inventory_digest(listed_now[:count])
-        if self._inventories.get(count) != found.sha256("inventory"):
+        if self._inventories.get(count) != document.sha256("inventory"):
             raise TamperingError(
                 f"{file} was recorded with {count} tensors that are not those of the manifest, which has "
                 f"{len(listed_now)}: the manifest was replaced."
@@ -299,19 +301,19 @@ def state_file(path: Path, number: int) -> Path:
     return path / "state" / f"{number:06d}.safetensors"
 
 
-def _entry(found: Fields, rows: bool = False) -> Entry:
+def _entry(fields: Fields, rows: bool = False) -> Entry:
     return Entry(
-        sha256=found.sha256("sha256"),
-        size=found.whole("bytes"),
-        rows=found.whole("rows", 0, MOST_ROWS) if rows else None,
+        sha256=fields.sha256("sha256"),
+        size=fields.whole("bytes"),
+        rows=fields.whole("rows", 0, MOST_ROWS) if rows else None,
     )
 
 
 def _entries(
-    found: Fields, version: int, manifest: Mapping[str, Any]
+    document: Fields, version: int, manifest: Mapping[str, Any]
 ) -> tuple[dict[str, Entry], dict[str, int]]:
     """Return what the document of a part says of its files, and of the rows of its tables."""
-    files, tables = found.within("files"), tables_of(manifest)
+    files, tables = document.within("files"), tables_of(manifest)
     parquet = version <= LAST_PARQUET
     needed = [f"{t}.parquet" for t in tables] if parquet else [COLUMNS]
     more = [f"{LOSSES}.parquet", KEPT] if parquet else [KEPT]
@@ -320,7 +322,7 @@ def _entries(
     entries = {name: _entry(files.within(name), rows=parquet and name != KEPT) for name in files.values}
     if parquet:
         return entries, {n.removesuffix(".parquet"): e.rows for n, e in entries.items() if e.rows is not None}
-    rows = found.within("rows")
+    rows = document.within("rows")
     if not set(tables) <= rows.values.keys() <= {*tables, LOSSES}:
         raise CorruptionError(f"{rows.where} is of {sorted(rows.values)}, expected {', '.join(tables)}.")
     return entries, {name: rows.whole(name, 0, MOST_ROWS) for name in rows.values}

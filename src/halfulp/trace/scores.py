@@ -47,9 +47,13 @@ class Scores:
         """Refuse what a sample of an audit's own tiles cannot tell."""
         scaling = named(self.grid).scaling
         if sample is not None and scaling is not None and scaling.moves:
-            raise UsageError("a sample of tiles cannot tell the scale of a grid that moves with the data.")
+            raise UsageError(
+                "sample= sees some tiles only, but this grid's scale follows whole tensors: leave it out."
+            )
         if sample is not None and self.tile != TILE:
-            raise UsageError(f"a sample is of tiles of {TILE}: score all of them for tiles of {self.tile}.")
+            raise UsageError(
+                f"sample= takes tiles of {TILE} only: leave it out to score tiles of {self.tile}."
+            )
 
     def to_json(self) -> list[Any]:
         """Return what a manifest says; the size of a tile only where it is not 768, once the only one."""

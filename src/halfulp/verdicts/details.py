@@ -52,19 +52,19 @@ NAMED = 3
 """Tensors that are named in a sentence."""
 
 
-def arrival_words(found: Finding) -> str | None:
+def arrival_words(finding: Finding) -> str | None:
     """Say how much of the update arrives; None where that is not known."""
-    if found.gain is None:
+    if finding.gain is None:
         return None
-    along = "" if found.cosine is None else f", cosine {found.cosine:.2f} with what was proposed"
-    return f"{found.gain:.1%} of the update {'arrives' if found.measured else 'would arrive'}{along}"
+    along = "" if finding.cosine is None else f", cosine {finding.cosine:.2f} with what was proposed"
+    return f"{finding.gain:.1%} of the update {'arrives' if finding.measured else 'would arrive'}{along}"
 
 
-def arriving(found: Finding) -> str:
+def arriving(finding: Finding) -> str:
     """Format how much of an update arrives: a share that may pass 1."""
-    if found.gain is None:
+    if finding.gain is None:
         return "-"
-    return percent(found.gain) if 0 <= found.gain <= 1 else f"{found.gain:.0%}"
+    return percent(finding.gain) if 0 <= finding.gain <= 1 else f"{finding.gain:.0%}"
 
 
 def copies_words(trace: Recorded) -> str | None:
@@ -122,12 +122,12 @@ def why_kept(policy: str) -> str:
     return POLICIES.get(policy, Policy).why_kept
 
 
-def lines(trace: Recorded, found: Sequence[Finding], calibration: Calibration | None = None) -> list[str]:
+def lines(trace: Recorded, findings: Sequence[Finding], calibration: Calibration | None = None) -> list[str]:
     """Return everything that is known of a run, grid by grid, one line each.
 
     Args:
         trace: The run, of which something was recorded.
-        found: Its findings.
+        findings: Its findings.
         calibration: An earlier pair of runs, for the losses of rehearsals.
     """
     steps, n = trace.steps, trace.numel("all")
@@ -145,7 +145,7 @@ def lines(trace: Recorded, found: Sequence[Finding], calibration: Calibration | 
         share = trace.manifest["options"]["sample"]
         out.append(f"A fixed sample of {share:.0%} of the tiles: {_error(trace)}.")
     out += costs.lines(trace, calibration)
-    for each in found:
+    for each in findings:
         out += ["", *_grid_lines(trace, each)]
     out += role_lines(trace)
     if is_cast(trace):
@@ -167,7 +167,7 @@ def role_lines(trace: Recorded) -> list[str]:
     """Say what of the states beside the weights was lost, or would be, and what keeps it."""
     counts = {c.role: c for c in counters(trace)}
     out: list[str] = []
-    for role, beside, home, found in role_findings(trace):
+    for role, beside, home, finding in role_findings(trace):
         if role in counts:
             out += ["", counts[role].words]
             continue
@@ -176,22 +176,22 @@ def role_lines(trace: Recorded) -> list[str]:
         head = f"{shown(role)} ({count(len(beside.tensors), 'tensor')}, {dtypes})"
         if beside.manifest["run"].get("role") == GRADIENTS:
             head = f"{head}, {count(len(beside.steps), 'accumulation')}"
-        if found.severity == NOT_FINITE:
+        if finding.severity == NOT_FINITE:
             out += ["", f"{head}: nothing can be said, because {NOT_FINITE}."]
             continue
         if home:
-            cure = "" if found.severity == FINE else "; keep it in float32 (2 more bytes per value)"
-            out += ["", f"{head}: {found.lost:.1%} of its updates in {grid} lost{cure}."]
+            cure = "" if finding.severity == FINE else "; keep it in float32 (2 more bytes per value)"
+            out += ["", f"{head}: {finding.lost:.1%} of its updates in {grid} lost{cure}."]
         else:
-            out += ["", f"{head}: {found.lost:.1%} of its updates would be lost in {grid}."]
-        if arrives := arrival_words(found):
+            out += ["", f"{head}: {finding.lost:.1%} of its updates would be lost in {grid}."]
+        if arrives := arrival_words(finding):
             out.append(f"  {arrives}")
-        if found.never_moved is not None:
-            moved = f"  never moved: {found.never_moved:.1%} of its values"
+        if finding.never_moved is not None:
+            moved = f"  never moved: {finding.never_moved:.1%} of its values"
             out.append(moved if home else f"{moved}, if it were stored so")
         out += [
             f"    {shown(name)}: {lost:.1%} lost" + ("" if np.isnan(still) else f", {still:.0%} never moved")
-            for name, _, lost, still in found.hardly[:3]
+            for name, _, lost, still in finding.hardly[:3]
         ]
     if coded := held.coded_words(trace):
         out += ["", coded]
@@ -210,47 +210,49 @@ def unchanged_words(trace: Recorded) -> list[str]:
     ]
 
 
-def _grid_lines(trace: Recorded, found: Finding) -> list[str]:
+def _grid_lines(trace: Recorded, finding: Finding) -> list[str]:
     """Describe what happened to the weights stored on a grid, or what would happen to all weights."""
-    grid = found.grid
+    grid = finding.grid
     home = moved_on_grid(trace, grid)
     scope: Scope = home or "all"
     cast = is_cast(trace)
     policy = keeping(trace) if home or cast else None
-    if found.severity == NOT_FINITE:
+    if finding.severity == NOT_FINITE:
         return [f"{grid}: nothing can be said, because {NOT_FINITE}."]
     out = []
     if policy is None:
-        kind = "lost" if found.measured else "would be lost"
-        late = f"{found.lost_late:.1%} at the end"
-        out.append(f"{grid}: {found.lost:.1%} of updates {kind} ({late}): {majority_words(found.majority)}.")
-        if arrives := arrival_words(found):
+        kind = "lost" if finding.measured else "would be lost"
+        late = f"{finding.lost_late:.1%} at the end"
+        out.append(
+            f"{grid}: {finding.lost:.1%} of updates {kind} ({late}): {majority_words(finding.majority)}."
+        )
+        if arrives := arrival_words(finding):
             out.append(f"  {arrives}")
-        if found.idle >= IDLE:
-            out.append(f"  {found.idle:.1%} of the proposals were zero, with nothing to lose: not counted")
+        if finding.idle >= IDLE:
+            out.append(f"  {finding.idle:.1%} of the proposals were zero, with nothing to lose: not counted")
         out += _core_lines(trace, grid, trace.ids(scope))
     elif cast:
         left = "left" if home else "would leave"
         out.append(
-            f"{grid}: a cast {left} {found.lost:.1%} of the stored values as they were, at an average step."
+            f"{grid}: a cast {left} {finding.lost:.1%} of the stored values as they were, at an average step."
         )
         out.append("  not a loss: the main parameters keep what is not written")
     else:
-        out.append(f"{grid}, {policy} write-back: {found.lost:.1%} of codes stayed at an average step.")
+        out.append(f"{grid}, {policy} write-back: {finding.lost:.1%} of codes stayed at an average step.")
         out.append(f"  not a loss: {why_kept(policy)}")
-    if found.never_moved is not None:
-        out.append(f"  never moved: {found.never_moved:.1%} of the weights")
+    if finding.never_moved is not None:
+        out.append(f"  never moved: {finding.never_moved:.1%} of the weights")
     if trace.manifest["options"]["decay"] and policy is None:
         out += _decay_lines(trace, grid, scope)
-    if found.hardly and policy is None:
-        out += _hardly_lines(trace, found, bool(home))
+    if finding.hardly and policy is None:
+        out += _hardly_lines(trace, finding, bool(home))
     if home and (rest := sorted({t["id"] for t in trace.tensors} - set(home))):
         share, part = average(trace.frozen(grid, rest)), trace.numel(rest) / trace.numel("all")
         there = NOT_FINITE if share != share else f"{share:.1%} would be lost"
         out.append(
             f"  {len(rest)} tensor(s) with {part:.1%} of the weights are not stored on it; there {there}"
         )
-    if policy is None and found.severity != FINE:
+    if policy is None and finding.severity != FINE:
         offers = "; ".join(f"{name} {size:g}" for name, size in cures(trace, grid))
         out.append(f"  would keep them, in bytes per weight when stored packed: {offers}")
     return out
@@ -266,15 +268,15 @@ def _core_lines(trace: Recorded, grid: str, ids: Sequence[int]) -> list[str]:
     return [f"  {groups} alone: {NOT_FINITE if share != share else f'{share:.1%}'}"]
 
 
-def _hardly_lines(trace: Recorded, found: Finding, home: bool) -> list[str]:
-    out = [f"  {len(found.hardly)} tensor(s) hardly move:"]
-    for name, group, lost, still in found.hardly[:6]:
+def _hardly_lines(trace: Recorded, finding: Finding, home: bool) -> list[str]:
+    out = [f"  {len(finding.hardly)} tensor(s) hardly move:"]
+    for name, group, lost, still in finding.hardly[:6]:
         never = "" if np.isnan(still) else f", {still:.0%} never moved"
         out.append(f"    {shown(name)} ({shown(group)}): {lost:.1%} of its updates lost{never}")
-    if len(found.hardly) > 6:
-        out.append(f"    and {len(found.hardly) - 6} more")
+    if len(finding.hardly) > 6:
+        out.append(f"    and {len(finding.hardly) - 6} more")
     flat = {t["name"] for t in trace.tensors if len(t["shape"]) < 2}
-    if not home and any(name in flat for name, *_ in found.hardly):
+    if not home and any(name in flat for name, *_ in finding.hardly):
         out.append("    (WriteBack leaves tensors of one dimension in full precision, unless told otherwise)")
     return out
 

@@ -89,22 +89,22 @@ class Caller:
     @classmethod
     def of(cls, trace: Recorded) -> Caller:
         """Read it from the manifest of a trace; a plain loop where nothing is said."""
-        told = trace.manifest["run"].get("caller")
-        told = told if isinstance(told, Mapping) else {}
-        framework, names, takes = (told.get(k) for k in ("framework", "names", "takes"))
+        caller = trace.manifest["run"].get("caller")
+        caller = caller if isinstance(caller, Mapping) else {}
+        framework, names, takes = (caller.get(k) for k in ("framework", "names", "takes"))
         known = {*WRAPPED, "transformers", "trl", "torchtitan"}
         kept = {
             str(k): v
             for k, v in (names.items() if isinstance(names, Mapping) else ())
             if isinstance(v, str) and len(v) < 100 and NAME.fullmatch(v)
         }
-        kind = told.get("class")
+        kind = caller.get("class")
         return cls(
             framework=str(framework) if str(framework) in known else "loop",
             trainer_class=kind if isinstance(kind, str) and kind.isidentifier() else "Trainer",
             takes=tuple(t for t in takes if isinstance(t, str)) if isinstance(takes, list) else (),
             names=kept,
-            whole=told.get("whole") is True,
+            whole=caller.get("whole") is True,
         )
 
     def name(self, what: str) -> str:
@@ -184,14 +184,14 @@ def _code(caller: Caller, kind: str, how: str, given: dict[str, Any] | None) -> 
     return (IMPORT, WRAPPED[framework].format(around, optimizer=optimizer)), False
 
 
-def arguments(trace: Recorded, told: Mapping[str, Any]) -> dict[str, Any] | None:
+def arguments(trace: Recorded, entry: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the arguments that all groups of an optimizer share, its rate first.
 
     None if rates, betas or eps differ. Where only the decays differ, they are left out.
     """
-    groups = told.get("groups")
+    groups = entry.get("groups")
     groups = [g for g in groups if isinstance(g, Mapping)] if isinstance(groups, list) else []
-    rate = rate_of(trace, told)
+    rate = rate_of(trace, entry)
     if not groups or rate is None:
         return None
     found: dict[str, Any] = {"lr": rate}
@@ -205,17 +205,17 @@ def arguments(trace: Recorded, told: Mapping[str, Any]) -> dict[str, Any] | None
     return found if len(rates) == 1 else None
 
 
-def rate_of(trace: Recorded, told: Mapping[str, Any]) -> float | None:
+def rate_of(trace: Recorded, entry: Mapping[str, Any]) -> float | None:
     """Return the rate that an optimizer was made with.
 
     It is the one that it has throughout, or the one that its schedule begins from, or its default.
     """
-    groups = told.get("groups")
+    groups = entry.get("groups")
     group = groups[0] if isinstance(groups, list) and groups and isinstance(groups[0], Mapping) else {}
     seen = np.unique(trace.scan("tensors", "lr")["lr"]) if trace.recorded else np.array([])
     seen = seen[np.isfinite(seen)]
     constant = float(seen[0]) if len(seen) == 1 else None
-    defaults = told.get("defaults")
+    defaults = entry.get("defaults")
     default = defaults.get("lr") if isinstance(defaults, Mapping) else None
     for value in (_value(group.get("initial_lr")), constant, _value(default), _value(group.get("lr"))):
         if isinstance(value, float | int):
@@ -268,20 +268,20 @@ def _bytes(
     return held / weights, (stored + wide) / weights, 4 + wide / weights
 
 
-def _part(told: Mapping[str, Any], name: str) -> list[Any]:
-    holds = told.get("holds")
+def _part(entry: Mapping[str, Any], name: str) -> list[Any]:
+    holds = entry.get("holds")
     part = holds.get(name) if isinstance(holds, Mapping) else None
     return list(part.values()) if isinstance(part, Mapping) else []
 
 
-def _held(told: Mapping[str, Any], name: str) -> list[tuple[float, int]]:
-    holds = told.get("holds")
+def _held(entry: Mapping[str, Any], name: str) -> list[tuple[float, int]]:
+    holds = entry.get("holds")
     return list(_sizes(holds.get(name))) if isinstance(holds, Mapping) else []
 
 
-def _sizes(told: object) -> Iterator[tuple[float, int]]:
+def _sizes(sizes: object) -> Iterator[tuple[float, int]]:
     """Yield bytes per value and number of values for each known dtype."""
-    for name, n in told.items() if isinstance(told, Mapping) else ():
+    for name, n in sizes.items() if isinstance(sizes, Mapping) else ():
         dtype = getattr(torch, str(name).rpartition(" in ")[2], None)
         if isinstance(dtype, torch.dtype) and isinstance(n, int):
             yield dtype.itemsize, n

@@ -34,12 +34,14 @@ def coded_words(trace: Recorded) -> str | None:
 def stored_words(trace: Recorded, names: Sequence[str]) -> str:
     """Say what weights are stored in, by ``names``, and the optimizer's states where they are followed."""
     weights = " and ".join(names)
-    told = [o for o in trace.manifest.get("optimizers", ()) if isinstance(o, Mapping)]
-    sizes = [s for o in told for s in _part(_part(o, "holds"), "states").values() if isinstance(s, Mapping)]
+    entries = [o for o in trace.manifest.get("optimizers", ()) if isinstance(o, Mapping)]
+    sizes = [
+        s for o in entries for s in _part(_part(o, "holds"), "states").values() if isinstance(s, Mapping)
+    ]
     states = {shown(str(dtype), 40) for each in sizes for dtype in each}
     if not states:
         return f"weights are {weights}"
-    whose = f"{shown(str(told[0].get('class')), 30)}'s state"
+    whose = f"{shown(str(entries[0].get('class')), 30)}'s state"
     if states == set(names):
         return f"weights and {whose} are {weights}"
     return f"weights are {weights} ({whose} {' and '.join(sorted(states))})"
@@ -52,12 +54,12 @@ def words(trace: Recorded) -> str | None:
 
 def words_of(holds: Iterable[Any]) -> str | None:
     """Return the same of what was found of each."""
-    told = [h for h in holds if isinstance(h, Mapping)]
-    if not told:
+    entries = [h for h in holds if isinstance(h, Mapping)]
+    if not entries:
         return None
-    parts = [_words(name, [_part(t, name) for t in told]) for name in ("parameters", "gradients")]
+    parts = [_words(name, [_part(t, name) for t in entries]) for name in ("parameters", "gradients")]
     states: dict[str, list[Mapping[str, Any]]] = {}
-    for t in told:
+    for t in entries:
         for kind, sizes in _part(t, "states").items():
             if isinstance(sizes, Mapping):
                 states.setdefault(str(kind), []).append(sizes)
@@ -72,8 +74,8 @@ def words_of(holds: Iterable[Any]) -> str | None:
     return f"The optimizer holds: {'; '.join(parts)}."
 
 
-def _part(told: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = told.get(name)
+def _part(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = entry.get(name)
     return found if isinstance(found, Mapping) else {}
 
 

@@ -62,7 +62,7 @@ def average_(
     if len(stored) != len(now):
         raise UsageError(f"there are {len(stored)} averages and {len(now)} weights: give one of each.")
     if any(is_sharded(x) for x in stored):
-        raise UsageError("averages that are shards are not written stochastically: keep them in float32.")
+        raise UsageError("sharded averages cannot be rounded stochastically: keep them in float32.")
     for i, (average, weight) in enumerate(zip(stored, now, strict=True)):
         if average.dtype not in (torch.bfloat16, torch.float16):
             average.lerp_(weight.to(average.dtype), 1 - decay)

@@ -30,7 +30,9 @@ Select = Callable[[str, torch.Tensor], bool] | Iterable[str] | None
 def check_group(group: dict[str, Any]) -> None:
     """Refuse settings of a group, given or loaded, that no policy supports."""
     if group.get("differentiable"):
-        raise UsageError("differentiable=True is not supported: a write-back has no gradient.")
+        raise UsageError(
+            "differentiable=True is not supported, because rounding has no gradient: leave it out."
+        )
 
 
 @dataclass(kw_only=True)
@@ -52,7 +54,7 @@ class Chooser:
         named = isinstance(self.select, Iterable) and not isinstance(self.select, str)
         if self.select is not None and not named and not callable(self.select):
             raise UsageError(
-                f"params= takes names in a list, or a function of name and p, not {self.select!r}."
+                f"params= takes a list of names, or a function of name and parameter, not {self.select!r}."
             )
         if named and not callable(self.select):
             self.select = list(self.select or ())
@@ -140,11 +142,14 @@ class Chooser:
         if isinstance(self.select, list):
             missing = sorted(set(self.select) - {*self.names(self.optimizer.param_groups).values()})
             if missing:
-                raise UsageError(f"params names {missing}, which the optimizer does not have.")
+                raise UsageError(
+                    f"params= names {missing}, which the optimizer does not have. Names are those of model=, "
+                    "or those that the optimizer was given (model.named_parameters())."
+                )
         if not planned and not self.plan(self.optimizer.param_groups, wanted=self._later):
             raise UsageError(
-                "no parameter to write back: none that can be trained has two or more dimensions, or the "
-                "grid as its own type, or is chosen by params=. Choose with params=lambda name, p: ..."
+                "no parameter to write back: none that can be trained has two or more dimensions, has the "
+                "grid as its dtype, or is chosen by params=. Choose with params=lambda name, p: ..."
             )
 
     def _slot(
@@ -171,7 +176,9 @@ class Chooser:
             if is_sharded(p):
                 chosen = chosen.on_shard(shard_offset(p), p.numel())
             if resolved.bits > 16 and storage == "packed":
-                raise UsageError(f"grid {g.name} has {resolved.bits} bits: nothing to pack.")
+                raise UsageError(
+                    f"grid {g.name} has {resolved.bits} bits, so nothing can be packed: leave storage= out."
+                )
         except HalfulpError as error:
             raise type(error)(f"parameter {name!r}: {error}") from None
         return Slot(name, p, g if storage == "container" else resolved, chosen, place, storage=storage)

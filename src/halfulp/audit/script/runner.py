@@ -101,7 +101,9 @@ def _module(name: str, own: OwnEvaluation | None) -> tuple[CodeType, dict[str, A
     loader = None if spec is None else spec.loader
     code = getattr(loader, "get_code", lambda _: None)(name)
     if spec is None or code is None:
-        raise UsageError(f"no module named {name} to run: it is looked for as by `python -m`.")
+        raise UsageError(
+            f"no module named {name} to run: neither in this folder nor installed, where `python -m` looks."
+        )
     if own is not None:
         source = getattr(loader, "get_source", lambda _: None)(name)
         if source is None:

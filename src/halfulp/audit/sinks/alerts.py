@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from halfulp.deprecation import warn
 from halfulp.errors import UsageError
 from halfulp.text import shown, tell
 
@@ -38,7 +39,7 @@ class Alert:
     ...     for _ in range(3):
     ...         _ = model(torch.ones(1, 8)).sum().backward()
     ...         optimizer.step()
-    >>> len(alert.told)
+    >>> len(alert.messages)
     2
     """
 
@@ -46,7 +47,7 @@ class Alert:
     steps: int = 20
     stop: bool = False
     grid: str | None = None
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     """The messages issued so far, in order."""
     _running: dict[tuple[str, str], int] = field(default_factory=dict, repr=False)
     _seen: dict[str, int] = field(default_factory=dict, repr=False)
@@ -55,9 +56,15 @@ class Alert:
     def __post_init__(self) -> None:
         if not 0 <= self.above < 1 or self.steps < 1:
             raise UsageError(
-                f"an alert is for more than a share below 1, for at least one step; not {self.above} and "
+                f"an alert takes above= from 0 to below 1 and steps= of at least 1, not {self.above} and "
                 f"{self.steps}."
             )
+
+    @property
+    def told(self) -> list[str]:
+        """The former name of :attr:`messages`."""
+        warn("Alert.told", "Alert.messages")
+        return self.messages
 
     def __call__(self, summary: Mapping[str, Any]) -> None:
         """Look at the summary of a step."""
@@ -67,7 +74,7 @@ class Alert:
                 self._seen[role] = beside["step"]
                 named = {f"{role} of {name}": shares for name, shares in beside["tensors"].items()}
                 new += self._look(summary, named, beside["measured"])
-        self.told += new
+        self.messages += new
         for line in new:
             tell(f"halfulp: ALERT: {line}")
         if new and self.stop:

@@ -115,7 +115,7 @@ class CastAudit:
         self.pairs = paired(main, stored)
         dtypes = {_dtype(q) for _, q in self.pairs.values()}
         if grids is None and stored_on is None and len(dtypes) > 1:
-            raise UsageError(f"stored tensors are of {', '.join(sorted(dtypes))}: say grids=.")
+            raise UsageError(f"stored tensors are of {', '.join(sorted(dtypes))}: pass grids=.")
         usual = stored_on if stored_on is not None else SHORT.get(min(dtypes), min(dtypes))
         self.pipeline = Pipeline(
             arguments.grids_of(usual if grids is None else grids),
@@ -180,7 +180,7 @@ class CastAudit:
             UsageError: If the audit has already run.
         """
         if self._hooks.attached:
-            raise UsageError("an audit runs once: make another one.")
+            raise UsageError("an audit can be started only once: make a new one.")
         if self.pipeline.open({"rehearse": None}):
             self.pipeline.check_gap()
         self._hooks.attach(None)

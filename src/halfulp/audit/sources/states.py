@@ -32,7 +32,9 @@ def checked(also: Mapping[str, Copies]) -> dict[str, Copies]:
     """Return the copies by name, if they can be followed."""
     for name, held in also.items():
         if name == GRADIENTS:
-            raise UsageError(f"also= cannot call a copy {name!r}: gradients that accumulate are called so.")
+            raise UsageError(
+                f"also= cannot name a copy {name!r}, the name of accumulated gradients: choose another."
+            )
         if _NAME.fullmatch(str(name)) is None:
             raise UsageError(f"also= names copies by short words, such as 'ema', not {name!r}.")
         if not isinstance(held, torch.nn.Module | Mapping | Iterable):

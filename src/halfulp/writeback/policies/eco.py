@@ -70,7 +70,7 @@ class ECO(Policy):
         if self.decay_exact and not decouples(optimizer, group):
             raise UsageError(
                 "eco's decay_exact is for decoupled weight decay, which "
-                f"{type(optimizer).__name__} has not: use AdamW."
+                f"{type(optimizer).__name__} does not have: use AdamW."
             )
 
     def after(self, step: Step) -> Written:
@@ -88,7 +88,8 @@ def check_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         if float(group["betas"][0]) <= 0:
             raise UsageError(
-                f"eco feeds errors back through {kind}'s first moment, which betas[0] = 0 removes."
+                f"eco feeds errors back through {kind}'s first moment, which betas[0] = 0 removes: use "
+                "kahan, master or sr."
             )
         return
     if isinstance(optimizer, torch.optim.SGD):

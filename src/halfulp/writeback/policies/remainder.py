@@ -43,8 +43,8 @@ class Remainder(Policy):
         """Refuse parameters that are not stored as bfloat16."""
         if storage != "native" or dtype != torch.bfloat16:
             raise UsageError(
-                f"policy {self.name!r} keeps what a bfloat16 weight lacks to its master; this parameter is "
-                f"{dtype}, storage={storage!r}: use 'master', or bfloat16 parameters."
+                f"policy {self.name!r} keeps the difference between a bfloat16 weight and its master; this "
+                f"parameter is {dtype}, storage={storage!r}: use 'master', or bfloat16 parameters."
             )
 
     def start(self, raw: torch.Tensor, projected: torch.Tensor, name: str) -> State:

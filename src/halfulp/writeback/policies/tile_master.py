@@ -58,15 +58,13 @@ class TileMaster(Policy):
         mask: Any = self.mask
         if hasattr(mask, "tiles") and hasattr(mask, "tile"):  # one of halfulp.allocation.masks
             if self.tile not in (TILE, mask.tile):
-                raise UsageError(
-                    f"the mask has tiles of {mask.tile} coordinates, not of {self.tile} (tile=)."
-                )
+                raise UsageError(f"the mask has tiles of {mask.tile} weights, not of {self.tile} (tile=).")
             object.__setattr__(self, "mask", mask.tiles)
             object.__setattr__(self, "tile", mask.tile)
         elif not isinstance(mask, Mapping):
             raise UsageError(
-                "TileMaster takes a mask (halfulp.allocate, Mask.load), or a dictionary of booleans a tile "
-                f"by tensor name, not {type(mask).__name__}."
+                "TileMaster takes a mask (halfulp.allocate, Mask.load), or by tensor name one boolean per "
+                f"tile, not {type(mask).__name__}."
             )
         kernels.checked_tile(self.tile)
 
@@ -94,7 +92,7 @@ class TileMaster(Policy):
         if mask.dtype != torch.bool or mask.numel() != expected:
             raise UsageError(
                 f"the mask of {name!r} must be {expected} booleans (tiles of {self.tile} for {numel} "
-                f"coordinates), but it is {mask.numel()} of {mask.dtype}: it was made for another model, "
+                f"weights), but it is {mask.numel()} of {mask.dtype}: it was made for another model, "
                 "or for tiles of another size (tile=)."
             )
         return mask.reshape(-1).nonzero().reshape(-1)

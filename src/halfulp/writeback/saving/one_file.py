@@ -39,11 +39,11 @@ def save(wb: WriteBack, path: str | Path) -> None:
     >>> load(opt, path)
     """
     if any(is_sharded(slot.p) for slot in wb.slots):
-        raise UsageError("one file does not hold a sharded state: use torch.distributed.checkpoint.")
+        raise UsageError("a sharded state cannot be saved to one file: use torch.distributed.checkpoint.")
     saved = gathered(wb)
     more = sorted(set(saved) - {"state", "param_groups"})
     if more:
-        raise UsageError(f"one file does not hold {more} of this optimizer's state: use torch.save.")
+        raise UsageError(f"a safetensors file cannot hold {more} of this optimizer's state: use torch.save.")
     held, plain = {}, {}
     for k, entry in saved["state"].items():
         for name, value in entry.items():
@@ -79,7 +79,9 @@ def load(wb: WriteBack, path: str | Path) -> None:
     """
     held, metadata = tensors.read(Path(path), follow=True)
     if KEY not in metadata:
-        raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.")
+        raise CorruptionError(
+            f"{path} is a safetensors file, but not a state that halfulp.writeback.save wrote."
+        )
     meta = _parsed_file(metadata[KEY], path)
     version = meta.get("format", 1)
     if not whole(version) or version not in READ:
@@ -102,7 +104,9 @@ def load(wb: WriteBack, path: str | Path) -> None:
             for g, mine in zip(meta["param_groups"], own, strict=False)
         ]
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.") from None
+        raise CorruptionError(
+            f"{path} is a safetensors file, but not a state that halfulp.writeback.save wrote."
+        ) from None
     wb._load({"state": state, "param_groups": groups})
 
 
@@ -112,7 +116,9 @@ def _parsed_file(text: str, path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         meta = None
     if not isinstance(meta, dict):
-        raise CorruptionError(f"{path} is a safetensors file, but not a write-back state.")
+        raise CorruptionError(
+            f"{path} is a safetensors file, but not a state that halfulp.writeback.save wrote."
+        )
     return meta
 
 

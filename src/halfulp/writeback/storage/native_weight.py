@@ -190,7 +190,9 @@ def _embedding(
     sparse: bool = False,
 ) -> torch.Tensor:
     if max_norm is not None or sparse:
-        raise UsageError("an embedding of native weights has no max_norm and no sparse gradient.")
+        raise UsageError(
+            "an embedding with native weights takes no max_norm and no sparse gradients: leave them out."
+        )
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     found: torch.Tensor = gemm.EmbeddedRows.apply(  # type: ignore[no-untyped-call]  # torch's
