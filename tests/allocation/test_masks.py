@@ -288,7 +288,7 @@ def test_tiles_that_do_not_go_together(tmp_path: Path) -> None:
             hu.Audit(None, ["e5m2"], scores=wrong)
     model = torch.nn.Linear(64, 64)
     policy = hu.TileMaster({"weight": torch.ones(6, dtype=torch.bool)}, tile=96)
-    with pytest.raises(UsageError, match=r"tiles of 96 for 4096 coordinates.*tiles of another size"):
+    with pytest.raises(UsageError, match=r"tiles of 96 for 4096 weights.*tiles of another size"):
         hu.WriteBack(torch.optim.SGD(model.parameters()), "e5m2", policy, model=model)
 
 
