@@ -271,7 +271,7 @@ def test_a_budget_below_one_tile(trace: hu.Trace, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="smallest take 768 bytes"):  # 4,800 = 6 * 768 + 192 coordinates
         hu.allocate(trace, 100)
     small = scored(tmp_path / "small", 96)
-    with pytest.raises(UsageError, match=r"a budget of 0\.001 is 44 bytes.*256 bytes.*96 coordinates"):
+    with pytest.raises(UsageError, match=r"a budget of 0\.001 is 44 bytes.*256 bytes.*96 weights"):
         hu.allocate(small, 0.001)
     assert hu.allocate(small, 256).payload_bytes == 256
 
