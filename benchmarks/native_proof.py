@@ -39,6 +39,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from kernels import environment
 
 import halfulp as hu
 from halfulp import kernels
@@ -56,6 +57,7 @@ MOVING = ("mxfp8_e4m3", "int4/g32", "int8/row", "nvfp4", "int3/dqt", "int4/absme
 RULES = (onepass.ADAMW, onepass.ADAM, onepass.SGD, onepass.NESTEROV, onepass.LION)
 Parts = list[torch.Tensor]
 Rows = dict[str, dict[str, Any]]
+MACHINE = ("cpu", "vectors", "cores", "system", "python", "torch", "numpy")
 
 # ---- random inputs -------------------------------------------------------------------------------------
 
@@ -262,17 +264,21 @@ def passed(env: dict[str, str], tests: list[str]) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+def short(compiler: str) -> str:
+    """Name a compiler as in a table."""
+    return "sanitizers" if compiler == SANITIZED else "zig" if "ziglang" in compiler else compiler
+
+
 def compilers(names: list[str], targets: list[str], tests: list[str], **more: str) -> Rows:
     """Run tests with the library of every compiler, at every target."""
     rows: Rows = {}
     for name in names:
-        told = "sanitizers" if name == SANITIZED else name
         with tempfile.TemporaryDirectory() as folder:
             env = built(Path(folder), name)
             for target in targets:
                 said = passed({**env, **more, "HALFULP_NATIVE": target}, tests)
-                rows[f"{told}, {target}"] = {"tests": " ".join(tests), "outcome": said}
-                print(told, target, said, flush=True)
+                rows[f"{short(name)}, {target}"] = {"tests": " ".join(tests), "outcome": said}
+                print(short(name), target, said, flush=True)
     return rows
 
 
@@ -341,7 +347,7 @@ def speeds(names: list[str], targets: list[str]) -> Rows:
                     [sys.executable, "-c", SPEED], env={**env, "HALFULP_NATIVE": target}, check=True,
                     capture_output=True, text=True,
                 )  # fmt: skip
-                rows[f"{name.split()[-1]}, {target}"] = json.loads(done.stdout.splitlines()[-1])
+                rows[f"{short(name)}, {target}"] = json.loads(done.stdout.splitlines()[-1])
     return rows
 
 
@@ -359,14 +365,15 @@ def table(kind: str, rows: Rows) -> str:
 def record(path: Path, kind: str, rows: Rows) -> None:
     """Put rows into a file, in place of those of their names, and write the tables beside it."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    sources, day = (
-        build.library_name().split("-")[1][:8],
-        datetime.datetime.now(datetime.UTC).date().isoformat(),
+    sources = build.library_name().split("-")[1][:8]
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    found.setdefault(kind, {}).update(
+        {name: {**row, "sources": sources, "date": day} for name, row in rows.items()}
     )
-    for name, row in rows.items():
-        found.setdefault(kind, {})[name] = {**row, "sources": sources, "date": day}
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    path.with_suffix(".md").write_text("\n".join(table(kind, found[kind]) for kind in sorted(found)))
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    machine = "; ".join(f"{k}: {v}" for k, v in environment().items() if k in MACHINE)
+    tables = [table(kind, found[kind]) for kind in sorted(found)]
+    path.with_suffix(".md").write_text("\n".join([*tables, machine + ".\n"]))
 
 
 def main() -> None:
