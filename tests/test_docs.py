@@ -16,6 +16,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import halfulp as hu
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EXTRA = re.compile(r"pip install -c constraints\.txt '\.\[([a-z,]+)\]'")
 OPTIONAL = {"lightning", "ray", "transformers"}
 
 
@@ -270,3 +272,12 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# A b: c\n[x](#a-b-c) [x](#d) [x](sub/page.html) [x](gone.md)")
     assert links["broken_in_sources"](tmp_path) == ["README.md: #d", "README.md: gone.md"]
     assert links["broken_in_sources"](ROOT) == []
+
+
+def test_pages_install_from_a_clone_what_there_is() -> None:
+    """The name on a package index may be another's; the extras that pages name are those of the package."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {m[1] for page in PAGES for m in EXTRA.finditer(page.read_text())}
+    assert {"huggingface", "lightning", "ray"} <= named <= set(extras)
+    pages = [page for page in PAGES if page.stem not in RECORDS]
+    assert [page.name for page in pages if re.search(r"`pip install halfulp\[", page.read_text())] == []

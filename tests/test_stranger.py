@@ -7,23 +7,19 @@ As the pages write it, by the pages' own blocks. Needs minutes, and a package in
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 from environments import ROOT, empty, said, wheel
-from test_docs import BLOCK
+from test_docs import BLOCK, EXTRA
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(3600)]
 
 PAGES = [ROOT / "docs" / "start.md", *sorted((ROOT / "docs" / "how").glob("*.md"))]
 
 
-EXTRA = re.compile(r"pip install '?halfulp\[([a-z,]+)\]")
-
-
 def extras_of(page: Path) -> list[str]:
-    """What the page says to install beside the wheel: ``pip install halfulp[...]``."""
+    """What the page says to install beside the wheel: ``pip install -c constraints.txt '.[...]'``."""
     return [m[1] for m in EXTRA.finditer(page.read_text())]
 
 
