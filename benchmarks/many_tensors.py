@@ -50,7 +50,7 @@ MANY: dict[str, tuple[Make, str]] = {
     ADAMW: (plain(torch.optim.AdamW, fused=True), ADAMW),
     "torch AdamW, foreach": (plain(torch.optim.AdamW, foreach=True), ADAMW),
     "WriteBack(AdamW, fused)": (back(torch.optim.AdamW, fused=True), ADAMW),
-    "WriteBack(AdamW), two passes": (back(torch.optim.AdamW), ADAMW),
+    "WriteBack(AdamW)": (back(torch.optim.AdamW), ADAMW),
     "hu.AdamW": (lambda m: hu.AdamW(m.parameters(), lr=RATE, model=m), ADAMW),
 }
 """Contestants, and beside whom each is set."""

@@ -189,7 +189,7 @@ def _patterns(x: torch.Tensor) -> Any:
 
 def _two_passes(device: torch.device) -> Iterator[Line]:
     """Five steps around torch's fused AdamW, in one pass and in two."""
-    if device.type != "cpu" or onepass.torchs_end(onepass.ADAMW) is None:
+    if device.type != "cpu" or onepass.torchs_end(onepass.ADAMW, fused=True) is None:
         return
     for policy, grid in POLICIES.items():
         found = []

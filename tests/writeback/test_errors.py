@@ -177,7 +177,8 @@ def test_copying_one(call: Callable[[Any], Any]) -> None:
 def test_a_policy_that_fails(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are called when every policy has been: weights that were to be written are as they were."""
     model = Tied()
-    opt = written_back(model, GRID, "master", storage=storage, options=WriteBackOptions(materialise="all"))
+    options = WriteBackOptions(materialise="all", one_pass=False)
+    opt = written_back(model, GRID, "master", storage=storage, options=options)
     train(model, opt, 2)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     write = Step.write
@@ -206,7 +207,7 @@ def test_an_interrupt_after_all_tensors_are_written(
     runs = []
     for interrupts in (False, True):
         model = Tied().to(dtype)
-        opt = written_back(model, GRID, policy)
+        opt = written_back(model, GRID, policy, options=WriteBackOptions(one_pass=False))
         train(model, opt, 2)
         noting = StepEvents.__init__
         calls: list[int] = []
@@ -240,7 +241,7 @@ def test_an_interrupt_after_all_tensors_are_written(
 def test_an_interrupt_between_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while tensors are written: the others are written too, so that all weights are on the grid."""
     model = Tied()
-    opt = written_back(model, GRID, "master")
+    opt = written_back(model, GRID, "master", options=WriteBackOptions(one_pass=False))
     train(model, opt, 2)
     finish, calls = Step.finish, []
 

@@ -15,7 +15,7 @@ import torch
 
 import halfulp as hu
 from halfulp import kernels
-from halfulp.kernels import onepass, onepass_reference, reference
+from halfulp.kernels import native, onepass, onepass_reference, reference
 from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC
 from halfulp.numbers.streams import Stream
@@ -52,6 +52,8 @@ class Case:
         self.m, self.v = np.zeros(self.n, kind), np.zeros(self.n, kind)
         if options.get("rule", onepass.ADAMW) >= onepass.SGD:
             self.v = None
+        if options.get("rule") == onepass.PLAIN:
+            self.m = None
         self.kept = None
         if keeps == onepass.MASTER:
             self.kept = self.q.copy()
@@ -88,14 +90,16 @@ class Case:
         betas = (self.options.get("beta", 0.9), 0.999)
         s = onepass.Settings(
             lr=6e-4, betas=betas, weight_decay=0.1, rule=self.options.get("rule", onepass.ADAMW), t=t,
-            dampening=self.options.get("dampening", 0.0),
+            dampening=self.options.get("dampening", 0.0), torchs_root=self.options.get("torchs_root", False),
         )  # fmt: skip
         bits = self.options.get("bits", 16)
         stream = Stream(seed=3, name="w", step=t, offset=self.offset, bits=bits)
         drawing = None
-        if self.m.dtype == np.uint16:
+        if self.m is not None and self.m.dtype == np.uint16:
             drawing = Stream(seed=3, name="moments", step=t, offset=self.offset, bits=16)
-        plain = self.n - self.n % 8
+        plain = (
+            self.n if s.torchs_root else self.n - self.n % 8
+        )  # of torch's own, only fused steps have an end
         policy = onepass.Policy(self.mode, self.keeps, self.kept, stream, drawing)
         self.q, self.m, self.v, found = onepass_reference.step(
             self.q, g.float().numpy(), self.m, self.v, self.grid, s, policy, plain=plain, moved=self.moved
@@ -111,7 +115,7 @@ class Case:
             values = unpack_bits(values, self.grid.bits, self.n)
         values = kernels.decode(values, self.grid) if values.dtype == torch.uint8 else values.float()
         for name, a, b in (
-            ("weights", self.q, values.numpy()), ("first", self.m, flat(f["m"])),
+            ("weights", self.q, values.numpy()), ("first", self.m, None if f["m"] is None else flat(f["m"])),
             ("second", self.v, None if f["v"] is None else flat(f["v"])),
             ("kept", self.kept, None if f["kept"] is None else flat(f["kept"])),
             ("moved", self.moved, f["moved"].numpy()), ("counts", found["counts"], counts.numpy()),
@@ -151,6 +155,20 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     "SGD, eco on e4m3": (("e4m3@128", "float32", NEAREST, onepass.ERROR), {"rule": onepass.SGD}),
     "Nesterov, kahan": (("bf16", "float32", NEAREST, onepass.CARRY), {"rule": onepass.NESTEROV}),
+    "SGD without momentum, a shard": (
+        ("bf16", "bfloat16", STOCHASTIC), {"rule": onepass.PLAIN, "narrow": True, "offset": 37, "beta": 0.0},
+    ),
+    "SGD without momentum, packed": (
+        ("int3@32", "packed", NEAREST), {"rule": onepass.PLAIN, "beta": 0.0},
+    ),
+    "torch's root": (("bf16", "float32", STOCHASTIC), {"torchs_root": True, "bits": 32}),
+    "torch's root, Adam, kahan": (
+        ("bf16", "bfloat16", NEAREST, onepass.CARRY),
+        {"torchs_root": True, "rule": onepass.ADAM, "kept": np.uint16, "narrow": True, "beta": 0.3},
+    ),
+    "torch's root, remainder8": (
+        ("bf16", "bfloat16", STOCHASTIC, onepass.REMAINDER), {"torchs_root": True, "kept": np.int8},
+    ),
     "Lion, sr, bf16 moment": (
         ("bf16", "bfloat16", STOCHASTIC), {"rule": onepass.LION, "moments": np.uint16, "narrow": True},
     ),
@@ -170,21 +188,34 @@ def test_the_kernel_equals_the_reference(name: str) -> None:
             case.step(t, evil)
 
 
+STEPS: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "plain": {}, "foreach": {"foreach": True}}
+"""Torch's own steps of one optimizer."""
+
+
+@pytest.mark.parametrize("how", STEPS)
 @pytest.mark.parametrize("adam", [False, True])
 @pytest.mark.parametrize("size", [5, 31, 1000, 999])
-def test_the_reference_equals_torchs_fused_step(size: int, adam: bool) -> None:
+def test_the_reference_equals_torchs_adam(size: int, adam: bool, how: str) -> None:
     """Ends of tensors included, over steps; on a torch whose arithmetic is known."""
-    width = onepass.torchs_end(onepass.ADAM if adam else onepass.ADAMW)
+    fused = how == "fused"
+    width = onepass.torchs_end(onepass.ADAM if adam else onepass.ADAMW, fused=fused)
     if width is None:
         pytest.skip("this torch has another arithmetic; write-backs are made in two passes")
     made = torch.Generator().manual_seed(size)
     p = torch.nn.Parameter(torch.randn(size, generator=made) * 0.02)
-    optimizer = (torch.optim.Adam if adam else torch.optim.AdamW)([p], lr=6e-4, weight_decay=0.1, fused=True)
+    kind = torch.optim.Adam if adam else torch.optim.AdamW
+    optimizer = kind([p], lr=6e-4, weight_decay=0.1, **STEPS[how])
     w, m, v = p.detach().numpy().copy(), np.zeros(size, real), np.zeros(size, real)
     for t in range(1, 12):
         p.grad = torch.randn(size, generator=made) * 1e-3
         optimizer.step()
-        s = onepass.Settings(lr=6e-4, weight_decay=0.1, rule=onepass.ADAM if adam else onepass.ADAMW, t=t)
+        s = onepass.Settings(
+            lr=6e-4,
+            weight_decay=0.1,
+            rule=onepass.ADAM if adam else onepass.ADAMW,
+            t=t,
+            torchs_root=not fused,
+        )
         w, m, v = onepass_reference.moments(w, p.grad.numpy(), m, v, s, size - size % width)
         w = onepass_reference.proposed(w, m, v, s)
         state = optimizer.state[p]
@@ -192,32 +223,43 @@ def test_the_reference_equals_torchs_fused_step(size: int, adam: bool) -> None:
             np.testing.assert_array_equal(mine.view(np.int32), theirs.numpy().view(np.int32))
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize("rule", [onepass.SGD, onepass.NESTEROV, onepass.PLAIN])
 @pytest.mark.parametrize(("size", "decay", "dampening"), [(5, 0.1, 0.0), (1000, 0.0, 0.3), (999, 0.1, 0.3)])
-def test_the_reference_equals_torchs_fused_sgd(
-    size: int, decay: float, dampening: float, nesterov: bool
+def test_the_reference_equals_torchs_sgd(
+    size: int, decay: float, dampening: float, rule: int, how: str
 ) -> None:
     """From the first step on, ends of tensors and zeros of either sign included."""
-    rule = onepass.NESTEROV if nesterov else onepass.SGD
-    width = onepass.torchs_end(rule)
+    nesterov, momentum = rule == onepass.NESTEROV, 0.0 if rule == onepass.PLAIN else 0.9
+    width = onepass.torchs_end(rule, fused=how == "fused")
     if width is None:
         pytest.skip("this torch has another arithmetic; write-backs are made in two passes")
     dampening = 0.0 if nesterov else dampening  # torch has not both
     made = torch.Generator().manual_seed(size)
     p = torch.nn.Parameter(torch.randn(size, generator=made) * 0.02)
     optimizer = torch.optim.SGD(
-        [p], lr=1e-2, momentum=0.9, dampening=dampening, weight_decay=decay, nesterov=nesterov, fused=True
+        [p],
+        lr=1e-2,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=decay,
+        nesterov=nesterov,
+        **STEPS[how],
     )
     w, m = p.detach().numpy().copy(), np.zeros(size, real)
     for t in range(1, 12):
         p.grad = torch.randn(size, generator=made) * 1e-2
         p.grad[:3] = torch.tensor([-0.0, 0.0, -0.0])
+        grad = p.grad.numpy().copy()  # foreach Nesterov writes over it
         optimizer.step()
         s = onepass.Settings(
-            lr=1e-2, betas=(0.9, 0.0), weight_decay=decay, rule=rule, t=t, dampening=dampening
+            lr=1e-2, betas=(momentum, 0.0), weight_decay=decay, rule=rule, t=t, dampening=dampening
         )
-        w, m = onepass_reference.one_moment(w, p.grad.numpy(), m, s, size - size % width)
-        for mine, theirs in ((w, p.detach()), (m, optimizer.state[p]["momentum_buffer"])):
+        w, m = onepass_reference.one_moment(w, grad, m, s, size - size % width)
+        for mine, theirs in (
+            (w, p.detach()),
+            (m, optimizer.state[p].get("momentum_buffer", torch.zeros(size))),
+        ):
             np.testing.assert_array_equal(mine.view(np.int32), theirs.numpy().view(np.int32))
 
 
@@ -296,13 +338,41 @@ def test_one_pass_equals_two(name: str) -> None:
 
 
 def sgd(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1, fused=True, **options)
+    given = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "fused": True, **options}
+    return torch.optim.SGD(model.parameters(), **given)
+
+
+def plain(model: torch.nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+    return kind(model.parameters(), lr=1e-3, weight_decay=0.1, **options)
 
 
 OTHER_RULES: dict[str, tuple[Any, ...]] = {
     "SGD, sr": (sgd, "sr", "bf16", None, torch.bfloat16),
     "SGD, eco": (sgd, "eco", "e4m3@128", None, torch.float32),
     "Nesterov, kahan": (lambda m: sgd(m, nesterov=True), "kahan", "bf16", None, torch.float32),
+    "SGD, not fused": (lambda m: sgd(m, fused=False), "sr", "bf16", None, torch.bfloat16),
+    "SGD, not fused, eco": (lambda m: sgd(m, fused=False), "eco", "e4m3@128", None, torch.float32),
+    "SGD, foreach": (lambda m: sgd(m, fused=False, foreach=True), "kahan", "bf16", None, torch.float32),
+    "SGD without momentum": (lambda m: sgd(m, momentum=0), "sr", "bf16", None, torch.bfloat16),
+    "SGD without momentum, not fused": (
+        lambda m: sgd(m, momentum=0, fused=False),
+        "remainder8",
+        "bf16",
+        None,
+        torch.bfloat16,
+    ),
+    "SGD without momentum, packed": (
+        lambda m: sgd(m, momentum=0, fused=False),
+        "sr",
+        "e2m1@32",
+        "packed",
+        torch.float32,
+    ),
+    "AdamW, not fused": (plain, "sr", "bf16", None, torch.float32),
+    "AdamW, not fused, native": (plain, "remainder16", "bf16", None, torch.bfloat16),
+    "AdamW, not fused, packed": (plain, "sr", "e4m3@128", "packed", torch.float32),
+    "AdamW, foreach": (lambda m: plain(m, foreach=True), "kahan", "bf16", None, torch.bfloat16),
+    "Adam, not fused": (lambda m: plain(m, torch.optim.Adam), "master", "bf16", None, torch.float32),
     "Lion, sr": (lambda m: PlainLion(m.parameters(), weight_decay=0.1), "sr", "bf16", None, torch.bfloat16),
     "Lion, master": (lambda m: PlainLion(m.parameters()), "master", "bf16", None, torch.float32),
 }
@@ -331,6 +401,9 @@ BLOCKS: dict[str, tuple[Any, str, str, str | None]] = {
     "eco, packed": (adam, "eco", "int4/g16", "packed"),
     "kahan": (adam, "kahan", "mxfp4", None),
     "master, packed": (adam, "master", "mxfp8_e5m2", "packed"),
+    "AdamW, not fused, eco": (plain, "eco", "int8/row", None),
+    "SGD, not fused": (lambda m: sgd(m, fused=False), "sr", "mxfp4", "packed"),
+    "SGD without momentum": (lambda m: sgd(m, momentum=0), "sr", "int8/row", None),
     "a scale a row": (adam, "rne", "int8/row", None),
     "a fixed scale, not a power of two": (adam, "sr", "int4@50", "packed"),
     "SGD, eco": (sgd, "eco", "mxfp4", None),
@@ -401,16 +474,19 @@ def test_what_cannot_be_one_pass_says_why(caplog: pytest.LogCaptureFixture) -> N
     class Mine(torch.optim.AdamW):
         pass
 
-    def reason(made: Any, grid: str = "bf16", **options: Any) -> str | None:
+    def reason(
+        made: Any, grid: str = "bf16", policy: str = "rne", group: Any = None, **options: Any
+    ) -> str | None:
         model = model_of(torch.float32)
-        opt = hu.WriteBack(made(model.parameters(), lr=1e-3, **options), grid, "rne", model=model)
+        params = [{"params": list(model.parameters()), **(group or {})}]
+        opt = hu.WriteBack(made(params, lr=1e-3, **options), grid, policy, model=model)
         give_gradients(model, 0)
         return next((r.reason for r in opt.routes.values() if not r.one_pass), None)
 
     assert "not torch's" in str(reason(Mine, fused=True))
     assert "not torch's" in str(reason(torch.optim.Adagrad))
-    assert "momentum" in str(reason(torch.optim.SGD, fused=True))
-    assert "fused=True" in str(reason(torch.optim.AdamW))
+    assert "arithmetic of fused=True" in str(reason(torch.optim.AdamW, policy="eco"))
+    assert "foreach=True" in str(reason(torch.optim.SGD, group={"fused": True, "foreach": True}))
     assert "amsgrad" in str(reason(torch.optim.AdamW, fused=True, amsgrad=True))
     assert "maximize" in str(reason(torch.optim.AdamW, fused=True, maximize=True))
     for grid in ("int4", "nvfp4"):
@@ -739,3 +815,54 @@ def test_options_of_a_write_back() -> None:
 def test_moments_take_any_spelling_of_their_type(moments: Any) -> None:
     opt = hu.AdamW([torch.nn.Parameter(torch.ones(4, 4).bfloat16())], moments=moments)
     assert opt.moments == hu.AdamW([torch.nn.Parameter(torch.ones(4, 4).bfloat16())], moments="bf16").moments
+
+
+GIVEN: dict[str, Any] = {
+    "transposed": lambda g: g.t().contiguous().t(),
+    "every second": lambda g: g.repeat_interleave(2, dim=1)[:, ::2],
+    "one for all": lambda g: g[:1, :1].expand(g.shape),
+    "subnormal and huge": lambda g: g * 2.0 ** torch.linspace(-149, 124, g.numel()).view(g.shape),
+    "bfloat16": lambda g: g.bfloat16().float(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "SGD without momentum"])
+def test_steps_that_are_not_fused_are_torchs_own(kind: str, given: str) -> None:
+    """Masters and moments, however gradients lie in memory, and large enough for several threads."""
+    name, *rest = kind.split(maxsplit=1)
+    options = {"momentum": 0.0 if rest else 0.9} if name == "SGD" else {}
+    runs = []
+    for one_pass in (True, False):
+        made = torch.Generator().manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(301, 257, generator=made))
+        inner = getattr(torch.optim, name)([("p", p)], lr=1e-2, weight_decay=0.1, **options)
+        opt = hu.WriteBack(inner, "bf16", "master", options=WriteBackOptions(one_pass=one_pass))
+        for _ in range(3):
+            p.grad = GIVEN[given](torch.randn(p.shape, generator=made))
+            opt.step()
+        assert (opt.routes["p"].name == "one pass") is one_pass
+        runs.append([{"p": p.detach(), **opt.slots[0].kept_tensors(), **inner.state[p]}])
+    assert_same(*runs)
+
+
+def test_where_torchs_root_is_not_known_steps_are_in_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another library's: only the fused step's arithmetic is the reference's then."""
+    monkeypatch.setattr(native, "torchs_root", lambda: None)
+    onepass.torchs_end.cache_clear()
+    model = model_of(torch.float32)
+    opt = hu.WriteBack(plain(model), "bf16", "rne", model=model)
+    assert {route.reason for route in opt.routes.values()} == {
+        "torch's step has another arithmetic on this machine"
+    }
+    assert onepass.torchs_end(onepass.ADAMW, fused=True) is not None
+    onepass.torchs_end.cache_clear()
+
+
+def test_torchs_root_is_told_from_the_rounded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without MKL rounds its roots, and needs no function of another library."""
+    assert native.torchs_root() is not None
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
+    assert native.torchs_root.__wrapped__() == native.ROUNDED
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: x**0.5 + 1)
+    assert native.torchs_root.__wrapped__() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -166,14 +167,15 @@ def test_every_option_alone_and_in_pairs_is_torchs_own(name: str) -> None:
         found[how] = found.get(how, 0) + 1
     print(f"{name}: {sum(found.values())} choices of options: {found}")
     assert sum(found.values()) == TRIED[name]
-    assert found.get("two passes", 0) > 0
-    assert ("mixed" in found) == (name in ("Adam", "AdamW", "SGD"))
+    both = name in ("Adam", "AdamW", "SGD")
+    assert ("one pass" in found, "mixed" in found) == (both, both)
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
-def test_every_option_beside_fused_is_torchs_own(name: str) -> None:
-    """The same of pairs beside ``fused=True`` and a weight decay, where one pass is possible at all."""
-    base = {"fused": True, "weight_decay": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
+def test_every_option_beside_others_is_torchs_own(name: str, fused: bool) -> None:
+    """The same of pairs beside a weight decay and a momentum, of both arithmetics that torch has."""
+    base = {"fused": fused, "weight_decay": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
     found: dict[str, int] = {}
     for options in choices(name):
         how = compare(name, base, base | options)
@@ -251,12 +253,12 @@ def test_options_that_were_arguments() -> None:
 
 
 def test_routes_say_why() -> None:
-    """Fused optimizers are moved in one pass; others in two, with the reason."""
+    """Torch's AdamW is moved in one pass, fused or not; others in two, with the reason."""
     model = torch.nn.Linear(8, 8)
-    made = {fused: torch.optim.AdamW(model.parameters(), fused=fused) for fused in (True, False)}
-    one, two = (
-        hu.WriteBack(made[fused], "bf16", "sr", model=model).routes["weight"] for fused in (True, False)
+    kinds: list[Any] = [torch.optim.AdamW, partial(torch.optim.AdamW, fused=True), torch.optim.RAdam]
+    *once, two = (
+        hu.WriteBack(kind(model.parameters()), "bf16", "sr", model=model).routes["weight"] for kind in kinds
     )
-    assert (one.name, one.reason) == ("one pass", "")
+    assert {(one.name, one.reason) for one in once} == {("one pass", "")}
     assert two.name == "two passes, batched"
-    assert "fused=True" in two.reason
+    assert "RAdam is not" in two.reason

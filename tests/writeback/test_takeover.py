@@ -301,9 +301,6 @@ MISFITS: dict[str, tuple[str, Callable[[], Any], str]] = {
         "AdamW", lambda: stripped("step"), "of parameter '0.0' it has exp_avg, exp_avg_sq, expected"
     ),
     "amsgrad into one pass": ("AdamW", lambda: begun(kind="amsgrad")[1], "prevent that: amsgrad=True"),
-    "no momentum into one pass": (
-        "SGD", lambda: begun(kind="plain SGD")[1], "prevent that: SGD without momentum"
-    ),
     "another number of groups": (
         "AdamW", lambda: regrouped(), "groups of 3 and 4 parameters, this optimizer of 7.*Trainer has two"
     ),
@@ -375,3 +372,14 @@ def test_weights_off_the_grid_that_must_not_be_projected() -> None:
     with pytest.raises(hu.UsageError, match="is not on grid"):
         opt.load_state_dict(state)
     assert not opt.state
+
+
+def test_sgd_without_momentum_goes_on_in_one_pass() -> None:
+    """It has no moment, neither in the plain run nor afterwards."""
+    weights, state, _ = begun(torch.bfloat16, kind="plain SGD")
+    model = with_weights(weights, torch.bfloat16)
+    opt = made("SGD", model)
+    opt.load_state_dict(state)
+    train(model, opt, 1)
+    assert {route.name for route in opt.routes.values()} == {"one pass"}
+    assert not any(opt.optimizer.state.values())

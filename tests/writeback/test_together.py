@@ -74,7 +74,7 @@ def test_two_passes_together_are_those_of_each_tensor(
     for together in (True, False):
         params = parameters(dtype)
         inner = torch.optim.AdamW(params.parameters(), lr=1e-3, weight_decay=0.1)
-        opt = hu.WriteBack(inner, "bf16", policy, model=params)
+        opt = hu.WriteBack(inner, "bf16", policy, model=params, options=WriteBackOptions(one_pass=False))
         for slot in opt.slots:
             assert slot.batched
             slot.batched = together

@@ -43,8 +43,8 @@ def onepass(
     """Make one step of every tensor: see :class:`halfulp.kernels.onepass.Jobs`."""
     found = []
     for job, grad, row, key in zip(jobs, grads, rates, keys.tolist(), strict=True):
-        numbers = onepass_reference.Made(case.rule, tuple(row.tolist()), case.small)
-        grid, n = case.grid.within(torch.float32), job.first.numel()
+        numbers = onepass_reference.Made(case.rule, tuple(row.tolist()), case.small, case.torchs_root)
+        grid, n = case.grid.within(torch.float32), job.size
         q, codes = as_floats(flat_of(job.stored)), job.stored.dtype == torch.uint8
         if codes:
             q = reference.decode(_unpacked(q, grid.bits, n), grid).astype(np.float32)
@@ -56,8 +56,9 @@ def onepass(
             keyed(key[:2], job.offset, 16 if case.short else 32), None if scales else drawing,
         )  # fmt: skip
         now = [coded_moments.decoded(*x) for x in zip(moments, scales, strict=True)] if scales else moments
+        first, second = (*now, None, None)[:2]
         r, m, v, made = onepass_reference.step(
-            q, as_floats(flat_of(grad)), now[0], (*now[1:], None)[0], grid, numbers, policy, plain=job.plain,
+            q, as_floats(flat_of(grad)), first, second, grid, numbers, policy, plain=job.plain,
             moved=None if job.moved is None else job.moved.numpy(),
         )  # fmt: skip
         for i, (kept, value) in enumerate(zip(moments, (m, v), strict=False)):

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from halfulp.kernels import fallback, native
 from halfulp.kernels.onepass_reference import (
@@ -27,6 +30,7 @@ from halfulp.kernels.onepass_reference import (
     MASTER,
     NESTEROV,
     NOTHING,
+    PLAIN,
     REMAINDER,
     SGD,
     WHOLE,
@@ -42,7 +46,7 @@ from halfulp.kernels.reference import NEAREST, WRITE_COUNTS, WRITE_SUMS, tiles_o
 from halfulp.numbers.grids import Grid
 
 __all__ = [
-    "ADAM", "ADAMW", "CARRY", "ERROR", "LION", "MASTER", "NESTEROV", "NOTHING", "REMAINDER", "SGD",
+    "ADAM", "ADAMW", "CARRY", "ERROR", "LION", "MASTER", "NESTEROV", "NOTHING", "PLAIN", "REMAINDER", "SGD",
     "Case", "Job", "Jobs", "Policy", "Settings", "kind_of", "prepared", "rates", "small", "step", "steps",
     "torchs_end",
 ]  # fmt: skip
@@ -73,11 +77,12 @@ class Case:
     keeps: int = NOTHING
     short: bool = True
     drawn: bool = False
+    torchs_root: bool = False
 
 
 @dataclass(kw_only=True)
 class Job:
-    """One contiguous tensor to be moved in place.
+    """One contiguous tensor of ``size`` values to be moved in place.
 
     ``stored``: float32, bfloat16, or codes (uint8): a byte each, or packed to the bit. ``first``, ``second``:
     moments in float32 or bfloat16, or codes of :mod:`~halfulp.kernels.coded_moments`, which have ``scales``.
@@ -88,8 +93,9 @@ class Job:
     """
 
     stored: torch.Tensor
+    size: int
     grad: torch.Tensor
-    first: torch.Tensor
+    first: torch.Tensor | None
     second: torch.Tensor | None
     kept: torch.Tensor | None
     moved: torch.Tensor | None
@@ -103,8 +109,8 @@ class Job:
     @property
     def types(self) -> tuple[torch.dtype | None, ...]:
         """The storage types, which are the same for all jobs of a call."""
-        kept = None if self.kept is None else self.kept.dtype
-        return self.stored.dtype, self.grad.dtype, self.first.dtype, kept
+        first, kept = (None if x is None else x.dtype for x in (self.first, self.kept))
+        return self.stored.dtype, self.grad.dtype, first, kept
 
 
 class Jobs:
@@ -118,15 +124,13 @@ class Jobs:
         self.case, self.jobs = case, jobs
         ends, rows, n = [0], [], 0
         for job in jobs:
-            size = job.first.numel()
-            bits = case.grid.bits if job.stored.numel() < size else 8
-            rest = (job.second, job.kept, job.moved, *(*job.scales, None, None)[:2])
+            bits = case.grid.bits if job.stored.numel() < job.size else 8
+            rest = (job.first, job.second, job.kept, job.moved, *(*job.scales, None, None)[:2])
             rows.append((
-                job.stored.data_ptr(), 0, job.first.data_ptr(),
-                *(0 if x is None else x.data_ptr() for x in rest),
-                size, job.offset, job.plain, job.sums, n, bits,
+                job.stored.data_ptr(), 0, *(0 if x is None else x.data_ptr() for x in rest),
+                job.size, job.offset, job.plain, job.sums, n, bits,
             ))  # fmt: skip
-            n += tiles_of(size)
+            n += tiles_of(job.size)
             ends.append(n)
         self._table, self._ends = np.array(rows, dtype=np.int64), ends
 
@@ -160,6 +164,7 @@ class Jobs:
             stored=native.STORED[stored], kept=native.STORED[kept], is_short=case.short, small=case.small,
             narrow_grad=grad == torch.bfloat16, moments=native.STORED[moments],
             rounding=kind_of(plan.grid), top=1 << (plan.grid.bits - 1), tensors=len(jobs), rows=self._table,
+            root=native.torchs_root() if case.torchs_root else native.ROUNDED,
             rates=np.ascontiguousarray(rates), keys=np.ascontiguousarray(keys), counts=counts, totals=totals,
         )  # fmt: skip
         native.run("onepass", n, call)
@@ -176,7 +181,7 @@ def steps(case: Case, jobs: list[Job]) -> Counted:
 def prepared(
     stored: torch.Tensor,
     grad: torch.Tensor,
-    first: torch.Tensor,
+    first: torch.Tensor | None,
     second: torch.Tensor | None,
     grid: Grid,
     settings: Settings,
@@ -188,16 +193,18 @@ def prepared(
 ) -> tuple[Case, Job]:
     """Convert the reference's arguments to those of :func:`steps`, for one tensor."""
     mode, keeps, kept, stream, drawing = policy
-    k0, k1, offset = key_of(stream, mode, stored.numel())
+    size = grad.numel()
+    k0, k1, offset = key_of(stream, mode, size)
     case = Case(
         grid=grid, rule=settings.rule, small=small(settings), mode=mode, keeps=keeps,
         short=stream is None or stream.bits == 16, drawn=drawing is not None,
+        torchs_root=settings.torchs_root,
     )  # fmt: skip
     job = Job(
-        stored=stored, grad=grad, first=first, second=second, kept=kept, moved=moved, rates=rates(settings),
-        keys=(int(k0), int(k1), *(drawing.key if drawing else (0, 0))),
+        stored=stored, size=size, grad=grad, first=first, second=second, kept=kept, moved=moved,
+        rates=rates(settings), keys=(int(k0), int(k1), *(drawing.key if drawing else (0, 0))),
         offset=drawing.offset if drawing else offset,
-        plain=stored.numel() if plain is None else plain, sums=sums,
+        plain=size if plain is None else plain, sums=sums,
     )  # fmt: skip
     return case, job
 
@@ -209,49 +216,84 @@ def step(*tensors: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def torchs_end(rule: int) -> int | None:
-    """Return the number of elements that torch's fused step takes at a time.
+def torchs_end(rule: int, *, fused: bool) -> int | None:
+    """Return the number of elements that torch's step takes at a time.
 
-    The remainder at the end of a tensor is summed in another way. None if torch's arithmetic is not that of
-    the reference (another compiler or processor).
+    The remainder at the end of a tensor is summed in another way, by torch's fused steps. None if torch's
+    arithmetic is not that of the reference (another compiler or processor).
     """
     if rule == LION:  # not torch's
         return 1
+    if not fused and native.torchs_root() is None:
+        return None
     made = torch.Generator("cpu").manual_seed(0)
     size = 32 + 15
     kind: Any = {"dtype": torch.float32, "device": "cpu"}
     g, m, w = (torch.randn(size, generator=made, **kind) * 1e-3 for _ in range(3))
     v = torch.rand(size, generator=made, **kind) * 1e-6
-    for width in (8, 16, 4):
-        if all(_equals_torch(w, g, m, v, rule, beta, width) for beta in (0.9, 0.3)):
+    for width in (8, 16, 4) if fused and rule != PLAIN else (1,):
+        equals = _equals_fused if fused else _equals_plain
+        if all(equals((w, g, m, v), _settings(rule, beta, fused), width) for beta in (0.9, 0.3)):
             return width
     return None
 
 
-def _equals_torch(
-    w: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, rule: int, beta: float, width: int
-) -> bool:
-    s = Settings(
-        lr=1e-3, betas=(beta, 0.99), eps=1e-8, weight_decay=0.1, rule=rule, t=7,
-        dampening=0.3 if rule == SGD else 0.0,
+def _settings(rule: int, beta: float, fused: bool) -> Settings:
+    return Settings(
+        lr=1e-3, betas=(0.0 if rule == PLAIN else beta, 0.99), eps=1e-8, weight_decay=0.1, rule=rule, t=7,
+        dampening=0.3 if rule == SGD else 0.0, torchs_root=not fused and rule in (ADAMW, ADAM),
     )  # fmt: skip
-    p, first, second = w.clone(), m.clone(), v.clone()
+
+
+def _equals_fused(tensors: Sequence[torch.Tensor], s: Settings, width: int) -> bool:
+    p, g, first, second = (x.clone() for x in tensors)
     shared: dict[str, Any] = {
         "lr": s.lr, "weight_decay": s.weight_decay, "maximize": False, "grad_scale": None, "found_inf": None
     }  # fmt: skip
-    if rule in (ADAMW, ADAM):
-        fused = torch._fused_adam_ if rule == ADAM else torch._fused_adamw_
+    if s.rule in (ADAMW, ADAM):
+        fused = torch._fused_adam_ if s.rule == ADAM else torch._fused_adamw_
         fused(
-            [p], [g.clone()], [first], [second], [], [w.new_tensor(s.t)], beta1=beta,
-            beta2=s.betas[1], eps=s.eps, amsgrad=False, **shared,
+            [p], [g], [first], [second], [], [p.new_tensor(s.t)], beta1=s.betas[0], beta2=s.betas[1],
+            eps=s.eps, amsgrad=False, **shared,
         )  # fmt: skip
     else:
         torch._fused_sgd_(
-            [p], [g.clone()], [first], momentum=beta, dampening=s.dampening, nesterov=rule == NESTEROV,
-            is_first_step=False, **shared,
+            [p], [g], [] if s.rule == PLAIN else [first], momentum=s.betas[0], dampening=s.dampening,
+            nesterov=s.rule == NESTEROV, is_first_step=False, **shared,
         )  # fmt: skip
-    found = proposal(w.numpy(), g.numpy(), m.numpy(), v.numpy(), s, w.numel() - w.numel() % width)
+    return _is_the_references((p, first, second), tensors, s, width)
+
+
+def _equals_plain(tensors: Sequence[torch.Tensor], s: Settings, width: int) -> bool:
+    """Compare torch's step that is not fused, by its own functions: an optimizer's step would call hooks."""
+    p, g, first, second = (x.clone() for x in tensors)
+    shared: dict[str, Any] = {
+        "lr": s.lr, "weight_decay": s.weight_decay, "maximize": False, "foreach": False, "fused": False
+    }  # fmt: skip
+    if s.rule in (ADAMW, ADAM):
+        step = adam if s.rule == ADAM else adamw
+        step(
+            [p], [g], [first], [second], [], [p.new_tensor(s.t - 1)], beta1=s.betas[0], beta2=s.betas[1],
+            eps=s.eps, amsgrad=False, **shared,
+        )  # fmt: skip
+    else:
+        sgd(
+            [p],
+            [g],
+            [first],
+            momentum=s.betas[0],
+            dampening=s.dampening,
+            nesterov=s.rule == NESTEROV,
+            **shared,
+        )
+    return _is_the_references((p, first, second), tensors, s, width)
+
+
+def _is_the_references(
+    made: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], s: Settings, width: int
+) -> bool:
+    w, g, m, v = (x.numpy() for x in tensors)
+    found = proposal(w, g, m, v, s, w.size - w.size % width)
     return all(
-        np.array_equal(a.view(np.int32), b.numpy().view(np.int32))
-        for a, b in zip(found, (p, first, second), strict=True)
+        np.array_equal(a.view(np.int32), b.numpy().view(np.int32)) for a, b in zip(found, made, strict=True)
     )

@@ -11,10 +11,12 @@ where c = 1 - b**t, every operation is rounded to float32 and a product that is 
 ``numel % 8`` elements otherwise: there b2 v is the product that is not rounded. ``plain`` says where that
 begins; :class:`halfulp.AdamW` has no such end, so that its results do not depend on how a tensor is sharded.
 
-(torch's other steps, ``foreach`` and the plain loop, take a square root that is not correctly rounded.)
+torch's other steps, ``foreach`` and the plain loop, have no such end either. They differ in one thing: their
+square root is that of ``torch.sqrt``, which MKL makes and does not round correctly (``torchs_root``).
 
 SGD with momentum b and dampening as torch's fused step has it, with the same rule for the last elements; at
-the first step m is g::
+the first step m is g. Without momentum there is no m, and g takes its place. The other steps are the same
+without that rule::
 
     g  = g + wd w      m  = b m + (1 - dampening) g      z  = w - lr m   or   w - lr (g + b m)  (Nesterov)
 
@@ -38,6 +40,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from halfulp.kernels import reference
 from halfulp.numbers.grids import Grid
@@ -46,8 +49,8 @@ from halfulp.numbers.streams import Stream
 Array = npt.NDArray[Any]
 real = np.float32
 
-ADAMW, ADAM, SGD, NESTEROV, LION = 0, 1, 2, 3, 4
-"""Rules. Those from SGD on have no second moment."""
+ADAMW, ADAM, SGD, NESTEROV, LION, PLAIN = 0, 1, 2, 3, 4, 5
+"""Rules. Those from SGD on have no second moment; PLAIN, SGD without momentum, has none."""
 NOTHING, CARRY, ERROR, MASTER, REMAINDER = 0, 1, 2, 3, 4
 """The ways in which a policy keeps what it does not write: nothing; a carry beside the weight; the error in
 the first moment; a master; the bits of a master beyond its bfloat16 weight, 16 or 8 of them."""
@@ -65,7 +68,7 @@ class Settings:
     """A parameter group's numbers at one step.
 
     ``t`` is the number of this step, from 1; for SGD, whose momentum is ``betas[0]``, only whether it is
-    the first.
+    the first. ``torchs_root``: Adam's square root is ``torch.sqrt``, else the rounded one.
     """
 
     lr: float
@@ -76,6 +79,7 @@ class Settings:
     t: int = 1
     decay_exact: bool = False
     dampening: float = 0.0
+    torchs_root: bool = False
 
 
 class Policy(NamedTuple):
@@ -99,6 +103,7 @@ class Made:
     rule: int
     rates: tuple[float, ...]
     small: bool
+    torchs_root: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -130,7 +135,7 @@ def _of_adam(s: Settings) -> dict[str, Any]:
     b1, b2 = s.betas
     c1, c2 = 1 - b1**s.t, 1 - b2**s.t
     share = real(1 - b1)
-    root = real(math.sqrt(c2))
+    root = real(c2**0.5 if s.torchs_root else math.sqrt(c2))  # as torch writes it in either step
     feed = 0.0 if s.lr == 0 or b1 == 0 else c1 / s.lr * (1 - 1 / b1)
     feed *= 1 - s.lr * s.weight_decay if s.decay_exact else 1
     return {
@@ -196,7 +201,8 @@ def denominator(v: Array, s: Settings | Made) -> Array:
     """Return Adam's denominator of second moments ``v``."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
-        return np.asarray(np.sqrt(v) / a["root"] + a["eps"])
+        root = torch.from_numpy(v).sqrt().numpy() if s.torchs_root else np.sqrt(v)
+        return np.asarray(root / a["root"] + a["eps"])
 
 
 def proposed(w: Array, m: Array, v: Array, s: Settings | Made) -> Array:
@@ -206,8 +212,8 @@ def proposed(w: Array, m: Array, v: Array, s: Settings | Made) -> Array:
         return np.asarray(w + a["step"] * m / denominator(v, s))
 
 
-def one_moment(w: Array, g: Array, m: Array, s: Settings | Made, plain: int) -> tuple[Array, Array]:
-    """Return z and the next moment of a rule that has one."""
+def one_moment(w: Array, g: Array, m: Any, s: Settings | Made, plain: int) -> tuple[Array, Any]:
+    """Return z and the next moment of a rule that has one or none."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
         if s.rule == LION:
@@ -216,6 +222,8 @@ def one_moment(w: Array, g: Array, m: Array, s: Settings | Made, plain: int) -> 
             return w * a["decay"] + a["step"] * sign, a["beta2"] * m + a["rest2"] * g
         if a["decay"] != 0:
             g = fma(w, a["decay"], g)
+        if s.rule == PLAIN:
+            return fma(g, a["step"], w), m
         m = np.where(
             np.arange(g.size).reshape(g.shape) < plain,
             fma(a["share"], g, m * a["beta1"]),
@@ -224,9 +232,7 @@ def one_moment(w: Array, g: Array, m: Array, s: Settings | Made, plain: int) -> 
         return fma(fma(m, a["beta2"], g) if s.rule == NESTEROV else m, a["step"], w), m
 
 
-def proposal(
-    w: Array, g: Array, m: Array, v: Any, s: Settings | Made, plain: int
-) -> tuple[Array, Array, Any]:
+def proposal(w: Array, g: Array, m: Any, v: Any, s: Settings | Made, plain: int) -> tuple[Array, Any, Any]:
     """Return z and the next moments, by any rule."""
     if s.rule in (ADAMW, ADAM):
         w, m, v = moments(w, g, m, v, s, plain)
@@ -272,7 +278,7 @@ def drawn(x: Array, digits: Array) -> Array:
 def step(
     q: Array,
     g: Array,
-    m: Array,
+    m: Any,
     v: Array | None,
     grid: Grid,
     s: Settings | Made,
@@ -283,8 +289,8 @@ def step(
 ) -> tuple[Array, Array, Any, dict[str, Array]]:
     """One step of one tensor: the next stored values, both moments, and counts and sums per tile.
 
-    All float32, moments as bfloat16 patterns where they are drawn. ``v`` is None where the rule has no second
-    moment.
+    All float32, moments as bfloat16 patterns where they are drawn. ``m`` and ``v`` are None where the rule
+    has no such moment.
     """
     mode, keeps, kept, stream, drawing = policy
     plain = q.size if plain is None else plain

@@ -328,7 +328,8 @@ class WriteBack(torch.optim.Optimizer):
         if closure is not None and not searching:
             with torch.enable_grad():
                 loss = closure()
-        self._take_up_unfrozen()  # a closure may have made the gradients
+        if closure is not None:  # it may have made the gradients
+            self._take_up_unfrozen()
         if any(s.resting for s in self.slots):
             raise UsageError(
                 "the model holds the weights for evaluation: call train() on the optimizer before step()."
@@ -394,13 +395,14 @@ class WriteBack(torch.optim.Optimizer):
         once = active if plan is not None else self._fusable(active) if closure is None else []
         if not once:
             return self._two_passes.step(active, closure)
-        taken = set(once)
-        rest = [s for s in active if s not in taken]
-        hidden = {s.stepped for s in once}
-        others = (p for g in self.optimizer.param_groups for p in g["params"] if p not in hidden)
-        if rest or any(p.grad is not None for p in others):
-            with without_gradients(hidden):
-                self._two_passes.step(rest)
+        if len(once) < sum(len(g["params"]) for g in self.param_groups):
+            taken = set(once)
+            rest = [s for s in active if s not in taken]
+            hidden = {s.stepped for s in once}
+            others = (p for g in self.optimizer.param_groups for p in g["params"] if p not in hidden)
+            if rest or any(p.grad is not None for p in others):
+                with without_gradients(hidden):
+                    self._two_passes.step(rest)
         (plan or moving.plan_for(self, once)).move(self.steps)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask
         return None

@@ -77,7 +77,7 @@ def choose(wb: WriteBack, slots: Sequence[Slot], *, now: bool = True) -> list[Ro
         place = slot.place[0]
         if optimizer is None and place not in groups:
             groups[place] = why_not_group(wb, wb.param_groups[place])
-        why = optimizer or groups[place] or slot.two_passes
+        why = optimizer or groups[place] or slot.two_passes or why_not_together(wb, slot)
         if why is None and now and slot.p.grad is not None:
             why = why_not_now(wb, slot)
         if why is None:
@@ -116,9 +116,22 @@ def why_not_group(wb: WriteBack, group: dict[str, Any]) -> str | None:
     rule = _rule(wb)
     why = rule.why_not_fused(group, wb.optimizer.defaults)
     number = rule.number(group) if why is None and wb.like_torch else None
-    if number is not None and onepass.torchs_end(number) is None:
-        return "torch's fused step has another arithmetic on this machine"
+    if number is not None and onepass.torchs_end(number, fused=bool(group.get("fused"))) is None:
+        return "torch's step has another arithmetic on this machine"
     return why
+
+
+def why_not_together(wb: WriteBack, slot: Slot) -> str | None:
+    """Return why a tensor and the options of its group, which may change, do not go together in one pass."""
+    rule, group, kernel = _rule(wb), wb.param_groups[slot.place[0]], slot.policy.kernel
+    number = rule.number(group)
+    if number == onepass.PLAIN and slot.p.is_cuda:
+        return f"{slot.name!r} is on a GPU, where SGD without momentum is stepped in two passes"
+    if number is None or not wb.like_torch or group.get("fused") or in_chunks(wb, slot):
+        return None
+    if kernel is not None and kernel.keeps == "error" and rule.counts:
+        return f"policy {slot.policy.name!r} is made in one pass only by the arithmetic of fused=True"
+    return None
 
 
 def why_not_tensor(wb: WriteBack, slot: Slot) -> str | None:

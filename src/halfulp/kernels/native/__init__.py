@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import tempfile
+from contextlib import suppress
 from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
@@ -182,14 +183,47 @@ def torchs_team() -> Team:
     """Find torch's OpenMP, if it has one."""
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return ALONE
+    found = [_of_torch(name) for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")]
+    return Team(*found) if all(found) else ALONE
+
+
+def _of_torch(name: str) -> Any:
+    """Find a function of the library that torch's CPU operations are in; None if it is not there."""
     for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
-        try:
-            opened = ctypes.CDLL(str(path))
-            names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-            return Team(*(ctypes.cast(getattr(opened, name), c_void_p) for name in names))
-        except (OSError, AttributeError):
-            return ALONE
-    return ALONE
+        with suppress(OSError, AttributeError):
+            return ctypes.cast(getattr(ctypes.CDLL(str(path)), name), c_void_p)
+    return None
+
+
+# ---- square roots --------------------------------------------------------------------------------------
+
+ROUNDED = 0
+ROOT_MODE = 0x140102  # of MKL: high accuracy, subnormal numbers kept, no errors raised
+
+
+@cache
+def torchs_root() -> int | None:
+    """Return the address of the function that makes torch's square roots on this machine.
+
+    torch asks MKL for them where it has MKL, whose roots are not the rounded ones (about a sixth of them
+    differ, in the last bit) and depend on the processor. Elsewhere they are rounded, and no function is
+    needed: ROUNDED. None if they are made in another way.
+    """
+    patterns = np.arange(0, 0x7F800000, 104_729, dtype=np.int32)  # of every size, subnormal ones too
+    x = patterns.view(np.float32)
+    roots = torch.from_numpy(x).sqrt().numpy()
+    if np.array_equal(roots, np.sqrt(x)):
+        return ROUNDED
+    place = _of_torch("vmsSqrt")
+    if place is None:
+        return None
+    made, function = (
+        np.empty_like(x),
+        ctypes.CFUNCTYPE(None, c_int32, c_void_p, c_void_p, c_int64)(place.value),
+    )
+    for i in range(0, x.size, 64):
+        function(min(64, x.size - i), x[i:].ctypes.data, made[i:].ctypes.data, ROOT_MODE)
+    return int(place.value) if np.array_equal(roots, made) else None
 
 
 def at(x: Any) -> int | None:

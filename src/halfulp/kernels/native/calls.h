@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-enum Rule { ADAMW, ADAM, SGD, NESTEROV, LION };
+enum Rule { ADAMW, ADAM, SGD, NESTEROV, LION, PLAIN };
 enum Stored { FLOATS, BFLOATS, CODES, SHORTS, CHARS, DOUBLES };
 constexpr int SIZE_OF[] = {4, 2, 1, 2, 1, 8};
 
@@ -28,6 +28,7 @@ struct OnepassCall {
     const void *floats, *ints;
     int64_t tensors;
     const OnepassRow* rows;
+    const void* root;  // what makes Adam's square roots; none: rounded ones
     const float* rates;
     const uint32_t* keys;
     int32_t (*counts)[5];

@@ -10,7 +10,8 @@
 
 namespace HALFULP_TARGET {
 
-enum Family { ADAMS, SGDS, LIONS };  // AdamW and Adam; SGD with momentum, Nesterov's too; Lion
+// AdamW and Adam, and the same with torch's own root; SGD with momentum, Nesterov's too, and without; Lion.
+enum Family { ADAMS, ROOTED, SGDS, PLAINS, LIONS };
 enum Keeps { NOTHING, CARRY, ERROR, MASTER, REMAINDER, REMAINDER8 };  // the last in 16 and in 8 bits
 enum Rounding { BFLOAT, FLOAT, WHOLE };  // to the patterns of bfloat16; to floats; to integers
 enum Way { TO_BFLOAT, BY_VALUE, FLOAT_INDEX, WHOLE_INDEX };  // how lanes are rounded: see below
@@ -62,6 +63,10 @@ struct alignas(64) Block {
     int ends;                         // weights at an end of the range
 };
 
+// Square roots as torch makes them (MKL's, see halfulp/kernels/native/__init__.py), each as if alone.
+using RootOf = void (*)(int many, const float* from, float* to, int64_t mode);
+constexpr int64_t ROOT_MODE = 0x140102;  // as torch asks for them: high accuracy, subnormal numbers kept, no errors raised
+
 // What the stages of a tile see: all of it stays as it is within a call.
 struct Work {
     OnepassCase c;
@@ -69,6 +74,7 @@ struct Work {
     Rates a;
     Job job;
     int keeps;
+    RootOf root;
 };
 
 #define EACH _Pragma("GCC unroll 4") for (int i = 0; i < LOTS; i++)
@@ -147,9 +153,14 @@ INLINE void propose_lanes(const Work& s, int64_t j, Block& x) {
     const auto from = [&](const void* of, int64_t at, bool narrow) INLINE_LAMBDA {
         return narrow ? from_bfloat(load<U16>((const uint16_t*)of + at)) : load<F>((const float*)of + at);
     };
+    // sqrt(v) / root + eps: by the reciprocal and one correction, which rounds as the division does (Markstein).
+    const auto below_of = [&](F r) INLINE_LAMBDA {
+        const F y = r * a.inverse;
+        return fma(fma(y, splat(-a.root), r), splat(a.inverse), y) + a.eps;
+    };
     EACH {
         F w = masters[i], g = from(s.job.grad, j + i * W, NARROW_GRAD);
-        const F m = coded ? x.m[i] : from(s.job.first, j + i * W, NARROW_MOMENTS);
+        const F m = FAMILY == PLAINS ? F{} : coded ? x.m[i] : from(s.job.first, j + i * W, NARROW_MOMENTS);
         const I late = LATE ? counting() >= (int32_t)(s.job.plain - j - i * W > -W ? s.job.plain - j - i * W : -W) : I{};
         if (FAMILY == LIONS) {
             const F turn = m * a.beta1 + g * a.share;
@@ -159,6 +170,10 @@ INLINE void propose_lanes(const Work& s, int64_t j, Block& x) {
             continue;
         }
         if (decays) g = fma(w, splat(a.decay), g);
+        if (FAMILY == PLAINS) {
+            x.z[i] = fma(g, splat(a.step), w);
+            continue;
+        }
         if (FAMILY == SGDS) {
             F p = fma(g, splat(a.share), m * a.beta1);
             if (LATE) p = late ? fma(m, splat(a.beta1), g * a.share) : p;
@@ -171,16 +186,22 @@ INLINE void propose_lanes(const Work& s, int64_t j, Block& x) {
         const F first = fma(g - m, splat(a.share), small ? m : g);
         F second = fma(weighted, g, v * a.beta2);
         if (LATE) second = late ? fma(v, splat(a.beta2), weighted * g) : second;
-        // sqrt(v) / root: by the reciprocal and one correction, which rounds as the division does (Markstein).
-        const F r = root_of(second), y = r * a.inverse, below = fma(fma(y, splat(-a.root), r), splat(a.inverse), y) + a.eps;
         store(x.first + i * W, first), store(x.second + i * W, second);
+        if (FAMILY == ROOTED) {
+            x.z[i] = w;
+            continue;
+        }
+        const F below = below_of(root_of(second));
         if (feeds) x.below[i] = below;
         x.z[i] = w + first * a.step / below;
     }
+    if (FAMILY != ROOTED) return;
+    s.root(BLOCK, x.second, (float*)x.below, ROOT_MODE);
+    EACH x.z[i] = x.z[i] + load<F>(x.first + i * W) * a.step / below_of(x.below[i]);
 }
 
 template <Family FAMILY, bool NARROW_GRAD, bool NARROW_MOMENTS> __attribute__((noinline)) void propose_block(const Work& s, int64_t j, Block& x) {
-    if (j + BLOCK > s.job.plain)
+    if (FAMILY != ROOTED && j + BLOCK > s.job.plain)
         propose_lanes<FAMILY, NARROW_GRAD, NARROW_MOMENTS, true>(s, j, x);
     else
         propose_lanes<FAMILY, NARROW_GRAD, NARROW_MOMENTS, false>(s, j, x);
@@ -257,7 +278,8 @@ __attribute__((noinline)) void careful(const Work& s, Block& x, int i, uint32_t 
         float z = asked[k], r, rest;
         if (c.rule <= ADAM) {
             const float old = KEEPS >= MASTER ? before : q;
-            const float below = __builtin_sqrtf(x.second[i * W + k]) / a.root + a.eps;
+            const float root = s.root ? x.below[i][k] : __builtin_sqrtf(x.second[i * W + k]);
+            const float below = root / a.root + a.eps;
             z = (c.rule == ADAMW ? old * a.decay : old) + x.first[i * W + k] * a.step / below;
             x.below[i][k] = below;
         }
@@ -493,7 +515,7 @@ void step_short(const Work& given, const Stages& stages, int64_t t, int n) {
     else
         job.stored = stored.begin(job.stored, at, SIZE_OF[s.c.stored], n);
     job.grad = grad.begin(job.grad, at, s.c.narrow_grad ? 2 : 4, n);
-    job.first = first.begin(job.first, at, moment, n);
+    if (job.first) job.first = first.begin(job.first, at, moment, n);
     if (job.kept) job.kept = kept.begin(job.kept, at, SIZE_OF[s.c.kept], n);
     if (job.second) job.second = second.begin(job.second, at, moment, n);
     for (int i = n; job.second && i < blocks * BLOCK; i++)  // a denominator that is not zero
@@ -505,7 +527,8 @@ void step_short(const Work& given, const Stages& stages, int64_t t, int n) {
     if (job.moved) job.moved = (uint8_t*)moved.of_bytes((char*)job.moved + at / 8, (n + 7) / 8, blocks * BLOCK / 8, n);
     job.offset += at, job.plain -= at, job.counts += t, job.totals += t, job.sums = job.sums && t % job.sums == 0;
     step_tile(s, stages, 0, n);
-    stored.end((char*)job.stored), first.end((char*)job.first);
+    stored.end((char*)job.stored);
+    if (job.first) first.end((char*)job.first);
     if (job.kept) kept.end((char*)job.kept);
     if (job.second) second.end((char*)job.second);
     if (job.moved) moved.end((char*)job.moved);
@@ -527,10 +550,14 @@ template <int MODE, int KEEPS> auto round_of(Way way) {
                                        : round_block<MODE, KEEPS, DRAWS ? WHOLE_INDEX : BY_VALUE>;
 }
 
-inline Stages stages_of(const OnepassCase& c, const Grid& g, int keeps) {
+inline Stages stages_of(const OnepassCase& c, const Grid& g, int keeps, bool rooted) {
     const Way way = g.rounding == BFLOAT ? TO_BFLOAT : !g.indexed ? BY_VALUE : g.rounding == WHOLE ? WHOLE_INDEX : FLOAT_INDEX;
     Stages found;
-    found.propose = c.rule == LION ? propose_of<LIONS>(c) : c.rule >= SGD ? propose_of<SGDS>(c) : propose_of<ADAMS>(c);
+    found.propose = c.rule == PLAIN    ? propose_of<PLAINS>(c)
+                    : c.rule == LION ? propose_of<LIONS>(c)
+                    : c.rule >= SGD  ? propose_of<SGDS>(c)
+                    : rooted         ? propose_of<ROOTED>(c)
+                                     : propose_of<ADAMS>(c);
     found.draws = c.mode != NEAREST || keeps == REMAINDER8;
     found.indexed = way >= FLOAT_INDEX && c.mode == STOCHASTIC && (keeps == NOTHING || keeps == ERROR);
     switch (keeps) {
@@ -549,8 +576,9 @@ inline Stages stages_of(const OnepassCase& c, const Grid& g, int keeps) {
 
 // The tiles [t0, t1) of those of all tensors, one after the other.
 inline void onepass_tiles(const OnepassCall& call, int64_t t0, int64_t t1) {
-    Work s = {call.kind, Grid(call), {}, {}, call.kind.keeps == REMAINDER && call.kind.kept == CHARS ? REMAINDER8 : call.kind.keeps};
-    const Stages stages = stages_of(s.c, s.g, s.keeps);
+    Work s = {call.kind, Grid(call), {}, {}, call.kind.keeps, (RootOf)call.root};
+    if (s.keeps == REMAINDER && s.c.kept == CHARS) s.keeps = REMAINDER8;
+    const Stages stages = stages_of(s.c, s.g, s.keeps, s.root != nullptr);
     over_tensors(call.rows, call.tensors, t0, t1, [&](int64_t i, int64_t a, int64_t b) {
         const OnepassRow& row = call.rows[i];
         s.a = ((const Rates*)call.rates)[i];

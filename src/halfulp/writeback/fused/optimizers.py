@@ -217,14 +217,14 @@ class Adam(_Adams):
 
 
 class SGD(_OnePass):
-    """One-pass SGD with momentum for weights on a grid.
+    """One-pass SGD for weights on a grid.
 
-    Bytes per bfloat16 weight: 6, or 4 with ``moments="bf16"``.
+    Bytes per bfloat16 weight: 6, or 4 with ``moments="bf16"``; 2 without momentum.
 
     Args:
         params: As in :class:`AdamW`; so are the keyword arguments that are not listed here.
         lr: The learning rate.
-        momentum: The momentum; it must be larger than 0.
+        momentum: The momentum; 0 for none (on the CPU).
         dampening: The share of each gradient that the momentum leaves out.
         weight_decay: The weight decay; it is multiplied by the weight and added to the gradient.
         nesterov: Use Nesterov momentum.

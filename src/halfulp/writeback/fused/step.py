@@ -99,10 +99,13 @@ class Plan:
 
     # ---- whether it holds -------------------------------------------------------------------------
 
-    def _kind(self, group: int) -> tuple[int | None, bool]:
+    def _kind(self, group: int) -> tuple[int | None, bool, bool]:
         """Find what of a group's options decides which compiled loop moves it."""
         number = self.rule.number(self.wb.param_groups[group])
-        return number, number is not None and onepass.small(self._settings(group, 1, False))
+        if number is None:
+            return None, False, False
+        s = self._settings(group, 1, False)
+        return number, onepass.small(s), s.torchs_root
 
     def _settings(self, group: int, t: int, exact: bool) -> onepass.Settings:
         g = self.wb.param_groups[group]
@@ -113,6 +116,7 @@ class Plan:
             lr=float(g["lr"]), betas=(float(b1), float(b2)), eps=float(g.get("eps", 0.0)),
             weight_decay=float(g["weight_decay"]), rule=number, t=t, decay_exact=exact,
             dampening=float(g.get("dampening", 0.0)),
+            torchs_root=self.rule.counts and self.wb.like_torch and not g.get("fused"),
         )  # fmt: skip
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -146,10 +150,8 @@ class Plan:
         for group, kind in self._kinds.items():
             if why_not_group(wb, wb.param_groups[group]) is not None or self._kind(group) != kind:
                 return False
-        grads = [p.grad for p in self._params]
-        if not all(map(torch.is_tensor, grads)) or [g.dtype for g in grads] != self._types:  # type: ignore[union-attr]  # a tensor
-            return False
-        if any(g.layout is not torch.strided for g in grads):  # type: ignore[union-attr]  # a tensor
+        grads = [p.grad for p in self._params if p.grad is not None]
+        if [g.dtype for g in grads] != self._types or {g.layout for g in grads} != {torch.strided}:
             return False
         held = self._memory()
         if [len(kind) for kind in held] != [len(kind) for kind in self._held]:
@@ -172,16 +174,17 @@ class Plan:
             how = self._kernels[i]
             if i in aside:
                 continue
-            number, small = self._kinds[self._groups[i]]
+            kind = number, small, torchs_root = self._kinds[self._groups[i]]
             assert number is not None
             dtype = moments_kept.dtype_of(self.wb, slot)
             job = _job(self.wb, slot, self._states[i], number, masters)
             alone = slot if how.partial else None  # they share the memory
-            like = (slot.grid, how, number, small, job.types, alone)
+            like = (slot.grid, how, kind, job.types, alone)
             if like not in cases:
                 case = onepass.Case(
                     grid=slot.grid, rule=number, small=small, mode=MODES[how.mode], keeps=KEEPS[how.keeps],
-                    short=not self.wb.like_torch, drawn=dtype != torch.float32,
+                    short=not self.wb.like_torch, drawn=job.first is not None and dtype != torch.float32,
+                    torchs_root=torchs_root,
                 )  # fmt: skip
                 cases[like] = case, [], []
             cases[like][1].append(i)
@@ -269,10 +272,13 @@ def _started(
     """Return the optimizer's state of each parameter, as its first step would make it; and whose is new."""
     states, new = [], set()
     for i, slot in enumerate(slots):
-        state = wb.optimizer.state[slot.stepped]
+        group = wb.param_groups[slot.place[0]]
+        kept = rule.kept(group)
+        state = wb.optimizer.state[slot.stepped] if kept else {}
         if rule.counts and "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        begun = [moments_kept.begin(wb, slot, state, key) for key in rule.moments]
+            wide = not group.get("fused") and torch.get_default_dtype() == torch.float64  # as torch has it
+            state["step"] = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
+        begun = [moments_kept.begin(wb, slot, state, key) for key in kept]
         if any(begun):
             new.add(i)
         states.append(state)
@@ -313,14 +319,17 @@ def _job(
     """Build the kernel job of a tensor; gradients, rates and keys are passed with each call."""
     assert slot.p.grad is not None
     stored = local(slot.p.detach()) if slot.codes is None else slot.codes.packed
-    how, ((first, *second), scales) = _kernel(slot), moments_kept.tensors(wb, slot, state)
-    size, end = first.numel(), onepass.torchs_end(number) if wb.like_torch else None
+    how, (moments, scales) = _kernel(slot), moments_kept.tensors(wb, slot, state)
+    first, second = (*moments, None, None)[:2]
+    size = math.prod(slot.codes.shape) if slot.codes is not None else stored.numel()
+    fused = bool(wb.param_groups[slot.place[0]].get("fused"))
+    end = onepass.torchs_end(number, fused=fused) if wb.like_torch else None
     kept = slot.state[how.key] if how.key else None
     if how.partial:
         assert masters is not None
         kept = masters[:size]
     return onepass.Job(
-        stored=stored, grad=local(slot.p.grad).new_empty(0), first=first, second=(*second, None)[0],
-        kept=kept, moved=slot.moved, offset=shard_offset(slot.p), plain=size - size % end if end else size,
+        stored=stored, size=size, grad=local(slot.p.grad).new_empty(0), first=first, second=second, kept=kept,
+        moved=slot.moved, offset=shard_offset(slot.p), plain=size - size % end if end else size,
         sums=sampling(size) if wb.telemetry else 0, scales=tuple(scales),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Define optimizer rules, one per file, for the optimizers that a step in one pass need not call.
 
-:mod:`halfulp.kernels.onepass_reference` equals the arithmetic of Adam, AdamW and SGD with momentum, made with
-``fused=True``, bit for bit, so a write-back around one of them need not call it. The optimizer's own state
-(``step``, ``exp_avg``, ``momentum_buffer``...) stays in its place and is the same.
+:mod:`halfulp.kernels.onepass_reference` equals the arithmetic of torch's Adam, AdamW and SGD bit for bit, so
+a write-back around one of them need not call it. The optimizer's own state (``step``, ``exp_avg``,
+``momentum_buffer``...) stays in its place and is the same.
 """
 
 from __future__ import annotations

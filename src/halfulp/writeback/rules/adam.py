@@ -1,10 +1,12 @@
-"""Implement Adam and AdamW as in torch's fused step."""
+"""Implement Adam and AdamW as torch's steps make them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 from halfulp.kernels import onepass
 from halfulp.writeback.rules.base import Group, OptimizerRule
@@ -18,13 +20,14 @@ def _advance(default: bool) -> Any:
     def advance(
         z: torch.Tensor, grad: torch.Tensor, moments: dict[str, Any], group: Group, *, first: bool
     ) -> None:
-        """Make torch's fused step of a chunk, whose end is that of the tensor, or whole vectors."""
-        fused = torch._fused_adamw_ if _decoupled(group, default) else torch._fused_adam_
+        """Make torch's step of a chunk, whose end is that of the tensor, or whole vectors."""
         beta1, beta2 = (float(b) for b in group["betas"])
-        fused(
-            [z], [grad], [moments["exp_avg"]], [moments["exp_avg_sq"]], [], [moments["step"]],
+        step = adamw if _decoupled(group, default) else adam
+        step(  # which counts for itself
+            [z], [grad], [moments["exp_avg"]], [moments["exp_avg_sq"]], [], [moments["step"] - 1],
             lr=float(group["lr"]), beta1=beta1, beta2=beta2, eps=float(group["eps"]), amsgrad=False,
-            weight_decay=float(group["weight_decay"]), maximize=False, grad_scale=None, found_inf=None,
+            weight_decay=float(group["weight_decay"]), maximize=False, foreach=False,
+            fused=bool(group.get("fused")),
         )  # fmt: skip
 
     return advance

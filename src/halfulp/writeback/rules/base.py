@@ -35,10 +35,8 @@ class OptimizerRule:
         reads: The options of a group that the rule supports; every other one must be off.
         counts: True if its state counts steps, under ``step``.
         decoupled: True if weight decay is decoupled, for groups that do not say so themselves.
-        fused_only: True if the rule equals only the arithmetic of ``fused=True``.
         number: A function that returns the kernel's number of the rule for a group; None if there is none.
         advance: The step of a chunk, for grids that kernels do not support; None if there is none.
-        refuses: A function that returns why a group cannot be moved in one pass, or None.
     """
 
     kind: Any
@@ -46,23 +44,24 @@ class OptimizerRule:
     reads: frozenset[str]
     counts: bool = False
     decoupled: bool = False
-    fused_only: bool = True
     number: Callable[[Group], int | None] = nothing
     advance: Advance | None = None
-    refuses: Callable[[Group], str | None] = nothing
+
+    def kept(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the moments that a group has: SGD without momentum has none."""
+        return self.moments if group.get("momentum", 1) else ()
 
     def why_not_fused(self, group: Group, options: Mapping[str, Any]) -> str | None:
         """Return why a group cannot be moved in one pass; ``options``: all that the optimizer has."""
-        if self.fused_only and not group.get("fused"):
-            return "it was not made with fused=True, the arithmetic that one pass equals"
+        either = {"fused", "foreach"} if not group.get("fused") else {"fused"}  # of both, torch takes one
         for option in options:
-            known = option == "fused" or option in self.reads
+            known = option in either or option in self.reads
             if not known and group.get(option) is not None and group[option] is not False:
                 return f"{option}={group[option]!r}, an option that one pass does not have"
         numbers = [x for name in NUMBERS if name in group for x in _each(group[name])]
         if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
             return "its rate, betas, eps or weight decay are not plain finite numbers"
-        return self.refuses(group)
+        return None
 
 
 NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening")

@@ -60,6 +60,5 @@ LION = OptimizerRule(
     moments=("exp_avg",),
     reads=frozenset(("lr", "betas", "weight_decay")),
     decoupled=True,
-    fused_only=False,
     number=lambda group: onepass.LION,
 )
