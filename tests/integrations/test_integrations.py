@@ -18,7 +18,11 @@ import torch
 from audit_reference import STATIC, Brute, assert_same_tables, batches, made, train, weights
 
 import halfulp as hu
+from halfulp.audit.rehearsal.as_if import RandomState
+from halfulp.errors import UsageError
+from halfulp.integrations.piloted import ModuleRun, Piloted, TrainerRun
 from halfulp.integrations.scalars import Scalars, tag
+from halfulp.pilots.prices import Prices
 
 # Other people's libraries warn as they like.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -930,3 +934,118 @@ def test_a_validation_that_cannot_be_repeated_is_left_alone(
     trace = hu.Trace.open(tmp_path / "halfulp")
     assert sorted(trace.real_losses()) == [2, 4]
     assert len(trace.forecast("e5m2").losses.to_polars()) == 0
+
+
+# ---- pilots ----------------------------------------------------------------------------------------------
+
+PRICED = ["e4m3@128", "bf16:sr"]
+
+
+def walked(run: Any, updates: int) -> list[torch.Tensor]:
+    """The weights of a run on whole batches, made before that of its trainer."""
+    drawn = RandomState()
+    for update in range(1, updates + 1):
+        run.step(run.batch(update), update)
+    drawn.put_back()
+    return list(run.model.parameters())
+
+
+def assert_priced(found: Prices | None, said: str) -> None:
+    assert found is not None
+    assert sorted(p.spec for p in found.prices) == sorted(PRICED)
+    for price in found.prices:
+        assert price.seen.twin is not None
+        assert price.seen.upper >= price.seen.reference - 1e-3
+    assert "What each format costs this run in loss" in said
+    assert not found.notes
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_run_of_a_trainer_is_what_the_trainer_makes(transformers: Any, tmp_path: Path, parts: int) -> None:
+    from halfulp.integrations.huggingface import _again, _real
+
+    found = []
+
+    class Before(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+            found.extend(walked(TrainerRun(made, _real(optimizer), _again), 6))
+
+    made = trainer(tmp_path, tiny_gpt2(), [Before()], gradient_accumulation_steps=parts)
+    made.train()
+    for a, b in zip(found, made.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_trainer_prices_formats_and_runs_as_without(
+    transformers: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from halfulp.integrations.huggingface import AuditCallback
+
+    def run(folder: str, callbacks: list[Any], **options: Any) -> Any:
+        made = trainer(tmp_path / folder, tiny_gpt2(), callbacks, **options)
+        evaluating(made, 6, made.train_dataset[:10])
+        made.train(resume_from_checkpoint=options.get("save_strategy") == "steps" and callbacks == again)
+        return made
+
+    again: list[Any] = []
+    callback = AuditCallback(["bf16"], pilot=PRICED, budget=10.0, verdict=False)
+    plain, made = run("plain", [None] * 0), run("piloted", [callback], save_strategy="steps", save_steps=3)
+    for a, b in zip(plain.model.parameters(), made.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert_priced(callback.prices, capsys.readouterr().err)
+    assert callback.prices is not None
+    losses = [row["eval_loss"] for row in made.state.log_history if "eval_loss" in row]
+    assert callback.prices.reference == losses[-1]
+    resumed = AuditCallback(["bf16"], pilot=PRICED, budget=10.0, verdict=False)
+    other = trainer(tmp_path / "piloted", tiny_gpt2(), [resumed])
+    evaluating(other, 6, other.train_dataset[:10])
+    other.train(resume_from_checkpoint=str(tmp_path / "piloted" / "checkpoint-3"))
+    assert "the twins of this run's start are in" in capsys.readouterr().err
+    assert resumed.prices is not None
+    assert [p.seen.twin for p in resumed.prices.prices] == [p.seen.twin for p in callback.prices.prices]
+
+
+def test_lightning_prices_formats_and_runs_as_without(
+    lightning: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from halfulp.integrations.lightning import AuditCallback, ModuleValidation
+
+    settings = {"val_check_interval": 2, "num_sanity_val_steps": 0, "gradient_clip_val": 0.5}
+    found: list[torch.Tensor] = []
+
+    class Before(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            run = ModuleRun(trainer, pl_module, lambda t, m: ModuleValidation(t, m, "val_loss", alone=True)())
+            found.extend(walked(run, 4))
+
+    plain, model = validated(lightning), validated(lightning)
+    torch.manual_seed(5)
+    lit_trainer(lightning, tmp_path / "plain", [Before()], **settings).fit(plain)
+    callback = AuditCallback(["bf16"], pilot=PRICED, budget=10.0, verdict=False)
+    torch.manual_seed(5)
+    lit_trainer(lightning, tmp_path / "piloted", [callback], **settings).fit(model)
+    for a, b, c in zip(plain.parameters(), model.parameters(), found, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    assert_priced(callback.prices, capsys.readouterr().err)
+
+
+def test_what_has_no_twins_is_said(transformers: Any, tmp_path: Path) -> None:
+    from halfulp.integrations.huggingface import AuditCallback
+
+    with pytest.raises(UsageError, match="leave rehearse= out"):
+        AuditCallback(["bf16"], pilot=PRICED, rehearse=PRICED)
+    with pytest.raises(UsageError, match="one eval_dataset"):
+        trainer(tmp_path, tiny_gpt2(), [AuditCallback(["bf16"], pilot=PRICED)]).train()
+    piloted = Piloted(PRICED, 0.15, {})
+    with pytest.raises(UsageError, match="cannot begin at step 3: twins begin where the run did"):
+        piloted.before(lambda: None, 6, tmp_path / "none", 3)  # type: ignore[arg-type, return-value]
+    by_hand = lit_model(pytest.importorskip("lightning"), manual=True)
+    trained = lit_trainer(pytest.importorskip("lightning"), tmp_path, [])
+    trained.strategy._lightning_optimizers = []
+    with pytest.raises(UsageError, match=r"it has 0 optimizers\. Use `halfulp pilot"):
+        ModuleRun.check(trained, by_hand)

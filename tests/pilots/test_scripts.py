@@ -176,3 +176,75 @@ def test_a_training_without_a_module_is_refused(here: Path) -> None:
     (here / "train.py").write_text(SCRIPT.replace("model(", "torch.nn.functional.linear(model[0].weight, "))
     with pytest.raises(ScriptError):
         pilot().run()
+
+
+LOADED = """
+import argparse
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--first", type=int, default=16)
+parser.add_argument("--store")
+given = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+x = torch.randn(320, 16)
+data = TensorDataset(x, x[:, :4].argmax(dim=1))
+if given.store:
+    import halfulp as hu
+    optimizer = hu.WriteBack(optimizer, *given.store.split(":"), model=model)
+
+
+def test(loader):
+    "Only prints its loss."
+    model.eval()
+    loss = 0.0
+    for x, y in loader:
+        loss += torch.nn.functional.cross_entropy(model(x), y).item() / len(loader)
+    print(repr(loss))
+
+
+for epoch in range(2):
+    model.train()
+    for x, y in DataLoader(data, batch_size=16, shuffle=True):
+        x, y = x[: given.first], y[: given.first]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    test(DataLoader(data, batch_size=100))
+"""
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("small", "first"), [([], "2"), (["5"], "5")])
+def test_batches_of_a_loader_are_cut_without_arguments(
+    here: Path, capsys: pytest.CaptureFixture[str], small: list[str], first: str
+) -> None:
+    """And the loss is a variable of a function that only prints it."""
+    (here / "train.py").write_text(LOADED)
+    found = pilot(small=small, formats=["e5m2"], evaluate="test:loss").run()
+    twin = found["e5m2"].seen.twin
+    assert twin is not None
+    assert (found.reference, found.updates) == (by_hand(capsys), 40)
+    assert twin.reference == by_hand(capsys, "--first", first)
+    assert twin.real == by_hand(capsys, "--first", first, "--store", "e5m2:rne")
+
+
+@pytest.mark.usefixtures("forked")
+def test_more_sequences_than_a_loader_gives_are_refused(here: Path) -> None:
+    with pytest.raises(UsageError, match=r"--small 4: .*gave this script has none\. A script that draws"):
+        pilot(small=["4"]).run()
+    (here / "train.py").write_text(LOADED)
+    with pytest.raises(UsageError, match=r"gave this script has 16\."):
+        pilot(small=["16"], evaluate="test:loss", out=Path("other")).run()
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_a_killed_pilot_left_is_not_taken_for_its_reference(here: Path) -> None:
+    found = pilot(formats=["bf16"], budget=0.0).run()
+    Path("out/pilot.json").unlink()
+    again = pilot(budget=0.0).run()
+    assert [p.spec for p in again.prices] == ["e5m2:sr", "e5m2"]
+    assert again.reference == found.reference

@@ -437,3 +437,49 @@ def test_of_two_calls_at_a_step_the_last_counts_and_this_is_said(capsys: pytest.
     assert capsys.readouterr().err == (
         "halfulp: evaluate() was called twice at step 2: of those the last counts.\n"
     )
+
+
+def test_a_loss_that_is_only_printed_is_a_variable_of_the_function() -> None:
+    said = '    """Says it."""\n    loss = 2.0 * x\n    if x > 5:\n        return\n    print(loss)\n'
+    source = f"def test(x):\n{said}"
+
+    def compiled(name: str) -> tuple[OwnEvaluation, Any]:
+        own = OwnEvaluation.of(name)
+        main: dict[str, Any] = {"__halfulp_evaluated__": own}
+        exec(own.compiled(source, "train.py"), main)  # noqa: S102  # as a script's file is
+        return own, main["test"]
+
+    own, test = compiled("test:loss")
+    for x in (1.5, 7.0):
+        assert own.number(test(x)) == 2.0 * x
+    assert test.__doc__ == "Says it."
+    own, test = compiled("test:los")
+    with pytest.raises(UsageError, match=r"gives nothing, .*nor is a variable of its one.*only prints"):
+        own.number(test(1.0))
+
+
+def test_as_if_calls_that_a_budget_does_not_pay_are_put_off_to_the_end(tmp_path: Path) -> None:
+    def run(name: str, most: float, steps: int = 10) -> tuple[hu.Trace, float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(32, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        own = OwnEvaluation("evaluate", most=most)
+        evaluate = own(lambda: model(torch.randn(8, 32)).square().mean().item())
+        audit = hu.Audit(optimizer, ["bf16"], model=model, rehearse=["e5m2"], out=tmp_path / name)
+        own.audit = audit
+        with audit, own.until_the_end():
+            for step in range(1, steps + 1):
+                optimizer.zero_grad()
+                model(torch.randn(8, 32)).square().mean().backward()
+                optimizer.step()
+                if step in (3, 6, 10):
+                    evaluate()
+        return hu.Trace.open(tmp_path / name), float(torch.rand(()))
+
+    (every, drawn), (last, same) = run("every", float("inf")), run("last", 0.0)
+    assert drawn == same
+    assert every.real_losses() == last.real_losses()
+    rows = [set(t.forecast("e5m2").losses.rows()) for t in (every, last)]
+    assert rows[1] == {row for row in rows[0] if row[0] != 6}
+    on, _ = run("on", 0.0, steps=11)  # the weights of the last evaluation are gone
+    assert set(on.forecast("e5m2").losses["step"].tolist()) == {3}

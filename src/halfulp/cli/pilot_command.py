@@ -39,13 +39,21 @@ def pilot(
         str, typer.Option(help=f"Formats in question, such as e4m3@128,e5m2,bf16:sr. {NAMES}")
     ] = "",
     evaluate: Annotated[
-        str, typer.Option(help="The script's own evaluation: FUNCTION, or FUNCTION:KEY of its result.")
+        str,
+        typer.Option(
+            help="The script's own evaluation: FUNCTION, or FUNCTION:KEY for a key of its result or the "
+            "variable that it prints."
+        ),
     ] = "",
     budget: Annotated[
         str, typer.Option(help="How much more than the run itself may be computed, all formats together.")
     ] = "15%",
     small: Annotated[
-        str, typer.Option(help="Arguments that give the script a small batch, such as '--batch_size 1'.")
+        str,
+        typer.Option(
+            help="Twins: how many sequences of a DataLoader's batches (default: a twelfth); or arguments "
+            "that give the script a small batch, '--batch_size 1'."
+        ),
     ] = "",
     out: Annotated[Path | None, typer.Option(help="A folder; default runs/pilot-NAME.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of stochastic rounding.")] = 0,
@@ -62,17 +70,18 @@ def pilot(
     stem = program.module or (program.script.stem if program.script else "")
     folder = out or Path("runs") / f"pilot-{stem}"
     check_output(folder)
-    found = ScriptPilot(
+    made = ScriptPilot(
         script=program.script, module=program.module, arguments=list(context.args), small=shlex.split(small),
         formats=listed(formats), evaluate=evaluate, budget=share(budget), out=folder, seed=seed,
         aside=as_json,
-    ).run()  # fmt: skip
+    )  # fmt: skip
+    found = made.run()
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
         return
     for line in found.lines:
         typer.echo(plain(line))
-    typer.echo(plain(f"The results are in {folder}; the run itself: halfulp report {folder / 'reference'}"))
+    typer.echo(plain(f"The results are in {folder}; the run itself: halfulp report {made.trace}"))
 
 
 def share(text: str) -> float:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -20,7 +21,9 @@ from halfulp.audit.sources.names import variables
 from halfulp.contract import Contract, Terms
 from halfulp.errors import UsageError
 from halfulp.integrations.optional import AuditedRun, base_class, require
+from halfulp.integrations.piloted import Piloted, TrainerRun
 from halfulp.numbers.grids import Grid
+from halfulp.pilots.prices import Prices
 from halfulp.text import tell
 from halfulp.writeback.optimizer import WriteBack
 
@@ -46,8 +49,16 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         out: The folder of the trace.
         verdict: Print the verdict when training ends.
         report: False sends nothing to the loggers; True logs even if ``report_to`` is empty.
+        pilot: Formats to price, such as ``["e4m3@128", "bf16:sr"]``: twins of them are run before the
+            training, on parts of its batches, and ``prices`` has what each costs when it ends.
+        budget: Extra compute for all of them together, as a share of the run.
         options: Options of :class:`halfulp.Audit`.
     """
+
+    @property
+    def prices(self) -> Prices | None:
+        """What the formats of ``pilot=`` cost, once training has ended."""
+        return None if self.piloted is None else self.piloted.prices
 
     def __init__(
         self,
@@ -56,11 +67,14 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         *,
         verdict: bool = True,
         report: bool | None = None,
+        pilot: Sequence[str] = (),
+        budget: float = 0.15,
         **options: Any,
     ) -> None:
         require("transformers")
         super().__init__()
         self.report = report
+        self.piloted = Piloted(pilot, budget, options) if pilot else None
         self.running = AuditedRun(grids, out, verdict, options)
 
     def on_train_begin(
@@ -68,6 +82,14 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     ) -> None:
         """Attach to the real optimizer."""
         usual = Path(args.output_dir) / "halfulp"
+        if self.piloted is not None:
+            own, trainer = _real(optimizer), _trainer()
+            TrainerRun.check(trainer, own)
+            folder = Path(self.running.out or usual).with_name(
+                f"{Path(self.running.out or usual).name}-pilot"
+            )
+            made = partial(TrainerRun, trainer, own, _again)
+            self.piloted.before(made, state.max_steps, folder, state.global_step)
         self.running.start(_real(optimizer), model, usual, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -95,6 +117,12 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         if made:
             trainer.log(made)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Have the last step evaluated, if formats are priced by its loss."""
+        if self.piloted is not None and state.global_step >= state.max_steps:
+            control.should_evaluate = True
+        return control
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the trace up to this step, so that it covers everything in the checkpoint."""
         if self.running.audit is not None:
@@ -103,6 +131,8 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop the audit."""
         self.running.stop()
+        if self.piloted is not None:
+            self.piloted.after(self.running.evaluation)
 
 
 _FIX = 'Trainer(..., optimizer_cls_and_kwargs=(hu.AdamW, {"lr": ...}))'

@@ -5,7 +5,8 @@ This works with ``lightning`` and with ``pytorch_lightning``, with automatic and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,9 @@ import torch
 from halfulp.contract import Contract, Terms
 from halfulp.errors import UsageError
 from halfulp.integrations.optional import AuditedRun, base_class, require
+from halfulp.integrations.piloted import ModuleRun, Piloted
 from halfulp.numbers.grids import Grid
+from halfulp.pilots.prices import Prices
 from halfulp.text import tell
 
 _Base: Any = base_class("lightning.pytorch.callbacks:Callback", "pytorch_lightning.callbacks:Callback")
@@ -39,8 +42,16 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         verdict: Print the verdict when training ends.
         monitor: The name under which the module logs the validation loss.
         report: Send audited steps to the trainer's loggers.
+        pilot: Formats to price, such as ``["e4m3@128", "bf16:sr"]``: twins of them are run before the
+            training, on parts of its batches, and ``prices`` has what each costs when it ends.
+        budget: Extra compute for all of them together, as a share of the run.
         options: Options of :class:`halfulp.Audit`.
     """
+
+    @property
+    def prices(self) -> Prices | None:
+        """What the formats of ``pilot=`` cost, once training has ended."""
+        return None if self.piloted is None else self.piloted.prices
 
     def __init__(
         self,
@@ -50,10 +61,13 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         verdict: bool = True,
         monitor: str = "val_loss",
         report: bool = True,
+        pilot: Sequence[str] = (),
+        budget: float = 0.15,
         **options: Any,
     ) -> None:
         require("lightning.pytorch", "pytorch_lightning")
         super().__init__()
+        self.piloted = Piloted(pilot, budget, options) if pilot else None
         self.running = AuditedRun(grids, out, verdict, options)
         self.monitor, self.report = monitor, report
 
@@ -61,7 +75,16 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         """Attach to the optimizers; Lightning counts the steps of all of them together."""
         optimizers = list(trainer.optimizers)
         usual = Path(trainer.default_root_dir) / "halfulp"
-        self.running.start(optimizers, pl_module, usual, trainer.global_step // max(len(optimizers), 1))
+        done = trainer.global_step // max(len(optimizers), 1)
+        if self.piloted is not None:
+            ModuleRun.check(trainer, pl_module)
+            folder = Path(self.running.out or usual)
+            made = partial(
+                ModuleRun, trainer, pl_module, lambda t, m: ModuleValidation(t, m, self.monitor, alone=True)()
+            )
+            updates = int(trainer.estimated_stepping_batches)
+            self.piloted.before(made, updates, folder.with_name(f"{folder.name}-pilot"), done)
+        self.running.start(optimizers, pl_module, usual, done)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Note the loss, without the factor that automatic optimization puts on accumulated batches."""
@@ -92,6 +115,8 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop the audit."""
         self.running.stop()
+        if self.piloted is not None:
+            self.piloted.after(self.running.evaluation)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop the audit; what was recorded stays."""
@@ -128,10 +153,11 @@ class ModuleValidation:
     """A module's validation once more, in the middle of its trainer's: its steps, and what they log.
 
     The trainer's own loop is not entered again, for it would call every callback and logger a second time.
+    With ``alone``, the module is a copy that the trainer does not train.
     """
 
-    def __init__(self, trainer: Any, module: Any, monitor: str) -> None:
-        self.trainer, self.module, self.monitor = trainer, module, monitor
+    def __init__(self, trainer: Any, module: Any, monitor: str, *, alone: bool = False) -> None:
+        self.trainer, self.module, self.monitor, self.alone = trainer, module, monitor, alone
         self.logged: list[tuple[float, float]] = []
         """Values and the sizes of their batches."""
         self.size = 1.0
@@ -139,6 +165,7 @@ class ModuleValidation:
     def __call__(self) -> float:
         """Validate, and average what is logged as the trainer does, by the sizes of batches."""
         self.logged, module = [], self.module
+        before = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
         module.__dict__.update(log=self._log, log_dict=self._log_dict)
         try:
             module.on_validation_epoch_start()
@@ -150,6 +177,7 @@ class ModuleValidation:
         finally:
             for name in ("log", "log_dict"):
                 module.__dict__.pop(name)
+            module.__dict__.update(before)
         if not self.logged:
             raise UsageError(f"the module logs {self.monitor!r} only outside its validation")
         return sum(x * n for x, n in self.logged) / sum(n for _, n in self.logged)
@@ -158,8 +186,12 @@ class ModuleValidation:
         strategy = self.trainer.strategy
         batch = strategy.batch_to_device(strategy.precision_plugin.convert_input(batch), dataloader_idx=at)
         self.size = float(_size(batch))
-        several = len(_loaders(self.trainer.val_dataloaders)) > 1
-        strategy.validation_step(batch, i, *([at] if several else []))
+        several = [at] if len(_loaders(self.trainer.val_dataloaders)) > 1 else []
+        if not self.alone:
+            strategy.validation_step(batch, i, *several)
+            return
+        with strategy.precision_plugin.val_step_context():  # a copy, which the strategy does not know
+            self.module.validation_step(batch, i, *several)
 
     def _log(self, name: str, value: Any, *_: Any, batch_size: int | None = None, **__: Any) -> None:
         if name == self.monitor:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from halfulp.audit.rehearsal.as_if import RandomState
+from halfulp.audit.rehearsal.as_if import Evaluation, RandomState
 from halfulp.audit.session import Audit
 from halfulp.errors import MissingError, UsageError
 from halfulp.integrations.scalars import Scalars
@@ -64,6 +64,8 @@ class AuditedRun:
         self.trouble: str | None = None
         """Why as-if evaluation stopped, if it did."""
         self.verified: set[str] = set()
+        self.evaluation: Evaluation | None = None
+        """The newest recorded evaluation with its rehearsals."""
 
     def start(self, optimizers: Any, model: Any, usual: Path, done: int) -> None:
         """Begin at the step after ``done``; a resumed run continues its trace."""
@@ -122,6 +124,8 @@ class AuditedRun:
             )
             self.audit.evaluate(lambda: real, specs=[], record=record)
             return {}
+        if record:
+            self.evaluation = found
         ends = {"point": "", "lower": "/lower", "upper": "/upper"}
         return {
             f"{name}_as_if/{spec}{ends[bound]}": loss

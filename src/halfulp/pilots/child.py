@@ -28,6 +28,7 @@ from halfulp.audit.script.own_evaluation import OwnEvaluation
 from halfulp.audit.script.runner import run_script
 from halfulp.audit.session import Audit
 from halfulp.errors import HalfulpError, UsageError
+from halfulp.pilots.batches import TrainingBatches
 from halfulp.pilots.rungs import Clock, nudge
 from halfulp.text import plain, tell
 from halfulp.trace import Memory, Trace
@@ -123,6 +124,7 @@ def run(told: dict[str, Any]) -> int:
     rehearse = Rehearse(told["formats"])
     own = OwnEvaluation.of(told["evaluate"])
     own.bounds = ("point", "upper") if told["trace"] else ("upper",)
+    own.most, own.at = told["most"], told["at"]
     folder = None if told["trace"] is None else Path(told["trace"])
     out = Memory() if folder is None else folder
     single = told["stored"] is not None or told["nudged"]
@@ -137,17 +139,24 @@ def run(told: dict[str, Any]) -> int:
             stack.enter_context(OnTheWay(take))
         limit = Limit(clock, math.inf if told["seconds"] is None else told["seconds"], told["steps"])
         stack.callback(register_optimizer_step_pre_hook(limit).remove)
+        batches = stack.enter_context(TrainingBatches(told["part"], lambda: own.inside))
         script = None if told["script"] is None else Path(told["script"])
-        code = run_script(script, told["arguments"], audit, lambda: None, told["module"], own)
-    found = {
+        last = own.until_the_end()
+        code = run_script(script, told["arguments"], audit, lambda: None, told["module"], own, last)
+    found: dict[str, Any] = {
         "seconds": clock.seconds,
         "beside": clock.busy(audit.seconds) + own.again_seconds,
         "code": code,
         "step": audit.step,
         "whole": limit.whole,
+        "batch": batches.largest,
+        "cut": batches.cut,
     }
     if code == 0 and audit.step and not limit.reached:
-        found |= _shown(out.trace if isinstance(out, Memory) else Trace.open(out), rehearse.names)
+        folder = audit.out  # numbered, where an interrupted pilot left one
+        found["trace"] = None if folder is None else str(folder)
+        trace = out.trace if isinstance(out, Memory) else Trace.open(folder or out)
+        found |= _shown(trace, rehearse.names)
     files.put(Path(told["result"]), json.dumps(found).encode())
     return code
 
@@ -181,14 +190,13 @@ class Limit:
 
 
 def _shown(trace: Recorded, specs: list[str]) -> dict[str, Any]:
-    """Return the losses of a finished run: its own by step, and as if at the last evaluation."""
+    """Return the losses of a finished run by step: its own, and as if."""
     own = trace.real_losses()
     losses = [x for x in trace.scan("run", "step", "loss").sort("step")["loss"].tolist() if x == x]
-    as_if = {}
+    as_if: dict[str, dict[str, dict[str, float]]] = {}
     for spec in specs if trace.rehearsals else ():
-        rows = trace.forecast(spec).compared()
-        last = [(bound, loss) for step, bound, loss, _ in rows.rows() if own and step == max(own)]
-        as_if[spec] = dict(last)
+        for step, bound, loss, _ in trace.forecast(spec).compared().rows():
+            as_if.setdefault(str(step), {}).setdefault(spec, {})[bound] = loss
     rehearsed = [t["numel"] for t in trace.tensors if t.get("rehearsed")]
     return {
         "real": {str(step): loss for step, loss in own.items()}, "as_if": as_if, "weights": sum(rehearsed),

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from halfulp.audit.rehearsal.as_if import number
 from halfulp.errors import UsageError
 from halfulp.pilots import run_states, rungs
 from halfulp.pilots.costs import RungCosts, measured
@@ -79,7 +80,7 @@ class Pilot:
         self._results: Results | None = None
         self._costs: RungCosts | None = None
         self._spent: dict[str, float] = {}
-        self._run_takes = 1.0
+        self._run_takes, self._weights = 1.0, 0
 
     @property
     def paid(self) -> dict[str, float]:
@@ -100,31 +101,64 @@ class Pilot:
         Raises:
             UsageError: If the run cannot be used.
         """
-        sample = self.training.begin()
-        self.notes, batch = [], 1
-        try:
-            batch = rungs.size(sample.batch(1)) if self.budget else 1
-        except UsageError as error:
-            self.notes.append(f"no twin was run: {error}")
-        weights = sum(p.numel() for p in sample.model.parameters() if p.requires_grad and p.dim() >= 2)
-        asked = {
-            "formats": self.formats, "updates": self.training.updates, "budget": self.budget,
-            "seed": self.training.seed, "batch": batch, "weights": weights,
-        }  # fmt: skip
-        self._results = Results(self.folder, asked)
-        self._measure(batch)
-        twins = self._twins(batch)
+        twins = self.before()
         share, bounds = self._forks_planned(twins)
         update = round(self.training.updates * (1 - share))
         full = self._reference(update if share else 0, bounds)
         seen = self._seen(full, twins)
         if share:
             self._forks(seen, share, bounds, update)
-        prices = [priced(spec, known) for spec, known in seen.items()]
         run_states.put_generators(self.training.random)
+        return self._prices(seen, full)
+
+    def before(self) -> dict[str, Any]:
+        """Make what comes before the run itself: measure steps, and run the twins that the budget pays for.
+
+        Returns:
+            The results of the twins, for :meth:`after`.
+
+        Raises:
+            UsageError: If the run cannot be used.
+        """
+        sample = self.training.begin()
+        self.notes, batch = [], 1
+        try:
+            batch = rungs.size(sample.batch(1)) if self.budget else 1
+        except UsageError as error:
+            self.notes.append(f"no twin was run: {error}")
+        self._weights = sum(p.numel() for p in sample.model.parameters() if p.requires_grad and p.dim() >= 2)
+        asked = {
+            "formats": self.formats, "updates": self.training.updates, "budget": self.budget,
+            "seed": self.training.seed, "batch": batch, "weights": self._weights,
+        }  # fmt: skip
+        self._results = Results(self.folder, asked)
+        self._measure(batch)
+        found = self._twins(batch)
+        run_states.put_generators(self.training.random)
+        return found
+
+    def start(self) -> float:
+        """Return the loss before the first update."""
+        found: float = self._once("start", lambda: number(self.training.begin().evaluate()))
+        run_states.put_generators(self.training.random)
+        return found
+
+    def after(self, twins: dict[str, Any], full: rungs.Reference) -> Prices:
+        """Price each format by the twins and the run itself, which was made elsewhere, beside rehearsals."""
+        told = _told(full)
+        return self._prices(self._seen(told, twins), told)
+
+    def _prices(self, seen: dict[str, Seen], full: dict[str, Any]) -> Prices:
+        low = [spec for spec, known in seen.items() if known.reads_low() and known.forks is None]
+        if low:
+            self.notes.append(
+                f"{', '.join(low)}: the twin is limited by noise, and no fork was run. A larger budget pays "
+                "for larger twins, and where hu.Pilot makes the run itself for a fork."
+            )
         return Prices(
-            prices=tuple(prices), reference=full["real"], updates=self.training.updates, weights=weights,
-            budget=self.budget, paid=self.paid, notes=tuple(self.notes),
+            prices=tuple(priced(spec, known) for spec, known in seen.items()), reference=full["real"],
+            updates=self.training.updates, weights=self._weights, budget=self.budget, paid=self.paid,
+            notes=tuple(self.notes),
         )  # fmt: skip
 
     # ---- what it costs ----

@@ -10,7 +10,7 @@ from halfulp import documents, files
 from halfulp.errors import UsageError, VersionError
 from halfulp.version import __version__
 
-KIND, FORMAT, NAME = "halfulp.pilot", 1, "pilot.json"
+KIND, FORMAT, NAME = "halfulp.pilot", 2, "pilot.json"
 Json = Any
 
 

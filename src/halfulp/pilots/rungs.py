@@ -18,9 +18,10 @@ reference is bit for bit the run that a plain loop would have made, and so are t
 
 from __future__ import annotations
 
+import copy
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -152,10 +153,15 @@ def first(batch: Any, count: int) -> Any:
     """
     if isinstance(batch, PARTS):
         return batch[:count] if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        return {k: first(v, count) for k, v in batch.items()}
+    if isinstance(batch, MutableMapping):
+        found = copy.copy(batch)  # of its own class: a tokenizer's batch has methods
+        found.update({k: first(v, count) for k, v in batch.items()})
+        return found
+    if isinstance(batch, list) and batch and all(isinstance(v, str) for v in batch):
+        return batch[:count]  # one text for each sequence
     if isinstance(batch, tuple | list):
-        return type(batch)([first(v, count) for v in batch])
+        each = [first(v, count) for v in batch]
+        return type(batch)(*each) if hasattr(batch, "_fields") else type(batch)(each)
     return batch
 
 

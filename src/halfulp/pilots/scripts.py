@@ -1,10 +1,12 @@
 """The pilot of an unmodified script: it is run as it is, and again with the arguments of its twin.
 
-The reference is the script itself, audited. Its twins are the same script with ``--small`` arguments behind
-its own, a child process each: once in float32, once per format, and once from a hair beside the start, for
-the floor. What they cost is measured in processor time; a twin ends itself as soon as its first steps tell
-that it would cost more than is left. A script's state cannot be forked from outside, so a format whose twin
-the guard distrusts keeps the free point with its wider interval, and it is said what is missing.
+The reference is the script itself, audited. Its twins are the same script, a child process each: once in
+float32, once per format, and once from a hair beside the start, for the floor. Where a DataLoader gives it
+batches, twins train on the first sequences of each (:mod:`halfulp.pilots.batches`); elsewhere ``--small``
+arguments are put behind the script's own. What they cost is measured in processor time; a twin ends itself as
+soon as its first steps tell that it would cost more than is left. A script's state cannot be forked from
+outside, so a format whose twin the guard distrusts keeps the free point with its wider interval, and it is
+said what is missing.
 """
 
 from __future__ import annotations
@@ -22,19 +24,23 @@ from halfulp.audit.rehearsal.specs import Rehearse
 from halfulp.audit.script.own_evaluation import OwnEvaluation
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.pilots.estimates import Seen, Twin, floor_of
+from halfulp.pilots.ladder import MOST
 from halfulp.pilots.prices import Prices, priced
 from halfulp.pilots.results import Results
 from halfulp.text import tell
 from halfulp.verdicts.intervals import SMALLEST, family_of
 
 NO_SMALL = (
-    "no twin was run: name the arguments that give this script a small batch, such as "
-    "--small '--batch_size 1' (with gradient accumulation: one micro-batch). They come after its own."
+    "no twin was run: no torch DataLoader gives this script its training batches, so name the arguments that "
+    "make them small, such as --small '--batch_size 1' (with gradient accumulation: one micro-batch). They "
+    "come after its own."
 )
 NO_FORKS = (
-    "{}: the twin is limited by noise, and a script cannot be forked from outside. Take a larger batch in "
+    "{}: the twin is limited by noise, and a script cannot be forked from outside. Take a larger batch with "
     "--small, or write the training as a run and use hu.Pilot, which can."
 )
+REHEARSING = 0.5
+"""Share of the budget that evaluations of rehearsals may take before the last one, which is always made."""
 
 
 class ScriptError(HalfulpError):
@@ -51,7 +57,8 @@ class ScriptPilot:
         script: The training script; None with ``module``.
         module: A module instead, as by ``python -m``.
         arguments: The script's own arguments.
-        small: Arguments that turn the script into its twin, appended to the others.
+        small: Arguments that turn the script into its twin, appended to the others; or one number: how many
+            sequences of every batch of a DataLoader the twin takes. By default a twelfth of them.
         formats: Grids, each followed by a colon and a policy unless it rounds to nearest.
         evaluate: The script's function that returns the loss, ``FUNCTION`` or ``FUNCTION:KEY``.
         budget: Extra compute, as a share of the run itself.
@@ -72,6 +79,12 @@ class ScriptPilot:
     """True to send the script's output to standard error, which keeps standard output for the answer."""
     paid: dict[str, float] = field(default_factory=dict, init=False)
     notes: list[str] = field(default_factory=list, init=False)
+    trace: Path | None = field(default=None, init=False)
+    """The trace of the reference."""
+    step: str = field(default="", init=False)
+    """The update whose losses are compared, as the keys of results have it."""
+    part: int | None = field(default=None, init=False)
+    """How many sequences of every batch twins take; None where arguments make batches small."""
 
     def run(self) -> Prices:
         """Run the script and what the budget pays for beside it; return what each format costs."""
@@ -91,28 +104,58 @@ class ScriptPilot:
                 f"the script never evaluated its model after a step: {self.evaluate} gives the loss that is "
                 "to be forecast. Name a function that the script calls when it has trained."
             )
+        self.step = max(full["as_if"], key=int)
+        if self.step != max(full["real"], key=int):
+            self.notes.append(
+                f"these are forecasts at update {self.step}: the budget paid for no later evaluation of "
+                "rehearsals, and after the script's last one it trained on."
+            )
+        self.trace = Path(full["trace"])
         own = max(full["seconds"] - full["beside"], 1e-9)
         self.paid = {"rehearsals": full["beside"] / own}
+        self.part = self._sequences(full["batch"])
         left = self.budget - self.paid["rehearsals"]
-        twins = self._twins(names, full, own) if self.small and left > 0 else {}
-        if not self.small:
+        twins = {}
+        if self.part is None and not self.small:
             self.notes.append(NO_SMALL)
-        elif left <= 0 < self.budget:
+        elif left > 0:
+            twins = self._twins(names, full, own)
+        elif self.budget:
             self.notes.append("no twin was run: rehearsals and their evaluations took all of the budget.")
         seen = {spec: self._seen(spec, full, twins) for spec in names}
         low = [spec for spec in names if seen[spec].reads_low()]
         if low:
             self.notes.append(NO_FORKS.format(", ".join(low)))
-        real = _last(full)
         return Prices(
-            prices=tuple(priced(spec, known) for spec, known in seen.items()), reference=real,
-            updates=full["step"], weights=full["weights"], budget=self.budget, paid=self.paid,
-            notes=tuple(self.notes),
+            prices=tuple(priced(spec, known) for spec, known in seen.items()),
+            reference=self._loss(full), updates=int(self.step), weights=full["weights"],
+            budget=self.budget, paid=self.paid, notes=tuple(self.notes),
         )  # fmt: skip
+
+    def _sequences(self, batch: int) -> int | None:
+        """Return how many sequences of a batch twins take; None where arguments make it small."""
+        if self.small and not (len(self.small) == 1 and self.small[0].isdecimal()):
+            return None
+        if not self.small:
+            return max(2, int(batch * MOST)) if batch > 2 else None
+        asked = int(self.small[0])
+        if not 0 < asked < batch:
+            raise UsageError(
+                f"--small {asked}: expected fewer sequences than a training batch has, and the largest that "
+                f"a DataLoader gave this script has {batch or 'none'}. A script that draws its batches by "
+                "itself takes arguments instead, such as --small '--batch_size 1'."
+            )
+        return asked
+
+    @property
+    def _twin_is(self) -> str:
+        if self.part is None:
+            return f"with {' '.join(self.small)} behind its arguments"
+        return f"on the first {self.part} sequences of every batch"
 
     def _twins(self, names: list[str], full: dict[str, Any], own: float) -> dict[str, dict[str, Any]]:
         """Return the twins that the budget pays for, in the order of the formats."""
-        tell(f"halfulp: twins with {' '.join(self.small)}")
+        tell(f"halfulp: twins {self._twin_is}")
         found: dict[str, dict[str, Any]] = {}
         left = self.budget - sum(self.paid.values())
         share, unpaid = 0.0, list[str]()
@@ -133,17 +176,20 @@ class ScriptPilot:
             if not made.get("real"):
                 self.notes.append(self._too_dear(name, made, own, len(names) + 1))
                 return found
-            if made["step"] != full["step"]:
+            if made["step"] != full["step"] or self.step not in made["real"]:
+                other = f"makes {made['step']} updates, and {full['step']} without"
+                if made["step"] == full["step"]:
+                    other = f"does not evaluate at update {self.step}, where it does without"
                 raise UsageError(
-                    f"with {' '.join(self.small)} behind its arguments the script makes {made['step']} "
-                    f"updates, and {full['step']} without: a twin makes as many. Give the number of steps in "
-                    "--small, too."
+                    f"{self._twin_is} the script {other}: a twin does as its script. Give numbers of steps "
+                    "in --small, too; or, with a DataLoader, --small N, which keeps N sequences of every "
+                    "batch and all else as it is."
                 )
             found[name] = made
             if name == "twin" and made["real"] == full["real"]:
                 raise UsageError(
-                    f"with {' '.join(self.small)} behind its arguments the script runs as without: a twin "
-                    "needs arguments that it takes, the last one of each, and that make the batch smaller."
+                    f"{self._twin_is} the script runs as without: a twin needs arguments that it takes, the "
+                    "last one of each, and that make the batch smaller."
                 )
         if unpaid:
             self.notes.append(
@@ -161,20 +207,25 @@ class ScriptPilot:
         )
 
     def _seen(self, spec: str, full: dict[str, Any], twins: dict[str, dict[str, Any]]) -> Seen:
-        twin, floor, losses = None, SMALLEST, full["as_if"][spec]
+        twin, floor, losses = None, SMALLEST, full["as_if"][self.step][spec]
         small = twins.get("twin")
-        if small is not None and f"twin {spec}" in twins:
+        if small is not None and f"twin {spec}" in twins and self.step in small["as_if"]:
             twin = Twin(
-                share=small["seconds"] / full["seconds"], reference=_last(small),
-                upper=small["as_if"][spec]["upper"], real=_last(twins[f"twin {spec}"]),
+                share=small["seconds"] / full["seconds"], reference=self._loss(small),
+                upper=small["as_if"][self.step][spec]["upper"], real=self._loss(twins[f"twin {spec}"]),
             )  # fmt: skip
         if small is not None and "nudged" in twins:
-            floor = floor_of(0.0, 0.0, _last(small), _last(twins["nudged"]))
+            floor = floor_of(0.0, 0.0, self._loss(small), self._loss(twins["nudged"]))
         start = full["start"] if full["start"] is not None else max(full["real"].values())
         return Seen(
-            start=start, reference=_last(full), upper=losses["upper"], point=losses["point"], twin=twin,
+            start=start, reference=self._loss(full), upper=losses["upper"], point=losses["point"], twin=twin,
             floor=floor, family=family_of(spec),
         )  # fmt: skip
+
+    def _loss(self, found: dict[str, Any]) -> float:
+        """Return the loss at the update in question; a run that diverged has none."""
+        loss = float(found["real"][self.step])
+        return loss if loss == loss else math.inf
 
     def _child(self, name: str, seconds: float | None = None, steps: int = 0) -> dict[str, Any]:
         """Run the script once, unless it was; the reference shows what it prints, others have a log."""
@@ -188,7 +239,9 @@ class ScriptPilot:
         reference = name == "reference"
         told = {
             "script": None if self.script is None else str(self.script), "module": self.module,
-            "arguments": self.arguments if reference else [*self.arguments, *self.small],
+            "arguments": self.arguments if reference or self.part else [*self.arguments, *self.small],
+            "part": None if reference else self.part, "at": None if reference else int(self.step),
+            "most": REHEARSING * self.budget,
             "formats": self.formats, "evaluate": self.evaluate, "seed": self.seed, "nudged": name == "nudged",
             "stored": name.partition(" ")[2] or None, "seconds": seconds, "steps": steps,
             "result": str(result.absolute()),
@@ -207,9 +260,3 @@ class ScriptPilot:
         found: dict[str, Any] = json.loads(result.read_bytes())
         result.unlink()
         return found
-
-
-def _last(found: dict[str, Any]) -> float:
-    """Return the loss at the last evaluation; a run that diverged has none."""
-    loss = float(found["real"][max(found["real"], key=int)])
-    return loss if loss == loss else math.inf

@@ -6,7 +6,9 @@ gave; then it is called again for every rehearsal and bound, silently, and its l
 random numbers that the script draws afterwards are those that it would have drawn. A function of a package,
 ``transformers.Trainer.evaluate``, is decorated where it is, until the script has ended.
 
-A function that cannot be called twice in a row, or that trains, is left alone from then on, and it is said.
+Where a function prints its loss and returns nothing, ``test:test_loss`` names the variable that holds it:
+what its variables are when it ends is noted. A function that cannot be called twice in a row, or that trains,
+is left alone from then on, and it is said. A pilot limits what as-if calls may take (``most``, ``at``).
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import functools
 import importlib
 import importlib.util
 import io
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+from halfulp.audit.rehearsal.as_if import RandomState
 from halfulp.audit.session import Audit
 from halfulp.errors import UsageError
 from halfulp.text import shown, tell
@@ -43,6 +47,10 @@ class OwnEvaluation:
     audit: Audit | None = None
     bounds: tuple[str, ...] | None = None
     """The rehearsal bounds for which it is evaluated as if; all by default."""
+    most: float = math.inf
+    """Share of the processor time without them that as-if calls may take; the last evaluation always may."""
+    at: int | None = None
+    """The only step at which it is evaluated as if, if there is one."""
     calls: int = 0
     """Number of times the script called it after a step."""
     trouble: str | None = None
@@ -51,11 +59,18 @@ class OwnEvaluation:
     """Processor time of the as-if calls."""
     refused: UsageError | None = field(default=None, repr=False)
     """The error raised because the function returns no loss."""
+    inside: bool = field(default=False, repr=False)
+    """True while the script evaluates."""
     _restore: Callable[[], None] | None = field(default=None, repr=False)
-    _inside: bool = field(default=False, repr=False)
     _at: int = field(default=0, repr=False)
     """The step of the newest call."""
     _told: bool = field(default=False, repr=False)
+    _variable: Any = field(default=None, repr=False)
+    """The variable by the name of the key, when the function last ended."""
+    _round: float | None = field(default=None, repr=False)
+    """Processor time of the newest as-if calls."""
+    _put_off: tuple[Callable[[], Any], RandomState, Any] | None = field(default=None, repr=False)
+    """The newest evaluation, its generators and its result, if it was not repeated as if."""
 
     @classmethod
     def of(cls, text: str) -> OwnEvaluation:
@@ -88,6 +103,8 @@ class OwnEvaluation:
             at = node.decorator_list[0] if node.decorator_list else node
             mark = ast.Name(id=DECORATOR, ctx=ast.Load())
             node.decorator_list.insert(0, ast.copy_location(mark, at))  # around all others
+            if self.key:
+                _note_variables(node)
         return compile(tree, file, "exec", dont_inherit=True)
 
     def _decorated_in_package(self) -> bool:
@@ -118,15 +135,19 @@ class OwnEvaluation:
 
         @functools.wraps(function)
         def evaluated(*args: Any, **kwargs: Any) -> Any:
-            if self._inside or self.audit is None:  # it calls itself
+            if self.inside or self.audit is None:  # it calls itself
                 return function(*args, **kwargs)
-            self._inside = True
+            self.inside = True
             try:
                 return self._evaluated(self.audit, functools.partial(function, *args, **kwargs))
             finally:
-                self._inside = False
+                self.inside = False
 
         return evaluated
+
+    def note(self, variables: dict[str, Any]) -> None:
+        """Note the function's own variables as it ends."""
+        self._variable = variables.get(self.key)
 
     def _evaluated(self, audit: Audit, function: Callable[[], Any]) -> Any:
         if audit.step == 0:  # nothing is known of the model yet
@@ -138,11 +159,51 @@ class OwnEvaluation:
             self._told = True
             tell(f"halfulp: {self.name}() was called twice at step {audit.step}: of those the last counts.")
         self._at = audit.step
-        results: list[Any] = []
+        drawn = RandomState()
+        if self._wanted(audit):
+            self._put_off = None
+            return self._repeated(audit, function, [])
+        result = function()
+        self._put_off = function, drawn, result
+        loss = self.number(result)
+        audit.evaluate(lambda: loss, specs=[])
+        return result
+
+    def _wanted(self, audit: Audit) -> bool:
+        """Return whether this evaluation is repeated as if: the first is, and what ``most`` allows."""
+        if self.at is not None:
+            return audit.step == self.at
+        if self._round is None:
+            return True
+        alone = time.process_time() - self.again_seconds
+        return self.again_seconds + self._round <= self.most * alone
+
+    @contextlib.contextmanager
+    def until_the_end(self) -> Iterator[None]:
+        """Repeat the script's last evaluation as if when it has ended, unless that was done at the time."""
+        yield
+        kept, self._put_off = self._put_off, None
+        if kept is None or self.audit is None or self.audit.step != self._at or self.at is not None:
+            return
+        function, drawn, result = kept
+        now, self.inside = RandomState(), True
+        drawn.put_back()
+        try:
+            self._repeated(self.audit, function, [result])
+        finally:
+            self.inside = False
+            now.put_back()
+
+    def _repeated(self, audit: Audit, function: Callable[[], Any], results: list[Any]) -> Any:
+        """Evaluate, unless the result is known, and again as if for every rehearsal; return the result."""
+        before, first = self.again_seconds, True
 
         def loss() -> float:
-            if not results:
-                results.append(function())
+            nonlocal first
+            if first:
+                first = False
+                if not results:
+                    results.append(function())
                 return self.number(results[0])
             began = time.process_time()
             with _silent():
@@ -164,6 +225,7 @@ class OwnEvaluation:
                 "run goes on; no losses of rehearsals are recorded from here on."
             )
             audit.evaluate(lambda: self.number(results[0]), specs=[])
+        self._round = self.again_seconds - before
         return results[0]
 
     # ---- which number ----
@@ -179,11 +241,11 @@ class OwnEvaluation:
     def _chosen(self, result: Any) -> Any:
         if not self.key:
             return result
-        if isinstance(result, dict):
+        if isinstance(result, dict) and self.key in result:
             return result[self.key]
         if isinstance(result, list | tuple) and self.key.isdigit():
             return result[int(self.key)]
-        return getattr(result, self.key)
+        return getattr(result, self.key, self._variable)
 
     def _fault(self, result: Any) -> str | None:
         try:
@@ -199,7 +261,22 @@ class OwnEvaluation:
             kind = f"{len(result)} values, which count from 0"
         else:
             kind = "nothing" if result is None else f"a {kind}"
-        return f"the function gives {kind}, and none of it by that name is a number. Say {self.name}:KEY."
+        what = "no number" if not self.key else "no number by that name, nor is a variable of its one"
+        return (
+            f"the function gives {kind}, which is {what}. Say {self.name}:KEY: a key of its result, or, "
+            "where it only prints the loss, the variable that holds it."
+        )
+
+
+def _note_variables(node: ast.FunctionDef) -> None:
+    """Have a function note its variables when it ends."""
+    said = ast.get_docstring(node, clean=False) is not None
+    noted = ast.parse(f"{DECORATOR}.note(locals())").body
+    inner = ast.Try(body=node.body[said:] or [ast.Pass()], handlers=[], orelse=[], finalbody=noted)
+    node.body = [*node.body[:said], inner]
+    for new in (inner, *(part for each in noted for part in ast.walk(each))):
+        if isinstance(new, ast.expr | ast.stmt):
+            ast.copy_location(new, node)
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
