@@ -48,6 +48,12 @@ MODULES = {
 }
 """Current paths of moved modules and packages, by former path."""
 
+CALIBRATION = (
+    "Calibration by pairs of runs has ended: a pilot makes its own pair, on a part of every batch, and its "
+    "forecast has an interval. See halfulp pilot --help."
+)
+"""What `halfulp calibrate` and `--calibration` say for one version."""
+
 
 def warn(old: str, new: str, *, stacklevel: int = 3) -> None:
     """Warn that ``old`` is called ``new`` now."""

@@ -102,12 +102,14 @@ def test_compare(halfulp: Halfulp, here: Path, traces: tuple[str, str]) -> None:
     assert f"reference {last['real']:.4f}, measured {last['measured']:.4f}" in text
 
 
-def test_calibrate(halfulp: Halfulp, here: Path, traces: tuple[str, str]) -> None:
-    result = told(halfulp, "calibrate", *traces, "-o", "c.json")
-    (pair,) = result["pairs"]
-    text = halfulp("calibrate", *traces, "-o", "c2.json")[1]
-    assert f"reference {pair['real']:.4f}, measured {pair['measured']:.4f}" in text
-    assert Path("c.json").read_bytes() == Path("c2.json").read_bytes()
+def test_calibrate_says_what_took_its_place(halfulp: Halfulp, here: Path, traces: tuple[str, str]) -> None:
+    for args in (("calibrate", *traces, "--add"), ("calibrate",)):
+        code, _, said = halfulp(*args)
+        assert code == 2
+        assert "has ended: a pilot makes its own pair" in said
+    code, _, said = halfulp("report", "--calibration", "c.json", traces[0])
+    assert code == 0
+    assert "--calibration is not used. Calibration by pairs of runs has ended" in said
 
 
 def test_allocate(halfulp: Halfulp, here: Path, traces: tuple[str, str]) -> None:
@@ -151,7 +153,7 @@ def test_audit(halfulp: Halfulp, here: Path) -> None:
     ("command", "args", "code"),
     [
         ("check", ("missing.safetensors",), 2), ("diff", ("a", "b"), 2), ("audit", ("missing.py",), 2),
-        ("compare", ("a", "b"), 3), ("calibrate", ("a", "b"), 3), ("study status", ("nothing",), 2),
+        ("compare", ("a", "b"), 3), ("study status", ("nothing",), 2),
         ("allocate", ("a", "--budget", "x"), 2), ("study validate", ("nothing",), 2),
     ],
 )  # fmt: skip

@@ -44,7 +44,15 @@ def test_the_whole_story(finished: tuple[Path, str]) -> None:
     assert sorted(p.name for p in out.iterdir()) == sorted(["reference", *demo.ARMS, "index.html"])
     order = [
         said.index(x)
-        for x in ("The forecast: updates", "nearest:", "The forecast for e4m3@128 was", "The page")
+        for x in (
+            "The forecast: updates",
+            "A twin: fp32 and",
+            "with the twin, for",
+            "nearest:",
+            "The forecast for e4m3@128 was",
+            "; really ",
+            "The page",
+        )
     ]
     assert order == sorted(order)
     assert "Policies" in (out / "index.html").read_text()
@@ -75,18 +83,18 @@ def test_arms_share_their_start_and_their_data(finished: tuple[Path, str]) -> No
     assert [r.bytes_per_weight for r in group.runs] == [1, 1, 1, 5]
 
 
-@pytest.mark.parametrize(("stop", "finds"), [(5, ["reference"]), (17, ["reference", "nearest"])])
+@pytest.mark.parametrize(("stop", "finds"), [(5, ["reference"]), (41, ["reference", "nearest"])])
 def test_an_interrupt_leaves_a_page(
     stop: int, finds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = [0]
     real = LetterTraining.step
 
-    def step(training: LetterTraining) -> Any:
+    def step(training: LetterTraining, batch: Any, update: int) -> Any:
         steps[0] += 1
         if steps[0] == stop:
             raise KeyboardInterrupt
-        return real(training)
+        return real(training, batch, update)
 
     monkeypatch.setattr(LetterTraining, "step", step)
     code, said = told(tmp_path / "demo", terminal=True)
@@ -100,7 +108,7 @@ def test_an_interrupt_leaves_a_page(
 
 
 def test_an_interrupt_at_once_leaves_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(training: LetterTraining) -> Any:
+    def step(training: LetterTraining, batch: Any, update: int) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LetterTraining, "step", step)
@@ -109,15 +117,15 @@ def test_an_interrupt_at_once_leaves_a_sentence(tmp_path: Path, monkeypatch: pyt
     assert "there is nothing to show" in said
 
 
-@pytest.mark.parametrize("step", [1, TINY.updates + 2])
+@pytest.mark.parametrize("step", [1, 3 * TINY.updates + 2])
 def test_a_full_disk_ends_it(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the reference and in an arm: at the first step that cannot be written, as the system's refusal."""
     steps = [0]
     real = LetterTraining.step
 
-    def count(training: LetterTraining) -> Any:
+    def count(training: LetterTraining, batch: Any, update: int) -> Any:
         steps[0] += 1
-        return real(training)
+        return real(training, batch, update)
 
     def full(operation: str, path: Path) -> None:
         if operation == "write" and steps[0] >= step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import json
 import os
@@ -20,8 +21,10 @@ from audit_reference import STATIC, Brute, assert_same_tables, batches, made, tr
 import halfulp as hu
 from halfulp.audit.rehearsal.as_if import RandomState
 from halfulp.errors import UsageError
+from halfulp.integrations import piloted
 from halfulp.integrations.piloted import ModuleRun, Piloted, TrainerRun
 from halfulp.integrations.scalars import Scalars, tag
+from halfulp.pilots.pilot import Pilot
 from halfulp.pilots.prices import Prices
 
 # Other people's libraries warn as they like.
@@ -950,6 +953,12 @@ def walked(run: Any, updates: int) -> list[torch.Tensor]:
     return list(run.model.parameters())
 
 
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are counted in sequences, so that no plan depends on the machine."""
+    monkeypatch.setattr(piloted, "Pilot", functools.partial(Pilot, cost=lambda part: part / 8))
+
+
 def assert_priced(found: Prices | None, said: str) -> None:
     assert found is not None
     assert sorted(p.spec for p in found.prices) == sorted(PRICED)
@@ -976,6 +985,7 @@ def test_a_run_of_a_trainer_is_what_the_trainer_makes(transformers: Any, tmp_pat
         assert torch.equal(a, b)
 
 
+@pytest.mark.usefixtures("counted")
 def test_a_trainer_prices_formats_and_runs_as_without(
     transformers: Any,
     tmp_path: Path,
@@ -983,30 +993,28 @@ def test_a_trainer_prices_formats_and_runs_as_without(
 ) -> None:
     from halfulp.integrations.huggingface import AuditCallback
 
-    def run(folder: str, callbacks: list[Any], **options: Any) -> Any:
+    def run(folder: str, callbacks: list[Any], resume: Any = None, **options: Any) -> Any:
         made = trainer(tmp_path / folder, tiny_gpt2(), callbacks, **options)
         evaluating(made, 6, made.train_dataset[:10])
-        made.train(resume_from_checkpoint=options.get("save_strategy") == "steps" and callbacks == again)
+        made.train(resume_from_checkpoint=resume)
         return made
 
-    again: list[Any] = []
-    callback = AuditCallback(["bf16"], pilot=PRICED, budget=10.0, verdict=False)
-    plain, made = run("plain", [None] * 0), run("piloted", [callback], save_strategy="steps", save_steps=3)
+    callback = AuditCallback(["bf16"], pilot=PRICED, budget=4.0, verdict=False)
+    plain, made = run("plain", []), run("piloted", [callback], save_strategy="steps", save_steps=3)
     for a, b in zip(plain.model.parameters(), made.model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert_priced(callback.prices, capsys.readouterr().err)
     assert callback.prices is not None
     losses = [row["eval_loss"] for row in made.state.log_history if "eval_loss" in row]
     assert callback.prices.reference == losses[-1]
-    resumed = AuditCallback(["bf16"], pilot=PRICED, budget=10.0, verdict=False)
-    other = trainer(tmp_path / "piloted", tiny_gpt2(), [resumed])
-    evaluating(other, 6, other.train_dataset[:10])
-    other.train(resume_from_checkpoint=str(tmp_path / "piloted" / "checkpoint-3"))
+    resumed = AuditCallback(["bf16"], pilot=PRICED, budget=4.0, verdict=False)
+    run("piloted", [resumed], resume=str(tmp_path / "piloted" / "checkpoint-3"))
     assert "the twins of this run's start are in" in capsys.readouterr().err
     assert resumed.prices is not None
     assert [p.seen.twin for p in resumed.prices.prices] == [p.seen.twin for p in callback.prices.prices]
 
 
+@pytest.mark.usefixtures("counted")
 def test_lightning_prices_formats_and_runs_as_without(
     lightning: Any,
     tmp_path: Path,
@@ -1025,7 +1033,7 @@ def test_lightning_prices_formats_and_runs_as_without(
     plain, model = validated(lightning), validated(lightning)
     torch.manual_seed(5)
     lit_trainer(lightning, tmp_path / "plain", [Before()], **settings).fit(plain)
-    callback = AuditCallback(["bf16"], pilot=PRICED, budget=10.0, verdict=False)
+    callback = AuditCallback(["bf16"], pilot=PRICED, budget=4.0, verdict=False)
     torch.manual_seed(5)
     lit_trainer(lightning, tmp_path / "piloted", [callback], **settings).fit(model)
     for a, b, c in zip(plain.parameters(), model.parameters(), found, strict=True):

@@ -287,7 +287,6 @@ def test_outputs_do_not_replace_what_is_read(tmp_path: Path) -> None:
             ["report", str(trace.path), "-o", str(tmp_path / place)],
             ["report", str(trace.path), "-o", str(tmp_path / "page.html"), "--csv", str(tmp_path / place)],
             ["allocate", str(trace.path), "--budget", "10%", "-o", str(tmp_path / place)],
-            ["calibrate", str(trace.path), "1.0", "-o", str(tmp_path / place)],
         ]
         for command in commands:
             said = CliRunner().invoke(app, command)

@@ -25,14 +25,13 @@ from study.samples import NEXT, SMALL, quick_identity, run, study_file
 from test_fuzz import mutant_of_state
 
 import halfulp as hu
-from halfulp import canonical, documents
+from halfulp import canonical
 from halfulp import tensors as files_of_tensors
 from halfulp.audit.sinks import shard_state as shards
 from halfulp.checkpoints import Change
 from halfulp.paper.arms import mask_recipes
 from halfulp.study import publish
 from halfulp.study.validate import validate
-from halfulp.verdicts.calibration import Calibration, Pair
 from halfulp.writeback import load
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -95,15 +94,6 @@ def sealed_tensors(content: bytes, rng: random.Random) -> bytes:
         header["__metadata__"] = {**said, files_of_tensors.DIGEST: digest}
         text = json.dumps(header).encode()
         mutant = len(text).to_bytes(8, "little") + text + rest
-    return mutant
-
-
-def sealed_documents(content: bytes, rng: random.Random) -> bytes:
-    """A document of ours edited, its digest right again where there can be one."""
-    mutant = documents_of(content, rng)
-    with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError, RecursionError):
-        rest = {k: v for k, v in json.loads(mutant).items() if k != documents.DIGEST}
-        mutant = documents.sealed(rest)
     return mutant
 
 
@@ -186,11 +176,6 @@ def made_today(today: Path) -> None:
     sync.take().save(today / "change.safetensors")
     (today / "grid.txt").write_text("e4m3@128")
     (today / "document.json").write_bytes(canonical.dumps({"a": [1, 2.5, None, {"b": "c" * 20}], "d": True}))
-    pair = Pair(
-        spec="e5m2", step=5, rate=1e-3, weights=128, real=1.0, measured=1.25,
-        forecast={"lower": 1.1, "point": 1.2, "upper": 1.5}, source="a pair",
-    )  # fmt: skip
-    Calibration((pair, pair)).save(today / "calibration.json")
     said = {shards.TRACE: "0" * 32, shards.PLACES: json.dumps({"0": [0, 16]})}
     state = {"0.moved.bits": torch.zeros(2, 2, dtype=torch.uint8), "0.sum": torch.zeros(2, 16)}
     (today / "shard.safetensors").write_bytes(b"".join(files_of_tensors.content(state, said)))
@@ -235,10 +220,6 @@ def readers(folder: Path) -> list[Reader]:
         Reader("a trace that an audit resumes", today / "rehearsed", resumed, documents_of),
         Reader("a rank's shards", today / "shard.safetensors", _shard, tensors, 5),
         Reader("a rank's shards, sealed again", today / "shard.safetensors", _shard, sealed_tensors, 5),
-        Reader("a calibration", today / "calibration.json", Calibration.load, documents_of, 10),
-        Reader(
-            "a calibration, sealed again", today / "calibration.json", Calibration.load, sealed_documents, 10
-        ),
         Reader("a mask", mask, hu.Mask.load, tensors, 5),
         Reader("a mask, sealed again", mask, hu.Mask.load, sealed_tensors, 5),
         Reader("a mask of format 1", FIXTURES / "format_1" / mask.name, hu.Mask.load, tensors, 5),

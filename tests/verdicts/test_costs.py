@@ -1,4 +1,4 @@
-"""What a format would cost: evaluations, the verdict, calibrations, comparisons, scripts, the page."""
+"""What a format would cost: evaluations, the verdict, comparisons, scripts, the page."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 import halfulp as hu
-from halfulp import documents
 from halfulp.audit.rehearsal.rehearsed_outcome import rehearsed_outcomes
 from halfulp.audit.rehearsal.trace_outcome import compare_traces
 from halfulp.audit.script.own_evaluation import OwnEvaluation
 from halfulp.audit.script.runner import file_name
-from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
+from halfulp.errors import UsageError
 from halfulp.report.charts import packed
 from halfulp.report.page import page
 from halfulp.verdicts import loss_costs as costs
 from halfulp.verdicts.answer import verdict
-from halfulp.verdicts.calibration import Calibration, Pair
 
 SPECS = ["bf16", "e4m3@128", "e4m3@128:sr"]
 UPDATES = 120
@@ -150,98 +148,6 @@ def test_a_rehearsal_is_compared_with_the_run_that_it_was_of(folder: Path) -> No
         opt.step()
     with pytest.raises(UsageError, match="not of the same model"):
         rehearsed_outcomes(reference, memory.trace)
-
-
-def test_a_calibration_by_its_own_pair_gives_what_was_measured(folder: Path, tmp_path: Path) -> None:
-    reference, nearest = opened(folder, "reference", "nearest")
-    made = Calibration.from_runs(reference, nearest)
-    made.save(tmp_path / "c.json")
-    assert Calibration.load(tmp_path / "c.json") == made
-    assert {p.step for p in made.pairs} <= {40, 80, 120}
-    cost = next(c for c in costs.costs(reference, made) if c.spec == "e4m3@128")
-    assert cost.calibrated is not None
-    assert cost.loss == pytest.approx(list(nearest.real_losses().values())[-1], rel=1e-12)
-    assert cost.calibrated.warnings == ()
-    said = verdict(reference, calibration=made).text(verbose=True)
-    assert "calibrated, before that" in said
-    assert "Not calibrated, for want of a pair:" in said
-    assert "uncalibrated" in page([folder / "reference"], calibration=made)
-    number = Calibration.from_runs(reference, float(list(nearest.real_losses().values())[-1]), "e4m3@128")
-    assert number.pairs[0].measured == made.pairs[-1].measured
-
-
-def test_another_rate_or_horizon_is_said(folder: Path) -> None:
-    (reference,) = opened(folder, "reference")
-    pair = Pair(
-        spec="e4m3@128", step=1200, rate=1e-4, weights=1, real=1.0, measured=1.5,
-        forecast={"lower": 1.0, "point": 1.4, "upper": 2.0}, source="elsewhere",
-    )  # fmt: skip
-    cost = next(c for c in costs.costs(reference, Calibration((pair,))) if c.spec == "e4m3@128")
-    assert cost.calibrated is not None
-    assert cost.calibrated.ratio == 0.5
-    rate, step = cost.calibrated.warnings
-    assert "another rate, 0.0001 there and 0.001 here (10 times)" in rate
-    assert "another step, 1200 there and 120 here" in step
-
-
-def test_what_cannot_be_calibrated(folder: Path) -> None:
-    reference, nearest = opened(folder, "reference", "nearest")
-    for given, said in (
-        ((nearest, nearest), "rehearsed nothing"),
-        ((reference, reference), "is not a run of exactly one of the rehearsals"),
-        ((reference, 2.0), "say which one"),
-        ((reference, 2.0, "e5m2"), "was not rehearsed"),
-        ((reference, 2.0, "e4m3@128", 7), "was not evaluated at step 7, but at 40, 80, 120"),
-        ((reference, float("nan"), "e4m3@128"), "no ratio to take"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            Calibration.from_runs(*given)  # type: ignore[arg-type]
-
-
-def test_a_calibration_that_was_changed_is_refused(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "c.json"
-    Calibration.from_runs(*opened(folder, "reference", "nearest")).save(file)
-    whole = json.loads(file.read_text())
-    for change, error in (
-        ({"format": 9}, VersionError),
-        ({"kind": "other"}, CorruptionError),
-        ({"pairs": []}, TamperingError),
-    ):
-        file.write_text(json.dumps({**whole, **change}))
-        with pytest.raises(error):
-            Calibration.load(file)
-    file.write_text("[]")
-    with pytest.raises(CorruptionError):
-        Calibration.load(file)
-    pair = whole["pairs"][-1]
-    for change, said in (
-        ({"forecast": {"lower": pair["real"] + 1}}, "expected some of lower, point, upper, upper or point"),
-        ({"forecast": {}}, "upper or point among them"),
-        ({"forecast": {"upper": pair["real"] + 1, "most": 9.0}}, r"is of \['most', 'upper'\]"),
-        ({"forecast": {"upper": pair["real"], "point": pair["real"] + 1}}, "the forecast gap is below"),
-        ({"rate": -1e-3}, "rate is -0.001, expected a finite number, not negative"),
-    ):
-        rest = {key: value for key, value in whole.items() if key != "sha256"}
-        file.write_bytes(documents.sealed({**rest, "pairs": [{**pair, **change}]}))
-        with pytest.raises(CorruptionError, match=said):
-            Calibration.load(file)
-    file.write_text(json.dumps(whole).replace('"step":', '"step": 7, "step":'))
-    with pytest.raises(CorruptionError, match="the key step is there twice"):
-        Calibration.load(file)
-
-
-def test_a_bound_without_a_gap_calibrates_nothing(folder: Path) -> None:
-    """A forecast without an upper bound is corrected by the point of a pair, if that has a gap."""
-    (reference,) = opened(folder, "reference")
-    pair = Pair(
-        spec="e4m3@128", step=120, rate=1e-3, weights=1, real=1.0, measured=1.5,
-        forecast={"point": 1.0, "upper": 2.0}, source="elsewhere",
-    )  # fmt: skip
-    made = Calibration((pair,))
-    assert made.of(reference, "e4m3@128", 120, 1.0, {"point": 1.4, "upper": None}) is None
-    found = made.of(reference, "e4m3@128", 120, 1.0, {"point": 1.4, "upper": 1.6})
-    assert found is not None
-    assert (found.bound, found.ratio) == ("upper", 0.5)
 
 
 def test_the_page_sets_forecast_and_measured_side_by_side(folder: Path) -> None:
@@ -408,9 +314,9 @@ def test_numbers_that_no_rehearsal_changed_are_not_called_a_forecast() -> None:
     """As where the function evaluates a model that was loaded again, not the one that is trained."""
     same = costs.Cost(spec="e5m2", step=5, real=1.25, lower=1.25, point=1.25, upper=1.25)
     other = costs.Cost(spec="bf16", step=5, real=1.25, lower=1.25, point=None, upper=1.26)
-    (said,) = costs.cautions([same], None)
+    (said,) = costs.cautions([same])
     assert said.startswith("Not one rehearsal changed this number.")
-    assert costs.cautions([same, other], None) == []
+    assert costs.cautions([same, other]) == []
 
 
 def test_a_forecast_beyond_its_bracket_says_so() -> None:
@@ -418,7 +324,7 @@ def test_a_forecast_beyond_its_bracket_says_so() -> None:
         costs.Cost(spec=f"m{k}", step=5, real=1.0, lower=1.1, point=point, upper=1.2)
         for k, point in enumerate((1.1, 1.15, 1.2004, 1.0996, 1.202, 1.05))
     ]
-    (said,) = costs.cautions(made, None)
+    (said,) = costs.cautions(made)
     assert said.startswith("m4, m5: the forecast is beyond its bracket")
 
 

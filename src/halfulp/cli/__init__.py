@@ -30,7 +30,7 @@ from halfulp.study.command_line import app as study_app
 from halfulp.version import __version__
 
 COMMANDS = (
-    check, diff, report, figures, compare, calibrate, allocate, grids, demo, selftest,
+    check, diff, report, figures, compare, allocate, grids, demo, selftest,
 )  # fmt: skip
 
 app = typer.Typer(
@@ -61,6 +61,8 @@ for script_command in (audit, pilot):
     app.command(cls=ScriptCommand)(grouped(script_command))
 for command in COMMANDS:
     app.command()(grouped(command))
+anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(hidden=True, context_settings=anything)(calibrate)
 app.add_typer(data_app)
 app.add_typer(study_app)
 for plugin in plugins.installed():

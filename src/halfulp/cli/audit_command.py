@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 from halfulp.cli.audit_ending import Ending
 from halfulp.cli.console import NAMES, print_plain
 from halfulp.cli.option_groups import HELP_ALL, JSON, FailOptions, is_given, listed
+from halfulp.deprecation import CALIBRATION
 from halfulp.errors import UsageError
 from halfulp.outputs import check_output
 from halfulp.text import plain, tell
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from halfulp.audit.rehearsal.specs import Rehearse
     from halfulp.audit.session import Audit
     from halfulp.report.live import LiveView
-    from halfulp.verdicts.calibration import Calibration
 
 AUDITED = ("bf16", "fp16", "e5m2", "e4m3@128")
 RECORD, REHEARSE, WATCH = "What is recorded", "Runs on other formats", "While it runs"
@@ -200,7 +200,7 @@ class RehearseOptions:
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="What `halfulp calibrate` wrote: corrects the losses of rehearsals.", hidden=True,
+            help="Gone: `halfulp pilot` takes its place.", hidden=True,
             rich_help_panel=REHEARSE,
         ),
     ] = None  # fmt: skip
@@ -351,17 +351,17 @@ def _run(
     from halfulp.audit.script.runner import run_script, save_rehearsed
     from halfulp.audit.session import Audit
     from halfulp.report.live import LiveView
-    from halfulp.verdicts.calibration import Calibration
 
     folder = options["out"]
     view = LiveView(steps=watch.steps)
     own = OwnEvaluation.of(rehearsing.evaluate) if rehearsing.evaluate else None
-    known = None if rehearsing.calibration is None else Calibration.load(rehearsing.calibration)
+    if rehearsing.calibration is not None:
+        tell(f"halfulp: --calibration is not used. {CALIBRATION}")
     recorder = Audit(None, **options, listeners=[*([view] if watch.live else []), *watch.alerts()])
 
     def say() -> None:
         if not ending.as_json:
-            _say(recorder, view, folder, known, verbose=watch.verbose)
+            _say(recorder, view, folder, verbose=watch.verbose)
 
     with view if watch.live else nullcontext():
         try:
@@ -380,12 +380,10 @@ def _run(
         tell(plain(f"Rehearsed weights ({said}) are in {place}: {loads}"))
     if code < 0:
         raise KeyboardInterrupt
-    raise typer.Exit(ending.say(recorder, code, known))
+    raise typer.Exit(ending.say(recorder, code))
 
 
-def _say(
-    recorder: Audit, view: LiveView, folder: Path, calibration: Calibration | None, *, verbose: bool
-) -> None:
+def _say(recorder: Audit, view: LiveView, folder: Path, *, verbose: bool) -> None:
     """Close the live view and print the verdict."""
     from halfulp.report.live import Aside
     from halfulp.trace import Trace
@@ -403,7 +401,7 @@ def _say(
     elif there:
         command = f"halfulp report {shlex.quote(str(folder))}"
         trace = Trace.open(place)
-        answer = verdict(trace, recorder.trouble, calibration=calibration, page=command)
+        answer = verdict(trace, recorder.trouble, page=command)
         with suppress(OSError, ValueError):  # that nobody can hear it changes nothing of the run
             console.rule("halfulp")
             print_plain(console, *answer.text(verbose=verbose).split("\n"))

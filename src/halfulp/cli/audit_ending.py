@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from halfulp.contract import Contract, Terms
     from halfulp.trace import Trace
     from halfulp.verdicts.answer import Answer
-    from halfulp.verdicts.calibration import Calibration
 
 
 @dataclass
@@ -56,13 +55,12 @@ class Ending:
         unmatched = self.contract.unmatched_breaches() if self.contract.checked else []
         return [*self.contract.failures, *(f"moving: {b.where}: {b.found}; {b.fix}." for b in unmatched)]
 
-    def say(self, recorder: Audit, code: int, calibration: Calibration | None) -> int:
+    def say(self, recorder: Audit, code: int) -> int:
         """Print which gate failed, or the whole answer as JSON.
 
         Args:
             recorder: The audit, at its end.
             code: The exit code of the script.
-            calibration: The correction of the losses of rehearsals.
 
         Returns:
             The exit code: the script's, or 1 if that is 0 and a gate failed.
@@ -74,7 +72,7 @@ class Ending:
         trace = None
         if place is not None and recorder.writes and not recorder.lost and (place / "manifest.json").exists():
             trace = Trace.open(place)
-        answer = None if trace is None else verdict(trace, recorder.trouble, calibration=calibration)
+        answer = None if trace is None else verdict(trace, recorder.trouble)
         failed = self.broken[0] if self.broken else self._judged(trace, answer)
         ended = f"the script ended with exit code {code}" if code else "done"
         code = code or (1 if failed else 0)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from halfulp.deprecation import CALIBRATION
 from halfulp.outputs import check_output
-from halfulp.text import plain
+from halfulp.text import plain, tell
 
 
 def report(
@@ -24,7 +25,7 @@ def report(
     ] = False,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="What `halfulp calibrate` wrote: corrects the losses of rehearsals."),
+        typer.Option(help="Gone: `halfulp pilot` takes its place.", hidden=True),
     ] = None,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
@@ -35,14 +36,14 @@ def report(
     from halfulp.report.tensors_csv import tensors_csv
     from halfulp.study.command_line import say_code
     from halfulp.trace import Trace
-    from halfulp.verdicts.calibration import Calibration
 
     for place in filter(None, (out, csv)):
         check_output(place)
     for path in paths if code else ():
         say_code(path, "without --code none of it is run")
-    known = None if calibration is None else Calibration.load(calibration)
-    where = write(page(paths, code=code, calibration=known), out or default_page(paths[0]))
+    if calibration is not None:
+        tell(f"halfulp: --calibration is not used. {CALIBRATION}")
+    where = write(page(paths, code=code), out or default_page(paths[0]))
     typer.echo(f"The page is {plain(str(where))} ({where.stat().st_size / 1e6:.1f} MB).")
     if csv is not None:
         runs = open_traces([Trace.open(p) for p in paths if not is_study(p)])

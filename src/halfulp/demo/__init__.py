@@ -2,10 +2,11 @@
 
 A small decoder learns the text that ships with every Python (``pydoc_data.topics``), once, in fp32. That one
 run is audited on seven grids, and six runs that store their weights otherwise are rehearsed beside it. So
-there is a forecast of what would be lost, and of what it would cost in loss on text that was held out. Four
-of those runs then really follow, from the same start and on the same data, one for each way of writing back:
-nearest, stochastic, ECO and full masters. At the end forecast and outcome stand side by side, on the terminal
-in a few lines and on a page with everything.
+there is a forecast of what would be lost, and of what it would cost in loss on text that was held out. One of
+the six has a twin as well: it and the fp32 run really train on one sequence of every batch. Four of those
+runs then really follow, from the same start and on the same data, one for each way of writing back: nearest,
+stochastic, ECO and full masters. At the end forecast, twin and outcome stand side by side, on the terminal in
+a few lines and on a page with everything.
 
 What it shows is one seed of one small model. The losses say what these runs did, not what a policy is worth
 elsewhere.
@@ -33,6 +34,8 @@ from rich.table import Table
 from halfulp.audit.session import Audit
 from halfulp.demo.model import LetterModel, LetterTraining, Size, Tokens, adamw
 from halfulp.errors import DiskError, UsageError
+from halfulp.pilots import rungs
+from halfulp.pilots.estimates import Estimate, Seen, Twin, estimate
 from halfulp.report import costs, words
 from halfulp.report.document import write
 from halfulp.report.page import open_traces, page
@@ -40,7 +43,8 @@ from halfulp.report.runs import Run, arms, forecasts
 from halfulp.text import is_terminal, percent, time_left
 from halfulp.trace import Trace, free_folder
 from halfulp.verdicts import details
-from halfulp.verdicts.loss_costs import WHAT, between, nats, spread
+from halfulp.verdicts.intervals import COVERAGE, shipped
+from halfulp.verdicts.loss_costs import WHAT, Cost, between, nats, spread
 from halfulp.writeback import WriteBack
 
 GRIDS = ("fp16", "bf16", "int8/row", "e4m3@128", "e5m2", "mxfp8_e4m3", "nvfp4")
@@ -137,6 +141,13 @@ class Story:
                    TimeRemainingColumn())  # fmt: skip
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.made: list[Path] = []
+        self.alone = 0.0
+        """Processor time of the reference, without what was audited beside it."""
+        self.free: Cost | None = None
+        """What nearest rounding would cost by the reference alone, and below it by a twin."""
+        self.twin: Estimate | None = None
+        self.paid = 0.0
+        """Processor time of the twin, as a share of the reference's."""
 
     def tell(self) -> None:
         """Print everything but the page."""
@@ -149,6 +160,7 @@ class Story:
         whole = self.progress.add_task("", total=self.size.updates * (1 + len(ARMS)))
         self._train("reference", None, GRIDS, whole)
         self._forecast()
+        self._twin()
         for name, policy in ARMS.items():
             self._train(name, policy, (GRID,), whole)
 
@@ -158,19 +170,18 @@ class Story:
         runs = f"run {len(self.made) + 1} of {1 + len(ARMS)}"
         if lines:
             self._say(f"{name} ({runs}): {self.size.updates} steps")
-        model = LetterModel(self.size, self.vocabulary)
-        optimizer: Any = adamw(model, self.size)
+        training = self._run()
         if policy is not None:
-            optimizer = WriteBack(optimizer, GRID, policy, model=model, seed=0)
-        training = LetterTraining(model, optimizer, self.size, self.tokens, self.held_out)
-        out, begun = self.folder / name, time.monotonic()
+            training.optimizer = WriteBack(training.optimizer, GRID, policy, model=training.model, seed=0)
+        out, begun, clock = self.folder / name, time.monotonic(), rungs.Clock()
         said = begun
         self.made.append(out)
         rehearse = REHEARSED if policy is None else None
-        settings: dict[str, Any] = {"model": model, "out": out, "describe": {"name": name}}
-        with Audit(optimizer, grids, rehearse=rehearse, **settings) as audit:
+        settings: dict[str, Any] = {"model": training.model, "out": out, "describe": {"name": name}}
+        with Audit(training.optimizer, grids, rehearse=rehearse, **settings) as audit:
             while not training.done:
-                loss = training.step()
+                update = training.update + 1
+                loss = training.step(training.batch(update), update)
                 audit.log(loss, step=training.update)
                 self.progress.update(whole, advance=1, description=f"{name}: loss {float(loss):.3f}")
                 _check_written(audit)
@@ -180,9 +191,47 @@ class Story:
                     self._say(f"{name}: step {training.update}, loss {float(loss):.3f}{left} ({runs})")
                 if training.update % max(1, self.size.updates // EVALUATIONS) == 0 or training.done:
                     audit.evaluate(training.evaluate)
+            self.alone = self.alone or clock.seconds - clock.busy(audit.seconds)
         _check_written(audit)
         if lines:
             self._say(f"{name}: {self.size.updates} steps in {time.monotonic() - begun:.0f} s")
+
+    def _run(self) -> LetterTraining:
+        model = LetterModel(self.size, self.vocabulary)
+        return LetterTraining(model, adamw(model, self.size), self.size, self.tokens, self.held_out)
+
+    def _twin(self) -> None:
+        """Forecast nearest rounding by really running it, and the reference, on a part of every batch."""
+        assert self.free is not None and self.free.upper is not None and self.free.point is not None
+        self._say(f"A twin: fp32 and {GRID}, nearest, really run on the first sequence of every batch ...")
+        training = rungs.Factory(make=self._run, updates=self.size.updates, formats=(GRID,))
+        clock = rungs.Clock()
+        small = rungs.reference(training, 1)
+        real = rungs.twin(training, GRID, 1)
+        self.paid = clock.seconds / self.alone
+        twin = Twin(
+            share=1 / self.size.batch, reference=small.real, upper=small.as_if[GRID]["upper"], real=real
+        )
+        seen = Seen(
+            start=small.start,
+            reference=self.free.real,
+            upper=self.free.upper,
+            point=self.free.point,
+            twin=twin,
+        )
+        self.twin = estimate(seen, shipped())
+        self._say(self._twin_words())
+
+    def _twin_words(self) -> str:
+        """Say what the free rule and the twin forecast, with intervals and what they cost."""
+        assert self.free is not None and self.twin is not None
+        gap, low, high = self.twin.gap, self.twin.low, self.twin.high
+        noisy = "" if self.twin.kind in ("twin", "raw") else " (noise rules the twin: the free rule is kept)"
+        return (
+            f"Nearest on {GRID} over fp32, with {COVERAGE:.0%} intervals: free, from the one run "
+            f"{self.free.gap:+.3f} ({spread(self.free)}); with the twin, for {self.paid:.0%} of a run "
+            f"{gap:+.3f} ({low:+.3f} to {high:+.3f}){noisy}"
+        )
 
     def _forecast(self) -> None:
         """Print what the reference run forecasts before any other run exists."""
@@ -198,6 +247,7 @@ class Story:
             )  # fmt: skip
         self.console.print(table)
         (rehearsed,) = costs.gathered([run])
+        self.free = next(cost for cost in rehearsed.found if cost.spec == GRID)
         first = rehearsed.found[0]
         title = f"The forecast: held-out loss after {first.step} steps (fp32: {nats(first.real)})"
         table = Table("stored as", "forecast", "over fp32", "90% interval", "between", title=title)
@@ -219,6 +269,9 @@ class Story:
         self._policies(runs, rehearsed)
         for cost in rehearsed:
             self._say(costs.met_sentence(cost) or "")
+            measured = None if self.twin is None or self.free is None else cost.met(self.free)
+            if measured is not None:
+                self._say(f"{self._twin_words()}; really {measured - cost.found[0].real:+.3f}.")
         return write(page(done), self.folder / "index.html")
 
     def _policies(self, runs: list[Run], rehearsed: Sequence[costs.Costs]) -> None:

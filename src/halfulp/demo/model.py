@@ -126,12 +126,13 @@ def adamw(model: nn.Module, size: Size) -> torch.optim.AdamW:
 
 
 class LetterTraining:
-    """A run: ``update`` says how far it is."""
+    """A run, as :mod:`halfulp.pilots.rungs` takes it: ``update`` says how far it is."""
 
     def __init__(
         self, model: LetterModel, optimizer: torch.optim.Optimizer, size: Size, text: Tokens, held_out: Tokens
     ) -> None:
-        self.model, self.optimizer, self.size = model, optimizer, size
+        self.model: nn.Module = model
+        self.optimizer, self.size = optimizer, size
         self.text, self.held_out = text, held_out
         self.update = 0
 
@@ -140,13 +141,17 @@ class LetterTraining:
         """Return True when every update has been made."""
         return self.update >= self.size.updates
 
-    def step(self) -> torch.Tensor:
+    def batch(self, update: int) -> torch.Tensor:
+        """Return the sequences of an update."""
+        return self._sequences(self.text, Stream(seed=1, name="training", step=update))
+
+    def step(self, batch: torch.Tensor, update: int) -> torch.Tensor:
         """Make one update; return its training loss."""
-        self.update += 1
+        self.update = update
         for group in self.optimizer.param_groups:
             group["lr"] = self.size.learning_rate(self.update)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._loss(self.text, Stream(seed=1, name="training", step=self.update))
+        loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -156,12 +161,16 @@ class LetterTraining:
     def evaluate(self) -> float:
         """Return the mean loss over the same held-out sequences every time."""
         streams = (Stream(seed=4242, name="evaluation", step=i) for i in range(HELD_OUT_BATCHES))
-        return sum(float(self._loss(self.held_out, stream)) for stream in streams) / HELD_OUT_BATCHES
+        batches = (self._sequences(self.held_out, stream) for stream in streams)
+        return sum(float(self._loss(batch)) for batch in batches) / HELD_OUT_BATCHES
 
-    def _loss(self, text: Tokens, stream: Stream) -> torch.Tensor:
-        """Compute the mean loss of a batch of sequences that begin where the stream says."""
+    def _sequences(self, text: Tokens, stream: Stream) -> torch.Tensor:
+        """Return a batch of sequences that begin where the stream says."""
         words = stream.words(2 * self.size.batch).astype(np.uint64)
         starts = ((words[::2] << np.uint64(32)) | words[1::2]) % np.uint64(len(text) - self.size.context)
         rows = np.stack([text[i : i + self.size.context + 1] for i in starts.astype(np.int64).tolist()])
-        tokens = torch.from_numpy(rows.astype(np.int64))
+        return torch.from_numpy(rows.astype(np.int64))
+
+    def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compute the mean loss of a batch."""
         return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

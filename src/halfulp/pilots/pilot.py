@@ -27,11 +27,11 @@ from typing import Any
 from halfulp.audit.rehearsal.as_if import number
 from halfulp.errors import UsageError
 from halfulp.pilots import run_states, rungs
-from halfulp.pilots.costs import RungCosts, measured
 from halfulp.pilots.estimates import Forks, Seen, Twin, floor_of
 from halfulp.pilots.ladder import SLACK, Cost, Ladder, fork_plan
 from halfulp.pilots.prices import Prices, priced
 from halfulp.pilots.results import Results
+from halfulp.pilots.rung_costs import RungCosts, measured
 from halfulp.verdicts.intervals import SMALLEST, family_of
 
 

@@ -17,7 +17,7 @@ from halfulp.text import percent
 from halfulp.trace.schema import BOUNDS
 from halfulp.trace.stored_on import is_of
 from halfulp.verdicts import loss_costs as costs
-from halfulp.verdicts.calibration import SMALLEST_GAP, Calibration
+from halfulp.verdicts.intervals import SMALLEST_GAP
 from halfulp.verdicts.loss_costs import Cost, between, bytes_per_weight, nats, spread
 
 TITLE = "What it would cost, in loss"
@@ -40,7 +40,6 @@ class Costs:
     found: Sequence[Cost]
     measured: dict[str, tuple[Run, list[Evaluated]]]
     """The measured runs and their evaluations, by spec."""
-    calibration: Calibration | None
 
     def run_of(self, cost: Cost) -> Run | None:
         """Return the run on the page that a rehearsal was of."""
@@ -52,7 +51,7 @@ class Costs:
         return next((e.measured for e in each if e.step == cost.step), None)
 
 
-def gathered(runs: Sequence[Run], calibration: Calibration | None = None) -> list[Costs]:
+def gathered(runs: Sequence[Run]) -> list[Costs]:
     """Return every reference that rehearsed something."""
     made = []
     for run in (r for r in runs if r.trace.rehearsals):
@@ -61,7 +60,7 @@ def gathered(runs: Sequence[Run], calibration: Calibration | None = None) -> lis
             of = [r for r in runs if r is not run and r.same_model(run) and is_of(spec, r.trace)]
             if of and (each := evaluations(run.trace, of[0].trace, spec)):
                 measured[spec] = (of[0], each)
-        made.append(Costs(run, costs.costs(run.trace, calibration), measured, calibration))
+        made.append(Costs(run, costs.costs(run.trace), measured))
     return made
 
 
@@ -118,7 +117,7 @@ def cost_section(i: int, found: Costs, *, alone: bool) -> Html:
         said = f"Rehearsed: {', '.join(found.run.trace.rehearsals)}; but {costs.MISSING}."
         return tag("section", kicker, tag("h2", TITLE), tag("p", said), _table(found), aria_label=TITLE)
     met = met_sentence(found)
-    notes = costs.cautions(found.found, found.calibration)
+    notes = costs.cautions(found.found)
     return tag(
         "section",
         kicker,
@@ -136,7 +135,7 @@ def cost_section(i: int, found: Costs, *, alone: bool) -> Html:
 def _table(found: Costs) -> Html:
     by_spec = {c.spec: c for c in found.found}
     specs = [*by_spec, *(s for s in found.run.trace.rehearsals if s not in by_spec)]
-    calibrated, measured = any(c.calibrated for c in found.found), bool(found.measured)
+    measured = bool(found.measured)
     scale, known = _scale(found), any(c.interval for c in found.found)
     head: list[Content] = [
         "format",
@@ -145,7 +144,6 @@ def _table(found: Costs) -> Html:
         numeric("over this run"),
         *([numeric("90% interval")] if known else []),
         numeric("bracket"),
-        *([numeric("uncalibrated")] if calibrated else []),
         *([numeric("measured")] if measured else []),
         numeric("never moved"),
         numeric("bytes per weight"),
@@ -163,8 +161,6 @@ def _table(found: Costs) -> Html:
             *([number("-" if cost is None else spread(cost))] if known else []),
             number("-" if cost is None else between(cost)),
         ]
-        if calibrated:
-            row.append(number("-" if cost is None or cost.calibrated is None else nats(cost.point)))
         if measured:
             row.append(number(nats(met)))
         each = bytes_per_weight(spec)

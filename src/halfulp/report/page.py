@@ -16,16 +16,14 @@ from halfulp.report.tree import tree_data
 from halfulp.text import shown
 from halfulp.trace import Trace
 from halfulp.verdicts.answer import Answer, answer_of
-from halfulp.verdicts.calibration import Calibration
 
 
-def page(paths: Sequence[Path], *, code: bool = False, calibration: Calibration | None = None) -> str:
+def page(paths: Sequence[Path], *, code: bool = False) -> str:
     """Return one HTML page of trace and study folders, studies first.
 
     Args:
         paths: The folders.
         code: Allow a study's own file to be run.
-        calibration: An earlier pair of runs, for the losses of rehearsals.
     """
     studies = [open_study(p, code=code) for p in paths if is_study(p)]
     traces = [Trace.open(p) for p in paths if not is_study(p)]
@@ -35,7 +33,7 @@ def page(paths: Sequence[Path], *, code: bool = False, calibration: Calibration 
     if traces or not studies:
         runs = open_traces(traces)
         names += [run.name for run in runs]
-        below, data = _of_traces(runs, calibration)
+        below, data = _of_traces(runs)
         parts += below
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return document(f"{names[0]}{more}", parts, data)
@@ -53,11 +51,11 @@ def open_traces(traces: Sequence[Trace]) -> list[Run]:
     return open_runs(traces)
 
 
-def _of_traces(runs: Sequence[Run], calibration: Calibration | None) -> tuple[list[Html | None], object]:
+def _of_traces(runs: Sequence[Run]) -> tuple[list[Html | None], object]:
     """References side by side, and the arms that they forecast; and what the charts are drawn from."""
     first, found, policies = shown_first(runs), forecasts(runs), arms(runs)
-    rehearsed = costs.gathered(runs, calibration)
-    answers = [_answer(run, calibration) for run in first]
+    rehearsed = costs.gathered(runs)
+    answers = [_answer(run) for run in first]
     met: list[Html | None] = [outcomes.forecast_section(first, found), outcomes.policy_section(policies)]
     seen: list[Html | None] = [sections.when_section(first)]
     parts: list[Html | None] = [
@@ -79,7 +77,7 @@ def _of_traces(runs: Sequence[Run], calibration: Calibration | None) -> tuple[li
     return parts, data
 
 
-def _answer(run: Run, calibration: Calibration | None) -> Answer:
+def _answer(run: Run) -> Answer:
     """Return the answer of a run, from what was gathered."""
     trouble = (f"Incomplete: {shown(run.trace.trouble, 400)}",) if run.trace.trouble else ()
-    return answer_of(run.trace, tuple(run.gathered.findings()), trouble, calibration=calibration)
+    return answer_of(run.trace, tuple(run.gathered.findings()), trouble)

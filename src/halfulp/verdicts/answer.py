@@ -26,7 +26,6 @@ from halfulp.trace import Recorded, Trace
 from halfulp.trace.stored_on import default_scope, moved_on_grid, policies
 from halfulp.verdicts import details, held
 from halfulp.verdicts import loss_costs as costs
-from halfulp.verdicts.calibration import Calibration
 from halfulp.verdicts.findings import (
     DISTORTED,
     FINE,
@@ -176,7 +175,6 @@ def verdict(
     trace: Recorded | str | Path,
     trouble: str | None = None,
     *,
-    calibration: Calibration | None = None,
     page: str | None = None,
 ) -> Answer:
     """Return the verdict on a run, as the command line prints it: ``print(hu.verdict(trace))``.
@@ -184,7 +182,6 @@ def verdict(
     Args:
         trace: A recorded run, or the folder of its trace.
         trouble: Why recording stopped (``audit.trouble``), if a full disk kept it out of the trace.
-        calibration: An earlier pair of runs, for the losses of rehearsals.
         page: The location of the report page, or the command that makes it.
 
     Returns:
@@ -208,7 +205,7 @@ def verdict(
     if not trace.tensors:
         said = "Nothing was recorded: none of the tensors has a weight."
         return Answer(headline=said, notices=missing)
-    return answer_of(trace, tuple(findings(trace)), missing, calibration=calibration, page=page)
+    return answer_of(trace, tuple(findings(trace)), missing, page=page)
 
 
 def whence(trace: Recorded, folder: object) -> str:
@@ -222,7 +219,6 @@ def answer_of(
     found: tuple[Finding, ...],
     notices: tuple[str, ...] = (),
     *,
-    calibration: Calibration | None = None,
     page: str | None = None,
 ) -> Answer:
     """Build the answer from existing findings; see :func:`verdict`."""
@@ -234,7 +230,7 @@ def answer_of(
     masters = len(copies(trace)) == len(trace.tensors)
     loses = first.severity not in (FINE, NOT_FINITE) and not kept and not masters
     fix = fix_of(trace, first.grid, stored=first.of if at_home else 0.0) if loses else None
-    cost = tuple(line.strip() for line in costs.lines(trace, calibration) if line)
+    cost = tuple(line.strip() for line in costs.lines(trace) if line)
     if not cost and loses:
         there = ", on a run with float32 weights" if at_home else ""
         cost = (f"not measured: --rehearse {first.grid} --evaluate FN{there}",)
@@ -257,7 +253,7 @@ def answer_of(
         sections=tuple(Section(name, tuple(map(plain, lines))) for name, lines in parts.items() if lines),
         formats=() if nothing else tuple((f.grid, plain(_format(trace, f))) for f in others),
         fix=fix,
-        details=tuple(details.lines(trace, found, calibration)),
+        details=tuple(details.lines(trace, found)),
         findings=found,
     )
 

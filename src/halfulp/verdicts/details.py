@@ -23,7 +23,6 @@ from halfulp.trace import Recorded, Scope
 from halfulp.trace.stored_on import moved_on_grid, on_grid
 from halfulp.verdicts import held
 from halfulp.verdicts import loss_costs as costs
-from halfulp.verdicts.calibration import Calibration
 from halfulp.verdicts.counters import counters
 from halfulp.verdicts.findings import (  # fmt: skip
     FINE,
@@ -122,13 +121,12 @@ def why_kept(policy: str) -> str:
     return POLICIES.get(policy, Policy).why_kept
 
 
-def lines(trace: Recorded, findings: Sequence[Finding], calibration: Calibration | None = None) -> list[str]:
+def lines(trace: Recorded, findings: Sequence[Finding]) -> list[str]:
     """Return everything that is known of a run, grid by grid, one line each.
 
     Args:
         trace: The run, of which something was recorded.
         findings: Its findings.
-        calibration: An earlier pair of runs, for the losses of rehearsals.
     """
     steps, n = trace.steps, trace.numel("all")
     dtypes = sorted({t["dtype"] for t in trace.tensors})
@@ -144,7 +142,7 @@ def lines(trace: Recorded, findings: Sequence[Finding], calibration: Calibration
     if trace.manifest["options"]["sample"]:
         share = trace.manifest["options"]["sample"]
         out.append(f"A fixed sample of {share:.0%} of the tiles: {_error(trace)}.")
-    out += costs.lines(trace, calibration)
+    out += costs.lines(trace)
     for each in findings:
         out += ["", *_grid_lines(trace, each)]
     out += role_lines(trace)

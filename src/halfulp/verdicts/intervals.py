@@ -29,6 +29,8 @@ WIDEST = 4.0
 """The largest score: a factor of 55. What the floor alone cannot explain, no factor does."""
 SMALLEST = 0.02
 """Nats: no run is repeatable below it, where nobody measured how far two equal runs end apart."""
+SMALLEST_GAP = 0.01
+"""Nats: a measured gap below it says nothing of a forecast's size."""
 Family = Literal["nearest", "kept", "eco"]
 """Families of policies: those that lose small updates, those that keep them (sr, kahan, masters), and eco."""
 KIND = "halfulp.pilot-intervals"

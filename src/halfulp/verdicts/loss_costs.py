@@ -2,13 +2,12 @@
 
 A rehearsal that was evaluated says what the loss would have been: a point, and around it the projection
 (everything that is lost is compensated at once) and the open loop (nothing is). They come from one run. That
-the loss of a real run on the format lies between them was observed, not proved. With a calibration, an
-earlier pair of runs on the same grid corrects the point.
+the loss of a real run on the format lies between them was observed, not proved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,6 @@ import numpy as np
 from halfulp.numbers.grids import grid as named
 from halfulp.text import shown
 from halfulp.trace import Recorded
-from halfulp.verdicts.calibration import Calibrated, Calibration
 from halfulp.verdicts.intervals import COVERAGE, of_point
 from halfulp.writeback.policies import POLICIES
 
@@ -48,24 +46,18 @@ class Cost:
     lower: float | None
     point: float | None
     upper: float | None
-    calibrated: Calibrated | None = None
     calibrated_pull: bool = False
     """True if the point was pulled by the default rule, whose errors are known."""
 
     @property
-    def raw(self) -> float:
-        """The forecast from this run alone: the point if there is one, otherwise an available bound."""
-        return next(x for x in (self.point, self.upper, self.lower) if x is not None)
-
-    @property
     def loss(self) -> float:
-        """The forecast, calibrated where possible."""
-        return self.raw if self.calibrated is None else self.calibrated.loss
+        """The forecast: the point if there is one, otherwise an available bound."""
+        return next(x for x in (self.point, self.upper, self.lower) if x is not None)
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """The 90% interval of the gap; None where no errors are known."""
-        if not self.calibrated_pull or self.calibrated is not None or self.point is None:
+        if not self.calibrated_pull or self.point is None:
             return None
         return of_point(self.spec, self.gap) if np.isfinite(self.gap) else None
 
@@ -75,8 +67,8 @@ class Cost:
         return self.loss - self.real
 
 
-def costs(trace: Recorded, calibration: Calibration | None = None) -> list[Cost]:
-    """Return the cost of each evaluated rehearsal at its last evaluation, cheapest first uncalibrated."""
+def costs(trace: Recorded) -> list[Cost]:
+    """Return the cost of each evaluated rehearsal at its last evaluation, the cheapest first."""
     found = []
     for spec in trace.rehearsals:
         losses = trace.forecast(spec).compared()
@@ -93,16 +85,8 @@ def costs(trace: Recorded, calibration: Calibration | None = None) -> list[Cost]
             upper=last.get("upper"),
             calibrated_pull=trace.manifest["options"]["rehearse"]["pull"] == DEFAULT_PULL,
         )
-        found.append(_calibrated(trace, made, calibration))
-    return sorted(found, key=lambda c: (not np.isfinite(c.raw), c.raw if np.isfinite(c.raw) else 0.0))
-
-
-def _calibrated(trace: Recorded, cost: Cost, calibration: Calibration | None) -> Cost:
-    if calibration is None:
-        return cost
-    values = {"lower": cost.lower, "point": cost.point, "upper": cost.upper}
-    told = calibration.of(trace, cost.spec, cost.step, cost.real, values)
-    return Cost(**{**cost.__dict__, "calibrated": told})
+        found.append(made)
+    return sorted(found, key=lambda c: (not np.isfinite(c.loss), c.loss if np.isfinite(c.loss) else 0.0))
 
 
 def bytes_per_weight(spec: str) -> float | None:
@@ -168,11 +152,11 @@ def spread(cost: Cost) -> str:
     return "-" if cost.interval is None else f"{cost.interval[0]:+.3f} to {cost.interval[1]:+.3f}"
 
 
-def lines(trace: Recorded, calibration: Calibration | None = None) -> list[str]:
+def lines(trace: Recorded) -> list[str]:
     """Return the costs, for a terminal; none if nothing was rehearsed."""
     if not trace.rehearsals:
         return []
-    found = costs(trace, calibration)
+    found = costs(trace)
     names = ", ".join(shown(spec, 60) for spec in trace.rehearsals)
     if not found:
         return ["", f"Rehearsed: {names}, but {MISSING}."]
@@ -191,19 +175,14 @@ def lines(trace: Recorded, calibration: Calibration | None = None) -> list[str]:
             f"  {name:{wide[0]}}  {gap:{wide[1]}}  {saved(c.spec, weights)}; loss {nats(c.loss)}, bracket "
             f"{between(c)}"
         )
-        if c.calibrated is not None:
-            out[-1] += f"; calibrated, before that {nats(c.point)}"
-    out += [f"  {line}" for line in cautions(found, calibration)]
+    out += [f"  {line}" for line in cautions(found)]
     out += [f"  {PILOT}"] if any(c.interval for c in found) else []
     return out
 
 
-def cautions(found: Sequence[Cost], calibration: Calibration | None) -> list[str]:
+def cautions(found: Sequence[Cost]) -> list[str]:
     """Say what limits these forecasts."""
     said: list[str] = []
-    if calibration is not None:
-        said += calibration.told([c.spec for c in found])
-        said += _once(w for c in found if c.calibrated is not None for w in c.calibrated.warnings)
     if found and all(x in (c.real, None) for c in found for x in (c.lower, c.point, c.upper)):
         said.append(
             "Not one rehearsal changed this number. What is evaluated may be another copy of the model than "
@@ -229,10 +208,6 @@ def _outside(cost: Cost) -> bool:
         return False
     low, point, high = (round(x, 3) for x in (ends[0], cost.point, ends[1]))
     return point < low or point > high
-
-
-def _once(lines: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(lines))
 
 
 def _told(cost: Cost) -> str:

@@ -15,7 +15,7 @@ from halfulp.measures.forecasts import Comparison, compare
 from halfulp.trace import Recorded
 from halfulp.trace.schema import BOUNDS
 from halfulp.trace.stored_on import is_of
-from halfulp.verdicts.calibration import SMALLEST_GAP
+from halfulp.verdicts.intervals import SMALLEST_GAP
 
 Array = npt.NDArray[Any]
 
