@@ -17,18 +17,18 @@ from halfulp.text import percent
 from halfulp.trace.schema import BOUNDS
 from halfulp.trace.stored_on import is_of
 from halfulp.verdicts import loss_costs as costs
-from halfulp.verdicts.intervals import SMALLEST_GAP
+from halfulp.verdicts.intervals import COVERAGE, SMALLEST_GAP
 from halfulp.verdicts.loss_costs import Cost, between, bytes_per_weight, nats, spread
 
 TITLE = "What it would cost, in loss"
 WHAT = (
     "Beside this run, the codes of runs that did not happen were kept, and moved by its own updates: a "
-    "rehearsal. The model was then evaluated as if it held them. The dot is the forecast; the bar reaches "
-    "from the projection, where all that is lost is compensated at once, to the open loop, where nothing "
-    "is. It is a forecast from one run, and its bounds are bounds as observed, not proved. An interval is of "
-    "how far such forecasts were off elsewhere; a pilot (halfulp pilot) narrows it for a little compute."
+    "rehearsal. The model was then evaluated as if it held them. An interval is of how far such forecasts "
+    "were off elsewhere; a pilot (halfulp pilot) narrows it for a little compute. The bracket reaches from "
+    "the projection, where all that is lost is compensated at once, to the open loop, where nothing is; its "
+    "ends are bounds as observed, not proved."
 )
-KEY = "Dot: forecast; bar: lower to upper bound; dotted line: this run itself"
+KEY = "Dot: forecast; bar: {}; dotted line: this run itself"
 MET = "; diamond: measured"
 
 
@@ -70,10 +70,11 @@ def gathered(runs: Sequence[Run]) -> list[Costs]:
 def sentence(found: Costs) -> str:
     """Return the forecasts in one sentence."""
     first = found.found[0]
-    each = [f"{c.spec} {words.gap(c.gap)}" for c in found.found]
+    each = [f"{c.spec} {words.gap(c.gap)}{f' ({spread(c)})' if c.interval else ''}" for c in found.found]
+    known = f", with {COVERAGE:.0%} intervals" if any(c.interval for c in found.found) else ""
     return (
-        f"At step {first.step:,} this run has a loss of {nats(first.real)}. Forecast from it: "
-        f"{words.listed(each)}."
+        f"At step {first.step:,} this run has a loss of {nats(first.real)}. Forecast from it, for no other "
+        f"run{known}: {words.listed(each)}."
     )
 
 
@@ -140,11 +141,10 @@ def _table(found: Costs) -> Html:
     head: list[Content] = [
         "format",
         *(["forecast"] if scale else []),
-        numeric("loss"),
         numeric("over this run"),
-        *([numeric("90% interval")] if known else []),
-        numeric("bracket"),
+        *([numeric(f"{COVERAGE:.0%} interval")] if known else []),
         *([numeric("measured")] if measured else []),
+        numeric("bracket"),
         numeric("never moved"),
         numeric("bytes per weight"),
     ]
@@ -156,17 +156,20 @@ def _table(found: Costs) -> Html:
         if scale:
             row.append(tag("td", None if cost is None else bracket(cost, met, scale), class_="spark"))
         row += [
-            number("-" if cost is None else nats(cost.loss)),
             number("-" if cost is None else words.gap(cost.gap)),
             *([number("-" if cost is None else spread(cost))] if known else []),
+            *(
+                [number("-" if cost is None or met is None else words.gap(met - cost.real))]
+                if measured
+                else []
+            ),
             number("-" if cost is None else between(cost)),
         ]
-        if measured:
-            row.append(number(nats(met)))
         each = bytes_per_weight(spec)
         row += [number(_never_moved(found.run, spec)), number("-" if each is None else f"{each:.3g}")]
         rows.append(row)
-    return table(head, rows, caption=f"{KEY}{MET if measured else ''}." if scale else None)
+    bar = f"{COVERAGE:.0%} interval, as far as the picture reaches" if known else "lower to upper bound"
+    return table(head, rows, caption=f"{KEY.format(bar)}{MET if measured else ''}." if scale else None)
 
 
 def _never_moved(run: Run, spec: str) -> str:
@@ -183,8 +186,8 @@ def _scale(found: Costs) -> tuple[float, float] | None:
     return (min(there), max(there)) if there and max(there) > min(there) else None
 
 
-def bracket(cost: Cost, met: float | None, scale: tuple[float, float], width: int = 220) -> Html:
-    """Return a forecast with its bounds as a picture of one line."""
+def bracket(cost: Cost, met: float | None, scale: tuple[float, float], width: int = 180) -> Html:
+    """Return a forecast with its interval, or its bounds where none is known, as a picture of one line."""
     height, low, high = 22, *scale
 
     def at(loss: float) -> float:
@@ -194,7 +197,8 @@ def bracket(cost: Cost, met: float | None, scale: tuple[float, float], width: in
         return [at(x) for x in losses if x is not None and np.isfinite(x)]
 
     middle = height / 2
-    ends = finite(cost.lower, cost.upper)
+    known = None if cost.interval is None else [cost.real + end for end in cost.interval]
+    ends = finite(cost.lower, cost.upper) if known is None else finite(*np.clip(known, low, high))
     parts = [tag("line", x1=f"{at(cost.real):.1f}", x2=f"{at(cost.real):.1f}", y1=0, y2=height, class_="own")]
     if len(ends) == 2:
         parts.append(
@@ -205,7 +209,7 @@ def bracket(cost: Cost, met: float | None, scale: tuple[float, float], width: in
         parts.append(tag("path", d=dot, class_="dot"))
     for x in finite(met):
         parts.append(tag("path", d=f"M{x:.1f} {middle - 6}l6 6l-6 6l-6 -6Z", class_="met"))
-    said = f"forecast {nats(cost.loss)}, bracket {between(cost)}" + (
+    said = f"forecast {nats(cost.loss)}, over this run {spread(cost)}, bracket {between(cost)}" + (
         "" if met is None else f", measured {nats(met)}"
     )
     return tag(
