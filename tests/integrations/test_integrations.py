@@ -22,7 +22,7 @@ import halfulp as hu
 from halfulp.audit.rehearsal.as_if import RandomState
 from halfulp.errors import UsageError
 from halfulp.integrations import piloted
-from halfulp.integrations.piloted import ModuleRun, Piloted, TrainerRun
+from halfulp.integrations.piloted import ModuleRun, PilotedRun, TrainerRun
 from halfulp.integrations.scalars import Scalars, tag
 from halfulp.pilots.pilot import Pilot
 from halfulp.pilots.prices import Prices
@@ -1049,7 +1049,7 @@ def test_what_has_no_twins_is_said(transformers: Any, tmp_path: Path) -> None:
         AuditCallback(["bf16"], pilot=PRICED, rehearse=PRICED)
     with pytest.raises(UsageError, match="one eval_dataset"):
         trainer(tmp_path, tiny_gpt2(), [AuditCallback(["bf16"], pilot=PRICED)]).train()
-    piloted = Piloted(PRICED, 0.15, {})
+    piloted = PilotedRun(PRICED, 0.15, {})
     with pytest.raises(UsageError, match="cannot begin at step 3: twins begin where the run did"):
         piloted.before(lambda: None, 6, tmp_path / "none", 3)  # type: ignore[arg-type, return-value]
     by_hand = lit_model(pytest.importorskip("lightning"), manual=True)

@@ -16,7 +16,7 @@ from pilots.pilot_run import BATCH, UPDATES, Single, Small, by_hand, counted
 
 import halfulp as hu
 from halfulp.errors import UsageError
-from halfulp.pilots import costs, run_states, rungs
+from halfulp.pilots import run_states, rung_costs, rungs
 from halfulp.pilots.pilot import Pilot
 
 FORMATS = ("e4m3@128", "e5m2:sr")
@@ -179,7 +179,7 @@ def test_a_budget_in_time_buys_no_twin_that_does_not_fit(monkeypatch: pytest.Mon
     """Steps of a small model are Python: a sequence of eight takes most of the time of all of them."""
     torch.manual_seed(5)
     pilot = Pilot(Small, FORMATS, updates=UPDATES, budget=0.2)
-    taken = costs.measured(pilot.training, BATCH)
+    taken = rung_costs.measured(pilot.training, BATCH)
     assert min(taken.run, taken.measuring, taken.twin(1)) > 0
     long = replace(taken, run=1e6, rehearsals=0.1, parts={"1": 0.6, "4": 0.8}, stored=1.0, measuring=0.0)
     monkeypatch.setattr("halfulp.pilots.pilot.measured", lambda *_: long)

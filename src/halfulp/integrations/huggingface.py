@@ -21,7 +21,7 @@ from halfulp.audit.sources.names import variables
 from halfulp.contract import Contract, Terms
 from halfulp.errors import UsageError
 from halfulp.integrations.optional import AuditedRun, base_class, require
-from halfulp.integrations.piloted import Piloted, TrainerRun
+from halfulp.integrations.piloted import PilotedRun, TrainerRun
 from halfulp.numbers.grids import Grid
 from halfulp.pilots.prices import Prices
 from halfulp.text import tell
@@ -74,7 +74,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         require("transformers")
         super().__init__()
         self.report = report
-        self.piloted = Piloted(pilot, budget, options) if pilot else None
+        self.piloted = PilotedRun(pilot, budget, options) if pilot else None
         self.running = AuditedRun(grids, out, verdict, options)
 
     def on_train_begin(

@@ -16,7 +16,7 @@ import torch
 from halfulp.contract import Contract, Terms
 from halfulp.errors import UsageError
 from halfulp.integrations.optional import AuditedRun, base_class, require
-from halfulp.integrations.piloted import ModuleRun, Piloted
+from halfulp.integrations.piloted import ModuleRun, PilotedRun
 from halfulp.numbers.grids import Grid
 from halfulp.pilots.prices import Prices
 from halfulp.text import tell
@@ -67,7 +67,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     ) -> None:
         require("lightning.pytorch", "pytorch_lightning")
         super().__init__()
-        self.piloted = Piloted(pilot, budget, options) if pilot else None
+        self.piloted = PilotedRun(pilot, budget, options) if pilot else None
         self.running = AuditedRun(grids, out, verdict, options)
         self.monitor, self.report = monitor, report
 

@@ -30,7 +30,7 @@ from halfulp.writeback.optimizer import WriteBack
 INSTEAD = "Use `halfulp pilot SCRIPT`, or write the training as a run for hu.Pilot."
 
 
-class Piloted:
+class PilotedRun:
     """Twins before a trainer's run, and the price of each format after it.
 
     Args:
