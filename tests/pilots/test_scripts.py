@@ -248,3 +248,13 @@ def test_what_a_killed_pilot_left_is_not_taken_for_its_reference(here: Path) -> 
     again = pilot(budget=0.0).run()
     assert [p.spec for p in again.prices] == ["e5m2:sr", "e5m2"]
     assert again.reference == found.reference
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_reference_that_loses_updates_itself_is_said(here: Path) -> None:
+    low = SCRIPT.replace("256, 16)", "256, 16).bfloat16()").replace("16, 16)[", "16, 16).bfloat16()[")
+    low = low.replace("optimizer = torch", "model.bfloat16()\noptimizer = torch", 1)
+    (here / "train.py").write_text(low)
+    found = pilot(formats=["bf16:sr"], budget=0.0).run()
+    assert "this run itself stores weights in bfloat16" in found.notes[0]
+    assert "gaps are over this run" in found.notes[0]

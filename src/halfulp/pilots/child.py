@@ -200,7 +200,7 @@ def _shown(trace: Recorded, specs: list[str]) -> dict[str, Any]:
     rehearsed = [t["numel"] for t in trace.tensors if t.get("rehearsed")]
     return {
         "real": {str(step): loss for step, loss in own.items()}, "as_if": as_if, "weights": sum(rehearsed),
-        "start": losses[0] if losses else None,
+        "start": losses[0] if losses else None, "dtypes": sorted({t["dtype"] for t in trace.tensors}),
     }  # fmt: skip
 
 

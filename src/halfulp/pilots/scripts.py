@@ -111,6 +111,12 @@ class ScriptPilot:
                 "rehearsals, and after the script's last one it trained on."
             )
         self.trace = Path(full["trace"])
+        low = [dtype for dtype in full["dtypes"] if dtype not in ("float32", "float64")]
+        if low:
+            self.notes.append(
+                f"this run itself stores weights in {', '.join(low)}, and loses updates as they do: gaps are "
+                "over this run. For what a format costs over float32, have the script load float32 weights."
+            )
         own = max(full["seconds"] - full["beside"], 1e-9)
         self.paid = {"rehearsals": full["beside"] / own}
         self.part = self._sequences(full["batch"])
