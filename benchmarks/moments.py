@@ -13,7 +13,7 @@ how much of what it should have moved arrives (the sum of products of both over 
 of its values did not move at all in the last thousand steps; how many gains are still exactly 1; the time of
 a step.
 
-    python benchmarks/moments.py [--steps 3000] [--seeds 3] [--json OUT]
+    python benchmarks/moments.py [--steps 3000] [--seeds 3] [--json OUT] [--timings]
 """
 
 from __future__ import annotations
@@ -180,6 +180,16 @@ def over_seeds(arm: tuple[str, Any, str], steps: int, seeds: int) -> dict[str, A
     }
 
 
+def trained_before(path: Path) -> tuple[dict[str, dict[str, Any]], int, int]:
+    """What an earlier run found, of how many steps and seeds."""
+    before = json.loads(path.read_text())
+    rows = before["rows"]
+    for row in rows.values():
+        row["losses"] = {int(step): losses for step, losses in row["losses"].items()}
+    seeds = len(next(iter(next(iter(rows.values()))["losses"].values())))
+    return rows, before["steps"], seeds
+
+
 def loss_of(losses: list[float]) -> str:
     spread = f" ({statistics.stdev(losses):.1g})" if len(losses) > 1 else ""
     return f"{statistics.fmean(losses):.4f}{spread}"
@@ -221,10 +231,14 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, default=OUT / "moments.json", help="results; a .md goes beside it"
     )
+    parser.add_argument("--timings", action="store_true", help="time steps again; train nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     times = timings()
-    rows = {name: over_seeds(arm, options.steps, options.seeds) for name, arm in ARMS.items()}
+    if options.timings:
+        rows, options.steps, options.seeds = trained_before(options.json)
+    else:
+        rows = {name: over_seeds(arm, options.steps, options.seeds) for name, arm in ARMS.items()}
     env = environment()
     text = (
         table(rows, options.steps, options.seeds, times)

@@ -57,7 +57,7 @@ MOVING = ("mxfp8_e4m3", "int4/g32", "int8/row", "nvfp4", "int3/dqt", "int4/absme
 RULES = (onepass.ADAMW, onepass.ADAM, onepass.SGD, onepass.NESTEROV, onepass.LION)
 Parts = list[torch.Tensor]
 Rows = dict[str, dict[str, Any]]
-MACHINE = ("cpu", "vectors", "cores", "system", "python", "torch", "numpy")
+MACHINE = ("cpu", "vectors", "cores", "load when it ended", "system", "python", "torch", "numpy")
 
 # ---- random inputs -------------------------------------------------------------------------------------
 
