@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from halfulp.audit.meter.tensor import Watched
+from halfulp.audit.meter.tensor import Watched, gradient_of
 from halfulp.writeback.sharding import reduce_sum
 
 Array = npt.NDArray[Any]
@@ -57,7 +57,7 @@ def taking_part(watched: Sequence[Watched]) -> list[Watched]:
     (a closure makes it inside), or are not what they were, by whatever hand. All ranks must agree, or the
     sums of shards would not match: whether a shard changed is asked of all of them.
     """
-    unsure = [w for w in watched if not w.asked and w.tensor.grad is None]
+    unsure = [w for w in watched if not w.asked and gradient_of(w.tensor) is None]
     if not unsure:
         return list(watched)
     flags = [torch.tensor([float(w.changed())], device=w.values().device) for w in unsure]

@@ -238,8 +238,9 @@ class Audit:
         if self._started:
             raise UsageError("an audit can be started only once: make a new one.")
         if self.optimizers is not None:
-            groups = [group for o in self.optimizers for group in o.param_groups]
-            if not any(p.requires_grad for group in groups for p in group["params"]):
+            params = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+            # Main tensors need not require gradients; ZeRO 3 has them in the optimizer during a step only.
+            if params and all(isinstance(p, torch.nn.Parameter) and not p.requires_grad for p in params):
                 raise UsageError("nothing to audit: the optimizer has no trainable parameters.")
         self._started = True
         sink = self.pipeline.sink

@@ -272,7 +272,8 @@ def _headline(trace: Recorded, found: Sequence[Finding], first: Finding, *, kept
             "the stored values stayed at an average step)."
         )
     if kept:
-        said = f"Nothing lost: {keeping(trace)} write-back carries the updates to {first.grid}"
+        by = f"{keeping(trace)} write-back carries the updates to {first.grid}"
+        said = f"Nothing lost: {by if policies(trace) else details.state_words(trace, first)}"
         return f"{said}; {still} of its weights have not moved in {steps}." if still else f"{said}."
     if masters:
         return "Nothing lost: the optimizer steps copies in full precision."

@@ -20,7 +20,7 @@ import numpy as np
 from halfulp.measures.groups import CORE
 from halfulp.text import count, percent, plain, shown
 from halfulp.trace import Recorded, Scope
-from halfulp.trace.stored_on import moved_on_grid, on_grid
+from halfulp.trace.stored_on import moved_on_grid, on_grid, policies
 from halfulp.verdicts import held
 from halfulp.verdicts import loss_costs as costs
 from halfulp.verdicts.counters import counters
@@ -119,6 +119,12 @@ def rounded_words(trace: Recorded) -> str | None:
 def why_kept(policy: str) -> str:
     """Say why an unchanged code is not a lost update under a policy."""
     return POLICIES.get(policy, Policy).why_kept
+
+
+def state_words(trace: Recorded, finding: Finding) -> str:
+    """Say that a state of the optimizer keeps what the weights do not hold."""
+    stayed = f"{percent(finding.lost)} of the stored values stayed at an average step"
+    return f"{held.keepers(trace)} keeps what {finding.grid} does not hold ({stayed})"
 
 
 def lines(trace: Recorded, findings: Sequence[Finding]) -> list[str]:
@@ -236,8 +242,9 @@ def _grid_lines(trace: Recorded, finding: Finding) -> list[str]:
         )
         out.append("  not a loss: the main parameters keep what is not written")
     else:
-        out.append(f"{grid}, {policy} write-back: {finding.lost:.1%} of codes stayed at an average step.")
-        out.append(f"  not a loss: {why_kept(policy)}")
+        by = f"{policy} write-back" if policies(trace) else policy
+        out.append(f"{grid}, {by}: {finding.lost:.1%} of codes stayed at an average step.")
+        out.append(f"  not a loss: {why_kept(policy) if policies(trace) else state_words(trace, finding)}")
     if finding.never_moved is not None:
         out.append(f"  never moved: {finding.never_moved:.1%} of the weights")
     if trace.manifest["options"]["decay"] and policy is None:

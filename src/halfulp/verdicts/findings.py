@@ -31,6 +31,7 @@ from halfulp.measures.crossings import Majority, majority
 from halfulp.numbers.grids import grid as named
 from halfulp.trace import Array, Recorded, Scope
 from halfulp.trace.stored_on import default_scope, moved_on_grid, on_grid, policies
+from halfulp.verdicts import held
 from halfulp.writeback.policies import POLICIES
 
 HARDLY = 0.99
@@ -191,9 +192,11 @@ def copies(trace: Recorded) -> list[int]:
 
 
 def keeping(trace: Recorded) -> str | None:
-    """Return the write-back policies of a run if they keep what they do not write; None otherwise."""
+    """Return what keeps updates that are not written: policies, or states of the optimizer; or None."""
     names = policies(trace)
-    return " and ".join(names) if names and "rne" not in names else None
+    if not names:
+        return held.keepers(trace)
+    return " and ".join(names) if "rne" not in names else None
 
 
 def is_cast(trace: Recorded) -> bool:

@@ -31,6 +31,20 @@ def coded_words(trace: Recorded) -> str | None:
     return f"Not followed: {'; '.join(parts)}. They are codes with scales, and no values." if parts else None
 
 
+def keepers(trace: Recorded) -> str | None:
+    """Name the states that keep what 16-bit weights do not hold; None unless all such weights have one."""
+    named: dict[str, None] = {}
+    for optimizer in trace.manifest.get("optimizers", ()):
+        states = _part(optimizer, "holds").get("keeps")
+        if not isinstance(states, list):
+            continue  # it steps no such weight, or the trace is older
+        if not states:
+            return None
+        whose = shown(str(optimizer.get("class")), 30)
+        named.update(dict.fromkeys(f"{whose}'s {shown(str(kind), 40)}" for kind in states))
+    return " and ".join(named) or None
+
+
 def stored_words(trace: Recorded, names: Sequence[str]) -> str:
     """Say what weights are stored in, by ``names``, and the optimizer's states where they are followed."""
     weights = " and ".join(names)

@@ -100,7 +100,8 @@ class Watched:
 
     def gradient(self) -> torch.Tensor | None:
         """Return the gradient of the same weights, in their dtype; None if a step moved them without one."""
-        given = self.given if self.tensor.grad is None else self.tensor.grad
+        own = gradient_of(self.tensor)
+        given = self.given if own is None else own
         if given is None:
             return None
         g = local(given.detach())
@@ -181,6 +182,11 @@ def sampled(x: torch.Tensor, tiles: torch.Tensor, short: bool) -> torch.Tensor:
     if not short:
         return rows[tiles].reshape(-1)
     return torch.cat([rows[tiles[:-1]].reshape(-1), flat[whole * TILE :]])
+
+
+def gradient_of(p: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor's gradient; Megatron has one of another dtype in ``decoupled_grad``."""
+    return getattr(p, "decoupled_grad", None) if p.grad is None else p.grad
 
 
 def check_shard(x: torch.Tensor, grids: list[Grid]) -> None:

@@ -131,7 +131,7 @@ class CastAudit:
         self._names = {m: name for name, (m, _) in self.pairs.items()}
         self._copies: dict[torch.Tensor, torch.Tensor] = dict(self.pairs.values())
         self._modules = _modules(stored, self.pairs)
-        self._mine: dict[int, _Mine] = {}
+        self._mine: dict[tuple[int, ...], _Mine] = {}
         self._stepped: list[_Mine] = []
         self._told: list[float] = []
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
@@ -194,7 +194,7 @@ class CastAudit:
             lr: The learning rate, for the trace.
         """
         with self._hooks.uninterrupted():
-            self._look(0, list(self._names), dict.fromkeys(self._names, lr))
+            self._look((0,), list(self._names), dict.fromkeys(self._names, lr))
             self._finish()
 
     def log(self, loss: torch.Tensor | float) -> None:
@@ -233,9 +233,12 @@ class CastAudit:
         at = {m: _memory(m) for m in self._names}
         mine = [m for m in self._names if at[m] in rates]
         if mine:
-            self._look(id(optimizer), mine, {m: rates[at[m]] for m in mine})
+            # ZeRO 3 steps one optimizer once for each of its sub-groups: together they are a step.
+            self._look((id(optimizer), *map(id, mine)), mine, {m: rates[at[m]] for m in mine})
 
-    def _look(self, key: int, mine: list[torch.Tensor], rates: Mapping[torch.Tensor, float]) -> None:
+    def _look(
+        self, key: tuple[int, ...], mine: list[torch.Tensor], rates: Mapping[torch.Tensor, float]
+    ) -> None:
         pipeline, start = self.pipeline, time.perf_counter()
         those = self._mine.setdefault(key, _Mine(mine))
         if those in self._stepped:

@@ -3,10 +3,16 @@
 These are the dtypes of parameters, gradients, and every state that is as large as they are or a 16-bit
 number. A run described as bfloat16 may keep its moments in float32, and one "with float32 optimizer" may not.
 The dtypes are read after the first audited step, when the states exist.
+
+Some optimizers keep in a state what 16-bit weights do not hold: masters (TransformerEngine's ``FusedAdam``),
+the rest of a sum (torch-optimi, pytorch_optimizer), the bits that a cast drops (heavyball, FlashOptim). A
+stored value that stays is no loss there. Such a state is wider than the weights and a cast of it gives them
+in every bit, or it has a name that :data:`KEEPS` knows and a value for each weight.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from halfulp.audit.meter.tensor import gradient_of
 from halfulp.audit.ranks import rank
 from halfulp.audit.sinks import manifest
 from halfulp.audit.sources.caller import caller_of
@@ -22,11 +29,16 @@ from halfulp.audit.sources.states import flat, narrow_scalar, role_name, wrapped
 from halfulp.text import tell
 from halfulp.verdicts import held as verdict_held
 from halfulp.writeback.optimizer import WriteBack
+from halfulp.writeback.sharding import local
 
 Sizes = dict[str, int]
 """Values by dtype."""
 LONGEST = 200
 """Characters of a state's name in a manifest."""
+
+
+KEEPS = re.compile(r"master|kahan_comp|param::ecc|error_bits")
+"""Names of states that keep what a weight's dtype does not hold, of other people's optimizers."""
 
 
 class OptimizerNotes:
@@ -88,7 +100,7 @@ def _written(kind: str) -> str:
 
 def gradients(optimizer: torch.optim.Optimizer) -> Sizes:
     """Return the sizes of the gradients before a step, which may drop them."""
-    return _sizes(p.grad for group in optimizer.param_groups for p in group["params"])
+    return _sizes(gradient_of(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def held(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
@@ -114,7 +126,38 @@ def held(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
                     states.setdefault(str(kind), []).append(x)
     found = {kind: _sizes(tensors) for kind, tensors in states.items()}
     others = _sizes(p for p in params if p not in stepped)
-    return {"parameters": {**written, **others}, "gradients": gradients, "states": found}
+    keeps = None if slots else keepers(inner)
+    kept = {} if keeps is None else {"keeps": keeps}
+    return {"parameters": {**written, **others}, "gradients": gradients, "states": found, **kept}
+
+
+def keepers(optimizer: torch.optim.Optimizer) -> list[str] | None:
+    """Return the states that keep what 16-bit weights do not hold; None where it stepped no such weight.
+
+    The list is empty unless every such weight has one.
+    """
+    found: dict[str, None] | None = None
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(p)
+        if not state or not p.is_floating_point() or p.element_size() != 2:
+            continue
+        own = [
+            str(kind) for kind, x in flat(state) if isinstance(x, torch.Tensor) and _keeps(str(kind), x, p)
+        ]
+        if not own:
+            return []
+        found = {**(found or {}), **dict.fromkeys(own)}
+    return None if found is None else list(found)
+
+
+def _keeps(kind: str, x: torch.Tensor, p: torch.Tensor) -> bool:
+    """Return True if a state keeps what its parameter does not hold."""
+    if x.numel() != p.numel():
+        return False
+    if KEEPS.search(kind):
+        return True
+    wider = x.is_floating_point() and x.element_size() > p.element_size() and x.shape == p.shape
+    return wider and bool(p.any()) and torch.equal(local(x.detach()).to(p.dtype), local(p.detach()))
 
 
 def _sizes(tensors: Iterable[torch.Tensor | None]) -> Sizes:

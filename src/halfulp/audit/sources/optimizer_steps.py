@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from halfulp.audit.meter.counts import count_apart, score
-from halfulp.audit.meter.tensor import Watched
+from halfulp.audit.meter.tensor import Watched, gradient_of
 from halfulp.audit.pipeline import Pipeline
 from halfulp.audit.ranks import as_tensor, taking_part, world
 from halfulp.audit.sources.gain import Gain
@@ -118,6 +118,7 @@ class OptimizerSteps:
             self.notes.before(optimizer)
             for w in here:
                 grad = w.tensor.grad
+                grad = gradient_of(w.tensor) if grad is None else grad
                 w.asked, w.given = grad is not None, None if w.scores is None else grad
             pipeline.meter.set_aside(here)
             if tracked is not None and due:

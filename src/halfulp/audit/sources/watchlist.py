@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.parameter import is_lazy
 
-from halfulp.audit.meter.tensor import Watched, check_shard
+from halfulp.audit.meter.tensor import Watched, check_shard, gradient_of
 from halfulp.audit.ranks import rank
 from halfulp.audit.settings import Measure
 from halfulp.audit.sources.names import Naming
@@ -106,7 +106,7 @@ class Watchlist:
             p
             for p in tensors
             if not self.decided(p)
-            and (p.requires_grad or p.grad is not None or self.untrained)
+            and (p.requires_grad or gradient_of(p) is not None or self.untrained)
             and not is_lazy(p)
         ]
 
