@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test bench results docs lint types unit quick durations wheel stranger test-lowest torture torture-long native-proof format clean
+.PHONY: help demo check test bench results docs lint types unit quick durations wheel stranger test-lowest recipes torture torture-long native-proof format clean
 
 # Processes that share the tests: one a core, and no more than memory has room for.
 JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 8 ? 8 : cores)))
@@ -20,6 +20,7 @@ help:
 	@echo "make demo    the whole story on this machine's CPU"
 	@echo "make check   lint, types and the quick tests: for the loop of a developer"
 	@echo "make test    lint, format, types, all tests, documentation"
+	@echo "make recipes the examples of each framework; VERSIONS=newest for the newest of everything"
 	@echo "make wheel stranger test-lowest torture    what a release must pass too: docs/releasing.md"
 	@echo "make bench   the kernels beside their peers (the peers need a C++ compiler)"
 	@echo "make results  every committed study again, from where it is: hours; RESULTS='--list' or names"
@@ -81,6 +82,15 @@ test-lowest: $(VENV)/.stamp-dev
 	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not large" -q \
 	    -W "ignore:'click.utils:DeprecationWarning" -W "ignore:The epoch parameter:UserWarning" \
 	    -W "ignore:Converting a tensor with requires_grad:UserWarning" -W "ignore:TypedStorage is deprecated:UserWarning"
+
+# Every recipe of docs/how/recipes.md in an environment of its own: with the versions that the page names, or
+# with the newest of everything (VERSIONS=newest).
+recipes:
+	rm -rf build/recipes && $(PYTHON) -m venv build/recipes
+	build/recipes/bin/python -m pip install --disable-pip-version-check --quiet -e ".[huggingface,lightning]" \
+	    -r examples/recipes/requirements.txt \
+	    $(if $(filter newest,$(VERSIONS)),,-c constraints.txt -c examples/recipes/constraints.txt)
+	build/recipes/bin/python examples/recipes/run_all.py --distributed
 
 # Kills, mutated inputs, other orders, size, mistakes in our own code: see docs/reliability.md. TORTURE="--only fuzz"
 torture torture-long: $(VENV)/.stamp-dev

@@ -110,6 +110,48 @@ def test_a_second_resume_of_plain_lightning(tmp_path: Path, saving: dict[str, in
     assert twice.seen == again
 
 
+def matrix() -> list[list[str]]:
+    """Cells of the rows of the page's first table."""
+    lines = PAGE.read_text(encoding="utf-8").partition("| file in")[2].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines]
+    return rows[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
+
+
+def test_every_cell_of_the_matrix_was_shown() -> None:
+    """By a test that is there, or by hand as its note says; what was not run has a note, too."""
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    notes = set(re.findall(r"^(\d)\. ", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    rows = matrix()
+    assert len(rows) == 17
+    for name, *cells, shown in rows:
+        assert len(cells) == 4, name
+        assert all(cells), name
+        ran = [cell for cell in cells if "not run" not in cell]
+        assert notes.issuperset(re.findall(r"\((\d)\)", " ".join([*cells, shown])))
+        assert all(re.search(r"\(\d\)$", cell) for cell in cells if "not run" in cell), name
+        assert bool(ran) == bool(shown), name
+        assert shown == "by hand (6)" or all(f"def {test}(" in tests for test in re.findall(r"`(\w+)", shown))
+        if shown.startswith("`test_recipe["):
+            recipe = re.findall(r"\[(\w+)\]", shown)[0]
+            assert HERE.issuperset(RUN_ALL.RECIPES[recipe])
+            assert name.startswith(f"`{recipe}.py`")
+            assert ("two ranks" in cells[3]) == (recipe in RUN_ALL.DISTRIBUTED)
+
+
+def test_the_workflow_runs_what_the_page_says() -> None:
+    """Every package of a recipe is asked for, those that vary are pinned to what the page names."""
+    there = {f: (ROOT / f).read_text(encoding="utf-8") for f in ("Makefile", ".github/workflows/recipes.yml")}
+    assert "make recipes VERSIONS=${{ matrix.versions }}" in there[".github/workflows/recipes.yml"]
+    assert "\nrecipes:\n" in there["Makefile"]
+    asked, pinned = (
+        (ROOT / "examples" / "recipes" / f"{name}.txt").read_text(encoding="utf-8").splitlines()[1:]
+        for name in ("requirements", "constraints")
+    )
+    assert {p for needs in RUN_ALL.RECIPES.values() for p in needs} <= {*asked, *HERE}
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(pin.replace("==", " ") in page for pin in pinned)
+
+
 def test_the_page_names_every_recipe() -> None:
     """And only files that are there."""
     named = set(re.findall(r"(\w+)\.py", PAGE.read_text(encoding="utf-8")))
