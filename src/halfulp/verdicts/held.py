@@ -35,10 +35,11 @@ def keepers(trace: Recorded) -> str | None:
     """Name the states that keep what 16-bit weights do not hold; None unless all such weights have one."""
     named: dict[str, None] = {}
     for optimizer in trace.manifest.get("optimizers", ()):
-        states = _part(optimizer, "holds").get("keeps")
-        if not isinstance(states, list):
-            continue  # it steps no such weight, or the trace is older
-        if not states:
+        holds = _part(optimizer, "holds")
+        if not {"bfloat16", "float16"}.intersection(_part(holds, "parameters")):
+            continue  # it steps no such weight
+        states = holds.get("keeps")
+        if not isinstance(states, list) or not states:
             return None
         whose = shown(str(optimizer.get("class")), 30)
         named.update(dict.fromkeys(f"{whose}'s {shown(str(kind), 40)}" for kind in states))

@@ -126,17 +126,14 @@ def held(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
                     states.setdefault(str(kind), []).append(x)
     found = {kind: _sizes(tensors) for kind, tensors in states.items()}
     others = _sizes(p for p in params if p not in stepped)
-    keeps = None if slots else keepers(inner)
-    kept = {} if keeps is None else {"keeps": keeps}
+    keeps = [] if slots else keepers(inner)
+    kept = {"keeps": keeps} if keeps else {}
     return {"parameters": {**written, **others}, "gradients": gradients, "states": found, **kept}
 
 
-def keepers(optimizer: torch.optim.Optimizer) -> list[str] | None:
-    """Return the states that keep what 16-bit weights do not hold; None where it stepped no such weight.
-
-    The list is empty unless every such weight has one.
-    """
-    found: dict[str, None] | None = None
+def keepers(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the states that keep what 16-bit weights do not hold; none unless every such weight has one."""
+    found: dict[str, None] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state.get(p)
         if not state or not p.is_floating_point() or p.element_size() != 2:
@@ -146,8 +143,8 @@ def keepers(optimizer: torch.optim.Optimizer) -> list[str] | None:
         ]
         if not own:
             return []
-        found = {**(found or {}), **dict.fromkeys(own)}
-    return None if found is None else list(found)
+        found.update(dict.fromkeys(own))
+    return list(found)
 
 
 def _keeps(kind: str, x: torch.Tensor, p: torch.Tensor) -> bool:
@@ -157,7 +154,8 @@ def _keeps(kind: str, x: torch.Tensor, p: torch.Tensor) -> bool:
     if KEEPS.search(kind):
         return True
     wider = x.is_floating_point() and x.element_size() > p.element_size() and x.shape == p.shape
-    return wider and bool(p.any()) and torch.equal(local(x.detach()).to(p.dtype), local(p.detach()))
+    here = local(p.detach())  # of a shard only what is here: other ranks need not be asking
+    return wider and bool(here.any()) and torch.equal(local(x.detach()).to(p.dtype), here)
 
 
 def _sizes(tensors: Iterable[torch.Tensor | None]) -> Sizes:
