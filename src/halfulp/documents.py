@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfulp import canonical
-from halfulp.errors import CorruptionError, TamperingError
+from halfulp.errors import RESTORE, CorruptionError, TamperingError
 from halfulp.text import shown
 
 DIGEST = "sha256"
@@ -79,7 +79,7 @@ def check_digest(document: Mapping[str, Any], where: str | Path) -> None:
         raise CorruptionError(f"{where} is damaged: {error}") from None
     if document.get(DIGEST) != found:
         raise TamperingError(
-            f"{where} is not what was written: its SHA-256 differs from the one that it states."
+            f"{where} is not what was written: its SHA-256 differs from the one that it states. {RESTORE}"
         )
 
 

@@ -48,3 +48,7 @@ class DiskError(HalfulpError):
     """The operating system refused: a full disk, a read-only folder, a file that may not be read."""
 
     exit_code = 4
+
+
+RESTORE = "Nothing was repaired: take it from a copy, or make it again."
+"""What to do about a file that is not what was written."""

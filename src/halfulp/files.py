@@ -27,7 +27,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from halfulp.errors import CorruptionError, DiskError, HalfulpError, TamperingError, UsageError
+from halfulp.errors import RESTORE, CorruptionError, DiskError, HalfulpError, TamperingError, UsageError
 
 CAN_LOCK = importlib.util.find_spec("fcntl") is not None  # Windows: studies are read and validated, not run
 SYNCING = 16  # files synchronised at the same time
@@ -311,7 +311,8 @@ def sha256(path: Path, size: int | None = None) -> str:
         found = os.fstat(file.fileno()).st_size
         if size is not None and found != size:
             raise TamperingError(
-                f"{path} is not what was written: it has {found:,} bytes, but {size:,} were written."
+                f"{path} is not what was written: it has {found:,} bytes, but {size:,} were written. "
+                f"{RESTORE}"
             )
         return hashlib.file_digest(cast(RawIOBase, file), "sha256").hexdigest()
 

@@ -13,7 +13,7 @@ import torch
 
 from halfulp import files, tensors
 from halfulp.documents import MOST_BYTES, Fields, check_digest, parsed
-from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
+from halfulp.errors import RESTORE, CorruptionError, DiskError, TamperingError, UsageError
 from halfulp.trace import columns, layout, old_parts
 from halfulp.trace.columns import SCHEMAS, Columns
 from halfulp.trace.recorded import Recorded
@@ -48,7 +48,8 @@ def _read(part: PartDocument, table: str, *names: str) -> Columns:
 def _check_file(file: Path, entry: Entry) -> None:
     if files.sha256(file, entry.size) != entry.sha256:
         raise TamperingError(
-            f"{file} is not what was written: its SHA-256 differs from the one that its part states."
+            f"{file} is not what was written: its SHA-256 differs from the one that its part states. "
+            f"{RESTORE}"
         )
 
 

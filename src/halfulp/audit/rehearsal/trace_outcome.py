@@ -93,12 +93,12 @@ class GridOutcome:
             f"  skill against the best constant {'none' if c.skill is None else f'{c.skill:.3f}'}; the "
             f"outcome ranges over {c.measured_range:.4f} (5th to 95th percentile): "
             + ("informative" if c.informative else f"not informative, because {_UNINFORMATIVE}"),
-            "  better than symmetric spacing and than rho alone: "
+            "  better than two simpler rules (symmetric spacing, and rho alone): "
             + ("yes" if c.directional_added_value else "no"),
             *([f"  how much of the update arrives: {', '.join(arrives)}"] if arrives else []),
             f"  first step that leaves a majority unchanged: forecast {_when(pair.forecast.first)}, "
             f"measured {_when(pair.measured.first)}"
-            + (f", ratio {pair.ratio:.3f}" if pair.eligible else " (no timing ratio: not both after step 1)"),
+            + (f", ratio {pair.ratio:.3f}" if pair.eligible else " (no ratio: not both after step 1)"),
         ]
 
     def to_json(self) -> dict[str, Any]:
