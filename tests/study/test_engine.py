@@ -106,7 +106,12 @@ def test_data_is_hashed_once_a_run(tmp_path: Path, quick: None, monkeypatch: pyt
     (tmp_path / "table.csv").write_text("1,2\n")
     hashed: list[Path] = []
     real = canonical.sha256_file
-    monkeypatch.setattr(canonical, "sha256_file", lambda path: hashed.append(path) or real(path))
+
+    def noted(path: Path) -> str:
+        hashed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(canonical, "sha256_file", noted)
     run(path, young)
     assert hashed == [tmp_path / "table.csv"] * 2
     monkeypatch.setattr(loading, "SETTLED_NS", -1)
