@@ -121,13 +121,14 @@ class Plan:
 
     def _gradients(self) -> list[torch.Tensor]:
         found = [p.grad for p in self._params]
-        assert all(grad is not None for grad in found)
+        assert type(None) not in set(map(type, found))
         return found  # type: ignore[return-value]  # none is None
 
     def _memory(self) -> list[Sequence[torch.Tensor | None]]:
         """Return every tensor that a step reads and writes, kind by kind."""
         state, slots = self.wb.optimizer.state, self.slots
-        states = [state.get(p, {}) for p in self._stepped]
+        keeps = any(self.rule.kept(self.wb.param_groups[group]) for group in self._kinds)
+        states = [state.get(p, {}) for p in self._stepped] if keeps else []
         kept = sorted({key for slot in self._keeping for key in slot.state})
         return [
             [slot.moved for slot in slots],
@@ -212,9 +213,11 @@ class Plan:
         numbers = list(dict.fromkeys(settings))
         where = dict(zip(numbers, range(len(numbers)), strict=True))
         made = np.stack([onepass.rates(self._settings(*number)) for number in numbers])
-        rows = made[[where[number] for number in settings]]
+        one = len(numbers) == 1
+        rows = np.repeat(made, len(settings), axis=0) if one else made[[where[x] for x in settings]]
         grads = self._gradients() if self.lasting else [local(grad) for grad in self._gradients()]
-        grads = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
+        if not all(map(CONTIGUOUS, grads)):
+            grads = [grad.contiguous() for grad in grads]
         decays = {g: math.prod(decay_of(self.wb.optimizer, self.wb.param_groups[g])) for g in self._kinds}
         for call in self._calls:
             self._call(call, step, grads, rows, decays)
