@@ -57,7 +57,7 @@ MOVING = ("mxfp8_e4m3", "int4/g32", "int8/row", "nvfp4", "int3/dqt", "int4/absme
 RULES = (onepass.ADAMW, onepass.ADAM, onepass.SGD, onepass.NESTEROV, onepass.LION)
 Parts = list[torch.Tensor]
 Rows = dict[str, dict[str, Any]]
-MACHINE = ("cpu", "vectors", "cores", "load when it ended", "system", "python", "torch", "numpy")
+MACHINE = ("cpu", "vectors", "cores", "system", "python", "torch", "numpy")
 
 # ---- random inputs -------------------------------------------------------------------------------------
 
@@ -318,10 +318,10 @@ def took(call, clock, times=1):
 
 made = {}
 fixed = hu.AdamW(layers(20, 64).parameters(), policy="sr")
-made["first hu.AdamW step"], made["second"] = (took(fixed.step, time.perf_counter) for _ in range(2))
+made["first hu.AdamW step"], made["second hu.AdamW step"] = (took(fixed.step, time.perf_counter) for _ in range(2))
 plain = torch.optim.AdamW(layers(20, 64).parameters())
 with hu.Audit(plain, ["bf16"]):
-    made["first audited step"], made["its second"] = (took(plain.step, time.perf_counter) for _ in range(2))
+    made["first audited step"], made["second audited step"] = (took(plain.step, time.perf_counter) for _ in range(2))
 for moments in ("fp32", "bf16", "int8"):
     step = hu.AdamW(layers(1, 2048).bfloat16().parameters(), moments=moments).step
     made[f"sr, {moments} moments"] = took(step, time.process_time, 15)
@@ -347,7 +347,8 @@ def speeds(names: list[str], targets: list[str]) -> Rows:
                     [sys.executable, "-c", SPEED], env={**env, "HALFULP_NATIVE": target}, check=True,
                     capture_output=True, text=True,
                 )  # fmt: skip
-                rows[f"{short(name)}, {target}"] = json.loads(done.stdout.splitlines()[-1])
+                timed = json.loads(done.stdout.splitlines()[-1])
+                rows[f"{short(name)}, {target}"] = {**timed, "load": round(os.getloadavg()[0], 1)}
     return rows
 
 
