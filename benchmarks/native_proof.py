@@ -318,10 +318,12 @@ def took(call, clock, times=1):
 
 made = {}
 fixed = hu.AdamW(layers(20, 64).parameters(), policy="sr")
-made["first hu.AdamW step"], made["second hu.AdamW step"] = (took(fixed.step, time.perf_counter) for _ in range(2))
+for which in ("first", "second"):
+    made[f"{which} hu.AdamW step"] = took(fixed.step, time.perf_counter)
 plain = torch.optim.AdamW(layers(20, 64).parameters())
 with hu.Audit(plain, ["bf16"]):
-    made["first audited step"], made["second audited step"] = (took(plain.step, time.perf_counter) for _ in range(2))
+    for which in ("first", "second"):
+        made[f"{which} audited step"] = took(plain.step, time.perf_counter)
 for moments in ("fp32", "bf16", "int8"):
     step = hu.AdamW(layers(1, 2048).bfloat16().parameters(), moments=moments).step
     made[f"sr, {moments} moments"] = took(step, time.process_time, 15)
