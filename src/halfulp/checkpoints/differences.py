@@ -24,7 +24,7 @@ from halfulp import pictures
 from halfulp.checkpoints.comparing import CLASSES, Array, Difference, compared, together, unfit
 from halfulp.checkpoints.conclusions import conclusions
 from halfulp.checkpoints.masters import beside_weights
-from halfulp.checkpoints.states import Kept, global_step, kept_states
+from halfulp.checkpoints.optimizer_state import Kept, global_step, kept_states
 from halfulp.checkpoints.stored_tensors import catalogue
 from halfulp.errors import UsageError
 from halfulp.measures.groups import GROUPS

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from halfulp.checkpoints.comparing import Difference, compared, unfit
-from halfulp.checkpoints.states import Kept
+from halfulp.checkpoints.optimizer_state import Kept
 from halfulp.checkpoints.stored_tensors import Stored
 from halfulp.tensors import raw
 

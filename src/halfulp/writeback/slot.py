@@ -47,7 +47,7 @@ class Slot:
         self.two_passes: str | None = None
         """Why this tensor cannot be moved in one pass: :mod:`halfulp.writeback.route`."""
         self.batched = False
-        """True if the second of two passes can be shared with others: :mod:`halfulp.writeback.batch`."""
+        """True if the second of two passes can be shared with others: :mod:`halfulp.writeback.alike`."""
         self._written: tuple[torch.Tensor, int, int] | None = None
 
     def snapshot(self) -> Callable[[], None]:

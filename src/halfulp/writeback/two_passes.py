@@ -11,7 +11,7 @@ import torch
 
 from halfulp import kernels
 from halfulp.errors import UsageError
-from halfulp.writeback.batch import Alike, Cut
+from halfulp.writeback.alike import Alike, Cut
 from halfulp.writeback.policies import Step
 from halfulp.writeback.rules import decay_of
 from halfulp.writeback.sharding import local

@@ -28,12 +28,12 @@ from typing import Any
 
 from halfulp.errors import UsageError
 from halfulp.numbers.spellings import policy_name, why_no_policy
-from halfulp.writeback.policies.base import Kernel, Policy, State, Step
 from halfulp.writeback.policies.dqt import DQT
 from halfulp.writeback.policies.eco import ECO
 from halfulp.writeback.policies.kahan import Kahan
 from halfulp.writeback.policies.master import Master
 from halfulp.writeback.policies.nearest import Nearest
+from halfulp.writeback.policies.policy import Kernel, Policy, State, Step
 from halfulp.writeback.policies.remainder import Remainder8, Remainder16
 from halfulp.writeback.policies.stochastic import DeadzoneStochastic, Stochastic
 from halfulp.writeback.policies.tile_master import TileMaster

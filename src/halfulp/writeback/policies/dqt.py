@@ -9,7 +9,7 @@ import torch
 from halfulp.errors import UsageError
 from halfulp.kernels import Written
 from halfulp.numbers.grids import Grid, integer_grid
-from halfulp.writeback.policies.base import Policy, Step
+from halfulp.writeback.policies.policy import Policy, Step
 from halfulp.writeback.policies.stochastic import RIGHT_ON_AVERAGE
 
 

@@ -28,7 +28,7 @@ import torch
 from halfulp.errors import UsageError
 from halfulp.kernels import Carry, Written
 from halfulp.numbers.grids import Grid
-from halfulp.writeback.policies.base import Kernel, Policy, Step
+from halfulp.writeback.policies.policy import Kernel, Policy, Step
 from halfulp.writeback.rules import decouples
 from halfulp.writeback.sharding import local
 

@@ -9,7 +9,7 @@ import torch
 
 from halfulp.kernels import Written
 from halfulp.numbers.grids import Grid
-from halfulp.writeback.policies.base import Kernel, Policy, State, Step
+from halfulp.writeback.policies.policy import Kernel, Policy, State, Step
 
 
 @dataclass(frozen=True)

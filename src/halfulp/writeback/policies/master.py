@@ -10,7 +10,7 @@ import torch
 from halfulp import kernels
 from halfulp.kernels import Written
 from halfulp.numbers.grids import Grid
-from halfulp.writeback.policies.base import Kernel, Policy, State, Step
+from halfulp.writeback.policies.policy import Kernel, Policy, State, Step
 
 UNROUNDED = "master does not round to the stored weight"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from halfulp.writeback.policies.base import Kernel, Policy
+from halfulp.writeback.policies.policy import Kernel, Policy
 
 
 class Nearest(Policy):

@@ -13,7 +13,7 @@ from halfulp.kernels import Written
 from halfulp.kernels.onepass_reference import LARGEST
 from halfulp.numbers.grids import Grid
 from halfulp.numbers.grids import grid as named
-from halfulp.writeback.policies.base import Kernel, Policy, State, Step
+from halfulp.writeback.policies.policy import Kernel, Policy, State, Step
 
 
 @dataclass(frozen=True)

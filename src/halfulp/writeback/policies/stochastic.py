@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from halfulp.kernels import Written
-from halfulp.writeback.policies.base import Kernel, Policy, Step
+from halfulp.writeback.policies.policy import Kernel, Policy, Step
 
 RIGHT_ON_AVERAGE = "a small update moves a weight seldom, but by a whole gap, and is right on average"
 

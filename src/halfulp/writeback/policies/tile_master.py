@@ -12,8 +12,8 @@ from halfulp import kernels
 from halfulp.errors import UsageError
 from halfulp.kernels import TILE, Written
 from halfulp.numbers.grids import Grid
-from halfulp.writeback.policies.base import Kernel, Policy, State, Step
 from halfulp.writeback.policies.master import UNROUNDED, mended, unrounded
+from halfulp.writeback.policies.policy import Kernel, Policy, State, Step
 from halfulp.writeback.policies.tiles import put_tiles, take_tiles
 
 

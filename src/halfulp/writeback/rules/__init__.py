@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from halfulp.writeback.rules.adam import ADAM, ADAMW
-from halfulp.writeback.rules.base import Group, OptimizerRule
 from halfulp.writeback.rules.lion import LION
+from halfulp.writeback.rules.rule import Group, OptimizerRule
 from halfulp.writeback.rules.sgd import SGD
 
 __all__ = ["RULES", "Group", "OptimizerRule", "decay_of", "decouples", "rule_of"]

@@ -9,7 +9,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from halfulp.kernels import onepass
-from halfulp.writeback.rules.base import Group, OptimizerRule
+from halfulp.writeback.rules.rule import Group, OptimizerRule
 
 
 def _decoupled(group: Group, default: bool) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from halfulp.errors import UsageError
 from halfulp.kernels import onepass
-from halfulp.writeback.rules.base import OptimizerRule
+from halfulp.writeback.rules.rule import OptimizerRule
 
 
 class Lion(torch.optim.Optimizer):

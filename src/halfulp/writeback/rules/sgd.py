@@ -8,7 +8,7 @@ import torch
 from torch.optim.sgd import sgd
 
 from halfulp.kernels import onepass
-from halfulp.writeback.rules.base import Group, OptimizerRule
+from halfulp.writeback.rules.rule import Group, OptimizerRule
 
 
 def _advance(
