@@ -161,7 +161,8 @@ def test_a_step_is_the_reference(rule: int, monkeypatch: pytest.MonkeyPatch) -> 
         )
         used = tuple(scales if both else scales[:1])
         counted = onepass.steps(case, [replace(job, scales=used)])[0]
-        return [job.stored.float(), job.first, *([second] if second is not None else []), *used, *counted]
+        codes = [t for t in (job.first, second) if t is not None]
+        return [job.stored.float(), *codes, *used, *counted]
 
     for odd in (float("nan"), float("inf"), 0.0, 1e-30, float(rng.random())):
         fast = stepped(odd)
