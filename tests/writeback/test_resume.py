@@ -158,3 +158,22 @@ def test_hooks_of_states(one_pass: bool) -> None:
     wb.load_state_dict(saved)
     assert saved["more"] == 1
     assert called == ["before", "of a state", "before loading", "loaded"]
+
+
+def test_looking_at_the_state_before_the_first_step_changes_nothing() -> None:
+    """``opt.state[p]`` makes an empty entry, as torch's does; it was a KeyError when the state was saved."""
+    states = []
+    for looked in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4).bfloat16()
+        for opt in (hu.WriteBack(torch.optim.AdamW(model.parameters()), "bf16", "sr", model=model),
+                    hu.AdamW(model.parameters(), lr=1e-3)):  # fmt: skip
+            assert not looked or opt.state[model.weight] == {}
+            states.append([opt.state_dict()])
+            model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+            opt.step()
+            states[-1].append(opt.state_dict())
+    half = len(states) // 2
+    for plain, seen in zip(states[:half], states[half:], strict=True):
+        for a, b in zip(plain, seen, strict=True):
+            assert str(a) == str(b)

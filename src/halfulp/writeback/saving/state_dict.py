@@ -105,6 +105,10 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 def gathered(wb: WriteBack) -> dict[str, Any]:
     """Return the wrapped optimizer's state dictionary with the write-back's entries, without a digest."""
     wb._pass_on_groups()
+    held = {id(p) for g in wb.optimizer.param_groups for p in g["params"]}
+    for p, entry in list(wb.optimizer.state.items()):
+        if isinstance(p, torch.Tensor) and id(p) not in held and isinstance(entry, dict) and not entry:
+            del wb.optimizer.state[p]  # made when somebody looked at opt.state[p]
     base = wb.optimizer.state_dict()
     if "param_groups" not in base:
         raise UsageError(
@@ -112,7 +116,7 @@ def gathered(wb: WriteBack) -> dict[str, Any]:
             "state has no place for what a write-back keeps. Save opt.optimizer.state_dict() and "
             "[slot.kept_tensors() for slot in opt.slots] yourself."
         )
-    state = {k: dict(v) for k, v in base.get("state", {}).items()}
+    made = {k: dict(v) for k, v in base.get("state", {}).items()}
     for slot in wb.slots:
         kept = slot.kept_tensors()
         if is_sharded(slot.p):
@@ -122,12 +126,12 @@ def gathered(wb: WriteBack) -> dict[str, Any]:
             kept.update(slot.policy.to_shards(slot.state, local(slot.p)))
             if slot.codes is not None:
                 kept.update(to_rows(slot.codes, kept, slot.p))
-        entry = state.setdefault(number(wb, slot), {})
+        entry = made.setdefault(number(wb, slot), {})
         for k, v in kept.items():
             entry[PREFIX + k] = v if k in slot.policy.fixed or is_sharded(v) else wrap_like(v, slot.p)
     groups = [{k: v for k, v in g.items() if k not in OURS} for g in base["param_groups"]]
     groups[0][KEY] = json.dumps({**identity(wb, wb.slots), "sha256": None}, sort_keys=True)
-    return {**base, "state": state, "param_groups": groups}  # some optimizers have more
+    return {**base, "state": made, "param_groups": groups}  # some optimizers have more
 
 
 _CURES = {
