@@ -394,6 +394,6 @@ def test_a_state_with_more() -> None:
     train(model, opt, 1)
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert opt.seen == [1, 2]
-    with pytest.raises(hu.UsageError, match=r"does not hold \['more'\]"):
+    with pytest.raises(hu.UsageError, match=r"cannot hold \['more'\]"):
         hu.writeback.save(opt, "nowhere.safetensors")
     assert values(model)

@@ -107,7 +107,7 @@ def gathered(wb: WriteBack) -> dict[str, Any]:
     wb._pass_on_groups()
     held = {id(p) for g in wb.optimizer.param_groups for p in g["params"]}
     for p, entry in list(wb.optimizer.state.items()):
-        if isinstance(p, torch.Tensor) and id(p) not in held and isinstance(entry, dict) and not entry:
+        if id(p) not in held and isinstance(entry, dict) and not entry:
             del wb.optimizer.state[p]  # made when somebody looked at opt.state[p]
     base = wb.optimizer.state_dict()
     if "param_groups" not in base:
