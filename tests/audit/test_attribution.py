@@ -188,5 +188,5 @@ def test_what_cannot_be_attributed(tmp_path: Path) -> None:
     everything = hu.allocate(trace, 1.0, score="R")
     with pytest.raises(UsageError, match="more than the budget"):
         hu.allocate(trace, 200 * 4, score="R", keep=everything)
-    with pytest.raises(UsageError, match="of other tiles"):
+    with pytest.raises(UsageError, match="tiles of 96 where these have 768"):
         hu.allocate(trace, 1.0, score="R", keep=dataclasses.replace(everything, tile=96))

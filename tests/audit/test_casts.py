@@ -129,7 +129,7 @@ def test_realised_is_what_the_bits_of_the_copies_say(tmp_path: Path) -> None:
     assert "the main parameters keep" in said
     assert "would keep them" not in said
     assert "bf16" in page([tmp_path / "cast"])
-    with pytest.raises(hu.UsageError, match="casts"):
+    with pytest.raises(hu.UsageError, match="only traces of weights with a recorded step"):
         trace.frozen("bf16", by="symmetric")
 
 
@@ -193,7 +193,7 @@ def test_what_does_not_pair_up_is_refused() -> None:
     ):
         with pytest.raises(hu.UsageError, match=said):
             hu.CastAudit(main, stored, "bf16")
-    with pytest.raises(hu.UsageError, match="say grids="):
+    with pytest.raises(hu.UsageError, match="pass grids="):
         hu.CastAudit([a, a.clone()], [b, a.half()])
 
 

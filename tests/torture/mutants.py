@@ -62,7 +62,7 @@ REFERENCE_TESTS = (
     "kernels/test_kernels.py",
     "kernels/test_scales.py",
 )
-POLICIES = ("base", "nearest", "stochastic", "kahan", "eco", "master", "tile_master", "remainder", "dqt")
+POLICIES = ("policy", "nearest", "stochastic", "kahan", "eco", "master", "tile_master", "remainder", "dqt")
 # What is mutated, and the tests that should notice, the quickest first.
 TARGETS: dict[str, Sequence[str]] = {
     "halfulp.numbers.grids": ("numbers/test_grids.py", "kernels/test_rounding.py", "kernels/test_oracles.py"),

@@ -167,7 +167,7 @@ def test_what_is_frozen_is_left_alone_however_it_is_chosen(params: Any) -> None:
     model(torch.ones(1, 8)).sum().backward()
     opt.step()
     assert sorted(slot.name for slot in opt.slots) == ["0.weight", "1.weight"]
-    with pytest.raises(hu.UsageError, match="params names"):
+    with pytest.raises(hu.UsageError, match="params= names"):
         hu.WriteBack(torch.optim.SGD(model.parameters(), lr=0.1), "e4m3@16", "rne", model=model, params=["x"])
 
 
