@@ -271,7 +271,11 @@ class Story:
             self._say(costs.met_sentence(cost) or "")
             measured = None if self.twin is None or self.free is None else cost.met(self.free)
             if measured is not None:
-                self._say(f"{self._twin_words()}; really {measured - cost.found[0].real:+.3f}.")
+                gap = measured - cost.found[0].real
+                assert self.twin is not None
+                missed = not self.twin.low <= gap <= self.twin.high
+                outside = f" (outside the twin's interval, as {1 - COVERAGE:.0%} are)" if missed else ""
+                self._say(f"{self._twin_words()}; really {gap:+.3f}{outside}.")
         return write(page(done), self.folder / "index.html")
 
     def _policies(self, runs: list[Run], rehearsed: Sequence[costs.Costs]) -> None:
