@@ -73,9 +73,13 @@ def report(main: Callable[[Path], dict[str, Any]]) -> None:
         shown = main(folder)
         if several_ranks():
             torch.distributed.barrier()
-            torch.distributed.destroy_process_group()  # else gloo's threads may abort as it ends
+            torch.distributed.destroy_process_group()
     finally:
         if is_first():
             shutil.rmtree(folder, ignore_errors=True)
     if is_first():
         print(json.dumps(shown))
+    if several_ranks():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # a process that ends as usual may be aborted by threads that torch's gloo leaves behind
