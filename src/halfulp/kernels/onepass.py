@@ -277,15 +277,8 @@ def _equals_plain(tensors: Sequence[torch.Tensor], s: Settings, width: int) -> b
             eps=s.eps, amsgrad=False, **shared,
         )  # fmt: skip
     else:
-        sgd(
-            [p],
-            [g],
-            [first],
-            momentum=s.betas[0],
-            dampening=s.dampening,
-            nesterov=s.rule == NESTEROV,
-            **shared,
-        )
+        nesterov = s.rule == NESTEROV
+        sgd([p], [g], [first], momentum=s.betas[0], dampening=s.dampening, nesterov=nesterov, **shared)
     return _is_the_references((p, first, second), tensors, s, width)
 
 

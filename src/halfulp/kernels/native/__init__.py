@@ -217,12 +217,10 @@ def torchs_root() -> int | None:
     place = _of_torch("vmsSqrt")
     if place is None:
         return None
-    made, function = (
-        np.empty_like(x),
-        ctypes.CFUNCTYPE(None, c_int32, c_void_p, c_void_p, c_int64)(place.value),
-    )
+    root = ctypes.CFUNCTYPE(None, c_int32, c_void_p, c_void_p, c_int64)(place.value)
+    made = np.empty_like(x)
     for i in range(0, x.size, 64):
-        function(min(64, x.size - i), x[i:].ctypes.data, made[i:].ctypes.data, ROOT_MODE)
+        root(min(64, x.size - i), x[i:].ctypes.data, made[i:].ctypes.data, ROOT_MODE)
     return int(place.value) if np.array_equal(roots, made) else None
 
 
