@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from environments import ROOT, said, thin, wheel
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import halfulp as hu
 from halfulp.kernels.native.build import library_name
@@ -80,6 +82,19 @@ def test_the_chart_library_is_its_authors(package: Path) -> None:
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert not [name for name in asked if "uplot" in name.lower()]
     assert "uplot" not in (ROOT / "constraints.txt").read_text()
+
+
+def test_what_is_installed_fits_what_is_declared() -> None:
+    """The tested versions lie within the declared ones, and the recipe declares the same as the package."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pinned = dict(
+        re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
+    recipe = re.findall(r"^    - ([a-z]+) (\S+)$", (ROOT / "recipe/recipe.yaml").read_text(), re.MULTILINE)
+    for requirement in map(Requirement, declared):
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
+        if requirement.name in dict(recipe):
+            assert requirement.specifier == SpecifierSet(dict(recipe)[requirement.name]), requirement
 
 
 EVERY_MODULE = """
