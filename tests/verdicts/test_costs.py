@@ -155,9 +155,6 @@ def test_the_page_sets_forecast_and_measured_side_by_side(folder: Path) -> None:
     assert "What it would cost, in loss" in text
     assert "that came out inside their brackets: " in text
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
-    (found,) = data["costs"]
-    assert [s["name"] for s in found["specs"]][-1] == "e4m3@128"
-    assert [p[0] for p in found["specs"][-1]["measured"]] == [40, 80, 120]
     # The share that is lost: projected, rehearsed and measured, in one chart.
     (outcome,) = data["outcomes"]
     forecast = hu.Trace.open(folder / "reference").forecast("e4m3@128")

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from halfulp.audit.rehearsal.rehearsed_outcome import Evaluated, evaluations
 from halfulp.report import words
-from halfulp.report.markup import Content, Html, number, numeric, table, tag
+from halfulp.report.markup import Content, Html, number, numeric, picture, table, tag
 from halfulp.report.runs import Run
 from halfulp.text import percent
-from halfulp.trace.schema import BOUNDS
 from halfulp.trace.stored_on import is_of
 from halfulp.verdicts import loss_costs as costs
 from halfulp.verdicts.intervals import COVERAGE, SMALLEST_GAP
@@ -80,39 +78,30 @@ def sentence(found: Costs) -> str:
 
 def met_sentence(found: Costs) -> str | None:
     """Say how the forecasts met their outcomes; None where nothing was measured."""
-    told = [(c, m) for c in found.found if (m := found.met(c)) is not None]
-    if not told:
+    measured = [(c, m) for c in found.found if (m := found.met(c)) is not None]
+    if not measured:
         return None
     inside = [
         min(c.lower, c.upper) <= m <= max(c.lower, c.upper)
-        for c, m in told
+        for c, m in measured
         if c.lower is not None and c.upper is not None and abs(m - c.real) >= SMALLEST_GAP
     ]
-    each = [f"{c.spec} {words.gap(m - c.real)} ({words.gap(c.gap)} forecast)" for c, m in told]
+    each = [f"{c.spec} {words.gap(m - c.real)} ({words.gap(c.gap)} forecast)" for c, m in measured]
     bracket = (
         f" Gaps above {SMALLEST_GAP:g} that came out inside their brackets: {sum(inside)} of {len(inside)}."
         if inside
         else ""
     )
-    order = _order_words(told)
-    return f"Measured: {words.listed(each)}.{bracket}{order}"
-
-
-def _order_words(told: Sequence[tuple[Cost, float]]) -> str:
-    if len(told) < 2:
-        return ""
-    outcomes = [m for _, m in told]  # the forecasts are in order already
-    right = all(a <= b for a, b in pairwise(outcomes))
-    return (
-        " The order of the formats is as forecast." if right else " The order of the formats is another one."
-    )
+    right = all(a <= b for (_, a), (_, b) in pairwise(measured))  # the forecasts are in order already
+    order = f" The order of the formats is {'as forecast' if right else 'another one'}."
+    return f"Measured: {words.listed(each)}.{bracket}{order if len(measured) > 1 else ''}"
 
 
 # ---- the section -----------------------------------------------------------------------------------------
 
 
-def cost_section(i: int, found: Costs, *, alone: bool) -> Html:
-    """Curves, then the table."""
+def cost_section(found: Costs, *, alone: bool) -> Html:
+    """Say what each format would cost, and list them in a table."""
     kicker = None if alone else tag("p", found.run.name, class_="kicker")
     if not found.found:
         said = f"Rehearsed: {', '.join(found.run.trace.rehearsals)}; but {costs.MISSING}."
@@ -126,7 +115,6 @@ def cost_section(i: int, found: Costs, *, alone: bool) -> Html:
         tag("p", sentence(found), class_="lead"),
         tag("p", met) if met else None,
         _table(found),
-        tag("div", class_="chart", data_cost=i),
         tag("p", WHAT, class_="note"),
         *(tag("p", note, class_="note") for note in notes),
         aria_label=TITLE,
@@ -134,42 +122,45 @@ def cost_section(i: int, found: Costs, *, alone: bool) -> Html:
 
 
 def _table(found: Costs) -> Html:
+    """Return a row for each rehearsal; columns that no row has a value for are left out."""
     by_spec = {c.spec: c for c in found.found}
     specs = [*by_spec, *(s for s in found.run.trace.rehearsals if s not in by_spec)]
-    measured = bool(found.measured)
     scale, known = _scale(found), any(c.interval for c in found.found)
-    head: list[Content] = [
-        "format",
-        *(["forecast"] if scale else []),
-        numeric("over this run"),
-        *([numeric(f"{COVERAGE:.0%} interval")] if known else []),
-        *([numeric("measured")] if measured else []),
-        numeric("bracket"),
-        numeric("never moved"),
-        numeric("bytes per weight"),
+    columns: list[tuple[Content, bool]] = [
+        ("format", True),
+        ("forecast", scale is not None),
+        (numeric("over this run"), True),
+        (numeric(f"{COVERAGE:.0%} interval"), known),
+        (numeric("measured"), bool(found.measured)),
+        (numeric("bracket"), True),
+        (numeric("never moved"), True),
+        (numeric("bytes per weight"), True),
     ]
-    rows = []
-    for spec in specs:
-        cost = by_spec.get(spec)
-        met = None if cost is None else found.met(cost)
-        row: list[Content] = [tag("th", spec, scope="row")]
-        if scale:
-            row.append(tag("td", None if cost is None else bracket(cost, met, scale), class_="spark"))
-        row += [
-            number("-" if cost is None else words.gap(cost.gap)),
-            *([number("-" if cost is None else spread(cost))] if known else []),
-            *(
-                [number("-" if cost is None or met is None else words.gap(met - cost.real))]
-                if measured
-                else []
-            ),
-            number("-" if cost is None else between(cost)),
-        ]
-        each = bytes_per_weight(spec)
-        row += [number(_never_moved(found.run, spec)), number("-" if each is None else f"{each:.3g}")]
-        rows.append(row)
+    rows = [_row(found, spec, by_spec.get(spec), scale) for spec in specs]
     bar = f"{COVERAGE:.0%} interval, as far as the picture reaches" if known else "lower to upper bound"
-    return table(head, rows, caption=f"{KEY.format(bar)}{MET if measured else ''}." if scale else None)
+    return table(
+        [head for head, shown in columns if shown],
+        [[cell for cell, (_, shown) in zip(row, columns, strict=True) if shown] for row in rows],
+        caption=f"{KEY.format(bar)}{MET if found.measured else ''}." if scale else None,
+    )
+
+
+def _row(found: Costs, spec: str, cost: Cost | None, scale: tuple[float, float] | None) -> list[Content]:
+    each = bytes_per_weight(spec)
+    unknown = number("-")
+    head, met = tag("th", spec, scope="row"), None if cost is None else found.met(cost)
+    tail = [number(_never_moved(found.run, spec)), number("-" if each is None else f"{each:.3g}")]
+    if cost is None:
+        return [head, tag("td", class_="spark"), *[unknown] * 4, *tail]
+    return [
+        head,
+        tag("td", bracket(cost, met, scale) if scale else None, class_="spark"),
+        number(words.gap(cost.gap)),
+        number(spread(cost)),
+        unknown if met is None else number(words.gap(met - cost.real)),
+        number(between(cost)),
+        *tail,
+    ]
 
 
 def _never_moved(run: Run, spec: str) -> str:
@@ -212,38 +203,4 @@ def bracket(cost: Cost, met: float | None, scale: tuple[float, float], width: in
     said = f"forecast {nats(cost.loss)}, over this run {spread(cost)}, bracket {between(cost)}" + (
         "" if met is None else f", measured {nats(met)}"
     )
-    return tag(
-        "svg", *parts, width=width, height=height, viewBox=f"0 0 {width} {height}", role="img",
-        aria_label=said, class_="bracket",
-    )  # fmt: skip
-
-
-# ---- the curves -----------------------------------------------------------------------------------------
-
-
-def cost_data(found: Costs) -> dict[str, Any]:
-    """Losses over the evaluations: the run's own, every rehearsal's with its bounds, what was measured."""
-    own = found.run.trace.real_losses()
-    specs = []
-    for cost in found.found:
-        losses = found.run.trace.forecast(cost.spec).losses
-        steps = np.unique(losses["step"]).tolist()
-        by: dict[str, dict[int, float]] = {b: {} for b in BOUNDS}
-        for step, bound, loss, _ in losses.rows():
-            by[bound][step] = loss
-        kept = {b: [_finite(by[b].get(s)) for s in steps] for b in BOUNDS if by[b]}
-        measured = found.measured.get(cost.spec, (None, []))[1]
-        specs.append(
-            {
-                "name": cost.spec,
-                "steps": steps,
-                **kept,
-                "measured": [[e.step, _finite(e.measured)] for e in measured],
-            }
-        )
-    real = [[int(s), _finite(x)] for s, x in own.items()]
-    return {"real": real, "specs": specs}
-
-
-def _finite(loss: float | None) -> float | None:
-    return None if loss is None or not np.isfinite(loss) else round(float(loss), 5)
+    return picture(said, width, height, parts, class_="bracket")

@@ -136,3 +136,11 @@ def number(*content: Content, **attributes: Any) -> Html:
 def numeric(*content: Content) -> Html:
     """Return the head of a column of numbers."""
     return tag("th", *content, scope="col", class_="number")
+
+
+def picture(said: str, width: int, height: int, parts: Iterable[Html], class_: str | None = None) -> Html:
+    """Return a drawing of a fixed size; `said` is what a screen reader says of it."""
+    return tag(
+        "svg", *parts, width=width, height=height, viewBox=f"0 0 {width} {height}", role="img",
+        aria_label=said, class_=class_,
+    )  # fmt: skip

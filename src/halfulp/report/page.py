@@ -29,7 +29,7 @@ def page(paths: Sequence[Path], *, code: bool = False) -> str:
     traces = [Trace.open(p) for p in paths if not is_study(p)]
     names = [view.protocol.study for view in studies]
     parts = [part for view in studies for part in study_sections(view)]
-    data: object = {"runs": [], "outcomes": [], "arms": [], "costs": [], "trees": []}
+    data: object = {"runs": [], "outcomes": [], "arms": [], "trees": []}
     if traces or not studies:
         runs = open_traces(traces)
         names += [run.name for run in runs]
@@ -65,7 +65,7 @@ def _of_traces(runs: Sequence[Run]) -> tuple[list[Html | None], object]:
         ),
         sections.tree_section(first),
         *(sections.formats_section(run, alone=len(first) == 1) for run in first),
-        *(costs.cost_section(i, c, alone=len(first) == 1) for i, c in enumerate(rehearsed)),
+        *(costs.cost_section(c, alone=len(first) == 1) for c in rehearsed),
         *(met + seen if found or policies else seen + met),
         sections.sure_section(runs),
         sections.run_section(runs),
@@ -73,7 +73,6 @@ def _of_traces(runs: Sequence[Run]) -> tuple[list[Html | None], object]:
     data = page_data(first, found, policies)
     data["grid"] = answers[0].grid
     data["trees"] = [tree_data(run.gathered) for run in first]
-    data["costs"] = [costs.cost_data(c) for c in rehearsed]
     return parts, data
 
 

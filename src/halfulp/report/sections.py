@@ -9,7 +9,7 @@ import numpy as np
 
 from halfulp.report import words
 from halfulp.report.gather import Array, bins
-from halfulp.report.markup import Content, Html, name, number, numeric, table, tag
+from halfulp.report.markup import Content, Html, name, number, numeric, picture, table, tag
 from halfulp.report.runs import Run
 from halfulp.text import percent, shown
 from halfulp.trace import Trace
@@ -168,17 +168,12 @@ def sparkline(shares: Array, width: int = 120, height: int = 26) -> Html:
         mean = np.repeat(mean, 2)
     x, y = np.linspace(1, width - 1, len(mean)), 1 + (height - 2) * (1 - mean)
     path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x, y, strict=True))
-    return tag(
-        "svg",
+    parts = [
         tag("path", d=f"{path}L{width - 1} {height}L1 {height}Z", class_="area"),
         tag("line", x1=0, x2=width, y1=height / 2, y2=height / 2, class_="half"),
         tag("path", d=path, class_="line"),
-        width=width,
-        height=height,
-        viewBox=f"0 0 {width} {height}",
-        role="img",
-        aria_label=f"from {percent(float(there[0]))} to {percent(float(there[-1]))}",
-    )
+    ]
+    return picture(f"from {percent(float(there[0]))} to {percent(float(there[-1]))}", width, height, parts)
 
 
 def tree_section(runs: Sequence[Run]) -> Html:

@@ -279,25 +279,6 @@
     });
   });
 
-  function drawCosts() {
-    document.querySelectorAll("[data-cost]").forEach((target) => {
-      const found = data.costs[Number(target.dataset.cost)], lines = [];
-      const xy = (pairs) => [pairs.map((p) => p[0]), pairs.map((p) => p[1])];
-      const [steps, real] = xy(found.real);
-      lines.push({ name: "this run", x: steps, y: real, index: 6, dash: [2, 3] });
-      found.specs.forEach((spec, i) => {
-        const index = i + (i > 5 ? 1 : 0), y = spec.point || spec.upper || spec.lower, bounded = spec.lower && spec.upper;
-        lines.push({ name: spec.name, x: spec.steps, y, low: bounded ? spec.lower : null, high: bounded ? spec.upper : null, index, dash: [7, 4] });
-        if (spec.measured.length) {
-          const [x, loss] = xy(spec.measured);
-          lines.push({ name: spec.name + ", measured", x, y: loss, index, dash: [] });
-        }
-      });
-      const label = "Loss at every evaluation, forecast with bounds: " + lines.map((l) => `${l.name} ${l.y[l.y.length - 1]}`).join("; ");
-      plots.push(chart(target, lines, { title: "Loss at every evaluation: forecast dashed, its bracket shaded, measured solid", label, log: $("log") && $("log").checked }));
-    });
-  }
-
   function drawArms() {
     document.querySelectorAll("[data-arms]").forEach((target) => {
       const runs = data.arms[Number(target.dataset.arms)].runs;
@@ -311,7 +292,6 @@
     plots.splice(0).forEach((p) => p.destroy());
     drawTrees();
     drawWhen();
-    drawCosts();
     drawOutcomes();
     drawArms();
   }
