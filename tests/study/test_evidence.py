@@ -665,7 +665,7 @@ def test_the_documented_example(
 
 
 def test_show_says_once_what_cells_share(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Shared parameters once, the config's by name alone, and a table of what differs."""
+    """Shared parameters once, and a table of what differs."""
     text = SMALL.replace(
         'config={"seed": seed}) for',
         'config={"seed": seed, "model": config["model"] | {"width": 8}, "rate": 0.5, "policy": "sr"}) for',
@@ -675,8 +675,7 @@ def test_show_says_once_what_cells_share(capsys: pytest.CaptureFixture[str], tmp
         shown[shown.index("stage outcome") : shown.index("\nestimand")]
         == """\
 stage outcome: outcome, 3 cells by outcome, reads forecast
-  as in the config: model.* without model.width
-  all  model.width=8  policy=sr  rate=0.5
+  all  model.depth=4  model.kind=mlp  model.width=8  policy=sr  rate=0.5
   cell   seed
   arm-1  1
   arm-2  2

@@ -51,8 +51,6 @@ class OpenStudy:
     sealed: dict[str, Json]
     protocol: Protocol
     binding: Binding
-    hashed: Mapping[str, Json]
-    """The data sets, as `loading.hash_data` hashed them when the study was opened."""
     attempts: dict[tuple[str, str], int] = field(default_factory=dict)  # of this run
 
 
@@ -66,13 +64,12 @@ def open_or_seal(
     if not events.events:
         return _seal(source, store, protocol, events, given)
     sealed = store.read_seal(events.seal)
-    hashed = loading.hash_data(protocol.data, source.folder)
-    now = make(source, protocol, sealed.get("evidence", {}), hashed, whole="noted" not in sealed)
+    now = make(source, protocol, sealed.get("evidence", {}), whole="noted" not in sealed)
     changed = _refuse_changes(out, sealed, store.read_protocol(sealed), now, protocol)
     for name, used in _gather(protocol.evidence, given)[0].items() if given else ():
         if used != sealed["evidence"][name]:
             raise TamperingError(f"{given[name]} is not the evidence {name} that {out} was sealed with.")
-    study = OpenStudy(source, store, events, sealed, protocol, Binding.of(protocol, sealed), hashed)
+    study = OpenStudy(source, store, events, sealed, protocol, Binding.of(protocol, sealed))
     if changed and events.closed is None:
         _deviate(study, changed, loading.code_digest(now), deviation)
     _check_files(study)
@@ -83,8 +80,7 @@ def _seal(
     source: Source, store: Store, protocol: Protocol, events: Ledger, given: Mapping[str, Path]
 ) -> OpenStudy:
     evidence, copies = _gather(protocol.evidence, given)
-    hashed = loading.hash_data(protocol.data, source.folder)
-    now = make(source, protocol, evidence, hashed)
+    now = make(source, protocol, evidence)
     content = canonical.dumps(now)
     made = {f"evidence/{name}": copy for name, copy in copies.items()}
     made |= {} if source.content is None else {store.study_file.name: source.content}
@@ -93,7 +89,7 @@ def _seal(
     files.put_all([(store.folder / name, made[name]) for name in made], store.work)
     events.append({"event": "sealed", "seal": canonical.sha256(content)})
     files.remove(store.plan_file)
-    return OpenStudy(source, store, events, now, protocol, Binding.of(protocol, now), hashed)
+    return OpenStudy(source, store, events, now, protocol, Binding.of(protocol, now))
 
 
 def _deviate(study: OpenStudy, changed: dict[str, list[str]], code: str, reason: str) -> None:
@@ -160,15 +156,14 @@ def _gather(
 
 
 def make(
-    source: Source, protocol: Protocol, evidence: Mapping[str, Json], hashed: Mapping[str, Json], *,
-    whole: bool = False,
-) -> dict[str, Json]:  # fmt: skip
+    source: Source, protocol: Protocol, evidence: Mapping[str, Json], *, whole: bool = False
+) -> dict[str, Json]:
     """Make the content of seal.json for a study as it is now; `whole`: as the first release wrote it."""
     behind = None if whole else loading.code(source)
     return {
         "format": FORMAT, "study": protocol.study, "scale": protocol.scale, "protocol": protocol.digest,
         "code": loading.whole_code(source) if behind is None else behind,
-        "data": {name: {"bytes": one["bytes"], "sha256": one["sha256"]} for name, one in hashed.items()},
+        "data": loading.hash_data(protocol.data, source.folder),
         "environment": loading.environment(),
         "git": {
             "package": loading.git_state(loading.PACKAGE),
@@ -222,7 +217,7 @@ def in_words(protocol: Protocol) -> Iterator[str]:
     yield f"units        {plain(content['units'])}"
     for claim in content["not_claimed"]:
         yield f"not claimed  {plain(claim)}"
-    yield from _packed("config       ", _config(content["config"]))
+    yield from _packed("config       ", _listed(_leaves(content["config"])))
     for name in content["data"]:
         yield f"data         {plain(name)}"
     for one in protocol.evidence:
@@ -238,7 +233,7 @@ def in_words(protocol: Protocol) -> Iterator[str]:
         cells = f"{count(len(stage['cells']), 'cell')} by {plain(stage['run'])}"
         clocks = ", holds clocks" if stage.get("clocks") else ""
         yield f"stage {stage['name']}: {stage['kind']}, {cells}{reads}{plain(gates)}{clocks}"
-        yield from (f"  {line}".rstrip() for line in _cells(stage["cells"], _leaves(content["config"])))
+        yield from (f"  {line}".rstrip() for line in _cells(stage["cells"]))
     yield ""
     for estimand in content["estimands"]:
         args = "".join(f", {plain(k)}={_value(v)}" for k, v in estimand.get("args", {}).items())
@@ -254,41 +249,28 @@ def in_words(protocol: Protocol) -> Iterator[str]:
     yield f"protocol sha256 {protocol.digest}"
 
 
-def _cells(cells: Sequence[Mapping[str, Json]], config_of_scale: Mapping[str, str]) -> Iterator[str]:
+def _cells(cells: Sequence[Mapping[str, Json]]) -> Iterator[str]:
     """List cells with their configs: first what all of them share, then a table of what differs."""
     flat = {cell["name"]: _leaves(cell["config"]) for cell in cells}
     keys = list(dict.fromkeys(key for config in flat.values() for key in config))
     shared = [key for key in keys if len({config.get(key) for config in flat.values()}) == 1]
-    first = flat[cells[0]["name"]]
-    known = [key for key in shared if config_of_scale.get(key) == first[key]]
-    yield from _packed("as in the config: ", _collapsed(known, config_of_scale))
-    yield from _packed(
-        "all  " if len(cells) > 1 else "", [f"{k}={first[k]}" for k in shared if k not in known]
-    )
     columns = [key for key in keys if key not in shared]
-    rows = [[name, *(config.get(key, "-") for key in columns)] for name, config in flat.items()]
-    table = [["cell", *columns], *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(columns) + 1)]
-    if columns and sum(widths) + 2 * len(columns) <= TABLE and len(cells) > 1:
+    first = next(iter(flat.values()))
+    yield from _packed("all  " if len(cells) > 1 else "", _listed({key: first[key] for key in shared}))
+    table = [["cell", *columns]]
+    table += [[name, *(config.get(key, "-") for key in columns)] for name, config in flat.items()]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    if columns and sum(widths) + 2 * len(columns) <= TABLE:
         for row in table:
             yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
         return
     for name, config in flat.items():
-        yield from _packed(f"{name}  ", [f"{k}={config[k]}" for k in columns if k in config] or [""])
+        own = {key: config[key] for key in columns if key in config}
+        yield from _packed(f"{name}  ", _listed(own) or [""])
 
 
-def _config(config: Mapping[str, Json]) -> list[str]:
-    """List what a scale says; what all of several parts say alike once, with a star in their place."""
-    parts = [plain(key) for key, value in config.items() if isinstance(value, Mapping) and value]
-    said: dict[tuple[str, str], int] = {}
-    leaves = _leaves(config)
-    for key, value in leaves.items():
-        part, _, rest = key.partition(".")
-        if part in parts:
-            said[rest, value] = said.get((rest, value), 0) + 1
-    common = [pair for pair, count in said.items() if count == len(parts) > 1]
-    own = {k: v for k, v in leaves.items() if (k.partition(".")[2], v) not in common}
-    return [f"*.{rest}={value}" for rest, value in common] + [f"{k}={v}" for k, v in own.items()]
+def _listed(values: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def _packed(start: str, items: Sequence[str]) -> Iterator[str]:
@@ -301,22 +283,6 @@ def _packed(start: str, items: Sequence[str]) -> Iterator[str]:
         line += f"{item}  "
     if items:
         yield line.rstrip()
-
-
-def _collapsed(keys: Sequence[str], config: Mapping[str, str]) -> list[str]:
-    """Write ``model.*`` for all that the config says of the model."""
-    parts: dict[str, list[str]] = {}
-    for key in keys:
-        parts.setdefault(key.partition(".")[0], []).append(key)
-    whole = {part: [key for key in config if key.partition(".")[0] == part] for part in parts}
-    said: list[str] = []
-    for part, found in parts.items():
-        missing = [key for key in whole[part] if key not in found]
-        if found == [part] or len(missing) >= len(found):
-            said += found
-        else:
-            said.append(f"{part}.*" + (f" without {', '.join(missing)}" if missing else ""))
-    return said
 
 
 def _leaves(config: Mapping[str, Json], above: str = "") -> dict[str, str]:
