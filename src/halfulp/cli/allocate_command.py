@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from halfulp.cli.option_groups import JSON
+from halfulp.cli.option_groups import JSON, option
 from halfulp.errors import UsageError
 from halfulp.outputs import check_output, envelope
 from halfulp.text import plain, shown
@@ -19,19 +19,15 @@ UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB
 
 def allocate(
     trace: Annotated[Path, typer.Argument(help="A trace that was recorded with --scores.")],
-    budget: Annotated[str, typer.Option(help="A share of all masters, such as 10%, or bytes.")],
-    score: Annotated[
-        str, typer.Option(help="F, L, C, G, U, W, T, P, R (or R:SPEC) of a rehearsal, or random.")
-    ] = "P",
-    keep: Annotated[
-        Path | None, typer.Option(help="A mask whose tiles come first: the second round of R.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of a random mask.")] = 0,
+    budget: Annotated[str, option("A share of all masters, such as 10%, or bytes.")],
+    score: Annotated[str, option("F, L, C, G, U, W, T, P, R (or R:SPEC) of a rehearsal, or random.")] = "P",
+    keep: Annotated[Path | None, option("A mask whose tiles come first: the second round of R.")] = None,
+    seed: Annotated[int, option("Of a random mask.")] = 0,
     shuffle: Annotated[
         int | None,
-        typer.Option(help="A control: then move the tiles to random places of their tensors, by this seed."),
+        option("A control: then move the tiles to random places of their tensors, by this seed."),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The mask.")] = Path("mask.safetensors"),
+    output: Annotated[Path, option("The mask.", "--output", "-o")] = Path("mask.safetensors"),
     as_json: JSON = False,
 ) -> None:
     """Choose the tiles that get an fp32 master within an exact budget, and say what to expect of that."""

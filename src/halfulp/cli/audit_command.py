@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from halfulp.cli.audit_ending import Ending
 from halfulp.cli.console import NAMES, print_plain
-from halfulp.cli.option_groups import HELP_ALL, JSON, FailOptions, is_given, listed
+from halfulp.cli.option_groups import HELP_ALL, JSON, FailOptions, Program, is_given, listed, option
 from halfulp.deprecation import CALIBRATION
 from halfulp.errors import UsageError
 from halfulp.outputs import check_output
@@ -61,33 +61,10 @@ class ScriptCommand(TyperCommand):
         return rest
 
 
-@dataclass(frozen=True)
-class Target:
-    """The program to audit: one of the three."""
-
-    script: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A training script, unmodified; all that follows is its own.", metavar="SCRIPT [ARGS]...",
-            show_default=False,
-        ),
-    ] = None  # fmt: skip
-    module: Annotated[str, typer.Option("-m", help="A module instead, as by `python -m`.")] = ""
-    command: Annotated[
-        str, typer.Option("--run", help="A launcher instead, such as torchrun: audit all its processes.")
-    ] = ""
-
-    @property
-    def label(self) -> str:
-        """The name of the program in the trace."""
-        return f"-m {self.module}" if self.script is None else self.script.name
-
-    def usual_folder(self, arguments: list[str]) -> Path:
-        """Return the usual folder of the program's traces; a launcher's is that of its script."""
-        if self.script is not None:
-            return Path("runs") / self.script.stem
-        launched = (Path(a).stem for a in arguments if a.endswith(".py"))
-        return Path("runs") / (self.module or next(launched, Path(self.command).stem))
+def usual_folder(program: Program, command: str, arguments: list[str]) -> Path:
+    """Return the usual folder of a program's traces; a launcher's is that of its script."""
+    launched = (Path(a).stem for a in arguments if a.endswith(".py"))
+    return Path("runs") / (program.stem or next(launched, Path(command).stem))
 
 
 @dataclass(frozen=True)
@@ -95,61 +72,47 @@ class RecordOptions:
     """The trace: which steps, grids and measures it holds."""
 
     grids: Annotated[
-        str | None,
-        typer.Option(help=f"Grids, separated by commas; default {','.join(AUDITED)}. {NAMES}"),
+        str | None, option(f"Grids, separated by commas; default {','.join(AUDITED)}. {NAMES}")
     ] = None
-    out: Annotated[Path | None, typer.Option(help="The trace's folder; default runs/NAME.")] = None
-    every: Annotated[int, typer.Option(help="Audit each n-th step.")] = 1
-    states: Annotated[
-        bool, typer.Option("--states", help="Follow moments and copies (EMA) of weights as well.")
-    ] = False
-    sample: Annotated[
-        float,
-        typer.Option(help="Audit this share of every tensor's tiles.", hidden=True, rich_help_panel=RECORD),
-    ] = 1.0
+    out: Annotated[Path | None, option("The trace's folder; default runs/NAME.")] = None
+    every: Annotated[int, option("Audit each n-th step.")] = 1
+    states: Annotated[bool, option("Follow moments and copies (EMA) of weights as well.", "--states")] = False
+    sample: Annotated[float, option("Audit this share of every tensor's tiles.", panel=RECORD)] = 1.0
     decay: Annotated[
-        bool,
-        typer.Option(
-            "--decay", help="Audit weight decay and gradient part apart as well.", hidden=True,
-            rich_help_panel=RECORD,
-        ),
-    ] = False  # fmt: skip
+        bool, option("Audit weight decay and gradient part apart as well.", "--decay", panel=RECORD)
+    ] = False
     expected: Annotated[
         bool,
-        typer.Option(
-            "--expected", hidden=True, rich_help_panel=RECORD,
-            help="Follow the never-moved share that stochastic rounding would have; doubles the cost.",
+        option(
+            "Follow the never-moved share that stochastic rounding would have; doubles the cost.",
+            "--expected", panel=RECORD,
         ),
     ] = False  # fmt: skip
     scores: Annotated[
         str,
-        typer.Option(
-            help="Sum what `halfulp allocate` ranks tiles by: a grid and its steps, such as e5m2:1-600.",
-            hidden=True, rich_help_panel=RECORD,
+        option(
+            "Sum what `halfulp allocate` ranks tiles by: a grid and its steps, such as e5m2:1-600.",
+            panel=RECORD,
         ),
-    ] = ""  # fmt: skip
+    ] = ""
     tile: Annotated[
         int,
-        typer.Option(
-            help="With --scores: weights of a tile; with the model's width, a tile is one token's embedding.",
-            hidden=True, rich_help_panel=RECORD,
+        option(
+            "With --scores: weights of a tile; with the model's width, a tile is one token's embedding.",
+            panel=RECORD,
         ),
-    ] = 768  # fmt: skip
+    ] = 768
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Go on with a trace; steps that it holds are not recorded again.", hidden=True,
-            rich_help_panel=RECORD,
-        ),
-    ] = False  # fmt: skip
+        option("Go on with a trace; steps that it holds are not recorded again.", "--resume", panel=RECORD),
+    ] = False
     first_step: Annotated[
         int | None,
-        typer.Option(
-            help="The number of the script's first step; default 1, or with --resume what its optimizer "
-            "counted.",
-            hidden=True, rich_help_panel=RECORD,
+        option(
+            "The number of the script's first step; default 1, or with --resume what its optimizer counted.",
+            panel=RECORD,
         ),
-    ] = None  # fmt: skip
+    ] = None
 
     def folder(self, usual: Path) -> Path:
         """Choose the folder of the trace."""
@@ -184,114 +147,99 @@ class RecordOptions:
 class RehearseOptions:
     """Runs on other formats, rehearsed beside this one."""
 
-    rehearse: Annotated[
-        str, typer.Option(help="Formats whose cost in loss to forecast, such as e4m3@128,bf16:sr.")
-    ] = ""
+    rehearse: Annotated[str, option("Formats whose cost in loss to forecast, such as e4m3@128,bf16:sr.")] = ""
     evaluate: Annotated[
-        str, typer.Option(help="The script's own evaluation: FUNCTION, or FUNCTION:KEY of its result.")
+        str, option("The script's own evaluation: FUNCTION, or FUNCTION:KEY of its result.")
     ] = ""
     weights: Annotated[
-        bool,
-        typer.Option(
-            help="Write the rehearsed weights at the end, into OUT/as_if.", hidden=True,
-            rich_help_panel=REHEARSE,
-        ),
-    ] = True  # fmt: skip
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="Gone: `halfulp pilot` takes its place.", hidden=True,
-            rich_help_panel=REHEARSE,
-        ),
-    ] = None  # fmt: skip
+        bool, option("Write the rehearsed weights at the end, into OUT/as_if.", panel=REHEARSE)
+    ] = True
+    calibration: Annotated[Path | None, option("Gone: `halfulp pilot` takes its place.", panel=REHEARSE)] = (
+        None
+    )
 
 
 @dataclass(frozen=True)
 class WatchOptions:
     """The terminal while the script runs."""
 
-    live: Annotated[bool, typer.Option("--live", help="Show what is being lost while the script runs.")] = (
-        False
-    )
+    live: Annotated[bool, option("Show what is being lost while the script runs.", "--live")] = False
     steps: Annotated[
         int | None,
-        typer.Option(
-            help="With --live: the number of the script's last step, for an estimate of the end.", min=1,
-            hidden=True, rich_help_panel=WATCH,
+        option(
+            "With --live: the number of the script's last step, for an estimate of the end.", min=1,
+            panel=WATCH,
         ),
     ] = None  # fmt: skip
     alert: Annotated[
         str,
-        typer.Option(
-            help="Warn when a tensor loses more than a share for some steps in a row, such as 95%:20.",
-            hidden=True, rich_help_panel=WATCH,
+        option(
+            "Warn when a tensor loses more than a share for some steps in a row, such as 95%:20.", panel=WATCH
         ),
-    ] = ""  # fmt: skip
+    ] = ""
     stop: Annotated[
-        bool,
-        typer.Option(
-            "--stop", help="With --alert: end the script then, with exit code 1.", hidden=True,
-            rich_help_panel=WATCH,
-        ),
-    ] = False  # fmt: skip
-
+        bool, option("With --alert: end the script then, with exit code 1.", "--stop", panel=WATCH)
+    ] = False
     verbose: Annotated[
-        bool,
-        typer.Option(
-            "--verbose", help="At the end, print everything that is known of every grid.", hidden=True,
-            rich_help_panel=WATCH,
-        ),
-    ] = False  # fmt: skip
+        bool, option("At the end, print everything that is known of every grid.", "--verbose", panel=WATCH)
+    ] = False
 
     def alerts(self) -> list[Any]:
         """Make the alert if one is requested."""
         from halfulp.audit.sinks.alerts import Alert
 
-        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%:([0-9]+)", self.alert)
+        parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%:([0-9]+)", self.alert)
         if self.stop and not self.alert:
             raise UsageError("--stop goes with --alert, such as --alert 95%:20.")
-        if self.alert and found is None:
+        if self.alert and parts is None:
             raise UsageError(
                 f"--alert takes a share and a number of steps, such as 95%:20, not {self.alert!r}."
             )
-        return [] if found is None else [Alert(float(found[1]) / 100, int(found[2]), self.stop)]
+        return [] if parts is None else [Alert(float(parts[1]) / 100, int(parts[2]), self.stop)]
 
 
 def audit(
     context: typer.Context,
-    target: Target,
+    program: Program,
+    *,
+    command: Annotated[
+        str, option("A launcher instead, such as torchrun: audit all its processes.", "--run")
+    ] = "",
     record: RecordOptions,
     rehearsing: RehearseOptions,
     watch: WatchOptions,
     fail: FailOptions,
-    require: Annotated[
-        Path | None, typer.Option(help="Terms that must hold, those of hu.require: a TOML file.")
-    ] = None,
+    require: Annotated[Path | None, option("Terms that must hold, those of hu.require: a TOML file.")] = None,
     as_json: JSON = False,
     help_all: Annotated[bool, HELP_ALL] = False,
 ) -> None:
     """Run a training script, a module or a command, and record what each grid would lose."""
     from halfulp.audit.rehearsal.specs import Rehearse
 
-    _check(context, target, record)
+    if not program.stem and not command:
+        raise UsageError(
+            "nothing to audit: give a training script, -m and a module, or --run and a command. See --help."
+        )
+    _check(context, record)
     ending = Ending.of(fail, require, as_json, record.grids is not None)
-    folder = record.folder(target.usual_folder(context.args))
+    folder = record.folder(usual_folder(program, command, context.args))
     rehearse = Rehearse(listed(rehearsing.rehearse)) if rehearsing.rehearse else None
     options = record.options(rehearse)
-    if target.command:
+    if command:
         _check_launched(context)
-        _launch([target.command, *context.args], options, folder, numbered=record.out is None)
+        _launch([command, *context.args], options, folder, numbered=record.out is None)
     else:
         options |= {
             "rehearse": rehearse, "out": folder, "resume": record.resume,
             "exists": "number" if record.out is None else "raise",
             "first_step": record.first_step,
-            "describe": {"script": target.label, "arguments": list(context.args)},
+            "describe": {"script": program.label, "arguments": list(context.args)},
         }  # fmt: skip
-        _run(context.args, target, options, rehearsing, watch, ending)
+        _run(context.args, program, options, rehearsing, watch, ending)
 
 
-def _check(context: typer.Context, target: Target, record: RecordOptions) -> None:
+def _check(context: typer.Context, record: RecordOptions) -> None:
+    """Refuse options that say nothing, or that need another one."""
     for name in ("alert", "evaluate", "rehearse", "scores"):
         if is_given(context, name) and not context.params[name]:
             raise UsageError(f"--{name} is empty: give it a value, or leave it out.")
@@ -299,10 +247,6 @@ def _check(context: typer.Context, target: Target, record: RecordOptions) -> Non
         raise UsageError("--steps is for the estimate of --live: add that, or leave it out.")
     if is_given(context, "tile") and not record.scores:
         raise UsageError("--tile goes with --scores: give a grid and its steps, such as --scores e5m2:1-600.")
-    if target.script is None and not target.module and not target.command:
-        raise UsageError(
-            "nothing to audit: give a training script, -m and a module, or --run and a command. See --help."
-        )
     if record.out is not None:
         check_output(record.out)
 
@@ -340,7 +284,7 @@ def _launch(command: list[str], options: dict[str, Any], folder: Path, *, number
 
 def _run(
     arguments: list[str],
-    target: Target,
+    program: Program,
     options: dict[str, Any],
     rehearsing: RehearseOptions,
     watch: WatchOptions,
@@ -365,7 +309,7 @@ def _run(
 
     with view if watch.live else nullcontext():
         try:
-            code = run_script(target.script, arguments, recorder, say, target.module, own, ending)
+            code = run_script(program.script, arguments, recorder, say, program.module, own, ending)
         except UsageError:  # that no step was recorded: none was let through
             if not ending.broken:
                 raise
@@ -410,7 +354,7 @@ def _say(recorder: Audit, view: LiveView, folder: Path, *, verbose: bool) -> Non
 
 def _scores(text: str, tile: int) -> tuple[str, int, int, int]:
     """Parse a grid and a window of steps."""
-    found = re.fullmatch(r"(.+):([0-9]+)-([0-9]+)", text)
-    if found is None:
+    parts = re.fullmatch(r"(.+):([0-9]+)-([0-9]+)", text)
+    if parts is None:
         raise UsageError(f"--scores takes a grid and its steps, such as e5m2:1-600, not {text!r}.")
-    return found[1], int(found[2]), int(found[3]), tile
+    return parts[1], int(parts[2]), int(parts[3]), tile

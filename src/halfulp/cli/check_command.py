@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from halfulp.cli.option_groups import JSON, FailOptions, listed, number
+from halfulp.cli.option_groups import JSON, FailOptions, listed, number, option
 from halfulp.errors import UsageError
 from halfulp.outputs import envelope
 from halfulp.text import plain
@@ -26,33 +26,29 @@ LISTED = 12
 class StepOptions:
     """The step that is taken."""
 
-    lr: Annotated[
-        float | None, typer.Option(help="The learning rate; default: a table of rates, 1e-7 to 1e-3.")
-    ] = None
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, adam or lion; others with a --bound of your own.")
-    ] = "adamw"
+    lr: Annotated[float | None, option("The learning rate; default: a table of rates, 1e-7 to 1e-3.")] = None
+    optimizer: Annotated[str, option("adamw, adam or lion; others with a --bound of your own.")] = "adamw"
     bound: Annotated[
         str,
-        typer.Option(
-            help="step: one of size lr, which is typical (the worst case is stated too); worst: the most "
-            "that Adam makes of any gradients; or a number, times lr.",
+        option(
+            "step: one of size lr, which is typical (the worst case is stated too); worst: the most "
+            "that Adam makes of any gradients; or a number, times lr."
         ),
     ] = "step"
-    betas: Annotated[str, typer.Option(help="Adam's, from which its worst case follows.")] = "0.9,0.999"
+    betas: Annotated[str, option("Adam's, from which its worst case follows.")] = "0.9,0.999"
     rare: Annotated[
         str,
-        typer.Option(
-            help="Tensors whose rows see gradients rarely, such as '*embed*', separated by commas: for them "
-            "the worst case counts.",
+        option(
+            "Tensors whose rows see gradients rarely, such as '*embed*', separated by commas: for them "
+            "the worst case counts."
         ),
     ] = ""
-    weight_decay: Annotated[float, typer.Option(help="Decoupled weight decay; with --lr.")] = 0.0
+    weight_decay: Annotated[float, option("Decoupled weight decay; with --lr.")] = 0.0
     grid: Annotated[
         str,
-        typer.Option(
-            help="Where the weights would be stored, such as e4m3@128 (fp8, a scale of 128: the value times "
-            "128 is cast); default: where they are.",
+        option(
+            "Where the weights would be stored, such as e4m3@128 (fp8, a scale of 128: the value times "
+            "128 is cast); default: where they are."
         ),
     ] = ""
 
@@ -83,7 +79,7 @@ def check(
     ],
     step: StepOptions,
     fail: FailOptions,
-    every: Annotated[bool, typer.Option("--all", help="List every tensor.")] = False,
+    every: Annotated[bool, option("List every tensor.", "--all")] = False,
     as_json: JSON = False,
 ) -> None:
     """List the weights of a checkpoint that a step at a learning rate cannot move, without a run or data."""

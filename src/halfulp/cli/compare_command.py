@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halfulp.cli.option_groups import JSON
+from halfulp.cli.option_groups import JSON, option
 from halfulp.outputs import envelope
 from halfulp.text import plain
 
@@ -15,14 +15,12 @@ from halfulp.text import plain
 def compare(
     reference: Annotated[Path, typer.Argument(help="The trace whose forecast is tested.")],
     measured: Annotated[Path, typer.Argument(help="The trace of the run on the grid.")],
-    grid: Annotated[str, typer.Option(help="A grid of both traces; default: all that they share.")] = "",
+    grid: Annotated[str, option("A grid of both traces; default: all that they share.")] = "",
     scope: Annotated[
         str,
-        typer.Option(
-            help="all, all-2d, core, a group, or a tensor's name; default: what is stored on the grid."
-        ),
+        option("all, all-2d, core, a group, or a tensor's name; default: what is stored on the grid."),
     ] = "",
-    warmup: Annotated[int, typer.Option(help="Steps left out at the start.")] = 0,
+    warmup: Annotated[int, option("Steps left out at the start.")] = 0,
     as_json: JSON = False,
 ) -> None:
     """Compare forecasts with an outcome: the projection's, and that of the rehearsal of this run."""

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from halfulp.cli.option_groups import option
+
 
 class Names(TyperGroup):
     """``halfulp data NAME`` is short for ``halfulp data fetch NAME``."""
@@ -49,10 +51,10 @@ def fetch(name: Annotated[str, typer.Argument(help="A data set.")]) -> None:
 def build(
     corpus: Annotated[str, typer.Argument(help="What to make: prose.")],
     mirror: Annotated[
-        str, typer.Option(help="An address or a folder that holds REPOSITORY/archive/COMMIT.tar.gz.")
+        str, option("An address or a folder that holds REPOSITORY/archive/COMMIT.tar.gz.")
     ] = "https://github.com",
-    to: Annotated[Path | None, typer.Option(help="A folder; default $HALFULP_DATA or the cache.")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Say what it takes, and do nothing.")] = False,
+    to: Annotated[Path | None, option("A folder; default $HALFULP_DATA or the cache.")] = None,
+    plan: Annotated[bool, option("Say what it takes, and do nothing.", "--plan")] = False,
 ) -> None:
     """Make a corpus from its sources; files that exist are not made again."""
     from halfulp.data import folder_for_new, prose
@@ -73,12 +75,12 @@ def build(
 def prepare(
     corpus: Annotated[str, typer.Argument(help="What to write as tokens: openwebtext or wikipedia.")],
     source: Annotated[
-        str, typer.Option(help="The hub, a mirror of it, or a folder that holds the repository.")
+        str, option("The hub, a mirror of it, or a folder that holds the repository.")
     ] = "https://huggingface.co",
-    tokenizer: Annotated[str, typer.Option(help="gpt2, or a tokenizer.json (wikipedia needs one).")] = "",
-    to: Annotated[Path | None, typer.Option(help="A folder; default $HALFULP_DATA or the cache.")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Say what it takes, and write nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Begin although it takes gigabytes or long.")] = False,
+    tokenizer: Annotated[str, option("gpt2, or a tokenizer.json (wikipedia needs one).")] = "",
+    to: Annotated[Path | None, option("A folder; default $HALFULP_DATA or the cache.")] = None,
+    plan: Annotated[bool, option("Say what it takes, and write nothing.", "--plan")] = False,
+    yes: Annotated[bool, option("Begin although it takes gigabytes or long.", "--yes")] = False,
 ) -> None:
     """Write a corpus of the hub as tokens, shard by shard; what an interrupted run wrote is kept."""
     from halfulp.data import folder_for_new

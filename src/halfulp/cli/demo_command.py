@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
+from halfulp.cli.option_groups import option
+
 
 def demo(
-    quick: Annotated[bool, typer.Option(help="A smaller model and fewer steps: half a minute.")] = False,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="The folder; default runs/demo.")] = None,
-    browse: Annotated[
-        bool, typer.Option("--open/--no-open", help="Open the page when there is a screen.")
-    ] = True,
+    quick: Annotated[bool, option("A smaller model and fewer steps: half a minute.")] = False,
+    out: Annotated[Path | None, option("The folder; default runs/demo.", "-o", "--out")] = None,
+    browse: Annotated[bool, option("Open the page when there is a screen.", "--open/--no-open")] = True,
 ) -> None:
     """Run the whole story on this machine's CPU: audit, forecast, and the runs that were forecast."""
     from rich.console import Console

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halfulp.cli.option_groups import JSON, FailOptions
+from halfulp.cli.option_groups import JSON, FailOptions, option
 from halfulp.outputs import check_output, envelope
 from halfulp.text import plain
 
@@ -19,8 +19,8 @@ def diff(
     ],
     trained: Annotated[Path, typer.Argument(help="The same model, later.")],
     fail: FailOptions,
-    page: Annotated[Path | None, typer.Option(help="Write an HTML page into this file as well.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="List every tensor.")] = False,
+    page: Annotated[Path | None, option("Write an HTML page into this file as well.")] = None,
+    every: Annotated[bool, option("List every tensor.", "--all")] = False,
     as_json: JSON = False,
 ) -> None:
     """Show what training changed between two checkpoints, in steps of their format, without a run or data."""

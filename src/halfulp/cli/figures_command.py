@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from halfulp.cli.option_groups import option
 from halfulp.errors import UsageError
 from halfulp.outputs import check_output
 from halfulp.text import plain
@@ -14,8 +15,8 @@ from halfulp.text import plain
 
 def figures(
     paths: Annotated[list[Path], typer.Argument(help="Folders of traces or studies.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The folder for the files.")] = Path("figures"),
-    formats: Annotated[str, typer.Option(help="svg, pdf, or both.")] = "svg,pdf",
+    out: Annotated[Path, option("The folder for the files.", "-o", "--out")] = Path("figures"),
+    formats: Annotated[str, option("svg, pdf, or both.")] = "svg,pdf",
 ) -> None:
     """Write figures of traces and studies as vector files. Runs the file that a study of your own carries."""
     from halfulp.integrations.optional import require

@@ -7,9 +7,11 @@ arguments. Typer itself knows only plain parameters, so `grouped` shows it those
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -98,20 +100,51 @@ def number(text: str) -> float | None:
         return None
 
 
-def share(text: str, option: str) -> float:
-    """Parse a share.
+def share(text: str, option: str, most: float = 1.0) -> float:
+    """Parse a share of at most ``most``.
 
-    >>> share("50%", "--fail-above"), share("0.5", "--fail-above")
-    (0.5, 0.5)
+    >>> share("50%", "--fail-above"), share("1.5", "--budget", most=10)
+    (0.5, 1.5)
     """
-    found = re.fullmatch(r"([0-9]+(\.[0-9]+)?)(%?)", text)
-    value = float(found[1]) / (100 if found[3] else 1) if found else 2.0
-    if value > 1:
+    parts = re.fullmatch(r"([0-9]+(\.[0-9]+)?)(%?)", text.strip())
+    value = float(parts[1]) / (100 if parts[3] else 1) if parts else math.inf
+    if value > most:
         raise UsageError(f"{option} takes a share such as 50% or 0.5, not {text!r}.")
     return value
 
 
-JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object, on one line.")]
+def option(help: str, *names: str, panel: str = "", **settings: Any) -> Any:  # as typer calls it
+    """Describe an option; one with a panel is hidden, and ``--help-all`` lists it in that panel."""
+    if panel:
+        settings |= {"hidden": True, "rich_help_panel": panel}
+    return typer.Option(*names, help=help, **settings)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The training program to run: a script or a module."""
+
+    script: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A training script, unmodified; all that follows is its own.", metavar="SCRIPT [ARGS]...",
+            show_default=False,
+        ),
+    ] = None  # fmt: skip
+    module: Annotated[str, option("A module instead, as by `python -m`.", "-m")] = ""
+
+    @property
+    def label(self) -> str:
+        """The name of the program in the trace."""
+        return f"-m {self.module}" if self.script is None else self.script.name
+
+    @property
+    def stem(self) -> str:
+        """The name of the program in the name of a folder; empty if there is none."""
+        return self.module if self.script is None else self.script.stem
+
+
+JSON = Annotated[bool, option("Print one JSON object, on one line.", "--json")]
 """The option of every command whose output a program might read; see :func:`halfulp.outputs.envelope`."""
 
 
@@ -119,12 +152,10 @@ JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object, on on
 class FailOptions:
     """The conditions for exit code 1."""
 
-    fail_above: Annotated[
-        str | None, typer.Option(help="Exit with 1 if more is lost or stays put, such as 50%.")
-    ] = None
-    fail_stuck: Annotated[
-        bool, typer.Option("--fail-stuck", help="Exit with 1 if a whole tensor does not move.")
-    ] = False
+    fail_above: Annotated[str | None, option("Exit with 1 if more is lost or stays put, such as 50%.")] = None
+    fail_stuck: Annotated[bool, option("Exit with 1 if a whole tensor does not move.", "--fail-stuck")] = (
+        False
+    )
 
     @property
     def most(self) -> float | None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from halfulp.cli.option_groups import option
 from halfulp.deprecation import CALIBRATION
 from halfulp.outputs import check_output
 from halfulp.text import plain, tell
@@ -14,20 +15,16 @@ from halfulp.text import plain, tell
 
 def report(
     paths: Annotated[list[Path], typer.Argument(help="Folders of traces or studies.")],
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="The page; default PATH/report.html.")
-    ] = None,
-    csv: Annotated[
-        Path | None, typer.Option(help="Write tensors by grid into this CSV file as well.")
-    ] = None,
+    out: Annotated[Path | None, option("The page; default PATH/report.html.", "-o", "--out")] = None,
+    csv: Annotated[Path | None, option("Write tensors by grid into this CSV file as well.")] = None,
     code: Annotated[
-        bool, typer.Option(help="Run the file that a study of your own carries, for its tables and figures.")
+        bool, option("Run the file that a study of your own carries, for its tables and figures.")
     ] = False,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="Gone: `halfulp pilot` takes its place.", hidden=True),
+        option("Gone: `halfulp pilot` takes its place.", hidden=True),
     ] = None,
-    browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    browse: Annotated[bool, option("Open the page in a browser.", "--open")] = False,
 ) -> None:
     """Write one self-contained HTML page of traces and studies; several are shown side by side."""
     from halfulp.report.document import write
