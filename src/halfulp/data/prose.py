@@ -18,7 +18,6 @@ with another zlib they cannot have that digest, which is reported, and all other
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import json
 import re
@@ -38,9 +37,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halfulp import data, files
+from halfulp import canonical, data, files
 from halfulp.data import bpe
-from halfulp.errors import TamperingError, UsageError
+from halfulp.errors import UsageError
 
 ORIGIN = "https://github.com"
 BOOKS, PIECES = "se_prose_books.json", "prose_bpe4096.json"
@@ -77,7 +76,7 @@ class Book:
 
 def is_of(book: Book, content: bytes) -> bool:
     """Return True if these bytes are the text of a book."""
-    return len(content) == book.bytes and hashlib.sha256(content).hexdigest() == book.sha256
+    return len(content) == book.bytes and canonical.sha256(content) == book.sha256
 
 
 @cache
@@ -191,11 +190,8 @@ def _fetched(book: Book, mirror: str) -> bytes:
             f"the archive of {book.title} could not be taken from {address}: {error}. Books that were read "
             "are kept; run it again to go on."
         ) from None
-    if not is_of(book, content):
-        raise TamperingError(
-            f"the prose of {book.title}, from {address}, is not what it should be: expected {book.bytes:,} "
-            f"bytes with SHA-256 {book.sha256}, found {len(content):,} bytes. Nothing of it was kept."
-        )
+    said = f"the prose of {book.title}, from {address}, is not what it should be"
+    data.check_made(said, book.sha256, canonical.sha256(content), len(content))
     return content
 
 
@@ -216,14 +212,10 @@ def compressed(content: bytes) -> bytes:
 
 def _keep(folder: Path, name: str, content: bytes, *, zlib: bool = False) -> bool:
     """Write a data set if it has the listed digest; otherwise raise, or return False if zlib may differ."""
-    known = data.dataset(name)
-    if hashlib.sha256(content).hexdigest() != known.sha256:
-        if zlib:
-            return False
-        raise TamperingError(
-            f"{name} as it was made here is not the data set: expected {known.bytes:,} bytes with SHA-256 "
-            f"{known.sha256}, found {len(content):,} bytes. Nothing was kept of it."
-        )
+    expected, digest = data.dataset(name).sha256, canonical.sha256(content)
+    if zlib and digest != expected:
+        return False
+    data.check_made(f"{name} as it was made here is not the data set", expected, digest, len(content))
     files.put(folder / name, content, folder / "prose_books")  # what a kill leaves goes with that folder
     return True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,7 @@ from halfulp.audit.sources.names import variables
 from halfulp.contract import Contract, Terms
 from halfulp.errors import UsageError
 from halfulp.integrations.optional import AuditedRun, base_class, require
-from halfulp.integrations.piloted import PilotedRun, TrainerRun
+from halfulp.integrations.piloted import TrainerRun
 from halfulp.numbers.grids import Grid
 from halfulp.pilots.prices import Prices
 from halfulp.text import tell
@@ -58,7 +58,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     @property
     def prices(self) -> Prices | None:
         """What the formats of ``pilot=`` cost, once training has ended."""
-        return None if self.piloted is None else self.piloted.prices
+        return self.running.prices
 
     def __init__(
         self,
@@ -74,23 +74,17 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         require("transformers")
         super().__init__()
         self.report = report
-        self.piloted = PilotedRun(pilot, budget, options) if pilot else None
-        self.running = AuditedRun(grids, out, verdict, options)
+        self.running = AuditedRun(grids, out, verdict, options, pilot, budget)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         """Attach to the real optimizer."""
-        usual = Path(args.output_dir) / "halfulp"
-        if self.piloted is not None:
-            own, trainer = _real(optimizer), _trainer()
+        own, trainer, usual = _real(optimizer), _trainer(), Path(args.output_dir) / "halfulp"
+        if self.running.piloted is not None:
             TrainerRun.check(trainer, own)
-            folder = Path(self.running.out or usual).with_name(
-                f"{Path(self.running.out or usual).name}-pilot"
-            )
-            made = partial(TrainerRun, trainer, own, _again)
-            self.piloted.before(made, state.max_steps, folder, state.global_step)
-        self.running.start(_real(optimizer), model, usual, state.global_step)
+        twin = partial(TrainerRun, trainer, own, _again)
+        self.running.start(own, model, usual, state.global_step, twin, state.max_steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Take the loss of the step that was just taken, and log beside it what that step lost."""
@@ -106,20 +100,20 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Evaluate as if for every rehearsal, by the trainer's own loop, and log it beside the real loss."""
-        found = _evaluation()
-        if self.running.audit is None or found is None:
+        evaluation = _evaluation()
+        if self.running.audit is None or evaluation is None:
             return
-        trainer, loader, options = found
+        trainer, loader, options = evaluation
         loss = f"{options['metric_key_prefix']}_loss"
         if loss not in (metrics or {}):
             return
-        made = self.running.evaluated(loss, metrics[loss], lambda: _again(trainer, loader, options)[loss])
-        if made:
-            trainer.log(made)
+        values = self.running.evaluated(loss, metrics[loss], lambda: _again(trainer, loader, options)[loss])
+        if values:
+            trainer.log(values)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Have the last step evaluated, if formats are priced by its loss."""
-        if self.piloted is not None and state.global_step >= state.max_steps:
+        if self.running.piloted is not None and state.global_step >= state.max_steps:
             control.should_evaluate = True
         return control
 
@@ -130,9 +124,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop the audit."""
-        self.running.stop()
-        if self.piloted is not None:
-            self.piloted.after(self.running.evaluation)
+        self.running.end()
 
 
 _FIX = 'Trainer(..., optimizer_cls_and_kwargs=(hu.AdamW, {"lr": ...}))'
@@ -166,27 +158,28 @@ class ContractCallback(_Base):  # type: ignore[misc]  # a class of a library tha
                 tell(f"halfulp: the precision contract {self.contract.summary()}.")
 
 
-def _trainer() -> Any:
-    """Return the trainer whose log called this callback."""
-    kind = require("transformers").Trainer
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if isinstance(found := variables(frame).get("self"), kind):
-            return found
-        frame = frame.f_back
-    return None
-
-
-def _evaluation() -> tuple[Any, Any, dict[str, Any]] | None:
-    """Return the trainer whose ``evaluate`` called this callback, its data, and what it was called with."""
+def _callers() -> Iterator[dict[str, Any]]:
+    """Yield the variables of every method of a trainer that led here, the newest first."""
     kind = require("transformers").Trainer
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         there = variables(frame)
-        if isinstance(there.get("self"), kind) and {"eval_dataloader", "metric_key_prefix"} <= there.keys():
+        if isinstance(there.get("self"), kind):
+            yield there
+        frame = frame.f_back
+
+
+def _trainer() -> Any:
+    """Return the trainer that called this callback."""
+    return next((there["self"] for there in _callers()), None)
+
+
+def _evaluation() -> tuple[Any, Any, dict[str, Any]] | None:
+    """Return the trainer whose ``evaluate`` called this callback, its data, and what it was called with."""
+    for there in _callers():
+        if {"eval_dataloader", "metric_key_prefix"} <= there.keys():
             options = {key: there.get(key) for key in ("ignore_keys", "metric_key_prefix")}
             return there["self"], there["eval_dataloader"], options
-        frame = frame.f_back
     return None
 
 

@@ -16,7 +16,7 @@ import torch
 from halfulp.contract import Contract, Terms
 from halfulp.errors import UsageError
 from halfulp.integrations.optional import AuditedRun, base_class, require
-from halfulp.integrations.piloted import ModuleRun, PilotedRun
+from halfulp.integrations.piloted import ModuleRun
 from halfulp.numbers.grids import Grid
 from halfulp.pilots.prices import Prices
 from halfulp.text import tell
@@ -51,7 +51,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     @property
     def prices(self) -> Prices | None:
         """What the formats of ``pilot=`` cost, once training has ended."""
-        return None if self.piloted is None else self.piloted.prices
+        return self.running.prices
 
     def __init__(
         self,
@@ -67,8 +67,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
     ) -> None:
         require("lightning.pytorch", "pytorch_lightning")
         super().__init__()
-        self.piloted = PilotedRun(pilot, budget, options) if pilot else None
-        self.running = AuditedRun(grids, out, verdict, options)
+        self.running = AuditedRun(grids, out, verdict, options, pilot, budget)
         self.monitor, self.report = monitor, report
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -76,15 +75,15 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         optimizers = list(trainer.optimizers)
         usual = Path(trainer.default_root_dir) / "halfulp"
         done = trainer.global_step // max(len(optimizers), 1)
-        if self.piloted is not None:
+        updates = 0.0
+        if self.running.piloted is not None:
             ModuleRun.check(trainer, pl_module)
-            folder = Path(self.running.out or usual)
-            made = partial(
-                ModuleRun, trainer, pl_module, lambda t, m: ModuleValidation(t, m, self.monitor, alone=True)()
-            )
-            updates = int(trainer.estimated_stepping_batches)
-            self.piloted.before(made, updates, folder.with_name(f"{folder.name}-pilot"), done)
-        self.running.start(optimizers, pl_module, usual, done)
+            updates = trainer.estimated_stepping_batches
+        twin = partial(ModuleRun, trainer, pl_module, self._validated)
+        self.running.start(optimizers, pl_module, usual, done, twin, updates)
+
+    def _validated(self, trainer: Any, module: Any) -> float:
+        return ModuleValidation(trainer, module, self.monitor, alone=True)()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Note the loss, without the factor that automatic optimization puts on accumulated batches."""
@@ -103,9 +102,9 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
         if audit is None or real is None or trainer.sanity_checking or trainer.world_size > 1:
             return
         again = ModuleValidation(trainer, pl_module, self.monitor)
-        made = self.running.evaluated(self.monitor, float(real), again, verify=True)
-        for logger in trainer.loggers if made else ():
-            logger.log_metrics(made, step=trainer.global_step)
+        values = self.running.evaluated(self.monitor, float(real), again, verify=True)
+        for logger in trainer.loggers if values else ():
+            logger.log_metrics(values, step=trainer.global_step)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Write the trace up to this step, so that it covers everything in the checkpoint."""
@@ -114,9 +113,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop the audit."""
-        self.running.stop()
-        if self.piloted is not None:
-            self.piloted.after(self.running.evaluation)
+        self.running.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop the audit; what was recorded stays."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from halfulp.audit.rehearsal.as_if import Evaluation, RandomState
 from halfulp.audit.session import Audit
 from halfulp.errors import MissingError, UsageError
+from halfulp.integrations.piloted import PilotedRun
 from halfulp.integrations.scalars import Scalars
+from halfulp.pilots.prices import Prices
+from halfulp.pilots.rungs import Make
 from halfulp.text import plain, tell
 from halfulp.trace import Trace, free_folder, newest_folder
 from halfulp.verdicts.answer import verdict, whence
@@ -52,8 +55,10 @@ class AuditedRun:
     """An audit that lives from the start of a trainer's run to its end."""
 
     def __init__(
-        self, grids: Any, out: str | Path | None, show_verdict: bool, options: dict[str, Any]
-    ) -> None:
+        self, grids: Any, out: str | Path | None, show_verdict: bool, options: dict[str, Any],
+        pilot: Sequence[str] = (), budget: float = 0.15,
+    ) -> None:  # fmt: skip
+        self.piloted = PilotedRun(pilot, budget, options) if pilot else None
         self.grids, self.out, self.show_verdict, self.options = grids, out, show_verdict, options
         self.scalars, self.reported = Scalars(), 0
         """The values for the trainer's own loggers, and the last step that was reported to them."""
@@ -67,17 +72,20 @@ class AuditedRun:
         self.evaluation: Evaluation | None = None
         """The newest recorded evaluation with its rehearsals."""
 
-    def start(self, optimizers: Any, model: Any, usual: Path, done: int) -> None:
-        """Begin at the step after ``done``; a resumed run continues its trace."""
+    @property
+    def prices(self) -> Prices | None:
+        """What the formats of ``pilot=`` cost, once training has ended."""
+        return None if self.piloted is None else self.piloted.prices
+
+    def start(self, optimizers: Any, model: Any, usual: Path, done: int, twin: Make, updates: float) -> None:
+        """Run the twins of piloted formats, then begin (or continue) at the step after ``done``."""
+        if self.piloted is not None:
+            folder = Path(self.out or usual)
+            self.piloted.before(twin, int(updates), folder.with_name(f"{folder.name}-pilot"), done)
         self.stop()
         goes_on = self.options.get("resume", done > 0)
-        self.folder = (
-            Path(self.out)
-            if self.out is not None
-            else newest_folder(usual)
-            if goes_on
-            else free_folder(usual)
-        )
+        automatic = newest_folder if goes_on else free_folder
+        self.folder = automatic(usual) if self.out is None else Path(self.out)
         settings = {"first_step": done + 1, "model": model, **self.options, "resume": goes_on}
         audit = Audit(optimizers, self.grids, out=self.folder, **settings)
         audit.start()
@@ -115,7 +123,9 @@ class AuditedRun:
                 finally:
                     drawn.put_back()
                 self.verified.add(name)
-            found = self.audit.evaluate(lambda: known.pop() if known else again(), specs=specs, record=record)
+            evaluation = self.audit.evaluate(
+                lambda: known.pop() if known else again(), specs=specs, record=record
+            )
         except Exception as error:
             self.trouble = f"{type(error).__name__}: {error}"
             tell(
@@ -125,16 +135,22 @@ class AuditedRun:
             self.audit.evaluate(lambda: real, specs=[], record=record)
             return {}
         if record:
-            self.evaluation = found
+            self.evaluation = evaluation
         ends = {"point": "", "lower": "/lower", "upper": "/upper"}
         return {
             f"{name}_as_if/{spec}{ends[bound]}": loss
-            for spec, losses in found.losses.items()
+            for spec, losses in evaluation.losses.items()
             for bound, loss in losses.items()
         }
 
+    def end(self) -> None:
+        """Stop at the end of the training, and say what each piloted format costs."""
+        self.stop()
+        if self.piloted is not None:
+            self.piloted.after(self.evaluation)
+
     def stop(self) -> None:
-        """Make everything durable and say what was found; nothing if it is not running."""
+        """Make everything durable and print the verdict; do nothing if no audit is running."""
         audit, self.audit = self.audit, None
         if audit is None or self.folder is None:
             return
