@@ -50,14 +50,18 @@ def test_the_worked_example(
     assert f"closed  sha256 {closed}" in text
     for digest in (seal, closed):
         assert invoke(capsys, "study", "validate", str(out), "--expect", digest)[0] == 0
-    page = invoke(capsys, "study", "report", "study_coin.py")[1]
-    assert "| close | error | in every unit | 0.00263" in page
-    assert invoke(capsys, "study", "report", str(out), "-o", "page.md")[0] == 0
-    assert Path("page.md").read_text() == page
+    assert (
+        f"label   the forecast holds\nclosed  sha256 {closed}"
+        in invoke(capsys, "study", "report", "study_coin.py")[1]
+    )
+    assert invoke(capsys, "study", "report", str(out), "-o", "page.html")[0] == 0
+    assert "in coin-33" in Path("page.html").read_text()
+    code, _, error = invoke(capsys, "study", "report", str(out), "-o", "page.md")
+    assert (code, "is HTML: write it to page.html" in error) == (2, True)
     assert invoke(capsys, "study", "export", "study_coin.py", "coin.zip")[0] == 0
     assert invoke(capsys, "study", "validate", "coin.zip", "--expect", closed)[0] == 0
     for command in (
-        ("study", "report", str(out), "-o", str(out / "page.md")),
+        ("study", "report", str(out), "-o", str(out / "page.html")),
         ("study", "export", str(out), str(out / "records" / "coin.zip")),
         ("report", str(out), "-o", str(out / "page.html")),
         ("audit", "--out", str(out / "run"), "study_coin.py"),
@@ -221,12 +225,14 @@ def test_text_of_a_study_is_inert_everywhere(tmp_path: Path, capsys: pytest.Capt
         ("status", str(out)),
         ("validate", str(out)),
         ("report", str(out)),
+        ("report", str(out), "-o", str(tmp_path / "page.html")),
     ):
         code, text, error = invoke(capsys, "study", *arguments)
         assert code == 0, error
         harmless(text + error)
-        if arguments[0] == "report":
-            assert "<script>" not in text
+        if "-o" in arguments:
+            text = (tmp_path / "page.html").read_text()
+            assert "<script>alert" not in text
             assert "&lt;script&gt;" in text
         if arguments[0] == "show":
             assert "[bold]x[/bold]" in text  # shown, not obeyed

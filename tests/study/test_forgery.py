@@ -301,13 +301,13 @@ def test_a_full_disk_in_report_and_export(
 
     monkeypatch.setattr(files, "hook", full)
     for arguments in (
-        ("report", str(out), "-o", str(tmp_path / "p.md")),
+        ("report", str(out), "-o", str(tmp_path / "p.html")),
         ("export", str(out), str(tmp_path / "a.zip")),
     ):
         code, _, error = invoke(capsys, "study", *arguments)
         assert code == DiskError.exit_code == 4
         assert "the disk is full" in error
-    assert not list(tmp_path.glob("*.md")) + list(tmp_path.glob("*.zip")) + list(tmp_path.glob(".*"))
+    assert not list(tmp_path.glob("*.html")) + list(tmp_path.glob("*.zip")) + list(tmp_path.glob(".*"))
     real = shutil.copyfileobj
     monkeypatch.setattr(files, "hook", lambda operation, path: None)
     publish.export(out, tmp_path / "a.zip")
@@ -420,17 +420,18 @@ def test_every_command_says_that_it_runs_carried_code(
 ) -> None:
     where = SAID.format(out)
     digest = ledger.read(out / "ledger.jsonl").head
-    archive = str(tmp_path / "a.zip")
+    archive, page = str(tmp_path / "a.zip"), str(tmp_path / "p.html")
     for arguments, said in (
-        (("validate", str(out)), True), (("report", str(out)), True), (("export", str(out), archive), True),
-        (("validate", str(out), "--no-code"), False), (("report", str(out), "--no-code"), False),
+        (("validate", str(out)), True), (("report", str(out), "-o", page), True),
+        (("export", str(out), archive), True), (("report", str(out)), False),
+        (("validate", str(out), "--no-code"), False), (("report", str(out), "-o", page, "--no-code"), False),
         (("validate", str(out), "--expect", digest), False),
         (("export", str(out), archive, "--expect", digest), False), (("status", str(out)), False),
     ):  # fmt: skip
         code, _, error = invoke(capsys, "study", *arguments)
         assert code == (arguments[-1] == "--no-code" and arguments[0] == "validate"), error
         assert (where in error) is said, arguments
-    code, _, error = invoke(capsys, "study", "report", archive)
+    code, _, error = invoke(capsys, "study", "report", archive, "-o", page)
     assert (code, "read it first" in error) == (0, True)
     code, _, error = invoke(capsys, "report", str(out), "--code", "-o", str(tmp_path / "p.html"))
     assert (code, where in error) == (0, True)
@@ -450,11 +451,14 @@ def test_a_report_without_code_runs_none(tmp_path: Path, capsys: pytest.CaptureF
         for name in [n for n in sys.modules if n.startswith("halfulp_file_")]:
             del sys.modules[name]
         mark.unlink()
-        page = invoke(capsys, "study", "report", str(out), "--no-code")[1]
-        assert "## Gates" in page
-        assert "## Errors" not in page
+        page = tmp_path / "p.html"
+        command = ("study", "report", str(out), "-o", str(page))
+        assert invoke(capsys, *command, "--no-code")[0] == 0
+        assert "<h2>Gates</h2>" in page.read_text()
+        assert "Errors</bdi></h2>" not in page.read_text()
         assert not mark.exists()
-        assert "## Errors" in invoke(capsys, "study", "report", str(out))[1]
+        assert invoke(capsys, *command)[0] == 0
+        assert "Errors</bdi></h2>" in page.read_text()
         assert mark.exists()
 
 
@@ -479,8 +483,8 @@ def test_a_study_file_that_ends_the_process_is_not_valid(
         patch.setenv("LEAVE", "1")
         for name in [n for n in sys.modules if n.startswith("halfulp_file_")]:
             del sys.modules[name]
-        for command in ("validate", "report"):
-            code, _, error = invoke(capsys, "study", command, str(out))
+        for command in (("validate", str(out)), ("report", str(out), "-o", str(tmp_path / "p.html"))):
+            code, _, error = invoke(capsys, "study", *command)
             assert (code, "SystemExit" in error) == (1, True)
 
 

@@ -24,7 +24,7 @@ from halfulp.cli.figures_command import figures
 from halfulp.cli.grids_command import grids
 from halfulp.cli.option_groups import grouped
 from halfulp.cli.pilot_command import pilot
-from halfulp.cli.report_command import report
+from halfulp.cli.report_command import report, study_report
 from halfulp.cli.selftest_command import selftest
 from halfulp.study.command_line import app as study_app
 from halfulp.version import __version__
@@ -64,6 +64,7 @@ for command in COMMANDS:
 anything = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(hidden=True, context_settings=anything)(calibrate)
 app.add_typer(data_app)
+study_app.command("report")(study_report)
 app.add_typer(study_app)
 for plugin in plugins.installed():
     plugin.register(app)

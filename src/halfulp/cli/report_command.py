@@ -1,4 +1,4 @@
-"""``halfulp report``."""
+"""``halfulp report`` and ``halfulp study report``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import typer
 
 from halfulp.cli.option_groups import option
 from halfulp.deprecation import CALIBRATION
+from halfulp.errors import UsageError
 from halfulp.outputs import check_output
+from halfulp.study.command_line import OUT, PLACE, SCALE, in_short, opened, say_code
 from halfulp.text import plain, tell
 
 
@@ -31,7 +33,6 @@ def report(
     from halfulp.report.page import open_traces, page
     from halfulp.report.study_page import is_study
     from halfulp.report.tensors_csv import tensors_csv
-    from halfulp.study.command_line import say_code
     from halfulp.trace import Trace
 
     for place in filter(None, (out, csv)):
@@ -47,6 +48,36 @@ def report(
         typer.echo(f"The table is {plain(str(write(tensors_csv(runs), csv)))}.")
     if browse:
         typer.launch(where.resolve().as_uri())
+
+
+def study_report(
+    study: str = PLACE,
+    scale: str = SCALE,
+    out: Path | None = OUT,
+    output: Annotated[
+        Path | None,
+        option("The page, one HTML file; default: gates and label on the terminal.", "--output", "-o"),
+    ] = None,
+    no_code: Annotated[
+        bool, option("Run no code of the study: its own tables and figures are left out.", "--no-code")
+    ] = False,
+) -> None:
+    """Print the gates and the label of a closed study, or write its page, as `halfulp report` does."""
+    from halfulp.report.document import write
+    from halfulp.report.page import page
+    from halfulp.study.evidence import open_closed
+
+    if output is not None:
+        check_output(output)
+        if output.suffix == ".md":
+            raise UsageError(f"The page of a study is HTML: write it to {output.with_suffix('.html')}.")
+    with opened(study, scale, out, code=output is not None and not no_code) as folder:
+        if output is not None:
+            write(page([folder], code=not no_code), output)
+            return
+        closed = open_closed(folder)
+        for line in in_short(closed.result or {}, closed.digest):
+            typer.echo(line)
 
 
 def default_page(path: Path) -> Path:

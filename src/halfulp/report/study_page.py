@@ -11,7 +11,8 @@ when told to (``code=True``).
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from halfulp.report.markup import Content, Html, name, number, numeric, prose, t
 from halfulp.report.outcomes import passed_mark
 from halfulp.study import evidence, loading
 from halfulp.study.declaration import Protocol
-from halfulp.study.gates import SCOPES, condition
+from halfulp.study.gates import SCOPES, RecomputationError, condition, deciding
 from halfulp.study.ledger import Ledger
 from halfulp.study.protocol import Records, Study
 from halfulp.study.store import Store
@@ -73,12 +74,25 @@ def open_study(folder: Path, *, code: bool = False) -> StudyView:
 
 def _code(store: Store, sealed: Mapping[str, Any], code: bool) -> Study | None:
     identity = sealed["code"]["study"]
-    if not code and "registered" not in identity:
-        return None
+    if "registered" in identity:
+        with suppress(UsageError):  # this halfulp no longer has the study: its numbers are here all the same
+            return loading.load_sealed(identity, store.study_file).study
+    elif code:
+        with own_code(store.folder):
+            return loading.load_sealed(identity, store.study_file).study
+    return None
+
+
+@contextmanager
+def own_code(folder: Path) -> Iterator[None]:
+    """Run code of a study; whatever goes wrong in it, an exit included, is named as a fault of that code."""
     try:
-        return loading.load_sealed(identity, store.study_file).study
-    except UsageError:  # a study that this halfulp no longer has: its numbers are here all the same
-        return None
+        yield
+    except (Exception, SystemExit) as error:
+        raise RecomputationError(
+            f"The tables and figures of {folder} cannot be made by this halfulp: "
+            f"{type(error).__name__}: {error}. Without --code, or with --no-code, they are left out."
+        ) from error
 
 
 # ---- the page -------------------------------------------------------------------------------------------
@@ -145,15 +159,13 @@ def _rules(view: StudyView) -> Html:
     """Explain how gates become a label."""
     assert view.result is not None
     passed = {gate["name"] for gate in view.result["gates"] if gate["passed"]}
-    known = {gate["name"] for gate in view.result["gates"]}
-    items, decided = [], False
-    for rule in view.protocol.rules:
-        fits = set(rule.passed) <= passed and set(rule.failed) <= known - passed
-        fits = fits and set(rule.not_run) <= view.events.not_run
+    rules, events = view.protocol.rules, view.events
+    decided = deciding(rules, passed, events.not_run, recovered=bool(events.recovered))
+    items = []
+    for rule in rules:
         says = [" (", prose(rule.says, 300), ")"] if rule.says else []
         said = [tag("b", prose(rule.label, 120)), *says, f": {condition(rule)}"]
-        items.append(tag("li", *said, class_="fits" if fits and not decided else None))
-        decided = decided or fits
+        items.append(tag("li", *said, class_="fits" if rule is decided else None))
     return tag("div", tag("h3", "How gates become the label; the first that fits"), tag("ol", *items))
 
 
@@ -166,7 +178,7 @@ def _figures(view: StudyView) -> list[Html]:
         return [tag("section", tag("h2", "Figures"), tag("p", note))]
     parts: list[Html] = []
     for title, make_figure in view.study.figures.items():
-        with house_style():
+        with own_code(view.folder), house_style():
             image = vector(make_figure(view.records), "svg")
         source = "data:image/svg+xml;base64," + base64.b64encode(image).decode("ascii")
         spoken = title.replace("-", " ")
@@ -181,7 +193,8 @@ def _tables(view: StudyView) -> list[Html]:
         return []
     parts: list[Html] = []
     for title, make_table in view.study.tables.items():
-        made = make_table(view.records)
+        with own_code(view.folder):
+            made = make_table(view.records)
         rows = [[_cell(value) for value in row] for row in made.rows]
         worded = [any(isinstance(row[i], str) for row in made.rows) for i in range(len(made.columns))]
         head = [
@@ -232,13 +245,21 @@ def _claims(view: StudyView) -> Html:
     return tag("section", tag("h2", "What is not claimed"), tag("ul", *items), units)
 
 
+def _not_authorised(view: StudyView, stage: str) -> str:
+    """Say why a stage was not authorised; nothing if it was."""
+    if stage not in view.events.not_run:
+        return ""
+    failed = [name for name, passed in view.events.decided[stage]["gates"].items() if not passed]
+    why = f"failed: {', '.join(failed)}" if failed else "it reads a stage that was not run"
+    return f"not authorised ({why}); none of its cells was run"
+
+
 def _protocol(view: StudyView) -> Html:
     events = view.events
     facts: list[tuple[str, Content]] = [
         ("folder", name(view.folder.name)),
         *(
-            (f"stage {s.name}", "not authorised" if s.name in events.not_run
-             else f"{s.kind}, {len(s.cells)} cells")
+            (f"stage {s.name}", _not_authorised(view, s.name) or f"{s.kind}, {len(s.cells)} cells")
             for s in view.protocol.stages
         ),
         *(

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.markdown import Markdown
 
 from halfulp import canonical, documents, files
 from halfulp.errors import CorruptionError, UsageError
@@ -125,17 +123,8 @@ def run(
         source, scale, folder, executor=executor, workers=workers, deviation=deviation,
         progress=engine.Progress.for_terminal(), evidence=named_folders(evidence),
     )  # fmt: skip
-    for gate in result["gates"]:
-        typer.echo(gate_line(gate))
-    for stage, decision in result.get("decisions", {}).items():
-        if not decision["authorised"]:
-            typer.echo(f"stage {stage} was not authorised: none of its cells was run")
-    typer.echo(f"label   {plain(result['label'])}")
-    if "says" in result:
-        typer.echo(f"        {plain(result['says'])}")
-    if not result["scientific_result"]:
-        typer.echo("        (not a scientific result)")
-    typer.echo(f"closed  sha256 {ledger.read(Store(folder).ledger_file).head}")
+    for line in in_short(result, ledger.read(Store(folder).ledger_file).head):
+        typer.echo(line)
     typer.echo(f"The study is in {folder}.")
 
 
@@ -234,38 +223,6 @@ def recover(
         raise UsageError(f"{record} must hold a JSON object: what the cell would have given back.")
     engine.recover(out, cell, outcome, reason)
     typer.echo(f"recovered {cell}; the label of this study will not be promoted")
-
-
-@app.command()
-def report(
-    study: str = PLACE,
-    scale: str = SCALE,
-    out: Path | None = OUT,
-    output: Path | None = typer.Option(None, "--output", "-o", help="A Markdown file; default the terminal."),
-    no_code: bool = typer.Option(
-        False, "--no-code", help="Run no code of the study: its own tables are left out."
-    ),
-) -> None:
-    """Write one page: figures, question, gates, label, units, what is not claimed, tables, provenance.
-
-    The figures are written beside the page, as PAGE-FIGURE.svg; the terminal shows none.
-    """
-    if output is not None:
-        check_output(output)
-    with opened(study, scale, out, code=not no_code) as folder:
-        drawn = publish.drawn(folder) if output is not None and not no_code else {}
-        places = {title: f"{Path(output or '').stem}-{title}.svg" for title in drawn}
-        text = publish.page(folder, code=not no_code, figures=places)
-    if output is not None:
-        for title, image in drawn.items():
-            files.put(output.with_name(places[title]), image)
-        files.put(output, text.encode())
-        return
-    console = Console()
-    if console.is_terminal:
-        console.print(Markdown(text, hyperlinks=False))
-    else:
-        typer.echo(text, nl=False)
 
 
 @app.command()
@@ -371,6 +328,20 @@ def say_code(folder: Path, instead: str) -> None:
                 f"else, read it first; {instead}.",
                 err=True,
             )
+
+
+def in_short(result: dict[str, Json], closed: str) -> Iterator[str]:
+    """Yield the result of a closed study in a few lines: gates, stages that were not run, label, digest."""
+    yield from map(gate_line, result["gates"])
+    for stage, decision in result.get("decisions", {}).items():
+        if not decision["authorised"]:
+            yield f"stage {stage} was not authorised: none of its cells was run"
+    yield f"label   {plain(result['label'])}"
+    if "says" in result:
+        yield f"        {plain(result['says'])}"
+    if not result["scientific_result"]:
+        yield "        (not a scientific result)"
+    yield f"closed  sha256 {closed}"
 
 
 def gate_line(gate: dict[str, Json]) -> str:

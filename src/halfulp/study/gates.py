@@ -118,12 +118,18 @@ def judge(
     for gate in gates:
         units = {unit: finite(value) for unit, value in values.get(gate.estimand, {}).items()}
         results.update(_judge_gate(gate, units))
-    passed = {name for name, result in results.items() if result.passed}
+    rule = deciding(rules, {name for name, result in results.items() if result.passed}, not_run, recovered)
+    return Decision(results, rule.label, rule.says, rule.recovered)
+
+
+def deciding(
+    rules: Iterable[Rule], passed: Collection[str], not_run: Collection[str], recovered: bool
+) -> Rule:
+    """Return the first rule that fits, given the gates that passed and the stages that were not run."""
     for rule in rules:
-        run = set(rule.not_run) - set(not_run)
-        fits = passed.issuperset(rule.passed) and passed.isdisjoint(rule.failed) and not run
-        if fits and rule.recovered <= recovered:
-            return Decision(results, rule.label, rule.says, rule.recovered)
+        gates_fit = set(rule.passed).issubset(passed) and set(rule.failed).isdisjoint(passed)
+        if gates_fit and set(rule.not_run).issubset(not_run) and rule.recovered <= recovered:
+            return rule
     raise UsageError("No rule fits: the last rule of a study must have no condition.")
 
 

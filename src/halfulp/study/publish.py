@@ -1,7 +1,4 @@
-"""Show a closed study to others: one Markdown page, and one archive that is validated elsewhere.
-
-Everything on the page comes from files that were checked. `figures` and `tables` of the study decide nothing;
-they only show. Long tables are folded. Numbers have three digits; files hold all of them.
+"""Publish a closed study as one archive that is validated elsewhere.
 
 The archive holds, beside the study's own files, ``statement.json`` (an in-toto Statement v1: the digest of
 every file, and the seal, result and label) and, if a key was given, ``statement.dsse.json`` (the statement,
@@ -27,173 +24,25 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from halfulp import canonical, files
-from halfulp.drawing import house_style, vector
 from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
-from halfulp.study import ledger, loading
+from halfulp.study import ledger
 from halfulp.study.declaration import MOST_BYTES, check
 from halfulp.study.declaration import STATEMENT as STATEMENT_SHAPE
-from halfulp.study.evidence import Opened, open_closed
-from halfulp.study.gates import SCOPES, RecomputationError, condition
-from halfulp.study.protocol import Json, Study
+from halfulp.study.evidence import open_closed
+from halfulp.study.protocol import Json
 from halfulp.study.store import ENVELOPE, EXPORTED, STATEMENT, Store
-from halfulp.text import beside, cell, count, short
 
-UNFOLDED_ROWS = 12
-"""Rows of a table that is not folded, at most."""
-WIDE = 6
-"""Estimands of a table, at most."""
 PREDICATE = "urn:halfulp:study-result:v1"
 PAYLOAD = "application/vnd.in-toto+json"
 ARCHIVED_FILES = 200_000
 ARCHIVED_BYTES = 8 << 30
 TIME = (1980, 1, 1, 0, 0, 0)  # the first that the format knows
-
-Row = Sequence[str | float | None]
-
-
-# ---- the page ----
-
-
-def page(folder: Path, *, code: bool = True, figures: Mapping[str, str] | None = None) -> str:
-    """Write the page of a closed study in Markdown.
-
-    Args:
-        folder: The folder of the study.
-        code: False to leave out the study's own tables, so that none of its code runs.
-        figures: The place of each of the study's figures, as :func:`drawn` named them.
-
-    Returns:
-        The text of the page.
-
-    Raises:
-        UsageError: If the study is not closed.
-    """
-    opened = open_closed(folder)
-    assert opened.result is not None
-    result, content = opened.result, opened.protocol.content
-    rules = [
-        f"{i}. {cell(rule.label)}{f' ({cell(rule.says)})' if rule.says else ''}: {cell(condition(rule))}"
-        for i, rule in enumerate(opened.protocol.rules, 1)
-    ]
-    lines = [
-        f"# {content['study']} ({content['scale']})",
-        f"**{cell(result['label'])}**"
-        + ("" if result["scientific_result"] else " (not a scientific result)"),
-        cell(result.get("says", "")),
-        f"Question: {cell(content['question'])}",
-        *(f"![{cell(title.replace('-', ' '))}]({place})" for title, place in (figures or {}).items()),
-        f"Scientific units: {cell(content['units'])}",
-        "Not claimed:\n\n" + "\n".join(f"- {cell(claim)}" for claim in content["not_claimed"])
-        if content["not_claimed"]
-        else "",
-        "## Gates",
-        _table(("gate", "estimand", "scope", "value", "threshold", "verdict"), _gates(result["gates"])),
-        "\n".join(_not_run(result.get("decisions", {}))),
-        "## Labels",
-        "\n".join(rules),
-        "## Estimands",
-        *_estimands(content["estimands"], result["estimands"]),
-    ]
-    if code:
-        with _own_code(opened) as study:
-            for title, make in study.tables.items():
-                table = make(opened.records)
-                lines += [f"## {cell(title)}", _table(table.columns, table.rows), cell(table.caption)]
-    lines += ["## Provenance", "\n".join(_provenance(opened))]
-    return "\n\n".join(line for line in lines if line) + "\n"
-
-
-def drawn(folder: Path) -> dict[str, bytes]:
-    """Draw the figures that a study declares, as SVG by title; none where they cannot be drawn."""
-    if find_spec("matplotlib") is None:
-        return {}
-    opened = open_closed(folder)
-    with _own_code(opened) as study, house_style():
-        return {title: vector(draw(opened.records), "svg") for title, draw in study.figures.items()}
-
-
-@contextmanager
-def _own_code(opened: Opened) -> Iterator[Study]:
-    """Load the study's own code; whatever goes wrong in it is said to be that."""
-    try:
-        yield loading.load_sealed(opened.sealed["code"]["study"], opened.store.study_file).study
-    except (Exception, SystemExit) as error:
-        raise RecomputationError(
-            f"The tables and figures of {opened.store.folder} cannot be made by this halfulp: "
-            f"{type(error).__name__}: {error}. Without them: --no-code."
-        ) from error
-
-
-def _gates(gates: Sequence[dict[str, Json]]) -> Iterator[Row]:
-    for gate in gates:
-        at = f" ({gate['unit']})" if gate["scope"] == "all" and gate["unit"] else ""
-        yield [
-            gate["name"], gate["estimand"], SCOPES[gate["scope"]],
-            beside(gate["value"], gate["threshold"]) + at,
-            f"{gate['comparison']} {canonical.number(gate['threshold'])}",
-            "pass" if gate["passed"] else "FAIL",
-        ]  # fmt: skip
-
-
-def _not_run(decisions: Mapping[str, Mapping[str, Json]]) -> Iterator[str]:
-    for stage, decision in decisions.items():
-        if not decision["authorised"]:
-            failed = [name for name, passed in decision["gates"].items() if not passed]
-            why = f"failed: {cell(', '.join(failed))}" if failed else "it reads a stage that was not run"
-            yield f"Stage {stage} was not authorised ({why}); none of its cells was run."
-
-
-def _estimands(
-    declared: Sequence[dict[str, Json]], values: dict[str, dict[str, float | None]]
-) -> Iterator[str]:
-    """Say what each is; then make a table of those with the same units, one row per unit."""
-    yield "\n".join(f"- {cell(e['name'])}: {cell(e['what'])}" for e in declared)
-    together: dict[tuple[str, ...], list[str]] = {}
-    for estimand in declared:
-        together.setdefault(tuple(values[estimand["name"]]), []).append(estimand["name"])
-    for units, names in together.items():
-        for some in (names[i : i + WIDE] for i in range(0, len(names), WIDE)):
-            yield _table(("unit", *some), [[unit, *(values[name][unit] for name in some)] for unit in units])
-
-
-def _table(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Make a table, folded if it is long."""
-    lines = [[cell(column) for column in columns], ["---"] * len(columns)]
-    lines += [[cell(value) if isinstance(value, str) else short(value) for value in row] for row in rows]
-    made = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    if len(lines) - 2 <= UNFOLDED_ROWS:
-        return made
-    return f"<details><summary>{len(lines) - 2} rows</summary>\n\n{made}\n\n</details>"
-
-
-def _provenance(opened: Opened) -> Iterator[str]:
-    events, sealed = opened.events, opened.sealed
-    yield f"- sealed {events.events[0]['at']}, sha256 {events.seal}"
-    yield f"- closed {events.events[-1]['at']}, sha256 {events.head}"
-    yield f"- code: halfulp {cell(loading.version(sealed))}, sha256 {loading.code_digest(sealed)}"
-    for name, identity in sealed["data"].items():
-        yield f"- data: {cell(name)}, sha256 {identity['sha256']}"
-    for name, one in sealed.get("evidence", {}).items():
-        study = f"{cell(one['study'])} ({one['scale']})"
-        yield f"- evidence: {cell(name)}, {study}, {cell(one['label'])}, closed sha256 {one['closed']}"
-    env = sealed["environment"]
-    yield f"- environment: {cell(env['python'])}, {cell(env['platform'])}, {cell(env['cpu'])}"
-    failures = sum(events.failures.values())
-    yield f"- {count(len(events.records), 'record')}, {count(failures, 'failed attempt')}"
-    for (stage, name), reason in sorted(events.recovered.items()):
-        yield f"- record {stage}/{name} was made by hand: {cell(reason)}"
-    for deviation in events.deviations:
-        yield f"- deviation from the seal: {cell(deviation['reason'])}"
-
-
-# ---- the archive ----
 
 
 def export(folder: Path, target: Path, *, key: Path | None = None) -> str:

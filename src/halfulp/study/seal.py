@@ -217,7 +217,8 @@ def in_words(protocol: Protocol) -> Iterator[str]:
     yield f"units        {plain(content['units'])}"
     for claim in content["not_claimed"]:
         yield f"not claimed  {plain(claim)}"
-    yield from _packed("config       ", _listed(_leaves(content["config"])))
+    for part, values in _parts(content["config"]):
+        yield from _packed(f"config       {part}: " if part else "config       ", _listed(values))
     for name in content["data"]:
         yield f"data         {plain(name)}"
     for one in protocol.evidence:
@@ -283,6 +284,16 @@ def _packed(start: str, items: Sequence[str]) -> Iterator[str]:
         line += f"{item}  "
     if items:
         yield line.rstrip()
+
+
+def _parts(config: Mapping[str, Json], name: str = "") -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield every mapping in a config by its dotted name, with the values that are no mappings."""
+    inside = {key: value for key, value in config.items() if isinstance(value, Mapping) and value}
+    own = {plain(key): _value(value) for key, value in config.items() if key not in inside}
+    if own:
+        yield name, own
+    for key, value in inside.items():
+        yield from _parts(value, f"{name}.{plain(key)}".lstrip("."))
 
 
 def _leaves(config: Mapping[str, Json], above: str = "") -> dict[str, str]:
