@@ -1,11 +1,8 @@
-"""What a run shows while it runs: lines, or a bar on a terminal."""
+"""What a run shows while it runs."""
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from halfulp.study import engine
 from halfulp.study.protocol import SealedStage
@@ -15,12 +12,11 @@ STAGE = SealedStage("toss", "outcome", (), {f"coin-{i}": {} for i in range(4)})
 
 def toss(progress: engine.Progress) -> None:
     """A stage of four cells, of which one is finished, one fails and is tried again."""
-    with progress.running():
-        progress.stage(STAGE, 1)
-        progress.share("coin-1", 0.5)
-        progress.ended("coin-1", "failed, tried again")
-        for cell in ("coin-1", "coin-2", "coin-3"):
-            progress.ended(cell, "finished")
+    progress.stage(STAGE, 1)
+    progress.share("coin-1", 0.5)
+    progress.ended("coin-1", "failed, tried again")
+    for cell in ("coin-1", "coin-2", "coin-3"):
+        progress.ended(cell, "finished")
 
 
 def test_lines_tell_the_beginning_the_end_and_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,15 +41,6 @@ def test_now_and_then_a_line_says_how_long_it_takes(
     assert capsys.readouterr().err.splitlines()[1:] == [
         "stage toss: 0 of 4 cells finished, about 0:01:10 left"
     ]
-
-
-def test_a_bar_per_stage_on_a_terminal() -> None:
-    shown = io.StringIO()
-    progress = engine.Progress(shown=True, console=Console(file=shown, force_terminal=True, width=100))
-    toss(progress)
-    assert "toss (outcome)" in shown.getvalue()
-    assert "4/4" in shown.getvalue()
-    assert "cell toss/coin-1: failed, tried again" in shown.getvalue()
 
 
 def test_without_anybody_watching_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:

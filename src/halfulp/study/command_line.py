@@ -121,7 +121,7 @@ def run(
         planning.refuse_unasked(source, scale)
     result = engine.run(
         source, scale, folder, executor=executor, workers=workers, deviation=deviation,
-        progress=engine.Progress.for_terminal(), evidence=named_folders(evidence),
+        progress=engine.Progress(shown=True), evidence=named_folders(evidence),
     )  # fmt: skip
     for line in in_short(result, ledger.read(Store(folder).ledger_file).head):
         typer.echo(line)

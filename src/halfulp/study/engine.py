@@ -27,14 +27,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-from rich import progress as bars
-from rich.console import Console
 
 from halfulp import canonical, files
 from halfulp.errors import DiskError, HalfulpError, TamperingError, UsageError
@@ -95,48 +92,29 @@ class Interrupts:
 
 
 class Progress:
-    """The progress of a run: silent, lines on standard error (`shown`), or a bar per stage on a terminal."""
+    """The progress of a run, as lines on standard error if `shown`."""
 
-    def __init__(self, *, shown: bool = False, console: Console | None = None) -> None:
-        self.shown, self.bars = shown, None if console is None else bars.Progress(
-            bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.MofNCompleteColumn(),
-            bars.TimeElapsedColumn(), bars.TimeRemainingColumn(), console=console,
-        )  # fmt: skip
+    def __init__(self, *, shown: bool = False) -> None:
+        self.shown = shown
         self.name, self.total, self.done, self.before = "", 0, 0, 0
-        self.task = bars.TaskID(0)
         self.shares: dict[str, float] = {}
         self.since = self.last = time.monotonic()
 
-    @classmethod
-    def for_terminal(cls) -> Progress:
-        """Show a bar on a terminal, lines elsewhere."""
-        console = Console(stderr=True)
-        return cls(shown=True, console=console if console.is_terminal else None)
-
-    def running(self) -> AbstractContextManager[object]:
-        """Show the bar for as long as this is entered."""
-        return self.bars or nullcontext()
-
     def say(self, text: str) -> None:
         """Show a message."""
-        if self.bars is not None:
-            self.bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        elif self.shown:
+        if self.shown:
             tell(text)
 
     def stage(self, stage: SealedStage, done: int) -> None:
         """Begin or resume a stage."""
         self.name, self.total, self.done, self.before = stage.name, len(stage.cells), done, done
         self.shares, self.since = {}, time.monotonic()
-        if self.bars is not None:
-            self.task = self.bars.add_task(f"{stage.name} ({stage.kind})", total=self.total, completed=done)
-        else:
-            self.say(f"stage {stage.name} ({stage.kind}): {done} of {self.total} cells finished")
+        self.say(f"stage {stage.name} ({stage.kind}): {done} of {self.total} cells finished")
 
     def share(self, cell: str, share: float) -> None:
-        """Note how far a cell is."""
+        """Note how far a cell is; say how far the stage is, if that was not said lately."""
         self.shares[cell] = share
-        self._show()
+        self._say_now_and_then()
 
     def ended(self, cell: str, how: str) -> None:
         """Note that a cell finished, failed or stopped."""
@@ -144,19 +122,15 @@ class Progress:
         self.done += how == "finished"
         if how != "finished":
             self.say(f"cell {self.name}/{cell}: {how}")
-        self._show()
+        self._say_now_and_then()
 
-    def _show(self) -> None:
+    def _say_now_and_then(self) -> None:
         now = time.monotonic()
-        if self.bars is not None:
-            self.bars.update(self.task, completed=self.done + sum(self.shares.values()))
-        elif self.done == self.total or now - self.last >= LINE_SECONDS:
+        if self.done == self.total or now - self.last >= LINE_SECONDS:
             self.last = now
-            self.say(f"stage {self.name}: {self.done} of {self.total} cells finished{self._left(now)}")
-
-    def _left(self, now: float) -> str:
-        worked = self.done - self.before + sum(self.shares.values())
-        return time_left(now - self.since, worked, self.total - self.before)
+            worked = self.done - self.before + sum(self.shares.values())
+            left = time_left(now - self.since, worked, self.total - self.before)
+            self.say(f"stage {self.name}: {self.done} of {self.total} cells finished{left}")
 
 
 def seal(source: Source, scale: str, out: Path, *, evidence: Mapping[str, Path] | None = None) -> str:
@@ -238,7 +212,7 @@ def _run_stages(study: OpenStudy, executor: str, workers: int | None, progress: 
     files.remove(study.store.stop_file)
     try:
         interrupts = Interrupts()
-        with progress.running(), interrupts.counted():
+        with interrupts.counted():
             for stage in study.protocol.stages:
                 if stage.name in study.ledger.stages or not _authorised(study, stage, progress):
                     continue
