@@ -45,7 +45,7 @@ def allocate(
     mask.save(output)
     evidence = list(recoveries.of_mask(mask, trace))
     if as_json:
-        told = {
+        result = {
             "output": str(output), "payload_bytes": mask.payload_bytes, "budget_bytes": mask.budget,
             "blanket_bytes": mask.blanket_bytes, "score": mask.score, "tile": mask.tile,
             "tensors": [
@@ -54,7 +54,7 @@ def allocate(
             ],
             "evidence": evidence,
         }  # fmt: skip
-        typer.echo(envelope("allocate", told))
+        typer.echo(envelope("allocate", result))
         return
     table = Table(Column("tensor", no_wrap=True), "tiles", "of", "bytes of masters")
     for name, tiles in mask.tiles.items():
@@ -76,13 +76,13 @@ def _budget(text: str) -> float | int:
     >>> _budget("2.5%"), _budget("4096"), _budget("1.5 MB"), _budget("64KiB")
     (0.025, 4096, 1500000, 65536)
     """
-    found = re.fullmatch(rf"(0|[1-9][0-9]*)(\.[0-9]+)? ?(%|{'|'.join(UNITS)})?", text.strip())
-    if found is None or (found[2] and not found[3]):
+    parts = re.fullmatch(rf"(0|[1-9][0-9]*)(\.[0-9]+)? ?(%|{'|'.join(UNITS)})?", text.strip())
+    if parts is None or (parts[2] and not parts[3]):
         raise UsageError(
             "--budget takes a share such as 10% or 2.5%, or bytes such as 4096, 64KiB or 1.5MB, "
             f"not {text!r}."
         )
-    number, unit = float(found[1] + (found[2] or "")), found[3]
+    number, unit = float(parts[1] + (parts[2] or "")), parts[3]
     if unit == "%":
         return number / 100
-    return int(found[1]) if unit is None else round(number * UNITS[unit])
+    return int(parts[1]) if unit is None else round(number * UNITS[unit])

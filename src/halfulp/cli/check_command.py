@@ -88,8 +88,8 @@ def check(
     result = step.check(model)
     failed = _failed(result, fail)
     if as_json:
-        told = {"model": str(model), **_to_json(result, step)}
-        typer.echo(envelope("check", told, 1 if failed else 0, failed or "done"))
+        answer = {"model": str(model), **_to_json(result, step)}
+        typer.echo(envelope("check", answer, 1 if failed else 0, failed or "done"))
     else:
         for line in result.lines(None if every else LISTED if step.lr is not None else 0):
             typer.echo(plain(line))
@@ -111,22 +111,22 @@ def _to_json(result: Check | Sweep, step: StepOptions) -> dict[str, Any]:
     from halfulp.checkpoints import Sweep
 
     rates = result.table() if isinstance(result, Sweep) else []
-    found = result.found if isinstance(result, Sweep) else result
+    checked = result.found if isinstance(result, Sweep) else result
     whole = {
-        "weights": found.weights, "fix": found.fix("..." if rates else None), "skipped": found.skipped,
-        "could_move_from": {f"{s:g}": found.rate_for(s) for s in SHARES},
+        "weights": checked.weights, "fix": checked.fix("..." if rates else None), "skipped": checked.skipped,
+        "could_move_from": {f"{s:g}": checked.rate_for(s) for s in SHARES},
     }  # fmt: skip
     if rates:
         kept = ("tensor", "group", "dtype", "grid", "weights", "nonfinite", "half_from")
-        return {**whole, "rates": rates, "tensors": [{k: t[k] for k in kept} for t in found.table()]}
-    worst = None if found.worst is None else {
-        "said": found.worst.said, "bound": found.worst.bound, "stuck": found.stuck_worst,
-        "share": found.worst_share,
+        return {**whole, "rates": rates, "tensors": [{k: t[k] for k in kept} for t in checked.table()]}
+    worst = None if checked.worst is None else {
+        "said": checked.worst.said, "bound": checked.worst.bound, "stuck": checked.stuck_worst,
+        "share": checked.worst_share,
     }  # fmt: skip
     return {
-        **whole, "said": found.reach.said, "lr": step.lr, "bound": found.reach.bound,
-        "weight_decay": step.weight_decay, "stuck": found.stuck, "share": found.share, "worst": worst,
-        "tensors": found.table(),
+        **whole, "said": checked.reach.said, "lr": step.lr, "bound": checked.reach.bound,
+        "weight_decay": step.weight_decay, "stuck": checked.stuck, "share": checked.share, "worst": worst,
+        "tensors": checked.table(),
     }  # fmt: skip
 
 

@@ -27,13 +27,14 @@ def compare(
     from halfulp.audit.rehearsal.trace_outcome import GridOutcome, compare_traces
     from halfulp.trace import Trace
 
-    made = compare_traces(Trace.open(reference), Trace.open(measured), grid or None, scope or None, warmup)
+    traces = Trace.open(reference), Trace.open(measured)
+    outcomes = compare_traces(*traces, grid or None, scope or None, warmup)
     if as_json:
-        told: dict[str, Any] = {"reference": str(reference), "measured": str(measured)}
-        told["grids"] = [o.to_json() for o in made if isinstance(o, GridOutcome)]
-        told["rehearsals"] = [o.to_json() for o in made if not isinstance(o, GridOutcome)]
-        typer.echo(envelope("compare", told))
+        result: dict[str, Any] = {"reference": str(reference), "measured": str(measured)}
+        result["grids"] = [o.to_json() for o in outcomes if isinstance(o, GridOutcome)]
+        result["rehearsals"] = [o.to_json() for o in outcomes if not isinstance(o, GridOutcome)]
+        typer.echo(envelope("compare", result))
         return
-    for outcome in made:
+    for outcome in outcomes:
         for line in outcome.lines:
             typer.echo(plain(line))

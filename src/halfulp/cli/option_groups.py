@@ -84,8 +84,8 @@ def listed(text: str) -> list[str]:
     """
     if re.search("[()]", re.sub(r"\([^()]*\)", "", text)):
         raise UsageError(f"{text!r} has a bracket that is not closed, or not opened.")
-    found = re.findall(r"(?:[^,()]|\([^()]*\))+", text)
-    return [name.strip() for name in found if name.strip()]
+    names = re.findall(r"(?:[^,()]|\([^()]*\))+", text)
+    return [name.strip() for name in names if name.strip()]
 
 
 def number(text: str) -> float | None:

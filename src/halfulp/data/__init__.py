@@ -163,12 +163,12 @@ def verify(data: DataSet, path: Path, digest: str | None = None) -> None:
     Raises:
         TamperingError: If size or digest differ; the message names the origin.
     """
-    found = state(data, path, digest)
-    if found in ("wrong size", "wrong digest"):
+    state_now = state(data, path, digest)
+    if state_now in ("wrong size", "wrong digest"):
         raise TamperingError(
-            f"{path} is not the data set {data.name!r} ({found}): expected {data.bytes:,} bytes with SHA-256 "
-            f"{data.sha256}, found {path.stat().st_size:,} bytes. Remove the file, or take it from its "
-            f"origin again: {data.url or data.origin}."
+            f"{path} is not the data set {data.name!r} ({state_now}): expected {data.bytes:,} bytes with "
+            f"SHA-256 {data.sha256}, found {path.stat().st_size:,} bytes. Remove the file, or take it "
+            f"from its origin again: {data.url or data.origin}."
         )
 
 

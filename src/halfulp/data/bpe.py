@@ -79,12 +79,12 @@ class Gpt2Bpe:
         """Return the tokens of a text; a mark in it such as ``<|endoftext|>`` is encoded as plain text."""
         out: list[int] = []
         for word in word_pattern().findall(text):
-            found = self._known.get(word)
-            if found is None:
-                found = self._word(word)
+            tokens = self._known.get(word)
+            if tokens is None:
+                tokens = self._word(word)
                 if len(self._known) < CACHED_WORDS:
-                    self._known[word] = found
-            out += found
+                    self._known[word] = tokens
+            out += tokens
         return out
 
     def decode(self, tokens: Any) -> str:
@@ -124,19 +124,19 @@ def learn(words: Mapping[str, int], pieces: int) -> tuple[dict[str, int], list[t
     number = {name: i for i, name in enumerate(names)}
     texts = [[number[symbol] for symbol in spelled(word)] for word in words]
     counts = list(words.values())
-    found: dict[tuple[int, int], int] = {}
+    pairs: dict[tuple[int, int], int] = {}
     where: dict[tuple[int, int], set[int]] = {}
     for at, text in enumerate(texts):
         for pair in pairwise(text):
-            found[pair] = found.get(pair, 0) + counts[at]
+            pairs[pair] = pairs.get(pair, 0) + counts[at]
             where.setdefault(pair, set()).add(at)
-    waiting = [(-count, pair) for pair, count in found.items()]
+    waiting = [(-count, pair) for pair, count in pairs.items()]
     heapq.heapify(waiting)
     merges: list[tuple[str, str]] = []
     while len(names) < pieces and waiting:
         count, pair = heapq.heappop(waiting)
-        if -count != found[pair]:  # it has changed since
-            heapq.heappush(waiting, (-found[pair], pair))
+        if -count != pairs[pair]:  # it has changed since
+            heapq.heappush(waiting, (-pairs[pair], pair))
             continue
         if not count:
             break
@@ -147,14 +147,14 @@ def learn(words: Mapping[str, int], pieces: int) -> tuple[dict[str, int], list[t
         for at in where.pop(pair):
             before, texts[at] = texts[at], _joined(texts[at], pair, new)
             for old in pairwise(before):
-                found[old] -= counts[at]
-            for made in pairwise(texts[at]):
-                found[made] = found.get(made, 0) + counts[at]
-                if new in made:
-                    where.setdefault(made, set()).add(at)
-                    more.add(made)
-        for made in more:
-            heapq.heappush(waiting, (-found[made], made))
+                pairs[old] -= counts[at]
+            for joined in pairwise(texts[at]):
+                pairs[joined] = pairs.get(joined, 0) + counts[at]
+                if new in joined:
+                    where.setdefault(joined, set()).add(at)
+                    more.add(joined)
+        for joined in more:
+            heapq.heappush(waiting, (-pairs[joined], joined))
     return number, merges
 
 

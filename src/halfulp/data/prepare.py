@@ -198,7 +198,7 @@ def _on_the_hub(hub: str, repository: str, under: str) -> tuple[str, list[dict[s
             revision = json.load(source)["sha"]
         tree = f"{address}/tree/{revision}/{under}".rstrip("/") + "?recursive=true"
         with urllib.request.urlopen(tree, timeout=data.TIMEOUT_SECONDS) as source:
-            found = [
+            shards = [
                 {"path": one["path"], "bytes": one["size"], "sha256": one["lfs"]["oid"]}
                 for one in json.load(source)
                 if re.search(r"(^|/)train-[^/]*\.parquet$", one["path"])
@@ -208,7 +208,7 @@ def _on_the_hub(hub: str, repository: str, under: str) -> tuple[str, list[dict[s
             f"the files of {repository} could not be listed at {address}: {error!r}. Try again, or give a "
             "mirror of the hub or a folder with a copy of the repository (--source)."
         ) from None
-    return revision, sorted(found, key=lambda shard: shard["path"])
+    return revision, sorted(shards, key=lambda shard: shard["path"])
 
 
 @contextmanager
@@ -308,13 +308,13 @@ def _write(state: State, folder: Path, source: str, writes: Encoder, say: Say) -
     for split in SPLITS:
         kept = 2 * sum(shard["tokens"][split] for shard in state["shards"] if "tokens" in shard)
         part = _part(folder, split)
-        found = part.stat().st_size if part.exists() else 0
-        if found < kept:
+        size = part.stat().st_size if part.exists() else 0
+        if size < kept:
             raise CorruptionError(
-                f"{part} is damaged: expected at least {kept:,} bytes, found {found:,}. Remove {folder} and "
+                f"{part} is damaged: expected at least {kept:,} bytes, found {size:,}. Remove {folder} and "
                 "begin again."
             )
-        if found > kept:  # of a shard that was interrupted
+        if size > kept:  # of a shard that was interrupted
             files.cut(part, kept)
     began, whole, done = time.monotonic(), sum(shard["bytes"] for shard in _left(state)), 0
     for shard in _left(state):

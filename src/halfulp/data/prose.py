@@ -300,13 +300,13 @@ def prose(archive: io.BytesIO) -> bytes:
         The text in UTF-8, with an empty line between paragraphs.
     """
     with tarfile.open(fileobj=archive, mode="r:gz") as tar:
-        found = {
+        pages = {
             member.name.partition("/src/epub/")[2]: file.read()
             for member in tar
             if member.isfile() and member.name.endswith((".xhtml", "content.opf"))
             and (file := tar.extractfile(member)) is not None
         }  # fmt: skip
-    package = ET.fromstring(found["content.opf"])
+    package = ET.fromstring(pages["content.opf"])
     places = {
         item.get("id"): item.get("href", "") for item in package.findall("opf:manifest/opf:item", _NAMESPACES)
     }
@@ -314,7 +314,7 @@ def prose(archive: io.BytesIO) -> bytes:
     for item in package.findall("opf:spine/opf:itemref", _NAMESPACES):
         place = places[item.get("idref")]
         if not _NO_PROSE.fullmatch(Path(place).stem):
-            body = ET.fromstring(found[place]).find("html:body", _NAMESPACES)
+            body = ET.fromstring(pages[place]).find("html:body", _NAMESPACES)
             paragraphs += [] if body is None else _paragraphs(body)
     return ("\n\n".join(paragraphs) + "\n").translate(_ASCII).encode()
 

@@ -33,8 +33,8 @@ def index() -> str:
     """Return the address of the index that pip would ask."""
     given = os.environ.get("PIP_INDEX_URL", "")
     if not given:
-        asked = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
-        given = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+        given = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return (given or INDEX).rstrip("/") + "/"
 
 
@@ -52,11 +52,11 @@ def member(package: str) -> bytes:
     page = f"{index()}{name}/"
     try:
         links = re.findall(r'href="([^"]+)"', _read(page).decode("utf-8", "replace"))
-        found = [link.partition("#")[0] for link in map(html.unescape, links)]
-        found = [link for link in found if urllib.parse.unquote(link.rpartition("/")[2]) == file]
-        if not found:
+        addresses = [link.partition("#")[0] for link in map(html.unescape, links)]
+        addresses = [link for link in addresses if urllib.parse.unquote(link.rpartition("/")[2]) == file]
+        if not addresses:
             raise UsageError(f"the registry at {page} has no file {file}.")
-        with zipfile.ZipFile(BytesIO(_read(urllib.parse.urljoin(page, found[0])))) as archive:
+        with zipfile.ZipFile(BytesIO(_read(urllib.parse.urljoin(page, addresses[0])))) as archive:
             return archive.read(path)
     except (OSError, HTTPException, zipfile.BadZipFile, KeyError) as error:
         raise UsageError(f"{path} could not be taken from the package {file} at {page}: {error}.") from None

@@ -69,21 +69,21 @@ def run_data(run: Run) -> dict[str, Any]:
     }
 
 
-def outcome_data(found: Outcome) -> dict[str, Any]:
+def outcome_data(outcome: Outcome) -> dict[str, Any]:
     """Forecasts and outcome on the same steps, and the band that the accuracy gate allows."""
-    starts = bins(len(found.steps), BINS)
+    starts = bins(len(outcome.steps), BINS)
     return {
-        "steps": _edges(found.steps, starts),
-        "forecast": packed(binned(found.forecast, starts)[0]),
-        "measured": packed(binned(found.outcome, starts)[0]),
-        "rehearsed": None if found.rehearsed is None else packed(binned(found.rehearsed, starts)[0]),
+        "steps": _edges(outcome.steps, starts),
+        "forecast": packed(binned(outcome.forecast, starts)[0]),
+        "measured": packed(binned(outcome.outcome, starts)[0]),
+        "rehearsed": None if outcome.rehearsed is None else packed(binned(outcome.rehearsed, starts)[0]),
         "band": ACCURATE_RMSE,
     }
 
 
-def arms_data(found: Arms) -> dict[str, Any]:
+def arms_data(group: Arms) -> dict[str, Any]:
     """Loss curves."""
-    return {"runs": [_loss(run) for run in found.members if np.isfinite(run.gathered.loss).any()]}
+    return {"runs": [_loss(run) for run in group.members if np.isfinite(run.gathered.loss).any()]}
 
 
 def _loss(run: Run) -> dict[str, Any]:
@@ -112,11 +112,11 @@ def _edges(steps: Array, starts: Array) -> list[list[int]]:
 
 def _mark(run: Run, grid: str, scope: str) -> list[Any] | None:
     """[step, value there] where a majority begins that lasts."""
-    found = run.gathered.majority(grid, scope)
-    if found is None:
+    lasting = run.gathered.majority(grid, scope)
+    if lasting is None:
         return None
     f, steps = run.gathered.lost_share(grid, scope), run.gathered.steps
-    return [found.first, round(float(f[np.searchsorted(steps, found.first)]), 4)]
+    return [lasting.first, round(float(f[np.searchsorted(steps, lasting.first)]), 4)]
 
 
 def page_data(shown_runs: Sequence[Run], outcomes: Sequence[Outcome], arms: Sequence[Arms]) -> dict[str, Any]:

@@ -65,20 +65,20 @@ def gathered(runs: Sequence[Run]) -> list[Costs]:
 # ---- words ------------------------------------------------------------------------------------------------
 
 
-def sentence(found: Costs) -> str:
+def sentence(rehearsed: Costs) -> str:
     """Return the forecasts in one sentence."""
-    first = found.found[0]
-    each = [f"{c.spec} {words.gap(c.gap)}{f' ({spread(c)})' if c.interval else ''}" for c in found.found]
-    known = f", with {COVERAGE:.0%} intervals" if any(c.interval for c in found.found) else ""
+    first = rehearsed.found[0]
+    each = [f"{c.spec} {words.gap(c.gap)}{f' ({spread(c)})' if c.interval else ''}" for c in rehearsed.found]
+    known = f", with {COVERAGE:.0%} intervals" if any(c.interval for c in rehearsed.found) else ""
     return (
         f"At step {first.step:,} this run has a loss of {nats(first.real)}. Forecast from it, for no other "
         f"run{known}: {words.listed(each)}."
     )
 
 
-def met_sentence(found: Costs) -> str | None:
+def met_sentence(rehearsed: Costs) -> str | None:
     """Say how the forecasts met their outcomes; None where nothing was measured."""
-    measured = [(c, m) for c in found.found if (m := found.met(c)) is not None]
+    measured = [(c, m) for c in rehearsed.found if (m := rehearsed.met(c)) is not None]
     if not measured:
         return None
     inside = [
@@ -100,56 +100,56 @@ def met_sentence(found: Costs) -> str | None:
 # ---- the section -----------------------------------------------------------------------------------------
 
 
-def cost_section(found: Costs, *, alone: bool) -> Html:
+def cost_section(rehearsed: Costs, *, alone: bool) -> Html:
     """Say what each format would cost, and list them in a table."""
-    kicker = None if alone else tag("p", found.run.name, class_="kicker")
-    if not found.found:
-        said = f"Rehearsed: {', '.join(found.run.trace.rehearsals)}; but {costs.MISSING}."
-        return tag("section", kicker, tag("h2", TITLE), tag("p", said), _table(found), aria_label=TITLE)
-    met = met_sentence(found)
-    notes = costs.cautions(found.found)
+    kicker = None if alone else tag("p", rehearsed.run.name, class_="kicker")
+    if not rehearsed.found:
+        said = f"Rehearsed: {', '.join(rehearsed.run.trace.rehearsals)}; but {costs.MISSING}."
+        return tag("section", kicker, tag("h2", TITLE), tag("p", said), _table(rehearsed), aria_label=TITLE)
+    met = met_sentence(rehearsed)
+    notes = costs.cautions(rehearsed.found)
     return tag(
         "section",
         kicker,
         tag("h2", TITLE),
-        tag("p", sentence(found), class_="lead"),
+        tag("p", sentence(rehearsed), class_="lead"),
         tag("p", met) if met else None,
-        _table(found),
+        _table(rehearsed),
         tag("p", WHAT, class_="note"),
         *(tag("p", note, class_="note") for note in notes),
         aria_label=TITLE,
     )
 
 
-def _table(found: Costs) -> Html:
+def _table(rehearsed: Costs) -> Html:
     """Return a row for each rehearsal; columns that no row has a value for are left out."""
-    by_spec = {c.spec: c for c in found.found}
-    specs = [*by_spec, *(s for s in found.run.trace.rehearsals if s not in by_spec)]
-    scale, known = _scale(found), any(c.interval for c in found.found)
+    by_spec = {c.spec: c for c in rehearsed.found}
+    specs = [*by_spec, *(s for s in rehearsed.run.trace.rehearsals if s not in by_spec)]
+    scale, known = _scale(rehearsed), any(c.interval for c in rehearsed.found)
     columns: list[tuple[Content, bool]] = [
         ("format", True),
         ("forecast", scale is not None),
         (numeric("over this run"), True),
         (numeric(f"{COVERAGE:.0%} interval"), known),
-        (numeric("measured"), bool(found.measured)),
+        (numeric("measured"), bool(rehearsed.measured)),
         (numeric("bracket"), True),
         (numeric("never moved"), True),
         (numeric("bytes per weight"), True),
     ]
-    rows = [_row(found, spec, by_spec.get(spec), scale) for spec in specs]
+    rows = [_row(rehearsed, spec, by_spec.get(spec), scale) for spec in specs]
     bar = f"{COVERAGE:.0%} interval, as far as the picture reaches" if known else "lower to upper bound"
     return table(
         [head for head, shown in columns if shown],
         [[cell for cell, (_, shown) in zip(row, columns, strict=True) if shown] for row in rows],
-        caption=f"{KEY.format(bar)}{MET if found.measured else ''}." if scale else None,
+        caption=f"{KEY.format(bar)}{MET if rehearsed.measured else ''}." if scale else None,
     )
 
 
-def _row(found: Costs, spec: str, cost: Cost | None, scale: tuple[float, float] | None) -> list[Content]:
+def _row(rehearsed: Costs, spec: str, cost: Cost | None, scale: tuple[float, float] | None) -> list[Content]:
     each = bytes_per_weight(spec)
     unknown = number("-")
-    head, met = tag("th", spec, scope="row"), None if cost is None else found.met(cost)
-    tail = [number(_never_moved(found.run, spec)), number("-" if each is None else f"{each:.3g}")]
+    head, met = tag("th", spec, scope="row"), None if cost is None else rehearsed.met(cost)
+    tail = [number(_never_moved(rehearsed.run, spec)), number("-" if each is None else f"{each:.3g}")]
     if cost is None:
         return [head, tag("td", class_="spark"), *[unknown] * 4, *tail]
     return [
@@ -170,9 +170,9 @@ def _never_moved(run: Run, spec: str) -> str:
     return percent(float(forecast.never_moved()[-1]))
 
 
-def _scale(found: Costs) -> tuple[float, float] | None:
+def _scale(rehearsed: Costs) -> tuple[float, float] | None:
     """Return the losses that the brackets of a table are drawn between."""
-    seen = [x for c in found.found for x in (c.real, c.lower, c.point, c.upper, c.loss, found.met(c))]
+    seen = [x for c in rehearsed.found for x in (c.real, c.lower, c.point, c.upper, c.loss, rehearsed.met(c))]
     there = [x for x in seen if x is not None and np.isfinite(x)]
     return (min(there), max(there)) if there and max(there) > min(there) else None
 

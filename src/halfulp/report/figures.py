@@ -74,10 +74,10 @@ def curves(run: Run, column: str, what: str) -> Figure:
         colour, dash = COLOURS[i % 7], DASHES[i // 7 % len(DASHES)]
         share = g.curve(column, grid)
         panel.plot(g.steps, share, color=colour, linestyle=dash, label=label(grid))
-        found = g.majority(grid) if column == "frozen" else None
-        if found is not None:
-            at = int(np.searchsorted(g.steps, found.first))
-            panel.plot([found.first], [share[at]], "o", color=colour)
+        lasting = g.majority(grid) if column == "frozen" else None
+        if lasting is not None:
+            at = int(np.searchsorted(g.steps, lasting.first))
+            panel.plot([lasting.first], [share[at]], "o", color=colour)
     panel.axhline(0.5, color=GREY, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
     panel.set_xlabel("step")
     panel.set_ylabel(what)
@@ -87,19 +87,19 @@ def curves(run: Run, column: str, what: str) -> Figure:
     return figure
 
 
-def forecast(found: Outcome) -> Figure:
+def forecast(outcome: Outcome) -> Figure:
     """Draw a forecast with the band of the accuracy gate, the rehearsal's forecast, and the measurement."""
     figure, (panel,) = new_figure()
-    low, high = (np.clip(found.forecast + d, 0, 1) for d in (-ACCURATE_RMSE, ACCURATE_RMSE))
-    panel.fill_between(found.steps, low, high, color=BLUE, alpha=0.15, linewidth=0)
-    name = "forecast" if found.rehearsed is None else "projected"
-    panel.plot(found.steps, found.forecast, color=BLUE, linestyle=DASHES[1], label=name)
-    if found.rehearsed is not None:
-        panel.plot(found.steps, found.rehearsed, color=COLOURS[2], linestyle=DASHES[2], label="rehearsed")
-    panel.plot(found.steps, found.outcome, color=VERMILLION, label="measured")
+    low, high = (np.clip(outcome.forecast + d, 0, 1) for d in (-ACCURATE_RMSE, ACCURATE_RMSE))
+    panel.fill_between(outcome.steps, low, high, color=BLUE, alpha=0.15, linewidth=0)
+    name = "forecast" if outcome.rehearsed is None else "projected"
+    panel.plot(outcome.steps, outcome.forecast, color=BLUE, linestyle=DASHES[1], label=name)
+    if outcome.rehearsed is not None:
+        panel.plot(outcome.steps, outcome.rehearsed, color=COLOURS[2], linestyle=DASHES[2], label="rehearsed")
+    panel.plot(outcome.steps, outcome.outcome, color=VERMILLION, label="measured")
     panel.set_xlabel("step")
     panel.set_ylabel("weights left unchanged")
-    panel.set_title(label(found.grid, 70))
+    panel.set_title(label(outcome.grid, 70))
     percent(panel)
     panel.legend(loc="best")
     return figure

@@ -107,12 +107,12 @@ class Gathered:
         moved = [key for key, size in zip(self.classes, self.sizes.sum(axis=0), strict=True) if size]
         groups = [g for g in dict.fromkeys(g for g, _, _ in moved) if g]
         some = any(0 < sum(grid in on for _, _, on in moved) < len(moved) for grid in self.grids)
-        found = [*([STORED] if some else []), "all"]
+        names = [*([STORED] if some else []), "all"]
         if len({matrix for _, matrix, _ in moved}) == 2:
-            found.append("all-2d")
+            names.append("all-2d")
         if len(set(groups) & set(CORE)) == 2:
-            found.append("core")
-        return found + [g for g in groups if g not in found] if len(groups) > 1 else found
+            names.append("core")
+        return names + [g for g in groups if g not in names] if len(groups) > 1 else names
 
     def _chosen(self, scope: str, grid: str) -> Array:
         wanted: Callable[[str, bool, tuple[str, ...]], bool] = {

@@ -28,14 +28,14 @@ POLICIES = (
 )
 
 
-def forecast_section(runs: Sequence[Run], found: Sequence[Outcome]) -> Html | None:
+def forecast_section(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> Html | None:
     """Forecast against measured; where nothing was measured, what that means."""
     if not any(run.grid is None for run in runs):
         return None
-    if not found:
+    if not outcomes:
         command = tag("code", "halfulp report REFERENCE MEASURED")
         return tag("section", tag("h2", "Forecast and outcome"), tag("p", UNTESTED, command, "."))
-    parts = [part for i, outcome in enumerate(found) for part in _outcome(i, outcome)]
+    parts = [part for i, outcome in enumerate(outcomes) for part in _outcome(i, outcome)]
     return tag(
         "section",
         tag("h2", "Forecast and outcome"),
@@ -45,8 +45,8 @@ def forecast_section(runs: Sequence[Run], found: Sequence[Outcome]) -> Html | No
     )
 
 
-def _outcome(i: int, found: Outcome) -> list[Html]:
-    c = found.comparison
+def _outcome(i: int, outcome: Outcome) -> list[Html]:
+    c = outcome.comparison
     gates: list[tuple[str, str, str, bool | None]] = [
         ("accurate", f"RMSE {words.points(c.rmse)}", f"at most {words.points(ACCURATE_RMSE)}", c.accurate),
         (
@@ -68,7 +68,7 @@ def _outcome(i: int, found: Outcome) -> list[Html]:
         for gate, value, threshold, passed in gates
     ]
     return [
-        tag("p", words.outcome_sentence(found), class_="lead"),
+        tag("p", words.outcome_sentence(outcome), class_="lead"),
         tag("div", class_="chart outcome", data_outcome=i),
         table(["gate", "found", "asked", ""], rows, caption=ASKED),
     ]
@@ -85,17 +85,17 @@ def passed_mark(passed: bool | None) -> Html:
     return tag("td", "✓ passed" if passed else "✗ failed", class_=f"gate {'passed' if passed else 'failed'}")
 
 
-def policy_section(found: Sequence[Arms]) -> Html | None:
+def policy_section(groups: Sequence[Arms]) -> Html | None:
     """Policies with their loss, recovery and bytes; of a run on its own, the loss."""
-    if not found:
+    if not groups:
         return None
-    if len(found) == 1 and len(found[0].members) == 1:
-        if not np.isfinite(found[0].runs[0].gathered.loss).any():
+    if len(groups) == 1 and len(groups[0].members) == 1:
+        if not np.isfinite(groups[0].runs[0].gathered.loss).any():
             return None
         chart = tag("div", class_="chart loss", data_arms=0)
         return tag("section", tag("h2", "Training loss"), chart, aria_label="Training loss")
     parts: list[Html] = []
-    for i, arms in enumerate(found):
+    for i, arms in enumerate(groups):
         parts += [_policies(arms), tag("div", class_="chart loss", data_arms=i)]
     return tag(
         "section",
@@ -106,23 +106,23 @@ def policy_section(found: Sequence[Arms]) -> Html | None:
     )
 
 
-def _policies(found: Arms) -> Html:
+def _policies(group: Arms) -> Html:
     rows: list[list[Content]] = []
-    for run in found.members:
-        grid = run.grid or found.grid
+    for run in group.members:
+        grid = run.grid or group.grid
         never = run.gathered.never_moved(grid) if run.grid else None
-        recovered = found.recovery(run)
+        recovered = group.recovery(run)
         late = run.gathered.findings()[run.gathered.grids.index(grid)].lost_late
         rows.append(
             [
                 tag("th", run.policy_words if run.grid else "fp32 reference", scope="row"),
                 number(f"{run.bytes_per_weight:g}"),
-                number(words.loss(run, found)),
+                number(words.loss(run, group)),
                 number("-" if recovered is None else f"{recovered:.0%}"),
                 number("-" if run.grid is None else percent(late)),
                 number(percent(never)),
             ]
         )
     columns = ("bytes per weight", "final loss", "recovery", "code kept at the end", "never moved")
-    caption = f"On {found.grid}. Bytes of stored weights and of what the policy keeps beside them."
+    caption = f"On {group.grid}. Bytes of stored weights and of what the policy keeps beside them."
     return table(["policy", *map(numeric, columns)], rows, caption=caption)

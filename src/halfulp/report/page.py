@@ -53,10 +53,10 @@ def open_traces(traces: Sequence[Trace]) -> list[Run]:
 
 def _of_traces(runs: Sequence[Run]) -> tuple[list[Html | None], object]:
     """References side by side, and the arms that they forecast; and what the charts are drawn from."""
-    first, found, policies = shown_first(runs), forecasts(runs), arms(runs)
+    first, measured, policies = shown_first(runs), forecasts(runs), arms(runs)
     rehearsed = costs.gathered(runs)
     answers = [_answer(run) for run in first]
-    met: list[Html | None] = [outcomes.forecast_section(first, found), outcomes.policy_section(policies)]
+    met: list[Html | None] = [outcomes.forecast_section(first, measured), outcomes.policy_section(policies)]
     seen: list[Html | None] = [sections.when_section(first)]
     parts: list[Html | None] = [
         *(
@@ -66,11 +66,11 @@ def _of_traces(runs: Sequence[Run]) -> tuple[list[Html | None], object]:
         sections.tree_section(first),
         *(sections.formats_section(run, alone=len(first) == 1) for run in first),
         *(costs.cost_section(c, alone=len(first) == 1) for c in rehearsed),
-        *(met + seen if found or policies else seen + met),
+        *(met + seen if measured or policies else seen + met),
         sections.sure_section(runs),
         sections.run_section(runs),
     ]
-    data = page_data(first, found, policies)
+    data = page_data(first, measured, policies)
     data["grid"] = answers[0].grid
     data["trees"] = [tree_data(run.gathered) for run in first]
     return parts, data

@@ -38,7 +38,7 @@ class Recovery:
     most: float
 
     @property
-    def told(self) -> str:
+    def span(self) -> str:
         """A range, or the one number."""
         least, most = f"{self.least:.2f}", f"{self.most:.2f}"
         return least if least == most else f"{least} to {most}"
@@ -82,7 +82,7 @@ def of_mask(mask: Mask, trace: Path) -> Iterator[str]:
 def _lines(rows: Iterable[Recovery]) -> Iterator[str]:
     for r in rows:
         at = f" at {r.share:.0%}" if 0 < r.share < 1 else ""
-        yield f"  {r.policy}{at}: {r.told} ({r.study}, {r.targets} target{'s' if r.targets > 1 else ''})"
+        yield f"  {r.policy}{at}: {r.span} ({r.study}, {r.targets} target{'s' if r.targets > 1 else ''})"
 
 
 def _forecast(mask: Mask, trace: Trace) -> Iterator[str]:

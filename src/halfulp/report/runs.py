@@ -143,8 +143,8 @@ def open_runs(traces: Sequence[Trace]) -> list[Run]:
     taken: dict[str, int] = {}
     runs = []
     for trace in traces:
-        told = trace.manifest.get("run", {}).get("name")
-        base = told if isinstance(told, str) and told else trace.path.resolve().name
+        given = trace.manifest.get("run", {}).get("name")
+        base = given if isinstance(given, str) and given else trace.path.resolve().name
         taken[base] = taken.get(base, 0) + 1
         runs.append(Run(base if taken[base] == 1 else f"{base} ({taken[base]})", gather(trace)))
     return runs
@@ -157,14 +157,14 @@ def shown_first(runs: Sequence[Run]) -> list[Run]:
 
 def forecasts(runs: Sequence[Run]) -> list[Outcome]:
     """Return every nearest arm beside the first reference of the same model that audited its grid."""
-    found = []
+    outcomes = []
     for measured in runs:
         if measured.grid is None or measured.policy != NEAREST:
             continue
         reference = _reference_of(measured, runs)
         if reference is not None and np.intersect1d(reference.gathered.steps, measured.gathered.steps).size:
-            found.append(_outcome(reference, measured, measured.grid))
-    return found
+            outcomes.append(_outcome(reference, measured, measured.grid))
+    return outcomes
 
 
 def arms(runs: Sequence[Run]) -> list[Arms]:

@@ -104,7 +104,7 @@ def formats_section(run: Run, *, alone: bool) -> Html:
         numeric("updates lost" if run.loses else "code kept"),
         "over the run",
         numeric("at the end"),
-        *([numeric("arrives")] if _told(findings) else []),
+        *([numeric("arrives")] if _arrival_known(findings) else []),
         "majority lost",
         numeric("never moved"),
         numeric("hardly move"),
@@ -115,10 +115,10 @@ def formats_section(run: Run, *, alone: bool) -> Html:
     caption = (
         f"Shares of the weights that are stored on the grid; where none is, of all.{nothing} Hardly move: "
         f"tensors that lose at least {HARDLY:.0%} of their updates."
-        + (f" {ARRIVES}" if _told(findings) else "")
+        + (f" {ARRIVES}" if _arrival_known(findings) else "")
         + " Kept by: policies that keep the updates, with their bytes per weight when stored packed."
     )
-    rows = [_grid_row(run, finding, told=_told(findings)) for finding in findings]
+    rows = [_grid_row(run, finding, arrives=_arrival_known(findings)) for finding in findings]
     return tag(
         "section",
         tag("h2", "Formats"),
@@ -129,7 +129,7 @@ def formats_section(run: Run, *, alone: bool) -> Html:
     )
 
 
-def _told(findings: Sequence[Finding]) -> bool:
+def _arrival_known(findings: Sequence[Finding]) -> bool:
     """Return True if it is known how much of the update arrives."""
     return any(f.gain is not None for f in findings)
 
@@ -139,7 +139,7 @@ def _sampled(trace: Trace) -> str | None:
     return f" A fixed sample of {share:.0%} of the tiles: {details._error(trace)}." if share else None
 
 
-def _grid_row(run: Run, finding: Finding, *, told: bool) -> list[Content]:
+def _grid_row(run: Run, finding: Finding, *, arrives: bool) -> list[Content]:
     severity = words.SEVERITIES[finding.severity] if run.loses or finding.grid != run.grid else "kept"
     sign = {"most": "●", "some": "◐", "fine": "○", "kept": "○", "unknown": ""}[severity]
     late = tag("span", sign, class_=f"mark {severity}", aria_hidden="true")
@@ -149,7 +149,7 @@ def _grid_row(run: Run, finding: Finding, *, told: bool) -> list[Content]:
         number(percent(finding.lost)),
         tag("td", sparkline(run.gathered.lost_share(finding.grid)), class_="spark"),
         number(late, percent(finding.lost_late)),
-        *([number(details.arriving(finding), title=words.angle(finding))] if told else []),
+        *([number(details.arriving(finding), title=words.angle(finding))] if arrives else []),
         tag("td", words.lasting(finding.majority), class_="onset"),
         number(percent(finding.never_moved)),
         number(len(finding.hardly) or "none"),
@@ -279,9 +279,9 @@ def run_section(runs: Sequence[Run]) -> Html:
 
 def _facts(run: Run) -> Html:
     manifest, steps = run.trace.manifest, run.gathered.steps
-    told = manifest.get("run", {})
-    command = " ".join(str(part) for part in (told.get("script", ""), *told.get("arguments", ()))).strip()
-    others = {k: v for k, v in told.items() if k not in ("script", "arguments", "name", "caller", "gain")}
+    about = manifest.get("run", {})
+    command = " ".join(str(part) for part in (about.get("script", ""), *about.get("arguments", ()))).strip()
+    others = {k: v for k, v in about.items() if k not in ("script", "arguments", "name", "caller", "gain")}
     stores = {
         t["dtype"] if t["dtype"] == t["stored"] else f"{t['dtype']} on {t['stored']}"
         for t in run.trace.tensors
@@ -303,12 +303,12 @@ def _facts(run: Run) -> Html:
     return tag("div", tag("h3", name(run.name)), tag("dl", *listed))
 
 
-def _optimizer(told: dict[str, Any]) -> str:
-    wraps = f" around {told['wraps']}" if "wraps" in told else ""
-    policies = "".join(f", {policy}" for policy in told.get("policies", ()))
+def _optimizer(optimizer: dict[str, Any]) -> str:
+    wraps = f" around {optimizer['wraps']}" if "wraps" in optimizer else ""
+    policies = "".join(f", {policy}" for policy in optimizer.get("policies", ()))
     wanted = ("lr", "betas", "momentum", "eps", "weight_decay")
-    groups = told.get("groups") or [told.get("defaults", {})]
+    groups = optimizer.get("groups") or [optimizer.get("defaults", {})]
     groups = [{**g, "lr": g.get("initial_lr", g.get("lr"))} if "lr" in g else g for g in groups]
     each = {k: list(dict.fromkeys(g[k] for g in groups if k in g)) for k in wanted}
     given = [f"{k}={' or '.join(values)}" for k, values in each.items() if values]
-    return f"{told.get('class')}{wraps}{policies} ({', '.join(given)})"
+    return f"{optimizer.get('class')}{wraps}{policies} ({', '.join(given)})"

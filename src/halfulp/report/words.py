@@ -82,9 +82,9 @@ def kept_by(run: Run, finding: Finding) -> str:
     )
 
 
-def lasting(found: Majority | None) -> str:
+def lasting(majority: Majority | None) -> str:
     """Say when a majority of updates is lost, for a cell of a table."""
-    return "none that lasts" if found is None else found.when
+    return "none that lasts" if majority is None else majority.when
 
 
 def loss(run: Run, group: Arms) -> str:
@@ -96,19 +96,19 @@ def loss(run: Run, group: Arms) -> str:
     return f"{run.final_loss:.3f}" + (f" (step {last})" if early else "")
 
 
-def outcome_sentence(found: Outcome) -> str:
+def outcome_sentence(outcome: Outcome) -> str:
     """Say how a forecast met its outcome."""
-    c = found.comparison
-    forecast, measured = (percent(float(x.mean()), 1) for x in (found.forecast, found.outcome))
+    c = outcome.comparison
+    forecast, measured = (percent(float(x.mean()), 1) for x in (outcome.forecast, outcome.outcome))
     said = (
-        f"The forecast for {found.grid} was that a step leaves {forecast} of the weights unchanged on "
+        f"The forecast for {outcome.grid} was that a step leaves {forecast} of the weights unchanged on "
         f"average, and {measured} were: off by {points(c.rmse)} (RMSE over {c.steps} steps). The best "
         f"constant, chosen afterwards, is off by {points(c.constant_rmse)}."
     )
-    if found.rehearsed is not None:
-        off = math.sqrt(float(np.mean((found.rehearsed - found.outcome) ** 2)))
+    if outcome.rehearsed is not None:
+        off = math.sqrt(float(np.mean((outcome.rehearsed - outcome.outcome) ** 2)))
         said += f" The rehearsal, which remembers what was lost, was off by {points(off)}."
-    forecast, measured = (lasting(x) for x in found.majorities)
-    if found.majorities == (None, None):
+    forecast, measured = (lasting(x) for x in outcome.majorities)
+    if outcome.majorities == (None, None):
         return f"{said} No majority lasted, as forecast."
     return f"{said} A majority was forecast: {forecast}; measured: {measured}."

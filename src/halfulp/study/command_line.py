@@ -132,11 +132,11 @@ def run(
 def status(study: str = PLACE, scale: str = SCALE, out: Path | None = OUT, as_json: bool = JSON) -> None:
     """Show how far a study is."""
     with errors_as_json("study status", as_json):
-        found = Status.of(Store(found_folder(study, scale, out)))
+        progress = Status.of(Store(found_folder(study, scale, out)))
     if as_json:
-        typer.echo(envelope("study status", asdict(found)))
+        typer.echo(envelope("study status", asdict(progress)))
         return
-    for line in found.lines():
+    for line in progress.lines():
         typer.echo(line)
 
 
@@ -176,18 +176,18 @@ def validate(
                 known = no_code or bool(expect) or public_key is not None
                 _validate_retrospective(folder, registered, known, as_json)
                 return
-            found = validation.validate(
+            report = validation.validate(
                 folder, expect=expect, strict_code=strict_code, code=not no_code, public_key=public_key,
                 replay=list(cells or []) if replay else None, data_folder=data_folder, workers=workers,
                 strict_provenance=strict_provenance,
             )  # fmt: skip
     if as_json:
-        reason = found.problems[0] if found.problems else "done"
-        typer.echo(envelope("study validate", asdict(found), found.exit_code, reason))
+        reason = report.problems[0] if report.problems else "done"
+        typer.echo(envelope("study validate", asdict(report), report.exit_code, reason))
     else:
-        for line in found.lines():
+        for line in report.lines():
             typer.echo(line)
-    raise typer.Exit(found.exit_code)
+    raise typer.Exit(report.exit_code)
 
 
 def _validate_retrospective(folder: Path, registered: Path | None, for_studies: bool, as_json: bool) -> None:
@@ -237,9 +237,9 @@ def export(
     """Write one archive that others can validate without this machine; the study is validated first."""
     check_output(target)
     with opened(study, scale, out, code=not expect, instead="--expect vouches for it first") as folder:
-        found = validation.validate(folder, expect=expect)
-        if found.exit_code:
-            raise UsageError(f"{folder} is not exported, because it is not valid: {found.problems[0]}")
+        report = validation.validate(folder, expect=expect)
+        if report.exit_code:
+            raise UsageError(f"{folder} is not exported, because it is not valid: {report.problems[0]}")
         digest = publish.export(folder, target, key=key)
     typer.echo(f"wrote {target}\nsha256 {digest}")
 

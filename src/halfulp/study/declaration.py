@@ -88,9 +88,9 @@ def check(value: Any, shape: Any, where: str) -> None:
 def _check_fields(value: Any, shape: dict[str, Any], where: str) -> None:
     known = {key.removesuffix("?"): below for key, below in shape.items()}
     needed = {key for key in shape if not key.endswith("?")}
-    found = set(value) if isinstance(value, dict) else set()
-    if not isinstance(value, dict) or found - set(known) or needed - found:
-        extra, lacking = sorted(found - set(known)), sorted(needed - found)
+    present = set(value) if isinstance(value, dict) else set()
+    if not isinstance(value, dict) or present - set(known) or needed - present:
+        extra, lacking = sorted(present - set(known)), sorted(needed - present)
         raise CorruptionError(
             f"{where} has unknown fields {extra[:5]} and lacks {lacking}: not one that this halfulp writes."
         )
@@ -258,8 +258,8 @@ def declare(study: Study, scale: str) -> dict[str, Json]:
     ]
     evidence = []
     for one in study.evidence:
-        made = asdict(one) | {"scale": one.scale or scale}
-        evidence.append(made | _given(after=made.pop("after")))
+        entry = asdict(one) | {"scale": one.scale or scale}
+        evidence.append(entry | _given(after=entry.pop("after")))
     return {
         "format": FORMAT, "study": study.name, "scale": scale, "config": study.config(scale),
         "question": study.question, "units": study.units, "not_claimed": list(study.not_claimed),
@@ -381,11 +381,11 @@ class Protocol:
     def cell(self, name: str) -> tuple[str, str]:
         """Return stage and cell of ``stage/cell``, or of a cell's name that only one stage has."""
         stage, _, cell = name.rpartition("/")
-        found = [s.name for s in self.stages if cell in s.cells and stage in ("", s.name)]
-        if len(found) != 1:
-            problem = "no" if not found else "more than one"
+        stages = [s.name for s in self.stages if cell in s.cells and stage in ("", s.name)]
+        if len(stages) != 1:
+            problem = "no" if not stages else "more than one"
             raise UsageError(f"Study {self.study} has {problem} cell {name[:120]!a}; name it as stage/cell.")
-        return found[0], cell
+        return stages[0], cell
 
 
 def _names_gpu(config: Json) -> bool:

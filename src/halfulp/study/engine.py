@@ -72,7 +72,7 @@ class Interrupts:
 
     count: int = 0
     number: int = signal.SIGINT  # the signal that came last
-    told: bool = False
+    announced: bool = False
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -257,8 +257,8 @@ def _run_cells(
     finished: list[Message] = []
     due = 0.0
     while waiting or under_way:
-        if interrupts.count and not interrupts.told:
-            interrupts.told = True
+        if interrupts.count and not interrupts.announced:
+            interrupts.announced = True
             files.put(study.store.stop_file, b"", study.store.work)
             progress.say(
                 "stopping: running cells stop when they next save; press Ctrl-C again to end them at once"

@@ -185,10 +185,10 @@ class Used:
             raise UsageError(f"{folder} is not closed: evidence is of a study that is over.")
         sealed = store.read_seal(events.seal)
         protocol = store.read_protocol(sealed)
-        asked, found = (declared["study"], declared["scale"]), (protocol.study, protocol.scale)
-        if asked != found:
+        expected, found = (declared["study"], declared["scale"]), (protocol.study, protocol.scale)
+        if expected != found:
             raise UsageError(
-                f"Evidence {self.name} must be of study {asked[0]} ({asked[1]}); {folder} is of "
+                f"Evidence {self.name} must be of study {expected[0]} ({expected[1]}); {folder} is of "
                 f"{found[0]} ({found[1]})."
             )
         ledger.check_order(events, protocol)

@@ -357,8 +357,8 @@ class Ray:
 def run_in_ray(opening: str, job: str) -> str:
     """Run a cell, in a process of Ray's."""
     try:
-        asked = canonical.parse(job)
-        answer = _session(opening).run(asked["stage"], asked["cell"], asked["seals"])
+        request = canonical.parse(job)
+        answer = _session(opening).run(request["stage"], request["cell"], request["seals"])
     except HalfulpError as error:
         answer = refusal(error)
     return canonical.dumps(answer).decode()

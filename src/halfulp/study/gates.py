@@ -192,7 +192,7 @@ def values(
 ) -> Numbers:
     """Compute estimands by unit: functions from the study's code, arguments and all else from the seal."""
     functions = {estimand.name: estimand for estimand in study.estimands}
-    found: Numbers = {}
+    numbers: Numbers = {}
     for name in protocol.estimands if names is None else names:
         if name not in functions:
             raise UsageError(f"The code of study {protocol.study} no longer computes {name}.")
@@ -201,8 +201,8 @@ def values(
         args = {key: own[key] if callable(own.get(key)) else value for key, value in sealed.items()} or own
         if any(sealed_argument(args[key]) != value for key, value in sealed.items()):
             raise UsageError(f"The code of study {protocol.study} computes {name} with another function.")
-        found |= evaluate([replace(functions[name], args=args)], records.of(protocol.judged_from(name)))
-    return found
+        numbers |= evaluate([replace(functions[name], args=args)], records.of(protocol.judged_from(name)))
+    return numbers
 
 
 def authorise(study: Study, protocol: Protocol, stage: SealedStage, records: Outcomes) -> dict[str, bool]:

@@ -161,10 +161,10 @@ def reopen(path: Path) -> Ledger:
         return Ledger(path, [])
     content = files.read(path, MOST_BYTES)
     whole = content.rfind(b"\n") + 1
-    found = Ledger(path, _events(path, content[:whole].split(b"\n")[:-1]))
+    reopened = Ledger(path, _events(path, content[:whole].split(b"\n")[:-1]))
     if whole < len(content):  # and only now, when it is known to be a ledger of ours
         files.cut(path, whole)
-    return found
+    return reopened
 
 
 def begun(path: Path) -> bool:
@@ -228,7 +228,7 @@ def check_order(events: Ledger, protocol: Protocol) -> None:
             continue
         stage = protocol.stage(event["stage"])
         early = [s.name for s in protocol.before(stage.name) if s.name not in settled]
-        told = f"{events.path}: "
+        where = f"{events.path}: "
         if "cell" in event:
             key = (stage.name, event["cell"])
             why = f"stage {early[0]} was not sealed" if early else ""
@@ -236,10 +236,10 @@ def check_order(events: Ledger, protocol: Protocol) -> None:
             if not why and conditional(stage, events) and not _authorised(stage, events, event):
                 why = "its stage was not authorised"
             if why:
-                raise TamperingError(f"{told}cell {'/'.join(key)} {kind} when {why}.")
+                raise TamperingError(f"{where}cell {'/'.join(key)} {kind} when {why}.")
             begun.add(key)
         elif early or stage.name in settled:
-            raise TamperingError(f"{told}stage {stage.name} was {kind} out of turn.")
+            raise TamperingError(f"{where}stage {stage.name} was {kind} out of turn.")
         elif kind == "decided":
             _check_decision(stage, event, events, settled)
             settled |= {} if event["authorised"] else {stage.name: False}
@@ -247,7 +247,7 @@ def check_order(events: Ledger, protocol: Protocol) -> None:
             missing = [cell for cell in stage.cells if (stage.name, cell) not in events.records]
             allowed = not conditional(stage, events) or _authorised(stage, events, event)
             if missing or not allowed:
-                raise TamperingError(f"{told}stage {stage.name} was sealed out of turn.")
+                raise TamperingError(f"{where}stage {stage.name} was sealed out of turn.")
             if canonical.digest(events.stage_seal(stage.name, protocol)) != event["seal"]:
                 path = events.path.parent / "seals" / f"{stage.name}.json"
                 raise TamperingError(f"{path} is not the seal of the stage's records.")

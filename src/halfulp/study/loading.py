@@ -127,8 +127,8 @@ def allow_former_names(content: bytes) -> None:
             if re.search(rf"\b{old.rpartition('.')[2]}\b", text):
                 for name in {old, *re.findall(rf"\b{re.escape(old)}(?:\.\w+)*", text)}:
                     with suppress(ModuleNotFoundError):  # an attribute, or a word in a comment
-                        found = importlib.import_module(new + name.removeprefix(old))
-                        sys.modules.setdefault(name, found)
+                        module = importlib.import_module(new + name.removeprefix(old))
+                        sys.modules.setdefault(name, module)
 
 
 def _registered(name: str) -> Source:
@@ -193,25 +193,25 @@ class _Bytes(importlib.abc.SourceLoader):
 
 def closure(content: bytes | None, module: str) -> set[Path]:
     """Find the files behind a study: from the bytes of its own file, or the module of this package."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     waiting = [*ENGINE, *([module] if content is None else _imported(content, ""))]
     while waiting:
         name = deprecation.new_path(waiting.pop())
         path = _file(name)
         engine = f"{name}.".startswith("halfulp.study.") and name not in ENGINE
-        if path is None or name in found or engine or not LOOKS.isdisjoint(name.split(".")[1:]):
+        if path is None or name in paths or engine or not LOOKS.isdisjoint(name.split(".")[1:]):
             continue
-        found[name] = path
+        paths[name] = path
         if name not in ENGINE:
             waiting += _imports(path, name if path.name == "__init__.py" else name.rpartition(".")[0])
     tables = {
         beside
-        for path in found.values()
+        for path in paths.values()
         if path.name == "__init__.py" and path.parent != PACKAGE
         for beside in path.parent.iterdir()
         if beside.is_file() and beside.suffix not in (".py", ".pyc", ".nbi", ".nbc")
     }
-    return {*found.values(), *tables, PACKAGE / "canonical.py"}
+    return {*paths.values(), *tables, PACKAGE / "canonical.py"}
 
 
 @cache
@@ -440,8 +440,8 @@ def not_of_commit(seal: Mapping[str, Json]) -> list[str] | None:
 
 def compare(sealed: dict[str, Json], now: dict[str, Json]) -> dict[str, list[str]]:
     """Return what changed since the seal, by part; parts that did not change are left out."""
-    found = {part: list(changes(sealed[part], now[part], part)) for part in ("code", "data", "environment")}
-    return {part: lines for part, lines in found.items() if lines}
+    changed = {part: list(changes(sealed[part], now[part], part)) for part in ("code", "data", "environment")}
+    return {part: lines for part, lines in changed.items() if lines}
 
 
 def listed(lines: list[str], most: int = 20) -> str:

@@ -91,25 +91,25 @@ def planned(source: loading.Source, scale: str, *, steps: int, seconds: float) -
         One plan per stage, in order.
     """
     protocol = Protocol.of(source.study, scale)
-    made = []
+    plans = []
     for stage in protocol.stages:
         efforts = [_effort(config) for config in stage.cells.values()]
-        found, why = _tried(source, protocol, stage, steps, seconds) if steps else (None, "")
-        made.append(
+        measured, why = _tried(source, protocol, stage, steps, seconds) if steps else (None, "")
+        plans.append(
             StagePlan(
                 stage, sum(e[0] for e in efforts), sum(e[1] for e in efforts), max(e[2] for e in efforts),
-                found, why,
+                measured, why,
             )
         )  # fmt: skip
-    return made
+    return plans
 
 
 def _effort(config: Config) -> tuple[int, float, int]:
     """Updates, operations and bytes of a checkpoint, as far as a plug-in knows the cell."""
     for plugin in plugins.installed():
         if hasattr(plugin, "effort"):
-            found = plugin.effort(config)
-            return found.updates, found.operations, found.checkpoint
+            cost = plugin.effort(config)
+            return cost.updates, cost.operations, cost.checkpoint
     return 0, 0.0, 0
 
 
@@ -185,18 +185,18 @@ def _tried(
     source: loading.Source, protocol: Protocol, stage: SealedStage, steps: int, seconds: float
 ) -> tuple[Measured | None, str]:
     """Measure the first cell of a stage that can run by itself; or say why there is none."""
-    asked: dict[str, Json] = {
+    request: dict[str, Json] = {
         "file": str(source.folder / source.name) if source.folder else source.registered,
         "attribute": source.attribute, "scale": protocol.scale, "stage": stage.name,
         "cells": list(stage.cells)[:TRIED], "steps": steps, "threads": protocol.threads,
     }  # fmt: skip
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "halfulp.study.planning"], input=json.dumps(asked), text=True,
+            [sys.executable, "-P", "-m", "halfulp.study.planning"], input=json.dumps(request), text=True,
             capture_output=True, timeout=seconds, env=os.environ | thread_variables(protocol.threads),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return None, f"no step of cell {asked['cells'][0]} was done within {seconds:g} seconds"
+        return None, f"no step of cell {request['cells'][0]} was done within {seconds:g} seconds"
     if done.returncode:
         raise HalfulpError(f"A cell of stage {stage.name} failed: {done.stderr.strip()[-800:]}")
     answer = canonical.parse(done.stdout.splitlines()[-1])
@@ -275,17 +275,17 @@ def _is_here(source: loading.Source, name: str) -> bool:
     return source.folder is not None and (source.folder / name).is_file()
 
 
-def trial(asked: Mapping[str, Any]) -> dict[str, Json]:
+def trial(request: Mapping[str, Any]) -> dict[str, Json]:
     """Measure the first of some cells that can run by itself, in this process; or say why there is none."""
-    named = f"{asked['file']}:{asked['attribute']}" if asked["attribute"] else asked["file"]
+    named = f"{request['file']}:{request['attribute']}" if request["attribute"] else request["file"]
     source = loading.load(named)
-    stage = Protocol.of(source.study, asked["scale"]).stage(asked["stage"])
-    limit_threads(asked["threads"])
+    stage = Protocol.of(source.study, request["scale"]).stage(request["stage"])
+    limit_threads(request["threads"])
     settle_gpus()
     why = ""
     with tempfile.TemporaryDirectory(prefix="halfulp-") as scratch:
-        for cell in asked["cells"]:
-            running = Trial(cell, stage.cells[cell], source, asked["steps"], Path(scratch))
+        for cell in request["cells"]:
+            running = Trial(cell, stage.cells[cell], source, request["steps"], Path(scratch))
             try:
                 source.study.stage(stage.name).run(running)
             except NotAloneError as error:

@@ -82,11 +82,11 @@ def _seal(
     evidence, copies = _gather(protocol.evidence, given)
     now = make(source, protocol, evidence)
     content = canonical.dumps(now)
-    made = {f"evidence/{name}": copy for name, copy in copies.items()}
-    made |= {} if source.content is None else {store.study_file.name: source.content}
-    made |= {store.protocol_file.name: protocol.bytes, store.seal_file.name: content}
-    _begin(store, made)
-    files.put_all([(store.folder / name, made[name]) for name in made], store.work)
+    contents = {f"evidence/{name}": copy for name, copy in copies.items()}
+    contents |= {} if source.content is None else {store.study_file.name: source.content}
+    contents |= {store.protocol_file.name: protocol.bytes, store.seal_file.name: content}
+    _begin(store, contents)
+    files.put_all([(store.folder / name, contents[name]) for name in contents], store.work)
     events.append({"event": "sealed", "seal": canonical.sha256(content)})
     files.remove(store.plan_file)
     return OpenStudy(source, store, events, now, protocol, Binding.of(protocol, now))
@@ -178,16 +178,16 @@ def _refuse_changes(
     out: Path, sealed: dict[str, Json], sealed_protocol: Protocol, now: dict[str, Json], protocol: Protocol
 ) -> dict[str, list[str]]:
     """Refuse a protocol, data or study file that is not the sealed one; return what else changed."""
-    found = loading.compare(sealed, now)
-    fatal = list(changes(sealed_protocol.content, protocol.content, "protocol")) + found.pop("data", [])
-    own = [line for line in found.get("code", []) if line.startswith("code.study")]
+    changed = loading.compare(sealed, now)
+    fatal = list(changes(sealed_protocol.content, protocol.content, "protocol")) + changed.pop("data", [])
+    own = [line for line in changed.get("code", []) if line.startswith("code.study")]
     if fatal or own:
         raise TamperingError(
             f"{out} was sealed with another study than this one; changed since:\n"
             f"{loading.listed(fatal + own)}\n"
             "A sealed study does not change. Put it back, or seal the new one in a folder of its own (--out)."
         )
-    return found
+    return changed
 
 
 def facts(seal: Mapping[str, Json]) -> Iterator[str]:
@@ -241,8 +241,8 @@ def in_words(protocol: Protocol) -> Iterator[str]:
         yield f"estimand {estimand['name']}: {plain(estimand['what'])} ({plain(estimand['compute'])}{args})"
     for gate in content["gates"]:
         why = f" ({plain(gate['why'])})" if gate["why"] else ""
-        asked = f"{gate['comparison']} {canonical.number(gate['threshold'])}"
-        yield f"gate {gate['name']}: {gate['estimand']} {asked}, {SCOPES[gate['scope']]}{why}"
+        comparison = f"{gate['comparison']} {canonical.number(gate['threshold'])}"
+        yield f"gate {gate['name']}: {gate['estimand']} {comparison}, {SCOPES[gate['scope']]}{why}"
     for rule in protocol.rules:
         says = f" ({plain(rule.says)})" if rule.says else ""
         yield f"label {plain(rule.label)}{says}: {plain(condition(rule))}"
@@ -298,14 +298,14 @@ def _parts(config: Mapping[str, Json], name: str = "") -> Iterator[tuple[str, di
 
 def _leaves(config: Mapping[str, Json], above: str = "") -> dict[str, str]:
     """Flatten nested mappings to dotted names, so that only what differs inside one is shown of it."""
-    found: dict[str, str] = {}
+    leaves: dict[str, str] = {}
     for key, value in config.items():
         name = f"{above}{plain(key)}"
         if isinstance(value, Mapping) and value:
-            found |= _leaves(value, f"{name}.")
+            leaves |= _leaves(value, f"{name}.")
         else:
-            found[name] = _value(value)
-    return found
+            leaves[name] = _value(value)
+    return leaves
 
 
 def _value(value: Json) -> str:
@@ -333,14 +333,15 @@ def _check_free(store: Store) -> None:
     if not store.folder.is_dir() or ledger.begun(store.ledger_file):
         return
     plan = _plan(store)
-    found = store.strange_work()
+    foreign = store.strange_work()
     ours = {store.plan_file: plan is not None, store.lock_file: _is_lock(store.lock_file)}
-    found += [path.relative_to(store.folder).as_posix() for path in ours if path.exists() and not ours[path]]
-    found += sorted(name for name in store.present() if not _made(store, name, plan or {}))
-    if found:
-        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    not_ours = [path for path in ours if path.exists() and not ours[path]]
+    foreign += [path.relative_to(store.folder).as_posix() for path in not_ours]
+    foreign += sorted(name for name in store.present() if not _made(store, name, plan or {}))
+    if foreign:
+        others = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise UsageError(
-            f"{store.folder} holds no study, but {found[0]}{others}: expected an empty folder, or one in "
+            f"{store.folder} holds no study, but {foreign[0]}{others}: expected an empty folder, or one in "
             "which a sealing was interrupted. Nothing was touched. Choose another folder (--out), or move "
             "away what is there."
         )

@@ -106,8 +106,8 @@ class Store:
         if isinstance(value, dict) and value.get("format", FORMAT) != FORMAT:
             raise CorruptionError(f"{path} has a format that this halfulp does not read.")
         check(value, expected, str(path))
-        found: dict[str, Json] = value
-        return found
+        content: dict[str, Json] = value
+        return content
 
     # ---- records ----
 
@@ -166,14 +166,14 @@ class Store:
 
     def is_unfinished(self, name: str, protocol: Protocol) -> bool:
         """Return True if a study's cells, stages or end make a file or folder of this path, named or not."""
-        folders, made = {"records/", "attached/", "seals/"}, {self.result_file.name}
+        folders, files_of_cells = {"records/", "attached/", "seals/"}, {self.result_file.name}
         for stage in protocol.stages:
             folders |= {f"records/{stage.name}/", f"attached/{stage.name}/"}
             folders |= {f"attached/{stage.name}/{cell}/" for cell in stage.cells}
-            made |= {f"records/{stage.name}/{cell}.json" for cell in stage.cells}
-            made.add(f"seals/{stage.name}.json")
+            files_of_cells |= {f"records/{stage.name}/{cell}.json" for cell in stage.cells}
+            files_of_cells.add(f"seals/{stage.name}.json")
         attached = name.count("/") == 3 and name[: name.rfind("/") + 1] in folders
-        return name in folders | made or attached
+        return name in folders | files_of_cells or attached
 
     def expected(
         self, sealed: Mapping[str, Json], ledger: Ledger, records: Mapping[tuple[str, str], Record]

@@ -235,33 +235,33 @@ def _compare_code(opened: Opened, source: loading.Source, page: Validation, stri
     """State how code and environment differ from the sealed ones; return whether they do."""
     code, environment = loading.as_sealed(opened.sealed, source), loading.environment()
     now = {"code": code, "data": opened.sealed["data"], "environment": environment}
-    found = loading.compare(opened.sealed, now)
+    changed = loading.compare(opened.sealed, now)
     try:
         declared = Protocol.of(source.study, opened.protocol.scale)
         redeclared = list(changes(opened.protocol.content, declared.content))
     except (Exception, SystemExit) as error:  # of the study's own code, which may have moved on
         redeclared = [f"it cannot be declared: {type(error).__name__}: {error}"]
-    if "code" in found:
+    if "code" in changed:
         page.not_checked.append(
-            f"the sealed code itself: this halfulp differs in {count(len(found['code']), 'place')}, "
-            f"{found['code'][0]} ..."
+            f"the sealed code itself: this halfulp differs in {count(len(changed['code']), 'place')}, "
+            f"{changed['code'][0]} ..."
         )
         if strict:
             page.problems.append("the code is not the sealed code (--strict-code)")
     else:
         page.authenticated.append("the code that recomputes is the sealed code, file by file")
-    if redeclared and (strict or not found):  # the sealed code must declare what was sealed
-        option = " (--strict-code)" if found else ""
+    if redeclared and (strict or not changed):  # the sealed code must declare what was sealed
+        option = " (--strict-code)" if changed else ""
         page.problems.append(f"the sealed protocol is not what the code declares: {redeclared[0]}{option}")
     elif redeclared:
         page.not_checked.append(
             f"the study as the code declares it today, which differs: {redeclared[0]} ..."
         )
-    if "environment" in found:
+    if "environment" in changed:
         page.not_checked.append(
-            f"the sealed environment, which is not this one: {found['environment'][0]} ..."
+            f"the sealed environment, which is not this one: {changed['environment'][0]} ..."
         )
-    return bool(found)
+    return bool(changed)
 
 
 def _same_result(store: Store, stored: dict[str, Json], again: dict[str, Json], *, moved: bool) -> int:

@@ -105,18 +105,18 @@ class Session:
         """Return the seals of all earlier stages, or refuse."""
         if cell not in self.protocol.stage(stage).cells:
             raise UsageError(f"Stage {stage} of study {self.protocol.study} has no cell {cell[:120]!a}.")
-        found: dict[str, Message] = {}
+        seals: dict[str, Message] = {}
         for earlier in self.protocol.before(stage):
-            if not self._authorised(earlier, found):
+            if not self._authorised(earlier, seals):
                 continue
             if earlier.name not in given or not self.store.stage_seal_file(earlier.name).exists():
                 raise UsageError(
                     f"Cell {stage}/{cell} may not start: {earlier.kind} stage {earlier.name} is not sealed."
                 )
-            found[earlier.name] = self._stage_seal(earlier.name, given[earlier.name])
-        if not self._authorised(self.protocol.stage(stage), found):
+            seals[earlier.name] = self._stage_seal(earlier.name, given[earlier.name])
+        if not self._authorised(self.protocol.stage(stage), seals):
             raise UsageError(f"Cell {stage}/{cell} may not start: its stage is not authorised.")
-        return found
+        return seals
 
     def _authorised(self, stage: SealedStage, sealed: Mapping[str, Message]) -> bool:
         """Return True if a stage's gates passed, computed here from the records of the stages before it."""
@@ -179,7 +179,7 @@ class CellRun:
         self._session, self._stage, self._sealed = session, stage, sealed
         self._reads = session.protocol.stage(stage).reads
         self._checkpoint = session.store.checkpoint_file(stage, cell)
-        self._told = self._saved = time.monotonic()
+        self._reported = self._saved = time.monotonic()
 
     def _record(self, stage: str, cell: str) -> Message:
         if stage not in self._reads:
@@ -237,8 +237,8 @@ class CellRun:
     def progress(self, done: float, total: float) -> None:
         """Report how far the cell has come."""
         now = time.monotonic()
-        if total > 0 and now - self._told >= PROGRESS_SECONDS:
-            self._told = now
+        if total > 0 and now - self._reported >= PROGRESS_SECONDS:
+            self._reported = now
             share = min(max(float(done) / float(total), 0.0), 1.0)
             answer: Message = {"answer": "progress", "stage": self._stage, "cell": self.name, "share": share}
             self._session.tell(answer)
