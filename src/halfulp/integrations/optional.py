@@ -77,9 +77,17 @@ class AuditedRun:
         """What the formats of ``pilot=`` cost, once training has ended."""
         return None if self.piloted is None else self.piloted.prices
 
-    def start(self, optimizers: Any, model: Any, usual: Path, done: int, twin: Make, updates: float) -> None:
+    def start(
+        self,
+        optimizers: Any,
+        model: Any,
+        usual: Path,
+        done: int,
+        twin: Make | None = None,
+        updates: float = 0,
+    ) -> None:
         """Run the twins of piloted formats, then begin (or continue) at the step after ``done``."""
-        if self.piloted is not None:
+        if self.piloted is not None and twin is not None:
             folder = Path(self.out or usual)
             self.piloted.before(twin, int(updates), folder.with_name(f"{folder.name}-pilot"), done)
         self.stop()
