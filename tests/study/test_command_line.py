@@ -9,7 +9,7 @@ import pytest
 from study.samples import SMALL, invoke, quick_identity, run, study_file, tree
 
 from halfulp import canonical
-from halfulp.study import gates, ledger, loading
+from halfulp.study import gates, ledger, loading, open_closed
 from halfulp.study.declaration import Protocol
 from halfulp.study.gates import RecomputationError
 from halfulp.study.validate import validate
@@ -266,3 +266,29 @@ def test_a_forged_protocol_cannot_write_elsewhere(tmp_path: Path) -> None:
     content["stages"][1]["cells"][0]["name"] = "../../../escaped"
     with pytest.raises(CorruptionError, match="not plain"):
         Protocol(content, "protocol.json")
+
+
+@pytest.mark.parametrize("least", ["0.001", "0.01"])
+def test_the_documented_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], least: str
+) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(examples / "study_coin.py", ".")
+    text = (examples / "study_again.py").read_text().replace("0.001", least)
+    Path("study_again.py").write_text(text)
+    assert invoke(capsys, "study", "run", "study_coin.py", "--executor", "inline")[0] == 0
+    arguments = (
+        "study",
+        "run",
+        "study_again.py",
+        "--executor",
+        "inline",
+        "--evidence",
+        "first=runs/coin-small",
+    )
+    code, text, _ = invoke(capsys, *arguments)
+    assert code == 0
+    assert f"label   {'regression_to_the_mean' if least == '0.001' else 'not_far'}\n" in text
+    assert invoke(capsys, "study", "validate", "study_again.py")[0] == 0
+    assert open_closed(Path("runs/again-small")).records.evidence["first"].label == "the forecast holds"

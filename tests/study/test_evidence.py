@@ -1,8 +1,7 @@
-"""What a study takes from another, stages that gates decide on, sealed arguments, and which code counts."""
+"""What a study takes from another, stages that gates decide on, and sealed arguments."""
 
 from __future__ import annotations
 
-import functools
 import random
 import shutil
 from pathlib import Path
@@ -15,25 +14,13 @@ from study.samples import NEXT, SMALL, invoke, quick_identity, run, study_file, 
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError
 from halfulp.study import (
-    Cell,
-    Estimand,
     Evidence,
-    Gate,
-    Outcomes,
-    Rule,
-    Stage,
-    Study,
     engine,
     evidence,
     ledger,
     loading,
-    open_closed,
     publish,
 )
-from halfulp.study import seal as seals
-from halfulp.study.declaration import Protocol
-from halfulp.study.gates import decide, evaluate
-from halfulp.study.protocol import NotRun
 from halfulp.study.validate import validate
 from halfulp.study.worker import Session
 
@@ -437,59 +424,6 @@ def test_killed_around_a_decision(tmp_path: Path, first: Path) -> None:
         shutil.rmtree(whole)
 
 
-def declared(**changes: Any) -> Study:
-    def cells(config: Any) -> list[Cell]:
-        return [Cell(name="a")]
-
-    def some(records: Any) -> dict[str, float]:
-        return {"a": records["one"]["a"]["n"]}
-
-    given: dict[str, Any] = {
-        "stages": (
-            Stage(name="one", kind="outcome", cells=cells, run=lambda cell: {"n": 1}),
-            Stage(name="two", kind="outcome", cells=cells, run=lambda cell: {"n": 2}, only_if=("g",)),
-        ),
-        "rules": (Rule(label="stopped", not_run=("two",), says="It stopped."), Rule(label="all")),
-    }
-    return Study(
-        name="s", question="q", units="u", not_claimed=(), scales={"small": {}},
-        estimands=(Estimand(name="e", what="e", compute=some),),
-        gates=(Gate(name="g", estimand="e", scope="all", comparison=">", threshold=1),), **given | changes,
-    )  # fmt: skip
-
-
-def test_what_can_not_be_declared() -> None:
-    cells = declared().stages[0].cells
-    first = Stage(name="one", kind="outcome", cells=cells, run=lambda cell: {}, only_if=("g",))
-    with pytest.raises(UsageError, match="no gate can be judged before it"):
-        declared(stages=(first,))
-    second = Stage(name="two", kind="outcome", cells=cells, run=lambda cell: {}, only_if=("h",))
-    with pytest.raises(UsageError, match="Stage two names gate 'h'"):
-        declared(stages=(declared().stages[0], second))
-    with pytest.raises(UsageError, match="no gate decides"):
-        declared(rules=(Rule(label="x", not_run=("one",)), Rule(label="y")))
-    with pytest.raises(UsageError, match="the last rule"):
-        declared(rules=(Rule(label="x", not_run=("two",)),))
-    with pytest.raises(UsageError, match="evidence name used twice"):
-        declared(evidence=(Evidence(name="x", study="a", records=("*",)),) * 2)
-
-
-def test_typed_in_numbers_and_stages_that_were_not_run() -> None:
-    study = declared()
-    assert decide(study, {"e": {"a": 2}}).label == "all"
-    stopped = decide(study, {"e": {"a": 0}}, not_run=("two",))
-    assert (stopped.label, stopped.says) == ("stopped", "It stopped.")
-    records = Outcomes({"one": {"a": {"n": 5}}}, not_run=("two",))
-    assert evaluate(study.estimands, records) == {"e": {"a": 5}}
-    late = Estimand(name="late", what="l", compute=lambda records: {"a": records["two"]["a"]["n"]})
-    assert evaluate([late], records) == {"late": {}}
-    with pytest.raises(NotRun):
-        records["two"]
-    assert ("two" in records, records.get("two"), list(records), len(records)) == (False, None, ["one"], 1)
-    with pytest.raises(UsageError, match="no records of stage 'three'"):
-        records["three"]
-
-
 # ---- arguments ----
 
 
@@ -518,175 +452,3 @@ def test_what_was_sealed_is_what_is_computed_with(tmp_path: Path, first: Path) -
         "the sealed protocol is not what the code declares: estimands.worst.args.times: was 10, now 1000"
     ]
     assert result["estimands"]["worst"] == {"all": pytest.approx(1.0)}
-
-
-def test_partials_are_taken_apart() -> None:
-    def by(records: Any, value: Any, stage: str, power: float) -> dict[str, float]:
-        return {cell: value(record) ** power for cell, record in records[stage].items()}
-
-    def count(record: Any) -> float:
-        return float(record["n"])
-
-    estimand = Estimand(
-        name="e", what="e", compute=functools.partial(by, value=count, stage="one"), args={"power": 2}
-    )
-    study = declared()
-    object.__setattr__(study, "estimands", (estimand,))
-    sealed = Protocol.of(study, "small").content["estimands"][0]
-    assert sealed["compute"].endswith("by")
-    assert sealed["args"]["value"]["function"].endswith("count")
-    assert {key: sealed["args"][key] for key in ("stage", "power")} == {"stage": "one", "power": 2}
-    assert evaluate([estimand], {"one": {"a": {"n": 3}}}) == {"e": {"a": 9.0}}
-    with pytest.raises(UsageError, match="give the arguments of a partial by name"):
-        Estimand(name="e", what="e", compute=functools.partial(by, count))
-
-
-# ---- which code counts ----
-
-
-def names(text: str) -> set[str]:
-    return {p.relative_to(loading.PACKAGE).as_posix() for p in loading.closure(text.encode(), "")}
-
-
-ENGINE = {f"{name.replace('halfulp.', '').replace('.', '/')}.py" for name in loading.ENGINE} | {
-    "canonical.py"
-}
-
-
-def test_the_closure_of_a_study() -> None:
-    assert names(SMALL) == ENGINE
-    assert "study/gates.py" in ENGINE
-    grids = names("def run(cell):\n    from halfulp.numbers.grids import grid\n")
-    assert {
-        "numbers/grids.py",
-        "kernels/reference.py",
-        "kernels/native/write.cpp",
-        "numbers/streams.py",
-    } <= grids
-    assert not [name for name in grids if name.startswith(("report/", "paper/", "audit/", "data/"))]
-    assert names("from halfulp.numbers import grids") == grids == names("import halfulp.numbers.grids as g")
-    whole = names("import halfulp as hu")
-    assert grids | {"__init__.py", "audit/session.py", "writeback/__init__.py"} <= whole
-    assert whole == names("from halfulp import grid") == names("import halfulp.numbers.grids")
-    assert names("import importlib\nimportlib.import_module('halfulp.numbers.streams')") >= ENGINE | {
-        "numbers/streams.py"
-    }
-    assert names("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import halfulp\n") == ENGINE
-    assert "data/datasets.tsv" in names("from halfulp import data")
-
-
-def changed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As if somebody had edited a file of the package."""
-    real = canonical.sha256_file
-    monkeypatch.setattr(
-        canonical, "sha256_file", lambda path: "0" * 64 if path == loading.PACKAGE / name else real(path)
-    )
-
-
-@pytest.mark.usefixtures("real_code")
-def test_a_changed_style_sheet_is_no_deviation_and_a_changed_kernel_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = SMALL.replace("def outcome(cell):", "def outcome(cell):\n    from halfulp.numbers import grids")
-    path, out = study_file(tmp_path, text), tmp_path / "out"
-    source = loading.load(str(path))
-    engine.seal(source, "small", out)
-    sealed = load(out / "seal.json")
-    assert "report/assets/page.css" in sealed["noted"]["files"]
-    assert "kernels/reference.py" in sealed["code"]["package"]
-    with monkeypatch.context() as patch:
-        changed(patch, "kernels/reference.py")
-        with pytest.raises(TamperingError, match=r"code\.package\.kernels/reference\.py: was"):
-            run(path, out)
-    plain = tmp_path / "plain"
-    engine.seal(loading.load(str(study_file(tmp_path, SMALL, "plain.py"))), "small", plain)
-    for name in ("report/assets/page.css", "report/page.py", "paper/studies/__init__.py", "study/publish.py"):
-        with monkeypatch.context() as patch:
-            changed(patch, name)
-            engine.seal(source, "small", out)
-    with monkeypatch.context() as patch:
-        changed(patch, "report/assets/page.css")
-        assert run(path, out)["label"] == "close"
-        assert validate(out, strict_code=True).exit_code == 0
-    assert not ledger.read(out / "ledger.jsonl").deviations
-    with monkeypatch.context() as patch:
-        changed(patch, "kernels/reference.py")  # a study that uses no kernel does not mind
-        assert run(tmp_path / "plain.py", plain)["label"] == "close"
-        assert validate(out).exit_code == 0
-        assert validate(out, strict_code=True).exit_code == 1
-
-
-@pytest.mark.usefixtures("real_code")
-def test_seals_of_the_first_release_hold_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read and compared in their own form."""
-    path, out = study_file(tmp_path), tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(seals, "make", functools.partial(seals.make, whole=True))
-        engine.seal(loading.load(str(path)), "small", out)
-    sealed = load(out / "seal.json")
-    assert {"report/assets/page.css", "study/engine.py"} <= set(sealed["code"]["package"])
-    assert "noted" not in sealed
-    with monkeypatch.context() as patch:
-        changed(patch, "report/assets/page.css")
-        with pytest.raises(TamperingError, match=r"page\.css"):
-            run(path, out)
-    assert run(path, out)["label"] == "close"
-    assert validate(out, strict_code=True).exit_code == 0
-
-
-# ---- the documented example ----
-
-
-@pytest.mark.parametrize("least", ["0.001", "0.01"])
-def test_the_documented_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], least: str
-) -> None:
-    examples = Path(__file__).parents[2] / "examples"
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(examples / "study_coin.py", ".")
-    text = (examples / "study_again.py").read_text().replace("0.001", least)
-    Path("study_again.py").write_text(text)
-    assert invoke(capsys, "study", "run", "study_coin.py", "--executor", "inline")[0] == 0
-    arguments = (
-        "study",
-        "run",
-        "study_again.py",
-        "--executor",
-        "inline",
-        "--evidence",
-        "first=runs/coin-small",
-    )
-    code, text, _ = invoke(capsys, *arguments)
-    assert code == 0
-    assert f"label   {'regression_to_the_mean' if least == '0.001' else 'not_far'}\n" in text
-    assert invoke(capsys, "study", "validate", "study_again.py")[0] == 0
-    assert open_closed(Path("runs/again-small")).records.evidence["first"].label == "the forecast holds"
-
-
-def test_show_says_once_what_cells_share(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Shared parameters once, and a table of what differs."""
-    text = SMALL.replace(
-        'config={"seed": seed}) for',
-        'config={"seed": seed, "model": config["model"] | {"width": 8}, "rate": 0.5, "policy": "sr"}) for',
-    ).replace('"seeds": [1, 2, 3]', '"seeds": [1, 2, 3], "model": {"depth": 4, "kind": "mlp", "width": 9}')
-    shown = invoke(capsys, "study", "show", str(study_file(tmp_path, text)))[1]
-    assert (
-        shown[shown.index("stage outcome") : shown.index("\nestimand")]
-        == """\
-stage outcome: outcome, 3 cells by outcome, reads forecast
-  all  model.depth=4  model.kind=mlp  model.width=8  policy=sr  rate=0.5
-  cell   seed
-  arm-1  1
-  arm-2  2
-  arm-3  3
-"""
-    )
-    from halfulp.study.loading import REGISTRY
-
-    for name in REGISTRY:
-        study = loading.load(name).study
-        scale = next(iter(study.scales))
-        text = invoke(capsys, "study", "show", name, "--scale", scale)[1]
-        protocol = Protocol.of(study, scale)
-        assert all(cell in text for stage in protocol.stages for cell in stage.cells)
-        assert len(text) < len(protocol.bytes)

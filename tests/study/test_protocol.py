@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from study.samples import SMALL, invoke, study_file
 import halfulp.study
 from halfulp import canonical
 from halfulp.errors import CorruptionError, UsageError
-from halfulp.study import Cell, Gate, Rule, loading
+from halfulp.study import Cell, Estimand, Evidence, Gate, Outcomes, Rule, Stage, loading
 from halfulp.study.declaration import Protocol, changes
-from halfulp.study.protocol import Study, check_name
+from halfulp.study.gates import decide, evaluate
+from halfulp.study.protocol import NotRun, Study, check_name
 from halfulp.text import cell, plain
 
 HOSTILE = [
@@ -210,3 +212,106 @@ def test_the_engine_neither_pickles_nor_evaluates() -> None:
             assert not banned & {name.partition(".")[0] for name in names}, path
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec", "compile", "__import__"), path
+
+
+def declared(**changes: Any) -> Study:
+    def cells(config: Any) -> list[Cell]:
+        return [Cell(name="a")]
+
+    def some(records: Any) -> dict[str, float]:
+        return {"a": records["one"]["a"]["n"]}
+
+    given: dict[str, Any] = {
+        "stages": (
+            Stage(name="one", kind="outcome", cells=cells, run=lambda cell: {"n": 1}),
+            Stage(name="two", kind="outcome", cells=cells, run=lambda cell: {"n": 2}, only_if=("g",)),
+        ),
+        "rules": (Rule(label="stopped", not_run=("two",), says="It stopped."), Rule(label="all")),
+    }
+    return Study(
+        name="s", question="q", units="u", not_claimed=(), scales={"small": {}},
+        estimands=(Estimand(name="e", what="e", compute=some),),
+        gates=(Gate(name="g", estimand="e", scope="all", comparison=">", threshold=1),), **given | changes,
+    )  # fmt: skip
+
+
+def test_what_can_not_be_declared() -> None:
+    cells = declared().stages[0].cells
+    first = Stage(name="one", kind="outcome", cells=cells, run=lambda cell: {}, only_if=("g",))
+    with pytest.raises(UsageError, match="no gate can be judged before it"):
+        declared(stages=(first,))
+    second = Stage(name="two", kind="outcome", cells=cells, run=lambda cell: {}, only_if=("h",))
+    with pytest.raises(UsageError, match="Stage two names gate 'h'"):
+        declared(stages=(declared().stages[0], second))
+    with pytest.raises(UsageError, match="no gate decides"):
+        declared(rules=(Rule(label="x", not_run=("one",)), Rule(label="y")))
+    with pytest.raises(UsageError, match="the last rule"):
+        declared(rules=(Rule(label="x", not_run=("two",)),))
+    with pytest.raises(UsageError, match="evidence name used twice"):
+        declared(evidence=(Evidence(name="x", study="a", records=("*",)),) * 2)
+
+
+def test_typed_in_numbers_and_stages_that_were_not_run() -> None:
+    study = declared()
+    assert decide(study, {"e": {"a": 2}}).label == "all"
+    stopped = decide(study, {"e": {"a": 0}}, not_run=("two",))
+    assert (stopped.label, stopped.says) == ("stopped", "It stopped.")
+    records = Outcomes({"one": {"a": {"n": 5}}}, not_run=("two",))
+    assert evaluate(study.estimands, records) == {"e": {"a": 5}}
+    late = Estimand(name="late", what="l", compute=lambda records: {"a": records["two"]["a"]["n"]})
+    assert evaluate([late], records) == {"late": {}}
+    with pytest.raises(NotRun):
+        records["two"]
+    assert ("two" in records, records.get("two"), list(records), len(records)) == (False, None, ["one"], 1)
+    with pytest.raises(UsageError, match="no records of stage 'three'"):
+        records["three"]
+
+
+def test_partials_are_taken_apart() -> None:
+    def by(records: Any, value: Any, stage: str, power: float) -> dict[str, float]:
+        return {cell: value(record) ** power for cell, record in records[stage].items()}
+
+    def count(record: Any) -> float:
+        return float(record["n"])
+
+    estimand = Estimand(
+        name="e", what="e", compute=functools.partial(by, value=count, stage="one"), args={"power": 2}
+    )
+    study = declared()
+    object.__setattr__(study, "estimands", (estimand,))
+    sealed = Protocol.of(study, "small").content["estimands"][0]
+    assert sealed["compute"].endswith("by")
+    assert sealed["args"]["value"]["function"].endswith("count")
+    assert {key: sealed["args"][key] for key in ("stage", "power")} == {"stage": "one", "power": 2}
+    assert evaluate([estimand], {"one": {"a": {"n": 3}}}) == {"e": {"a": 9.0}}
+    with pytest.raises(UsageError, match="give the arguments of a partial by name"):
+        Estimand(name="e", what="e", compute=functools.partial(by, count))
+
+
+def test_show_says_once_what_cells_share(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Shared parameters once, and a table of what differs."""
+    text = SMALL.replace(
+        'config={"seed": seed}) for',
+        'config={"seed": seed, "model": config["model"] | {"width": 8}, "rate": 0.5, "policy": "sr"}) for',
+    ).replace('"seeds": [1, 2, 3]', '"seeds": [1, 2, 3], "model": {"depth": 4, "kind": "mlp", "width": 9}')
+    shown = invoke(capsys, "study", "show", str(study_file(tmp_path, text)))[1]
+    assert (
+        shown[shown.index("stage outcome") : shown.index("\nestimand")]
+        == """\
+stage outcome: outcome, 3 cells by outcome, reads forecast
+  all  model.depth=4  model.kind=mlp  model.width=8  policy=sr  rate=0.5
+  cell   seed
+  arm-1  1
+  arm-2  2
+  arm-3  3
+"""
+    )
+    from halfulp.study.loading import REGISTRY
+
+    for name in REGISTRY:
+        study = loading.load(name).study
+        scale = next(iter(study.scales))
+        text = invoke(capsys, "study", "show", name, "--scale", scale)[1]
+        protocol = Protocol.of(study, scale)
+        assert all(cell in text for stage in protocol.stages for cell in stage.cells)
+        assert len(text) < len(protocol.bytes)
