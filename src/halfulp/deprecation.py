@@ -45,6 +45,7 @@ MODULES = {
     "halfulp.spellings": "halfulp.numbers.spellings",
     "halfulp.stored": "halfulp.checkpoints",
     "halfulp.streams": "halfulp.numbers.streams",
+    "halfulp.study.command_line": "halfulp.cli.study_command",
 }
 """Current paths of moved modules and packages, by former path."""
 

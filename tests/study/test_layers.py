@@ -15,12 +15,11 @@ ENGINE = Path(halfulp.study.__file__).parent
 
 ORDER = (
     "protocol", "declaration", "loading", "ledger", "store", "gates", "evidence", "worker", "executor",
-    "publish", "validate", "seal", "engine", "planning", "command_line",
+    "publish", "validate", "seal", "engine", "planning",
 )  # fmt: skip
 """Every module knows only those before it."""
 HELPERS = {
-    "canonical", "data", "deprecation", "documents", "drawing", "errors", "files", "outputs",
-    "plugins", "text", "version",
+    "canonical", "data", "deprecation", "documents", "errors", "files", "plugins", "text", "version",
 }  # fmt: skip
 """What the engine uses of halfulp: nothing of the science."""
 

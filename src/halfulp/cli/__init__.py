@@ -26,7 +26,7 @@ from halfulp.cli.option_groups import grouped
 from halfulp.cli.pilot_command import pilot
 from halfulp.cli.report_command import report, study_report
 from halfulp.cli.selftest_command import selftest
-from halfulp.study.command_line import app as study_app
+from halfulp.cli.study_command import app as study_app
 from halfulp.version import __version__
 
 COMMANDS = (

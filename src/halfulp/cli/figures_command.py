@@ -25,8 +25,8 @@ def figures(
     if not set(kinds) <= {"svg", "pdf"}:
         raise UsageError(f"formats are svg and pdf, not {formats!r}.")
     require("matplotlib")
+    from halfulp.cli.study_command import say_code
     from halfulp.report.figures import write_figures
-    from halfulp.study.command_line import say_code
 
     check_output(out / "figure")
     for path in paths:

@@ -21,8 +21,11 @@ from halfulp.outputs import errors_as_json
 from halfulp.text import count, shown
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Show typer every field of the dataclasses that a command takes as a parameter of its own."""
+def grouped(command: Callable[..., None], name: str = "") -> Callable[..., None]:
+    """Show typer every field of the dataclasses that a command takes as a parameter of its own.
+
+    Errors are JSON where that is asked for, under the name of the command.
+    """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type[Any]] = {}
     for p in inspect.signature(command, eval_str=True).parameters.values():
@@ -44,7 +47,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        with errors_as_json(command.__name__, given.get("as_json", False)):
+        with errors_as_json(name or command.__name__, given.get("as_json", False)):
             command(**given, **made)
 
     call.__name__, call.__doc__, call.__module__ = command.__name__, command.__doc__, command.__module__

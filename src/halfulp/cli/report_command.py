@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from halfulp.cli.option_groups import option
+from halfulp.cli.study_command import OUT, PLACE, SCALE, in_short, opened, say_code
 from halfulp.deprecation import CALIBRATION
 from halfulp.errors import UsageError
 from halfulp.outputs import check_output
-from halfulp.study.command_line import OUT, PLACE, SCALE, in_short, opened, say_code
 from halfulp.text import plain, tell
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from halfulp import canonical, documents, files
+from halfulp.cli.option_groups import JSON, grouped, option
 from halfulp.errors import CorruptionError, UsageError
-from halfulp.outputs import check_output, envelope, errors_as_json
+from halfulp.outputs import check_output, envelope
 from halfulp.study import engine, ledger, loading, planning, publish
 from halfulp.study import evidence as opening
 from halfulp.study import seal as seals
@@ -37,7 +39,6 @@ SCALE = typer.Option(
     "", help="smoke, small, medium or paper; default small, or the only one that the study has."
 )
 OUT = typer.Option(None, help="The study's folder; default runs/NAME-SCALE.")
-JSON = typer.Option(False, "--json", help="Print one JSON object, on one line.")
 EVIDENCE = typer.Option(
     [], metavar="NAME=FOLDER", help="The closed study that a study declares as evidence; once for each."
 )
@@ -128,11 +129,9 @@ def run(
     typer.echo(f"The study is in {folder}.")
 
 
-@app.command()
-def status(study: str = PLACE, scale: str = SCALE, out: Path | None = OUT, as_json: bool = JSON) -> None:
+def status(study: str = PLACE, scale: str = SCALE, out: Path | None = OUT, as_json: JSON = False) -> None:
     """Show how far a study is."""
-    with errors_as_json("study status", as_json):
-        progress = Status.of(Store(found_folder(study, scale, out)))
+    progress = Status.of(Store(found_folder(study, scale, out)))
     if as_json:
         typer.echo(envelope("study status", asdict(progress)))
         return
@@ -140,47 +139,64 @@ def status(study: str = PLACE, scale: str = SCALE, out: Path | None = OUT, as_js
         typer.echo(line)
 
 
-@app.command()
+@dataclass(frozen=True)
+class Checks:
+    """What a validation asks beside digests, gates and label, and what code it runs."""
+
+    expect: Annotated[str, option("A digest printed when the study was sealed or closed.")] = ""
+    strict_code: Annotated[bool, option("Other code than the sealed is a failure.", "--strict-code")] = False
+    strict_provenance: Annotated[
+        bool, option("A seal that names no commit of halfulp is a failure.", "--strict-provenance")
+    ] = False
+    replay: Annotated[bool, option("Run cells again and compare bit for bit.", "--replay")] = False
+    data_folder: Annotated[
+        Path | None,
+        option("Where data files lie that the study file names relative to itself.", "--data-folder"),
+    ] = None
+    public_key: Annotated[
+        Path | None,
+        option("An ed25519 key (PEM) that must have signed the exported statement.", "--public-key"),
+    ] = None
+    registered: Annotated[
+        Path | None,
+        option("For a retrospective analysis: the folder of the study that it is of.", "--of"),
+    ] = None
+    no_code: Annotated[
+        bool, option("Run no code of the study: digests, gates and label only.", "--no-code")
+    ] = False
+    workers: Annotated[int | None, option("Cells replayed at a time.", min=1)] = None
+
+    @property
+    def before_code(self) -> bool:
+        """True if no code is run, or something from outside vouches for the study before any is."""
+        return self.no_code or bool(self.expect) or self.public_key is not None
+
+    def validate(self, folder: Path, cells: list[str]) -> validation.Validation:
+        """Validate the folder of a study."""
+        return validation.validate(
+            folder, expect=self.expect, strict_code=self.strict_code, code=not self.no_code,
+            replay=cells if self.replay else None, data_folder=self.data_folder, public_key=self.public_key,
+            workers=self.workers, strict_provenance=self.strict_provenance,
+        )  # fmt: skip
+
+
 def validate(
     study: str = PLACE,
     cells: list[str] = typer.Argument(None, help="With --replay: the cells to run again; default all."),
+    *,
     scale: str = SCALE,
     out: Path | None = OUT,
-    expect: str = typer.Option("", help="A digest printed when the study was sealed or closed."),
-    strict_code: bool = typer.Option(False, "--strict-code", help="Other code than the sealed is a failure."),
-    strict_provenance: bool = typer.Option(
-        False, "--strict-provenance", help="A seal that names no commit of halfulp is a failure."
-    ),
-    replay: bool = typer.Option(False, "--replay", help="Run cells again and compare bit for bit."),
-    data_folder: Path | None = typer.Option(
-        None, "--data-folder", help="Where data files lie that the study file names relative to itself."
-    ),
-    public_key: Path | None = typer.Option(
-        None, "--public-key", help="An ed25519 key (PEM) that must have signed the exported statement."
-    ),
-    registered: Path | None = typer.Option(
-        None, "--of", help="For a retrospective analysis: the folder of the study that it is of."
-    ),
-    no_code: bool = typer.Option(
-        False, "--no-code", help="Run no code of the study: digests, gates and label only."
-    ),
-    workers: int | None = typer.Option(None, min=1, help="Cells replayed at a time."),
-    as_json: bool = JSON,
+    checks: Checks,
+    as_json: JSON = False,
 ) -> None:
     """Check every digest, recompute estimands, gates and label, and say what was and was not checked."""
-    with errors_as_json("study validate", as_json):
-        if cells and not replay:
-            raise UsageError("Cells are named for --replay only.")
-        with opened(study, scale, out, code=not (no_code or expect or public_key)) as folder:
-            if (folder / opening.DECLARATION).exists():
-                known = no_code or bool(expect) or public_key is not None
-                _validate_retrospective(folder, registered, known, as_json)
-                return
-            report = validation.validate(
-                folder, expect=expect, strict_code=strict_code, code=not no_code, public_key=public_key,
-                replay=list(cells or []) if replay else None, data_folder=data_folder, workers=workers,
-                strict_provenance=strict_provenance,
-            )  # fmt: skip
+    if cells and not checks.replay:
+        raise UsageError("Cells are named for --replay only.")
+    with opened(study, scale, out, code=not checks.before_code) as folder:
+        if (folder / opening.DECLARATION).exists():
+            _validate_retrospective(folder, checks.registered, checks.before_code, as_json)
+            return
+        report = checks.validate(folder, list(cells or []))
     if as_json:
         reason = report.problems[0] if report.problems else "done"
         typer.echo(envelope("study validate", asdict(report), report.exit_code, reason))
@@ -188,6 +204,10 @@ def validate(
         for line in report.lines():
             typer.echo(line)
     raise typer.Exit(report.exit_code)
+
+
+app.command()(grouped(status, "study status"))
+app.command()(grouped(validate, "study validate"))
 
 
 def _validate_retrospective(folder: Path, registered: Path | None, for_studies: bool, as_json: bool) -> None:
