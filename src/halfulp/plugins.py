@@ -20,7 +20,8 @@ NAMES = ("halfulp.paper.plugin",)
 class Plugin(Protocol):
     """The interface of a plug-in module.
 
-    A module may also define ``effort(config)``, the effort of a cell, which `halfulp study plan` uses.
+    A module may also define ``effort(config)``, the effort of a cell, and ``gpus()``, operations per second
+    by GPU; `halfulp study plan` uses both.
     """
 
     STUDIES: Mapping[str, str]

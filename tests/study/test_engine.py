@@ -13,9 +13,11 @@ from study.samples import SMALL, run, study_file, tree
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
 from halfulp.study import engine, ledger, loading
-from halfulp.study.executor import Opening
+from halfulp.study import validate as validation
+from halfulp.study.executor import Inline, Opening
 from halfulp.study.store import Store
 from halfulp.study.validate import validate
+from halfulp.study.worker import open_session
 
 WITH_DATA = SMALL.replace('name="small",', 'name="small", data=("table.csv",),').replace(
     "done = int", 'assert cell.data("table.csv").read_text() == "1,2\\n"\n    done = int'
@@ -89,14 +91,54 @@ def test_data_changed_behind_the_engines_back_is_seen_by_the_cell(
         session.data("other.csv")
 
 
-def test_a_change_that_keeps_size_and_time_is_seen_all_the_same(tmp_path: Path, quick: None) -> None:
+def test_data_is_hashed_once_a_run(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the process that runs the study, and not again where cells run; a young file by each of them."""
+    path, out, young = study_file(tmp_path, WITH_DATA), tmp_path / "out", tmp_path / "young"
+    (tmp_path / "table.csv").write_text("1,2\n")
+    hashed: list[Path] = []
+    real = canonical.sha256_file
+
+    def noted(path: Path) -> str:
+        hashed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(canonical, "sha256_file", noted)
+    run(path, young)
+    assert hashed == [tmp_path / "table.csv"] * 2
+    monkeypatch.setattr(loading, "SETTLED_NS", -1)
+    hashed.clear()
+    run(path, out)
+    assert hashed == [tmp_path / "table.csv"]
+    monkeypatch.setattr(validation, "Local", lambda opening, workers: Inline(opening))
+    assert validate(out, replay=[], data_folder=tmp_path).exit_code == 0
+    assert hashed == [tmp_path / "table.csv"] * 2
+
+
+def test_a_worker_is_told_what_was_hashed(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "SETTLED_NS", -1)
+    path, out = study_file(tmp_path, WITH_DATA), tmp_path / "out"
+    (tmp_path / "table.csv").write_text("1,2\n")
+    seal = engine.seal(loading.load(str(path)), "small", out)
+    hashed = loading.hash_data(["table.csv"], tmp_path)
+    asked = canonical.dumps(Opening(out, seal, "", tmp_path, 1, hashed=hashed).message())
+    monkeypatch.setattr(canonical, "sha256_file", None)
+    assert open_session(canonical.parse(asked)).data("table.csv") == tmp_path / "table.csv"
+
+
+def test_a_change_that_keeps_size_and_time_is_seen_all_the_same(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "SETTLED_NS", -1)
     path, out, table = study_file(tmp_path, WITH_DATA), tmp_path / "out", tmp_path / "table.csv"
     table.write_text("1,2\n")
     seal = engine.seal(loading.load(str(path)), "small", out)
+    hashed = loading.hash_data(["table.csv"], tmp_path)
     before = table.stat()
     table.write_text("1,3\n")
     os.utime(table, ns=(before.st_atime_ns, before.st_mtime_ns))
-    session = Opening(out, seal, "", tmp_path, 1).session()
+    session = Opening(out, seal, "", tmp_path, 1, hashed=hashed).session()
     with pytest.raises(TamperingError, match="is not the data set"):
         session.data("table.csv")
 

@@ -28,7 +28,7 @@ def test_a_cell_is_measured_and_stopped(tmp_path: Path) -> None:
     assert forecast.measured.seconds > 2
     assert forecast.measured.memory > 1 << 20
     assert (outcome.measured, outcome.why) == (None, "it reads stage forecast")
-    text = "\n".join(planning.in_words(source, "small", [forecast, outcome]))
+    text = "\n".join(planning.in_words(source, "small", [forecast, outcome], ""))
     assert "small (small): 4 cells" in text
     assert "s to the first of 1,000 steps" in text
     assert "outcome: 3 cells (it reads stage forecast)" in text
@@ -71,11 +71,18 @@ def test_every_study_has_a_plan_at_paper_scale() -> None:
     assert updates["phase-diagram"] == 0
 
 
-def test_a_plan_names_updates_and_data(capsys: pytest.CaptureFixture[str]) -> None:
-    code, page, _ = invoke(capsys, "study", "plan", "matched-10k", "--scale", "paper", "--steps", "0")
+def test_a_gpu_has_a_number_with_a_source(capsys: pytest.CaptureFixture[str]) -> None:
+    code, page, _ = invoke(
+        capsys, "study", "plan", "matched-10k", "--scale", "paper", "--steps", "0", "--device", "rtx5090"
+    )
     assert code == 0
     assert "outcome: 8 cells, 80,000 updates" in page
+    assert "rtx5090: 8.46 hours" in page  # 100,000 updates at the paper's 0.3046 s
+    assert "the paper's RTX 5090: 1000 updates of GPT-2 124M in 304.6 s" in page
     assert "openwebtext/train.bin" in page
+    refused = invoke(capsys, "study", "plan", "matched-10k", "--steps", "0", "--device", "abacus")
+    assert refused[0] == 2
+    assert "known: rtx5090" in refused[2]
 
 
 def test_days_on_a_cpu_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:

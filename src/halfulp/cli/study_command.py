@@ -78,13 +78,14 @@ def show(
 def plan(
     study: str = STUDY,
     scale: str = SCALE,
+    device: str = typer.Option("", help="A GPU of the table, for its hours; here they are measured."),
     steps: int = typer.Option(2, min=0, help="Steps of a cell that are timed; 0 measures nothing."),
     seconds: float = typer.Option(900.0, min=1.0, help="The most that a cell is given for its steps."),
 ) -> None:
     """Say what a study would take: cells, updates, bytes, and hours measured from a few updates."""
     source, scale, _ = loaded(study, scale, None)
     plans = planning.planned(source, scale, steps=steps, seconds=seconds)
-    for line in planning.in_words(source, scale, plans):
+    for line in planning.in_words(source, scale, plans, device):
         typer.echo(plain(line))
 
 

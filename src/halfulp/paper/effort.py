@@ -17,6 +17,9 @@ from halfulp.paper.models.decoder import Decoder, DecoderConfig, inventory
 
 Json = Any
 
+RTX_5090 = 304.6
+"""Seconds that the paper prints for 1000 updates of GPT-2 124M, nearest write-back (tab:gpt2-pareto)."""
+
 
 @dataclass(frozen=True)
 class Effort:

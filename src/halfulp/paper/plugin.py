@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from halfulp.paper.effort import Effort
 
+PEAK_5090 = 104.8
+"""Float32 TFLOPS of an RTX 5090, as the vendor's data sheet has it; the others' are from theirs."""
+
 STUDIES = {
     name: f"halfulp.paper.studies.{name.replace('-', '_')}"
     for name in (
@@ -54,6 +57,27 @@ def effort(config: Mapping[str, Any]) -> Effort:
     from halfulp.paper.effort import effort as of
 
     return of(config)
+
+
+def gpus() -> dict[str, tuple[float, str]]:
+    """Return operations a second by GPU, and where the number comes from."""
+    from halfulp.paper.arms.family import PAPER_GPT2, at
+    from halfulp.paper.effort import RTX_5090
+    from halfulp.paper.effort import effort as of
+
+    thousand = of(at(PAPER_GPT2, updates=1000, warmup=100, eval_every=1000).to_json())
+    measured, peaks = thousand.operations / RTX_5090, {
+        "rtx4090": 82.6, "l40s": 91.6, "h100": 66.9, "a100": 19.5, "v100": 15.7, "t4": 8.1,
+    }  # fmt: skip
+    scaled = {
+        name: (
+            measured * peak / PEAK_5090,
+            f"scaled from the RTX 5090 by float32 peaks, {peak:g} to {PEAK_5090:g} TFLOPS",
+        )
+        for name, peak in peaks.items()
+    }
+    said = f"the paper's RTX 5090: 1000 updates of GPT-2 124M in {RTX_5090:g} s (tab:gpt2-pareto)"
+    return {"rtx5090": (measured, said), **scaled}
 
 
 def register(app: typer.Typer) -> None:

@@ -207,6 +207,7 @@ def _run_stages(study: OpenStudy, executor: str, workers: int | None, progress: 
     opening = Opening(
         study.store.folder, study.ledger.seal, study.binding.code, study.source.folder,
         study.protocol.threads, logs=study.store.work / "logs", on_gpu=study.protocol.on_gpu,
+        hashed=study.hashed,
     )  # fmt: skip
     running: Executor | None = None
     files.remove(study.store.stop_file)

@@ -14,13 +14,14 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from halfulp import canonical, files
 from halfulp.errors import HalfulpError, UsageError
+from halfulp.study.protocol import Json
 from halfulp.study.worker import Message, Session, limit_threads, open_session, refusal
 
 LAST_LINES = 5
@@ -39,6 +40,8 @@ class Opening:
     logs: Path | None = None
     on_gpu: bool = False
     """True if cells name a GPU as their device."""
+    hashed: Mapping[str, Json] = field(default_factory=dict)
+    """The data sets as this process hashed them, so that workers need not; see `loading.hash_data`."""
 
     @functools.cached_property
     def gpus(self) -> int:
@@ -47,14 +50,14 @@ class Opening:
 
     def session(self) -> Session:
         """Open a session in this process."""
-        return Session(self.out, self.seal, self.code, self.folder, replay=self.replay)
+        return Session(self.out, self.seal, self.code, self.folder, hashed=self.hashed, replay=self.replay)
 
     def message(self) -> Message:
         """Return this opening as a message for another process."""
         folder = str(self.folder.resolve()) if self.folder else ""
         return {
             "do": "open", "out": str(self.out.resolve()), "seal": self.seal, "code": self.code,
-            "folder": folder, "replay": self.replay,
+            "folder": folder, "hashed": dict(self.hashed), "replay": self.replay,
         }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ PACKAGE = Path(__file__).parent.parent
 ROOT = "halfulp"
 ENGINE = tuple(f"halfulp.study.{name}" for name in ("declaration", "evidence", "gates", "protocol", "worker"))
 LOOKS = {"drawing", "panels", "report"}
+SETTLED_NS = 2_000_000_000
+"""How long a file must have been left alone for its times to tell of every later change (FAT: 2 s)."""
 """Modules and packages, wherever they are, that show numbers: no number depends on them."""
 LIBRARIES = ("torch", "numpy", "numba")
 
@@ -375,27 +378,47 @@ def locate(name: str, folder: Path | None) -> Path:
     return path
 
 
-def hash_data(names: Iterable[str], folder: Path | None) -> dict[str, dict[str, Json]]:
-    """Return size and digest of data sets.
+def hash_data(
+    names: Iterable[str], folder: Path | None, hashed: Mapping[str, Json] | None = None
+) -> dict[str, dict[str, Json]]:
+    """Return size, digest and mark of data sets.
+
+    The mark is what the file system says of the file that was hashed. A process that finds the same mark has
+    the same file in front of it and need not read all of it again. There is none of a file that changed
+    while it was read, or so shortly before that its times might not show a further change.
 
     Args:
         names: The names of the data sets.
         folder: The folder of the study file.
+        hashed: What another process of this run was told by this function.
 
     Raises:
         UsageError: If a data set is not here or cannot be read.
         TamperingError: If a file is not the data set that its name stands for.
     """
-    identities: dict[str, dict[str, Json]] = {}
-    for name in names:
-        path = locate(name, folder)
-        try:
-            identities[name] = {"bytes": path.stat().st_size, "sha256": canonical.sha256_file(path)}
-        except OSError as error:
-            raise UsageError(f"The data file {path} cannot be read: {error.strerror}.") from None
-        if name in data.DATASETS:
-            data.verify(data.dataset(name), path, identities[name]["sha256"])
-    return identities
+    return {name: _hash_one(name, locate(name, folder), (hashed or {}).get(name)) for name in names}
+
+
+def _hash_one(name: str, path: Path, known: Mapping[str, Json] | None) -> dict[str, Json]:
+    try:
+        before, changed = _mark(path)
+        if known and known["mark"] == before:
+            return dict(known)
+        settled = time.time_ns() - changed > SETTLED_NS
+        size, digest = path.stat().st_size, canonical.sha256_file(path)
+        mark = before if settled and before == _mark(path)[0] else ""
+    except OSError as error:
+        raise UsageError(f"The data file {path} cannot be read: {error.strerror}.") from None
+    if name in data.DATASETS:
+        data.verify(data.dataset(name), path, digest)
+    return {"bytes": size, "sha256": digest, "mark": mark}
+
+
+def _mark(path: Path) -> tuple[str, int]:
+    """Return what tells a file from any other, and from itself once it changes; and when it last did."""
+    found = path.stat()
+    times = found.st_mtime_ns, found.st_ctime_ns  # the second cannot be set by hand
+    return f"{path.resolve()} {found.st_ino} {found.st_size} {times[0]} {times[1]}", max(times)
 
 
 def git_state(path: Path) -> dict[str, Json] | None:

@@ -2,8 +2,9 @@
 
 Hours on this machine are measured: the first cell of every stage that can run by itself is started in a
 process of its own, for a few of the steps that it reports (`Running.progress`), and stopped. A cell that
-reads an earlier stage cannot be started this way; it is assumed to be as fast as those that were. Nothing is
-sealed or kept.
+reads an earlier stage cannot be started this way; it is assumed to be as fast as those that were. Hours on a
+GPU that is not here come from a table, and the plan says where each number comes from. Nothing is sealed or
+kept.
 
 A data set that is not here is replaced by a file of the same kind with small numbers, which takes as long.
 """
@@ -113,9 +114,22 @@ def _effort(config: Config) -> tuple[int, float, int]:
     return 0, 0.0, 0
 
 
-def in_words(source: loading.Source, scale: str, plans: list[StagePlan]) -> Iterator[str]:
+def table() -> dict[str, tuple[float, str]]:
+    """Return the operations per second of GPUs by name, and where each number comes from."""
+    found: dict[str, tuple[float, str]] = {}
+    for plugin in plugins.installed():
+        found |= plugin.gpus() if hasattr(plugin, "gpus") else {}
+    return found
+
+
+def in_words(source: loading.Source, scale: str, plans: list[StagePlan], device: str) -> Iterator[str]:
     """Yield a plan in words, line by line."""
     protocol = Protocol.of(source.study, scale)
+    known = table()
+    if device and device not in known:
+        raise UsageError(
+            f"There is no GPU {device[:40]!a} in the table; known: {', '.join(known) or 'none'}."
+        )
     yield f"{protocol.study} ({protocol.scale}): {count(sum(len(p.stage.cells) for p in plans), 'cell')}"
     pace = _pace(plans)
     hours = 0.0
@@ -135,6 +149,11 @@ def in_words(source: loading.Source, scale: str, plans: list[StagePlan]) -> Iter
     if any(plan.measured for plan in plans):
         alone = f"here: {_span(hours * 3600)} one cell after the other"
         yield f"{alone}; {count(workers, 'worker')} share the machine"
+    operations = sum(plan.operations for plan in plans)
+    if operations and device:
+        rate, where = known[device]
+        yield f"{device}: {_span(operations / rate)} ({operations:.2g} operations at {rate:.2g} a second)"
+        yield f"  where the number comes from: {where}"
     checkpoint = max(plan.checkpoint for plan in plans)
     if checkpoint:
         yield f"disk: {2 * checkpoint * workers / 1e9:.2g} GB while it runs, for checkpoints"

@@ -51,6 +51,8 @@ class OpenStudy:
     sealed: dict[str, Json]
     protocol: Protocol
     binding: Binding
+    hashed: Mapping[str, Json]
+    """The data sets, as `loading.hash_data` hashed them when the study was opened."""
     attempts: dict[tuple[str, str], int] = field(default_factory=dict)  # of this run
 
 
@@ -64,12 +66,13 @@ def open_or_seal(
     if not events.events:
         return _seal(source, store, protocol, events, given)
     sealed = store.read_seal(events.seal)
-    now = make(source, protocol, sealed.get("evidence", {}), whole="noted" not in sealed)
+    hashed = loading.hash_data(protocol.data, source.folder)
+    now = make(source, protocol, sealed.get("evidence", {}), hashed, whole="noted" not in sealed)
     changed = _refuse_changes(out, sealed, store.read_protocol(sealed), now, protocol)
     for name, used in _gather(protocol.evidence, given)[0].items() if given else ():
         if used != sealed["evidence"][name]:
             raise TamperingError(f"{given[name]} is not the evidence {name} that {out} was sealed with.")
-    study = OpenStudy(source, store, events, sealed, protocol, Binding.of(protocol, sealed))
+    study = OpenStudy(source, store, events, sealed, protocol, Binding.of(protocol, sealed), hashed)
     if changed and events.closed is None:
         _deviate(study, changed, loading.code_digest(now), deviation)
     _check_files(study)
@@ -80,7 +83,8 @@ def _seal(
     source: Source, store: Store, protocol: Protocol, events: Ledger, given: Mapping[str, Path]
 ) -> OpenStudy:
     evidence, copies = _gather(protocol.evidence, given)
-    now = make(source, protocol, evidence)
+    hashed = loading.hash_data(protocol.data, source.folder)
+    now = make(source, protocol, evidence, hashed)
     content = canonical.dumps(now)
     contents = {f"evidence/{name}": copy for name, copy in copies.items()}
     contents |= {} if source.content is None else {store.study_file.name: source.content}
@@ -89,7 +93,7 @@ def _seal(
     files.put_all([(store.folder / name, contents[name]) for name in contents], store.work)
     events.append({"event": "sealed", "seal": canonical.sha256(content)})
     files.remove(store.plan_file)
-    return OpenStudy(source, store, events, now, protocol, Binding.of(protocol, now))
+    return OpenStudy(source, store, events, now, protocol, Binding.of(protocol, now), hashed)
 
 
 def _deviate(study: OpenStudy, changed: dict[str, list[str]], code: str, reason: str) -> None:
@@ -156,14 +160,15 @@ def _gather(
 
 
 def make(
-    source: Source, protocol: Protocol, evidence: Mapping[str, Json], *, whole: bool = False
-) -> dict[str, Json]:
+    source: Source, protocol: Protocol, evidence: Mapping[str, Json], hashed: Mapping[str, Json], *,
+    whole: bool = False,
+) -> dict[str, Json]:  # fmt: skip
     """Make the content of seal.json for a study as it is now; `whole`: as the first release wrote it."""
     behind = None if whole else loading.code(source)
     return {
         "format": FORMAT, "study": protocol.study, "scale": protocol.scale, "protocol": protocol.digest,
         "code": loading.whole_code(source) if behind is None else behind,
-        "data": loading.hash_data(protocol.data, source.folder),
+        "data": {name: {"bytes": one["bytes"], "sha256": one["sha256"]} for name, one in hashed.items()},
         "environment": loading.environment(),
         "git": {
             "package": loading.git_state(loading.PACKAGE),

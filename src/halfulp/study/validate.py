@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import base64
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfulp import canonical
-from halfulp.errors import CorruptionError, TamperingError
+from halfulp.errors import CorruptionError, HalfulpError, TamperingError
 from halfulp.study import gates, loading
 from halfulp.study.declaration import Protocol, changes
 from halfulp.study.evidence import Opened, open_study
@@ -337,8 +338,12 @@ def _replay(
 ) -> None:
     """Run cells again (all, if none is named); differences become problems of the page."""
     protocol, events, records = opened.protocol, opened.events, opened.by_cell
+    hashed: Mapping[str, Json] = {}
+    with suppress(HalfulpError):  # the cells that need the data say what is wrong with it
+        hashed = loading.hash_data(protocol.data, folder)
     opening = Opening(
         opened.store.folder, events.seal, "", folder, protocol.threads, replay=True, on_gpu=protocol.on_gpu,
+        hashed=hashed,
     )  # fmt: skip
     chosen = [protocol.cell(name) for name in names] or list(records)
     by_hand = [key for key in chosen if key in events.recovered]

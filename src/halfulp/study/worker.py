@@ -6,7 +6,7 @@ So neither a coordinator nor a job typed by hand can start an outcome before the
 
 A worker process (``python -m halfulp.study.worker``) takes cells and returns answers as JSON lines in pipes::
 
-    -> {"do":"open","out":...,"seal":...,"code":...,"folder":...,"replay":...}
+    -> {"do":"open","out":...,"seal":...,"code":...,"folder":...,"hashed":...,"replay":...}
     <- {"answer":"ready","process":{...}}     or {"answer":"refused","error":...}
     -> {"do":"run","stage":...,"cell":...,"seals":{...}}
     <- {"answer":"progress",...} ...
@@ -52,7 +52,10 @@ class Stopped(BaseException):
 class Session:
     """The cells of one sealed study, in this process."""
 
-    def __init__(self, out: Path, seal: str, code: str, folder: Path | None, *, replay: bool = False) -> None:
+    def __init__(
+        self, out: Path, seal: str, code: str, folder: Path | None, *,
+        hashed: Mapping[str, Json] | None = None, replay: bool = False,
+    ) -> None:  # fmt: skip
         self.store = Store(out)
         self.seal = seal
         self.sealed = self.store.read_seal(seal)
@@ -67,6 +70,7 @@ class Session:
                 )
         self.study = source.study
         self.folder = folder
+        self.hashed = hashed or {}  # by the process that started this one; see `loading.hash_data`
         self.replay = replay
         self.tell: Callable[[Message], None] = lambda message: None
         self.data = cache(self._find_data)  # each is checked once per process
@@ -164,7 +168,8 @@ class Session:
         if name not in self.protocol.data:
             raise UsageError(f"The study declares no data set {name[:120]!a}.")
         path = loading.locate(name, self.folder)
-        if loading.hash_data([name], self.folder)[name] != self.sealed["data"][name]:
+        found = loading.hash_data([name], self.folder, self.hashed)[name]
+        if any(found[key] != value for key, value in self.sealed["data"][name].items()):
             raise TamperingError(f"{path} is not the data set {name} that was sealed: its SHA-256 differs.")
         return path
 
@@ -248,8 +253,9 @@ def open_session(request: Message) -> Session:
     """Open the session that another process asks for."""
     folder = Path(request["folder"]) if request["folder"] else None
     session = Session(
-        Path(request["out"]), request["seal"], request["code"], folder, replay=request["replay"]
-    )
+        Path(request["out"]), request["seal"], request["code"], folder,
+        hashed=request["hashed"], replay=request["replay"],
+    )  # fmt: skip
     limit_threads(session.protocol.threads)
     settle_gpus()
     return session
