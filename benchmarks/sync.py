@@ -90,8 +90,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     kinds: dict[str, dict[str, Any]] = {
-        "bf16, two bytes kept": {},
-        "bf16, one byte kept": {"bound": 8 * LR},
+        "bf16": {},
         "fp8 blocks": {"grid": BlockFp8()},
         "fp8 blocks, scales powers of two": {"grid": BlockFp8(power_of_two=True)},
     }

@@ -97,7 +97,7 @@ def test_fifty_chained_changes_with_one_left_out_and_one_out_of_order() -> None:
     steps = iter(training(50))
     model = next(steps)
     names = {n: f"model.{n}" for n, _ in model.named_parameters()}
-    sync = hu.Sync(model, bound=8 * 1e-5)
+    sync = hu.Sync(model)
     runtime, loaders = Runtime(model), [Loader(model, rank) for rank in range(RANKS)]
 
     def write(change: Change) -> None:

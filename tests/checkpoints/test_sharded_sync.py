@@ -15,10 +15,10 @@ from sync_ranks import STEPS, WORLD
 
 import halfulp as hu
 from halfulp.checkpoints import BlockFp8, Change, join, join_positions
-from halfulp.checkpoints.boxes import Box
+from halfulp.checkpoints.sync.shards import Box
 
 CASES: dict[str, dict[str, Any]] = {
-    "fsdp": {}, "hsdp": {}, "one byte": {}, "columns": {}, "both": {}, "replicated": {},
+    "fsdp": {}, "hsdp": {}, "rows": {}, "columns": {}, "both": {}, "replicated": {},
     "codes": {"grid": "e5m2"}, "blocks": {"grid": BlockFp8(block=5)},
 }  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_what_is_not_one_change_of_every_rank_is_refused(folder: Path) -> None:
         with pytest.raises(hu.UsageError, match=said):
             join(wrong)
     with pytest.raises(hu.UsageError, match="not the positions of one sync"):
-        join_positions([first[0].target or "", second[0].target or ""])
+        join_positions([first[0].target, second[0].target])
     whole = ranks[0]["whole"]
     copied = {n: x.clone() for n, x in whole[0].items()}
     receiver = hu.Receiver(copied, position=join_positions([r["began"] for r in ranks]))

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.checkpoints import Change, receiving, snapshots
-from halfulp.checkpoints.sync import SCALES
+from halfulp.checkpoints import Change
+from halfulp.checkpoints.sync import places, receiving
+from halfulp.checkpoints.sync.tracker import COMPARED, SCALES
 from halfulp.errors import TamperingError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]
@@ -71,13 +72,20 @@ def test_every_form_is_taken_where_it_is_smallest() -> None:
     assert forms == {"gaps": 3, "mask": 525, "all": 2000}
 
 
-def test_a_device_gives_the_same_as_the_compiled_loop() -> None:
-    g = torch.Generator().manual_seed(0)
-    old, new = (torch.randint(0, 3, (1001,), dtype=torch.int16, generator=g) for _ in range(2))
-    mask, changed = snapshots.WholeBits(old).differing(new)
-    other, count = snapshots.packed_there(old != new)
-    assert 0 < changed == count
-    assert (mask == other).all()
+def test_changes_are_found_across_the_chunks_of_a_comparison() -> None:
+    x = {"w": torch.zeros(2 * COMPARED + 5, dtype=torch.uint8)}
+    sync = hu.Sync(x)
+    at = [0, COMPARED - 1, COMPARED, 2 * COMPARED, 2 * COMPARED + 4]
+    x["w"][at] = 1
+    assert sync.take().parts["w"].indices.tolist() == at
+
+
+def test_a_bound_is_ignored_with_a_warning() -> None:
+    x = {"w": torch.zeros(4).bfloat16()}
+    with pytest.warns(DeprecationWarning, match="keeps every bit"):
+        sync = hu.Sync(x, bound=1e-9)
+    x["w"][1] = 2**-11  # far beyond the bound
+    assert sync.take().changed == 1
 
 
 @pytest.mark.parametrize("grid", ["e4m3@128", "nvfp4", "mxfp8_e4m3", "bf16"])
@@ -273,19 +281,6 @@ def test_an_apply_that_fails_half_way_changes_nothing(
     assert len(calls) == 2 * (at + 1)
 
 
-def test_changes_that_an_older_version_saved(caplog: pytest.LogCaptureFixture) -> None:
-    """They can be read and applied; a receiver cannot tell where they belong, and says so."""
-    x, _, (change,), began = chain(1)
-    old = Change.from_bytes(replace(change, base=None, target=None, checksums={}).to_bytes())
-    assert (old.target, old.checksums) == (None, {})
-    copied = zeros()
-    with pytest.raises(hu.UsageError, match="saved without positions, by an older halfulp"):
-        hu.Receiver(copied, position=began).apply(old)
-    old.apply(copied, verify=True)
-    assert "of the tensors that it does not change, nothing is verified" in caplog.text
-    assert all(torch.equal(copied[n], v) for n, v in x.items())
-
-
 def test_positions_that_lie_are_refused() -> None:
     _, sync, (change,), _ = chain(1)
     for wrong in (
@@ -293,6 +288,7 @@ def test_positions_that_lie_are_refused() -> None:
         replace(change, base=None),
         replace(change, target="1:" + "0" * 64),
         replace(change, target="x"),
+        replace(change, target=None),
         replace(change, checksums={"w0": -1}),
         replace(sync.full(), base=change.base),
     ):
@@ -396,21 +392,15 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TamperingError):
         Change.from_bytes(bytes(content))
     gaps = change.parts["a"]
-    part = replace(gaps, form="indices", where=gaps.indices.int())
-    assert torch.equal(
-        Change.from_bytes(replace(change, parts={"a": part}).to_bytes()).parts["a"].mask, gaps.mask
-    )
     for wrong, said in (
-        (replace(part, where=part.where.flip(0).contiguous()), "not in order"),
-        (replace(part, where=part.where + 98), "outside"),
-        (replace(part, where=part.where[:2].clone()), "other indices"),
         (replace(gaps, where=gaps.where[:2].clone()), "gaps that are not 3 places"),
         (replace(gaps, where=gaps.where | 128), "gaps that are not 3 places"),
         (replace(gaps, where=gaps.where + 98), "outside"),
-        (replace(part, form="all"), "3 of 100"),
-        (replace(part, form="mask"), "another size"),
-        (replace(part, form="mask", where=torch.zeros(13, dtype=torch.uint8)), "0 places"),
-        (replace(part, bits=part.bits.long()), "for the bits"),
+        (replace(gaps, form="indices", where=gaps.indices), "gaps, mask or all"),
+        (replace(gaps, form="all"), "3 of 100"),
+        (replace(gaps, form="mask"), "another size"),
+        (replace(gaps, form="mask", where=torch.zeros(13, dtype=torch.uint8)), "0 places"),
+        (replace(gaps, bits=gaps.bits.long()), "for the bits"),
     ):
         with pytest.raises(hu.CorruptionError, match=said):
             Change.from_bytes(replace(change, parts={"a": wrong}).to_bytes())
@@ -419,3 +409,27 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(hu.CorruptionError, match="not a change"):
         Change.load(tmp_path / "x.safetensors")
+
+
+# ---- places -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 1000, 2**21])
+@pytest.mark.parametrize("share", [0.0, 1e-3, 0.05, 0.3, 1.0])
+def test_places_survive_every_form(numel: int, share: float) -> None:
+    at = np.flatnonzero(np.random.default_rng(0).random(numel) < share)
+    form, where = places.smallest(at, numel)
+    assert places.why_unfit(form, where, numel, at.size) is None
+    assert places.from_gaps(places.to_gaps(at)).tolist() == at.tolist()  # type: ignore[union-attr]
+    assert places.decoded(form, where, numel).tolist() == at.tolist()
+    assert where.nbytes <= min((numel + 7) // 8, 4 * at.size) or (at.size, numel) == (0, 1)
+
+
+def test_wide_gaps() -> None:
+    at = np.array([0, 127, 128, 255, 2**14, 2**21 + 2**14, 2**31, 2**40, 2**57])
+    assert places.from_gaps(places.to_gaps(at)).tolist() == at.tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("coded", [[128], [0, 255], [128] * 9 + [1], [255] * 8 + [127] + [0], [255] * 10])
+def test_bytes_that_are_no_gaps(coded: list[int]) -> None:
+    assert places.from_gaps(np.array(coded, dtype=np.uint8)) is None

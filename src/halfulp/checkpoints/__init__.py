@@ -5,16 +5,16 @@ training, and :func:`sweep` does so for several learning rates; :func:`diff` com
 :class:`Sync` compares a trainer's current values with those of the last sync.
 """
 
-from halfulp.checkpoints.block_fp8 import BlockFp8
-from halfulp.checkpoints.changes import Change, Part, join, join_positions
 from halfulp.checkpoints.check_model import check
 from halfulp.checkpoints.check_result import Check
 from halfulp.checkpoints.comparing import Difference
 from halfulp.checkpoints.differences import Diff, diff
-from halfulp.checkpoints.patches import CheckpointWeightPatch, SparseWeightPatch
-from halfulp.checkpoints.receiving import Receiver
 from halfulp.checkpoints.sweep import Sweep, sweep
-from halfulp.checkpoints.sync import Sync
+from halfulp.checkpoints.sync.block_fp8 import BlockFp8
+from halfulp.checkpoints.sync.changes import Change, Part, join, join_positions
+from halfulp.checkpoints.sync.patches import CheckpointWeightPatch, SparseWeightPatch
+from halfulp.checkpoints.sync.receiving import Receiver
+from halfulp.checkpoints.sync.tracker import Sync
 
 __all__ = [
     "BlockFp8", "Change", "Check", "CheckpointWeightPatch", "Diff", "Difference", "Part", "Receiver",

@@ -1,4 +1,4 @@
-"""Loop over stored bits to count values and to find differences.
+"""Loop over stored bits to count values.
 
 These loops are separate from the kernels because they know only integers, and no grid.
 """
@@ -16,8 +16,6 @@ from halfulp.kernels import native
 Array = npt.NDArray[Any]
 LANES = 4
 """The number of tables that a loop counts into in turn, so that runs of equal values do not stall."""
-PIECE = 2**20
-"""The number of values compared at a time."""
 
 
 def occurrences(codes: Array, out: Array) -> None:
@@ -55,22 +53,3 @@ def classes(bits: Array, mantissa: int, first: Array, second: Array, out: Array)
     )
     at = (first.ctypes.data, second.ctypes.data, first.size, out.ctypes.data)
     count(bits.ctypes.data, bits.size, mantissa, *at)
-
-
-def differing(old: Array, new: Array, mask: Array) -> int:
-    """Set a bit of ``mask`` (lowest first) where two arrays of bits differ, and return their number."""
-    total = 0
-    for a in range(0, new.size, PIECE):
-        differ = old[a : a + PIECE] != new[a : a + PIECE]
-        mask[a // 8 : a // 8 + (differ.size + 7) // 8] = np.packbits(differ, bitorder="little")
-        total += int(np.count_nonzero(differ))
-    return total
-
-
-def places(mask: Array, base: int, out: Array) -> None:
-    """Return the positions of the bits that are set, in order."""
-    at = 0
-    for b in range(0, mask.size, PIECE // 8):
-        found = np.flatnonzero(np.unpackbits(mask[b : b + PIECE // 8], bitorder="little").view(np.bool_))
-        out[at : at + found.size] = found + (base + b * 8)
-        at += found.size

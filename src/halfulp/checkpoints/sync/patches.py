@@ -17,7 +17,7 @@ from halfulp.errors import UsageError
 from halfulp.text import shown
 
 if TYPE_CHECKING:
-    from halfulp.checkpoints.changes import Change, Part
+    from halfulp.checkpoints.sync.changes import Change, Part
 
 MOST_INT32 = 2**31
 Names = Mapping[str, str | tuple[str, int]]

@@ -22,9 +22,8 @@ from halfulp.errors import CorruptionError, UsageError
 from halfulp.text import shown
 
 if TYPE_CHECKING:
-    from halfulp.checkpoints.boxes import Box
-    from halfulp.checkpoints.changes import Change, Part
-    from halfulp.checkpoints.named_tensors import Held
+    from halfulp.checkpoints.sync.changes import Change, Part
+    from halfulp.checkpoints.sync.shards import Box, Model
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITION = re.compile(r"([1-9][0-9]{0,15}):[0-9a-f]{64}")
@@ -38,14 +37,13 @@ def position(number: int, before: str | None, checksums: Mapping[str, int]) -> s
     >>> position(1, None, {"w": 7})[:10]
     '1:966153aa'
     """
-    told = {"number": number, "before": before, "crc32": dict(checksums)}
-    return f"{number}:{canonical.digest(told)}"
+    return f"{number}:{canonical.digest({'number': number, 'before': before, 'crc32': dict(checksums)})}"
 
 
 def number_of(place: Any) -> int | None:
     """Return the number of the sync that a position names; None if it is not a position."""
-    found = _POSITION.fullmatch(place) if isinstance(place, str) else None
-    return None if found is None else int(found[1])
+    match = _POSITION.fullmatch(place) if isinstance(place, str) else None
+    return None if match is None else int(match[1])
 
 
 class Receiver:
@@ -71,7 +69,7 @@ class Receiver:
     (tensor([0., 0., 1., 0.]), True)
     """
 
-    def __init__(self, held: Held | Callable[[Change], object], position: str | None = None) -> None:
+    def __init__(self, held: Model | Callable[[Change], object], position: str | None = None) -> None:
         if position is not None and number_of(position) is None:
             raise UsageError(
                 f"position= is what Sync.position or Receiver.position gives, not {shown(str(position))!r}."
@@ -105,12 +103,6 @@ class Receiver:
         self.position = change.target
 
     def _check(self, change: Change) -> None:
-        if change.target is None:
-            raise UsageError(
-                f"the change to sync {change.number} was saved without positions, by an older halfulp: "
-                "nothing tells whether it comes next. Begin again with Sync.full(), or use "
-                "change.apply(copy)."
-            )
         here = number_of(self.position)
         if change.base is None or change.base == self.position:
             return
@@ -120,14 +112,14 @@ class Receiver:
                 f"{change.number}: apply Sync.full() first, or give Receiver(position=sync.position)."
             )
         if change.since > here:
-            said = f"what changed from sync {here} to {change.since} is missing: apply that first"
+            why = f"what changed from sync {here} to {change.since} is missing: apply that first"
         elif change.number <= here:
-            said = "it is stale, or was applied already: go on with the change that leads on from there"
+            why = "it is stale, or was applied already: go on with the change that leads on from there"
         else:
-            said = "it is of another Sync (another run, or one that began again)"
+            why = "it is of another Sync (another run, or one that began again)"
         raise UsageError(
             f"the change leads from sync {change.since} to {change.number}, but this copy is at sync {here}; "
-            f"{said}, or begin again with Sync.full(). Nothing was changed."
+            f"{why}, or begin again with Sync.full(). Nothing was changed."
         )
 
 
@@ -166,15 +158,12 @@ def check_result(change: Change, parts: Mapping[str, Part], there: Mapping[str, 
         if name in parts:
             bits = bits.clone()
             _put(bits, *_places(parts[name], bits))
-        if any(checksum(_piece(bits, box)) != crc for box, crc in sums):
+        pieces = ((bits if box is None else bits.reshape(box.shape)[box.slices], crc) for box, crc in sums)
+        if any(checksum(piece) != crc for piece, crc in pieces):
             raise CorruptionError(
                 f"{shown(name)!r} would not be what the trainer holds after sync {change.number}: this copy "
                 f"was not at sync {change.since}. Nothing was changed. Begin again with Sync.full()."
             )
-
-
-def _piece(bits: torch.Tensor, box: Box | None) -> torch.Tensor:
-    return bits if box is None else bits.reshape(box.shape)[box.slices]
 
 
 def write(parts: Mapping[str, Part], there: Mapping[str, torch.Tensor]) -> None:

@@ -16,24 +16,29 @@ scales of its blocks (``nvfp4``).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from halfulp.checkpoints import places
-from halfulp.checkpoints.block_fp8 import BlockFp8
-from halfulp.checkpoints.boxes import Box
-from halfulp.checkpoints.changes import Change, Part
-from halfulp.checkpoints.named_tensors import Held, pieces, tied_names
-from halfulp.checkpoints.receiving import as_bits, checksum, position
-from halfulp.checkpoints.snapshots import snapshot
+from halfulp import deprecation
+from halfulp.checkpoints.sync import places
+from halfulp.checkpoints.sync.block_fp8 import BlockFp8
+from halfulp.checkpoints.sync.changes import Change, Part
+from halfulp.checkpoints.sync.receiving import as_bits, checksum, position
+from halfulp.checkpoints.sync.shards import Box, Model, is_sharded, owned, tied_names
 from halfulp.errors import UsageError
 from halfulp.numbers.grids import Grid
 from halfulp.numbers.grids import grid as named_grid
 from halfulp.text import shown
 
+Array = npt.NDArray[Any]
 SCALES = ".scales"
 """The suffix that names a tensor's scales, for grids that have them."""
+COMPARED = 2**20
+"""Values that are compared at a time, so that memory does not grow with a tensor."""
 
 
 class Sync:
@@ -47,12 +52,10 @@ class Sync:
         grid: The format that the other side stores. None: the tensors as they are. A grid: float tensors of
             two or more dimensions as codes of the grid (the scales of its blocks separately).
             :class:`~halfulp.checkpoints.BlockFp8`: fp8 with scales of 128 x 128 blocks.
-        bound: A promise that between two syncs every weight moves by less than this plus a quarter of itself.
-            Then one byte of each bf16 value is kept instead of two, and every change is still found. For
-            AdamW, use 8 * lr * steps between two syncs.
+        bound: Ignored: every bit of the last sync is kept.
 
     Raises:
-        UsageError: If there is nothing to follow, or ``grid`` or ``bound`` is invalid.
+        UsageError: If there is nothing to follow, or ``grid`` is invalid.
 
     >>> weights = {"w": torch.ones(4, dtype=torch.bfloat16)}
     >>> sync = Sync(weights)
@@ -66,31 +69,32 @@ class Sync:
 
     def __init__(
         self,
-        held: Held,
+        held: Model,
         grid: str | Grid | torch.dtype | BlockFp8 | None = None,
         *,
         bound: float | None = None,
     ) -> None:
+        if bound is not None:
+            deprecation.warn("Sync(bound=...)", "Sync(...), which keeps every bit")
         self.held = held
         self.grid = grid if grid is None or isinstance(grid, BlockFp8) else named_grid(grid)
         if isinstance(self.grid, Grid) and self.grid.bits > 16:
             raise UsageError(f"grid {self.grid.name} has {self.grid.bits} bits; codes have at most 16.")
-        if bound is not None and not (math.isfinite(bound) and bound > 0):
-            raise UsageError(f"bound= is how far a weight may move, a positive number, not {bound}.")
         self.number = 1
         """The number of syncs so far; the first is the initial state of the model."""
-        now, boxes = self._stored()
-        if not now and not boxes and not pieces(held)[1] and not _distributed(held):
+        now, _ = self._stored()
+        values = held.parameters() if isinstance(held, torch.nn.Module) else held.values()
+        if not now and not any(is_sharded(x) for x in values):
             raise UsageError("nothing to follow: there is no tensor with values.")
-        self._last = {name: snapshot(x, bound) for name, x in now.items()}
-        self._checksums = {name: checksum(as_bits(x)) for name, x in now.items()}
+        self._last = {name: as_bits(x).clone() for name, x in now.items()}
+        self._checksums = {name: checksum(bits) for name, bits in self._last.items()}
         self.position = position(1, None, self._checksums)
         """The position of the last sync, to pass to the :class:`~halfulp.Receiver` of a copy made then."""
 
     @property
     def kept_bytes(self) -> int:
         """The number of bytes kept of the last sync."""
-        return sum(last.kept_bytes for last in self._last.values())
+        return sum(bits.nbytes for bits in self._last.values())
 
     def stored(self) -> dict[str, torch.Tensor]:
         """Return the current stored tensors, or their codes and scales on the grid, by name."""
@@ -98,13 +102,13 @@ class Sync:
 
     def _stored(self) -> tuple[dict[str, torch.Tensor], dict[str, Box]]:
         """Return the current stored tensors, and the boxes of those that are shards."""
-        held, boxes = pieces(self.held)
+        held, boxes = owned(self.held)
         if self.grid is None:
             return held, boxes
-        found: dict[str, torch.Tensor] = {}
+        stored: dict[str, torch.Tensor] = {}
         for name, x in held.items():
             codes, scales, box = self._coded(name, x, boxes.get(name))
-            found[name] = codes
+            stored[name] = codes
             if scales is None:
                 continue
             other = self._scales_name(name)
@@ -113,10 +117,10 @@ class Sync:
                     f"{shown(other)!r} is a tensor of its own, and what the scales of {shown(name)!r} are "
                     "called: give it another name."
                 )
-            found[other] = scales
+            stored[other] = scales
             if box is not None:
                 boxes[other] = box
-        return found, boxes
+        return stored, boxes
 
     def _coded(
         self, name: str, x: torch.Tensor, box: Box | None
@@ -151,19 +155,19 @@ class Sync:
     def _now(self) -> tuple[dict[str, torch.Tensor], dict[str, Box]]:
         """Return the current stored tensors; refuse other names than those of the last sync."""
         now, boxes = self._stored()
-        told = [f"{shown(n)!r} is new" for n in now if n not in self._last]
-        told += [f"{shown(n)!r} is missing" for n in self._last if n not in now]
-        if told:
+        changes = [f"{shown(n)!r} is new" for n in now if n not in self._last]
+        changes += [f"{shown(n)!r} is missing" for n in self._last if n not in now]
+        if changes:
             raise UsageError(
-                f"the tensors are not those of the last sync: {', '.join(told[:5])} ({len(told)} in all). "
-                "Begin again with another Sync."
+                f"the tensors are not those of the last sync: {', '.join(changes[:5])} ({len(changes)} in "
+                "all). Begin again with another Sync."
             )
         return now, boxes
 
     def density(self) -> float:
         """Return the share of stored values that differ from the last sync, without making a new sync."""
         now, _ = self._now()
-        changed = sum(self._last[n].differing(as_bits(x))[1] for n, x in now.items())
+        changed = sum(len(at) for n, x in now.items() for at in _differing(self._last[n], as_bits(x)))
         return changed / max(1, sum(x.numel() for x in now.values()))
 
     def take(self) -> Change:
@@ -173,19 +177,16 @@ class Sync:
             UsageError: If the tensors are not those of the last sync.
         """
         parts: dict[str, Part] = {}
-        taken: dict[str, tuple[torch.Tensor, places.Array]] = {}
         sums: dict[str, int] = {}
         now, boxes = self._now()
         for name, x in now.items():
             bits = as_bits(x)
-            mask, changed = self._last[name].differing(bits)
-            if changed:
+            at = np.concatenate([*_differing(self._last[name], bits)])
+            if at.size:
                 sums[name] = checksum(bits)
-                at = places.of_mask(mask, changed)
                 parts[name] = _part(x, bits, at, boxes.get(name), sums[name])
-                taken[name] = bits, at
-        for name, (bits, at) in taken.items():  # not before all are compared, or some could be lost
-            self._last[name].take(bits, at)
+        for name in parts:  # not before all are compared, or some could be lost
+            self._last[name].copy_(as_bits(now[name]))
         before, self.number = self.position, self.number + 1
         self.position = position(self.number, before, sums)
         self._checksums |= sums
@@ -195,14 +196,13 @@ class Sync:
         """Return all values as of the last sync, for a new copy.
 
         Raises:
-            UsageError: If ``bound`` is in use and values have changed since the last sync, or if the tensors
-                are not those of the last sync.
+            UsageError: If the tensors are not those of the last sync.
         """
         now, boxes = self._now()
-        parts = {}
-        for name, x in now.items():
-            last = self._last[name].bits(as_bits(x))
-            parts[name] = _part(x, last, None, boxes.get(name), self._checksums[name])
+        parts = {
+            name: _part(x, self._last[name], None, boxes.get(name), self._checksums[name])
+            for name, x in now.items()
+        }
         return self._change(None, now, boxes, parts)
 
     def _change(
@@ -221,23 +221,24 @@ class Sync:
         return Change(since, self.number, numel, parts, tied, base, self.position, whole, sharded)
 
 
-def _distributed(held: Held) -> bool:
-    from halfulp.checkpoints.boxes import is_sharded
+def _differing(old: torch.Tensor, new: torch.Tensor) -> Iterator[Array]:
+    """Yield the positions at which the bits of a tensor differ, in order, chunk by chunk."""
+    if (new.dtype, new.numel()) != (old.dtype, old.numel()):
+        raise UsageError(
+            f"a tensor was {old.dtype} with {old.numel():,} values at the last sync and is {new.dtype} with "
+            f"{new.numel():,} now: begin again with another Sync."
+        )
+    for i, (a, b) in enumerate(zip(torch.split(old, COMPARED), torch.split(new, COMPARED), strict=True)):
+        yield (a != b).nonzero()[:, 0].cpu().numpy() + i * COMPARED
 
-    values = held.parameters() if isinstance(held, torch.nn.Module) else held.values()
-    return any(is_sharded(x) for x in values)
 
-
-def _part(x: torch.Tensor, bits: torch.Tensor, at: places.Array | None, box: Box | None, crc: int) -> Part:
+def _part(x: torch.Tensor, bits: torch.Tensor, at: Array | None, box: Box | None, crc: int) -> Part:
     """Return the values at these positions (None: all); those of a shard by positions in the whole."""
     values = bits if at is None else bits[torch.from_numpy(at).to(bits.device)]
     values = values.clone() if values.device.type == "cpu" else values.cpu()
-    if box is None and (at is None or at.size == bits.numel()):
+    if at is None and box is None:
         return Part(x.dtype, tuple(x.shape), "all", torch.empty(0, dtype=torch.uint8), values, crc)
-    if box is None:
-        assert at is not None
-        form, where = places.smallest(at, bits.numel())
-        return Part(x.dtype, tuple(x.shape), form, torch.from_numpy(where), values, crc)
-    inside = np.arange(bits.numel()) if at is None else at
-    form, where = places.smallest(box.flat(inside), math.prod(box.shape))
-    return Part(x.dtype, box.shape, form, torch.from_numpy(where), values, None)
+    at = np.arange(bits.numel()) if at is None else at
+    shape = tuple(x.shape) if box is None else box.shape
+    form, where = places.smallest(at if box is None else box.flat(at), math.prod(shape))
+    return Part(x.dtype, shape, form, torch.from_numpy(where), values, crc if box is None else None)

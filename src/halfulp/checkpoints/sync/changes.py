@@ -8,10 +8,10 @@ of all ranks.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,10 @@ import numpy as np
 import torch
 
 from halfulp import canonical, files, tensors
-from halfulp.checkpoints import boxes, patches, places, receiving
-from halfulp.checkpoints.boxes import Box
-from halfulp.checkpoints.named_tensors import Held, named
-from halfulp.checkpoints.places import Form
-from halfulp.checkpoints.receiving import BITS, number_of
+from halfulp.checkpoints.sync import patches, places, receiving
+from halfulp.checkpoints.sync.places import Form
+from halfulp.checkpoints.sync.receiving import BITS, number_of
+from halfulp.checkpoints.sync.shards import Box, Model, tiled, whole_tensors
 from halfulp.documents import Fields, parsed
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.text import shown
@@ -40,21 +39,19 @@ class Part:
     Args:
         dtype: The type of the tensor.
         shape: The shape of the whole tensor.
-        form: The encoding of the positions: ``indices``, ``gaps``, ``mask`` or ``all``.
-        where: The encoded positions; prefer :attr:`indices` and :attr:`mask`.
+        form: The encoding of the positions: ``gaps``, ``mask`` or ``all``.
+        where: Gaps, or the bytes of a mask (lowest bit first); prefer :attr:`indices` and :attr:`mask`.
         bits: The new values at these positions, in order, as integers of their size; see :attr:`values`.
-        crc32: The checksum of the whole tensor's bytes after the change; None if the tensor is sharded.
+        crc32: The checksum of the whole tensor's bytes after the change; None if the tensor is sharded
+            (see ``Change.boxes``).
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     form: Form
     where: torch.Tensor
-    """Gaps, the bytes of a mask (lowest bit first), or indices (int32 or int64), depending on ``form``."""
     bits: torch.Tensor
-    """The new values at these positions, in order, as integers of their size."""
     crc32: int | None
-    """The checksum of the whole tensor after the change; None if it is sharded, see ``Change.boxes``."""
 
     @property
     def numel(self) -> int:
@@ -79,15 +76,7 @@ class Part:
     @property
     def indices(self) -> torch.Tensor:
         """The flat indices of the changed values, in order."""
-        if self.form == "indices":
-            return self.where.long()
-        if self.form == "all":
-            return torch.arange(self.numel, device="cpu")
-        if self.form == "mask":
-            return torch.from_numpy(places.of_mask(self.where.numpy(), self.changed))
-        at = places.from_gaps(self.where.numpy())
-        assert at is not None
-        return torch.from_numpy(at)
+        return torch.from_numpy(places.decoded(self.form, self.where.numpy(), self.numel))
 
     @property
     def mask(self) -> torch.Tensor:
@@ -110,14 +99,13 @@ class Change:
     numel: int
     """The number of values in all tensors."""
     parts: dict[str, Part]
-    tied: dict[str, list[str]] = field(default_factory=dict)
+    tied: dict[str, list[str]]
     """Other names of the tensors in the change, because a copy may hold tied weights separately."""
-    base: str | None = None
-    """The position that the change applies to. None for a full change, which applies to any, and for files
-    that were saved before there were positions."""
-    target: str | None = None
-    """The position that the change leads to; None for files saved before there were positions."""
-    checksums: dict[str, int] = field(default_factory=dict)
+    base: str | None
+    """The position that the change applies to; None for a full change, which applies to any."""
+    target: str
+    """The position that the change leads to."""
+    checksums: dict[str, int]
     """The CRC-32 of every whole tensor after the change, including those that did not change."""
     boxes: dict[str, list[tuple[Box, int]]] = field(default_factory=dict)
     """The pieces of sharded tensors, with the CRC-32 of each."""
@@ -186,27 +174,25 @@ class Change:
 
     def _content(self) -> Any:
         new = bool(self.boxes) or any(p.form == "gaps" or p.crc32 is None for p in self.parts.values())
-        told = {
-            "since": self.since,
-            "number": self.number,
-            "numel": self.numel,
+        document: dict[str, Any] = {
+            "since": self.since, "number": self.number, "numel": self.numel,
             "parts": [
                 {"name": n, "dtype": tensors.NAMES[p.dtype], "shape": list(p.shape), "form": p.form}
                 | ({} if p.crc32 is None else {"crc32": p.crc32})
                 for n, p in self.parts.items()
             ],
-        } | ({"tied": self.tied} if self.tied else {})
-        if self.target is not None:
-            told |= {"base": self.base, "target": self.target, "checksums": self.checksums}
+            **({"tied": self.tied} if self.tied else {}),
+            "base": self.base, "target": self.target, "checksums": self.checksums,
+        }  # fmt: skip
         if self.boxes:
-            told["boxes"] = [
+            document["boxes"] = [
                 {"name": name, "shape": box.shape, "start": box.start, "size": box.size, "crc32": crc}
                 for name, pieces in self.boxes.items()
                 for box, crc in pieces
             ]
         held = {f"{i}.where": p.where for i, p in enumerate(self.parts.values())}
         held |= {f"{i}.bits": p.bits for i, p in enumerate(self.parts.values())}
-        return tensors.content(held, {FORMAT: "2" if new else "1", "change": json.dumps(told)})
+        return tensors.content(held, {FORMAT: "2" if new else "1", "change": json.dumps(document)})
 
     @classmethod
     def load(cls, path: str | Path) -> Change:
@@ -236,35 +222,30 @@ class Change:
             CorruptionError: If they are not a change, or are damaged.
             TamperingError: If the content does not match its digest.
         """
-        from io import BytesIO
-
         return cls._read(*tensors.read_stream(BytesIO(content), len(content), Path(where)), where)
 
     @classmethod
     def _read(cls, held: dict[str, torch.Tensor], metadata: Mapping[str, str], where: str) -> Change:
         if metadata.get(FORMAT) not in VERSIONS or tensors.DIGEST not in metadata:
             raise CorruptionError(f"{where} is not a change that halfulp wrote (version 1 or 2).")
-        told = Fields(parsed(metadata.get("change", ""), where, "a change"), where)
-        parts = _read_parts(told, held, where)
-        names = told.within("tied") if "tied" in told.values else None
+        fields = Fields(parsed(metadata.get("change", ""), where, "a change"), where)
+        parts = _read_parts(fields, held, where)
+        since, number, numel = fields.whole("since"), fields.whole("number", 1), fields.whole("numel")
+        names = fields.within("tied") if "tied" in fields.values else None
         tied = {} if names is None else {name: names.texts(name) for name in parts if name in names.values}
-        since, number, numel = told.whole("since"), told.whole("number", 1), told.whole("numel")
-        if "target" not in told.values:
-            return cls(since, number, numel, parts, tied)
-        base = told.take(
+        base = fields.take(
             "base",
             f"the position of sync {since}",
             lambda v: v is None if not since else number_of(v) == since,
         )
-        target = told.take("target", f"the position of sync {number}", lambda v: number_of(v) == number)
-        sums = told.within("checksums")
+        target = fields.take("target", f"the position of sync {number}", lambda v: number_of(v) == number)
+        sums = fields.within("checksums")
         checksums = {name: sums.whole(name, 0, 2**32 - 1) for name in sums.values}
-        return cls(
-            since, number, numel, parts, tied, base, target, checksums, _read_boxes(told, parts, where)
-        )
+        boxes = _read_boxes(fields, parts, where)
+        return cls(since, number, numel, parts, tied, base, target, checksums, boxes)
 
     @torch.no_grad()
-    def apply(self, held: Held, *, verify: bool = False) -> None:
+    def apply(self, held: Model, *, verify: bool = False) -> None:
         """Apply the change to a model or to tensors by name, completely or not at all.
 
         The copy must have the same names, types and shapes. This method does not check the order of changes;
@@ -279,39 +260,29 @@ class Change:
             UsageError: If the change does not fit. The copy is unchanged.
             CorruptionError: If ``verify`` finds other values. The copy is unchanged.
         """
-        there = named(held)
+        there = whole_tensors(held)
         parts = dict(self.parts)
         for name, others in self.tied.items():
             parts |= {other: parts[name] for other in others if other in there}
         receiving.check_fit(parts, there)
         if verify:
-            if self.target is None:
-                logging.getLogger("halfulp").warning(
-                    "halfulp: the change to sync %s was saved without positions, by an older halfulp: of the "
-                    "tensors that it does not change, nothing is verified.",
-                    self.number,
-                )
             receiving.check_result(self, parts, there)
         receiving.write(parts, there)
 
 
-def _read_parts(told: Fields, held: Mapping[str, torch.Tensor], where: str) -> dict[str, Part]:
+def _read_parts(document: Fields, held: Mapping[str, torch.Tensor], where: str) -> dict[str, Part]:
     parts: dict[str, Part] = {}
-    for i, fields in enumerate(told.each("parts")):
-        dtype = tensors.DTYPES[
-            fields.take("dtype", "a dtype", lambda v: isinstance(v, str) and v in tensors.DTYPES)
-        ]
+    for i, fields in enumerate(document.each("parts")):
+        sharded = "crc32" not in fields.values and "boxes" in document.values
         part = Part(
-            dtype,
+            tensors.DTYPES[
+                fields.take("dtype", "a dtype", lambda v: isinstance(v, str) and v in tensors.DTYPES)
+            ],
             tuple(fields.wholes("shape", tensors.MOST_DIMENSIONS)),
-            fields.take(
-                "form", "indices, gaps, mask or all", lambda v: v in ("indices", "gaps", "mask", "all")
-            ),
+            fields.take("form", "gaps, mask or all", lambda v: v in ("gaps", "mask", "all")),
             held.get(f"{i}.where", torch.empty(0, device="cpu")),
             held.get(f"{i}.bits", torch.empty(0, device="cpu")),
-            fields.whole("crc32", 0, 2**32 - 1)
-            if "crc32" in fields.values or "boxes" not in told.values
-            else None,
+            None if sharded else fields.whole("crc32", 0, 2**32 - 1),
         )
         if (wrong := _unfit(part)) is not None:
             raise CorruptionError(f"{where}: {shown(fields.text('name'))!r} {wrong}.")
@@ -326,9 +297,9 @@ def _unfit(part: Part) -> str | None:
     return places.why_unfit(part.form, part.where.numpy(), part.numel, part.changed)
 
 
-def _read_boxes(told: Fields, parts: Mapping[str, Part], where: str) -> dict[str, list[tuple[Box, int]]]:
+def _read_boxes(document: Fields, parts: Mapping[str, Part], where: str) -> dict[str, list[tuple[Box, int]]]:
     found: dict[str, list[tuple[Box, int]]] = {}
-    for fields in told.each("boxes") if "boxes" in told.values else ():
+    for fields in document.each("boxes") if "boxes" in document.values else ():
         name = fields.text("name")
         shape, start, size = (
             tuple(fields.wholes(key, tensors.MOST_DIMENSIONS)) for key in ("shape", "start", "size")
@@ -408,22 +379,16 @@ def join(changes: Sequence[Change]) -> Change:
         for name, part in change.parts.items():
             parts.setdefault(name, []).append(part)
     for name, some in pieces.items():
-        boxes.tiled(name, [box for box, _ in some])
+        tiled(name, [box for box, _ in some])
     (since, number), bases = syncs[0], [c.base for c in changes if c.base is not None]
-    targets = [c.target for c in changes if c.target is not None]
-    if len(targets) < len(changes) or len(bases) not in (0, len(changes)):
-        raise UsageError("some of these changes are everything and some are not, or have no position.")
+    if len(bases) not in (0, len(changes)):
+        raise UsageError("some of these changes are everything and some are not.")
     return Change(
-        since,
-        number,
-        sum(c.numel for c in changes),
-        {name: _joined(name, some) for name, some in parts.items()},
-        tied,
-        join_positions(bases) if bases else None,
-        join_positions(targets),
-        checksums,
-        pieces,
-    )
+        since, number, sum(c.numel for c in changes),
+        {name: _joined(name, some) for name, some in parts.items()}, tied,
+        join_positions(bases) if bases else None, join_positions([c.target for c in changes]),
+        checksums, pieces,
+    )  # fmt: skip
 
 
 def _joined(name: str, some: list[Part]) -> Part:

@@ -1,4 +1,4 @@
-"""Locate the piece of a tensor that a rank holds, and choose the rank that is responsible for it.
+"""Collect the tensors of a model by name, and locate the shards of distributed ones.
 
 The shards of a tensor (``DTensor``: FSDP2, HSDP, tensor parallelism) are boxes that tile it. If several ranks
 hold the same piece, the first of them is its owner, and the others leave it out.
@@ -7,6 +7,7 @@ hold the same piece, the first of them is its owner, and the others leave it out
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from halfulp import tensors
 from halfulp.errors import UsageError
-from halfulp.text import shown
+from halfulp.text import shown, unwrapped_name
 
 Array = npt.NDArray[Any]
+Model = torch.nn.Module | Mapping[str, torch.Tensor]
+"""A model, or its tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def is_sharded(x: torch.Tensor) -> bool:
     return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
-def box_of(name: str, x: torch.Tensor) -> Box | None:
+def _box_of(name: str, x: torch.Tensor) -> Box | None:
     """Return the piece of a distributed tensor that this rank owns; None if it owns none or it is empty."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -84,9 +88,65 @@ def box_of(name: str, x: torch.Tensor) -> Box | None:
     return box if box.numel else None
 
 
-def speaks(x: torch.Tensor) -> bool:
-    """Return True if this rank is the first of a tensor's mesh, and so handles the plain tensors."""
-    return not any(x.device_mesh.get_coordinate() or ())  # type: ignore[attr-defined]  # a DTensor
+def whole_tensors(model: Model) -> dict[str, torch.Tensor]:
+    """Return the tensors that have values, by name; tied tensors under their first name."""
+    found = _all(model)
+    for name, x in found.items():
+        _check_plain(name, x)
+    return found
+
+
+def owned(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, Box]]:
+    """Return the tensors that this rank owns, by name, and the boxes of those that are shards.
+
+    If none is distributed, these are all tensors; otherwise the first rank owns those that are not.
+    """
+    everything = _all(model)
+    meshes = [x.device_mesh for x in everything.values() if is_sharded(x)]  # type: ignore[attr-defined]  # DTensors
+    first_rank = not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
+    found, boxes = {}, {}
+    for name, x in everything.items():
+        if not is_sharded(x):
+            _check_plain(name, x)
+            if first_rank:
+                found[name] = x
+        elif (box := _box_of(name, x)) is not None:
+            found[name] = x.to_local()  # type: ignore[attr-defined]  # a DTensor
+            _check_plain(name, found[name])
+            boxes[name] = box
+    return found, boxes
+
+
+def tied_names(model: Model) -> dict[str, list[str]]:
+    """Return the further names of tied tensors, by their first name."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    names: dict[torch.Tensor, list[str]] = {}
+    for pairs in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        for name, x in pairs:
+            names.setdefault(x, []).append(unwrapped_name(name))
+    return {first: others for first, *others in names.values() if others}
+
+
+def _all(model: Model) -> dict[str, torch.Tensor]:
+    if isinstance(model, torch.nn.Module):
+        pairs = [(unwrapped_name(n), x) for n, x in (*model.named_parameters(), *model.named_buffers())]
+    else:
+        pairs = list(model.items())
+    return {name: x.detach() for name, x in pairs if x.numel()}
+
+
+def _check_plain(name: str, x: torch.Tensor) -> None:
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided:
+        raise UsageError(
+            f"{shown(name)!r} is a {type(x).__name__}: give plain tensors. (Sync follows the shards of a "
+            "distributed model; a copy to which changes are applied is whole.)"
+        )
+    if x.dtype not in tensors.NAMES:
+        raise UsageError(f"{shown(name)!r} is {x.dtype}, which safetensors cannot hold.")
 
 
 def tiled(name: str, boxes: list[Box]) -> None:

@@ -1,4 +1,4 @@
-"""Encode positions in a tensor in few bytes: as indices, as a bit mask, or as the gaps between them.
+"""Encode positions in a tensor in few bytes: as a bit mask, or as the gaps between them.
 
 A gap is the number of values between two positions (or before the first one), in seven bits per byte, lowest
 first; every byte of a gap except the last has its highest bit set. At a density of 1% most gaps take one
@@ -12,10 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from halfulp.checkpoints import counting
-
 Array = npt.NDArray[Any]
-Form = Literal["indices", "gaps", "mask", "all"]
+Form = Literal["gaps", "mask", "all"]
 MOST_BYTES = 9
 """Of one gap; enough for 63 bits."""
 
@@ -59,13 +57,6 @@ def from_gaps(coded: Array) -> Array | None:
     return np.cumsum(gaps + 1) - 1
 
 
-def of_mask(mask: Array, count: int) -> Array:
-    """Return the positions of the bits that are set, lowest bit of a byte first."""
-    out = np.empty(count, dtype=np.int64)
-    counting.places(mask, 0, out)
-    return out
-
-
 def to_mask(at: Array, numel: int) -> Array:
     """Return the bytes of a mask with these bits set."""
     lit = np.zeros(numel, dtype=bool)
@@ -83,6 +74,17 @@ def smallest(at: Array, numel: int) -> tuple[Form, Array]:
     return "mask", to_mask(at, numel)
 
 
+def decoded(form: Form, where: Array, numel: int) -> Array:
+    """Return the positions that bytes encode in a form; those bytes fit it (:func:`why_unfit`)."""
+    if form == "all":
+        return np.arange(numel)
+    if form == "mask":
+        return np.flatnonzero(np.unpackbits(where, bitorder="little"))
+    at = from_gaps(where)
+    assert at is not None
+    return at
+
+
 def why_unfit(form: Form, where: Array, numel: int, count: int) -> str | None:
     """Return why bytes do not encode ``count`` positions among ``numel``; None if they do."""
     if form == "all":
@@ -93,14 +95,7 @@ def why_unfit(form: Form, where: Array, numel: int, count: int) -> str | None:
         lit = np.unpackbits(where, bitorder="little")
         places = int(np.count_nonzero(lit))
         return f"has {places} places for {count} values" if lit[numel:].any() or places != count else None
-    at: Array | None = where
-    if form == "gaps":
-        at = from_gaps(where) if where.dtype == np.uint8 and where.ndim == 1 else None
-        if at is None or at.size != count:
-            return f"has gaps that are not {count} places"
-    elif where.dtype not in (np.int32, np.int64) or where.shape != (count,):
-        return "has other indices than values"
-    assert at is not None
-    if at.size and (int(at[0]) < 0 or int(at[-1]) >= numel or not bool((np.diff(at) > 0).all())):
-        return "has indices that are not in order, or outside the tensor"
-    return None
+    at = from_gaps(where) if where.dtype == np.uint8 and where.ndim == 1 else None
+    if at is None or at.size != count:
+        return f"has gaps that are not {count} places"
+    return "has places outside the tensor" if at.size and int(at[-1]) >= numel else None
