@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import halfulp as hu
 from halfulp.checkpoints import check_model
-from halfulp.checkpoints.bounds import Reach, adam_bound, reach
+from halfulp.checkpoints.check_bounds import Reach, adam_bound, reach
+from halfulp.checkpoints.check_model import RATES, sweep
 from halfulp.checkpoints.stored_tensors import shards
-from halfulp.checkpoints.sweep import RATES, sweep
 from halfulp.cli import app
 
 

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from halfulp.checkpoints import comparing
-from halfulp.checkpoints.differences import diff
+from halfulp.checkpoints import diff, diff_tensors
 from halfulp.cli import app
 from halfulp.errors import HalfulpError, UsageError
 
@@ -72,13 +71,15 @@ def hard(dtype: torch.dtype, n: int = 3000, seed: int = 0) -> tuple[torch.Tensor
 def test_counts_are_those_of_a_comparison_by_value(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparing, "PIECE", 700)
+    monkeypatch.setattr(diff_tensors, "PIECE", 700)
     a, b = hard(dtype)
     found = diff({"w": a.reshape(30, 100)}, {"w": b.reshape(30, 100)}).tensors[0]
     expected = brute(a, b)
     got = {name: getattr(found, name) for name in expected}
-    if expected["typical"] >= comparing.EXACT:  # beyond, by class: the least of one
-        assert got["typical"] <= expected["typical"] <= got["typical"] * 2 ** (1 / comparing.PER_BINADE) + 1
+    if expected["typical"] >= diff_tensors.EXACT:  # beyond, by class: the least of one
+        assert (
+            got["typical"] <= expected["typical"] <= got["typical"] * 2 ** (1 / diff_tensors.PER_BINADE) + 1
+        )
         expected["typical"] = got["typical"]
     assert got == expected
 

@@ -5,11 +5,10 @@ training, and :func:`sweep` does so for several learning rates; :func:`diff` com
 :class:`Sync` compares a trainer's current values with those of the last sync.
 """
 
-from halfulp.checkpoints.check_model import check
-from halfulp.checkpoints.check_result import Check
-from halfulp.checkpoints.comparing import Difference
-from halfulp.checkpoints.differences import Diff, diff
-from halfulp.checkpoints.sweep import Sweep, sweep
+from halfulp.checkpoints.check_model import check, sweep
+from halfulp.checkpoints.check_result import Check, Sweep
+from halfulp.checkpoints.diff_checkpoints import Diff, diff
+from halfulp.checkpoints.diff_tensors import Difference
 from halfulp.checkpoints.sync.block_fp8 import BlockFp8
 from halfulp.checkpoints.sync.changes import Change, Part, join, join_positions
 from halfulp.checkpoints.sync.patches import CheckpointWeightPatch, SparseWeightPatch

@@ -2,7 +2,7 @@
 
 A stored weight stays where it is if half the gap to its neighbours is more than the step. That depends on the
 weight and on the rate, not on data, so it can be told before any run, exactly for the bound that is stated
-(:mod:`~halfulp.checkpoints.bounds`). What a step cannot move, no number of such steps moves: each is
+(:mod:`~halfulp.checkpoints.check_bounds`). What a step cannot move, no number of such steps moves: each is
 rounded away.
 Two bounds are stated of Adam: a step of size lr, which is typical, and the largest that any gradients give.
 Tensors whose rows see gradients rarely can be named, and are judged by the second.
@@ -16,7 +16,7 @@ rounded first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,8 +27,8 @@ import numpy.typing as npt
 import torch
 
 from halfulp.checkpoints import counting
-from halfulp.checkpoints.bounds import Reach, adam_bound, reach
-from halfulp.checkpoints.check_result import Check, Checked, Spread, quantile
+from halfulp.checkpoints.check_bounds import Reach, adam_bound, reach
+from halfulp.checkpoints.check_result import Check, Checked, Spread, Sweep, quantile
 from halfulp.checkpoints.stored_tensors import Stored, opened
 from halfulp.errors import UsageError
 from halfulp.measures.groups import GROUPS, group_of
@@ -45,10 +45,14 @@ NARROW = {
 }  # fmt: skip
 SCALES = ("_scale_inv", "_scale")
 """Suffixes of the names of tensors that hold the scales of another tensor's codes."""
+RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
+"""The learning rates of a sweep."""
+Model = str | Path | torch.nn.Module | Mapping[str, torch.Tensor]
+"""A checkpoint on disk, a model, or its tensors by name."""
 
 
 def check(
-    what: str | Path | torch.nn.Module | Mapping[str, torch.Tensor],
+    what: Model,
     lr: float,
     *,
     optimizer: str = "adamw",
@@ -102,31 +106,67 @@ def check(
     if isinstance(what, torch.nn.Module):
         what = dict(what.named_parameters())
     place = Path(what) if isinstance(what, str | Path) else what
-    made = _Checking(far, worst, rare, wanted, _scales(place))
+    checking = _Checking(far, worst, rare, wanted, _scales(place))
     with opened(place) as walk:
         for stored in walk:
-            made.add(stored)
-    return made.result()
+            checking.add(stored)
+    return checking.result()
+
+
+def sweep(
+    what: Model,
+    rates: Sequence[float] = RATES,
+    *,
+    optimizer: str = "adamw",
+    betas: tuple[float, float] = (0.9, 0.999),
+    bound: Literal["step", "worst"] | float = "step",
+    rare: Sequence[str] = (),
+    grid: str | Grid | torch.dtype | None = None,
+) -> Sweep:
+    """Compute the share of stored weights that a step cannot move, at each of several learning rates.
+
+    One pass over the checkpoint answers for every rate, because a check counts weights by the rate from which
+    each can move. Weight decay is left out: with it, the order of two weights would depend on the rate.
+
+    Args:
+        what: As for :func:`~halfulp.checkpoints.check`.
+        rates: The learning rates, in rising order.
+        optimizer: As for ``check``.
+        betas: As for ``check``.
+        bound: As for ``check``.
+        rare: As for ``check``.
+        grid: As for ``check``.
+
+    Returns:
+        The shares by rate, in total and by kind of layer.
+
+    Raises:
+        UsageError: As for ``check``, or if the rates are not in rising order.
+
+    >>> norm = {"norm.weight": torch.ones(768, dtype=torch.bfloat16)}
+    >>> [row["share"] for row in sweep(norm, (1e-3, 2e-3)).table()]
+    [1.0, 0.0]
+    """
+    if not rates or list(rates) != sorted(set(rates)):
+        raise UsageError(f"rates must be some learning rates in rising order, not {list(rates)}.")
+    middle = rates[len(rates) // 2]
+    found = check(what, middle, optimizer=optimizer, betas=betas, bound=bound, rare=rare, grid=grid)
+    return Sweep(tuple(rates), found)
 
 
 def _scales(place: Path | Mapping[str, torch.Tensor]) -> dict[str, float | None]:
     """Read the scales of fp8 tensors: a number each, or None if there is one per block."""
-    narrow: set[str] = set()
-    found: dict[str, float | None] = {}
+    fp8: set[str] = set()
+    scales: dict[str, float | None] = {}
     with opened(place) as walk:
         for s in walk:
             if s.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-                narrow.add(s.name)
-            end = next((e for e in SCALES if s.name.endswith(e)), None)
-            if end is None or s.dtype is None or not s.dtype.is_floating_point:
-                continue
-            one = math.prod(s.shape) == 1
-            found[s.name] = None
-            if one:
-                raw = np.empty(s.size, dtype=np.uint8)
-                s.read(0, raw)
-                found[s.name] = float(torch.from_numpy(raw).view(s.dtype).double())
-    return {n: found[n + e] for n in sorted(narrow) for e in SCALES if n + e in found}
+                fp8.add(s.name)
+            if s.name.endswith(SCALES) and s.dtype is not None and s.dtype.is_floating_point:
+                scales[s.name] = None
+                if math.prod(s.shape) == 1:
+                    scales[s.name] = float(s.values(0, 1).double())
+    return {n: scales[n + e] for n in sorted(fp8) for e in SCALES if n + e in scales}
 
 
 class _Checking:
@@ -245,19 +285,12 @@ class _Checking:
                 "most 16, or on the grid that they are stored on."
             )
         width = 1 << grid.bits
-        table, bad = np.zeros((counting.LANES, width), dtype=np.int64), 0
-        for piece in _pieces(stored):
-            x = torch.from_numpy(piece).view(stored.dtype)
-            finite = torch.isfinite(x)
-            if not bool(finite.all()):
-                bad += int((~finite).sum())
-                x = x[finite]
-            counting.occurrences(grid.encode(x).numpy().astype(np.uint16), table)
-        counts = table.sum(axis=0)
-        known = np.flatnonzero(counts)
+        view = np.dtype(f"u{stored.dtype.itemsize}")
+        counts = _count(stored, view, width + 1, _encoded, stored.dtype, grid)
+        known = np.flatnonzero(counts[:-1])
         values = grid.decode(torch.from_numpy(known), dtype=torch.float64)
         n = np.append(_indices(values, grid), -1)
-        return n, np.append(counts[known], bad), grid
+        return n, np.append(counts[known], counts[-1]), grid
 
     def result(self) -> Check:
         if not self.rows:
@@ -279,12 +312,12 @@ def _indices(values: torch.Tensor, grid: Grid) -> Array:
     return np.where(finite, index_of(np.where(finite, v, 0.0), grid), -1)
 
 
-def _pieces(stored: Stored) -> Iterator[Array]:
-    buffer = np.empty(min(PIECE, stored.size), dtype=np.uint8)
-    for at in range(0, stored.size, PIECE):
-        part = buffer[: min(PIECE, stored.size - at)]
-        stored.read(at, part)
-        yield part
+def _encoded(bits: Array, dtype: torch.dtype, grid: Grid, table: Array) -> None:
+    """Count wide values by their codes on a grid, and those that are not finite in the last column."""
+    x = torch.from_numpy(bits).view(dtype)
+    finite = torch.isfinite(x)
+    counting.occurrences(grid.encode(x[finite]).numpy().astype(np.uint16), table)
+    table[0, -1] += int((~finite).sum())
 
 
 def _count(stored: Stored, view: np.dtype[Any], width: int, loop: Any, *args: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Hold the result of :func:`~halfulp.checkpoints.check`: counts per tensor and in total."""
+"""Present the results of ``check`` and ``sweep``: counts per tensor, in total and by learning rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from halfulp import pictures
-from halfulp.checkpoints.bounds import Reach
+from halfulp.checkpoints.check_bounds import Reach
 from halfulp.text import count, shown
 
 Array = npt.NDArray[Any]
@@ -211,6 +211,68 @@ class Check:
             }
             for t in self.tensors
         ]  # fmt: skip
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        return pictures.pre(str(self))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The weights that one step cannot move at several learning rates; returned by :func:`sweep`."""
+
+    rates: tuple[float, ...]
+    found: Check
+    """The check at one of the rates, with the tensors and the rates from which they can move."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return one row per rate: the shares of all weights, by the worst case, and by kind of layer."""
+        check = self.found
+        return [
+            {
+                "lr": lr,
+                "share": check.spread.stuck(lr),
+                "worst_share": None if check.spread_worst is None else check.spread_worst.stuck(lr),
+                "groups": {name: spread.stuck(lr) for name, spread in check.groups.items()},
+            }
+            for lr in self.rates
+        ]
+
+    def lines(self, most: int | None = 0) -> list[str]:
+        """Describe the result in words.
+
+        Args:
+            most: The number of tensors to list, those that need the largest rate first; None for all.
+        """
+        check = self.found
+        worst = check.spread_worst is not None
+        groups = list(check.groups) if len(check.groups) > 1 else []
+        head = ["lr", "all", *(["worst case"] if worst else []), *groups]
+        rows = []
+        for row in self.table():
+            shares = [
+                row["share"],
+                *([row["worst_share"]] if worst else []),
+                *(row["groups"][g] for g in groups),
+            ]
+            rows.append([f"{row['lr']:g}", *map(pictures.percent, shares)])
+        out = [
+            f"{count(len(check.tensors), 'tensor')}, {check.weights:,} weights ({check.kinds}).",
+            "Share of the weights that one step cannot move, by learning rate:",
+            *(" ".join(f"{cell:>10}" for cell in row) for row in [head, *rows]),
+        ]
+        if worst:
+            out.append("  all: a step of size lr, the typical one; worst case: no Adam step can move them")
+        listed = sorted(check.tensors, key=lambda t: (-t.half_from, -t.weights, t.name))[:most]
+        out += [
+            f"  half of {shown(t.name)} ({t.weights:,} {t.kind}) from lr {t.half_from:.2g}" for t in listed
+        ]
+        bad = sum(t.nonfinite for t in check.tensors)
+        if bad:
+            out.append(f"  NOT FINITE: {bad:,} weights, in none of these shares")
+        return [*out, *check.skipped_lines(), *labelled("Fix", check.fix("..."))]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

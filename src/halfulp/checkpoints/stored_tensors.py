@@ -59,6 +59,13 @@ class Stored(tensors.Place):
                 raise CorruptionError(f"{self.path} was cut short while it was read.")
             left, place = left[got:], place + got
 
+    def values(self, first: int, count: int) -> torch.Tensor:
+        """Return some of the values, in the dtype in which they are stored; the dtype must be known."""
+        assert self.dtype is not None
+        raw = np.empty(count * self.dtype.itemsize, dtype=np.uint8)
+        self.read(first * self.dtype.itemsize, raw)
+        return torch.from_numpy(raw).view(self.dtype)
+
 
 @contextmanager
 def catalogue(what: Path | Mapping[str, torch.Tensor]) -> Iterator[dict[str, Stored]]:

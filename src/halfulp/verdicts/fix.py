@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from halfulp.trace import Recorded
+from halfulp.verdicts import held
 
 IMPORT = "import halfulp as hu"
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -136,12 +137,12 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
         given = arguments(trace, first) if alone and stored == 1 and grid == "bf16" else None
         narrow = ", params=lambda name, p: p.dtype.itemsize == 2" if 0 < stored < 1 else ""
         code, made = _code(caller, str(first.get("class")), f'"{grid}", "sr"{narrow}', given)
-    held, after, wide = _bytes(trace, optimizers) if stored else (None, None, None)
+    now, after, wide = _bytes(trace) if stored else (None, None, None)
     return Fix(
         framework=caller.framework,
         code=code,
-        before=held,
-        after=held if first.get("policies") else after,
+        before=now,
+        after=now if first.get("policies") else after,
         float32=wide,
         narrow_moments=made and caller.framework != "torchtune",
     )
@@ -253,35 +254,23 @@ def _call(given: Mapping[str, Any]) -> str:
     return ", ".join(f"{k}={number(v)}" for k, v in given.items())
 
 
-def _bytes(
-    trace: Recorded, optimizers: list[Mapping[str, Any]]
-) -> tuple[float | None, float | None, float | None]:
+def _bytes(trace: Recorded) -> tuple[float | None, float | None, float | None]:
     """Return bytes per weight as the run holds them; with states in float32; and with all in float32."""
-    weights = sum(n for o in optimizers for _, n in _held(o, "parameters"))
-    if not weights:
+    known = held.holdings(trace)
+    weights = [x for h in known for x in _byte_sizes(h.parameters)]
+    states = [x for h in known for sizes in h.states.values() for x in _byte_sizes(sizes)]
+    if not (n := sum(count for _, count in weights)):
         return None, None, None
-    states = [(size, n) for o in optimizers for kind in _part(o, "states") for size, n in _sizes(kind)]
-    stored = sum(size * n for o in optimizers for size, n in _held(o, "parameters"))
+    stored = sum(size * count for size, count in weights)
     stored += sum(2 * t["recorded"] for t in trace.tensors if t.get("copy"))
-    held = stored + sum(size * n for size, n in states)
-    wide = sum(max(size, 4) * n for size, n in states)
-    return held / weights, (stored + wide) / weights, 4 + wide / weights
+    now = stored + sum(size * count for size, count in states)
+    wide = sum(max(size, 4) * count for size, count in states)
+    return now / n, (stored + wide) / n, 4 + wide / n
 
 
-def _part(entry: Mapping[str, Any], name: str) -> list[Any]:
-    holds = entry.get("holds")
-    part = holds.get(name) if isinstance(holds, Mapping) else None
-    return list(part.values()) if isinstance(part, Mapping) else []
-
-
-def _held(entry: Mapping[str, Any], name: str) -> list[tuple[float, int]]:
-    holds = entry.get("holds")
-    return list(_sizes(holds.get(name))) if isinstance(holds, Mapping) else []
-
-
-def _sizes(sizes: object) -> Iterator[tuple[float, int]]:
-    """Yield bytes per value and number of values for each known dtype."""
-    for name, n in sizes.items() if isinstance(sizes, Mapping) else ():
-        dtype = getattr(torch, str(name).rpartition(" in ")[2], None)
-        if isinstance(dtype, torch.dtype) and isinstance(n, int):
-            yield dtype.itemsize, n
+def _byte_sizes(sizes: held.Sizes) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of a value and the number of values, for each known dtype."""
+    for name, count in sizes.items():
+        dtype = getattr(torch, name.rpartition(" in ")[2], None)
+        if isinstance(dtype, torch.dtype):
+            yield dtype.itemsize, count

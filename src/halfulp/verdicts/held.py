@@ -1,9 +1,13 @@
-"""Say in words which dtypes the optimizers of a run hold, as the audit recorded them."""
+"""Read the dtypes that the optimizers of a run held, as the audit recorded them, and put them into words.
+
+Others may have written the manifest: what is not a count of values by dtype is left out.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,94 +17,119 @@ from halfulp.trace import Recorded
 
 MOST = 6
 """Kinds of states that are named."""
+Sizes = dict[str, int]
+"""Values by dtype."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The dtypes that one optimizer held."""
+
+    kind: str
+    """Its class."""
+    parameters: Sizes
+    gradients: Sizes
+    states: dict[str, Sizes]
+    keeps: tuple[str, ...]
+    """States that keep what its 16-bit weights do not hold."""
+
+    @classmethod
+    def of(cls, holds: Mapping[str, Any], kind: object = None) -> Holdings:
+        """Read what a manifest says of an optimizer."""
+        states, keeps = holds.get("states"), holds.get("keeps")
+        known = states.items() if isinstance(states, Mapping) else ()
+        return cls(
+            kind=shown(str(kind), 30),
+            parameters=_sizes(holds.get("parameters")),
+            gradients=_sizes(holds.get("gradients")),
+            states={str(name): _sizes(sizes) for name, sizes in known if isinstance(sizes, Mapping)},
+            keeps=tuple(map(str, keeps)) if isinstance(keeps, list) else (),
+        )
+
+
+def holdings(trace: Recorded) -> list[Holdings]:
+    """Return what each optimizer of a run held, as far as that was recorded."""
+    entries = [o for o in trace.manifest.get("optimizers", ()) if isinstance(o, Mapping)]
+    return [Holdings.of(o["holds"], o.get("class")) for o in entries if isinstance(o.get("holds"), Mapping)]
 
 
 def coded_words(trace: Recorded) -> str | None:
-    """States in 8 bits or less, which nobody can follow; None where there are none or nobody asked."""
-    if not _part(trace.manifest["options"], "roles").get("states"):
+    """Name states in 8 bits or less, whose values cannot be followed; None if there are none."""
+    roles = trace.manifest["options"].get("roles")
+    if not isinstance(roles, Mapping) or not roles.get("states"):
         return None
-    found: dict[str, list[str]] = {}
-    for optimizer in trace.manifest.get("optimizers", ()):
-        for kind, sizes in _part(_part(optimizer, "holds"), "states").items():
-            for name in sizes if isinstance(sizes, Mapping) else ():
-                dtype = getattr(torch, str(name), None)
-                kinds = found.setdefault(str(name), [])
-                if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 and kind not in kinds:
-                    kinds.append(shown(str(kind), 40))
-    parts = [f"{', '.join(kinds[:MOST])} in {name}" for name, kinds in found.items() if kinds]
+    coded: dict[str, dict[str, None]] = {}
+    for kind, dtype in ((k, d) for h in holdings(trace) for k, sizes in h.states.items() for d in sizes):
+        known = getattr(torch, dtype, None)
+        if isinstance(known, torch.dtype) and known.itemsize == 1:
+            coded.setdefault(dtype, {})[shown(kind, 40)] = None
+    parts = [f"{', '.join(list(kinds)[:MOST])} in {dtype}" for dtype, kinds in coded.items()]
     return f"Not followed: {'; '.join(parts)}. They are codes with scales, and no values." if parts else None
 
 
 def keepers(trace: Recorded) -> str | None:
     """Name the states that keep what 16-bit weights do not hold; None unless all such weights have one."""
-    named: dict[str, None] = {}
-    for optimizer in trace.manifest.get("optimizers", ()):
-        holds = _part(optimizer, "holds")
-        if not {"bfloat16", "float16"}.intersection(_part(holds, "parameters")):
-            continue  # it steps no such weight
-        states = holds.get("keeps")
-        if not isinstance(states, list) or not states:
-            return None
-        whose = shown(str(optimizer.get("class")), 30)
-        named.update(dict.fromkeys(f"{whose}'s {shown(str(kind), 40)}" for kind in states))
-    return " and ".join(named) or None
+    names: dict[str, None] = {}
+    for h in holdings(trace):
+        if {"bfloat16", "float16"}.intersection(h.parameters):
+            if not h.keeps:
+                return None
+            names.update(dict.fromkeys(f"{h.kind}'s {shown(state, 40)}" for state in h.keeps))
+    return " and ".join(names) or None
 
 
 def stored_words(trace: Recorded, names: Sequence[str]) -> str:
     """Say what weights are stored in, by ``names``, and the optimizer's states where they are followed."""
-    weights = " and ".join(names)
-    entries = [o for o in trace.manifest.get("optimizers", ()) if isinstance(o, Mapping)]
-    sizes = [
-        s for o in entries for s in _part(_part(o, "holds"), "states").values() if isinstance(s, Mapping)
-    ]
-    states = {shown(str(dtype), 40) for each in sizes for dtype in each}
+    weights, known = " and ".join(names), holdings(trace)
+    states = {shown(dtype, 40) for h in known for sizes in h.states.values() for dtype in sizes}
     if not states:
         return f"weights are {weights}"
-    whose = f"{shown(str(entries[0].get('class')), 30)}'s state"
+    whose = f"{known[0].kind}'s state"
     if states == set(names):
         return f"weights and {whose} are {weights}"
     return f"weights are {weights} ({whose} {' and '.join(sorted(states))})"
 
 
 def words(trace: Recorded) -> str | None:
-    """Say in a line what the optimizers hold; None where it was not looked up."""
-    return words_of([o.get("holds") for o in trace.manifest.get("optimizers", ())])
+    """Say in a line what the optimizers held; None where it was not recorded."""
+    return _words(holdings(trace))
 
 
-def words_of(holds: Iterable[Any]) -> str | None:
-    """Return the same of what was found of each."""
-    entries = [h for h in holds if isinstance(h, Mapping)]
-    if not entries:
+def words_of(holds: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the same from what was found of each optimizer."""
+    return _words([Holdings.of(h) for h in holds])
+
+
+def _words(known: Sequence[Holdings]) -> str | None:
+    if not known:
         return None
-    parts = [_words(name, [_part(t, name) for t in entries]) for name in ("parameters", "gradients")]
-    states: dict[str, list[Mapping[str, Any]]] = {}
-    for t in entries:
-        for kind, sizes in _part(t, "states").items():
-            if isinstance(sizes, Mapping):
-                states.setdefault(str(kind), []).append(sizes)
+    parts = [
+        f"parameters {_shares(h.parameters for h in known)}",
+        f"gradients {_shares(h.gradients for h in known)}",
+    ]
+    kinds = dict.fromkeys(kind for h in known for kind in h.states)
     alike: dict[str, list[str]] = {}
-    for kind, sizes in states.items():
-        alike.setdefault(_words("", sizes).strip(), []).append(shown(kind, 40))
-    for dtypes, kinds in alike.items():
-        more = f" and {len(kinds) - MOST} more" if len(kinds) > MOST else ""
-        parts.append(f"{', '.join(kinds[:MOST])}{more} {dtypes}")
-    if not states:
-        parts.append("no states")
-    return f"The optimizer holds: {'; '.join(parts)}."
+    for kind in kinds:
+        alike.setdefault(_shares(h.states.get(kind, {}) for h in known), []).append(shown(kind, 40))
+    for dtypes, names in alike.items():
+        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+        parts.append(f"{', '.join(names[:MOST])}{more} {dtypes}")
+    return f"The optimizer holds: {'; '.join(parts if kinds else [*parts, 'no states'])}."
 
 
-def _part(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = entry.get(name)
-    return found if isinstance(found, Mapping) else {}
+def _sizes(sizes: object) -> Sizes:
+    pairs = sizes.items() if isinstance(sizes, Mapping) else ()
+    return {str(dtype): n for dtype, n in pairs if isinstance(n, int)}
 
 
-def _words(name: str, sizes: Iterable[Mapping[str, Any]]) -> str:
+def _shares(several: Iterable[Sizes]) -> str:
+    """Name the dtypes of some values, the most frequent first, with their shares if there are several."""
     total: Counter[str] = Counter()
-    for each in sizes:
-        total.update({shown(str(k), 80): int(v) for k, v in each.items() if isinstance(v, int)})
+    for sizes in several:
+        total.update({shown(dtype, 80): n for dtype, n in sizes.items()})
     everything = sum(total.values())
     if not everything:
-        return f"{name} none"
+        return "none"
     if len(total) == 1:
-        return f"{name} {next(iter(total))}"
-    return f"{name} " + ", ".join(f"{k} ({n / everything:.0%})" for k, n in total.most_common())
+        return next(iter(total))
+    return ", ".join(f"{dtype} ({n / everything:.0%})" for dtype, n in total.most_common())

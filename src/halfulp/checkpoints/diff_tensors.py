@@ -156,13 +156,7 @@ def _steps(a: Array, b: Array, x: Array, bad_x: Array, dtype: torch.dtype) -> Ar
 
 def _codes(stored: Stored, narrow: torch.dtype, first: int, length: int) -> Array:
     """Read a stretch of a tensor as codes of a type, to which it is rounded if it has another."""
-    assert stored.dtype is not None
-    size = stored.dtype.itemsize
-    raw = np.empty(length * size, dtype=np.uint8)
-    stored.read(first * size, raw)
-    if stored.dtype != narrow:
-        raw = torch.from_numpy(raw).view(stored.dtype).to(narrow).view(torch.uint8).numpy()
-    return raw.view(CODES[narrow])
+    return stored.values(first, length).to(narrow).view(torch.uint8).numpy().view(CODES[narrow])
 
 
 def _top(dtype: torch.dtype) -> Any:

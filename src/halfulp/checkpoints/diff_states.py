@@ -1,19 +1,30 @@
-"""Read the optimizer state in a checkpoint, by kind and type: moments, step counters, masters."""
+"""Read the optimizer state in a checkpoint, by kind and type: moments, step counters, masters.
+
+A rounded master equals its weight, because every framework writes it so. If it does not, weights and masters
+come from different steps, one of the two was not loaded, or the export took the wrong one. Optimizers number
+their parameters, and not every file records their names; a master without a name belongs to the weight of its
+shape that agrees with it at the first values.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from halfulp import files
-from halfulp.checkpoints.stored_tensors import unpickled
+from halfulp.checkpoints.diff_tensors import Difference, compared, unfit
+from halfulp.checkpoints.stored_tensors import Stored, unpickled
 from halfulp.documents import MOST_BYTES, parsed
 from halfulp.errors import HalfulpError
+from halfulp.tensors import raw
 from halfulp.text import shown
 
 FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
@@ -23,6 +34,8 @@ WITHIN = ("optimizer_states", "optimizer_state_dict", "optimizer", "optim")
 MASTER = re.compile(r"master|fp32|main_param", re.IGNORECASE)
 """The names that frameworks give to copies of the weights in a wider type."""
 NARROW = ("bfloat16", "float16")
+SAMPLE = 4096
+"""Values by which a master is recognised."""
 
 
 @dataclass(frozen=True)
@@ -207,3 +220,51 @@ def _bfloat16_only(x: torch.Tensor) -> bool:
     """Return True if no value of a float32 tensor has more digits than bfloat16 holds."""
     flat = x.contiguous().reshape(-1).view(torch.int32)
     return all(not bool((piece & 0xFFFF).any()) for piece in torch.split(flat, 1 << 20))
+
+
+# ---- masters ---------------------------------------------------------------------------------------
+
+
+def compare_masters(
+    kept: Kept, weights: Mapping[str, Stored], pool: Executor
+) -> tuple[list[Difference], list[str]]:
+    """Compare masters with their weights.
+
+    Args:
+        kept: The optimizer state in the checkpoint.
+        weights: The weights in the checkpoint, by name.
+        pool: The threads to use.
+
+    Returns:
+        The differences under the names of the weights, and the shapes of masters that belong to no weight.
+    """
+    left = {name: s for name, s in weights.items() if s.size}
+    rows, orphans = [], []
+    for name, master in kept.copies:
+        dtype = str(master.dtype).removeprefix("torch.")
+        stored = Stored(name or "", dtype, master.dtype, tuple(master.shape), 0, master.nbytes, raw(master))
+        weight = left.get(name) if name in left else _recognised(stored, left)
+        if weight is None or unfit(weight, stored) is not None:
+            orphans.append(str(list(master.shape)))
+            continue
+        del left[weight.name]
+        rows.append(compared(weight, stored, pool)[0])
+    return rows, orphans
+
+
+def _recognised(master: Stored, weights: Mapping[str, Stored]) -> Stored | None:
+    """Find the weight of a master's shape: the only one, or the one that agrees with it at most values."""
+    alike = [s for s in weights.values() if s.shape == master.shape and s.dtype is not None]
+    if len(alike) < 2:
+        return alike[0] if alike else None
+    shares = [_agreement(master, s) for s in alike]
+    best = int(np.argmax(shares))
+    return alike[best] if shares[best] >= 0.5 else None
+
+
+def _agreement(master: Stored, weight: Stored) -> float:
+    """Return the share of the first values at which the master, rounded, is the weight."""
+    assert weight.dtype is not None
+    count = min(SAMPLE, math.prod(weight.shape))
+    rounded = master.values(0, count).to(weight.dtype)
+    return float((rounded.double() == weight.values(0, count).double()).double().mean())
