@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any
@@ -82,36 +83,20 @@ def sha256_file(path: Path) -> str:
 def number(value: float) -> str:
     """Return a double as ECMAScript's ``Number.prototype.toString`` writes it.
 
-    Both languages print the shortest decimal that reads back as the same double; only its layout
-    differs, so Python's digits and exponent are laid out anew.
+    Both languages print the shortest decimal that reads back as the same double. They differ only in which
+    magnitudes have an exponent.
 
     >>> [number(x) for x in (0.1, -0.0, 1e20, 1e21, 1e-6, 1.5e-7)]
     ['0.1', '0', '100000000000000000000', '1e+21', '0.000001', '1.5e-7']
     """
     if value == 0:
         return "0"
-    text = repr(float(value))
-    if "e" not in text and not text.endswith(".0") and "inf" not in text and "nan" not in text:
-        return text  # 1e-4 <= |value| < 1e16 with a fraction: the layouts agree
     if not math.isfinite(value):
-        raise UsageError(f"{text} is not JSON: use None for a number that is missing or not finite.")
-    mantissa, _, power = text.lstrip("-").partition("e")
-    whole, _, fraction = mantissa.partition(".")
-    digits = (whole + fraction).lstrip("0")
-    point = (
-        len(whole) + int(power or 0) - (len(whole + fraction) - len(digits))
-    )  # value = 0.digits * 10**point
-    digits = digits.rstrip("0")
-    if len(digits) <= point <= 21:
-        body = digits + "0" * (point - len(digits))
-    elif 0 < point <= 21:
-        body = f"{digits[:point]}.{digits[point:]}"
-    elif -6 < point <= 0:
-        body = f"0.{'0' * -point}{digits}"
-    else:
-        tail = f".{digits[1:]}" if len(digits) > 1 else ""
-        body = f"{digits[0]}{tail}e{'+' if point > 0 else '-'}{abs(point - 1)}"
-    return f"-{body}" if value < 0 else body
+        raise UsageError(f"{float(value)} is not JSON: use None for a number that is missing or not finite.")
+    text = repr(float(value)).removesuffix(".0")
+    if 1e-6 <= abs(value) < 1e21:
+        return f"{Decimal(text):f}" if "e" in text else text
+    return text.replace("e-0", "e-")  # ECMAScript does not pad exponents
 
 
 def _write(value: Any, parts: list[str], where: str, depth: int) -> None:

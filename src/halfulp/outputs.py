@@ -63,7 +63,7 @@ def envelope(command: str, result: Mapping[str, Any] | None, code: int = 0, reas
         "schema": SCHEMA, "halfulp": __version__, "command": command,
         "exit": {"code": code, "reason": reason}, "result": result,
     }  # fmt: skip
-    return json.dumps(_finite(told), allow_nan=False)
+    return json.dumps(finite(told), allow_nan=False)
 
 
 @contextmanager
@@ -77,10 +77,10 @@ def errors_as_json(command: str, wanted: bool) -> Iterator[None]:
         raise
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Replace numbers that are not finite by None, because JSON has none."""
     if isinstance(value, Mapping):
-        return {key: _finite(inside) for key, inside in value.items()}
+        return {key: finite(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inside) for inside in value]
+        return [finite(inside) for inside in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

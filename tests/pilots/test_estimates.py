@@ -119,11 +119,6 @@ def test_the_guard_trusts_what_was_within_a_third_where_it_was_calibrated() -> N
     assert not estimate(replace(SEEN, family="eco"), shipped()).trusted
 
 
-def test_seen_is_json_and_back() -> None:
-    for known in (SEEN, replace(CORNER, forks=forks(point=2.5)), replace(SEEN, twin=None)):
-        assert Seen.from_json(json.loads(json.dumps(known.to_json()))) == known
-
-
 def test_the_floor() -> None:
     assert floor_of(2.0, 2.0, 2.5, 2.5) == 0.01
     assert floor_of(2.0, 2.2, 2.5, 2.53) == 0.2

@@ -144,7 +144,7 @@ class Mortal(Kind):
             os.kill(os.getpid(), signal.SIGKILL)
         super().step(batch, update)
 torch.manual_seed(5)
-pilot = Pilot(Mortal, {formats!r}, updates=12, budget=2.0, cost=counted, out={out!r}, save_every=2)
+pilot = Pilot(Mortal, {formats!r}, updates=12, budget=2.0, cost=counted, out={out!r})
 print(pilot.run().to_json())
 """
 
@@ -161,11 +161,7 @@ def test_a_killed_pilot_goes_on(tmp_path: Path, kind: type[Small], at: int) -> N
     first = subprocess.run([sys.executable, "-c", text], capture_output=True, env=os.environ)
     assert first.returncode == -signal.SIGKILL, first.stderr.decode()
     torch.manual_seed(5)
-    again = (
-        Pilot(kind, FORMATS, updates=UPDATES, budget=2.0, cost=counted, out=tmp_path, save_every=2)
-        .run()
-        .to_json()
-    )
+    again = Pilot(kind, FORMATS, updates=UPDATES, budget=2.0, cost=counted, out=tmp_path).run().to_json()
     assert again == whole
 
 

@@ -207,9 +207,7 @@ def _pilot() -> Writer:
     def write(out: Path) -> None:
         torch.manual_seed(5)
         told["last"] = (
-            Pilot(Small, ("e4m3@128",), updates=6, budget=2.0, cost=counted, out=out, save_every=2)
-            .run()
-            .to_json()
+            Pilot(Small, ("e4m3@128",), updates=6, budget=2.0, cost=counted, out=out).run().to_json()
         )
 
     return Writer(

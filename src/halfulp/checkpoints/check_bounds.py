@@ -87,12 +87,12 @@ class Reach:
         v, half = _half_gaps(n, grid)
         step, decay = Fraction(self.lr) * Fraction(self.bound), Fraction(self.lr) * Fraction(self.decay)
         left, right = float(step) + float(decay) * (v * scale), half * scale
-        found = left > right
+        moving = left > right
         for i in np.flatnonzero(np.abs(left - right) <= 1e-12 * right):
             far = step + decay * Fraction(float(v[i])) * Fraction(scale)
             needed = Fraction(float(half[i])) * Fraction(scale)
-            found[i] = far > needed or (far == needed and n[i] % 2 == 1)
-        return found
+            moving[i] = far > needed or (far == needed and n[i] % 2 == 1)
+        return moving
 
     def rates(self, n: Array, grid: Grid, scale: float = 1.0) -> Array:
         """Return the learning rate from which each of these magnitudes can move."""

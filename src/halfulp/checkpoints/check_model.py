@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,10 +106,9 @@ def check(
         )
     if isinstance(what, torch.nn.Module):
         what = dict(what.named_parameters())
-    place = Path(what) if isinstance(what, str | Path) else what
-    checking = _Checking(far, worst, rare, wanted, _scales(place))
-    with opened(place) as walk:
-        for stored in walk:
+    with opened(Path(what) if isinstance(what, str | Path) else what) as tensors:
+        checking = _Checking(far, worst, rare, wanted, _scales(tensors))
+        for stored in tensors.values():
             checking.add(stored)
     return checking.result()
 
@@ -154,19 +154,15 @@ def sweep(
     return Sweep(tuple(rates), found)
 
 
-def _scales(place: Path | Mapping[str, torch.Tensor]) -> dict[str, float | None]:
+def _scales(tensors: Mapping[str, Stored]) -> dict[str, float | None]:
     """Read the scales of fp8 tensors: a number each, or None if there is one per block."""
-    fp8: set[str] = set()
+    fp8 = [n for n, x in tensors.items() if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
     scales: dict[str, float | None] = {}
-    with opened(place) as walk:
-        for s in walk:
-            if s.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-                fp8.add(s.name)
-            if s.name.endswith(SCALES) and s.dtype is not None and s.dtype.is_floating_point:
-                scales[s.name] = None
-                if math.prod(s.shape) == 1:
-                    scales[s.name] = float(s.values(0, 1).double())
-    return {n: scales[n + e] for n in sorted(fp8) for e in SCALES if n + e in scales}
+    for name, end in product(fp8, SCALES):
+        scale = tensors.get(name + end)
+        if scale is not None and scale.dtype is not None and scale.dtype.is_floating_point:
+            scales[name] = float(scale.values(0, 1).double()) if math.prod(scale.shape) == 1 else None
+    return scales
 
 
 class _Checking:

@@ -119,8 +119,8 @@ class Check:
     @property
     def kinds(self) -> str:
         """The types that the weights are stored in, and the grids on which they are checked."""
-        found = {t.kind if t.grid == t.kind else f"{t.kind} as {t.grid}" for t in self.tensors}
-        return ", ".join(sorted(found))
+        kinds = {t.kind if t.grid == t.kind else f"{t.kind} as {t.grid}" for t in self.tensors}
+        return ", ".join(sorted(kinds))
 
     def rate_for(self, share: float) -> float:
         """Return the learning rate from which this share of the weights can move.
@@ -150,8 +150,8 @@ class Check:
         if rare := [shown(t.name) for t in self.tensors if t.rare]:
             out.append(f"  rows that see gradients rarely, counted by that bound in both: {', '.join(rare)}")
         if self.spread.counts.size:
-            told = ", ".join(f"{s:.0%} from {self.rate_for(s):.2g}" for s in (0.1, 0.5, 0.9, 0.99))
-            out.append(f"  could move at a learning rate: {told}")
+            rates = ", ".join(f"{s:.0%} from {self.rate_for(s):.2g}" for s in (0.1, 0.5, 0.9, 0.99))
+            out.append(f"  could move at a learning rate: {rates}")
         bad = sum(t.nonfinite for t in self.tensors)
         if bad:
             out.append(f"  NOT FINITE: {bad:,} weights, in none of these shares")

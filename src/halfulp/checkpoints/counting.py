@@ -20,12 +20,12 @@ LANES = 4
 
 def occurrences(codes: Array, out: Array) -> None:
     """Add to ``out[lane, code]``, uint32 or int64, for codes of one byte or two below its width."""
-    found = native.library()
-    if found is None:
+    library = native.library()
+    if library is None:
         out[0] += np.bincount(codes, minlength=out.shape[1]).astype(out.dtype)
         return
     codes = np.ascontiguousarray(codes)
-    count = found.opened.halfulp_occurrences
+    count = library.opened.halfulp_occurrences
     count.argtypes, count.restype = (c_void_p, c_int, c_int64, c_int64, c_void_p, c_int), None
     count(codes.ctypes.data, codes.itemsize, codes.size, out.shape[1], out.ctypes.data, out.itemsize == 8)
 
@@ -36,9 +36,9 @@ def classes(bits: Array, mantissa: int, first: Array, second: Array, out: Array)
     The class of a magnitude is its binade (times 16), how many of that binade's ``first`` and ``second`` it
     is at or above (times 4), whether it begins the binade (times 2), and whether it is odd.
     """
-    found = native.library()
+    library = native.library()
     first, second = (np.ascontiguousarray(x, dtype=np.int64) for x in (first, second))
-    if found is None:
+    if library is None:
         n = bits.astype(np.int64) & ((first.size << mantissa) - 1)
         e = n >> mantissa
         each = e * 16 + (n & 1) + 4 * (n >= first[e]) + 4 * (n >= second[e])
@@ -46,7 +46,7 @@ def classes(bits: Array, mantissa: int, first: Array, second: Array, out: Array)
         out[0] += np.bincount(each, minlength=out.shape[1]).astype(out.dtype)
         return
     bits = np.ascontiguousarray(bits)
-    count = found.opened.halfulp_classes
+    count = library.opened.halfulp_classes
     count.argtypes, count.restype = (
         (c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_void_p),
         None,

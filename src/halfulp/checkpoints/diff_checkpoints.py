@@ -22,7 +22,7 @@ import torch
 from halfulp import pictures
 from halfulp.checkpoints.diff_states import NARROW, Kept, compare_masters, global_step, kept_states
 from halfulp.checkpoints.diff_tensors import CLASSES, Array, Difference, compared, together, unfit
-from halfulp.checkpoints.stored_tensors import catalogue
+from halfulp.checkpoints.stored_tensors import opened
 from halfulp.errors import UsageError
 from halfulp.measures.groups import GROUPS
 from halfulp.text import count, shown
@@ -170,7 +170,7 @@ def diff(
     rows: list[Difference] = []
     moves: dict[str, Array] = {}
     kept = [kept_states(p) if isinstance(p, Path) else None for p in places]
-    with catalogue(places[0]) as old, catalogue(places[1]) as new, ThreadPoolExecutor(2) as pool:
+    with opened(places[0]) as old, opened(places[1]) as new, ThreadPoolExecutor(2) as pool:
         skipped = {name: f"only in {labels[0]}" for name in old if name not in new}
         for name, b in new.items():
             a = old.get(name)

@@ -60,12 +60,12 @@ class Kept:
         """Describe the state in words."""
         if self.trouble is not None:
             return [f"not read: {self.trouble}"]
-        told = (
+        kinds = (
             f"{shown(kind)} {' and '.join(f'{t} ({n:,})' for t, n in sorted(types.items()))}"
             for kind, types in sorted(self.kinds.items())
         )
         at = "" if self.steps is None else f" at step {self.steps:,}"
-        return [(", ".join(told) or "holds no tensor") + at]
+        return [(", ".join(kinds) or "holds no tensor") + at]
 
     def to_json(self) -> dict[str, Any]:
         """Return the state in a form that ``json.dumps`` accepts."""
@@ -141,11 +141,11 @@ def kept_states(path: Path) -> Kept | None:
         except Exception as error:
             return Kept(file.name, {}, str(error))
         inside = held if isinstance(held, Mapping) else {}
-        found = next((inside[k] for k in WITHIN if k in inside), held)
+        state = next((inside[k] for k in WITHIN if k in inside), held)
         kinds: dict[str, dict[str, int]] = {}
         steps: list[int] = []
         copies: list[tuple[str | None, torch.Tensor]] = []
-        for name, kind, x in [*_slots(found), *_apart(inside), *(_apart(found) if found is not held else ())]:
+        for name, kind, x in [*_slots(state), *_apart(inside), *(_apart(state) if state is not held else ())]:
             if kind == "step" and (not isinstance(x, torch.Tensor) or x.numel() == 1):
                 steps.append(int(x))
             if not isinstance(x, torch.Tensor):
@@ -164,30 +164,28 @@ def global_step(path: Path) -> int | None:
     """Return the step that a checkpoint of Hugging Face's Trainer says it is of; None if it is none."""
     file = (path if path.is_dir() else path.parent) / "trainer_state.json"
     try:
-        found = parsed(files.read(file, MOST_BYTES, follow=True), file, "a trainer's state").get(
-            "global_step"
-        )
+        step = parsed(files.read(file, MOST_BYTES, follow=True), file, "a trainer's state").get("global_step")
     except HalfulpError:
         return None
-    return found if isinstance(found, int) else None
+    return step if isinstance(step, int) else None
 
 
-def _slots(found: Any) -> Iterator[tuple[str | None, str, Any]]:
+def _slots(saved: Any) -> Iterator[tuple[str | None, str, Any]]:
     """The states of a torch optimizer's state dict, or of several: name of the weight, kind, value."""
-    if isinstance(found, list | tuple):
-        for each in found:
+    if isinstance(saved, list | tuple):
+        for each in saved:
             yield from _slots(each)
-    elif isinstance(found, Mapping) and isinstance(found.get("state"), Mapping):
-        names = _names(found.get("param_groups"))
-        for key, slot in found["state"].items():
+    elif isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping):
+        names = _names(saved.get("param_groups"))
+        for key, slot in saved["state"].items():
             if isinstance(slot, Mapping):
                 name = key if isinstance(key, str) else names.get(key)
                 yield from ((name, str(k), x) for k, x in slot.items() if _counts(k, x))
 
 
-def _apart(found: Any) -> Iterator[tuple[str | None, str, Any]]:
+def _apart(saved: Any) -> Iterator[tuple[str | None, str, Any]]:
     """Masters and averages that a file keeps under a name of their own, as a mapping or in lists."""
-    for key, held in found.items() if isinstance(found, Mapping) else ():
+    for key, held in saved.items() if isinstance(saved, Mapping) else ():
         if isinstance(key, str) and (MASTER.search(key) or "ema" in key.lower()):
             yield from ((name, key, x) for name, x in _leaves(held, None))
 
@@ -209,11 +207,11 @@ def _counts(kind: Any, x: Any) -> bool:
 
 def _names(groups: Any) -> dict[Any, str]:
     """By number, the names of parameters, where the groups were made of named ones."""
-    found: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for group in groups if isinstance(groups, list | tuple) else ():
         if isinstance(group, Mapping):
-            found.update(zip(group.get("params") or (), group.get("param_names") or (), strict=False))
-    return found
+            names.update(zip(group.get("params") or (), group.get("param_names") or (), strict=False))
+    return names
 
 
 def _bfloat16_only(x: torch.Tensor) -> bool:

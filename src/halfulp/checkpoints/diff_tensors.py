@@ -177,11 +177,11 @@ def _code_of(value: float, dtype: torch.dtype) -> Any:
 
 def _classes(moved: Array) -> Array:
     """Number moves by size: one by one while they are small."""
-    found = moved.astype(np.int64)
+    classes = moved.astype(np.int64)
     large = moved >= EXACT
     if large.any():
-        found[large] = EXACT + np.floor((np.log2(moved[large]) - 12) * PER_BINADE).astype(np.int64)
-    return found
+        classes[large] = EXACT + np.floor((np.log2(moved[large]) - 12) * PER_BINADE).astype(np.int64)
+    return classes
 
 
 def _median(classes: Array) -> int:

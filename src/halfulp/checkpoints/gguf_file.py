@@ -40,8 +40,8 @@ def places(path: Path) -> list[Place]:
         CorruptionError: If it is no GGUF file of version 2 or 3, or cut short.
     """
     with files.opened(path, follow=True) as raw, open(raw.fileno(), "rb", closefd=False) as file:
-        found = _Header(file, os.fstat(raw.fileno()).st_size, path).tensors()
-    return sorted(found, key=lambda place: place.first)
+        tensors = _Header(file, os.fstat(raw.fileno()).st_size, path).tensors()
+    return sorted(tensors, key=lambda place: place.first)
 
 
 class _Header:

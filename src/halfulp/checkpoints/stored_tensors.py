@@ -68,42 +68,24 @@ class Stored(tensors.Place):
 
 
 @contextmanager
-def catalogue(what: Path | Mapping[str, torch.Tensor]) -> Iterator[dict[str, Stored]]:
-    """Give all tensors of a checkpoint by name, with all of its files open."""
+def opened(checkpoint: Path | Mapping[str, torch.Tensor]) -> Iterator[dict[str, Stored]]:
+    """Yield the tensors of a checkpoint by name, in the order in which they lie, with its files open."""
     with ExitStack() as stack:
-        if not isinstance(what, Path):
-            yield {s.name: s for s in _in_memory(what)}
+        if not isinstance(checkpoint, Path):
+            yield {stored.name: stored for stored in _in_memory(checkpoint)}
             return
-        found: dict[str, Stored] = {}
-        for path in shards(what):
-            found.update((s.name, s) for s in _in_one(path, stack))
-        yield found
+        parts = (_in_file(path, stack) for path in shards(checkpoint))
+        yield {stored.name: stored for part in parts for stored in part}
 
 
-@contextmanager
-def opened(what: Path | Mapping[str, torch.Tensor]) -> Iterator[Iterator[Stored]]:
-    """The tensors of a checkpoint, in the order in which they lie; one file is open at a time."""
-    walk = _in_files(shards(what)) if isinstance(what, Path) else _in_memory(what)
-    try:
-        yield walk
-    finally:
-        walk.close()
-
-
-def _in_memory(held: Mapping[str, torch.Tensor]) -> Any:
-    for name, x in held.items():
+def _in_memory(tensors_by_name: Mapping[str, torch.Tensor]) -> Iterator[Stored]:
+    for name, x in tensors_by_name.items():
         kind = str(x.dtype).removeprefix("torch.")
         yield Stored(name, kind, x.dtype, tuple(x.shape), 0, x.numel() * x.element_size(), tensors.raw(x))
 
 
-def _in_files(paths: list[Path]) -> Any:
-    for path in paths:
-        with ExitStack() as stack:
-            yield from _in_one(path, stack)
-
-
-def _in_one(path: Path, stack: ExitStack) -> Iterator[Stored]:
-    """The tensors of one file, which stays open until the stack is left."""
+def _in_file(path: Path, stack: ExitStack) -> Iterator[Stored]:
+    """Yield the tensors of one file, which stays open until the stack is left."""
     if path.suffix in PICKLED:
         yield from _in_memory(_weights(unpickled(path), path))
         return
@@ -141,14 +123,11 @@ def _weights(held: Any, path: Path) -> dict[str, torch.Tensor]:
         if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
             held = held[key]
             break
-    found = (
-        {str(k): v for k, v in held.items() if isinstance(v, torch.Tensor)}
-        if isinstance(held, Mapping)
-        else {}
-    )
-    if not found:
+    pairs = held.items() if isinstance(held, Mapping) else ()
+    by_name = {str(name): x for name, x in pairs if isinstance(x, torch.Tensor)}
+    if not by_name:
         raise UsageError(f"{path} holds no mapping of names to tensors, as a model's state_dict is.")
-    return found
+    return by_name
 
 
 def shards(path: Path) -> list[Path]:
@@ -160,8 +139,8 @@ def shards(path: Path) -> list[Path]:
             if len(indices) > 1:
                 names = ", ".join(shown(p.name) for p in indices)
                 raise UsageError(f"{path} holds {len(indices)} checkpoints ({names}): name one of them.")
-            if found := [p for p in inside if p.name.endswith(single)]:
-                return shards(indices[0]) if indices else found
+            if singles := [p for p in inside if p.name.endswith(single)]:
+                return shards(indices[0]) if indices else singles
             if indices:
                 return shards(indices[0])
         raise UsageError(f"{path} holds no .safetensors file and no pytorch_model.bin.")

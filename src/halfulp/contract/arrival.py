@@ -75,12 +75,12 @@ class Shadow:
 
     def sums(self) -> list[_Sums]:
         """Compare with what the real step has written since."""
-        found = []
+        sums = []
         for h, before, proposed in self._began:
             now = _sample(h.p)
             d, w = (proposed - before).double(), (now - before).double()
-            found.append(_Sums(h.name, float(d @ w), float(d @ d), float(w @ w)))
-        return found
+            sums.append(_Sums(h.name, float(d @ w), float(d @ d), float(w @ w)))
+        return sums
 
 
 def refuse_unknown(optimizer: torch.optim.Optimizer, narrow: list[Trained]) -> None:

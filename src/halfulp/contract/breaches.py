@@ -66,13 +66,13 @@ def parameters(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) 
     managed = optimizer.slots if isinstance(optimizer, WriteBack) else []
     slots: dict[torch.Tensor, Slot] = {slot.p: slot for slot in managed}
     names = name_parameters(optimizer, models, search=not models)
-    found = []
+    trained = []
     for p, naming in names.items():
         if p.is_floating_point() and (p.requires_grad or p.grad is not None):
             slot = slots.get(p)
             kept = optimizer.state.get(p if slot is None else slot.stepped, {})
-            found.append(Trained(naming.name, p, slot, dict(_flat(kept))))
-    return found
+            trained.append(Trained(naming.name, p, slot, dict(_flat(kept))))
+    return trained
 
 
 def breaches(held: list[Trained], terms: Terms) -> Iterator[Breach]:

@@ -162,26 +162,26 @@ class Contract:
         w.due = False
         self.checked += 1
         held = parameters(optimizer, self.models)
-        found = list(breaches(held, self.terms))
+        broken = list(breaches(held, self.terms))
         if self.terms.arrives is not None:
             self.arrival = arrival(optimizer, held, w.shadow)
-            found += self._missing(self.terms.arrives)
+            broken += self._missing(self.terms.arrives)
             # A step that proposes nothing, as at a rate of 0, shows nothing: the next one is looked at.
             w.due = self.arrival is None and any(h.narrow and h.keeps == "nothing" for h in held)
         if w.steps > self.terms.patience:
             self._moving_judged = True
-            found += _stuck(held, w)
+            broken += _stuck(held, w)
         if self._closed and all(known.steps for known in self._known.values()):
-            found += self.unmatched_breaches([h.name for h in held])
+            broken += self.unmatched_breaches([h.name for h in held])
         w.held, w.shadow = [], None
-        self._answer(optimizer, found)
+        self._answer(optimizer, broken)
 
     def _missing(self, least: float) -> list[Breach]:
         a = self.arrival
         if a is None or not a.below(least):
             return []
-        found = f"{a.least_share:.1%} of the proposed change was written; of all tensors' {a.share:.1%}"
-        return [Breach("arrives", a.least, f"{found}, where {least:.4g} is required", FIX)]
+        share = f"{a.least_share:.1%} of the proposed change was written; of all tensors' {a.share:.1%}"
+        return [Breach("arrives", a.least, f"{share}, where {least:.4g} is required", FIX)]
 
     def unmatched_breaches(self, names: Sequence[str] = ()) -> list[Breach]:
         """Return a breach for each pattern of ``moving=`` that fits no parameter: it would always hold."""
@@ -192,21 +192,21 @@ class Contract:
             for pattern in sorted(self.unmatched)
         ]
 
-    def _answer(self, optimizer: torch.optim.Optimizer, found: list[Breach]) -> None:
-        if not found:
+    def _answer(self, optimizer: torch.optim.Optimizer, broken: list[Breach]) -> None:
+        if not broken:
             return
-        self.failures.append(self._text(optimizer, found))
+        self.failures.append(self._text(optimizer, broken))
         if self.action == "raise":
             raise ContractError(self.failures[-1])
-        news = [b for b in found if (b.term, b.where) not in self._told]
+        news = [b for b in broken if (b.term, b.where) not in self._told]
         self._told.update((b.term, b.where) for b in news)
         if news:
             warnings.warn(self._text(optimizer, news), ContractWarning, stacklevel=2)
 
-    def _text(self, optimizer: torch.optim.Optimizer, found: list[Breach]) -> str:
+    def _text(self, optimizer: torch.optim.Optimizer, broken: list[Breach]) -> str:
         lines = [f"the precision contract of {type(optimizer).__name__} does not hold:"]
         by_term: dict[str, list[Breach]] = {}
-        for b in found:
+        for b in broken:
             by_term.setdefault(b.term, []).append(b)
         for term, those in by_term.items():
             lines += [f"  {term}: {b.where}: {b.found}" for b in those[:MOST]]
@@ -268,13 +268,13 @@ def require(
 
 def _stuck(held: list[Trained], w: _Watched) -> list[Breach]:
     """Find parameters that have gradients but still equal their values at the start of the contract."""
-    found = []
+    broken = []
     for h in held:
         begun = w.start.get(h.name)
         graded = h.p.grad is not None and bool(local(h.p.grad).any())
         if begun is not None and graded and torch.equal(begun, _copy(h.p)):
-            found.append(Breach("moving", h.name, f"not changed in {w.steps} steps", FIX))
-    return found
+            broken.append(Breach("moving", h.name, f"not changed in {w.steps} steps", FIX))
+    return broken
 
 
 def _copy(p: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,9 @@ it, the same with other arguments; the twin from a hair beside its start; or the
 stored in a format. For that its optimizer is wrapped on the way: an optimizer that the script makes is
 noted, and before the first forward of the model that it trains a write-back takes the place of its ``step``.
 The script does not know.
+
+A twin of a script that draws its batches from a ``torch.utils.data.DataLoader`` makes as many updates, on the
+first sequences of the same batches in the same order, whatever the script's arguments are.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import MethodType
@@ -21,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from halfulp import files
 from halfulp.audit.rehearsal.specs import Rehearse
@@ -28,8 +32,7 @@ from halfulp.audit.script.own_evaluation import OwnEvaluation
 from halfulp.audit.script.runner import run_script
 from halfulp.audit.session import Audit
 from halfulp.errors import HalfulpError, UsageError
-from halfulp.pilots.batches import TrainingBatches
-from halfulp.pilots.rungs import Clock, nudge
+from halfulp.pilots.rungs import Clock, first, nudge, size
 from halfulp.text import plain, tell
 from halfulp.trace import Memory, Trace
 from halfulp.trace.recorded import Recorded
@@ -119,30 +122,30 @@ def beside(seed: int) -> Take:
     return take
 
 
-def run(told: dict[str, Any]) -> int:
+def run(job: dict[str, Any]) -> int:
     """Run the script as requested, write its results, and return its exit code."""
-    rehearse = Rehearse(told["formats"])
-    own = OwnEvaluation.of(told["evaluate"])
-    own.bounds = ("point", "upper") if told["trace"] else ("upper",)
-    own.most, own.at = told["most"], told["at"]
-    folder = None if told["trace"] is None else Path(told["trace"])
+    rehearse = Rehearse(job["formats"])
+    own = OwnEvaluation.of(job["evaluate"])
+    own.bounds = ("point", "upper") if job["trace"] else ("upper",)
+    own.most, own.at = job["most"], job["at"]
+    folder = None if job["trace"] is None else Path(job["trace"])
     out = Memory() if folder is None else folder
-    single = told["stored"] is not None or told["nudged"]
+    single = job["stored"] is not None or job["nudged"]
     audit = Audit(
-        None, rehearse.each[0].grid, out=out, every=EVERY, seed=told["seed"],
+        None, rehearse.each[0].grid, out=out, every=EVERY, seed=job["seed"],
         rehearse=None if single else rehearse,
     )  # fmt: skip
     clock = Clock()
     with ExitStack() as stack:
         if single:
-            take = beside(told["seed"]) if told["nudged"] else store(told["stored"], told["seed"])
+            take = beside(job["seed"]) if job["nudged"] else store(job["stored"], job["seed"])
             stack.enter_context(OnTheWay(take))
-        limit = Limit(clock, math.inf if told["seconds"] is None else told["seconds"], told["steps"])
+        limit = Limit(clock, math.inf if job["seconds"] is None else job["seconds"], job["steps"])
         stack.callback(register_optimizer_step_pre_hook(limit).remove)
-        batches = stack.enter_context(TrainingBatches(told["part"], lambda: own.inside))
-        script = None if told["script"] is None else Path(told["script"])
+        batches = stack.enter_context(TrainingBatches(job["part"], lambda: own.inside))
+        script = None if job["script"] is None else Path(job["script"])
         last = own.until_the_end()
-        code = run_script(script, told["arguments"], audit, lambda: None, told["module"], own, last)
+        code = run_script(script, job["arguments"], audit, lambda: None, job["module"], own, last)
     found: dict[str, Any] = {
         "seconds": clock.seconds,
         "beside": clock.busy(audit.seconds) + own.again_seconds,
@@ -157,8 +160,53 @@ def run(told: dict[str, Any]) -> int:
         found["trace"] = None if folder is None else str(folder)
         trace = out.trace if isinstance(out, Memory) else Trace.open(folder or out)
         found |= _shown(trace, rehearse.names)
-    files.put(Path(told["result"]), json.dumps(found).encode())
+    files.put(Path(job["result"]), json.dumps(found).encode())
     return code
+
+
+class TrainingBatches:
+    """Count training batches while it is entered, and cut those of a twin to their first sequences.
+
+    Batches are left whole inside the script's own evaluation and wherever gradients are off.
+
+    Args:
+        part: How many sequences of each are kept; None for all.
+        evaluating: Whether the script evaluates just now.
+    """
+
+    def __init__(self, part: int | None, evaluating: Callable[[], bool]) -> None:
+        self.part, self.evaluating = part, evaluating
+        self.largest, self.cut = 0, 0
+        """Sequences of the largest batch, and how many batches were cut."""
+        self._iter = DataLoader.__iter__
+
+    def __enter__(self) -> Self:
+        plain = self._iter
+
+        def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+            # What begins to iterate draws random numbers: here that is now, and in a generator later.
+            return (self._seen(loader, batch) for batch in plain(loader))
+
+        DataLoader.__iter__ = batches  # type: ignore[assignment, method-assign]  # put back on exit
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        DataLoader.__iter__ = self._iter  # type: ignore[method-assign]  # what was there
+
+    def _seen(self, loader: DataLoader[Any], batch: Any) -> Any:
+        if self.evaluating() or not torch.is_grad_enabled() or loader.batch_sampler is None:
+            return batch
+        try:
+            count = size(batch)
+        except UsageError:
+            return batch
+        if loader.batch_size is not None and count > loader.batch_size:
+            return batch  # its first dimension is something else
+        self.largest = max(self.largest, count)
+        if self.part is None or count <= self.part:
+            return batch
+        self.cut += 1
+        return first(batch, self.part)
 
 
 class Limit:

@@ -105,13 +105,6 @@ class Seen:
         """Return the numbers as JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Seen:
-        """Return what :meth:`to_json` gave."""
-        twin, forks = told.get("twin"), told.get("forks")
-        parts = {"twin": Twin(**twin) if twin else None, "forks": Forks(**forks) if forks else None}
-        return cls(**{**told, **parts})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:

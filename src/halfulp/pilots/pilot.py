@@ -11,8 +11,7 @@ The ladder, within a budget of extra processor time (:mod:`halfulp.pilots.ladder
 What steps take is measured first, on a few of them, and rungs that do not fit the budget are not run: it is
 said what they would take. Twins run first: their results decide where forks may be needed, and the reference
 saves its state there.
-With ``out=`` a pilot that was killed can continue: finished runs are not repeated, and the reference
-continues from its last saved state.
+With ``out=`` a pilot that was killed can continue: finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from halfulp import deprecation
 from halfulp.audit.rehearsal.as_if import number
 from halfulp.errors import UsageError
 from halfulp.pilots import run_states, rungs
@@ -49,7 +49,7 @@ class Pilot:
             takes rehearsals as free.
         out: A folder from which an interrupted pilot continues; None saves nothing.
         seed: Seed of stochastic rounding.
-        save_every: Number of updates between saves of the reference, if there is a folder.
+        save_every: Ignored: a run that was interrupted is made again.
 
     Raises:
         UsageError: If a format, the budget or the run cannot be used.
@@ -65,16 +65,18 @@ class Pilot:
         cost: Cost | None = None,
         out: str | Path | None = None,
         seed: int = 0,
-        save_every: int = 500,
+        save_every: int | None = None,
     ) -> None:
-        if not 0 <= budget <= 10 or updates < 1 or save_every < 1:
+        if save_every is not None:
+            deprecation.warn("Pilot(save_every=...)", "Pilot(...), which saves whole runs")
+        if not 0 <= budget <= 10 or updates < 1:
             raise UsageError(
-                f"a pilot needs updates and save_every from 1 and a budget from 0 (0.15 is 15%); found "
-                f"updates={updates}, save_every={save_every}, budget={budget}."
+                "a pilot needs updates from 1 and a budget from 0 to 10 (0.15 is 15%); found "
+                f"updates={updates}, budget={budget}."
             )
         self.training = rungs.Factory(make=make, updates=updates, formats=tuple(formats), seed=seed)
         self.formats = self.training.rehearse.names
-        self.budget, self.save_every, self.cost = budget, save_every, cost
+        self.budget, self.cost = budget, cost
         self.folder = None if out is None else Path(out)
         self.notes: list[str] = []
         self._results: Results | None = None
@@ -253,12 +255,8 @@ class Pilot:
         return floor_of(real, again, _loss(twins["reference"]["real"]), twins["nudged"])
 
     def _reference(self, fork_at: int, bounds: tuple[str, ...]) -> dict[str, Any]:
-        keep = None if self.folder is None else rungs.Keep(self.folder / "reference", self.save_every)
-
         def make() -> dict[str, Any]:
-            found = rungs.reference(
-                self.training, fork_at={fork_at} - {0}, bounds=bounds or ("point",), keep=keep
-            )
+            found = rungs.reference(self.training, fork_at={fork_at} - {0}, bounds=bounds or ("point",))
             self._forked = found.forked.get(fork_at)
             if self.folder is not None and self._forked is not None:
                 run_states.save(self._forked, self.folder / "forked.safetensors")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from halfulp.audit.rehearsal.specs import Rehearse
+from halfulp.outputs import finite
 from halfulp.pilots.estimates import Estimate, Seen, estimate
 from halfulp.text import shown
 from halfulp.verdicts.intervals import COVERAGE, shipped
@@ -73,9 +74,9 @@ class Prices:
             f"{COVERAGE:.0%} intervals, and what it saves:"
         ]
         names = [shown(p.spec, 40) for p in self.prices]
-        told = [p.words for p in self.prices]
-        wide = max(map(len, names)), max(map(len, told))
-        for price, name, words in zip(self.prices, names, told, strict=True):
+        words_of_each = [p.words for p in self.prices]
+        wide = max(map(len, names)), max(map(len, words_of_each))
+        for price, name, words in zip(self.prices, names, words_of_each, strict=True):
             told_saved = saved(price.spec, self.weights)
             out.append(f"  {name:{wide[0]}}  {words:{wide[1]}}  {told_saved}; {price.how}")
             out += [f"    {name}: {note}." for note in price.estimate.notes]
@@ -99,8 +100,7 @@ class Prices:
                     "format": p.spec, "bytes_per_weight": p.bytes_per_weight,
                     "saved_bytes": round((FLOAT32 - p.bytes_per_weight) * self.weights), "how": p.how,
                     "distinguishable": not p.estimate.zero,
-                    **{k: _number(v) for k, v in asdict(p.estimate).items() if k != "notes"},
-                    "notes": list(p.estimate.notes), "measured": _finite(p.seen.to_json()),
+                    **finite(asdict(p.estimate)), "measured": finite(p.seen.to_json()),
                 }
                 for p in self.prices
             ],
@@ -109,23 +109,9 @@ class Prices:
 
 def priced(spec: str, seen: Seen) -> Price:
     """Return what a format costs by what was seen of it."""
-    found = Rehearse([spec]).each[0]
-    each = bytes_per_weight(found.name)
+    rehearsal = Rehearse([spec]).each[0]
+    each = bytes_per_weight(rehearsal.name)
     return Price(
-        spec=found.name, estimate=estimate(seen, shipped()), seen=seen,
-        bytes_per_weight=found.grid.bytes_per_weight if each is None else each,
+        spec=rehearsal.name, estimate=estimate(seen, shipped()), seen=seen,
+        bytes_per_weight=rehearsal.grid.bytes_per_weight if each is None else each,
     )  # fmt: skip
-
-
-def _number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _finite(tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {k: _finite(v) for k, v in tree.items()}
-    return (
-        [_finite(v) for v in tree]
-        if isinstance(tree, Sequence) and not isinstance(tree, str)
-        else _number(tree)
-    )

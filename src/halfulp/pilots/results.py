@@ -31,17 +31,21 @@ class Results:
         if folder is None or not (folder / NAME).exists():
             return
         where = folder / NAME
-        told = documents.parsed(files.read(where, documents.MOST_BYTES, follow=True), where, "a pilot")
-        documents.check_digest(told, where)
-        if (told.get("kind"), told.get("format")) != (KIND, FORMAT):
+        document = documents.parsed(files.read(where, documents.MOST_BYTES, follow=True), where, "a pilot")
+        documents.check_digest(document, where)
+        if (document.get("kind"), document.get("format")) != (KIND, FORMAT):
             raise VersionError(f"{where} is not a pilot of format {FORMAT}, which this halfulp reads.")
-        if told["asked"] != self.asked:
-            other = [k for k in {**told["asked"], **self.asked} if told["asked"].get(k) != self.asked.get(k)]
+        if document["asked"] != self.asked:
+            other = [
+                k
+                for k in {**document["asked"], **self.asked}
+                if document["asked"].get(k) != self.asked.get(k)
+            ]
             raise UsageError(
                 f"{folder} holds a pilot that was asked something else ({', '.join(sorted(other))} differ). "
                 "Ask the same to go on with it, or choose another folder."
             )
-        self.found = dict(told["found"])
+        self.found = dict(document["found"])
 
     def once(self, name: str, make: Callable[[], Json]) -> Json:
         """Return an existing result, or compute and save it."""
@@ -52,5 +56,5 @@ class Results:
 
     def _write(self) -> None:
         if self.folder is not None:
-            told = {"kind": KIND, "format": FORMAT, "halfulp": __version__, "asked": self.asked}
-            files.put(self.folder / NAME, documents.sealed({**told, "found": self.found}))
+            document = {"kind": KIND, "format": FORMAT, "halfulp": __version__, "asked": self.asked}
+            files.put(self.folder / NAME, documents.sealed({**document, "found": self.found}))

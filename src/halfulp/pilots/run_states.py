@@ -26,14 +26,14 @@ Tree = Any
 
 def taken(run: Any, **more: Tree) -> dict[str, Tree]:
     """Copy the state of a run, with what else is to be kept."""
-    found: dict[str, Tree] = {
+    state: dict[str, Tree] = {
         "model": run.model.state_dict(),
         "optimizer": run.optimizer.state_dict(),
         **more,
     }
     if hasattr(run, "state_dict"):
-        found["run"] = run.state_dict()
-    return {**deepcopy(found), "random": generators()}
+        state["run"] = run.state_dict()
+    return {**deepcopy(state), "random": generators()}
 
 
 def put_back(run: Any, state: Mapping[str, Tree]) -> None:
@@ -81,12 +81,12 @@ def load(path: Path) -> dict[str, Tree]:
     """Read a state that :func:`save` wrote."""
     held, metadata = tensors.read(path, follow=True)
     try:
-        found = _taken_down(json.loads(metadata[KEY]), held)
+        tree = _taken_down(json.loads(metadata[KEY]), held)
     except (KeyError, TypeError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        tree = None
+    if not isinstance(tree, dict):
         raise CorruptionError(f"{path} is a safetensors file, but not the state of a run.")
-    return found
+    return tree
 
 
 def _hung(x: Tree, held: dict[str, torch.Tensor]) -> Tree:

@@ -73,9 +73,9 @@ def measured(training: rungs.Factory, batch: int) -> RungCosts:
 
 def _step(run: rungs.PilotRun, count: int, part: int | None) -> float:
     """Return the seconds of the quickest of a few steps."""
-    found = []
+    seconds = []
     for update in range(1, count + 1):
         clock = Clock()
         rungs.advance(run, update, part)
-        found.append(clock.seconds)
-    return min(found)
+        seconds.append(clock.seconds)
+    return min(seconds)

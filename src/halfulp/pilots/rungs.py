@@ -19,11 +19,9 @@ reference is bit for bit the run that a plain loop would have made, and so are t
 from __future__ import annotations
 
 import copy
-import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,19 +93,6 @@ class Reference:
     """Processor time of the run alone, all of its updates."""
     beside: float = 0.0
     """The cost of rehearsing beside that."""
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Folder and interval in which a reference run saves itself, so that it can continue after a kill."""
-
-    folder: Path
-    every: int
-
-    @property
-    def state(self) -> Path:
-        """The file of its state."""
-        return self.folder / "state.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +169,6 @@ def reference(
     *,
     fork_at: Collection[int] = (),
     bounds: Sequence[str] = ("point",),
-    keep: Keep | None = None,
 ) -> Reference:
     """Make the reference, on a part of every batch or on all of it, with every format rehearsed beside it.
 
@@ -193,51 +177,31 @@ def reference(
         part: How many sequences of a batch; None for all.
         fork_at: The updates whose state is set aside for forks.
         bounds: The bounds whose codes are set aside with them.
-        keep: Where the run keeps itself against a kill.
     """
     clock, run = Clock(), training.begin()
-    saved = run_states.load(keep.state) if keep is not None and keep.state.exists() else None
-    begun, forked = 0, dict[int, Any]()
-    if saved is None:
-        start = number(run.evaluate())
-        run_states.put_generators(training.random)
-        run = training.make()  # an evaluation may leave something behind
-    else:
-        run_states.put_back(run, saved)
-        begun, start, forked = saved["update"], saved["start"], saved["forked"]
-    audit = _audit(training, run, begun, keep)
+    start, forked = number(run.evaluate()), dict[int, Any]()
+    run = training.begin()  # an evaluation may leave something behind
+    # One grid is counted, because an audit counts something; rehearsals are what is wanted.
+    rehearse = training.rehearse
+    audit = Audit(
+        run.optimizer, rehearse.each[0].grid, model=run.model, rehearse=rehearse, seed=training.seed
+    )
     with audit:
-        for update in range(begun + 1, training.updates + 1):
+        for update in range(1, training.updates + 1):
             advance(run, update, part)
             if update in fork_at:
                 codes = {b: {f: _codes(audit, f, b) for f in training.formats} for b in bounds}
                 forked[update] = run_states.taken(run, update=update, codes=codes)
-            if keep is not None and update % keep.every == 0 and update < training.updates:
-                audit.commit()
-                run_states.save(run_states.taken(run, update=update, start=start, forked=forked), keep.state)
         evaluating = Clock()
-        found = audit.evaluate(run.evaluate, record=False)
-        shown = evaluating.seconds
+        evaluation = audit.evaluate(run.evaluate, record=False)
+        evaluations_took = evaluating.seconds
         again = number(run.evaluate())
-    evaluated = 1 + sum(len(losses) for losses in found.losses.values())
-    beside = clock.busy(audit.seconds) + shown * (evaluated - 1) / evaluated
-    whole = training.updates / max(1, training.updates - begun)  # a resumed run saw a part of them
+    count = 1 + sum(len(losses) for losses in evaluation.losses.values())
+    beside = clock.busy(audit.seconds) + evaluations_took * (count - 1) / count
     return Reference(
-        start=start, real=found.real, again=again, as_if=found.losses, forked=forked,
-        seconds=whole * max(0.0, clock.seconds - beside), beside=whole * beside,
+        start=start, real=evaluation.real, again=again, as_if=evaluation.losses, forked=forked,
+        seconds=max(0.0, clock.seconds - beside), beside=beside,
     )  # fmt: skip
-
-
-def _audit(training: Factory, run: PilotRun, begun: int, keep: Keep | None) -> Audit:
-    asked = training.rehearse
-    # One grid is counted, because an audit counts something; rehearsals are what is wanted.
-    options: dict[str, Any] = {"model": run.model, "rehearse": asked, "seed": training.seed}
-    if keep is not None:
-        if not begun:  # what a run left that ended before it kept anything
-            shutil.rmtree(keep.folder / "trace", ignore_errors=True)
-        options |= {"out": keep.folder / "trace", "resume": begun > 0, "every": keep.every}
-        options |= {"first_step": begun + 1} if begun else {}
-    return Audit(run.optimizer, asked.each[0].grid, **options)
 
 
 def _codes(audit: Audit, spec: str, bound: str) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 The reference is the script itself, audited. Its twins are the same script, a child process each: once in
 float32, once per format, and once from a hair beside the start, for the floor. Where a DataLoader gives it
-batches, twins train on the first sequences of each (:mod:`halfulp.pilots.batches`); elsewhere ``--small``
+batches, twins train on the first sequences of each (:mod:`halfulp.pilots.child`); elsewhere ``--small``
 arguments are put behind the script's own. What they cost is measured in processor time; a twin ends itself as
 soon as its first steps tell that it would cost more than is left. A script's state cannot be forked from
 outside, so a format whose twin the guard distrusts keeps the free point with its wider interval, and it is

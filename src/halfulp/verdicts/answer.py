@@ -21,6 +21,7 @@ import numpy as np
 
 from halfulp import pictures
 from halfulp.measures.groups import CORE
+from halfulp.outputs import finite
 from halfulp.text import count, percent, plain, shown
 from halfulp.trace import Recorded, Trace
 from halfulp.trace.stored_on import default_scope, moved_on_grid, policies
@@ -141,9 +142,9 @@ class Answer:
             "grid": self.grid,
             "notices": list(self.notices),
             "sections": {s.name.lower(): list(s.lines) for s in self.sections},
-            "fix": _finite(fix),
+            "fix": finite(fix),
             "formats": dict(self.formats),
-            "grids": [_finite({**asdict(f), "severity": f.severity}) for f in self.findings],
+            "grids": [finite({**asdict(f), "severity": f.severity}) for f in self.findings],
             "lines": list(self.lines),
             "details": list(self.details),
         }
@@ -160,15 +161,6 @@ class Answer:
         ]
         lost = "<div>updates lost, or that would be, by grid</div>" if rows else ""
         return pictures.framed("", lost, pictures.bars(rows), pictures.pre(str(self)))
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN by None, because JSON has no NaN."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if value != value else value
 
 
 def verdict(
@@ -216,16 +208,16 @@ def whence(trace: Recorded, folder: object) -> str:
 
 def answer_of(
     trace: Recorded,
-    found: tuple[Finding, ...],
+    by_grid: tuple[Finding, ...],
     notices: tuple[str, ...] = (),
     *,
     page: str | None = None,
 ) -> Answer:
     """Build the answer from existing findings; see :func:`verdict`."""
     bad = details.nonfinite_words(trace)
-    at_home = [f for f in found if moved_on_grid(trace, f.grid)]
-    bad_ones = [f for f in found if f.severity not in (FINE, NOT_FINITE)]
-    first = max(at_home, key=lambda f: f.of) if at_home else (*bad_ones, *found)[0]
+    at_home = [f for f in by_grid if moved_on_grid(trace, f.grid)]
+    bad_ones = [f for f in by_grid if f.severity not in (FINE, NOT_FINITE)]
+    first = max(at_home, key=lambda f: f.of) if at_home else (*bad_ones, *by_grid)[0]
     kept = is_cast(trace) or (bool(at_home) and keeping(trace) is not None)
     masters = len(copies(trace)) == len(trace.tensors)
     loses = first.severity not in (FINE, NOT_FINITE) and not kept and not masters
@@ -235,7 +227,7 @@ def answer_of(
         there = ", on a run with float32 weights" if at_home else ""
         cost = (f"not measured: --rehearse {first.grid} --evaluate FN{there}",)
     beside = _beside(trace)
-    nothing = all(f.severity == FINE for f in found) and not beside and not masters
+    nothing = all(f.severity == FINE for f in by_grid) and not beside and not masters
     parts = {
         "Why": _why(trace, first, stored=bool(at_home)) if loses or masters else (),
         "Where": _where(trace, first) if loses else (),
@@ -245,23 +237,25 @@ def answer_of(
         "Loss": cost,
         "Page": (page,) if page and not nothing else (),
     }
-    others = [f for f in found if masters or f is not first]
+    others = [f for f in by_grid if masters or f is not first]
     return Answer(
-        headline=plain(_headline(trace, found, first, kept=kept, masters=masters)),
+        headline=plain(_headline(trace, by_grid, first, kept=kept, masters=masters)),
         grid=first.grid,
         notices=(*notices, *(plain(said) for said in (bad, trace.older_counts) if said)),
         sections=tuple(Section(name, tuple(map(plain, lines))) for name, lines in parts.items() if lines),
         formats=() if nothing else tuple((f.grid, plain(_format(trace, f))) for f in others),
         fix=fix,
-        details=tuple(details.lines(trace, found)),
-        findings=found,
+        details=tuple(details.lines(trace, by_grid)),
+        findings=by_grid,
     )
 
 
 # ---- the parts --------------------------------------------------------------------------------------------
 
 
-def _headline(trace: Recorded, found: Sequence[Finding], first: Finding, *, kept: bool, masters: bool) -> str:
+def _headline(
+    trace: Recorded, by_grid: Sequence[Finding], first: Finding, *, kept: bool, masters: bool
+) -> str:
     steps = count(len(trace.steps), "step")
     still = "" if (first.never_moved or 0) < STUCK else percent(first.never_moved)
     if first.severity == NOT_FINITE:
@@ -280,9 +274,9 @@ def _headline(trace: Recorded, found: Sequence[Finding], first: Finding, *, kept
     if first.severity == FINE:
         was = "this run lost" if first.measured else "this run would lose"
         said = f"{was} {percent(first.lost)} of {_of(first)} updates in {first.grid} ({steps})"
-        if any(f.severity != FINE for f in found):
+        if any(f.severity != FINE for f in by_grid):
             return f"{said[0].upper()}{said[1:]}: nothing to mend."
-        names = ", ".join(f.grid for f in found if f is not first)
+        names = ", ".join(f.grid for f in by_grid if f is not first)
         return f"Nothing found: {said}{f', and hardly more in {names}' if names else ''}."
     start = "This run" if moved_on_grid(trace, first.grid) else f"Stored in {first.grid}, this run would"
     if not first.measured and trace.ids() == trace.in_full() and not policies(trace):
@@ -298,17 +292,17 @@ def _headline(trace: Recorded, found: Sequence[Finding], first: Finding, *, kept
     return f"{said}; {still} of {_of(first)} weights {stuck} in {steps}." if still else f"{said}."
 
 
-def _of(found: Finding) -> str:
+def _of(finding: Finding) -> str:
     """Return the words for the weights that a finding concerns."""
-    return "its" if found.of == 1 else f"its {found.grid}"
+    return "its" if finding.of == 1 else f"its {finding.grid}"
 
 
 def _why(trace: Recorded, first: Finding, *, stored: bool) -> tuple[str, ...]:
     """Describe the dtypes of the weights and optimizer state, and the size of a step relative to a gap."""
     if (there := details.copies_words(trace)) is not None:
         return (there,)
-    told: dict[str, Any] = next(iter(trace.manifest.get("optimizers", ())), {})
-    rate = rate_of(trace, told)
+    optimizer: dict[str, Any] = next(iter(trace.manifest.get("optimizers", ())), {})
+    rate = rate_of(trace, optimizer)
     part = "most" if first.lost_late >= 0.5 else f"{percent(first.lost)} of"
     steps = f"{'' if rate is None else f'at lr {number(rate)} '}{part} steps are under half a gap"
     if not stored:
@@ -316,7 +310,7 @@ def _why(trace: Recorded, first: Finding, *, stored: bool) -> tuple[str, ...]:
         dtypes = " and ".join(_stored(trace, trace.ids()))
         said = f"weights are {dtypes} now; {steps} of {first.grid}."
         return (said, f"{arrives}.") if arrives else (said,)
-    if told.get("policies"):
+    if optimizer.get("policies"):
         return (f"nearest rounding (rne) to {first.grid} drops what is too small: {steps}.",)
     names = _stored(trace, moved_on_grid(trace, first.grid))
     return (f"{held.stored_words(trace, names)}, no fp32 master; {steps}.",)
@@ -392,18 +386,18 @@ def _beside(trace: Recorded) -> tuple[str, ...]:
     return tuple(line for line in details.role_lines(trace) if line and not line.startswith(" "))
 
 
-def _format(trace: Recorded, found: Finding) -> str:
+def _format(trace: Recorded, finding: Finding) -> str:
     """Summarize a format in one line."""
-    if found.severity == NOT_FINITE:
+    if finding.severity == NOT_FINITE:
         return f"nothing can be said, because {NOT_FINITE}"
-    whose = "" if found.of == 1 else f"its {found.grid} "
-    said = f"{percent(found.lost)} of {whose}updates {'' if found.measured else 'would be '}lost"
-    if found.lost_late - found.lost > LATE:
-        said += f" ({percent(found.lost_late)} at the end)"
-    if found.gain is not None:
-        said += f", {details.arriving(found)} {'arrives' if found.measured else 'would arrive'}"
-    if found.severity == FINE or (keeping(trace) and found.measured):
+    whose = "" if finding.of == 1 else f"its {finding.grid} "
+    said = f"{percent(finding.lost)} of {whose}updates {'' if finding.measured else 'would be '}lost"
+    if finding.lost_late - finding.lost > LATE:
+        said += f" ({percent(finding.lost_late)} at the end)"
+    if finding.gain is not None:
+        said += f", {details.arriving(finding)} {'arrives' if finding.measured else 'would arrive'}"
+    if finding.severity == FINE or (keeping(trace) and finding.measured):
         return said
-    for policy, size in cures(trace, found.grid)[:1]:
+    for policy, size in cures(trace, finding.grid)[:1]:
         said += f"; {policy} keeps them ({size:.3g} byte{'' if size == 1 else 's'} per weight)"
     return said

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from halfulp.trace import Recorded
-from halfulp.verdicts import held
+from halfulp.verdicts.held import part
 
 IMPORT = "import halfulp as hu"
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -90,16 +90,14 @@ class Caller:
     @classmethod
     def of(cls, trace: Recorded) -> Caller:
         """Read it from the manifest of a trace; a plain loop where nothing is said."""
-        caller = trace.manifest["run"].get("caller")
-        caller = caller if isinstance(caller, Mapping) else {}
-        framework, names, takes = (caller.get(k) for k in ("framework", "names", "takes"))
+        caller = part(trace.manifest["run"], "caller")
+        framework, kind, takes = (caller.get(k) for k in ("framework", "class", "takes"))
         known = {*WRAPPED, "transformers", "trl", "torchtitan"}
         kept = {
             str(k): v
-            for k, v in (names.items() if isinstance(names, Mapping) else ())
+            for k, v in part(caller, "names").items()
             if isinstance(v, str) and len(v) < 100 and NAME.fullmatch(v)
         }
-        kind = caller.get("class")
         return cls(
             framework=str(framework) if str(framework) in known else "loop",
             trainer_class=kind if isinstance(kind, str) and kind.isidentifier() else "Trainer",
@@ -124,7 +122,7 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
     Returns:
         The fix; None if the trace does not say which optimizer it was.
     """
-    optimizers = [o for o in trace.manifest.get("optimizers", ()) if isinstance(o, Mapping)]
+    optimizers = list(trace.manifest.get("optimizers", ()))
     if not optimizers:
         return None
     caller, first = Caller.of(trace), optimizers[0]
@@ -137,12 +135,12 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
         given = arguments(trace, first) if alone and stored == 1 and grid == "bf16" else None
         narrow = ", params=lambda name, p: p.dtype.itemsize == 2" if 0 < stored < 1 else ""
         code, made = _code(caller, str(first.get("class")), f'"{grid}", "sr"{narrow}', given)
-    now, after, wide = _bytes(trace) if stored else (None, None, None)
+    before, after, wide = _bytes(optimizers, trace) if stored else (None, None, None)
     return Fix(
         framework=caller.framework,
         code=code,
-        before=now,
-        after=now if first.get("policies") else after,
+        before=before,
+        after=before if first.get("policies") else after,
         float32=wide,
         narrow_moments=made and caller.framework != "torchtune",
     )
@@ -195,15 +193,15 @@ def arguments(trace: Recorded, entry: Mapping[str, Any]) -> dict[str, Any] | Non
     rate = rate_of(trace, entry)
     if not groups or rate is None:
         return None
-    found: dict[str, Any] = {"lr": rate}
+    given: dict[str, Any] = {"lr": rate}
     for key in ("betas", "eps", "weight_decay"):
         values = {_value(g.get(key)) for g in groups}
         if len(values) == 1 and None not in values:
-            found[key] = values.pop()
+            given[key] = values.pop()
         elif key != "weight_decay":
             return None
     rates = {_value(g.get("initial_lr", g.get("lr"))) for g in groups}
-    return found if len(rates) == 1 else None
+    return given if len(rates) == 1 else None
 
 
 def rate_of(trace: Recorded, entry: Mapping[str, Any]) -> float | None:
@@ -216,8 +214,7 @@ def rate_of(trace: Recorded, entry: Mapping[str, Any]) -> float | None:
     seen = np.unique(trace.scan("tensors", "lr")["lr"]) if trace.recorded else np.array([])
     seen = seen[np.isfinite(seen)]
     constant = float(seen[0]) if len(seen) == 1 else None
-    defaults = entry.get("defaults")
-    default = defaults.get("lr") if isinstance(defaults, Mapping) else None
+    default = part(entry, "defaults").get("lr")
     for value in (_value(group.get("initial_lr")), constant, _value(default), _value(group.get("lr"))):
         if isinstance(value, float | int):
             return value
@@ -254,23 +251,25 @@ def _call(given: Mapping[str, Any]) -> str:
     return ", ".join(f"{k}={number(v)}" for k, v in given.items())
 
 
-def _bytes(trace: Recorded) -> tuple[float | None, float | None, float | None]:
+def _bytes(
+    optimizers: list[Mapping[str, Any]], trace: Recorded
+) -> tuple[float | None, float | None, float | None]:
     """Return bytes per weight as the run holds them; with states in float32; and with all in float32."""
-    known = held.holdings(trace)
-    weights = [x for h in known for x in _byte_sizes(h.parameters)]
-    states = [x for h in known for sizes in h.states.values() for x in _byte_sizes(sizes)]
-    if not (n := sum(count for _, count in weights)):
+    holds = [part(o, "holds") for o in optimizers]
+    weights = [x for h in holds for x in _sizes(part(h, "parameters"))]
+    states = [x for h in holds for sizes in part(h, "states").values() for x in _sizes(sizes)]
+    if not (count := sum(n for _, n in weights)):
         return None, None, None
-    stored = sum(size * count for size, count in weights)
+    stored = sum(size * n for size, n in weights)
     stored += sum(2 * t["recorded"] for t in trace.tensors if t.get("copy"))
-    now = stored + sum(size * count for size, count in states)
-    wide = sum(max(size, 4) * count for size, count in states)
-    return now / n, (stored + wide) / n, 4 + wide / n
+    now = stored + sum(size * n for size, n in states)
+    wide = sum(max(size, 4) * n for size, n in states)
+    return now / count, (stored + wide) / count, 4 + wide / count
 
 
-def _byte_sizes(sizes: held.Sizes) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of a value and the number of values, for each known dtype."""
-    for name, count in sizes.items():
-        dtype = getattr(torch, name.rpartition(" in ")[2], None)
-        if isinstance(dtype, torch.dtype):
-            yield dtype.itemsize, count
+def _sizes(sizes: object) -> Iterator[tuple[float, int]]:
+    """Yield bytes per value and number of values for each known dtype."""
+    for name, n in sizes.items() if isinstance(sizes, Mapping) else ():
+        dtype = getattr(torch, str(name).rpartition(" in ")[2], None)
+        if isinstance(dtype, torch.dtype) and isinstance(n, int):
+            yield dtype.itemsize, n

@@ -1,13 +1,9 @@
-"""Read the dtypes that the optimizers of a run held, as the audit recorded them, and put them into words.
-
-Others may have written the manifest: what is not a count of values by dtype is left out.
-"""
+"""Put into words which dtypes the optimizers of a run held, as the audit recorded them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,74 +13,48 @@ from halfulp.trace import Recorded
 
 MOST = 6
 """Kinds of states that are named."""
-Sizes = dict[str, int]
-"""Values by dtype."""
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """The dtypes that one optimizer held."""
-
-    kind: str
-    """Its class."""
-    parameters: Sizes
-    gradients: Sizes
-    states: dict[str, Sizes]
-    keeps: tuple[str, ...]
-    """States that keep what its 16-bit weights do not hold."""
-
-    @classmethod
-    def of(cls, holds: Mapping[str, Any], kind: object = None) -> Holdings:
-        """Read what a manifest says of an optimizer."""
-        states, keeps = holds.get("states"), holds.get("keeps")
-        known = states.items() if isinstance(states, Mapping) else ()
-        return cls(
-            kind=shown(str(kind), 30),
-            parameters=_sizes(holds.get("parameters")),
-            gradients=_sizes(holds.get("gradients")),
-            states={str(name): _sizes(sizes) for name, sizes in known if isinstance(sizes, Mapping)},
-            keeps=tuple(map(str, keeps)) if isinstance(keeps, list) else (),
-        )
-
-
-def holdings(trace: Recorded) -> list[Holdings]:
-    """Return what each optimizer of a run held, as far as that was recorded."""
-    entries = [o for o in trace.manifest.get("optimizers", ()) if isinstance(o, Mapping)]
-    return [Holdings.of(o["holds"], o.get("class")) for o in entries if isinstance(o.get("holds"), Mapping)]
 
 
 def coded_words(trace: Recorded) -> str | None:
-    """Name states in 8 bits or less, whose values cannot be followed; None if there are none."""
-    roles = trace.manifest["options"].get("roles")
-    if not isinstance(roles, Mapping) or not roles.get("states"):
+    """Name states in 8 bits or less, whose values cannot be followed; None if states were not tracked."""
+    if not part(trace.manifest["options"], "roles").get("states"):
         return None
-    coded: dict[str, dict[str, None]] = {}
-    for kind, dtype in ((k, d) for h in holdings(trace) for k, sizes in h.states.items() for d in sizes):
-        known = getattr(torch, dtype, None)
-        if isinstance(known, torch.dtype) and known.itemsize == 1:
-            coded.setdefault(dtype, {})[shown(kind, 40)] = None
-    parts = [f"{', '.join(list(kinds)[:MOST])} in {dtype}" for dtype, kinds in coded.items()]
+    coded: dict[str, list[str]] = {}
+    for optimizer in trace.manifest.get("optimizers", ()):
+        for kind, sizes in part(part(optimizer, "holds"), "states").items():
+            for name in sizes if isinstance(sizes, Mapping) else ():
+                dtype = getattr(torch, str(name), None)
+                kinds = coded.setdefault(str(name), [])
+                if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 and kind not in kinds:
+                    kinds.append(shown(str(kind), 40))
+    parts = [f"{', '.join(kinds[:MOST])} in {name}" for name, kinds in coded.items() if kinds]
     return f"Not followed: {'; '.join(parts)}. They are codes with scales, and no values." if parts else None
 
 
 def keepers(trace: Recorded) -> str | None:
     """Name the states that keep what 16-bit weights do not hold; None unless all such weights have one."""
-    names: dict[str, None] = {}
-    for h in holdings(trace):
-        if {"bfloat16", "float16"}.intersection(h.parameters):
-            if not h.keeps:
-                return None
-            names.update(dict.fromkeys(f"{h.kind}'s {shown(state, 40)}" for state in h.keeps))
-    return " and ".join(names) or None
+    named: dict[str, None] = {}
+    for optimizer in trace.manifest.get("optimizers", ()):
+        holds = part(optimizer, "holds")
+        if not {"bfloat16", "float16"}.intersection(part(holds, "parameters")):
+            continue  # it steps no such weight
+        states = holds.get("keeps")
+        if not isinstance(states, list) or not states:
+            return None
+        whose = shown(str(optimizer.get("class")), 30)
+        named.update(dict.fromkeys(f"{whose}'s {shown(str(kind), 40)}" for kind in states))
+    return " and ".join(named) or None
 
 
 def stored_words(trace: Recorded, names: Sequence[str]) -> str:
     """Say what weights are stored in, by ``names``, and the optimizer's states where they are followed."""
-    weights, known = " and ".join(names), holdings(trace)
-    states = {shown(dtype, 40) for h in known for sizes in h.states.values() for dtype in sizes}
+    weights = " and ".join(names)
+    entries = trace.manifest.get("optimizers", ())
+    sizes = [s for o in entries for s in part(part(o, "holds"), "states").values() if isinstance(s, Mapping)]
+    states = {shown(str(dtype), 40) for each in sizes for dtype in each}
     if not states:
         return f"weights are {weights}"
-    whose = f"{known[0].kind}'s state"
+    whose = f"{shown(str(entries[0].get('class')), 30)}'s state"
     if states == set(names):
         return f"weights and {whose} are {weights}"
     return f"weights are {weights} ({whose} {' and '.join(sorted(states))})"
@@ -92,44 +62,44 @@ def stored_words(trace: Recorded, names: Sequence[str]) -> str:
 
 def words(trace: Recorded) -> str | None:
     """Say in a line what the optimizers held; None where it was not recorded."""
-    return _words(holdings(trace))
+    return words_of([o.get("holds") for o in trace.manifest.get("optimizers", ())])
 
 
-def words_of(holds: Iterable[Mapping[str, Any]]) -> str | None:
+def words_of(holds: Iterable[Any]) -> str | None:
     """Return the same from what was found of each optimizer."""
-    return _words([Holdings.of(h) for h in holds])
-
-
-def _words(known: Sequence[Holdings]) -> str | None:
-    if not known:
+    entries = [h for h in holds if isinstance(h, Mapping)]
+    if not entries:
         return None
-    parts = [
-        f"parameters {_shares(h.parameters for h in known)}",
-        f"gradients {_shares(h.gradients for h in known)}",
-    ]
-    kinds = dict.fromkeys(kind for h in known for kind in h.states)
+    parts = [_words(name, [part(t, name) for t in entries]) for name in ("parameters", "gradients")]
+    states: dict[str, list[Mapping[str, Any]]] = {}
+    for t in entries:
+        for kind, sizes in part(t, "states").items():
+            if isinstance(sizes, Mapping):
+                states.setdefault(str(kind), []).append(sizes)
     alike: dict[str, list[str]] = {}
-    for kind in kinds:
-        alike.setdefault(_shares(h.states.get(kind, {}) for h in known), []).append(shown(kind, 40))
-    for dtypes, names in alike.items():
-        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-        parts.append(f"{', '.join(names[:MOST])}{more} {dtypes}")
-    return f"The optimizer holds: {'; '.join(parts if kinds else [*parts, 'no states'])}."
+    for kind, sizes in states.items():
+        alike.setdefault(_words("", sizes).strip(), []).append(shown(kind, 40))
+    for dtypes, kinds in alike.items():
+        more = f" and {len(kinds) - MOST} more" if len(kinds) > MOST else ""
+        parts.append(f"{', '.join(kinds[:MOST])}{more} {dtypes}")
+    if not states:
+        parts.append("no states")
+    return f"The optimizer holds: {'; '.join(parts)}."
 
 
-def _sizes(sizes: object) -> Sizes:
-    pairs = sizes.items() if isinstance(sizes, Mapping) else ()
-    return {str(dtype): n for dtype, n in pairs if isinstance(n, int)}
+def part(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object within an object of a manifest; an empty one if there is none."""
+    value = entry.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
-def _shares(several: Iterable[Sizes]) -> str:
-    """Name the dtypes of some values, the most frequent first, with their shares if there are several."""
+def _words(name: str, sizes: Iterable[Mapping[str, Any]]) -> str:
     total: Counter[str] = Counter()
-    for sizes in several:
-        total.update({shown(dtype, 80): n for dtype, n in sizes.items()})
+    for each in sizes:
+        total.update({shown(str(k), 80): int(v) for k, v in each.items() if isinstance(v, int)})
     everything = sum(total.values())
     if not everything:
-        return "none"
+        return f"{name} none"
     if len(total) == 1:
-        return next(iter(total))
-    return ", ".join(f"{dtype} ({n / everything:.0%})" for dtype, n in total.most_common())
+        return f"{name} {next(iter(total))}"
+    return f"{name} " + ", ".join(f"{k} ({n / everything:.0%})" for k, n in total.most_common())

@@ -69,7 +69,7 @@ class Cost:
 
 def costs(trace: Recorded) -> list[Cost]:
     """Return the cost of each evaluated rehearsal at its last evaluation, the cheapest first."""
-    found = []
+    forecasts = []
     for spec in trace.rehearsals:
         losses = trace.forecast(spec).compared()
         if not len(losses):
@@ -85,8 +85,8 @@ def costs(trace: Recorded) -> list[Cost]:
             upper=last.get("upper"),
             calibrated_pull=trace.manifest["options"]["rehearse"]["pull"] == DEFAULT_PULL,
         )
-        found.append(made)
-    return sorted(found, key=lambda c: (not np.isfinite(c.loss), c.loss if np.isfinite(c.loss) else 0.0))
+        forecasts.append(made)
+    return sorted(forecasts, key=lambda c: (not np.isfinite(c.loss), c.loss if np.isfinite(c.loss) else 0.0))
 
 
 def bytes_per_weight(spec: str) -> float | None:
@@ -156,43 +156,43 @@ def lines(trace: Recorded) -> list[str]:
     """Return the costs, for a terminal; none if nothing was rehearsed."""
     if not trace.rehearsals:
         return []
-    found = costs(trace)
+    forecasts = costs(trace)
     names = ", ".join(shown(spec, 60) for spec in trace.rehearsals)
-    if not found:
+    if not forecasts:
         return ["", f"Rehearsed: {names}, but {MISSING}."]
-    steps = sorted({c.step for c in found})
+    steps = sorted({c.step for c in forecasts})
     when = f"at step {steps[-1]}" if len(steps) == 1 else f"at the last evaluation (step {steps[-1]})"
     out = [
         "",
-        f"What a format would cost, in loss, {when}, where this run has {nats(found[0].real)}, with "
+        f"What a format would cost, in loss, {when}, where this run has {nats(forecasts[0].real)}, with "
         f"{COVERAGE:.0%} intervals, and what it saves: {WHAT}.",
     ]
-    labels, gaps = [shown(c.spec, 60) for c in found], [_told(c) for c in found]
+    labels, gaps = [shown(c.spec, 60) for c in forecasts], [_told(c) for c in forecasts]
     wide = max(map(len, labels)), max(map(len, gaps))
     weights = trace.numel("all-2d")
-    for c, name, gap in zip(found, labels, gaps, strict=True):
+    for c, name, gap in zip(forecasts, labels, gaps, strict=True):
         out.append(
             f"  {name:{wide[0]}}  {gap:{wide[1]}}  {saved(c.spec, weights)}; loss {nats(c.loss)}, bracket "
             f"{between(c)}"
         )
-    out += [f"  {line}" for line in cautions(found)]
-    out += [f"  {PILOT}"] if any(c.interval for c in found) else []
+    out += [f"  {line}" for line in cautions(forecasts)]
+    out += [f"  {PILOT}"] if any(c.interval for c in forecasts) else []
     return out
 
 
-def cautions(found: Sequence[Cost]) -> list[str]:
+def cautions(forecasts: Sequence[Cost]) -> list[str]:
     """Say what limits these forecasts."""
     said: list[str] = []
-    if found and all(x in (c.real, None) for c in found for x in (c.lower, c.point, c.upper)):
+    if forecasts and all(x in (c.real, None) for c in forecasts for x in (c.lower, c.point, c.upper)):
         said.append(
             "Not one rehearsal changed this number. What is evaluated may be another copy of the model than "
             "the one that is trained, such as one loaded from a file; or the number is too coarse to tell."
         )
         return said
-    outside = [c.spec for c in found if _outside(c)]
+    outside = [c.spec for c in forecasts if _outside(c)]
     if outside:
         said.append(f"{', '.join(outside)}: the forecast is beyond its bracket, which is not sharper.")
-    odd = [c.spec for c in found if c.upper is not None and c.lower is not None and c.upper < c.lower]
+    odd = [c.spec for c in forecasts if c.upper is not None and c.lower is not None and c.upper < c.lower]
     if odd:
         said.append(
             f"{', '.join(odd)}: upper and lower bound are the other way round, as where a format costs "

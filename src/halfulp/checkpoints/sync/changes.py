@@ -298,7 +298,7 @@ def _unfit(part: Part) -> str | None:
 
 
 def _read_boxes(document: Fields, parts: Mapping[str, Part], where: str) -> dict[str, list[tuple[Box, int]]]:
-    found: dict[str, list[tuple[Box, int]]] = {}
+    pieces: dict[str, list[tuple[Box, int]]] = {}
     for fields in document.each("boxes") if "boxes" in document.values else ():
         name = fields.text("name")
         shape, start, size = (
@@ -309,10 +309,10 @@ def _read_boxes(document: Fields, parts: Mapping[str, Part], where: str) -> dict
         )
         if not fits or (name in parts and parts[name].shape != shape):
             raise CorruptionError(f"{where}: {shown(name)!r} has a piece that is not in the tensor.")
-        found.setdefault(name, []).append((Box(shape, start, size), fields.whole("crc32", 0, 2**32 - 1)))
-    if missing := [name for name, part in parts.items() if part.crc32 is None and name not in found]:
+        pieces.setdefault(name, []).append((Box(shape, start, size), fields.whole("crc32", 0, 2**32 - 1)))
+    if missing := [name for name, part in parts.items() if part.crc32 is None and name not in pieces]:
         raise CorruptionError(f"{where}: {shown(missing[0])!r} has no checksum.")
-    return found
+    return pieces
 
 
 # ---- shards -----------------------------------------------------------------------------------------

@@ -90,10 +90,10 @@ def _box_of(name: str, x: torch.Tensor) -> Box | None:
 
 def whole_tensors(model: Model) -> dict[str, torch.Tensor]:
     """Return the tensors that have values, by name; tied tensors under their first name."""
-    found = _all(model)
-    for name, x in found.items():
+    by_name = _all(model)
+    for name, x in by_name.items():
         _check_plain(name, x)
-    return found
+    return by_name
 
 
 def owned(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, Box]]:
@@ -104,17 +104,17 @@ def owned(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, Box]]:
     everything = _all(model)
     meshes = [x.device_mesh for x in everything.values() if is_sharded(x)]  # type: ignore[attr-defined]  # DTensors
     first_rank = not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
-    found, boxes = {}, {}
+    mine, boxes = {}, {}
     for name, x in everything.items():
         if not is_sharded(x):
             _check_plain(name, x)
             if first_rank:
-                found[name] = x
+                mine[name] = x
         elif (box := _box_of(name, x)) is not None:
-            found[name] = x.to_local()  # type: ignore[attr-defined]  # a DTensor
-            _check_plain(name, found[name])
+            mine[name] = x.to_local()  # type: ignore[attr-defined]  # a DTensor
+            _check_plain(name, mine[name])
             boxes[name] = box
-    return found, boxes
+    return mine, boxes
 
 
 def tied_names(model: Model) -> dict[str, list[str]]:
