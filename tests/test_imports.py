@@ -16,7 +16,7 @@ ROOT = Path(halfulp.__file__).parent
 
 ORDER = (
     ("contexts", "deprecation", "version", "text", "plugins"),
-    ("errors", "pictures"),
+    ("errors",),
     ("canonical", "files", "outputs"),
     ("documents",),
     ("tensors",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from halfulp.checkpoints import diff, diff_tensors
+from halfulp.checkpoints.diff_page import ROWS
 from halfulp.cli import app
 from halfulp.errors import HalfulpError, UsageError
 
@@ -168,7 +170,7 @@ def test_what_the_numbers_say(tmp_path: Path) -> None:
     assert [g.name for g in found.groups] == ["embedding", "attention", "mlp", "norm"]
     text = str(found)
     assert "4 tensors, 6,304 weights" in text
-    assert found.page().count("<svg") >= 4
+    assert found.page().count("<meter") == 8
     rounded = {"w": torch.randn(64, 64).bfloat16().float()}
     assert "Rounded: 1 of 1 tensors of the second file are float32" in str(
         diff({"w": torch.randn(64, 64)}, rounded)
@@ -360,6 +362,17 @@ def test_hostile_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         with pytest.raises(UsageError, match=says):
             diff(bad, good)
+
+
+def test_names_are_only_text_on_the_page() -> None:
+    hostile = '<img src=x onerror="alert(1)">&\x1b[31m\u202e\'</td><script>'
+    held = {hostile: torch.ones(4), **{f"t{i}": torch.zeros(2) for i in range(ROWS + 2)}}
+    page = diff(held, held).page()
+    assert "<img" not in page
+    assert "<script" not in page
+    assert "&lt;img src=x onerror=&quot;alert(1)&quot;&gt;" in page
+    assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", page)
+    assert "<div>and 3 more</div>" in page
 
 
 def test_a_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:

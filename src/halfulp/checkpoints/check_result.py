@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halfulp import pictures
 from halfulp.checkpoints.check_bounds import Reach
 from halfulp.text import count, shown
 
@@ -215,8 +214,7 @@ class Check:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def _repr_html_(self) -> str:
-        return pictures.pre(str(self))
+    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -257,7 +255,7 @@ class Sweep:
                 *([row["worst_share"]] if worst else []),
                 *(row["groups"][g] for g in groups),
             ]
-            rows.append([f"{row['lr']:g}", *map(pictures.percent, shares)])
+            rows.append([f"{row['lr']:g}", *("-" if x != x else f"{x:.1%}" for x in shares)])
         out = [
             f"{count(len(check.tensors), 'tensor')}, {check.weights:,} weights ({check.kinds}).",
             "Share of the weights that one step cannot move, by learning rate:",
@@ -277,8 +275,7 @@ class Sweep:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def _repr_html_(self) -> str:
-        return pictures.pre(str(self))
+    __repr__ = __str__
 
 
 def labelled(label: str, lines: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfulp import pictures
+from halfulp.checkpoints.diff_page import page
 from halfulp.checkpoints.diff_states import NARROW, Kept, compare_masters, global_step, kept_states
 from halfulp.checkpoints.diff_tensors import CLASSES, Array, Difference, compared, together, unfit
 from halfulp.checkpoints.stored_tensors import opened
@@ -27,13 +27,6 @@ from halfulp.errors import UsageError
 from halfulp.measures.groups import GROUPS
 from halfulp.text import count, shown
 
-STYLE = (
-    ":root{color-scheme:light dark}body{margin:1rem auto;padding:0 1rem;max-width:70rem;"
-    "font:14px/1.5 system-ui,sans-serif}table{display:block;overflow-x:auto}h1{font-size:1.2rem;"
-    "overflow-wrap:anywhere}h2{font-size:1rem}p{max-width:80ch}td{white-space:nowrap}td:last-child{"
-    "white-space:normal;min-width:16rem}@media(max-width:50rem){"
-    "tr{display:block;margin:.5rem 0}td{display:inline-block;white-space:normal}}"
-)
 NOTHING = (
     "Nothing stands out of what is checked: norms at 1.0, half of the weights or more unchanged, a rounded "
     "export, masters and states that are missing."
@@ -113,31 +106,14 @@ class Diff:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def _repr_html_(self) -> str:
-        return self._body("<div>{}</div>")
+    __repr__ = __str__
 
     def page(self) -> str:
         """Return a self-contained HTML page."""
-        return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
-            "'unsafe-inline'\">"
-            f"<title>halfulp diff</title><style>{STYLE}</style></head><body>"
-            f"<h1>{pictures.safe(self.before, 200)} and {pictures.safe(self.after, 200)}</h1>"
-            f"<p>{pictures.safe(self.lines(0)[0], 400)}</p>{self._body('<h2>{}</h2>')}</body></html>"
-        )
-
-    def _body(self, heading: str) -> str:
-        groups, tensors = (
-            pictures.bars([(t.name, t.share, _rest(t)) for t in rows])
-            for rows in (self.groups, self._least_moved())
-        )
-        said = "".join(f"<p>{pictures.safe(line, 600)}</p>" for line in self._said())
         by = "Share of the weights that are what they were, by"
-        return (
-            said + heading.format(f"{by} kind of layer") + groups + heading.format(f"{by} tensor") + tensors
-        )
+        rows = {f"{by} kind of layer": self.groups, f"{by} tensor": self._least_moved()}
+        tables = {heading: [(t.name, t.share, _rest(t)) for t in those] for heading, those in rows.items()}
+        return page(f"{self.before} and {self.after}", [self.lines(0)[0], *self._said()], tables)
 
 
 def diff(

@@ -1,10 +1,9 @@
-"""One run of somebody's script for a pilot, in a process of its own: ``python -m halfulp.pilots.child``.
+"""Run a user's script once for a pilot, in a process of its own: ``python -m halfulp.pilots.child``.
 
-It is the reference, which is audited as ``halfulp audit`` does it, with every format rehearsed; a twin of
-it, the same with other arguments; the twin from a hair beside its start; or the twin with its weights really
-stored in a format. For that its optimizer is wrapped on the way: an optimizer that the script makes is
-noted, and before the first forward of the model that it trains a write-back takes the place of its ``step``.
-The script does not know.
+The run is the reference, audited as by ``halfulp audit`` with every format rehearsed; its twin, on smaller
+batches; the twin from slightly different weights; or the twin with its weights stored in a format. To store
+them, every optimizer that the script makes is noted, and before the first forward of the model that it
+trains, its ``step`` is replaced by that of a write-back. The script needs no change.
 
 A twin of a script that draws its batches from a ``torch.utils.data.DataLoader`` makes as many updates, on the
 first sequences of the same batches in the same order, whatever the script's arguments are.
@@ -44,7 +43,7 @@ Take = Callable[[torch.optim.Optimizer, torch.nn.Module | None], None]
 
 
 class OnTheWay:
-    """While it is entered, every optimizer is taken once, before the first forward of what it trains."""
+    """Call ``take`` once for every optimizer, before the first forward of the model that it trains."""
 
     def __init__(self, take: Take) -> None:
         self.take, self.waiting = take, list[torch.optim.Optimizer]()
@@ -89,7 +88,7 @@ class OnTheWay:
 
 
 def store(spec: str, seed: int) -> Take:
-    """Return what has an optimizer's weights stored in a format from now on."""
+    """Return a function that stores an optimizer's weights in a format from now on."""
     found = Rehearse([spec]).each[0]
 
     def take(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
@@ -112,7 +111,7 @@ def store(spec: str, seed: int) -> Take:
 
 
 def beside(seed: int) -> Take:
-    """Return what has an optimizer's weights begin a hair beside themselves."""
+    """Return a function that changes an optimizer's weights by a hair."""
 
     def take(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
         named = {} if model is None else {p: name for name, p in model.named_parameters()}
@@ -146,7 +145,7 @@ def run(job: dict[str, Any]) -> int:
         script = None if job["script"] is None else Path(job["script"])
         last = own.until_the_end()
         code = run_script(script, job["arguments"], audit, lambda: None, job["module"], own, last)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "seconds": clock.seconds,
         "beside": clock.busy(audit.seconds) + own.again_seconds,
         "code": code,
@@ -157,10 +156,10 @@ def run(job: dict[str, Any]) -> int:
     }
     if code == 0 and audit.step and not limit.reached:
         folder = audit.out  # numbered, where an interrupted pilot left one
-        found["trace"] = None if folder is None else str(folder)
+        results["trace"] = None if folder is None else str(folder)
         trace = out.trace if isinstance(out, Memory) else Trace.open(folder or out)
-        found |= _shown(trace, rehearse.names)
-    files.put(Path(job["result"]), json.dumps(found).encode())
+        results |= _shown(trace, rehearse.names)
+    files.put(Path(job["result"]), json.dumps(results).encode())
     return code
 
 
@@ -210,13 +209,13 @@ class TrainingBatches:
 
 
 class Limit:
-    """Ends a run before a step, once it is clear that it takes more processor time than can be paid.
+    """End a run before a step once it is clear that it takes more processor time than the budget pays for.
 
-    The first steps tell: a twin that would take three quarters of the run need not be half made to know it.
+    The first steps are enough to know: a twin that would take most of the run ends after a dozen of them.
     """
 
     WARM, TOLD = 2, 12
-    """Steps after which time is taken, and after which it tells what the rest will take."""
+    """Steps after which timing begins, and after which the time of the rest is predicted."""
 
     def __init__(self, clock: Clock, seconds: float, steps: int) -> None:
         self.clock, self.seconds, self.steps = clock, seconds, steps
@@ -238,7 +237,7 @@ class Limit:
 
 
 def _shown(trace: Recorded, specs: list[str]) -> dict[str, Any]:
-    """Return the losses of a finished run by step: its own, and as if."""
+    """Return the losses of a finished run by step: its own, and those of its rehearsals."""
     own = trace.real_losses()
     losses = [x for x in trace.scan("run", "step", "loss").sort("step")["loss"].tolist() if x == x]
     as_if: dict[str, dict[str, dict[str, float]]] = {}

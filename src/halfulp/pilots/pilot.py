@@ -4,13 +4,13 @@ The ladder, within a budget of extra processor time (:mod:`halfulp.pilots.ladder
 
 1. the reference, in full: the run itself, with every format rehearsed beside it (this is free);
 2. twins: reference and formats really run on the first sequences of every batch, and the reference once more
-   from a hair beside its start, which measures the floor;
+   from weights that differ by a hair, which measures the noise floor;
 3. forks, of the formats whose twins the guard distrusts, or of all where no twin could be paid: from the
    rehearsed point's codes, and where it can be paid from both bounds' codes as well.
 
-What steps take is measured first, on a few of them, and rungs that do not fit the budget are not run: it is
-said what they would take. Twins run first: their results decide where forks may be needed, and the reference
-saves its state there.
+The cost of steps is measured first, on a few of them. Rungs that do not fit the budget are not run, and a
+note says what they would cost. Twins run first: their results decide where forks may be needed, and the reference
+sets its state aside there.
 With ``out=`` a pilot that was killed can continue: finished runs are not repeated.
 """
 
@@ -26,6 +26,7 @@ from typing import Any
 from halfulp import deprecation
 from halfulp.audit.rehearsal.as_if import number
 from halfulp.errors import UsageError
+from halfulp.outputs import finite
 from halfulp.pilots import run_states, rungs
 from halfulp.pilots.estimates import Forks, Seen, Twin, floor_of
 from halfulp.pilots.ladder import SLACK, Cost, Ladder, fork_plan
@@ -129,26 +130,26 @@ class Pilot:
         except UsageError as error:
             self.notes.append(f"no twin was run: {error}")
         self._weights = sum(p.numel() for p in sample.model.parameters() if p.requires_grad and p.dim() >= 2)
-        asked = {
+        question = {
             "formats": self.formats, "updates": self.training.updates, "budget": self.budget,
             "seed": self.training.seed, "batch": batch, "weights": self._weights,
         }  # fmt: skip
-        self._results = Results(self.folder, asked)
+        self._results = Results(self.folder, question)
         self._measure(batch)
-        found = self._twins(batch)
+        twins = self._twins(batch)
         run_states.put_generators(self.training.random)
-        return found
+        return twins
 
     def start(self) -> float:
         """Return the loss before the first update."""
-        found: float = self._once("start", lambda: number(self.training.begin().evaluate()))
+        loss: float = self._once("start", lambda: number(self.training.begin().evaluate()))
         run_states.put_generators(self.training.random)
-        return found
+        return loss
 
     def after(self, twins: dict[str, Any], full: rungs.Reference) -> Prices:
-        """Price each format by the twins and the run itself, which was made elsewhere, beside rehearsals."""
-        told = _told(full)
-        return self._prices(self._seen(told, twins), told)
+        """Price each format by the twins and a reference that was run elsewhere, with rehearsals."""
+        reference = _to_json(full)
+        return self._prices(self._seen(reference, twins), reference)
 
     def _prices(self, seen: dict[str, Seen], full: dict[str, Any]) -> Prices:
         low = [spec for spec, known in seen.items() if known.reads_low() and known.forks is None]
@@ -170,11 +171,11 @@ class Pilot:
         return self._results.once(name, make)
 
     def _measure(self, batch: int) -> None:
-        """Learn what rungs take; rehearsals are counted ahead, for they are made whatever is left."""
+        """Measure what rungs take, and count the rehearsals, which are always made, as paid."""
         self._spent, self._run_takes = {}, 1.0
         if self.budget and self.cost is None:
-            found = self._once("costs", lambda: measured(self.training, batch).to_json())
-            self._costs = costs = RungCosts(**found)
+            costs = RungCosts(**self._once("costs", lambda: measured(self.training, batch).to_json()))
+            self._costs = costs
             self._run_takes = costs.run
             self._spent = {"rehearsals": costs.rehearsals * costs.run, "timing": costs.measuring * costs.run}
 
@@ -183,11 +184,11 @@ class Pilot:
 
         def timed() -> dict[str, Any]:
             clock = rungs.Clock()
-            return {"loss": _kept(make()), "seconds": clock.seconds}
+            return {"loss": finite(make()), "seconds": clock.seconds}
 
-        found = self._once(name, timed)
-        self._pay(purpose, counted, found["seconds"])
-        return _loss(found["loss"])
+        result = self._once(name, timed)
+        self._pay(purpose, counted, result["seconds"])
+        return _loss(result["loss"])
 
     def _pay(self, purpose: str, counted: float, seconds: float) -> None:
         took = seconds if self.cost is None else counted
@@ -207,7 +208,7 @@ class Pilot:
         return Ladder(budget=self.left, formats=len(self.formats), batch=batch, cost=cost)
 
     def _twins(self, batch: int) -> dict[str, Any]:
-        """Return what twins ended with, as many as could be paid; nothing if that is not even two runs."""
+        """Return the losses of the twins that the budget pays for; none if it does not pay for two runs."""
         ladder, training = self._ladder(batch), self.training
         part = ladder.part
         if part is None:
@@ -220,7 +221,7 @@ class Pilot:
                 )
             return {}
         share, purpose = ladder.share(part), f"twins on {part} of {batch} sequences"
-        small = self._once("twin reference", lambda: _told(rungs.reference(training, part)))
+        small = self._once("twin reference", lambda: _to_json(rungs.reference(training, part)))
         self._pay(purpose, share, small["seconds"] + small["beside"])
         real, unpaid, dearest = dict[str, float](), list[str](), share
         for spec in self.formats:
@@ -233,11 +234,10 @@ class Pilot:
             )
             dearest = max(dearest, before - self.left)
         self._note_unpaid(unpaid, "twin", dearest)
-        found = {"share": share, "reference": small, "real": real, "nudged": None}
+        twins = {"share": share, "reference": small, "real": real, "nudged": None}
         if dearest <= self.left:
-            nudged = self._paid_run("nudged", "floor", share, lambda: rungs.nudged(training, part))
-            found["nudged"] = nudged
-        return found if real else {}
+            twins["nudged"] = self._paid_run("nudged", "floor", share, lambda: rungs.nudged(training, part))
+        return twins if real else {}
 
     def _forks_planned(self, twins: dict[str, Any]) -> tuple[float, tuple[str, ...]]:
         """Return the largest share of the run to fork, and the codes to fork from."""
@@ -248,7 +248,7 @@ class Pilot:
 
     @staticmethod
     def _floor(twins: dict[str, Any], full: dict[str, Any] | None = None) -> float:
-        """Return the floor, as far as it was measured."""
+        """Return the noise floor, or the smallest one if it was not measured."""
         if not twins or twins["nudged"] is None:
             return SMALLEST
         real, again = (0.0, 0.0) if full is None else (full["real"], _loss(full["again"]))
@@ -260,7 +260,7 @@ class Pilot:
             self._forked = found.forked.get(fork_at)
             if self.folder is not None and self._forked is not None:
                 run_states.save(self._forked, self.folder / "forked.safetensors")
-            return _told(found)
+            return _to_json(found)
 
         full: dict[str, Any] = self._once("reference", make)
         if self._costs is not None:
@@ -270,7 +270,7 @@ class Pilot:
         return full
 
     def _forks(self, seen: dict[str, Seen], share: float, bounds: tuple[str, ...], update: int) -> None:
-        """Fork every format that has no twin or one that reads low, from the point's codes first."""
+        """Fork every format without a twin that can be trusted, from the point's codes first."""
         unpaid, dearest = [], share
         for spec in [s for s in self.formats if seen[s].twin is None or seen[s].reads_low()]:
             losses = {}
@@ -299,7 +299,7 @@ class Pilot:
         floor, as_if = self._floor(twins, full), full["as_if"]
         return {
             spec: Seen(
-                start=full["start"], reference=full["real"], upper=_loss(as_if[spec]["upper"]),
+                start=_loss(full["start"]), reference=full["real"], upper=_loss(as_if[spec]["upper"]),
                 point=_loss(as_if[spec]["point"]), twin=_twin(twins, spec), floor=floor,
                 family=family_of(spec),
             )
@@ -317,18 +317,13 @@ def _twin(twins: dict[str, Any], spec: str) -> Twin | None:
     )  # fmt: skip
 
 
-def _told(found: rungs.Reference) -> dict[str, Any]:
-    as_if = {spec: {b: _kept(x) for b, x in losses.items()} for spec, losses in found.as_if.items()}
-    return {
-        "start": found.start, "real": _kept(found.real), "again": _kept(found.again), "as_if": as_if,
-        "seconds": found.seconds, "beside": found.beside,
-    }  # fmt: skip
-
-
-def _kept(loss: float) -> float | None:
-    """Return a loss for JSON: None if it is not finite."""
-    return loss if math.isfinite(loss) else None
+def _to_json(full: rungs.Reference) -> dict[str, Any]:
+    """Return what a reference ended with; a loss that is not finite is None."""
+    kept = ("start", "real", "again", "as_if", "seconds", "beside")
+    values: dict[str, Any] = finite({name: getattr(full, name) for name in kept})
+    return values
 
 
 def _loss(kept: float | None) -> float:
+    """Return a loss from JSON."""
     return math.inf if kept is None else kept

@@ -15,14 +15,14 @@ Json = Any
 
 
 class Results:
-    """Results by name; with a folder, each is on disk before the next is begun.
+    """Results by name; with a folder, each is on disk before the next run begins.
 
     Args:
         folder: Where ``pilot.json`` is kept; None keeps nothing.
-        asked: What the pilot was asked. A folder of another question is refused.
+        asked: The settings of the pilot. A folder with the results of other settings is refused.
 
     Raises:
-        UsageError: If the folder holds the results of another question.
+        UsageError: If the folder has the results of other settings.
     """
 
     def __init__(self, folder: Path | None, asked: Mapping[str, Json]) -> None:

@@ -1,4 +1,4 @@
-"""The whole state of a run, set aside in memory or in one file, from which it goes on to the bit.
+"""Copy the whole state of a run, in memory or to a file, so that the run can continue from it bit for bit.
 
 A state is what ``state_dict()`` of model and optimizer (and of the run itself, where it has one) give, and
 the states of the generators that code without one of its own draws from. In a file it is safetensors:
@@ -25,7 +25,7 @@ Tree = Any
 
 
 def taken(run: Any, **more: Tree) -> dict[str, Tree]:
-    """Copy the state of a run, with what else is to be kept."""
+    """Copy the state of a run, and further values with it."""
     state: dict[str, Tree] = {
         "model": run.model.state_dict(),
         "optimizer": run.optimizer.state_dict(),
@@ -37,7 +37,7 @@ def taken(run: Any, **more: Tree) -> dict[str, Tree]:
 
 
 def put_back(run: Any, state: Mapping[str, Tree]) -> None:
-    """Give a run that was made anew the state of another, and the generators theirs."""
+    """Load a state into a new run, and into the global random generators."""
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(deepcopy(state["optimizer"]))
     if "run" in state:
@@ -71,7 +71,7 @@ def put_generators(state: Tree) -> None:
 
 
 def save(state: Mapping[str, Tree], path: Path) -> None:
-    """Write a state to a file, aside first."""
+    """Write a state to a file, whole or not at all."""
     held: dict[str, torch.Tensor] = {}
     tree = json.dumps(_hung(dict(state), held))
     files.put(path, tensors.content({k: t.contiguous() for k, t in held.items()}, {KEY: tree}))

@@ -1,7 +1,7 @@
-"""Runs that a pilot makes: the reference, its twins on a part of every batch, and forks of it.
+"""Run what a pilot needs: the reference, its twins on a part of every batch, and forks of it.
 
-A training is given as a *factory* of runs. A run has a model, an optimizer and three methods, and nothing of
-it may depend on what other runs did:
+A training is given as a *factory* of runs. A run has a model, an optimizer and three methods, and must not
+depend on other runs:
 
     class Run:
         def __init__(self):                  # the factory is the class itself
@@ -92,12 +92,12 @@ class Reference:
     seconds: float = 0.0
     """Processor time of the run alone, all of its updates."""
     beside: float = 0.0
-    """The cost of rehearsing beside that."""
+    """Processor time of the rehearsals."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factory:
-    """A factory, how many updates its runs make, and the formats in question."""
+    """A factory of runs, the number of their updates, and the formats to forecast."""
 
     make: Make
     updates: int
@@ -106,10 +106,10 @@ class Factory:
     pull: Pull = root_of_peak
     """The pull of the rehearsals."""
     random: Any = field(default_factory=run_states.generators, repr=False)
-    """State of the random generators that every run begins from."""
+    """State of the random generators from which every run begins."""
 
     def begin(self) -> PilotRun:
-        """Make a run from the state of the generators that all begin from."""
+        """Make a run, from the state of the generators from which all begin."""
         run_states.put_generators(self.random)
         return self.make()
 
@@ -170,7 +170,7 @@ def reference(
     fork_at: Collection[int] = (),
     bounds: Sequence[str] = ("point",),
 ) -> Reference:
-    """Make the reference, on a part of every batch or on all of it, with every format rehearsed beside it.
+    """Run the reference, on a part of every batch or on all of it, and rehearse every format with it.
 
     Args:
         training: What is run.
@@ -212,7 +212,7 @@ def _codes(audit: Audit, spec: str, bound: str) -> dict[str, torch.Tensor]:
 
 
 def stored(run: PilotRun, spec: str, seed: int) -> WriteBack:
-    """Have a run keep its weights in a format from now on."""
+    """Store the weights of a run in a format from now on."""
     found = Rehearse([spec]).each[0]
     run.optimizer = WriteBack(run.optimizer, found.grid, found.policy, model=run.model, seed=seed)
     return run.optimizer
@@ -249,9 +249,9 @@ def _finished(training: Factory, run: PilotRun, wrapped: WriteBack, begun: int, 
 
 
 def nudged(training: Factory, part: int | None) -> float:
-    """Return the loss of the reference on a part of every batch that begins a hair beside itself.
+    """Return the loss of the reference on a part of every batch, started from slightly different weights.
 
-    Two runs that differ by less than any format does end apart by what no forecast can tell: the floor.
+    The difference between two runs that differ by less than any format does is the noise floor.
     """
     run = training.begin()
     nudge(dict(run.model.named_parameters()), training.seed)

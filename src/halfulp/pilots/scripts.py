@@ -1,12 +1,11 @@
-"""The pilot of an unmodified script: it is run as it is, and again with the arguments of its twin.
+"""Run a pilot of an unmodified script: the script as it is, and again as its twins.
 
 The reference is the script itself, audited. Its twins are the same script, a child process each: once in
-float32, once per format, and once from a hair beside the start, for the floor. Where a DataLoader gives it
-batches, twins train on the first sequences of each (:mod:`halfulp.pilots.child`); elsewhere ``--small``
-arguments are put behind the script's own. What they cost is measured in processor time; a twin ends itself as
-soon as its first steps tell that it would cost more than is left. A script's state cannot be forked from
-outside, so a format whose twin the guard distrusts keeps the free point with its wider interval, and it is
-said what is missing.
+float32, once per format, and once from slightly different weights, for the noise floor. Where a DataLoader
+gives it batches, twins train on the first sequences of each (:mod:`halfulp.pilots.child`); elsewhere ``--small``
+arguments are put behind the script's own. Costs are measured in processor time; a twin ends as soon as its
+first steps show that it would cost more than is left. A script's state cannot be forked from outside, so a
+format whose twin the guard distrusts keeps the free point with its wider interval, and a note says so.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class ScriptPilot:
     """How many sequences of every batch twins take; None where arguments make batches small."""
 
     def run(self) -> Prices:
-        """Run the script and what the budget pays for beside it; return what each format costs."""
+        """Run the script and the twins that the budget pays for, and return what each format costs."""
         OwnEvaluation.of(self.evaluate)
         names = Rehearse(self.formats).names
         if self.script is not None and not self.script.is_file():
@@ -234,7 +233,7 @@ class ScriptPilot:
         return loss if loss == loss else math.inf
 
     def _child(self, name: str, seconds: float | None = None, steps: int = 0) -> dict[str, Any]:
-        """Run the script once, unless it was; the reference shows what it prints, others have a log."""
+        """Run the script once, unless it was run already; the output of twins goes to a log."""
         made: dict[str, Any] = self.results.once(name, lambda: self._run(name, seconds, steps))
         return made
 
@@ -243,7 +242,7 @@ class ScriptPilot:
         result, log = self.out / f"{safe}.json", self.out / f"{name.split(' ')[0]}-{safe}.log"
         self.out.mkdir(parents=True, exist_ok=True)
         reference = name == "reference"
-        told = {
+        job = {
             "script": None if self.script is None else str(self.script), "module": self.module,
             "arguments": self.arguments if reference or self.part else [*self.arguments, *self.small],
             "part": None if reference else self.part, "at": None if reference else int(self.step),
@@ -253,7 +252,7 @@ class ScriptPilot:
             "result": str(result.absolute()),
             "trace": str((self.out / "reference").absolute()) if reference else None,
         }  # fmt: skip
-        command = [sys.executable, "-m", "halfulp.pilots.child", json.dumps(told)]
+        command = [sys.executable, "-m", "halfulp.pilots.child", json.dumps(job)]
         if reference:
             code = subprocess.run(command, check=False, stdout=2 if self.aside else None).returncode
         else:
@@ -263,6 +262,6 @@ class ScriptPilot:
             what = "the script" if reference else f"its {name}"
             where = "" if reference else f" What it said is in {log}."
             raise ScriptError(f"{what} ended with exit code {code}, so there is nothing to compare.{where}")
-        found: dict[str, Any] = json.loads(result.read_bytes())
+        results: dict[str, Any] = json.loads(result.read_bytes())
         result.unlink()
-        return found
+        return results

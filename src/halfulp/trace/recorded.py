@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfulp import pictures
 from halfulp.errors import UsageError
 from halfulp.measures.crossings import Crossing, Majority, crossing, majority
 from halfulp.measures.forecasts import scalar_rho_map
@@ -75,28 +74,6 @@ class Recorded(ABC):
     def trouble(self) -> str | None:
         """The reason why the recording stopped before the run, or None."""
         return None
-
-    def _repr_html_(self) -> str:
-        """Show in a notebook what each grid loses by step, and on the first grid by tensor."""
-        if not self.recorded or not self.tensors:
-            return pictures.pre(f"{self.where}: no step was recorded.")
-        shown_grids = self.grids[: len(pictures.COLOURS)]
-        lines = {g: (self.steps_of(default_scope(self, g)), self.frozen(g)) for g in shown_grids}
-        mean = self.lost_by_tensor(self.grids[0])
-        rows = [
-            (t["name"], mean[t["id"]], f"{t['recorded']:,} weights, {t['stored']}")
-            for t in self.tensors
-            if mean.get(t["id"], np.nan) == mean.get(t["id"], np.nan)
-        ]
-        rows.sort(key=lambda row: (-row[1], row[0]))
-        size = f"{len(self.steps):,} steps, {len(self.tensors):,} tensors, {self.numel():,} weights"
-        return pictures.framed(
-            f"{self.where}: {size}",
-            "<div>share of updates lost</div>",
-            pictures.curves(lines),
-            f"<div>by tensor, on {pictures.safe(self.grids[0])}</div>",
-            pictures.bars(rows),
-        )
 
     @abstractmethod
     def scan(self, table: str = "grids", *names: str) -> Columns:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from halfulp import pictures
 from halfulp.measures.groups import CORE
 from halfulp.outputs import finite
 from halfulp.text import count, percent, plain, shown
@@ -148,19 +147,6 @@ class Answer:
             "lines": list(self.lines),
             "details": list(self.details),
         }
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (
-                f.grid,
-                f.lost,
-                f"{f.severity}; {pictures.percent(f.lost_late)} at the end"
-                + ("" if f.never_moved is None else f"; {f.never_moved:.1%} never moved"),
-            )
-            for f in self.findings
-        ]
-        lost = "<div>updates lost, or that would be, by grid</div>" if rows else ""
-        return pictures.framed("", lost, pictures.bars(rows), pictures.pre(str(self)))
 
 
 def verdict(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from halfulp import files, pictures, tensors
+from halfulp import files, tensors
 from halfulp.documents import Fields, parsed
 from halfulp.errors import CorruptionError, TamperingError, UsageError, VersionError
 from halfulp.kernels import TILE, tiles_of
@@ -67,19 +67,6 @@ class Mask:
     def blanket_bytes(self) -> int:
         """The number of bytes that masters for every tile would take."""
         return MASTER_BYTES * sum(self.sizes.values())
-
-    def _repr_html_(self) -> str:
-        """Show in a notebook where the chosen tiles are in each tensor, most bytes first."""
-        rows = []
-        for name in sorted(self.tiles, key=lambda n: (-self.payload(n), n)):
-            chosen = self.tiles[name].numpy()
-            note = f"{int(chosen.sum()):,} of {chosen.size:,} tiles, {self.payload(name):,} bytes"
-            rows.append((name, chosen, note))
-        title = (
-            f"masters for {self.payload_bytes:,} of {self.blanket_bytes:,} bytes, by {self.score}; tiles of "
-            f"{self.tile}"
-        )
-        return pictures.framed(title, pictures.strips(rows))
 
     def shuffled(self, seed: int) -> Mask:
         """Return a control with the same payload: as many tiles in every tensor, at random places.

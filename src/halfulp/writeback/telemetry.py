@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfulp import pictures
 from halfulp.kernels import WRITE_COUNTS, WRITE_SUMS, Written, tiles_of
 from halfulp.kernels.plan import Counted, Parts
 from halfulp.text import shown
@@ -198,16 +197,6 @@ class Events:
             entry[0] += r.frozen
             entry[1] += r.numel
         return {g: f / max(n, 1) for g, (f, n) in totals.items()}
-
-    def _repr_html_(self) -> str:
-        """Show tensors in a notebook by the share that the step left unchanged, largest first."""
-        rows = sorted(self.rows, key=lambda r: (-r.frozen_fraction, r.name))
-        never = [
-            "" if r.never_moved is None else f"{r.never_moved / max(r.numel, 1):.1%} never moved"
-            for r in rows
-        ]
-        drawn = [(r.name, r.frozen_fraction, note) for r, note in zip(rows, never, strict=True)]
-        return pictures.framed(self._title(), pictures.bars(drawn))
 
     def _title(self) -> str:
         return f"step {self.step}: {self.frozen:.1%} of weights unchanged, {self.never_moved:.1%} never moved"
