@@ -1,10 +1,10 @@
-"""Measure how much of what an optimizer proposes is written, at one step.
+"""Measure the share of one step's proposed update that is written.
 
 A ``WriteBack`` counts it itself; where its policy keeps what is not written (a carry, a master), all arrives.
-A plain optimizer of torch that updates 16-bit weights rounds inside its own arithmetic, so nobody sees what
-it would have written. The same rule is therefore stepped once more in float32, with the same gradients and
-states, on up to 65,536 evenly spaced coordinates of each such tensor. These rules work coordinate by
-coordinate, so a sample is exact for what it samples.
+A plain torch optimizer that updates 16-bit weights rounds inside its own arithmetic, which hides the proposed
+update. So the same rule is stepped once more in float32, with the same gradients and states, on up to 65,536
+evenly spaced coordinates of each such tensor. These rules work coordinate by coordinate, so the sample is
+exact.
 
 The share is ``<written, proposed> / |proposed|**2`` over all tensors. Stochastic rounding writes everything
 in the mean, and one step is a sample of that: its standard error is given beside the share.
@@ -24,18 +24,18 @@ from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.sharding import local
 
 MOST = 2**16
-"""Coordinates that are looked at, of each tensor."""
+"""Coordinates of each tensor that are sampled."""
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD,
 )  # fmt: skip
 PLAIN = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
-"""Options of a group that say how a step is made, not which."""
+"""Options of a group that choose an implementation and do not change the step."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The share that was written at a step, its standard error, and the tensor of which least was."""
+    """The share that one step wrote, its standard error, and the tensor with the smallest share."""
 
     share: float
     error: float
@@ -43,7 +43,7 @@ class Arrival:
     least_share: float
 
     def below(self, share: float) -> bool:
-        """Return True if it is below a share by more than chance, four standard errors."""
+        """Return True if it is below a share by more than four standard errors."""
         return self.share + 4 * self.error < share
 
 
@@ -84,7 +84,7 @@ class Shadow:
 
 
 def refuse_unknown(optimizer: torch.optim.Optimizer, narrow: list[Trained]) -> None:
-    """Refuse a rule that cannot be stepped once more on a sample."""
+    """Refuse an optimizer whose rule cannot be stepped on a sample."""
     if narrow and type(optimizer) not in ELEMENTWISE:
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise UsageError(
@@ -95,7 +95,7 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, narrow: list[Trained]) -> N
 
 
 def arrival(optimizer: torch.optim.Optimizer, held: list[Trained], shadow: Shadow | None) -> Arrival | None:
-    """Measure the step that was just made; None if nothing was proposed, or nothing can be lost."""
+    """Measure the last step; None if nothing was proposed or nothing can be lost."""
     sums = [] if shadow is None else shadow.sums()
     if isinstance(optimizer, WriteBack):
         exposed = {h.slot.name: h.slot.policy for h in held if h.slot is not None and h.keeps == "nothing"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,18 +19,14 @@ FIX = "hu.AdamW(model.named_parameters(), lr=...) or hu.WriteBack(optimizer, 'bf
 
 @dataclass(frozen=True)
 class Breach:
-    """One term that does not hold.
-
-    Attributes:
-        term: Its name, such as ``"weights"``.
-        where: The parameter or state.
-        found: What is there, in words.
-        fix: What to do about it.
-    """
+    """One term that does not hold."""
 
     term: str
+    """Its name, such as ``"weights"``."""
     where: str
+    """The parameter or state."""
     found: str
+    """The actual state, in words."""
     fix: str
 
 
@@ -76,7 +71,7 @@ def parameters(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) 
 
 
 def breaches(held: list[Trained], terms: Terms) -> Iterator[Breach]:
-    """Find what does not hold of dtypes and masters; states are there after a step, or once loaded."""
+    """Find breaches of dtypes and masters. States exist after the first step, or once they are loaded."""
     for h in held:
         if not _enough(h.updated_in, terms.weights):
             yield Breach("weights", h.name, f"updated in {_name(h.updated_in)}", f"{FIX}, or float32 weights")
@@ -103,7 +98,7 @@ def copy_breaches(also: Mapping[str, torch.nn.Module], terms: Terms) -> Iterator
 
 
 def _master(h: Trained, name: str) -> Iterator[Breach]:
-    """Look at a master that an optimizer keeps in its state under a name of its own."""
+    """Check a master that an optimizer keeps in its state under a name of its own."""
     master = h.state.get(name)
     if not isinstance(master, torch.Tensor):
         fix = "a resume must load it, or begin it anew from the weights"
@@ -113,11 +108,6 @@ def _master(h: Trained, name: str) -> Iterator[Breach]:
     elif master.shape != h.p.shape or not torch.equal(local(master).to(h.p.dtype), local(h.p.detach())):
         fix = "load weights and masters from one checkpoint, or begin the masters anew from the weights"
         yield Breach("masters", h.name, f"the master {name!r} is not the weight when rounded", fix)
-
-
-def matching(name: str, patterns: tuple[str, ...]) -> list[str]:
-    """Return the patterns that a name fits."""
-    return [pattern for pattern in patterns if fnmatchcase(name, pattern)]
 
 
 def _flat(state: Any) -> Iterator[tuple[str, Any]]:
@@ -133,7 +123,7 @@ def _digits(dtype: torch.dtype) -> float:
 
 
 def _enough(dtype: torch.dtype, least: str | None) -> bool:
-    """Return True if a dtype has the digits and the range of another, if one is asked for."""
+    """Return True if a dtype has the digits and the range of the required one, if there is one."""
     if least is None:
         return True
     mine, theirs = torch.finfo(dtype), torch.finfo(getattr(torch, least))
@@ -141,7 +131,7 @@ def _enough(dtype: torch.dtype, least: str | None) -> bool:
 
 
 def _stops(dtype: torch.dtype) -> int:
-    """Give the number at which counting by one stops: 1 is half the gap, and the tie is even."""
+    """Return the number at which counting by one stops: there, 1 is half the gap and the tie is even."""
     return round(2 / torch.finfo(dtype).eps)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
@@ -12,7 +13,7 @@ import torch
 
 from halfulp.audit.sources.step_hooks import StepHooks
 from halfulp.contract.arrival import Arrival, Shadow, arrival
-from halfulp.contract.breaches import FIX, Breach, Trained, breaches, copy_breaches, matching, parameters
+from halfulp.contract.breaches import FIX, Breach, Trained, breaches, copy_breaches, parameters
 from halfulp.contract.requirements import Terms
 from halfulp.errors import HalfulpError, UsageError
 from halfulp.writeback.sharding import local
@@ -38,7 +39,6 @@ class _Watched:
         self.steps = 0
         self.due = True
         """True if the next step is to be checked: the first one, and the first after every load."""
-        self.held: list[Trained] = []
         self.shadow: Shadow | None = None
         self.start: dict[str, torch.Tensor] = {}
 
@@ -71,7 +71,7 @@ class Contract:
         self.failures: list[str] = []
         self.unmatched = set(terms.moving)
         self._fix, self._closed, self._moving_judged = fix, optimizers is not None, False
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
         self._handles: list[Any] = []
         self._known: WeakKeyDictionary[torch.optim.Optimizer, _Watched] = WeakKeyDictionary()
         self._hooks = StepHooks(self._before, self._after)
@@ -110,9 +110,7 @@ class Contract:
         if t.arrives is not None:
             a, share = self.arrival, ""
             if a is not None:
-                error = (
-                    f", standard error {a.error:.1%}" if a.error else ""
-                )  # one step is a sample of the mean
+                error = f", standard error {a.error:.1%}" if a.error else ""
                 share = f" ({a.share:.1%} at the last check{error})"
             terms.append(f"arrives={t.arrives:.4g}{share}")
         terms += [f"moving={', '.join(t.moving)}"] if self._moving_judged else []
@@ -145,14 +143,15 @@ class Contract:
         w.due = w.due or w.steps % self.terms.every == 0
         if not w.due:
             return
-        w.held = parameters(optimizer, self.models)
-        self._answer(optimizer, [*breaches(w.held, self.terms), *copy_breaches(self.also, self.terms)])
+        trained = parameters(optimizer, self.models)
+        self._answer(optimizer, [*breaches(trained, self.terms), *copy_breaches(self.also, self.terms)])
         if self.terms.arrives is not None:
-            w.shadow = Shadow(optimizer, w.held)
-        for h in w.held:
-            if h.name not in w.start and (fitting := matching(h.name, self.terms.moving)):
-                self.unmatched.difference_update(fitting)
-                w.start[h.name] = _copy(h.p)
+            w.shadow = Shadow(optimizer, trained)
+        for t in trained:
+            fitting = [pattern for pattern in self.terms.moving if fnmatchcase(t.name, pattern)]
+            self.unmatched.difference_update(fitting)
+            if fitting and t.name not in w.start:
+                w.start[t.name] = local(t.p.detach()).clone()
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
         w = self._watch(optimizer)
@@ -161,27 +160,27 @@ class Contract:
             return
         w.due = False
         self.checked += 1
-        held = parameters(optimizer, self.models)
-        broken = list(breaches(held, self.terms))
+        trained = parameters(optimizer, self.models)
+        broken = list(breaches(trained, self.terms))
         if self.terms.arrives is not None:
-            self.arrival = arrival(optimizer, held, w.shadow)
+            self.arrival = arrival(optimizer, trained, w.shadow)
             broken += self._missing(self.terms.arrives)
-            # A step that proposes nothing, as at a rate of 0, shows nothing: the next one is looked at.
-            w.due = self.arrival is None and any(h.narrow and h.keeps == "nothing" for h in held)
+            # A step that proposes nothing, as at a rate of 0, shows nothing: check the next one instead.
+            w.due = self.arrival is None and any(t.narrow and t.keeps == "nothing" for t in trained)
         if w.steps > self.terms.patience:
             self._moving_judged = True
-            broken += _stuck(held, w)
+            broken += _stuck(trained, w)
         if self._closed and all(known.steps for known in self._known.values()):
-            broken += self.unmatched_breaches([h.name for h in held])
-        w.held, w.shadow = [], None
+            broken += self.unmatched_breaches([t.name for t in trained])
+        w.shadow = None
         self._answer(optimizer, broken)
 
     def _missing(self, least: float) -> list[Breach]:
         a = self.arrival
         if a is None or not a.below(least):
             return []
-        share = f"{a.least_share:.1%} of the proposed change was written; of all tensors' {a.share:.1%}"
-        return [Breach("arrives", a.least, f"{share}, where {least:.4g} is required", FIX)]
+        shares = f"{a.least_share:.1%} of the proposed change was written; of all tensors' {a.share:.1%}"
+        return [Breach("arrives", a.least, f"{shares}, where {least:.4g} is required", FIX)]
 
     def unmatched_breaches(self, names: Sequence[str] = ()) -> list[Breach]:
         """Return a breach for each pattern of ``moving=`` that fits no parameter: it would always hold."""
@@ -198,8 +197,8 @@ class Contract:
         self.failures.append(self._text(optimizer, broken))
         if self.action == "raise":
             raise ContractError(self.failures[-1])
-        news = [b for b in broken if (b.term, b.where) not in self._told]
-        self._told.update((b.term, b.where) for b in news)
+        news = [b for b in broken if (b.term, b.where) not in self._warned]
+        self._warned.update((b.term, b.where) for b in news)
         if news:
             warnings.warn(self._text(optimizer, news), ContractWarning, stacklevel=2)
 
@@ -266,19 +265,16 @@ def require(
     return Contract(several, Terms.of(terms), [] if model is None else [model], also, action)
 
 
-def _stuck(held: list[Trained], w: _Watched) -> list[Breach]:
+def _stuck(trained: list[Trained], w: _Watched) -> list[Breach]:
     """Find parameters that have gradients but still equal their values at the start of the contract."""
-    broken = []
-    for h in held:
-        begun = w.start.get(h.name)
-        graded = h.p.grad is not None and bool(local(h.p.grad).any())
-        if begun is not None and graded and torch.equal(begun, _copy(h.p)):
-            broken.append(Breach("moving", h.name, f"not changed in {w.steps} steps", FIX))
-    return broken
-
-
-def _copy(p: torch.Tensor) -> torch.Tensor:
-    return local(p.detach()).clone()
+    return [
+        Breach("moving", t.name, f"not changed in {w.steps} steps", FIX)
+        for t in trained
+        if t.name in w.start
+        and t.p.grad is not None
+        and bool(local(t.p.grad).any())
+        and torch.equal(w.start[t.name], local(t.p.detach()))
+    ]
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> str:

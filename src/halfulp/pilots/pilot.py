@@ -9,8 +9,8 @@ The ladder, within a budget of extra processor time (:mod:`halfulp.pilots.ladder
    rehearsed point's codes, and where it can be paid from both bounds' codes as well.
 
 The cost of steps is measured first, on a few of them. Rungs that do not fit the budget are not run, and a
-note says what they would cost. Twins run first: their results decide where forks may be needed, and the reference
-sets its state aside there.
+note says what they would cost. Twins run first: their results decide where forks may be needed, and the
+reference sets its state aside there.
 With ``out=`` a pilot that was killed can continue: finished runs are not repeated.
 """
 

@@ -2,10 +2,11 @@
 
 The reference is the script itself, audited. Its twins are the same script, a child process each: once in
 float32, once per format, and once from slightly different weights, for the noise floor. Where a DataLoader
-gives it batches, twins train on the first sequences of each (:mod:`halfulp.pilots.child`); elsewhere ``--small``
-arguments are put behind the script's own. Costs are measured in processor time; a twin ends as soon as its
-first steps show that it would cost more than is left. A script's state cannot be forked from outside, so a
-format whose twin the guard distrusts keeps the free point with its wider interval, and a note says so.
+gives it batches, twins train on the first sequences of each (:mod:`halfulp.pilots.child`); elsewhere the
+``--small`` arguments are put behind the script's own. Costs are measured in processor time; a twin ends as
+soon as its first steps show that it would cost more than is left. A script's state cannot be forked from
+outside, so a format whose twin the guard distrusts keeps the free point with its wider interval, and a note
+says so.
 """
 
 from __future__ import annotations
