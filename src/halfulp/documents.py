@@ -1,11 +1,11 @@
-"""JSON documents that carry their own digest, and typed reading of what one says.
+"""Write JSON documents with their own digest, and read their values by type.
 
-A document of ours has a key ``sha256``: the digest of the canonical form (RFC 8785) of all the rest. So its
-layout is free, and any other value in it is noticed. A digest tells damage and careless edits; it is no
-signature: whoever changes a file on purpose can compute it anew.
+A document has a key ``sha256``: the digest of the canonical form (RFC 8785) of all the rest. So its layout is
+free, and any other change is detected. A digest detects damage and careless edits. It is no signature: a file
+that is changed on purpose can be given a new one.
 
-:class:`Fields` then gives out values of the expected type and range, or says what was found instead. Every
-reader of manifests, parts, masks and checkpoints goes through it, also where an old format has no digest.
+:class:`Fields` returns values of the expected type and range, or raises an error with the actual value. Every
+reader of manifests, parts, masks and checkpoints uses it, also where an old format has no digest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def sealed(document: Mapping[str, Any]) -> bytes:
 
 
 def parsed(content: bytes | str, where: str | Path, what: str, *, exact: bool = False) -> dict[str, Any]:
-    """Return the JSON object in some text; anything else is refused. ``exact``: with integers of any size."""
+    """Return the JSON object in a text, or refuse it; ``exact`` keeps integers of any size."""
     try:
         found = json.loads(content) if exact else canonical.parse(content)
     except (ValueError, RecursionError, OverflowError) as error:
@@ -52,7 +52,7 @@ def parsed(content: bytes | str, where: str | Path, what: str, *, exact: bool = 
 
 
 def check_keys(content: bytes | str, where: str | Path) -> None:
-    """Refuse JSON with a key twice in one object: of the two, readers take one, and a digest holds for it.
+    """Refuse JSON with a key twice in one object: readers use one of the two, and the digest covers only one.
 
     >>> check_keys('{"a": 1, "b": {"a": 2}}', "a.json")
     >>> check_keys('{"a": 1, "a": 2}', "a.json")
@@ -71,7 +71,7 @@ def check_keys(content: bytes | str, where: str | Path) -> None:
 
 
 def check_digest(document: Mapping[str, Any], where: str | Path) -> None:
-    """Refuse a document that is not what was written."""
+    """Refuse a document whose digest is not that of its content."""
     rest = {key: value for key, value in document.items() if key != DIGEST}
     try:
         found = canonical.digest(rest)
@@ -84,7 +84,7 @@ def check_digest(document: Mapping[str, Any], where: str | Path) -> None:
 
 
 class Fields:
-    """The values of a JSON object, each of the type and range that is expected there."""
+    """The values of a JSON object, checked for type and range."""
 
     def __init__(self, values: Any, where: str) -> None:
         if not isinstance(values, dict):
@@ -92,7 +92,7 @@ class Fields:
         self.values, self.where = values, where
 
     def take(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
-        """Return a value that fits; otherwise it is said what was expected and found."""
+        """Return a value that fits, or raise an error that says what was expected."""
         if key not in self.values:
             raise CorruptionError(f"{self.where} is not whole: it has no {key}.")
         value = self.values[key]

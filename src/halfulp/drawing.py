@@ -1,4 +1,4 @@
-"""One look for every figure: sizes, type, and colours that colour-blind readers can tell apart.
+"""Draw every figure in one style: sizes, fonts, and colours that colour-blind readers can tell apart.
 
 Figures are made without pyplot, so that there is no current figure, no window and no setting that
 outlives a call; a figure function is a pure function of its numbers. ``halfulp figures`` calls those of a
@@ -11,7 +11,7 @@ that a figure survives a black-and-white printer.
 :func:`save` writes vectors: SVG for pages and PDF for papers. The same figure gives the same bytes on
 every run, since the files hold neither a date nor random identifiers.
 
-A name that somebody else chose (a tensor's, a run's) goes through :func:`label` first: matplotlib
+A name from elsewhere (a tensor's, a run's) goes through :func:`label` first: matplotlib
 would read the dollar signs in it as mathematics.
 
 >>> figure, (left, right) = new_figure(1, 2)
@@ -148,7 +148,7 @@ def percent(axes: Axes, axis: str = "y", *, full: bool = True) -> None:
 
 
 def label(name: str, width: int = 40) -> str:
-    r"""Return a name that somebody chose, as text of a figure: short, visible, and never mathematics.
+    r"""Return a user's name as text for a figure: short, visible, and never mathematics.
 
     >>> print(label("a$b$"), label("\u202eabc"), label("x" * 50, 10))
     a\$b\$ \u202eabc xxxxxxxxx…

@@ -1,12 +1,12 @@
-"""Every change that halfulp makes to a disk, and every bounded reading of it, goes through here.
+"""Make every change to a disk, and every bounded read, in one place.
 
-Two patterns cover all of it. A whole file (or folder) appears at once: its content is written aside, made
-durable, and renamed into place. The ledger of a study alone grows, by appending. A process may
-die before or after any single operation; what it leaves is then either the old state or the new one, or a
-last line of the ledger that is cut short.
+There are two patterns. A file or folder appears whole: its content is written under another name, made
+durable, and renamed into place. Only the ledger of a study grows, by appending. If the process dies before or
+after any single operation, it leaves the old state or the new one, or a last line of the ledger that is cut
+short.
 
-`hook` is called before each operation with its name and path. It does nothing; tests put in its place
-one that counts, kills the process, or raises the errors of a full or read-only disk.
+`hook` is called before each operation with its name and path. It does nothing; tests replace it by one that
+counts, kills the process, or raises the errors of a full or read-only disk.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from halfulp.errors import RESTORE, CorruptionError, DiskError, HalfulpError, Ta
 
 CAN_LOCK = importlib.util.find_spec("fcntl") is not None  # Windows: studies are read and validated, not run
 SYNCING = 16  # files synchronised at the same time
-PART = ".part-"  # how the names of files and folders begin that are not yet in place
-ASIDE = r"\.part-[0-9]+-[0-9]+"  # their whole names, as an expression
+PART = ".part-"  # the first characters of the names of files and folders that are not yet in place
+ASIDE = r"\.part-[0-9]+-[0-9]+"  # a pattern of their whole names
 _counter = itertools.count()
 
 
@@ -44,7 +44,7 @@ hook = _nothing
 
 
 @contextlib.contextmanager
-def _told(operation: str, *paths: Path) -> Iterator[None]:
+def _hooked(operation: str, *paths: Path) -> Iterator[None]:
     """Call the hook, and re-raise errors of the operating system with what failed and what to do."""
     with _named(operation, paths[0]):
         for path in paths:
@@ -66,7 +66,7 @@ _SAID = {"mkdir": "create", "rename": "replace", "fsync": "write", "unlink": "de
 
 @contextlib.contextmanager
 def _named(operation: str, path: Path) -> Iterator[None]:
-    """Let an error of the operating system say what failed and what to do."""
+    """Re-raise errors of the operating system with what failed and what to do."""
     try:
         yield
     except OSError as error:
@@ -91,7 +91,7 @@ def make_folder(path: Path) -> None:
     if there:
         return
     make_folder(path.parent)
-    with _told("mkdir", path), contextlib.suppress(FileExistsError):
+    with _hooked("mkdir", path), contextlib.suppress(FileExistsError):
         os.mkdir(path)
 
 
@@ -109,10 +109,10 @@ def put_all(
 ) -> None:
     """Create files; each appears whole, and is on the disk when this returns, if `durable`.
 
-    Those of one call are synchronised at the same time, because a journalling file system then commits
-    them together: thirty files cost little more than one. What was written aside goes if this fails.
-    A regular file is replaced. What else is there already is refused: a folder, a device, a pipe, and a
-    symbolic link, which may have come with a folder from elsewhere and point anywhere.
+    The files of one call are synchronised at the same time, because a journalling file system then commits
+    them together: thirty files cost little more than one. If this fails, the temporary files are removed.
+    A regular file is replaced. Anything else is refused: a folder, a device, a pipe, and a symbolic link,
+    which may have come with a folder from elsewhere and point anywhere.
     """
     for path, _ in items:
         _check_replaceable(path)
@@ -125,7 +125,7 @@ def put_all(
             _sync(parts)
         for part, (path, _) in zip(parts, items, strict=True):
             make_folder(path.parent)
-            with _told("rename", path):
+            with _hooked("rename", path):
                 os.replace(part, path)
     except BaseException:
         for part in parts:
@@ -154,7 +154,7 @@ def put_folder(path: Path, items: Mapping[str, Content]) -> None:
         for name, content in items.items():
             _write(aside / name, content)
         _sync([*(aside / name for name in items), aside])
-        with _told("rename", path):
+        with _hooked("rename", path):
             os.rename(aside, path)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -167,7 +167,7 @@ def _part() -> str:
 
 
 def _write(path: Path, content: Content) -> None:
-    with _told("write", path), open(path, "wb", buffering=0) as file:
+    with _hooked("write", path), open(path, "wb", buffering=0) as file:
         for piece in (content,) if isinstance(content, bytes) else content:
             left = memoryview(piece).cast("B")
             while left:
@@ -176,7 +176,7 @@ def _write(path: Path, content: Content) -> None:
 
 def _sync(paths: Sequence[Path]) -> None:
     """Make files, or the names in folders, durable."""
-    with _told("fsync", *paths):
+    with _hooked("fsync", *paths):
         if len(paths) == 1:
             _fsync(paths[0])
         else:
@@ -199,12 +199,12 @@ def _fsync(path: Path) -> None:
 def append(path: Path, content: bytes, *, durable: bool) -> None:
     """Add to the end of a file; a write that the disk refuses half-way is taken back."""
     new = not path.exists()
-    with _told("write", path):
+    with _hooked("write", path):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         before = os.fstat(handle).st_size
         try:
-            with _told("write", path):
+            with _hooked("write", path):
                 left = memoryview(content)
                 while left:
                     left = left[os.write(handle, left) :]
@@ -213,7 +213,7 @@ def append(path: Path, content: bytes, *, durable: bool) -> None:
                 os.ftruncate(handle, before)
             raise
         if durable:
-            with _told("fsync", path):
+            with _hooked("fsync", path):
                 os.fsync(handle)
     finally:
         os.close(handle)
@@ -223,21 +223,21 @@ def append(path: Path, content: bytes, *, durable: bool) -> None:
 
 def cut(path: Path, size: int) -> None:
     """Shorten a file."""
-    with _told("truncate", path), open(path, "rb+") as file:
+    with _hooked("truncate", path), open(path, "rb+") as file:
         file.truncate(size)
         os.fsync(file.fileno())
 
 
 def rename(path: Path, to: Path) -> None:
     """Give a file or a folder another name in the same folder; it is on the disk when this returns."""
-    with _told("rename", path):
+    with _hooked("rename", path):
         os.rename(path, to)
     _sync([path.parent])
 
 
 def remove(path: Path) -> None:
     """Remove a file if it exists."""
-    with _told("unlink", path):
+    with _hooked("unlink", path):
         path.unlink(missing_ok=True)
 
 
@@ -255,7 +255,7 @@ def remove_tree(folder: Path) -> None:
         return
     for entry in sorted(folder.iterdir()):
         remove_any(entry)
-    with _told("rmdir", folder):
+    with _hooked("rmdir", folder):
         folder.rmdir()
 
 
@@ -263,8 +263,8 @@ def remove_tree(folder: Path) -> None:
 def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
     """Open a regular file for reading; a device, a pipe, a folder or a missing file is reported as damage.
 
-    So is a link, unless ``follow`` is set: use that for a file named by a person, not for files in a folder
-    that came from elsewhere. Opening never blocks: a pipe is opened without its other end.
+    So is a link, unless ``follow`` is set: set it for a file that the user named, not for files in a folder
+    that came from elsewhere. Opening never blocks, not even on a pipe.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     flags |= getattr(os, "O_BINARY", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
@@ -306,7 +306,7 @@ def read(path: Path, most: int | None = None, *, follow: bool = False) -> bytes:
 
 
 def sha256(path: Path, size: int | None = None) -> str:
-    """SHA-256 of a regular file; if it has another size than expected, nothing of it is read."""
+    """Return the SHA-256 of a regular file. If the size is not the expected one, nothing is read."""
     with opened(path) as file:
         found = os.fstat(file.fileno()).st_size
         if size is not None and found != size:
@@ -318,14 +318,14 @@ def sha256(path: Path, size: int | None = None) -> str:
 
 
 class Lock:
-    """A lock that is held: until it is released, or its process ends."""
+    """A lock that is held until it is released or its process ends."""
 
     def __init__(self, path: Path, handle: int) -> None:
         self.path, self._handle = path, handle
         _held.add(self)
 
     def release(self, *, remove: bool = False) -> None:
-        """Let go; with ``remove``, the file goes too. Once is enough."""
+        """Release the lock, and with ``remove`` its file too. Releasing it twice does nothing."""
         handle, self._handle = self._handle, -1
         if handle >= 0:
             if remove:
@@ -344,7 +344,7 @@ class Lock:
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
-"""Locks of this process. A fork closes its copies: it would hold them on when its parent is gone."""
+"""Locks of this process. A fork closes its copies, so that it does not hold them after its parent."""
 
 
 def lost(path: Path) -> bool:
@@ -363,7 +363,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold a study's lock: one process at a time; another is told who holds it."""
+    """Hold a study's lock; raise an error that names the process that holds it already."""
     if not CAN_LOCK:
         raise UsageError("Studies are run on systems with flock (Linux, macOS); here they can only be read.")
     held = hold(path, path.parent.parent)
@@ -374,20 +374,20 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def hold(path: Path, what: Path) -> Lock:
-    """Take a lock on a folder, in a file of it; somebody else who wants it is told who holds it.
+    """Lock a file in a folder; raise an error that names the process that holds the lock already.
 
-    The lock is the kernel's (flock), so it goes with the process that held it, however that one ended.
-    The file may be removed by its holder; whoever locked a file that is no longer there tries again.
+    The lock is the kernel's (flock), so it ends with its process, however that ends. The holder may remove
+    the file; a process that locked a file that is no longer there tries again.
     """
     import fcntl
 
     for tries in itertools.count(1):
         make_folder(path.parent)
-        with _told("lock", path):
+        with _hooked("lock", path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         held = Lock(path, handle)
         try:
-            with _told("lock", path):
+            with _hooked("lock", path):
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -400,7 +400,7 @@ def hold(path: Path, what: Path) -> Lock:
                     "stop it; then run again."
                 )
             if not busy and _is(handle, path):
-                with _told("write", path):
+                with _hooked("write", path):
                     os.ftruncate(handle, 0)
                     os.pwrite(handle, str(os.getpid()).encode(), 0)
                 return held
@@ -414,7 +414,7 @@ def hold(path: Path, what: Path) -> Lock:
 
 
 def holder(path: Path) -> str | None:
-    """Return the process that holds a lock now, if one does."""
+    """Return the process that holds a lock now, or None."""
     if not CAN_LOCK:
         return None
     import fcntl

@@ -1,4 +1,4 @@
-"""Check where the output of commands may go, and give it a form for machines.
+"""Check where commands may write, and format their results as JSON.
 
 ``--json`` prints one object on one line, the last one of standard output: the same envelope for every
 command, around a result of its own. ``docs/reference/json.md`` describes both.
@@ -28,10 +28,7 @@ STUDY = ("protocol.json", "seal.json")
 
 
 def check_output(path: Path) -> None:
-    """Refuse to write over a file of a trace, among its files, or into the folder of a study.
-
-    The trace would be gone, and the study not valid.
-    """
+    """Refuse to overwrite files of a trace, or to write into a trace or the folder of a study."""
     place = Path(os.path.realpath(path))
     for folder in place.parents:
         if all(os.path.lexists(folder / name) for name in STUDY):
@@ -59,11 +56,11 @@ def envelope(command: str, result: Mapping[str, Any] | None, code: int = 0, reas
     >>> print(envelope("check", {"share": math.nan}).partition(', "command"')[2])
     : "check", "exit": {"code": 0, "reason": "done"}, "result": {"share": null}}
     """
-    told = {
+    answer = {
         "schema": SCHEMA, "halfulp": __version__, "command": command,
         "exit": {"code": code, "reason": reason}, "result": result,
     }  # fmt: skip
-    return json.dumps(finite(told), allow_nan=False)
+    return json.dumps(finite(answer), allow_nan=False)
 
 
 @contextmanager

@@ -1,9 +1,8 @@
-"""``halfulp selftest``: does this machine compute what the reference says, and how fast?
+"""Implement ``halfulp selftest``: check this machine's kernels against the reference, and time a step.
 
-Every check compares, bit for bit, what the kernels of a device give with the obvious reference in NumPy; and
-steps in one pass with the same steps in two. Then a short benchmark beside torch's own step. The page says
-what machine it was, so that it can be posted: on a GPU it is the evidence that this project cannot make
-itself.
+Every check compares the kernels of a device bit for bit with the reference in NumPy, and steps in one pass
+with the same steps in two. A short benchmark against torch's own step follows. The output names the machine,
+so that it can be posted: on a GPU it is evidence that this project cannot produce itself.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Line = tuple[str, str]
 
 
 def run(device: str, matrices: int, out: Callable[[str], None]) -> bool:
-    """Print the page; whether everything is equal."""
+    """Print the results, and return True if everything is equal."""
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device takes cpu or cuda, not {device!r}.")
     if device == "cuda" and not torch.cuda.is_available():
@@ -82,7 +81,7 @@ def _machine(device: str) -> str:
 
 
 def _values(seed: int, spread: int = 20) -> Any:
-    """Short and long mantissas over many binades, with what is not a finite number among them."""
+    """Return short and long mantissas over many binades, non-finite values among them."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(SHAPE) * np.exp2(rng.integers(-spread, 4, SHAPE))
     short = np.round(rng.uniform(-32, 32, SHAPE)) / 32 * np.exp2(rng.integers(-spread, 4, SHAPE))
@@ -152,10 +151,7 @@ def _audits(device: torch.device) -> Iterator[Line]:
 
 
 def _one_pass(device: torch.device) -> Iterator[Line]:
-    """Make three steps of bfloat16 weights by the kernel and by the reference.
-
-    Once to nearest, and once with everything drawn.
-    """
+    """Step bfloat16 weights three times by kernel and reference, to nearest and with random rounding."""
     g, n, rng = plan_for(named("bf16"), torch.float32).grid, 2 * TILE + 101, np.random.default_rng(5)
     for mode, kind in ((NEAREST, torch.float32), (STOCHASTIC, torch.bfloat16)):
         w, m, v = (torch.zeros(n, dtype=t) for t in (torch.bfloat16, kind, kind))
@@ -180,7 +176,7 @@ def _one_pass(device: torch.device) -> Iterator[Line]:
 
 
 def _patterns(x: torch.Tensor) -> Any:
-    """Moments as the reference has them: bfloat16 as its patterns."""
+    """Return moments as the reference has them: bfloat16 as bit patterns."""
     x = x.cpu()
     return (
         x.view(torch.int16).numpy().view(np.uint16).copy() if x.dtype == torch.bfloat16 else x.numpy().copy()
@@ -188,7 +184,7 @@ def _patterns(x: torch.Tensor) -> Any:
 
 
 def _two_passes(device: torch.device) -> Iterator[Line]:
-    """Five steps around torch's fused AdamW, in one pass and in two."""
+    """Make five steps around torch's fused AdamW, in one pass and in two."""
     if device.type != "cpu" or onepass.torchs_end(onepass.ADAMW, fused=True) is None:
         return
     for policy, grid in POLICIES.items():
@@ -245,7 +241,7 @@ def _contestants(device: str) -> dict[str, Callable[[torch.nn.ParameterList], An
 
 
 def _speed(device: str, matrices: int) -> Iterator[str]:
-    """Medians of interleaved rounds."""
+    """Yield a table of the median times of interleaved steps."""
     if not matrices:
         return
     ready: list[tuple[str, Any, list[float]]] = []

@@ -1,10 +1,10 @@
-"""safetensors files, streamed: written with a digest, and believed only after every check.
+"""Stream safetensors files: write them with a digest, and check everything before it is used.
 
-The format is eight bytes of length, a JSON header (name -> dtype, shape, place; ``__metadata__``: text by
-text), and the tensors' bytes one after the other. Read here rather than by its library, because a file that
-came from elsewhere is checked in a certain order: the size of the header against the file, every tensor's
-size and place against its shape and the file, and only then is memory taken, tensor by tensor, while the
-digest runs along.
+The format is eight bytes of length, a JSON header (name -> dtype, shape, place; ``__metadata__``: strings by
+string), and the tensors' bytes one after the other. The safetensors library does not read the files here,
+because a file from elsewhere is checked in a certain order: the size of the header against the file, every
+tensor's size and place against its shape and the file. Only then is memory allocated, tensor by tensor, while
+the digest is computed.
 
 The digest of a file that stands alone is in its metadata (``halfulp.sha256``): SHA-256 over the canonical
 JSON of the header without it, then over the tensors' bytes. Files in a part of a trace have theirs in the

@@ -1,7 +1,7 @@
 """Implement ``halfulp check``: find the weights that a step at a given learning rate cannot move.
 
 A stored weight stays where it is if half the gap to its neighbours is more than the step. That depends on the
-weight and on the rate, not on data, so it can be told before any run, exactly for the bound that is stated
+weight and on the rate, not on data, so it is known before any run, exactly for the stated bound
 (:mod:`~halfulp.checkpoints.check_bounds`). What a step cannot move, no number of such steps moves: each is
 rounded away.
 Two bounds are stated of Adam: a step of size lr, which is typical, and the largest that any gradients give.

@@ -127,7 +127,7 @@ class Kept:
 
 
 def kept_states(path: Path) -> Kept | None:
-    """Find what lies beside or within a checkpoint; None if nothing does.
+    """Find the optimizer state beside or within a checkpoint; None if there is none.
 
     A file that cannot be read safely is named, with the reason; it is no error, as the weights can still be
     compared.
@@ -161,7 +161,7 @@ def kept_states(path: Path) -> Kept | None:
 
 
 def global_step(path: Path) -> int | None:
-    """Return the step that a checkpoint of Hugging Face's Trainer says it is of; None if it is none."""
+    """Return the step of a checkpoint of Hugging Face's Trainer; None for other checkpoints."""
     file = (path if path.is_dir() else path.parent) / "trainer_state.json"
     try:
         step = parsed(files.read(file, MOST_BYTES, follow=True), file, "a trainer's state").get("global_step")
@@ -171,7 +171,7 @@ def global_step(path: Path) -> int | None:
 
 
 def _slots(saved: Any) -> Iterator[tuple[str | None, str, Any]]:
-    """The states of a torch optimizer's state dict, or of several: name of the weight, kind, value."""
+    """Yield the states of torch optimizers' state dicts: name of the weight, kind, value."""
     if isinstance(saved, list | tuple):
         for each in saved:
             yield from _slots(each)
@@ -184,7 +184,7 @@ def _slots(saved: Any) -> Iterator[tuple[str | None, str, Any]]:
 
 
 def _apart(saved: Any) -> Iterator[tuple[str | None, str, Any]]:
-    """Masters and averages that a file keeps under a name of their own, as a mapping or in lists."""
+    """Yield masters and averages that a file keeps under a name of their own, as a mapping or in lists."""
     for key, held in saved.items() if isinstance(saved, Mapping) else ():
         if isinstance(key, str) and (MASTER.search(key) or "ema" in key.lower()):
             yield from ((name, key, x) for name, x in _leaves(held, None))

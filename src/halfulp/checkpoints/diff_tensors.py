@@ -1,4 +1,4 @@
-"""Two stored tensors of one name compared, value by value, in steps of their format.
+"""Compare two stored tensors of one name, value by value, in steps of their format.
 
 A *step* is the way from one representable value to the next one, so a move of three steps is three codes far.
 Where the two are stored in different types, both are rounded to the narrower one first. Zero and negative

@@ -1,11 +1,10 @@
-"""Tensors of a checkpoint, read piece by piece: the memory that this takes does not grow with the file.
+"""Read the tensors of a checkpoint piece by piece, so that memory does not grow with the file.
 
 A checkpoint is a ``.safetensors`` file, the index of a sharded one (``*.safetensors.index.json``), a folder
 of either, a file of ``torch.save``, a GGUF file, or tensors in memory. Files are read by ``pread`` into one
-buffer a thread, not mapped: a mapped file that shrinks or a disk that fails ends the process by a signal, and
-pages that were looked at stay until the system wants them back. Files of ``torch.save`` are mapped all the
-same, as torch knows no other way to read a part of them; only tensors are taken from them, and no code is
-run.
+buffer per thread, not mapped: if a mapped file shrinks or a disk fails, a signal ends the process, and pages
+that were read stay in memory until the system needs it. Files of ``torch.save`` are mapped all the same,
+because torch has no other way to read a part of them; only tensors are taken from them, and no code is run.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def unpickled(path: Path) -> Any:
 
 
 def _weights(held: Any, path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a model in what a file held."""
+    """Return the tensors of a model in the content of a file."""
     for key in MODELS:
         if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
             held = held[key]
@@ -131,7 +130,7 @@ def _weights(held: Any, path: Path) -> dict[str, torch.Tensor]:
 
 
 def shards(path: Path) -> list[Path]:
-    """The files of a checkpoint: the file itself, those that an index names, or those of a folder."""
+    """Return the files of a checkpoint: the file itself, those that an index names, or those of a folder."""
     if path.is_dir():
         inside = sorted(path.iterdir())
         for index, single in zip(INDEX, (".safetensors", "model.bin"), strict=True):

@@ -30,7 +30,7 @@ from halfulp.verdicts.intervals import COVERAGE, SMALLEST, Family, Table, interv
 Kind = Literal["free", "twin", "raw", "fork", "bracket"]
 
 AHEAD = 1.08
-"""A reference that made this many times the progress of the small-batch one: noise may rule the latter."""
+"""With this many times the progress of the small-batch reference, noise may dominate the latter."""
 SHALLOW = 0.25
 """Below this share of the open loop's gap, such a twin reads low."""
 TRUSTED = 1.3
@@ -56,7 +56,7 @@ class Twin:
         return (self.real - self.reference) / (self.upper - self.reference)
 
     def shallow(self, floor: float = SMALLEST) -> bool:
-        """Return whether so little is left that noise may rule it; the reference's end will tell."""
+        """Return True if so little is left that noise may dominate; the reference's final loss decides."""
         kept = self.kept(floor)
         return kept is None or kept < SHALLOW
 
@@ -97,7 +97,7 @@ class Seen:
         return self.twin.kept(self.floor) if self.twin is not None and math.isfinite(self.upper) else None
 
     def reads_low(self) -> bool:
-        """Return the guard's answer: whether noise rules the twin, so that it hides what the format costs."""
+        """Return True if noise dominates the twin and hides what the format costs: the guard."""
         ahead, kept = self.progress(), self.kept()
         return ahead is not None and ahead > AHEAD and kept is not None and kept < SHALLOW
 
@@ -127,7 +127,7 @@ class Estimate:
 
 
 def floor_of(real: float, again: float, twin: float, nudged: float) -> float:
-    """Return the noise floor: how far equal runs end apart, and how far evaluations of equal weights differ.
+    """Return the noise floor, from the differences of equal runs and of evaluations of equal weights.
 
     Two runs that differ by a hair give one difference of two; a format's gap is one as well. Twice that
     difference is exceeded about one time in ten.

@@ -1,9 +1,9 @@
-"""Counters of steps that are held in 16 bits: how far they count, and which have stopped.
+"""Find step counters that are kept in 16 bits: how far they can count, and which have stopped.
 
 A whole number and one more are two values of bfloat16 up to 256, and of float16 up to 2048; from there on
 ``step += 1`` changes nothing. Then whatever depends on the count stands still, such as Adam's bias correction
 or a schedule. An audit with ``states=True`` follows such numbers as it does moments
-(:mod:`~halfulp.audit.sources.tracked`), and here they are told from others: every change of a counter is one.
+(:mod:`~halfulp.audit.sources.tracked`). A counter is recognised here by its changes: each of them is one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from halfulp.trace import Recorded
 
 @dataclass(frozen=True, kw_only=True)
 class Counter:
-    """The counters of one name, a tensor's each."""
+    """The counters of one name, one for each tensor."""
 
     role: str
     dtype: str

@@ -1,6 +1,6 @@
-"""Everything that is known of a run, grid by grid: what is lost, where, from when, and what would cure it.
+"""Describe everything that is known of a run, grid by grid: what is lost, where, when, and what would fix it.
 
-Nothing is said that the evidence does not carry. A realized event (the grid that the weights are stored on)
+The text claims only what the evidence supports. A realized event (the grid that the weights are stored on)
 is exact. Any other grid is a projection of this run: it assumes that a low-precision run would follow the
 same path, which it does not exactly, and it says nothing about the loss; a rehearsal does
 (:mod:`halfulp.verdicts.loss_costs`). What was not finite comes first. The numbers are those of
@@ -168,7 +168,7 @@ def lines(trace: Recorded, findings: Sequence[Finding]) -> list[str]:
 
 
 def role_lines(trace: Recorded) -> list[str]:
-    """Say what of the states beside the weights was lost, or would be, and what keeps it."""
+    """Say how much of the tracked optimizer states was lost or would be, and what keeps it."""
     counts = {c.role: c for c in counters(trace)}
     out: list[str] = []
     for role, beside, home, finding in role_findings(trace):
@@ -264,7 +264,7 @@ def _grid_lines(trace: Recorded, finding: Finding) -> list[str]:
 
 
 def _core_lines(trace: Recorded, grid: str, ids: Sequence[int]) -> list[str]:
-    """Attention and mlp alone, as far as there are any beside other tensors."""
+    """Describe attention and MLP tensors alone, if there are others too."""
     core = [t for t in trace.tensors if t["group"] in CORE and t["id"] in ids]
     if not core or len(core) == len(ids):
         return []
@@ -287,7 +287,7 @@ def _hardly_lines(trace: Recorded, finding: Finding, home: bool) -> list[str]:
 
 
 def _decay_lines(trace: Recorded, grid: str, scope: Scope) -> list[str]:
-    """Weight decay alone and the rest of the update alone, where they were audited apart."""
+    """Describe weight decay and the rest of the update separately, where they were audited so."""
     decay, rest = (trace.series(c, grid, scope) for c in ("frozen_decay", "frozen_gradient"))
     if not len(decay):
         return ["  weight decay: none that is decoupled"]

@@ -125,11 +125,7 @@ def finding(trace: Recorded, grid: str, scope: Scope | None = None) -> Finding:
 
 
 def role_findings(trace: Recorded) -> list[tuple[str, Recorded, bool, Finding]]:
-    """List the states that are tracked beside the weights.
-
-    For each: its name, its trace, whether it is on the grid, and how much of that, or else of all of it, is
-    lost.
-    """
+    """List the tracked optimizer states: name, trace, whether it is stored on the grid, and the finding."""
     out = []
     for role, beside in trace.roles.items():
         if beside.recorded:

@@ -28,9 +28,9 @@ COVERAGE = 0.9
 WIDEST = 4.0
 """The largest score: a factor of 55. What the floor alone cannot explain, no factor does."""
 SMALLEST = 0.02
-"""Nats: no run is repeatable below it, where nobody measured how far two equal runs end apart."""
+"""The noise floor in nats where the difference of two equal runs was not measured."""
 SMALLEST_GAP = 0.01
-"""Nats: a measured gap below it says nothing of a forecast's size."""
+"""A measured gap, in nats, below which a forecast's error cannot be judged."""
 Family = Literal["nearest", "kept", "eco"]
 """Families of policies: those that lose small updates, those that keep them (sr, kahan, masters), and eco."""
 KIND = "halfulp.pilot-intervals"

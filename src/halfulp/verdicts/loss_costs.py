@@ -124,7 +124,7 @@ def saved(spec: str, weights: int) -> str:
 
 
 def nats(loss: float | None) -> str:
-    """Return a loss as people write it.
+    """Format a loss.
 
     >>> nats(1.23456), nats(None), nats(float("nan"))
     ('1.235', '-', 'not finite')
