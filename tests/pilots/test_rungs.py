@@ -165,6 +165,11 @@ def test_a_killed_pilot_goes_on(tmp_path: Path, kind: type[Small], at: int) -> N
     assert again == whole
 
 
+def test_an_interval_between_saves_is_ignored_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="saves whole runs"):
+        Pilot(Small, FORMATS, updates=2, save_every=1)
+
+
 def test_another_question_is_refused(tmp_path: Path) -> None:
     Pilot(Small, FORMATS, updates=2, budget=0.0, out=tmp_path).run()
     with pytest.raises(UsageError, match="updates differ"):
