@@ -69,6 +69,7 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (tmp_path / "finished").exists()
     for wrong in (["90:3", "train.py"], ["100%:3", "train.py"], ["", "--stop", "train.py"]):
         assert isinstance(run.invoke(app, [*common, *wrong]).exception, hu.UsageError)
+    assert hu.verdict(hu.Trace.open(tmp_path / "warned")).headline
 
 
 @pytest.mark.parametrize(
