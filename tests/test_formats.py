@@ -256,35 +256,6 @@ def test_one_bit_in_a_checkpoint(tmp_path: Path) -> None:
     assert opt.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("tiles", "sizes", "budget", "said"),
-    [
-        (torch.ones(2, dtype=torch.bool), 1000, 3999, "above its budget of 3,999"),
-        (torch.ones(2), 1000, 4000, "expected 2 booleans"),
-        (torch.ones(1, dtype=torch.bool), 1000, 4000, "expected 2 booleans"),
-        (torch.ones(2, dtype=torch.bool), 1000, -1, "whole number"),
-    ],
-)
-def test_masks_that_cannot_be(
-    tmp_path: Path, tiles: torch.Tensor, sizes: int, budget: int, said: str
-) -> None:
-    told = {"format": 2, "score": "P", "budget": budget, "sizes": {"w": sizes}, "tile": 768}
-    files.put(tmp_path / "mask", tensors.content({"w": tiles}, {"halfulp.mask": json.dumps(told)}))
-    with pytest.raises(hu.CorruptionError, match=said):
-        hu.Mask.load(tmp_path / "mask")
-    if budget >= 0:
-        with pytest.raises(hu.UsageError, match=said):
-            hu.Mask(tiles={"w": tiles}, sizes={"w": sizes}, score="P", budget=budget).save(tmp_path / "x")
-
-
-def test_a_byte_that_is_no_boolean(tmp_path: Path) -> None:
-    content = bytearray((FIRST / "mask.safetensors").read_bytes())
-    content[-1] = 255
-    (tmp_path / "mask").write_bytes(content)
-    with pytest.raises(hu.CorruptionError, match="neither true nor false"):
-        hu.Mask.load(tmp_path / "mask")
-
-
 # ---- what is not a file of ours ----------------------------------------------------------------------
 
 
@@ -434,12 +405,7 @@ def rewritten(file: Path, table: str, column: str, change: Callable[[torch.Tenso
 IMPOSSIBLE: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = {
     "fewer steps": ("run", "step", lambda c: c[:1], "columns of run have lengths"),
     "a step in halves": ("run", "step", lambda c: c / 2, "run/step has dtype torch.float32"),
-    "unknown tensors": (
-        "tensors",
-        "tensor",
-        lambda c: c + 1000,
-        "tensor is from 1000 to 1003",
-    ),
+    "unknown tensors": ("tensors", "tensor", lambda c: c + 1000, "tensor is from 1000 to 1003"),
     "an unknown tensor": ("grids", "tensor", first_row(-1), "tensor is from -1 to 3, expected 0 to 3"),
     "an unknown grid": ("grids", "grid", first_row(9), "grid is from 0 to 9, expected 0 to "),
     "a table": ("grids", "frozen", lambda c: c[:, None], "columns of grids have lengths"),

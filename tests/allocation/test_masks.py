@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -457,3 +458,34 @@ def test_whole_tensors_overshoot_as_in_the_paper() -> None:
         whole_tensors({"a": 1.0, "b": 0.0}, sizes, 0.5, "risk")
     with pytest.raises(UsageError, match="above 0 and up to"):
         whole_tensors(ranks, sizes, 0.0, "risk")
+
+
+@pytest.mark.parametrize(
+    ("tiles", "sizes", "budget", "said"),
+    [
+        (torch.ones(2, dtype=torch.bool), 1000, 3999, "above its budget of 3,999"),
+        (torch.ones(2), 1000, 4000, "expected 2 booleans"),
+        (torch.ones(1, dtype=torch.bool), 1000, 4000, "expected 2 booleans"),
+        (torch.ones(2, dtype=torch.bool), 1000, -1, "whole number"),
+    ],
+)
+def test_masks_that_cannot_be(
+    tmp_path: Path, tiles: torch.Tensor, sizes: int, budget: int, said: str
+) -> None:
+    document = {"format": 2, "score": "P", "budget": budget, "sizes": {"w": sizes}, "tile": 768}
+    files.put(tmp_path / "mask", tensors.content({"w": tiles}, {"halfulp.mask": json.dumps(document)}))
+    with pytest.raises(CorruptionError, match=said):
+        hu.Mask.load(tmp_path / "mask")
+    if budget >= 0:
+        with pytest.raises(UsageError, match=said):
+            hu.Mask(tiles={"w": tiles}, sizes={"w": sizes}, score="P", budget=budget).save(tmp_path / "x")
+
+
+def test_a_byte_that_is_no_boolean(tmp_path: Path) -> None:
+    content = bytearray(
+        (Path(__file__).parents[1] / "fixtures" / "format_1" / "mask.safetensors").read_bytes()
+    )
+    content[-1] = 255
+    (tmp_path / "mask").write_bytes(content)
+    with pytest.raises(CorruptionError, match="neither true nor false"):
+        hu.Mask.load(tmp_path / "mask")
