@@ -18,12 +18,12 @@ INLINE U turned(U x, int by) { return (x << by) | (x >> (32 - by)); }
 template <int ROUNDS, int CHAINS> INLINE void threefry(U (&x0)[CHAINS], U (&x1)[CHAINS], Key key) {
     constexpr int turns[8] = {13, 15, 26, 6, 17, 29, 16, 24};
     const uint32_t ks[3] = {key.k0, key.k1, key.k0 ^ key.k1 ^ 0x1BD11BDA};
-#pragma GCC unroll 4
+#pragma GCC unroll 12
     for (int c = 0; c < CHAINS; c++) x0[c] += ks[0], x1[c] += ks[1];
 #pragma GCC unroll 20
     for (int r = 0; r < ROUNDS; r++) {
         const uint32_t s = (uint32_t)r / 4 + 1;
-#pragma GCC unroll 4
+#pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) {
             x0[c] += x1[c];
             x1[c] = turned(x1[c], turns[r % 8]) ^ x0[c];
@@ -38,18 +38,19 @@ INLINE void blocks(uint64_t block, uint32_t level, U& x0, U& x1) {
     x1 = splat((uint32_t)(block >> 32) | level << 26);
 }
 
-// The words of elements first .. first + DRAWN - 1, a multiple of 64: 32 digits each, or the complement of 16.
-constexpr int DRAWN = 256;
+// The words of elements from `first`, a multiple of 64, on: 32 digits each, or the complement of 16. Returns how many.
+// Processors with vectors of 16 have registers for twelve chains, and then none of them is waited for.
+constexpr int DRAWN = 192, MOST_DRAWN = DRAWN / 16 * 64;  // blocks at a time, and elements
 
-template <int LENGTH> INLINE void draw_words(Key key, uint64_t first, uint32_t* words) {
-    constexpr int CHAINS = 4, ROUNDS = LENGTH == 64 ? 13 : 20;  // of a sixteenth of LENGTH elements each
+template <int LENGTH> INLINE int draw_words(Key key, uint64_t first, uint32_t* words) {
+    constexpr int CHAINS = W == 16 ? 12 : 4, ROUNDS = LENGTH == 64 ? 13 : 20;  // of a sixteenth of LENGTH elements each
     const uint64_t block = first / LENGTH * 16;
-    for (int k = 0; k < DRAWN / LENGTH * 16; k += CHAINS * W) {
+    for (int k = 0; k < DRAWN; k += CHAINS * W) {
         U x0[CHAINS], x1[CHAINS];
-#pragma GCC unroll 4
+#pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) blocks(block + k + c * W, 0, x0[c], x1[c]);
         threefry<ROUNDS, CHAINS>(x0, x1, key);
-#pragma GCC unroll 4
+#pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) {
             const int at = k + c * W;
             uint32_t* to = words + at / 16 * LENGTH + at % 16;
@@ -60,13 +61,11 @@ template <int LENGTH> INLINE void draw_words(Key key, uint64_t first, uint32_t* 
                 store(to, x0[c]), store(to + 16, x1[c]);
         }
     }
+    return DRAWN / 16 * LENGTH;
 }
 
-inline __attribute__((noinline)) void draw(bool is_short, Key key, uint64_t first, uint32_t* words) {
-    if (is_short)
-        draw_words<64>(key, first, words);
-    else
-        draw_words<32>(key, first, words);
+inline __attribute__((noinline)) int draw(bool is_short, Key key, uint64_t first, uint32_t* words) {
+    return is_short ? draw_words<64>(key, first, words) : draw_words<32>(key, first, words);
 }
 
 // One digit of one element.

@@ -144,11 +144,12 @@ __attribute__((noinline)) void load_block(const Work& s, int64_t j, Block& x) {
 template <Family FAMILY, bool NARROW_GRAD, bool NARROW_MOMENTS, bool LATE>
 INLINE void propose_lanes(const Work& s, int64_t j, Block& x) {
     const Rates a = s.a;
+    const Job job = s.job;  // copies that nobody else can see: stores do not make the compiler read them again
     const bool decoupled = s.c.rule == ADAMW, decays = !decoupled && a.decay != 0, nesterov = s.c.rule == NESTEROV, small = s.c.small;
     const bool feeds = s.keeps == ERROR;
     const bool coded = s.c.moments == CHARS;
-    x.first = NARROW_MOMENTS || coded || feeds ? (float*)x.m : (float*)s.job.first + j;
-    x.second = NARROW_MOMENTS || coded ? (float*)x.v : (float*)s.job.second + j;
+    x.first = NARROW_MOMENTS || coded || feeds ? (float*)x.m : (float*)job.first + j;
+    x.second = NARROW_MOMENTS || coded ? (float*)x.v : (float*)job.second + j;
     const F* masters = s.keeps >= MASTER ? x.before : x.q;
     const auto from = [&](const void* of, int64_t at, bool narrow) INLINE_LAMBDA {
         return narrow ? from_bfloat(load<U16>((const uint16_t*)of + at)) : load<F>((const float*)of + at);
@@ -159,9 +160,9 @@ INLINE void propose_lanes(const Work& s, int64_t j, Block& x) {
         return fma(fma(y, splat(-a.root), r), splat(a.inverse), y) + a.eps;
     };
     EACH {
-        F w = masters[i], g = from(s.job.grad, j + i * W, NARROW_GRAD);
-        const F m = FAMILY == PLAINS ? F{} : coded ? x.m[i] : from(s.job.first, j + i * W, NARROW_MOMENTS);
-        const I late = LATE ? counting() >= (int32_t)(s.job.plain - j - i * W > -W ? s.job.plain - j - i * W : -W) : I{};
+        F w = masters[i], g = from(job.grad, j + i * W, NARROW_GRAD);
+        const F m = FAMILY == PLAINS ? F{} : coded ? x.m[i] : from(job.first, j + i * W, NARROW_MOMENTS);
+        const I late = LATE ? counting() >= (int32_t)(job.plain - j - i * W > -W ? job.plain - j - i * W : -W) : I{};
         if (FAMILY == LIONS) {
             const F turn = m * a.beta1 + g * a.share;
             const F sign = turn > 0 ? splat(1.0f) : turn < 0 ? splat(-1.0f) : turn;
@@ -182,7 +183,7 @@ INLINE void propose_lanes(const Work& s, int64_t j, Block& x) {
             continue;
         }
         if (decoupled) w = w * a.decay;
-        const F v = coded ? x.v[i] : from(s.job.second, j + i * W, NARROW_MOMENTS), weighted = g * a.rest2;
+        const F v = coded ? x.v[i] : from(job.second, j + i * W, NARROW_MOMENTS), weighted = g * a.rest2;
         const F first = fma(g - m, splat(a.share), small ? m : g);
         F second = fma(weighted, g, v * a.beta2);
         if (LATE) second = late ? fma(v, splat(a.beta2), weighted * g) : second;
@@ -414,7 +415,7 @@ __attribute__((noinline)) void store_moments(const Work& s, int64_t j, int live,
 
 __attribute__((noinline)) void store_block(const Work& s, int64_t j, int live, Block& x, const uint32_t* pair, bool indexed) {
     const Grid& g = s.g;
-    const Job& job = s.job;
+    const Job job = s.job;
     const bool narrow = s.c.moments == BFLOATS, coded = s.c.moments == CHARS;
     if (s.keeps == ERROR) {
         const float feed = s.a.feed;

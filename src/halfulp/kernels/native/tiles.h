@@ -14,14 +14,14 @@ struct Draws {
     bool is_short;
     uint64_t start;
     int shift, ready;
-    alignas(64) uint32_t words[TILE + 64 + DRAWN];
+    alignas(64) uint32_t words[TILE + 64 + MOST_DRAWN];
 
     INLINE void begin(Key k, bool s, uint64_t first) {
         key = k, is_short = s, shift = (int)(first & 63), start = first - shift, ready = 0;
     }
     // The words of elements i .. i + W - 1 of the tile.
     INLINE const uint32_t* at(int i) {
-        for (; ready < shift + i + W; ready += DRAWN) draw(is_short, key, start + ready, words + ready);
+        while (ready < shift + i + W) ready += draw(is_short, key, start + ready, words + ready);
         return words + shift + i;
     }
     // Those of elements i .. i + 63.
