@@ -1,4 +1,4 @@
-"""Checks of the rehearsals' Triton kernel against the reference, in Triton's interpreter.
+"""Checks of rehearsals on a GPU against the reference: write-backs in Triton's interpreter.
 
 A process of its own, as gpu_interpreted.py: run by test_rehearsals_gpu.py; one line of JSON a check.
 """
@@ -49,9 +49,12 @@ def hard(seed: int, numel: int, dtype: Any) -> tuple[Any, Any]:
 
 
 def check(name: str) -> None:
-    from halfulp.kernels import gpu_rehearse as gpu
-    from halfulp.kernels import rehearse
+    from halfulp import kernels
+    from halfulp.kernels import rehearse, writing
 
+    for module in (kernels, rehearse, writing):  # the interpreter's tensors are the CPU's
+        module.on_gpu = lambda _: True
+    rehearse.fused = lambda *_: False
     grid, mode, keeps, dtype = CASES[name]
     work: Any = getattr(np, dtype)
     rule = Rule(hu.grid(grid).within(work), mode, keeps)
@@ -64,10 +67,9 @@ def check(name: str) -> None:
     for step in range(3):
         w, after = hard(step, numel, work)
         stream = hu.Stream(seed=1, name="w", step=step, offset=32 * step + (step == 2))
-        told = torch.tensor([0.03, *back], dtype=getattr(torch, dtype))
-        lookup = torch.from_numpy(rehearse._lookup(rule.grid, dtype)) if rule.coded else told
         given = (torch.from_numpy(w), torch.from_numpy(after))
-        counts = gpu.move(rule, row, *given, told, lookup, stream, chosen)
+        asked = rehearse.Tensor(pulls=[0.03], stream=stream)
+        counts = rehearse.move(rule, held, *given, asked, back, chosen)[:, 0]
         codes = mine["held"].view(np.uint16) if mine["held"].dtype == np.int16 else mine["held"]
         new, expected = reference.step(
             rule, codes, w, after, 0.03, stream=stream, kept=mine.get("kept"), back=back,

@@ -88,12 +88,9 @@ def working(dtype: torch.dtype) -> torch.dtype:
 
 def fused(rule: Rule, w: torch.Tensor) -> bool:
     """Return True if one pass over memory is enough: floats with fixed scales, on the CPU."""
-    return w.device.type == "cpu" and native.library() is not None and _simple(rule, w)
-
-
-def _simple(rule: Rule, w: torch.Tensor) -> bool:
     plain = not rule.grid.integer and not plan_for(rule.grid, working(w.dtype)).scaled
-    return plain and (rule.coded or rule.keeps == MASTER)
+    fits = plain and (rule.coded or rule.keeps == MASTER)
+    return fits and w.device.type == "cpu" and native.library() is not None
 
 
 def begin(
@@ -125,8 +122,8 @@ def begin(
 
 def values(rule: Rule, held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rehearsed weights, in the container; of the shape of what is held."""
-    if rule.coded and held.device.type != "cpu":
-        return _lookup_on(rule.grid, "float64", held.device)[_wide(held).long()].to(dtype)
+    if rule.coded and on_gpu(held):
+        return _values_on(rule.grid, held.device)[_wide(held).long()].to(dtype)
     if rule.coded:
         return decode(_wide(held), rule.grid, dtype=dtype)
     return (kernels.round(held, rule.grid) if rule.keeps == MASTER else held).to(dtype)
@@ -217,16 +214,6 @@ def move_many(
     return counts
 
 
-@lru_cache(maxsize=64)
-def _lookup(grid: Grid, work: str) -> Array:
-    return code_table(grid).astype(work)
-
-
-@lru_cache(maxsize=64)
-def _lookup_on(grid: Grid, work: str, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_lookup(grid, work)).to(device)
-
-
 # ---- any grid --------------------------------------------------------------------------------------------
 
 
@@ -246,31 +233,12 @@ def move(
     if fused(rule, w):
         alone = Asked([asked], table_of([w.numel()]), w.dtype)
         return torch.from_numpy(move_many(rule, held, w, after, alone, [back], chosen))
-    found = []
-    for i, k in enumerate(asked.pulls):
-        row = {name: t[i] for name, t in held.tensors().items()}
-        if on_gpu(w) and _simple(rule, w) and row.get("kept", row["held"]).dtype != torch.bfloat16:
-            found.append(_move_on_gpu(rule, row, w, after, (k, *back), asked.stream, chosen))
-        else:
-            found.append(_move(rule, Held(**row), w, after, (k, *back), asked.stream, chosen))
-    return torch.stack(found, dim=1)
-
-
-def _move_on_gpu(
-    rule: Rule,
-    row: dict[str, torch.Tensor],
-    w: torch.Tensor,
-    after: torch.Tensor,
-    told: tuple[float, float, float],
-    stream: Stream,
-    chosen: torch.Tensor | None,
-) -> torch.Tensor:
-    from halfulp.kernels import gpu_rehearse as gpu
-
-    work = working(w.dtype)
-    sent = torch.tensor(told, dtype=work, device=w.device)
-    lookup = _lookup_on(rule.grid, str(work).removeprefix("torch."), w.device) if rule.coded else sent
-    return gpu.move(rule, row, w, after, sent, lookup, stream, chosen)
+    rows = [{name: t[i] for name, t in held.tensors().items()} for i in range(len(asked.pulls))]
+    counts = [
+        _move(rule, Held(**row), w, after, (k, *back), asked.stream, chosen)
+        for k, row in zip(asked.pulls, rows, strict=True)
+    ]
+    return torch.stack(counts, dim=1)
 
 
 def _move(
@@ -282,7 +250,7 @@ def _move(
     stream: Stream,
     chosen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One row of one tensor, from the library's own rounding and write-back kernels: for any grid.
+    """One row of one tensor, from the library's own rounding and write-back kernels: any grid, any device.
 
     ``told``: the pull, and the factors of what is pending.
     """
@@ -326,8 +294,18 @@ def _counted(same: torch.Tensor, ok: torch.Tensor, moved: torch.Tensor) -> torch
 
 
 def _coded(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    codes = encode(x, grid)
-    return codes if grid.bits <= 8 else codes.to(torch.int16)
+    if grid.integer or not on_gpu(x):
+        codes = encode(x, grid)
+    else:  # without a way through the CPU: the place among the values that are not negative
+        sizes = _values_on(grid, x.device)[: grid.last_index + 1]
+        codes = torch.searchsorted(sizes, x.abs().double()) + torch.signbit(x) * (1 << (grid.bits - 1))
+    return codes.to(torch.uint8 if grid.bits <= 8 else torch.int16)
+
+
+@lru_cache(maxsize=64)
+def _values_on(grid: Grid, device: torch.device) -> torch.Tensor:
+    """The values of all codes, in float64."""
+    return torch.from_numpy(code_table(grid)).to(device)
 
 
 def _wide(codes: torch.Tensor) -> torch.Tensor:
