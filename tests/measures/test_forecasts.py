@@ -40,6 +40,15 @@ TEMPLATES = {
 fractions = arrays(np.float64, st.integers(2, 30), elements=st.floats(0, 1, width=32))
 
 
+def gated(rmse: float, constant: float = 1.0, spread: float = 0.0, **others: float) -> measures.Comparison:
+    """A comparison of which only what gates read is known."""
+    known = {f"{name}_rmse": value for name, value in others.items()}
+    rest = dict.fromkeys(("centred_rmse", "signed_error", "fixed_one_rmse", "monotone_rmse"), 0.0)
+    return measures.Comparison(
+        steps=1, rmse=rmse, measured_range=spread, constant_rmse=constant, **rest, **known
+    )
+
+
 # ---- the paper's rows -----------------------------------------------------------------------------
 
 
@@ -47,24 +56,24 @@ fractions = arrays(np.float64, st.integers(2, 30), elements=st.floats(0, 1, widt
 def test_modern_decoder_gates(row: str) -> None:
     """Accurate everywhere; informative nowhere, for want of range; no directional added value."""
     spread, directional, constant, symmetric, rho = MODERN[row]
-    assert measures.accurate(directional)
-    assert not measures.informative(directional, constant, spread)
-    assert not measures.directional_added_value(directional, symmetric, rho)
+    assert gated(directional).accurate
+    assert not gated(directional, constant, spread).informative
+    assert not gated(directional, symmetric=symmetric, rho=rho).directional_added_value
     # what fails is the range in core, and both halves for all 2-D
-    assert measures.informative(directional, constant, 0.10) == ("core" in row)
+    assert gated(directional, constant, 0.10).informative == ("core" in row)
     # the symmetric forecast is the one that is not beaten
-    assert measures.directional_added_value(directional, 1.0, rho)
+    assert gated(directional, symmetric=1.0, rho=rho).directional_added_value
 
 
 def test_gates_include_their_thresholds() -> None:
-    assert measures.accurate(0.05)
-    assert not measures.accurate(math.nextafter(0.05, 1))
-    assert measures.informative(0.8, 1.0, 0.10)
-    assert not measures.informative(0.8, 1.0, math.nextafter(0.10, 0))
-    assert not measures.informative(math.nextafter(0.8, 1), 1.0, 0.10)
-    assert measures.directional_added_value(0.9, 1.0, 2.0)
-    assert measures.directional_added_value(0.9, 2.0, 1.0)
-    assert not measures.directional_added_value(math.nextafter(0.9, 1), 1.0, 2.0)
+    assert gated(0.05).accurate
+    assert not gated(math.nextafter(0.05, 1)).accurate
+    assert gated(0.8, 1.0, 0.10).informative
+    assert not gated(0.8, 1.0, math.nextafter(0.10, 0)).informative
+    assert not gated(math.nextafter(0.8, 1), 1.0, 0.10).informative
+    assert gated(0.9, symmetric=1.0, rho=2.0).directional_added_value
+    assert gated(0.9, symmetric=2.0, rho=1.0).directional_added_value
+    assert not gated(math.nextafter(0.9, 1), symmetric=1.0, rho=2.0).directional_added_value
 
 
 @pytest.mark.parametrize("cell", MATCHED)

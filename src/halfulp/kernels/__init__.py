@@ -209,33 +209,21 @@ def audit(
     if on_gpu(w):
         from halfulp.kernels import gpu
 
-        if moved is not None or stay is not None:
-            raise UsageError("following coordinates over steps is a CPU feature: move the tensors there.")
         counts, shared, sums, phases, expected, arrived = gpu.audit(
             w, d, after, [p.grid for p in plans], phase
         )
         return Audited(counts, shared, sums, phases, expected, arrived, w.numel())
-    from halfulp.kernels.auditing import Call
+    from halfulp.kernels.auditing import audit_alone
 
-    flat_w, flat_d = flat_of(w), flat_of(d)
-    call = Call(flat_w, flat_d, after, plans, w.dtype, phase, (moved, stay))
-    if native.library() is None:
-        call.refer(0, tuple(w.shape), flat_d)
-        return call.found
-    found = call()
-    for i, plan in enumerate(plans):
-        if plan.scaled:
-            bits, odds = (None if x is None else x[i].numpy() for x in (moved, stay))
-            made = scaled.Step(flat_w, flat_w, flat_d, after, plan, w).audit(bits, odds)
-            for whole, part in zip((found.counts, found.arrived, found.expected), made, strict=True):
-                whole[:, i] = torch.from_numpy(part)
-    return found
+    return audit_alone(w, d, plans, after=after, phase=phase, followed=(moved, stay))
 
 
 def check_followed(
     w: torch.Tensor, grids: int, moved: torch.Tensor | None, stay: torch.Tensor | None
 ) -> None:
     """Refuse tensors that cannot follow the coordinates of w over steps, see :func:`audit`."""
+    if on_gpu(w) and (moved is not None or stay is not None):
+        raise UsageError("following coordinates over steps is a CPU feature: move the tensors there.")
     work = torch.float64 if w.dtype == torch.float64 else torch.float32
     for what, x, shape, dtype in (
         ("moved", moved, (grids, (w.numel() + 7) // 8), torch.uint8),

@@ -21,6 +21,7 @@ from halfulp.errors import UsageError
 from halfulp.kernels import ARRIVED, AUDIT_COUNTS, TILE, Audited, check_followed, fallback, native, tiles_of
 from halfulp.kernels import params as _params
 from halfulp.kernels.plan import Plan, as_floats, flat_of, narrowing, plan_for
+from halfulp.kernels.scaled import Step
 from halfulp.numbers.containers import container
 from halfulp.numbers.grids import Grid
 
@@ -225,3 +226,28 @@ class Call:
             (f.counts, f.shared, f.sums, f.phase, f.expected, f.arrived), made, strict=True
         ):
             whole[start : start + len(part)] = torch.from_numpy(part)
+
+
+def audit_alone(
+    w: torch.Tensor,
+    d: torch.Tensor,
+    plans: Sequence[Plan],
+    *,
+    after: bool,
+    phase: bool,
+    followed: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> Audited:
+    """Audit one tensor on the CPU: see :func:`halfulp.kernels.audit`."""
+    flat_w, flat_d = flat_of(w), flat_of(d)
+    call = Call(flat_w, flat_d, after, plans, w.dtype, phase, followed)
+    if native.library() is None:
+        call.refer(0, tuple(w.shape), flat_d)
+        return call.found
+    audited = call()
+    for i, plan in enumerate(plans):
+        if plan.scaled:
+            bits, odds = (None if x is None else x[i].numpy() for x in followed)
+            parts = Step(flat_w, flat_w, flat_d, after, plan, w).audit(bits, odds)
+            for whole, part in zip((audited.counts, audited.arrived, audited.expected), parts, strict=True):
+                whole[:, i] = torch.from_numpy(part)
+    return audited

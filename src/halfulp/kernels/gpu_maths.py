@@ -209,6 +209,21 @@ def blocks(key: tl.tuple, i: tl.tensor, level: tl.tensor) -> Any:
 
 
 @triton.jit
+def short_blocks(key: tl.tuple, i: tl.tensor, level: tl.tensor) -> Any:
+    """The same of the short stream, after thirteen rounds."""
+    k0, k1 = key[0].to(tl.uint32, bitcast=True), key[1].to(tl.uint32, bitcast=True)
+    k2 = k0 ^ k1 ^ PARITY
+    block = ((i >> 6) << 4) + (i & 15)
+    high = (block >> 32).to(tl.uint32) | (level.to(tl.uint32) << 26)
+    x0, x1 = four_rounds(block.to(tl.uint32) + k0, high + k1, 13, 15, 26, 6)
+    x0, x1 = four_rounds(x0 + k1, x1 + (k2 + 1), 17, 29, 16, 24)
+    x0, x1 = four_rounds(x0 + k2, x1 + (k0 + 2), 13, 15, 26, 6)
+    x0, x1 = x0 + k0, x1 + (k1 + 3)
+    x0 += x1
+    return x0, ((x1 << 17) | (x1 >> 15)) ^ x0
+
+
+@triton.jit
 def word(key: tl.tuple, i: tl.tensor, level: tl.tensor) -> Any:
     """Return the random word of element ``i`` at ``level``."""
     first, second = blocks(key, i, level)
@@ -298,38 +313,54 @@ def around(a: tl.tensor, k: tl.tuple) -> Any:
 
 @triton.jit
 def any_of(flags: tl.tensor) -> Any:
-    """Return True if a flag of the tile is set."""
-    return tl.max(tl.max(flags.to(tl.int32), axis=1), axis=0) > 0
+    """Return True if a flag of the block is set."""
+    return tl.max(flags.to(tl.int32)) > 0
 
 
 @triton.jit
-def settle(fraction: tl.tensor, tied: tl.tensor, key: tl.tuple, i: tl.tensor) -> Any:
+def digit(key: tl.tuple, i: tl.tensor, level: tl.tensor, SHORT: tl.constexpr) -> Any:
+    """One digit of each element: of 16 bits in the short stream, else of 32."""
+    if SHORT:
+        first, second = short_blocks(key, i, level)
+        drawn = tl.where(((i >> 5) & 1) == 1, second, first)
+        half = tl.where(((i >> 4) & 1) == 1, drawn >> 16, drawn & 0xFFFF)
+        return half.to(tl.int32) ^ 0xFFFF
+    else:
+        return word(key, i, level)
+
+
+@triton.jit
+def settle(fraction: tl.tensor, tied: tl.tensor, key: tl.tuple, i: tl.tensor, SHORT: tl.constexpr) -> Any:
     """U < fraction, to the last digit, where the first digits tied: reference.stochastic_up."""
     up = tied & ~tied
     tied = tied & (fraction > 0)
     level = tl.full((), 0, tl.int32)
     while any_of(tied):
-        scaled = fraction * 4294967296.0
-        digit = tl.floor(scaled)
-        drawn = word(key, i, level).to(tl.float64)
-        up = up | (tied & (drawn < digit))
-        tied = tied & (drawn == digit) & (scaled > digit)
-        fraction = scaled - digit
+        scaled = fraction * (65536.0 if SHORT else 4294967296.0)
+        whole = tl.floor(scaled)
+        drawn = digit(key, i, level, SHORT).to(tl.float64)
+        up = up | (tied & (drawn < whole))
+        tied = tied & (drawn == whole) & (scaled > whole)
+        fraction = scaled - whole
         level += 1
     return up
 
 
 @triton.jit
-def stochastic(v: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple, key: tl.tuple, i: tl.tensor) -> Any:
-    """The code above with the probability of the fraction of the gap; ``drawn``: the first words."""
+def stochastic(
+    v: tl.tensor, drawn: tl.tensor, f: tl.tuple, k: tl.tuple, key: tl.tuple, i: tl.tensor,
+    SHORT: tl.constexpr = False,
+) -> Any:  # fmt: skip
+    """The code above with the probability of the fraction of the gap; ``drawn``: the first digits."""
     a = clamped(v, f)
     low, high, digits = around(a, k)
-    first = (drawn >> 1).to(tl.int32)
+    first = drawn if SHORT else (drawn >> 1).to(tl.int32)
+    digits = digits >> (15 if SHORT else 0)
     up = first < digits
     tied = first == digits
     if any_of(tied):
         below = low.to(tl.float64)
-        up = up | settle((a.to(tl.float64) - below) / (high.to(tl.float64) - below), tied, key, i)
+        up = up | settle((a.to(tl.float64) - below) / (high.to(tl.float64) - below), tied, key, i, SHORT)
     return tl.where(finite(v), signed(tl.where(up, high, low), v), v)
 
 

@@ -25,21 +25,20 @@ from halfulp.kernels.gpu_maths import (
     HI,
     LO,
     NEAREST,
-    PARITY,
     TO_BF16,
-    around,
     as_float,
     bits,
-    clamped,
+    digit,
     finite,
     fit,
     floats_at,
-    four_rounds,
     ints_at,
     load,
     magnitude,
     nearest,
+    short_blocks,
     signed,
+    stochastic,
     store,
 )
 from halfulp.kernels.gpu_tiles import (
@@ -76,30 +75,6 @@ RUN = tl.constexpr(256)
 
 
 @triton.jit
-def short_blocks(key: tl.tuple, i: tl.tensor, level: tl.tensor) -> Any:
-    """Both words of the Threefry blocks of elements i (int64, global), after thirteen rounds."""
-    k0, k1 = key[0].to(tl.uint32, bitcast=True), key[1].to(tl.uint32, bitcast=True)
-    k2 = k0 ^ k1 ^ PARITY
-    block = ((i >> 6) << 4) + (i & 15)
-    high = (block >> 32).to(tl.uint32) | (level.to(tl.uint32) << 26)
-    x0, x1 = four_rounds(block.to(tl.uint32) + k0, high + k1, 13, 15, 26, 6)
-    x0, x1 = four_rounds(x0 + k1, x1 + (k2 + 1), 17, 29, 16, 24)
-    x0, x1 = four_rounds(x0 + k2, x1 + (k0 + 2), 13, 15, 26, 6)
-    x0, x1 = x0 + k0, x1 + (k1 + 3)
-    x0 += x1
-    return x0, ((x1 << 17) | (x1 >> 15)) ^ x0
-
-
-@triton.jit
-def digit(key: tl.tuple, i: tl.tensor, level: tl.tensor) -> Any:
-    """One digit of each element."""
-    first, second = short_blocks(key, i, level)
-    word = tl.where(((i >> 5) & 1) == 1, second, first)
-    half = tl.where(((i >> 4) & 1) == 1, word >> 16, word & 0xFFFF)
-    return half.to(tl.int32) ^ 0xFFFF
-
-
-@triton.jit
 def digits_of(key: tl.tuple, start: tl.tensor, ALIGNED: tl.constexpr) -> Any:
     """The first digits of a run. ``ALIGNED``: it begins with a group of 64."""
     level = tl.full((), 0, tl.int32)
@@ -110,44 +85,7 @@ def digits_of(key: tl.tuple, start: tl.tensor, ALIGNED: tl.constexpr) -> Any:
         halves = tl.permute(tl.join(words & 0xFFFF, words >> 16), (0, 1, 3, 2))
         return tl.reshape(halves, (RUN,)).to(tl.int32) ^ 0xFFFF
     else:
-        return digit(key, start + tl.arange(0, RUN), level)
-
-
-@triton.jit
-def any_flag(flags: tl.tensor) -> Any:
-    """Return True if a flag of the block is set."""
-    return tl.max(flags.to(tl.int32), axis=0) > 0
-
-
-@triton.jit
-def settle_short(fraction: tl.tensor, tied: tl.tensor, key: tl.tuple, i: tl.tensor) -> Any:
-    """U < fraction, to the last digit, where the first digits tied: reference.stochastic_up."""
-    up = tied & ~tied
-    tied = tied & (fraction > 0)
-    level = tl.full((), 0, tl.int32)
-    while any_flag(tied):
-        scaled = fraction * 65536.0
-        whole = tl.floor(scaled)
-        drawn = digit(key, i, level).to(tl.float64)
-        up = up | (tied & (drawn < whole))
-        tied = tied & (drawn == whole) & (scaled > whole)
-        fraction = scaled - whole
-        level += 1
-    return up
-
-
-@triton.jit
-def drawn_short(v: tl.tensor, d: tl.tensor, f: tl.tuple, k: tl.tuple, key: tl.tuple, i: tl.tensor) -> Any:
-    """The code above with the probability of the fraction of the gap; ``d``: first digits."""
-    a = clamped(v, f)
-    low, high, digits = around(a, k)
-    first = digits >> 15
-    up = d < first
-    tied = d == first
-    if any_flag(tied):
-        below = low.to(tl.float64)
-        up = up | settle_short((a.to(tl.float64) - below) / (high.to(tl.float64) - below), tied, key, i)
-    return tl.where(finite(v), signed(tl.where(up, high, low), v), v)
+        return digit(key, start + tl.arange(0, RUN), level, True)
 
 
 # ---- the optimizer's arithmetic --------------------------------------------------------------------
@@ -277,7 +215,7 @@ def step_run(
     elif MODE == NEAREST:
         r = nearest(z, f, k)
     else:
-        r = drawn_short(z, d, f, k, key, offset + i)
+        r = stochastic(z, d, f, k, key, offset + i, True)
         if MODE == DEADZONE:
             near = nearest(z, f, k)
             r = tl.where((near == q) & (z != q), r, near)
@@ -325,7 +263,7 @@ def sum_tile(
 ) -> Any:  # fmt: skip
     """The sums of sizes, before anything is written; what is stored and proposed, for those of what is."""
     i, mask = columns(tile, n)
-    d = digit(key, offset + i, tl.full((), 0, tl.int32)) if EIGHT else tl.zeros((256, 4), tl.int32)
+    d = digit(key, offset + i, tl.full((), 0, tl.int32), True) if EIGHT else tl.zeros((256, 4), tl.int32)
     q, z, _, _, _, ok = asked(memory, i, mask, d, a, RULE, KEEPS, SMALL, EIGHT)
     if KEEPS == REMAINDER:  # as the two-pass policy has it
         u = bits(z)

@@ -84,16 +84,23 @@ def columns(tile: tl.tensor, n: tl.tensor) -> Any:
 
 
 @triton.jit
+def three_columns(x: tl.tensor) -> Any:
+    """Add the first three of four columns, the last axis, from left to right."""
+    j = tl.arange(0, 4) if len(x.shape) == 1 else tl.arange(0, 4)[None, :]
+    axis: tl.constexpr = len(x.shape) - 1
+    first = tl.sum(tl.where(j == 0, x, 0.0), axis=axis)
+    second = tl.sum(tl.where(j == 1, x, 0.0), axis=axis)
+    third = tl.sum(tl.where(j == 2, x, 0.0), axis=axis)
+    return first + second + third
+
+
+@triton.jit
 def tree(x: tl.tensor) -> Any:
     """The halving tree over columns of float64."""
     x = tl.reshape(x, (2, 2, 2, 2, 2, 2, 2, 2, 4))
     for _ in tl.static_range(8):
         x = tl.sum(x, axis=0)
-    j = tl.arange(0, 4)
-    first = tl.sum(tl.where(j == 0, x, 0.0), axis=0)
-    second = tl.sum(tl.where(j == 1, x, 0.0), axis=0)
-    third = tl.sum(tl.where(j == 2, x, 0.0), axis=0)
-    return first + second + third
+    return three_columns(x)
 
 
 @triton.jit
@@ -105,11 +112,7 @@ def short_tree(x: tl.tensor) -> Any:
     x = tl.reshape(x.to(tl.float64), (2, 2, 2, 2, 4))
     for _ in tl.static_range(4):
         x = tl.sum(x, axis=0)
-    j = tl.arange(0, 4)
-    first = tl.sum(tl.where(j == 0, x, 0.0), axis=0)
-    second = tl.sum(tl.where(j == 1, x, 0.0), axis=0)
-    third = tl.sum(tl.where(j == 2, x, 0.0), axis=0)
-    return first + second + third + 0.0
+    return three_columns(x) + 0.0
 
 
 @triton.jit
@@ -149,12 +152,7 @@ def trees(x: tl.tensor, K: tl.constexpr, LEVELS: tl.constexpr, MANY: tl.constexp
     x = tl.reshape(x, (MANY, K, 4))
     for level in tl.static_range(LEVELS):
         x = tl.sum(tl.reshape(x, (MANY, 2, K >> (level + 1), 4)), axis=1)
-    x = tl.reshape(x, (MANY, 4))
-    j = tl.arange(0, 4)[None, :]
-    first = tl.sum(tl.where(j == 0, x, 0.0), axis=1)
-    second = tl.sum(tl.where(j == 1, x, 0.0), axis=1)
-    third = tl.sum(tl.where(j == 2, x, 0.0), axis=1)
-    return first + second + third
+    return three_columns(tl.reshape(x, (MANY, 4)))
 
 
 @triton.jit

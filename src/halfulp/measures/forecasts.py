@@ -49,39 +49,6 @@ RECOVERED = 0.90
 PERCENTILES = (5.0, 95.0)
 
 
-# ---- gates ------------------------------------------------------------------------------------------
-
-
-def accurate(rmse: float) -> bool:
-    """Return True if a forecast is accurate: E <= 0.05."""
-    return rmse <= ACCURATE_RMSE
-
-
-def informative(rmse: float, constant_rmse: float, measured_range: float) -> bool:
-    """Return True if a forecast is informative: V >= 0.10 and E <= 0.8 E_const.
-
-    Args:
-        rmse: E, the error of the forecast.
-        constant_rmse: E_const, the error of the best constant.
-        measured_range: V, the range of the measured trajectory.
-
-    >>> informative(0.008770, 0.018607, measured_range=0.05212)
-    False
-    """
-    return measured_range >= INFORMATIVE_RANGE and rmse <= INFORMATIVE_RATIO * constant_rmse
-
-
-def directional_added_value(rmse: float, symmetric_rmse: float, rho_rmse: float) -> bool:
-    """Return True if direction adds value: E_dir <= 0.9 min(E_sym, E_rho).
-
-    Args:
-        rmse: E_dir, the error of the forecast.
-        symmetric_rmse: E_sym, the error of the symmetric-spacing forecast.
-        rho_rmse: E_rho, the error of the scalar forecast.
-    """
-    return rmse <= ADDED_VALUE_RATIO * min(symmetric_rmse, rho_rmse)
-
-
 # ---- one forecast against one outcome -----------------------------------------------------------------
 
 
@@ -109,20 +76,21 @@ class Comparison:
 
     @property
     def accurate(self) -> bool:
-        """Return True if the error is within the paper's bound."""
-        return accurate(self.rmse)
+        """True if E <= 0.05."""
+        return self.rmse <= ACCURATE_RMSE
 
     @property
     def informative(self) -> bool:
-        """Return True if the forecast beats a constant one."""
-        return informative(self.rmse, self.constant_rmse, self.measured_range)
+        """True if V >= 0.10 and E <= 0.8 E_const."""
+        better = self.rmse <= INFORMATIVE_RATIO * self.constant_rmse
+        return self.measured_range >= INFORMATIVE_RANGE and better
 
     @property
     def directional_added_value(self) -> bool | None:
-        """True if direction adds value; None unless the symmetric and the scalar trajectory are known."""
+        """True if E <= 0.9 min(E_symmetric, E_rho); None unless both of these are known."""
         if self.symmetric_rmse is None or self.rho_rmse is None:
             return None
-        return directional_added_value(self.rmse, self.symmetric_rmse, self.rho_rmse)
+        return self.rmse <= ADDED_VALUE_RATIO * min(self.symmetric_rmse, self.rho_rmse)
 
 
 def compare(

@@ -145,46 +145,19 @@ INLINE F near_inverse_root(F x) {
 // Of values from 0 up to 2**24.
 INLINE F floor_of(F x) { return __builtin_convertvector(__builtin_convertvector(x, I), F); }
 
-// Sixteen and eight bits to 32 and back, unsigned; the compilers' own conversions take several steps.
-INLINE I widened(U16 x) {
+// Sixteen and eight bits to 32, and the lowest eight of 32; the compilers' own conversions take several steps.
 #if defined(__AVX512BW__)
-    return (I)_mm512_cvtepu16_epi32((__m256i)x);
+#define CONVERTED(name, To, From, wide, narrow) INLINE To name(From x) { return (To)wide; }
 #elif defined(__AVX2__)
-    return (I)_mm256_cvtepu16_epi32((__m128i)x);
+#define CONVERTED(name, To, From, wide, narrow) INLINE To name(From x) { return (To)narrow; }
 #else
-    return __builtin_convertvector(x, I);
+#define CONVERTED(name, To, From, wide, narrow) INLINE To name(From x) { return __builtin_convertvector(x, To); }
 #endif
-}
-INLINE I widened(U8 x) {
-#if defined(__AVX512BW__)
-    return (I)_mm512_cvtepu8_epi32((__m128i)x);
-#else
-    return __builtin_convertvector(x, I);
-#endif
-}
-INLINE I widened(I16 x) {
-#if defined(__AVX512BW__)
-    return (I)_mm512_cvtepi16_epi32((__m256i)x);
-#elif defined(__AVX2__)
-    return (I)_mm256_cvtepi16_epi32((__m128i)x);
-#else
-    return __builtin_convertvector(x, I);
-#endif
-}
-INLINE I widened(I8 x) {
-#if defined(__AVX512BW__)
-    return (I)_mm512_cvtepi8_epi32((__m128i)x);
-#else
-    return __builtin_convertvector(x, I);
-#endif
-}
-INLINE U8 lowest(I x) {  // their lowest eight bits
-#if defined(__AVX512BW__)
-    return (U8)_mm512_cvtepi32_epi8((__m512i)x);
-#else
-    return __builtin_convertvector(x, U8);
-#endif
-}
+CONVERTED(widened, I, U16, _mm512_cvtepu16_epi32((__m256i)x), _mm256_cvtepu16_epi32((__m128i)x))
+CONVERTED(widened, I, I16, _mm512_cvtepi16_epi32((__m256i)x), _mm256_cvtepi16_epi32((__m128i)x))
+CONVERTED(widened, I, U8, _mm512_cvtepu8_epi32((__m128i)x), __builtin_convertvector(x, I))
+CONVERTED(widened, I, I8, _mm512_cvtepi8_epi32((__m128i)x), __builtin_convertvector(x, I))
+CONVERTED(lowest, U8, I, _mm512_cvtepi32_epi8((__m512i)x), __builtin_convertvector(x, U8))
 INLINE U16 narrowed(I x) {  // of values below 2**16
 #if defined(__AVX512BW__)
     return (U16)_mm512_cvtepi32_epi16((__m512i)x);
