@@ -53,8 +53,8 @@ def check(name: str) -> None:
     from halfulp.kernels import rehearse, writing
 
     for module in (kernels, rehearse, writing):  # the interpreter's tensors are the CPU's
-        module.on_gpu = lambda _: True
-    rehearse.fused = lambda *_: False
+        vars(module)["on_gpu"] = lambda _: True
+    vars(rehearse)["fused"] = lambda *_: False
     grid, mode, keeps, dtype = CASES[name]
     work: Any = getattr(np, dtype)
     rule = Rule(hu.grid(grid).within(work), mode, keeps)
