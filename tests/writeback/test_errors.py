@@ -400,27 +400,27 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[hu.HalfulpError], 
     "no step": (
         other_line(lambda s: s.pop("step")),
         hu.CorruptionError,
-        "cannot be read: it is not whole: it has no step",
+        "part of this optimizer state is not whole: it has no step",
     ),
     "parameters of another form": (
         other_line(lambda s: s.update(parameters={"0": ["x"]})),
         hu.CorruptionError,
-        "cannot be read",
+        "part of this optimizer state",
     ),
     "parameters that are a list": (
         other_line(lambda s: s.update(parameters=[1])),
         hu.CorruptionError,
-        "cannot be read",
+        "part of this optimizer state",
     ),
     "a line that is no JSON": (
         lambda s: s["param_groups"][0].update(halfulp="{]"),
         hu.CorruptionError,
-        "cannot be read",
+        "part of this optimizer state",
     ),
     "a line that is a list": (
         lambda s: s["param_groups"][0].update(halfulp="[]"),
         hu.CorruptionError,
-        "cannot be read",
+        "part of this optimizer state",
     ),
     "a state without its line": (
         lambda s: s["param_groups"][0].pop("halfulp"),

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from halfulp import kernels
-from halfulp.errors import UsageError
+from halfulp.errors import CorruptionError, UsageError
 from halfulp.numbers.grids import Grid
 from halfulp.writeback.policies import Policy, State
 from halfulp.writeback.sharding import local
@@ -132,6 +132,34 @@ class Slot:
         self.codes.packed = rested["resting"]
         if isinstance(self.codes, Codes):
             self.codes.scales = rested.get("resting_steps")
+
+    def check_state(self, kept: State, q: torch.Tensor) -> None:
+        """Refuse policy state that cannot belong to the stored values ``q``.
+
+        The two are redundant, and in a file one of them may be damaged or come from another step. Numbers must
+        be finite, and the policy itself reports what does not fit (:meth:`Policy.misfits`), except on grids
+        whose scales move with the data: the scale of a rounded weight cannot always be recovered.
+
+        Raises:
+            CorruptionError: If it does not belong to them.
+        """
+        for key, value in kept.items():
+            bad = int((~torch.isfinite(value)).sum()) if value.is_floating_point() else 0
+            if bad:
+                raise CorruptionError(
+                    f"parameter {self.name!r}: {bad} of {value.numel()} values of the saved {key} are not "
+                    "finite. No run leaves such a state: take an older checkpoint."
+                )
+        if self.grid.scaling is not None and self.grid.scaling.moves:
+            return
+        misfits = self.policy.misfits(q, kept, self.grid)
+        if misfits is not None and bool(misfits[0].any()):
+            off, what = misfits
+            raise CorruptionError(
+                f"parameter {self.name!r}: for {int(off.sum())} of {off.numel()} values the saved {what} on "
+                f"grid {self.grid.name}. State and weights are not of one step, or damaged: load the model's "
+                "weights that were saved with this state first."
+            )
 
     @property
     def aside(self) -> torch.dtype:

@@ -78,12 +78,12 @@ def load(wb: WriteBack, path: str | Path) -> None:
         VersionError: If another version of halfulp wrote it.
     """
     held, metadata = tensors.read(Path(path), follow=True)
-    if KEY not in metadata:
-        raise CorruptionError(
-            f"{path} is a safetensors file, but not a state that halfulp.writeback.save wrote."
-        )
-    meta = _parsed_file(metadata[KEY], path)
-    version = meta.get("format", 1)
+    foreign = f"{path} is a safetensors file, but not a state that halfulp.writeback.save wrote."
+    try:
+        meta = json.loads(metadata[KEY])  # with NaN and infinity, which a rate may be
+        version = meta.get("format", 1)
+    except (AttributeError, KeyError, RecursionError, ValueError):
+        raise CorruptionError(foreign) from None
     if not whole(version) or version not in READ:
         raise VersionError(
             f"{path} is a write-back state of format {version!r}; this halfulp reads "
@@ -104,22 +104,8 @@ def load(wb: WriteBack, path: str | Path) -> None:
             for g, mine in zip(meta["param_groups"], own, strict=False)
         ]
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise CorruptionError(
-            f"{path} is a safetensors file, but not a state that halfulp.writeback.save wrote."
-        ) from None
+        raise CorruptionError(foreign) from None
     wb._load({"state": state, "param_groups": groups})
-
-
-def _parsed_file(text: str, path: str | Path) -> dict[str, Any]:
-    try:
-        meta = json.loads(text)  # with NaN and infinity, which a rate may be
-    except (ValueError, RecursionError):
-        meta = None
-    if not isinstance(meta, dict):
-        raise CorruptionError(
-            f"{path} is a safetensors file, but not a state that halfulp.writeback.save wrote."
-        )
-    return meta
 
 
 def _like(value: Any, mine: Any) -> Any:

@@ -28,7 +28,6 @@ from halfulp.documents import Fields, listed, parsed, whole
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError, VersionError
 from halfulp.writeback import moments_kept
 from halfulp.writeback.saving import takeover
-from halfulp.writeback.saving.consistency import check_consistent
 from halfulp.writeback.sharding import is_sharded, local, wrap_like
 from halfulp.writeback.sharding.packed_shard import from_rows, to_rows
 from halfulp.writeback.storage.native_weight import NativeCodes
@@ -85,8 +84,8 @@ def digest(line: dict[str, Any], by_number: dict[int, dict[str, Any]]) -> str | 
     found = sorted((t for n, entry in by_number.items() for t in _tensors(entry, str(n))), key=lambda t: t[0])
     if any(is_sharded(t) or t.layout != torch.strided for _, t in found):
         return None
-    told = {k: v for k, v in line.items() if k != "sha256"}  # a seed may be beyond canonical JSON
-    running = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    rest = {k: v for k, v in line.items() if k != "sha256"}  # a seed may be beyond canonical JSON
+    running = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
     for name, t in found:
         running.update(f"\0{name}\0{t.dtype}\0{list(t.shape)}\0".encode("utf-8", "backslashreplace"))
         running.update(tensors.raw(t))
@@ -276,20 +275,11 @@ def _late(wb: WriteBack, theirs: dict[str, Any]) -> list[tuple[Slot, torch.Tenso
 
 
 def _parsed(line: Any) -> dict[str, Any]:
-    try:
-        return _read_line(line)
-    except (TamperingError, VersionError):
-        raise
-    except CorruptionError as error:
-        raise CorruptionError(
-            f"the write-back part of this optimizer state cannot be read: {error}"
-        ) from None
-
-
-def _read_line(line: Any) -> dict[str, Any]:
+    """Return the metadata of a saved state, with parameters by number, and as it was written."""
+    unread = "the write-back part of this optimizer state"
     if not isinstance(line, str):
-        raise CorruptionError(f"it is a {type(line).__name__}, not a line of JSON.")
-    found = Fields(parsed(line, "it", "a JSON object", exact=True), "it")
+        raise CorruptionError(f"{unread} is a {type(line).__name__}, not a line of JSON.")
+    found = Fields(parsed(line, unread, "a JSON object", exact=True), unread)
     version = found.values.get("version")
     if not whole(version) or version not in READ:
         raise VersionError(
@@ -303,12 +293,9 @@ def _read_line(line: Any) -> dict[str, Any]:
     for key in parameters.values:
         parameters.take(key, "a name, grid, policy and shape", _is_parameter)
     if not all(key.isdecimal() and len(key) < 10 for key in parameters.values):
-        raise CorruptionError("its parameters are not by number.")
-    return {
-        **found.values,
-        "parameters": {int(k): v for k, v in parameters.values.items()},
-        "told": found.values,
-    }
+        raise CorruptionError(f"the parameters of {unread} are not by number.")
+    numbered = {int(k): v for k, v in parameters.values.items()}
+    return {**found.values, "parameters": numbered, "written": found.values}
 
 
 def _is_parameter(value: Any) -> bool:
@@ -320,7 +307,7 @@ def _check_digest(theirs: dict[str, Any], by_number: dict[int, dict[str, Any]]) 
     """Check the state against its digest, if it has one and is not sharded."""
     if theirs.get("sha256") is None:
         return
-    found = digest(theirs["told"], by_number)
+    found = digest(theirs["written"], by_number)
     if found is not None and found != theirs["sha256"]:
         raise TamperingError(
             "this optimizer state is not what was saved: its SHA-256 differs from the one that it states. "
@@ -401,7 +388,7 @@ def _check_values(slot: Slot, out: dict[str, torch.Tensor]) -> None:
     q = _values(slot, out, "codes", "steps")
     if "resting" in out:
         q = _values(slot, out, "resting", "resting_steps")
-    check_consistent(slot, {k: out[k] for k in slot.state}, q)
+    slot.check_state({k: out[k] for k in slot.state}, q)
 
 
 def _values(slot: Slot, tensors: dict[str, torch.Tensor], key: str, scales: str) -> torch.Tensor:

@@ -20,7 +20,6 @@ import torch
 
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.writeback.rules import rule_of
-from halfulp.writeback.saving.consistency import check_consistent
 from halfulp.writeback.sharding import is_sharded, local
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def starts(wb: WriteBack) -> list[Start]:
 def _belongs(slot: Slot, q: torch.Tensor) -> bool:
     """Return True if what a policy keeps is of these weights: a raw master knows more than they do."""
     try:
-        check_consistent(slot, slot.state, q)
+        slot.check_state(slot.state, q)
     except CorruptionError:
         return False
     return bool(slot.state) and not slot.edited()
