@@ -27,7 +27,7 @@ from halfulp.allocation.masks import (
 )
 from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.kernels import SCORES, TILE
-from halfulp.writeback.policies.tiles import put_tiles, take_tiles
+from halfulp.writeback.policies.tile_master import put_tiles, take_tiles
 
 
 @pytest.fixture(scope="module")

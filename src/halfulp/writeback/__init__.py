@@ -1,10 +1,10 @@
 """Write back to stored weights: the rules that turn an optimizer's proposal into the next stored value."""
 
 from halfulp.writeback.average import average_, ema
+from halfulp.writeback.choosing import WriteBackOptions
 from halfulp.writeback.fused.optimizers import SGD, Adam, AdamW, Lion
 from halfulp.writeback.narrow_states import bf16_moments
 from halfulp.writeback.optimizer import WriteBack
-from halfulp.writeback.options import WriteBackOptions
 from halfulp.writeback.policies import (
     DQT,
     ECO,

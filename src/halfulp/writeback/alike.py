@@ -46,7 +46,7 @@ class Alike:
         kernel = first.policy.kernel
         assert kernel is not None
         self._mode, self._key = kernel.mode, kernel.key
-        self._native, self._aside = first.shadow is not None, first.aside
+        self._native = first.shadow is not None
         sizes = [slot.p.numel() for slot in self.slots]
         self._sums = [sampling(size) if self.wb.telemetry else 0 for size in sizes]
         self._many = Many(first.grid, sizes, self._sums)
@@ -67,7 +67,7 @@ class Alike:
             return False
         if not self._native:
             if not self._scratch or not all(map(is_, self._scratch, map(attrgetter("scratch"), slots))):
-                self._scratch = [self._room(slot) for slot in slots]
+                self._scratch = [slot.room(slot.p) for slot in slots]
             if not self._many.set_aside(params, self._scratch):  # somebody put one off the grid
                 return False
         for slot in slots if self._key else ():
@@ -76,12 +76,6 @@ class Alike:
             fill(slot.stepped, slot.p.detach().float(), slot.p.grad)
         self.stored = params if self._native else self._scratch
         return True
-
-    def _room(self, slot: Slot) -> torch.Tensor:
-        """Return memory for a copy of what a slot stores, which the slot keeps."""
-        if slot.scratch is None or slot.scratch.dtype != self._aside or slot.scratch.shape != slot.shape:
-            slot.scratch = torch.empty(slot.shape, dtype=self._aside, device="cpu")
-        return slot.scratch
 
     def _ever(self) -> list[torch.Tensor]:
         """Return the bits of what ever moved, in the same list as long as they are the same."""
@@ -100,10 +94,10 @@ class Alike:
             moved = [z.detach() for z in moved]
         if not all(map(eq, map(SHAPE, moved), self._shapes)):
             pairs = zip(self.slots, map(SHAPE, moved), strict=True)
-            slot, found = next((s, x) for s, x in pairs if x != s.shape)
+            slot, shape = next((s, x) for s, x in pairs if x != s.shape)
             raise UsageError(
                 f"{type(self.wb.optimizer).__name__}.step() gave parameter {slot.name!r} the shape "
-                f"{tuple(found)}, expected {tuple(slot.shape)}. The weights are as they were."
+                f"{tuple(shape)}, expected {tuple(slot.shape)}. The weights are as they were."
             )
         self._plain = all(map(CONTIGUOUS, moved)) and {*map(DTYPE, moved)} == {torch.float32}
         self._z = moved if self._plain else [z.detach().float().contiguous() for z in moved]
@@ -135,19 +129,3 @@ class Alike:
     def forget(self) -> None:
         """Release the tensors of a finished step."""
         self.stored, self._z, self._counted = [], [], None
-
-
-class Cut:
-    """The tensors of a step, cut into one batch per kind, and the rest, which are handled one by one."""
-
-    def __init__(self, wb: WriteBack, active: list[Slot]) -> None:
-        self.active = active
-        kinds: dict[Any, list[Slot]] = {}
-        self.rest: list[Slot] = []
-        for slot in active:
-            if slot.batched:
-                like = slot.grid, slot.policy.kernel, slot.storage, slot.aside
-                kinds.setdefault(like, []).append(slot)
-            else:
-                self.rest.append(slot)
-        self.batches = [Alike(wb, slots) for slots in kinds.values()]

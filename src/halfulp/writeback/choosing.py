@@ -1,9 +1,9 @@
-"""Choose the parameters that a write-back manages, their grids and policies, and their storage."""
+"""Check the arguments of a write-back: its parameters, their grids, policies and storage, and its options."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -27,6 +27,39 @@ Storage = Literal["container", "native", "packed"]
 Select = Callable[[str, torch.Tensor], bool] | Iterable[str] | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class WriteBackOptions:
+    """Settings of steps and telemetry: ``WriteBack(..., options=WriteBackOptions(telemetry=False))``.
+
+    Args:
+        nonfinite: ``count`` non-finite proposals and leave their weights unchanged, or ``raise`` before
+            anything changes if a gradient is not finite.
+        telemetry: Keep one bit per weight to know which never moved, and count what a step loses.
+        materialise: Give ``native`` and ``packed`` weights to the optimizer ``all`` at once, or (the default
+            for torch's optimizers) at most as many at a time as the largest ``tensor`` has, or four million.
+        one_pass: Allow a step in one sweep over memory where that gives the same bits, see
+            :mod:`halfulp.writeback.route`.
+
+    Raises:
+        UsageError: If an option has another value.
+    """
+
+    nonfinite: Literal["count", "raise"] = "count"
+    telemetry: bool = True
+    materialise: Literal["tensor", "all"] | None = None
+    one_pass: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("nonfinite", self.nonfinite, ("count", "raise"))
+        check_choice("materialise", self.materialise, (None, "tensor", "all"))
+
+
+def check_choice(what: str, value: Any, allowed: Sequence[str | None]) -> None:
+    """Refuse a value that is not one of those allowed."""
+    if value not in allowed:
+        raise UsageError(f"{what} must be one of {', '.join(filter(None, allowed))}, not {value!r}.")
+
+
 def check_group(group: dict[str, Any]) -> None:
     """Refuse settings of a group, given or loaded, that no policy supports."""
     if group.get("differentiable"):
@@ -45,7 +78,7 @@ class Chooser:
     model: torch.nn.Module | None
     select: Select
     storage: Storage | None
-    told: bool = False
+    warned: bool = False
     """True once the message about several tensors of one name has been given."""
 
     def __post_init__(self) -> None:
@@ -79,15 +112,15 @@ class Chooser:
                     continue
                 chosen.check(chosen_grid, self.optimizer, group)
                 planned.append(self._slot(name, p, chosen_grid, chosen, (i, j)))
-        self._tell_numbered(groups, planned)
+        self._warn_numbered(groups, planned)
         return planned
 
-    def _tell_numbered(self, groups: list[dict[str, Any]], planned: list[Slot]) -> None:
+    def _warn_numbered(self, groups: list[dict[str, Any]], planned: list[Slot]) -> None:
         """Warn once that several tensors have one name, so that their order is part of their names."""
         given = self._given(groups)
         numbered = [slot for slot in planned if slot.name != given[slot.p]]
-        if numbered and not self.told:
-            self.told = True
+        if numbered and not self.warned:
+            self.warned = True
             logging.getLogger("halfulp").warning(
                 "halfulp: this optimizer has several tensors called %r; another of them is now called %r%s. "
                 "Random draws and checkpoints go by name: keep the order of these tensors in the optimizer, "
@@ -95,12 +128,6 @@ class Chooser:
                 given[numbered[0].p], numbered[0].name,
                 f", and {len(numbered) - 1} more in the same way" if len(numbered) > 1 else "",
             )  # fmt: skip
-
-    def _from_model(self) -> dict[torch.nn.Parameter, str]:
-        if self.model is None:
-            return {}
-        # torch.compile puts a part of its own into names
-        return {p: n.replace("_orig_mod.", "") for n, p in self.model.named_parameters()}
 
     def names(self, groups: list[dict[str, Any]]) -> dict[torch.nn.Parameter, str]:
         """Name the parameters of an optimizer, of all its groups: the second ``weight`` is ``weight#2``."""
@@ -111,11 +138,14 @@ class Chooser:
 
     def _given(self, groups: list[dict[str, Any]]) -> dict[torch.nn.Parameter, str]:
         """Name these parameters by the model, or else by the optimizer, or by their positions."""
-        found: dict[torch.nn.Parameter, str] = {}
+        given: dict[torch.nn.Parameter, str] = {}
         for i, group in enumerate(groups):
             names = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
-            found.update(zip(group["params"], names, strict=True))
-        return {**found, **{p: name for p, name in self._from_model().items() if p in found}}
+            given.update(zip(group["params"], names, strict=True))
+        for name, p in () if self.model is None else self.model.named_parameters():
+            if p in given:
+                given[p] = name.replace("_orig_mod.", "")  # torch.compile puts it into names
+        return given
 
     def wanted(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
         """Return True if a parameter is managed now; frozen ones wait until they are stepped."""
@@ -133,10 +163,6 @@ class Chooser:
             return name in self.select
         return is_lazy(p) or p.dim() >= 2 or _is_own(grid, p.dtype)
 
-    def _later(self, name: str, p: torch.Tensor, grid: Grid) -> bool:
-        """Return True if a parameter would be managed once it is unfrozen."""
-        return p.is_floating_point() and self.chosen(name, p, grid)
-
     def check(self, planned: list[Slot]) -> None:
         """Refuse a choice that names what is not there, or nothing, now or when something is unfrozen."""
         if isinstance(self.select, list):
@@ -146,7 +172,11 @@ class Chooser:
                     f"params= names {missing}, which the optimizer does not have. Names are those of model=, "
                     "or those that the optimizer was given (model.named_parameters())."
                 )
-        if not planned and not self.plan(self.optimizer.param_groups, wanted=self._later):
+
+        def later(name: str, p: torch.Tensor, grid: Grid) -> bool:
+            return p.is_floating_point() and self.chosen(name, p, grid)
+
+        if not planned and not self.plan(self.optimizer.param_groups, wanted=later):
             raise UsageError(
                 "no parameter to write back: none that can be trained has two or more dimensions, has the "
                 "grid as its dtype, or is chosen by params=. Choose with params=lambda name, p: ..."

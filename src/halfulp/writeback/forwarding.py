@@ -16,7 +16,7 @@ import torch
 
 from halfulp import kernels
 from halfulp.errors import UsageError
-from halfulp.writeback import refusals
+from halfulp.writeback import stepping
 from halfulp.writeback.sharding import local
 from halfulp.writeback.two_passes import moved_from, values_of
 
@@ -32,7 +32,7 @@ def attribute(wb: WriteBack, name: str) -> Any:
 
 def call(wb: WriteBack, name: str, *args: Any, **options: Any) -> Any:
     """Call a method of the wrapped optimizer on its own parameters, and handle the weights that it moved."""
-    refusals.refuse_cast(wb)
+    stepping.refuse_cast(wb)
     wb._pass_on_groups()
     slots = wb.slots
     stored: list[torch.Tensor] = []
@@ -64,7 +64,7 @@ def call(wb: WriteBack, name: str, *args: Any, **options: Any) -> Any:
 
 def _on_grid(wb: WriteBack, name: str, moved: list[Any]) -> dict[Any, torch.Tensor]:
     """Round evaluation weights to their grids."""
-    found = {}
+    rounded = {}
     for slot in moved:
         z = local(slot.stepped.detach())
         bad = int((~torch.isfinite(z)).sum())
@@ -73,5 +73,5 @@ def _on_grid(wb: WriteBack, name: str, moved: list[Any]) -> dict[Any, torch.Tens
                 f"{type(wb.optimizer).__name__}.{name}() made {bad} value(s) of {slot.name!r} that are not "
                 "finite: they have no code. The weights are as they were."
             )
-        found[slot] = kernels.round(z, slot.grid)
-    return found
+        rounded[slot] = kernels.round(z, slot.grid)
+    return rounded

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfulp.errors import UsageError
-from halfulp.writeback import refusals
+from halfulp.writeback import stepping
 from halfulp.writeback.fused import step as moving
 from halfulp.writeback.route import choose, why_not_now
 from halfulp.writeback.sharding import is_sharded
@@ -52,9 +52,9 @@ class InBackward:
                 f"parameter {slot.name!r} has a second gradient before step(): with in_backward() every "
                 "backward is a step, so gradients are not accumulated over several."
             )
-        refusals.refuse_cast(self.wb, [slot.p])
-        refusals.refuse_replaced(self.wb, [slot])
-        refusals.refuse_settings(self.wb, [slot])
+        stepping.refuse_cast(self.wb, [slot.p])
+        stepping.refuse_replaced(self.wb, [slot])
+        stepping.refuse_settings(self.wb, [slot])
         why = why_not_now(self.wb, slot)
         if why is not None:
             raise UsageError(f"parameter {slot.name!r} cannot be moved inside the backward: {why}.")

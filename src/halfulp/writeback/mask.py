@@ -121,11 +121,11 @@ class Mask:
         wrong = _unfit(self)
         if wrong:
             raise UsageError(f"this mask cannot be saved: {wrong}.")
-        told = {
+        metadata = {
             "format": FORMAT, "score": self.score, "budget": self.budget, "sizes": self.sizes,
             "tile": self.tile,
         }  # fmt: skip
-        return b"".join(tensors.content(self.tiles, {KEY: json.dumps(told)}))
+        return b"".join(tensors.content(self.tiles, {KEY: json.dumps(metadata)}))
 
     @classmethod
     def load(cls, path: str | Path) -> Mask:
@@ -153,26 +153,26 @@ class Mask:
     def _read(cls, tiles: dict[str, torch.Tensor], metadata: Mapping[str, str], path: str | Path) -> Mask:
         if KEY not in metadata:
             raise CorruptionError(f"{path} is a safetensors file, but not a mask of halfulp's.")
-        found = Fields(parsed(metadata[KEY], path, "a mask of halfulp's"), str(path))
-        version = found.values.get("format")
+        fields = Fields(parsed(metadata[KEY], path, "a mask of halfulp's"), str(path))
+        version = fields.values.get("format")
         if type(version) is not int or version not in READ:
             raise VersionError(
                 f"{path} is a mask of format {version!r}; this halfulp reads {' and '.join(map(str, READ))}."
             )
         if (tensors.DIGEST in metadata) != (version >= 2):
             raise TamperingError(f"{path} is a mask of format {version}: its digest was removed or added.")
-        sizes = found.within("sizes")
-        made = cls(
+        sizes = fields.within("sizes")
+        mask = cls(
             tiles=tiles,
             sizes={name: sizes.whole(name) for name in sizes.values},
-            score=found.text("score", 200),
-            budget=found.whole("budget"),
-            tile=TILE if version == 1 else found.whole("tile", 1),
+            score=fields.text("score", 200),
+            budget=fields.whole("budget"),
+            tile=TILE if version == 1 else fields.whole("tile", 1),
         )
-        wrong = _unfit(made)
+        wrong = _unfit(mask)
         if wrong:
             raise CorruptionError(f"{path} is not a whole mask: {wrong}.")
-        return made
+        return mask
 
 
 def _unfit(mask: Mask) -> str | None:
@@ -186,12 +186,9 @@ def _unfit(mask: Mask) -> str | None:
                 f"{name!r} of {mask.sizes[name]:,} coordinates has {tuple(t.shape)} of {t.dtype}, expected "
                 f"{expected} booleans"
             )
-    spent = mask.payload_bytes
-    return (
-        None
-        if spent <= mask.budget
-        else f"its tiles take {spent:,} bytes, which is above its budget of {mask.budget:,}"
-    )
+    if mask.payload_bytes > mask.budget:
+        return f"its tiles take {mask.payload_bytes:,} bytes, which is above its budget of {mask.budget:,}"
+    return None
 
 
 def tile_sizes(numel: int, tile: int = TILE) -> Array:

@@ -50,8 +50,8 @@ def tensors(
     kept = rule.kept(wb.param_groups[slot.place[0]])
     if dtype_of(wb, slot) != torch.int8:
         return [local(state[key]) for key in kept], []
-    found, scales = ([local(state[key + end]) for key in kept] for end in (CODES, SCALES))
-    return found, scales
+    codes, scales = ([local(state[key + end]) for key in kept] for end in (CODES, SCALES))
+    return codes, scales
 
 
 def begin(wb: WriteBack, slot: Slot, state: dict[str, Any], key: str) -> bool:
@@ -63,8 +63,8 @@ def begin(wb: WriteBack, slot: Slot, state: dict[str, Any], key: str) -> bool:
     if dtype != torch.int8:
         state[key] = wrap_like(torch.zeros(shape, dtype=dtype, device=p.device), slot.p)
         return True
-    made = torch.zeros(shape, dtype=_type_of_codes(wb, key), device=p.device)
-    _put(slot, state, key, made, torch.zeros(_shape_of_scales(shape), dtype=torch.float32, device=p.device))
+    codes = torch.zeros(shape, dtype=_type_of_codes(wb, key), device=p.device)
+    _put(slot, state, key, codes, torch.zeros(_shape_of_scales(shape), dtype=torch.float32, device=p.device))
     return True
 
 
@@ -129,18 +129,15 @@ def _encode(wb: WriteBack, slot: Slot, state: dict[str, Any], key: str) -> None:
 @torch.no_grad()
 def widened(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """Return a state with float32 moments where it has codes, for an optimizer that does not keep codes."""
-    return {k: _widened(entry) for k, entry in state.items()}
-
-
-def _widened(entry: dict[str, Any]) -> dict[str, Any]:
-    keys = [name.removesuffix(CODES) for name in entry if str(name).endswith(CODES)]
-    made = {k: x for k, x in entry.items() if not str(k).endswith((CODES, SCALES))}
-    for key in keys:
-        here = coded(entry, key)
-        values = torch.empty(here.codes.shape, dtype=torch.float32, device="cpu")
-        coded_moments.decode(Coded(here.codes.contiguous(), here.scales.contiguous()), values)
-        made[key] = wrap_like(values, entry[key + CODES])
-    return made
+    wide = {}
+    for k, entry in state.items():
+        wide[k] = {name: x for name, x in entry.items() if not str(name).endswith((CODES, SCALES))}
+        for key in [name.removesuffix(CODES) for name in entry if str(name).endswith(CODES)]:
+            here = coded(entry, key)
+            values = torch.empty(here.codes.shape, dtype=torch.float32, device="cpu")
+            coded_moments.decode(Coded(here.codes.contiguous(), here.scales.contiguous()), values)
+            wide[k][key] = wrap_like(values, entry[key + CODES])
+    return wide
 
 
 def _type_of_codes(wb: WriteBack, key: str) -> torch.dtype:

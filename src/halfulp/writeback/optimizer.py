@@ -13,14 +13,12 @@ optimizer that it wraps, so schedulers, ``GradScaler`` and trainers work unchang
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch._compile import _disable_dynamo
 
 from halfulp import kernels
 from halfulp.deprecation import grouped_arguments
@@ -28,11 +26,18 @@ from halfulp.errors import UsageError
 from halfulp.numbers.grids import Grid
 from halfulp.numbers.streams import Stream
 from halfulp.text import plain
-from halfulp.writeback import forwarding, refusals, route
-from halfulp.writeback.choosing import Chooser, Select, Storage, check_group, unwrapped
+from halfulp.writeback import forwarding, route, stepping
+from halfulp.writeback.choosing import (
+    Chooser,
+    Select,
+    Storage,
+    WriteBackOptions,
+    check_choice,
+    check_group,
+    unwrapped,
+)  # fmt: skip
 from halfulp.writeback.fused import step as moving
 from halfulp.writeback.in_backward import InBackward
-from halfulp.writeback.options import WriteBackOptions, check_choice
 from halfulp.writeback.policies import Policy
 from halfulp.writeback.rules import RULES
 from halfulp.writeback.saving import state_dict as checkpoint
@@ -40,14 +45,12 @@ from halfulp.writeback.sharding import is_sharded, local, shard_offset
 from halfulp.writeback.sharding.packed_shard import ShardPlace, is_packed, record_of
 from halfulp.writeback.slot import Slot, measure
 from halfulp.writeback.storage.native_weight import plain as decoded
-from halfulp.writeback.storage.packed import Codes, Shells, Whole
+from halfulp.writeback.storage.packed import Codes, PackedWeight, Shells, Whole
 from halfulp.writeback.storage.stand_in import NARROW, exchange, stand_in
 from halfulp.writeback.telemetry import Bytes, Events
 from halfulp.writeback.two_passes import TwoPasses
-from halfulp.writeback.wrapped_step import without_gradients
 
 PROJECTION = -1  # the step number of the initial projection's stream
-LOOK_EVERY = 32  # steps between looks for spoilt moments: they do not get well, and a look waits for a GPU
 
 
 class WriteBack(torch.optim.Optimizer):
@@ -122,7 +125,7 @@ class WriteBack(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.seed, self.project, self.storage = int(seed), project, storage
         self.nonfinite, self.telemetry, self.one_pass = options.nonfinite, options.telemetry, options.one_pass
-        self._told = self._told_spoilt = False
+        self._explained = self._warned_spoilt = False
         self._backward: InBackward | None = None
         # torch's optimizers keep all their state by parameter, so they can be given one at a time; and they
         # leave parameters without a gradient alone.
@@ -136,7 +139,7 @@ class WriteBack(torch.optim.Optimizer):
         self._chooser = Chooser(
             optimizer=optimizer, grid=grid, policy=policy, model=self._model, select=params, storage=storage
         )
-        self._shells = Shells()
+        self._shells = Shells(self._model)
         planned = self._chooser.plan(optimizer.param_groups)
         self._chooser.check(planned)
         self._groups: list[dict[str, Any]] | None = []
@@ -199,14 +202,16 @@ class WriteBack(torch.optim.Optimizer):
     @torch.no_grad()
     def _commit(self, prepared: list[tuple[Slot, torch.Tensor]], *, project: bool = True) -> None:
         """Store the first values, and give the optimizer stand-ins where it must not have the parameter."""
-        planned = [slot for slot, _ in prepared]
+        planned, packed = [slot for slot, _ in prepared], []
         for slot, q in prepared:
             if project:
                 local(slot.p.detach()).copy_(q)
             if slot.storage != "container":
                 slot.shadow = stand_in(slot.p)
             if isinstance(slot.codes, Codes):
-                self._shells.add(slot.p, slot.name, slot.codes, self._place(slot.p, slot.codes))
+                p, codes = slot.p, slot.codes
+                place = ShardPlace(p, record_of(self._model, p), codes) if is_sharded(p) else Whole(p)
+                packed.append(PackedWeight(p, slot.name, codes, place))
             slot.note_written()
         stand_ins = {slot.p: slot.shadow for slot in planned if slot.shadow is not None}
         if stand_ins and self._groups is None:
@@ -218,13 +223,7 @@ class WriteBack(torch.optim.Optimizer):
         self._types.update({id(slot.p): slot.p.dtype for slot in planned})
         managed = {id(slot.p) for slot in planned}
         self._frozen = [p for p in self._frozen if id(p) not in managed]
-        packed = [slot.p for slot in planned if slot.storage == "packed"]
-        if packed:
-            assert self._model is not None
-            self._shells.attach(self._model, packed)
-
-    def _place(self, p: torch.nn.Parameter, codes: Codes) -> Whole | ShardPlace:
-        return ShardPlace(p, record_of(self._model, p), codes) if is_sharded(p) else Whole(p)
+        self._shells.attach(packed)
 
     def _watch_frozen(self, groups: list[dict[str, Any]]) -> None:
         managed = {slot.p for slot in self.slots}
@@ -234,7 +233,7 @@ class WriteBack(torch.optim.Optimizer):
 
     def _take_up_unfrozen(self) -> None:
         """Put parameters on their grids that were frozen so far and have a gradient now."""
-        refusals.refuse_cast(self)
+        stepping.refuse_cast(self)
         thawed = [p for p in self._frozen if p.requires_grad and p.grad is not None]
         if not thawed:
             return
@@ -318,39 +317,7 @@ class WriteBack(torch.optim.Optimizer):
                 does not support, or (with ``nonfinite="raise"``) if a gradient is not finite. The weights are
                 unchanged.
         """
-        return self._stepping(closure)
-
-    @_disable_dynamo  # a compiled caller would look into kernels, and take one tensor's moments for another's
-    @torch.no_grad()
-    def _stepping(self, closure: Callable[[], Any] | None) -> Any:
-        loss = None
-        searching = isinstance(self.optimizer, torch.optim.LBFGS)  # evaluates the closure while it moves
-        if closure is not None and not searching:
-            with torch.enable_grad():
-                loss = closure()
-        if closure is not None:  # it may have made the gradients
-            self._take_up_unfrozen()
-        if any(s.resting for s in self.slots):
-            raise UsageError(
-                "the model holds the weights for evaluation: call train() on the optimizer before step()."
-            )
-        active = [s for s in self.slots if s.p.grad is not None or (searching and s.p.requires_grad)]
-        refusals.refuse_replaced(self, self.slots)
-        self._pass_on_groups()
-        refusals.refuse_settings(self, active)
-        if self.nonfinite == "raise":
-            refusals.refuse_nonfinite(active, self.steps + 1)
-        self.steps += 1
-        try:
-            found = self._rounds(active, closure if searching else None)
-        except BaseException:
-            self.steps -= 1
-            raise
-        if self._backward is not None:
-            self._backward.done.clear()
-        if self.telemetry and not self._told_spoilt and self.steps % LOOK_EVERY == 1:
-            refusals.tell_spoilt(self)
-        return found if searching else loss
+        return stepping.step(self, closure)
 
     @property
     def moved_in_backward(self) -> bool:
@@ -389,44 +356,6 @@ class WriteBack(torch.optim.Optimizer):
                     theirs[key] = mine[key]
             last.update({k: v for k, v in mine.items() if k != "params"})
 
-    def _rounds(self, active: list[Slot], closure: Any = None) -> Any:
-        """The step: in one pass where that is the same, else by the wrapped optimizer."""
-        plan = moving.planned(self, active) if closure is None else None
-        once = active if plan is not None else self._fusable(active) if closure is None else []
-        if not once:
-            return self._two_passes.step(active, closure)
-        if len(once) < sum(len(g["params"]) for g in self.param_groups):
-            taken = set(once)
-            rest = [s for s in active if s not in taken]
-            hidden = {s.stepped for s in once}
-            others = (p for g in self.optimizer.param_groups for p in g["params"] if p not in hidden)
-            if rest or any(p.grad is not None for p in others):
-                with without_gradients(hidden):
-                    self._two_passes.step(rest)
-        (plan or moving.plan_for(self, once)).move(self.steps)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask
-        return None
-
-    def _fusable(self, active: list[Slot]) -> list[Slot]:
-        """Find what this step moves in one pass."""
-        if (self._told or not self.one_pass) and route.none_fused(self):
-            return []
-        routes = route.choose(self, active)
-        self._note_routes(routes)
-        return [slot for slot, chosen in zip(active, routes, strict=True) if chosen.one_pass]
-
-    def _note_routes(self, routes: Sequence[route.Route]) -> None:
-        """Log why, the first time that something is not moved in one pass though it may be."""
-        slower = [chosen for chosen in routes if not chosen.one_pass]
-        if slower and self.one_pass and not self._told:
-            self._told = True
-            asked = any(g.get("fused") for g in self.param_groups)
-            logging.getLogger("halfulp").log(
-                logging.WARNING if asked else logging.INFO,
-                "halfulp: %s of %s tensors are stepped in two passes, which takes longer: %s.",
-                len(slower), len(routes), slower[0].reason,
-            )  # fmt: skip
-
     # ---- what happened, what it costs ------------------------------------------------------------
 
     @property
@@ -452,10 +381,10 @@ class WriteBack(torch.optim.Optimizer):
         """Return the wrapped optimizer's state, and everything that the write-back keeps beside it."""
         for begins in self._optimizer_state_dict_pre_hooks.values():
             begins(self)
-        made = checkpoint.state_dict(self)
+        state = checkpoint.state_dict(self)
         for ends in self._optimizer_state_dict_post_hooks.values():
-            made = made if (other := ends(self, made)) is None else other
-        return made
+            state = state if (other := ends(self, state)) is None else other
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of a saved state.

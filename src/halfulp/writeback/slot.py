@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -19,36 +20,38 @@ from halfulp.writeback.storage.stand_in import drop
 from halfulp.writeback.telemetry import TILE_BYTES, Bytes, StepEvents
 
 
+@dataclass(eq=False, repr=False)
 class Slot:
     """One managed parameter, with its grid, its policy and the state kept for it."""
 
-    def __init__(
-        self,
-        name: str,
-        p: torch.nn.Parameter,
-        grid: Grid,
-        chosen: Policy,
-        place: tuple[int, int],
-        *,
-        storage: str = "container",
-    ) -> None:
-        self.name, self.p, self.grid, self.policy, self.place = name, p, grid, chosen, place
-        self.shape = p.shape
-        self.storage = storage
-        self.state: State = {}
-        self.moved: torch.Tensor | None = None
-        self.scratch: torch.Tensor | None = None
-        self.codes: Codes | NativeCodes | None = NativeCodes(p, grid) if is_native(p) else None
-        self.shadow: torch.nn.Parameter | None = None
-        self.resting: dict[str, torch.Tensor] = {}
-        """The training weights while the model holds others, those for evaluation."""
-        self.noted: StepEvents | None = None
-        """The counts of the last call that moved this tensor, and of the tensors moved with it."""
-        self.two_passes: str | None = None
-        """Why this tensor cannot be moved in one pass: :mod:`halfulp.writeback.route`."""
-        self.batched = False
-        """True if the second of two passes can be shared with others: :mod:`halfulp.writeback.alike`."""
-        self._written: tuple[torch.Tensor, int, int] | None = None
+    name: str
+    p: torch.nn.Parameter
+    grid: Grid
+    policy: Policy
+    place: tuple[int, int]
+    """The parameter's group, and its position in it."""
+    storage: str = "container"
+    state: State = field(default_factory=dict)
+    """The tensors that the policy keeps."""
+    moved: torch.Tensor | None = None
+    """One bit per weight: whether it ever moved."""
+    scratch: torch.Tensor | None = None
+    """Memory in which a step sets stored values aside."""
+    shadow: torch.nn.Parameter | None = None
+    """The float32 stand-in that the wrapped optimizer moves; None where it moves the parameter."""
+    resting: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The training weights while the model holds others, those for evaluation."""
+    noted: StepEvents | None = None
+    """The counts of the last call that moved this tensor, and of the tensors moved with it."""
+    two_passes: str | None = None
+    """Why this tensor cannot be moved in one pass: :mod:`halfulp.writeback.route`."""
+    batched: bool = False
+    """True if the second of two passes can be shared with others: :mod:`halfulp.writeback.alike`."""
+    _written: tuple[torch.Tensor, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self.shape = self.p.shape
+        self.codes: Codes | NativeCodes | None = NativeCodes(self.p, self.grid) if is_native(self.p) else None
 
     def snapshot(self) -> Callable[[], None]:
         """Return what puts the stored values, the policy's state and the telemetry back as they are now."""
@@ -69,17 +72,17 @@ class Slot:
         p = local(self.p.detach())
         return p if self.storage == "container" else p.float()
 
-    def _held(self) -> tuple[torch.Tensor, int, int]:
+    def _memory(self) -> tuple[torch.Tensor, int, int]:
         """Return the memory of the stored values, and the number of changes that torch has seen."""
-        held = local(self.p.detach()) if self.codes is None else self.codes.packed
-        return held, held._version, self.p._version
+        memory = local(self.p.detach()) if self.codes is None else self.codes.packed
+        return memory, memory._version, self.p._version
 
     def note_written(self) -> None:
         """Record that this write-back wrote the stored values.
 
-        Their memory is held, so that no other tensor gets its address.
+        It keeps their memory, so that no other tensor gets the address.
         """
-        self._written = self._held() if self.state else None
+        self._written = self._memory() if self.state else None
 
     def resync(self) -> None:
         """Reset the policy's state for weights that the user has set since they were written.
@@ -95,8 +98,15 @@ class Slot:
 
     def edited(self) -> bool:
         """Return True if torch has seen the weights change since they were written."""
-        now, was = self._held(), self._written
+        now, was = self._memory(), self._written
         return was is None or now[0].data_ptr() != was[0].data_ptr() or now[1:] != was[1:]
+
+    def room(self, values: torch.Tensor) -> torch.Tensor:
+        """Return memory for a copy of the stored values, which this slot keeps."""
+        kept = self.scratch
+        if kept is None or kept.shape != values.shape or kept.dtype != self.aside:
+            kept = self.scratch = torch.empty(values.shape, dtype=self.aside, device=values.device)
+        return kept
 
     def store(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         """Store grid values."""
@@ -136,9 +146,9 @@ class Slot:
     def check_state(self, kept: State, q: torch.Tensor) -> None:
         """Refuse policy state that cannot belong to the stored values ``q``.
 
-        The two are redundant, and in a file one of them may be damaged or come from another step. Numbers must
-        be finite, and the policy itself reports what does not fit (:meth:`Policy.misfits`), except on grids
-        whose scales move with the data: the scale of a rounded weight cannot always be recovered.
+        The two are redundant, and in a file one of them may be damaged or come from another step. Numbers
+        must be finite, and the policy itself reports what does not fit (:meth:`Policy.misfits`), except on
+        grids whose scales move with the data: the scale of a rounded weight cannot always be recovered.
 
         Raises:
             CorruptionError: If it does not belong to them.
@@ -208,13 +218,8 @@ def chunks(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 
 def set_aside(slots: Sequence[Slot], stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of the stored values, in the slots' scratch."""
-    copies = []
-    for slot, values in zip(slots, stored, strict=True):
-        dtype = slot.aside
-        if slot.scratch is None or slot.scratch.shape != values.shape or slot.scratch.dtype != dtype:
-            slot.scratch = torch.empty(values.shape, dtype=dtype, device=values.device)
-        copies.append(slot.scratch)
+    """Copy the stored values into the slots' scratch."""
+    copies = [slot.room(values) for slot, values in zip(slots, stored, strict=True)]
     whole = [i for i, values in enumerate(stored) if copies[i].dtype == values.dtype]
     halved = [i for i, values in enumerate(stored) if copies[i].dtype != values.dtype]
     if whole:

@@ -182,21 +182,6 @@ class Events:
         """The cosine between all proposed and all written updates; None if either is zero."""
         return cosine_of(self.rows)
 
-    def by_group(self, group_of: dict[str, str]) -> dict[str, float]:
-        """Compute the frozen share of each group of tensors, weighted by coordinates.
-
-        Args:
-            group_of: The group of each tensor name; tensors without one count as ``other``.
-
-        Returns:
-            The frozen share by group.
-        """
-        totals: dict[str, list[int]] = {}
-        for r in self.rows:
-            entry = totals.setdefault(group_of.get(r.name, "other"), [0, 0])
-            entry[0] += r.frozen
-            entry[1] += r.numel
-        return {g: f / max(n, 1) for g, (f, n) in totals.items()}
 
     def _title(self) -> str:
         return f"step {self.step}: {self.frozen:.1%} of weights unchanged, {self.never_moved:.1%} never moved"
@@ -226,12 +211,12 @@ class Bytes:
 
     @property
     def persistent(self) -> int:
-        """The number of bytes held between steps."""
+        """The number of bytes kept between steps."""
         return self.weights + self.policy + self.telemetry + self.scratch
 
     @property
     def peak(self) -> int:
-        """The number of bytes held during a step, without the optimizer's temporaries."""
+        """The number of bytes needed during a step, without the optimizer's temporaries."""
         return self.persistent + self.step
 
     def per_parameter(self) -> dict[str, float]:

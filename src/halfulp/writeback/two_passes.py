@@ -11,7 +11,7 @@ import torch
 
 from halfulp import kernels
 from halfulp.errors import UsageError
-from halfulp.writeback.alike import Alike, Cut
+from halfulp.writeback.alike import Alike
 from halfulp.writeback.policies import Step
 from halfulp.writeback.rules import decay_of
 from halfulp.writeback.sharding import local
@@ -29,7 +29,7 @@ class TwoPasses:
 
     def __init__(self, wb: WriteBack) -> None:
         self.wb = wb
-        self._cuts: dict[Slot, Cut] = {}
+        self._cuts: dict[Slot, tuple[list[Slot], list[Alike], list[Slot]]] = {}
 
     def step(self, active: list[Slot], closure: Any = None) -> Any:
         """Make the wrapped optimizer's step: in one call, or in several with some of the stand-ins each."""
@@ -67,13 +67,13 @@ class TwoPasses:
     def _advance(self, active: list[Slot], call: Calls, closure: Any = None) -> Any:
         """Make one call of the wrapped optimizer, and write back what it moved."""
         idle = self._idle(active)
-        cut = self._cut(active)
-        opened, batches = [*cut.rest, *idle], list(cut.batches)
+        alike, rest = self._cut(active)
+        opened, batches = [*rest, *idle], list(alike)
         before = [list(g["params"]) for g in self.wb.optimizer.param_groups]
         stored: list[torch.Tensor] = []
         close: Callable[[], None] | None = None
         try:
-            for batch in cut.batches:
+            for batch in alike:
                 if not batch.open():
                     batches.remove(batch)
                     opened = [*batch.slots, *opened]
@@ -107,14 +107,18 @@ class TwoPasses:
                 batch.forget()
         return loss
 
-    def _cut(self, active: list[Slot]) -> Cut:
-        """Find which of these are written back together: cut once, as long as the same are active."""
-        found = self._cuts.get(active[0]) if active else None
-        if found is None or found.active != active:
-            found = Cut(self.wb, active)
-            if active:
-                self._cuts[active[0]] = found
-        return found
+    def _cut(self, active: list[Slot]) -> tuple[list[Alike], list[Slot]]:
+        """Cut tensors into batches of one kind, and the rest; remembered while the same are active."""
+        known = self._cuts.get(active[0]) if active else None
+        if known is None or known[0] != active:
+            kinds: dict[Any, list[Slot]] = {}
+            for slot in active:
+                like = (slot.grid, slot.policy.kernel, slot.storage, slot.aside) if slot.batched else None
+                kinds.setdefault(like, []).append(slot)
+            rest = kinds.pop(None, [])
+            known = active, [Alike(self.wb, slots) for slots in kinds.values()], rest
+            self._cuts.update(dict.fromkeys(active[:1], known))
+        return known[1:]
 
     def open(self, active: Sequence[Slot], stored: list[torch.Tensor]) -> None:
         """Set stored values aside in ``stored``, and prepare the parameters for the optimizer."""

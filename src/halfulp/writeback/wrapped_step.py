@@ -80,11 +80,15 @@ def _with_late_momentum(optimizer: torch.optim.Optimizer, step: Callable[[], Any
     It fails (torch 2.13) where some tensors of a group have a momentum and others, at their first gradient,
     have none: those are stepped first, by themselves.
     """
-    fresh = _first_of_fused_sgd(optimizer)
+    fresh: set[torch.nn.Parameter] = set()
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []:
+        if group.get("fused") and group["momentum"]:
+            stepped = [p for p in group["params"] if p.grad is not None]
+            first = [p for p in stepped if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+            fresh.update(first if len(first) < len(stepped) else [])
     if not fresh:
         return step()
-    ids = {id(p) for p in fresh}
-    for hidden in ([p for g in optimizer.param_groups for p in g["params"] if id(p) not in ids], fresh):
+    for hidden in ([p for g in optimizer.param_groups for p in g["params"] if p not in fresh], fresh):
         with without_gradients(hidden):
             step()
     return None
@@ -101,14 +105,3 @@ def without_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None
     finally:
         for p, grad in hidden:
             p.grad = grad
-
-
-def _first_of_fused_sgd(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Find the tensors without a momentum in groups where others have one."""
-    found: list[torch.nn.Parameter] = []
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []:
-        if group.get("fused") and group["momentum"]:
-            stepped = [p for p in group["params"] if p.grad is not None]
-            fresh = [p for p in stepped if optimizer.state.get(p, {}).get("momentum_buffer") is None]
-            found += fresh if len(fresh) < len(stepped) else []
-    return found

@@ -79,7 +79,7 @@ def move(
     shape = tuple(slot.p.shape)
     if codes is not None and codes.scales is not None:
         codes.scales = codes.scales.clone()  # others may hold the old ones
-    found, totals = [], []
+    counts, totals = [], []
     room: torch.Tensor | None = None
     for chunk in chunks(slot.grid, shape):
         if room is None:  # the first is the largest
@@ -96,7 +96,7 @@ def move(
         moments = {k: x if x.dim() == 0 else chunk.of(x) for k, x in state.items()}
         tile = chunk.start // TILE
         every = sums if sums == 0 or tile % sums == 0 else 1
-        made = policies.Step(
+        one = policies.Step(
             name=slot.name, grid=slot.grid, q=q, z=z, state=own, group=group, moments=moments, decay=decay,
             stream=Stream(seed=wb.seed, name=slot.name, step=step, offset=chunk.start),
             moved=None if slot.moved is None else slot.moved[chunk.start // 8 : (chunk.stop + 7) // 8],
@@ -105,13 +105,13 @@ def move(
         try:
             slot.policy.before(q, z, own)
             rule.advance(z, chunk.of(grad), moments, group, first=first)
-            written = slot.policy.after(made)
-            made.finish()
+            written = slot.policy.after(one)
+            one.finish()
         except BaseException:  # an interrupt leaves no weight off the grid
             z.copy_(q)
             raise
         if codes is not None:
-            here.put(z, made.scales)
+            here.put(z, one.scales)
             try:
                 _keep(codes, chunk, here)
             except BaseException:  # codes and scales belong together
@@ -119,9 +119,9 @@ def move(
                 raise
         if every != sums:
             written.sums[(torch.arange(len(written.sums), device="cpu") + tile) % sums != 0] = 0
-        found.append(written.counts)
+        counts.append(written.counts)
         totals.append(written.sums)
-    all_of_it = Written(slot.p.detach(), torch.cat(found), torch.cat(totals))
+    all_of_it = Written(slot.p.detach(), torch.cat(counts), torch.cat(totals))
     slot.noted = StepEvents.of_one(slot, step, all_of_it, decay, sums)
 
 

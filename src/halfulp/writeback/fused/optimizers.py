@@ -9,8 +9,7 @@ in bfloat16 does not move under nearest rounding.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 
@@ -19,11 +18,10 @@ from halfulp.errors import UsageError
 from halfulp.numbers.grids import Grid
 from halfulp.numbers.spellings import grid_name
 from halfulp.writeback import moments_kept
-from halfulp.writeback.choosing import Select, Storage
+from halfulp.writeback.choosing import Select, Storage, WriteBackOptions
 from halfulp.writeback.optimizer import WriteBack
-from halfulp.writeback.options import WriteBackOptions
 from halfulp.writeback.policies import Policy
-from halfulp.writeback.route import Route, why_not_group
+from halfulp.writeback.route import why_not_group
 from halfulp.writeback.rules.lion import Lion as PlainLion
 
 _grouped = grouped_arguments("options", WriteBackOptions, ("nonfinite", "telemetry"))
@@ -57,72 +55,59 @@ TORCHS: dict[str, tuple[bool | None, ...]] = {
 in one pass is neither fused nor foreach, and has the same maths."""
 
 
-def _without_torchs(name: str, given: Given) -> dict[str, Any]:
-    """Return the given options without :data:`TORCHS`; refuse a value that is not supported."""
-    for option, value in given.items():
-        if option not in Given.__annotations__ or value not in TORCHS.get(option, (value,)):
-            around = f"torch.optim.{name}(...)" if hasattr(torch.optim, name) else "an optimizer that has it"
-            raise UsageError(
-                f"halfulp.{name} does not support {option}={value!r}; help(halfulp.{name}) lists its options."
-                f" For any other optimizer or option, use halfulp.WriteBack({around}, grid, policy)."
-            )
-    return {option: value for option, value in given.items() if option not in TORCHS}
-
-
-def _checked(name: str, params: Any, lr: Any) -> Any:
-    """Return the parameters; refuse what people give instead of parameters or a rate."""
-    if isinstance(params, torch.nn.Module):
-        raise UsageError(
-            f"halfulp.{name} takes parameters, not the module ({type(params).__name__}): "
-            f"{name}(model.named_parameters(), ...)."
-        )
-    if isinstance(lr, bool) or not isinstance(lr, int | float | torch.Tensor):
-        raise UsageError(f"halfulp.{name}: lr must be a number, such as 1e-5, not {lr!r}.")
-    return params
-
-
 class _OnePass(WriteBack):
-    """The shared base of the one-pass optimizers."""
+    """The shared base of the one-pass optimizers; ``kind`` is the optimizer that each wraps."""
 
     like_torch = False
+    kind: ClassVar[Any]
 
-    def __init__(self, inner: torch.optim.Optimizer, given: Given) -> None:
-        options = {"grid": "bf16", **_without_torchs(type(self).__name__, given)}
+    def __init__(self, params: Any, given: Given, **own: Any) -> None:
+        name, lr = self.kind.__name__, own["lr"]
+        if isinstance(params, torch.nn.Module):
+            raise UsageError(
+                f"halfulp.{name} takes parameters, not the module ({type(params).__name__}): "
+                f"{name}(model.named_parameters(), ...)."
+            )
+        if isinstance(lr, bool) or not isinstance(lr, int | float | torch.Tensor):
+            raise UsageError(f"halfulp.{name}: lr must be a number, such as 1e-5, not {lr!r}.")
+        for option, value in given.items():
+            if option not in Given.__annotations__ or value not in TORCHS.get(option, (value,)):
+                torchs = hasattr(torch.optim, name)
+                around = f"torch.optim.{name}(...)" if torchs else "an optimizer that has it"
+                raise UsageError(
+                    f"halfulp.{name} does not support {option}={value!r}; help(halfulp.{name}) lists its "
+                    "options. For any other optimizer or option, use "
+                    f"halfulp.WriteBack({around}, grid, policy)."
+                )
+        options: dict[str, Any] = {k: value for k, value in given.items() if k not in TORCHS}
         if not getattr(options.get("options"), "one_pass", True):
             raise UsageError(
-                f"halfulp.{type(self).__name__} makes its steps in one pass, which one_pass=False forbids. "
-                "Use halfulp.WriteBack around torch's own."
+                f"halfulp.{name} makes its steps in one pass, which one_pass=False forbids. Use "
+                "halfulp.WriteBack around torch's own."
             )
         moments = options.pop("moments", "fp32")
         kinds = {grid_name(kind): kept for kind, kept in moments_kept.KINDS.items()}  # in any spelling
         if grid_name(str(moments)) not in kinds:
             raise UsageError(f"moments must be one of {', '.join(moments_kept.KINDS)}, not {moments!r}.")
         self.moments = kinds[grid_name(str(moments))]
-        if "select" in options:
-            options["params"] = options.pop("select")
-        super().__init__(inner, **options)
+        grid, select = options.pop("grid", "bf16"), options.pop("select", None)
+        super().__init__(self.kind(params, **own), grid, params=select, **options)
 
     def _prepared(self, planned: Any) -> Any:
-        made = super()._prepared(planned)
-        for slot, _ in made:
+        prepared = super()._prepared(planned)
+        for slot, _ in prepared:
             group = self.param_groups[slot.place[0]]
             self._refuse(
                 slot.two_passes or why_not_group(self, group), f"parameter {slot.name!r} cannot have one",
                 "Use halfulp.WriteBack around torch's own, or another's.",
             )  # fmt: skip
-        return made
+        return prepared
 
     def _refuse(self, why: str | None, what: str, instead: str) -> None:
         """Refuse what cannot be moved in one pass, if there is a reason why."""
         if why is not None:
-            name = type(self).__name__
+            name = self.kind.__name__
             raise UsageError(f"halfulp.{name} makes its steps in one pass, and {what}: {why}. {instead}")
-
-    def _note_routes(self, routes: Sequence[Route]) -> None:
-        """Refuse a step that is not made in one pass."""
-        for chosen in routes:
-            if not chosen.one_pass:
-                raise UsageError(f"{type(self).__name__} cannot make this step in one pass: {chosen.reason}.")
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -142,8 +127,6 @@ class _OnePass(WriteBack):
 
 
 class _Adams(_OnePass):
-    kind: Any
-
     @_grouped
     def __init__(
         self,
@@ -155,9 +138,7 @@ class _Adams(_OnePass):
         **given: Unpack[Given],
     ) -> None:
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}  # else torch's own default
-        params = _checked(self.kind.__name__, params, lr)
-        inner = self.kind(params, lr=lr, betas=betas, eps=eps, fused=True, **decay)
-        super().__init__(inner, given)
+        super().__init__(params, given, lr=lr, betas=betas, eps=eps, fused=True, **decay)
 
 
 class AdamW(_Adams):
@@ -240,6 +221,8 @@ class SGD(_OnePass):
     'one pass'
     """
 
+    kind = torch.optim.SGD
+
     @_grouped
     def __init__(
         self,
@@ -251,10 +234,10 @@ class SGD(_OnePass):
         nesterov: bool = False,
         **given: Unpack[Given],
     ) -> None:
-        options: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-        params = _checked("SGD", params, lr)
-        inner = torch.optim.SGD(params, lr=lr, weight_decay=weight_decay, fused=True, **options)
-        super().__init__(inner, given)
+        super().__init__(
+            params, given, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+            nesterov=nesterov, fused=True,
+        )  # fmt: skip
 
 
 class Lion(_OnePass):
@@ -280,6 +263,8 @@ class Lion(_OnePass):
     True
     """
 
+    kind = PlainLion
+
     @_grouped
     def __init__(
         self,
@@ -289,5 +274,4 @@ class Lion(_OnePass):
         weight_decay: float = 0.0,
         **given: Unpack[Given],
     ) -> None:
-        params = _checked("Lion", params, lr)
-        super().__init__(PlainLion(params, lr=lr, betas=betas, weight_decay=weight_decay), given)
+        super().__init__(params, given, lr=lr, betas=betas, weight_decay=weight_decay)

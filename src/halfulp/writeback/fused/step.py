@@ -70,6 +70,8 @@ class Call:
     names: list[bytes]
     places: dict[Slot, int]
     summed: list[int]
+    whole: bool
+    """False for one tensor of which the policy keeps parts: its kernel is given a whole for the time."""
 
 
 class Plan:
@@ -92,7 +94,7 @@ class Plan:
             p.is_cpu and not is_sharded(p) and not kernel.partial
             for p, kernel in zip(self._params, self._kernels, strict=True)
         )
-        self._held = self._memory()
+        self._tensors = self._memory()
         self._at = self._addresses()
         self._chunked = [i for i, slot in enumerate(slots) if in_chunks(wb, slot)]
         self._calls = self._made()
@@ -120,9 +122,9 @@ class Plan:
         )  # fmt: skip
 
     def _gradients(self) -> list[torch.Tensor]:
-        found = [p.grad for p in self._params]
-        assert type(None) not in set(map(type, found))
-        return found  # type: ignore[return-value]  # none is None
+        gradients = [p.grad for p in self._params]
+        assert type(None) not in set(map(type, gradients))
+        return gradients  # type: ignore[return-value]  # none is None
 
     def _memory(self) -> list[Sequence[torch.Tensor | None]]:
         """Return every tensor that a step reads and writes, kind by kind."""
@@ -140,7 +142,7 @@ class Plan:
         return [slot.p if slot.codes is None else slot.codes.packed for slot in self.slots]
 
     def _addresses(self) -> list[Array]:
-        tensors = ([x for x in kind if x is not None] for kind in self._held)
+        tensors = ([x for x in kind if x is not None] for kind in self._tensors)
         return [addresses(self._stored()), *map(addresses, tensors)] if self.lasting else []
 
     def holds(self) -> bool:
@@ -154,10 +156,10 @@ class Plan:
         grads = [p.grad for p in self._params if p.grad is not None]
         if [g.dtype for g in grads] != self._types or {g.layout for g in grads} != {torch.strided}:
             return False
-        held = self._memory()
-        if [len(kind) for kind in held] != [len(kind) for kind in self._held]:
+        memory = self._memory()
+        if [len(kind) for kind in memory] != [len(kind) for kind in self._tensors]:
             return False
-        if not all(all(map(is_, now, was)) for now, was in zip(held, self._held, strict=True)):
+        if not all(all(map(is_, now, was)) for now, was in zip(memory, self._tensors, strict=True)):
             return False
         stored = [slot.p for slot in self.slots if slot.codes is None]
         if not all(map(CONTIGUOUS, stored)):
@@ -168,7 +170,9 @@ class Plan:
 
     def _made(self) -> list[Call]:
         """Build one call for all tensors that are stored and rounded alike."""
-        masters = _masters(self.slots)
+        partial = [slot for slot, how in zip(self.slots, self._kernels, strict=True) if how.partial]
+        most = max((local(slot.p).numel() for slot in partial), default=0)
+        masters = torch.empty(most, dtype=torch.float32, device="cpu")  # one tensor at a time uses it
         cases: dict[Any, tuple[onepass.Case, list[int], list[onepass.Job]]] = {}
         aside = set(self._chunked)
         for i, slot in enumerate(self.slots):
@@ -179,7 +183,7 @@ class Plan:
             assert number is not None
             dtype = moments_kept.dtype_of(self.wb, slot)
             job = _job(self.wb, slot, self._states[i], number, masters)
-            alone = slot if how.partial else None  # they share the memory
+            alone = slot if how.partial else None  # a call of its own: they share the memory
             like = (slot.grid, how, kind, job.types, alone)
             if like not in cases:
                 case = onepass.Case(
@@ -190,14 +194,14 @@ class Plan:
                 cases[like] = case, [], []
             cases[like][1].append(i)
             cases[like][2].append(job)
-        made = []
+        calls = []
         for case, rows, jobs in cases.values():
             slots = [self.slots[i] for i in rows]
             names = [name_bytes(slot.name) for slot in slots]
             places = {slot: i for i, slot in enumerate(slots)}
-            summed = [job.sums for job in jobs]
-            made.append(Call(onepass.Jobs(case, jobs), slots, np.array(rows), names, places, summed))
-        return made
+            summed, whole = [job.sums for job in jobs], not self._kernels[rows[0]].partial
+            calls.append(Call(onepass.Jobs(case, jobs), slots, np.array(rows), names, places, summed, whole))
+        return calls
 
     @torch.no_grad()
     def move(self, step: int) -> None:
@@ -212,9 +216,9 @@ class Plan:
             return
         numbers = list(dict.fromkeys(settings))
         where = dict(zip(numbers, range(len(numbers)), strict=True))
-        made = np.stack([onepass.rates(self._settings(*number)) for number in numbers])
+        rates = np.stack([onepass.rates(self._settings(*number)) for number in numbers])
         one = len(numbers) == 1
-        rows = np.repeat(made, len(settings), axis=0) if one else made[[where[x] for x in settings]]
+        rows = np.repeat(rates, len(settings), axis=0) if one else rates[[where[x] for x in settings]]
         grads = self._gradients() if self.lasting else [local(grad) for grad in self._gradients()]
         if not all(map(CONTIGUOUS, grads)):
             grads = [grad.contiguous() for grad in grads]
@@ -231,14 +235,18 @@ class Plan:
             keys[:, :2] = keys_of(wb.seed, call.names, step, 16 if case.short else 32)
         if case.drawn:
             keys[:, 2:] = keys_of(wb.seed, [name + b"\0moments" for name in call.names], step, 16)
-        whole = len(call.slots) == len(self.slots)
-        for slot, job in zip(call.slots, call.jobs.jobs, strict=True) if not self.lasting else ():
-            _spread(slot, job)
+        all_rows = len(call.slots) == len(self.slots)
+        first, master = call.slots[0], None if call.whole else call.jobs.jobs[0].kept
+        if master is not None:  # what is not kept is what is stored, whose master step is nearest
+            master.copy_(first.values().reshape(-1))
+            first.policy.spread(master, first.state)
         counted = call.jobs(
-            grads if whole else [grads[i] for i in call.rows], rates if whole else rates[call.rows], keys
+            grads if all_rows else [grads[i] for i in call.rows],
+            rates if all_rows else rates[call.rows],
+            keys,
         )
-        for slot, job in zip(call.slots, call.jobs.jobs, strict=True) if not self.lasting else ():
-            _collect(slot, job)
+        if master is not None:
+            first.policy.collect(master, first.state)
         noted = StepEvents(
             step=step, places=call.places, counted=counted, summed=call.summed,
             decay_rates=[decays[slot.place[0]] for slot in call.slots],
@@ -295,30 +303,7 @@ def _kernel(slot: Slot) -> Kernel:
     return kernel
 
 
-def _masters(slots: Sequence[Slot]) -> torch.Tensor | None:
-    """Return memory for the whole of a tensor of which parts are kept: one tensor at a time uses it."""
-    sizes = [local(s.p).numel() for s in slots if _kernel(s).partial]
-    return torch.empty(max(sizes), dtype=torch.float32, device="cpu") if sizes else None
-
-
-def _spread(slot: Slot, job: onepass.Job) -> None:
-    """Fill the whole of a partial state: what is not kept is what is stored, whose master step is nearest."""
-    if _kernel(slot).partial:
-        assert job.kept is not None
-        job.kept.copy_(slot.values().reshape(-1))
-        slot.policy.spread(job.kept, slot.state)
-
-
-def _collect(slot: Slot, job: onepass.Job) -> None:
-    """Copy the parts that a partial state keeps out of the whole tensor."""
-    if _kernel(slot).partial:
-        assert job.kept is not None
-        slot.policy.collect(job.kept, slot.state)
-
-
-def _job(
-    wb: WriteBack, slot: Slot, state: dict[str, Any], number: int, masters: torch.Tensor | None
-) -> onepass.Job:
+def _job(wb: WriteBack, slot: Slot, state: dict[str, Any], number: int, masters: torch.Tensor) -> onepass.Job:
     """Build the kernel job of a tensor; gradients, rates and keys are passed with each call."""
     assert slot.p.grad is not None
     stored = local(slot.p.detach()) if slot.codes is None else slot.codes.packed
@@ -329,7 +314,6 @@ def _job(
     end = onepass.torchs_end(number, fused=fused) if wb.like_torch else None
     kept = slot.state[how.key] if how.key else None
     if how.partial:
-        assert masters is not None
         kept = masters[:size]
     return onepass.Job(
         stored=stored, size=size, grad=local(slot.p.grad).new_empty(0), first=first, second=second, kept=kept,

@@ -84,16 +84,16 @@ def policy(spec: str | Policy) -> Policy:
 
 def parsed(spec: str) -> tuple[type[Policy], dict[str, Any]]:
     """Return the kind of a policy, and the options that its printed form names."""
-    found = _SPEC.fullmatch(spec)
-    kind = KINDS.get(policy_name(found[1])) if found is not None else None
-    if found is None or kind is None:
-        why = why_no_policy(spec if found is None else found[1], POLICIES)
+    match = _SPEC.fullmatch(spec)
+    kind = KINDS.get(policy_name(match[1])) if match is not None else None
+    if match is None or kind is None:
+        why = why_no_policy(spec if match is None else match[1], POLICIES)
         raise UsageError(f"{why} Expected one of {', '.join(POLICIES)}, or halfulp.TileMaster(mask).")
     allowed, options = kind.options(), {}
-    for part in filter(None, (found[2] or "").split(",")):
+    for part in filter(None, (match[2] or "").split(",")):
         name, _, text = part.partition("=")
         if text not in allowed.get(name, {}):
             known = "; ".join(f"{n}={' or '.join(values)}" for n, values in allowed.items()) or "none"
-            raise UsageError(f"policy {spec!r}: {part!r} is not an option of {found[1]}. Options: {known}.")
+            raise UsageError(f"policy {spec!r}: {part!r} is not an option of {match[1]}. Options: {known}.")
         options[name] = allowed[name][text]
     return kind, options

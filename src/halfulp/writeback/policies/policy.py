@@ -259,8 +259,8 @@ class Policy:
 @cache
 def _options(kind: type[Policy]) -> dict[str, dict[str, Any]]:
     hints = get_type_hints(kind) if fields(kind) else {}
-    found = {f.name: _allowed(hints[f.name], f.default) for f in fields(kind)}
-    return {name: allowed for name, allowed in found.items() if allowed}
+    options = {f.name: _allowed(hints[f.name], f.default) for f in fields(kind)}
+    return {name: allowed for name, allowed in options.items() if allowed}
 
 
 def _allowed(hint: Any, default: Any) -> dict[str, Any]:

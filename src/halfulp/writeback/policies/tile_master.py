@@ -1,4 +1,8 @@
-"""Implement ``tile-master``: fp32 masters for the tiles that a mask chooses."""
+"""Implement ``tile-master``: fp32 masters for the tiles that a mask chooses.
+
+Tiles are numbered in the whole tensor, also where only a shard of it is at hand, which may begin and end
+within a tile.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ from halfulp.kernels import TILE, Written
 from halfulp.numbers.grids import Grid
 from halfulp.writeback.policies.master import UNROUNDED, mended, unrounded
 from halfulp.writeback.policies.policy import Kernel, Policy, State, Step
-from halfulp.writeback.policies.tiles import put_tiles, take_tiles
 
 
 @dataclass(frozen=True)
@@ -158,3 +161,57 @@ class TileMaster(Policy):
         """Return the policy as text."""
         size = "" if self.tile == TILE else f",tile={self.tile}"
         return f"tile-master(start_from={self.start_from}{size})"
+
+
+def _parts(
+    flat: torch.Tensor, tiles: torch.Tensor, size: int, tile: int, offset: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut the chosen coordinates of a shard into a first part, whole tiles and a last part.
+
+    Returns what is chosen of a tile that began before the shard, its whole tiles as rows, which of those are
+    chosen, and what is chosen of a tile that goes on behind it. All are views.
+    Of a whole tensor ``size``, the number of chosen coordinates, tells it without looking at the device.
+    """
+    head = min(-(offset or 0) % tile, flat.numel())
+    count = (flat.numel() - head) // tile
+    before, behind = flat[:head], flat[head + count * tile :]
+    rows = flat[head : head + count * tile].view(-1, tile)
+    if offset is None:
+        return before, rows, tiles[: size // tile].long(), flat[flat.numel() - size % tile :]
+    first = (offset + head) // tile
+    here = tiles[(tiles >= first) & (tiles < first + count)].long() - first
+    if not bool((tiles == offset // tile).any()):
+        before = before[:0]
+    if not bool((tiles == first + count).any()):
+        behind = behind[:0]
+    return before, rows, here, behind
+
+
+def take_tiles(
+    x: torch.Tensor, tiles: torch.Tensor, size: int, tile: int = TILE, offset: int | None = None
+) -> torch.Tensor:
+    """Return the coordinates of chosen tiles, in order; the last tile of a tensor may be short.
+
+    Args:
+        x: The tensor, or a shard of it.
+        tiles: The numbers of the chosen tiles in the whole tensor, in order.
+        size: How many coordinates they have; not looked at for a shard.
+        tile: Coordinates of a tile.
+        offset: Where a shard begins; None for a whole tensor.
+    """
+    before, rows, here, behind = _parts(x.reshape(-1), tiles, size, tile, offset)
+    return torch.cat([before, rows[here].view(-1), behind])
+
+
+def put_tiles(
+    x: torch.Tensor, tiles: torch.Tensor, values: torch.Tensor, tile: int = TILE, offset: int | None = None
+) -> None:
+    """Write back the values that :func:`take_tiles` returned, in place."""
+    flat = x.reshape(-1)
+    before, rows, here, behind = _parts(flat, tiles, values.numel(), tile, offset)
+    end = values.numel() - behind.numel()
+    before.copy_(values[: before.numel()])
+    rows.index_copy_(0, here, values[before.numel() : end].view(-1, tile))
+    behind.copy_(values[end:])
+    if not x.is_contiguous():
+        x.copy_(flat.view(x.shape))

@@ -46,7 +46,7 @@ def unflattened(state: Mapping[str, Any], optimizer: WriteBack, model: torch.nn.
     ... )
     >>> opt.load_state_dict(unflattened(flat, opt, model))
     """
-    found = _by_name(state, _names(state))
+    parts = _by_name(state, _names(state))
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     given = {id(p): unwrapped_name(name) for name, p in inner.named_parameters(remove_duplicate=False)}
     entries: dict[int, dict[str, Any]] = {}
@@ -55,15 +55,15 @@ def unflattened(state: Mapping[str, Any], optimizer: WriteBack, model: torch.nn.
         first = len(entries)
         for p in group["params"]:
             name = given.get(id(p))
-            if name is None or name not in found["param_groups"]:
+            if name is None or name not in parts["param_groups"]:
                 raise UsageError(
                     f"parameter {len(entries)} of the optimizer "
                     + ("is not in the model" if name is None else f"({name!r}) is not in the flattened state")
                     + ": give the model whose parameters the optimizer has, and the state of that model."
                 )
-            entries[len(entries)] = found["state"].get(name, {})
+            entries[len(entries)] = parts["state"].get(name, {})
         numbers = range(first, len(entries))
-        options = found["param_groups"][given[id(group["params"][0])]] if group["params"] else {}
+        options = parts["param_groups"][given[id(group["params"][0])]] if group["params"] else {}
         groups.append({**options, "params": list(numbers)})
     return {"state": {n: entry for n, entry in entries.items() if entry}, "param_groups": groups}
 
@@ -77,15 +77,15 @@ def _names(state: Mapping[str, Any]) -> set[str]:
 def _by_name(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, dict[str, dict[str, Any]]]:
     """Sort values by part and parameter; of names that begin alike, the longest counts."""
     known = set(names)
-    made: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for key, value in state.items():
         part, _, rest = str(key).partition(".")
         cuts = [i for i, letter in enumerate(rest) if letter == "."]
         at = next((i for i in reversed(cuts) if rest[:i] in known), None)
-        if part not in made or at is None:
+        if part not in parts or at is None:
             raise CorruptionError(
                 f"not a flattened optimizer state: it has {key!r}, expected state.PARAMETER.NAME and "
                 "param_groups.PARAMETER.OPTION."
             )
-        made[part].setdefault(rest[:at], {})[rest[at + 1 :]] = value
-    return made
+        parts[part].setdefault(rest[:at], {})[rest[at + 1 :]] = value
+    return parts

@@ -44,11 +44,11 @@ def save(wb: WriteBack, path: str | Path) -> None:
     more = sorted(set(saved) - {"state", "param_groups"})
     if more:
         raise UsageError(f"a safetensors file cannot hold {more} of this optimizer's state: use torch.save.")
-    held, plain = {}, {}
+    arrays, plain = {}, {}
     for k, entry in saved["state"].items():
         for name, value in entry.items():
             if isinstance(value, torch.Tensor):
-                held[f"{k}/{name}"] = value
+                arrays[f"{k}/{name}"] = value
             else:
                 plain[f"{k}/{name}"] = value
     groups = [{k: _number(v) for k, v in g.items()} for g in saved["param_groups"]]
@@ -56,7 +56,7 @@ def save(wb: WriteBack, path: str | Path) -> None:
         text = json.dumps({"format": VERSION, "state": plain, "param_groups": groups})
     except (TypeError, ValueError) as error:
         raise UsageError(f"this optimizer's state has something that JSON cannot hold: {error}.") from None
-    files.put(Path(path), tensors.content(held, {KEY: text}))
+    files.put(Path(path), tensors.content(arrays, {KEY: text}))
 
 
 def _number(value: Any) -> Any:
@@ -77,7 +77,7 @@ def load(wb: WriteBack, path: str | Path) -> None:
         UsageError: If it is of another grid, policy, storage, model, seed or kind of optimizer.
         VersionError: If another version of halfulp wrote it.
     """
-    held, metadata = tensors.read(Path(path), follow=True)
+    arrays, metadata = tensors.read(Path(path), follow=True)
     foreign = f"{path} is a safetensors file, but not a state that halfulp.writeback.save wrote."
     try:
         meta = json.loads(metadata[KEY])  # with NaN and infinity, which a rate may be
@@ -95,7 +95,7 @@ def load(wb: WriteBack, path: str | Path) -> None:
         )
     state: dict[int, dict[str, Any]] = {}
     try:
-        for key, value in [*meta["state"].items(), *held.items()]:
+        for key, value in [*meta["state"].items(), *arrays.items()]:
             k, _, name = key.partition("/")
             state.setdefault(int(k), {})[name] = value
         own = [*wb.param_groups, *({} for _ in meta["param_groups"])]

@@ -66,13 +66,13 @@ def number(wb: WriteBack, slot: Slot) -> int:
 
 def state_dict(wb: WriteBack) -> dict[str, Any]:
     """Return the wrapped optimizer's state dictionary with the write-back's entries and their digest."""
-    made = gathered(wb)
-    keys = [k for g in made["param_groups"] for k in g["params"]]
-    by_number = {i: made["state"].get(k, {}) for i, k in enumerate(keys)}
+    state = gathered(wb)
+    keys = [k for g in state["param_groups"] for k in g["params"]]
+    by_number = {i: state["state"].get(k, {}) for i, k in enumerate(keys)}
     line = identity(wb, wb.slots)
     line["sha256"] = digest(line, by_number)
-    made["param_groups"][0][KEY] = json.dumps(line, sort_keys=True)
-    return made
+    state["param_groups"][0][KEY] = json.dumps(line, sort_keys=True)
+    return state
 
 
 def digest(line: dict[str, Any], by_number: dict[int, dict[str, Any]]) -> str | None:
@@ -81,12 +81,14 @@ def digest(line: dict[str, Any], by_number: dict[int, dict[str, Any]]) -> str | 
     Tensors are ordered by their parameter's number and their name, and read as they lie in memory, from any
     device, so a state has the same digest after ``torch.save`` and ``torch.distributed.checkpoint``.
     """
-    found = sorted((t for n, entry in by_number.items() for t in _tensors(entry, str(n))), key=lambda t: t[0])
-    if any(is_sharded(t) or t.layout != torch.strided for _, t in found):
+    ordered = sorted(
+        (t for n, entry in by_number.items() for t in _tensors(entry, str(n))), key=lambda t: t[0]
+    )
+    if any(is_sharded(t) or t.layout != torch.strided for _, t in ordered):
         return None
     rest = {k: v for k, v in line.items() if k != "sha256"}  # a seed may be beyond canonical JSON
     running = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
-    for name, t in found:
+    for name, t in ordered:
         running.update(f"\0{name}\0{t.dtype}\0{list(t.shape)}\0".encode("utf-8", "backslashreplace"))
         running.update(tensors.raw(t))
     return running.hexdigest()
@@ -104,9 +106,9 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 def gathered(wb: WriteBack) -> dict[str, Any]:
     """Return the wrapped optimizer's state dictionary with the write-back's entries, without a digest."""
     wb._pass_on_groups()
-    held = {id(p) for g in wb.optimizer.param_groups for p in g["params"]}
+    ids = {id(p) for g in wb.optimizer.param_groups for p in g["params"]}
     for p, entry in list(wb.optimizer.state.items()):
-        if id(p) not in held and isinstance(entry, dict) and not entry:
+        if id(p) not in ids and isinstance(entry, dict) and not entry:
             del wb.optimizer.state[p]  # made when somebody looked at opt.state[p]
     base = wb.optimizer.state_dict()
     if "param_groups" not in base:
@@ -115,7 +117,7 @@ def gathered(wb: WriteBack) -> dict[str, Any]:
             "state has no place for what a write-back keeps. Save opt.optimizer.state_dict() and "
             "[slot.kept_tensors() for slot in opt.slots] yourself."
         )
-    made = {k: dict(v) for k, v in base.get("state", {}).items()}
+    state = {k: dict(v) for k, v in base.get("state", {}).items()}
     for slot in wb.slots:
         kept = slot.kept_tensors()
         if is_sharded(slot.p):
@@ -125,12 +127,12 @@ def gathered(wb: WriteBack) -> dict[str, Any]:
             kept.update(slot.policy.to_shards(slot.state, local(slot.p)))
             if slot.codes is not None:
                 kept.update(to_rows(slot.codes, kept, slot.p))
-        entry = made.setdefault(number(wb, slot), {})
+        entry = state.setdefault(number(wb, slot), {})
         for k, v in kept.items():
             entry[PREFIX + k] = v if k in slot.policy.fixed or is_sharded(v) else wrap_like(v, slot.p)
     groups = [{k: v for k, v in g.items() if k not in OURS} for g in base["param_groups"]]
     groups[0][KEY] = json.dumps({**identity(wb, wb.slots), "sha256": None}, sort_keys=True)
-    return {**base, "state": made, "param_groups": groups}  # some optimizers have more
+    return {**base, "state": state, "param_groups": groups}  # some optimizers have more
 
 
 _CURES = {
@@ -279,23 +281,23 @@ def _parsed(line: Any) -> dict[str, Any]:
     unread = "the write-back part of this optimizer state"
     if not isinstance(line, str):
         raise CorruptionError(f"{unread} is a {type(line).__name__}, not a line of JSON.")
-    found = Fields(parsed(line, unread, "a JSON object", exact=True), unread)
-    version = found.values.get("version")
+    fields = Fields(parsed(line, unread, "a JSON object", exact=True), unread)
+    version = fields.values.get("version")
     if not whole(version) or version not in READ:
         raise VersionError(
             f"this write-back state has version {version!r}; this halfulp reads version "
             f"{' and '.join(map(str, READ))}. Use the halfulp that saved it."
         )
-    if ("sha256" in found.values) != (version >= 2):
+    if ("sha256" in fields.values) != (version >= 2):
         raise TamperingError(f"this write-back state has version {version}: its digest was removed or added.")
-    found.whole("step")
-    parameters = found.within("parameters")
+    fields.whole("step")
+    parameters = fields.within("parameters")
     for key in parameters.values:
         parameters.take(key, "a name, grid, policy and shape", _is_parameter)
     if not all(key.isdecimal() and len(key) < 10 for key in parameters.values):
         raise CorruptionError(f"the parameters of {unread} are not by number.")
     numbered = {int(k): v for k, v in parameters.values.items()}
-    return {**found.values, "parameters": numbered, "written": found.values}
+    return {**fields.values, "parameters": numbered, "written": fields.values}
 
 
 def _is_parameter(value: Any) -> bool:
@@ -307,8 +309,8 @@ def _check_digest(theirs: dict[str, Any], by_number: dict[int, dict[str, Any]]) 
     """Check the state against its digest, if it has one and is not sharded."""
     if theirs.get("sha256") is None:
         return
-    found = digest(theirs["written"], by_number)
-    if found is not None and found != theirs["sha256"]:
+    sha256 = digest(theirs["written"], by_number)
+    if sha256 is not None and sha256 != theirs["sha256"]:
         raise TamperingError(
             "this optimizer state is not what was saved: its SHA-256 differs from the one that it states. "
             "A tensor or the step was changed, or the file was damaged; load another checkpoint. A state "

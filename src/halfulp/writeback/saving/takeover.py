@@ -96,9 +96,9 @@ def _check_entry(
         )
     for key, value in ((k, v) for k, v in entry.items() if k != "step" and v is not None):
         if not isinstance(value, torch.Tensor) or value.shape != p.shape:
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            given = tuple(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise UsageError(
-                f"this optimizer state has {key} of parameter {name!r} as {found}, expected "
+                f"this optimizer state has {key} of parameter {name!r} as {given}, expected "
                 f"{tuple(p.shape)}: it is of another model, or of another order of its parameters."
             )
         if is_sharded(value) != is_sharded(p) or local(value).shape != local(p).shape:
@@ -119,7 +119,7 @@ def starts(wb: WriteBack) -> list[Start]:
 
     Codes are on their grid already.
     """
-    found: list[Start] = []
+    all_starts: list[Start] = []
     for slot in wb.slots:
         if slot.resting:
             raise UsageError(
@@ -130,8 +130,8 @@ def starts(wb: WriteBack) -> list[Start]:
         q = raw if slot.codes is not None else wb._projected(slot, raw)[0]
         stays = torch.equal(q, raw)
         state = slot.state if stays and _belongs(slot, q) else slot.policy.start(raw, q, slot.name)
-        found.append((slot, None if stays else q, state))
-    return found
+        all_starts.append((slot, None if stays else q, state))
+    return all_starts
 
 
 def _belongs(slot: Slot, q: torch.Tensor) -> bool:
@@ -144,9 +144,9 @@ def _belongs(slot: Slot, q: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def begin(wb: WriteBack, found: Sequence[Start]) -> None:
+def begin(wb: WriteBack, all_starts: Sequence[Start]) -> None:
     """Apply the starting values of :func:`starts`, and log it."""
-    for slot, q, state in found:
+    for slot, q, state in all_starts:
         if q is not None:
             slot.store(q)
         slot.state, slot.noted = state, None
@@ -154,9 +154,9 @@ def begin(wb: WriteBack, found: Sequence[Start]) -> None:
             slot.moved.zero_()
         slot.note_written()
     wb.steps = 0
-    grids = ", ".join(sorted({f"{slot.policy.name} on {slot.grid.name}" for slot, *_ in found}))
+    grids = ", ".join(sorted({f"{slot.policy.name} on {slot.grid.name}" for slot, *_ in all_starts}))
     logging.getLogger("halfulp").warning(
         "halfulp: this optimizer state was saved without a write-back. Its moments are taken over; %s (%s "
         "tensors) begins from the weights that the model has now.",
-        grids, len(found),
+        grids, len(all_starts),
     )  # fmt: skip

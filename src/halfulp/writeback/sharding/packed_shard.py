@@ -49,9 +49,9 @@ class PackedShard(torch.Tensor):
     @classmethod
     def of(cls, number: torch.Tensor, codes: Codes, whole: torch.Size, ranks: int) -> PackedShard:
         """Wrap the packed codes of a part."""
-        made = number.as_subclass(cls)
-        made.number, made.codes, made.whole, made.ranks = number, codes, whole, ranks
-        return made
+        shard = number.as_subclass(cls)
+        shard.number, shard.codes, shard.whole, shard.ranks = number, codes, whole, ranks
+        return shard
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
@@ -64,11 +64,11 @@ class PackedShard(torch.Tensor):
                 "with set_model_state_dict, or write them before WriteBack is made."
             )
         plain_args, plain_kwargs = tree_map_only(cls, lambda x: x.number, (args, kwargs))
-        found = func(*plain_args, **plain_kwargs)
+        result = func(*plain_args, **plain_kwargs)
         if not is_view(func) or not isinstance(args[0], cls):
-            return found
+            return result
         first = args[0]
-        return tree_map_only(torch.Tensor, lambda x: cls.of(x, first.codes, first.whole, first.ranks), found)
+        return tree_map_only(torch.Tensor, lambda x: cls.of(x, first.codes, first.whole, first.ranks), result)
 
     def fsdp_pre_all_gather(self, _mesh: Any) -> tuple[tuple[torch.Tensor], None]:
         """Return this rank's codes and scales, each padded to the bytes of the first rank."""
@@ -165,14 +165,14 @@ def record_of(model: torch.nn.Module | None, p: torch.Tensor) -> Any:
 def _records(model: torch.nn.Module | None) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
-    found: list[Any] = []
+    records: list[Any] = []
     for module in () if model is None else model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)  # in newer torch; before, one or none
             for group in [state._fsdp_param_group] if groups is None else groups:
-                found += [] if group is None else group.fsdp_params
-    return found
+                records += [] if group is None else group.fsdp_params
+    return records
 
 
 class ShardPlace:
@@ -182,11 +182,13 @@ class ShardPlace:
     """
 
     def __init__(self, p: torch.nn.Parameter, record: Any, codes: Codes) -> None:
-        self.p: Any = p
-        self.record = record
+        sharded: Any = p
+        self.p, self.record = sharded, record
         self._looked = 0
         number = shell(local(p.detach()))
-        self.shard = PackedShard.of(number, codes, p.shape, _ranks(p))
+        placed = enumerate(sharded.placements)
+        ranks = math.prod(sharded.device_mesh.size(dim) for dim, place in placed if place.is_shard())
+        self.shard = PackedShard.of(number, codes, p.shape, ranks)
         self.flat = number.as_strided((number.numel(),), (0,))
         self.close()
         # After a forward, FSDP2 has made room for values as they come. It makes it anew, for codes.
@@ -208,17 +210,10 @@ class ShardPlace:
         self.record._sharded_param_data = self.flat
 
     @property
-    def held(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """Never the same: torch does not count what is written through a DTensor, so it is looked at."""
         self._looked += 1
         return 0, self._looked
-
-
-def _ranks(p: Any) -> int:
-    from torch.distributed.tensor import Shard
-
-    sizes = [p.device_mesh.size(dim) for dim, placed in enumerate(p.placements) if isinstance(placed, Shard)]
-    return math.prod(sizes)
 
 
 # ---- in checkpoints ---------------------------------------------------------------------------------
@@ -233,9 +228,11 @@ def to_rows(codes: Codes | NativeCodes, kept: Mapping[str, torch.Tensor], p: Any
     for key in (k for k in CODES if k in kept):
         out[key] = unpack_bits(kept[key], codes.grid.bits, math.prod(codes.shape)).reshape(codes.shape)
     for key in (k for k in SCALES if k in kept):
-        each = _scales_a_row(codes)
-        scales = kept[key].expand(codes.shape[0]).clone() if each is None else kept[key]
-        out[key] = scales.reshape(codes.shape[0], each or 1)
+        scaling, rows = codes.grid.scaling, codes.shape[0]
+        assert scaling is not None
+        one = scaling.per == "tensor"
+        scales = kept[key].expand(rows).clone() if one else kept[key]
+        out[key] = scales.reshape(rows, 1 if one else scaling.segments((1, *codes.shape[1:])))
     return {key: wrap_rows(value, p) for key, value in out.items()}
 
 
@@ -246,10 +243,3 @@ def from_rows(codes: Codes | NativeCodes, key: str, rows: torch.Tensor) -> torch
     if key in SCALES:
         return rows.reshape(-1)[: scale_count(codes.grid, codes.shape)]
     return rows
-
-
-def _scales_a_row(codes: Codes | NativeCodes) -> int | None:
-    """Return the number of scales per row of the first dimension; None if one scale covers all."""
-    scaling = codes.grid.scaling
-    assert scaling is not None
-    return None if scaling.per == "tensor" else scaling.segments((1, *codes.shape[1:]))

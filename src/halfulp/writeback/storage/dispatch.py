@@ -93,7 +93,7 @@ def scan(trace: Mapping[str, Any], *, gpu: bool) -> tuple[dict[str, int], ...]:
         calls[" x ".join(kinds)] += 1
         shapes[" x ".join(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=False))] += 1
         kernels.update(names)
-    return tuple(dict(sorted(found.items())) for found in (calls, shapes, kernels))
+    return tuple(dict(sorted(counter.items())) for counter in (calls, shapes, kernels))
 
 
 def products(model: torch.nn.Module, only_read: tuple[str, ...] = ()) -> int:

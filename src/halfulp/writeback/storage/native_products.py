@@ -53,10 +53,10 @@ def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return rows in the shape and type of the tensor that they were made from."""
     count = like.shape[:-1].numel()
     rows = (rows if len(rows) == count else rows[:count].contiguous()).to(like.dtype)
-    made: torch.Tensor = torch.ops.aten._unsafe_view(
+    shaped: torch.Tensor = torch.ops.aten._unsafe_view(
         rows, [*like.shape[:-1], rows.shape[1]]
     )  # FSDP2 warns of views
-    return made
+    return shaped
 
 
 class Linear(torch.autograd.Function):

@@ -47,8 +47,8 @@ class NativeWeight(Unbacked):
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: float) -> NativeWeight:
         """Wrap codes as a float32 weight."""
-        made: NativeWeight = cls.like(codes, torch.float32, codes.device)
-        return made
+        weight: NativeWeight = cls.like(codes, torch.float32, codes.device)
+        return weight
 
     def __init__(self, codes: torch.Tensor, scale: float) -> None:
         self.codes, self.scale = codes, scale
@@ -83,15 +83,13 @@ class NativeWeight(Unbacked):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has options
         return f"NativeWeight({tuple(self.shape)}, scale={self.scale:g}, device={self.device})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Without the gradient, as torch copies parameters."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy without the gradient, as torch copies parameters."""
         if id(self) not in memo:
-            made: torch.Tensor = NativeWeight(self.codes.detach().clone(), self.scale)
-            if isinstance(self, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
-            memo[id(self)] = made
-        found: torch.Tensor = memo[id(self)]
-        return found
+            copy = NativeWeight(self.codes.detach().clone(), self.scale)
+            own = isinstance(self, torch.nn.Parameter)
+            memo[id(self)] = torch.nn.Parameter(copy, requires_grad=self.requires_grad) if own else copy
+        return memo[id(self)]
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Return what torch would, if it could query the address to learn that there is none."""
@@ -171,8 +169,8 @@ torch.serialization.add_safe_globals([NativeWeight])
 
 
 def _weight(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NativeWeight | None:
-    found = args[1] if len(args) > 1 else kwargs.get("weight")
-    return found if isinstance(found, NativeWeight) else None
+    weight = args[1] if len(args) > 1 else kwargs.get("weight")
+    return weight if isinstance(weight, NativeWeight) else None
 
 
 def _linear(input: torch.Tensor, weight: NativeWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -195,10 +193,10 @@ def _embedding(
         )
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    found: torch.Tensor = gemm.EmbeddedRows.apply(  # type: ignore[no-untyped-call]  # torch's
+    rows: torch.Tensor = gemm.EmbeddedRows.apply(  # type: ignore[no-untyped-call]  # torch's
         input, weight, -1 if padding_idx is None else padding_idx, scale_grad_by_freq
     )
-    return found
+    return rows
 
 
 # ---- operators that keep the form -------------------------------------------------------------------
@@ -268,11 +266,8 @@ def encoded(values: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the codes of the nearest values; a scale is a power of two, so dividing by it is exact."""
     if values.is_meta:
         return torch.empty(values.shape, dtype=CODES, device="meta")
-    return kernels.round(values.float(), _grid_of(scale)).div(scale).to(CODES)
-
-
-def _grid_of(scale: float) -> Grid:
-    return named("e4m3" if scale == 1.0 else f"e4m3@{1 / scale:g}")
+    grid = named("e4m3" if scale == 1.0 else f"e4m3@{1 / scale:g}")
+    return kernels.round(values.float(), grid).div(scale).to(CODES)
 
 
 def scale_of(grid: Grid | str | torch.dtype) -> float:
@@ -345,14 +340,14 @@ def native(
     for name, p in model.named_parameters():
         if id(p) in chosen:
             _check(name, p)
-    made: dict[int, torch.nn.Parameter] = {}
+    replaced: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for key, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(p) in chosen and id(p) not in made:
+            if id(p) in chosen and id(p) not in replaced:
                 weight = NativeWeight(encoded(p.detach(), scale), scale)
-                made[id(p)] = torch.nn.Parameter(weight, requires_grad=p.requires_grad)
+                replaced[id(p)] = torch.nn.Parameter(weight, requires_grad=p.requires_grad)
             if id(p) in chosen:
-                setattr(module, key, made[id(p)])
+                setattr(module, key, replaced[id(p)])
     return list(chosen.values())
 
 
@@ -395,17 +390,13 @@ def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def native_state(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Invert :func:`flat_state`: return what ``load_state_dict`` of a native model takes."""
-    scales = {name for name in flat if name.removesuffix(SCALE) != name and _is_codes(flat, name)}
+    codes = {k for k, x in flat.items() if isinstance(x, torch.Tensor) and x.dtype == CODES}
+    scales = {name + SCALE for name in codes} & set(flat)
     return {
         name: NativeWeight(value, float(flat[name + SCALE])) if name + SCALE in scales else value
         for name, value in flat.items()
         if name not in scales
     }
-
-
-def _is_codes(flat: Mapping[str, Any], scale: str) -> bool:
-    found = flat.get(scale.removesuffix(SCALE))
-    return isinstance(found, torch.Tensor) and found.dtype == CODES
 
 
 class NativeCodes:
@@ -437,9 +428,9 @@ class NativeCodes:
 
     @property
     def _weight(self) -> NativeWeight:
-        found = local(self.p.detach())
-        assert isinstance(found, NativeWeight)
-        return found
+        weight = local(self.p.detach())
+        assert isinstance(weight, NativeWeight)
+        return weight
 
     def put(self, values: torch.Tensor, _scales: torch.Tensor | None = None) -> None:
         """Store grid values."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -117,13 +117,6 @@ def shell(p: torch.Tensor) -> torch.Tensor:
     return torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
 
 
-def hollow(p: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like p, strides included, without memory."""
-    made = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-    made.untyped_storage().resize_(0)
-    return made
-
-
 CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict, torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
@@ -170,7 +163,8 @@ class Whole:
     @contextmanager
     def laid_out(self) -> Iterator[None]:
         """Let a closed parameter show the strides of its values, which some functions reckon with."""
-        empty = hollow(self.p)
+        empty = torch.empty(self.p.shape, dtype=self.p.dtype, device=self.p.device)
+        empty.untyped_storage().resize_(0)
         forbid_address(empty)
         self._set(empty, closed(self.kind))
         try:
@@ -186,7 +180,7 @@ class Whole:
         self.p.__class__ = kind
 
     @property
-    def held(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """The memory of an open parameter's values, and the number of changes that torch has seen."""
         return self.p.data_ptr(), self.p._version
 
@@ -205,7 +199,7 @@ class PackedWeight:
         if self.users == 0:
             with torch.inference_mode(False):  # torch does not count what is written to an inference tensor
                 self.place.open(self.values())
-            self._held = self.place.held
+            self._opened = self.place.version
         self.users += 1
 
     def close(self) -> None:
@@ -214,15 +208,10 @@ class PackedWeight:
         if self.users:
             return
         try:
-            if self.place.held != self._held:
+            if self.place.version != self._opened:
                 self.keep(local(self.p.detach()))
         finally:
             self.place.close()
-
-    def laid_out(self) -> AbstractContextManager[None]:
-        """Let it show the strides of its values for a while."""
-        assert isinstance(self.place, Whole)
-        return self.place.laid_out()
 
     def values(self) -> torch.Tensor:
         """Decode the values, in the parameter's type."""
@@ -280,18 +269,16 @@ def _read(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 class Shells:
     """The hooks that decode a model's packed parameters for forwards, backwards and state_dict."""
 
-    def __init__(self) -> None:
-        self._weights: dict[torch.nn.Parameter, PackedWeight] = {}
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._model = model
+        self._weights: list[PackedWeight] = []
         self._contexts: list[Any] = []
 
-    def add(self, p: torch.nn.Parameter, name: str, codes: Codes, place: Whole | ShardPlace) -> None:
-        """Keep a parameter packed from now on."""
-        self._weights[p] = PackedWeight(p, name, codes, place)
-
-    def attach(self, model: torch.nn.Module, packed: list[torch.nn.Parameter]) -> None:
+    def attach(self, packed: list[PackedWeight]) -> None:
         """Hook every module that owns one of these packed parameters."""
-        new = {p: self._weights[p] for p in packed}
-        for module in model.modules():
+        self._weights += packed
+        new = {weight.p: weight for weight in packed}
+        for module in self._model.modules() if self._model is not None and new else ():
             own = [new[p] for p in _owned(module) if p in new]
             read = dict.fromkeys(new[p] for p in _read(module) if p in new)
             whole = [weight for weight in read if isinstance(weight.place, Whole)]
@@ -325,8 +312,9 @@ class Shells:
 
     def _pack(self, saved: torch.Tensor) -> Any:
         """Remember which weight was saved, and how it was viewed, instead of its values."""
-        for p, weight in self._weights.items():
-            if weight.users and saved.untyped_storage().data_ptr() == p.untyped_storage().data_ptr():
+        address = saved.untyped_storage().data_ptr()
+        for weight in self._weights:
+            if weight.users and address == weight.p.untyped_storage().data_ptr():
                 return weight, saved.shape, saved.stride(), saved.storage_offset(), saved.dtype
         return saved.detach()  # itself, as the output of its node, would be a cycle that nobody frees
 

@@ -119,7 +119,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     real_args, real_kwargs = tree_map_only(PackedView, decoded, (args, kwargs))
     changing = [v for v in written(func, args, kwargs) if isinstance(v, PackedView)]
     laid_out = [_layout(given[id(v)][1]) for v in changing]
-    found = func(*real_args, **real_kwargs)
+    result = func(*real_args, **real_kwargs)
     for view, before in zip(changing, laid_out, strict=True):
         if _layout(given[id(view)][1]) != before:
             raise UsageError(
@@ -129,7 +129,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     for of, values in (weights[key] for key in {id(view.of): None for view in changing}):
         of.keep(values)
     back = {id(real): view for view, real in given.values()}
-    return tree_map_only(torch.Tensor, lambda x: back.get(id(x), x), found)
+    return tree_map_only(torch.Tensor, lambda x: back.get(id(x), x), result)
 
 
 def _layout(x: torch.Tensor) -> tuple[Any, ...]:
@@ -153,9 +153,9 @@ class _Decoding(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return views[id(p)]
 
         args, kwargs = tree_map_only(torch.Tensor, exchanged, (args, kwargs or {}))
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         back = {id(view): view.of.p for view in views.values()}
-        return tree_map_only(torch.Tensor, lambda x: back.get(id(x), x), found)
+        return tree_map_only(torch.Tensor, lambda x: back.get(id(x), x), result)
 
 
 def _whole(values: torch.Tensor) -> torch.Tensor:
@@ -168,15 +168,15 @@ def _answered(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func == SET_DATA:
         return args[0].packed.assign(args[1])
     if name in ABOUT:
-        found = func(*args, **kwargs)
-        if not isinstance(found, torch.Tensor) or func in get_default_nowrap_functions():
-            return found
+        result = func(*args, **kwargs)
+        if not isinstance(result, torch.Tensor) or func in get_default_nowrap_functions():
+            return result
     if name in ADDRESSES:
         return 0
     refuse_memory(func)
     closed = {id(p): p for p in tree_leaves((args, kwargs)) if is_closed(p)}.values()
     detached = saved_tensors_hooks(torch.Tensor.detach, _whole)
-    contexts = [*(p.packed.laid_out() for p in closed), detached, _Decoding()]  # type: ignore[no-untyped-call]  # torch's
+    contexts = [*(p.packed.place.laid_out() for p in closed), detached, _Decoding()]  # type: ignore[no-untyped-call]  # torch's
     return within(contexts, partial(func, *args, **kwargs))
 
 

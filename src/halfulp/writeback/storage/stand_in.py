@@ -23,15 +23,15 @@ NARROW = (torch.bfloat16, torch.float16)
 
 def stand_in(p: torch.nn.Parameter) -> torch.nn.Parameter:
     """Return a float32 parameter like p, without values but with the attributes set on p."""
-    made: Any = local(p.detach()).new_empty(0, dtype=torch.float32)
+    empty: Any = local(p.detach()).new_empty(0, dtype=torch.float32)
     if is_sharded(p):
         from torch.distributed.tensor import DTensor
 
         placed: Any = p
-        made = DTensor.from_local(
-            made, placed.device_mesh, placed.placements, run_check=False, shape=p.shape, stride=p.stride()
+        empty = DTensor.from_local(
+            empty, placed.device_mesh, placed.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
-    shadow = torch.nn.Parameter(made)
+    shadow = torch.nn.Parameter(empty)
     for name, value in getattr(p, "__dict__", {}).items():
         if not name.startswith("_"):
             setattr(shadow, name, value)

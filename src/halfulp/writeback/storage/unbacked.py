@@ -29,12 +29,12 @@ class Unbacked(torch.Tensor):
     @classmethod
     def like(cls, x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:
         """Make one that has the sizes and strides of x."""
-        made = torch.Tensor._make_wrapper_subclass(
+        shown = torch.Tensor._make_wrapper_subclass(
             cls, x.shape, strides=x.stride(), storage_offset=x.storage_offset(), dtype=dtype, layout=x.layout,
             device=device, requires_grad=False,
         )  # fmt: skip
-        forbid_address(made)
-        return made
+        forbid_address(shown)
+        return shown
 
     @cached_property
     def nowhere(self) -> torch.UntypedStorage:
