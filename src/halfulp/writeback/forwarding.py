@@ -55,7 +55,8 @@ def call(wb: WriteBack, name: str, *args: Any, **options: Any) -> Any:
         if evaluated:
             slot.resting = slot.rested()
         elif name == "train" and slot.resting:
-            slot.wake()
+            slot.put(slot.resting)
+            slot.resting = {}
         if slot in evaluated:
             slot.store(evaluated[slot])
     wb._pass_on_groups()

@@ -182,7 +182,7 @@ class WriteBack(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _prepared(self, planned: list[Slot]) -> list[tuple[Slot, torch.Tensor]]:
-        """First stored values and the policies' state: all that can fail, and nothing else is changed."""
+        """Compute first stored values and policy state: all that can fail, before anything else changes."""
         starts = []
         for slot in planned:
             raw = decoded(local(slot.p.detach()))

@@ -46,7 +46,7 @@ class Slot:
     two_passes: str | None = None
     """Why this tensor cannot be moved in one pass: :mod:`halfulp.writeback.route`."""
     batched: bool = False
-    """True if the second of two passes can be shared with others: :mod:`halfulp.writeback.alike`."""
+    """True if others can share its second pass: :class:`halfulp.writeback.two_passes.Alike`."""
     _written: tuple[torch.Tensor, int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Slot:
 
         def put_back() -> None:
             self.state, self.moved, self.noted = state, moved, noted
-            self._put(stored)
+            self.put(stored)
 
         return put_back
 
@@ -129,12 +129,7 @@ class Slot:
         scales = self.codes.scales
         return {"resting": self.codes.packed.clone()} | ({} if scales is None else {"resting_steps": scales})
 
-    def wake(self) -> None:
-        """Restore the training weights."""
-        self._put(self.resting)
-        self.resting = {}
-
-    def _put(self, rested: dict[str, torch.Tensor]) -> None:
+    def put(self, rested: dict[str, torch.Tensor]) -> None:
         """Restore the weights that :meth:`rested` returned."""
         if self.codes is None:
             local(self.p.detach()).copy_(rested["resting"])

@@ -61,7 +61,7 @@ def _counted(sizes: Sequence[int]) -> str:
 
 
 def _as_made(group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """A saved group with this optimizer's way to compute and its names: streams go by those."""
+    """Return a saved group with this optimizer's way to compute, and its names, which streams go by."""
     kept = (*HOW, "param_names")
     return {k: v for k, v in group.items() if k not in kept} | {k: own[k] for k in kept if k in own}
 

@@ -211,7 +211,7 @@ class ShardPlace:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Never the same: torch does not count what is written through a DTensor, so it is looked at."""
+        """Never the same twice: torch does not count writes through a DTensor, so values are compared."""
         self._looked += 1
         return 0, self._looked
 

@@ -70,7 +70,7 @@ class NativeWeight(Unbacked):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Codes of other values: torch would give a memory to the shape that is shown, which has none."""
+        """Encode other values; torch would give memory to the shape that is shown, which has none."""
         if value.shape != self.shape:
             raise UsageError(
                 f"a native weight of shape {list(self.shape)} cannot get values of shape "
@@ -211,19 +211,19 @@ def _parts(func: Any, w: NativeWeight, *args: Any, **kwargs: Any) -> list[Native
 
 
 def _fresh(func: Any, w: NativeWeight, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """``new_zeros`` and the like: codes again, unless a type is asked for."""
+    """Answer ``new_zeros`` and its kin with codes, unless a dtype is given."""
     if dtype is None:
         return _same(func, w, *args, **kwargs)
     return func(w.codes, *args, dtype=dtype, **kwargs)
 
 
 def _like(func: Any, w: NativeWeight, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """``zeros_like`` and the like: plain, as an optimizer wants its moments."""
+    """Answer ``zeros_like`` and its kin with plain tensors, as an optimizer wants its moments."""
     return func(w.codes, *args, dtype=dtype or torch.float32, **kwargs)
 
 
 def _to(func: Any, w: NativeWeight, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """To a device as codes; to another type as values."""
+    """Move codes to a device; cast values to another dtype."""
     if dtype in (None, torch.float32):
         return _same(func, w, *args, **kwargs)
     return func(w.decoded(), *args, dtype=dtype, **kwargs)

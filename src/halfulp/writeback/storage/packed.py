@@ -51,7 +51,7 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
-    """The codes again, as uint8 or int32.
+    """Invert :func:`pack_bits`; return uint8 or int32.
 
     >>> unpack_bits(torch.tensor([33, 3], dtype=torch.uint8), 4, 3)
     tensor([1, 2, 3], dtype=torch.uint8)

@@ -46,7 +46,7 @@ ABOUT = frozenset({
 
 
 class PackedView(Unbacked):
-    """All of a packed weight, or a view of it."""
+    """A tensor that shows all of a packed weight, or a view of it."""
 
     of: PackedWeight
     path: Callable[[torch.Tensor], torch.Tensor]
@@ -91,7 +91,7 @@ class PackedView(Unbacked):
 
 
 def _viewed(func: Any, view: PackedView, args: Any, kwargs: Any) -> Any:
-    """Views of a view; of several, each finds its place again."""
+    """Return a view of a view, or several, each of which finds its place again."""
 
     def path(values: torch.Tensor) -> Any:
         return func(view.path(values), *args, **kwargs)
@@ -202,7 +202,7 @@ class ClosedParameter:
         return repr(self._plain())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A parameter of the class that it had, with values."""
+        """Return a parameter of its own class, with values."""
         if id(self) not in memo:
             memo[id(self)] = self._plain()
         return memo[id(self)]
@@ -221,12 +221,12 @@ def is_closed(x: Any) -> bool:
 
 @cache
 def closed(kind: type) -> type:
-    """A class of parameters like ``kind`` that are closed."""
+    """Return a class of parameters like ``kind`` that are closed."""
     return type(f"Packed{kind.__name__}", (ClosedParameter, kind), {"__module__": __name__, "kind": kind})
 
 
 @cache
 def opened(kind: type) -> type:
-    """A class of parameters like ``kind`` whose ``data`` count writes as the parameter does."""
+    """Return a class like ``kind`` whose ``data`` counts writes as the parameter does."""
     data = property(lambda p: p.detach(), SET_DATA)
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "data": data})
