@@ -19,7 +19,7 @@ from halfulp.kernels import native, onepass, onepass_reference, reference
 from halfulp.kernels.plan import plan_for
 from halfulp.kernels.reference import DEADZONE, NEAREST, STOCHASTIC
 from halfulp.numbers.streams import Stream
-from halfulp.writeback import WriteBackOptions, alike, two_passes
+from halfulp.writeback import WriteBackOptions, two_passes
 from halfulp.writeback.fused import chunked
 from halfulp.writeback.fused import step as moving
 from halfulp.writeback.rules.lion import Lion as PlainLion
@@ -415,7 +415,7 @@ def test_one_pass_equals_two_for_block_scales(name: str, monkeypatch: pytest.Mon
     """In pieces of 768 weights, so that there are some; sums of every second tile."""
     monkeypatch.setattr(chunked, "CHUNK", 768)
     monkeypatch.setattr(chunked, "OFTEN", 1)
-    for module in (two_passes, moving, alike, chunked):
+    for module in (two_passes, moving, chunked):
         monkeypatch.setattr(module, "sampling", lambda _: 2)
     inner, policy, grid, storage = BLOCKS[name]
     both(inner, policy, grid, storage, torch.float32, blocks_of, route="one pass in chunks")
