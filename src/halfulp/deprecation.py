@@ -54,6 +54,10 @@ CALIBRATION = (
     "forecast has an interval. See halfulp pilot --help."
 )
 """What `halfulp calibrate` and `--calibration` say for one version."""
+BY_GROUP = (
+    "Events.by_group has ended: sum frozen and numel of the opt.events.rows of a group, and divide the two."
+)
+"""What `Events.by_group` says for one version."""
 
 
 def warn(old: str, new: str, *, stacklevel: int = 3) -> None:

@@ -191,6 +191,8 @@ def test_totals() -> None:
     assert opt.events.nonfinite == 0
     up = rows["up.weight"]
     assert up.frozen_fraction == up.frozen / up.numel
+    with pytest.raises(hu.UsageError, match="by_group has ended: sum frozen and numel"):
+        opt.events.by_group({})
     with pytest.raises(KeyError, match="no tensor 'sideways'"):
         _ = opt.events["sideways"]
     text = str(opt.events)

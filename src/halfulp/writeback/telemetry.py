@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from halfulp.deprecation import BY_GROUP
+from halfulp.errors import UsageError
 from halfulp.kernels import WRITE_COUNTS, WRITE_SUMS, Written, tiles_of
 from halfulp.kernels.plan import Counted, Parts
 from halfulp.text import shown
@@ -182,6 +184,9 @@ class Events:
         """The cosine between all proposed and all written updates; None if either is zero."""
         return cosine_of(self.rows)
 
+    def by_group(self, _group_of: Mapping[str, str]) -> None:
+        """Refuse a call of what has ended."""
+        raise UsageError(BY_GROUP)
 
     def _title(self) -> str:
         return f"step {self.step}: {self.frozen:.1%} of weights unchanged, {self.never_moved:.1%} never moved"
