@@ -34,7 +34,6 @@ def run(folder: Path, progress: mmap.mmap | None = None, steps: int = STEPS) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {
         "scores": ("e4m3@128", steps // 10, steps * 4 // 10),
-        "keep": True,
         "decay": True,
         "resume": True,
     }

@@ -52,7 +52,7 @@ def averaged(model: torch.nn.Module, world: int) -> None:
 def refusals(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> list[str]:
     """What an audit says of things that shards cannot do."""
     said = []
-    for options in ({"grids": ["int8"]}, {"grids": ["nvfp4"]}, {"keep": True}, {"scores": ("bf16", 1, 2)}):
+    for options in ({"grids": ["int8"]}, {"grids": ["nvfp4"]}, {"scores": ("bf16", 1, 2)}):
         grids = options.pop("grids", ["bf16"])
         audit = hu.Audit(optimizer, grids, model=model, out=folder / f"refused{len(said)}", **options)
         audit.start()

@@ -86,7 +86,7 @@ def outcome(case: str, folder: Path) -> dict[str, Any]:
     plain = not isinstance(optimizer, hu.WriteBack)
     options: dict[str, Any] = {"states": True, "scores": ("e5m2", 1, 3)}
     rehearse = ["e5m2", "e5m2:sr", "int8/row:kahan"] if plain else None
-    options |= {"decay": True, "keep": True, "expected_never_moved": True} if plain else {}
+    options |= {"decay": True, "expected_never_moved": True} if plain else {}
     options |= {"model": model, "out": folder / "run", "rehearse": rehearse}
     with hu.Audit(optimizer, ["bf16", "e5m2"], **options):
         for step in range(3):

@@ -66,6 +66,16 @@ def test_a_module_of_an_old_package_is_no_second_copy(monkeypatch: pytest.Monkey
     del sys.modules["halfulp.stored"], sys.modules["halfulp.stored.sync"]
 
 
+def test_what_has_ended_says_what_to_do_instead() -> None:
+    from halfulp import replay  # type: ignore[attr-defined]  # a name that is gone
+
+    assert "replay" not in dir(hu)
+    with pytest.raises(NotImplementedError, match="audit the run again with the other grids"):
+        replay("runs/kept", ["e5m2"], "runs/replayed")
+    with pytest.raises(TypeError, match=r"Audit\(keep=True\) has ended.*audit the run again"):
+        hu.Audit(None, "bf16", keep=True)
+
+
 def test_what_never_was_is_no_attribute() -> None:
     assert not hasattr(hu, "Kahn")
     with pytest.raises(ModuleNotFoundError, match=r"halfulp\.gridz"):

@@ -33,7 +33,7 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("second")
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    options: dict[str, Any] = {"scores": ("e4m3", 1, 4), "keep": True, "expected_never_moved": True}
+    options: dict[str, Any] = {"scores": ("e4m3", 1, 4), "expected_never_moved": True}
     options |= {"rehearse": ["e5m2", "bf16:kahan"]}
     with hu.Audit(optimizer, GRIDS, model=net, out=folder / "trace", part_steps=2, **options) as audit:
         train(net, optimizer, 5, audit)
@@ -78,13 +78,12 @@ class Tally:
 def every_answer(folder: Path) -> Any:
     """All that a trace says: its numbers, its words, what it lists."""
     trace = hu.Trace.open(folder)
-    kept = [{k: v.tolist() for k, v in trace.kept(part).items()} for part in trace.parts]
     said = [trace.forecast(spec) for spec in trace.rehearsals]
     forecasts = [
         (f.frozen().tolist(), f.never_moved(bound="upper").tolist(), list(f.losses.rows())) for f in said
     ]
     told = (answers(trace), hu.verdict(trace).lines, trace.grids, trace.tensors, trace.manifest["options"])
-    return *told, kept, forecasts
+    return *told, forecasts
 
 
 def damaged_files(folder: Path, count: int, seed: int, tally: Tally, read: Callable[[Path], Any]) -> None:
@@ -121,7 +120,7 @@ def test_traces_of_format_1(tmp_path: Path) -> None:
     tally = Tally(every_answer(folder), strict=False)
     damaged_files(folder, 600, 2, tally, every_answer)
     tally.check(0.25)
-    for table in folder.rglob("*.parquet"):  # and no table, state or kept weight is ever believed
+    for table in folder.rglob("*.parquet"):  # and no table or state is ever believed
         content = table.read_bytes()
         for which, mutant in mutations.each(20, 3, lambda rng, c=content: mutations.bytewise(c, rng)):
             table.write_bytes(mutant)

@@ -19,7 +19,6 @@ from halfulp.version import __version__
 if TYPE_CHECKING:
     from halfulp.allocation.masks import Mask, allocate
     from halfulp.audit.rehearsal.specs import Rehearse
-    from halfulp.audit.replay import replay
     from halfulp.audit.session import Audit
     from halfulp.audit.sources.casts import CastAudit
     from halfulp.checkpoints import Receiver, Sync, check, diff
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "SGD", "Adam", "AdamW", "Audit", "CastAudit", "CorruptionError", "Grid", "HalfulpError", "Lion",
     "Mask", "Memory", "Pilot", "Receiver", "Rehearse", "Stream", "Sync", "TileMaster", "Trace", "UsageError",
-    "WriteBack", "__version__", "allocate", "check", "diff", "frozen", "grid", "native", "replay",
-    "require", "verdict",
+    "WriteBack", "__version__", "allocate", "check", "diff", "frozen", "grid", "native", "require",
+    "verdict",
 ]  # fmt: skip
 
 _PLACES = {
@@ -46,7 +45,6 @@ _PLACES = {
     "audit.sources.casts": ("CastAudit",),
     "audit.session": ("Audit",),
     "audit.rehearsal.specs": ("Rehearse",),
-    "audit.replay": ("replay",),
     "checkpoints": ("Receiver", "Sync", "check", "diff"),
     "contract": ("require",),
     "errors": ("CorruptionError", "HalfulpError", "UsageError"),

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,6 +59,14 @@ BY_GROUP = (
 )
 """What `Events.by_group` says for one version."""
 
+ENDED = {
+    "replay": "halfulp.replay has ended, and with it Audit(keep=True), which it needed: audit the run again "
+    "with the other grids.",
+    "keep": "Audit(keep=True) has ended, and with it halfulp.replay, which read the kept weights: audit the "
+    "run again with the other grids.",
+}
+"""What to do instead of functions and options that are gone, by name, for one version."""
+
 
 def warn(old: str, new: str, *, stacklevel: int = 3) -> None:
     """Warn that ``old`` is called ``new`` now."""
@@ -79,7 +87,18 @@ def moved(name: str) -> Any:
     if (path := f"halfulp.{name}") in MODULES:
         warn(path, MODULES[path], stacklevel=4)
         return importlib.import_module(MODULES[path])
+    if name in ENDED:
+        return _ended(name)
     raise AttributeError(f"module 'halfulp' has no attribute {name!r}")
+
+
+def _ended(name: str) -> Callable[..., NoReturn]:
+    """Return a function that raises and says what to do instead: importing it by name still works."""
+
+    def ended(*_: object, **__: object) -> NoReturn:
+        raise NotImplementedError(ENDED[name])
+
+    return ended
 
 
 def grouped_arguments(

@@ -15,7 +15,7 @@ from audit_reference import (
 
 import halfulp as hu
 
-FLAGS = ("decay", "never_moved", "expected_never_moved", "keep", "resume")
+FLAGS = ("decay", "never_moved", "expected_never_moved", "resume")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,6 @@ FLAGS = ("decay", "never_moved", "expected_never_moved", "keep", "resume")
         (["bf16"], {"scores": ("int8", 1, 2), "sample": 0.5}, "scale follows whole tensors"),
         (["bf16"], {"scores": ("nothing", 1, 2)}, "unknown grid 'nothing'"),
         (["bf16"], {"scores": ("bf16", 3, 2)}, "a first and a last step"),
-        (["bf16"], {"keep": True}, "pass out="),
         (["bf16"], {"unfit": "ignore"}, "raise or drop"),
         (["bf16"], {"exists": "ignore"}, "number or raise"),
         (5, {}, "takes a grid, such as 'bf16', or several, not 5"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.make_format_4 import MOVING, shares
+from safetensors.torch import load_file
 from torch.nn import functional
 
 import halfulp as hu
@@ -154,6 +155,25 @@ def test_a_run_tells_by_its_codes(grid: str, policy: str) -> None:
 # ---- traces -----------------------------------------------------------------------------------------------
 
 
+class Given(torch.optim.Optimizer):
+    """Makes the steps of a run of which all weights are known."""
+
+    def __init__(self, kept: list[dict[str, torch.Tensor]]) -> None:
+        whole = {name: torch.cat([part[name] for part in kept]) for name in kept[0]}
+        ids = range(len(whole) // 2)
+        self.left = [
+            [(whole[f"{i}.before"][k], whole[f"{i}.after"][k]) for i in ids]
+            for k in range(len(whole["0.before"]))
+        ]
+        super().__init__([torch.nn.Parameter(before.clone()) for before, _ in self.left[0]], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, (before, after) in zip(self.param_groups[0]["params"], self.left.pop(0), strict=True):
+            assert torch.equal(p, before)
+            p.copy_(after)
+
+
 def test_a_trace_says_which_definition_it_has(tmp_path: Path) -> None:
     """Today's by code, without a word; one of before by decoded value, in words."""
     old = hu.Trace.open(FOURTH / "moving")
@@ -167,7 +187,12 @@ def test_a_trace_says_which_definition_it_has(tmp_path: Path) -> None:
     assert hu.Trace.open(FOURTH / "trace").older_counts is None  # no scale moves there
     assert "older" not in hu.verdict(hu.Trace.open(FOURTH / "trace")).text(verbose=True)
 
-    again = hu.replay(old, MOVING, tmp_path / "again")
+    given = Given([load_file(file) for file in sorted(FOURTH.glob("moving/parts/*/kept.safetensors"))])
+    with hu.Audit(given, MOVING, out=tmp_path / "again"):
+        while given.left:
+            given.step()
+    again = hu.Trace.open(tmp_path / "again")
+    assert again.last_step == 5
     assert (again.lost_by, again.older_counts) == ("code", None)
     assert again.manifest["lost"] == "code"
     for grid in MOVING:

@@ -16,7 +16,6 @@ from audit_reference import (
     OPTIMIZERS,
     STATIC,
     Brute,
-    assert_same_tables,
     batches,
     made,
     rates,
@@ -97,7 +96,6 @@ def test_the_run_is_bitwise_the_same_without_the_audit(kind: str, name: str, tmp
             model=model,
             out=tmp_path / "trace",
             decay=True,
-            keep=True,
             scores=("e4m3", 2, 3),
         )
         if audited:
@@ -292,31 +290,6 @@ def test_scores_are_summed_over_their_steps(sample: float | None, tmp_path: Path
     assert found.keys() == expected.keys() == {"fc1.weight", "fc2.weight", "head.weight"}
     for name, score in expected.items():
         np.testing.assert_array_equal(found[name], score.numpy())
-
-
-def test_kept_weights_replay_any_grid(tmp_path: Path) -> None:
-    """A replay equals the audit that it stands for, followed coordinates, rates and losses included."""
-    model = made("gpt")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options: dict[str, Any] = {"model": model, "expected_never_moved": True}
-    kept = hu.Audit(optimizer, ["bf16"], out=tmp_path / "kept", keep=True, part_steps=2, **options)
-    direct = hu.Audit(optimizer, GRIDS, out=tmp_path / "direct", **options)
-    with kept, direct:
-        for step in range(1, 6):
-            optimizer.zero_grad()
-            loss = model.loss(batches(step))
-            loss.backward()
-            if step == 3:
-                model.wpe.weight.grad = None  # not part of this step
-            kept.log(loss)
-            direct.log(loss)
-            optimizer.step()
-    replayed = hu.replay(hu.Trace.open(tmp_path / "kept"), GRIDS, tmp_path / "replayed")
-    assert replayed.grids == GRIDS
-    assert_same_tables(replayed, hu.Trace.open(tmp_path / "direct"))
-    assert replayed.crossing("mxfp4") == hu.Trace.open(tmp_path / "direct").crossing("mxfp4")
-    with pytest.raises(hu.UsageError, match="kept no weights"):
-        hu.replay(replayed, ["bf16"], tmp_path / "again")
 
 
 def test_following_can_be_left_out(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from kept_weights import KeptWeights, Steps
 from safetensors.torch import load_file
 
 import halfulp as hu
@@ -28,7 +29,6 @@ from halfulp.kernels import rehearse as kernel
 from halfulp.kernels import rehearse_reference as reference
 from halfulp.kernels.rehearse import Rule
 from halfulp.kernels.rehearse_reference import MASTER
-from halfulp.trace import Trace
 from halfulp.writeback import Kahan
 
 SPECS = [
@@ -95,48 +95,43 @@ def steps_of(audit: hu.Audit) -> int:
 
 
 def replayed(
-    trace: Trace, spec: str, bound: str, name: str, group: dict[str, Any], squares: dict[str, list[Any]]
+    steps: Steps, spec: str, bound: str, name: str, group: dict[str, Any], squares: dict[str, list[Any]]
 ) -> Any:
     """What a plain loop over the kept weights gives: values, counts by step, carry.
 
     ``squares``: the second moments after every step, by which ECO's feedback is divided.
     """
     r = Rehearsal.of(spec)
-    tensor = next(t for t in trace.tensors if t["name"] == name)
-    dtype = getattr(torch, tensor["dtype"])
+    dtype = steps[0][name][0].dtype
     rule = r.rule(dtype)
     work: Any = np.float64 if dtype == torch.float64 else np.float32
     state: Any = {}
-    for part in trace.parts:
-        kept = trace.kept(part)
-        pairs = (kept[f"{tensor['id']}.{what}"].to(torch.float64).numpy() for what in ("before", "after"))
-        for before, after in zip(*(p.astype(work) for p in pairs), strict=True):
-            if not state:
-                s = reference.reference.round(before, rule.grid)
-                raw = r.policy.spec == "master(start_from=raw)"
-                state = {
-                    "held": reference.reference.encode(s, rule.grid)
-                    if rule.coded
-                    else (before if raw else s),
-                    "kept": np.zeros_like(s),
-                    "moved": np.zeros((s.size + 7) // 8, dtype=np.uint8),
-                    "counts": [],
-                }
-            step = len(state["counts"]) + 1
-            unit, decayed = work(1.0), None
-            if ":eco" in spec:
-                d = np.sqrt(squares[name][step - 1]) / work(math.sqrt(1 - 0.999**step)) + work(1e-8)
-                unit, decayed = work(group["lr"] / (1 - 0.9**step)) / d, state["kept"] * work(0.9)
-                state["kept"] = state["kept"] * unit
-            state["held"], counts = reference.step(
-                rule, state["held"], before, after, pull(group["lr"]) if bound == "point" else 0.0,
-                stream=hu.Stream(seed=5, name=name, step=step), kept=state["kept"], back=r.back(group),
-                moved=state["moved"],
-            )  # fmt: skip
-            if decayed is not None:
-                state["kept"] = state["kept"] / unit
-                state["kept"] = np.where(np.isfinite(state["kept"]), state["kept"], decayed)
-            state["counts"].append(counts.sum(axis=0).tolist())
+    for weights in steps:
+        before, after = (x.to(torch.float64).numpy().astype(work) for x in weights[name])
+        if not state:
+            s = reference.reference.round(before, rule.grid)
+            raw = r.policy.spec == "master(start_from=raw)"
+            state = {
+                "held": reference.reference.encode(s, rule.grid) if rule.coded else (before if raw else s),
+                "kept": np.zeros_like(s),
+                "moved": np.zeros((s.size + 7) // 8, dtype=np.uint8),
+                "counts": [],
+            }
+        step = len(state["counts"]) + 1
+        unit, decayed = work(1.0), None
+        if ":eco" in spec:
+            d = np.sqrt(squares[name][step - 1]) / work(math.sqrt(1 - 0.999**step)) + work(1e-8)
+            unit, decayed = work(group["lr"] / (1 - 0.9**step)) / d, state["kept"] * work(0.9)
+            state["kept"] = state["kept"] * unit
+        state["held"], counts = reference.step(
+            rule, state["held"], before, after, pull(group["lr"]) if bound == "point" else 0.0,
+            stream=hu.Stream(seed=5, name=name, step=step), kept=state["kept"], back=r.back(group),
+            moved=state["moved"],
+        )  # fmt: skip
+        if decayed is not None:
+            state["kept"] = state["kept"] / unit
+            state["kept"] = np.where(np.isfinite(state["kept"]), state["kept"], decayed)
+        state["counts"].append(counts.sum(axis=0).tolist())
     return state, rule
 
 
@@ -148,7 +143,8 @@ NARROW = ["e4m3@128", "bf16:sr", "bf16:kahan", "e5m2:master", "mxfp8_e4m3"]
 def test_a_rehearsal_is_a_replay_of_the_kept_proposals(dtype: torch.dtype, tmp_path: Path) -> None:
     net, opt = begun(dtype)
     specs = SPECS if dtype == torch.float32 else NARROW
-    settings: dict[str, Any] = {"keep": True, "seed": 5, "part_steps": 3, "rehearse": specs}
+    kept = KeptWeights(net, opt)
+    settings: dict[str, Any] = {"seed": 5, "part_steps": 3, "rehearse": specs}
     with hu.Audit(opt, ["bf16"], model=net, out=tmp_path / "trace", **settings) as audit:
         squares: dict[str, list[Any]] = {}
         for k in range(8):
@@ -168,7 +164,7 @@ def test_a_rehearsal_is_a_replay_of_the_kept_proposals(dtype: torch.dtype, tmp_p
     for j, spec in enumerate(specs):
         for b, bound in enumerate(("point", "upper")):
             for name in ("inner.weight", "outer.weight"):
-                found, rule = replayed(trace, spec, bound, name, opt.param_groups[0], squares)
+                found, rule = replayed(kept.steps, spec, bound, name, opt.param_groups[0], squares)
                 at = next(t["id"] for t in trace.tensors if t["name"] == name)
                 saved = {what: state.get(f"{at}.{j}.{what}") for what in ("held", "moved", "kept")}
                 mine = {what: rows[b] for what, rows in saved.items() if rows is not None}
@@ -681,19 +677,18 @@ def test_a_buffer_that_is_expanded(tmp_path: Path) -> None:
     assert torch.equal(base.expand(3, 8), net.wide)
 
 
-def test_a_part_of_evaluations_alone_is_replayed(tmp_path: Path) -> None:
+def test_a_part_of_evaluations_alone_has_no_steps(tmp_path: Path) -> None:
     net, opt = begun()
-    with hu.Audit(opt, "bf16", model=net, out=tmp_path / "kept", keep=True, rehearse="e5m2") as audit:
+    with hu.Audit(opt, "bf16", model=net, out=tmp_path / "run", rehearse="e5m2") as audit:
         train(net, opt, range(2))
         audit.commit()
         audit.evaluate(lambda: loss_of(net, 5))
         audit.commit()
         train(net, opt, range(2, 4))
-    trace = hu.Trace.open(tmp_path / "kept")
+    trace = hu.Trace.open(tmp_path / "run")
     assert len(trace.parts) == 3
-    again = hu.replay(trace, ["bf16"], tmp_path / "again")
-    assert again.steps.tolist() == [1, 2, 3, 4]
-    assert again.frozen("bf16").tolist() == trace.frozen("bf16").tolist()
+    assert trace.steps.tolist() == [1, 2, 3, 4]
+    assert trace.forecast("e5m2").losses["step"].tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(

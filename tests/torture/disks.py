@@ -101,7 +101,7 @@ def audited(out: Path | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 70), torch.nn.Tanh(), torch.nn.Linear(70, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    more: dict[str, Any] = {"keep": True, "scores": ("e4m3@128", 1, 6), "part_steps": 3, "resume": True}
+    more: dict[str, Any] = {"scores": ("e4m3@128", 1, 6), "part_steps": 3, "resume": True}
     watch = contextlib.nullcontext()
     if out is not None:
         watch = hu.Audit(optimizer, ["bf16", "e4m3@128"], model=model, out=out / "trace", **more)

@@ -35,7 +35,7 @@ from halfulp.study.validate import validate
 from halfulp.writeback import load
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-OPTIONS: dict[str, Any] = {"scores": ("e4m3", 1, 4), "keep": True, "expected_never_moved": True}
+OPTIONS: dict[str, Any] = {"scores": ("e4m3", 1, 4), "expected_never_moved": True}
 OPTIONS |= {"rehearse": ["e5m2", "bf16:kahan"], "part_steps": 2}
 
 Mutate = Callable[[bytes, random.Random], bytes]
@@ -118,11 +118,10 @@ def every_number(path: Path) -> Any:
 
 
 def everything(path: Path) -> Any:
-    """What a trace with rehearsals and kept proposals says too."""
+    """What a trace with rehearsals says too."""
     trace = hu.Trace.open(path)
-    kept = [trace.kept(part) for part in trace.parts if trace.manifest["options"]["keep"]]
     forecasts = [trace.forecast(spec) for spec in trace.rehearsals]
-    return every_number(path), kept, [(f.frozen(), f.losses) for f in forecasts]
+    return every_number(path), [(f.frozen(), f.losses) for f in forecasts]
 
 
 def resumed(path: Path) -> Any:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from audit_kill import PART, STEPS
 from audit_reference import assert_same_tables, made, tables, train
+from kept_weights import KeptWeights
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -40,7 +41,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded") / "trace"
     model = made("gpt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"part_steps": 2, "scores": ("e4m3", 1, 5), "keep": True, "describe": {"note": "seven steps"}}
+    options = {"part_steps": 2, "scores": ("e4m3", 1, 5), "describe": {"note": "seven steps"}}
     with hu.Audit(optimizer, GRIDS, model=model, out=folder, expected_never_moved=True, **options) as audit:
         train(model, optimizer, 7, audit=audit)
     return folder
@@ -58,7 +59,7 @@ def copied(recorded: Path, tmp_path: Path) -> Path:
 def test_the_files_of_a_trace(recorded: Path) -> None:
     """The layout that the documentation gives; state in the newest part only; nothing left aside."""
     files = sorted(str(p.relative_to(recorded)) for p in recorded.rglob("*") if p.is_file())
-    each = ["kept.safetensors", "part.json", "tables.safetensors"]
+    each = ["part.json", "tables.safetensors"]
     expected = [f"parts/{i:06d}/{name}" for i in range(4) for name in each]
     assert files == sorted([*expected, "state/000003.safetensors", "manifest.json"])
     assert not [p for p in recorded.rglob("*") if p.suffix in (".pkl", ".pt", ".npy")]
@@ -102,7 +103,7 @@ def test_the_manifest(recorded: Path) -> None:
     assert manifest["grids"] == GRIDS
     assert manifest["every"] == 1
     assert manifest["options"] == {
-        "sample": None, "decay": False, "never_moved": True, "expected_never_moved": True, "keep": True,
+        "sample": None, "decay": False, "never_moved": True, "expected_never_moved": True, "keep": False,
         "rehearse": None,
         "scores": ["e4m3", 1, 5], "seed": 0,
     }  # fmt: skip
@@ -161,32 +162,29 @@ def test_rho_and_the_update_ratio(recorded: Path) -> None:
 
 
 def test_how_much_of_the_update_arrives(recorded: Path) -> None:
-    """<u, d> / |d|**2 and the cosine of u and d, brute force in float64 on the weights that were kept."""
+    """<u, d> / |d|**2 and the cosine of u and d, brute force in float64 on the same run, made again."""
     trace = hu.Trace.open(recorded)
-    steps = [trace.kept(part) for part in trace.parts]
+    model = made("gpt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    kept = KeptWeights(model, optimizer)
+    train(model, optimizer, 7)
     for grid in GRIDS:
         for scope in ("all", "h.0.mlp.0.weight"):
-            ids, at = trace.ids(scope), 0
+            names = [t["name"] for t in trace.tensors if t["id"] in trace.ids(scope)]
             gains, cosines = trace.gain(grid, scope), trace.cosine(grid, scope)
-            for kept in steps:
-                first = next(iter(kept.values()))
-                for i in range(len(first)):
-                    dot = written = proposed = 0.0
-                    for t in ids:
-                        if f"{t}.before" not in kept:
-                            continue
-                        w, after = kept[f"{t}.before"][i], kept[f"{t}.after"][i]
-                        q = hu.grid(grid).round(w)
-                        u = (hu.grid(grid).round(q + (after - w)) - q).double()
-                        d = (after - w).double()
-                        dot, written = dot + float((u * d).sum()), written + float((u * u).sum())
-                        proposed += float((d * d).sum())
-                    # Products and 16 of them are added in float32: 5 roundings of 2**-24, and then float64.
-                    assert gains[at] == pytest.approx(dot / proposed, rel=1e-6, abs=1e-9)
-                    if written:
-                        assert cosines[at] == pytest.approx(dot / (written * proposed) ** 0.5, rel=1e-6)
-                    at += 1
-            assert at == len(gains) == len(cosines) == 7
+            assert len(gains) == len(cosines) == len(kept.steps) == 7
+            for at, step in enumerate(kept.steps):
+                dot = written = proposed = 0.0
+                for w, after in (step[name] for name in names if name in step):
+                    q = hu.grid(grid).round(w)
+                    u = (hu.grid(grid).round(q + (after - w)) - q).double()
+                    d = (after - w).double()
+                    dot, written = dot + float((u * d).sum()), written + float((u * u).sum())
+                    proposed += float((d * d).sum())
+                # Products and 16 of them are added in float32: 5 roundings of 2**-24, and then float64.
+                assert gains[at] == pytest.approx(dot / proposed, rel=1e-6, abs=1e-9)
+                if written:
+                    assert cosines[at] == pytest.approx(dot / (written * proposed) ** 0.5, rel=1e-6)
     assert len({round(float(trace.gain(g).mean()), 3) for g in GRIDS}) > 1
     with pytest.raises(hu.UsageError, match="was not recorded"):
         trace.gain("fp16")
@@ -269,7 +267,6 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], type[hu.HalfulpError], str]]
     "truncated table": ("parts/000001/tables.safetensors", truncate, TamperingError, "not what was"),
     "empty table": ("parts/000001/tables.safetensors", lambda f: f.write_bytes(b""), TamperingError, "0"),
     "flipped bit": ("parts/000002/tables.safetensors", flip, TamperingError, "SHA-256 differs"),
-    "flipped bit of kept weights": ("parts/000000/kept.safetensors", flip, TamperingError, "SHA-256"),
     "flipped bit of the state": ("state/000003.safetensors", flip, TamperingError, "SHA-256"),
     "missing table": ("parts/000001/tables.safetensors", Path.unlink, hu.CorruptionError, "is missing"),
     "missing state": ("state/000003.safetensors", Path.unlink, hu.CorruptionError, "is missing"),
@@ -350,7 +347,7 @@ def test_a_damaged_trace_is_not_gone_on_with(copied: Path) -> None:
     flip(copied / "state" / "000003.safetensors")
     model = made("gpt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"scores": ("e4m3", 1, 5), "keep": True, "resume": True}
+    options = {"scores": ("e4m3", 1, 5), "resume": True}
     with pytest.raises(TamperingError, match=r"000003\.safetensors"):
         hu.Audit(
             optimizer, GRIDS, model=model, out=copied, **{"expected_never_moved": True, **options}
@@ -359,14 +356,14 @@ def test_a_damaged_trace_is_not_gone_on_with(copied: Path) -> None:
 
 def test_reading_without_verifying(copied: Path) -> None:
     """The numbers of an intact table can be had although another file is damaged; of that one, none."""
-    flip(copied / "parts" / "000000" / "kept.safetensors")
+    flip(copied / "state" / "000003.safetensors")
     trace = hu.Trace.open(copied, verify=False)
     assert len(trace.frozen("bf16", "all", of="weights")) == 7
     flip(copied / "parts" / "000002" / "tables.safetensors")
     with pytest.raises(TamperingError, match=r"tables\.safetensors is not what was written"):
         hu.Trace.open(copied, verify=False).update_ratio()
-    with pytest.raises(TamperingError, match=r"kept\.safetensors is not what was written"):
-        trace.kept(trace.parts[0])
+    with pytest.raises(TamperingError, match=r"000003\.safetensors is not what was written"):
+        trace.scores()
 
 
 # ---- names are inert -------------------------------------------------------------------------------------
@@ -385,7 +382,7 @@ def test_hostile_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     loose = [(name, torch.nn.Parameter(torch.full((3, 4), 1.0))) for name in HOSTILE]
     optimizer = torch.optim.SGD(loose, lr=1e-6)
     folder = tmp_path / "inside" / "trace"
-    with hu.Audit(optimizer, ["bf16"], out=folder, keep=True, scores=("bf16", 1, 1), sample=0.5):
+    with hu.Audit(optimizer, ["bf16"], out=folder, scores=("bf16", 1, 1), sample=0.5):
         for _, p in loose:
             p.grad = torch.ones_like(p)
         optimizer.step()
@@ -396,10 +393,9 @@ def test_hostile_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert set(trace.scores()) == set(names)
     for name in names:
         assert trace.frozen("bf16", name).tolist() == [1.0] or name == ""
-    assert hu.replay(trace, ["e5m2"], tmp_path / "inside" / "replayed").frozen("e5m2").tolist() == [1.0]
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert {p.name for p in files} == {
-        "manifest.json", "part.json", "tables.safetensors", "000000.safetensors", "kept.safetensors",
+        "manifest.json", "part.json", "tables.safetensors", "000000.safetensors",
     }  # fmt: skip
     for file in (f for f in files if f.suffix == ".safetensors"):
         with safe_open(str(file), framework="pt") as opened:
@@ -499,26 +495,18 @@ def test_fifty_kills(runs: Runs, tmp_path: Path) -> None:
         if outcome == "done":
             complete += 1
             assert_same_tables(trace, whole)
-            assert_same_kept(trace, whole)
+            assert_same_scores(trace, whole)
     assert begun >= 25  # most kills hit a run that was recording
     while runs.run(folder)[0] != "done":
         pass
     assert_same_tables(hu.Trace.open(folder), whole)
-    assert_same_kept(hu.Trace.open(folder), whole)
+    assert_same_scores(hu.Trace.open(folder), whole)
 
 
-def assert_same_kept(one: hu.Trace, other: hu.Trace) -> None:
-    """Scores and kept weights, tensor by tensor."""
+def assert_same_scores(one: hu.Trace, other: hu.Trace) -> None:
     a, b = one.scores(), other.scores()
     assert a.keys() == b.keys()
     assert all(np.array_equal(a[n], b[n]) for n in a)
-    for mine, theirs in zip(one.parts, other.parts, strict=True):
-        with (
-            safe_open(str(mine / "kept.safetensors"), framework="pt") as x,
-            safe_open(str(theirs / "kept.safetensors"), framework="pt") as y,
-        ):
-            assert sorted(x.keys()) == sorted(y.keys())
-            assert all(torch.equal(x.get_tensor(k), y.get_tensor(k)) for k in x.keys())  # noqa: SIM118
 
 
 def test_a_part_that_is_to_be_recorded_again_is_no_empty_trace(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Pipeline:
             grids,
             measure,
             untrained=untrained,
-            whole=recording.keep or measure.scored is not None,
+            whole=measure.scored is not None,
             folder=recording.resume and not isinstance(out, Path),
         )
         self.sink = TraceSink(out, recording, rehearsing)
@@ -92,7 +92,7 @@ class Pipeline:
         recording, listed = self.sink.recording, self.watchlist
 
         def made() -> dict[str, Any]:
-            told = {**self.measure.to_json(), "keep": recording.keep, **options}
+            told = {**self.measure.to_json(), "keep": False, **options}  # weights are no longer kept
             return manifest.begun(listed.grids, self.every, told, recording.describe or {})
 
         keep_fit = listed.keep_fit if self.measure.unfit == "drop" else None

@@ -90,8 +90,6 @@ class Audit:
         **options: Any,
     ) -> None:
         measure, recording = grouped("Audit", measure or Measure(), recording or Recording(), options)
-        if recording.keep and out is None:
-            raise UsageError("keep=True writes weights into the trace: pass out=.")
         asked = Rehearse.given(rehearse)
         if asked is not None and measure.sample is not None:
             raise UsageError("rehearse= needs every weight: leave sample= out.")

@@ -14,6 +14,7 @@ import torch
 
 from halfulp.audit import arguments
 from halfulp.canonical import LARGEST
+from halfulp.deprecation import ENDED
 from halfulp.errors import UsageError
 from halfulp.measures.groups import Rules
 from halfulp.numbers.grids import Grid
@@ -108,7 +109,6 @@ class Recording:
             reports it, and its attribute ``out`` has it) or ``raise``.
         part_steps: Most steps between parts; a crash may lose that many.
         part_seconds: Most seconds between parts.
-        keep: Keep all weights, so that any grid can be replayed later (small models).
         describe: Description of the run for the manifest, by name.
         listeners: Functions that are called with a summary of every audited step.
 
@@ -124,14 +124,12 @@ class Recording:
     exists: Literal["number", "raise"] = "number"
     part_steps: int = 500
     part_seconds: float = 30.0
-    keep: bool = False
     describe: dict[str, Any] | None = None
     listeners: Iterable[Listener] = ()
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        for name in ("resume", "keep"):
-            put(self, name, arguments.flag(name, getattr(self, name)))
+        put(self, "resume", arguments.flag("resume", self.resume))
         if self.first_step is not None:
             put(self, "first_step", arguments.count("first_step", self.first_step))
         if self.exists not in ("number", "raise"):
@@ -157,5 +155,5 @@ def grouped(
         groups[i] = replace(group, **mine)
         options = {name: value for name, value in options.items() if name not in mine}
     for name in options:
-        raise TypeError(f"{whose} got an unexpected keyword argument {name!r}")
+        raise TypeError(ENDED.get(name) or f"{whose} got an unexpected keyword argument {name!r}")
     return groups[0], groups[1]

@@ -6,7 +6,6 @@ A folder, readable at any moment::
     parts/000000/                some steps; the folder appears whole, by a rename
         tables.safetensors       the columns of tables: grids (step, tensor, grid -> counts), tensors (step,
                                  tensor -> sums, rate), run (step -> loss)
-        kept.safetensors         weights before and after every step, if they were kept
         part.json                which trace and place it belongs to; bytes, rows and SHA-256 of the files
     state/000000.safetensors     what a resumed recording needs, and the scores, as of the newest part
     shards/000000500.1.safetensors  the same of the shards of rank 1 at step 500, where tensors are sharded
@@ -25,12 +24,11 @@ from halfulp.trace.layout import free_folder, newest_folder
 from halfulp.trace.memory import Memory
 from halfulp.trace.reader import Trace
 from halfulp.trace.recorded import Recorded, Scope
-from halfulp.trace.schema import FORMAT, KEPT, MOST_ROWS, STATE, TABLES
+from halfulp.trace.schema import FORMAT, MOST_ROWS, STATE, TABLES
 from halfulp.trace.writer import TraceWriter
 
 __all__ = [
     "FORMAT",
-    "KEPT",
     "MOST_ROWS",
     "STATE",
     "TABLES",

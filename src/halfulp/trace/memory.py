@@ -61,14 +61,7 @@ class Memory:
     def write_manifest(self) -> None:
         """Do nothing: the manifest is already kept."""
 
-    def commit(
-        self,
-        tables: dict[str, Columns],
-        state: dict[str, torch.Tensor],
-        kept: dict[str, torch.Tensor] | None = None,
-        *,
-        last_step: int,
-    ) -> None:
+    def commit(self, tables: dict[str, Columns], state: dict[str, torch.Tensor], *, last_step: int) -> None:
         """Keep the steps since the last part."""
         self.parts.append(tables)
         self.state = {name: value.clone() for name, value in state.items()}

@@ -20,7 +20,6 @@ from halfulp.trace.recorded import Recorded
 from halfulp.trace.schema import (
     BOUNDS,
     COLUMNS,
-    KEPT,
     LOSSES,
     TROUBLE_KIND,
     Entry,
@@ -266,17 +265,3 @@ class Trace(Recorded):
             folder = listed_parts(self.path)[-1]
             newest = Parts(self.path, read_manifest(self.path / "manifest.json")).alone(folder)
         raise DiskError(f"{self.path} changed again and again while it was read: try again later.")
-
-    def kept(self, part: Path) -> dict[str, torch.Tensor]:
-        """Return the weights before and after every step of a part.
-
-        Args:
-            part: One of :attr:`parts`, of a trace recorded with ``Audit(keep=True)``.
-
-        Raises:
-            CorruptionError: If the part holds no weights.
-        """
-        document = self.documents[self.parts.index(part)]
-        if KEPT not in document.files:
-            raise CorruptionError(f"{part} has no {KEPT}, although this trace kept weights.")
-        return tensors.read(part / KEPT, sha256=document.files[KEPT].sha256)[0]

@@ -155,7 +155,7 @@ class Recorded(ABC):
         return (
             f"Recorded {part}by an older halfulp, which took weights on {', '.join(moving)} for updated when "
             "only their scale had moved: too few updates count as lost there. To compare these grids with "
-            "others, record again (or replay a trace that keeps weights)."
+            "others, record again."
         )
 
     # ---- series ----

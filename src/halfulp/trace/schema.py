@@ -34,7 +34,9 @@ BOUNDS = ("lower", "point", "upper")
 """The bounds of a rehearsal, in the order of their numbers in tables."""
 COLUMNS, LAST_PARQUET = "tables.safetensors", 4
 """The file of a part that has its tables; and the last format that had a Parquet file for each."""
-KEPT, STATE, DOCUMENT, DIGESTS = "kept.safetensors", "state.safetensors", "part.json", "digests.json"
+STATE, DOCUMENT, DIGESTS = "state.safetensors", "part.json", "digests.json"
+KEPT = "kept.safetensors"
+"""Weights that earlier releases could keep: the digest is checked, and nothing reads them."""
 MOST_ROWS = 1 << 22
 """Most rows in one table of a part: some 400 MB in memory."""
 OWNER = "owner"

@@ -24,7 +24,6 @@ from halfulp.trace.schema import (
     COLUMNS,
     DOCUMENT,
     FORMAT,
-    KEPT,
     LOSSES,
     MOST_ROWS,
     OWNER,
@@ -136,14 +135,7 @@ class TraceWriter:
     def _put_manifest(self) -> None:
         files.put(self.path / MANIFEST, documents.sealed(self.manifest))
 
-    def commit(
-        self,
-        tables: dict[str, Columns],
-        state: dict[str, torch.Tensor],
-        kept: dict[str, torch.Tensor] | None = None,
-        *,
-        last_step: int,
-    ) -> None:
+    def commit(self, tables: dict[str, Columns], state: dict[str, torch.Tensor], *, last_step: int) -> None:
         """Make the steps since the last part durable."""
         for name, frame in tables.items():
             if len(frame) > MOST_ROWS:
@@ -157,7 +149,7 @@ class TraceWriter:
         try:
             files.put(place, followed)
             self.check()  # a large state takes its time
-            self._put(_contents(tables, kept), tables, followed.entry())
+            self._put(tables, followed.entry())
         finally:
             if self.lost:
                 pass  # nothing there is ours
@@ -178,19 +170,19 @@ class TraceWriter:
             files.rename(self._part(self.count), gone)
             files.remove_tree(gone)
 
-    def _put(self, contents: dict[str, _Measured], tables: Mapping[str, Columns], state: Entry) -> None:
-        def document() -> Iterator[bytes]:  # drawn last, when the others are written and measured
-            told = self._document(contents, tables, state)
-            sealed.append(canonical.digest(told))
-            yield documents.sealed(told)
+    def _put(self, tables: Mapping[str, Columns], state: Entry) -> None:
+        content = _Measured(tensors.content(columns.packed(tables), seal=False))
+        digest: list[str] = []
 
-        sealed: list[str] = []
-        files.put_folder(self._part(self.count), {**contents, DOCUMENT: document()})
-        self._before = sealed[0]
+        def document() -> Iterator[bytes]:  # drawn last, when the tables are written and measured
+            stated = self._document(tables, content.entry(), state)
+            digest.append(canonical.digest(stated))
+            yield documents.sealed(stated)
 
-    def _document(
-        self, contents: Mapping[str, _Measured], tables: Mapping[str, Columns], state: Entry
-    ) -> dict[str, Any]:
+        files.put_folder(self._part(self.count), {COLUMNS: content, DOCUMENT: document()})
+        self._before = digest[0]
+
+    def _document(self, tables: Mapping[str, Columns], content: Entry, state: Entry) -> dict[str, Any]:
         """Return a part's document; :class:`halfulp.trace.schema.Parts` reads it."""
         steps = _ends(tables)
         made = {
@@ -204,7 +196,7 @@ class TraceWriter:
             "inventory": inventory_digest(self.manifest["tensors"]),
             "first_step": steps[0],
             "last_step": steps[1],
-            "files": {name: found.entry().to_json() for name, found in contents.items()},
+            "files": {COLUMNS: content.to_json()},
             "state": state.to_json(),
             "rows": {name: len(table) for name, table in tables.items()},
         }
@@ -259,13 +251,6 @@ class _Measured:
 
     def entry(self) -> Entry:
         return Entry(sha256=self._digest.hexdigest(), size=self._size)
-
-
-def _contents(tables: Mapping[str, Columns], kept: Mapping[str, torch.Tensor] | None) -> dict[str, _Measured]:
-    made = {COLUMNS: _Measured(tensors.content(columns.packed(tables), seal=False))}
-    if kept:
-        made[KEPT] = _Measured(tensors.content(kept, seal=False))
-    return made
 
 
 def _ends(tables: Mapping[str, Columns]) -> tuple[int, int]:

@@ -85,7 +85,6 @@ class TraceSink:
         self.trouble: str | None = None
         """Why the trace ends before the run, if it does; the run itself continues."""
         self.rows: list[Row] = []
-        self.kept: dict[str, list[torch.Tensor]] = {}
         self._losses: dict[int, list[float]] = {}
         self._evaluated: list[tuple[int, int, int, float]] = []
         """Evaluations that are not written yet: step, rehearsal, bound, loss; -1 for the run itself."""
@@ -246,15 +245,6 @@ class TraceSink:
         self._evaluated = [row for row in self._evaluated if row[:3] not in new]
         self._evaluated += [(self.step, *row) for row in rows]
 
-    def keep(self, w: Watched) -> None:
-        """Keep the values of a tensor before and after the step."""
-        if self.writer is None or self.trouble is not None:
-            return
-        for what, value in (("before", w.before), ("after", w.values())):
-            assert value is not None
-            copy = value.clone(memory_format=torch.contiguous_format)
-            self.kept.setdefault(f"{w.id}.{what}", []).append(copy)
-
     # ---- parts ----
 
     def commit_if_due(self, watched: Collection[Watched], each: int) -> None:
@@ -281,7 +271,7 @@ class TraceSink:
 
     def _commit_part(self, watched: Collection[Watched]) -> None:
         self._opened = time.monotonic()
-        rows, kept = self.rows, self.kept
+        rows = self.rows
         losses = {row.step: self.loss(row.step) for row in rows}
         self._drop()
         extra = {} if self._beside is None else self._beside.tables()
@@ -300,10 +290,9 @@ class TraceSink:
         for w in watched:
             state.update({} if w.sharded else self._state_of(w))
         start = time.monotonic()
-        grids = len(self.writer.manifest["grids"])
-        made, weights = tables(rows, losses, grids), {n: torch.stack(v) for n, v in kept.items()}
+        made = tables(rows, losses, len(self.writer.manifest["grids"]))
         last = rows[-1].step if rows else evaluated[-1]
-        self.guard(self.writer.commit, {**made, **extra}, state, weights, last_step=last)
+        self.guard(self.writer.commit, {**made, **extra}, state, last_step=last)
         self._writing = time.monotonic() - start
 
     def _state_of(self, w: Watched) -> State:
@@ -311,7 +300,7 @@ class TraceSink:
         return w.state() | ({} if self._beside is None else self._beside.state_of(w))
 
     def _drop(self) -> None:
-        self.rows, self._losses, self.kept = [], {}, {}
+        self.rows, self._losses = [], {}
 
     # ---- trouble and the end ----
 

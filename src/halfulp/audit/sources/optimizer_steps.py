@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -226,25 +225,16 @@ class OptimizerSteps:
         if sink.writer is not None:
             self._gain.look(optimizer, seen)
         rows = pipeline.meter.count(mine)
-        if measure.decay or sink.recording.keep:
-            groups = groups_of(optimizer)
+        if measure.decay:
+            groups, inner = groups_of(optimizer), wrapped(optimizer)
             for w, row in zip(mine, rows, strict=True):
-                self._look_closer(w, as_tensor(row), optimizer, groups[w.tensor])
+                rate, decay = decay_of(inner, groups[w.tensor])
+                if decay and w.before is not None:
+                    count_apart(w, as_tensor(row), (-rate * decay) * w.before)
         if measure.scored is not None:
             score(measure.scored, sink.step, mine)
         if mine and pipeline.measured(mine, _rates(optimizer, mine), rows):
             sink.add_loss(self.losses)
-
-    def _look_closer(
-        self, w: Watched, row: torch.Tensor, optimizer: torch.optim.Optimizer, group: dict[str, Any]
-    ) -> None:
-        """Record of single tensors what was asked for."""
-        assert w.before is not None
-        rate, decay = decay_of(wrapped(optimizer), group) if self.pipeline.measure.decay else (0.0, 0.0)
-        if decay:
-            count_apart(w, row, (-rate * decay) * w.before)
-        if self.pipeline.sink.recording.keep:
-            self.pipeline.sink.keep(w)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -184,7 +184,7 @@ class Watchlist:
                     "leave it out, or audit a run on the CPU."
                 )
             if is_sharded(p) and self.whole:
-                raise UsageError("keep= and scores= are for whole tensors; this one is sharded.")
+                raise UsageError("scores= is for whole tensors; this one is sharded.")
             if is_sharded(p) and self.folder:
                 raise UsageError("resume= of a sharded tensor needs a folder: out=.")
         except UsageError as error:
