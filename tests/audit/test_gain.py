@@ -102,5 +102,5 @@ def test_float32_moments_beside_bfloat16_weights_stay() -> None:
     moments = {"exp_avg": torch.full((64,), 0.1), "exp_avg_sq": torch.full((64,), 0.01)}
     optimizer.state[p] = {"step": torch.tensor(1.0), **{k: m.clone() for k, m in moments.items()}}
     watched = Watched(0, "p", "other", p, [], "bfloat16", before=(p.detach() * 0.9))
-    assert gain._products(optimizer, watched, optimizer.param_groups[0]) is not None
+    assert gain._gain(optimizer, [watched]) is not None
     assert all(torch.equal(optimizer.state[p][k], m) for k, m in moments.items())

@@ -250,7 +250,7 @@ def test_a_full_disk_leaves_nothing_of_a_page_or_a_mask(
 
 def test_compare_a_forecast_with_its_outcome(halfulp: Halfulp) -> None:
     """The reference's projection beside the run on the grid, with the measures of the library."""
-    from halfulp.audit.rehearsal.trace_outcome import compare_grid
+    from halfulp.audit.rehearsal.forecast_outcome import compare_grid
 
     reference = script(TRAIN, "reference.py")
     measured = script(

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import halfulp as hu
-from halfulp.audit.rehearsal.rehearsed_outcome import rehearsed_outcomes
-from halfulp.audit.rehearsal.trace_outcome import compare_traces
+from halfulp.audit.rehearsal.forecast_outcome import compare_traces, rehearsed_outcomes
 from halfulp.audit.script.own_evaluation import OwnEvaluation
 from halfulp.audit.script.runner import file_name
 from halfulp.errors import UsageError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from halfulp.numbers.grids import Grid
 from halfulp.numbers.grids import grid as named
 from halfulp.trace import Memory
 
+Grids = str | Grid | torch.dtype | Iterable[str | Grid | torch.dtype]
+"""One grid or several, by name or dtype or as they are."""
 DIGITS = 98
 """Most digits of a seed, which a manifest takes."""
 
@@ -40,13 +42,13 @@ def grids_of(given: Any) -> list[Grid]:
     """Return one grid or several, that differ."""
     single = isinstance(given, str | Grid | torch.dtype)
     several = [given] if single else listed("grids", given, "a grid, such as 'bf16', or several")
-    found = [named(g) for g in several]
-    if not found:
+    grids = [named(g) for g in several]
+    if not grids:
         raise UsageError("an audit needs at least one grid, such as 'bf16'.")
-    names = [g.name for g in found]
-    if len(set(names)) != len(names):
-        raise UsageError(f"grids must differ, but {sorted({n for n in names if names.count(n) > 1})} repeat.")
-    return found
+    names = [g.name for g in grids]
+    if repeated := sorted({n for n in names if names.count(n) > 1}):
+        raise UsageError(f"grids must differ, but {repeated} repeat.")
+    return grids
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer] | None:
@@ -62,19 +64,20 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer] | None:
 
 def models_of(given: Any) -> list[torch.nn.Module]:
     """Return one module, several or none."""
-    expected = "a torch.nn.Module, several, or None"
-    return (
-        [] if given is None else _several("model", given, lambda x: isinstance(x, torch.nn.Module), expected)
-    )
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, torch.nn.Module)
+
+    return [] if given is None else _several("model", given, is_module, "a torch.nn.Module, several, or None")
 
 
 def _several(name: str, given: Any, fits: Callable[[Any], bool], expected: str) -> list[Any]:
     if fits(given):
         return [given]
-    found = listed(name, given, expected)
-    for x in (x for x in found if not fits(x)):
+    several = listed(name, given, expected)
+    for x in (x for x in several if not fits(x)):
         raise UsageError(f"{name}= takes {expected}, not {type(given).__name__} of {type(x).__name__}.")
-    return found
+    return several
 
 
 def listed(name: str, given: Any, expected: str) -> list[Any]:
@@ -87,10 +90,10 @@ def listed(name: str, given: Any, expected: str) -> list[Any]:
 
 def listeners_of(given: Any) -> tuple[Callable[[dict[str, Any]], None], ...]:
     """Return the functions of an iterable."""
-    found = listed("listeners", given, "a list of functions")
-    for x in found:
+    functions = listed("listeners", given, "a list of functions")
+    for x in functions:
         check("listeners", x, callable(x), "a list of functions, no list with others in it")
-    return tuple(found)
+    return tuple(functions)
 
 
 def flag(name: str, given: Any) -> bool:

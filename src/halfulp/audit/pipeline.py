@@ -1,6 +1,6 @@
 """``Pipeline``: tensors that a source brings go through a meter and rehearsals into a trace.
 
-    source -> watchlist -> meter       -> sink (trace, memory), newest (listeners)
+    source -> watchlist -> meter       -> sink (trace, memory), listeners
                         -> rehearsals
 
 An audit of optimizer steps has one, an audit of casts has one, and so has each of the states that are tracked
@@ -9,26 +9,27 @@ beside the weights. The source says when tensors are set aside and when their ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halfulp.audit import arguments
+from halfulp.audit.arguments import Grids
 from halfulp.audit.meter.counts import Meter, Rows
 from halfulp.audit.meter.rows import Array, Row
 from halfulp.audit.meter.tensor import Watched
 from halfulp.audit.ranks import rank, world
 from halfulp.audit.rehearsal.rehearsals import Rehearsals
-from halfulp.audit.settings import Measure, Recording
+from halfulp.audit.settings import Listener, Measure, Recording
 from halfulp.audit.sinks import manifest
-from halfulp.audit.sinks.newest import Newest
+from halfulp.audit.sinks.newest import summary
 from halfulp.audit.sinks.trace_sink import TraceSink
 from halfulp.audit.sources.watchlist import Namer, Watchlist
 from halfulp.errors import UsageError
-from halfulp.numbers.grids import Grid
 from halfulp.trace import Memory
 
 
@@ -41,38 +42,43 @@ class Pipeline:
         every: Audit each n-th step.
         measure: What is measured.
         recording: How the trace is recorded.
-        meter: Counts what changes.
+        meter: Counts what changes; by default all that is measured.
         untrained: Whether tensors without gradients are watched as well.
         rehearsing: The runs that are rehearsed on the same changes.
+
+    Raises:
+        UsageError: If an argument is not valid.
     """
 
     def __init__(
         self,
-        grids: Sequence[Grid],
-        out: Path | Memory | None,
+        grids: Grids,
+        out: str | Path | Memory | None,
         *,
         every: int,
         measure: Measure,
         recording: Recording,
-        meter: Meter,
+        meter: Meter | None = None,
         untrained: bool = False,
         rehearsing: Rehearsals | None = None,
     ) -> None:
+        grids, out = arguments.grids_of(grids), arguments.folder_of(out)
         measure.check_grids(grids)
-        self.every, self.meter, self.rehearsing = every, meter, rehearsing
-        self.watchlist = Watchlist(
-            grids,
-            measure,
-            untrained=untrained,
-            whole=measure.scored is not None,
-            folder=recording.resume and not isinstance(out, Path),
-        )
+        self.every, self.rehearsing = arguments.count("every", every), rehearsing
+        self.meter = meter or Meter(expected=measure.expected_never_moved)
+        unsharded = None
+        if measure.scored is not None:
+            unsharded = "scores= is for whole tensors; this one is sharded."
+        elif recording.resume and not isinstance(out, Path):
+            unsharded = "resume= of a sharded tensor needs a folder: out=."
+        self.watchlist = Watchlist(grids, measure, untrained=untrained, unsharded=unsharded)
         self.sink = TraceSink(out, recording, rehearsing)
-        if rehearsing is not None:
-            self.sink.states.append(rehearsing.state)
-        described = recording.describe or {}
-        tells_zero = described.get("proposals") == "known"
-        self.newest = Newest(self.watchlist, recording.listeners, tells_zero=tells_zero)
+        self.listeners: list[Listener] = list(recording.listeners)
+        self.roles: Callable[[], dict[str, Any]] = dict
+        """Summaries of what accumulates beside the weights, by name."""
+        self._newest: tuple[Sequence[Row], float] = (), math.nan
+        """The rows of the newest step, and its loss."""
+        self._summary: dict[str, Any] = {}
         self.given_up = False
         """True once threads have stepped concurrently or a tensor was replaced; nothing is recorded or
         rehearsed from then on."""
@@ -87,22 +93,35 @@ class Pipeline:
         """Return the watched tensors, by identity."""
         return self.watchlist.watched
 
+    @property
+    def latest(self) -> dict[str, Any]:
+        """Return a summary of the newest step; empty before the first."""
+        rows, loss = self._newest
+        if rows and self._summary.get("step") != rows[0].step:
+            proposals = (self.sink.recording.describe or {}).get("proposals")
+            self._summary = summary(rows, loss, self.watchlist, tells_zero=proposals == "known")
+        return {**self._summary, "roles": self.roles()} if self._summary else {}
+
     def open(self, options: dict[str, Any]) -> bool:
-        """Open the trace, with options in its manifest beside those of the measure; whether it goes on."""
-        recording, listed = self.sink.recording, self.watchlist
+        """Open the trace and return True if it is resumed.
 
-        def made() -> dict[str, Any]:
-            told = {**self.measure.to_json(), "keep": False, **options}  # weights are no longer kept
-            return manifest.begun(listed.grids, self.every, told, recording.describe or {})
+        Args:
+            options: What its manifest states beside the settings of the measurement.
+        """
+        recording, watchlist = self.sink.recording, self.watchlist
 
-        keep_fit = listed.keep_fit if self.measure.unfit == "drop" else None
-        begun = self.sink.open(made, keep_fit, codes=self.rehearsing is not None)
+        def new() -> dict[str, Any]:
+            stated = {**self.measure.to_json(), "keep": False, **options}  # weights are no longer kept
+            return manifest.begun(watchlist.grids, self.every, stated, recording.describe or {})
+
+        keep_fit = watchlist.keep_fit if self.measure.unfit == "drop" else None
+        begun = self.sink.open(new, keep_fit, codes=self.rehearsing is not None)
         if begun is None:
             return False
-        listed.resumed = bool(self.sink.skip_until)
-        self.meter.expected = begun["options"]["expected_never_moved"]
+        watchlist.resumed = bool(self.sink.skip_until)
         followed = {name: begun["options"][name] for name in ("never_moved", "expected_never_moved")}
-        listed.measure = replace(self.measure, **followed)
+        watchlist.measure = replace(self.measure, **followed)
+        self.meter.expected = self.measure.expected_never_moved
         return True
 
     def check_gap(self) -> None:
@@ -116,17 +135,18 @@ class Pipeline:
     @property
     def first_missing(self) -> int:
         """Return the first step that a resumed trace does not have."""
-        rehearsed = self.rehearsing is not None and self.sink.has_parts
-        last = self.rehearsing.begun if rehearsed and self.rehearsing else self.sink.last_held(self.every)
-        return last + 1
+        if self.rehearsing is not None and self.sink.has_parts:
+            return self.rehearsing.begun + 1
+        periods = -(-self.sink.skip_until // self.every)  # between two due steps nothing is recorded
+        return periods * self.every + 1
 
     # ---- which steps ----
 
     def regular(self, step: int) -> bool:
         """Return True if a step is one of those that are audited, or was before a resumed trace ended."""
-        unheard = self.given_up or not self.newest.listeners
+        unheard = self.given_up or not self.listeners
         if self.sink.trouble is not None and unheard and world() == 1:
-            return False  # nobody would hear of it; ranks that share a tensor go on together
+            return False  # ranks that share a tensor go on together
         return (step - 1) % self.every == 0
 
     def due(self, step: int) -> bool:
@@ -188,34 +208,28 @@ class Pipeline:
     ) -> None:
         if not new:
             return
-        measure, loaded = self.measure, self.sink.loaded
-        self.sink.share(new, self._followed)
+        measure, rehearsing, sink = self.measure, self.rehearsing, self.sink
+        rehearsed = {w for w in new if rehearsing is not None and rehearsing.wants(w.name, w.tensor)}
+        sink.share(new, lambda w: measure.never_moved or w in rehearsed)
         for w in new:
             w.follow(
                 moved=measure.never_moved,
                 stay=measure.expected_never_moved,
                 scores=None if measure.scored is None else measure.scored.tile,
-                saved=loaded,
+                saved=sink.loaded,
             )
-            if self.rehearsing is not None and self.rehearsing.wants(w.name, w.tensor) and optimizers:
-                self.rehearsing.take_up(w, *optimizers[w.tensor], loaded)
-        known = len(self.meter.batches)
-        self.meter.join(new)
-        if self.rehearsing is not None:
-            self.rehearsing.join(self.meter.batches[known:])
-        self.sink.list_tensors(
+            if rehearsing is not None and w in rehearsed and optimizers:
+                rehearsing.take_up(w, *optimizers[w.tensor], sink.loaded)
+        joined = self.meter.join(new)
+        if rehearsing is not None:
+            rehearsing.join(joined)
+        followed = {"never_moved": measure.never_moved, "expected_never_moved": measure.expected_never_moved}
+        sink.list_tensors(
             self.watched.values(),
             grids=[g.name for g in self.watchlist.grids],
             optimizers=described(),
-            options={
-                "never_moved": measure.never_moved,
-                "expected_never_moved": measure.expected_never_moved,
-            },
+            options=followed,
         )
-
-    def _followed(self, w: Watched) -> bool:
-        rehearsed = self.rehearsing is not None and self.rehearsing.wants(w.name, w.tensor)
-        return rehearsed or self.measure.never_moved
 
     def leave_out(self, p: torch.Tensor) -> None:
         """Look at a tensor no longer."""
@@ -223,7 +237,7 @@ class Pipeline:
 
     def unaltered(self, watched: list[Watched]) -> list[Watched]:
         """Return those that are what they were; if not all are, nothing is recorded from here on."""
-        altered = [  # w.altered, spelled out: of many small tensors, a call for each takes longer
+        altered = [  # w.altered, spelled out: a call per tensor would take longer for many small ones
             w for w in watched if ((x := w.tensor).dtype, x.shape, x.device) != w.began_as and w.codes is None
         ]
         if not altered:
@@ -262,10 +276,16 @@ class Pipeline:
 
     def finish(self) -> None:
         """Write what the manifest says of the step that is over, and notify listeners."""
-        self.sink.write_manifest()
-        step = self.sink.step
-        rows = [*takewhile(lambda r: r.step == step, reversed(self.sink.rows))][::-1]
-        self.newest.take(rows, self.sink.loss(step))
+        sink = self.sink
+        sink.write_manifest()
+        first = len(sink.rows)
+        while first and sink.rows[first - 1].step == sink.step:
+            first -= 1
+        rows, before = sink.rows[first:], self._newest[0]
+        if rows and not (before and before[0].step == sink.step):  # of one step, the first time counts
+            self._newest = rows, sink.loss(sink.step)
+            for listener in self.listeners:
+                listener(self.latest)
 
     def commit_if_due(self) -> None:
         """Write a part if it is time."""

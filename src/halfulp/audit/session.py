@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import torch
 
 from halfulp.audit import arguments
-from halfulp.audit.meter.counts import Meter
+from halfulp.audit.arguments import Grids
 from halfulp.audit.meter.tensor import Watched
 from halfulp.audit.pipeline import Pipeline
 from halfulp.audit.ranks import many, rank, world
@@ -77,7 +77,7 @@ class Audit:
     def __init__(
         self,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-        grids: str | Grid | torch.dtype | Iterable[str | Grid | torch.dtype],
+        grids: Grids,
         *,
         model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
         out: str | Path | Memory | None = None,
@@ -90,31 +90,26 @@ class Audit:
         **options: Any,
     ) -> None:
         measure, recording = grouped("Audit", measure or Measure(), recording or Recording(), options)
-        asked = Rehearse.given(rehearse)
-        if asked is not None and measure.sample is not None:
+        specs = Rehearse.given(rehearse)
+        if specs is not None and measure.sample is not None:
             raise UsageError("rehearse= needs every weight: leave sample= out.")
-        self.rehearsing = None if asked is None else Rehearsals(asked, measure.seed)
+        self.rehearsing = None if specs is None else Rehearsals(specs, measure.seed)
         self.optimizers, self.models = arguments.optimizers_of(optimizers), arguments.models_of(model)
         self.pipeline = Pipeline(
-            arguments.grids_of(grids),
-            arguments.folder_of(out),
-            every=arguments.count("every", every),
-            measure=measure,
-            recording=recording,
-            meter=Meter(expected=measure.expected_never_moved),
-            rehearsing=self.rehearsing,
+            grids, out, every=every, measure=measure, recording=recording, rehearsing=self.rehearsing
         )
         self.attributed = Attributed()
         self.pipeline.sink.states.append(self.attributed.state)
-        if not isinstance(states, str):
+        if isinstance(states, str):
+            arguments.check("states", states, states == "find", "True, False or 'find'")
+        else:
             arguments.flag("states", states)
-        arguments.check("states", states, states in (True, False, "find"), "True, False or 'find'")
         copies = arguments.by_name("also", also, "copies by name, such as {'ema': ema_model}")
         self.tracked: TrackedStates | None = None
         """The states tracked beside the weights; None if there are none."""
         if states or copies:
             self.tracked = TrackedStates(self.pipeline, copies, bool(states), find=states == "find")
-            self.pipeline.newest.beside = self.tracked.latest
+            self.pipeline.roles = self.tracked.latest
         self._steps = OptimizerSteps(self.pipeline, self.optimizers, self.models, self.tracked)
         self._started = False
 
@@ -143,7 +138,7 @@ class Audit:
     @property
     def listeners(self) -> list[Listener]:
         """The functions that are called with a summary of every audited step."""
-        return self.pipeline.newest.listeners
+        return self.pipeline.listeners
 
     @property
     def trouble(self) -> str | None:
@@ -180,7 +175,7 @@ class Audit:
         ``roles`` holds the summaries of tracked states by their name in the trace, each as of its newest
         finished step: moments finish with the weights, copies when the next step begins.
         """
-        return self.pipeline.newest.latest
+        return self.pipeline.latest
 
     # ---- attaching ----
 
@@ -209,17 +204,18 @@ class Audit:
         takes the first free one of ``out``, ``out-2``... if it may be numbered. A script that never steps
         leaves nothing behind.
         """
-        if self._started or self.pipeline.sink.recording.resume:
-            return self.start()
-        self._started = True
-        self._steps.opening = lambda: self.pipeline.sink.begin(self._begin)
-        return self._attached()
-
-    def _begin(self) -> None:
         sink = self.pipeline.sink
-        if sink.out is not None and sink.recording.exists == "number":
-            sink.out = free_folder(sink.out)
-        self.pipeline.open(self._options())
+        if self._started or sink.recording.resume:
+            return self.start()
+
+        def begin() -> None:
+            if sink.out is not None and sink.recording.exists == "number":
+                sink.out = free_folder(sink.out)
+            self.pipeline.open(self._options())
+
+        self._started = True
+        self._steps.opening = lambda: sink.begin(begin)
+        return self._attached()
 
     def _attached(self) -> Self:
         self._steps.hooks.attach(self.optimizers)
@@ -253,10 +249,8 @@ class Audit:
 
     def _options(self) -> dict[str, Any]:
         """Return what the manifest says of rehearsals and tracked states."""
-        told: dict[str, Any] = {
-            "rehearse": None if self.rehearsing is None else self.rehearsing.asked.to_json()
-        }
-        return told if self.tracked is None else {**told, "roles": self.tracked.to_json()}
+        stated: dict[str, Any] = {"rehearse": self.rehearsing and self.rehearsing.asked.to_json()}
+        return stated if self.tracked is None else {**stated, "roles": self.tracked.to_json()}
 
     def stop(self) -> None:
         """Remove the hooks and make everything durable; in a forked process the trace is left open."""

@@ -24,7 +24,7 @@ def compare(
     as_json: JSON = False,
 ) -> None:
     """Compare forecasts with an outcome: the projection's, and that of the rehearsal of this run."""
-    from halfulp.audit.rehearsal.trace_outcome import GridOutcome, compare_traces
+    from halfulp.audit.rehearsal.forecast_outcome import GridOutcome, compare_traces
     from halfulp.trace import Trace
 
     traces = Trace.open(reference), Trace.open(measured)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from halfulp.audit.rehearsal.rehearsed_outcome import Evaluated, evaluations
+from halfulp.audit.rehearsal.forecast_outcome import Evaluated, evaluations
 from halfulp.report import words
 from halfulp.report.markup import Content, Html, number, numeric, picture, table, tag
 from halfulp.report.runs import Run

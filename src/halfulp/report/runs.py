@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from halfulp.audit.rehearsal.trace_outcome import compare_grid, matched
+from halfulp.audit.rehearsal.forecast_outcome import compare_grid, matched
 from halfulp.errors import UsageError
 from halfulp.measures.crossings import Majority, majority
 from halfulp.measures.forecasts import Comparison, recovery

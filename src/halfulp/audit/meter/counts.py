@@ -36,14 +36,15 @@ class Meter:
         self.phase, self.expected, self.batching = phase, expected, batching
         self.batches: list[Batch] = []
 
-    def join(self, new: Sequence[Watched]) -> None:
-        """Lay new tensors side by side where that is faster."""
-        if rank() == 0 and self.batching:
-            self.batches += batches(new, self.phase)
+    def join(self, new: Sequence[Watched]) -> list[Batch]:
+        """Lay new tensors side by side where that is faster; return the new batches."""
+        made = batches(new, self.phase) if rank() == 0 and self.batching else []
+        self.batches += made
+        return made
 
     def leave(self, w: Watched) -> None:
         """Count a tensor no longer; those beside it are counted one by one."""
-        if isinstance(w.batch, Batch):
+        if w.batch is not None:
             self.batches.remove(w.batch)
             w.batch.dissolve()
 
@@ -81,12 +82,15 @@ class Meter:
     def total(self, seen: Sequence[Watched], rows: Rows) -> Array:
         """Sum the rows of shards over ranks; what was not measured is not a number."""
         totals = reduced(seen, rows)
-        if rank() == 0:
-            unmeasured = (("phase", self.phase), ("expected", self.expected))
-            leave_out(totals, *(name for name, on in unmeasured if not on))
+        if rank() == 0 and not self.phase:
+            leave_out(totals, "phase")
+        if rank() == 0 and not self.expected:
+            leave_out(totals, "expected")
         return totals
 
     def _batches_of(self, watched: Sequence[Watched]) -> list[Batch]:
+        if len(self.batches) == 1 and self.batches[0].members == watched:  # most models
+            return self.batches
         return [b for b in self.batches if any(w.batch is b for w in watched)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from halfulp.numbers.streams import Stream
 from halfulp.writeback.sharding import is_sharded, local, reduce_sum, shard_offset, unsupported_moving
 from halfulp.writeback.storage.native_weight import NativeCodes
 from halfulp.writeback.storage.packed import Codes
+
+if TYPE_CHECKING:
+    from halfulp.audit.meter.batch import Batch
 
 SAMPLING = -2
 """The step number of the stream that chooses tiles."""
@@ -51,7 +54,7 @@ class Watched:
     moved: torch.Tensor | None = None
     stay: torch.Tensor | None = None
     scores: torch.Tensor | None = None
-    batch: object | None = None
+    batch: Batch | None = None
     """The batch in which it is audited together with others: :mod:`halfulp.audit.meter.batch`."""
     rehearsed: bool = False
     shown: torch.Tensor | None = None
@@ -85,12 +88,18 @@ class Watched:
             self.tiles = torch.from_numpy(chosen).to(self.tensor.device)
             self.short = bool((chosen + 1 > local(self.tensor).numel() // TILE).any())
         here = self.values()
-        count = torch.tensor(here.numel(), dtype=torch.float64, device=here.device)
-        self.recorded = int(reduce_sum(count, self.tensor))
+        self.recorded = here.numel()
+        if self.sharded:
+            count = torch.tensor(here.numel(), dtype=torch.float64, device=here.device)
+            self.recorded = int(reduce_sum(count, self.tensor))
 
     def values(self) -> torch.Tensor:
         """Return the weights that are audited: all of those on this rank, or the sampled tiles."""
-        x = local(self.tensor.detach()) if self.codes is None else self.codes.get().to(self.tensor.dtype)
+        x = self.tensor.detach()
+        if self.codes is not None:
+            x = self.codes.get().to(x.dtype)
+        elif self.sharded:
+            x = local(x)
         return x if self.tiles is None else sampled(x, self.tiles, self.short)
 
     def whole(self) -> torch.Tensor:
@@ -123,13 +132,11 @@ class Watched:
 
     def follow(self, *, moved: bool, stay: bool, scores: int | None, saved: dict[str, torch.Tensor]) -> None:
         """Begin, or take up from a resumed trace, what is followed; ``scores``: the size of a tile."""
-        n, g = self.values().numel(), len(self.grids)
-        work = torch.float64 if self.tensor.dtype == torch.float64 else torch.float32
+        here, g = self.values(), len(self.grids)
+        n, work = here.numel(), torch.float64 if here.dtype == torch.float64 else torch.float32
         if moved and self.moved is None:
-            bits = self._taken(
-                saved, "moved", torch.zeros((g, (n + 7) // 8), dtype=torch.uint8, device="cpu")
-            )
-            self.moved = bits.to(self.values().device)
+            bits = torch.zeros((g, (n + 7) // 8), dtype=torch.uint8, device="cpu")
+            self.moved = self._taken(saved, "moved", bits).to(here.device)
         if stay and self.stay is None:
             self.stay = self._taken(saved, "stay", torch.ones((g, n), dtype=work, device="cpu"))
         if scores is not None and self.scores is None and self.tensor.dim() >= 2:

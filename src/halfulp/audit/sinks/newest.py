@@ -1,15 +1,14 @@
-"""The newest step in few numbers, for listeners and live views."""
+"""The newest step in a few numbers, for listeners and live views."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from halfulp.audit.meter.rows import PER_GRID, SHARED, Row
-from halfulp.audit.meter.tensor import Watched
 from halfulp.audit.sources.watchlist import Watchlist
 from halfulp.trace.recorded import lost_share
 from halfulp.trace.stored_on import in_full, same_values
@@ -18,65 +17,19 @@ BESIDE = ("step", "frozen", "tensors", "never_moved", "gain", "measured")
 """The keys reported for a tracked state."""
 
 
-class Newest:
-    """Hold the rows of the newest step, and call listeners with a summary of them.
-
-    Args:
-        watchlist: The tensors and grids that the rows are of.
-        listeners: Called with :attr:`latest` when a step is over.
-        tells_zero: Whether proposals are known, also of values that are stored on a coarse grid.
-    """
-
-    def __init__(
-        self,
-        watchlist: Watchlist,
-        listeners: Iterable[Callable[[dict[str, Any]], None]] = (),
-        *,
-        tells_zero: bool = False,
-    ) -> None:
-        self.watchlist, self.listeners, self.tells_zero = watchlist, list(listeners), tells_zero
-        self.beside: Callable[[], dict[str, Any]] = dict
-        """The same of what accumulates beside the weights."""
-        self._rows: Sequence[Row] = ()
-        self._loss = math.nan
-        self._summed: dict[str, Any] = {}
-
-    def take(self, rows: Sequence[Row], loss: float) -> None:
-        """Take the rows of a step that is over; of one step, the first time counts."""
-        if rows and (not self._rows or self._rows[0].step != rows[0].step):
-            self._rows, self._loss = rows, loss
-            for listener in self.listeners:
-                listener(self.latest)
-
-    @property
-    def latest(self) -> dict[str, Any]:
-        """Return the newest step in few numbers; empty before the first."""
-        if self._rows and self._summed.get("step") != self._rows[0].step:
-            self._summed = summary(
-                self._rows,
-                self._loss,
-                {w.id: w for w in self.watchlist.watched.values()},
-                [g.name for g in self.watchlist.grids],
-                never_moved=self.watchlist.measure.never_moved,
-                tells_zero=self.tells_zero,
-            )
-        return {**self._summed, "roles": self.beside()} if self._summed else {}
-
-
-def summary(
-    rows: Sequence[Row],
-    loss: float,
-    by_id: Mapping[int, Watched],
-    grids: Sequence[str],
-    *,
-    never_moved: bool,
-    tells_zero: bool,
-) -> dict[str, Any]:
-    """Sum the rows of a step up.
+def summary(rows: Sequence[Row], loss: float, watchlist: Watchlist, *, tells_zero: bool) -> dict[str, Any]:
+    """Sum up the rows of a step.
 
     The shares are those of a trace (:meth:`halfulp.Trace.frozen`): of updates, of the tensors that are
     stored on the grid; where none is, of all.
+
+    Args:
+        rows: The rows.
+        loss: The loss of the step.
+        watchlist: The tensors and grids that the rows are of.
+        tells_zero: Whether proposals are known, also of values that are stored on a coarse grid.
     """
+    grids, by_id = [g.name for g in watchlist.grids], {w.id: w for w in watchlist.watched.values()}
     tensors = [by_id[i] for row in rows for i in row.ids]
     per_grid = np.concatenate([r.per_grid() for r in rows])
     shared = np.concatenate([r.shared() for r in rows])
@@ -96,7 +49,7 @@ def summary(
         mine = home if home.any() else np.ones_like(home)
         counts = (x[mine].sum() for x in (frozen[:, j], idle, bad, sizes))
         made["frozen"][grid] = float(lost_share(*counts))
-        if never_moved:
+        if watchlist.measure.never_moved:
             made["never_moved"][grid] = float(never[mine, j].sum() / sizes[mine].sum())
         known, proposed = mine & full, proposal[mine & full].sum()
         if proposed > 0 and np.isfinite(arrived[known, j]).all():

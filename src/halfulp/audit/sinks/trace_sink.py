@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from halfulp.audit.meter.rows import Row, tables
 from halfulp.audit.meter.tensor import Watched
 from halfulp.audit.ranks import rank, world
+from halfulp.audit.rehearsal.rehearsals import Rehearsals
 from halfulp.audit.settings import Recording
 from halfulp.audit.sinks import shard_state
 from halfulp.audit.sinks.shard_state import Shards
@@ -40,16 +41,6 @@ FIRST = "first_step= (--first-step)"
 State = dict[str, torch.Tensor]
 
 
-class Contributor(Protocol):
-    """Rehearsals: what has tables of its own in a trace, and something to go on with for each tensor."""
-
-    def tables(self) -> dict[str, Columns]:
-        """Return what is new since the last part."""
-
-    def state_of(self, w: Watched) -> State:
-        """Return what a resumed audit needs of a tensor."""
-
-
 class TraceSink:
     """Take the rows of steps, and make them durable in a folder or in memory.
 
@@ -60,14 +51,14 @@ class TraceSink:
     """
 
     def __init__(
-        self, out: Path | Memory | None, recording: Recording, beside: Contributor | None = None
+        self, out: Path | Memory | None, recording: Recording, beside: Rehearsals | None = None
     ) -> None:
         self.out = out if isinstance(out, Path) else None
         self.memory = out if isinstance(out, Memory) else None
         self.recording, self._beside = recording, beside
         self.step = 0 if recording.first_step is None else recording.first_step - 1
         """The newest step of the run."""
-        self.states: list[Callable[[], State]] = []
+        self.states: list[Callable[[], State]] = [] if beside is None else [beside.state]
         """The functions that contribute to the state of every part."""
         self.writer: TraceWriter | Memory | None = None
         self.resumed: Resumed | None = None
@@ -159,10 +150,6 @@ class TraceSink:
     def has_parts(self) -> bool:
         """True if the trace being continued has parts."""
         return self._begun is not None and bool(self._begun.count)
-
-    def last_held(self, every: int) -> int:
-        """Return the last step of which nothing is missing: those between two due ones are not recorded."""
-        return -(-self.skip_until // every) * every
 
     def refuse_gap(self, missing: int) -> None:
         """Say that a run goes on after a step that the trace does not have."""

@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,25 +54,44 @@ def caller_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _caller(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    frames = [f for f in _outward() if not _inside(_module(f), OURS)]
-    selves = [s for f in frames if (s := variables(f).get("self")) is not None]
-    there = {_module(f) for f in frames} | {k.__module__ for s in selves for k in type(s).__mro__}
-    found = next((p for p in FRAMEWORKS if any(_inside(m, (f"{p}.",)) for m in there)), None)
-    framework = "loop" if found is None else FRAMEWORKS[found]
-    made: dict[str, Any] = {"framework": framework}
-    if found is not None:
-        version = getattr(sys.modules.get(found.partition(".")[0]), "__version__", None)
-        made |= {"version": version} if isinstance(version, str) else {}
-    if framework in ("transformers", "trl"):
+    frames = [_Frame.of(frame) for frame in _outward()]
+    frames = [f for f in frames if not _inside(f.module, OURS)]
+    selves = [f.variables["self"] for f in frames if f.variables.get("self") is not None]
+    modules = {f.module for f in frames} | {k.__module__ for s in selves for k in type(s).__mro__}
+    package = next((p for p in FRAMEWORKS if any(_inside(m, (f"{p}.",)) for m in modules)), None)
+    entry: dict[str, Any] = {"framework": "loop" if package is None else FRAMEWORKS[package]}
+    if package is not None:
+        version = getattr(sys.modules.get(package.partition(".")[0]), "__version__", None)
+        entry |= {"version": version} if isinstance(version, str) else {}
+    trainer = None
+    if entry["framework"] in ("transformers", "trl"):
         trainer = next(s for s in reversed(selves) if "Trainer" in {k.__name__ for k in type(s).__mro__})
-        made |= {"class": type(trainer).__name__, "takes": _takes(type(trainer))}
-        made["names"], made["whole"] = _names(frames, optimizer, trainer)
-    else:
-        made["names"], made["whole"] = _names(frames, optimizer, None)
-    if framework == "lightning":
+        entry |= {"class": type(trainer).__name__, "takes": _takes(type(trainer))}
+    entry["names"], entry["whole"] = _names(frames, optimizer, trainer)
+    if entry["framework"] == "lightning":
         models = [m for s in selves if isinstance(m := getattr(s, "lightning_module", s), torch.nn.Module)]
-        made["whole"] = any(_owns(m, optimizer) == "whole" for m in models)
-    return made
+        entry["whole"] = any(_owns(m, optimizer) == "whole" for m in models)
+    return entry
+
+
+class _Frame(NamedTuple):
+    """One function on the stack: its module, its file, and its variables."""
+
+    module: str
+    file: str
+    variables: dict[str, Any]
+
+    @classmethod
+    def of(cls, frame: FrameType) -> _Frame:
+        return cls(_module(frame), frame.f_code.co_filename, variables(frame))
+
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Yield the variables, and what ``self`` holds."""
+        mine = getattr(self.variables.get("self"), "__dict__", {})
+        modules = mine.get("_modules")
+        inner = {**mine, **(modules if isinstance(modules, dict) else {})}
+        yield from ((n, v) for n, v in self.variables.items() if n != "self" and n.isidentifier())
+        yield from ((f"self.{n}", v) for n, v in inner.items() if str(n).isidentifier())
 
 
 def _outward() -> Iterator[FrameType]:
@@ -89,9 +108,9 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _inside(module: str, prefixes: tuple[str, ...]) -> bool:
-    """Return True if a module is one of these packages, named with a dot at the end, or inside."""
-    return f"{module}.".startswith(prefixes)
+def _inside(module: str, packages: tuple[str, ...]) -> bool:
+    """Return True if a module is, or is in, one of these packages, which are named with a dot at the end."""
+    return f"{module}.".startswith(packages)
 
 
 def _takes(trainer: type) -> list[str]:
@@ -104,40 +123,31 @@ def _takes(trainer: type) -> list[str]:
 
 
 def _names(
-    frames: list[FrameType], optimizer: torch.optim.Optimizer, trainer: object
+    frames: list[_Frame], optimizer: torch.optim.Optimizer, trainer: object
 ) -> tuple[dict[str, str], bool]:
     """Find the user's own expressions for optimizer, model and trainer.
 
-    They are taken from the outermost frame that has them, where they are made; and it is noted whether
+    They are taken from the outermost frame that has them, where they are made. The second result is True if
     the model has no other trainable parameters.
     """
-    made: dict[str, str] = {}
+    names: dict[str, str] = {}
     whole = False
     for frame in reversed(frames):
-        if _inside(_module(frame), THEIRS) or frame.f_code.co_filename.startswith(INSTALLED):
+        if _inside(frame.module, THEIRS) or frame.file.startswith(INSTALLED):
             continue
         models = {}
-        for name, value in _variables(frame):
+        for name, value in frame.named():
             if value is trainer and trainer is not None:
-                made.setdefault("trainer", name)
+                names.setdefault("trainer", name)
             if isinstance(value, torch.optim.Optimizer):
                 if optimizer in (value, vars(value).get("optimizer"), vars(value).get("_optimizer")):
-                    made.setdefault("optimizer", name)
+                    names.setdefault("optimizer", name)
             elif isinstance(value, torch.nn.Module) and (owned := _owns(value, optimizer)):
                 models[name] = owned == "whole"
-        if models and "model" not in made:
+        if models and "model" not in names:
             name = next((n for n in models if n.rpartition(".")[2] == "model"), next(iter(models)))
-            made["model"], whole = name, models[name]
-    return made, whole
-
-
-def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """Variables of a frame, and what its ``self`` holds."""
-    found = variables(frame)
-    yield from ((n, v) for n, v in found.items() if n != "self" and n.isidentifier())
-    held = getattr(found.get("self"), "__dict__", {})
-    modules = held.get("_modules") if isinstance(held.get("_modules"), dict) else {}
-    yield from ((f"self.{n}", v) for n, v in {**held, **(modules or {})}.items() if str(n).isidentifier())
+            names["model"], whole = name, models[name]
+    return names, whole
 
 
 def _owns(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

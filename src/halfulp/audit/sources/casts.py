@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from halfulp import kernels
-from halfulp.audit import arguments
+from halfulp.audit.arguments import Grids
 from halfulp.audit.meter.counts import Meter
 from halfulp.audit.meter.rows import PER_GRID, SHARED
 from halfulp.audit.meter.tensor import Watched
@@ -100,7 +100,7 @@ class CastAudit:
         self,
         main: Copies,
         stored: Copies,
-        grids: str | Grid | torch.dtype | Iterable[str | Grid | torch.dtype] | None = None,
+        grids: Grids | None = None,
         *,
         stored_on: str | Grid | torch.dtype | None = None,
         out: str | Path | Memory | None = None,
@@ -118,9 +118,9 @@ class CastAudit:
             raise UsageError(f"stored tensors are of {', '.join(sorted(dtypes))}: pass grids=.")
         usual = stored_on if stored_on is not None else SHORT.get(min(dtypes), min(dtypes))
         self.pipeline = Pipeline(
-            arguments.grids_of(usual if grids is None else grids),
-            arguments.folder_of(out),
-            every=arguments.count("every", every),
+            usual if grids is None else grids,
+            out,
+            every=every,
             measure=measure,
             recording=replace(recording, describe={"cast": True, **(recording.describe or {})}),
             meter=Meter(phase=False, batching=False),
@@ -157,7 +157,7 @@ class CastAudit:
     @property
     def latest(self) -> dict[str, Any]:
         """A summary of the newest step; empty before the first."""
-        return self.pipeline.newest.latest
+        return self.pipeline.latest
 
     @property
     def bytes(self) -> int:

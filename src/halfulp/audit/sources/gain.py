@@ -20,6 +20,7 @@ from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.rules import decay_of, rule_of
 
 FIRST, EACH = 4, 16
+MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 
 
 class Gain:
@@ -51,26 +52,28 @@ def _gain(optimizer: torch.optim.Optimizer, seen: Sequence[Watched]) -> float | 
     """Return the gain of a step; None if it is unknown."""
     if isinstance(optimizer, WriteBack):
         return optimizer.events.gain if world() == 1 else None  # of shards it asks all ranks
-    narrow = [w for w in seen if w.tensor.dtype.itemsize == 2 and not w.sharded]
-    known = narrow if rule_of(optimizer) is not None else []
-    groups = groups_of(optimizer)
-    pairs = [p for w in known if (p := _products(optimizer, w, groups[w.tensor])) is not None]
-    square = sum(p[1] for p in pairs)
-    return sum(p[0] for p in pairs) / square if square > 0 else None
-
-
-def _products(
-    optimizer: torch.optim.Optimizer, w: Watched, group: dict[str, Any]
-) -> tuple[float, float] | None:
-    """<u, d> and |d|**2 of a tensor that Adam or AdamW has stepped; None of any other."""
-    state = optimizer.state.get(w.tensor, {})
-    if w.before is None or not {"step", "exp_avg", "exp_avg_sq"} <= set(state) or group.get("amsgrad"):
+    if rule_of(optimizer) is None:
         return None
-    (beta1, beta2), step = (float(b) for b in group["betas"]), float(state["step"])
+    groups, decays = groups_of(optimizer), {id(g): decay_of(optimizer, g) for g in optimizer.param_groups}
+    dot = square = 0.0
+    for w in seen:
+        if w.before is None or w.tensor.dtype.itemsize != 2 or w.sharded:
+            continue
+        group, state = groups[w.tensor], optimizer.state.get(w.tensor, {})
+        if state.keys() >= MOMENTS and not group.get("amsgrad"):
+            u, d = _written_and_proposed(w, w.before, state, group, decays[id(group)])
+            dot, square = dot + float(torch.dot(u, d)), square + float(torch.dot(d, d))
+    return dot / square if square > 0 else None
+
+
+def _written_and_proposed(
+    w: Watched, before: torch.Tensor, state: dict[str, Any], group: dict[str, Any], decay: tuple[float, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return u and d of a tensor that Adam or AdamW has stepped."""
+    (beta1, beta2), step = map(float, group["betas"]), float(state["step"])
     # Copies, of float32 moments too: what follows works in place, and the optimizer's own must stay.
     m, v = (state[name].detach().to(torch.float32, copy=True).flatten() for name in ("exp_avg", "exp_avg_sq"))
-    before, after = w.before.float().flatten(), w.values().detach().float().flatten()  # narrow, so copies
-    rate, decay = decay_of(optimizer, group)
+    before, after = before.float().flatten(), w.whole().detach().float().flatten()  # narrow, so copies
     size = v.div_(1 - beta2**step).sqrt_().add_(float(group["eps"]))
-    d = m.div_(1 - beta1**step).div_(size).mul_(-float(group["lr"])).sub_(before, alpha=rate * decay)
-    return float(torch.dot(after.sub_(before), d)), float(torch.dot(d, d))
+    d = m.div_(1 - beta1**step).div_(size).mul_(-float(group["lr"])).sub_(before, alpha=decay[0] * decay[1])
+    return after.sub_(before), d

@@ -1,8 +1,7 @@
-"""Record the dtypes that an optimizer really holds.
+"""Record the dtypes that an optimizer really holds: of parameters, gradients and states.
 
-These are the dtypes of parameters, gradients, and every state that is as large as they are or a 16-bit
-number. A run described as bfloat16 may keep its moments in float32, and one "with float32 optimizer" may not.
-The dtypes are read after the first audited step, when the states exist.
+A run described as bfloat16 may keep its moments in float32, and one "with float32 optimizer" may not. The
+dtypes are read after the first audited step, when the states exist.
 
 Some optimizers keep in a state what 16-bit weights do not hold: masters (TransformerEngine's ``FusedAdam``),
 the rest of a sum (torch-optimi, pytorch_optimizer), the bits that a cast drops (heavyball, FlashOptim). A
@@ -70,9 +69,9 @@ class OptimizerNotes:
         """Look at what it holds once its first step is over; whether that is new."""
         if optimizer in self._holds or optimizer not in self._seen:
             return False
-        found = held(optimizer, self._gradients or gradients(optimizer))  # or a closure's
-        found["states"] = {_written(kind): sizes for kind, sizes in found["states"].items()}
-        self._holds[optimizer] = found
+        holds = held(optimizer, self._gradients or gradients(optimizer))  # or a closure's
+        holds["states"] = {_written(kind): sizes for kind, sizes in holds["states"].items()}
+        self._holds[optimizer] = holds
         return True
 
     def described(self) -> list[dict[str, Any]]:
@@ -109,26 +108,27 @@ def held(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
     For parameters that a write-back stores, also say the grid, the policy and where they are.
     """
     slots = optimizer.slots if isinstance(optimizer, WriteBack) else []
-    inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
+    inner = wrapped(optimizer)
     params = [p for group in inner.param_groups for p in group["params"]]
     written: Counter[str] = Counter()
     for slot in slots:
         where = "packed" if slot.storage == "packed" else f"in {str(slot.p.dtype).removeprefix('torch.')}"
-        written[f"{slot.grid.name} written by {slot.policy.spec.partition('(')[0]}, {where}"] += (
-            slot.shape.numel()
-        )
+        how = f"{slot.grid.name} written by {slot.policy.spec.partition('(')[0]}, {where}"
+        written[how] += slot.shape.numel()
     stepped = {slot.stepped for slot in slots}
     states: dict[str, list[torch.Tensor]] = {}
     for p in params:
-        for kind, held in flat(inner.state.get(p) or {}):
-            for x in held if isinstance(held, list | tuple) else (held,):
+        for kind, state in flat(inner.state.get(p) or {}):
+            for x in state if isinstance(state, list | tuple) else (state,):
                 if isinstance(x, torch.Tensor) and (x.numel() > 1 or narrow_scalar(x)):
                     states.setdefault(str(kind), []).append(x)
-    found = {kind: _sizes(tensors) for kind, tensors in states.items()}
-    others = _sizes(p for p in params if p not in stepped)
     keeps = [] if slots else keepers(inner)
-    kept = {"keeps": keeps} if keeps else {}
-    return {"parameters": {**written, **others}, "gradients": gradients, "states": found, **kept}
+    return {
+        "parameters": {**written, **_sizes(p for p in params if p not in stepped)},
+        "gradients": gradients,
+        "states": {kind: _sizes(tensors) for kind, tensors in states.items()},
+        **({"keeps": keeps} if keeps else {}),
+    }
 
 
 def keepers(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -138,9 +138,7 @@ def keepers(optimizer: torch.optim.Optimizer) -> list[str]:
         state = optimizer.state.get(p)
         if not state or not p.is_floating_point() or p.element_size() != 2:
             continue
-        own = [
-            str(kind) for kind, x in flat(state) if isinstance(x, torch.Tensor) and _keeps(str(kind), x, p)
-        ]
+        own = [str(k) for k, x in flat(state) if isinstance(x, torch.Tensor) and _keeps(str(k), x, p)]
         if not own:
             return []
         found.update(dict.fromkeys(own))
@@ -153,22 +151,23 @@ def _keeps(kind: str, x: torch.Tensor, p: torch.Tensor) -> bool:
         return False
     if KEEPS.search(kind):
         return True
-    wider = x.is_floating_point() and x.element_size() > p.element_size() and x.shape == p.shape
+    if not x.is_floating_point() or x.element_size() <= p.element_size() or x.shape != p.shape:
+        return False
     here = local(p.detach())  # of a shard only what is here: other ranks need not be asking
-    return wider and bool(here.any()) and torch.equal(local(x.detach()).to(p.dtype), here)
+    return bool(here.any()) and torch.equal(local(x.detach()).to(p.dtype), here)
 
 
 def _sizes(tensors: Iterable[torch.Tensor | None]) -> Sizes:
     found: Counter[str] = Counter()
     for x in tensors:
         if x is not None and not is_lazy(x) and x.numel():
-            found[str(_inside(x).dtype).removeprefix("torch.")] += x.numel()
+            stored = _stored(x) if hasattr(x, "__tensor_flatten__") else x
+            found[str(stored.dtype).removeprefix("torch.")] += x.numel()
     return dict(sorted(found.items()))
 
 
-def _inside(x: torch.Tensor) -> torch.Tensor:
+def _stored(x: Any) -> Any:
     """Return what a wrapper of tensors really holds: states of 8 or 4 bits call themselves float32."""
-    flatten = getattr(x, "__tensor_flatten__", None)
-    inner = [getattr(x, name) for name in flatten()[0]] if flatten is not None else []
+    inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
     inner = [y for y in inner if isinstance(y, torch.Tensor)]
     return max(inner, key=lambda y: y.numel()) if inner else x

@@ -85,19 +85,18 @@ def in_frames(kind: type[T], depth: int = 100) -> list[tuple[str, T]]:
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame, which keeps nothing for having been asked.
+    """Return the local variables of a frame without keeping them alive there.
 
-    Up to Python 3.12 the frame of a function that is asked for its variables holds on to them in a dictionary
-    until it is asked again, so what the function deletes would stay alive. They are taken out of it again.
-    Names that ``exec`` put there stay, and all of it does where somebody else has it in hand: the function
-    itself (``locals()``) or a debugger. From 3.13 on it is a view of the variables, and left alone.
+    Up to Python 3.12, ``f_locals`` of a function's frame is a dictionary that the frame holds on to, so what
+    the function deletes later would stay alive. The variables are therefore taken out of it again, unless the
+    function itself (``locals()``) or a debugger uses it. From 3.13 on it is a view, and left alone.
     """
-    asked = frame.f_locals
-    found, code = dict(asked), frame.f_code
-    ours = type(asked) is dict and bool(code.co_flags & inspect.CO_OPTIMIZED)
-    if ours and frame.f_trace is None and sys.getrefcount(asked) <= 3:  # the frame's, this one's, the call's
+    shared = frame.f_locals
+    found, code = dict(shared), frame.f_code
+    ours = type(shared) is dict and bool(code.co_flags & inspect.CO_OPTIMIZED)
+    if ours and frame.f_trace is None and sys.getrefcount(shared) <= 3:  # the frame's, this one's, the call's
         for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
-            asked.pop(name, None)
+            shared.pop(name, None)
     return found
 
 
@@ -180,7 +179,7 @@ def name_parameters(
             around = {**candidate, **around}
     held = {**around, **given}
     masters, stepped = [p for p in params if p not in held and _plain(p)], set(params)
-    copies = held_copies(masters, {q: at for q, at in held.items() if q not in stepped})
+    copies = held_copies(masters, {q: at for q, at in held.items() if q not in stepped}) if masters else {}
     labels.update({p: labels[q] for p, q in copies.items() if q in labels})
     found: dict[torch.Tensor, Naming] = {}
     for i, group in enumerate(optimizer.param_groups):

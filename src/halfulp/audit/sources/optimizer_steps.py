@@ -91,7 +91,7 @@ class OptimizerSteps:
         if self.opening is not None:
             opening, self.opening = self.opening, None
             opening()
-        self._count.go_on(optimizer, pipeline.first_missing)
+        self._count.go_on(optimizer, pipeline)
         if self._stepped and self._begins(optimizer):
             self._finish()
         if not self._stepped:
@@ -107,7 +107,7 @@ class OptimizerSteps:
         here = self.watch(optimizer) if looks else []
         if tracked is not None:
             if self._resumes(coming):
-                tracked.before_skipped(self.watch(optimizer))
+                tracked.follow_gradients(self.watch(optimizer))
             if due:
                 tracked.look_for(optimizer)
             if not self._stepped:
@@ -185,11 +185,11 @@ class OptimizerSteps:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> list[Watched]:
         """Take up parameters that were not seen before; return what this rank looks at."""
-        watchlist, params = self.pipeline.watchlist, _params(optimizer)
-        known = watchlist.known(optimizer, params)
+        params = _params(optimizer)
+        known = self.pipeline.watchlist.known(optimizer, params)
         if known is not None:
             return known
-        if watchlist.new_among(params):
+        if self.pipeline.watchlist.new_among(params):
             self.notes.see(optimizer)
         groups = {p: (optimizer, group) for p, group in groups_of(optimizer).items()}
         named = functools.partial(self._named, optimizer)
@@ -198,14 +198,14 @@ class OptimizerSteps:
     def _named(self, optimizer: torch.optim.Optimizer, new: list[torch.Tensor]) -> dict[torch.Tensor, Naming]:
         """Return the names of an optimizer's tensors, and the storage of those that are written back."""
         known = self.pipeline.watchlist.names()
-        found = name_parameters(optimizer, self.models, search=not self.models, known=known)
+        named = name_parameters(optimizer, self.models, search=not self.models, known=known)
         if not self.models and self.pipeline.rehearsing is not None:
-            held = [p if found[p].held is None else found[p].held for p in new]
-            self.around += [m for m in models_around(held) if m not in self.around]
+            shown = [p if named[p].held is None else named[p].held for p in new]
+            self.around += [m for m in models_around(shown) if m not in self.around]
         for slot in optimizer.slots if isinstance(optimizer, WriteBack) else ():
-            if slot.p in found:
-                found[slot.p] = replace(found[slot.p], stored=slot.grid.name, codes=slot.codes)
-        return found
+            if slot.p in named:
+                named[slot.p] = replace(named[slot.p], stored=slot.grid.name, codes=slot.codes)
+        return named
 
     # ---- recording ----
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from halfulp.audit.pipeline import Pipeline
 from halfulp.audit.ranks import rank
 from halfulp.audit.sinks.trace_sink import FIRST, State, TraceSink
 from halfulp.text import tell
@@ -32,10 +33,10 @@ class StepCount:
         self._first: torch.optim.Optimizer | None = None
         """The one that stepped first in this process."""
 
-    def go_on(self, optimizer: torch.optim.Optimizer, missing: int) -> None:
+    def go_on(self, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> None:
         """Before the first step of a resumed run, take its number from the optimizer.
 
-        The optimizer may have been loaded with its state. ``missing`` is the first step that the trace lacks.
+        The optimizer may have been loaded with its state.
         """
         sink, unknown = self.sink, self._unknown
         self._unknown = False
@@ -57,8 +58,8 @@ class StepCount:
             + (", as the optimizer has counted." if done else ".")
             + (f" But {doubt}: if it goes on from a checkpoint, say so with {FIRST}." if doubt else "")
         )
-        if missing <= done:
-            sink.guard(sink.refuse_gap, missing)
+        if pipeline.first_missing <= done:
+            sink.guard(sink.refuse_gap, pipeline.first_missing)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the optimizer that stepped first, once its first step is over."""

@@ -58,12 +58,19 @@ class StepHooks:
         """Return True if an error raised by a step came from one of these hooks, not from the step itself."""
         return self._raised is not None and self._raised() is error
 
-    def _call(self, hook: Hook, optimizer: torch.optim.Optimizer) -> None:
+    def _call(
+        self, hook: Hook, optimizer: torch.optim.Optimizer, first: Callable[[], None] | None = None
+    ) -> None:
+        outer, self._busy = self._busy, threading.get_ident()
         try:
+            if first is not None:
+                first()
             hook(optimizer)
         except HalfulpError as error:
-            self._raised = weakref.ref(error)  # which has frames in hand, and must not stay for this
+            self._raised = weakref.ref(error)  # a strong reference would keep its frames alive
             raise
+        finally:
+            self._idle_again(outer)
 
     @property
     def attached(self) -> bool:
@@ -88,9 +95,9 @@ class StepHooks:
         method, process = weakref.WeakMethod(stop), self._process
 
         def forgotten() -> None:  # holds nothing: an audit that is dropped lets go of its folder
-            found = method()
-            if found is not None and os.getpid() == process:
-                found()
+            call = method()
+            if call is not None and os.getpid() == process:
+                call()
 
         self._forgotten = forgotten
         atexit.register(forgotten)
@@ -141,20 +148,13 @@ class StepHooks:
         with self._lock:
             if self._detached:
                 return
-            inside: set[bool] = set()
             if self._inside:  # a step that raised never came to its second hook
                 self._inside = [step for step in self._inside if _running(step)]
-                inside = {step.thread == here for step in self._inside}
+            nested = any(step.thread == here for step in self._inside)
+            together = found_busy or bool(self._inside)
             self._inside.append(_Open(optimizer, frame, here))
-            if True in inside:  # the outer step counts
-                return
-            outer, self._busy = self._busy, here
-            try:
-                if (found_busy or inside) and self.together is not None:
-                    self.together()
-                self._call(self.before, optimizer)
-            finally:
-                self._idle_again(outer)
+            if not nested:  # the outer step counts
+                self._call(self.before, optimizer, self.together if together else None)
 
     def leave(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Run after ``optimizer.step()``: close the step that ``enter`` opened."""
@@ -169,17 +169,13 @@ class StepHooks:
             others = [step for step in self._inside if step.thread != here]
             self._inside = [*others, *mine[: places[-1]]]
             if not places[-1] and not _skipped(optimizer):
-                outer, self._busy = self._busy, here
-                try:
-                    self._call(self.after, optimizer)
-                finally:
-                    self._idle_again(outer)
+                self._call(self.after, optimizer)
 
 
 def _skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a fused optimizer was told by ``GradScaler`` to leave the weights alone."""
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, torch.Tensor) and bool(found)
+    infinite = getattr(optimizer, "found_inf", None)
+    return isinstance(infinite, torch.Tensor) and bool(infinite)
 
 
 def _step_frame() -> FrameType:

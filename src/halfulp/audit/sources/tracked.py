@@ -12,6 +12,7 @@ every step on whether anything changed, but not when an audit stops: one that a 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +40,6 @@ from halfulp.audit.sources.states import (
     tensors_of,
     wrapped,
 )
-from halfulp.numbers.grids import grid as named_grid
 from halfulp.trace import Memory
 from halfulp.trace.reader import ROLES
 from halfulp.writeback.sharding import is_sharded
@@ -74,7 +74,7 @@ class TrackedState:
             out = owner.sink.memory.roles.setdefault(role, Memory())
         how = owner.sink.recording
         self.pipeline = Pipeline(
-            [named_grid(grid)],
+            grid,
             out,
             every=owner.every,
             measure=Measure(never_moved=never_moved),
@@ -98,7 +98,7 @@ class TrackedState:
 
     @property
     def trouble(self) -> str | None:
-        """Explain why its trace ends before the run, or return None if it does not."""
+        """The reason why its trace ends before the run, or None."""
         return self.pipeline.sink.trouble
 
     def take(self, name: str, x: torch.Tensor) -> Watched | None:
@@ -134,13 +134,10 @@ class TrackedState:
         pipeline.advance()
         if pipeline.due(pipeline.sink.step):
             with torch.no_grad():
-                self._record(taking_part(here))
+                seen = pipeline.counted_here(taking_part(here))
+                if seen:
+                    pipeline.measured(seen, [math.nan] * len(seen), pipeline.meter.count(seen))
         pipeline.finish()
-
-    def _record(self, seen: list[Watched]) -> None:
-        seen = self.pipeline.counted_here(seen)
-        if seen:
-            self.pipeline.measured(seen, [float("nan")] * len(seen), self.pipeline.meter.count(seen))
 
     def _watch(self, held: _Held) -> list[Watched]:
         def name(_: list[torch.Tensor]) -> Any:
@@ -266,15 +263,14 @@ class TrackedStates:
         """Return True if that step is audited, or was in the part of a run that is resumed."""
         return rank() == 0 and self.owner.regular(self.coming)
 
-    def before_skipped(self, weights: list[Watched]) -> None:
-        """Follow gradients in steps that a resumed trace holds: those of the one after them are new."""
+    def follow_gradients(self, weights: list[Watched]) -> None:
+        """Follow the gradients of weights from now on."""
         if self.gradients is not None and rank() == 0:
             self.gradients.watch(weights)
 
     def before(self, optimizer: torch.optim.Optimizer, weights: list[Watched], step: int) -> None:
         """Set the moments aside that there are before a step, and follow gradients from then on."""
-        if self.gradients is not None and rank() == 0:
-            self.gradients.watch(weights)
+        self.follow_gradients(weights)
         moments = self._moments(optimizer)
         for kind, named in moments.items():
             self._begin(kind, id(optimizer), named, step)
@@ -288,7 +284,7 @@ class TrackedStates:
 
     def latest(self) -> dict[str, dict[str, Any]]:
         """Return the newest step of every role in few numbers, by the names that they have in the trace."""
-        found = {name: track.pipeline.newest.latest for name, track in sorted(self.tracks.items())}
+        found = {name: track.pipeline.latest for name, track in sorted(self.tracks.items())}
         return {name: {key: said[key] for key in BESIDE} for name, said in found.items() if said}
 
     def stop(self) -> list[str]:

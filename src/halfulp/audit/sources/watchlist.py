@@ -1,14 +1,13 @@
 """``Watchlist``: the tensors under audit, with names, groups, grids and numbers.
 
-An optimizer may gain parameters while it runs, and a recording may be taken up by another process. So tensors
-are looked for at every step that is audited, and the manifest of a trace says the same of one as before.
-
-What cannot be audited is refused before the first step. Later nothing is, for the training is not the audit's
-to end: a tensor that comes then and does not fit is left out.
+An optimizer may gain parameters while it runs, and another process may resume a recording. So every audited
+step looks for new tensors, and a resumed trace numbers them as before. What cannot be audited is refused
+before the first step; a tensor that comes later and does not fit is left out, and the training goes on.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,8 +40,7 @@ class Watchlist:
         grids: The grids; those that do not fit may be dropped with the first tensors.
         measure: What is measured.
         untrained: Whether tensors without gradients are watched as well.
-        whole: Whether only whole tensors can be: what is asked for cannot be had of shards.
-        folder: Whether a shard that is watched needs a folder, to be resumed from.
+        unsharded: Why shards are refused, if they are.
     """
 
     def __init__(
@@ -51,11 +49,10 @@ class Watchlist:
         measure: Measure,
         *,
         untrained: bool = False,
-        whole: bool = False,
-        folder: bool = False,
+        unsharded: str | None = None,
     ) -> None:
         self.grids, self.measure = list(grids), measure
-        self.untrained, self.whole, self.folder = untrained, whole, folder
+        self.untrained, self.unsharded = untrained, unsharded
         self.watched: dict[torch.Tensor, Watched] = {}
         self.begun = False
         """True once a step was audited in this process; from then on nothing is refused."""
@@ -71,24 +68,20 @@ class Watchlist:
     # ---- looking up ----
 
     def of(self, key: object, tensors: list[torch.Tensor]) -> list[Watched]:
-        """Return what this rank looks at of tensors; ``key``: whose they are, for the next time."""
-        found = self._known(key, tensors)
-        if found is None:
-            found = [self.watched[p] for p in tensors if p in self.watched]
-            if all(self.decided(p) for p in tensors):
-                self._lists[key] = (tensors, found)
+        """Return the watched ones among the tensors of ``key`` that this rank looks at."""
+        known = self.known(key, tensors)
+        if known is not None:
+            return known
+        found = [self.watched[p] for p in tensors if p in self.watched]
+        if all(map(self.decided, tensors)):
+            self._lists[key] = (tensors, found)
         return _here(found)
 
     def known(self, key: object, tensors: list[torch.Tensor]) -> list[Watched] | None:
-        """Return the same if each was decided on and they are the same as then, else None."""
-        found = self._known(key, tensors)
-        return None if found is None else _here(found)
-
-    def _known(self, key: object, tensors: list[torch.Tensor]) -> list[Watched] | None:
-        """Return the previous result if the tensors are the same: comparing them is cheaper than lookups."""
-        decided, found = self._lists.get(key, ([], []))
-        same = len(decided) == len(tensors) > 0 and all(map(operator.is_, decided, tensors))
-        return found if same else None
+        """Return the same as last time if the tensors are the same: comparing is cheaper than lookups."""
+        before, found = self._lists.get(key, ([], []))
+        same = len(before) == len(tensors) > 0 and all(map(operator.is_, before, tensors))
+        return _here(found) if same else None
 
     def decided(self, p: torch.Tensor) -> bool:
         """Return True if a tensor is watched, or was left out."""
@@ -128,10 +121,21 @@ class Watchlist:
         if self.begun:
             chosen = self._fitting(chosen, naming)
         elif self.measure.unfit == "drop" and not self.resumed:
-            self._drop_unfit(chosen)
+            self._drop_unfit({p.dtype for p in chosen})
         self._left_out.update(set(new) - set(chosen))
+        known = {t["name"]: t for t in listed}
+        used = [t["id"] for t in listed] + [w.id for w in self.watched.values()]
+        following = itertools.count(max(used, default=-1) + 1)
         for p in chosen:
-            self.watched[p] = self._made(naming[p], p, listed)
+            name, shape = naming[p].name, list(p.shape)
+            before = known.get(name, {"shape": shape})
+            if before["shape"] != shape:
+                raise UsageError(
+                    f"cannot resume the trace: {name!r} has shape {before['shape']} there, but {shape} here."
+                )
+            self.watched[p] = self._made(
+                naming[p], p, int(before["id"]) if name in known else next(following)
+            )
         return [self.watched[p] for p in chosen]
 
     def leave_out(self, p: torch.Tensor) -> Watched:
@@ -165,7 +169,7 @@ class Watchlist:
         self, params: list[torch.Tensor], named: Mapping[torch.Tensor, Naming]
     ) -> list[torch.Tensor]:
         """Return the tensors that came after the first step and can be audited for the grids of this run."""
-        unfit = {p: why for p in params if (why := self._unfit(p)) is not None}
+        unfit = {p: why for p in params if (why := self._why_not(p)) is not None}
         if unfit:
             first, why = next(iter(unfit.items()))
             tell(
@@ -174,70 +178,62 @@ class Watchlist:
             )
         return [p for p in params if p not in unfit]
 
-    def _unfit(self, p: torch.Tensor) -> str | None:
-        """Say why a tensor cannot be audited, if it cannot."""
+    def _grids_for(self, p: torch.Tensor) -> list[Grid]:
+        """Return the grids in a tensor's dtype; refuse a tensor that cannot be audited."""
+        grids = [g.within(p.dtype) for g in self.grids]
+        check_shard(p, grids)
+        if self.measure.expected_never_moved and on_gpu(p):
+            raise UsageError(
+                "expected_never_moved= follows probabilities on the CPU only; this tensor is on a GPU: "
+                "leave it out, or audit a run on the CPU."
+            )
+        if self.unsharded is not None and is_sharded(p):
+            raise UsageError(self.unsharded)
+        return grids
+
+    def _why_not(self, p: torch.Tensor) -> str | None:
         try:
-            check_shard(p, [g.within(p.dtype) for g in self.grids])
-            if self.measure.expected_never_moved and on_gpu(p):
-                raise UsageError(
-                    "expected_never_moved= follows probabilities on the CPU only; this tensor is on a GPU: "
-                    "leave it out, or audit a run on the CPU."
-                )
-            if is_sharded(p) and self.whole:
-                raise UsageError("scores= is for whole tensors; this one is sharded.")
-            if is_sharded(p) and self.folder:
-                raise UsageError("resume= of a sharded tensor needs a folder: out=.")
+            self._grids_for(p)
         except UsageError as error:
             return str(error)
         return None
 
-    def _drop_unfit(self, params: list[torch.Tensor]) -> None:
-        """Leave out grids that some parameter's dtype cannot hold.
+    def _drop_unfit(self, dtypes: set[torch.dtype]) -> None:
+        """Leave out grids that some parameters' dtype cannot hold, and say so if others could hold them.
 
-        Where none holds a grid's values nothing is missing: nobody asks what fp16 loses of a bf16 run. It is
-        said where some do, for these are then not audited on it either.
+        Where no dtype holds a grid's values, nothing is missing: nobody asks what fp16 loses of a bf16 run.
         """
-        fit = [g for g in self.grids if all(_fits(g, p.dtype) for p in params)]
+        fit = [g for g in self.grids if all(_fits(g, dtype) for dtype in dtypes)]
         if not fit or len(fit) == len(self.grids):
             return
-        missed = [g.name for g in self.grids if g not in fit and any(_fits(g, p.dtype) for p in params)]
+        missed = [g.name for g in self.grids if g not in fit and any(_fits(g, dtype) for dtype in dtypes)]
         if missed:
-            held = {p.dtype for p in params if not all(_fits(g, p.dtype) for g in self.grids)}
-            dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
+            narrow = {dtype for dtype in dtypes if not all(_fits(g, dtype) for g in self.grids)}
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in narrow))
             tell(
-                f"halfulp: {', '.join(missed)} left out of the whole run, because some weights are {dtypes}, "
+                f"halfulp: {', '.join(missed)} left out of the whole run, because some weights are {names}, "
                 "which does not hold its values. To audit the others, choose them with params=."
             )
         self.grids = fit
 
-    def _made(self, naming: Naming, p: torch.Tensor, listed: Sequence[dict[str, Any]]) -> Watched:
+    def _made(self, naming: Naming, p: torch.Tensor, number: int) -> Watched:
         name, rules = naming.name, self.measure.groups
         group = group_of(name, p, naming.module) if rules is None else rules(name, p)
         if not isinstance(group, str):
             raise UsageError(f"groups= must give a string: for {name!r} it gave {group!r}.")
-        stored = str(p.dtype).removeprefix("torch.") if naming.stored is None else naming.stored
-        w = Watched(self._id(name, p, listed), name, group, p, [], stored)
-        w.codes = naming.codes
-        w.copy = None if naming.copy is None else str(naming.copy).removeprefix("torch.")
-        w.shown = naming.held
-        if (why := self._unfit(p)) is not None:
-            raise UsageError(f"parameter {name!r}: {why}")
-        w.grids = [g.within(p.dtype) for g in self.grids]
+        try:
+            grids = self._grids_for(p)
+        except UsageError as error:
+            raise UsageError(f"parameter {name!r}: {error}") from None
+        w = Watched(
+            number, name, group, p, grids,
+            stored=naming.stored or str(p.dtype).removeprefix("torch."),
+            copy=None if naming.copy is None else str(naming.copy).removeprefix("torch."),
+            codes=naming.codes,
+            shown=naming.held,
+        )  # fmt: skip
         w.choose(self.measure.sample, self.measure.seed)
         return w
-
-    def _id(self, name: str, p: torch.Tensor, listed: Sequence[dict[str, Any]]) -> int:
-        """Return the number of a tensor in the trace: the one it has there already, or the next."""
-        known = {t["name"]: t for t in listed}
-        if name in known and known[name]["shape"] != list(p.shape):
-            raise UsageError(
-                f"cannot resume the trace: {name!r} has shape {known[name]['shape']} there, but "
-                f"{list(p.shape)} here."
-            )
-        if name in known:
-            return int(known[name]["id"])
-        used = [t["id"] for t in known.values()] + [w.id for w in self.watched.values()]
-        return max(used, default=-1) + 1
 
 
 def _here(found: list[Watched]) -> list[Watched]:
