@@ -115,7 +115,7 @@ class Pipeline:
             return manifest.begun(watchlist.grids, self.every, stated, recording.describe or {})
 
         keep_fit = watchlist.keep_fit if self.measure.unfit == "drop" else None
-        begun = self.sink.open(new, keep_fit, codes=self.rehearsing is not None)
+        begun = self.sink.open(new, keep_fit)
         if begun is None:
             return False
         watchlist.resumed = bool(self.sink.skip_until)

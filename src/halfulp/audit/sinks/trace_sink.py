@@ -85,14 +85,13 @@ class TraceSink:
     # ---- opening ----
 
     def open(
-        self, manifest: Callable[[], dict[str, Any]], keep_fit: Callable[[Trace], None] | None, *, codes: bool
+        self, manifest: Callable[[], dict[str, Any]], keep_fit: Callable[[Trace], None] | None
     ) -> dict[str, Any] | None:
-        """Open the trace; return the manifest of one that is gone on with, None for a new one.
+        """Open the trace; return the manifest of one that is resumed, None for a new one.
 
         Args:
             manifest: Makes the manifest of a new one.
             keep_fit: Leaves out grids that a trace was begun without, if they may be left out.
-            codes: Whether every rank needs the codes of rehearsals from it.
         """
         self._opened = time.monotonic()
         resume = self.recording.resume
@@ -106,7 +105,7 @@ class TraceSink:
             elif self.memory is not None:
                 self.writer = self.memory.begin(manifest())
         elif self.out is not None and resume:
-            self.resumed = self._seen_from_here(self.out, keep_fit, codes)
+            self.resumed = self._seen_from_here(self.out, keep_fit)
         begun = self._begun
         if begun is None or not (begun.count or (self.resumed is not None and self.resumed.cut)):
             return None
@@ -117,7 +116,7 @@ class TraceSink:
 
     @property
     def _begun(self) -> TraceWriter | Memory | Resumed | None:
-        """Return what is gone on with: on other ranks than the first, the trace as it is seen from there."""
+        """The trace that is resumed; on other ranks than the first, as it is seen from there."""
         return self.resumed if self.writer is None else self.writer
 
     def _free(self, out: Path) -> Path:
@@ -129,22 +128,21 @@ class TraceSink:
         tell(f"halfulp: {out} holds a trace already; this one goes to {free}.")
         return free
 
-    def _seen_from_here(
-        self, out: Path, keep_fit: Callable[[Trace], None] | None, codes: bool
-    ) -> Resumed | None:
-        """Return the trace that the first rank goes on with, on another."""
-        if (out / "manifest.json").exists():
-            found = Trace.open(out, verify=False)
-            if found.recorded:
-                if keep_fit is not None:
-                    keep_fit(found)
-                return Resumed.of(found)
-        elif self.step and codes:
-            raise UsageError(
-                f"cannot resume {out}: rank {rank()} finds no trace there, but needs the codes of the "
-                "rehearsals. All ranks need to see one folder."
-            )
-        return None
+    def _seen_from_here(self, out: Path, keep_fit: Callable[[Trace], None] | None) -> Resumed | None:
+        """Return the trace that the first rank resumes, on another."""
+        if not (out / "manifest.json").exists():
+            if self.step and self._beside is not None:
+                raise UsageError(
+                    f"cannot resume {out}: rank {rank()} finds no trace there, but needs the codes of the "
+                    "rehearsals. All ranks need to see one folder."
+                )
+            return None
+        trace = Trace.open(out, verify=False)
+        if not trace.recorded:
+            return None
+        if keep_fit is not None:
+            keep_fit(trace)
+        return Resumed.of(trace)
 
     @property
     def has_parts(self) -> bool:
@@ -180,9 +178,9 @@ class TraceSink:
         """State in the manifest which tensors are watched, and what else has changed."""
         if self.writer is None:
             return
-        made = self.writer.manifest
+        manifest = self.writer.manifest
         inventory = {w.id: w.inventory() for w in watched}
-        for listed in made["tensors"]:  # parts are bound to what is listed, so that stays
+        for listed in manifest["tensors"]:  # parts are bound to what is listed, so that stays
             here = inventory.get(listed["id"], listed)
             for key in (k for k in listed if k != "device" and listed[k] != here[k]):
                 raise UsageError(
@@ -190,7 +188,7 @@ class TraceSink:
                     f"{here[key]!r} here."
                 )
             inventory[listed["id"]] = listed
-        made["tensors"] = [inventory[i] for i in sorted(inventory)]
+        manifest["tensors"] = [inventory[i] for i in sorted(inventory)]
         self.state_in_manifest(changed)
 
     def state_in_manifest(self, changed: dict[str, Any]) -> None:
@@ -223,8 +221,8 @@ class TraceSink:
 
     def loss(self, step: int) -> float:
         """Return the mean of the recorded losses of a step; NaN if there are none."""
-        heard = self._losses.get(step)
-        return sum(heard) / len(heard) if heard else math.nan
+        losses = self._losses.get(step)
+        return sum(losses) / len(losses) if losses else math.nan
 
     def add_evaluation(self, rows: Sequence[tuple[int, int, float]]) -> None:
         """Take the losses of an evaluation: (rehearsal, bound, loss) each; a later one of a step counts."""
@@ -258,20 +256,19 @@ class TraceSink:
 
     def _commit_part(self, watched: Collection[Watched]) -> None:
         self._opened = time.monotonic()
-        rows = self.rows
-        losses = {row.step: self.loss(row.step) for row in rows}
+        rows, losses = self.rows, {row.step: self.loss(row.step) for row in self.rows}
         self._drop()
-        extra = {} if self._beside is None else self._beside.tables()
+        more = {} if self._beside is None else self._beside.tables()
         evaluated = [row[0] for row in self._evaluated]
         if not any((rows, *evaluated)) or self.writer is None or self.trouble is not None:
             return  # an evaluation before the first step waits for it
         if evaluated:
             columns = zip(SCHEMAS[LOSSES].items(), zip(*self._evaluated, strict=True), strict=True)
-            extra[LOSSES] = Columns({name: np.array(column, dtype=kind) for (name, kind), column in columns})
+            more[LOSSES] = Columns({name: np.array(column, dtype=kind) for (name, kind), column in columns})
             self._evaluated = []
         state = dict(self.loaded)  # of tensors that have not come up again, too
-        for more in self.states:
-            state.update(more())
+        for contribute in self.states:
+            state.update(contribute())
         if self.shards is not None:
             state.update(self.shards.name())
         for w in watched:
@@ -279,7 +276,7 @@ class TraceSink:
         start = time.monotonic()
         made = tables(rows, losses, len(self.writer.manifest["grids"]))
         last = rows[-1].step if rows else evaluated[-1]
-        self.guard(self.writer.commit, {**made, **extra}, state, last_step=last)
+        self.guard(self.writer.commit, {**made, **more}, state, last_step=last)
         self._writing = time.monotonic() - start
 
     def _state_of(self, w: Watched) -> State:

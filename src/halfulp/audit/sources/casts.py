@@ -116,7 +116,7 @@ class CastAudit:
         dtypes = {_dtype(q) for _, q in self.pairs.values()}
         if grids is None and stored_on is None and len(dtypes) > 1:
             raise UsageError(f"stored tensors are of {', '.join(sorted(dtypes))}: pass grids=.")
-        usual = stored_on if stored_on is not None else SHORT.get(min(dtypes), min(dtypes))
+        usual = stored_on if stored_on is not None else _grid_name(next(iter(self.pairs.values()))[1])
         self.pipeline = Pipeline(
             usual if grids is None else grids,
             out,
@@ -126,14 +126,14 @@ class CastAudit:
             meter=Meter(phase=False, batching=False),
             untrained=True,
         )
-        self.home = None if stored_on is None else named(stored_on)
+        self.home = None if stored_on is None else named(stored_on).name
         self._hooks = StepHooks(_nothing, self._stepped_by)
         self._names = {m: name for name, (m, _) in self.pairs.items()}
         self._copies: dict[torch.Tensor, torch.Tensor] = dict(self.pairs.values())
         self._modules = _modules(stored, self.pairs)
         self._mine: dict[tuple[int, ...], _Mine] = {}
         self._stepped: list[_Mine] = []
-        self._told: list[float] = []
+        self._losses: list[float] = []
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._looks, self._moved_any = 0, False
         self.seconds = 0.0
@@ -194,12 +194,12 @@ class CastAudit:
             lr: The learning rate, for the trace.
         """
         with self._hooks.uninterrupted():
-            self._look((0,), list(self._names), dict.fromkeys(self._names, lr))
+            self._look((0,), dict.fromkeys(self._names, lr))
             self._finish()
 
     def log(self, loss: torch.Tensor | float) -> None:
         """Record the loss of the coming step; if there are several, their mean is recorded."""
-        self._told.append(float(loss))
+        self._losses.append(float(loss))
 
     def commit(self) -> None:
         """Write what was recorded since the last part. If tensors are sharded, all ranks must call it."""
@@ -224,36 +224,34 @@ class CastAudit:
     # ---- steps ----
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
-        """Examine the main parameters that a stepping optimizer holds."""
+        """Look at the main parameters that a stepping optimizer holds."""
         rates = {
             _memory(p): float(group.get("lr", math.nan))
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        at = {m: _memory(m) for m in self._names}
-        mine = [m for m in self._names if at[m] in rates]
+        mine = {m: rates[at] for m in self._names if (at := _memory(m)) in rates}
         if mine:
             # ZeRO 3 steps one optimizer once for each of its sub-groups: together they are a step.
-            self._look((id(optimizer), *map(id, mine)), mine, {m: rates[at[m]] for m in mine})
+            self._look((id(optimizer), *map(id, mine)), mine)
 
-    def _look(
-        self, key: tuple[int, ...], mine: list[torch.Tensor], rates: Mapping[torch.Tensor, float]
-    ) -> None:
+    def _look(self, key: tuple[int, ...], rates: Mapping[torch.Tensor, float]) -> None:
+        """Count the casts of some main parameters; ``key`` tells them from others of the same step."""
         pipeline, start = self.pipeline, time.perf_counter()
-        those = self._mine.setdefault(key, _Mine(mine))
-        if those in self._stepped:
+        mine = self._mine.setdefault(key, _Mine(list(rates)))
+        if mine in self._stepped:
             self._finish()
         if not self._stepped:
             pipeline.commit_if_due()
         if pipeline.due(self.step if self._stepped else self.step + 1):
-            pipeline.watch(those, those.tensors, self._named, described=self._described)
+            pipeline.watch(mine, mine.tensors, self._named, described=self._described)
         if not self._stepped:
             pipeline.advance()
-        self._stepped.append(those)
+        self._stepped.append(mine)
         if pipeline.due(self.step):
             with torch.no_grad():
-                self._record(pipeline.watchlist.of(those, those.tensors), rates)
-        self._told.clear()
+                self._record(pipeline.watchlist.of(mine, mine.tensors), rates)
+        self._losses.clear()
         self.seconds += time.perf_counter() - start
 
     def _finish(self) -> None:
@@ -262,14 +260,13 @@ class CastAudit:
 
     def _named(self, new: list[torch.Tensor]) -> dict[torch.Tensor, Naming]:
         given = {self._names[m]: m for m in new}
-        found = given_names(given, self._modules, self.pipeline.watchlist.names())
-        home = None if self.home is None else self.home.name
-        return {m: replace(n, stored=home or _grid_name(self._copies[m])) for m, n in found.items()}
+        named = given_names(given, self._modules, self.pipeline.watchlist.names())
+        return {m: replace(n, stored=self.home or _grid_name(self._copies[m])) for m, n in named.items()}
 
     def _described(self) -> list[dict[str, Any]]:
-        beside = max(m.element_size() for m in self._names)
-        told: dict[str, Any] = {"class": "cast", "defaults": {}, "policies": ["master"], "admits": []}
-        return [{**told, "policy_bytes_per_weight": float(beside)}]
+        main_bytes = float(max(m.element_size() for m in self._names))
+        cast: dict[str, Any] = {"class": "cast", "defaults": {}, "policies": ["master"], "admits": []}
+        return [{**cast, "policy_bytes_per_weight": main_bytes}]
 
     def _record(self, seen: list[Watched], rates: Mapping[torch.Tensor, float]) -> None:
         if not seen:
@@ -282,7 +279,7 @@ class CastAudit:
         self._looks += 1
         self._moved_any = self._moved_any or bool((frozen < sizes[:, None]).any())
         self.pipeline.add(seen, [float(rates[w.tensor]) for w in seen], rows)
-        self.pipeline.sink.add_loss(self._told)
+        self.pipeline.sink.add_loss(self._losses)
 
     # ---- counting ----
 
@@ -294,21 +291,21 @@ class CastAudit:
         shared = np.zeros(len(SHARED))
         flat_main, flat_stored = main.reshape(-1), stored.reshape(-1)
         for k, g in enumerate(w.grids):
-            moves = g.scaling is not None and g.scaling.moves
-            total = np.zeros(len(WRITE_COUNTS), dtype=np.int64)
-            for begin in range(0, n, max(n, 1) if moves else CHUNK):
-                piece = slice(begin, n if moves else min(begin + CHUNK, n))
-                shape = main.shape if moves else (-1,)
-                z, s = flat_main[piece].view(shape), flat_stored[piece].view(shape)
-                bits = None if w.moved is None else w.moved[k, begin // 8 : -(-(piece.stop) // 8)]
-                total += self._cast(z, s, g, w.stored, bits)
+            whole = g.scaling is not None and g.scaling.moves
+            counts = np.zeros(len(WRITE_COUNTS), dtype=np.int64)
+            for begin in range(0, n, max(n, 1) if whole else CHUNK):
+                chunk = slice(begin, n if whole else min(begin + CHUNK, n))
+                shape = main.shape if whole else (-1,)
+                z, s = flat_main[chunk].view(shape), flat_stored[chunk].view(shape)
+                bits = None if w.moved is None else w.moved[k, begin // 8 : -(-(chunk.stop) // 8)]
+                counts += self._cast(z, s, g, w.stored, bits)
                 if k == 0:
                     shared[2:] += _squares(z, s)
-            told = dict(zip(WRITE_COUNTS, total.tolist(), strict=True))
+            counted = dict(zip(WRITE_COUNTS, counts.tolist(), strict=True))
             if k == 0:
-                shared[:2] = told["zero_proposal"], told["nonfinite"]
+                shared[:2] = counted["zero_proposal"], counted["nonfinite"]
             for column in COUNTED:
-                row[k * len(PER_GRID) + PER_GRID.index(column)] = told[column]
+                row[k * len(PER_GRID) + PER_GRID.index(column)] = counted[column]
         row[-len(SHARED) :] = shared
         return torch.from_numpy(row).to(main.device)
 
@@ -316,14 +313,12 @@ class CastAudit:
         self, z: torch.Tensor, stored: torch.Tensor, grid: Grid, on: str, bits: torch.Tensor | None
     ) -> np.ndarray[Any, Any]:
         """WRITE_COUNTS of one cast."""
-        own = on == grid.name
-        q = (
-            stored
-            if own and stored.dtype == torch.bfloat16 and z.dtype == torch.float32
-            else stored.to(z.dtype)
-        )
-        if not own:
-            q = grid.round(q)
+        if on != grid.name:
+            q = grid.round(stored.to(z.dtype))
+        elif stored.dtype == torch.bfloat16 and z.dtype == torch.float32:
+            q = stored
+        else:
+            q = stored.to(z.dtype)
         finite = torch.isfinite(q)
         if not bool(finite.all()):  # what was not finite before has no change that could be lost
             q, z = torch.where(finite, q, 0), torch.where(finite, z, torch.nan)
@@ -344,20 +339,21 @@ def paired(main: Copies, stored: Copies) -> dict[str, tuple[torch.Tensor, torch.
         extra = f"; without a partner: {sorted(mains.keys() ^ copies.keys())[:3]}"
     else:  # by place, where one of them is a list
         fit = len(mains) == len(copies)
-        names = mains if isinstance(main, Mapping) and not isinstance(stored, named) else copies
-        mains = dict(zip(names, mains.values(), strict=False))
-        copies = dict(zip(names, copies.values(), strict=False))
+        names = list(mains if isinstance(main, Mapping) and not isinstance(stored, named) else copies)
     if not fit:
         raise UsageError(
-            f"main and stored must pair up, by name or by place: they have {len(_listed(main))} and "
-            f"{len(_listed(stored))} tensors{extra}."
+            f"main and stored must pair up, by name or by place: they have {len(mains)} and {len(copies)} "
+            f"tensors{extra}."
         )
     if not copies:
         raise UsageError("nothing to audit: main and stored have no tensors.")
-    found = {name: (mains[name], copies[name]) for name in copies}
+    if extra:
+        pairs = {name: (mains[name], q) for name, q in copies.items()}
+    else:
+        pairs = dict(zip(names, zip(mains.values(), copies.values(), strict=True), strict=True))
     # Pieces of a flat tensor that requires a gradient are no leaves; a tensor that is one keeps its identity.
-    found = {name: (m if m.is_leaf else m.detach(), q) for name, (m, q) in found.items()}
-    for name, (m, q) in found.items():
+    pairs = {name: (m if m.is_leaf else m.detach(), q) for name, (m, q) in pairs.items()}
+    for name, (m, q) in pairs.items():
         if m.shape == q.shape and local(m).shape != local(q).shape:
             raise UsageError(
                 f"{name!r}: main and stored must be sharded alike; here they hold {tuple(local(m).shape)} "
@@ -371,7 +367,7 @@ def paired(main: Copies, stored: Copies) -> dict[str, tuple[torch.Tensor, torch.
                 f"{tuple(q.shape)} on {q.device}. Expected two tensors of one shape on one device, the "
                 "stored one of no wider floats."
             )
-    return found
+    return pairs
 
 
 def _listed(held: Copies) -> dict[str, torch.Tensor]:
