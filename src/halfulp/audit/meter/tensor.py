@@ -144,16 +144,16 @@ class Watched:
             self.scores = self._taken(saved, "scores", torch.zeros(shape, dtype=torch.float64, device="cpu"))
 
     def _taken(self, saved: dict[str, torch.Tensor], what: str, fresh: torch.Tensor) -> torch.Tensor:
-        found = saved.pop(f"{self.id}.{what}", fresh)
-        check_saved(found, fresh, f"{what} of {self.name!r}")
-        return found
+        key = f"{self.id}.{what}"
+        if key not in saved:
+            return fresh
+        check_saved(saved[key], fresh, f"{what} of {self.name!r}")
+        return saved.pop(key)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what a resumed audit needs."""
-        kept = {what: getattr(self, what) for what in FOLLOWED}
-        return {
-            f"{self.id}.{what}": value.contiguous().cpu() for what, value in kept.items() if value is not None
-        }
+        values = [(what, getattr(self, what)) for what in FOLLOWED]
+        return {f"{self.id}.{what}": x.contiguous().cpu() for what, x in values if x is not None}
 
     def inventory(self) -> dict[str, Any]:
         """Return the entry of this tensor in the manifest."""

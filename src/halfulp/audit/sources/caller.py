@@ -11,7 +11,6 @@ import inspect
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -54,11 +53,11 @@ def caller_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _caller(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    frames = [_Frame.of(frame) for frame in _outward()]
-    frames = [f for f in frames if not _inside(f.module, OURS)]
+    frames = _stack()
     selves = [f.variables["self"] for f in frames if f.variables.get("self") is not None]
     modules = {f.module for f in frames} | {k.__module__ for s in selves for k in type(s).__mro__}
-    package = next((p for p in FRAMEWORKS if any(_inside(m, (f"{p}.",)) for m in modules)), None)
+    theirs = [f"{m}." for m in sorted(modules) if _inside(m, THEIRS)]
+    package = next((p for p in FRAMEWORKS if [m for m in theirs if m.startswith(f"{p}.")]), None)
     entry: dict[str, Any] = {"framework": "loop" if package is None else FRAMEWORKS[package]}
     if package is not None:
         version = getattr(sys.modules.get(package.partition(".")[0]), "__version__", None)
@@ -81,31 +80,27 @@ class _Frame(NamedTuple):
     file: str
     variables: dict[str, Any]
 
-    @classmethod
-    def of(cls, frame: FrameType) -> _Frame:
-        return cls(_module(frame), frame.f_code.co_filename, variables(frame))
-
-    def named(self) -> Iterator[tuple[str, Any]]:
-        """Yield the variables, and what ``self`` holds."""
+    def named(self) -> list[tuple[str, Any]]:
+        """Return the variables, and what ``self`` holds."""
         mine = getattr(self.variables.get("self"), "__dict__", {})
         modules = mine.get("_modules")
         inner = {**mine, **(modules if isinstance(modules, dict) else {})}
-        yield from ((n, v) for n, v in self.variables.items() if n != "self" and n.isidentifier())
-        yield from ((f"self.{n}", v) for n, v in inner.items() if str(n).isidentifier())
+        local = [(n, v) for n, v in self.variables.items() if n != "self" and n.isidentifier()]
+        return local + [(f"self.{n}", v) for n, v in inner.items() if str(n).isidentifier()]
 
 
-def _outward() -> Iterator[FrameType]:
-    """Yield the frames from here outwards, up to the one in which halfulp runs a script."""
+def _stack() -> list[_Frame]:
+    """Return the frames of others from here outwards, up to the one in which halfulp runs a script."""
+    frames: list[_Frame] = []
     frame: FrameType | None = sys._getframe(1)
     for _ in range(DEEP):
-        if frame is None or _module(frame) == "halfulp.audit.script.runner":
-            return
-        yield frame
+        module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+        if frame is None or module == "halfulp.audit.script.runner":
+            break
+        if not _inside(module, OURS):
+            frames.append(_Frame(module, frame.f_code.co_filename, variables(frame)))
         frame = frame.f_back
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+    return frames
 
 
 def _inside(module: str, packages: tuple[str, ...]) -> bool:

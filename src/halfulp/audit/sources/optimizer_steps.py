@@ -189,14 +189,13 @@ class OptimizerSteps:
         known = self.pipeline.watchlist.known(optimizer, params)
         if known is not None:
             return known
-        if self.pipeline.watchlist.new_among(params):
-            self.notes.see(optimizer)
         groups = {p: (optimizer, group) for p, group in groups_of(optimizer).items()}
         named = functools.partial(self._named, optimizer)
         return self.pipeline.watch(optimizer, params, named, groups, self.notes.described)
 
     def _named(self, optimizer: torch.optim.Optimizer, new: list[torch.Tensor]) -> dict[torch.Tensor, Naming]:
         """Return the names of an optimizer's tensors, and the storage of those that are written back."""
+        self.notes.see(optimizer)
         known = self.pipeline.watchlist.names()
         named = name_parameters(optimizer, self.models, search=not self.models, known=known)
         if not self.models and self.pipeline.rehearsing is not None:

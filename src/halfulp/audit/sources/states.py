@@ -157,13 +157,12 @@ def _equal(x: torch.Tensor, p: torch.Tensor) -> bool:
 # ---- moments -----------------------------------------------------------------------------------------------
 
 
-def flat(state: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield one parameter's state by kind; some optimizers nest it one level deeper (heavyball)."""
+def flat(state: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """List one parameter's state by kind; some optimizers nest it one level deeper (heavyball)."""
+    listed: list[tuple[Any, Any]] = []
     for kind, x in state.items():
-        if isinstance(x, Mapping):
-            yield from flat(x)
-        else:
-            yield kind, x
+        listed += flat(x) if isinstance(x, Mapping) else [(kind, x)]
+    return listed
 
 
 def state_tensors(states: Iterable[Any]) -> list[torch.Tensor]:

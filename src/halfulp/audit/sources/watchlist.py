@@ -73,7 +73,7 @@ class Watchlist:
         if known is not None:
             return known
         found = [self.watched[p] for p in tensors if p in self.watched]
-        if all(map(self.decided, tensors)):
+        if len(found) == len(tensors) or all(map(self.decided, tensors)):
             self._lists[key] = (tensors, found)
         return _here(found)
 
@@ -94,13 +94,12 @@ class Watchlist:
     # ---- taking up ----
 
     def new_among(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those that were not decided on; a lazy one may come to have a shape."""
+        """Return the trainable ones that were not decided on; a lazy one may come to have a shape."""
+        new = [p for p in tensors if p not in self.watched and p not in self._left_out]
         return [
             p
-            for p in tensors
-            if not self.decided(p)
-            and (p.requires_grad or gradient_of(p) is not None or self.untrained)
-            and not is_lazy(p)
+            for p in new
+            if (p.requires_grad or gradient_of(p) is not None or self.untrained) and not is_lazy(p)
         ]
 
     def take(
