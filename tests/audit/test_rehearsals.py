@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import math
-import os
-import random
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +11,9 @@ import polars as pl
 import pytest
 import torch
 from kept_weights import KeptWeights, Steps
-from safetensors.torch import load_file
+from rehearsal_runs import Net, begun, held, loss_of, pull, steps_of, train
 
 import halfulp as hu
-from halfulp import documents
 from halfulp.audit.rehearsal.specs import Rehearsal
 from halfulp.errors import UsageError
 from halfulp.kernels import rehearse as kernel
@@ -36,62 +27,6 @@ SPECS = [
     "e5m2:eco(rounding=stochastic)", "e5m2:master", "e4m3@128:master(start_from=raw)", "m5", "int8/row",
     "int8/row:sr", "mxfp8_e4m3", "e5m2:kahan",
 ]  # fmt: skip
-
-
-def pull(rate: float) -> float:
-    """The default: .8 times the root of the largest rate, which is the only one here."""
-    return min(1.0, 0.8 * math.sqrt(rate))
-
-
-class Net(torch.nn.Module):
-    """Two layers, a weight that is used twice, and a buffer that a forward pass changes."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(24, 40)
-        self.norm = torch.nn.BatchNorm1d(40)
-        self.outer = torch.nn.Linear(40, 33)
-        self.again = torch.nn.Linear(24, 40)
-        self.again.weight = self.inner.weight
-        self.to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(self.norm(self.inner(x)).relu() + self.again(x).tanh())
-
-
-def begun(
-    dtype: torch.dtype = torch.float32, kind: Any = torch.optim.AdamW, **options: Any
-) -> tuple[Net, Any]:
-    torch.manual_seed(3)
-    net = Net(dtype)
-    return net, kind(net.parameters(), **{"lr": 2e-3, **options})
-
-
-def loss_of(net: torch.nn.Module, step: int) -> torch.Tensor:
-    made = torch.Generator().manual_seed(step)
-    dtype = next(net.parameters()).dtype
-    x, y = (torch.randn(16, n, generator=made).to(dtype) for n in (24, 33))
-    return torch.nn.functional.mse_loss(net(x), y)
-
-
-def train(net: torch.nn.Module, opt: Any, steps: range) -> None:
-    for step in steps:
-        opt.zero_grad()
-        loss_of(net, step).backward()
-        opt.step()
-
-
-def held(audit: hu.Audit) -> dict[str, torch.Tensor]:
-    assert audit.rehearsing is not None
-    found = audit.rehearsing.state()
-    for w in audit.rehearsing.tensors:
-        found |= audit.rehearsing.state_of(w)
-    return {name: value.clone() for name, value in found.items()}
-
-
-def steps_of(audit: hu.Audit) -> int:
-    assert audit.rehearsing is not None
-    return audit.rehearsing.step
 
 
 def replayed(
@@ -223,10 +158,10 @@ def test_the_kernel_equals_the_reference(rule: Rule, threads: None) -> None:
     small = kernel.begin(rule, torch.from_numpy(w[:500].copy()), len(pulls))
     beside = alone.empty(4)
     table = kernel.table_of([500, 1700, 0])
-    for held, first in ((small, 0), (alone, 1)):
-        part = beside.part(first, held.held.shape[1])
+    for state, first in ((small, 0), (alone, 1)):
+        part = beside.part(first, state.held.shape[1])
         for name, into in part.tensors().items():
-            into.copy_(held.tensors()[name])
+            into.copy_(state.tensors()[name])
     plain = [{name: t[i].numpy().copy() for name, t in alone.tensors().items()} for i in range(len(pulls))]
     for step in range(4):
         w, after = hard(step)
@@ -268,8 +203,8 @@ def test_a_carry_in_bfloat16() -> None:
     rule = Rule(hu.grid("e5m2").within(torch.float32), keeps=reference.CARRY)
     w, after = (torch.from_numpy(x) for x in hard(1))
     short, long = (kernel.begin(rule, w, 1, kept=t) for t in (torch.bfloat16, torch.float32))
-    for held in (short, long):
-        kernel.move(rule, held, w, after, kernel.Tensor(pulls=[0.0], stream=hu.Stream(seed=0, name="w")))
+    for state in (short, long):
+        kernel.move(rule, state, w, after, kernel.Tensor(pulls=[0.0], stream=hu.Stream(seed=0, name="w")))
     assert short.kept is not None
     assert long.kept is not None
     assert torch.equal(short.kept, long.kept.to(torch.bfloat16))
@@ -331,234 +266,6 @@ def test_an_open_loop_is_the_write_back_of_the_same_proposals(tmp_path: Path) ->
             with audit.as_if("e4m3" if policy == "rne" else f"e4m3:{policy}", "upper"):
                 close = (weights[0] == weights[1]).double().mean()
         assert close > (0.99 if policy in ("kahan", "master") else 0.97), (policy, float(close))
-
-
-def test_the_run_is_bitwise_the_same(tmp_path: Path) -> None:
-    """With rehearsals and evaluations that draw random numbers and pass through batch norm."""
-
-    def run(rehearse: Any) -> tuple[list[torch.Tensor], Any]:
-        net, opt = begun()
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002
-        drawn: list[Any] = []
-        seen: list[float] = []
-
-        def evaluate() -> torch.Tensor:
-            drawn.append((float(torch.rand(())), random.random(), float(np.random.rand())))  # noqa: NPY002
-            return loss_of(net, 1000)
-
-        audit = hu.Audit(opt, "bf16", model=net, rehearse=rehearse)
-        with audit:
-            for step in range(6):
-                train(net, opt, range(step, step + 1))
-                if step % 2:
-                    if rehearse is None:
-                        seen.append(float(evaluate().detach()))
-                    else:
-                        made = audit.evaluate(evaluate)
-                        seen.append(made.real)
-                        assert len(set(drawn[-1 - 3 * len(audit.rehearsals) + 1 :])) == 1
-        tensors = [*net.state_dict().values(), *(t for s in opt.state.values() for t in s.values())]
-        return tensors, (seen, float(torch.rand(())), random.random(), float(np.random.rand()))  # noqa: NPY002
-
-    plain, tail = run(None)
-    rehearsed, same = run(["e5m2", "bf16:kahan", "e4m3@128:sr"])
-    assert tail == same
-    assert all(torch.equal(a, b) for a, b in zip(plain, rehearsed, strict=True))
-
-
-def test_as_if_puts_everything_back() -> None:
-    net, opt = begun()
-    with hu.Audit(opt, "e5m2", model=net, rehearse=["e5m2", "bf16"]) as audit:
-        train(net, opt, range(3))
-        before = copy.deepcopy(net.state_dict())
-        places = [p.data_ptr() for p in net.parameters()]
-        graph = loss_of(net.eval(), 7)
-
-        def meddle() -> None:
-            assert not torch.equal(net.inner.weight, before["inner.weight"])
-            assert net.again.weight is net.inner.weight
-            net.train()
-            loss_of(net, 1)
-            net.outer.weight.data = torch.zeros(1)
-            raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError), audit.as_if("e5m2"):
-            meddle()
-        assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
-        assert places == [p.data_ptr() for p in net.parameters()]
-        graph.backward()  # it is still what it was
-        with audit.as_if("bf16"):
-            with pytest.raises(UsageError, match="leave that one first"), audit.as_if("e5m2"):
-                pass
-            with pytest.raises(UsageError, match=r"AdamW\.step\(\) was called inside as_if\('bf16'"):
-                opt.step()
-            torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0).step()  # another model's
-        with audit.as_if("bf16", "lower"):
-            assert torch.equal(net.inner.weight, hu.grid("bf16").round(before["inner.weight"]))
-            assert torch.equal(net.inner.bias, before["inner.bias"])
-        train(net, opt, range(3, 4))
-        assert steps_of(audit) == 4
-    with audit.as_if("e5m2"):  # the codes are there when the audit is over
-        pass
-
-
-def test_a_compiled_model_sees_the_rehearsed_weights() -> None:
-    net, opt = begun()
-    compiled = torch.compile(net.eval(), backend="aot_eager")
-    with hu.Audit(opt, "e5m2", model=compiled, rehearse="e5m2") as audit:
-        train(net, opt, range(2))
-        with audit.as_if("e5m2"):
-            assert torch.equal(loss_of(compiled, 9), loss_of(net, 9))
-            inside = loss_of(compiled, 9)
-        assert torch.equal(loss_of(compiled, 9), loss_of(net, 9))
-        assert not torch.equal(loss_of(compiled, 9), inside)
-
-
-def test_saved_weights_load_into_the_model(tmp_path: Path) -> None:
-    net, opt = begun()
-    with hu.Audit(opt, "e5m2", model=torch.compile(net, backend="eager"), rehearse="e5m2") as audit:
-        train(net, opt, range(3))
-        audit.save_as_if("e5m2", tmp_path / "w.safetensors", "upper")
-        with audit.as_if("e5m2", "upper"):
-            expected = copy.deepcopy(net.state_dict())
-    other = Net()
-    other.load_state_dict(load_file(tmp_path / "w.safetensors"))
-    assert all(torch.equal(v, expected[k]) for k, v in other.state_dict().items())
-    assert not torch.equal(other.inner.weight, net.inner.weight)
-
-
-@pytest.mark.parametrize("where", ["folder", "memory"])
-def test_a_resumed_rehearsal_equals_an_uninterrupted_one(where: str, tmp_path: Path) -> None:
-    """Whether the checkpoint is where the trace ends, or before it."""
-    specs = ["e5m2", "e4m3@128:sr", "bf16:kahan", "bf16:eco", "e5m2:master"]
-
-    def rates(step: int) -> float:
-        return 1e-3 * (step + 1) if step < 5 else 1e-3
-
-    def go(net: Any, opt: Any, steps: range, audit: hu.Audit) -> None:
-        for step in steps:
-            opt.param_groups[0]["lr"] = rates(step)
-            train(net, opt, range(step, step + 1))
-            if step % 3 == 2:
-                audit.evaluate(lambda: loss_of(net, 99))
-
-    def answers(trace: Any) -> list[Any]:
-        counts = [trace.scan(name).to_polars().fill_nan(None).rows() for name in ("grids", "rehearsals")]
-        return counts + [trace.forecast(spec).losses.to_polars().rows() for spec in specs]
-
-    def opened(out: Any) -> Any:
-        return out.trace if isinstance(out, hu.Memory) else hu.Trace.open(out)
-
-    def place(name: str) -> Any:
-        return hu.Memory() if where == "memory" else tmp_path / name
-
-    settings: dict[str, Any] = {"rehearse": specs, "grids": "bf16", "part_steps": 2}
-    net, opt = begun()
-    whole = place("whole")
-    with hu.Audit(opt, model=net, out=whole, **settings) as audit:
-        go(net, opt, range(9), audit)
-        expected = held(audit)
-    for checkpoint in (4, 6):
-        net, opt = begun()
-        out = place(f"cut-{checkpoint}")
-        with hu.Audit(opt, model=net, out=out, **settings) as audit:
-            go(net, opt, range(checkpoint), audit)
-            saved = copy.deepcopy((net.state_dict(), opt.state_dict()))
-            go(net, opt, range(checkpoint, 6), audit)
-        if isinstance(out, hu.Memory):
-            out = hu.Memory.loaded(out.save())
-        net, opt = begun()
-        net.load_state_dict(saved[0])
-        opt.load_state_dict(saved[1])
-        settings_now = {**settings, "resume": True, "first_step": checkpoint + 1}
-        with hu.Audit(opt, model=net, out=out, **settings_now) as audit:
-            if checkpoint < 6:  # the codes are those of step 6
-                assert audit.evaluate(lambda: 0.5).losses == {}
-                with pytest.raises(UsageError, match="are those of step 6"), audit.as_if("e5m2"):
-                    pass
-            go(net, opt, range(checkpoint, 9), audit)
-            found = held(audit)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-        assert answers(opened(out)) == answers(opened(whole))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_rehearsal_that_is_killed_equals_one_that_is_not(tmp_path: Path) -> None:
-    """Trace, codes, the model's own weights and those as if: after kills anywhere, and at the end."""
-    places = [str(Path(hu.__file__).parent.parent), str(Path(__file__).parents[1])]
-    told = subprocess.run(
-        [sys.executable, str(Path(__file__).parents[1] / "rehearsals_kill.py"), str(tmp_path), "12"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)}, stdout=subprocess.PIPE, check=True,
-    )  # fmt: skip
-    kills = json.loads(told.stdout)
-    assert kills == {"disk": 4, "step": 4, "rehearsal": 4}
-    whole, *killed = sorted(tmp_path.iterdir(), key=lambda p: p.name != "whole")
-    expected = hu.Trace.open(whole / "trace")
-    saved = sorted(p.name for p in whole.glob("*.safetensors"))
-    assert len(saved) == 18
-    for folder in killed:
-        trace = hu.Trace.open(folder / "trace")
-        for table in ("grids", "tensors", "run", "rehearsals", "losses"):
-            mine, theirs = (t.scan(table).to_polars().sort(pl.all()) for t in (trace, expected))
-            # A checkpoint may be older than the trace: then a step is evaluated again, with the same losses.
-            mine = mine.unique(maintain_order=True) if table == "losses" else mine
-            assert mine.equals(theirs, null_equal=True), (folder.name, table)
-        a, b = trace.state(), expected.state()
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[name], b[name]) for name in b)
-        assert all((folder / name).read_bytes() == (whole / name).read_bytes() for name in saved)
-
-
-HOSTILE: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
-    "another bound": ("manifest.json", lambda d: d["options"]["rehearse"].update(bounds=["mid"]), "rehearse"),
-    "no specs": ("manifest.json", lambda d: d["options"]["rehearse"].update(specs=[]), "rehearse"),
-    "a grid more": ("manifest.json", lambda d: d["options"]["rehearse"]["grids"].append("bf16"), "rehearse"),
-    "another pull": ("manifest.json", lambda d: d["options"]["rehearse"].update(pull=[]), "rehearse"),
-    "specs swapped": ("manifest.json", lambda d: d["options"]["rehearse"]["specs"].reverse(), "belong"),
-    "none": ("manifest.json", lambda d: d["options"].update(rehearse=None), "expected"),
-    "rows": (
-        "parts/000000/part.json", lambda d: d["rows"].update(rehearsals=5), "its part states 5",
-    ),
-    "a table less": ("parts/000000/part.json", lambda d: d["rows"].pop("rehearsals"), "expected"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", HOSTILE)
-def test_what_a_trace_may_say_of_rehearsals(what: str, tmp_path: Path) -> None:
-    """With digests made right, as somebody might on purpose."""
-    net, opt = begun()
-    with hu.Audit(opt, "bf16", model=net, out=tmp_path / "t", rehearse=["e5m2", "bf16"]) as audit:
-        train(net, opt, range(2))
-        audit.evaluate(lambda: 1.0)
-    hu.Trace.open(tmp_path / "t")
-    name, change, said = HOSTILE[what]
-    document = json.loads((tmp_path / "t" / name).read_text())
-    del document["sha256"]
-    change(document)
-    (tmp_path / "t" / name).write_bytes(documents.sealed(document))
-    with pytest.raises(hu.HalfulpError, match=said):
-        hu.Trace.open(tmp_path / "t").scan("rehearsals")
-
-
-def test_a_resumed_trace_ends_later_than_the_run(tmp_path: Path) -> None:
-    net, opt = begun()
-    with hu.Audit(opt, "bf16", model=net, out=tmp_path / "t", rehearse="e5m2") as audit:
-        train(net, opt, range(4))
-    net, opt = begun()
-    again: dict[str, Any] = {"model": net, "out": tmp_path / "t", "resume": True}
-    with hu.Audit(opt, "bf16", rehearse="e5m2", **again) as audit:
-        train(net, opt, range(2))
-        assert steps_of(audit) == 4
-    shutil.copytree(tmp_path / "t", tmp_path / "u")
-    with pytest.raises(UsageError, match="step 5 would be missing"):
-        hu.Audit(opt, "bf16", rehearse="e5m2", **again, first_step=9).start()
-    for other in (["bf16"], None, hu.Rehearse("e5m2", pull=3.0), hu.Rehearse("e5m2", bounds=["point"])):
-        with pytest.raises(UsageError, match="it was recorded with rehearse="):
-            hu.Audit(opt, "bf16", rehearse=other, **again).start()
 
 
 def test_every_third_step_is_recorded_and_every_step_is_rehearsed(tmp_path: Path) -> None:
@@ -659,38 +366,6 @@ def test_a_rule_of_your_own(tmp_path: Path) -> None:
     assert "rule" in hu.Trace.open(tmp_path / "t").manifest["options"]["rehearse"]["pull"]
 
 
-def test_a_buffer_that_is_expanded(tmp_path: Path) -> None:
-    """It is put back in its memory, also where something wrote through what it is a view of."""
-    net, opt = begun()
-    base = torch.ones(3, 1)
-    net.register_buffer("wide", base.expand(3, 8))
-    with hu.Audit(opt, "bf16", model=net, rehearse="e5m2") as audit:
-        train(net, opt, range(2))
-        with audit.as_if("e5m2"):
-            base.fill_(2.0)
-        assert torch.equal(base, torch.ones(3, 1))
-        with audit.as_if("e5m2"):
-            net.wide.data = torch.zeros(3, 8)
-        assert net.wide.data_ptr() == base.data_ptr()
-        audit.evaluate(lambda: loss_of(net, 5))
-        audit.save_as_if("e5m2", tmp_path / "m.safetensors")
-    assert torch.equal(base.expand(3, 8), net.wide)
-
-
-def test_a_part_of_evaluations_alone_has_no_steps(tmp_path: Path) -> None:
-    net, opt = begun()
-    with hu.Audit(opt, "bf16", model=net, out=tmp_path / "run", rehearse="e5m2") as audit:
-        train(net, opt, range(2))
-        audit.commit()
-        audit.evaluate(lambda: loss_of(net, 5))
-        audit.commit()
-        train(net, opt, range(2, 4))
-    trace = hu.Trace.open(tmp_path / "run")
-    assert len(trace.parts) == 3
-    assert trace.steps.tolist() == [1, 2, 3, 4]
-    assert trace.forecast("e5m2").losses["step"].tolist() == [2, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("rehearse", "names"),
     [
@@ -759,57 +434,3 @@ def test_what_is_refused_at_the_first_step() -> None:
         pytest.raises(UsageError, match="written back"),
     ):
         train(net, wrapped, range(1))
-
-
-def test_questions_without_an_answer(tmp_path: Path) -> None:
-    net, opt = begun()
-    with hu.Audit(
-        opt, "bf16", model=net, out=tmp_path / "t", rehearse=hu.Rehearse("e5m2", bounds=["point"])
-    ) as audit:
-        train(net, opt, range(2))
-        for bound, said in (("upper", "not kept"), ("middle", "a bound is one of")):
-            with pytest.raises(UsageError, match=said), audit.as_if("e5m2", bound):
-                pass
-        with pytest.raises(UsageError, match="not rehearsed"), audit.as_if("bf16"):
-            pass
-        assert set(audit.evaluate(lambda: 1.0).losses["e5m2"]) == {"lower", "point"}
-    trace = hu.Trace.open(tmp_path / "t")
-    with pytest.raises(UsageError, match="was not rehearsed"):
-        trace.forecast("bf16")
-    f = trace.forecast("e5m2")
-    with pytest.raises(UsageError, match="was not kept"):
-        f.frozen(bound="upper")
-    with pytest.raises(UsageError, match="was rehearsed"):
-        f.frozen("inner.bias")
-    with pytest.raises(UsageError, match="was not recorded"):
-        f.frozen(bound="lower")
-    with hu.Audit(opt, "bf16", model=net) as audit:
-        assert audit.evaluate(lambda: 1.0).losses == {}
-        with pytest.raises(UsageError, match="rehearses nothing"), audit.as_if("bf16"):
-            pass
-
-
-def test_a_buffer_that_is_replaced_inside(tmp_path: Path) -> None:
-    """A module that counts its calls by ``self.calls = self.calls + 1``: the model is as it was."""
-
-    class Counting(torch.nn.Linear):
-        calls: torch.Tensor
-
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls = self.calls + 1
-            return super().forward(x)
-
-    model = Counting()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hu.Audit(optimizer, ["bf16"], model=model, out=tmp_path / "trace", rehearse=["bf16"]) as audit:
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        before = model.calls
-        with audit.as_if("bf16"):
-            model(torch.ones(1, 4))
-        assert model.calls is before
-        assert float(model.calls) == 1

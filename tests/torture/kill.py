@@ -162,7 +162,7 @@ def nodes(effort: Effort) -> Iterator[Trial]:
 
 
 def audits(effort: Effort) -> Iterator[Trial]:
-    from trace.test_trace import Runs, assert_same_kept, assert_same_tables
+    from trace.test_kills import Runs, assert_same_scores, assert_same_tables
 
     clock, runs, rng = Clock(), Runs(), random.Random("audits")
     runs.run(effort.folder / "first")
@@ -179,7 +179,7 @@ def audits(effort: Effort) -> Iterator[Trial]:
             complete += 1
             try:
                 assert_same_tables(hu.Trace.open(folder), whole)
-                assert_same_kept(hu.Trace.open(folder), whole)
+                assert_same_scores(hu.Trace.open(folder), whole)
             except AssertionError:
                 lost += 1
             shutil.rmtree(folder)
@@ -195,7 +195,7 @@ def audits(effort: Effort) -> Iterator[Trial]:
 
 def audits_at_every_operation(effort: Effort) -> Iterator[Trial]:
     """The last of them was not killed: it is what the others must be."""
-    from trace.test_trace import assert_same_kept, assert_same_tables
+    from trace.test_kills import assert_same_scores, assert_same_tables
 
     clock, place = Clock(), effort.folder / "operations"
     last = said("audit_kill.py", str(place)).split()[-2]
@@ -203,7 +203,7 @@ def audits_at_every_operation(effort: Effort) -> Iterator[Trial]:
     for number in range(1, int(last)):
         try:
             assert_same_tables(hu.Trace.open(place / str(number)), whole)
-            assert_same_kept(hu.Trace.open(place / str(number)), whole)
+            assert_same_scores(hu.Trace.open(place / str(number)), whole)
         except (AssertionError, hu.HalfulpError) as error:
             lost += 1
             print(f"lost: killed before operation {number}: {error}", flush=True)

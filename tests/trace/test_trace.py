@@ -1,16 +1,13 @@
-"""Traces on disk: what they say, what damage they notice, what a kill can cost, and what names cannot do."""
+"""Traces on disk: what they say, and what names cannot do."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
-import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +15,18 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from audit_kill import PART, STEPS
-from audit_reference import assert_same_tables, made, tables, train
+from audit_reference import made, train
 from kept_weights import KeptWeights
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 import halfulp as hu
 from halfulp import canonical
-from halfulp.errors import TamperingError, VersionError
 from halfulp.text import shown
-from halfulp.trace import TABLES, TraceWriter
+from halfulp.trace import TABLES
 from halfulp.trace.columns import ABSENT, OPTIONAL, SCHEMAS
-from halfulp.trace.resuming import RANKS, STEP
 
 GRIDS = ["bf16", "e4m3@128"]
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace of seven steps in four parts."""
-    folder = tmp_path_factory.mktemp("recorded") / "trace"
-    model = made("gpt")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"part_steps": 2, "scores": ("e4m3", 1, 5), "describe": {"note": "seven steps"}}
-    with hu.Audit(optimizer, GRIDS, model=model, out=folder, expected_never_moved=True, **options) as audit:
-        train(model, optimizer, 7, audit=audit)
-    return folder
-
-
-@pytest.fixture
-def copied(recorded: Path, tmp_path: Path) -> Path:
-    """The same, to be damaged."""
-    return Path(shutil.copytree(recorded, tmp_path / "trace"))
-
-
-# ---- what a trace holds ----------------------------------------------------------------------------------
 
 
 def test_the_files_of_a_trace(recorded: Path) -> None:
@@ -237,137 +210,6 @@ def test_a_trace_can_be_read_while_it_grows(tmp_path: Path) -> None:
 # ---- damage ----------------------------------------------------------------------------------------------
 
 
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-7])
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(bytes(data))
-
-
-def garbage(file: Path) -> None:
-    file.write_bytes(b"\x00\xffnot json")
-
-
-def changed(key: str, value: Any) -> Callable[[Path], None]:
-    def change(file: Path) -> None:
-        manifest = json.loads(file.read_text())
-        if value is None:
-            del manifest[key]
-        else:
-            manifest[key] = value
-        file.write_text(json.dumps(manifest))
-
-    return change
-
-
-DAMAGE: dict[str, tuple[str, Callable[[Path], Any], type[hu.HalfulpError], str]] = {
-    "truncated table": ("parts/000001/tables.safetensors", truncate, TamperingError, "not what was"),
-    "empty table": ("parts/000001/tables.safetensors", lambda f: f.write_bytes(b""), TamperingError, "0"),
-    "flipped bit": ("parts/000002/tables.safetensors", flip, TamperingError, "SHA-256 differs"),
-    "flipped bit of the state": ("state/000003.safetensors", flip, TamperingError, "SHA-256"),
-    "missing table": ("parts/000001/tables.safetensors", Path.unlink, hu.CorruptionError, "is missing"),
-    "missing state": ("state/000003.safetensors", Path.unlink, hu.CorruptionError, "is missing"),
-    "missing document": ("parts/000001/part.json", Path.unlink, hu.CorruptionError, "is missing"),
-    "garbage document": ("parts/000001/part.json", garbage, hu.CorruptionError, "not the document of a part"),
-    "a list for a document": (
-        "parts/000001/part.json", lambda f: f.write_text("[]"), hu.CorruptionError, "not the document of a p",
-    ),
-    "an empty document": (
-        "parts/000001/part.json", lambda f: f.write_text("{}"), hu.CorruptionError, "it has no kind",
-    ),
-    "an edited document": (
-        "parts/000001/part.json", changed("last_step", 5), TamperingError, "is not what was written",
-    ),
-    "missing manifest": ("manifest.json", Path.unlink, hu.CorruptionError, "is not a trace"),
-    "garbage manifest": ("manifest.json", garbage, hu.CorruptionError, "not the manifest of a trace"),
-    "truncated manifest": ("manifest.json", truncate, hu.CorruptionError, "not the manifest of a trace"),
-    "a list for a manifest": (
-        "manifest.json", lambda f: f.write_text("[1, 2]"), hu.CorruptionError, "not the manifest of a trace",
-    ),
-    "deeply nested manifest": (
-        "manifest.json", lambda f: f.write_text("[" * 10**5), hu.CorruptionError, "not the manifest of a tr",
-    ),
-    "another kind": ("manifest.json", changed("kind", "tensorboard"), hu.CorruptionError, "'tensorboard'"),
-    "no tensors": ("manifest.json", changed("tensors", None), hu.CorruptionError, "it has no tensors"),
-    "newer format": ("manifest.json", changed("format", 6), VersionError, "has trace format 6"),
-    "older format": ("manifest.json", changed("format", 1), TamperingError, "format 1 does not"),
-    "swapped grids": (
-        "manifest.json", changed("grids", GRIDS[::-1]), TamperingError, "is not what was written",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_noticed_and_named(copied: Path, what: str) -> None:
-    """The right kind of error, with the file that is damaged in its text and an exit code of 3."""
-    name, damage, kind, said = DAMAGE[what]
-    damage(copied / name)
-    with pytest.raises(hu.HalfulpError, match=said) as caught:
-        hu.Trace.open(copied)
-    assert type(caught.value) is kind
-    assert caught.value.exit_code == 3
-    named = copied if what == "missing manifest" else copied / name
-    assert str(named) in str(caught.value)
-
-
-def test_a_missing_part_is_noticed(copied: Path) -> None:
-    shutil.rmtree(copied / "parts" / "000001")
-    with pytest.raises(TamperingError, match="part 000001 is missing; the next one found is 000002"):
-        hu.Trace.open(copied)
-
-
-def test_a_foreign_folder(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    for place, said in (
-        (tmp_path, r"expected a folder with a manifest\.json"),
-        (tmp_path / "nowhere", "there is no such folder"),
-        (tmp_path / "notes.txt", "it is a file"),
-    ):
-        with pytest.raises(hu.CorruptionError, match=f"is not a trace: {said}"):
-            hu.Trace.open(place)
-
-
-def test_a_folder_of_traces_and_a_manifest_are_told_from_a_trace(tmp_path: Path) -> None:
-    """The two things that people give in place of a trace's folder."""
-    (tmp_path / "runs" / "one").mkdir(parents=True)
-    manifest = tmp_path / "runs" / "one" / "manifest.json"
-    manifest.write_text("{}")
-    with pytest.raises(
-        hu.CorruptionError, match=r"a folder with traces in it\. Give one of them, such as .*one\."
-    ):
-        hu.Trace.open(tmp_path / "runs")
-    with pytest.raises(hu.CorruptionError, match=r"it is a file\. Give its folder, .*one\."):
-        hu.Trace.open(manifest)
-
-
-def test_a_damaged_trace_is_not_gone_on_with(copied: Path) -> None:
-    flip(copied / "state" / "000003.safetensors")
-    model = made("gpt")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"scores": ("e4m3", 1, 5), "resume": True}
-    with pytest.raises(TamperingError, match=r"000003\.safetensors"):
-        hu.Audit(
-            optimizer, GRIDS, model=model, out=copied, **{"expected_never_moved": True, **options}
-        ).start()
-
-
-def test_reading_without_verifying(copied: Path) -> None:
-    """The numbers of an intact table can be had although another file is damaged; of that one, none."""
-    flip(copied / "state" / "000003.safetensors")
-    trace = hu.Trace.open(copied, verify=False)
-    assert len(trace.frozen("bf16", "all", of="weights")) == 7
-    flip(copied / "parts" / "000002" / "tables.safetensors")
-    with pytest.raises(TamperingError, match=r"tables\.safetensors is not what was written"):
-        hu.Trace.open(copied, verify=False).update_ratio()
-    with pytest.raises(TamperingError, match=r"000003\.safetensors is not what was written"):
-        trace.scores()
-
-
-# ---- names are inert -------------------------------------------------------------------------------------
-
 HOSTILE = [
     "../../../outside", "/etc/passwd", "a\x1b[31mred\x1b[0m", "line\nbreak", "carriage\rreturn", "bell\x07",
     "\u202egnp.exe", "zero\u200bwidth", "nul\x00byte", "lone\udc80surrogate", "x" * 5000, "__metadata__", "",
@@ -428,117 +270,3 @@ def test_names_for_a_terminal(name: str, expected: str) -> None:
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------
-
-
-class Runs:
-    """Runs of ``audit_kill.py``, killed on request."""
-
-    def __init__(self) -> None:
-        places = [str(Path(hu.__file__).parent.parent), str(Path(__file__).parents[1])]
-        place = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-        command = [sys.executable, str(Path(__file__).parents[1] / "audit_kill.py")]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=place
-        )
-
-    def run(self, folder: Path, seconds: float = 200.0) -> tuple[str, int]:
-        """Run, or go on, and be killed after some seconds; the outcome and the last step that was over."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{folder} {seconds}\n")
-        self.process.stdin.flush()
-        outcome, step = self.process.stdout.readline().split()
-        return outcome, int(step)
-
-
-@pytest.fixture
-def runs() -> Iterator[Runs]:
-    found = Runs()
-    yield found
-    found.process.stdin.close()  # type: ignore[union-attr]
-    found.process.stdout.close()  # type: ignore[union-attr]
-    found.process.kill()
-    found.process.wait()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_fifty_kills(runs: Runs, tmp_path: Path) -> None:
-    """After each, the trace opens; gone on with until it is complete, it is that of a run without kills.
-
-    What is lost at most: the steps since the last part, which are no more than ``part_steps``, and of course
-    the one that was under way. What is in the trace is the same as in the run without kills.
-    """
-    runs.run(tmp_path / "first")
-    start = time.monotonic()
-    assert runs.run(tmp_path / "whole") == ("done", STEPS)
-    usual = time.monotonic() - start
-    whole = hu.Trace.open(tmp_path / "whole")
-    expected = dict(tables(whole))
-    delays = random.Random(0)
-    kills, complete, begun = 0, 0, 0
-    while kills < 50:
-        folder = tmp_path / f"killed{complete}"
-        outcome, reached = runs.run(folder, delays.uniform(0.0, 0.4) * usual)
-        assert outcome in ("killed", "done")
-        kills += outcome == "killed"
-        if not (folder / "manifest.json").exists():
-            assert reached == 0  # killed before there was anything to say
-            continue
-        begun += 1
-        trace = hu.Trace.open(folder)
-        assert trace.last_step % PART == 0
-        assert trace.last_step >= reached - PART
-        if trace.parts:
-            for name, frame in tables(trace):
-                sofar = expected[name].filter(pl.col("step") <= trace.last_step)
-                assert frame.equals(sofar, null_equal=True), name
-        if outcome == "done":
-            complete += 1
-            assert_same_tables(trace, whole)
-            assert_same_scores(trace, whole)
-    assert begun >= 25  # most kills hit a run that was recording
-    while runs.run(folder)[0] != "done":
-        pass
-    assert_same_tables(hu.Trace.open(folder), whole)
-    assert_same_scores(hu.Trace.open(folder), whole)
-
-
-def assert_same_scores(one: hu.Trace, other: hu.Trace) -> None:
-    a, b = one.scores(), other.scores()
-    assert a.keys() == b.keys()
-    assert all(np.array_equal(a[n], b[n]) for n in a)
-
-
-def test_a_part_that_is_to_be_recorded_again_is_no_empty_trace(tmp_path: Path) -> None:
-    """The first part is there, but not the shards of all ranks: who resumes and records nothing leaves it."""
-    net = made("gpt")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with hu.Audit(optimizer, ["bf16"], model=net, out=tmp_path / "whole") as audit:
-        train(net, optimizer, 2, audit=audit)
-    whole = hu.Trace.open(tmp_path / "whole")
-    frames = {name: whole.scan(name) for name in TABLES}
-    state = {STEP: torch.tensor(2), RANKS: torch.tensor([1])}
-    folder = tmp_path / "trace"
-    writer = TraceWriter(folder, whole.manifest)
-    writer.commit(frames, state, last_step=2)
-    writer.close()
-    resumed = TraceWriter(folder, whole.manifest, resume=True)
-    assert resumed.count == 0
-    assert not resumed.discard_if_empty()
-    resumed.close()
-    assert hu.Trace.open(folder).steps.tolist() == [1, 2]
-
-
-def test_what_a_kill_at_once_leaves_can_be_gone_on_with(tmp_path: Path) -> None:
-    """Before the manifest is there, and while the first part is written."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    folder = tmp_path / "trace"
-    (folder / "parts" / ".000000.123").mkdir(parents=True)
-    (folder / "parts" / ".000000.123" / "grids.parquet").write_text("half")
-    (folder / ".manifest.json.123").write_text("{")
-    with hu.Audit(optimizer, ["bf16"], out=folder, resume=True):
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
-        optimizer.step()
-    assert hu.Trace.open(folder).steps.tolist() == [1]
-    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "parts", "state"]
-    assert [p.name for p in (folder / "parts").iterdir()] == ["000000"]

@@ -44,10 +44,10 @@ def many() -> bool:
 def spread(what: Any, mesh: Any) -> Any:
     """Return what the first rank of a mesh knows, for all of its ranks."""
     dist = torch.distributed
-    told = [what]
+    heard = [what]
     for group in mesh.get_all_groups():
-        dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
-    return told[0]
+        dist.broadcast_object_list(heard, src=dist.get_global_rank(group, 0), group=group)
+    return heard[0]
 
 
 def taking_part(watched: Sequence[Watched]) -> list[Watched]:
@@ -57,7 +57,7 @@ def taking_part(watched: Sequence[Watched]) -> list[Watched]:
     (a closure makes it inside), or are not what they were, by whatever hand. All ranks must agree, or the
     sums of shards would not match: whether a shard changed is asked of all of them.
     """
-    unsure = [w for w in watched if not w.asked and gradient_of(w.tensor) is None]
+    unsure = [w for w in watched if not w.takes_part and gradient_of(w.tensor) is None]
     if not unsure:
         return list(watched)
     flags = [torch.tensor([float(w.changed())], device=w.values().device) for w in unsure]

@@ -249,7 +249,7 @@ class Audit:
 
     def _options(self) -> dict[str, Any]:
         """Return what the manifest says of rehearsals and tracked states."""
-        stated: dict[str, Any] = {"rehearse": self.rehearsing and self.rehearsing.asked.to_json()}
+        stated: dict[str, Any] = {"rehearse": self.rehearsing and self.rehearsing.rehearse.to_json()}
         return stated if self.tracked is None else {**stated, "roles": self.tracked.to_json()}
 
     def stop(self) -> None:
@@ -301,7 +301,7 @@ class Audit:
     @property
     def rehearsals(self) -> list[str]:
         """The specs that are rehearsed."""
-        return [] if self.rehearsing is None else self.rehearsing.asked.names
+        return [] if self.rehearsing is None else self.rehearsing.rehearse.names
 
     @property
     def bounds(self) -> list[str]:

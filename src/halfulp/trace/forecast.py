@@ -39,8 +39,8 @@ class Forecast:
     @property
     def grid(self) -> str:
         """Return the grid that was rehearsed."""
-        told = self.trace.manifest["options"]["rehearse"]
-        return str(told["grids"][told["specs"].index(self.spec)])
+        rehearse = self.trace.manifest["options"]["rehearse"]
+        return str(rehearse["grids"][rehearse["specs"].index(self.spec)])
 
     def ids(self, scope: str | Sequence[int] = "all") -> list[int]:
         """Return the ids of the rehearsed tensors in a scope.

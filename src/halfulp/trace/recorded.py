@@ -38,16 +38,16 @@ def lost_share(frozen: Array, zero: Array, bad: Array, numel: Array) -> Array:
         numel: Of all.
 
     Returns:
-        The shares; NaN where nothing was asked and something was not finite.
+        The shares; NaN where there was no update and something was not finite.
 
     >>> lost_share(
     ...     np.array([9, 10, 2, 0]), np.array([8, 10, 0, 0]), np.array([0, 0, 6, 10]), np.array([10] * 4)
     ... )
     array([0.5, 0. , 0.5, nan])
     """
-    asked = numel - zero - bad
+    updates = numel - zero - bad
     lost = np.maximum(frozen - zero, 0)
-    return np.where(asked > 0, lost / np.maximum(asked, 1), np.where(bad > 0, np.nan, 0.0))
+    return np.where(updates > 0, lost / np.maximum(updates, 1), np.where(bad > 0, np.nan, 0.0))
 
 
 class Recorded(ABC):

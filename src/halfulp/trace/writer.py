@@ -225,10 +225,10 @@ class TraceWriter:
 
     def note_trouble(self, what: str) -> None:
         """Leave a note of why the recording stopped, if the disk still takes one."""
-        told = {"kind": TROUBLE_KIND, "format": FORMAT, "what": what, "last_step": self.last_step}
+        note = {"kind": TROUBLE_KIND, "format": FORMAT, "what": what, "last_step": self.last_step}
         with contextlib.suppress(HalfulpError):
             self.check()
-            files.put(self.path / TROUBLE, documents.sealed(told))
+            files.put(self.path / TROUBLE, documents.sealed(note))
 
     def close(self) -> None:
         """Let go of the folder."""

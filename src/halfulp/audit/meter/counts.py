@@ -103,15 +103,15 @@ def count_apart(w: Watched, row: torch.Tensor, shrink: torch.Tensor) -> None:
         row[PER_GRID.index(column) : -len(SHARED) : len(PER_GRID)] = alone.sum(dim=0, dtype=torch.float64)
 
 
-def score(asked: Scores, step: int, seen: Sequence[Watched]) -> None:
+def score(window: Scores, step: int, seen: Sequence[Watched]) -> None:
     """Add to the scores what a step says, where there was a gradient."""
     seen = [w for w in seen if w.scores is not None]
-    if asked.first <= step <= asked.last:
+    if window.first <= step <= window.last:
         scored = []
         for w in seen:
             gradient = w.gradient()
             if gradient is not None and w.before is not None and w.scores is not None:
                 scored.append(Scored(w.before, gradient, w.values(), w.scores))
-        add_scores(scored, asked.grid, asked.tile)
+        add_scores(scored, window.grid, window.tile)
     for w in seen:
         w.given = None

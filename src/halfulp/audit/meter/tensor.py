@@ -47,8 +47,8 @@ class Watched:
     recorded: int = 0
     """Number of recorded coordinates, over all ranks."""
     before: torch.Tensor | None = None
-    asked: bool = False
-    """True if there was a gradient when the step began."""
+    takes_part: bool = False
+    """True if it is known to take part in the step, as it had a gradient when that began."""
     given: torch.Tensor | None = None
     """That gradient, kept for scoring because the step may drop it."""
     moved: torch.Tensor | None = None

@@ -165,7 +165,7 @@ class ModelAsIf:
         projections: dict[str, float] = {}
         try:
             for j in chosen:
-                spec, grid = self.ready.asked.names[j], self.ready.asked.each[j].grid.name
+                spec, grid = self.ready.rehearse.names[j], self.ready.rehearse.each[j].grid.name
                 for bound in bounds:
                     if bound == "lower" and grid in projections:  # whatever the policy
                         loss = projections[grid]
@@ -190,9 +190,9 @@ class ModelAsIf:
             made = {
                 unwrapped_name(name): _whole(x) for name, x in found.items() if isinstance(x, torch.Tensor)
             }
-            told = {"halfulp.as_if": spec, "halfulp.bound": bound, "halfulp.step": str(step)}
+            header = {"halfulp.as_if": spec, "halfulp.bound": bound, "halfulp.step": str(step)}
             if rank() == 0:
-                files.put(path, b"".join(tensors.content(made, told)))
+                files.put(path, b"".join(tensors.content(made, header)))
 
 
 def number(loss: Any) -> float:

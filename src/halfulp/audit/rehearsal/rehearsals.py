@@ -97,18 +97,12 @@ class Together:
                 if flat is not None and chosen is not None:
                     flat[first * TILE :][:numel] = chosen.reshape(-1)
 
-    def asked(self, tensors: Sequence[kernel.Tensor | None]) -> kernel.Asked:
-        """Return what a step asks of the members, in all rehearsals."""
-        return kernel.Asked(tensors, self.table, self.batch.before.dtype)
-
-    def move(self, j: int, rule: Rule, asked: kernel.Asked, back: Sequence[tuple[float, float]]) -> Numbers:
-        """Replay the step on all members; (members, bounds, COUNTS)."""
-        held = self.held[j]
-        assert held is not None and self.batch.after is not None
-        given = (self.batch.before, self.batch.after, asked, back, self.chosen[j])
-        return np.add.reduceat(
-            kernel.move_many(rule, held, *given), self.batch.starts, axis=0, dtype=np.int64
-        )
+    def move(self, j: int, rule: Rule, step: kernel.Asked, back: Sequence[tuple[float, float]]) -> Numbers:
+        """Replay a step on all members; (members, bounds, COUNTS)."""
+        held, batch = self.held[j], self.batch
+        assert held is not None and batch.after is not None
+        counts = kernel.move_many(rule, held, batch.before, batch.after, step, back, self.chosen[j])
+        return np.add.reduceat(counts, batch.starts, axis=0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +118,8 @@ class Moved:
 class Rehearsals:
     """All rehearsals of an audit."""
 
-    def __init__(self, asked: Rehearse, seed: int) -> None:
-        self.asked, self.seed = asked, seed
+    def __init__(self, rehearse: Rehearse, seed: int) -> None:
+        self.rehearse, self.seed = rehearse, seed
         self.step, self.begun = 0, 0
         """The last step that was replayed, and the last of those that a resumed trace had."""
         self.tensors: dict[Watched, Rehearsed] = {}
@@ -137,23 +131,22 @@ class Rehearsals:
     @property
     def bounds(self) -> list[str]:
         """The bounds that can be shown; the lower one needs nothing that is kept."""
-        return [b for b in BOUNDS if b in self.asked.bounds or b == "lower"]
+        return [b for b in BOUNDS if b in self.rehearse.bounds or b == "lower"]
 
     @property
     def each(self) -> int:
         """Rows a tensor and step."""
-        return len(self.asked.each) * len(self.asked.bounds)
+        return len(self.rehearse.each) * len(self.rehearse.bounds)
 
-    def begin_at(self, saved: Mapping[str, torch.Tensor]) -> int:
+    def begin_at(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Continue after the step at which a trace ended."""
         self.step = self.begun = int(saved[STEP])
-        return self.step
 
     # ---- tensors ----
 
     def wants(self, name: str, p: torch.Tensor) -> bool:
         """Return True if a tensor is to be rehearsed."""
-        return p.dim() >= 2 if self.asked.params is None else bool(self.asked.params(name, p))
+        return p.dim() >= 2 if self.rehearse.params is None else bool(self.rehearse.params(name, p))
 
     def take_up(
         self,
@@ -170,11 +163,11 @@ class Rehearsals:
                     "in high precision."
                 )
             rules, chosen = [], []
-            for r in self.asked.each:
+            for r in self.rehearse.each:
                 r.policy.check(r.grid, optimizer, group)
                 rules.append(r.rule(w.tensor.dtype))
                 chosen.append(_chosen(r.policy, w))
-            if self.asked.needs_rate and not _rate(group) >= 0:
+            if self.rehearse.needs_rate and not _rate(group) >= 0:
                 raise UsageError(
                     "its optimizer has no rate (lr) from which a pull could be taken. Pass a rule, "
                     "Rehearse(pull=function), or pull=0."
@@ -182,11 +175,11 @@ class Rehearsals:
         except UsageError as error:
             raise UsageError(f"parameter {w.name!r} cannot be rehearsed: {error}") from None
         made = Rehearsed(w, rules, [], chosen, shard_offset(w.tensor))
-        for r, rule, of in zip(self.asked.each, rules, chosen, strict=True):
+        for r, rule, of in zip(self.rehearse.each, rules, chosen, strict=True):
             raw = getattr(r.policy, "start_from", "code") == "raw"
             carries = r.kernel.keeps == "carry" and w.tensor.dtype != torch.float64
             kept = r.kernel.dtype if carries else None
-            rows = len(self.asked.bounds)
+            rows = len(self.rehearse.bounds)
             made.held.append(kernel.begin(rule, w.values(), rows, raw=raw, chosen=of, kept=kept))
         for key, value in made.state().items():
             if key in saved:
@@ -218,7 +211,7 @@ class Rehearsals:
         """Replay a step on the tensors that were part of it, and record what it moved."""
         with ExitStack() as units:
             for r in (self.tensors[w] for w in seen if w in self.tensors):
-                for one, h in zip(self.asked.each, r.held, strict=True):
+                for one, h in zip(self.rehearse.each, r.held, strict=True):
                     if one.kernel.keeps == "error" and h.kept is not None and r.watched.tensor in states:
                         p = r.watched.tensor
                         units.enter_context(moment_units(h.kept, groups[p], states[p]))
@@ -233,55 +226,57 @@ class Rehearsals:
         self, seen: Sequence[Watched], groups: Mapping[torch.Tensor, dict[str, Any]], step: int
     ) -> tuple[list[Watched], list[torch.Tensor]]:
         """Replay a step on the tensors that were part of it: which, and (rehearsals, bounds, COUNTS) each."""
-        found = [self.tensors[w] for w in seen if w in self.tensors]
-        place = {r: i for i, r in enumerate(found)}
-        asked = [self._asked(r, groups[r.watched.tensor], step) for r in found]
-        each = self.asked.each
-        back = [[one.back(groups[r.watched.tensor]) for r in found] for one in each]
-        shape = (len(found), len(each), len(self.asked.bounds), len(COUNTS))
+        present = [self.tensors[w] for w in seen if w in self.tensors]
+        place = {r: i for i, r in enumerate(present)}
+        each = self.rehearse.each
+        steps = [self._step_of(r, groups[r.watched.tensor], step) for r in present]
+        back = [[one.back(groups[r.watched.tensor]) for r in present] for one in each]
+        shape = (len(present), len(each), len(self.rehearse.bounds), len(COUNTS))
         counts, done = np.zeros(shape), np.zeros(shape[:2], dtype=bool)
         for batch in self.batches:
             at = [-1 if m is None else place.get(m, -1) for m in batch.members]
             here = np.array([i for i in at if i >= 0], dtype=np.intp)
             if not here.size:
                 continue
-            together = batch.asked([None if i < 0 else asked[i] for i in at])
+            asked = [None if i < 0 else steps[i] for i in at]
+            together = kernel.Asked(asked, batch.table, batch.batch.before.dtype)
             for j in range(len(each)):
                 if batch.held[j] is not None:
                     factors = [NO_BACK if i < 0 else back[j][i] for i in at]
-                    made = batch.move(j, found[here[0]].rules[j], together, factors)
-                    counts[here, j], done[here, j] = made[np.array(at) >= 0], True
+                    moved = batch.move(j, present[here[0]].rules[j], together, factors)
+                    counts[here, j], done[here, j] = moved[np.array(at) >= 0], True
         rows = list(torch.from_numpy(counts))
         for i in np.flatnonzero(~done.all(axis=1)).tolist():
-            r, w = found[i], found[i].watched
+            r, w = present[i], present[i].watched
             assert w.before is not None
             parts = [*rows[i]]
             for j in np.flatnonzero(~done[i]).tolist():
-                given = (w.before, w.values(), asked[i], back[j][i], r.chosen[j])
+                given = (w.before, w.values(), steps[i], back[j][i], r.chosen[j])
                 parts[j] = kernel.move(r.rules[j], r.held[j], *given).sum(dim=0).to(torch.float64)
             rows[i] = torch.stack(parts)
         self.step = step
-        return [r.watched for r in found], rows
+        return [r.watched for r in present], rows
 
-    def _asked(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> kernel.Tensor:
+    def _step_of(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> kernel.Tensor:
+        """Return what the kernel needs to know of one tensor at a step."""
         stream = Stream(seed=self.seed, name=r.watched.name, step=step, offset=r.offset)
         return kernel.Tensor(pulls=self._pulls(r, group, step), stream=stream)
 
     def _pulls(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> list[float]:
         rate = _rate(group)
         r.largest = max(r.largest, rate) if rate == rate else r.largest
-        rule = self.asked.pull
+        rule = self.rehearse.pull
         k = rule(r.watched.name, step, rate, r.largest) if callable(rule) else rule * r.largest
         if not k >= 0:
             raise UsageError(f"the pull of {r.watched.name!r} at step {step} is {k!r}: expected 0 to 1.")
         k = min(1.0, float(k))
-        return [k if bound == "point" else 0.0 for bound in self.asked.bounds]
+        return [k if bound == "point" else 0.0 for bound in self.rehearse.bounds]
 
     # ---- weights ----
 
     def index(self, spec: str) -> int:
         """Return the index of a rehearsal by its spec."""
-        names, name = self.asked.names, spec.removesuffix(":rne")
+        names, name = self.rehearse.names, spec.removesuffix(":rne")
         if name not in names:
             raise UsageError(f"{spec!r} is not rehearsed; this audit rehearses {', '.join(names)}.")
         return names.index(name)
@@ -292,11 +287,10 @@ class Rehearsals:
             raise UsageError(f"a bound is one of {', '.join(BOUNDS)}, not {bound!r}.")
         if bound == "lower":
             return {w: projected(r.rules[j].grid, local(w.tensor.detach())) for w, r in self.tensors.items()}
-        if bound not in self.asked.bounds:
-            raise UsageError(
-                f"bound {bound!r} is not kept: this audit was made with bounds={tuple(self.asked.bounds)!r}."
-            )
-        at = list(self.asked.bounds).index(bound)
+        kept = tuple(self.rehearse.bounds)
+        if bound not in kept:
+            raise UsageError(f"bound {bound!r} is not kept: this audit was made with bounds={kept!r}.")
+        at = kept.index(bound)
         return {w: self._weights(r, j, at) for w, r in self.tensors.items()}
 
     def _weights(self, r: Rehearsed, j: int, at: int) -> torch.Tensor:
@@ -325,7 +319,7 @@ class Rehearsals:
     def tables(self) -> dict[str, Columns]:
         """Return the rows recorded since the last part, and clear them."""
         rows, self.rows = self.rows, []
-        return {REHEARSED: _moved_table(rows, len(self.asked.each), self.asked.bounds)}
+        return {REHEARSED: _moved_table(rows, len(self.rehearse.each), self.rehearse.bounds)}
 
 
 def projected(grid: Grid, w: torch.Tensor) -> torch.Tensor:

@@ -123,11 +123,11 @@ def leave(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _begin() -> Child:
-    told = json.loads(os.environ[VARIABLE])
-    folder, given = Path(told["folder"]), Path(told["given"])
-    if told["scores"] is not None:
-        told["scores"] = tuple(told["scores"])
-    options = {k: v for k, v in told.items() if k not in ("folder", "given")}
+    settings = json.loads(os.environ[VARIABLE])
+    folder, given = Path(settings["folder"]), Path(settings["given"])
+    if settings["scores"] is not None:
+        settings["scores"] = tuple(settings["scores"])
+    options = {k: v for k, v in settings.items() if k not in ("folder", "given")}
     if "RANK" not in os.environ and rank() == 0:
         folder = _claimed(folder)
     options["describe"] = {"script": Path(sys.argv[0]).name or "-", "arguments": sys.argv[1:]}
@@ -153,8 +153,8 @@ def launch(command: Sequence[str], options: dict[str, Any], folder: Path) -> int
     names = f"{glob.escape(folder.name)}*"
     before = set(folder.parent.glob(names)) if folder.parent.is_dir() else set()
     path = os.environ.get("PYTHONPATH", "")
-    told = json.dumps({**options, "folder": str(folder.absolute()), "given": str(folder)})
-    added = {VARIABLE: told, "PYTHONPATH": f"{START}{os.pathsep}{path}" if path else str(START)}
+    settings = json.dumps({**options, "folder": str(folder.absolute()), "given": str(folder)})
+    added = {VARIABLE: settings, "PYTHONPATH": f"{START}{os.pathsep}{path}" if path else str(START)}
     try:
         process = subprocess.Popen(list(command), env={**os.environ, **added})
     except OSError as error:

@@ -110,8 +110,8 @@ def _module(name: str, own: OwnEvaluation | None) -> tuple[CodeType, dict[str, A
             raise UsageError(f"--evaluate {own.name}: the module {name} has no source to find it in.")
         code = own.compiled(source, str(spec.origin))
     sys.argv[0] = str(spec.origin)
-    told = {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": spec.loader, "__spec__": spec}
-    return code, {**told, "__package__": spec.parent}
+    names = {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": spec.loader, "__spec__": spec}
+    return code, {**names, "__package__": spec.parent}
 
 
 def _prepared(script: Path | None, module: str, own: OwnEvaluation | None) -> tuple[CodeType, ModuleType]:
@@ -119,9 +119,9 @@ def _prepared(script: Path | None, module: str, own: OwnEvaluation | None) -> tu
 
     The module stays ``__main__`` until the process ends, because exit handlers and pickles look for it there.
     """
-    code, told = _module(module, own) if script is None else _script(script, own)
+    code, names = _module(module, own) if script is None else _script(script, own)
     main = ModuleType("__main__")
-    main.__dict__.update(told, __builtins__=builtins, **({} if own is None else {DECORATOR: own}))
+    main.__dict__.update(names, __builtins__=builtins, **({} if own is None else {DECORATOR: own}))
     _ENDED.append(main)
     sys.modules["__main__"] = main
     return code, main

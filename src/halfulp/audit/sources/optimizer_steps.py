@@ -118,7 +118,7 @@ class OptimizerSteps:
             for w in here:
                 grad = w.tensor.grad
                 grad = gradient_of(w.tensor) if grad is None else grad
-                w.asked, w.given = grad is not None, None if w.scores is None else grad
+                w.takes_part, w.given = grad is not None, None if w.scores is None else grad
             pipeline.meter.set_aside(here)
             if tracked is not None and due:
                 tracked.before(optimizer, here, coming)

@@ -115,7 +115,7 @@ class TrackedState:
         if pipeline.due(step):
             here = pipeline.unaltered(self._watch(held))
             for w in here:
-                w.asked = w.tensor.grad is not None
+                w.takes_part = w.tensor.grad is not None
             pipeline.meter.set_aside(here)
 
     def end(self, key: int, named: Mapping[str, torch.Tensor]) -> None:
@@ -130,7 +130,7 @@ class TrackedState:
             return
         self.changed = True
         for w in here:
-            w.asked = w in changed
+            w.takes_part = w in changed
         pipeline.advance()
         if pipeline.due(pipeline.sink.step):
             with torch.no_grad():
