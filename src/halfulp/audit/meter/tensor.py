@@ -19,7 +19,7 @@ from halfulp.writeback.storage.native_weight import NativeCodes
 from halfulp.writeback.storage.packed import Codes
 
 if TYPE_CHECKING:
-    from halfulp.audit.meter.batch import Batch
+    from halfulp.audit.meter.counts import Batch
 
 SAMPLING = -2
 """The step number of the stream that chooses tiles."""
@@ -55,7 +55,7 @@ class Watched:
     stay: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     batch: Batch | None = None
-    """The batch in which it is audited together with others: :mod:`halfulp.audit.meter.batch`."""
+    """The batch in which it is audited together with others."""
     rehearsed: bool = False
     shown: torch.Tensor | None = None
     """The model's own copy, if this is a master of it."""

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfulp.audit.meter.batch import Batch
+from halfulp.audit.meter.counts import Batch
 from halfulp.audit.meter.tensor import Watched, check_saved
 from halfulp.audit.ranks import rank, reduced
 from halfulp.audit.rehearsal.specs import NO_BACK, Rehearse, moment_units
