@@ -62,7 +62,7 @@ def allocate(
         budget: Bytes, or a share (a float up to 1.0) of the bytes that masters for all eligible tiles take.
         score: One of ``halfulp.kernels.SCORES`` (F how often frozen, L descent, C both, G gradient, U update,
             W weight, T gradient times weight, P gradient times update, all as magnitudes), ``R`` for the
-            cost of a tile forecast by an attributed rehearsal (``R:e5m2`` selects one), or ``random``.
+            cost of a tile in an attributed rehearsal (``R:e5m2`` selects one), or ``random``.
         params: Selects the eligible tensors, ``(name, shape) -> bool``; by default those of two or more
             dimensions.
         seed: Seed of ``random``, for controls.
@@ -93,23 +93,27 @@ def allocate(
         raise UsageError(
             f"{trace.path} holds only a sample of tiles: record the run without sample= to rank them."
         )
-    wanted = params if params is not None else lambda name, shape: len(shape) >= 2
-    found = trace.attribution(which or None) if kind == REHEARSED else trace.scores()
-    tile = trace.tile
+    sums = trace.attribution(which or None) if kind == REHEARSED else trace.scores()
+    listed = {str(t["name"]): t for t in trace.tensors if t["name"] in sums}
     sizes = {
-        str(t["name"]): int(t["numel"])
-        for t in trace.tensors
-        if t["name"] in found and wanted(str(t["name"]), tuple(t["shape"]))
+        name: int(t["numel"])
+        for name, t in listed.items()
+        if (len(t["shape"]) >= 2 if params is None else params(name, tuple(t["shape"])))
     }
     if not sizes:
         raise UsageError("no tensor is eligible: none that was scored has two or more dimensions (params=).")
+    means = _means(sums, sizes, score, seed, trace.tile)
+    return choose(means, sizes, budget, score, trace.tile, keep)
+
+
+def _means(
+    sums: Mapping[str, Array], sizes: Mapping[str, int], score: str, seed: int, tile: int
+) -> dict[str, Array]:
+    """Return the mean score of the coordinates of each tile."""
     if score == RANDOM:
-        means = _random(sizes, seed, tile)
-    elif kind == REHEARSED:
-        means = {name: found[name] / tile_sizes(n, tile) for name, n in sizes.items()}
-    else:
-        means = {name: found[name][:, SCORES.index(score)] / tile_sizes(n, tile) for name, n in sizes.items()}
-    return choose(means, sizes, budget, score, tile, keep)
+        return _random(sizes, seed, tile)
+    of = sums if score not in SCORES else {n: sums[n][:, SCORES.index(score)] for n in sizes}
+    return {name: of[name] / tile_sizes(n, tile) for name, n in sizes.items()}
 
 
 def choose(

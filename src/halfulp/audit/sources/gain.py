@@ -72,7 +72,7 @@ def _written_and_proposed(
     """Return u and d of a tensor that Adam or AdamW has stepped."""
     (beta1, beta2), step = map(float, group["betas"]), float(state["step"])
     # Copies, of float32 moments too: what follows works in place, and the optimizer's own must stay.
-    m, v = (state[name].detach().to(torch.float32, copy=True).flatten() for name in ("exp_avg", "exp_avg_sq"))
+    m, v = [state[k].detach().to(torch.float32, copy=True).flatten() for k in ("exp_avg", "exp_avg_sq")]
     before, after = before.float().flatten(), w.whole().detach().float().flatten()  # narrow, so copies
     size = v.div_(1 - beta2**step).sqrt_().add_(float(group["eps"]))
     d = m.div_(1 - beta1**step).div_(size).mul_(-float(group["lr"])).sub_(before, alpha=decay[0] * decay[1])
