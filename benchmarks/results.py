@@ -44,7 +44,7 @@ class Result:
 
 CONTROLLED = (
     "testbed", "emulator", "finite-size", "phase-diagram", "midpoint", "ce-transfer", "two-layer", "margin",
-    "margin-rehearsal", "theory", "phase-edge", "char-gpt",
+    "theory", "phase-edge", "char-gpt",
 )  # fmt: skip
 SMALL = (
     "cnn", "nearest-10k", "dqt-int3", "native-coupled-sr", "native-schedule-shift", "packed-systems",
@@ -72,7 +72,6 @@ def _built(scale: str) -> Iterator[Result]:
 
 ORDER = (
     *(Result(name, "paper") for name in CONTROLLED),
-    Result("margin-rehearsal", "small"),
     *(Result(name, "small") for name in SMALL),
     Result("native-schedule-shift", "recovered"),
     *_built("small"),

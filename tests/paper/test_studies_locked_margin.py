@@ -124,7 +124,7 @@ def test_both_paths_are_the_trainers(grid: str) -> None:
     reference = Trainer(p.net, p.train, start, rate=0.3)
     stored = Trainer(p.net, p.train, start, rate=0.3, store=grid)
     unit = runs.LockstepUnit(config, 5, measure=True)
-    rows = unit.advance(40, *runs.histograms(config))[:, 0]
+    rows = unit.advance(40, *runs.histograms())
     added = np.zeros((40, 6), int)
     for t in range(40):
         hat, q = g.round(torch.from_numpy(reference.weights)).numpy(), stored.weights.copy()

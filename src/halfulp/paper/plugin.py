@@ -20,8 +20,8 @@ PEAK_5090 = 104.8
 STUDIES = {
     name: f"halfulp.paper.studies.{name.replace('-', '_')}"
     for name in (
-        "char-gpt", "matched-10k", "prospective-modern", "margin", "margin-rehearsal", "midpoint", "theory",
-        "cnn", "emulator", "finite-size", "phase-diagram", "phase-edge", "two-layer", "testbed",
+        "char-gpt", "matched-10k", "prospective-modern", "margin", "midpoint", "theory", "cnn",
+        "emulator", "finite-size", "phase-diagram", "phase-edge", "two-layer", "testbed",
         "ce-transfer", "policy-3k", "nearest-10k", "modern-transfer", "neox-transfer",
         "source-amortized", "template-challenge", "native-schedule-shift", "native-coupled-sr", "dqt-int3",
         "whole-tensor", "tile-screen", "leverage-primary", "saliency-challenge", "mask-reuse",

@@ -36,15 +36,9 @@ CHUNK = 500
 
 
 class LockstepUnit:
-    """A reference, and if it is measured a quantized run beside it, from the same stored start.
+    """A reference, and if it is measured a quantized run beside it, from the same stored start."""
 
-    What forecasts is the projection of the reference and, where the config has ``pulls``, a rehearsal for
-    each. A rehearsal moves codes of its own by the reference's proposals, as
-    :mod:`halfulp.kernels.rehearse_reference` does: z = s + ((w' - w) + k (w - s)), s <- Q(z). It forecasts an
-    event where Q(z) is s, and its margin is that of z. Every count is one a predictor, the projection first.
-    """
-
-    kept = ("w", "q", "s", "mistakes")
+    kept = ("w", "q", "mistakes")
     """The attributes that a checkpoint holds, beside the counts of every step."""
 
     def __init__(self, config: Config, seed: int, *, measure: bool) -> None:
@@ -58,35 +52,30 @@ class LockstepUnit:
         self.w, self.q = stored.copy(), stored.copy()
         self.fingerprint = digest(batch.x, batch.y, stored)
         self.measure = measure
-        self._pulls = np.array(config.get("pulls", ()), np.float64)
-        self.s = np.tile(stored, (len(self._pulls), 1))
-        self.mistakes = np.zeros((1 + len(self._pulls), 3), np.int64)
+        self.mistakes = np.zeros(3, np.int64)
         self._rate, self._net = float(config["rate"]), (np.array(net.sizes), net.biased, CROSS_ENTROPY)
         self._batch, self._grid = (batch.x, batch.y, batch.n), patterns(config["grid"], np.float64)
         wide, n = batch.x.shape[1], net.count
         inner = np.zeros((net.units, wide)), np.zeros((max(net.units, 2), wide)), np.ones((1, wide))
-        self._scratch = inner, np.zeros((5, n)), np.zeros((5, n)), np.zeros((4, n), np.int64)
+        self._scratch = inner, np.zeros((3, n)), np.zeros((5, n)), np.zeros((4, n), np.int64)
 
     def advance(self, steps: int, total: Array, wrong: Array) -> Array:
         """Take steps, add their events to the histograms, and give the counts of each step."""
-        out = np.zeros((steps, len(self.mistakes), 6), np.int32)
+        out = np.zeros((steps, 6), np.int32)
         compiled.lockstep(
-            (self.w, self.q, self.s), self._pulls, self._rate, self._net, self._batch, self._grid,
-            level(PRIMARY), self.measure, self._scratch, (out, self.mistakes, total, wrong),
+            (self.w, self.q), self._rate, self._net, self._batch, self._grid, level(PRIMARY), self.measure,
+            self._scratch, (out, self.mistakes, total, wrong),
         )  # fmt: skip
         return out
 
 
 class Finished:
-    """The results of a unit, for each predictor or the only one: counts of every step, mistakes, digests."""
+    """The results of a unit: counts of every step, mistakes, digests."""
 
     def __init__(self, unit: LockstepUnit, seed: int, steps: Array) -> None:
-        alone = len(unit.mistakes) == 1
-        self.seed, self.n = seed, unit.w.size
-        self.steps = steps[:, 0] if alone else steps
-        self.mistakes = unit.mistakes[0] if alone else unit.mistakes
+        self.seed, self.n, self.steps, self.mistakes = seed, unit.w.size, steps, unit.mistakes
         self.fingerprint, self.end = unit.fingerprint, digest(unit.w)
-        self.forecast = digest(self.steps[..., [compiled.FORECAST, compiled.SURE, compiled.OPEN]])
+        self.forecast = digest(steps[:, [compiled.FORECAST, compiled.SURE, compiled.OPEN]])
 
     def lower(self) -> Array:
         """Return the lower end of the frozen share at each step."""
@@ -97,19 +86,18 @@ class Finished:
         return np.asarray((self.steps[:, compiled.SURE] + self.steps[:, compiled.OPEN]) / self.n)
 
 
-def histograms(config: Config) -> tuple[Array, Array]:
-    """Empty counts by predictor, score and level: of all events, and of the mistakes."""
-    n = 1 + len(config.get("pulls", ()))
-    return np.zeros((n, 2, compiled.LEVELS), np.int64), np.zeros((n, 3, compiled.LEVELS), np.int64)
+def histograms() -> tuple[Array, Array]:
+    """Empty counts by score and level: of all events, and of the mistakes."""
+    return np.zeros((2, compiled.LEVELS), np.int64), np.zeros((3, compiled.LEVELS), np.int64)
 
 
 def run_units(cell: Running, *, measure: bool) -> tuple[list[Finished], Array, Array]:
     """Return the units of a cell, with checkpoints; and the histograms of all events and of the mistakes."""
     config, length = cell.config, cell.config["steps"]
-    total, wrong = histograms(config)
+    total, wrong = histograms()
     done, kept = [], unpacked(cell.load())
     for at, seed in enumerate(config["seeds"]):
-        unit, steps = LockstepUnit(config, seed, measure=measure), np.zeros((0, len(total), 6), np.int32)
+        unit, steps = LockstepUnit(config, seed, measure=measure), np.zeros((0, 6), np.int32)
         if f"steps.{at}" in kept:
             steps, total, wrong = kept[f"steps.{at}"], kept["total"], kept["wrong"]
             for name in unit.kept:
@@ -122,7 +110,7 @@ def run_units(cell: Running, *, measure: bool) -> tuple[list[Finished], Array, A
             cell.save(packed(kept))
             cell.progress(at * length + len(steps), len(config["seeds"]) * length)
         done.append(Finished(unit, seed, steps))
-    return (done, total, wrong) if len(total) > 1 else (done, total[0], wrong[0])
+    return done, total, wrong
 
 
 # ---- the ladder ---------------------------------------------------------------------------------------

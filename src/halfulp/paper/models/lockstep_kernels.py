@@ -149,40 +149,23 @@ def descend(w: Any, rate: Any, net: Any, batch: Any, scratch: Any, g: Any, d: An
 
 @kernel
 def lockstep(
-    weights: Any, pulls: Any, rate: Any, net: Any, batch: Any, k: Any, primary: Any, measure: Any,
-    scratch: Any, out: Any,
+    weights: Any, rate: Any, net: Any, batch: Any, k: Any, primary: Any, measure: Any, scratch: Any,
+    out: Any,
 ) -> None:  # fmt: skip
-    """As many steps as ``steps`` has rows; w moves on and, if the run is measured, q.
+    """Take as many steps as ``steps`` has rows; w moves on and, if the run is measured, q.
 
-    Without ``measure`` only the reference is run: the same w, levels and forecasts, bit for bit. The
-    projection comes first in every count, then rehearsals, one a pull. Rehearsal j moves its own codes:
-    p = (w' - w) + k (w - s), z = s + p, s <- Q(z); what is not finite moves nothing. Its event is that of the
-    codes s under the proposals p, so :func:`forecast` and :func:`settle` serve as they are.
+    Without ``measure`` only the reference is run: the same w, levels and forecasts, bit for bit.
     """
-    w, q, s = weights
+    w, q = weights
     inner, flat, rows, levels = scratch
-    g, d_r, d_a, p, after = flat[0], flat[1], flat[2], flat[3], flat[4]
+    g, d_r, d_a = flat[0], flat[1], flat[2]
     steps, mistakes, total, wrong = out
     for t in range(steps.shape[0]):
         if measure:
             descend(q, rate, net, batch, inner, g, d_a)
         descend(w, rate, net, batch, inner, g, d_r)
-        for j in range(pulls.size + 1):
-            if j == 0:
-                forecast(w, d_r, k, primary, rows, levels, steps[t, j], total[j])
-                p[:] = d_r
-            else:
-                held = s[j - 1]
-                for i in range(w.size):
-                    p[i] = ((w[i] + d_r[i]) - w[i]) + pulls[j - 1] * (w[i] - held[i])
-                forecast(held, p, k, primary, rows, levels, steps[t, j], total[j])
-                for i in range(w.size):
-                    if abs(rows[TARGET, i]) < np.inf:
-                        held[i] = rows[LANDED, i]
-            if measure:
-                after[:] = q
-                settle(after, d_a, p, k, rows, levels, steps[t, j], mistakes[j], wrong[j])
+        forecast(w, d_r, k, primary, rows, levels, steps[t], total)
         if measure:
-            q[:] = after
+            settle(q, d_a, d_r, k, rows, levels, steps[t], mistakes, wrong)
         for i in range(w.size):
             w[i] = w[i] + d_r[i]

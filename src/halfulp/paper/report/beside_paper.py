@@ -39,8 +39,8 @@ from halfulp.study.protocol import Json, Records
 from halfulp.text import beside, cell, number, short
 
 STUDIES = (
-    "testbed", "phase-diagram", "phase-edge", "midpoint", "margin", "margin-rehearsal", "two-layer",
-    "finite-size", "emulator", "cnn", "ce-transfer", "theory",
+    "testbed", "phase-diagram", "phase-edge", "midpoint", "margin", "two-layer", "finite-size",
+    "emulator", "cnn", "ce-transfer", "theory",
 )  # fmt: skip
 MARK = " †"
 """Marks a gate whose threshold is ours because the paper prints none."""

@@ -105,7 +105,7 @@ def evidence() -> Table:
             ("frozen fraction and its onset", "forecast and held against runs, in aggregate",
              "two-layer, emulator, cnn, char-gpt, modern-transfer, source-amortized"),
             ("pathwise or calibrated uncertainty", "not supported once paths part: its gates fail",
-             "margin, margin-rehearsal"),
+             "margin"),
             ("crossing to loss", "a heuristic classifier of learning, no forecast of a final loss",
              "phase-diagram, phase-edge, midpoint"),
             ("scores of tiles", "first-order proxies: to be lost is not to be important",
