@@ -22,7 +22,7 @@ from halfulp.cli import app
 from halfulp.data import bpe, prepare
 from halfulp.errors import CorruptionError, TamperingError, UsageError
 from halfulp.paper.arms.arm import WEB
-from halfulp.paper.arms.corpus import open_corpus
+from halfulp.paper.tokens import open_corpus
 from halfulp.study import loading
 
 SHARDS = [["held out", "one", "two é"], ["out as well", "<|endoftext|>"], ["the last", "", "three"]]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.errors import UsageError
 from halfulp.measures.groups import group_of
 from halfulp.paper.models import decoder
 from halfulp.paper.models.decoder import (
@@ -300,22 +299,3 @@ def test_int8_activations() -> None:
     assert x.grad is not None
     assert bool((x.grad == 1).all())
     assert torch.equal(decoder.int8_activations(torch.zeros(1, 4)), torch.zeros(1, 4))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"heads": 5}, "do not divide"),
-        ({"layers": 0}, "at least 1"),
-        ({"norm": "batch"}, "norm is layer or rms, not 'batch'"),
-        ({"positions": "rotary", "rotary_share": 0.1}, "pairs of dimensions"),
-    ],
-)
-def test_configs_that_have_no_meaning(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        replace(FAMILIES["gpt2"], **wrong)
-
-
-def test_too_many_tokens() -> None:
-    with pytest.raises(UsageError, match="33 tokens are more than the context of 32"):
-        Decoder(FAMILIES["gpt2"])(torch.zeros(1, 33, dtype=torch.long))

@@ -20,13 +20,12 @@ from study.samples import quick_identity
 
 import halfulp as hu
 from halfulp.errors import CorruptionError, UsageError
-from halfulp.paper import tokens
 from halfulp.paper.arms import Arm, direct, measures, native_measures
 from halfulp.paper.arms import run as arms_run
-from halfulp.paper.arms.corpus import open_corpus
 from halfulp.paper.models.decoder import LLAMA, NEOX, Decoder, inventory
 from halfulp.paper.models.training import Training, adamw
 from halfulp.paper.studies import dqt_int3, native_coupled_sr, native_schedule_shift
+from halfulp.paper.tokens import open_corpus
 from halfulp.study import engine, evidence, loading
 from halfulp.study import validate as validation
 from halfulp.study.executor import Inline
@@ -213,7 +212,7 @@ def test_paper_scale_seals(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     corpus = tmp_path / "data" / DATA[name]
     corpus.mkdir(parents=True)
     for part in ("train", "val"):
-        tokens.write_bin(corpus / f"{part}.bin", np.arange(2000) % 97)
+        (np.arange(2000, dtype=np.uint16) % 97).tofile(corpus / f"{part}.bin")
     digest = engine.seal(loading.load(name), "paper", tmp_path / "out")
     sealed = Store(tmp_path / "out").read_seal(digest)
     assert (sealed["study"], sealed["scale"]) == (name, "paper")

@@ -56,7 +56,7 @@ study = one_update(
 """
 DQT = """
 from halfulp.paper.arms import direct
-from halfulp.paper.arms.corpus import files_of
+from halfulp.paper.tokens import files_of
 from halfulp.paper.studies import dqt_int3
 from halfulp.study import Cell, Stage
 

@@ -132,18 +132,15 @@ def test_the_best_is_chosen_and_ties_go_to_the_first() -> None:
     assert testbed.choice(records) == ("x", "before")
 
 
-def test_facts_that_cannot_be_met_together_are_named() -> None:
-    """The chosen misses one; who meets it misses two others, and the table says which."""
+def test_the_table_counts_the_facts_that_each_candidate_meets() -> None:
+    """The chosen misses one, the other two."""
     best, other = as_printed(), as_printed()
     best["timing"] = [{**row, "rho": 0.9} for row in best["timing"]]
     for r in other["references"]:
         r["diverged"] = r["rate"] > 0.5
-    records = {
-        "screen": {},
-        "whole": {"rank1": {**best, "candidate": "x"}, "former": {**other, "candidate": "former"}},
-    }
+    records = {"whole": {"rank1": {**best, "candidate": "x"}, "former": {**other, "candidate": "former"}}}
     assert testbed.choice(records)[0] == "x"
-    assert testbed.conflicts(records).rows == [("rho", "former", "stable, half-at-0.8", "none", "-")]
+    assert testbed.whole_table(records).rows[-1] == ("facts met", "", "", "15 of 16", "14 of 16")
 
 
 def test_the_side_of_the_error_is_part_of_the_choice() -> None:

@@ -12,9 +12,7 @@ import torch
 from decoder_cells import run_outcomes, write_corpora
 from study.samples import quick_identity
 
-from halfulp.errors import UsageError
-from halfulp.paper import tokens
-from halfulp.paper.arms import Arm, Bundle, measures
+from halfulp.paper.arms import Arm, measures
 from halfulp.paper.arms.bundle import Unit
 from halfulp.paper.models.decoder import Decoder
 from halfulp.paper.models.training import Schedule
@@ -114,7 +112,7 @@ def test_paper_scale_seals(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HALFULP_DATA", str(tmp_path / "data"))
     (tmp_path / "data" / "openwebtext").mkdir(parents=True)
     for part in ("train", "val"):
-        tokens.write_bin(tmp_path / "data" / "openwebtext" / f"{part}.bin", np.arange(2000) % 97)
+        (np.arange(2000, dtype=np.uint16) % 97).tofile(tmp_path / "data" / "openwebtext" / f"{part}.bin")
     digest = engine.seal(loading.load(name), "paper", tmp_path / "out")
     sealed = Store(tmp_path / "out").read_seal(digest)
     assert (sealed["study"], sealed["scale"]) == (name, "paper")
@@ -148,19 +146,6 @@ def test_audited_seeds_are_fresh() -> None:
     fresh = {source_amortized.RUNS.forecast_from, *source_amortized.RUNS.targets}
     assert len(fresh) == 4
     assert not fresh & seen
-
-
-def test_bundles_that_mean_nothing_are_refused() -> None:
-    shared: dict[str, Any] = {
-        "scales": {}, "targets": (1, 2), "arms": {"rne": {"policy": "rne"}},
-        "conditions": {"a": {"grid": "e5m2"}, "b": {"grid": "e4m3"}},
-    }  # fmt: skip
-    with pytest.raises(UsageError, match="names no condition"):
-        Bundle(**shared, anchor="projected")
-    with pytest.raises(UsageError, match="one source forecasts one grid"):
-        Bundle(**shared, forecast_from=3)
-    with pytest.raises(UsageError, match="there must be a source"):
-        Bundle(**shared, anchored=False)
 
 
 # ---- smoke runs -----------------------------------------------------------------------------------------

@@ -60,19 +60,6 @@ def plain_figure(width: float, height: float, *panels: int, **how: Any) -> tuple
     return fig, fig.subplots(*panels, squeeze=False, **how).ravel()
 
 
-def curve_pairs(networks: Mapping[str, Sequence[tuple[int, Sequence[float], Sequence[float]]]]) -> Any:
-    """Frozen fractions of m = 7 and of bfloat16 by network: (every how many steps, emulated, direct)."""
-    fig, axes = plain_figure(9.0, 3.4, 1, len(networks))
-    for ax, (network, runs) in zip(axes, networks.items(), strict=True):
-        for every, emulated, direct in runs:
-            at = 1 + every * np.arange(len(direct))
-            ax.plot(at, emulated, color="C0", linewidth=1.6)
-            ax.plot(at, direct, color="C1", linewidth=0.8)
-        ax.set(title=network, xlabel="step", xscale="log", ylim=(0, 1))
-        ax.set_ylabel("frozen fraction: m7 (thick), bfloat16 (thin)")
-    return fig
-
-
 def widths(each: Mapping[int, Points], means: Mapping[int, Points]) -> Any:
     """Crossover width against size, by mantissa: every seed, and the means."""
     fig, (ax,) = plain_figure(5.4, 3.6, 1, 1)
@@ -167,18 +154,4 @@ def margins(curves: Mapping[str, Points], aim: float, units: Mapping[str, Mappin
         ax.plot(at, shares["measured"], color=COLOURS[0])
         ax.set(xscale="log", ylim=(0, 1), title=grid, xlabel="update")
     others[0].set_ylabel("frozen")
-    return fig
-
-
-def horizons(families: Mapping[str, Sequence[tuple[int, int]]]) -> Any:
-    """Promised horizon against how long the run stayed at the projected codes, by family."""
-    fig, axes = new_figure(1, len(families), sharex=True, sharey=True)
-    top = 1 + max(stayed for pairs in families.values() for _, stayed in pairs)
-    for ax, (family, pairs) in zip(axes, families.items(), strict=True):
-        sizes = {pair: pairs.count(pair) for pair in sorted(set(pairs))}
-        promised, agreed = zip(*sizes, strict=True)
-        ax.scatter(promised, agreed, s=[8 + 6 * k**0.5 for k in sizes.values()], alpha=0.6)
-        ax.plot([0, top], [0, top], color=GREY, linewidth=0.8)
-        ax.set(title=family, xlabel="updates promised")
-    axes[0].set_ylabel("updates that agreed")
     return fig

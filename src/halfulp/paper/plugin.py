@@ -46,7 +46,7 @@ FORMER = {
     "halfulp.data.tokens": "halfulp.paper.tokens",
     "halfulp.drawing.panels": "halfulp.paper.panels",
     "halfulp.measures.dominance": "halfulp.paper.dominance",
-    "halfulp.measures.learning": "halfulp.paper.learning",
+    "halfulp.measures.learning": "halfulp.paper.models.learning_forecasts",
     "halfulp.measures.values": "halfulp.paper.values",
 }
 """Former names of modules, mapped to their current ones; a package comes before its modules."""

@@ -42,7 +42,7 @@ import torch
 
 from halfulp.errors import UsageError
 from halfulp.measures import events
-from halfulp.measures.crossings import MAJORITY, persistent_majority
+from halfulp.measures.crossings import persistent_majority
 from halfulp.measures.events import GridLike
 from halfulp.numbers.grids import Grid
 from halfulp.numbers.grids import grid as named
@@ -183,9 +183,6 @@ class OnsetInterval:
 def onset_interval(
     lower: npt.ArrayLike,
     upper: npt.ArrayLike,
-    threshold: float = MAJORITY,
-    *,
-    steps: npt.ArrayLike | None = None,
 ) -> OnsetInterval:
     """Compute the interval of the onsets of all curves between two trajectories of ends of frozen intervals.
 
@@ -197,8 +194,8 @@ def onset_interval(
     if low.shape != high.shape or bool(np.any(low > high)):
         raise UsageError("the lower ends must not lie above the upper ones.")
     return OnsetInterval(
-        earliest=persistent_majority(high, threshold, steps=steps),
-        latest=persistent_majority(low, threshold, steps=steps),
+        earliest=persistent_majority(high),
+        latest=persistent_majority(low),
     )
 
 

@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 from halfulp.errors import UsageError
 from halfulp.kernels import TILE
-from halfulp.numbers.grids import grid as named_grid
 from halfulp.paper.models.decoder import DecoderConfig
 from halfulp.paper.models.training import Recipe, Schedule
 from halfulp.writeback import TileMaster
@@ -37,7 +36,7 @@ PROSE = {"kind": "bin", "train": "prose_bpe4096_train.bin", "held_out": "prose_b
 BYTES = {"kind": "bytes", "train": "se_prose_train.txt.gz", "held_out": "se_prose_val.txt.gz"}
 WIKIPEDIA = {"kind": "bin", "train": "wikipedia/train.bin", "held_out": "wikipedia/val.bin"}
 WEB = {"kind": "bin", "train": "openwebtext/train.bin", "held_out": "openwebtext/val.bin"}
-"""Texts, as :func:`halfulp.paper.arms.corpus.open_corpus` takes them."""
+"""Texts, as :func:`halfulp.paper.tokens.open_corpus` takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +93,6 @@ class Arm:
         kind = None if self.policy is None else parsed(self.policy)[0]
         if (self.mask is not None) != (kind is TileMaster):
             raise UsageError("a mask is for the policy tile-master, which needs one.")
-        if self.policy is not None and (self.scores or self.audit or self.rehearse or self.projected):
-            raise UsageError("scores, forecasts, rehearsals and a projected start are of a float32 arm.")
-        if self.rehearse and not self.audit:
-            raise UsageError("an arm that rehearses audits a grid, too.")
-        if self.attribute is not None and not set(self.attribute["of"]) <= set(self.rehearse):
-            raise UsageError("an arm attributes rehearsals that it has.")
-        if self.make is not None and self.scores is None:
-            raise UsageError("masks are made of scores: say on which grid and how long (scores=).")
-        for name in (*self.audit, *(x for x in (self.grid, self.projected) if x is not None)):
-            named_grid(name)
 
     @property
     def watched(self) -> tuple[str, ...]:

@@ -41,10 +41,10 @@ from halfulp.allocation.masks import Mask
 from halfulp.errors import UsageError
 from halfulp.paper.arms import mask_recipes, records
 from halfulp.paper.arms.arm import Arm
-from halfulp.paper.arms.corpus import files_of
 from halfulp.paper.arms.measures import FP32
 from halfulp.paper.arms.predictions import AGAIN, forecast, forecast_losses
 from halfulp.paper.arms.run import run
+from halfulp.paper.tokens import files_of
 from halfulp.paper.values import known
 from halfulp.study.protocol import Cell, Config, Estimand, Outcomes, Records, Stage, Values
 
@@ -104,21 +104,6 @@ class Bundle:
     """Gates that must have passed before a later stage of arms runs (``stage`` in what an arm changes)."""
     unit: str = "{condition}-{seed}"
     reference: str = "fp32-{seed}"
-
-    def __post_init__(self) -> None:
-        if self.anchor == "projected" and len(self.conditions) > 1 and "{condition}" not in self.reference:
-            raise UsageError(
-                f"anchors start from the codes of a grid: {self.reference!r} names no condition."
-            )
-        grids = {how["grid"] for how in self.conditions.values()}
-        if self.again and (self.masked is None or len(self.conditions) > 1):
-            raise UsageError(
-                "a target's own masks are rehearsed where its reference makes them, on one grid."
-            )
-        if self.forecast_from is not None and (self.masked is not None or len(grids) > 1):
-            raise UsageError("one source forecasts one grid; a source of masks is named with the masks.")
-        if not self.anchored and self.forecast_from is None:
-            raise UsageError("without float32 runs of the targets there must be a source to forecast from.")
 
     # ---- names ----
 

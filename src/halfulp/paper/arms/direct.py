@@ -16,10 +16,10 @@ from safetensors.torch import save as save_tensors
 
 from halfulp.errors import CorruptionError
 from halfulp.paper.arms.arm import Arm
-from halfulp.paper.arms.corpus import open_corpus
 from halfulp.paper.arms.run import attention, device, digest
 from halfulp.paper.models.decoder import Decoder
 from halfulp.paper.models.training import Training, adamw
+from halfulp.paper.tokens import open_corpus
 from halfulp.study import Running
 from halfulp.writeback import WriteBack, WriteBackOptions
 from halfulp.writeback.storage.packed import pack_bits, unpack_bits

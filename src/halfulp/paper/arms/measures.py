@@ -269,11 +269,6 @@ def regret(unit: Unit, scope: str, warmup: bool = True) -> Found:
     return comparison(unit, scope, warmup).rmse - own
 
 
-def rmse_ratio(unit: Unit, scope: str, predictor: str, over: str, warmup: bool = True) -> Found:
-    """Return the RMSE of a predictor over that of another."""
-    return quotient(*(forecast_rmse(unit, scope, warmup, p) for p in (predictor, over)))
-
-
 # ---- losses that were forecast ------------------------------------------------------------------------
 
 
@@ -288,12 +283,6 @@ def forecast_gap(unit: Unit, arm: str = "rne", bound: str = "point", update: int
 def gap_ratio(unit: Unit, arm: str = "rne", bound: str = "point") -> Found:
     """Return the forecast gap over the measured one."""
     return quotient(forecast_gap(unit, arm, bound), gap(unit, arm))
-
-
-def gap_error(unit: Unit, arm: str = "rne") -> Found:
-    """Return the absolute error of the forecast gap, as a share of the measured gap."""
-    found = gap_ratio(unit, arm)
-    return None if found is None else abs(found - 1)
 
 
 def inside(unit: Unit, arm: str = "rne") -> Found:

@@ -12,7 +12,6 @@ from halfulp.measures.crossings import crossing
 from halfulp.measures.forecasts import pooled_rho, scalar_rho_map
 from halfulp.measures.groups import CORE
 from halfulp.numbers.grids import grid as named
-from halfulp.paper import attached_tables
 from halfulp.paper.arms import records
 from halfulp.paper.values import finite
 from halfulp.study import Running
@@ -33,7 +32,7 @@ def forecast(running: Running) -> dict[str, Any]:
     grid, stage, cell = config["grid"], config.get("stage", "reference"), config["reference"]
     record = running.read(stage, cell)
     by_grid, by_group = (
-        attached_tables.unpack(
+        records.unpack(
             running.read_bytes(stage, cell, f"{name}.safetensors"), f"{stage}/{cell}/{name}.safetensors"
         )
         for name in ("grids", "groups")

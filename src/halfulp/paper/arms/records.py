@@ -1,14 +1,21 @@
-"""Read the record of an arm."""
+"""Read the record of an arm, and the tables that it attaches (safetensors; texts are numbers in a list)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from halfulp import tensors
+from halfulp.errors import CorruptionError
 from halfulp.measures.groups import CORE
+from halfulp.trace import Columns
 
 Record = Mapping[str, Any]
 Array = npt.NDArray[np.float64]
@@ -58,3 +65,25 @@ def losses(record: Record) -> dict[int, float | None]:
 def loss(record: Record, update: int | None = None) -> float | None:
     """Return the held-out loss after an update; the last by default."""
     return losses(record).get(record["updates"] if update is None else update)
+
+
+def pack(table: Columns) -> bytes:
+    """Return the content of an attached table's file; :func:`unpack` reads it."""
+    columns, names = dict(table), {"columns": json.dumps(table.columns)}
+    for name, column in columns.items():
+        if column.dtype == object:
+            known = sorted(set(column.tolist()))
+            names[name] = json.dumps(known)
+            columns[name] = np.searchsorted(np.array(known), column.astype(str)).astype(np.int16)
+    return b"".join(tensors.content({n: torch.from_numpy(c) for n, c in columns.items()}, names))
+
+
+def unpack(content: bytes, where: str) -> Columns:
+    """Return the table in the content of a file; ``where`` is named in errors."""
+    found, names = tensors.read_stream(BytesIO(content), len(content), Path(where))
+    try:
+        columns = {n: found[n].numpy() for n in json.loads(names["columns"])}
+        texts = {n: np.array(json.loads(names[n]), dtype=object)[columns[n]] for n in columns if n in names}
+    except (ValueError, LookupError, TypeError) as error:
+        raise CorruptionError(f"{where} is not a table of a cell: {error!r}.") from None
+    return Columns({**columns, **texts})

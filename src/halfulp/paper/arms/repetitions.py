@@ -45,12 +45,12 @@ import torch
 
 from halfulp.errors import HalfulpError
 from halfulp.paper.arms.arm import Arm
-from halfulp.paper.arms.corpus import files_of, open_corpus
 from halfulp.paper.arms.mask_recipes import PACKED, unpacked
 from halfulp.paper.arms.run import audited, device, optimizer_of
 from halfulp.paper.models.decoder import Decoder
 from halfulp.paper.models.tensor_bytes import counted, kept
 from halfulp.paper.models.training import Training
+from halfulp.paper.tokens import files_of, open_corpus
 from halfulp.study.protocol import Cell, Running
 from halfulp.trace import Memory
 

@@ -37,13 +37,13 @@ from halfulp.audit.meter.rows import SHARED
 from halfulp.audit.rehearsal.specs import PULL, Rehearse, Spec
 from halfulp.audit.session import Audit
 from halfulp.measures.groups import group_of
-from halfulp.paper import attached_tables
+from halfulp.paper.arms import records
 from halfulp.paper.arms.arm import Arm
-from halfulp.paper.arms.corpus import open_corpus
 from halfulp.paper.arms.mask_recipes import PACKED, Ranked, described, pack, read_named, read_packed
 from halfulp.paper.models.decoder import Decoder
 from halfulp.paper.models.silent import Silent
 from halfulp.paper.models.training import Training, adamw, project, sequences, starts
+from halfulp.paper.tokens import open_corpus
 from halfulp.paper.values import finite
 from halfulp.study import Running
 from halfulp.trace import Columns, Memory, Recorded
@@ -160,7 +160,7 @@ def _count(
     if arm.tables:
         tables["groups"] = _by_group(trace, trace.scan("tensors", "step", "tensor", *SHARED))
     for name, table in tables.items() if arm.tables else ():
-        running.attach(f"{name}.safetensors", attached_tables.pack(table))
+        running.attach(f"{name}.safetensors", records.pack(table))
 
 
 def _optimizer(running: Running, arm: Arm, model: Decoder) -> torch.optim.Optimizer:

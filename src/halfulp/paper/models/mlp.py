@@ -70,12 +70,6 @@ class Net:
     loss: Loss = "squared"
     biased: bool = True
 
-    def __post_init__(self) -> None:
-        if len(self.sizes) < 2 or min(self.sizes) < 1:
-            raise UsageError(f"Net(sizes=...) takes two or more positive sizes, not {self.sizes}.")
-        if self.loss not in ("squared", "cross-entropy"):
-            raise UsageError(f"Net(loss=...) is 'squared' or 'cross-entropy', not {self.loss!r}.")
-
     @property
     def parts(self) -> dict[str, slice]:
         """The slice of the flat vector that holds each tensor: W1, b1, W2, ..."""
@@ -228,8 +222,6 @@ class Trainer:
                 f"a net of sizes {net.sizes} takes x of {net.sizes[0]} and y of {net.sizes[-1]} columns: "
                 f"found {batch.x.shape[0]} and {batch.y.shape[0]}."
             )
-        if optimizer not in ("gd", "adam"):
-            raise UsageError(f"unknown optimizer {optimizer!r}: 'gd' or 'adam'.")
         self.net, self.grids = net, tuple(audit)
         self.step, self.diverged = 0, False
         self._seed = stochastic or 0

@@ -184,15 +184,10 @@ def _section(name: str, closed: Closed) -> Iterator[str]:
     )  # fmt: skip
     if ours:
         yield f"{MARK.strip()} The threshold is ours: {OURS}."
-    for make in getattr(module, "SHOWN", ()):
+    for title, make in module.STUDY.tables.items():
         made = make(closed.records)
-        yield made.caption
-        yield _table(made.columns, [[_shown(value) for value in row] for row in made.rows])
-    if name in TRANSFORMERS or name in ALLOCATION:
-        for title, make in module.STUDY.tables.items():
-            made = make(closed.records)
-            rows = [[value if isinstance(value, str) else short(value) for value in row] for row in made.rows]
-            yield _folded(title, [cell(made.caption), _table(made.columns, rows)])
+        rows = [[value if isinstance(value, str) else short(value) for value in row] for row in made.rows]
+        yield _folded(title, [cell(made.caption), _table(made.columns, rows)])
     claims = module.CLAIMS
     notes = list(dict.fromkeys(c.note for c in claims if c.note))
     yield _table(

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from halfulp.paper.learning import LEARNED, SIDES, gathered, medians
-from halfulp.paper.models.learning_forecasts import PREDICTORS
+from halfulp.paper.models.learning_forecasts import LEARNED, PREDICTORS, SIDES, gathered, medians
 from halfulp.paper.studies.finite_size import means, width_of
 from halfulp.paper.values import grouped
 from halfulp.study.protocol import Json
@@ -170,53 +169,33 @@ def widening(record: Reference, side: str) -> Count | None:
     return _share([a is not None and b is not None and b > a for a, b in ends]) if ends else None
 
 
+_E4, _PROSPECTIVE, _PREDICTOR, _ARITHMETIC = "app:e4", "tab:e4-prospective", "app:predictor", "app:arithmetic"
+_EXCEPT_EDGE = "negative below 0.566, positive in two seeds of three there, positive above"
 FACTS = (
-    Fact("stable", "no reference diverges at 0.566 or below", "app:e4", stable),
+    Fact("stable", "no reference diverges at 0.566 or below", _E4, stable),
     Fact("half-at-0.8", "3 of 6 references diverge at 0.8", "fig:e4", half_diverge),
-    Fact("ceiling", "every reference diverges at 1.6", "app:e4", ceiling),
-    Fact(
-        "windows", "forecast windows start at rate x 2^m = 0.8 and end at rate 0.4", "tab:e4-window",
-        forecast_windows,
-    ),
-    Fact(
-        "frozen-below", "frozen majority at update 1 wherever rate x 2^m <= 0.283 (30 of 35)", "app:e4",
-        frozen_below,
-    ),
-    Fact("frozen-edge", "and in one seed of three at 0.566 (5 of 35)", "app:e4", frozen_edge),
-    Fact("later-above", "nowhere else (55 cells with an onset)", "tab:e4-prospective", later_above),
-    Fact(
-        "onsets", "in those 55, all three predictors have an onset within 3000 updates", "tab:e4-prospective",
-        onsets,
-    ),
-    Fact(
-        "directional",
-        "directional: negative below 0.566, positive in two seeds of three there, positive above",
-        "tab:e4-prospective", partial(_called, predictor="directional", seeds=(2,)),
-    ),
-    Fact(
-        "symmetric", "symmetric: the same, but for one cell more", "tab:e4-prospective",
-        partial(_called, predictor="symmetric", seeds=(2, 3)),
-    ),
-    Fact(
-        "scalar", "scalar rho: negative below 0.566, positive from there up, in every seed",
-        "tab:e4-prospective", partial(_called, predictor="scalar", seeds=(3,)),
-    ),
-    Fact(
-        "rho", "pooled rho at the crossing about 0.74 (ours: 0.69 to 0.79)", "app:arithmetic",
-        rho_at_crossing,
-    ),
-    Fact(
-        "range", "forecast crossings from 11 to 4575 (ours: that range or wider)", "section 3",
-        crossing_range,
-    ),
-    Fact(
-        "lone-seed", "one seed at 61, siblings near 1800 (ours: up to 100, from 1000)", "app:predictor",
-        lone_seed,
-    ),
-    Fact(
-        "widths", "crossover widths at N = 128 and 4096 (ours: within half a bit)", "app:arithmetic", widths,
-    ),
-    Fact("widening", "widths rise with N at m = 6, 7, 8", "app:arithmetic", widening),
+    Fact("ceiling", "every reference diverges at 1.6", _E4, ceiling),
+    Fact("windows", "forecast windows start at rate x 2^m = 0.8 and end at rate 0.4", "tab:e4-window",
+         forecast_windows),
+    Fact("frozen-below", "frozen majority at update 1 wherever rate x 2^m <= 0.283 (30 of 35)", _E4,
+         frozen_below),
+    Fact("frozen-edge", "and in one seed of three at 0.566 (5 of 35)", _E4, frozen_edge),
+    Fact("later-above", "nowhere else (55 cells with an onset)", _PROSPECTIVE, later_above),
+    Fact("onsets", "in those 55, all three predictors have an onset within 3000 updates", _PROSPECTIVE,
+         onsets),
+    Fact("directional", f"directional: {_EXCEPT_EDGE}", _PROSPECTIVE,
+         partial(_called, predictor="directional", seeds=(2,))),
+    Fact("symmetric", "symmetric: the same, but for one cell more", _PROSPECTIVE,
+         partial(_called, predictor="symmetric", seeds=(2, 3))),
+    Fact("scalar", "scalar rho: negative below 0.566, positive from there up, in every seed", _PROSPECTIVE,
+         partial(_called, predictor="scalar", seeds=(3,))),
+    Fact("rho", "pooled rho at the crossing about 0.74 (ours: 0.69 to 0.79)", _ARITHMETIC, rho_at_crossing),
+    Fact("range", "forecast crossings from 11 to 4575 (ours: that range or wider)", "section 3",
+         crossing_range),
+    Fact("lone-seed", "one seed at 61, siblings near 1800 (ours: up to 100, from 1000)", _PREDICTOR,
+         lone_seed),
+    Fact("widths", "crossover widths at N = 128 and 4096 (ours: within half a bit)", _ARITHMETIC, widths),
+    Fact("widening", "widths rise with N at m = 6, 7, 8", _ARITHMETIC, widening),
 )  # fmt: skip
 
 

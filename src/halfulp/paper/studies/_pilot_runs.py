@@ -21,10 +21,10 @@ import torch
 from halfulp.audit.rehearsal.specs import PULL
 from halfulp.numbers.streams import Stream
 from halfulp.paper.arms.arm import Arm
-from halfulp.paper.arms.corpus import open_corpus
 from halfulp.paper.arms.family import SMALL_GPT2, SMALL_MODERN, SMALL_NEOX, at
 from halfulp.paper.models.decoder import Decoder
 from halfulp.paper.models.training import Positions, Schedule, adamw, sequences, starts
+from halfulp.paper.tokens import open_corpus
 from halfulp.paper.values import finite
 from halfulp.pilots import rungs
 from halfulp.pilots.estimates import (

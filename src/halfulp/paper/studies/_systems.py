@@ -17,7 +17,8 @@ from halfulp.paper.arms import Arm, Bundle
 from halfulp.paper.arms.repetitions import repetition, repetitions
 from halfulp.paper.arms.run import run
 from halfulp.paper.dominance import paired_median, unpaired_median
-from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Table, Values
+from halfulp.paper.studies.declared import declared
+from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Study, Table, Values
 
 TRACE, FLOAT32 = "trace", "fp32"
 INDEX_BYTES = 4
@@ -49,14 +50,6 @@ def timed(runs: Bundle, names: Sequence[str], count: int = 0) -> Callable[[Confi
 def configs(runs: Bundle) -> dict[str, Config]:
     """Return a bundle's scales, each with its name, which determines how long is timed."""
     return {scale: {**config, "scale": scale} for scale, config in runs.configs.items()}
-
-
-def stages(runs: Bundle, names: Sequence[str], count: int = 0) -> tuple[Stage, ...]:
-    """Return a source that makes the mask, and the stage that times."""
-    return (
-        Stage(name="source", kind="reference", cells=runs.source, run=run),
-        costs_stage(runs, names, count),
-    )
 
 
 def costs_stage(runs: Bundle, names: Sequence[str], count: int = 0) -> Stage:
@@ -120,21 +113,18 @@ def unaccounted(found: Records, arm: str, mask: str) -> Values:
 
 def contrast(arm: str, over: str) -> tuple[Estimand, ...]:
     """Throughput by repetition, paired and unpaired; accounted wall; peak and persistent bytes."""
-    pair: dict[str, Any] = {"arm": arm, "over": over}
-    name = f"{arm}-{over}"
-    return (
-        Estimand(name=f"throughput-{name}", what=f"throughput of {arm} over {over}, less one", compute=ratio,
-                 args={**pair, "what": "throughput"}),
-        Estimand(name=f"paired-{name}", what="its median: each repetition against its own partner",
-                 compute=paired, args={**pair, "what": "throughput"}),
-        Estimand(name=f"unpaired-{name}", what="the ratio of the arms' medians, which mixes repetitions",
-                 compute=unpaired, args={**pair, "what": "throughput"}),
-        Estimand(name=f"wall-{name}", what="accounted wall, seconds more", compute=more,
-                 args={**pair, "what": "wall_seconds"}),
-        Estimand(name=f"peak-{name}", what="bytes more at the peak", compute=more,
-                 args={**pair, "what": "peak_bytes"}),
-        Estimand(name=f"storage-{name}", what="bytes more that persist", compute=more,
-                 args={**pair, "what": "persistent_bytes"}),
+    rows: tuple[tuple[str, str, Callable[..., Values], str], ...] = (
+        ("throughput", f"throughput of {arm} over {over}, less one", ratio, "throughput"),
+        ("paired", "its median: each repetition against its own partner", paired, "throughput"),
+        ("unpaired", "the ratio of the arms' medians, which mixes repetitions", unpaired, "throughput"),
+        ("wall", "accounted wall, seconds more", more, "wall_seconds"),
+        ("peak", "bytes more at the peak", more, "peak_bytes"),
+        ("storage", "bytes more that persist", more, "persistent_bytes"),
+    )
+    return tuple(
+        Estimand(name=f"{name}-{arm}-{over}", what=says, compute=compute,
+                 args={"arm": arm, "over": over, "what": column})
+        for name, says, compute, column in rows
     )  # fmt: skip
 
 
@@ -149,4 +139,13 @@ def measured(found: Records) -> Table:
     return Table(
         columns=("repetition", "arm", *(key.replace("_", " ") for key in keys)), rows=rows,
         caption="A row a process. The window is timed after some updates that are not; the wall is all.",
+    )  # fmt: skip
+
+
+def study(module: str, runs: Bundle, names: Sequence[str], *, count: int = 0, **given: Any) -> Study:
+    """Return the study of a module: a source that makes the mask, then processes that are timed."""
+    source = Stage(name="source", kind="reference", cells=runs.source, run=run)
+    return declared(
+        module, scales=configs(runs), stages=(source, costs_stage(runs, names, count)), scale_data=runs.data,
+        tables={"processes": measured}, **given,
     )  # fmt: skip

@@ -37,7 +37,6 @@ from halfulp.numbers.grids import grid as named
 from halfulp.paper import panels
 from halfulp.paper.studies.claims import Beside, Claim, Ours
 from halfulp.paper.studies.declared import gate
-from halfulp.paper.summaries import TimingSummary, summarise
 from halfulp.paper.values import grouped
 from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
 
@@ -120,6 +119,59 @@ def measured(grid: str, frozen: Array, squares: Array, size: int) -> dict[str, J
 
 
 # ---- pairs ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TimingSummary:
+    """Timing over many cells. Ratios are conditional on eligibility; categories cover every cell."""
+
+    cells: int
+    eligible: int
+    within: int
+    """Eligible cells whose ratio lies within the tolerance."""
+    disagreements: int
+    """Cells, of all of them, whose categories differ."""
+    median_ratio: float | None
+    mean_ratio: float | None
+    forecast_range: tuple[int, int] | None
+    measured_range: tuple[int, int] | None
+
+    @property
+    def share_within(self) -> float | None:
+        """Return the share of eligible pairs within the bound."""
+        return self.within / self.eligible if self.eligible else None
+
+    @property
+    def span(self) -> float | None:
+        """Latest measured crossing over the earliest, among eligible cells."""
+        return None if self.measured_range is None else self.measured_range[1] / self.measured_range[0]
+
+
+def summarise(pairs: Sequence[TimingPair]) -> TimingSummary:
+    """Timing and categories over cells.
+
+    >>> from halfulp.measures.crossings import crossing, timing_pair
+    >>> late, later, never = (crossing([0.0] * n + [1.0] * (9 - n)) for n in (4, 6, 9))
+    >>> s = summarise([timing_pair(late, late), timing_pair(late, later), timing_pair(late, never)])
+    >>> s.cells, s.eligible, s.within, s.disagreements, s.span
+    (3, 2, 1, 1, 1.4)
+    """
+    timed = [p.steps for p in pairs if p.steps is not None]
+    ratios = [forecast / measured for forecast, measured in timed]
+    return TimingSummary(
+        cells=len(pairs),
+        eligible=len(timed),
+        within=sum(p.within() is True for p in pairs),
+        disagreements=sum(p.disagrees for p in pairs),
+        median_ratio=float(np.median(ratios)) if ratios else None,
+        mean_ratio=float(np.mean(ratios)) if ratios else None,
+        forecast_range=_range([forecast for forecast, _ in timed]),
+        measured_range=_range([measured for _, measured in timed]),
+    )
+
+
+def _range(values: list[int]) -> tuple[int, int] | None:
+    return (min(values), max(values)) if values else None
 
 
 def pairs(records: Records, predictor: str) -> dict[str, list[TimingPair]]:
@@ -235,15 +287,6 @@ def figure(records: Records) -> Any:
     panels.timing_pairs(left, {s: points(records, s) for s in systems}, "symmetric", TOLERANCE)
     panels.locations(right, locations(records))
     return fig
-
-
-def bf16_figure(records: Records) -> Any:
-    """Both frozen-fraction curves of every seed."""
-    curves: dict[str, list[Any]] = {name: [] for name in sorted(bf16_rmse(records))}
-    for r in records["bf16"].values():
-        shares = (np.array(r["curve"][k]) / r["size"] for k in ("emulated", "direct"))
-        curves[r["network"]].append((r["curve"]["every"], *shares))
-    return panels.curve_pairs(curves)
 
 
 GATES = tuple(

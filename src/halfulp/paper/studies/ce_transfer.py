@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from halfulp.paper import learning
+from halfulp.paper.models import learning_forecasts as learning
 from halfulp.paper.models.learning_forecasts import PREDICTORS, SIDE, arm_learned, follow, forecasts
 from halfulp.paper.models.teacher import CHOSEN, Problem, Testbed, classification
 from halfulp.paper.studies._timing import each_rate_and_seed

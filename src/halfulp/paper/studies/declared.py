@@ -30,6 +30,11 @@ def rule(
     return Rule(label=label, passed=passed, failed=failed, not_run=not_run, says=says, recovered=recovered)
 
 
+def invalid(label: str, **says: str) -> tuple[Rule, ...]:
+    """Make the rules that give one label where any of these gates failed; the texts say why."""
+    return tuple(rule(label, failed=(name,), says=text) for name, text in says.items())
+
+
 def scaled(paper: Config, **others: Config) -> dict[str, Config]:
     """Return the configs of all scales: the paper's, and what the others change of it."""
     return {**{name: {**paper, **changes} for name, changes in others.items()}, "paper": paper}

@@ -26,11 +26,11 @@ from typing import Any
 
 from halfulp.paper.arms import direct
 from halfulp.paper.arms.arm import PLAYS, WIKIPEDIA, Arm
-from halfulp.paper.arms.corpus import files_of
 from halfulp.paper.models.decoder import LLAMA, DecoderConfig
 from halfulp.paper.models.training import Recipe, Schedule
 from halfulp.paper.studies.claims import Beside
 from halfulp.paper.studies.declared import declared, gate, rule
+from halfulp.paper.tokens import files_of
 from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Table, Values
 
 CELL, EVALUATIONS = "seed-42", 6

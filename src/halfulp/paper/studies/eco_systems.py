@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from halfulp.paper.studies import _systems as systems
 from halfulp.paper.studies.claims import Beside
-from halfulp.paper.studies.declared import declared, gate, rule
+from halfulp.paper.studies.declared import gate, rule
 from halfulp.paper.studies.packed_systems import RUNS
 from halfulp.study.protocol import Estimand
 
 ARMS = ("rne", "eco", "source-P", "master")
 
-STUDY = declared(
-    __name__,
-    scales=systems.configs(RUNS),
-    stages=systems.stages(RUNS, ARMS, count=4),
+STUDY = systems.study(
+    __name__, RUNS, ARMS, count=4,
     estimands=(
         *systems.contrast("eco", "rne"),
         *systems.contrast("eco", "source-P"),
@@ -29,8 +27,6 @@ STUDY = declared(
             args={"arm": "eco", "over": "rne", "what": "persistent_bytes"},
         ),
     ),
-    scale_data=RUNS.data,
-    tables={"processes": systems.measured},
     question="What does ECO cost in time and bytes beside nearest, packed and blanket masters?",
     units="one repetition: every arm in a fresh process, in rotated order",
     not_claimed=(

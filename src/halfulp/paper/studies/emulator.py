@@ -84,7 +84,7 @@ STUDY = declared(
     stages=(*TIMED.stages, Stage(name="bf16", kind="outcome", cells=bf16_cells, run=bf16)),
     estimands=(*timing.ESTIMANDS, Estimand.of(timing.bf16_rmse), Estimand.of(timing.bf16_rho)),
     tables={"timing": timing.table},
-    figures={"timing": timing.figure, "bf16": timing.bf16_figure},
+    figures={"timing": timing.figure},
     question="Does rounding to m mantissa bits in fp64 stand for a real format, and is its onset forecast?",
     units="one precision and seed; cells that share a reference are paired coverage tests",
     not_claimed=(

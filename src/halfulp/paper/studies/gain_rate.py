@@ -35,12 +35,12 @@ from typing import Any
 
 from halfulp.drawing import COLOURS, new_figure
 from halfulp.paper.arms.arm import Arm
-from halfulp.paper.arms.corpus import files_of, open_corpus
 from halfulp.paper.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, at, narrow
 from halfulp.paper.arms.run import device, digest
 from halfulp.paper.models.decoder import Decoder
 from halfulp.paper.models.training import Training, adamw
 from halfulp.paper.studies.declared import declared, gate, rule
+from halfulp.paper.tokens import files_of, open_corpus
 from halfulp.paper.values import finite, known, less
 from halfulp.study import Cell, Estimand, Running, Stage, Table
 from halfulp.study.protocol import Config, Json, Records, Values

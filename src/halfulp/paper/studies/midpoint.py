@@ -36,12 +36,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from halfulp.measures.crossings import TOLERANCE, crossing
-from halfulp.paper import learning, panels
-from halfulp.paper.learning import LEARNED as POSITIVE
-from halfulp.paper.learning import SIDES
+from halfulp.paper import panels
+from halfulp.paper.models import learning_forecasts as learning
 from halfulp.paper.models.digests import digest, refuse_other
+from halfulp.paper.models.learning_forecasts import LEARNED as POSITIVE
 from halfulp.paper.models.learning_forecasts import PREDICTORS as TIMED
-from halfulp.paper.models.learning_forecasts import SIDE, Array, follow, forecasts, regression
+from halfulp.paper.models.learning_forecasts import SIDE, SIDES, Array, follow, forecasts, regression
 from halfulp.paper.models.teacher import CHOSEN, Problem
 from halfulp.paper.studies.claims import Beside
 from halfulp.paper.studies.declared import computed, declared, gate, rule, scaled

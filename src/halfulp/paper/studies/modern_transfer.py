@@ -27,7 +27,7 @@ from halfulp.measures.forecasts import RECOVERED
 from halfulp.paper.arms import Bundle, measures, standard
 from halfulp.paper.arms.family import PAPER_MODERN, SMALL_MODERN, SMOKE_MODERN, three_thousand
 from halfulp.paper.studies.claims import Beside
-from halfulp.paper.studies.declared import OURS, declared, gate, rule
+from halfulp.paper.studies.declared import OURS, declared, gate, invalid, rule
 
 SCOPES = ("core", "all-2d")
 
@@ -74,10 +74,8 @@ STUDY = declared(
         gate("added-value", "added-value <= 0.9", "appendix C: better than the simpler events"),
     ),
     rules=(
-        *(
-            rule("inconclusive_invalid_training", failed=(name,), says="The training is not valid.")
-            for name in ("learning", "material", "endpoint", "matched")
-        ),
+        *invalid("inconclusive_invalid_training",
+            **dict.fromkeys(("learning", "material", "endpoint", "matched"), "The training is not valid.")),
         rule("policy_and_diagnostic_transfer", "recovered", "never-moved", "accurate", "range", "informative",
             "added-value", says="The policy effect and the forecast transfer."),
         rule("policy_only_transfer", "recovered", "never-moved",

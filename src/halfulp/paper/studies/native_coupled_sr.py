@@ -21,7 +21,7 @@ from halfulp.paper.arms import native_measures as of_native
 from halfulp.paper.arms.family import PAPER_NEOX, SMALL_NATIVE, SMOKE_NEOX, native_three_thousand
 from halfulp.paper.arms.standard import of_outcomes
 from halfulp.paper.studies.claims import Beside, average, over
-from halfulp.paper.studies.declared import OURS, declared, gate, rule
+from halfulp.paper.studies.declared import OURS, declared, gate, invalid, rule
 
 NATIVE = ("rne", "sr", "deadzone-sr")
 
@@ -80,16 +80,10 @@ STUDY = declared(
         gate("mediated", "ratio >= 0.9", OURS),
     ),
     rules=(
-        rule("inconclusive_invalid_native_intervention", failed=("dispatch",),
-            says="An arm that was to be native was not."),
-        rule("inconclusive_invalid_native_intervention", failed=("replay",),
-            says="A saved state does not replay."),
-        rule("inconclusive_invalid_native_intervention", failed=("coupled",),
-            says="The stochastic arms are not coupled."),
-        rule("inconclusive_invalid_native_intervention", failed=("matched",),
-            says="The arms did not begin alike."),
-        rule("inconclusive_invalid_native_intervention", failed=("learning",),
-            says="The training is not valid."),
+        *invalid("inconclusive_invalid_native_intervention",
+            dispatch="An arm that was to be native was not.", replay="A saved state does not replay.",
+            coupled="The stochastic arms are not coupled.", matched="The arms did not begin alike.",
+            learning="The training is not valid."),
         rule("no material gap", failed=("material",)),
         rule("native_deadzone_mediates_full_sr_recovery", "recovered", "mediated",
             says="Rounding lost updates at random, and nothing else, recovers as much as full stochastic "

@@ -39,7 +39,7 @@ from halfulp.paper.arms import native_measures as of_native
 from halfulp.paper.arms.family import PAPER_NEOX, SMALL_NATIVE, SMOKE_NEOX, native_three_thousand
 from halfulp.paper.arms.run import run
 from halfulp.paper.studies.claims import Beside, over, spread
-from halfulp.paper.studies.declared import OURS, declared, gate, rule
+from halfulp.paper.studies.declared import OURS, declared, gate, invalid, rule
 from halfulp.study.evidence import Retrospective
 from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Table, Values
 
@@ -152,16 +152,10 @@ STUDY = declared(
         rule("inconclusive_invalid_native_source_audit",
             says="A record was made by hand: it is a diagnostic, and the registered study has no conclusion.",
             recovered=True),
-        rule("inconclusive_invalid_native_source_audit", failed=("dispatch",),
-            says="A run that was to be native was not."),
-        rule("inconclusive_invalid_native_source_audit", failed=("replay",),
-            says="A saved state does not replay."),
-        rule("inconclusive_invalid_native_source_audit", failed=("paired",),
-            says="The schedules did not begin alike."),
-        rule("inconclusive_invalid_native_source_audit", failed=("learning",),
-            says="The training is not valid."),
-        rule("inconclusive_invalid_native_source_audit", failed=("endpoint",),
-            says="Codes reached the ends of the range."),
+        *invalid("inconclusive_invalid_native_source_audit",
+            dispatch="A run that was to be native was not.", replay="A saved state does not replay.",
+            paired="The schedules did not begin alike.", learning="The training is not valid.",
+            endpoint="Codes reached the ends of the range."),
         rule("native_source_increment_supported_across_schedule_shift", "macro", "centred", "raw",
             "correlation",
             says="The source adds to what needs none, under both schedules and in every cell."),

@@ -20,7 +20,7 @@ from halfulp.paper.studies import _allocation as shared
 from halfulp.paper.studies import _systems as systems
 from halfulp.paper.studies import prospective_modern
 from halfulp.paper.studies.claims import Beside
-from halfulp.paper.studies.declared import declared, gate, rule
+from halfulp.paper.studies.declared import gate, rule
 from halfulp.study.protocol import Estimand
 
 ARMS = ("rne", "source-P", "master", systems.FLOAT32, systems.TRACE)
@@ -38,10 +38,8 @@ RUNS = replace(
     ),
 )  # fmt: skip
 
-STUDY = declared(
-    __name__,
-    scales=systems.configs(RUNS),
-    stages=systems.stages(RUNS, ARMS),
+STUDY = systems.study(
+    __name__, RUNS, ARMS,
     estimands=(
         *systems.contrast("source-P", "master"),
         *systems.contrast("source-P", "rne"),
@@ -51,8 +49,6 @@ STUDY = declared(
             compute=systems.unaccounted, args={"arm": "source-P", "mask": "P"},
         ),
     ),
-    scale_data=RUNS.data,
-    tables={"processes": systems.measured},
     question="What do packed masters for a tenth of the tiles cost beside blanket masters and beside none?",
     units="one repetition: every arm in a fresh process, in rotated order",
     not_claimed=(

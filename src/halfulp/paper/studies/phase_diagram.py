@@ -25,9 +25,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from halfulp.measures.crossings import persistent_majority
-from halfulp.paper import learning, panels
-from halfulp.paper.learning import LEARNED, SIDES
-from halfulp.paper.models.learning_forecasts import SIDE, arm_learned, follow, forecasts, regression
+from halfulp.paper import panels
+from halfulp.paper.models import learning_forecasts as learning
+from halfulp.paper.models.learning_forecasts import (
+    LEARNED,
+    SIDE,
+    SIDES,
+    arm_learned,
+    follow,
+    forecasts,
+    regression,
+)  # fmt: skip
 from halfulp.paper.models.mlp import Trainer, run
 from halfulp.paper.models.teacher import CHOSEN
 from halfulp.paper.studies.claims import Beside, over

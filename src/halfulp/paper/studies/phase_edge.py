@@ -21,7 +21,7 @@ from statistics import median
 
 import numpy as np
 
-from halfulp.paper.learning import LEARNED
+from halfulp.paper.models.learning_forecasts import LEARNED
 from halfulp.paper.models.teacher import CHOSEN
 from halfulp.paper.studies import phase_diagram as diagram
 from halfulp.paper.studies.claims import Beside, over

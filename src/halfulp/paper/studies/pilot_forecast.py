@@ -24,7 +24,6 @@ from typing import Any
 
 from halfulp.drawing import COLOURS, GREY, new_figure
 from halfulp.paper.arms.arm import PLAYS, Arm
-from halfulp.paper.arms.corpus import files_of
 from halfulp.paper.arms.family import SMOKE_GPT2, at
 from halfulp.paper.studies._pilot_runs import (
     BYTES,
@@ -38,6 +37,7 @@ from halfulp.paper.studies._pilot_runs import (
     pilot,
 )
 from halfulp.paper.studies.declared import declared, gate, rule
+from halfulp.paper.tokens import files_of
 from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Table, Values
 
 Json = Any

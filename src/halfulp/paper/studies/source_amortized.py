@@ -24,7 +24,7 @@ from dataclasses import replace
 from halfulp.paper.arms import Arm, Bundle, measures, standard
 from halfulp.paper.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
 from halfulp.paper.studies.claims import Beside, over, spread
-from halfulp.paper.studies.declared import OURS, declared, gate, rule
+from halfulp.paper.studies.declared import OURS, declared, gate, invalid, rule
 
 SCOPE = "core"
 
@@ -84,9 +84,8 @@ STUDY = declared(
             f"better than the symmetric and the scalar event; {OURS}"),
     ),
     rules=(
-        rule("inconclusive_invalid_training", failed=("learning",), says="The training is not valid."),
-        rule("inconclusive_invalid_training", failed=("endpoint",), says="The training is not valid."),
-        rule("inconclusive_invalid_training", failed=("matched",), says="The training is not valid."),
+        *invalid("inconclusive_invalid_training",
+            **dict.fromkeys(("learning", "endpoint", "matched"), "The training is not valid.")),
         rule("source_amortized_reference_audit_supported", "accurate", "variation", "skill", "regret",
             "specificity",
             says="The source forecasts all targets; the directional event is better than simpler ones."),

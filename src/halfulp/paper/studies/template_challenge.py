@@ -33,7 +33,6 @@ from halfulp.paper.arms import records
 from halfulp.paper.studies import neox_transfer, source_amortized
 from halfulp.paper.studies.claims import Beside, average, ends, over
 from halfulp.paper.studies.declared import declared, gate, rule
-from halfulp.paper.summaries import time_effect
 from halfulp.study.protocol import (
     Cell,
     Config,
@@ -142,7 +141,25 @@ def _late(found: Records) -> records.Array:
 
 def share(found: Records, part: str) -> Values:
     """The share of the outcomes' sum of squares that is common over time, a target's level, or the rest."""
-    return {ALL: getattr(time_effect(_late(found)), part)}
+    return {ALL: time_effect(_late(found))[part]}
+
+
+def time_effect(y: records.Array) -> dict[str, float]:
+    """Split trajectories, a row a target, by means: y[j, t] = mean + offset[j] + common[t] + residual[j, t].
+
+    The parts are orthogonal, so their shares of the sum of squares about the mean add up to one.
+
+    >>> curve = np.array([0.1, 0.2, 0.6])
+    >>> time_effect(np.array([curve, curve + 0.5]))["residual"] < 1e-30
+    True
+    """
+    mean, by_target, by_time = y.mean(), y.mean(axis=1, keepdims=True), y.mean(axis=0, keepdims=True)
+    total = float(np.square(y - mean).sum())
+    return {
+        "common": y.shape[0] * float(np.square(by_time - mean).sum()) / total,
+        "offset": y.shape[1] * float(np.square(by_target - mean).sum()) / total,
+        "residual": float(np.square(y - by_target - by_time + mean).sum()) / total,
+    }
 
 
 def template_correlation(found: Records) -> Values:

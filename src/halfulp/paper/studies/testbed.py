@@ -220,62 +220,20 @@ def facts_table(records: Records) -> Table:
 
 
 def whole_table(records: Records) -> Table:
-    """Tabulate the best few on every reference of the studies."""
+    """Tabulate the best few and the former choice on every reference of the studies."""
     found = records["whole"]
-    order = ranked(found)
-    rows: list[Sequence[str | float | None]] = []
-    for fact in FACTS:
-        shown = []
-        for name in order:
-            count = fact.count(found[name], best_side(found[name]))
-            shown.append("-" if count is None else _shown(count))
-        rows.append((fact.name, fact.printed, fact.source, *shown))
-    columns = (f"{found[n]['candidate']} ({best_side(found[n])})" for n in order)
-    return Table(
-        columns=("fact", "printed", "where", *columns),
-        rows=rows,
-        caption="Every reference of the studies; the first candidate is the chosen one.",
-    )
-
-
-def before_after(records: Records) -> Table:
-    """Tabulate every printed fact, in the former choice and in the chosen testbed."""
-    found = records["whole"]
-    old, new = found[FORMER], found[ranked(found)[0]]
-    each = [(met(record, best_side(record))) for record in (old, new)]
+    sides = {name: best_side(found[name]) for name in ranked(found)}
+    counts = [met(found[name], side) for name, side in sides.items()]
     rows: list[Sequence[str | float | None]] = [
-        (f.printed, f.source, *(_shown(counts[f.name]) if f.name in counts else "-" for counts in each))
+        (f.name, f.printed, f.source, *(_shown(each[f.name]) if f.name in each else "-" for each in counts))
         for f in FACTS
     ]
-    totals = [f"{sum(a == b for a, b in counts.values())} of {len(counts)}" for counts in each]
+    totals = [f"{sum(map(_holds, each.values()))} of {len(each)}" for each in counts]
     return Table(
-        columns=("printed about references", "where", "former choice", f"chosen ({new['candidate']})"),
-        rows=[*rows, ("facts met", "", *totals)],
-        caption="On every reference of the studies; cells as printed of all cells where not all are.",
-    )
-
-
-def conflicts(records: Records) -> Table:
-    """For each fact that the chosen testbed misses: who meets it, and what all of those miss instead."""
-    found = records["whole"]
-    chosen = found[ranked(found)[0]]
-    missed = [name for name, (a, b) in met(chosen, best_side(chosen)).items() if a < b]
-    rows: list[Sequence[str | float | None]] = []
-    for fact in missed:
-        shown: list[str] = []
-        for stage in ("whole", "screen"):
-            counts = {r["candidate"]: met(r, best_side(r)) for r in records[stage].values()}
-            meeting = {name: each for name, each in counts.items() if fact in each and _holds(each[fact])}
-            failed = [{other for other in each if not _holds(each[other])} for each in meeting.values()]
-            common = set.intersection(*failed) if failed else set()
-            instead = ", ".join(f.name for f in FACTS if f.name in common)
-            shown += [", ".join(meeting) or "none", instead or "-"]
-        rows.append((fact, *shown))
-    return Table(
-        columns=("fact that the chosen testbed misses", "met on all references by", "and all of those miss",
-                 "met on the references of the screen by", "and all of those miss there"),
-        rows=rows or [("none", *["-"] * 4)],
-        caption="What could not be met together.",
+        columns=("fact", "printed", "where", *(f"{found[n]['candidate']} ({s})" for n, s in sides.items())),
+        rows=[*rows, ("facts met", "", "", *totals)],
+        caption="Every reference of the studies; cells as printed of all cells where not all are. The first "
+        "candidate is the chosen one.",
     )  # fmt: skip
 
 
@@ -367,8 +325,7 @@ STUDY = declared(
         Estimand.of(facts_met, "facts"), Estimand.of(cells_met, "cells"), Estimand.of(chosen_share, "chosen"),
         *map(Estimand.of, (chosen_by_fact, former_by_fact, lead)),
     ),
-    tables={"before-after": before_after, "conflicts": conflicts, "screen": facts_table,
-            "whole": whole_table},
+    tables={"whole": whole_table, "screen": facts_table},
     question=(
         "Which start, teacher, loss and side of the error agree with what the paper prints of its "
         "references?"
@@ -407,10 +364,6 @@ def also(records: Records) -> dict[str, float | str]:
         f"{bed.teacher_output:.3g} (standard deviations, hidden and output), error {side} the crossing"
     )
     return {"chosen": chosen, "candidates": float(len(records["screen"]))}
-
-
-SHOWN = (before_after, conflicts, facts_table, whole_table)
-"""Tables that the comparison page shows."""
 
 
 _NOTE = "Chosen among the candidates by references alone; see the tables."

@@ -31,13 +31,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from halfulp.numbers.grids import grid as named
-from halfulp.paper import panels
 from halfulp.paper.certificates import Descent, reachable_prefix
 from halfulp.paper.models.certifiable import FAMILIES, Array, CertifiableProblem, arrival, rippled_bowl
 from halfulp.paper.models.digests import refuse_other
@@ -235,15 +233,6 @@ def table(records: Records) -> Table:
     )  # fmt: skip
 
 
-def figure(records: Records) -> Any:
-    """Promised horizon against how long the run stayed at the projected codes."""
-    found: dict[str, list[tuple[int, int]]] = {family: [] for family in FAMILIES}
-    for name, r in records["certify"].items():
-        stayed = records["execute"][name]["stayed"]
-        found[name.partition("-")[0]] += zip(r["horizon"], stayed, strict=True)
-    return panels.horizons(found)
-
-
 ESTIMANDS = (
     *map(computed, (
         contradictions, certified, certified_moves, caution, opposite, bound_broken, bound_attained,
@@ -259,7 +248,6 @@ STUDY = declared(
         Stage(name="bound", kind="outcome", cells=partial(each_grid, stage="bound"), run=bound),
     ),
     tables={"certificates": table},
-    figures={"horizons": figure},
     question="Do the certificate, the prefix construction and the posterior bound hold when executed?",
     units="one family of problems on one grid",
     not_claimed=(
