@@ -55,25 +55,6 @@ def test_inventory(config: DecoderConfig, expected: Inventory) -> None:
     assert on_meta(config) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "share", "tiles", "coordinates", "payload_bytes"),
-    [
-        (GPT2, 10, 16_192, 12_435_456, 49_741_824),
-        (GPT2, 20, 32_384, 24_870_912, 99_483_648),
-        (MODERN, 10, 21_120, 16_220_160, 64_880_640),
-        (MODERN_17, 10, 25_728, 19_759_104, 79_036_416),
-    ],
-)
-def test_budgets_are_whole_tiles(
-    config: DecoderConfig, share: int, tiles: int, coordinates: int, payload_bytes: int
-) -> None:
-    """Every tensor is a whole number of tiles, so a share of them is an exact number of bytes."""
-    model = Decoder(config, device="meta")
-    assert all(p.numel() % 768 == 0 for p in model.parameters() if p.dim() >= 2)
-    assert on_meta(config).tiles * share == tiles * 100
-    assert (tiles * 768, tiles * 768 * 4) == (coordinates, payload_bytes)
-
-
 def test_tied_matrix_is_one_parameter() -> None:
     """It is met once, costs what the paper says, and collects the gradient of both roles."""
     named = dict(Decoder(GPT2, device="meta").named_parameters())

@@ -180,10 +180,7 @@ class OnsetInterval:
         return "later" if at > last else "inside"
 
 
-def onset_interval(
-    lower: npt.ArrayLike,
-    upper: npt.ArrayLike,
-) -> OnsetInterval:
+def onset_interval(lower: npt.ArrayLike, upper: npt.ArrayLike) -> OnsetInterval:
     """Compute the interval of the onsets of all curves between two trajectories of ends of frozen intervals.
 
     >>> onset = onset_interval([0.1, 0.3, 0.4, 0.6], [0.2, 0.6, 0.7, 0.8])
@@ -193,10 +190,7 @@ def onset_interval(
     low, high = np.asarray(lower), np.asarray(upper)
     if low.shape != high.shape or bool(np.any(low > high)):
         raise UsageError("the lower ends must not lie above the upper ones.")
-    return OnsetInterval(
-        earliest=persistent_majority(high),
-        latest=persistent_majority(low),
-    )
+    return OnsetInterval(earliest=persistent_majority(high), latest=persistent_majority(low))
 
 
 # ---- arguments --------------------------------------------------------------------------------------

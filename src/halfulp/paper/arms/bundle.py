@@ -309,13 +309,13 @@ class Bundle:
 
     # ---- records ----
 
-    def over(self, found: Records, condition: str | None = None) -> list[Unit]:
+    def over(self, records: Records, condition: str | None = None) -> list[Unit]:
         """Return the units, or those of a condition, with their records."""
-        return [Unit(self, found, u) for u, (c, _) in self.units.items() if condition in (None, c)]
+        return [Unit(self, records, u) for u, (c, _) in self.units.items() if condition in (None, c)]
 
-    def ran(self, found: Records) -> list[str]:
+    def ran(self, records: Records) -> list[str]:
         """Return the arms that have records, those that are evidence first."""
-        (first, *_) = self.over(found)
+        (first, *_) = self.over(records)
         return [arm for arm in self.matched if first.ran(arm)]
 
     def estimand(
@@ -328,11 +328,11 @@ class Bundle:
         """
 
         @functools.wraps(measure)  # a protocol shows its name
-        def compute(found: Records, scopes: Sequence[str] = (), **arguments: Any) -> Values:
+        def compute(records: Records, scopes: Sequence[str] = (), **arguments: Any) -> Values:
             within = {f" {scope}": {"scope": scope} for scope in scopes} or {"": {}}
             values = {
                 unit.name + scope: measure(unit, **more, **arguments)
-                for unit in self.over(found)
+                for unit in self.over(records)
                 for scope, more in within.items()
             }
             there = known(values.values())

@@ -194,14 +194,12 @@ def forecast_by(unit: Unit, scope: str, predictor: str, first: int = 0) -> recor
     return unit.forecast(scope, predictor)
 
 
-def archived(unit: Unit, scope: str) -> records.Array | None:
+def archived(unit: Unit, scope: str) -> records.Array:
     """Return the frozen fraction that an archived run of another seed had at the rates of every update.
 
     After its warmup the archived rate falls, so a rate is one moment of that run; rates in between are
-    interpolated, those beyond its ends take the ends' value. None where no archive was run.
+    interpolated, those beyond its ends take the ends' value.
     """
-    if ARCHIVE not in unit.found:
-        return None
     (run,) = unit.found[ARCHIVE].values()
     own = unit.run("rne")
     known, wanted = (

@@ -22,11 +22,6 @@ from halfulp.study.protocol import Records, Values
 SOURCE_FREE = ("constant", "schedule", "archive")
 
 
-def source_free(unit: Unit, scope: str) -> list[str]:
-    """Return the source-free predictors that there are; the first studies had no archive."""
-    return [p for p in SOURCE_FREE if measures.forecast_by(unit, scope, p) is not None]
-
-
 def dispatched(unit: Unit, arms: Sequence[str]) -> Found:
     """Return 1 where every profiled update of these arms made the native products that it should have, and no
     others.
@@ -73,9 +68,7 @@ against = partial(measures.comparison, warmup=False)
 
 def strongest(unit: Unit, scope: str) -> str:
     """Return the source-free predictor with the smallest centred error."""
-    return min(
-        source_free(unit, scope), key=lambda predictor: against(unit, scope, predictor=predictor).centred_rmse
-    )
+    return min(SOURCE_FREE, key=lambda predictor: against(unit, scope, predictor=predictor).centred_rmse)
 
 
 def centred_ratio(unit: Unit, scope: str) -> Found:
@@ -86,7 +79,7 @@ def centred_ratio(unit: Unit, scope: str) -> Found:
 
 def raw_ratio(unit: Unit, scope: str) -> Found:
     """Return the RMSE of the source over the smallest of the source-free predictors'."""
-    best = min(against(unit, scope, predictor=p).rmse for p in source_free(unit, scope))
+    best = min(against(unit, scope, predictor=p).rmse for p in SOURCE_FREE)
     return quotient(against(unit, scope, predictor="frozen").rmse, best)
 
 
@@ -100,11 +93,11 @@ def residual_correlation(unit: Unit, scope: str) -> Found:
     return float(np.corrcoef(said, seen)[0, 1]) if said.std() and seen.std() else None
 
 
-def macro_ratio(bundle: Bundle, found: Records, scope: str) -> Values:
+def macro_ratio(bundle: Bundle, records: Records, scope: str) -> Values:
     """By condition: the mean centred RMSE of the source over that of the strongest source-free predictors."""
     made: dict[str, float | None] = {}
     for condition in bundle.conditions:
-        units = bundle.over(found, condition)
+        units = bundle.over(records, condition)
         ours = np.mean([against(u, scope, predictor="frozen").centred_rmse for u in units])
         best = np.mean([against(u, scope, predictor=strongest(u, scope)).centred_rmse for u in units])
         made[condition] = float(ours / best) if best else None

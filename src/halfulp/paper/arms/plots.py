@@ -50,14 +50,14 @@ def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: fl
     return figure
 
 
-def tracked(bundle: Bundle, found: Records, scope: str) -> Any:
+def tracked(bundle: Bundle, records: Records, scope: str) -> Any:
     """Frozen fraction over updates: measured, and as each sealed predictor had it; a panel a condition.
 
     The band spans the targets; forecasts are means over them.
     """
     figure, panels = new_figure(1, len(bundle.conditions), sharey=True)
     for panel, condition in zip(panels, bundle.conditions, strict=True):
-        units = bundle.over(found, condition)
+        units = bundle.over(records, condition)
         seen = np.array([measures.measured(unit, scope) for unit in units])
         _band(panel, enumerate(seen.T.tolist(), 1), COLOURS[1], "-", "measured")
         colours = (COLOURS[0], *COLOURS[2:])
@@ -71,22 +71,22 @@ def tracked(bundle: Bundle, found: Records, scope: str) -> Any:
     return figure
 
 
-def gaps(bundle: Bundle, found: Records) -> Any:
+def gaps(bundle: Bundle, records: Records) -> Any:
     """Loss above the anchor over updates, a line an arm and condition; a band spans the targets."""
     figure, (panel,) = new_figure()
     for condition, colour in zip(bundle.conditions, CONDITIONS, strict=False):
-        _draw_gaps(panel, bundle, bundle.over(found, condition), condition, colour)
+        _draw_gaps(panel, bundle, bundle.over(records, condition), condition, colour)
     panel.set(xlabel="update", ylabel=f"nats above {bundle.anchor} fp32")
     panel.legend()
     return figure
 
 
 def recovered(
-    bundle: Bundle, found: Records, arms: Sequence[str], highlight: str, faint: Sequence[str] = ()
+    bundle: Bundle, records: Records, arms: Sequence[str], highlight: str, faint: Sequence[str] = ()
 ) -> Any:
     """Draw the recovery by arm; a line spans the targets (the paper's fig:allocation)."""
     figure, (panel,) = new_figure(1, 1)
-    units = bundle.over(found)
+    units = bundle.over(records)
     for place, arm in enumerate(arms):
         won = known(measures.recovery(unit, arm) for unit in units)
         if won:
@@ -100,10 +100,10 @@ def recovered(
     return figure
 
 
-def trajectories(bundle: Bundle, found: Records, scope: str) -> Any:
+def trajectories(bundle: Bundle, records: Records, scope: str) -> Any:
     """Frozen fraction over updates, forecast and measured, with persistent crossings; a panel a unit."""
     figure, panels = new_figure(1, len(bundle.units), sharey=True)
-    for panel, unit in zip(panels, bundle.over(found), strict=True):
+    for panel, unit in zip(panels, bundle.over(records), strict=True):
         for f, at, label, colour in (
             (unit.forecast(scope), measures.onset(unit, scope), "forecast", COLOURS[0]),
             (measures.measured(unit, scope), measures.onset(unit, scope, "rne"), "measured", COLOURS[1]),

@@ -77,22 +77,22 @@ def repetition(running: Running) -> dict[str, Json]:
     config, rows = running.config, []
     for done, name in enumerate(config["order"]):
         arm = Arm.from_json(config["arms"][name])
-        asked: dict[str, Json] = {
+        request: dict[str, Json] = {
             "arm": config["arms"][name], "updates": config["updates"], "warm": config["warm"],
             "data": {file: str(running.data(file)) for file in files_of(arm.corpus)},
         }  # fmt: skip
         if arm.mask is not None:
             packed = running.read_bytes(arm.mask["stage"], arm.mask["cell"], PACKED)
-            asked["masks"] = base64.b64encode(packed).decode()
-        rows.append({"arm": name, **_process(asked)})
+            request["masks"] = base64.b64encode(packed).decode()
+        rows.append({"arm": name, **_process(request)})
         running.progress(done + 1, len(config["order"]))
     return {"measured": rows}
 
 
-def _process(asked: Mapping[str, Json]) -> dict[str, Json]:
-    """Ask a fresh process; what it measured."""
+def _process(request: Mapping[str, Json]) -> dict[str, Json]:
+    """Measure an arm in a fresh process."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", MODULE], input=json.dumps(asked), capture_output=True, text=True,
+        [sys.executable, "-P", "-m", MODULE], input=json.dumps(request), capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     if done.returncode:
@@ -104,22 +104,22 @@ def _process(asked: Mapping[str, Json]) -> dict[str, Json]:
 # ---- in the process ---------------------------------------------------------------------------------------
 
 
-def measure(asked: Mapping[str, Json]) -> dict[str, Json]:
+def measure(request: Mapping[str, Json]) -> dict[str, Json]:
     """Build an arm, warm it up, and time a window of its updates."""
-    arm = Arm.from_json(asked["arm"])
-    tokens, _ = open_corpus(lambda name: Path(asked["data"][name]), arm.corpus, arm.model.vocabulary)
+    arm = Arm.from_json(request["arm"])
+    tokens, _ = open_corpus(lambda name: Path(request["data"][name]), arm.corpus, arm.model.vocabulary)
     before, began = _settled(), time.perf_counter()
     where = device(arm.device)
     model = Decoder(arm.model, seed=arm.seed, device=where)
-    masks = unpacked(base64.b64decode(asked["masks"]), "masks") if arm.mask else {}
+    masks = unpacked(base64.b64decode(request["masks"]), "masks") if arm.mask else {}
     optimizer = optimizer_of(arm, model, masks[arm.mask["name"]] if arm.mask else None)
     training = Training(model, optimizer, tokens, arm.recipe)
     with audited(arm, training, Memory(), []) if arm.scores is not None else contextlib.nullcontext():
-        for _ in range(asked["warm"]):
+        for _ in range(request["warm"]):
             training.step()
         _settle(where)
         started, used = time.perf_counter(), time.process_time()
-        for _ in range(asked["updates"]):
+        for _ in range(request["updates"]):
             training.step()
         _settle(where)
         ended, spent = time.perf_counter(), time.process_time()
@@ -130,7 +130,7 @@ def measure(asked: Mapping[str, Json]) -> dict[str, Json]:
         "wall_seconds": ended - began,
         "window_seconds": ended - started,
         "processor_seconds": spent - used,
-        "updates": asked["updates"],
+        "updates": request["updates"],
         "gpu": where.type == "cuda",
         **peak,
         **kept(model, optimizer),

@@ -32,21 +32,22 @@ def _anchor(bundle: Bundle) -> str:
     return f"the float32 run of the same seed from its {kind} initial weights"
 
 
-def losses(bundle: Bundle, found: Records) -> Table:
+def losses(bundle: Bundle, records: Records) -> Table:
     """Tabulate the held-out loss after the last update."""
-    columns = (FP32, *bundle.ran(found))
-    rows = [(u.name, *(measures.loss(u, arm) for arm in columns)) for u in bundle.over(found)]
+    columns = (FP32, *bundle.ran(records))
+    rows = [(u.name, *(measures.loss(u, arm) for arm in columns)) for u in bundle.over(records)]
     return Table(
         columns=("unit", *columns), rows=rows,
         caption=f"Held-out loss in nats after the last update; fp32 is {_anchor(bundle)}.",
     )  # fmt: skip
 
 
-def recovery(bundle: Bundle, found: Records) -> Table:
+def recovery(bundle: Bundle, records: Records) -> Table:
     """Tabulate the share of the nearest arm's gap that every other arm wins back."""
-    others = [arm for arm in bundle.ran(found) if arm != "rne"]
+    others = [arm for arm in bundle.ran(records) if arm != "rne"]
     rows = [
-        (u.name, measures.gap(u), *(measures.recovery(u, arm) for arm in others)) for u in bundle.over(found)
+        (u.name, measures.gap(u), *(measures.recovery(u, arm) for arm in others))
+        for u in bundle.over(records)
     ]
     return Table(
         columns=("unit", "gap of rne, nats", *others), rows=rows,
@@ -54,9 +55,9 @@ def recovery(bundle: Bundle, found: Records) -> Table:
     )  # fmt: skip
 
 
-def masks(bundle: Bundle, found: Records, beside: str) -> Table:
+def masks(bundle: Bundle, records: Records, beside: str) -> Table:
     """Tabulate the parts of the model that masks of a source lie in, and their overlap with one of them."""
-    units = {unit.name: unit for unit in bundle.over(found)}
+    units = {unit.name: unit for unit in bundle.over(records)}
     if bundle.masked is not None and bundle.masked.source is not None:
         units = {"source": next(iter(units.values()))}
     made = {name: unit.masks("source") for name, unit in units.items()}
@@ -78,11 +79,11 @@ def masks(bundle: Bundle, found: Records, beside: str) -> Table:
     )  # fmt: skip
 
 
-def forecast_recoveries(bundle: Bundle, found: Records) -> Table:
+def forecast_recoveries(bundle: Bundle, records: Records) -> Table:
     """Recoveries as rehearsals forecast them, beside what came."""
     rows = [
         (unit.name, arm, measures.forecast_recovery(unit, arm), measures.recovery(unit, arm))
-        for unit in bundle.over(found)
+        for unit in bundle.over(records)
         for arm in bundle.rehearse
         if arm != "rne" and unit.ran(arm)
     ]
@@ -93,11 +94,11 @@ def forecast_recoveries(bundle: Bundle, found: Records) -> Table:
     )  # fmt: skip
 
 
-def forecasts(bundle: Bundle, found: Records, warmup: bool = True) -> Table:
+def forecasts(bundle: Bundle, records: Records, warmup: bool = True) -> Table:
     """Tabulate the reference's forecast of the nearest arm, beside predictors that are free or come late."""
     named = {"frozen": PREDICTORS["frozen"], **measures.rivals(bundle)}
     rows: list[tuple[str | float | None, ...]] = []
-    for unit in bundle.over(found):
+    for unit in bundle.over(records):
         for scope in bundle.scopes:
             c = measures.comparison(unit, scope, warmup)
             errors = [measures.forecast_rmse(unit, scope, warmup, predictor) for predictor in named]
@@ -110,10 +111,10 @@ def forecasts(bundle: Bundle, found: Records, warmup: bool = True) -> Table:
     )  # fmt: skip
 
 
-def noise(bundle: Bundle, found: Records) -> Table:
+def noise(bundle: Bundle, records: Records) -> Table:
     """Tabulate what other held-out contexts would have changed."""
     rows: list[tuple[str | float | None, ...]] = []
-    for unit in bundle.over(found):
+    for unit in bundle.over(records):
         for arm in bundle.arms:
             gap, recovered = measures.noise(unit, arm)
             won = None if arm == "rne" else measures.recovery(unit, arm)
@@ -125,11 +126,11 @@ def noise(bundle: Bundle, found: Records) -> Table:
     )  # fmt: skip
 
 
-def loss_forecasts(bundle: Bundle, found: Records) -> Table:
+def loss_forecasts(bundle: Bundle, records: Records) -> Table:
     """Tabulate the loss gaps that rehearsals forecast for every rehearsed arm, beside the measured ones."""
     bounds = ("lower", "point", "upper")
     rows = []
-    for unit in bundle.over(found):
+    for unit in bundle.over(records):
         for arm in bundle.rehearse:
             gaps = [measures.forecast_gap(unit, arm, bound) for bound in bounds]
             rows.append((unit.name, arm, measures.gap(unit, arm), *gaps, measures.gap_ratio(unit, arm)))
@@ -140,11 +141,11 @@ def loss_forecasts(bundle: Bundle, found: Records) -> Table:
     )  # fmt: skip
 
 
-def visibility(bundle: Bundle, found: Records, scopes: Sequence[str] = ("core",)) -> Table:
+def visibility(bundle: Bundle, records: Records, scopes: Sequence[str] = ("core",)) -> Table:
     """Never-moved shares, and where the codes of the nearest arm lie at the end."""
     kinds = ("endpoint", "subnormal", "zero_code")
     rows = []
-    for unit in bundle.over(found):
+    for unit in bundle.over(records):
         nearest = unit.run("rne")
         total = sum(nearest["coordinates"].values())
         last = nearest["evaluations"][-1]["occupancy"]

@@ -112,6 +112,13 @@ docs/decoder.md and docs/allocation.md. This page is made by `halfulp paper` fro
 `studies/`."""
 
 
+PAGES = (
+    ("transformers.md", "The transformer studies, beside the paper", TRANSFORMERS_INTRODUCTION, TRANSFORMERS),
+    ("allocation.md", "Exact-budget allocation, beside the paper", ALLOCATION_INTRODUCTION, ALLOCATION),
+)
+"""By file: title, introduction, and the scale of each study."""
+
+
 @dataclass(frozen=True)
 class Closed:
     """A closed study: its records, its result, and the digests to know it by."""
@@ -282,41 +289,51 @@ def shown(studies: Path, name: str, scale: str) -> Path:
 
 
 def write(studies: Path, scale: str, out: Path) -> list[Path]:
-    """Write the pages and the figures; which ones."""
-    folders = {name: shown(studies, name, scale) for name in STUDIES}
-    found = {name: read(folder) if folder.is_dir() else None for name, folder in folders.items()}
+    """Write the pages and the figures, and return their paths."""
+    controlled = {name: shown(studies, name, scale) for name in STUDIES}
+    found = {name: read(folder) if folder.is_dir() else None for name, folder in controlled.items()}
     if not any(found.values()):
-        raise UsageError(f"{studies} holds none of {', '.join(f.name for f in folders.values())}.")
-    said = labels.table(studies)
-    head = ["# The paper's 31 protocols", LABELS_INTRODUCTION, cell(said.caption)]
-    rows = [[_shown(value) for value in row] for row in said.rows]
-    written: dict[str, bytes] = {"controlled.md": page(found).encode()}
-    written["labels.md"] = ("\n\n".join([*head, _table(said.columns, rows)]) + "\n").encode()
-    decoders = {name: shown(studies, name, its) for name, its in TRANSFORMERS.items()}
-    closed = {name: read(folder) for name, folder in decoders.items() if folder.is_dir()}
-    chosen = {name: shown(studies, name, its) for name, its in ALLOCATION.items()}
-    allocated = {name: read(folder) for name, folder in chosen.items() if folder.is_dir()}
-    if allocated:
-        title = "Exact-budget allocation, beside the paper"
-        written["allocation.md"] = page(allocated, title, ALLOCATION_INTRODUCTION).encode()
-        closed_results = {n: c.result for n, c in {**closed, **allocated}.items()}
-        written["recoveries.tsv"] = won_back.table(closed_results).encode()
+        raise UsageError(f"{studies} holds none of {', '.join(f.name for f in controlled.values())}.")
+    written = {"controlled.md": page(found), "labels.md": _labels(studies)}
+    closed: dict[str, Closed] = {}
+    for file, title, introduction, scales in PAGES:
+        folders = {name: shown(studies, name, its) for name, its in scales.items()}
+        there = {name: read(folder) for name, folder in folders.items() if folder.is_dir()}
+        if there:
+            written[file] = page(there, title, introduction)
+        closed |= there
     if closed:
-        title = "The transformer studies, beside the paper"
-        written["transformers.md"] = page(closed, title, TRANSFORMERS_INTRODUCTION).encode()
-        written["terms.md"] = terms(closed).encode()
-    closed |= allocated
+        written["terms.md"] = terms(closed)
+        written["recoveries.tsv"] = won_back.table({name: one.result for name, one in closed.items()})
+    made = {name: text.encode() for name, text in written.items()} | _figures(found, closed)
+    files.put_all([(out / name, content) for name, content in made.items()], out)
+    return [out / name for name in made]
+
+
+def _labels(studies: Path) -> str:
+    said = labels.table(studies)
+    rows = [[_shown(value) for value in row] for row in said.rows]
+    parts = [
+        "# The paper's 31 protocols",
+        LABELS_INTRODUCTION,
+        cell(said.caption),
+        _table(said.columns, rows),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _figures(found: Mapping[str, Closed | None], closed: Mapping[str, Closed]) -> dict[str, bytes]:
+    """Draw the paper's figures, by file."""
+    drawn = {}
     for name in closed.keys() & FIGURES.keys():
         which, file, _ = FIGURES[name]
         study = importlib.import_module(REGISTRY[name]).STUDY
         with house_style():
-            written[file] = vector(study.figures[which](closed[name].records), "svg")
+            drawn[file] = vector(study.figures[which](closed[name].records), "svg")
     emulator, two_layer, cnn, diagram = (found[n] for n in ("emulator", "two-layer", "cnn", "phase-diagram"))
     if emulator and two_layer:
-        drawn = figure(emulator.records, two_layer.records, cnn.records if cnn else None)
-        written["controlled.svg"] = _svg(drawn)
+        both = figure(emulator.records, two_layer.records, cnn.records if cnn else None)
+        drawn["controlled.svg"] = _svg(both)
     if diagram:
-        written["e4.svg"] = _svg(phase_diagram.figure(diagram.records))
-    made = [(out / name, content) for name, content in written.items()]
-    files.put_all(made, out)
-    return [path for path, _ in made]
+        drawn["e4.svg"] = _svg(phase_diagram.figure(diagram.records))
+    return drawn

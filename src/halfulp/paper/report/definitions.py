@@ -41,12 +41,12 @@ _REGIMES: tuple[tuple[str, str, str, str, str], ...] = (
 )  # fmt: skip
 
 
-def definitions(found: Records | None) -> Table:
+def definitions(records: Records | None) -> Table:
     """Tabulate what is observed, with the values of one run of `matched-10k`."""
     values: list[float | None] = [None] * 5
     where = ""
-    if found is not None:
-        unit = Unit(matched_10k.RUNS, found, EXAMPLE)
+    if records is not None:
+        unit = Unit(matched_10k.RUNS, records, EXAMPLE)
         seen = measures.measured(unit, "core")
         at = crossing(seen)
         values = [float(seen[-1]), at.first, at.persistent, measures.never_moved(unit, "rne"),
@@ -69,10 +69,10 @@ def definitions(found: Records | None) -> Table:
     )
 
 
-def regimes(found: Records | None) -> Table:
+def regimes(records: Records | None) -> Table:
     """Tabulate ways to live with lost updates, and the share of the gap each won back in `neox-transfer`."""
     rows = [
-        (who, where, what, needs, policy, *_recovered(found, policy))
+        (who, where, what, needs, policy, *_recovered(records, policy))
         for who, where, what, needs, policy in _REGIMES
     ]
     return Table(
@@ -84,13 +84,13 @@ def regimes(found: Records | None) -> Table:
     )  # fmt: skip
 
 
-def _recovered(found: Records | None, policy: str) -> Iterator[float | None]:
+def _recovered(records: Records | None, policy: str) -> Iterator[float | None]:
     runs = neox_transfer.RUNS
     for condition in runs.conditions:
-        if found is None or policy not in runs.arms:
+        if records is None or policy not in runs.arms:
             yield None
             continue
-        values = [measures.recovery(unit, policy) for unit in runs.over(found, condition)]
+        values = [measures.recovery(unit, policy) for unit in runs.over(records, condition)]
         known = [v for v in values if v is not None]
         yield sum(known) / len(known) if known else None
 

@@ -157,6 +157,6 @@ def study(
     )  # fmt: skip
 
 
-def _recovered(runs: Bundle, found: Records, highlight: str, faint: Sequence[str]) -> Any:
-    arms = [arm for arm in runs.ran(found) if arm != "rne"]
-    return plots.recovered(runs, found, arms=arms, highlight=highlight, faint=faint)
+def _recovered(runs: Bundle, records: Records, highlight: str, faint: Sequence[str]) -> Any:
+    arms = [arm for arm in runs.ran(records) if arm != "rne"]
+    return plots.recovered(runs, records, arms=arms, highlight=highlight, faint=faint)

@@ -27,15 +27,7 @@ from halfulp.paper.models.training import Positions, Schedule, adamw, sequences,
 from halfulp.paper.tokens import open_corpus
 from halfulp.paper.values import finite
 from halfulp.pilots import rungs
-from halfulp.pilots.estimates import (
-    Estimate,
-    Forks,
-    Seen,
-    Twin,
-    estimate,
-    floor_of,
-    gaps,
-)
+from halfulp.pilots.estimates import Estimate, Forks, Seen, Twin, estimate, floor_of, gaps
 from halfulp.pilots.ladder import SLACK, Ladder, fork_plan
 from halfulp.study.protocol import Running
 from halfulp.verdicts.intervals import SMALLEST, family_of, shipped
@@ -137,9 +129,9 @@ def training(config: Mapping[str, Json], file: Callable[[str], Path]) -> rungs.F
     """Return the runs of a unit's config."""
     formats = tuple(config["formats"])
     if "classifier" in config:
-        told = config["classifier"]
-        schedule = Schedule(**told["schedule"])
-        make: Any = partial(ClassifierRun, schedule, told["batch"], told["seed"])
+        given = config["classifier"]
+        schedule = Schedule(**given["schedule"])
+        make: Any = partial(ClassifierRun, schedule, given["batch"], given["seed"])
         return rungs.Factory(make=make, updates=schedule.horizon, formats=formats)
     arm = Arm.from_json(config["arm"])
     tokens, held = open_corpus(file, arm.corpus, arm.model.vocabulary)
@@ -157,7 +149,7 @@ def measure(
     what = training(config, file)
     updates = {share: round(what.updates * (1 - float(share))) for share in config["forks"]}
     full = rungs.reference(what, fork_at=set(updates.values()), bounds=BOUNDS)
-    record: dict[str, Json] = {"reference": _told(full), "twins": {}, "forks": {}}
+    record: dict[str, Json] = {"reference": _losses_of(full), "twins": {}, "forks": {}}
     each = [*map(str, config["parts"]), *updates]
     seen(1, len(each) + 1)
     for done, rung in enumerate(each, start=2):
@@ -170,12 +162,12 @@ def measure(
             small, part = rungs.reference(what, int(rung)), int(rung)
             real = {f: finite(rungs.twin(what, f, part)) for f in what.formats}
             nudged = finite(rungs.nudged(what, part))
-            record["twins"][rung] = {**_told(small), "nudged": nudged, "format": real}
+            record["twins"][rung] = {**_losses_of(small), "nudged": nudged, "format": real}
         seen(done, len(each) + 1)
     return record
 
 
-def _told(found: rungs.Reference) -> dict[str, Json]:
+def _losses_of(found: rungs.Reference) -> dict[str, Json]:
     as_if = {spec: {b: finite(x) for b, x in losses.items()} for spec, losses in found.as_if.items()}
     return {"start": found.start, "real": finite(found.real), "again": finite(found.again), "as_if": as_if}
 

@@ -63,14 +63,14 @@ def costs_stage(runs: Bundle, names: Sequence[str], count: int = 0) -> Stage:
 # ---- what is computed -------------------------------------------------------------------------------------
 
 
-def column(found: Records, arm: str, what: str) -> list[float]:
+def column(records: Records, arm: str, what: str) -> list[float]:
     """Something that was measured of an arm, by repetition; ``throughput`` is updates a second.
 
     Seconds of a CPU are the process's own: others may use the machine.
     """
-    rows = [next(row for row in cell["measured"] if row["arm"] == arm) for cell in found["costs"].values()]
+    rows = [next(row for row in cell["measured"] if row["arm"] == arm) for cell in records["costs"].values()]
     if what == "throughput":
-        return [1 / seconds for seconds in column(found, arm, "seconds")]
+        return [1 / seconds for seconds in column(records, arm, "seconds")]
     if what == "seconds":  # of a GPU the wall; of processors that others may use, the process's own
         used = [row["window_seconds"] if row.get("gpu", True) else row["processor_seconds"] for row in rows]
         return [seconds / row["updates"] for seconds, row in zip(used, rows, strict=True)]
@@ -79,35 +79,35 @@ def column(found: Records, arm: str, what: str) -> list[float]:
     return [float(row[what]) for row in rows]
 
 
-def ratio(found: Records, arm: str, over: str, what: str) -> Values:
+def ratio(records: Records, arm: str, over: str, what: str) -> Values:
     """One arm over another, less one, by repetition."""
-    pairs = zip(found["costs"], column(found, arm, what), column(found, over, what), strict=True)
+    pairs = zip(records["costs"], column(records, arm, what), column(records, over, what), strict=True)
     return {name: a / b - 1 for name, a, b in pairs}
 
 
-def paired(found: Records, arm: str, over: str, what: str) -> Values:
+def paired(records: Records, arm: str, over: str, what: str) -> Values:
     """The median of one arm over another within repetitions, less one."""
-    return {"median": paired_median(column(found, arm, what), column(found, over, what))}
+    return {"median": paired_median(column(records, arm, what), column(records, over, what))}
 
 
-def unpaired(found: Records, arm: str, over: str, what: str) -> Values:
+def unpaired(records: Records, arm: str, over: str, what: str) -> Values:
     """The ratio of the medians of two arms, less one: it mixes repetitions."""
-    return {"median": unpaired_median(column(found, arm, what), column(found, over, what))}
+    return {"median": unpaired_median(column(records, arm, what), column(records, over, what))}
 
 
-def more(found: Records, arm: str, over: str, what: str) -> Values:
+def more(records: Records, arm: str, over: str, what: str) -> Values:
     """The median of one arm less another within repetitions."""
-    pairs = zip(column(found, arm, what), column(found, over, what), strict=True)
+    pairs = zip(column(records, arm, what), column(records, over, what), strict=True)
     return {"median": statistics.median(a - b for a, b in pairs)}
 
 
-def unaccounted(found: Records, arm: str, mask: str) -> Values:
+def unaccounted(records: Records, arm: str, mask: str) -> Values:
     """Bytes that a packed policy keeps, less its payload and an index a tile: nothing, if all is stated."""
-    masks = next(iter(found["source"].values()))["masks"]
+    masks = next(iter(records["source"].values()))["masks"]
     stated = masks["budget"][mask] + INDEX_BYTES * sum(masks["tiles"][mask].values())
     return {
         name: held - stated
-        for name, held in zip(found["costs"], column(found, arm, "policy_bytes"), strict=True)
+        for name, held in zip(records["costs"], column(records, arm, "policy_bytes"), strict=True)
     }
 
 
@@ -128,12 +128,12 @@ def contrast(arm: str, over: str) -> tuple[Estimand, ...]:
     )  # fmt: skip
 
 
-def measured(found: Records) -> Table:
+def measured(records: Records) -> Table:
     """Tabulate every process, in the order in which they ran."""
     keys = ("wall_seconds", "window_seconds", "updates", "peak_bytes", "persistent_bytes", "policy_bytes")
     rows = [
         (name, row["arm"], *(row[key] for key in keys))
-        for name, cell in found["costs"].items()
+        for name, cell in records["costs"].items()
         for row in cell["measured"]
     ]
     return Table(

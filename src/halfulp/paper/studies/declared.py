@@ -8,11 +8,10 @@ Functions are passed as objects, never by their names in text, so that a search 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from halfulp.study.protocol import Config, Estimand, Gate, Json, Rule, Study, Values
+from halfulp.study.protocol import Config, Estimand, Gate, Rule, Study
 
 if TYPE_CHECKING:
     from halfulp.paper.arms import Bundle
@@ -60,9 +59,3 @@ def declared(
     if runs is not None:
         given = {"scales": runs.configs, "stages": runs.stages, "scale_data": runs.data, **given}
     return Study(name=name.rpartition(".")[2].replace("_", "-"), estimands=(*estimands, *own), **given)
-
-
-def computed(compute: Callable[..., Values], name: str = "", what: str = "", **args: Json) -> Estimand:
-    """Make an estimand of a function of records; its name and docstring, unless others are given."""
-    made = Estimand.of(compute, name, **args)
-    return replace(made, what=what) if what else made

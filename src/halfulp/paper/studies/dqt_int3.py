@@ -78,46 +78,46 @@ def checkpoints(config: Config) -> Iterator[Cell]:
         yield Cell(name=f"evaluation-{i}", config={"arm": config["arm"], "cell": CELL, "update": i * every})
 
 
-def replayed(found: Records) -> Values:
+def replayed(records: Records) -> Values:
     """Held-out loss of every checkpoint, from its file."""
-    return {name: record["loss"] for name, record in found["replay"].items()}
+    return {name: record["loss"] for name, record in records["replay"].items()}
 
 
-def _ends(found: Records) -> tuple[float, float]:
-    ordered = sorted(found["replay"].values(), key=lambda record: int(record["update"]))
+def _ends(records: Records) -> tuple[float, float]:
+    ordered = sorted(records["replay"].values(), key=lambda record: int(record["update"]))
     return ordered[0]["loss"], ordered[-1]["loss"]
 
 
-def decrease(found: Records) -> Values:
+def decrease(records: Records) -> Values:
     """From the first checkpoint to the last."""
-    first, last = _ends(found)
+    first, last = _ends(records)
     return {CELL: first - last}
 
 
-def final(found: Records) -> Values:
+def final(records: Records) -> Values:
     """Of the last checkpoint."""
-    return {CELL: _ends(found)[1]}
+    return {CELL: _ends(records)[1]}
 
 
-def agrees(found: Records) -> Values:
+def agrees(records: Records) -> Values:
     """1 where a checkpoint's file has the loss that the run noted when it was written."""
-    noted = found["train"][CELL]["losses"]
-    return {name: float(r["loss"] == noted[str(r["update"])]) for name, r in found["replay"].items()}
+    noted = records["train"][CELL]["losses"]
+    return {name: float(r["loss"] == noted[str(r["update"])]) for name, r in records["replay"].items()}
 
 
-def distinct(found: Records) -> Values:
+def distinct(records: Records) -> Values:
     """The most distinct values of any tensor."""
-    return {name: float(record["values"]) for name, record in found["replay"].items()}
+    return {name: float(record["values"]) for name, record in records["replay"].items()}
 
 
-def retried(found: Records) -> Values:
+def retried(records: Records) -> Values:
     """Return how often a batch was tried again."""
-    return {CELL: float(len(found["train"][CELL]["backoffs"]))}
+    return {CELL: float(len(records["train"][CELL]["backoffs"]))}
 
 
-def curve(found: Records) -> Table:
+def curve(records: Records) -> Table:
     """Tabulate the six losses."""
-    ordered = sorted(found["replay"].values(), key=lambda record: int(record["update"]))
+    ordered = sorted(records["replay"].values(), key=lambda record: int(record["update"]))
     return Table(
         columns=("update", "held-out loss, nats", "distinct values, most"),
         rows=[(r["update"], r["loss"], r["values"]) for r in ordered],

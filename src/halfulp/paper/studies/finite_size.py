@@ -35,9 +35,9 @@ from halfulp.paper import panels
 from halfulp.paper.models.mlp import Array, Trainer
 from halfulp.paper.models.teacher import CHOSEN, INPUTS, Testbed, teacher_student
 from halfulp.paper.studies.claims import Beside
-from halfulp.paper.studies.declared import computed, declared, gate, rule, scaled
+from halfulp.paper.studies.declared import declared, gate, rule, scaled
 from halfulp.paper.values import finite, grouped, known, less, quotient
-from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
 
 QUANTILES = (0.16, 0.50, 0.84)
 
@@ -190,8 +190,8 @@ def figure(records: Records) -> Any:
 
 
 ESTIMANDS = (
-    computed(mean_width, "width"),
-    *map(computed, (growth, exponent, phase_error, weighted_phase_error, crossed)),
+    Estimand.of(mean_width, "width"),
+    *map(Estimand.of, (growth, exponent, phase_error, weighted_phase_error, crossed)),
 )  # fmt: skip
 
 STUDY = declared(

@@ -157,90 +157,90 @@ def lowest(ladder_: list[Mapping[str, Json]]) -> tuple[float, int]:
 # ---- estimands ------------------------------------------------------------------------------------------
 
 
-def units(found: Records) -> list[str]:
+def units(records: Records) -> list[str]:
     """List the units that have a forecast."""
-    return list(found["forecast"])
+    return list(records["forecast"])
 
 
-def rungs(found: Records, stage: str, unit: str) -> list[Mapping[str, Json]]:
+def rungs(records: Records, stage: str, unit: str) -> list[Mapping[str, Json]]:
     """Return the runs of a unit's ladder, lowest rate first."""
-    made = [r for cell, r in found[stage].items() if cell.startswith(f"{unit}-") and "forecast" not in cell]
+    made = [r for cell, r in records[stage].items() if cell.startswith(f"{unit}-") and "forecast" not in cell]
     return sorted(made, key=lambda r: float(r["rate"]))
 
 
-def gain(found: Records) -> Values:
+def gain(records: Records) -> Values:
     """Of the nearest run at the best rung: how much of an average update arrived."""
-    return {unit: found["forecast"][unit]["gain"] for unit in units(found)}
+    return {unit: records["forecast"][unit]["gain"] for unit in units(records)}
 
 
-def inside(found: Records) -> Values:
+def inside(records: Records) -> Values:
     """Rungs between a best one and the nearer end of its ladder, the fewer of both policies."""
     made: dict[str, float | None] = {}
-    for unit in units(found):
-        each = [rungs(found, stage, unit) for stage in ("nearest", "outcome")]
+    for unit in units(records):
+        each = [rungs(records, stage, unit) for stage in ("nearest", "outcome")]
         places = [(lowest(runs)[1], len(runs)) for runs in each]
         made[unit] = float(min(min(i, n - 1 - i) for i, n in places))
     return made
 
 
-def nearest_rate(found: Records) -> Values:
+def nearest_rate(records: Records) -> Values:
     """Best peak rate with nearest write-back."""
-    return {unit: found["forecast"][unit]["nearest"] for unit in units(found)}
+    return {unit: records["forecast"][unit]["nearest"] for unit in units(records)}
 
 
-def master_rate(found: Records) -> Values:
+def master_rate(records: Records) -> Values:
     """Best peak rate with masters."""
-    return {unit: lowest(rungs(found, "outcome", unit))[0] for unit in units(found)}
+    return {unit: lowest(rungs(records, "outcome", unit))[0] for unit in units(records)}
 
 
-def rate_change(found: Records) -> Values:
+def rate_change(records: Records) -> Values:
     """Rungs by which masters want another rate than nearest: log2 of the one over the other."""
-    return _log2_ratio(master_rate(found), nearest_rate(found))
+    return _log2_ratio(master_rate(records), nearest_rate(records))
 
 
-def forecast_change(found: Records) -> Values:
+def forecast_change(records: Records) -> Values:
     """The same, as forecast: log2 of the gain."""
-    rates = {unit: found["forecast"][unit]["rate"] for unit in units(found)}
-    return _log2_ratio(rates, nearest_rate(found))
+    rates = {unit: records["forecast"][unit]["rate"] for unit in units(records)}
+    return _log2_ratio(rates, nearest_rate(records))
 
 
-def forecast_error(found: Records) -> Values:
+def forecast_error(records: Records) -> Values:
     """Rungs between the forecast rate and the best with masters."""
-    came = rate_change(found)
-    return _sizes({u: less(said, came[u]) for u, said in forecast_change(found).items()})
+    came = rate_change(records)
+    return _sizes({u: less(said, came[u]) for u, said in forecast_change(records).items()})
 
 
-def same_error(found: Records) -> Values:
+def same_error(records: Records) -> Values:
     """Rungs between the rate of the nearest run and the best with masters."""
-    return _sizes(rate_change(found))
+    return _sizes(rate_change(records))
 
 
 def _sizes(values: Values) -> Values:
     return {u: None if v is None else abs(v) for u, v in values.items()}
 
 
-def nearer(found: Records) -> Values:
+def nearer(records: Records) -> Values:
     """How many rungs nearer the forecast is than the same rate."""
-    same = same_error(found)
-    return {u: less(same[u], error) for u, error in forecast_error(found).items()}
+    same = same_error(records)
+    return {u: less(same[u], error) for u, error in forecast_error(records).items()}
 
 
-def cost(found: Records) -> Values:
+def cost(records: Records) -> Values:
     """Loss of masters at the forecast rate above the best of their ladder, nats."""
-    return {u: _above(found, u, found["outcome"][f"{u}-forecast"]["loss"]) for u in units(found)}
+    return {u: _above(records, u, records["outcome"][f"{u}-forecast"]["loss"]) for u in units(records)}
 
 
-def cost_of_same(found: Records) -> Values:
+def cost_of_same(records: Records) -> Values:
     """Loss of masters at the best rung of nearest above the best of their ladder, nats."""
     made = {}
-    for unit in units(found):
-        rung = found["forecast"][unit]["rung"]
-        made[unit] = _above(found, unit, rungs(found, "outcome", unit)[rung]["loss"])
+    for unit in units(records):
+        rung = records["forecast"][unit]["rung"]
+        made[unit] = _above(records, unit, rungs(records, "outcome", unit)[rung]["loss"])
     return made
 
 
-def _above(found: Records, unit: str, loss: float | None) -> float | None:
-    others = known(r["loss"] for r in rungs(found, "outcome", unit))
+def _above(records: Records, unit: str, loss: float | None) -> float | None:
+    others = known(r["loss"] for r in rungs(records, "outcome", unit))
     return less(loss, min(others, default=None))
 
 
@@ -252,11 +252,13 @@ def _log2_ratio(over: Values, under: Values) -> Values:
     return made
 
 
-def matched(found: Records) -> Values:
+def matched(records: Records) -> Values:
     """1 where all runs of a unit began from the same codes."""
     starts = {
-        u: {r["start"] for s in ("nearest", "outcome") for c, r in found[s].items() if c.startswith(f"{u}-")}
-        for u in units(found)
+        u: {
+            r["start"] for s in ("nearest", "outcome") for c, r in records[s].items() if c.startswith(f"{u}-")
+        }
+        for u in units(records)
     }
     return {unit: float(len(digests) == 1) for unit, digests in starts.items()}
 
@@ -264,27 +266,27 @@ def matched(found: Records) -> Values:
 # ---- pictures -------------------------------------------------------------------------------------------
 
 
-def rates_table(found: Records) -> Table:
+def rates_table(records: Records) -> Table:
     """Tabulate the gain, the rates and their cost for every unit."""
     each = (gain, nearest_rate, master_rate, rate_change, forecast_change, cost, cost_of_same)
-    values = [compute(found) for compute in each]
+    values = [compute(records) for compute in each]
     return Table(
         columns=("unit", "gain", "best rate, nearest", "best rate, masters", "change, log2",
                  "forecast, log2", "cost at the forecast", "cost at the same rate"),
-        rows=[(unit, *(value[unit] for value in values)) for unit in units(found)],
+        rows=[(unit, *(value[unit] for value in values)) for unit in units(records)],
         caption="Peak rates; held-out loss of masters above the best of their ladder, nats.",
     )  # fmt: skip
 
 
-def ladders(found: Records) -> Any:
+def ladders(records: Records) -> Any:
     """Held-out loss over the peak rate: nearest, masters (dashed), masters at the forecast rate (a dot)."""
     figure, panels = new_figure(1, len(GRIDS), height=3.4)
     for panel, (name, grid) in zip(panels, GRIDS.items(), strict=True):
         for colour, seed in zip(COLOURS, SEEDS, strict=False):
             for stage, line in (("nearest", "-"), ("outcome", "--")):
-                runs = [r for r in rungs(found, stage, f"{name}-{seed}") if r["loss"] is not None]
+                runs = [r for r in rungs(records, stage, f"{name}-{seed}") if r["loss"] is not None]
                 panel.plot([r["rate"] for r in runs], [r["loss"] for r in runs], line, color=colour)
-            forecast = found["outcome"][f"{name}-{seed}-forecast"]
+            forecast = records["outcome"][f"{name}-{seed}-forecast"]
             if forecast["loss"] is not None:
                 panel.plot([forecast["rate"]], [forecast["loss"]], "o", color=colour)
         panel.set_xscale("log", base=2)

@@ -67,9 +67,9 @@ RUNS = Bundle(
 # ---- what is computed -------------------------------------------------------------------------------------
 
 
-def margins(found: Records, percent: int) -> dict[str, list[float | None]]:
+def margins(records: Records, percent: int) -> dict[str, list[float | None]]:
     """Of a budget: recoveries of the source's mask, above its control, beside the target's own."""
-    arm, units = f"source-P-{percent}", RUNS.over(found)
+    arm, units = f"source-P-{percent}", RUNS.over(records)
     return {
         "recovery": [measures.recovery(u, arm) for u in units],
         "separation": [measures.advantage(u, arm, [f"control-{percent}"]) for u in units],
@@ -86,33 +86,33 @@ def passes(margins: Mapping[str, list[float | None]]) -> bool:
     return True
 
 
-def quality(found: Records) -> Values:
+def quality(records: Records) -> Values:
     """1 where a budget's mask meets all floors."""
-    return {f"{p}%": float(passes(margins(found, p))) for p in BUDGETS}
+    return {f"{p}%": float(passes(margins(records, p))) for p in BUDGETS}
 
 
-def points(found: Records) -> dict[str, Point]:
+def points(records: Records) -> dict[str, Point]:
     """Return the recovery and costs of every choice, before the source's trace is paid for."""
-    units, made = RUNS.over(found), {}
+    units, made = RUNS.over(records), {}
     updates = units[0].run("rne")["updates"]
     for arm in CHOICES:
         won = [0.0 if arm == "rne" else measures.recovery(u, arm) for u in units]
-        peak = max(systems.column(found, arm, "peak_bytes"))
+        peak = max(systems.column(records, arm, "peak_bytes"))
         if arm in SOURCE:
-            peak = max(peak, *systems.column(found, systems.TRACE, "peak_bytes"))
+            peak = max(peak, *systems.column(records, systems.TRACE, "peak_bytes"))
         costs = {
             "peak": peak,
-            "storage": max(systems.column(found, arm, "persistent_bytes")),
-            "wall": updates * statistics.median(systems.column(found, arm, "seconds")),
+            "storage": max(systems.column(records, arm, "persistent_bytes")),
+            "wall": updates * statistics.median(systems.column(records, arm, "seconds")),
         }
         made[arm] = Point(statistics.mean(v for v in won if v is not None), costs)
     return made
 
 
-def trace_wall(found: Records) -> float:
+def trace_wall(records: Records) -> float:
     """Seconds of the source's trace."""
-    (source,) = found["source"].values()
-    return float(source["updates"] * statistics.median(systems.column(found, systems.TRACE, "seconds")))
+    (source,) = records["source"].values()
+    return float(source["updates"] * statistics.median(systems.column(records, systems.TRACE, "seconds")))
 
 
 def reused(points: Mapping[str, Point], trace: float, times: int) -> dict[str, Point]:
@@ -120,32 +120,32 @@ def reused(points: Mapping[str, Point], trace: float, times: int) -> dict[str, P
     return {n: p.with_cost("wall", trace / times) if n in SOURCE else p for n, p in points.items()}
 
 
-def survives(found: Records, reuse: int, tolerant: bool) -> Values:
+def survives(records: Records, reuse: int, tolerant: bool) -> Values:
     """1 where nothing dominates a choice."""
-    left = survivors(reused(points(found), trace_wall(found), reuse), WITHIN if tolerant else Tolerance())
+    left = survivors(reused(points(records), trace_wall(records), reuse), WITHIN if tolerant else Tolerance())
     return {name: float(name in left) for name in CHOICES}
 
 
-def headline(found: Records) -> Values:
+def headline(records: Records) -> Values:
     """Source masks of sufficient quality that survive under tolerances at the registered reuse."""
-    good, left = quality(found), survives(found, DECIDED_AT, tolerant=True)
+    good, left = quality(records), survives(records, DECIDED_AT, tolerant=True)
     return {"all": float(sum(bool(good[f"{p}%"]) and bool(left[f"source-P-{p}"]) for p in BUDGETS))}
 
 
-def surviving(found: Records, tolerant: bool) -> dict[str, str]:
+def surviving(records: Records, tolerant: bool) -> dict[str, str]:
     """Return the names of the surviving choices, by reuse count."""
-    by_count = {n: survives(found, n, tolerant) for n in REUSE}
+    by_count = {n: survives(records, n, tolerant) for n in REUSE}
     return {str(n): ", ".join(name for name, left in kept.items() if left) for n, kept in by_count.items()}
 
 
 # ---- what is shown ----------------------------------------------------------------------------------------
 
 
-def budgets(found: Records) -> Table:
+def budgets(records: Records) -> Table:
     """Means over targets by budget, as the paper prints them."""
     rows: list[tuple[str | float | None, ...]] = []
     for p in BUDGETS:
-        held = margins(found, p)
+        held = margins(records, p)
         mean = {k: statistics.mean(v for v in values if v is not None) for k, values in held.items()}
         least = min(v for v in held["recovery"] if v is not None)
         ours = mean["recovery"]
@@ -157,9 +157,9 @@ def budgets(found: Records) -> Table:
     )  # fmt: skip
 
 
-def choices(found: Records) -> Table:
+def choices(records: Records) -> Table:
     """Tabulate the quality and cost of every choice, and the reuse counts at which it survives."""
-    made, trace = points(found), trace_wall(found)
+    made, trace = points(records), trace_wall(records)
     rows: list[tuple[str | float | None, ...]] = []
     for name, point in made.items():
         lists = []
@@ -175,14 +175,14 @@ def choices(found: Records) -> Table:
     )  # fmt: skip
 
 
-def curve(found: Records) -> Any:
+def curve(records: Records) -> Any:
     """Draw the recovery against the bytes that a policy keeps, with the choices that no cheaper one beats."""
     arms = [arm for arm in RUNS.arms if arm in CHOICES or arm.startswith(("target", "control"))]
-    held = {arm: max(systems.column(found, arm, "policy_bytes")) for arm in CHOICES}
+    held = {arm: max(systems.column(records, arm, "policy_bytes")) for arm in CHOICES}
     kept = {arm: held.get(arm, held[f"source-P-{arm.rpartition('-')[2]}"] if "-" in arm else 0.0)
             for arm in arms}  # fmt: skip
     known = {
-        arm: [0.0 if arm == "rne" else measures.recovery(u, arm) for u in RUNS.over(found)] for arm in arms
+        arm: [0.0 if arm == "rne" else measures.recovery(u, arm) for u in RUNS.over(records)] for arm in arms
     }
     won = {arm: [v for v in values if v is not None] for arm, values in known.items()}
     at = {arm: (kept[arm], statistics.mean(won[arm])) for arm in arms}

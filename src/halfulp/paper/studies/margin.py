@@ -50,10 +50,10 @@ from halfulp.paper.models.digests import refuse_other
 from halfulp.paper.models.lockstep import Finished, answered, auroc_bound, from_text, run_units, to_text
 from halfulp.paper.models.teacher import CHOSEN
 from halfulp.paper.studies.claims import Beside
-from halfulp.paper.studies.declared import OURS, computed, declared, gate, rule, scaled
+from halfulp.paper.studies.declared import OURS, declared, gate, rule, scaled
 from halfulp.paper.trust import PRIMARY, THRESHOLDS, OnsetInterval, auroc_of_counts, onset_interval
 from halfulp.paper.values import grouped, known, quotient
-from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
 
 SCORES = ("exact", "symmetric")
 WHERE = ("inside", "earlier", "later")
@@ -285,18 +285,20 @@ def figure(records: Records) -> Any:
 
 
 ESTIMANDS = (
-    *map(computed, (
+    *map(Estimand.of, (
         events, auroc, auroc_error, auroc_own, auroc_gain, coverage, risk, primary_coverage, risk_ratio,
         first_divergence, refuted,
     )),
-    computed(share, "containment", what="steps with f inside its interval", part="steps -above -below",
-        whole="steps"),
-    computed(share, "onset-inside", what="units whose onset lies in its interval", part="inside",
-        whole="units"),
-    computed(share, "certified", what="events with both premises of the bound",
-        part="events -diverged -violated", whole="events"),
-    computed(share, "wrong-diverged", what="mistakes made at different codes", part="wrong_diverged",
-        whole="wrong_diverged wrong_same"),
+    *(
+        Estimand(name=each, what=what, compute=share, args={"part": part, "whole": whole})
+        for each, what, part, whole in (
+            ("containment", "steps with f inside its interval", "steps -above -below", "steps"),
+            ("onset-inside", "units whose onset lies in its interval", "inside", "units"),
+            ("certified", "events with both premises of the bound", "events -diverged -violated", "events"),
+            ("wrong-diverged", "mistakes made at different codes", "wrong_diverged",
+             "wrong_diverged wrong_same"),
+        )
+    ),
 )  # fmt: skip
 
 COORDINATE = ("margin-ranks", "margin-covers", "margin-halves-risk")

@@ -44,9 +44,9 @@ from halfulp.paper.models.learning_forecasts import PREDICTORS as TIMED
 from halfulp.paper.models.learning_forecasts import SIDE, SIDES, Array, follow, forecasts, regression
 from halfulp.paper.models.teacher import CHOSEN, Problem
 from halfulp.paper.studies.claims import Beside
-from halfulp.paper.studies.declared import computed, declared, gate, rule, scaled
+from halfulp.paper.studies.declared import declared, gate, rule, scaled
 from halfulp.paper.values import grouped, less, quotient
-from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
 
 PREDICTORS = (*TIMED, "monotone")
 EARLIEST = 3
@@ -274,15 +274,15 @@ def figure(records: Records) -> Any:
 
 
 ESTIMANDS = (
-    *map(computed, (
+    *map(Estimand.of, (
         window_matches, accuracy, accuracy_by_side, progress, onset_within, onset_eligible,
         false_negatives,
     )),
-    computed(false_negatives, "false-negatives-at-start", onsets=[1]),
-    computed(window_matches, "directional-windows", predictors=["directional"]),
-    computed(onset_within, "directional-onset", predictors=["directional"]),
-    computed(against, "against-symmetric", other="symmetric"),
-    computed(against, "against-monotone", other="monotone"),
+    Estimand.of(false_negatives, "false-negatives-at-start", onsets=[1]),
+    Estimand.of(window_matches, "directional-windows", predictors=["directional"]),
+    Estimand.of(onset_within, "directional-onset", predictors=["directional"]),
+    Estimand.of(against, "against-symmetric", other="symmetric"),
+    Estimand.of(against, "against-monotone", other="monotone"),
 )  # fmt: skip
 
 STUDY = declared(

@@ -70,26 +70,25 @@ def archive_cells(config: Config) -> Iterator[Cell]:
     yield Cell(name=f"archived-{ARCHIVED_SEED}", config=arm.to_json())
 
 
-def macro_ratio(found: Records, scope: str) -> Values:
+def macro_ratio(records: Records, scope: str) -> Values:
     """Of every schedule, over its targets."""
-    return of_native.macro_ratio(RUNS, found, scope)
+    return of_native.macro_ratio(RUNS, records, scope)
 
 
-def ratios(found: Records) -> Table:
+def ratios(records: Records) -> Table:
     """Tabulate the source beside every predictor that needs none, and what the other targets measured."""
     rows: list[tuple[str | float | None, ...]] = []
-    free = of_native.source_free(RUNS.over(found)[0], SCOPE)
-    for unit in RUNS.over(found):
+    for unit in RUNS.over(records):
         each = [
             of_native.against(unit, SCOPE, predictor=p)
-            for p in ("frozen", *of_native.source_free(unit, SCOPE), "template")
+            for p in ("frozen", *of_native.SOURCE_FREE, "template")
         ]
         rows.append((unit.name, *(c.centred_rmse for c in each), *(c.rmse for c in each[:1])))
     return Table(
         columns=(
             "unit",
             "source",
-            *(SOURCE_FREE_NAMES[p] for p in free),
+            *(SOURCE_FREE_NAMES[p] for p in of_native.SOURCE_FREE),
             "other targets",
             "source, not centred",
         ),

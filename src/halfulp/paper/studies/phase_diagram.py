@@ -39,9 +39,9 @@ from halfulp.paper.models.learning_forecasts import (
 from halfulp.paper.models.mlp import Trainer, run
 from halfulp.paper.models.teacher import CHOSEN
 from halfulp.paper.studies.claims import Beside, over
-from halfulp.paper.studies.declared import computed, declared, gate, rule, scaled
+from halfulp.paper.studies.declared import declared, gate, rule, scaled
 from halfulp.paper.values import finite, grouped
-from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
 
 ARMS = ("nearest", "stochastic")
 
@@ -209,13 +209,13 @@ def figure(records: Records) -> Any:
 
 
 ESTIMANDS = (
-    computed(median_learned, "learned.nearest", arm="nearest"),
-    computed(median_learned, "learned.stochastic", arm="stochastic"),
-    computed(median_learned, "learned.forecast", arm="forecast"),
-    *map(computed, (lowest_rate_ratio, compression, slow_divergence)),
-    computed(matches, "windows-matched"),
-    computed(matches_by_side, "windows-matched-by-side"),
-    computed(stochastic_at_stable_rates, "stochastic-stable"),
+    Estimand.of(median_learned, "learned.nearest", arm="nearest"),
+    Estimand.of(median_learned, "learned.stochastic", arm="stochastic"),
+    Estimand.of(median_learned, "learned.forecast", arm="forecast"),
+    *map(Estimand.of, (lowest_rate_ratio, compression, slow_divergence)),
+    Estimand.of(matches, "windows-matched"),
+    Estimand.of(matches_by_side, "windows-matched-by-side"),
+    Estimand.of(stochastic_at_stable_rates, "stochastic-stable"),
 )  # fmt: skip
 
 STUDY = declared(

@@ -25,8 +25,8 @@ from halfulp.paper.models.learning_forecasts import LEARNED
 from halfulp.paper.models.teacher import CHOSEN
 from halfulp.paper.studies import phase_diagram as diagram
 from halfulp.paper.studies.claims import Beside, over
-from halfulp.paper.studies.declared import OURS, computed, declared, gate, rule, scaled
-from halfulp.study.protocol import Cell, Config, Records, Stage, Table, Values
+from halfulp.paper.studies.declared import OURS, declared, gate, rule, scaled
+from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Table, Values
 
 SIDES = (0.4, 0.8)
 """Rate x 2^mantissa on both sides of the paper's edge: outside the window, but for one bit, and inside."""
@@ -117,10 +117,10 @@ def table(records: Records) -> Table:
 STUDY = declared(
     __name__,
     own=(
-        computed(median_of_all, "median-outside", side=SIDES[0]),
-        computed(median_of_all, "median-inside", side=SIDES[1]),
-        computed(median_of_all, "forecast-outside", side=SIDES[0], arm="forecast"),
-        *map(computed, (share_of_draws, share_of_all, single)),
+        Estimand.of(median_of_all, "median-outside", side=SIDES[0]),
+        Estimand.of(median_of_all, "median-inside", side=SIDES[1]),
+        Estimand.of(median_of_all, "forecast-outside", side=SIDES[0], arm="forecast"),
+        *map(Estimand.of, (share_of_draws, share_of_all, single)),
     ),
     stages=(
         Stage(name="reference", kind="prediction", cells=reference_cells, run=diagram.reference),

@@ -81,17 +81,18 @@ FORKS = {"0.4": ["lower", "point", "upper"], "0.2": ["point"], "0.1": ["point"]}
 
 
 def _config(units: dict[str, dict[str, Json]]) -> Config:
-    """Return the units with what is asked of each; Lion's step has no moment that eco could write into.
+    """Return the units with the formats, forks and twins of each.
 
-    Twins take as many sequences as a pilot would that may spend up to the judged budget.
+    Lion's step has no moment that eco could write into. Twins take as many sequences as a pilot would that
+    may spend up to the judged budget.
     """
-    asked = {}
+    configs = {}
     for name, unit in units.items():
         formats = [f for f in FORMATS if unit.get("optimizer") != "lion" or "eco" not in f]
         unit = {**unit, "forks": FORKS, "formats": formats}
         plans = [ladder(unit, b).part for b in BUDGETS if b <= float(JUDGED)]
-        asked[name] = {**unit, "parts": sorted({1, *(p for p in plans if p is not None)})}
-    return asked
+        configs[name] = {**unit, "parts": sorted({1, *(p for p in plans if p is not None)})}
+    return configs
 
 
 CONFIGS = {"smoke": _config(SMOKE), "small": _config(SMALL), "paper": _config(PAPER)}
@@ -122,49 +123,49 @@ def outcomes(config: Config) -> Iterator[Cell]:
 # ---- estimands --------------------------------------------------------------------------------------------
 
 
-def cells(found: Records) -> dict[str, tuple[str, str, float]]:
+def cells(records: Records) -> dict[str, tuple[str, str, float]]:
     """Unit, format and measured gap of every cell."""
     made = {}
-    for name, told in found["forecast"].items():
-        for place, spec in enumerate(spec for spec in FORMATS if spec in told["old"]):  # as in outcomes()
-            measured = loss(found["outcome"][f"{name}-{place}"]["loss"]) - told["reference"]
+    for name, entry in records["forecast"].items():
+        for place, spec in enumerate(spec for spec in FORMATS if spec in entry["old"]):  # as in outcomes()
+            measured = loss(records["outcome"][f"{name}-{place}"]["loss"]) - entry["reference"]
             made[f"{name} {spec}"] = (name, spec, measured)
     return made
 
 
-def material(found: Records) -> dict[str, tuple[str, str, float]]:
+def material(records: Records) -> dict[str, tuple[str, str, float]]:
     """Return the cells whose format costs more than 0.1 nats."""
-    return {cell: how for cell, how in cells(found).items() if how[2] > MATERIAL}
+    return {cell: how for cell, how in cells(records).items() if how[2] > MATERIAL}
 
 
-def _forecast(found: Records, unit: str, spec: str, budget: str) -> float | None:
-    told = found["forecast"][unit]
-    gap: float | None = told["old"][spec] if budget == "old" else told["budgets"][budget][spec]["gap"]
+def _forecast(records: Records, unit: str, spec: str, budget: str) -> float | None:
+    entry = records["forecast"][unit]
+    gap: float | None = entry["old"][spec] if budget == "old" else entry["budgets"][budget][spec]["gap"]
     return gap
 
 
-def gap(found: Records) -> Values:
+def gap(records: Records) -> Values:
     """Measured gap to float32, nats, by cell."""
-    return {cell: measured for cell, (_, _, measured) in cells(found).items()}
+    return {cell: measured for cell, (_, _, measured) in cells(records).items()}
 
 
-def error(found: Records, budget: str) -> Values:
+def error(records: Records, budget: str) -> Values:
     """Distance of forecast over measured gap from one, where the format costs something."""
     made: dict[str, float | None] = {}
-    for cell, (unit, spec, measured) in material(found).items():
-        told = _forecast(found, unit, spec, budget)
-        made[cell] = None if told is None else abs(told / measured - 1.0)
+    for cell, (unit, spec, measured) in material(records).items():
+        entry = _forecast(records, unit, spec, budget)
+        made[cell] = None if entry is None else abs(entry / measured - 1.0)
     return made
 
 
-def median(found: Records, budget: str) -> Values:
+def median(records: Records, budget: str) -> Values:
     """The median of these errors."""
-    return {"median": _over(error(found, budget), statistics.median)}
+    return {"median": _over(error(records, budget), statistics.median)}
 
 
-def near(found: Records, budget: str) -> Values:
+def near(records: Records, budget: str) -> Values:
     """The share of these cells that are within 30%."""
-    return {"share": _over(error(found, budget), lambda each: sum(x <= NEAR for x in each) / len(each))}
+    return {"share": _over(error(records, budget), lambda each: sum(x <= NEAR for x in each) / len(each))}
 
 
 def _over(values: Values, of: Any) -> float | None:
@@ -172,36 +173,36 @@ def _over(values: Values, of: Any) -> float | None:
     return float(of(there)) if there and len(there) == len(values) else None
 
 
-def misordered(found: Records, budget: str) -> Values:
+def misordered(records: Records, budget: str) -> Values:
     """Pairs of formats in the wrong order, by unit: pairs that are more than 0.1 nats apart."""
     made = {}
-    for name, told in found["forecast"].items():
-        here = [(s, m) for n, s, m in cells(found).values() if n == name]
+    for name, entry in records["forecast"].items():
+        here = [(s, m) for n, s, m in cells(records).values() if n == name]
         wrong = 0
         for (a, x), (b, y) in combinations(here, 2):
-            p, q = (_forecast(found, name, s, budget) for s in (a, b))
+            p, q = (_forecast(records, name, s, budget) for s in (a, b))
             if abs(x - y) > MATERIAL and (p is None or q is None or (p - q) * (x - y) <= 0):
                 wrong += 1
-        made[name] = float(wrong) if told else None
+        made[name] = float(wrong) if entry else None
     return made
 
 
-def covered(found: Records, budget: str) -> Values:
+def covered(records: Records, budget: str) -> Values:
     """The share of all cells whose interval holds what was measured."""
     inside = []
-    for unit, spec, measured in cells(found).values():
-        told = found["forecast"][unit]["budgets"][budget][spec]
-        low, high = told["low"], told["high"]
+    for unit, spec, measured in cells(records).values():
+        entry = records["forecast"][unit]["budgets"][budget][spec]
+        low, high = entry["low"], entry["high"]
         inside.append(low is not None and low <= measured and (high is None or measured <= high))
     return {"share": sum(inside) / len(inside) if inside else None}
 
 
-def trusted(found: Records, budget: str) -> Values:
+def trusted(records: Records, budget: str) -> Values:
     """The error of cells that were paid for and that the guard trusts."""
-    each = error(found, budget)
+    each = error(records, budget)
     made = {}
-    for cell, (unit, spec, _) in material(found).items():
-        if found["forecast"][unit]["budgets"][budget][spec]["trusted"]:
+    for cell, (unit, spec, _) in material(records).items():
+        if records["forecast"][unit]["budgets"][budget][spec]["trusted"]:
             made[cell] = each[cell]
     return made
 
@@ -209,13 +210,13 @@ def trusted(found: Records, budget: str) -> Values:
 # ---- pictures -----------------------------------------------------------------------------------------
 
 
-def cells_table(found: Records) -> Table:
+def cells_table(records: Records) -> Table:
     """Tabulate every cell: measured, forecast for every budget, and forecast by the former rule."""
     rows = []
-    for unit, spec, measured in cells(found).values():
-        each = [found["forecast"][unit]["budgets"][f"{b:g}"][spec] for b in BUDGETS]
-        one = found["forecast"][unit]["budgets"][JUDGED][spec]
-        old = _forecast(found, unit, spec, "old")
+    for unit, spec, measured in cells(records).values():
+        each = [records["forecast"][unit]["budgets"][f"{b:g}"][spec] for b in BUDGETS]
+        one = records["forecast"][unit]["budgets"][JUDGED][spec]
+        old = _forecast(records, unit, spec, "old")
         rows.append(
             (unit, spec, measured, old, *(e["gap"] for e in each), one["low"], one["high"], one["kind"])
         )
@@ -228,27 +229,27 @@ def cells_table(found: Records) -> Table:
     )  # fmt: skip
 
 
-def budgets_table(found: Records) -> Table:
+def budgets_table(records: Records) -> Table:
     """Tabulate for every budget how near its forecasts are, and how well their bounds cover."""
     rows = []
     for budget in ("old", *(f"{b:g}" for b in BUDGETS)):
-        share = None if budget == "old" else covered(found, budget)["share"]
-        wrong = sum(x or 0.0 for x in misordered(found, budget).values())
-        rows.append((budget, median(found, budget)["median"], near(found, budget)["share"], share, wrong))
+        share = None if budget == "old" else covered(records, budget)["share"]
+        wrong = sum(x or 0.0 for x in misordered(records, budget).values())
+        rows.append((budget, median(records, budget)["median"], near(records, budget)["share"], share, wrong))
     return Table(
         columns=("budget", "median error", "within 30%", "covered", "misordered"), rows=rows,
         caption="Cells above 0.1 nats; coverage and order over all cells. old: k = 30 x peak rate, unpaid.",
     )  # fmt: skip
 
 
-def estimators_table(found: Records) -> Table:
+def estimators_table(records: Records) -> Table:
     """Tabulate for every estimator how near it is on all cells that it can speak of, the guard apart."""
     rows = []
     for kind in ESTIMATORS:
         ratios = []
-        for unit, spec, measured in material(found).values():
-            told = found["forecast"][unit]["estimators"][spec].get(kind)
-            ratios += [] if told is None else [told / measured]
+        for unit, spec, measured in material(records).values():
+            entry = records["forecast"][unit]["estimators"][spec].get(kind)
+            ratios += [] if entry is None else [entry / measured]
         errors = [abs(x - 1.0) for x in ratios]
         near_ones = sum(x <= NEAR for x in errors) / len(errors) if errors else None
         rows.append(
@@ -262,18 +263,18 @@ def estimators_table(found: Records) -> Table:
     )  # fmt: skip
 
 
-def against_measured(found: Records) -> Any:
+def against_measured(records: Records) -> Any:
     """Forecast with its interval against measured gap, a cell a point; on the line they agree."""
     figure, (panel,) = new_figure(1, 1, height=4.2)
-    for unit, spec, measured in material(found).values():
-        told = found["forecast"][unit]["budgets"][JUDGED][spec]
-        if told["gap"] is None or told["high"] is None:
+    for unit, spec, measured in material(records).values():
+        entry = records["forecast"][unit]["budgets"][JUDGED][spec]
+        if entry["gap"] is None or entry["high"] is None:
             continue
-        colour = COLOURS[0] if told["trusted"] else COLOURS[1]
+        colour = COLOURS[0] if entry["trusted"] else COLOURS[1]
         panel.plot(
-            [measured] * 2, [max(told["low"], 1e-3), told["high"]], color=colour, linewidth=1, alpha=0.6
+            [measured] * 2, [max(entry["low"], 1e-3), entry["high"]], color=colour, linewidth=1, alpha=0.6
         )
-        panel.plot([measured], [max(told["gap"], 1e-3)], "o", color=colour)
+        panel.plot([measured], [max(entry["gap"], 1e-3)], "o", color=colour)
     panel.plot([0.05, 5.0], [0.05, 5.0], color=GREY, linewidth=0.8)
     panel.set_xscale("log")
     panel.set_yscale("log")

@@ -105,33 +105,33 @@ def open_outcome(running: Running) -> dict[str, Json]:
 # ---- what is computed of them ---------------------------------------------------------------------------
 
 
-def error(found: Records, predictor: str, part: str) -> Values:
+def error(records: Records, predictor: str, part: str) -> Values:
     """RMSE, centred RMSE or signed error of a predictor after the warmup, by target."""
-    return _errors(found, predictor, part)
+    return _errors(records, predictor, part)
 
 
-def _errors(found: Records, predictor: str, part: str = "rmse") -> dict[str, float]:
-    said = {target: made[predictor] for target, made in found["predictors"].items()}
+def _errors(records: Records, predictor: str, part: str = "rmse") -> dict[str, float]:
+    said = {target: made[predictor] for target, made in records["predictors"].items()}
     return {
         target: getattr(compare(said[target], seen["measured"], warmup=seen["warmup"]), part)
-        for target, seen in found["opened"].items()
+        for target, seen in records["opened"].items()
     }
 
 
-def ratio(found: Records, predictor: str, over: str) -> Values:
+def ratio(records: Records, predictor: str, over: str) -> Values:
     """RMSE of one predictor over that of another, by target."""
-    ours, theirs = _errors(found, predictor), _errors(found, over)
+    ours, theirs = _errors(records, predictor), _errors(records, over)
     return {target: ours[target] / theirs[target] if theirs[target] else None for target in ours}
 
 
-def squares(found: Records, predictor: str, over: str) -> Values:
+def squares(records: Records, predictor: str, over: str) -> Values:
     """Sum of squared errors of one predictor over that of another, all targets together, less one."""
-    ours, theirs = (sum(e * e for e in _errors(found, p).values()) for p in (predictor, over))
+    ours, theirs = (sum(e * e for e in _errors(records, p).values()) for p in (predictor, over))
     return {ALL: ours / theirs - 1 if theirs else None}
 
 
-def _mean(found: Records, predictor: str, part: str) -> float:
-    return float(np.mean(list(_errors(found, predictor, part).values())))
+def _mean(records: Records, predictor: str, part: str) -> float:
+    return float(np.mean(list(_errors(records, predictor, part).values())))
 
 
 def _late(found: Records) -> records.Array:
@@ -139,9 +139,9 @@ def _late(found: Records) -> records.Array:
     return np.array([seen["measured"][seen["warmup"] :] for seen in found["opened"].values()])
 
 
-def share(found: Records, part: str) -> Values:
+def share(records: Records, part: str) -> Values:
     """The share of the outcomes' sum of squares that is common over time, a target's level, or the rest."""
-    return {ALL: time_effect(_late(found))[part]}
+    return {ALL: time_effect(_late(records))[part]}
 
 
 def time_effect(y: records.Array) -> dict[str, float]:
@@ -162,18 +162,20 @@ def time_effect(y: records.Array) -> dict[str, float]:
     }
 
 
-def template_correlation(found: Records) -> Values:
+def template_correlation(records: Records) -> Values:
     """Of the mean outcome with the archived template."""
-    first = next(iter(found["opened"]))
-    template = np.asarray(found["predictors"][first]["B_Y"])[found["opened"][first]["warmup"] :]
-    return {ALL: _correlation(_late(found).mean(axis=0), template)}
+    first = next(iter(records["opened"]))
+    template = np.asarray(records["predictors"][first]["B_Y"])[records["opened"][first]["warmup"] :]
+    return {ALL: _correlation(_late(records).mean(axis=0), template)}
 
 
-def deviation_correlation(found: Records) -> Values:
+def deviation_correlation(records: Records) -> Values:
     """Of a target's own deviation over time with its reference's, each about the mean of all targets."""
-    said = np.array([found["predictors"][t]["X_M"][seen["warmup"] :] for t, seen in found["opened"].items()])
-    ours, theirs = (_deviations(table) for table in (_late(found), said))
-    return {t: _correlation(ours[i], theirs[i]) for i, t in enumerate(found["opened"])}
+    said = np.array(
+        [records["predictors"][t]["X_M"][seen["warmup"] :] for t, seen in records["opened"].items()]
+    )
+    ours, theirs = (_deviations(table) for table in (_late(records), said))
+    return {t: _correlation(ours[i], theirs[i]) for i, t in enumerate(records["opened"])}
 
 
 def _deviations(table: records.Array) -> records.Array:
@@ -186,20 +188,20 @@ def _correlation(x: records.Array, y: records.Array) -> float | None:
     return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else None
 
 
-def matched(found: Records) -> Values:
+def matched(records: Records) -> Values:
     """1 where reference and outcome of a target drew the same weights."""
-    return {target: float(seen["matched"]) for target, seen in found["opened"].items()}
+    return {target: float(seen["matched"]) for target, seen in records["opened"].items()}
 
 
 # ---- what is shown --------------------------------------------------------------------------------------
 
 
-def predictors(found: Records) -> Table:
+def predictors(records: Records) -> Table:
     """Means over the targets, as the paper prints them."""
-    base = _mean(found, "B_Y", "rmse")
+    base = _mean(records, "B_Y", "rmse")
     rows: list[Sequence[str | float | None]] = [
-        (p, PREDICTORS[p], *(_mean(found, p, part) for part in PARTS.values()),
-         _mean(found, p, "rmse") - base)
+        (p, PREDICTORS[p], *(_mean(records, p, part) for part in PARTS.values()),
+         _mean(records, p, "rmse") - base)
         for p in PREDICTORS
     ]  # fmt: skip
     return Table(
@@ -208,12 +210,12 @@ def predictors(found: Records) -> Table:
     )  # fmt: skip
 
 
-def by_target(found: Records) -> Table:
+def by_target(records: Records) -> Table:
     """The same by target, beside a constant one and the best constant."""
     rows: list[Sequence[str | float | None]] = []
-    for target, seen in found["opened"].items():
+    for target, seen in records["opened"].items():
         c = compare(seen["measured"], seen["measured"], warmup=seen["warmup"])
-        rmse = [_errors(found, p)[target] for p in PREDICTORS]
+        rmse = [_errors(records, p)[target] for p in PREDICTORS]
         rows.append((target, c.measured_range, *rmse, c.constant_rmse, c.fixed_one_rmse))
     return Table(
         columns=("target", "range", *PREDICTORS, "best constant", "fixed one"), rows=rows,
@@ -221,15 +223,15 @@ def by_target(found: Records) -> Table:
     )  # fmt: skip
 
 
-def decomposition(found: Records) -> Table:
+def decomposition(records: Records) -> Table:
     """Tabulate what the outcomes have in common."""
     rows: list[Sequence[str | float | None]] = [
-        (what, share(found, part)[ALL])
+        (what, share(records, part)[ALL])
         for what, part in (("common over time", "common"), ("level of a target", "offset"),
                            ("target by time", "residual"))
     ]  # fmt: skip
-    rows.append(("correlation of the mean outcome with B_Y", template_correlation(found)[ALL]))
-    rows += [(f"correlation of own deviations, {t}", v) for t, v in deviation_correlation(found).items()]
+    rows.append(("correlation of the mean outcome with B_Y", template_correlation(records)[ALL]))
+    rows += [(f"correlation of own deviations, {t}", v) for t, v in deviation_correlation(records).items()]
     return Table(
         columns=("of the measured trajectories", "value"),
         rows=rows,
@@ -237,23 +239,23 @@ def decomposition(found: Records) -> Table:
     )
 
 
-def figure(found: Records) -> Any:
+def figure(records: Records) -> Any:
     """Mean trajectories of outcome and predictors, and their errors by target."""
     drawn, (curves, errors) = new_figure(1, 2)
-    seen = found["opened"]
+    seen = records["opened"]
     first = next(iter(seen.values()))["warmup"]
     measured = np.mean([s["measured"] for s in seen.values()], axis=0)
     at = range(first + 1, len(measured) + 1)
     curves.plot(at, measured[first:], color=COLOURS[1], label="measured, mean")
     for predictor, colour, dash in zip(("B_Y", "X_S", "H_S"), COLOURS[2:], DASHES[1:], strict=False):
-        said = np.mean([found["predictors"][t][predictor] for t in seen], axis=0)
+        said = np.mean([records["predictors"][t][predictor] for t in seen], axis=0)
         curves.plot(at, said[first:], color=colour, linestyle=dash, label=predictor)
     curves.set_xlabel("update")
     curves.set_ylabel(f"updates lost, {SCOPE}")
     curves.legend()
     percent(curves, full=False)
     for place, predictor in enumerate(COMPARED):
-        values = list(_errors(found, predictor).values())
+        values = list(_errors(records, predictor).values())
         errors.plot([place] * len(values), values, "o", color=COLOURS[0] if predictor[0] != "B" else GREY)
     errors.set_xticks(range(len(COMPARED)), COMPARED)
     errors.set_ylabel("RMSE, a dot a target")

@@ -40,10 +40,10 @@ from halfulp.paper.certificates import Descent, reachable_prefix
 from halfulp.paper.models.certifiable import FAMILIES, Array, CertifiableProblem, arrival, rippled_bowl
 from halfulp.paper.models.digests import refuse_other
 from halfulp.paper.studies.claims import Beside, over
-from halfulp.paper.studies.declared import computed, declared, gate, rule, scaled
+from halfulp.paper.studies.declared import declared, gate, rule, scaled
 from halfulp.paper.trust import Posterior, posterior
 from halfulp.paper.values import quotient
-from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Table, Values
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Table, Values
 
 PREMISES = ("start", "transition", "cell", "bound", "none")
 
@@ -234,7 +234,7 @@ def table(records: Records) -> Table:
 
 
 ESTIMANDS = (
-    *map(computed, (
+    *map(Estimand.of, (
         contradictions, certified, certified_moves, caution, opposite, bound_broken, bound_attained,
     )),
 )  # fmt: skip

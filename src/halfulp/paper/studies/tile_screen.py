@@ -42,10 +42,10 @@ RUNS = Bundle(
 )  # fmt: skip
 
 
-def promotion(found: Records) -> Values:
+def promotion(records: Records) -> Values:
     """The advantage of C over the best comparator, by budget, as the larger of the two."""
     at = [_above(percent) for percent in BUDGETS]
-    by_budget = [estimand.compute(found, **estimand.args) for estimand in at]
+    by_budget = [estimand.compute(records, **estimand.args) for estimand in at]
     return {
         unit: max((v for values in by_budget if (v := values[unit]) is not None), default=None)
         for unit in RUNS.units

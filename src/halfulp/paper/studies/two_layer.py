@@ -30,9 +30,9 @@ from halfulp.paper.models.mlp import Series, Trainer, run
 from halfulp.paper.models.teacher import CHOSEN, Problem, Testbed, classification, teacher_student
 from halfulp.paper.studies import _timing as timing
 from halfulp.paper.studies.claims import Beside
-from halfulp.paper.studies.declared import OURS, computed, declared, gate, rule
+from halfulp.paper.studies.declared import OURS, declared, gate, rule
 from halfulp.paper.values import grouped, quotient
-from halfulp.study.protocol import Cell, Config, Json, Records, Running, Stage, Values
+from halfulp.study.protocol import Cell, Config, Estimand, Json, Records, Running, Stage, Values
 
 PRINCIPAL = "gd-squared"
 COARSE_REFERENCE = 16
@@ -138,7 +138,7 @@ SMOKE_SYSTEMS: dict[str, Json] = {
 }  # fmt: skip
 
 TIMED = timing.Timed(system=PRINCIPAL, cells=_references, train=_train)
-ESTIMANDS = tuple(map(computed, (measured_span, same_prediction)))
+ESTIMANDS = tuple(map(Estimand.of, (measured_span, same_prediction)))
 
 STUDY = declared(
     __name__, own=ESTIMANDS,
