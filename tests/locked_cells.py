@@ -19,8 +19,11 @@ class InterruptedCellError(Exception):
 class Alone:
     """A `Running` in memory. ``dies_after``: raise at that checkpoint, counted from one."""
 
-    def __init__(self, name: str, config: Mapping[str, Any], records: Records, dies_after: int = 0) -> None:
-        self.name, self.config, self.records = name, config, records
+    def __init__(
+        self, name: str, config: Mapping[str, Any], records: Records, dies_after: int = 0,
+        data: Mapping[str, Path] | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.config, self.records, self._data = name, config, records, data or {}
         self.dies_after, self.saved, self.state = dies_after, 0, None
 
     def read(self, stage: str, cell: str) -> Mapping[str, Any]:
@@ -34,7 +37,7 @@ class Alone:
         raise NotImplementedError
 
     def data(self, name: str) -> Path:
-        raise NotImplementedError
+        return self._data[name]
 
     def save(self, state: bytes) -> None:
         self.state, self.saved = state, self.saved + 1

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from locked_cells import Alone, InterruptedCellError
 
 import halfulp as hu
 from halfulp.errors import UsageError
@@ -305,29 +306,6 @@ def same_series(a: Series, b: Series) -> None:
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
-class StoppedError(Exception):
-    pass
-
-
-class Fake:
-    """A Running that keeps a checkpoint and stops after so many of them."""
-
-    def __init__(self, stop_after: int = 10**9) -> None:
-        self.name, self.config, self.kept, self.left = "cell", {}, None, stop_after
-
-    def save(self, state: bytes) -> None:
-        self.kept = state
-        self.left -= 1
-        if self.left == 0:
-            raise StoppedError
-
-    def load(self) -> bytes | None:
-        return self.kept
-
-    def progress(self, done: float, total: float) -> None:
-        assert 0 <= done <= total
-
-
 @pytest.mark.parametrize("options", [{}, {"store": "m5"}, {"store": "m5", "stochastic": 0}])
 def test_chunks_and_resume_change_nothing(options: dict[str, Any]) -> None:
     p = teacher_student(11, width=5, examples=40, tests=30)
@@ -340,10 +318,9 @@ def test_chunks_and_resume_change_nothing(options: dict[str, Any]) -> None:
     whole = made()
     expected = whole.advance(60)
     for stop in (1, 2, 5):
-        fake = Fake(stop)
-        with pytest.raises(StoppedError):
+        fake = Alone("cell", {}, {}, dies_after=stop)
+        with pytest.raises(InterruptedCellError):
             run(made(), 60, fake, chunk=7)  # type: ignore[arg-type]
-        fake.left = 10**9
         again = made()
         same_series(run(again, 60, fake, chunk=13), expected)  # type: ignore[arg-type]
         same_bits(again.weights, whole.weights)

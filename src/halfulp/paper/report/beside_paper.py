@@ -313,13 +313,8 @@ def write(studies: Path, scale: str, out: Path) -> list[Path]:
 def _labels(studies: Path) -> str:
     said = labels.table(studies)
     rows = [[_shown(value) for value in row] for row in said.rows]
-    parts = [
-        "# The paper's 31 protocols",
-        LABELS_INTRODUCTION,
-        cell(said.caption),
-        _table(said.columns, rows),
-    ]
-    return "\n\n".join(parts) + "\n"
+    head = f"# The paper's 31 protocols\n\n{LABELS_INTRODUCTION}\n\n{cell(said.caption)}\n\n"
+    return head + _table(said.columns, rows) + "\n"
 
 
 def _figures(found: Mapping[str, Closed | None], closed: Mapping[str, Closed]) -> dict[str, bytes]:
