@@ -18,8 +18,7 @@ each other.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 
@@ -70,22 +69,3 @@ def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
             best = points[name][1]
             made.append(name)
     return made
-
-
-def paired_median(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the median of the ratios of pairs, less one: each repetition against its own partner."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) - 1
-
-
-def unpaired_median(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the ratio of two medians, less one: it mixes repetitions, and may have the other sign.
-
-    The paper's own case: three paired changes of -0.556%, +0.352% and -0.259% have the median -0.259%, and
-    comparing the medians of the arms instead gave +0.076%.
-
-    >>> theirs = [100.0, 101.0, 99.0]
-    >>> ours = [99.444, 101.356, 98.744]
-    >>> f"{paired_median(ours, theirs):+.4f} {unpaired_median([99.9, 100.2, 98.0], theirs):+.4f}"
-    '-0.0026 -0.0010'
-    """
-    return statistics.median(ours) / statistics.median(theirs) - 1

@@ -1,8 +1,8 @@
-"""A direct-state run: few values a weight, no master; its checkpoints are files, which other cells replay.
+"""A direct-state run: few values per weight, no master; its checkpoints are files, which other cells replay.
 
 DQT's rule (:class:`halfulp.writeback.DQT`): every tensor holds integers of three bits over one scale. A
-checkpoint is, for every tensor, its distinct values, eight at most, and three bits a weight; more than eight
-would be no such state, and is refused. Of every update a record keeps loss, gradient norm and loss scale, so
+checkpoint is, for every tensor, its distinct values, eight at most, and three bits per weight; more values
+are refused. Of every update a record keeps loss, gradient norm and loss scale, so
 that a run which was continued is seen to repeat what it had done.
 """
 

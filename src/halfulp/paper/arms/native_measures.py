@@ -1,6 +1,6 @@
 """Define the measures of native runs: evidence of their products, replays, streams, and how a source fares.
 
-The frozen fraction of a native run is held against a source's forecast and against predictors that need no
+The frozen fraction of a native run is compared with a source's forecast and with predictors that need no
 source: the best constant in hindsight; the *schedule* alone, through the uniform-phase map, rho being the
 rate over its peak; and the *archive*, a map from rate to frozen share that an earlier run of another seed
 left, read at the rates of the new schedule. *Centred* errors leave out the mean over time of both, so that a

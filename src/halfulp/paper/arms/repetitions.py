@@ -2,30 +2,18 @@
 
 A cell of a systems study is one *repetition*: all arms, one after the other, each in a fresh process, in an
 order that is rotated from repetition to repetition, so that no arm always follows the same one or is always
-first on a cold machine. A process builds the arm, takes some updates that are not timed (caches, compiled
-kernels), and then times a window of updates. Nothing is evaluated, and nothing audited unless the arm sums
-scores.
+first on a cold machine. A process builds the arm, takes some updates that are not timed, and then times a
+window of updates. Nothing is evaluated, and nothing is audited unless the arm sums scores.
 
-The measurements are in the record's ``measured``, one row per process, in the order in which they ran:
+The record's ``measured`` has one row per process, in the order in which they ran: ``wall_seconds`` from
+before the model is built to the end of the window; ``window_seconds`` and ``processor_seconds`` of the timed
+``updates``, by the clock and by the process itself; ``persistent_bytes`` of every tensor that outlives an
+update, and ``policy_bytes`` of those that the policy keeps, both exact; ``peak_bytes``, on a GPU what was
+allocated, on a CPU how far the resident set rose, which is coarse; and on a CPU ``counted_bytes``, the most
+that tensors held at once during one more update, which does not depend on the machine.
 
-``wall_seconds``
-    from before the model is built to the end of the window: the accounted wall.
-``window_seconds``, ``processor_seconds``, ``updates``
-    of the timed window: the wall, and what the process itself used of processors, which other work on the
-    machine does not lengthen.
-``persistent_bytes``
-    of every tensor that outlives an update: weights, moments, and what the policy keeps; exact.
-``policy_bytes``
-    of the latter alone: packed masters and the indices of their tiles, or all masters.
-``peak_bytes``
-    on a GPU the most that was allocated; on a CPU how far the resident set rose above what it was before the
-    model was built, which is coarse.
-``counted_bytes``
-    on a CPU the most that tensors held at once during one more update, counted by storage: it does not depend
-    on the machine, its allocator or what else runs there.
-
-Seconds are an outcome like any other: estimands are recomputed from the records, but no run gives the same
-again, so such a stage says that it holds clocks and is never replayed.
+Seconds are an outcome like any other, but no run gives the same again, so such a stage says that it holds
+clocks and is never replayed.
 """
 
 from __future__ import annotations

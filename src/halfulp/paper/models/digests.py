@@ -19,7 +19,7 @@ def refuse_other(cell: str, sealed: Mapping[str, Any], found: Mapping[str, Any])
         if sealed[key] != value:
             raise TamperingError(
                 f"cell {cell}: {key} is not what the forecast sealed (expected {str(sealed[key])[:16]}..., "
-                f"found {str(value)[:16]}...). The outcome would be held against another forecast; run the "
+                f"found {str(value)[:16]}...). The outcome would be compared with another forecast; run the "
                 "study again from its seal, in the sealed environment."
             )
 

@@ -2,7 +2,7 @@
 
 A coordinate is *silent* while every proposal so far was below the symmetric half-gap of its weight
 (:func:`halfulp.measures.events.symmetric_frozen`), the approximation of the paper's whole-tensor study;
-it predates the exact event. One flag a coordinate is kept, so it is not among the scores, which are sums.
+it predates the exact event. One flag per coordinate is kept, so it is not among the scores, which are sums.
 """
 
 from __future__ import annotations

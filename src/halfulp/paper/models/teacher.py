@@ -6,7 +6,7 @@ says otherwise; a teacher has tanh units and no biases; noise is normal and of t
 labels of a classification are the teacher's largest output, some of them drawn anew where labels are noisy.
 
 Why these numbers? They decide where windows lie, so they are the result of a declared search: study `testbed`
-holds candidates against what the paper prints of its fp64 *references*, and `CHOSEN` is what its committed
+compares candidates with what the paper prints of its fp64 *references*, and `CHOSEN` is what its committed
 record chose (a test compares the two). What fits is a small start: the student first leaves the saddle at
 zero, both layers grow in proportion to themselves (|d| / |w| near rate x 0.6), the gradient falls when the
 loss does, and only then updates freeze. From a larger start a handful of updates remove most of the error,

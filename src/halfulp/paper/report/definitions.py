@@ -3,7 +3,7 @@
 They are tab:definitions, tab:regimes and tab:evidence-layers.
 
 Each row names what halfulp calls it, and a value from records where there are some, so that a word can be
-held against a number.
+compared with a number.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from typing import Any
 from halfulp.paper.arms import Arm, Bundle
 from halfulp.paper.arms.repetitions import repetition, repetitions
 from halfulp.paper.arms.run import run
-from halfulp.paper.dominance import paired_median, unpaired_median
 from halfulp.paper.studies.declared import declared
 from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Study, Table, Values
 
@@ -87,12 +86,14 @@ def ratio(records: Records, arm: str, over: str, what: str) -> Values:
 
 def paired(records: Records, arm: str, over: str, what: str) -> Values:
     """The median of one arm over another within repetitions, less one."""
-    return {"median": paired_median(column(records, arm, what), column(records, over, what))}
+    pairs = zip(column(records, arm, what), column(records, over, what), strict=True)
+    return {"median": statistics.median(a / b for a, b in pairs) - 1}
 
 
 def unpaired(records: Records, arm: str, over: str, what: str) -> Values:
     """The ratio of the medians of two arms, less one: it mixes repetitions."""
-    return {"median": unpaired_median(column(records, arm, what), column(records, over, what))}
+    ours, theirs = (statistics.median(column(records, name, what)) for name in (arm, over))
+    return {"median": ours / theirs - 1}
 
 
 def more(records: Records, arm: str, over: str, what: str) -> Values:

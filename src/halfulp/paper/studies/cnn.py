@@ -2,7 +2,7 @@
 
 A network of 105,866 weights (`models.convolutional`) learns 128 digits of MNIST by whole-batch
 descent on cross-entropy, in fp64 as the other testbeds. References forecast the first majority crossing on
-every grid; then every grid is run; and the frozen-fraction curve of m = 7 is held against a direct bfloat16
+every grid; then every grid is run; and the frozen-fraction curve of m = 7 is compared with a direct bfloat16
 update, as in the `emulator` study.
 
 Left open by the paper and chosen here on references: rate 0.05, mantissas 9 to 13, seeds 0 to 2; the

@@ -1,28 +1,19 @@
 """``gain-rate``: after masters are added, which learning rate?
 
-People who train on a coarse grid find a rate that works; then they add fp32 masters, and must lower it, about
-threefold in one public account, and do not know why. One reason is at hand. Where small updates are lost,
-less of every update arrives than the optimizer proposed: with d proposed and u written,
+People who train on a coarse grid find a rate that works; then they add fp32 masters and must lower it, about
+threefold in one public account. One reason is at hand: where small updates are lost, less of every update
+arrives than the optimizer proposed. With d proposed and u written,
 
     gain = <u, d> / |d|**2,
 
 as :attr:`halfulp.writeback.telemetry.Events.gain` has it. A run with masters loses nothing, so at the same
-rate its steps are longer. If that is all there is to it, masters want the rate of the nearest run times its
-gain.
+rate its steps are longer. If that is all, masters want the rate of the nearest run times its gain.
 
 **Nearest runs** go up a ladder of peak rates, a factor of two a rung, on three grids and two seeds: a *unit*
 is a grid and a seed. The best rate of a unit is where a parabola through the best rung and its neighbours,
 over the logarithm of the rate, has its lowest held-out loss. **Forecast**, sealed: that rate, times the mean
-gain of the run at the best rung. **Then** the same with masters (the stored codes are those of the grid, what
-is stepped is float32), and one run with masters at the forecast rate itself.
-
-The rules, fixed with the seal. Every best rate lies inside the ladder. The premise: in the mean of units,
-masters want a lower rate. The forecast is to be within a factor of the root of two, half a rung, in
-every unit, and nearer than the rate that the nearest run had in the mean. And a run at the forecast rate is
-to end within 0.02 nats of the best on the ladder.
-
-The smaller scales are smaller decoders on bytes; on these, bf16 loses little, and is there as the unit for
-which a forecast should say "the same rate".
+gain of the run at the best rung. **Then** the same with masters, and one run with masters at the forecast
+rate itself. On the decoders of the smaller scales bf16 loses little: there the forecast is "the same rate".
 """
 
 from __future__ import annotations

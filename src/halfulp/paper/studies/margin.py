@@ -15,22 +15,12 @@ reference is the sealed one bit for bit, and judges every event. Three decisions
     path         both premises of the posterior bound hold for 95% of events, so that the reference
                  may stand in for the run
 
-The paper prints the risk rule (at most 0.059, half of 0.118) and none of the other thresholds. Those are
-ours, as are: 512 examples of :func:`halfulp.paper.models.teacher.classification` from the start and the
-teacher that `testbed` chose, a tenth of the labels drawn anew, seeds 3101 to 3104, and rates 0.8 to 2.26, a
-factor of sqrt(2) apart. Rates and noise were chosen by the one number that references alone give: coverage at
-1/8, 0.932 in the paper, rises with the rate (seed 3101: 0.86 at 0.07, 0.88 at 0.28, 0.93 at 1.13 and at
-2.26). The gate has both scores rank the mistakes of the same exact forecast; the paper does not say whether
-its comparator ranks its own, so that AUROC is computed and shown too.
-
-What is not open: at updates 1 and 2 the codes agree, because Q(q + d) is at once the projection of the
-second reference state and the second stored code. So 3 is the earliest update at which they can differ.
-
-**Counting.** AUROC is that of the *level*, a place on a fixed ladder of margins (see
-:mod:`halfulp.paper.models.lockstep_kernels`), in whole numbers, ties one half. Rounding a margin to its level
-can change nothing but the order of right and wrong events on one level; the estimand ``auroc-error`` is the
-resulting bound, computed from the same counts. Coverage and risk have no such error: the nine thresholds are
-ends of levels.
+The paper prints the risk rule (at most 0.059, half of 0.118) and no other threshold. The others are ours, as
+are 512 examples of :func:`halfulp.paper.models.teacher.classification` from the start and the teacher that
+`testbed` chose, a tenth of the labels drawn anew, seeds 3101 to 3104, and rates 0.8 to 2.26, a factor of
+sqrt(2) apart. Rates and noise were chosen by coverage at 1/8, which references alone give. The paper does not
+say whether its comparator ranks the mistakes of the exact forecast or its own: the gate uses the former, and
+both are shown. How events are counted, and why codes cannot differ before update 3, is in docs/locked.md.
 """
 
 from __future__ import annotations

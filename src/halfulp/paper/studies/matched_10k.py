@@ -12,16 +12,11 @@ initialisation, the two others from its projection**, so the numerator is the ef
 description against that anchor, not a causal share. The rule, fixed in advance: at least 90% in all four
 cells, and each cell is decided on its own.
 
-Beside the losses: what share of attention and feed-forward weights no update ever moved (weighted by
-coordinates), how well the reference forecast the frozen fraction of the nearest runs by group, beside the
-symmetric and the scalar forecast, and, which the paper's records could not tell, how many codes sit at the
-ends of the range, are subnormal or zero.
-
 Where we differ: the random bits of a write-back are a function of seed, tensor, update and coordinate, so
-our runs can be repeated (the paper's could not: it lost the order of a Python set). Their seed is the
-training seed plus one, as in the paper. The smaller scales have a smaller model and other text. The noise
-of stochastic write-back relative to a weight grows as the root of updates times rate times gap: 1.8 at
-``small``, whose horizon is a tenth of the paper's, and the paper's 5.7 at ``medium``, with all of them.
+our runs can be repeated (the paper's could not: it lost the order of a Python set). The smaller scales have a
+smaller model and other text. The noise of stochastic write-back relative to a weight grows as the root of
+updates times rate times gap: 1.8 at ``small``, whose horizon is a tenth of the paper's, and the paper's 5.7
+at ``medium``, with all of them.
 """
 
 from __future__ import annotations

@@ -6,12 +6,8 @@ of its first seven, and at seeds 2027 to 2029. Stage ``forecast`` runs the 18 re
 m = 1 to 5, whether the run on that grid will learn: 90 forecasts, sealed before stage ``outcome`` runs the
 90 cells. An outcome refuses to start from other data or another start than its forecast.
 
-*Learned* is the share of the reference's progress in test error (eq:learned), and a cell is positive from 1/2
-on. A predictor has an onset tau, the first update from which the majority is frozen to the end, and forecasts
-that learning stops there; no onset means 1, and what has diverged means 0 (the robust convention). See
-`models.learning_forecasts` for directional, symmetric and scalar, and for the two sides of update
-tau on which the error may be taken: the side that `testbed` chose decides, the other is shown. The fourth
-predictor looks at no reference:
+A cell is positive if it makes half of the reference's progress in test error, or more. Predictors and onsets
+are those of `models.learning_forecasts`; a fourth predictor looks at no reference:
 
     monotone      positive from a fixed rate up: 0.4, 0.2, 0.1, 0.05, 0.025 for m = 1 to 5
 
@@ -21,12 +17,9 @@ window come out right wherever positives start at rate * 2**m = 0.566, which is 
 A *window* is the set of rates whose median over seeds is positive. The rule, all four or no promotion:
 directional windows match for 80% of mantissas (4 of 5); 80% of eligible onsets lie within 15% (both exist,
 and the measured one comes from update 3 to before the last); directional cell accuracy is no worse than
-symmetric, and no worse than monotone. Scalar is reported and decides nothing. Shares of progress need
-progress, so a reference without any ends the matter before the rule is asked.
-
-*Why a majority of frozen updates is not the end of learning*: table ``misses`` takes apart every positive
-cell that directional called negative. Was the onset another one, which coordinates ever moved and how many
-at once, and how much was learned after the forecast onset?
+symmetric, and no worse than monotone. Scalar is reported and decides nothing. A reference without progress
+ends the matter before the rule is asked. Table ``misses`` takes apart every positive cell that directional
+called negative.
 """
 
 from __future__ import annotations

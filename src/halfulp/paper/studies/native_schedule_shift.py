@@ -12,19 +12,12 @@ predictor's, and a positive correlation of residuals (:mod:`halfulp.paper.arms.n
 
 A record made by hand (``halfulp study recover``) is never promoted: the registered label is then
 ``inconclusive_invalid_native_source_audit``, whatever the gates say. What the six cells show all the same is
-an analysis after the outcomes, :data:`RETROSPECTIVE`, with a label of its own: ``halfulp study retrospect``
-with a file that imports it.
+:data:`RETROSPECTIVE`, with a label of its own: ``halfulp study retrospect`` with a file that imports it.
 
-The source-free predictors are the best constant in hindsight, the schedule through the uniform-phase map, and
-an *archive*: one earlier native run of another seed, under the cosine of the other studies, run and sealed
-before any target, whose map from rate to frozen share is read at the rates of the new schedules. It was added
-after runs at ``small`` without it had been seen: there what the other targets measured under the same
-schedule, which is known too late, had a centred error of .001 to .003 and the source one of .022 to .033, so
-that the two weaker predictors let a poor source look good.
-
-Not printed by the paper and chosen here: the seeds, used by no other study; which source-free predictors
-there are; the raw gate's 0.9; the definition of residuals; a fall of one nat as valid training; the float8
-recipe of activations and gradients.
+Not printed by the paper and chosen here: the seeds, used by no other study; the raw gate's 0.9; the
+definition of residuals; a fall of one nat as valid training; the float8 recipe of activations and gradients;
+and which source-free predictors there are. Of these the *archive*, one earlier native run of another seed
+whose map from rate to frozen share is read at the new rates, was added after runs at ``small`` without it.
 """
 
 from __future__ import annotations

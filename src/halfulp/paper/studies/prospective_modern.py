@@ -7,20 +7,13 @@ masters, up to a tenth of what masters for all would take, exactly in bytes. Tha
 anything is known of the three *target* seeds. Each target is then trained on the grid with nearest
 write-back (``rne``), with masters everywhere (``master``), and with the same bytes of masters in tiles
 chosen by the source's P, by its F, by the target's own P (which nobody would know in time), and by
-five controls: as many tiles of every tensor as the source's P, at random places. With L the held-out loss
-after the last update,
+five controls: as many tiles of every tensor as the source's P, at random places.
 
-    R(arm) = (L_rne - L_arm) / (L_rne - L_fp32)
-
-is the share of the gap that an arm wins back, against the float32 run of the same target from its raw start.
-The rule, as in the paper: the source's mask wins back at least half, is well above the best of the source's
-F and the controls, and hardly below the target's own.
-
+The rule is about the share of the gap to the float32 run that an arm wins back: the source's mask wins back
+at least half, is well above the best of the source's F and the controls, and hardly below the target's own.
 ``eco`` is one more arm, which decides nothing: no masters, the rounding error kept in the first moment.
-Masters start from the projected code, so that all arms on the grid start alike.
-
-The smaller scales have a smaller decoder of the same kind, other text, and fewer updates, with window, end
-and horizon in the paper's proportions; every tensor is a whole number of tiles at every scale.
+Masters start from the projected code, so that all arms on the grid start alike. The smaller scales have
+window, end and horizon in the paper's proportions; every tensor is a whole number of tiles at every scale.
 """
 
 from __future__ import annotations

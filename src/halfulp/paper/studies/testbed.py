@@ -13,7 +13,7 @@ side of every edge in x. Stage ``whole`` takes the best few of that stage, by ra
 will run: 36 references of the phase diagram and 18 of the midpoint study, 12 of the timing grid and six of
 the finite-size study; beside them, the former choice. The candidate with most facts wins; among equals, the
 one with more cells as printed; then the first declared. What it chose is a constant in
-`models.teacher`, and a test holds that against the committed record.
+`models.teacher`, and a test compares that with the committed record.
 
 The seeds are those that the studies use (the paper names 2027 to 2029), because the facts are about single
 seeds. So the facts that the winner meets here hold again, by construction, in the references of the studies;
