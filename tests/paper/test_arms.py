@@ -20,7 +20,7 @@ from halfulp.measures.groups import CORE, group_of
 from halfulp.paper.arms import Arm, Bundle, measures, records
 from halfulp.paper.arms.mask_recipes import PACKED, Ranked, pack, recipes
 from halfulp.paper.arms.run import run as run_arm
-from halfulp.paper.arms.tables import loss_forecasts
+from halfulp.paper.arms.standard import loss_forecasts
 from halfulp.paper.models.decoder import Decoder, DecoderConfig
 from halfulp.paper.models.training import Recipe, Schedule, Training, adamw
 from halfulp.paper.tokens import open_corpus

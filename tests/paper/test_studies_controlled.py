@@ -15,6 +15,7 @@ from locked_cells import Alone, InterruptedCellError
 
 import halfulp as hu
 from halfulp import canonical
+from halfulp.drawing import vector
 from halfulp.errors import UsageError
 from halfulp.measures import events
 from halfulp.paper.models.descent import direct
@@ -394,7 +395,7 @@ def test_smoke_runs_validate_and_repeat(name: str, smoke: Path, tmp_path: Path) 
         assert all(len(row) == len(table.columns) for row in table.rows)
         assert table.rows
     for draw in study.figures.values():
-        assert beside_paper._svg(draw(records)).startswith(b"<?xml")
+        assert vector(draw(records), "svg").startswith(b"<?xml")
 
 
 def test_the_page_is_made_of_records_alone(smoke: Path, tmp_path: Path) -> None:

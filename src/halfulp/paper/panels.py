@@ -52,17 +52,9 @@ def locations(ax: Any, values: Mapping[str, Sequence[float]]) -> None:
     ax.set_xticks([], minor=True)
 
 
-def plain_figure(width: float, height: float, *panels: int, **how: Any) -> tuple[Any, Any]:
-    """Make a figure in the paper's style, and return it with its axes, row by row."""
-    from matplotlib.figure import Figure
-
-    fig = Figure(figsize=(width, height), layout="constrained")
-    return fig, fig.subplots(*panels, squeeze=False, **how).ravel()
-
-
 def widths(each: Mapping[int, Points], means: Mapping[int, Points]) -> Any:
     """Crossover width against size, by mantissa: every seed, and the means."""
-    fig, (ax,) = plain_figure(5.4, 3.6, 1, 1)
+    fig, (ax,) = new_figure(width=5.4, height=3.6)
     for color, (m, points) in enumerate(each.items()):
         ax.scatter([n for n, _ in points], [w for _, w in points], s=8, alpha=0.4, color=f"C{color}")
         ax.plot([n for n, _ in means[m]], [w for _, w in means[m]], color=f"C{color}", label=f"m = {m}")
@@ -79,7 +71,7 @@ def phase_diagram(
     real: Grid2d, forecast: Grid2d, stochastic: Grid2d, bad: Mapping[float, tuple[int, int]], learned: float
 ) -> Any:
     """Agreement of the forecast, and the learned fraction of both arms, with diverged references hatched."""
-    fig, (left, middle, right) = plain_figure(11.0, 3.6, 1, 3, sharey=True)
+    fig, (left, middle, right) = new_figure(1, 3, width=11.0, height=3.6, sharey=True)
     mantissas, rates = sorted({m for m, _ in real}), sorted({rate for _, rate in real})
     for (m, rate), value in real.items():
         inside, forecast_inside = (v is not None and v >= learned for v in (value, forecast[m, rate]))

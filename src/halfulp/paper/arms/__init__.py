@@ -2,7 +2,6 @@
 
 from halfulp.paper.arms.arm import Arm
 from halfulp.paper.arms.bundle import Anchors, Bundle, Masked
-from halfulp.paper.arms.standard import standard
-from halfulp.paper.arms.tables import tables
+from halfulp.paper.arms.standard import standard, tables
 
 __all__ = ["Anchors", "Arm", "Bundle", "Masked", "standard", "tables"]

@@ -22,9 +22,10 @@ A run makes them of its own sums when it ends (``Arm.make``) and keeps ``masks.s
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -38,6 +39,7 @@ from halfulp.allocation.masks import REHEARSED, Mask, choose, drawn, tile_sizes,
 from halfulp.documents import whole
 from halfulp.errors import CorruptionError
 from halfulp.kernels import SCORES, tiles_of
+from halfulp.measures.events import symmetric_frozen
 from halfulp.numbers.streams import Stream
 from halfulp.study import Running
 from halfulp.text import shown
@@ -47,6 +49,7 @@ Json = Any
 Recipes = Mapping[str, Mapping[str, Json]]
 PACKED = "masks.safetensors"
 _KEY = "halfulp.arms.masks"  # in files
+_KEPT = "silent."
 
 
 def recipes(share: float, *scores: str, controls: int = 0) -> dict[str, dict[str, Json]]:
@@ -138,6 +141,45 @@ def described(
     if beside is not None:
         said["shared"] = {name: beside[name].overlap(mask) for name, mask in made.items() if name in beside}
     return said
+
+
+# ---- silent coordinates -----------------------------------------------------------------------------------
+
+
+class Silent:
+    """Follows which coordinates of some tensors stay *silent* over the first updates of a run.
+
+    A coordinate is silent while every proposal so far was below the symmetric half-gap of its weight
+    (:func:`halfulp.measures.events.symmetric_frozen`); the paper's whole-tensor study predates the exact
+    event. One flag per coordinate is kept, so it is not among the scores, which are sums.
+    """
+
+    def __init__(self, watched: Mapping[str, torch.Tensor], grid: str, last: int) -> None:
+        self.watched, self.grid, self.last = watched, grid, last
+        self.flags = {n: torch.ones(p.shape, dtype=torch.bool) for n, p in self.watched.items()}
+
+    @contextlib.contextmanager
+    def watching(self, update: int) -> Iterator[None]:
+        """Around an update, if it is in the window: who was asked to move far enough."""
+        before = {n: p.detach().clone() for n, p in self.watched.items()} if update <= self.last else {}
+        yield
+        for name, w in before.items():
+            d = self.watched[name].detach() - w
+            self.flags[name] &= symmetric_frozen(w, d, self.grid).cpu()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By tensor, the share of coordinates that were never asked to."""
+        return {n: int(flags.sum()) / flags.numel() for n, flags in self.flags.items()}
+
+    def save(self) -> dict[str, torch.Tensor]:
+        """Return the flags, as a run keeps them."""
+        return {_KEPT + n: flags for n, flags in self.flags.items()}
+
+    def load(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Take them up again; what else was kept."""
+        self.flags = {n: kept[_KEPT + n] for n in self.flags}
+        return {k: t for k, t in kept.items() if not k.startswith(_KEPT)}
 
 
 # ---- keeping and reading them -----------------------------------------------------------------------------

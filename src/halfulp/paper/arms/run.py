@@ -39,9 +39,8 @@ from halfulp.audit.session import Audit
 from halfulp.measures.groups import group_of
 from halfulp.paper.arms import records
 from halfulp.paper.arms.arm import Arm
-from halfulp.paper.arms.mask_recipes import PACKED, Ranked, described, pack, read_named, read_packed
+from halfulp.paper.arms.mask_recipes import PACKED, Ranked, Silent, described, pack, read_named, read_packed
 from halfulp.paper.models.decoder import Decoder
-from halfulp.paper.models.silent import Silent
 from halfulp.paper.models.training import Training, adamw, project, sequences, starts
 from halfulp.paper.tokens import open_corpus
 from halfulp.paper.values import finite

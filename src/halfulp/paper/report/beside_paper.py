@@ -17,14 +17,13 @@ Why a page apart from ``halfulp study report``? A report knows its own study and
 from __future__ import annotations
 
 import importlib
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfulp import canonical, files
-from halfulp.drawing import house_style, vector
+from halfulp.drawing import house_style, new_figure, vector
 from halfulp.errors import UsageError
 from halfulp.measures.crossings import TOLERANCE
 from halfulp.paper import panels
@@ -239,7 +238,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def figure(emulator: Records, two_layer: Records, cnn: Records | None) -> Any:
     """Timing of both grids, the event itself, and where in rho crossings lie."""
-    fig, (left, middle, right) = panels.plain_figure(12.0, 3.8, 1, 3)
+    fig, (left, middle, right) = new_figure(1, 3, width=12.0, height=3.8)
     both = {
         "emulator": timing.points(emulator, "emulator"),
         "two-layer": timing.points(two_layer, "gd-squared"),
@@ -269,16 +268,6 @@ def _draw_event(ax: Any) -> None:
         ax.text(1 + d, height + 0.06, "moves" if moves else "lost", color=color, fontsize="small",
                 ha="left" if d > 0 else "right")  # fmt: skip
     ax.set(xlabel="stored values (bars) and midpoints (crosses)", ylim=(-0.4, 1.0), yticks=[])
-
-
-def _svg(fig: Any) -> bytes:
-    """Return an SVG whose bytes depend on the figure alone, its letters left as letters."""
-    import matplotlib
-
-    made = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "halfulp", "svg.fonttype": "none"}):
-        fig.savefig(made, format="svg", metadata={"Date": None, "Creator": None})
-    return made.getvalue()
 
 
 def shown(studies: Path, name: str, scale: str) -> Path:
@@ -328,7 +317,7 @@ def _figures(found: Mapping[str, Closed | None], closed: Mapping[str, Closed]) -
     emulator, two_layer, cnn, diagram = (found[n] for n in ("emulator", "two-layer", "cnn", "phase-diagram"))
     if emulator and two_layer:
         both = figure(emulator.records, two_layer.records, cnn.records if cnn else None)
-        drawn["controlled.svg"] = _svg(both)
+        drawn["controlled.svg"] = vector(both, "svg")
     if diagram:
-        drawn["e4.svg"] = _svg(phase_diagram.figure(diagram.records))
+        drawn["e4.svg"] = vector(phase_diagram.figure(diagram.records), "svg")
     return drawn

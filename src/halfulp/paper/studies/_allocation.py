@@ -15,7 +15,7 @@ from typing import Any
 from halfulp.paper.arms import Bundle, measures, plots
 from halfulp.paper.arms.arm import Arm
 from halfulp.paper.arms.family import PAPER_GPT2, SMALL_GPT2, SMOKE_GPT2, at
-from halfulp.paper.arms.tables import forecast_recoveries, losses, masks, recovery
+from halfulp.paper.arms.standard import forecast_recoveries, losses, masks, recovery
 from halfulp.paper.studies.declared import declared, gate, rule
 from halfulp.study.protocol import Estimand, Gate, Records, Study
 from halfulp.writeback import TileMaster

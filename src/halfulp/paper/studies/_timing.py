@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from halfulp.drawing import new_figure
 from halfulp.measures.crossings import (
     TOLERANCE,
     Array,
@@ -282,7 +283,7 @@ def table(records: Records) -> Table:
 
 def figure(records: Records) -> Any:
     """Forecast against measured, and where in rho the crossings lie."""
-    fig, (left, right) = panels.plain_figure(9.0, 3.8, 1, 2)
+    fig, (left, right) = new_figure(1, 2, width=9.0, height=3.8)
     systems = sorted(pairs(records, "symmetric"))
     panels.timing_pairs(left, {s: points(records, s) for s in systems}, "symmetric", TOLERANCE)
     panels.locations(right, locations(records))

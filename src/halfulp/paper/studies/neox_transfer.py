@@ -25,7 +25,7 @@ from functools import partial
 
 from halfulp.paper.arms import Bundle, measures, standard
 from halfulp.paper.arms.family import PAPER_NEOX, SMALL_NEOX, SMOKE_NEOX, three_thousand
-from halfulp.paper.arms.tables import forecasts
+from halfulp.paper.arms.standard import forecasts
 from halfulp.paper.studies.claims import Beside, over, spread
 from halfulp.paper.studies.declared import OURS, declared, gate, rule
 
