@@ -20,8 +20,8 @@ import torch
 
 from halfulp.audit.rehearsal.specs import PULL
 from halfulp.numbers.streams import Stream
-from halfulp.paper.arms.arm import Arm
-from halfulp.paper.arms.family import SMALL_GPT2, SMALL_MODERN, SMALL_NEOX, at
+from halfulp.paper.arms.arm import BYTES, Arm
+from halfulp.paper.arms.family import SMALL_GPT2, SMALL_MODERN, SMALL_NEOX, at, narrow
 from halfulp.paper.models.decoder import Decoder
 from halfulp.paper.models.training import Positions, Schedule, adamw, sequences, starts
 from halfulp.paper.tokens import open_corpus
@@ -277,23 +277,18 @@ def outcome(running: Running) -> dict[str, Json]:
 
 # ---- units ------------------------------------------------------------------------------------------
 
-BYTES = {"kind": "bytes", "train": "se_prose_train.txt.gz", "held_out": "se_prose_val.txt.gz"}
-KINDS = {"gpt2": SMALL_GPT2, "modern": SMALL_MODERN, "neox": SMALL_NEOX}
-NARROW = {"gpt2": 256, "modern": 192, "neox": 256}
-"""Hidden widths of the decoders, smaller members of their families on bytes."""
+KINDS = {"gpt2": (SMALL_GPT2, 256), "modern": (SMALL_MODERN, 192), "neox": (SMALL_NEOX, 256)}
+"""The families, and the hidden widths of their smaller members on bytes."""
 
 
 def decoder(
     kind: str, *, peak: float, updates: int, batch: int, seed: int, optimizer: str = "adamw"
 ) -> dict[str, Json]:
     """Return the config of a unit: a decoder on bytes, with a warmup of a tenth and a cosine to a tenth."""
-    shared = KINDS[kind]
-    model = replace(
-        shared.model, layers=2, width=64, hidden=NARROW[kind], context=64, vocabulary=256, std=0.0693
-    )
-    recipe = replace(shared.recipe, context=64, batch=batch, eval_batches=max(4, 192 // batch))
-    schedule = replace(recipe.schedule, peak=peak, floor=peak / 10)
-    arm = Arm(model=model, recipe=replace(recipe, schedule=schedule), corpus=BYTES, seed=seed)
+    shared = narrow(*KINDS[kind])
+    schedule = replace(shared.recipe.schedule, peak=peak, floor=peak / 10)
+    recipe = replace(shared.recipe, batch=batch, eval_batches=max(4, 192 // batch), schedule=schedule)
+    arm = Arm(model=shared.model, recipe=recipe, corpus=BYTES, seed=seed)
     arm = at(arm, updates=updates, warmup=min(100, updates // 10), eval_every=updates)
     return {"arm": arm.to_json(), "optimizer": optimizer}
 

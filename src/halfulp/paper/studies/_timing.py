@@ -25,14 +25,7 @@ from typing import Any
 import numpy as np
 
 from halfulp.drawing import new_figure
-from halfulp.measures.crossings import (
-    TOLERANCE,
-    Array,
-    Crossing,
-    TimingPair,
-    crossing,
-    timing_pair,
-)  # fmt: skip
+from halfulp.measures.crossings import TOLERANCE, Array, Crossing, TimingPair, crossing, timing_pair
 from halfulp.measures.forecasts import pooled_rho
 from halfulp.numbers.grids import grid as named
 from halfulp.paper import panels

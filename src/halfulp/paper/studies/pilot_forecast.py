@@ -23,10 +23,9 @@ from itertools import combinations
 from typing import Any
 
 from halfulp.drawing import COLOURS, GREY, new_figure
-from halfulp.paper.arms.arm import PLAYS, Arm
+from halfulp.paper.arms.arm import BYTES, PLAYS, Arm
 from halfulp.paper.arms.family import SMOKE_GPT2, at
 from halfulp.paper.studies._pilot_runs import (
-    BYTES,
     ESTIMATORS,
     classifier,
     decoder,
@@ -35,7 +34,7 @@ from halfulp.paper.studies._pilot_runs import (
     loss,
     outcome,
     pilot,
-)
+)  # fmt: skip
 from halfulp.paper.studies.declared import declared, gate, rule
 from halfulp.paper.tokens import files_of
 from halfulp.study.protocol import Cell, Config, Estimand, Records, Stage, Table, Values
