@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.errors import UsageError
 from halfulp.measures.groups import group_of
 from halfulp.paper.models import decoder
 from halfulp.paper.models.decoder import (
@@ -280,3 +281,8 @@ def test_int8_activations() -> None:
     assert x.grad is not None
     assert bool((x.grad == 1).all())
     assert torch.equal(decoder.int8_activations(torch.zeros(1, 4)), torch.zeros(1, 4))
+
+
+def test_a_choice_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UsageError, match="norm is layer or rms, not 'batch'"):
+        replace(FAMILIES["gpt2"], norm="batch")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 
 import halfulp as hu
-from halfulp.errors import UsageError
+from halfulp.errors import CorruptionError, UsageError, VersionError
 from halfulp.paper.models import training
 from halfulp.paper.models.decoder import MODERN, Decoder, DecoderConfig
 from halfulp.paper.models.training import Recipe, Schedule, Training, adamw
@@ -91,6 +94,12 @@ def test_cosine_restart_has_two_equal_cycles() -> None:
     assert first[0] == second[0] == 6e-4
     assert all(a > b for a, b in itertools.pairwise(first))
     assert 6e-5 < first[-1] < 6.001e-5
+
+
+@pytest.mark.parametrize("wrong", [{"warmup": 20}, {"floor": 1.0}, {"cycles": 0}, {"warmup": -1}])
+def test_schedules_that_have_no_meaning(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="a schedule needs"):
+        replace(RECIPE.schedule, **wrong)
 
 
 # ---- data -----------------------------------------------------------------------------------------------
@@ -314,3 +323,53 @@ def test_resuming_a_whole_run_is_idle() -> None:
 def test_the_reference_lists_the_format() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "files.md").read_text()
     assert f"| a training state of a decoder | {training.VERSION} | {training.VERSION} |" in page
+
+
+def test_state_of_another_recipe_is_refused() -> None:
+    state = begun().save()
+    other = begun(recipe=replace(RECIPE, seed=6, batch=2))
+    with pytest.raises(UsageError, match="another recipe: it has seed 5, batch 4"):
+        other.load(state)
+
+
+def test_state_of_another_arm_is_refused() -> None:
+    for mine, theirs in (("sr", "fp32"), ("fp32", "sr")):
+        with pytest.raises(UsageError, match="of another arm: only one of the two has a write-back"):
+            begun(mine).load(begun(theirs).save())
+
+
+def changed(state: bytes, **cursor: Any) -> bytes:
+    tensors = load_tensors(state)
+    content = {**json.loads(bytes(tensors["cursor"].numpy())), **cursor}
+    tensors["cursor"] = torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
+    return bytes(save_tensors(tensors))
+
+
+def test_damaged_states_are_refused() -> None:
+    state = begun().save()
+    for wrong in (b"", b"x" * 100, state[:-1], state[: len(state) // 2]):
+        with pytest.raises(CorruptionError, match="not the state of a training run"):
+            begun().load(wrong)
+    with pytest.raises(VersionError, match="version 99"):
+        begun().load(changed(state, version=99))
+
+
+def test_recipe_survives_json() -> None:
+    assert Recipe.from_json(json.loads(json.dumps(RECIPE.to_json()))) == RECIPE
+
+
+@pytest.mark.parametrize("wrong", [{"updates": 0}, {"batch": 0}, {"micro": 0}, {"eval_every": 0}])
+def test_recipes_that_have_no_meaning(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        replace(RECIPE, **wrong)
+
+
+def test_context_must_fit_the_model() -> None:
+    with pytest.raises(UsageError, match="context of 9 is more than the model's 8"):
+        begun(recipe=replace(RECIPE, context=9))
+
+
+def test_nothing_to_evaluate_on() -> None:
+    model = Decoder(TINY)
+    with pytest.raises(UsageError, match="no held-out text"):
+        Training(model, adamw(model, RECIPE), TEXT, RECIPE).evaluate()

@@ -34,8 +34,14 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 from torch.utils.checkpoint import checkpoint
 
+from halfulp.errors import UsageError
 from halfulp.kernels import tiles_of
 from halfulp.measures.groups import CORE, group_of
+
+CHOICES = {
+    "norm": ("layer", "rms"), "positions": ("learned", "rotary"), "mlp": ("gelu", "swiglu"),
+    "activations": ("float", "int8"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,13 @@ class DecoderConfig:
     """The standard deviation of the initial weights."""
     epsilon: float = 1e-5
     rotary_base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(
+                    f"a decoder's {name} is {' or '.join(allowed)}, not {getattr(self, name)!r}."
+                )
 
     @property
     def rotated(self) -> int:

@@ -30,26 +30,29 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 
 from halfulp import kernels
-from halfulp.errors import UsageError
+from halfulp.errors import CorruptionError, HalfulpError, UsageError, VersionError
 from halfulp.numbers.grids import Grid
 from halfulp.numbers.streams import Stream
 from halfulp.paper.models.decoder import Decoder
+from halfulp.text import shown
 from halfulp.writeback.storage.native_weight import flat_state, native_state
 
 Tokens = npt.NDArray[np.uint16]
 Positions = npt.NDArray[np.int64]
 
+VERSION = 1
 CURSOR = "cursor"
 SAVED = ("params", "lr", "halfulp")
 """The saved entries of a parameter group; the recipe has the others. The last is a write-back's identity."""
@@ -75,6 +78,10 @@ class Schedule:
     horizon: int
     cycles: int = 1
     zero_based: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup < self.horizon or self.cycles < 1 or not 0 <= self.floor <= self.peak:
+            raise UsageError(f"a schedule needs warmup < horizon, floor <= peak and a cycle: {self}.")
 
     def rate(self, update: int) -> float:
         """Return the learning rate of an update."""
@@ -116,6 +123,11 @@ class Recipe:
     """Held-out sequences of an evaluation, where they are not a whole number of batches."""
     eval_seed: int = 4242
 
+    def __post_init__(self) -> None:
+        micro = self.batch if self.micro is None else self.micro
+        if min(self.updates, self.batch, self.context, micro, self.eval_every, self.eval_batches) < 1:
+            raise UsageError(f"updates, batches and context are at least 1: {self}.")
+
     @property
     def held_contexts(self) -> int:
         """Held-out sequences of an evaluation."""
@@ -124,6 +136,15 @@ class Recipe:
     def evaluates(self, update: int) -> bool:
         """Return True if the held-out loss is taken after an update: 1, 1 + every, ... and the last."""
         return (update - 1) % self.eval_every == 0 or update == self.updates
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the recipe as a study's config holds it."""
+        return {**asdict(self), "betas": list(self.betas)}
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> Recipe:
+        """Build a recipe from a study's config."""
+        return cls(**{**config, "schedule": Schedule(**config["schedule"]), "betas": tuple(config["betas"])})
 
 
 def adamw(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -188,6 +209,10 @@ class Training:
         *,
         held_out: Tokens | None = None,
     ) -> None:
+        if recipe.context > model.config.context:
+            raise UsageError(
+                f"the recipe's context of {recipe.context} is more than the model's {model.config.context}."
+            )
         self.model, self.optimizer, self.recipe = model, optimizer, recipe
         self.tokens, self.held_out = tokens, held_out
         self.device = next(model.parameters()).device
@@ -250,7 +275,8 @@ class Training:
     @torch.no_grad()
     def evaluate_contexts(self) -> tuple[float, npt.NDArray[np.float32]]:
         """Return the mean held-out loss, and that of every context by itself, in a fixed order."""
-        assert self.held_out is not None
+        if self.held_out is None:
+            raise UsageError("there is no held-out text to evaluate on: pass held_out=.")
         recipe, total, apart = self.recipe, 0.0, []
         contexts = recipe.held_contexts
         for i in range(-(-contexts // recipe.batch)):
@@ -279,7 +305,13 @@ class Training:
         """
         state = self.optimizer.state_dict()
         groups = [{k: g[k] for k in SAVED if k in g} for g in state["param_groups"]]
-        cursor: dict[str, Any] = {"update": self.update, "groups": groups, "notes": notes}
+        cursor = {
+            "version": VERSION,
+            "update": self.update,
+            "recipe": self.recipe.to_json(),
+            "groups": groups,
+            "notes": notes,
+        }
         if self.scale is not None:
             cursor |= {"scale": self.scale, "backoffs": self.backoffs}
         tensors = {f"model/{name}": t for name, t in flat_state(self.model.state_dict()).items()}
@@ -290,13 +322,38 @@ class Training:
         return bytes(save_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
 
     def load(self, saved: bytes) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Take up a saved state, and return the caller's notes and tensors.
+        """Take up a saved state; gives back the caller's notes and tensors.
 
         Model and optimizer must be made as they were.
         """
-        # Copies, so that nothing keeps the file's bytes, or their odd alignment, alive.
-        tensors = {name: t.clone() for name, t in load_tensors(saved).items()}
-        cursor = json.loads(bytes(tensors.pop(CURSOR).numpy()))
+        try:
+            # Copies, so that nothing keeps the file's bytes, or their odd alignment, alive.
+            tensors = {name: t.clone() for name, t in load_tensors(saved).items()}
+            cursor = json.loads(bytes(tensors.pop(CURSOR).numpy()))
+            version, notes = cursor["version"], cursor["notes"]
+            recipe = {"eval_contexts": None, **cursor["recipe"]}  # states of before there was this choice
+        except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise CorruptionError(f"this is not the state of a training run: {error!r}.") from None
+        if version != VERSION:
+            raise VersionError(f"this training state has version {version}; this halfulp reads {VERSION}.")
+        if recipe != self.recipe.to_json():
+            mine = self.recipe.to_json()
+            other = ", ".join(f"{k} {recipe.get(k)!r}" for k in mine if recipe.get(k) != mine[k])
+            raise UsageError(f"this training state is of another recipe: it has {other}.")
+        try:
+            self._take(tensors, cursor)
+        except HalfulpError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CorruptionError(
+                f"this training state does not fit the model and optimizer: {shown(str(error), 300)}."
+            ) from None
+        return notes, {k.removeprefix("kept/"): t for k, t in tensors.items() if k.startswith("kept/")}
+
+    def _take(self, tensors: Mapping[str, torch.Tensor], cursor: Mapping[str, Any]) -> None:
+        mine = self.optimizer.state_dict()["param_groups"]
+        if any("halfulp" in g for g in mine) != any("halfulp" in g for g in cursor["groups"]):
+            raise UsageError("this training state is of another arm: only one of the two has a write-back.")
         weights = {k.removeprefix("model/"): t for k, t in tensors.items() if k.startswith("model/")}
         self.model.load_state_dict(native_state(weights))
         state: dict[int, dict[str, torch.Tensor]] = {}
@@ -304,12 +361,9 @@ class Training:
             if key.startswith("optimizer/"):
                 _, number, name = key.split("/", 2)
                 state.setdefault(int(number), {})[name] = value
-        mine = self.optimizer.state_dict()["param_groups"]
         fresh = [{k: v for k, v in group.items() if k not in SAVED} for group in mine]
         groups = [{**own, **theirs} for own, theirs in zip(fresh, cursor["groups"], strict=True)]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.update = cursor["update"]
         self.scale = cursor.get("scale")
         self.backoffs = [tuple(entry) for entry in cursor.get("backoffs", [])]
-        kept = {k.removeprefix("kept/"): t for k, t in tensors.items() if k.startswith("kept/")}
-        return cursor["notes"], kept
