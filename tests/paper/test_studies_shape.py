@@ -19,7 +19,7 @@ FIRST = (
     "matched_10k", "midpoint", "phase_diagram", "prospective_modern", "theory", "two_layer",
 )  # fmt: skip
 """What is left in `studies/` of the studies that there were before arms were a package."""
-BUDGET = 3750
+BUDGET = 3760
 """Lines of code of these and of all of `arms/`, which serves later studies too, when 5,772 lines with their
 docstrings were the budget; docstrings are held by ruff's rules instead."""
 
