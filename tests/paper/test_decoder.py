@@ -284,5 +284,6 @@ def test_int8_activations() -> None:
 
 
 def test_a_choice_that_there_is_not_is_refused() -> None:
+    wrong: dict[str, Any] = {"norm": "batch"}
     with pytest.raises(UsageError, match="norm is layer or rms, not 'batch'"):
-        replace(FAMILIES["gpt2"], norm="batch")
+        replace(FAMILIES["gpt2"], **wrong)
