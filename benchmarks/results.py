@@ -4,8 +4,9 @@ Every study is sealed and run by `halfulp study run` in a folder of its own unde
 finished is left alone, one that was interrupted goes on. A study that takes evidence is given the folder made
 here, or the committed one. At the end the records are held against those in `results/studies`: how many are
 equal to the last bit, and which label each has. Run it from a clean checkout, so that seals name a commit.
+``--pack`` compresses the files that cells attached, which is how long studies are committed.
 
-    python benchmarks/results.py [NAME-SCALE ...] [--out build/studies] [--workers 1] [--list | --compare]
+    python benchmarks/results.py [NAME-SCALE ...] [--out FOLDER] [--workers 1] [--list | --compare | --pack]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfulp import canonical
+from halfulp.study.store import pack
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "results" / "studies"
@@ -186,11 +188,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="cells at a time; 0: one a core")
     parser.add_argument("--list", action="store_true", help="only print the order")
     parser.add_argument("--compare", action="store_true", help="only compare what is there")
+    parser.add_argument("--pack", action="store_true", help="only compress what is finished there")
     given = parser.parse_args()
     failed = False
     for result in chosen(given.names):
         if given.list:
             print(result.folder, *(f"{name}={other}" for name, other in result.evidence.items()))
+            continue
+        if given.pack:
+            if closed(given.out / result.folder):
+                print(f"{result.folder}: {pack(given.out / result.folder)} files compressed")
             continue
         if not given.compare:
             word = run(result, given.out, given.workers)

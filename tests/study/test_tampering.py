@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from study.samples import SMALL, invoke, quick_identity, run, study_file, tree
 from halfulp import canonical
 from halfulp.errors import CorruptionError, TamperingError
 from halfulp.study import ledger
-from halfulp.study.store import Store
+from halfulp.study.store import Store, pack
 from halfulp.study.validate import validate
 
 
@@ -341,3 +342,27 @@ def test_the_command_line_exits_with_3_and_names_the_file(
     code, text, _ = invoke(capsys, "study", "validate", str(finished))
     assert code == 0
     assert "label: close (not a scientific result)" in text
+
+
+def test_compressed_files_are_what_they_hold(finished: Path, tmp_path: Path) -> None:
+    """What a cell attached may be compressed after the end; every byte of it is still held."""
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    plain = {p: p.read_bytes() for p in (out / "attached").rglob("*") if p.is_file()}
+    assert pack(out) == len(plain) > 0
+    assert pack(out) == 0
+    packed = [p for p in (out / "attached").rglob("*") if p.is_file()]
+    assert {p.with_suffix("") if p.suffix == ".xz" else p for p in packed} == set(plain)
+    assert validate(out).exit_code == 0
+    for path in packed:
+        content = path.read_bytes()
+        for i in range(len(content)):
+            path.write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
+            refused(out, path.name)
+        other = lzma.compress(b"another file")
+        for damaged in (content[:-1], content + b"\0", content + content, other, b""):
+            path.write_bytes(damaged)
+            refused(out, path.name)
+        path.write_bytes(content)
+    path.with_suffix("").write_bytes(plain[path.with_suffix("")])  # both forms: one of them belongs to nobody
+    refused(out, path.name)

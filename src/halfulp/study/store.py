@@ -7,7 +7,8 @@
     seal.json                           digests of protocol, code, data, environment
     ledger.jsonl                        what happened
     records/STAGE/CELL.json             what a cell returned, bound to protocol, code and data
-    attached/STAGE/CELL/NAME            files that a cell kept; their digests are in its record
+    attached/STAGE/CELL/NAME            files that a cell kept; their digests are in its record. One may be
+                                        compressed after the end, as NAME.xz: what counts is its content
     seals/STAGE.json                    digests of all records of a stage
     evidence/NAME/                      what is used of another, closed study, as it lay there
     result.json                         estimands, gates, label
@@ -20,6 +21,7 @@ not on time, process or host, so two runs can be compared byte by byte.
 
 from __future__ import annotations
 
+import lzma
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ Record = dict[str, Json]
 CRATE, STATEMENT, ENVELOPE = "ro-crate-metadata.json", "statement.json", "statement.dsse.json"
 EXPORTED = (CRATE, STATEMENT, ENVELOPE)
 """The files that an archive of a study holds beside the study's own."""
+PACKED = ".xz"
 _MANY = re.compile(rf"work/({files.ASIDE}|logs/worker-[0-9]+-[0-9]+\.log)")
 """The files that the engine puts in ``work`` under names with numbers."""
 
@@ -71,8 +74,10 @@ class Store:
         return self.folder / "records" / stage / f"{cell}.json"
 
     def attached_file(self, stage: str, cell: str, name: str) -> Path:
-        """Return the path of a file that a cell attached."""
-        return self.folder / "attached" / stage / cell / name
+        """Return the path of a file that a cell attached: of the compressed one, if only that is there."""
+        path = self.folder / "attached" / stage / cell / name
+        packed = path.with_name(name + PACKED)
+        return packed if packed.is_file() and not path.exists() else path
 
     def stage_seal_file(self, stage: str) -> Path:
         """Return the path of a stage's seal."""
@@ -120,12 +125,19 @@ class Store:
         if name not in record["attached"]:
             raise UsageError(f"Cell {cell} of stage {stage} attached no file {name[:120]!a}.")
         path, stated = self.attached_file(stage, cell, name), record["attached"][name]
-        return read_known(path, stated["sha256"], "the file that was attached", stated["bytes"])
+        if path.name == name:
+            return read_known(path, stated["sha256"], "the file that was attached", stated["bytes"])
+        content = _unpacked(path, stated["bytes"])
+        if canonical.sha256(content) != stated["sha256"]:
+            raise TamperingError(f"{path} does not hold the file that was attached: its SHA-256 differs.")
+        return content
 
     def check_attached(self, stage: str, cell: str, name: str, record: Record) -> None:
         """Check an attached file against its record, size first; files of any size are read in chunks."""
         path, stated = self.attached_file(stage, cell, name), record["attached"][name]
-        if files.sha256(path, stated["bytes"]) != stated["sha256"]:
+        if path.name != name:
+            self.read_attached(stage, cell, name, record)
+        elif files.sha256(path, stated["bytes"]) != stated["sha256"]:
             raise TamperingError(f"{path} is not the file that was attached: its SHA-256 differs.")
 
     def read_stage_seal(self, stage: str, digest: str) -> dict[str, Json]:
@@ -187,6 +199,29 @@ class Store:
             self.attached_file(*key, name) for key, record in records.items() for name in record["attached"]
         ]
         return paths + ([self.result_file] if ledger.closed else [])
+
+
+def pack(folder: Path) -> int:
+    """Compress the attached files of a closed study where they lie, and return how many were compressed."""
+    paths = [p for p in sorted((folder / "attached").rglob("*")) if p.is_file() and p.suffix != PACKED]
+    for path in paths:
+        files.put(path.with_name(path.name + PACKED), lzma.compress(files.read(path), preset=9))
+        path.unlink()
+    return len(paths)
+
+
+def _unpacked(path: Path, size: int) -> bytes:
+    """Decompress a file of at most some bytes."""
+    reader = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+    try:
+        content = reader.decompress(files.read(path, size + 1024), size + 1)
+    except lzma.LZMAError as error:
+        raise CorruptionError(f"{path} is damaged: it is not a whole xz file ({error}).") from error
+    if not reader.eof or reader.unused_data or len(content) != size:
+        raise TamperingError(
+            f"{path} does not hold the file that was attached: expected {size:,} bytes in one xz stream."
+        )
+    return content
 
 
 def _present(folder: Path, top: Path) -> Iterator[str]:
