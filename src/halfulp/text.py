@@ -17,7 +17,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#|~!])")
 
@@ -129,6 +129,16 @@ def unique(name: str, taken: Container[str]) -> str:
     while found in taken:
         found, n = f"{name}#{n}", n + 1
     return found
+
+
+def several(given: object) -> tuple[str, ...] | None:
+    """Return one text, or several in a sequence, as a tuple; None if there is an empty one or anything else.
+
+    >>> several("*norm*"), several(["a", "b"]), several(3)
+    (('*norm*',), ('a', 'b'), None)
+    """
+    texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    return texts if all(isinstance(text, str) and text for text in texts) else None
 
 
 def quoted(text: str) -> str:

@@ -336,9 +336,17 @@ def test_terms_from_a_file(tmp_path: Path) -> None:
         toml.write_text(text)
         with pytest.raises(UsageError, match=said):
             Terms.load(toml)
-    other.write_text("[1]")
-    with pytest.raises(UsageError, match="cannot be read as a contract"):
-        Terms.load(other)
+    for text, said in (
+        ("[1]", "not a JSON object"),
+        ('{"arrives": 0.99, "arrives": 0.01}', "the key arrives is there twice"),
+    ):
+        other.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            Terms.load(other)
+    toml.write_text("a = " + "[" * 3000)
+    for path in (toml, tmp_path, tmp_path / "none.toml"):
+        with pytest.raises(UsageError, match="cannot be read as a contract"):
+            Terms.load(path)
 
 
 def test_a_file_is_named_where_its_terms_are_wrong(tmp_path: Path) -> None:
@@ -418,6 +426,44 @@ def test_what_cannot_be_measured_is_refused() -> None:
         train(model, optimizer)
     with pytest.raises(UsageError, match="takes torch optimizers"):
         require(model, weights="float32")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="at least one torch optimizer"):
+        require([], weights="float32")
+    also: Any
+    for also in ("ema", 3, torch.ones(2), {"ema": torch.ones(2)}):
+        with pytest.raises(UsageError, match="also maps names to torch modules"):
+            require(optimizer, weights="float32", also=also)
+
+
+def look_up(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Train on the same two rows of an embedding."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+
+def test_tensors_with_sparse_gradients_are_left_out_and_named() -> None:
+    """The other tensors are measured as without them, and the training goes on."""
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(10, 4, sparse=True).bfloat16()
+    model = torch.nn.Sequential(table, torch.nn.Linear(4, 4).bfloat16())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    contract = require(optimizer, model=model, arrives=0.5, action="warn")
+    with pytest.warns(ContractWarning) as caught:
+        look_up(model, optimizer, 3)
+    said = [str(w.message) for w in caught]
+    assert sum("arrives was not measured for 0.weight, whose gradient is sparse" in s for s in said) == 1
+    assert any("of the proposed change was written" in s for s in said)  # of the other layer's
+    assert contract.unmeasured == {"0.weight"}
+    assert contract.summary().endswith("not measured for 0.weight, whose gradient is sparse")
+
+
+def test_a_model_of_sparse_gradients_alone_is_checked_now_and_then() -> None:
+    table = torch.nn.Embedding(10, 4, sparse=True).bfloat16()
+    optimizer = torch.optim.SGD(table.parameters(), lr=1e-6)
+    with require(optimizer, model=table, arrives=0.5) as contract, pytest.warns(ContractWarning):
+        look_up(table, optimizer, 3)
+    assert (contract.checked, contract.arrival) == (1, None)
 
 
 def test_a_checkpoint_in_bfloat16_is_loaded_in_bfloat16(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ A ``WriteBack`` counts it itself; where its policy keeps what is not written (a 
 A plain torch optimizer that updates 16-bit weights rounds inside its own arithmetic, which hides the proposed
 update. So the same rule is stepped once more in float32, with the same gradients and states, on up to 65,536
 evenly spaced coordinates of each such tensor. These rules work coordinate by coordinate, so the sample is
-exact.
+exact. Tensors with sparse gradients are left out, and named by the contract.
 
 The share is ``<written, proposed> / |proposed|**2`` over all tensors. Stochastic rounding writes everything
 in the mean, and one step is a sample of that: its standard error is given beside the share.
@@ -69,6 +69,9 @@ class Shadow:
 
     def __init__(self, optimizer: torch.optim.Optimizer, held: list[Trained]) -> None:
         narrow = [h for h in held if h.slot is None and h.narrow and h.p.grad is not None]
+        self.left_out = {h.name for h in narrow if h.sparse}
+        """The tensors that cannot be sampled, because their gradients are sparse."""
+        narrow = [h for h in narrow if not h.sparse]
         refuse_unknown(optimizer, narrow)
         groups = {p: g for g in optimizer.param_groups for p in g["params"]}
         self._began = [(h, _sample(h.p), _stepped(optimizer, groups[h.p], h)) for h in narrow]

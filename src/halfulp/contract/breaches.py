@@ -50,6 +50,11 @@ class Trained:
         return self.slot is not None or _digits(self.p.dtype) < _digits(torch.float32)
 
     @property
+    def sparse(self) -> bool:
+        """True if its gradient is sparse."""
+        return self.p.grad is not None and local(self.p.grad).layout != torch.strided
+
+    @property
     def keeps(self) -> str:
         """The place where a write-back keeps updates that it does not write: ``carry``, ``master``, ..."""
         kernel = None if self.slot is None else self.slot.policy.kernel

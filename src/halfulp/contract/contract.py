@@ -51,6 +51,7 @@ class Contract:
         arrival: How much of the proposed change the last checked step wrote, if ``arrives=`` is set.
         checked: The number of steps checked so far.
         unmatched: Patterns of ``moving=`` that fit no parameter of any optimizer seen so far.
+        unmeasured: Parameters that ``arrives=`` leaves out, because their gradients are sparse.
         failures: One message for each time that terms did not hold.
     """
 
@@ -70,6 +71,7 @@ class Contract:
         self.checked = 0
         self.failures: list[str] = []
         self.unmatched = set(terms.moving)
+        self.unmeasured: set[str] = set()
         self._fix, self._closed, self._moving_judged = fix, optimizers is not None, False
         self._warned: set[tuple[str, str]] = set()
         self._handles: list[Any] = []
@@ -123,7 +125,7 @@ class Contract:
         said = f"{outcome}: {', '.join(terms)}" if terms else outcome
         if t.moving and self.checked and not self._moving_judged:
             said += f"; moving was not judged, which takes more than {t.patience} steps (patience)"
-        return said
+        return f"{said}; {_unmeasured(self.unmeasured)}" if self.unmeasured else said
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> _Watched:
         watched = self._known.get(optimizer)
@@ -147,6 +149,7 @@ class Contract:
         self._answer(optimizer, [*breaches(trained, self.terms), *copy_breaches(self.also, self.terms)])
         if self.terms.arrives is not None:
             w.shadow = Shadow(optimizer, trained)
+            self._leave_out(w.shadow.left_out - self.unmeasured)
         for t in trained:
             fitting = [pattern for pattern in self.terms.moving if fnmatchcase(t.name, pattern)]
             self.unmatched.difference_update(fitting)
@@ -166,7 +169,9 @@ class Contract:
             self.arrival = arrival(optimizer, trained, w.shadow)
             broken += self._missing(self.terms.arrives)
             # A step that proposes nothing, as at a rate of 0, shows nothing: check the next one instead.
-            w.due = self.arrival is None and any(t.narrow and t.keeps == "nothing" for t in trained)
+            w.due = self.arrival is None and any(
+                t.narrow and t.keeps == "nothing" and t.name not in self.unmeasured for t in trained
+            )
         if w.steps > self.terms.patience:
             self._moving_judged = True
             broken += _stuck(trained, w)
@@ -174,6 +179,12 @@ class Contract:
             broken += self.unmatched_breaches([t.name for t in trained])
         w.shadow = None
         self._answer(optimizer, broken)
+
+    def _leave_out(self, names: set[str]) -> None:
+        self.unmeasured |= names
+        if names:
+            said = f"{_unmeasured(names)}; the other terms still apply."
+            warnings.warn(said, ContractWarning, stacklevel=2)
 
     def _missing(self, least: float) -> list[Breach]:
         a = self.arrival
@@ -260,8 +271,14 @@ def require(
     for one in several:
         if not isinstance(one, torch.optim.Optimizer):
             raise UsageError(f"require() takes torch optimizers, not {type(one).__name__}.")
+    if not several:
+        raise UsageError("require() takes at least one torch optimizer: this list is empty.")
     if model is not None and not isinstance(model, torch.nn.Module):
         raise UsageError(f"model must be a torch module, not {type(model).__name__}.")
+    copies: Any = {} if also is None else also  # whatever a caller gave
+    modules = copies.values() if isinstance(copies, Mapping) else (None,)
+    if not all(isinstance(copy, torch.nn.Module) for copy in modules):
+        raise UsageError(f"also maps names to torch modules, such as {{'ema': ema_model}}, not {also!r:.60}.")
     return Contract(several, Terms.of(terms), [] if model is None else [model], also, action)
 
 
@@ -275,6 +292,12 @@ def _stuck(trained: list[Trained], w: _Watched) -> list[Breach]:
         and bool(local(t.p.grad).any())
         and torch.equal(w.start[t.name], local(t.p.detach()))
     ]
+
+
+def _unmeasured(names: set[str]) -> str:
+    """Say which parameters ``arrives=`` leaves out."""
+    others = f" and {len(names) - 1} more" * (len(names) > 1)
+    return f"arrives was not measured for {min(names)}{others}, whose gradient is sparse"
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -12,9 +12,10 @@ from typing import Any, Self
 import torch
 
 from halfulp import files
-from halfulp.documents import parsed
+from halfulp.documents import check_keys, parsed
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.numbers import spellings
+from halfulp.text import several
 
 MOST_BYTES = 1 << 20
 """The largest size of a file with terms."""
@@ -63,7 +64,9 @@ class Terms:
             raise UsageError(
                 f"arrives must be a share above 0 and up to 1, such as 0.99 or '99%', not {share!r}."
             )
-        object.__setattr__(self, "moving", _patterns(self.moving))
+        if (moving := several(self.moving)) is None:
+            raise UsageError(f"moving must be patterns of names, such as '*norm*', not {self.moving!r}.")
+        object.__setattr__(self, "moving", moving)
         for name in ("every", "patience"):
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, int) or given < 1:
@@ -97,15 +100,16 @@ class Terms:
             path: The file.
 
         Raises:
-            UsageError: If the file cannot be parsed, or its keys and values are not terms.
+            UsageError: If there is no such file, it cannot be parsed, or its keys and values are not terms.
         """
-        content = files.read(path, MOST_BYTES, follow=True)
         try:
+            content = files.read(path, MOST_BYTES, follow=True)
             if path.suffix == ".json":
                 given = parsed(content, path, "a contract")
+                check_keys(content, path)
             else:
                 given = tomllib.loads(content.decode())
-        except (ValueError, CorruptionError) as error:
+        except (ValueError, RecursionError, CorruptionError) as error:
             raise UsageError(
                 f"{path} cannot be read as a contract: {str(error).rstrip('.')}. Write TOML, such as "
                 "arrives = 0.99, or a JSON object."
@@ -124,10 +128,3 @@ def _share(given: Any) -> Any:
         return float(given.strip()[:-1]) / 100
     except ValueError:
         return given
-
-
-def _patterns(given: Any) -> tuple[str, ...]:
-    texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise UsageError(f"moving must be patterns of names, such as '*norm*', not {given!r}.")
-    return texts
