@@ -15,7 +15,7 @@ from sync_ranks import STEPS, WORLD
 
 import halfulp as hu
 from halfulp.checkpoints import BlockFp8, Change, join, join_positions
-from halfulp.checkpoints.sync.shards import Box
+from halfulp.checkpoints.sync.shards import Box, tiled
 
 CASES: dict[str, dict[str, Any]] = {
     "fsdp": {}, "hsdp": {}, "rows": {}, "columns": {}, "both": {}, "replicated": {},
@@ -107,7 +107,7 @@ def test_what_is_not_one_change_of_every_rank_is_refused(folder: Path) -> None:
     second = [Change.from_bytes(r["changes"][1]) for r in ranks]
     for wrong, said in (
         (first[:1] + first[2:], "give the change of every rank"),
-        ([*first, first[1]], "one of them twice"),
+        ([*first, first[1]], "some of them twice"),
         ([*first, first[0]], "whole in several changes"),
         ([*first[:3], second[3]], "those of one sync"),
     ):
@@ -131,6 +131,25 @@ def test_refusals(folder: Path) -> None:
     assert "takes scales from values that other ranks may hold" in said["scales"]
     assert "cuts a block in two: shard by multiples of 4 rows" in said["cut"]
     assert "so its shards cannot be followed" in said["partial"]
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [Box((4, 6), (0, 0), (2, 6)), Box((4, 6), (1, 0), (2, 6))],  # row 1 twice, row 3 never
+        [Box((4, 6), (0, 0), (2, 3)), Box((4, 6), (0, 3), (2, 3)), Box((4, 6), (1, 0), (2, 6))],
+        [Box((4, 6), (0, 0), (4, 3)), Box((4, 6), (0, 2), (4, 3))],
+    ],
+)
+def test_shards_that_overlap_are_refused(boxes: list[Box]) -> None:
+    with pytest.raises(hu.UsageError, match="some of them twice"):
+        tiled("w", boxes)
+
+
+def test_shards_in_both_dimensions_tile() -> None:
+    halves = [(0, 2), (2, 1), (3, 1)]
+    tiled("w", [Box((4, 4), (a, b), (n, m)) for a, n in halves for b, m in halves])
+    tiled("scalar", [Box((), (), ())])
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import halfulp as hu
-from halfulp.checkpoints import Change
+from halfulp.checkpoints import BlockFp8, Change, join
 from halfulp.checkpoints.sync import places, receiving
 from halfulp.checkpoints.sync.tracker import COMPARED, SCALES
 from halfulp.errors import TamperingError
@@ -318,6 +319,36 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
         hu.Sync({})
     with pytest.raises(hu.UsageError, match="at most 16"):
         hu.Sync({"w": torch.zeros(2, 2)}, "float32")
+
+
+def test_other_types_are_refused(tmp_path: Path) -> None:
+    wrong: Any
+    for wrong in (None, [torch.zeros(2)], np.zeros(2), {"w": np.zeros(2)}):
+        with pytest.raises(hu.UsageError, match="tensors by name"):
+            hu.Sync(wrong)
+    with pytest.raises(hu.UsageError, match="on the meta device"):
+        hu.Sync(torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(hu.UsageError, match="a function that applies a change, not NoneType"):
+        hu.Receiver(None)  # type: ignore[arg-type]
+    with pytest.raises(hu.UsageError, match="takes a change, not str"):
+        hu.Receiver({"w": torch.zeros(2)}).apply("17.safetensors")  # type: ignore[arg-type]
+    with pytest.raises(hu.UsageError, match="changes of all ranks, not NoneType"):
+        join([None])  # type: ignore[list-item]
+    for wrong in (None, "a\0b", ""):
+        with pytest.raises(hu.UsageError, match="not the path of one"):
+            Change.load(wrong)
+        with pytest.raises(hu.UsageError, match="not the path of one"):
+            hu.Sync(zeros()).full().save(wrong)
+
+
+def test_the_parts_of_names_that_fp8_leaves() -> None:
+    x = torch.randn(4, 4)
+    for left in ("embed", ["embed"]):
+        assert [BlockFp8(left=left).takes(name, x) for name in ("m.embed", "m.mlp")] == [False, True]
+    wrong: Any
+    for wrong in ({"block": 0}, {"block": -1}, {"block": 2.0}, {"left": 3}, {"left": ("",)}):
+        with pytest.raises(hu.UsageError, match=next(iter(wrong))):
+            BlockFp8(**wrong)
 
 
 class Tied(torch.nn.Module):

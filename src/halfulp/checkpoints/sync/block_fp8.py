@@ -9,13 +9,15 @@ not, a code changes only when its own weight does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from halfulp.documents import whole
 from halfulp.errors import UsageError
 from halfulp.numbers.grids import grid
-from halfulp.text import shown
+from halfulp.text import several, shown
 
 LARGEST = 448.0
 
@@ -26,10 +28,13 @@ class BlockFp8:
 
     Args:
         block: The number of rows and of columns of a block; at the edges blocks are smaller.
-        left: Substrings of the names of tensors that stay as they are. So do tensors that do not have
-            exactly two dimensions.
+        left: Substrings of the names of tensors that stay as they are, one or several. So do tensors that do
+            not have exactly two dimensions.
         suffix: The suffix that the name of a tensor's scales adds to the name of the tensor.
         power_of_two: Round scales up to powers of two.
+
+    Raises:
+        UsageError: If the block is not a whole number from 1 on, or ``left`` is not text.
 
     >>> codes, scales = BlockFp8(block=2).quantize("w", torch.tensor([[448.0, 1.0, 3.0]]))
     >>> codes.float(), scales
@@ -37,9 +42,16 @@ class BlockFp8:
     """
 
     block: int = 128
-    left: tuple[str, ...] = ("embed", "lm_head", "norm")
+    left: str | Sequence[str] = ("embed", "lm_head", "norm")
     suffix: str = "_scale_inv"
     power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        if not whole(self.block, 1):
+            raise UsageError(f"block is a whole number of rows and columns from 1 on, not {self.block!r}.")
+        if (left := several(self.left)) is None:
+            raise UsageError(f"left takes parts of names, such as 'embed', not {self.left!r}.")
+        object.__setattr__(self, "left", left)
 
     def takes(self, name: str, x: torch.Tensor) -> bool:
         """Return True if this tensor is stored as codes.

@@ -166,7 +166,7 @@ class Change:
         Args:
             path: The file to write.
         """
-        files.put(Path(path), self._content())
+        files.put(_path(path), self._content())
 
     def to_bytes(self) -> bytes:
         """Return the content of the file that :meth:`save` writes, to send it."""
@@ -208,7 +208,7 @@ class Change:
             CorruptionError: If the file is not a change, or is damaged.
             TamperingError: If its content does not match its digest.
         """
-        return cls._read(*tensors.read(Path(path), follow=True), str(path))
+        return cls._read(*tensors.read(_path(path), follow=True), str(path))
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str = "these bytes") -> Change:
@@ -268,6 +268,12 @@ class Change:
         if verify:
             receiving.check_result(self, parts, there)
         receiving.write(parts, there)
+
+
+def _path(given: Any) -> Path:
+    if not isinstance(given, str | Path) or "\0" in str(given) or not str(given):
+        raise UsageError(f"a change is saved in a file, and {shown(repr(given))} is not the path of one.")
+    return Path(given)
 
 
 def _read_parts(document: Fields, held: Mapping[str, torch.Tensor], where: str) -> dict[str, Part]:
@@ -358,6 +364,9 @@ def join(changes: Sequence[Change]) -> Change:
     >>> join([whole]).numel
     20
     """
+    given: Sequence[Any] = changes  # whatever a caller gave
+    if wrong := [type(c).__name__ for c in given if not isinstance(c, Change)]:
+        raise UsageError(f"join() takes the changes of all ranks, not {wrong[0]}.")
     syncs = sorted({(c.since, c.number) for c in changes})
     if len(syncs) != 1:
         raise UsageError(

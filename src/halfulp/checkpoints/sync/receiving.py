@@ -57,7 +57,7 @@ class Receiver:
             receiver that was saved with it. None if unknown; then the first change must be a full one.
 
     Raises:
-        UsageError: If ``position`` is not a position.
+        UsageError: If ``held`` is no copy, or ``position`` is not a position.
 
     >>> import halfulp as hu
     >>> weights = {"w": torch.zeros(4)}
@@ -73,6 +73,11 @@ class Receiver:
         if position is not None and number_of(position) is None:
             raise UsageError(
                 f"position= is what Sync.position or Receiver.position gives, not {shown(str(position))!r}."
+            )
+        if not (isinstance(held, Mapping) or callable(held)):  # a module can be called too
+            raise UsageError(
+                "a receiver takes a model, tensors by name, or a function that applies a change, not "
+                f"{type(held).__name__}."
             )
         self.held = held
         self.position = position
@@ -103,6 +108,10 @@ class Receiver:
         self.position = change.target
 
     def _check(self, change: Change) -> None:
+        if not hasattr(change, "target"):
+            raise UsageError(
+                f"apply() takes a change, not {type(change).__name__}; Change.load reads one from a file."
+            )
         here = number_of(self.position)
         if change.base is None or change.base == self.position:
             return

@@ -132,10 +132,19 @@ def tied_names(model: Model) -> dict[str, list[str]]:
 
 
 def _all(model: Model) -> dict[str, torch.Tensor]:
-    if isinstance(model, torch.nn.Module):
-        pairs = [(unwrapped_name(n), x) for n, x in (*model.named_parameters(), *model.named_buffers())]
+    given: Any = model  # whatever a caller gave
+    if isinstance(given, torch.nn.Module):
+        pairs: list[Any] = [
+            (unwrapped_name(n), x) for n, x in (*given.named_parameters(), *given.named_buffers())
+        ]
+    elif isinstance(given, Mapping):
+        pairs = list(given.items())
     else:
-        pairs = list(model.items())
+        raise UsageError(f"give a torch module, or its tensors by name, not {type(given).__name__}.")
+    for name, x in pairs:
+        if not (isinstance(name, str) and isinstance(x, torch.Tensor)):
+            at = f"{shown(repr(name))} has a {type(x).__name__}"
+            raise UsageError(f"give a torch module, or its tensors by name, but {at}.")
     return {name: x.detach() for name, x in pairs if x.numel()}
 
 
@@ -145,6 +154,8 @@ def _check_plain(name: str, x: torch.Tensor) -> None:
             f"{shown(name)!r} is a {type(x).__name__}: give plain tensors. (Sync follows the shards of a "
             "distributed model; a copy to which changes are applied is whole.)"
         )
+    if x.is_meta:
+        raise UsageError(f"{shown(name)!r} is on the meta device: it has no values. Load the model first.")
     if x.dtype not in tensors.NAMES:
         raise UsageError(f"{shown(name)!r} is {x.dtype}, which safetensors cannot hold.")
 
@@ -157,9 +168,23 @@ def tiled(name: str, boxes: list[Box]) -> None:
             f"the shards of {shown(name)!r} are of tensors of different shapes: {sorted(whole)}."
         )
     held, numel = sum(box.numel for box in boxes), math.prod(boxes[0].shape)
-    twice = len({(box.start, box.size) for box in boxes}) < len(boxes)
-    if held != numel or twice:
+    twice = _overlap(boxes)
+    if held != numel or twice:  # boxes of so many values that do not overlap leave none out
         raise UsageError(
             f"the shards of {shown(name)!r} have {held:,} values, and the tensor {numel:,}"
-            f"{', one of them twice' if twice else ''}: give the change of every rank, once."
+            f"{', some of them twice' if twice else ''}: give the change of every rank, once."
         )
+
+
+def _overlap(boxes: list[Box]) -> bool:
+    """Return True if any value is in two of these boxes."""
+    start = np.array([box.start for box in boxes], dtype=np.int64)
+    end = start + np.array([box.size for box in boxes], dtype=np.int64)
+    for dim in range(start.shape[1]):  # shards along one dimension, of which there may be thousands
+        order = np.argsort(start[:, dim])
+        if (end[order[:-1], dim] <= start[order[1:], dim]).all():
+            return False
+    return any(
+        bool(((start[i + 1 :] < end[i]) & (start[i] < end[i + 1 :])).all(axis=1).any())
+        for i in range(len(boxes) - 1)
+    )
