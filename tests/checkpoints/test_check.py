@@ -163,7 +163,7 @@ def test_rare_rows_are_named() -> None:
     found = hu.check(held, 1e-3)
     assert (found.stuck, found.stuck_worst) == (36, 0)
     assert "name it (rare=, --rare): embed_tokens.weight" in str(found)
-    for rare in (["embed_tokens.weight"], ["*embed*"]):
+    for rare in (["embed_tokens.weight"], ["*embed*"], "*embed*"):
         named = hu.check(held, 1e-3, rare=rare)
         assert (named.stuck, named.stuck_worst) == (4, 0)
         assert [t.rare for t in named.tensors] == [True, False]
@@ -267,8 +267,12 @@ def test_command_and_its_exit_code(folder: Path) -> None:
     done = run(str(folder), "--lr", "1e-6", "--fail-above", "100%", "--bound", "worst", "--betas", "0.9,0.95")
     assert done.exit_code == 0
     assert "1.165 times lr" in done.stdout
-    for wrong in (["--bound", "x"], ["--betas", "0.9"], ["--fail-above", "200%"], ["--lr", "0"]):
+    for wrong in (
+        ["--bound", "x"], ["--betas", "0.9"], ["--fail-above", "200%"], ["--lr", "0"], ["--rare", ""],
+        ["--grid", ""],
+    ):  # fmt: skip
         assert isinstance(run(str(folder), "--lr", "1e-6", *wrong).exception, hu.UsageError)
+    assert "an empty name" in str(run("", "--lr", "1e-6").exception)
 
 
 def test_weights_of_which_none_is_finite(tmp_path: Path) -> None:
@@ -343,6 +347,13 @@ def test_the_fix_runs_as_printed() -> None:
         ({"optimizer": "muon"}, "as a matrix"),
         ({"optimizer": "adam", "weight_decay": 0.1}, "part of the gradient"),
         ({"weight_decay": -0.1}, "from 0 on"),
+        ({"weight_decay": "x"}, "from 0 on"),
+        ({"optimizer": None}, "not known here"),
+        ({"betas": 0.9}, "two numbers"),
+        ({"rare": 3}, "names or patterns"),
+        ({"rare": ""}, "names or patterns"),
+        ({"lr": 1e308}, "more than a float64 holds"),
+        ({"lr": 10**400}, "positive number"),
         ({"bound": "most"}, "step, worst or a number"),
         ({"bound": 0.0}, "positive"),
         ({"bound": "worst", "betas": (0.99, 0.9)}, "has no bound"),
@@ -354,6 +365,28 @@ def test_the_fix_runs_as_printed() -> None:
 def test_what_has_no_meaning_is_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(hu.UsageError, match=said):
         hu.check({"w": torch.ones(3)}, **{"lr": 1e-6, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "what", [None, [torch.ones(2)], np.ones(2), "", {"w": np.ones(2)}, {1: torch.ones(2)}, torch.nn.Linear]
+)
+def test_what_is_no_checkpoint_is_refused(what: Any) -> None:
+    for judge in (lambda: hu.check(what, 1e-6), lambda: hu.diff(what, what)):
+        with pytest.raises(hu.UsageError, match="a checkpoint"):
+            judge()
+
+
+def test_a_model_without_values_is_refused() -> None:
+    model = torch.nn.Linear(2, 2, device="meta")
+    for judge in (lambda: hu.check(model, 1e-6), lambda: hu.diff(model, model)):
+        with pytest.raises(hu.UsageError, match="meta float32"):
+            judge()
+
+
+def test_a_name_that_is_too_long_is_refused() -> None:
+    for judge in (lambda: hu.check("x" * 5000, 1e-6), lambda: hu.diff("x" * 5000, "y")):
+        with pytest.raises(hu.HalfulpError, match=r"cannot be read|no checkpoint"):
+            judge()
 
 
 def test_bad_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:

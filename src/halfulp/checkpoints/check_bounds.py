@@ -32,10 +32,11 @@ it.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +125,11 @@ def _half_gaps(n: Array, grid: Grid) -> tuple[Array, Array]:
     return v, np.where(n > 0, v - value_of(np.maximum(n - 1, 0), grid), value_of(np.ones_like(n), grid)) / 2
 
 
+def is_number(x: Any) -> TypeGuard[float]:
+    """Return True for an int or float that float64 holds as a finite number."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
+
+
 def reach(
     lr: float,
     optimizer: str = "adamw",
@@ -132,13 +138,15 @@ def reach(
     bound: Literal["step", "worst"] | float = "step",
 ) -> Reach:
     """Return the reach of one step: typical (``step``), largest (``worst``), or a given multiple of lr."""
-    rate: Any = lr  # whatever a caller gave
-    if not (isinstance(rate, int | float) and math.isfinite(rate) and rate > 0):
+    if not (is_number(lr) and lr > 0):
         raise UsageError(f"a learning rate is a positive number, not {lr!r}.")
-    if not (math.isfinite(weight_decay) and weight_decay >= 0):
+    if not (is_number(weight_decay) and weight_decay >= 0):
         raise UsageError(f"a weight decay is a number from 0 on, not {weight_decay!r}.")
-    kind = optimizer.lower()
+    pair: Any = betas  # whatever a caller gave
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(is_number, pair))):
+        raise UsageError(f"betas are two numbers, such as (0.9, 0.999), not {betas!r}.")
     given = isinstance(bound, int | float) and not isinstance(bound, bool)
+    kind = str(optimizer).lower()
     if kind not in KINDS and not given:
         why = UNBOUNDED.get(kind, "it is not known here")
         raise UsageError(
@@ -146,9 +154,9 @@ def reach(
             "times lr a step is at most (bound=, --bound)."
         )
     if given:
-        times, words = float(bound), f"a step of at most {float(bound):g} times lr = {lr:g}"
-        if not (math.isfinite(times) and times > 0):
+        if not (is_number(bound) and bound > 0):
             raise UsageError(f"a bound is a positive number, not {bound!r}.")
+        times, words = float(bound), f"a step of at most {float(bound):g} times lr = {lr:g}"
     elif bound not in ("step", "worst"):
         raise UsageError(f"bound is step, worst or a number, not {bound!r}.")
     elif kind == "lion":
@@ -169,4 +177,6 @@ def reach(
         raise UsageError("Adam's weight decay is part of the gradient, so of the bound: leave it out.")
     if weight_decay:
         words += f", and decay {weight_decay:g}"
+    if math.isinf(lr * times) or math.isinf(lr * weight_decay):
+        raise UsageError(f"{words}: that is more than a float64 holds. Take a smaller learning rate.")
     return Reach(lr, times, weight_decay, words)

@@ -30,12 +30,13 @@ import torch
 from halfulp.checkpoints import counting
 from halfulp.checkpoints.check_bounds import Reach, adam_bound, reach
 from halfulp.checkpoints.check_result import Check, Checked, Spread, Sweep, quantile
-from halfulp.checkpoints.stored_tensors import Stored, opened
+from halfulp.checkpoints.stored_tensors import Stored, located, opened
 from halfulp.errors import UsageError
 from halfulp.measures.groups import GROUPS, group_of
 from halfulp.numbers.elements import index_of
 from halfulp.numbers.grids import Grid
 from halfulp.numbers.grids import grid as named
+from halfulp.text import several
 
 Array = npt.NDArray[Any]
 PIECE = 8 << 20  # bytes read at once by a thread
@@ -60,7 +61,7 @@ def check(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
     bound: Literal["step", "worst"] | float = "step",
-    rare: Sequence[str] = (),
+    rare: str | Sequence[str] = (),
     grid: str | Grid | torch.dtype | None = None,
 ) -> Check:
     """Count the stored weights that a step at a learning rate cannot move.
@@ -75,7 +76,7 @@ def check(
         bound: The size of a step: lr (``step``), the largest that Adam can make with any gradients
             (``worst``), or a multiple of lr. ``step`` also gives the counts for ``worst``.
         rare: Tensors whose rows rarely see gradients, such as embeddings, by name or pattern
-            (``"*embed*"``). They are judged by the worst case.
+            (``"*embed*"``), one or several. They are judged by the worst case.
         grid: A grid to which the weights would be rounded; by default the type in which they are stored.
 
     Returns:
@@ -93,7 +94,9 @@ def check(
     worst = None
     if bound == "step" and optimizer.lower() != "lion" and math.isfinite(adam_bound(*betas)):
         worst = reach(lr, optimizer, betas, weight_decay, "worst")
-    if rare and worst is None:
+    if (patterns := several(rare)) is None:
+        raise UsageError(f"rare takes names or patterns of tensors, such as '*embed*', not {rare!r}.")
+    if patterns and worst is None:
         raise UsageError(
             "rare names tensors for Adam's worst step, beside its typical one: it goes with bound='step', "
             "optimizer adam or adamw, and betas for which there is a worst case."
@@ -104,10 +107,9 @@ def check(
             f"the gaps of grid {wanted.name} move with the data, so a checkpoint alone does not tell what a "
             "step reaches. Audit a run instead, or check a grid with a fixed scale, such as e4m3@128."
         )
-    if isinstance(what, torch.nn.Module):
-        what = dict(what.named_parameters())
-    with opened(Path(what) if isinstance(what, str | Path) else what) as tensors:
-        checking = _Checking(far, worst, rare, wanted, _scales(tensors))
+    place = located(dict(what.named_parameters()) if isinstance(what, torch.nn.Module) else what)
+    with opened(place) as tensors:
+        checking = _Checking(far, worst, patterns, wanted, _scales(tensors))
         for stored in tensors.values():
             checking.add(stored)
     return checking.result()
@@ -120,7 +122,7 @@ def sweep(
     optimizer: str = "adamw",
     betas: tuple[float, float] = (0.9, 0.999),
     bound: Literal["step", "worst"] | float = "step",
-    rare: Sequence[str] = (),
+    rare: str | Sequence[str] = (),
     grid: str | Grid | torch.dtype | None = None,
 ) -> Sweep:
     """Compute the share of stored weights that a step cannot move, at each of several learning rates.

@@ -22,7 +22,7 @@ import torch
 from halfulp.checkpoints.diff_page import page
 from halfulp.checkpoints.diff_states import NARROW, Kept, compare_masters, global_step, kept_states
 from halfulp.checkpoints.diff_tensors import CLASSES, Array, Difference, compared, together, unfit
-from halfulp.checkpoints.stored_tensors import opened
+from halfulp.checkpoints.stored_tensors import located, opened
 from halfulp.errors import UsageError
 from halfulp.measures.groups import GROUPS
 from halfulp.text import count, shown
@@ -145,8 +145,8 @@ def diff(
     ]
     rows: list[Difference] = []
     moves: dict[str, Array] = {}
-    kept = [kept_states(p) if isinstance(p, Path) else None for p in places]
     with opened(places[0]) as old, opened(places[1]) as new, ThreadPoolExecutor(2) as pool:
+        kept = [kept_states(p) if isinstance(p, Path) else None for p in places]
         skipped = {name: f"only in {labels[0]}" for name in old if name not in new}
         for name, b in new.items():
             a = old.get(name)
@@ -176,8 +176,8 @@ def diff(
 
 def _place(what: Any) -> Path | Mapping[str, torch.Tensor]:
     if isinstance(what, torch.nn.Module):
-        return what.state_dict()
-    return Path(what) if isinstance(what, str | Path) else what
+        return {name: x for name, x in what.state_dict().items() if isinstance(x, torch.Tensor)}
+    return located(what)
 
 
 def _row(t: Difference) -> dict[str, Any]:

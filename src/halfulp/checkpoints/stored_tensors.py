@@ -1,7 +1,8 @@
 """Read the tensors of a checkpoint piece by piece, so that memory does not grow with the file.
 
 A checkpoint is a ``.safetensors`` file, the index of a sharded one (``*.safetensors.index.json``), a folder
-of either, a file of ``torch.save``, a GGUF file, or tensors in memory. Files are read by ``pread`` into one
+of either, a file of ``torch.save``, a GGUF file, or tensors in memory. A name stands for one tensor: an index
+says which file holds it, and files without an index may not share it. Files are read by ``pread`` into one
 buffer per thread, not mapped: if a mapped file shrinks or a disk fails, a signal ends the process, and pages
 that were read stay in memory until the system needs it. Files of ``torch.save`` are mapped all the same,
 because torch has no other way to read a part of them; only tensors are taken from them, and no code is run.
@@ -9,7 +10,9 @@ because torch has no other way to read a part of them; only tensors are taken fr
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,15 +25,19 @@ import torch
 
 from halfulp import files, tensors
 from halfulp.checkpoints import gguf_file
-from halfulp.documents import MOST_BYTES, parsed
+from halfulp.documents import MOST_BYTES, check_keys, parsed
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.text import shown
 
 Array = npt.NDArray[Any]
 INDEX = (".safetensors.index.json", ".bin.index.json")
 """Suffixes of index files, the preferred one first."""
+WHOLE = "model.safetensors"
+"""The file of a folder without an index that holds the whole model; others are variants of it."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 """Suffixes of ``torch.save`` files."""
+FOREIGN = re.compile(r"GLOBAL (\S+)|must be imported to load .+")
+"""What torch's reader says of an object that is neither a tensor nor a plain value."""
 MODELS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which such a file keeps a model's tensors, if it is not itself the mapping."""
 
@@ -66,27 +73,70 @@ class Stored(tensors.Place):
         return torch.from_numpy(raw).view(self.dtype)
 
 
+def located(what: Any) -> Path | Mapping[str, torch.Tensor]:
+    """Return the path of a checkpoint, or its tensors by name; refuse what is neither."""
+    if isinstance(what, str | Path) and str(what):
+        return Path(what)
+    if isinstance(what, Mapping):
+        for name, x in what.items():
+            if not (isinstance(name, str) and isinstance(x, torch.Tensor)):
+                at = f"{shown(repr(name))} has a {type(x).__name__}"
+                raise UsageError(f"a checkpoint in memory maps names to torch tensors, but {at}.")
+        return what
+    given = "an empty name" if isinstance(what, str) else type(what).__name__
+    raise UsageError(f"a checkpoint is a path, a torch module or its tensors by name, not {given}.")
+
+
 @contextmanager
 def opened(checkpoint: Path | Mapping[str, torch.Tensor]) -> Iterator[dict[str, Stored]]:
     """Yield the tensors of a checkpoint by name, in the order in which they lie, with its files open."""
     with ExitStack() as stack:
-        if not isinstance(checkpoint, Path):
-            yield {stored.name: stored for stored in _in_memory(checkpoint)}
-            return
-        parts = (_in_file(path, stack) for path in shards(checkpoint))
-        yield {stored.name: stored for part in parts for stored in part}
+        if isinstance(checkpoint, Path):
+            yield _in_files(checkpoint, stack)
+        else:
+            yield {name: in_memory(name, x) for name, x in checkpoint.items()}
 
 
-def _in_memory(tensors_by_name: Mapping[str, torch.Tensor]) -> Iterator[Stored]:
-    for name, x in tensors_by_name.items():
-        kind = str(x.dtype).removeprefix("torch.")
-        yield Stored(name, kind, x.dtype, tuple(x.shape), 0, x.numel() * x.element_size(), tensors.raw(x))
+def _in_files(checkpoint: Path, stack: ExitStack) -> dict[str, Stored]:
+    """Return every tensor from the file that holds it; refuse a name without a file or with two."""
+    found: dict[str, Stored] = {}
+    files_of: dict[str, Path] = {}
+    for path, names in shards(checkpoint).items():
+        held = list(_in_file(path, stack))
+        if names is not None and (missing := sorted(names - {stored.name for stored in held})):
+            raise CorruptionError(
+                f"{checkpoint} names {len(missing)} tensor(s) that its files do not hold, such as "
+                f"{shown(missing[0])!r}, which {path.name} should."
+            )
+        for stored in held:
+            if names is not None and stored.name not in names:
+                continue
+            if stored.name in found:
+                where = " and ".join(shown(p.name) for p in dict.fromkeys((files_of[stored.name], path)))
+                raise UsageError(
+                    f"{checkpoint} holds {shown(stored.name)!r} twice (in {where}), and no index says which "
+                    "one counts: name one file."
+                )
+            found[stored.name], files_of[stored.name] = stored, path
+    return found
+
+
+def in_memory(name: str, x: torch.Tensor) -> Stored:
+    """Return a tensor as if it were stored; one without plain values (sparse, meta, ...) has no dtype."""
+    kind = str(x.dtype).removeprefix("torch.")
+    layout = "nested" if x.is_nested else "meta" if x.is_meta else str(x.layout).removeprefix("torch.")
+    if layout != "strided" or x.is_quantized:
+        shape = () if x.is_nested else tuple(x.shape)
+        return Stored(
+            name, kind if x.is_quantized else f"{layout} {kind}", None, shape, 0, 0, memoryview(b"")
+        )
+    return Stored(name, kind, x.dtype, tuple(x.shape), 0, x.numel() * x.element_size(), tensors.raw(x))
 
 
 def _in_file(path: Path, stack: ExitStack) -> Iterator[Stored]:
     """Yield the tensors of one file, which stays open until the stack is left."""
     if path.suffix in PICKLED:
-        yield from _in_memory(_weights(unpickled(path), path))
+        yield from (in_memory(name, x) for name, x in _weights(unpickled(path), path).items())
         return
     places = gguf_file.places(path) if path.suffix == ".gguf" else tensors.places(path)
     file = stack.enter_context(files.opened(path, follow=True))
@@ -99,20 +149,30 @@ def unpickled(path: Path) -> Any:
     """Read a file of ``torch.save`` without running code from it.
 
     Raises:
-        UsageError: If it holds more than tensors and plain values, or is no such file.
+        UsageError: If it holds more than tensors and plain values.
+        CorruptionError: If it is damaged, or no such file.
     """
+    with files.opened(path, follow=True):  # refuses what is no file, or may not be read
+        pass
     try:
         try:
             return torch.load(path, mmap=True, map_location="cpu", weights_only=True)
         except RuntimeError:  # one of the old format, which cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise files.refused_reading(path, error) from error
     except Exception as error:  # torch's reader meets garbage with errors of many kinds
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(
-            f"{path} cannot be read without running code from it, or is damaged: {shown(why, 200)} "
-            "Load it yourself and save its tensors with safetensors.torch.save_file."
+        if (
+            isinstance(error, OSError) and error.errno != errno.EINVAL
+        ):  # a place before a cut file's beginning
+            raise files.refused_reading(path, error) from error
+        if objects := FOREIGN.search(str(error)):
+            kind = shown(objects[1] or objects[0])
+            raise UsageError(
+                f"{path} holds Python objects ({kind}), which halfulp does not load, because that can run "
+                "code: load it yourself and save its tensors with safetensors.torch.save_file."
+            ) from error
+        raise CorruptionError(
+            f"{path} is damaged, or is no file of torch.save: {type(error).__name__} while it was read. "
+            "Take it from a copy, or save it again."
         ) from error
 
 
@@ -129,40 +189,50 @@ def _weights(held: Any, path: Path) -> dict[str, torch.Tensor]:
     return by_name
 
 
-def shards(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: the file itself, those that an index names, or those of a folder."""
-    if path.is_dir():
-        inside = sorted(path.iterdir())
-        for index, single in zip(INDEX, (".safetensors", "model.bin"), strict=True):
-            indices = [p for p in inside if p.name.endswith(index)]
-            if len(indices) > 1:
-                names = ", ".join(shown(p.name) for p in indices)
-                raise UsageError(f"{path} holds {len(indices)} checkpoints ({names}): name one of them.")
-            if singles := [p for p in inside if p.name.endswith(single)]:
-                return shards(indices[0]) if indices else singles
-            if indices:
-                return shards(indices[0])
-        raise UsageError(f"{path} holds no .safetensors file and no pytorch_model.bin.")
-    if not path.is_file():
+def shards(path: Path) -> dict[Path, set[str] | None]:
+    """Return the files of a checkpoint, each with the names that an index gives it; None: all that it holds.
+
+    A folder is read by its index. Without one, ``model.safetensors`` is the checkpoint, as it is for
+    ``transformers``; without that, all of its files are.
+    """
+    try:
+        if path.is_dir():
+            return _of_folder(path)
+        there = path.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise files.refused_reading(path, error) from error
+    if not there:
         raise UsageError(
             f"no checkpoint at {path}: give a folder, or a .safetensors, .bin, .pt or .gguf file."
         )
-    if path.suffix != ".json":
-        return [path]
-    document = parsed(files.read(path, MOST_BYTES, follow=True), path, "the index of a checkpoint")
+    return _of_index(path) if path.suffix == ".json" else {path: None}
+
+
+def _of_folder(path: Path) -> dict[Path, set[str] | None]:
+    inside = sorted(path.iterdir())
+    for index, single in zip(INDEX, (".safetensors", "model.bin"), strict=True):
+        indices = [p for p in inside if p.name.endswith(index)]
+        if len(indices) > 1:
+            names = ", ".join(shown(p.name) for p in indices)
+            raise UsageError(f"{path} holds {len(indices)} checkpoints ({names}): name one of them.")
+        if indices:
+            return _of_index(indices[0])
+        singles = [p for p in inside if p.name.endswith(single)]
+        if singles:
+            return dict.fromkeys([p for p in singles if p.name == WHOLE] or singles)
+    raise UsageError(f"{path} holds no .safetensors file and no pytorch_model.bin.")
+
+
+def _of_index(path: Path) -> dict[Path, set[str] | None]:
+    content = files.read(path, MOST_BYTES, follow=True)
+    document = parsed(content, path, "the index of a checkpoint")
+    check_keys(content, path)
     listed = document.get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
         raise CorruptionError(f"{path} is not the index of a checkpoint: its weight_map names no files.")
-    parts: list[str] = sorted(set(listed.values()))
-    for name in parts:
-        if Path(name).name != name:
-            raise CorruptionError(f"{path} names {shown(name)!r}, which is not a file beside it.")
-    if any(Path(name).suffix in PICKLED for name in parts):
-        return [path.parent / name for name in parts]
-    held = {p.name for name in parts for p in tensors.places(path.parent / name)}
-    if missing := sorted(set(listed) - held):
-        raise CorruptionError(
-            f"{path} names {len(missing)} tensor(s) that its files do not hold, such as "
-            f"{shown(missing[0])!r}."
-        )
-    return [path.parent / name for name in parts]
+    parts: dict[Path, set[str] | None] = {}
+    for file in sorted(set(listed.values())):
+        if Path(file).name != file:
+            raise CorruptionError(f"{path} names {shown(file)!r}, which is not a file beside it.")
+        parts[path.parent / file] = {name for name, place in listed.items() if place == file}
+    return parts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from halfulp.cli.option_groups import JSON, FailOptions, listed, number, option
+from halfulp.cli.option_groups import CHECKPOINT, JSON, FailOptions, listed, number, option
 from halfulp.errors import UsageError
 from halfulp.outputs import envelope
 from halfulp.text import plain
@@ -37,22 +37,22 @@ class StepOptions:
     ] = "step"
     betas: Annotated[str, option("Adam's, from which its worst case follows.")] = "0.9,0.999"
     rare: Annotated[
-        str,
+        str | None,
         option(
             "Tensors whose rows see gradients rarely, such as '*embed*', separated by commas: for them "
             "the worst case counts."
         ),
-    ] = ""
+    ] = None
     weight_decay: Annotated[float, option("Decoupled weight decay; with --lr.")] = 0.0
     grid: Annotated[
-        str,
+        str | None,
         option(
             "Where the weights would be stored, such as e4m3@128 (fp8, a scale of 128: the value times "
             "128 is cast); default: where they are."
         ),
-    ] = ""
+    ] = None
 
-    def check(self, model: Path) -> Check | Sweep:
+    def check(self, model: str) -> Check | Sweep:
         """Check a model with this step, or with steps of many rates."""
         from halfulp.checkpoints import check, sweep
 
@@ -62,8 +62,8 @@ class StepOptions:
         if len(pair) != 2:
             raise UsageError(f"--betas takes two numbers, such as 0.9,0.999, not {self.betas!r}.")
         options: dict[str, Any] = {
-            "optimizer": self.optimizer, "betas": (pair[0], pair[1]), "bound": far, "rare": listed(self.rare),
-            "grid": self.grid or None,
+            "optimizer": self.optimizer, "betas": (pair[0], pair[1]), "bound": far, "grid": self.grid,
+            "rare": () if self.rare is None else listed(self.rare) or self.rare,
         }  # fmt: skip
         if self.lr is not None:
             return check(model, self.lr, weight_decay=self.weight_decay, **options)
@@ -73,10 +73,7 @@ class StepOptions:
 
 
 def check(
-    model: Annotated[
-        Path,
-        typer.Argument(help="A folder of a checkpoint, or its index, .safetensors, .bin, .pt or .gguf file."),
-    ],
+    model: Annotated[str, CHECKPOINT],
     step: StepOptions,
     fail: FailOptions,
     every: Annotated[bool, option("List every tensor.", "--all")] = False,
@@ -88,7 +85,7 @@ def check(
     result = step.check(model)
     failed = _failed(result, fail)
     if as_json:
-        answer = {"model": str(model), **_to_json(result, step)}
+        answer = {"model": str(Path(model)), **_to_json(result, step)}
         typer.echo(envelope("check", answer, 1 if failed else 0, failed or "done"))
     else:
         for line in result.lines(None if every else LISTED if step.lr is not None else 0):

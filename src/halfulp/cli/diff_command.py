@@ -7,17 +7,14 @@ from typing import Annotated
 
 import typer
 
-from halfulp.cli.option_groups import JSON, FailOptions, option
+from halfulp.cli.option_groups import CHECKPOINT, JSON, FailOptions, option
 from halfulp.outputs import check_output, envelope
 from halfulp.text import plain
 
 
 def diff(
-    base: Annotated[
-        Path,
-        typer.Argument(help="A folder of a checkpoint, or its index, .safetensors, .bin, .pt or .gguf file."),
-    ],
-    trained: Annotated[Path, typer.Argument(help="The same model, later.")],
+    base: Annotated[str, CHECKPOINT],
+    trained: Annotated[str, typer.Argument(help="The same model, later.")],
     fail: FailOptions,
     page: Annotated[Path | None, option("Write an HTML page into this file as well.")] = None,
     every: Annotated[bool, option("List every tensor.", "--all")] = False,

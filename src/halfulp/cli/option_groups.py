@@ -147,6 +147,10 @@ class Program:
         return self.module if self.script is None else self.script.stem
 
 
+CHECKPOINT = typer.Argument(
+    help="A folder of a checkpoint, or its index, .safetensors, .bin, .pt or .gguf file."
+)
+"""The argument of a command that reads stored weights: text, as an empty path would be this folder."""
 JSON = Annotated[bool, option("Print one JSON object, on one line.", "--json")]
 """The option of every command whose output a program might read; see :func:`halfulp.outputs.envelope`."""
 
