@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +382,55 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (folder / "optimizer.pt").write_bytes(b"garbage")
     assert "optimizer of" in str(diff(folder, folder))
     assert "not read:" in str(diff(folder, folder))
+
+
+def deep(levels: int) -> Any:
+    """A tensor in a list in a list ..."""
+    x: Any = torch.ones(1)
+    for _ in range(levels):
+        x = [x]
+    return x
+
+
+def adam(slot: dict[str, Any], group: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"optimizer": {"state": {0: slot}, "param_groups": [group] if group else []}}
+
+
+@pytest.fixture
+def recursion_limit() -> Iterator[int]:
+    before = sys.getrecursionlimit()
+    yield before
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (adam({"step": float("nan")}), "a step is nan"),
+        (adam({"step": torch.tensor(float("inf"))}), "a step is inf"),
+        (adam({"step": torch.ones(1, device="meta")}), "a step is meta float32"),
+        (adam({"master": torch.ones(3, device="meta")}), "master is meta float32"),
+        (adam({"master": torch.ones(3, 3).to_sparse()}), "master is sparse_coo float32"),
+        (adam({}, {"params": [[1]], "param_names": ["a"]}), "unhashable"),
+        (adam({"exp_avg": torch.ones(2)}, {"params": 5, "param_names": ["a"]}), "not iterable"),
+        ({"ema": deep(3000)}, "recursion"),
+    ],
+)
+def test_states_of_no_known_form_are_named(
+    states: dict[str, Any], said: str, tmp_path: Path, recursion_limit: int
+) -> None:
+    """The weights are compared all the same, and nothing is concluded from states that were not read."""
+    weights = {"w": torch.ones(4, 4).bfloat16()}
+    torch.save({"model": weights, **adam({"master": torch.ones(4, 4)})}, tmp_path / "a.pt")
+    sys.setrecursionlimit(20_000)
+    torch.save({"model": weights, **states}, tmp_path / "b.pt")
+    sys.setrecursionlimit(recursion_limit)
+    found = diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert found.total.share == 1
+    kept = found.states[1]
+    assert kept is not None
+    assert said in str(kept.trouble)
+    assert "dropped" not in str(found)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -21,10 +21,9 @@ import torch
 
 from halfulp import files
 from halfulp.checkpoints.diff_tensors import Difference, compared, unfit
-from halfulp.checkpoints.stored_tensors import Stored, unpickled
+from halfulp.checkpoints.stored_tensors import Stored, in_memory, unpickled
 from halfulp.documents import MOST_BYTES, parsed
-from halfulp.errors import HalfulpError
-from halfulp.tensors import raw
+from halfulp.errors import CorruptionError, HalfulpError
 from halfulp.text import shown
 
 FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
@@ -100,7 +99,9 @@ class Kept:
         return out
 
     def changed(self, old: Kept) -> list[str]:
-        """Say what an earlier checkpoint kept that this one does not."""
+        """Say what an earlier checkpoint kept that this one does not; nothing if either was not read."""
+        if self.trouble is not None or old.trouble is not None:
+            return []
         out = []
         if old.masters and not self.masters:
             names = ", ".join(map(shown, sorted(old.masters)))
@@ -129,35 +130,54 @@ class Kept:
 def kept_states(path: Path) -> Kept | None:
     """Find the optimizer state beside or within a checkpoint; None if there is none.
 
-    A file that cannot be read safely is named, with the reason; it is no error, as the weights can still be
-    compared.
+    A file that cannot be read safely, or whose states have no known form, is named, with the reason; it is no
+    error, as the weights can still be compared.
     """
     folder = path if path.is_dir() else path.parent
     beside = [folder / name for name in FILES if (folder / name).is_file()]
     whole = [path] if path.suffix in (".pt", ".pth", ".ckpt", ".bin") and path.is_file() else []
     for file in [*whole, *beside]:
         try:
-            held = unpickled(file)
-        except Exception as error:
+            kept = _kept(file)
+        except HalfulpError as error:
             return Kept(file.name, {}, str(error))
-        inside = held if isinstance(held, Mapping) else {}
-        state = next((inside[k] for k in WITHIN if k in inside), held)
-        kinds: dict[str, dict[str, int]] = {}
-        steps: list[int] = []
-        copies: list[tuple[str | None, torch.Tensor]] = []
-        for name, kind, x in [*_slots(state), *_apart(inside), *(_apart(state) if state is not held else ())]:
-            if kind == "step" and (not isinstance(x, torch.Tensor) or x.numel() == 1):
-                steps.append(int(x))
-            if not isinstance(x, torch.Tensor):
-                continue
-            dtype = str(x.dtype).removeprefix("torch.")
-            kinds.setdefault(kind, {}).setdefault(dtype, 0)
-            kinds[kind][dtype] += x.numel()
-            if MASTER.search(kind) and x.dtype == torch.float32:
-                copies.append((name, x))
-        if kinds or file in beside:
-            return Kept(file.name, kinds, None, max(steps, default=None), copies)
+        except Exception as error:  # states may hold anything, nested in any way
+            why = shown(str(error), 200) or "no reason was given"
+            return Kept(file.name, {}, f"its states are of no known form: {type(error).__name__}: {why}")
+        if kept.kinds or file in beside:
+            return kept
     return None
+
+
+def _kept(file: Path) -> Kept:
+    held = unpickled(file)
+    inside = held if isinstance(held, Mapping) else {}
+    state = next((inside[k] for k in WITHIN if k in inside), held)
+    kinds: dict[str, dict[str, int]] = {}
+    steps: list[int] = []
+    copies: list[tuple[str | None, torch.Tensor]] = []
+    for name, kind, x in [*_slots(state), *_apart(inside), *(_apart(state) if state is not held else ())]:
+        if kind == "step" and (not isinstance(x, torch.Tensor) or x.numel() == 1):
+            steps.append(_count_of(x))
+        if not isinstance(x, torch.Tensor):
+            continue
+        dtype = str(x.dtype).removeprefix("torch.")
+        kinds.setdefault(kind, {}).setdefault(dtype, 0)
+        kinds[kind][dtype] += x.numel()
+        if MASTER.search(kind) and x.dtype == torch.float32:
+            if (stored := in_memory(kind, x)).dtype is None:
+                raise CorruptionError(f"{shown(kind)} is {stored.kind}, expected values of float32.")
+            copies.append((name, x))
+    return Kept(file.name, kinds, None, max(steps, default=None), copies)
+
+
+def _count_of(x: Any) -> int:
+    """Return a step counter."""
+    if isinstance(x, torch.Tensor) and in_memory("step", x).dtype is None:
+        raise CorruptionError(f"a step is {in_memory('step', x).kind}, expected a number.")
+    if not math.isfinite(x):
+        raise CorruptionError(f"a step is {float(x)}, expected a finite number.")
+    return int(x)
 
 
 def global_step(path: Path) -> int | None:
@@ -239,8 +259,7 @@ def compare_masters(
     left = {name: s for name, s in weights.items() if s.size}
     rows, orphans = [], []
     for name, master in kept.copies:
-        dtype = str(master.dtype).removeprefix("torch.")
-        stored = Stored(name or "", dtype, master.dtype, tuple(master.shape), 0, master.nbytes, raw(master))
+        stored = in_memory(name or "", master)
         weight = left.get(name) if name in left else _recognised(stored, left)
         if weight is None or unfit(weight, stored) is not None:
             orphans.append(str(list(master.shape)))
