@@ -191,6 +191,43 @@ def test_no_code_runs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert mark.exists()
 
 
+def test_an_empty_digest_is_refused_before_any_code_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unset shell variable must not turn the check of a stranger's study into no check."""
+    out = tmp_path / "out"
+    run(study_file(tmp_path), out)
+    for command in (("validate", str(out)), ("export", str(out), str(tmp_path / "a.zip"))):
+        for digest in ("", "  "):
+            code, _, error = invoke(capsys, "study", *command, "--expect", digest)
+            assert code == 2
+            assert "--expect is empty" in error
+            assert "running study.py" not in error
+    assert not (tmp_path / "a.zip").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("validate", ("--workers", "3"), "--workers is for --replay only"),
+        ("validate", ("--data-folder", "x"), "--data-folder is for --replay only"),
+        ("validate", ("--of", "x"), "leave out --of"),
+        ("validate", ("--scale", "paper"), "--scale says which run"),
+        ("status", ("--scale", "paper"), "--scale says which run"),
+        ("run", ("--executor", "slurm"), "There is no executor 'slurm'"),
+        ("run", ("--deviation", "because"), "nothing is left that could deviate"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, options: tuple[str, ...], said: str
+) -> None:
+    path, out = study_file(tmp_path), tmp_path / "out"
+    run(path, out)
+    target = (str(path), "--out", str(out)) if command == "run" else (str(out),)
+    code, _, error = invoke(capsys, "study", command, *target, *options)
+    assert (code, said in error) == (2, True), error
+
+
 # ---- text that bites ----
 
 BITES = (

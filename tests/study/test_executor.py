@@ -11,7 +11,7 @@ from study.samples import SMALL, invoke, run, study_file, tree
 
 from halfulp import canonical
 from halfulp.errors import UsageError
-from halfulp.study.executor import Opening, default_workers, open_executor, thread_variables
+from halfulp.study.executor import Opening, default_workers, executor_kind, thread_variables
 from halfulp.study.store import Store
 from halfulp.study.validate import validate
 
@@ -58,7 +58,7 @@ def test_local_and_inline_leave_the_same_files(tmp_path: Path, environment: None
     first = run(path, tmp_path / "inline")
     assert run(path, tmp_path / "local", executor="local", workers=2) == first
     assert tree(tmp_path / "local") == tree(tmp_path / "inline")
-    assert validate(tmp_path / "local", expect="").exit_code == 0
+    assert validate(tmp_path / "local", expect=None).exit_code == 0
     record = Store(tmp_path / "local").record_file("only", "cell-5").read_bytes()
     assert canonical.loads(record, "r")["outcome"]["threads"] == ["1", "1"]
 
@@ -92,9 +92,9 @@ def test_ray_that_is_missing_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"pip install 'halfulp\[ray\]'"):
-        open_executor("ray", Opening(tmp_path, "", "", None, 1), None)
+        executor_kind("ray")(Opening(tmp_path, "", "", None, 1), None)
     with pytest.raises(UsageError, match="no executor 'slurm'"):
-        open_executor("slurm", Opening(tmp_path, "", "", None, 1), None)
+        executor_kind("slurm")
 
 
 def test_workers_fit_the_cores() -> None:

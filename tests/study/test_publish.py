@@ -274,6 +274,22 @@ def test_signatures_that_do_not_hold(closed: Path, tmp_path: Path, keys: tuple[P
         validate_with_bad_key(closed, tmp_path)
 
 
+def test_endless_files_are_not_read(
+    closed: Path, tmp_path: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero, large = "/dev/zero", tmp_path / "large"
+    with open(large, "wb") as file:
+        file.truncate(publish.MOST_KEY + 1)
+    export = ("study", "export", str(closed), str(tmp_path / "z.zip"), "--key")
+    for command, said in (
+        ((*export, zero), "not a plain file"),
+        ((*export, str(large)), "at most"),
+        (("study", "retrospect", str(closed), zero, "--to", str(tmp_path / "to")), "not a plain file"),
+    ):
+        code, _, error = invoke(capsys, *command)
+        assert (code, said in error) == (2, True), error
+
+
 def validate_with_bad_key(closed: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.pem"
     bad.write_text("no key")

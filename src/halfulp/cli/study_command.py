@@ -144,7 +144,9 @@ def status(study: str = PLACE, scale: str = SCALE, out: Path | None = OUT, as_js
 class Checks:
     """What a validation asks beside digests, gates and label, and what code it runs."""
 
-    expect: Annotated[str, option("A digest printed when the study was sealed or closed.")] = ""
+    expect: Annotated[
+        str | None, option("A digest printed when the study was sealed or closed.", show_default=False)
+    ] = None
     strict_code: Annotated[bool, option("Other code than the sealed is a failure.", "--strict-code")] = False
     strict_provenance: Annotated[
         bool, option("A seal that names no commit of halfulp is a failure.", "--strict-provenance")
@@ -167,10 +169,21 @@ class Checks:
     ] = False
     workers: Annotated[int | None, option("Cells replayed at a time.", min=1)] = None
 
+    def check(self, cells: list[str]) -> None:
+        """Refuse an empty digest, and options of a replay without one."""
+        validation.check_expected(self.expect)
+        given = {
+            "Cells are named": bool(cells), "--workers is": self.workers is not None,
+            "--data-folder is": self.data_folder is not None,
+        }  # fmt: skip
+        for what, there in given.items():
+            if there and not self.replay:
+                raise UsageError(f"{what} for --replay only: add that, or leave it out.")
+
     @property
     def before_code(self) -> bool:
         """True if no code is run, or something from outside vouches for the study before any is."""
-        return self.no_code or bool(self.expect) or self.public_key is not None
+        return self.no_code or self.expect is not None or self.public_key is not None
 
     def validate(self, folder: Path, cells: list[str]) -> validation.Validation:
         """Validate the folder of a study."""
@@ -191,12 +204,16 @@ def validate(
     as_json: JSON = False,
 ) -> None:
     """Check every digest, recompute estimands, gates and label, and say what was and was not checked."""
-    if cells and not checks.replay:
-        raise UsageError("Cells are named for --replay only.")
+    checks.check(cells or [])
     with opened(study, scale, out, code=not checks.before_code) as folder:
         if (folder / opening.DECLARATION).exists():
             _validate_retrospective(folder, checks.registered, checks.before_code, as_json)
             return
+        if checks.registered is not None:
+            raise UsageError(
+                f"{folder} holds a study of its own, not a retrospective analysis: leave out --of, which "
+                "names the study that an analysis is of."
+            )
         report = checks.validate(folder, list(cells or []))
     if as_json:
         reason = report.problems[0] if report.problems else "done"
@@ -253,11 +270,12 @@ def export(
     scale: str = SCALE,
     out: Path | None = OUT,
     key: Path | None = typer.Option(None, help="An ed25519 private key (PEM) to sign the statement with."),
-    expect: str = typer.Option("", help="A digest printed when the study was sealed or closed."),
+    expect: str | None = typer.Option(None, help="A digest printed when the study was sealed or closed."),
 ) -> None:
     """Write one archive that others can validate without this machine; the study is validated first."""
     check_output(target)
-    with opened(study, scale, out, code=not expect, instead="--expect vouches for it first") as folder:
+    validation.check_expected(expect)
+    with opened(study, scale, out, code=expect is None, instead="--expect vouches for it first") as folder:
         report = validation.validate(folder, expect=expect)
         if report.exit_code:
             raise UsageError(f"{folder} is not exported, because it is not valid: {report.problems[0]}")
@@ -274,9 +292,9 @@ def retrospect(
     """Analyse a closed study after the fact, under a label of its own; the study is not touched."""
     name, _, attribute = analysis.partition(":")
     try:
-        content = Path(name).read_bytes()
-    except OSError as error:
-        raise UsageError(f"The analysis file {name} cannot be read: {error.strerror}.") from None
+        content = files.read(Path(name), documents.MOST_BYTES, follow=True)
+    except CorruptionError as error:
+        raise UsageError(f"The analysis file cannot be read: {error}") from None
     result = opening.retrospect(out, content, Path(name).name, to, attribute)
     for gate in result["gates"]:
         typer.echo(gate_line(gate))
@@ -315,11 +333,22 @@ def loaded(reference: str, scale: str, out: Path | None) -> tuple[loading.Source
 
 def found_folder(reference: str, scale: str, out: Path | None) -> Path:
     """Return the folder that a folder, name or file stands for."""
-    if out is not None or Path(reference).is_dir():
-        return out or Path(reference)
+    if out is not None:
+        return out
+    if Path(reference).is_dir():
+        _check_no_scale(reference, scale)
+        return Path(reference)
     if reference not in loading.REGISTRY and not reference.partition(":")[0].endswith(".py"):
         raise UsageError(f"{reference[:200]!a} is neither a study's folder nor a study.")
     return loaded(reference, scale, out)[2]
+
+
+def _check_no_scale(reference: str, scale: str) -> None:
+    """Refuse a scale beside a folder or an archive, which holds a run of one scale."""
+    if scale:
+        raise UsageError(
+            f"--scale says which run of a study by name or file; {reference} is one run: leave it out."
+        )
 
 
 @contextmanager
@@ -332,6 +361,7 @@ def opened(
     """
     with ExitStack() as stack:
         if out is None and Path(reference).suffix == ".zip":
+            _check_no_scale(reference, scale)
             folder = stack.enter_context(publish.unpacked(Path(reference)))
         else:
             folder = found_folder(reference, scale, out)

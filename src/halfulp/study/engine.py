@@ -26,7 +26,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from halfulp import canonical, files
 from halfulp.errors import DiskError, HalfulpError, TamperingError, UsageError
 from halfulp.study import gates, ledger
 from halfulp.study.evidence import open_study
-from halfulp.study.executor import Executor, Opening, open_executor
+from halfulp.study.executor import Executor, Opening, executor_kind
 from halfulp.study.ledger import conditional
 from halfulp.study.loading import Source
 from halfulp.study.protocol import Json, SealedStage
@@ -182,18 +182,22 @@ def run(
     Raises:
         FailedError: If a cell failed as often as the protocol allows.
         Interrupted: If the user or a cluster stopped the run; run it again to go on.
-        UsageError: If the folder holds something else, or declared evidence is missing or not valid.
+        UsageError: If the folder holds something else, declared evidence is missing or not valid, the
+            executor is unknown, or there is a `deviation` for a study that is closed.
         TamperingError: If the folder was sealed with another study, or with other code and there is no
             `deviation`.
     """
     progress = progress or Progress()
+    kind = executor_kind(executor)
     with lock_folder(Store(out)):
         study = open_or_seal(source, scale, out, deviation, evidence or {})
         if study.ledger.closed is None:
             protocol = study.protocol
             progress.say(f"{protocol.study} ({protocol.scale}), seal {study.ledger.seal}")
-            _run_stages(study, executor, workers, progress)
+            _run_stages(study, kind, workers, progress)
             _close(study)
+        elif deviation and not any(d["reason"] == plain(deviation) for d in study.ledger.deviations):
+            raise UsageError(f"{out} is closed: nothing is left that could deviate. Leave --deviation out.")
         result = study.store.read_result(study.ledger)
         strange = study.store.strange_work(study.protocol)
         if strange:  # what the study did not put in ``work`` itself is not removed with it
@@ -203,7 +207,9 @@ def run(
         return result
 
 
-def _run_stages(study: OpenStudy, executor: str, workers: int | None, progress: Progress) -> None:
+def _run_stages(
+    study: OpenStudy, executor: Callable[..., Executor], workers: int | None, progress: Progress
+) -> None:
     opening = Opening(
         study.store.folder, study.ledger.seal, study.binding.code, study.source.folder,
         study.protocol.threads, logs=study.store.work / "logs", on_gpu=study.protocol.on_gpu,
@@ -220,7 +226,7 @@ def _run_stages(study: OpenStudy, executor: str, workers: int | None, progress: 
                 waiting = [cell for cell in stage.cells if (stage.name, cell) not in study.ledger.records]
                 progress.stage(stage, len(stage.cells) - len(waiting))
                 if waiting:
-                    running = running or open_executor(executor, opening, workers)
+                    running = running or executor(opening, workers)
                     _run_cells(study, stage, deque(waiting), running, interrupts, progress)
                 _seal_stage(study, stage.name)
     finally:

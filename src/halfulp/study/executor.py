@@ -78,12 +78,12 @@ class Executor(Protocol):
         """Stop everything, including running cells."""
 
 
-def open_executor(name: str, opening: Opening, workers: int | None) -> Executor:
-    """Open an executor by name."""
+def executor_kind(name: str) -> Callable[..., Executor]:
+    """Return the executor of a name, to be opened with an opening and a number of workers."""
     kinds: dict[str, Callable[..., Executor]] = {"local": Local, "ray": Ray, "inline": Inline}
     if name not in kinds:
         raise UsageError(f"There is no executor {name[:40]!a}; known: {', '.join(kinds)}.")
-    return kinds[name](opening, workers)
+    return kinds[name]
 
 
 def default_workers(threads: int) -> int:

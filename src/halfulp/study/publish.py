@@ -40,6 +40,7 @@ from halfulp.study.store import ENVELOPE, EXPORTED, STATEMENT, Store
 
 PREDICATE = "urn:halfulp:study-result:v1"
 PAYLOAD = "application/vnd.in-toto+json"
+MOST_KEY = 1 << 20
 ARCHIVED_FILES = 200_000
 ARCHIVED_BYTES = 8 << 30
 TIME = (1980, 1, 1, 0, 0, 0)  # the first that the format knows
@@ -236,9 +237,9 @@ def _load_key(path: Path, loader: str, kind: str, **options: Any) -> Any:
     except ImportError:
         raise UsageError("Signatures need the cryptography package: pip install 'halfulp[sign]'.") from None
     try:
-        key = getattr(serialization, loader)(path.read_bytes(), **options)
-    except OSError as error:
-        raise UsageError(f"The key {path} cannot be read: {error.strerror}.") from None
+        key = getattr(serialization, loader)(files.read(path, MOST_KEY, follow=True), **options)
+    except CorruptionError as error:
+        raise UsageError(f"The key cannot be read: {error}") from None
     except (ValueError, TypeError) as error:
         raise UsageError(f"The key {path} is not a PEM key that can be used: {error}.") from None
     if not isinstance(key, getattr(ed25519, kind)):

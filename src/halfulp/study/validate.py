@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfulp import canonical
-from halfulp.errors import CorruptionError, HalfulpError, TamperingError
+from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError
 from halfulp.study import gates, loading
 from halfulp.study.declaration import Protocol, changes
 from halfulp.study.evidence import Opened, open_study
@@ -79,7 +79,7 @@ class Validation:
 def validate(
     folder: Path,
     *,
-    expect: str = "",
+    expect: str | None = None,
     strict_code: bool = False,
     code: bool = True,
     replay: Sequence[str] | None = None,
@@ -107,13 +107,14 @@ def validate(
     Raises:
         CorruptionError: If a file is missing or damaged.
         TamperingError: If a file, or the study, is not the expected one.
-        UsageError: If the folder holds no study.
+        UsageError: If the folder holds no study, or ``expect`` is empty.
     """
+    check_expected(expect)
     running = Store(folder).holder
     opened = open_study(folder)
     events, protocol = opened.events, opened.protocol
     page = Validation(study=protocol.study, scale=protocol.scale)
-    if expect or public_key is None:
+    if expect is not None or public_key is None:
         _expect(expect, events, page)
     _check_inventory(opened, page)
     if strict_provenance:
@@ -134,8 +135,17 @@ def validate(
     return page
 
 
-def _expect(expect: str, events: Ledger, page: Validation) -> None:
-    if not expect:
+def check_expected(digest: str | None) -> None:
+    """Refuse an empty digest, such as that of a shell variable that is not set: it would check nothing."""
+    if digest is not None and not digest.strip():
+        raise UsageError(
+            "--expect is empty: give the digest that was printed when the study was sealed or closed, or "
+            "leave the option out."
+        )
+
+
+def _expect(expect: str | None, events: Ledger, page: Validation) -> None:
+    if expect is None:
         page.not_checked.append(
             "that this is the study that was published: give the digest printed at seal or close (--expect)"
         )
