@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfulp.errors import HalfulpError, UsageError
+from halfulp.errors import UsageError
 from halfulp.version import __version__
 
 SCHEMA = "halfulp/1"
@@ -61,17 +59,6 @@ def envelope(command: str, result: Mapping[str, Any] | None, code: int = 0, reas
         "exit": {"code": code, "reason": reason}, "result": result,
     }  # fmt: skip
     return json.dumps(finite(answer), allow_nan=False)
-
-
-@contextmanager
-def errors_as_json(command: str, wanted: bool) -> Iterator[None]:
-    """Print an error as JSON, if requested, and re-raise it."""
-    try:
-        yield
-    except HalfulpError as error:
-        if wanted:
-            sys.stdout.write(f"{envelope(command, None, error.exit_code, str(error))}\n")
-        raise
 
 
 def finite(value: Any) -> Any:

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -155,10 +156,25 @@ def test_audit(halfulp: Halfulp, here: Path) -> None:
         ("check", ("missing.safetensors",), 2), ("diff", ("a", "b"), 2), ("audit", ("missing.py",), 2),
         ("compare", ("a", "b"), 3), ("study status", ("nothing",), 2),
         ("allocate", ("a", "--budget", "x"), 2), ("study validate", ("nothing",), 2),
+        ("check", ("a", "--lr", "abc"), 2), ("check", (), 2),
+        ("diff", ("a", "b", "--unknown"), 2), ("audit", ("--every", "x", "train.py"), 2),
+        ("study validate", ("a", "--workers", "x"), 2),
     ],
 )  # fmt: skip
 def test_errors(halfulp: Halfulp, here: Path, command: str, args: tuple[str, ...], code: int) -> None:
     assert told(halfulp, command, *args, code=code) is None
+
+
+@pytest.mark.parametrize("error", [OSError(36, "File name too long", "x" * 300), ZeroDivisionError()])
+def test_errors_of_the_system_and_of_ours(
+    halfulp: Halfulp, here: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(hu.Trace, "open", Mock(side_effect=error))
+    assert told(halfulp, "compare", "a", "b", code=4) is None
+
+
+def test_the_option_of_a_script_is_its_own(halfulp: Halfulp, here: Path) -> None:
+    assert halfulp("audit", "--every", "x", "train.py", "--json")[:2] == (2, "")
 
 
 def test_studies(halfulp: Halfulp, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,6 +349,13 @@ def test_terms_from_a_file(tmp_path: Path) -> None:
             Terms.load(path)
 
 
+def test_a_file_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "contract.toml"
+    path.write_text("a=" + "[" * 3000)
+    with pytest.raises(UsageError, match=r"contract\.toml cannot be read as a contract"):
+        Terms.load(path)
+
+
 def test_a_file_is_named_where_its_terms_are_wrong(tmp_path: Path) -> None:
     path = tmp_path / "contract.toml"
     path.write_text("arrive = 0.99")

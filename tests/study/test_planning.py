@@ -45,6 +45,13 @@ def test_a_cell_that_fails_is_named_and_one_that_is_slow_is_left(tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e300])
+def test_a_measurement_has_an_end(tmp_path: Path, seconds: float) -> None:
+    source = loading.load(str(study_file(tmp_path)))
+    with pytest.raises(UsageError, match="up to 1,000,000 seconds"):
+        planning.planned(source, "small", steps=1, seconds=seconds)
+
+
 def test_data_that_is_not_here_has_a_stand_in(tmp_path: Path) -> None:
     source = loading.load(str(study_file(tmp_path, SMALL)))
     trial = planning.Trial("cell", {}, source, 1, tmp_path / "scratch")

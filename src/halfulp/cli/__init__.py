@@ -19,7 +19,7 @@ from halfulp.cli.compare_command import compare
 from halfulp.cli.data_command import app as data_app
 from halfulp.cli.demo_command import demo
 from halfulp.cli.diff_command import diff
-from halfulp.cli.entry import Commands, run
+from halfulp.cli.entry import Command, Commands, run
 from halfulp.cli.figures_command import figures
 from halfulp.cli.grids_command import grids
 from halfulp.cli.option_groups import grouped
@@ -60,7 +60,7 @@ def root(
 for script_command in (audit, pilot):
     app.command(cls=ScriptCommand)(grouped(script_command))
 for command in COMMANDS:
-    app.command()(grouped(command))
+    app.command(cls=Command)(grouped(command))
 anything = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(hidden=True, context_settings=anything)(calibrate)
 app.add_typer(data_app)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from halfulp.cli.audit_ending import Ending
 from halfulp.cli.console import NAMES, print_plain
+from halfulp.cli.entry import Command
 from halfulp.cli.option_groups import HELP_ALL, JSON, FailOptions, Program, is_given, listed, option
 from halfulp.deprecation import CALIBRATION
 from halfulp.errors import UsageError
@@ -31,7 +31,7 @@ RECORD, REHEARSE, WATCH = "What is recorded", "Runs on other formats", "While it
 """The groups of ``--help-all``."""
 
 
-class ScriptCommand(TyperCommand):
+class ScriptCommand(Command):
     """A command whose own options end at the script, ``-m MODULE`` or ``--run COMMAND``.
 
     All that follows belongs to that program.

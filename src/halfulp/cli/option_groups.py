@@ -17,15 +17,11 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from halfulp.errors import UsageError
-from halfulp.outputs import errors_as_json
 from halfulp.text import count, shown
 
 
-def grouped(command: Callable[..., None], name: str = "") -> Callable[..., None]:
-    """Show typer every field of the dataclasses that a command takes as a parameter of its own.
-
-    Errors are JSON where that is asked for, under the name of the command.
-    """
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Show typer every field of the dataclasses that a command takes as a parameter of its own."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type[Any]] = {}
     for p in inspect.signature(command, eval_str=True).parameters.values():
@@ -47,8 +43,7 @@ def grouped(command: Callable[..., None], name: str = "") -> Callable[..., None]
             name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        with errors_as_json(name or command.__name__, given.get("as_json", False)):
-            command(**given, **made)
+        command(**given, **made)
 
     call.__name__, call.__doc__, call.__module__ = command.__name__, command.__doc__, command.__module__
     call.__annotations__ = {p.name: p.annotation for p in parameters}

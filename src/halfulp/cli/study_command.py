@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from halfulp import canonical, documents, files
+from halfulp.cli.entry import Command
 from halfulp.cli.option_groups import JSON, grouped, option
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.outputs import check_output, envelope
@@ -224,8 +225,8 @@ def validate(
     raise typer.Exit(report.exit_code)
 
 
-app.command()(grouped(status, "study status"))
-app.command()(grouped(validate, "study validate"))
+app.command(cls=Command)(grouped(status))
+app.command(cls=Command)(grouped(validate))
 
 
 def _validate_retrospective(folder: Path, registered: Path | None, for_studies: bool, as_json: bool) -> None:

@@ -37,6 +37,8 @@ CORE = 5e10
 """Operations a second that a core of a CPU is thought to do, where nothing is measured."""
 LONG = 24.0
 """Hours on a CPU from which on a run at paper scale is asked about."""
+MOST_SECONDS = 1_000_000
+"""The longest time limit of a measurement; the system cannot wait for much longer at once."""
 STAND_IN_BYTES = 4 << 20
 
 
@@ -90,7 +92,12 @@ def planned(source: loading.Source, scale: str, *, steps: int, seconds: float) -
 
     Returns:
         One plan per stage, in order.
+
+    Raises:
+        UsageError: If the time limit is not a number of seconds up to `MOST_SECONDS`.
     """
+    if not 0 < seconds <= MOST_SECONDS:
+        raise UsageError(f"a measurement may take up to {MOST_SECONDS:,} seconds, not {seconds}.")
     protocol = Protocol.of(source.study, scale)
     plans = []
     for stage in protocol.stages:
