@@ -157,6 +157,39 @@ def test_nothing_eligible(trace: hu.Trace) -> None:
         hu.allocate(trace, 0.1, params=lambda name, shape: False)
 
 
+def test_a_seed_that_nothing_draws_from(trace: hu.Trace) -> None:
+    with pytest.raises(UsageError, match="a seed goes with the score random; P draws nothing"):
+        hu.allocate(trace, 0.5, "P", seed=5)
+
+
+def test_scores_of_steps_that_the_run_did_not_reach(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mask of sums that were never taken would be arbitrary; one of a part of them is said to be."""
+
+    def run(name: str, first: int, last: int, every: int = 1) -> hu.Trace:
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scores, out = ("bf16", first, last), tmp_path / name
+        with hu.Audit(optimizer, "bf16", model=model, out=out, scores=scores, every=every):
+            for _ in range(3):
+                model(torch.ones(1, 64)).sum().backward()
+                optimizer.step()
+        return hu.Trace.open(out)
+
+    with pytest.raises(
+        UsageError, match=r"over steps 5-9, of which none .* has 3 audited steps, 1-3\. Record"
+    ):
+        hu.allocate(run("none", 5, 9), 0.6)
+    with pytest.raises(UsageError, match=r"steps 2-2, of which none was audited"):
+        hu.allocate(run("between", 2, 2, every=2), 0.6)
+    capsys.readouterr()
+    assert hu.allocate(run("part", 3, 9), 0.6)
+    assert "steps 3-9, of which only 1 of 7 were audited" in capsys.readouterr().err
+    assert hu.allocate(run("whole", 1, 4, every=2), 0.6)
+    assert capsys.readouterr().err == ""
+
+
 TILES = [1, 5, 96, 100, 768, 1000, 10_000]
 
 
@@ -345,6 +378,10 @@ def test_on_the_command_line(
     for wrong in (("--budget", "half"), ("--budget", "10%", "--score", "?")):
         assert halfulp("allocate", "runs/train", *wrong) == 2
     assert halfulp("audit", "--scores", "e5m2", "train.py") == 2
+    assert halfulp("allocate", "runs/train", "--budget", "10%", "--seed", "5") == 2
+    capsys.readouterr()
+    assert halfulp("audit", "--scores", "e5m2:5-9", "train.py") == 0
+    assert "steps 5-9, of which none was audited" in capsys.readouterr().err
 
 
 def test_controls_are_shuffled_within_tensors() -> None:

@@ -27,6 +27,7 @@ import torch
 from halfulp.errors import UsageError
 from halfulp.kernels import SCORES, TILE, checked_tile, tiles_of
 from halfulp.numbers.streams import Stream
+from halfulp.text import tell
 from halfulp.trace import Trace
 from halfulp.writeback.mask import MASTER_BYTES, Mask, tile_sizes
 
@@ -48,7 +49,7 @@ def allocate(
     score: str = "P",
     *,
     params: Callable[[str, tuple[int, ...]], bool] | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     keep: Mask | None = None,
 ) -> Mask:
     """Choose tiles by a score from a trace that was recorded with ``scores=``, within a budget.
@@ -65,15 +66,15 @@ def allocate(
             cost of a tile in an attributed rehearsal (``R:e5m2`` selects one), or ``random``.
         params: Selects the eligible tensors, ``(name, shape) -> bool``; by default those of two or more
             dimensions.
-        seed: Seed of ``random``, for controls.
+        seed: Seed of ``random``, for controls; 0 by default.
         keep: A mask whose tiles come first and count towards the budget.
 
     Returns:
         The mask, whose masters fit in the budget.
 
     Raises:
-        UsageError: If the trace has no such scores or only a sample, no tensor is eligible, or the budget
-            buys no tile.
+        UsageError: If the trace has no such scores or only a sample, no step of their window was audited, no
+            tensor is eligible, or the budget buys no tile.
 
     >>> import halfulp as hu, tempfile, torch
     >>> model, run = torch.nn.Linear(64, 64), tempfile.mkdtemp() + "/run"
@@ -89,11 +90,13 @@ def allocate(
     if score not in (*SCORES, RANDOM) and kind != REHEARSED:
         known = ", ".join((*SCORES, REHEARSED, RANDOM))
         raise UsageError(f"unknown score {score!r}: expected one of {known}.")
+    if seed is not None and score != RANDOM:
+        raise UsageError(f"a seed goes with the score {RANDOM}; {score} draws nothing: leave it out.")
     if trace.manifest["options"]["sample"]:
         raise UsageError(
             f"{trace.path} holds only a sample of tiles: record the run without sample= to rank them."
         )
-    sums = trace.attribution(which or None) if kind == REHEARSED else trace.scores()
+    sums = trace.attribution(which or None) if kind == REHEARSED else _scores(trace)
     listed = {str(t["name"]): t for t in trace.tensors if t["name"] in sums}
     sizes = {
         name: int(t["numel"])
@@ -102,8 +105,20 @@ def allocate(
     }
     if not sizes:
         raise UsageError("no tensor is eligible: none that was scored has two or more dimensions (params=).")
-    means = _means(sums, sizes, score, seed, trace.tile)
+    means = _means(sums, sizes, score, seed or 0, trace.tile)
     return choose(means, sizes, budget, score, trace.tile, keep)
+
+
+def _scores(trace: Trace) -> dict[str, Array]:
+    """Return the sums of a trace; say so if they are of a part of their window only."""
+    sums = trace.scores()
+    missed = trace.missed_scores()
+    if not any(value.any() for value in sums.values()):
+        why = missed or "the scores are all zero: no gradient was seen"
+        raise UsageError(f"{trace.path}: {why}. Record the run again with steps that it reaches.")
+    if missed:
+        tell(f"halfulp: {trace.path}: {missed}.")
+    return sums
 
 
 def _means(

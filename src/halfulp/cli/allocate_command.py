@@ -22,7 +22,7 @@ def allocate(
     budget: Annotated[str, option("A share of all masters, such as 10%, or bytes.")],
     score: Annotated[str, option("F, L, C, G, U, W, T, P, R (or R:SPEC) of a rehearsal, or random.")] = "P",
     keep: Annotated[Path | None, option("A mask whose tiles come first: the second round of R.")] = None,
-    seed: Annotated[int, option("Of a random mask.")] = 0,
+    seed: Annotated[int | None, option("Of a random mask; default 0.")] = None,
     shuffle: Annotated[
         int | None,
         option("A control: then move the tiles to random places of their tensors, by this seed."),

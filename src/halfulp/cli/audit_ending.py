@@ -10,7 +10,7 @@ import typer
 
 from halfulp.cli.option_groups import FailOptions
 from halfulp.outputs import envelope
-from halfulp.text import tell
+from halfulp.text import plain, tell
 
 if TYPE_CHECKING:
     from halfulp.audit.session import Audit
@@ -73,6 +73,8 @@ class Ending:
         if place is not None and recorder.writes and not recorder.lost and (place / "manifest.json").exists():
             trace = Trace.open(place)
         answer = None if trace is None else verdict(trace, recorder.trouble)
+        if trace is not None and (missed := trace.missed_scores()):
+            tell(plain(f"halfulp: {missed}."))
         failed = self.broken[0] if self.broken else self._judged(trace, answer)
         ended = f"the script ended with exit code {code}" if code else "done"
         code = code or (1 if failed else 0)

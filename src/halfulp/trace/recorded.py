@@ -21,6 +21,8 @@ from halfulp.trace.stored_on import default_scope, in_full
 
 Scope = str | Sequence[int]
 """A scope by name, or the ids of its tensors."""
+ATTRIBUTED_TILE = "attributed.tile"
+"""In the state: the size of the tiles of attributions."""
 BY = {"code": "frozen", "symmetric": "symmetric", "phase": "phase"}
 """Criteria for the coordinates that a step leaves unchanged, and their columns."""
 
@@ -442,6 +444,12 @@ class Recorded(ABC):
         found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
         return {name: value.numpy() for name, value in found.items() if value is not None}
 
+    def missed_scores(self) -> str | None:
+        """Say which steps of the scores' window were not audited; None if all were, or without scores."""
+        asked = self.manifest["options"]["scores"]
+        steps = self.steps.tolist() if asked and self.recorded else []
+        return Scores.of(asked).missed(steps, self.manifest["every"]) if asked else None
+
     def attribution(self, spec: str | None = None) -> dict[str, Array]:
         """Return the cost of each tile in a rehearsal, by tensor: score R, summed over the moments.
 
@@ -471,4 +479,10 @@ class Recorded(ABC):
         """The number of consecutive coordinates that scores and attributions are summed over."""
         if self.manifest["options"]["scores"]:
             return Scores.of(self.manifest["options"]["scores"]).tile
-        return int(self.state()["attributed.tile"])
+        state = self.state() if self.recorded else {}
+        if ATTRIBUTED_TILE not in state:
+            raise UsageError(
+                f"{self.where} has no tiles: it holds neither scores (record with scores=) nor attributions "
+                "(Audit.attribute)."
+            )
+        return int(state[ATTRIBUTED_TILE])

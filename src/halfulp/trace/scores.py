@@ -9,6 +9,7 @@ from typing import Any
 from halfulp.errors import UsageError
 from halfulp.kernels import TILE, checked_tile
 from halfulp.numbers.grids import grid as named
+from halfulp.text import count
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Scores:
     def __post_init__(self) -> None:
         steps = (self.first, self.last)
         if not all(type(step) is int for step in steps) or not 1 <= self.first <= self.last:
-            raise UsageError(f"scores= takes a grid, a first and a last step, not {self}.")
+            raise UsageError(f"scores= needs 1 <= first <= last; found first={self.first}, last={self.last}.")
         named(self.grid)
         checked_tile(self.tile)
 
@@ -54,6 +55,27 @@ class Scores:
             raise UsageError(
                 f"sample= takes tiles of {TILE} only: leave it out to score tiles of {self.tile}."
             )
+
+    def missed(self, steps: Sequence[int], every: int) -> str | None:
+        """Say that steps of the window were not audited; return None if all were.
+
+        Args:
+            steps: The audited steps.
+            every: The distance between two steps that are to be audited: 1, 1 + every, and so on.
+
+        >>> print(Scores("bf16", 5, 9).missed(range(1, 4), every=1))
+        scores were to be summed over steps 5-9, of which none was audited: the run has 3 audited steps, 1-3
+        """
+        due = (self.last - 1) // every - (self.first - 2) // every
+        there = sum(self.first <= step <= self.last for step in steps)
+        if there and there >= due:
+            return None
+        which = f"only {there:,} of {due:,} were" if there else "none was"
+        ends = f", {steps[0]}-{steps[-1]}" if len(steps) else ""
+        return (
+            f"scores were to be summed over steps {self.first}-{self.last}, of which {which} audited: the "
+            f"run has {count(len(steps), 'audited step')}{ends}"
+        )
 
     def to_json(self) -> list[Any]:
         """Return what a manifest says; the size of a tile only where it is not 768, once the only one."""
