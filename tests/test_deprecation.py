@@ -72,7 +72,7 @@ def test_what_has_ended_says_what_to_do_instead() -> None:
     assert "replay" not in dir(hu)
     with pytest.raises(NotImplementedError, match="audit the run again with the other grids"):
         replay("runs/kept", ["e5m2"], "runs/replayed")
-    with pytest.raises(TypeError, match=r"Audit\(keep=True\) has ended.*audit the run again"):
+    with pytest.raises(hu.UsageError, match=r"Audit\(keep=True\) has ended.*audit the run again"):
         hu.Audit(None, "bf16", keep=True)
 
 

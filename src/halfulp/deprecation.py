@@ -10,11 +10,15 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn, ParamSpec, TypeVar
+
+from halfulp.errors import UsageError
+from halfulp.text import meant
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -104,7 +108,7 @@ def _ended(name: str) -> Callable[..., NoReturn]:
 def grouped_arguments(
     group: str, kind: type[Any], names: Sequence[str]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Take keyword arguments that a group holds now, with a warning.
+    """Take keyword arguments that a group holds now, with a warning; unknown ones are a UsageError.
 
     Args:
         group: The argument that takes the group.
@@ -123,6 +127,9 @@ def grouped_arguments(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        taken = inspect.signature(function).parameters
+        anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+
         @functools.wraps(function)
         def call(*args: P.args, **given: P.kwargs) -> R:
             old = {name: given.pop(name) for name in names if name in given}
@@ -133,6 +140,8 @@ def grouped_arguments(
                 text = ", ".join(f"{name}=..." for name in old)
                 warn(f"{called}({text})", f"{called}({group}={kind.__name__}({text}))")
                 given[group] = kind(**old)
+            for name in [] if anything else [name for name in given if name not in taken]:
+                raise UsageError(f"{called} has no option {name!r}.{meant(name, taken)}")
             return function(*args, **given)
 
         return call

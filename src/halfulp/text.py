@@ -12,6 +12,7 @@ a\|b &lt;script&gt;
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 import shutil
 import sys
@@ -139,6 +140,16 @@ def several(given: object) -> tuple[str, ...] | None:
     """
     texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
     return texts if all(isinstance(text, str) and text for text in texts) else None
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return the question whether another name was meant, after a space; empty if none is near.
+
+    >>> meant("sampel", ["sample", "seed"]), meant("x", ["sample", "seed"])
+    (' Did you mean sample?', '')
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def quoted(text: str) -> str:

@@ -34,7 +34,7 @@ FLAGS = ("decay", "never_moved", "expected_never_moved", "resume")
         (["int8"], {"sample": 0.5}, "scale follows whole tensors"),
         (["bf16"], {"scores": ("int8", 1, 2), "sample": 0.5}, "scale follows whole tensors"),
         (["bf16"], {"scores": ("nothing", 1, 2)}, "unknown grid 'nothing'"),
-        (["bf16"], {"scores": ("bf16", 3, 2)}, "a first and a last step"),
+        (["bf16"], {"scores": ("bf16", 3, 2)}, "1 <= first <= last; found first=3, last=2"),
         (["bf16"], {"unfit": "ignore"}, "raise or drop"),
         (["bf16"], {"exists": "ignore"}, "number or raise"),
         (5, {}, "takes a grid, such as 'bf16', or several, not 5"),
@@ -85,6 +85,7 @@ def test_what_an_audit_refuses(grids: Any, options: dict[str, Any], said: str) -
         (torch.nn.Linear(2, 2).parameters(), "not generator of Parameter"),
         (torch.nn.Linear(2, 2), r"not a module \(Linear\)"),
         ("adam", "not str of str"),
+        ([], r"not \[\]"),
     ],
 )
 def test_what_is_no_optimizer(given: Any, said: str) -> None:

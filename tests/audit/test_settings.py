@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,8 +37,13 @@ def test_a_field_that_is_given_twice_is_the_single_one() -> None:
 
 def test_what_is_no_option_is_refused() -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="Audit got an unexpected keyword argument 'sampel'"):
+    with pytest.raises(hu.UsageError, match=r"Audit has no option 'sampel'\. Did you mean sample\?"):
         hu.Audit(optimizer, "bf16", sampel=0.1)
+    wrong: Any = 3
+    with pytest.raises(hu.UsageError, match=r"measure= takes a halfulp\.audit\.Measure, not 3"):
+        hu.Audit(optimizer, "bf16", measure=wrong)
+    with pytest.raises(hu.UsageError, match=r"recording= takes a halfulp\.audit\.Recording, not 3"):
+        hu.Audit(optimizer, "bf16", recording=wrong)
     with pytest.raises(hu.UsageError, match="sample= takes a share"):
         Measure(sample=2.0)
     with pytest.raises(hu.UsageError, match="part_steps= takes a whole number"):

@@ -252,6 +252,12 @@ def test_options_that_were_arguments() -> None:
         hu.AdamW(model.parameters(), options=WriteBackOptions(one_pass=False))
 
 
+def test_what_is_no_option_is_refused() -> None:
+    inner = torch.optim.SGD(torch.nn.Linear(8, 8).bfloat16().parameters(), lr=0.1)
+    with pytest.raises(hu.UsageError, match=r"WriteBack has no option 'polcy'\. Did you mean policy\?"):
+        hu.WriteBack(inner, "bf16", polcy="sr")  # type: ignore[call-arg]
+
+
 def test_routes_say_why() -> None:
     """Torch's AdamW is moved in one pass, fused or not; others in two, with the reason."""
     model = torch.nn.Linear(8, 8)

@@ -59,7 +59,9 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer] | None:
         return hooked or isinstance(x, torch.optim.Optimizer)
 
     expected = "a torch optimizer, several, or None for all of the process"
-    return None if given is None else _several("optimizers", given, steps, expected)
+    several = None if given is None else _several("optimizers", given, steps, expected)
+    check("optimizers", given, several is None or bool(several), expected)
+    return several
 
 
 def models_of(given: Any) -> list[torch.nn.Module]:

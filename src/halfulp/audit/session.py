@@ -89,7 +89,7 @@ class Audit:
         recording: Recording | None = None,
         **options: Any,
     ) -> None:
-        measure, recording = grouped("Audit", measure or Measure(), recording or Recording(), options)
+        measure, recording = grouped("Audit", measure, recording, options)
         specs = Rehearse.given(rehearse)
         if specs is not None and measure.sample is not None:
             raise UsageError("rehearse= needs every weight: leave sample= out.")

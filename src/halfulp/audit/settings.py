@@ -18,6 +18,7 @@ from halfulp.deprecation import ENDED
 from halfulp.errors import UsageError
 from halfulp.measures.groups import Rules
 from halfulp.numbers.grids import Grid
+from halfulp.text import meant
 from halfulp.trace.scores import Scores
 
 Listener = Callable[[dict[str, Any]], None]
@@ -142,18 +143,28 @@ class Recording:
 
 
 def grouped(
-    whose: str, measure: Measure, recording: Recording, options: dict[str, Any]
+    whose: str, measure: Measure | None, recording: Recording | None, options: dict[str, Any]
 ) -> tuple[Measure, Recording]:
     """Put options that were given one by one into their groups.
+
+    Raises:
+        UsageError: If a group is of another type, or an option is of neither.
 
     >>> grouped("Audit", Measure(), Recording(), {"sample": 0.5})[0].sample
     0.5
     """
-    groups: list[Any] = [measure, recording]
+    groups: list[Any] = []
+    for kind, group in ((Measure, measure), (Recording, recording)):
+        name = kind.__name__
+        arguments.check(
+            name.lower(), group, group is None or isinstance(group, kind), f"a halfulp.audit.{name}"
+        )
+        groups.append(kind() if group is None else group)
+    known = [f.name for group in groups for f in fields(group)]
     for i, group in enumerate(groups):
         mine = {f.name: options[f.name] for f in fields(group) if f.name in options}
         groups[i] = replace(group, **mine)
         options = {name: value for name, value in options.items() if name not in mine}
     for name in options:
-        raise TypeError(ENDED.get(name) or f"{whose} got an unexpected keyword argument {name!r}")
+        raise UsageError(ENDED.get(name) or f"{whose} has no option {name!r}.{meant(name, known)}")
     return groups[0], groups[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,7 +14,7 @@ from halfulp import files
 from halfulp.documents import check_keys, parsed
 from halfulp.errors import CorruptionError, UsageError
 from halfulp.numbers import spellings
-from halfulp.text import several
+from halfulp.text import meant, several
 
 MOST_BYTES = 1 << 20
 """The largest size of a file with terms."""
@@ -86,10 +85,9 @@ class Terms:
         """
         known = [f.name for f in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
-            near = difflib.get_close_matches(unknown[0], known, n=1)
-            meant = f" Did you mean {near[0]}?" if near else ""
             missing = ", ".join(map(repr, unknown))
-            raise UsageError(f"a contract has no term {missing}.{meant} Its terms are {', '.join(known)}.")
+            near = meant(unknown[0], known)
+            raise UsageError(f"a contract has no term {missing}.{near} Its terms are {', '.join(known)}.")
         return cls(**given)
 
     @classmethod

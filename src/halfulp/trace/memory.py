@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from halfulp.errors import UsageError
+from halfulp import documents
+from halfulp.errors import RESTORE, CorruptionError, TamperingError, UsageError
+from halfulp.tensors import raw
 from halfulp.trace import columns
 from halfulp.trace.columns import SCHEMAS, Columns
 from halfulp.trace.recorded import Recorded
@@ -17,6 +19,8 @@ from halfulp.trace.schema import LOSSES, tables_of
 from halfulp.trace.writer import check_same
 
 _MANIFEST, _TABLE, _STATE = "manifest", "table.", "state."
+_DIGEST = "sha256_of_tensors"
+_SAVED = "the saved memory"
 
 
 @dataclass
@@ -90,13 +94,15 @@ class Memory:
     # ---- saving ----
 
     def save(self) -> dict[str, torch.Tensor]:
-        """Return everything as tensors: each column of a table, the state, and the manifest."""
-        made = {_MANIFEST: _bytes(json.dumps({**self.manifest, "last_step": self.last_step}).encode())}
+        """Return everything as tensors: each column of a table, the state, and the manifest with digests."""
+        made: dict[str, torch.Tensor] = {}
         if self.parts:
             for name in dict.fromkeys(name for part in self.parts for name in part):
                 whole = columns.concat([part[name] for part in self.parts if name in part])
                 made |= {_TABLE + key: t for key, t in columns.packed({name: whole}).items()}
-        return {**made, **{_STATE + name: value for name, value in self.state.items()}}
+        made |= {_STATE + name: value for name, value in self.state.items()}
+        stated = {**self.manifest, "last_step": self.last_step, _DIGEST: _digest(made)}
+        return {_MANIFEST: _bytes(documents.sealed(stated)), **made}
 
     @classmethod
     def loaded(cls, tensors: Mapping[str, torch.Tensor]) -> Memory:
@@ -104,12 +110,30 @@ class Memory:
 
         Args:
             tensors: The tensors by name.
+
+        Raises:
+            CorruptionError: If they are not the tensors of a memory, or are damaged.
+            TamperingError: If they are not what was saved.
         """
-        manifest = json.loads(bytes(tensors[_MANIFEST].numpy()))
-        last = manifest.pop("last_step")
+        if _MANIFEST not in tensors:
+            raise CorruptionError(
+                f"{_SAVED} is no recording: it has no {_MANIFEST}, which Memory.save gives."
+            )
+        manifest = documents.parsed(bytes(raw(tensors[_MANIFEST])), _SAVED, "the manifest of a recording")
+        last = documents.Fields(manifest, _SAVED).whole("last_step")
+        if documents.DIGEST in manifest:  # which earlier releases did not state
+            documents.check_digest(manifest, _SAVED)
+            if (
+                _digest({n: t for n, t in tensors.items() if n.startswith((_TABLE, _STATE))})
+                != manifest[_DIGEST]
+            ):
+                raise TamperingError(
+                    f"{_SAVED} is not what it was: the SHA-256 of its tensors differs. {RESTORE}"
+                )
+        manifest = {k: v for k, v in manifest.items() if k not in ("last_step", _DIGEST, documents.DIGEST)}
         saved = {n.removeprefix(_TABLE): t.clone() for n, t in tensors.items() if n.startswith(_TABLE)}
         part = {
-            table: columns.unpacked(saved, table, tuple(schema), "what was saved")
+            table: columns.unpacked(saved, table, tuple(schema), _SAVED)
             for table, schema in SCHEMAS.items()
             if f"{table}/step" in saved
         }
@@ -154,6 +178,15 @@ class MemoryTrace(Recorded):
     def state(self) -> dict[str, torch.Tensor]:
         """Return the state that rehearsals are resumed from."""
         return self.followed
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of tensors: their names, types, shapes and bytes."""
+    running = hashlib.sha256()
+    for name, t in sorted(tensors.items()):
+        running.update(f"{name} {t.dtype} {list(t.shape)}\n".encode())
+        running.update(raw(t))
+    return running.hexdigest()
 
 
 def _bytes(content: bytes) -> torch.Tensor:

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from halfulp.errors import UsageError
 from halfulp.measures.groups import CORE
 from halfulp.outputs import finite
 from halfulp.text import count, percent, plain, shown
-from halfulp.trace import Recorded, Trace
+from halfulp.trace import Memory, Recorded, Trace
 from halfulp.trace.stored_on import default_scope, moved_on_grid, policies
 from halfulp.verdicts import details, held
 from halfulp.verdicts import loss_costs as costs
@@ -150,7 +151,7 @@ class Answer:
 
 
 def verdict(
-    trace: Recorded | str | Path,
+    trace: Recorded | Memory | str | Path,
     trouble: str | None = None,
     *,
     page: str | None = None,
@@ -158,12 +159,15 @@ def verdict(
     """Return the verdict on a run, as the command line prints it: ``print(hu.verdict(trace))``.
 
     Args:
-        trace: A recorded run, or the folder of its trace.
+        trace: A recorded run, a :class:`~halfulp.Memory`, or the folder of a trace.
         trouble: Why recording stopped (``audit.trouble``), if a full disk kept it out of the trace.
         page: The location of the report page, or the command that makes it.
 
     Returns:
         The answer; ``.text(verbose=True)`` includes the details of every grid.
+
+    Raises:
+        UsageError: If ``trace`` is none of these.
 
     >>> import halfulp as hu, torch
     >>> model, memory = torch.nn.Linear(8, 8).bfloat16(), hu.Memory()
@@ -171,11 +175,17 @@ def verdict(
     >>> with hu.Audit(optimizer, "bf16", model=model, out=memory):
     ...     model(torch.ones(1, 8).bfloat16()).sum().backward()
     ...     optimizer.step()
-    >>> hu.verdict(memory.trace).headline.startswith("This run LOST")
+    >>> hu.verdict(memory).headline.startswith("This run LOST")
     True
     """
     if isinstance(trace, str | Path):
         trace = Trace.open(trace)
+    elif isinstance(trace, Memory):
+        trace = trace.trace
+    if not isinstance(trace, Recorded):
+        raise UsageError(
+            f"verdict() takes a trace, a Memory or the folder of a trace, not {type(trace).__name__}."
+        )
     trouble = trouble or trace.trouble
     missing = (plain(f"INCOMPLETE: {trouble}"),) if trouble else ()
     if not trace.recorded:

@@ -109,9 +109,7 @@ class CastAudit:
         recording: Recording | None = None,
         **options: Any,
     ) -> None:
-        measure, recording = grouped(
-            "CastAudit", Measure(never_moved=never_moved), recording or Recording(), options
-        )
+        measure, recording = grouped("CastAudit", Measure(never_moved=never_moved), recording, options)
         self.pairs = paired(main, stored)
         dtypes = {_dtype(q) for _, q in self.pairs.values()}
         if grids is None and stored_on is None and len(dtypes) > 1:
