@@ -410,12 +410,17 @@ def rewritten(file: Path, table: str, column: str, change: Callable[[torch.Tenso
 
 
 IMPOSSIBLE: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "fewer steps": ("run", "step", lambda c: c[:1], "columns of run have lengths"),
+    "fewer steps": ("run", "step", lambda c: c[:1], "run: the columns of one table must be equally long"),
     "a step in halves": ("run", "step", lambda c: c / 2, "run/step has dtype torch.float32"),
     "unknown tensors": ("tensors", "tensor", lambda c: c + 1000, "tensor is from 1000 to 1003"),
     "an unknown tensor": ("grids", "tensor", first_row(-1), "tensor is from -1 to 3, expected 0 to 3"),
     "an unknown grid": ("grids", "grid", first_row(9), "grid is from 0 to 9, expected 0 to "),
-    "a table": ("grids", "frozen", lambda c: c[:, None], "columns of grids have lengths"),
+    "a table": (
+        "grids",
+        "frozen",
+        lambda c: c[:, None],
+        "grids: the columns of one table must be equally long",
+    ),
 }
 
 

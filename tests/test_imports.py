@@ -15,9 +15,9 @@ import halfulp
 ROOT = Path(halfulp.__file__).parent
 
 ORDER = (
-    ("contexts", "deprecation", "version", "text", "plugins"),
+    ("contexts", "version", "text", "plugins"),
     ("errors",),
-    ("canonical", "files", "outputs"),
+    ("canonical", "deprecation", "files", "outputs"),
     ("documents",),
     ("tensors",),
     ("numbers",),

@@ -13,6 +13,7 @@ from fixtures.make_format_1 import model, train
 
 import halfulp as hu
 from halfulp import tensors
+from halfulp.errors import MissingError
 from halfulp.trace import columns
 from halfulp.trace.columns import SCHEMAS, Columns
 
@@ -79,7 +80,7 @@ def test_old_traces_say_what_they_need(tmp_path: Path, monkeypatch: pytest.Monke
     """Without polars the Parquet files of older formats cannot be read; those of today need nothing."""
     folder = Path(shutil.copytree(FOURTH, tmp_path / "trace"))
     monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(hu.UsageError, match=r"pip install 'halfulp\[old-traces\]'"):
+    with pytest.raises(MissingError, match=r"pip install 'halfulp\[old-traces\]'"):
         hu.Trace.open(folder).frozen("bf16")
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)

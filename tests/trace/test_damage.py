@@ -13,7 +13,9 @@ import torch
 from audit_reference import made
 
 import halfulp as hu
+from halfulp.documents import DIGEST, sealed
 from halfulp.errors import TamperingError, VersionError
+from halfulp.trace.resuming import Resumed
 
 GRIDS = ["bf16", "e4m3@128"]
 
@@ -133,6 +135,32 @@ def test_a_damaged_trace_is_not_gone_on_with(copied: Path) -> None:
         hu.Audit(
             optimizer, GRIDS, model=model, out=copied, **{"expected_never_moved": True, **options}
         ).start()
+
+
+def test_files_of_ranks_that_are_missing_are_named(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resumed, "shards", (4, [0, 1]))
+    with pytest.raises(
+        hu.UsageError, match=r"2 of 2 files are missing in .*shards, such as 000000004\.0\.safe"
+    ):
+        Resumed.of(hu.Trace.open(copied))
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "said"),
+    [
+        ("tensors", lambda v: [*v, v[0] | {"id": 1}], "share a name or an id"),
+        ("grids", lambda v: v * 2, "at least one known grid, none of them twice"),
+    ],
+)
+def test_a_manifest_that_repeats_itself(
+    copied: Path, key: str, change: Callable[[Any], Any], said: str
+) -> None:
+    path = copied / "manifest.json"
+    found = json.loads(path.read_text())
+    del found[DIGEST]
+    path.write_bytes(sealed({**found, key: change(found[key])}))
+    with pytest.raises(hu.CorruptionError, match=said):
+        hu.Trace.open(copied)
 
 
 def test_reading_without_verifying(copied: Path) -> None:

@@ -195,7 +195,10 @@ def unpacked(found: Mapping[str, torch.Tensor], table: str, names: Sequence[str]
     made = {name: found.get(f"{table}/{name}") for name in names}
     lengths = {tuple(t.shape) for t in made.values() if t is not None}
     if len(lengths) != 1 or len(*lengths) != 1:
-        raise CorruptionError(f"{place}: columns of {table} have lengths {sorted(lengths)}, expected one.")
+        raise CorruptionError(
+            f"{place}: {table}: the columns of one table must be equally long; found lengths "
+            f"{sorted(lengths)}."
+        )
     ((length,),) = lengths
     return Columns({name: _widened(made[name], table, name, length, place) for name in names})
 

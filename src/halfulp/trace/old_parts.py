@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from halfulp import files
-from halfulp.errors import CorruptionError, UsageError
+from halfulp.errors import CorruptionError, MissingError
 from halfulp.trace.columns import ARRIVED, SCHEMAS, Array, Columns
 from halfulp.trace.schema import MOST_ROWS
 
@@ -28,13 +28,13 @@ def read(file: Path, table: str, names: Sequence[str]) -> Columns:
     """Return columns of a table from its Parquet file.
 
     Raises:
-        UsageError: If polars is not installed.
+        MissingError: If polars is not installed.
         CorruptionError: If the file is damaged, or has other columns than its table.
     """
     try:
         polars: Any = importlib.import_module("polars")
     except ImportError:
-        raise UsageError(
+        raise MissingError(
             f"{file} was written by a halfulp before trace format 5; polars reads it, which is not "
             "installed. Run: pip install 'halfulp[old-traces]'"
         ) from None

@@ -55,8 +55,9 @@ class Resumed:
             if not missing:
                 return found
         raise UsageError(
-            f"cannot resume {trace.path}: the shards that {missing[0].name} and its like held are not there "
-            f"({len(missing)} files in {missing[0].parent}). All ranks need to see one folder."
+            f"cannot resume {trace.path}: {len(missing)} of {len(wanted)} files are missing in "
+            f"{missing[0].parent}, such as {missing[0].name}; they hold what each rank "
+            "follows. Every rank must see the same folder."
         )
 
     @property

@@ -95,7 +95,9 @@ def _check_manifest(manifest: Fields) -> None:
     manifest.whole("every", 1)
     names = manifest.texts("grids", 1000)
     if not names or len(set(names)) != len(names) or not all(map(_is_grid, names)):
-        raise CorruptionError(f"{manifest.where}: grids is {names}, expected names of grids that differ.")
+        raise CorruptionError(
+            f"{manifest.where}: grids is {names}, expected at least one known grid, none of them twice."
+        )
     options = manifest.within("options")
     for flag in ("never_moved", "expected_never_moved", "keep"):
         options.flag(flag)
@@ -132,7 +134,10 @@ def _check_tensors(manifest: Fields) -> None:
             "stored", "a dtype or a grid", lambda v: isinstance(v, str) and (v in DTYPES or _is_grid(v))
         )
     if not len(names) == len(ids) == len(tensors):
-        raise CorruptionError(f"{manifest.where}: tensors do not have a name and an id each.")
+        raise CorruptionError(
+            f"{manifest.where}: two tensors share a name or an id ({len(tensors)} tensors, {len(names)} "
+            f"names, {len(ids)} ids)."
+        )
 
 
 def _is_grid(name: str) -> bool:

@@ -308,8 +308,8 @@ def check_free(path: Path, resume: bool) -> None:
         if (path / MANIFEST).exists():
             if not resume:
                 raise UsageError(
-                    f"{path} holds a trace already. Choose another folder, remove it, or resume it "
-                    "(resume=True)."
+                    f"{path} holds a trace already. Choose another folder, remove it, or go on with it "
+                    "(`--resume`; in Python `resume=True`)."
                 )
         elif path.exists() and not path.is_dir():
             raise UsageError(f"{path} is a file, expected a new or empty folder. Choose another name.")
