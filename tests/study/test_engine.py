@@ -164,6 +164,9 @@ def test_other_code_or_machine_needs_a_recorded_deviation(
     page = validate(out)
     assert page.exit_code == 0
     assert any("the machine broke" in line for line in page.authenticated)
+    assert run(path, out, deviation="the machine broke") == result  # the same command, once more
+    with pytest.raises(UsageError, match="nothing is left that could deviate"):
+        run(path, out, deviation="another reason")
 
 
 def test_other_package_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
