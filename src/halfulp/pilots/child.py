@@ -134,7 +134,7 @@ def run(job: dict[str, Any]) -> int:
         None, rehearse.each[0].grid, out=out, every=EVERY, seed=job["seed"],
         rehearse=None if single else rehearse,
     )  # fmt: skip
-    clock = Clock()
+    clock = Clock(lambda: own.forked_seconds)
     with ExitStack() as stack:
         if single:
             take = beside(job["seed"]) if job["nudged"] else store(job["stored"], job["seed"])

@@ -57,15 +57,20 @@ class PilotRun(Protocol):
 
 
 class Clock:
-    """Processor time since it was made."""
+    """Processor time since it was made.
 
-    def __init__(self) -> None:
+    Args:
+        elsewhere: Gives the processor time of other processes that counts as well.
+    """
+
+    def __init__(self, elsewhere: Callable[[], float] = float) -> None:
         self._processor, self._wall = time.process_time(), time.perf_counter()
+        self._elsewhere = elsewhere
 
     @property
     def seconds(self) -> float:
-        """Seconds of this process, on all of its threads."""
-        return time.process_time() - self._processor
+        """Seconds of this process, on all of its threads, and those spent elsewhere."""
+        return time.process_time() - self._processor + self._elsewhere()
 
     def busy(self, wall: float) -> float:
         """Return what some wall-clock time was in processor time, on a machine that has others to serve."""

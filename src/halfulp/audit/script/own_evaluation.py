@@ -2,7 +2,8 @@
 
 ``halfulp audit --rehearse e4m3@128 --evaluate estimate_loss train.py``: the script is not changed, but the
 function of that name gets a decorator when its file is compiled. A call of it gives the script what it always
-gave; then it is called again for every rehearsal and bound, silently, and its losses go into the trace. The
+gave; then it is called again for every rehearsal and bound, and its losses go into the trace. Those calls are
+made apart (:mod:`halfulp.audit.script.apart`): their variables, files and output are not the script's. The
 random numbers that the script draws afterwards are those that it would have drawn. A function of a package,
 ``transformers.Trainer.evaluate``, is decorated where it is, until the script has ended.
 
@@ -18,7 +19,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import io
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -27,11 +27,14 @@ from types import CodeType
 from typing import Any
 
 from halfulp.audit.rehearsal.as_if import RandomState
+from halfulp.audit.script.apart import ApartError, can_fork, in_fork, in_place
 from halfulp.audit.session import Audit
 from halfulp.errors import UsageError
 from halfulp.text import shown, tell
 
 DECORATOR = "__halfulp_evaluated__"
+PATIENCE, LONGER = 60.0, 20.0
+"""An as-if call may take this many seconds, and this many times as long as a call of the script."""
 
 
 @dataclass(eq=False)
@@ -57,6 +60,8 @@ class OwnEvaluation:
     """Why as-if evaluation stopped, if it did."""
     again_seconds: float = 0.0
     """Processor time of the as-if calls."""
+    forked_seconds: float = 0.0
+    """The part of it that was spent in forked processes."""
     refused: UsageError | None = field(default=None, repr=False)
     """The error raised because the function returns no loss."""
     inside: bool = field(default=False, repr=False)
@@ -69,7 +74,9 @@ class OwnEvaluation:
     """The variable by the name of the key, when the function last ended."""
     _round: float | None = field(default=None, repr=False)
     """Processor time of the newest as-if calls."""
-    _put_off: tuple[Callable[[], Any], RandomState, Any] | None = field(default=None, repr=False)
+    _lasts: float = field(default=0.0, repr=False)
+    """Seconds that the longest call of the script took."""
+    _put_off: tuple[functools.partial[Any], RandomState, Any] | None = field(default=None, repr=False)
     """The newest evaluation, its generators and its result, if it was not repeated as if."""
 
     @classmethod
@@ -149,7 +156,7 @@ class OwnEvaluation:
         """Note the function's own variables as it ends."""
         self._variable = variables.get(self.key)
 
-    def _evaluated(self, audit: Audit, function: Callable[[], Any]) -> Any:
+    def _evaluated(self, audit: Audit, function: functools.partial[Any]) -> Any:
         if audit.step == 0:  # nothing is known of the model yet
             result = function()
             self.number(result)
@@ -163,11 +170,18 @@ class OwnEvaluation:
         if self._wanted(audit):
             self._put_off = None
             return self._repeated(audit, function, [])
-        result = function()
+        result = self._timed(function)
         self._put_off = function, drawn, result
         loss = self.number(result)
         audit.evaluate(lambda: loss, specs=[])
         return result
+
+    def _timed(self, function: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        try:
+            return function()
+        finally:
+            self._lasts = max(self._lasts, time.perf_counter() - began)
 
     def _wanted(self, audit: Audit) -> bool:
         """Return whether this evaluation is repeated as if: the first is, and what ``most`` allows."""
@@ -175,7 +189,7 @@ class OwnEvaluation:
             return audit.step == self.at
         if self._round is None:
             return True
-        alone = time.process_time() - self.again_seconds
+        alone = time.process_time() + self.forked_seconds - self.again_seconds
         return self.again_seconds + self._round <= self.most * alone
 
     @contextlib.contextmanager
@@ -194,7 +208,18 @@ class OwnEvaluation:
             self.inside = False
             now.put_back()
 
-    def _repeated(self, audit: Audit, function: Callable[[], Any], results: list[Any]) -> Any:
+    def _again(self, function: functools.partial[Any]) -> float:
+        """Return the loss of a call apart from the script."""
+        if can_fork():
+            limit = PATIENCE + LONGER * self._lasts
+            loss, seconds = in_fork(lambda: self.number(function()), limit)
+            self.forked_seconds += seconds
+        else:
+            loss, seconds = in_place(function, self.number)
+        self.again_seconds += seconds
+        return loss
+
+    def _repeated(self, audit: Audit, function: functools.partial[Any], results: list[Any]) -> Any:
         """Evaluate, unless the result is known, and again as if for every rehearsal; return the result."""
         before, first = self.again_seconds, True
 
@@ -203,13 +228,9 @@ class OwnEvaluation:
             if first:
                 first = False
                 if not results:
-                    results.append(function())
+                    results.append(self._timed(function))
                 return self.number(results[0])
-            began = time.process_time()
-            with _silent():
-                loss = self.number(function())
-            self.again_seconds += time.process_time() - began
-            return loss
+            return self._again(function)
 
         try:
             specs: list[str] | None = None if audit.rehearsed and not self.trouble else []
@@ -219,7 +240,8 @@ class OwnEvaluation:
                 raise  # the script's own
             if self._fault(results[0]) is not None:
                 raise  # that it gives no loss is known from the first call on
-            self.trouble = f"{type(error).__name__}: {error}"
+            text = str(error)
+            self.trouble = text if isinstance(error, ApartError) else f"{type(error).__name__}: {text}"
             tell(
                 f"halfulp: {self.name}() could not be called again as if ({shown(self.trouble, 300)}). The "
                 "run goes on; no losses of rehearsals are recorded from here on."
@@ -286,9 +308,3 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
             yield prefix + node.name, node
         inner = f"{prefix}{node.name}." if isinstance(node, ast.FunctionDef | ast.ClassDef) else prefix
         yield from _functions(node, inner)
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
