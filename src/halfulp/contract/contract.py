@@ -16,6 +16,7 @@ from halfulp.contract.arrival import Arrival, Shadow, arrival
 from halfulp.contract.breaches import FIX, Breach, Trained, breaches, copy_breaches, parameters
 from halfulp.contract.requirements import Terms
 from halfulp.errors import HalfulpError, UsageError
+from halfulp.writeback.rules import rate_of
 from halfulp.writeback.sharding import local
 
 MOST = 5
@@ -302,5 +303,5 @@ def _unmeasured(names: set[str]) -> str:
 
 def _rate(optimizer: torch.optim.Optimizer) -> str:
     """Return the learning rate before any schedule, if all groups have the same; else dots."""
-    rates = {float(g.get("initial_lr", g.get("lr", math.nan))) for g in optimizer.param_groups}
+    rates = {rate_of({"lr": g.get("initial_lr", g.get("lr"))}) for g in optimizer.param_groups}
     return repr(rates.pop()) if len(rates) == 1 and not any(map(math.isnan, rates)) else "..."

@@ -17,7 +17,6 @@ rehearsed weights into the model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from halfulp.numbers.streams import Stream
 from halfulp.trace.columns import Columns
 from halfulp.trace.schema import BOUNDS, REHEARSED
 from halfulp.writeback.policies import Policy, TileMaster
+from halfulp.writeback.rules import rate_of
 from halfulp.writeback.sharding import local, shard_offset
 
 Numbers = np.ndarray[Any, Any]
@@ -167,7 +167,7 @@ class Rehearsals:
                 r.policy.check(r.grid, optimizer, group)
                 rules.append(r.rule(w.tensor.dtype))
                 chosen.append(_chosen(r.policy, w))
-            if self.rehearse.needs_rate and not _rate(group) >= 0:
+            if self.rehearse.needs_rate and not rate_of(group) >= 0:
                 raise UsageError(
                     "its optimizer has no rate (lr) from which a pull could be taken. Pass a rule, "
                     "Rehearse(pull=function), or pull=0."
@@ -263,7 +263,7 @@ class Rehearsals:
         return kernel.Tensor(pulls=self._pulls(r, group, step), stream=stream)
 
     def _pulls(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> list[float]:
-        rate = _rate(group)
+        rate = rate_of(group)
         r.largest = max(r.largest, rate) if rate == rate else r.largest
         rule = self.rehearse.pull
         k = rule(r.watched.name, step, rate, r.largest) if callable(rule) else rule * r.largest
@@ -344,10 +344,6 @@ def _moved_table(rows: Sequence[Moved], specs: int, bounds: Sequence[str]) -> Co
             **{name: np.ascontiguousarray(flat[:, i]) for i, name in enumerate(COUNTS)},
         }
     )
-
-
-def _rate(group: Mapping[str, Any]) -> float:
-    return float(group.get("lr", math.nan))
 
 
 def _chosen(p: Policy, w: Watched) -> torch.Tensor | None:

@@ -42,6 +42,7 @@ from halfulp.numbers.grids import Grid
 from halfulp.numbers.grids import grid as named
 from halfulp.text import tell
 from halfulp.trace import Memory
+from halfulp.writeback.rules import rate_of
 from halfulp.writeback.sharding import local
 
 CHUNK = 256 * TILE
@@ -223,11 +224,7 @@ class CastAudit:
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the main parameters that a stepping optimizer holds."""
-        rates = {
-            _memory(p): float(group.get("lr", math.nan))
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        rates = {_memory(p): rate_of(group) for group in optimizer.param_groups for p in group["params"]}
         mine = {m: rates[at] for m in self._names if (at := _memory(m)) in rates}
         if mine:
             # ZeRO 3 steps one optimizer once for each of its sub-groups: together they are a step.

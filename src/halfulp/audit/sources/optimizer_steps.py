@@ -9,7 +9,6 @@ values changed. Several optimizers share a step: it is over when one of them ste
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from halfulp.audit.sources.step_count import StepCount
 from halfulp.audit.sources.step_hooks import StepHooks
 from halfulp.audit.sources.tracked import TrackedStates
 from halfulp.writeback.optimizer import WriteBack
-from halfulp.writeback.rules import decay_of
+from halfulp.writeback.rules import decay_of, rate_of
 
 
 class OptimizerSteps:
@@ -242,7 +241,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _rates(optimizer: torch.optim.Optimizer, seen: Sequence[Watched]) -> list[float]:
     """Return the learning rate of each tensor."""
-    groups = [(float(group.get("lr", math.nan)), group["params"]) for group in optimizer.param_groups]
+    groups = [(rate_of(group), group["params"]) for group in optimizer.param_groups]
     if len(groups) == 1:  # tensors are slow as keys of a dictionary
         return [groups[0][0]] * len(seen)
     rates = {id(p): rate for rate, params in groups for p in params}

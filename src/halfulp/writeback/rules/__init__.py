@@ -8,6 +8,7 @@ a write-back around one of them need not call it. The optimizer's own state (``s
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from halfulp.writeback.rules.lion import LION
 from halfulp.writeback.rules.rule import Group, OptimizerRule
 from halfulp.writeback.rules.sgd import SGD
 
-__all__ = ["RULES", "Group", "OptimizerRule", "decay_of", "decouples", "rule_of"]
+__all__ = ["RULES", "Group", "OptimizerRule", "decay_of", "decouples", "rate_of", "rule_of"]
 
 RULES: dict[Any, OptimizerRule] = {rule.kind: rule for rule in (ADAM, ADAMW, SGD, LION)}
 """The rules by the classes of their optimizers. A new one has its file and its line here."""
@@ -40,8 +41,19 @@ def decouples(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, _DECOUPLED)))
 
 
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return a group's learning rate; NaN if it has none, as where an optimizer finds its rate itself.
+
+    >>> rate_of({"lr": 0.1}), rate_of({"lr": None}), rate_of({})
+    (0.1, nan, nan)
+    """
+    rate = group.get("lr")
+    return math.nan if rate is None else float(rate)
+
+
 def decay_of(optimizer: torch.optim.Optimizer, group: Group) -> tuple[float, float]:
     """Return rate and decay where weight decay is a part of the proposal of its own, lr * decay * w."""
     decay = float(group.get("weight_decay") or 0.0)
-    applies = decouples(optimizer, group) and math.isfinite(decay)
-    return (float(group["lr"]), decay) if applies else (0.0, 0.0)
+    rate = rate_of(group)
+    applies = decouples(optimizer, group) and math.isfinite(decay) and not math.isnan(rate)
+    return (rate, decay) if applies else (0.0, 0.0)
