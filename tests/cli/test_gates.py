@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from audit_command import TRAIN, Halfulp, script
 
 import halfulp as hu
+from halfulp import files
 
 NARROW = TRAIN.replace("optimizer = ", "model.bfloat16()\n    optimizer = ").replace(
     "16, 8)", "16, 8).bfloat16()"
@@ -98,3 +100,39 @@ def test_wrong_gates_are_refused_before_anything_runs(
     code, _, errors = halfulp("audit", *options, "train.py")
     assert code in (2, 3)
     assert said in errors
+
+
+CAST = (
+    NARROW.replace("AdamW", "SGD")
+    .replace(
+        "        optimizer.zero_grad()",
+        "        if step == 3:\n            model.float()\n        optimizer.zero_grad()",
+    )
+    .replace("torch.randn(16, 8).bfloat16()", "torch.randn(16, 8).to(model[0].weight)")
+)
+
+
+def test_a_run_that_was_not_recorded_to_its_end_passes_no_gate(halfulp: Halfulp, here: Path) -> None:
+    script(CAST)
+    for gates, code in (([], 0), (["--fail-above", "100%", "--json"], 1), (["--fail-stuck", "--json"], 1)):
+        found, out, errors = halfulp("audit", *gates, "train.py")
+        assert (found, "was given up after step 2" in errors) == (code, True)
+        if gates:
+            reason = json.loads(out.strip().splitlines()[-1])["exit"]["reason"]
+            assert reason.startswith("the run cannot be judged to its end (--fail-above, --fail-stuck): ")
+            assert "was given up after step 2" in reason
+
+
+def test_a_trace_that_could_not_be_begun_passes_no_gate(
+    halfulp: Halfulp, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "hook", full)
+    script(TRAIN)
+    for gates, code in (([], 0), (["--fail-above", "100%"], 1)):
+        found, out, _ = halfulp("audit", *gates, "--json", "train.py")
+        ended = json.loads(out.strip().splitlines()[-1])["exit"]
+        assert (found, ended["code"]) == (code, code)
+        assert "could not be begun: Cannot create" in ended["reason"]

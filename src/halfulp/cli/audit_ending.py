@@ -75,8 +75,8 @@ class Ending:
         answer = None if trace is None else verdict(trace, recorder.trouble)
         if trace is not None and (missed := trace.missed_scores()):
             tell(plain(f"halfulp: {missed}."))
-        failed = self.broken[0] if self.broken else self._judged(trace, answer)
-        ended = f"the script ended with exit code {code}" if code else "done"
+        failed = self.broken[0] if self.broken else self._judged(recorder, trace, answer)
+        ended = f"the script ended with exit code {code}" if code else recorder.trouble or "done"
         code = code or (1 if failed else 0)
         if self.as_json:
             result = None if answer is None else {"trace": str(place), **answer.to_json()}
@@ -87,9 +87,10 @@ class Ending:
             tell(f"The precision contract {self.contract.summary()}.")
         return code
 
-    def _judged(self, trace: Trace | None, answer: Answer | None) -> str | None:
+    def _judged(self, recorder: Audit, trace: Trace | None, answer: Answer | None) -> str | None:
         """Return the reason why --fail-above or --fail-stuck fails; None if neither does.
 
+        Either fails where the trace does not hold the whole run.
         The grids that the weights are really stored on are judged, others only if they were named. Under a
         policy that keeps what it does not write, a code that does not change is not a loss.
         """
@@ -97,8 +98,10 @@ class Ending:
 
         if self.fail.most is None and not self.fail.fail_stuck:
             return None
-        if trace is None or answer is None:
-            return "there is no trace to judge (--fail-above, --fail-stuck)."
+        if recorder.trouble is not None:
+            return f"the run cannot be judged to its end (--fail-above, --fail-stuck): {recorder.trouble}"
+        if trace is None or answer is None or not len(trace.steps):
+            return "there is no recorded step to judge (--fail-above, --fail-stuck)."
         kept = keeping(trace) is not None
         for f in answer.findings:
             if kept if f.measured else not self.every_grid:
