@@ -24,7 +24,7 @@ from audit_reference import (
 )
 
 import halfulp as hu
-from halfulp import kernels
+from halfulp import files, kernels
 from halfulp.audit.sinks import trace_sink
 from halfulp.trace import TraceWriter
 from halfulp.verdicts.findings import findings
@@ -442,3 +442,22 @@ def test_a_found_write_back_is_one_step(tmp_path: Path) -> None:
             opt.step()
             frozen.append(opt.events.frozen)
     np.testing.assert_array_equal(hu.Trace.open(tmp_path / "trace").frozen("e4m3@128"), frozen)
+
+
+def test_memory_that_runs_out_while_a_part_is_written_disables_the_audit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hu.Audit(optimizer, "bf16", model=model, out=tmp_path / "t", part_steps=1) as audit:
+        for _ in range(4):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            monkeypatch.setattr(files, "hook", out_of_memory)
+        monkeypatch.undo()
+    assert audit.trouble is not None
+    assert "could not be written at step 1: memory ran out" in audit.trouble
+    assert capsys.readouterr().err.count("memory ran out") == 1

@@ -205,12 +205,21 @@ def test_a_dashboard_that_cannot_be_told_any_more(
     assert listener.trouble is not None
 
 
-def test_a_listener_of_ones_own_may_raise(tmp_path: Path) -> None:
+def test_a_listener_that_raises_is_dropped_and_the_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def listener(_: Any) -> None:
-        raise RuntimeError("mine")
+        raise ConnectionError("the logging server is away")
 
-    with pytest.raises(RuntimeError, match="mine"):
-        recorded(listener, tmp_path / "trace")
+    assert recorded(listener, tmp_path / "trace").steps.tolist() == [1, 2, 3, 4, 5]
+    said = capsys.readouterr().err
+    assert said.count("raised at step 1 and is not called again (ConnectionError: the logging server") == 1
+
+    def stop(_: Any) -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        recorded(stop, tmp_path / "stopped")
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from halfulp.audit.sinks.newest import summary
 from halfulp.audit.sinks.trace_sink import TraceSink
 from halfulp.audit.sources.watchlist import Namer, Watchlist
 from halfulp.errors import UsageError
+from halfulp.text import shown, tell
 from halfulp.trace import Memory
 
 
@@ -284,8 +285,22 @@ class Pipeline:
         rows, before = sink.rows[first:], self._newest[0]
         if rows and not (before and before[0].step == sink.step):  # of one step, the first time counts
             self._newest = rows, sink.loss(sink.step)
-            for listener in self.listeners:
-                listener(self.latest)
+            for listener in list(self.listeners):
+                self._notify(listener)
+
+    def _notify(self, listener: Listener) -> None:
+        """Call a listener with the newest step; one that raises is dropped, for the training goes on."""
+        latest = self.latest
+        try:
+            listener(latest)
+        except Exception as error:
+            self.listeners[:] = [other for other in self.listeners if other is not listener]
+            name = getattr(listener, "__qualname__", type(listener).__name__)
+            why = shown(f"{type(error).__name__}: {error}", 300)
+            tell(
+                f"halfulp: the listener {name} raised at step {self.sink.step} and is not called again "
+                f"({why}). The run and its audit go on. To end a run, raise SystemExit."
+            )
 
     def commit_if_due(self) -> None:
         """Write a part if it is time."""

@@ -226,7 +226,7 @@ class TraceWriter:
     def note_trouble(self, what: str) -> None:
         """Leave a note of why the recording stopped, if the disk still takes one."""
         note = {"kind": TROUBLE_KIND, "format": FORMAT, "what": what, "last_step": self.last_step}
-        with contextlib.suppress(HalfulpError):
+        with contextlib.suppress(HalfulpError, MemoryError):
             self.check()
             files.put(self.path / TROUBLE, documents.sealed(note))
 

@@ -259,8 +259,17 @@ class TraceSink:
         rows, losses = self.rows, {row.step: self.loss(row.step) for row in self.rows}
         self._drop()
         more = {} if self._beside is None else self._beside.tables()
+        self.guard(self._write_part, rows, losses, more, watched)
+
+    def _write_part(
+        self,
+        rows: list[Row],
+        losses: dict[int, float],
+        more: dict[str, Columns],
+        watched: Collection[Watched],
+    ) -> None:
         evaluated = [row[0] for row in self._evaluated]
-        if not any((rows, *evaluated)) or self.writer is None or self.trouble is not None:
+        if not any((rows, *evaluated)) or self.writer is None:
             return  # an evaluation before the first step waits for it
         if evaluated:
             columns = zip(SCHEMAS[LOSSES].items(), zip(*self._evaluated, strict=True), strict=True)
@@ -276,7 +285,7 @@ class TraceSink:
         start = time.monotonic()
         made = tables(rows, losses, len(self.writer.manifest["grids"]))
         last = rows[-1].step if rows else evaluated[-1]
-        self.guard(self.writer.commit, {**made, **more}, state, last_step=last)
+        self.writer.commit({**made, **more}, state, last_step=last)
         self._writing = time.monotonic() - start
 
     def _state_of(self, w: Watched) -> State:
@@ -294,10 +303,11 @@ class TraceSink:
             return
         try:
             write(*what, **options)
-        except (HalfulpError, OSError) as error:
+        except (HalfulpError, OSError, MemoryError) as error:
             if is_anothers(error):
                 raise
-            self.disable(f"the trace {self.out} could not be written at step {self.step}: {error}")
+            why = "memory ran out." if isinstance(error, MemoryError) else str(error)
+            self.disable(f"the trace {self.out} could not be written at step {self.step}: {why}")
 
     def disable(self, why: str, advice: str = "") -> None:
         """Record nothing from here on, and say why, once; what was written is kept."""
