@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from halfulp.canonical import LARGEST
 from halfulp.errors import UsageError
 from halfulp.kernels import TILE, checked_tile
 from halfulp.numbers.grids import grid as named
@@ -30,10 +31,13 @@ class Scores:
 
     def __post_init__(self) -> None:
         steps = (self.first, self.last)
-        if not all(type(step) is int for step in steps) or not 1 <= self.first <= self.last:
-            raise UsageError(f"scores= needs 1 <= first <= last; found first={self.first}, last={self.last}.")
+        if not all(type(step) is int for step in steps) or not 1 <= self.first <= self.last <= LARGEST:
+            raise UsageError(
+                f"scores= needs 1 <= first <= last <= {LARGEST}; found first={self.first}, last={self.last}."
+            )
         named(self.grid)
-        checked_tile(self.tile)
+        if checked_tile(self.tile) > LARGEST:
+            raise UsageError(f"scores= takes tiles of at most {LARGEST} weights, not {self.tile}.")
 
     @classmethod
     def of(cls, given: Scores | Sequence[Any]) -> Scores:
