@@ -150,6 +150,24 @@ def test_workers_of_a_loader_serve_a_fork_of_its_own() -> None:
     assert first + sum(x.sum() for (x,) in training) == 28.0
 
 
+@forks
+def test_workers_that_persist_stay_their_loaders_own() -> None:
+    data = TensorDataset(torch.arange(8.0))
+    loader = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
+    held = [iter(DataLoader(data, batch_size=2, num_workers=1))]
+
+    def loss() -> float:
+        held.clear()  # which ends its workers, but not those of the parent
+        return float(sum(x.sum() for (x,) in loader))
+
+    assert sum(x.sum() for (x,) in loader) == 28.0
+    assert in_fork(loss, 120)[0] == 28.0
+    assert sum(x.sum() for (x,) in loader) == 28.0
+    with pytest.raises(ApartError, match="Error"):
+        in_fork(lambda: float(next(held[0])[0].sum()), 120)
+    assert sum(x.sum() for (x,) in held[0]) == 28.0
+
+
 def test_without_a_fork_variables_are_put_back_and_files_are_not_written(tmp_path: Path) -> None:
     class State:
         bad, seen = 0, [1.0]

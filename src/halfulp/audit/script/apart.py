@@ -37,6 +37,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
+from torch.utils.data import DataLoader, dataloader
 
 from halfulp.audit.ranks import world
 
@@ -109,6 +110,7 @@ def _give(function: Callable[[], float], asked: int, threads_end: bool) -> NoRet
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         _cut_descriptors(asked)
+        _leave_workers()
         if not threads_end:
             torch.set_num_threads(1)
         with nothing_written():
@@ -142,6 +144,27 @@ def _cut(fd: int, nowhere: int) -> None:
             os.close(own)
             return
     os.dup2(nowhere, fd)
+
+
+def _leave_workers() -> None:
+    """Have loaders of batches start workers of their own: those that they have serve the parent."""
+    kind = dataloader._MultiProcessingDataLoaderIter
+    shut, begin, process = kind._shutdown_workers, DataLoader.__iter__, os.getpid()
+
+    def theirs(batches: Any) -> bool:
+        return any(worker._parent_pid != process for worker in getattr(batches, "_workers", ()))
+
+    def shut_own(batches: Any) -> None:
+        if not theirs(batches):
+            shut(batches)
+
+    def begin_own(loader: DataLoader[Any]) -> Any:
+        if theirs(loader._iterator):  # persistent_workers=
+            loader._iterator = None
+        return begin(loader)
+
+    kind._shutdown_workers = shut_own  # type: ignore[assignment, method-assign]  # this process ends soon
+    DataLoader.__iter__ = begin_own  # type: ignore[method-assign]  # the same
 
 
 def _end_openmp_threads() -> bool:
