@@ -48,6 +48,8 @@ REFUSED = frozenset((
 ))  # fmt: skip
 """Audit events of what would change a file, a folder or a database."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+PATIENCE, LONGER = 60.0, 20.0
+"""A repeated call may take this many seconds, and this many times as long as one before."""
 MOST = 4000
 """Most bytes of an answer: a pipe takes as many at once."""
 
@@ -157,6 +159,9 @@ def _leave_workers() -> None:
     def shut_own(batches: Any) -> None:
         if not theirs(batches):
             shut(batches)
+        elif batches._worker_pids_set:  # which torch knows by the identity of what is dropped
+            torch._C._remove_worker_pids(id(batches))
+            batches._worker_pids_set = False
 
     def begin_own(loader: DataLoader[Any]) -> Any:
         if theirs(loader._iterator):  # persistent_workers=
@@ -168,11 +173,12 @@ def _leave_workers() -> None:
 
 
 def _end_openmp_threads() -> bool:
-    """End this thread's OpenMP threads, which come back when they are needed; whether that is possible."""
-    if torch.get_num_threads() == 1:
-        return True
+    """End this thread's threads of GNU OpenMP, which come back when they are needed; whether that worked.
+
+    Other OpenMP libraries, and OpenBLAS, see to a fork themselves.
+    """
     with open("/proc/self/maps") as maps:
-        places = {line.split(maxsplit=5)[-1].strip() for line in maps if "gomp" in line}
+        places = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libgomp" in line}
     try:
         return all(ctypes.CDLL(place).omp_pause_resource_all(2) == 0 for place in sorted(places))
     except (OSError, AttributeError):  # GCC before 9
