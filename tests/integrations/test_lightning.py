@@ -20,6 +20,7 @@ from integrations.trainers import (
 )
 
 import halfulp as hu
+from halfulp.audit.script.apart import can_fork
 from halfulp.integrations.piloted import ModuleRun
 
 # Other people's libraries warn as they like.
@@ -124,6 +125,7 @@ def validated(pl: Any, **changed: Any) -> Any:
     class Validated(type(model)):  # type: ignore[misc]
         def validation_step(self, batch: Any, index: int) -> None:
             x = batch[0]
+            self.seen = [*getattr(self, "seen", []), index]
             loss = torch.nn.functional.cross_entropy(self.net(x), (x[:, 0] > 0).long())
             scale = changed.get("scale", lambda: 1.0)()
             self.log_dict({"val_loss": loss * scale, "other": loss})
@@ -186,6 +188,7 @@ def test_lightning_validates_as_if(lightning: Any, tmp_path: Path) -> None:
             assert rows[step][f"val_loss_as_if/{spec}" + ("" if bound == "point" else f"/{bound}")] == loss
             assert abs(own - loss) < 1.0
     assert "log" not in model.__dict__
+    assert model.seen == plain.seen or not can_fork()
 
 
 def test_a_validation_that_cannot_be_repeated_is_left_alone(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from halfulp.audit.rehearsal.as_if import Evaluation, RandomState
+from halfulp.audit.script.apart import LONGER, PATIENCE, ApartError, can_fork, in_fork
 from halfulp.audit.session import Audit
 from halfulp.errors import MissingError, UsageError
 from halfulp.integrations.piloted import PilotedRun
@@ -69,6 +71,8 @@ class AuditedRun:
         self.trouble: str | None = None
         """Why as-if evaluation stopped, if it did."""
         self.verified: set[str] = set()
+        self._limit = 3600.0
+        """Seconds that a forked evaluation may take; how long one lasts is known from the first."""
         self.evaluation: Evaluation | None = None
         """The newest recorded evaluation with its rehearsals."""
 
@@ -108,14 +112,23 @@ class AuditedRun:
         self.reported = newest["step"]
         return self.scalars.of(newest)
 
+    def _apart(self, again: Callable[[], float]) -> float:
+        if not can_fork():
+            return float(again())
+        began = time.perf_counter()
+        loss, _ = in_fork(lambda: float(again()), self._limit)
+        self._limit = PATIENCE + LONGER * (time.perf_counter() - began)
+        return loss
+
     def evaluated(
         self, name: str, real: float, again: Callable[[], float], *, verify: bool = False
     ) -> dict[str, float]:
         """Record an evaluation, repeat it as if for every rehearsal, and return the values for a logger.
 
         Tags are ``NAME_as_if/SPEC`` for the point, with ``/lower`` and ``/upper`` for the bounds. An
-        evaluation that cannot be repeated is reported, and not attempted again. With ``verify``, the first
-        call checks that ``again`` returns the real loss for the model as it is.
+        evaluation that cannot be repeated is reported, and not attempted again. Where this process can be
+        forked, ``again`` is called in forks, so that a module's state is as if it had validated once. With
+        ``verify``, the first call checks that ``again`` returns the real loss for the model as it is.
         """
         if self.audit is None:
             return {}
@@ -127,15 +140,16 @@ class AuditedRun:
             if verify and name not in self.verified and self.audit.rehearsals and not self.trouble:
                 drawn = RandomState()
                 try:
-                    _check(again(), real)
+                    _check(self._apart(again), real)
                 finally:
                     drawn.put_back()
                 self.verified.add(name)
             evaluation = self.audit.evaluate(
-                lambda: known.pop() if known else again(), specs=specs, record=record
+                lambda: known.pop() if known else self._apart(again), specs=specs, record=record
             )
         except Exception as error:
-            self.trouble = f"{type(error).__name__}: {error}"
+            text = str(error)
+            self.trouble = text if isinstance(error, ApartError) else f"{type(error).__name__}: {text}"
             tell(
                 f"halfulp: {name} could not be evaluated as if ({plain(self.trouble)}). Training goes on; no "
                 "losses of rehearsals are recorded from here on."

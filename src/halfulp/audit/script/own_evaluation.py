@@ -27,14 +27,12 @@ from types import CodeType
 from typing import Any
 
 from halfulp.audit.rehearsal.as_if import RandomState
-from halfulp.audit.script.apart import ApartError, can_fork, in_fork, in_place
+from halfulp.audit.script.apart import LONGER, PATIENCE, ApartError, can_fork, in_fork, in_place
 from halfulp.audit.session import Audit
 from halfulp.errors import UsageError
 from halfulp.text import shown, tell
 
 DECORATOR = "__halfulp_evaluated__"
-PATIENCE, LONGER = 60.0, 20.0
-"""An as-if call may take this many seconds, and this many times as long as a call of the script."""
 
 
 @dataclass(eq=False)
