@@ -15,6 +15,7 @@ from oracle import CASES, CONTAINERS, NUMPY, ONE, Case, array, assert_same, exac
 import halfulp as hu
 from halfulp import kernels, measures
 from halfulp.kernels import reference
+from halfulp.measures import events
 
 LABELS = ["bf16", "fp16", "e5m2", "e4m3", "e4m3@128", "float8_e4m3b11fnuz", "e2m1", "m2", "two bits"]
 LABELS += ["int4@16", "int3@8/asym", "int8@100", "int3@3/asym", "near float32's smallest"]
@@ -109,6 +110,16 @@ def test_neighbours_of_what_is_not_finite() -> None:
     below, above = hu.grid("e4m3").neighbours(torch.tensor([math.nan, math.inf, -math.inf]))
     assert_same(below, torch.tensor([math.nan, 448.0, -math.inf]))
     assert_same(above, torch.tensor([math.nan, math.inf, -448.0]))
+
+
+@pytest.mark.parametrize("grid", ["bf16", "e4m3@128", "int8", "int8/row", "mxfp4", "nvfp4"])
+def test_a_scalar_is_a_tensor_of_one(grid: str) -> None:
+    """A parameter without dimensions, such as CLIP's logit_scale, has the neighbours and events of one."""
+    q, d = torch.tensor(1.3), torch.tensor(-0.01)
+    for f in (events.gap, measures.symmetric_frozen, measures.frozen):
+        assert_same(f(q, d, grid), f(q.reshape(1), d.reshape(1), grid).reshape(()))
+    for alone, one in zip(events.neighbours(q, grid), events.neighbours(q.reshape(1), grid), strict=True):
+        assert_same(alone, one.reshape(()))
 
 
 @pytest.mark.parametrize("dtype", CONTAINERS, ids=str)

@@ -177,3 +177,24 @@ def test_looking_at_the_state_before_the_first_step_changes_nothing() -> None:
     for plain, seen in zip(states[:half], states[half:], strict=True):
         for a, b in zip(plain, seen, strict=True):
             assert str(a) == str(b)
+
+
+def test_a_trainable_scalar_under_kahan_goes_on() -> None:
+    """A parameter without dimensions, such as CLIP's logit_scale: its carry is checked like any other."""
+
+    def made() -> tuple[torch.nn.Parameter, hu.AdamW]:
+        scale = torch.nn.Parameter(torch.tensor(1.3, dtype=torch.bfloat16))
+        return scale, hu.AdamW([scale], lr=1e-3, policy="kahan")
+
+    def step(scale: torch.nn.Parameter, opt: hu.AdamW) -> None:
+        scale.grad = torch.ones_like(scale)
+        opt.step()
+
+    (scale, opt), (again, resumed) = made(), made()
+    step(scale, opt)
+    again.data.copy_(scale.data)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    step(scale, opt)
+    step(again, resumed)
+    assert torch.equal(again, scale)
+    assert torch.equal(resumed.slots[0].state["carry"], opt.slots[0].state["carry"])

@@ -101,7 +101,7 @@ def symmetric_frozen(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.
     g, x, scale = _numpy(w, grid)
     unit = reference._unit_at(x.reshape(-1), g, scale, x.shape).reshape(x.shape)
     small = np.abs(d.detach().double().cpu().numpy()) < unit / 2
-    return torch.from_numpy(small).to(w.device)
+    return torch.from_numpy(np.asarray(small)).to(w.device)
 
 
 def rho(w: torch.Tensor, d: torch.Tensor, grid: GridLike) -> torch.Tensor:
@@ -146,7 +146,7 @@ def neighbours(
     below, above = _neighbours(values, g, own)
 
     def like_x(v: Array) -> torch.Tensor:
-        return torch.from_numpy(v).to(x.dtype).to(x.device)
+        return torch.from_numpy(np.asarray(v)).to(x.dtype).to(x.device)
 
     return like_x(below), like_x(above)
 
