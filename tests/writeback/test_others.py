@@ -11,6 +11,7 @@ from oracle import assert_same
 from writeback_models import TWO_DIMENSIONAL, Tied, adamw, loss_of, masks, train, unsealed, values
 
 import halfulp as hu
+from halfulp.errors import TamperingError
 
 GRID = "e4m3@16"
 STORED = ("float32", "bfloat16", "packed")
@@ -397,3 +398,37 @@ def test_a_state_with_more() -> None:
     with pytest.raises(hu.UsageError, match=r"cannot hold \['more'\]"):
         hu.writeback.save(opt, "nowhere.safetensors")
     assert values(model)
+
+
+class Counting(torch.optim.SGD):
+    """Keep state of no parameter beside that of parameters, as MADGRAD (a tensor) and SPAM (an int) do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.state["total_step"] = self.state.get("total_step", 0) + 1  # type: ignore[call-overload]
+        self.state.setdefault("k", torch.zeros(2))  # type: ignore[call-overload]
+        self.state["k"] += 1  # type: ignore[index]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_state_that_is_of_no_parameter(plain: bool) -> None:
+    """It is saved, comes back, and is under the digest; one file does not hold it."""
+    model, again = Tied(), Tied()
+    inner = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    opt = hu.WriteBack(inner, GRID, "sr", model=model)
+    train(model, opt, 2)
+    state = copy.deepcopy((inner if plain else opt).state_dict())
+    again.load_state_dict(model.state_dict())
+    resumed = hu.WriteBack(Counting(again.parameters(), lr=0.1, momentum=0.9), GRID, "sr", model=again)
+    resumed.load_state_dict(state)
+    assert resumed.state["total_step"] == 2  # type: ignore[index]
+    assert resumed.state["k"].tolist() == [2, 2]  # type: ignore[index]
+    train(again, resumed, 1)
+    assert state["state"]["k"].tolist() == [2, 2]
+    with pytest.raises(hu.UsageError, match=r"cannot hold \['total_step', 'k'\]"):
+        hu.writeback.save(resumed, "nowhere.safetensors")
+    state["state"]["k"] += 1
+    if not plain:
+        with pytest.raises(TamperingError, match="is not what was saved"):
+            resumed.load_state_dict(state)

@@ -127,10 +127,12 @@ def _encode(wb: WriteBack, slot: Slot, state: dict[str, Any], key: str) -> None:
 
 
 @torch.no_grad()
-def widened(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+def widened(state: dict[Any, Any]) -> dict[Any, Any]:
     """Return a state with float32 moments where it has codes, for an optimizer that does not keep codes."""
-    wide = {}
+    wide = dict(state)  # entries that are of no parameter stay
     for k, entry in state.items():
+        if not isinstance(entry, dict):
+            continue
         wide[k] = {name: x for name, x in entry.items() if not str(name).endswith((CODES, SCALES))}
         for key in [name.removesuffix(CODES) for name in entry if str(name).endswith(CODES)]:
             here = coded(entry, key)

@@ -42,6 +42,7 @@ def save(wb: WriteBack, path: str | Path) -> None:
         raise UsageError("a sharded state cannot be saved to one file: use torch.distributed.checkpoint.")
     saved = gathered(wb)
     more = sorted(set(saved) - {"state", "param_groups"})
+    more += [k for k, entry in saved["state"].items() if not isinstance(entry, dict)]
     if more:
         raise UsageError(f"a safetensors file cannot hold {more} of this optimizer's state: use torch.save.")
     arrays, plain = {}, {}

@@ -68,14 +68,20 @@ def state_dict(wb: WriteBack) -> dict[str, Any]:
     """Return the wrapped optimizer's state dictionary with the write-back's entries and their digest."""
     state = gathered(wb)
     keys = [k for g in state["param_groups"] for k in g["params"]]
-    by_number = {i: state["state"].get(k, {}) for i, k in enumerate(keys)}
     line = identity(wb, wb.slots)
-    line["sha256"] = digest(line, by_number)
+    by_number = {i: state["state"].get(k, {}) for i, k in enumerate(keys)}
+    line["sha256"] = digest(line, _others(state["state"], keys) | by_number)
     state["param_groups"][0][KEY] = json.dumps(line, sort_keys=True)
     return state
 
 
-def digest(line: dict[str, Any], by_number: dict[int, dict[str, Any]]) -> str | None:
+def _others(state: dict[Any, Any], keys: Sequence[Any]) -> dict[Any, Any]:
+    """Return the entries that are of no parameter; MADGRAD counts its steps in one."""
+    numbers = set(keys)
+    return {k: value for k, value in state.items() if k not in numbers and not isinstance(value, dict)}
+
+
+def digest(line: dict[str, Any], by_number: dict[Any, Any]) -> str | None:
     """Compute the SHA-256 of a state's metadata and tensors; None if some are shards, or not dense.
 
     Tensors are ordered by their parameter's number and their name, and read as they lie in memory, from any
@@ -117,7 +123,7 @@ def gathered(wb: WriteBack) -> dict[str, Any]:
             "state has no place for what a write-back keeps. Save opt.optimizer.state_dict() and "
             "[slot.kept_tensors() for slot in opt.slots] yourself."
         )
-    state = {k: dict(v) for k, v in base.get("state", {}).items()}
+    state = {k: dict(v) if isinstance(v, dict) else v for k, v in base.get("state", {}).items()}
     for slot in wb.slots:
         kept = slot.kept_tensors()
         if is_sharded(slot.p):
@@ -161,7 +167,8 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
     try:
         groups = [dict(g) for g in saved["param_groups"]]
         keys = [k for g in groups for k in g["params"]]  # numbers, or names from torch.distributed.checkpoint
-        state = {k: dict(entry) for k, entry in saved["state"].items()}
+        others = _others(saved["state"], keys)
+        state = {k: dict(entry) for k, entry in saved["state"].items() if k not in others}
         if not all(isinstance(k, int | str) for k in keys):
             raise TypeError("a parameter is a number or a name")
         line = groups[0].pop(KEY, None)
@@ -181,11 +188,11 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
     }
     by_number = {i: kept.get(k, {}) for i, k in enumerate(keys)}
     taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in slots]
-    _check_digest(theirs, {i: saved["state"].get(k, {}) for i, k in enumerate(keys)})
+    _check_digest(theirs, others | {i: saved["state"].get(k, {}) for i, k in enumerate(keys)})
     for slot, values in taken:
         _check_values(slot, values)
     rest = {k: entry for k, entry in state.items() if entry}
-    _give(wb, {**saved, "state": rest, "param_groups": groups}, late)
+    _give(wb, {**saved, "state": rest | others, "param_groups": groups}, late)
     wb.steps = theirs["step"]
     for slot, values in taken:
         _take(slot, values)
@@ -193,7 +200,8 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
 
 def _refuse_emptied(wb: WriteBack, state: dict[Any, dict[str, Any]]) -> None:
     """Refuse entries that are all empty where the optimizer has moments: flattened forms drop them."""
-    if state and not any(state.values()) and any(wb.optimizer.state.values()):
+    kept = (entry for entry in wb.optimizer.state.values() if isinstance(entry, dict))
+    if state and not any(state.values()) and any(kept):
         raise UsageError(
             "this optimizer state has an entry for each parameter and nothing in it: the moments are lost. "
             "torch makes such a state of a flattened one (flatten_optimizer_state_dict=True, as torchtitan "
@@ -305,7 +313,7 @@ def _is_parameter(value: Any) -> bool:
     return named and listed(value[3], int, 64)
 
 
-def _check_digest(theirs: dict[str, Any], by_number: dict[int, dict[str, Any]]) -> None:
+def _check_digest(theirs: dict[str, Any], by_number: dict[Any, Any]) -> None:
     """Check the state against its digest, if it has one and is not sharded."""
     if theirs.get("sha256") is None:
         return
