@@ -421,8 +421,30 @@ def test_one_pass_equals_two_for_block_scales(name: str, monkeypatch: pytest.Mon
     both(inner, policy, grid, storage, torch.float32, blocks_of, route="one pass in chunks")
 
 
+@pytest.mark.parametrize("kind", [adam, plain, sgd])
+@pytest.mark.parametrize("grid", ["mxfp4", "int8/row"])
+@pytest.mark.parametrize("shape", [(), (0, 64), (0,), (4, 0)])
+def test_scalars_and_empty_tensors_in_chunks(shape: tuple[int, ...], grid: str, kind: Any) -> None:
+    """A trainable scalar, or a tensor without elements, among the others: as in two passes."""
+    models = [torch.nn.ParameterDict({"w": torch.ones(4, 64), "odd": torch.ones(shape)}) for _ in range(2)]
+    opts = [
+        hu.WriteBack(kind(m), grid, "sr", params=["w", "odd"], model=m, options=WriteBackOptions(one_pass=o))
+        for m, o in zip(models, (True, False), strict=True)
+    ]
+    for step in range(3):
+        for model, opt in zip(models, opts, strict=True):
+            give_gradients(model, step)
+            opt.step()
+        assert opts[0].events.rows == opts[1].events.rows
+    assert {chosen.name for chosen in opts[0].routes.values()} == {"one pass in chunks"}
+    assert_same([models[0].state_dict()], [models[1].state_dict()])
+    assert_same(kept_of(opts[0]), kept_of(opts[1]))
+
+
 @pytest.mark.parametrize("grid", ["mxfp4", "int8/row", "int4@50"])
-@pytest.mark.parametrize("shape", [(1000, 1000), (7, 768), (3, 5, 640), (101,), (4097, 641), (0, 32)])
+@pytest.mark.parametrize(
+    "shape", [(1000, 1000), (7, 768), (3, 5, 640), (101,), (4097, 641), (0, 32), (32, 0)]
+)
 def test_pieces_are_whole_rows_and_tiles(grid: str, shape: tuple[int, ...]) -> None:
     found = list(chunked.chunks(hu.grid(grid), shape))
     assert [p.start for p in found] == [0, *(p.stop for p in found)][: len(found)]
@@ -430,7 +452,7 @@ def test_pieces_are_whole_rows_and_tiles(grid: str, shape: tuple[int, ...]) -> N
     assert all(p.start % 768 == 0 for p in found)
     scaling = hu.grid(grid).scaling
     if scaling is not None and scaling.per != "tensor":
-        assert all(p.start % shape[-1] == 0 for p in found)
+        assert all(p.start % max(shape[-1], 1) == 0 for p in found)
         assert (found[-1].scales.stop if found else 0) == scaling.segments(shape)
 
 

@@ -47,16 +47,19 @@ class Chunk:
 
 
 def chunks(grid: Grid, shape: tuple[int, ...]) -> Iterator[Chunk]:
-    """Cut a tensor into whole tiles and, for a grid with a scale per row or block, whole rows."""
+    """Cut a tensor into whole tiles and, for a grid with a scale per row or block, whole rows.
+
+    A tensor without elements is one chunk without elements.
+    """
     numel, s = math.prod(shape), grid.scaling
     in_rows = s is not None and s.per != "tensor" and bool(shape)
-    row = shape[-1] if in_rows else 1
+    row = max(shape[-1], 1) if in_rows else 1
     some = TILE * OFTEN // math.gcd(row, TILE * OFTEN)  # rows
     if some * row > 2 * CHUNK:
         some = TILE // math.gcd(row, TILE)
     rows = some * max(CHUNK // (some * row), 1)
     each = s.segments((1, row)) if s is not None and in_rows else 0
-    for first in range(0, numel // max(row, 1), rows):
+    for first in range(0, max(numel // row, 1), rows):
         last = min(first + rows, numel // row)
         yield Chunk(
             start=first * row, stop=last * row, shape=(last - first, row) if in_rows else (last - first,),
@@ -93,7 +96,7 @@ def move(
             q = here.get()
             z = aside.copy_(q)
         own = {k: chunk.of(x) for k, x in slot.state.items()}
-        moments = {k: x if x.dim() == 0 else chunk.of(x) for k, x in state.items()}
+        moments = {k: chunk.of(x) if k in rule.moments else x for k, x in state.items()}
         tile = chunk.start // TILE
         every = sums if sums == 0 or tile % sums == 0 else 1
         one = policies.Step(
