@@ -827,6 +827,36 @@ def test_options_that_one_pass_has_not(kind: Any, name: str, value: bool) -> Non
         kind(model.named_parameters(), **{name: value})
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("rate", [real(1e-2), np.float64(1e-2), torch.tensor(1e-2), 1])
+def test_a_rate_is_any_number(kind: Any, rate: Any) -> None:
+    """Given, and set in mid-run as schedulers do; the biases here are not on the grid."""
+    results = []
+    for given in (rate, float(rate)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        opt = kind(model.named_parameters(), lr=given)
+        for step in range(2):
+            give_gradients(model, step)
+            opt.param_groups[0]["lr"] = given
+            opt.step()
+        results.append(model.state_dict())
+    assert_same(results[:1], results[1:])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("rate", ["1e-2", torch.ones(2), math.inf, None])
+def test_a_rate_that_is_no_number(kind: Any, rate: Any) -> None:
+    model = torch.nn.Linear(8, 8)
+    with pytest.raises(hu.UsageError, match="lr must be a number, such as 1e-5"):
+        kind(model.named_parameters(), lr=rate)
+    opt = kind(model.named_parameters(), lr=1e-2)
+    give_gradients(model, 0)
+    opt.param_groups[0]["lr"] = rate
+    with pytest.raises(hu.UsageError, match="not plain finite numbers"):
+        opt.step()
+
+
 def test_options_of_a_write_back() -> None:
     model = torch.nn.Linear(8, 8).bfloat16()
     options = WriteBackOptions(telemetry=False)

@@ -114,7 +114,7 @@ def why_not_optimizer(wb: WriteBack) -> str | None:
 def why_not_group(wb: WriteBack, group: dict[str, Any]) -> str | None:
     """Return why the optimizer's own step must be called for a group, of an optimizer that has a rule."""
     rule = _rule(wb)
-    why = rule.why_not_fused(group, wb.optimizer.defaults)
+    why = rule.why_not_fused(group, wb.optimizer.defaults, like_torch=wb.like_torch)
     number = rule.number(group) if why is None and wb.like_torch else None
     if number is not None and onepass.torchs_end(number, fused=bool(group.get("fused"))) is None:
         return "torch's step has another arithmetic on this machine"

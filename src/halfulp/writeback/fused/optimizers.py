@@ -23,6 +23,7 @@ from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.policies import Policy
 from halfulp.writeback.route import why_not_group
 from halfulp.writeback.rules.lion import Lion as PlainLion
+from halfulp.writeback.rules.rule import is_number
 
 _grouped = grouped_arguments("options", WriteBackOptions, ("nonfinite", "telemetry"))
 
@@ -68,7 +69,7 @@ class _OnePass(WriteBack):
                 f"halfulp.{name} takes parameters, not the module ({type(params).__name__}): "
                 f"{name}(model.named_parameters(), ...)."
             )
-        if isinstance(lr, bool) or not isinstance(lr, int | float | torch.Tensor):
+        if isinstance(lr, bool) or not is_number(lr):
             raise UsageError(f"halfulp.{name}: lr must be a number, such as 1e-5, not {lr!r}.")
         for option, value in given.items():
             if option not in Given.__annotations__ or value not in TORCHS.get(option, (value,)):

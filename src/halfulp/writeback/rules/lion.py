@@ -41,6 +41,7 @@ class Lion(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             b1, b2 = group["betas"]
+            lr, decay = float(group["lr"]), float(group["weight_decay"])
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -50,7 +51,7 @@ class Lion(torch.optim.Optimizer):
                 m, g = state["exp_avg"], p.grad
                 c = m.mul(b1).add_(g.mul(1 - b1))
                 sign = torch.where((c > 0) | (c < 0), c.sign(), c)  # NaN stays
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(sign.mul_(-group["lr"]))
+                p.mul_(1 - lr * decay).add_(sign.mul_(-lr))
                 m.mul_(b2).add_(g.mul(1 - b2))
         return loss
 

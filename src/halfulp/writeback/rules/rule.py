@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import torch
 
@@ -51,20 +51,35 @@ class OptimizerRule:
         """Return the names of the moments that a group has: SGD without momentum has none."""
         return self.moments if group.get("momentum", 1) else ()
 
-    def why_not_fused(self, group: Group, options: Mapping[str, Any]) -> str | None:
-        """Return why a group cannot be moved in one pass; ``options``: all that the optimizer has."""
+    def why_not_fused(
+        self, group: Group, options: Mapping[str, Any], *, like_torch: bool = True
+    ) -> str | None:
+        """Return why a group cannot be moved in one pass; ``options``: all that the optimizer has.
+
+        ``like_torch``: numbers must be plain, because torch computes with others (a NumPy float32, a tensor)
+        in their own precision.
+        """
         either = {"fused", "foreach"} if not group.get("fused") else {"fused"}  # of both, torch takes one
         for option in options:
             known = option in either or option in self.reads
             if not known and group.get(option) is not None and group[option] is not False:
                 return f"{option}={group[option]!r}, an option that one pass does not have"
         numbers = [x for name in NUMBERS if name in group for x in _each(group[name])]
-        if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+        plain = not like_torch or all(isinstance(x, int | float) for x in numbers)
+        if not (plain and all(map(is_number, numbers))):
             return "its rate, betas, eps or weight decay are not plain finite numbers"
         return None
 
 
 NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening")
+
+
+def is_number(x: Any) -> bool:
+    """Return True for a finite number of any library; a string is none, although ``float`` reads it."""
+    try:
+        return isinstance(x, SupportsFloat) and math.isfinite(float(x))
+    except (OverflowError, RuntimeError, TypeError, ValueError):  # several numbers, or one too large
+        return False
 
 
 def _each(value: Any) -> tuple[Any, ...]:
