@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -277,6 +278,26 @@ def test_decode_of_encode_is_round(name: str, dtype: torch.dtype, shape: tuple[i
     assert torch.equal(g.decode(codes, scale=scales, dtype=dtype), g.round(x))
     out = torch.zeros(shape, dtype=torch.int64)
     assert torch.equal(hu.kernels.encode(x, g, scale=scales, out=out), codes.long())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda g, x: g.round(x, scale=1.0),
+            r"scale must be a tensor.*grid\('int8'\).scales\(x\).*not float",
+        ),
+        (lambda g, x: g.encode(x, scale=1.0), "scale must be a tensor"),
+        (lambda g, x: g.decode(x.int(), scale=1.0), "scale must be a tensor"),
+        (lambda g, x: g.neighbours(x, scale=1.0), "scale must be a tensor"),
+        (lambda g, x: g.gap(x, 1.0), "direction must be a tensor, not float"),
+        (lambda g, x: g.round(x, out=1), "out must be a tensor, not int"),
+        (lambda g, x: g.decode(x.to(torch.float8_e4m3fn)), r"codes must be integers.*x\.view\(torch.uint8\)"),
+    ],
+)
+def test_arguments_that_are_no_tensors(call: Any, said: str) -> None:
+    with pytest.raises(hu.UsageError, match=said):
+        call(hu.grid("int8"), torch.ones(4))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,24 @@ MAKING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hu.Lion(Tied().parameters(), lr="1e-5"),
         "lr must be a number, such as 1e-5, not '1e-5'",  # type: ignore[arg-type]
     ),
+    "no number for a decay": (
+        lambda: hu.AdamW(Tied().parameters(), weight_decay="0.1"),  # type: ignore[arg-type]
+        "AdamW: weight_decay must be a number, such as 1e-5, not '0.1'",
+    ),
+    "one beta": (
+        lambda: hu.Lion(Tied().parameters(), betas=0.9),  # type: ignore[arg-type]
+        r"Lion: betas must be a pair of numbers, such as \(0.9, 0.999\), not 0.9",
+    ),
+    "nothing for parameters": (lambda: hu.AdamW(None), r"takes parameters, not NoneType: AdamW\(model"),
+    "parameters that are used up": (lambda: hu.AdamW(iter(())), "no parameters: an empty list, or a gen"),
+    "a group without parameters": (
+        lambda: hu.WriteBack(torch.optim.SGD([{"params": []}]), GRID),
+        "the optimizer has no parameters",
+    ),
+    "no model for native weights": (
+        lambda: hu.native(None),  # type: ignore[arg-type]
+        r"native takes a torch\.nn\.Module, not NoneType",
+    ),
     "an unknown grid": (lambda: written_back(Tied(), "e9m9"), "unknown grid 'e9m9'"),
     "an unknown policy": (lambda: written_back(Tied(), GRID, "magic"), "unknown policy 'magic'"),
     "an unknown projection": (lambda: written_back(Tied(), project="up"), "project must be one of.*'up'"),
@@ -645,6 +663,8 @@ def test_every_error_is_a_halfulp_error() -> None:
         *[({"seed": seed}, r"seed=\.\.\.\) takes an int") for seed in (1.5, "3", True, None, float("nan"))],
         *[({"policy": p}, "a policy is a name such as 'kahan'") for p in (None, 5, Kahan)],
         *[({"params": chosen}, "params= takes a list of names") for chosen in (5, "weight")],
+        *[({"params": chosen}, "takes the names of param") for chosen in ([], iter(()), [torch.ones(2)])],
+        ({"params": len}, "takes a function of name and parameter.*too many"),
         *[({"model": model}, r"model= takes a torch\.nn\.Module") for model in (5, "m")],
     ],
 )  # fmt: skip

@@ -149,6 +149,10 @@ def decode(
     if not isinstance(codes, torch.Tensor):
         raise UsageError(f"codes must be a tensor, not {type(codes).__name__}.")
     with_values(codes, "codes")
+    if codes.dtype not in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        raise UsageError(
+            f"codes must be integers, not {codes.dtype}. Those of a float8 tensor are x.view(torch.uint8)."
+        )
     plan = plan_for(grid, dtype)
     shape = tuple(codes.shape)
     g = plan.grid if plan.grid.scaling is None else replace(plan.grid, scaling=None)
@@ -158,8 +162,6 @@ def decode(
         raise UsageError(f"grid {g.name} needs the scales that its codes were made with.")
     table = code_table(g)
     flat = codes.detach().cpu().contiguous().reshape(-1).numpy()
-    if flat.dtype not in (np.uint8, np.int16, np.int32, np.int64):
-        raise UsageError(f"codes must be integers, not {codes.dtype}.")
     low, high = (int(flat.min()), int(flat.max())) if flat.size else (0, 0)
     out = np.empty(flat.size)
     bad = _decode(flat, table, out) if low >= 0 and high < table.size else -1

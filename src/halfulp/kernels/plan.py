@@ -102,6 +102,8 @@ def same_shape(**tensors: torch.Tensor) -> None:
     """Refuse tensors that differ in shape or device."""
     first, *rest = tensors.items()
     for name, x in rest:
+        if not isinstance(x, torch.Tensor):
+            raise UsageError(f"{name} must be a tensor, not {type(x).__name__}.")
         if x.shape != first[1].shape or x.device != first[1].device:
             raise UsageError(
                 f"{name} and {first[0]} must match: {name} has shape {tuple(x.shape)} on {x.device}, "
@@ -296,6 +298,11 @@ def given_scales(scale: torch.Tensor | None, plan: Plan, shape: tuple[int, ...])
         return None
     if plan.grid.scaling is None:
         raise UsageError(f"grid {plan.grid.name} has no scales of its own; leave scale out.")
+    if not isinstance(scale, torch.Tensor):
+        raise UsageError(
+            f"scale must be a tensor of scales, as halfulp.grid({plan.grid.name!r}).scales(x) returns them, "
+            f"not {type(scale).__name__}."
+        )
     expected = plan.grid.scaling.segments(shape)
     given = np.asarray(scale.detach().double().cpu().numpy()).reshape(-1)
     if given.size != expected:

@@ -21,7 +21,7 @@ import torch
 from halfulp import kernels
 from halfulp.errors import UsageError
 from halfulp.kernels import reference
-from halfulp.kernels.plan import checked, same_shape
+from halfulp.kernels.plan import checked, given_scales, plan_for, same_shape
 from halfulp.kernels.unchanged import unchanged
 from halfulp.numbers.elements import index_of, value_of
 from halfulp.numbers.grids import Grid
@@ -156,6 +156,7 @@ def gap(
 ) -> torch.Tensor:
     """Return the distance to the adjacent grid value in the direction of a proposal (upwards for zero)."""
     g, values, own = _numpy(q, grid, scale)
+    checked(direction, "direction")
     below, above = _neighbours(values, g, own)
     down = (
         direction.detach().cpu().numpy() < 0
@@ -205,11 +206,11 @@ def _numpy(
 ) -> tuple[Grid, Array, Array | None]:
     """Return the grid resolved for x, x as float64, and the scales that apply."""
     x = checked(x, "x")
-    g = named(grid).within(x.dtype)
-    if g.scaling is not None:
-        scale = kernels.scales(x, g) if scale is None else scale
-    scales = None if scale is None else np.asarray(scale.double().cpu().numpy())
-    return g, np.asarray(x.detach().double().cpu().numpy()), scales
+    plan = plan_for(grid, x.dtype)
+    scales = given_scales(scale, plan, tuple(x.shape))
+    if scales is None and plan.grid.scaling is not None:
+        scales = kernels.scales(x, plan.grid).cpu().numpy()
+    return plan.grid, np.asarray(x.detach().double().cpu().numpy()), scales
 
 
 def _neighbours(x: Array, g: Grid, scale: Array | None) -> tuple[Array, Array]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -89,8 +90,11 @@ class Chooser:
             raise UsageError(
                 f"params= takes a list of names, or a function of name and parameter, not {self.select!r}."
             )
-        if named and not callable(self.select):
+        if callable(self.select):
+            _check_function(self.select)
+        elif named:
             self.select = list(self.select or ())
+            _check_names(self.select)
 
     def plan(
         self,
@@ -176,6 +180,11 @@ class Chooser:
         def later(name: str, p: torch.Tensor, grid: Grid) -> bool:
             return p.is_floating_point() and self.chosen(name, p, grid)
 
+        if not any(group["params"] for group in self.optimizer.param_groups):
+            raise UsageError(
+                "the optimizer has no parameters, so there is none to write back. Give it "
+                "list(model.parameters()); a generator can be used up only once."
+            )
         if not planned and not self.plan(self.optimizer.param_groups, wanted=later):
             raise UsageError(
                 "no parameter to write back: none that can be trained has two or more dimensions, has the "
@@ -234,6 +243,29 @@ class Chooser:
                 f"{p.dtype}, to which the optimizer rounds before the policy sees anything: leave storage= "
                 "out, or use storage='native'. Only 'rne' takes storage='container' here."
             )
+
+
+def _check_names(names: list[Any]) -> None:
+    """Refuse a list that is empty, or of something else than names."""
+    others = [type(name).__name__ for name in names if not isinstance(name, str)]
+    if others or not names:
+        raise UsageError(
+            "params= takes the names of parameters, as in model.named_parameters(), not "
+            + (f"{others[0]}." if others else "an empty list; or it was a generator that is used up.")
+        )
+
+
+def _check_function(select: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called with a name and a parameter."""
+    try:
+        signature(select).bind("name", None)
+    except TypeError as error:
+        raise UsageError(
+            "params= takes a function of name and parameter, such as lambda name, p: p.dim() >= 2, not "
+            f"{select!r}: {error}."
+        ) from None
+    except ValueError:  # some built-in ones do not say what they take
+        return
 
 
 def _check_native(p: torch.Tensor, g: Grid, storage: str) -> None:

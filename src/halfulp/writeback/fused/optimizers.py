@@ -9,6 +9,7 @@ in bfloat16 does not move under nearest rounding.)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
@@ -23,7 +24,7 @@ from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.policies import Policy
 from halfulp.writeback.route import why_not_group
 from halfulp.writeback.rules.lion import Lion as PlainLion
-from halfulp.writeback.rules.rule import is_number
+from halfulp.writeback.rules.rule import NUMBERS, is_number
 
 _grouped = grouped_arguments("options", WriteBackOptions, ("nonfinite", "telemetry"))
 
@@ -63,14 +64,15 @@ class _OnePass(WriteBack):
     kind: ClassVar[Any]
 
     def __init__(self, params: Any, given: Given, **own: Any) -> None:
-        name, lr = self.kind.__name__, own["lr"]
+        name = self.kind.__name__
         if isinstance(params, torch.nn.Module):
             raise UsageError(
                 f"halfulp.{name} takes parameters, not the module ({type(params).__name__}): "
                 f"{name}(model.named_parameters(), ...)."
             )
-        if isinstance(lr, bool) or not is_number(lr):
-            raise UsageError(f"halfulp.{name}: lr must be a number, such as 1e-5, not {lr!r}.")
+        params = _listed(params, name)
+        for option in (option for option in NUMBERS if option in own):
+            _check_number(own[option], option, name)
         for option, value in given.items():
             if option not in Given.__annotations__ or value not in TORCHS.get(option, (value,)):
                 torchs = hasattr(torch.optim, name)
@@ -125,6 +127,34 @@ class _OnePass(WriteBack):
             moments_kept.restore(self, slot, state)
             if "step" in state:
                 state["step"] = state["step"].cpu()  # to read it from a GPU would wait for it
+
+
+def _listed(params: Any, name: str) -> list[Any]:
+    """Return parameters as a list; refuse what has none."""
+    if not isinstance(params, Iterable) or isinstance(params, torch.Tensor):
+        raise UsageError(
+            f"halfulp.{name} takes parameters, not {type(params).__name__}: "
+            f"{name}(model.named_parameters(), ...)."
+        )
+    listed = list(params)
+    if not listed:
+        raise UsageError(
+            f"halfulp.{name} was given no parameters: an empty list, or a generator that is used up. "
+            "model.named_parameters() makes a new one each time."
+        )
+    return listed
+
+
+def _check_number(value: Any, option: str, name: str) -> None:
+    """Refuse text and other things for a number; its range is torch's to check."""
+    if option == "betas":
+        fine = isinstance(value, tuple | list) and len(value) == 2 and all(map(is_number, value))
+        expected = "a pair of numbers, such as (0.9, 0.999)"
+    else:
+        fine = is_number(value) and not (option == "lr" and isinstance(value, bool))
+        expected = "a number, such as 1e-5"
+    if not fine:
+        raise UsageError(f"halfulp.{name}: {option} must be {expected}, not {value!r}.")
 
 
 class _Adams(_OnePass):

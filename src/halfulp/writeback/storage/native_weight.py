@@ -327,6 +327,8 @@ def native(
     >>> model[1].weight.codes.dtype, model[1].weight.shape
     (torch.float8_e4m3fn, torch.Size([32, 16]))
     """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"halfulp.native takes a torch.nn.Module, not {type(model).__name__}.")
     scale = scale_of(grid)
     chosen = {  # by number, so that each is freed when it is replaced
         id(p): name
