@@ -21,7 +21,9 @@ cast, so the scale is 1/128 and the largest value 3.5; it is folded into ``emin`
 number or one taken from the tensor for integer grids, and one per block for block formats.
 A scale taken from data is rounded to so few bits that every ``element * scale`` is exact in
 the container; then rounding twice is rounding once, which keeps "no proposal" from ever
-looking like a move. (Not under ``absmean``: the mean magnitude of rounded values is another one.)
+looking like a move. (Two exceptions: ``absmean``, since the mean magnitude of
+rounded values is another one; and stochastic rounding, which may draw a smaller code for the largest value of
+a segment.)
 
 Rules, the same for every grid:
 
