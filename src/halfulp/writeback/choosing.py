@@ -247,12 +247,16 @@ class Chooser:
 
 def _check_names(names: list[Any]) -> None:
     """Refuse a list that is empty, or of something else than names."""
-    others = [type(name).__name__ for name in names if not isinstance(name, str)]
-    if others or not names:
+    if not names:
         raise UsageError(
-            "params= takes the names of parameters, as in model.named_parameters(), not "
-            + (f"{others[0]}." if others else "an empty list; or it was a generator that is used up.")
+            "no parameter to write back: params= is an empty list, or a generator that is used up."
         )
+    for name in names:
+        if not isinstance(name, str):
+            raise UsageError(
+                "params= takes the names of parameters, as in model.named_parameters(), not "
+                f"{type(name).__name__}."
+            )
 
 
 def _check_function(select: Callable[..., Any]) -> None:
