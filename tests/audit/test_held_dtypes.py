@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +60,47 @@ def test_states_of_eight_bits_are_what_they_are() -> None:
 
 
 # ---- whose roles they are --------------------------------------------------------------------------------
+
+
+class Beside(torch.optim.Optimizer):
+    """Steps 16-bit weights, and keeps a wider tensor for each under a name that says nothing."""
+
+    def __init__(self, params: Iterable[torch.Tensor], lr: float, kind: str) -> None:
+        super().__init__(params, {"lr": lr})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            x = self.state[p].setdefault("x", p.float().clone())
+            change = self.param_groups[0]["lr"] * p.grad.float().sign()
+            if self.kind == "master":
+                p.copy_(x.sub_(change))
+                continue
+            p.copy_(p.float() - change)
+            if self.kind == "average":
+                x.lerp_(p.float(), 0.9 if self.state[p].get("steps", 0) < 2 else 0.1)
+            self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize(("kind", "steps"), [("master", 1), ("master", 9), ("average", 9), ("start", 9)])
+def test_a_wider_state_is_a_master_only_if_it_moves_where_the_weights_do_not(
+    kind: str, steps: int, warmup: int
+) -> None:
+    """A copy of the start and an average have the weights' values as well while these hardly move."""
+    torch.manual_seed(0)
+    model, memory = torch.nn.Linear(40, 40).bfloat16(), hu.Memory()
+    opt = Beside(model.parameters(), 1e-5, kind)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: float(step >= warmup))
+    with hu.Audit(opt, "bf16", model=model, out=memory):
+        for _ in range(warmup + steps):
+            opt.zero_grad()
+            model(torch.randn(8, 40).bfloat16()).square().mean().backward()
+            opt.step()
+            schedule.step()
+    (holds,) = (o["holds"] for o in memory.trace.manifest["optimizers"])
+    assert holds.get("keeps") == (["x"] if kind == "master" else None)
+    assert hu.verdict(memory.trace).headline.startswith(
+        "Nothing lost" if kind == "master" else "This run LOST"
+    )

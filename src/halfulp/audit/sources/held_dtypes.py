@@ -5,8 +5,10 @@ dtypes are read after the first audited step, when the states exist.
 
 Some optimizers keep in a state what 16-bit weights do not hold: masters (TransformerEngine's ``FusedAdam``),
 the rest of a sum (torch-optimi, pytorch_optimizer), the bits that a cast drops (heavyball, FlashOptim). A
-stored value that stays is no loss there. Such a state is wider than the weights and a cast of it gives them
-in every bit, or it has a name that :data:`KEEPS` knows and a value for each weight.
+stored value that stays is no loss there. Such a state has a name that :data:`KEEPS` knows and a value for
+each weight; or it is wider than the weights, a cast of it gives them in every bit, and it changed where the
+stored weight did not. An average of the weights or a copy of their start fails one of these sooner or later,
+so :class:`Keepers` looks again at later steps.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ Sizes = dict[str, int]
 """Values by dtype."""
 LONGEST = 200
 """Characters of a state's name in a manifest."""
+SAMPLED = 2**16
+"""Values of each tensor at which it is seen whether a state moved where the weight did not."""
 
 
 KEEPS = re.compile(r"master|kahan_comp|param::ecc|error_bits")
@@ -48,6 +52,7 @@ class OptimizerNotes:
         """True to report on standard error, after the first step, what they hold."""
         self._seen: list[torch.optim.Optimizer] = []
         self._holds: dict[torch.optim.Optimizer, dict[str, Any]] = {}
+        self._keepers: dict[torch.optim.Optimizer, Keepers] = {}
         self._admits: dict[torch.optim.Optimizer, list[str]] = {}
         """The policies that would take each of them; to ask them all takes a while."""
         self._gradients: Sizes = {}
@@ -60,19 +65,26 @@ class OptimizerNotes:
             self._seen.append(optimizer)
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the gradients before its first step, which may drop them."""
-        if optimizer in self._seen and optimizer not in self._holds:
+        """Look at the gradients before its first step, which may drop them, and at what may be masters."""
+        if optimizer not in self._seen:
+            return
+        if optimizer not in self._holds:
             self._gradients = gradients(optimizer)
             self.caller = self.caller or caller_of(optimizer)
+        if not isinstance(optimizer, WriteBack):
+            self._keepers.setdefault(optimizer, Keepers(wrapped(optimizer))).before()
 
     def after(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Look at what it holds once its first step is over; whether that is new."""
-        if optimizer in self._holds or optimizer not in self._seen:
+        """Look at what it holds after its first step, and which states are masters; whether that is new."""
+        if optimizer not in self._seen:
             return False
-        holds = held(optimizer, self._gradients or gradients(optimizer))  # or a closure's
-        holds["states"] = {_written(kind): sizes for kind, sizes in holds["states"].items()}
-        self._holds[optimizer] = holds
-        return True
+        known = self._holds.get(optimizer)
+        holds = known or held(optimizer, self._gradients or gradients(optimizer))  # or a closure's
+        if known is None:
+            holds["states"] = {_written(kind): sizes for kind, sizes in holds["states"].items()}
+        keeps = self._keepers[optimizer].after() if optimizer in self._keepers else []
+        self._holds[optimizer] = {**holds, "keeps": keeps} if keeps else _without(holds, "keeps")
+        return self._holds[optimizer] != known
 
     def described(self) -> list[dict[str, Any]]:
         """Return what a manifest says of them."""
@@ -90,6 +102,10 @@ class OptimizerNotes:
             self.announces = False
             if rank() == 0:
                 tell(f"halfulp: {verdict_held.words_of(self._holds.values())}")
+
+
+def _without(holds: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in holds.items() if key != name}
 
 
 def _written(kind: str) -> str:
@@ -122,39 +138,111 @@ def held(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
             for x in state if isinstance(state, list | tuple) else (state,):
                 if isinstance(x, torch.Tensor) and (x.numel() > 1 or narrow_scalar(x)):
                     states.setdefault(str(kind), []).append(x)
-    keeps = [] if slots else keepers(inner)
     return {
         "parameters": {**written, **_sizes(p for p in params if p not in stepped)},
         "gradients": gradients,
         "states": {kind: _sizes(tensors) for kind, tensors in states.items()},
-        **({"keeps": keeps} if keeps else {}),
     }
 
 
-def keepers(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the states that keep what 16-bit weights do not hold; none unless every such weight has one."""
-    found: dict[str, None] = {}
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        state = optimizer.state.get(p)
-        if not state or not p.is_floating_point() or p.element_size() != 2:
-            continue
-        own = [str(k) for k, x in flat(state) if isinstance(x, torch.Tensor) and _keeps(str(k), x, p)]
-        if not own:
+class Keepers:
+    """Find the states of an optimizer that keep what its 16-bit weights do not hold.
+
+    States are looked at after every step until it is known what they are; masters again at steps 4, 8, 16...
+
+    Args:
+        optimizer: The optimizer, without what wraps it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._steps = 0
+        self._open = True
+        """True while there is a state of which it is not known what it is."""
+        self._kept: list[str] = []
+        self._moved: set[str] = set()
+        """States that changed where the stored weight did not."""
+        self._others: set[str] = set()
+        """States whose cast was not the weights."""
+        self._before: dict[torch.Tensor, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
+
+    def before(self) -> None:
+        """Copy a sample of the weights and of the states that may be masters, before a step."""
+        self._before = {}
+        if not self._open:
+            return
+        for p in _narrow(self.optimizer):
+            wide = self._wide(p)
+            if wide or not self._steps:
+                self._before[p] = _sample(p), {k: _sample(x) for k, x in wide}
+
+    def after(self) -> list[str]:
+        """Return the states that keep the rest; none unless every 16-bit weight with a state has one."""
+        self._steps += 1
+        if not self._open and (not self._kept or self._steps & (self._steps - 1)):
+            return self._kept
+        found: list[list[str]] = []
+        for p in _narrow(self.optimizer):
+            if tensors := _tensors(self.optimizer, p):
+                named = [k for k, x in tensors if x.numel() == p.numel() and KEEPS.search(k)]
+                found.append([*named, *self._casts(p)])
+        alike = {k for kinds in found for k in kinds} - self._others
+        known = {k for k in alike if k in self._moved or KEEPS.search(k)}
+        own = [[k for k in kinds if k in known] for kinds in found]
+        self._kept = list(dict.fromkeys(k for kinds in own for k in kinds)) if all(own) else []
+        self._open = alike != known or (bool(known) and not self._kept)
+        return self._kept
+
+    def _wide(self, p: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Return the states that may be masters of a weight."""
+        return [
+            (k, x)
+            for k, x in _tensors(self.optimizer, p)
+            if k not in self._others and not KEEPS.search(k) and x.shape == p.shape
+            if x.is_floating_point() and x.element_size() > p.element_size()
+            if not hasattr(local(x), "__tensor_flatten__")  # codes that call themselves float32
+        ]
+
+    def _casts(self, p: torch.Tensor) -> list[str]:
+        """Return the states of a weight whose cast it is, and note which of them moved where it did not."""
+        wide, here = self._wide(p), local(p.detach())  # of a shard only what is here: others may not ask
+        if not wide or not here.any():
             return []
-        found.update(dict.fromkeys(own))
-    return list(found)
+        same = []
+        for kind, x in wide:
+            if not torch.equal(local(x.detach()).to(p.dtype), here):
+                self._others.add(kind)
+                continue
+            same.append(kind)
+            if p in self._before and kind not in self._moved:
+                weight, states = self._before[p]
+                began = states.get(kind, weight.to(x.dtype))  # made in this step, of the weight
+                if bool(((_sample(x) != began) & (_sample(p) == weight)).any()):
+                    self._moved.add(kind)
+        return same
 
 
-def _keeps(kind: str, x: torch.Tensor, p: torch.Tensor) -> bool:
-    """Return True if a state keeps what its parameter does not hold."""
-    if x.numel() != p.numel():
-        return False
-    if KEEPS.search(kind):
-        return True
-    if not x.is_floating_point() or x.element_size() <= p.element_size() or x.shape != p.shape:
-        return False
-    here = local(p.detach())  # of a shard only what is here: other ranks need not be asking
-    return bool(here.any()) and torch.equal(local(x.detach()).to(p.dtype), here)
+def _narrow(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the 16-bit weights of an optimizer."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return [
+        p
+        for p in params
+        if p.is_floating_point() and p.element_size() == 2 and not is_lazy(p)
+        if not hasattr(local(p), "__tensor_flatten__")
+    ]
+
+
+def _tensors(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors among the states of a weight, by name."""
+    states = flat(optimizer.state.get(p) or {})
+    return [(str(k), x) for k, x in states if isinstance(x, torch.Tensor)]
+
+
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    """Copy evenly spaced values of a tensor, as far as they are here."""
+    values = local(x.detach()).reshape(-1)
+    return values[:: max(1, -(-values.numel() // SAMPLED))].clone()
 
 
 def _sizes(tensors: Iterable[torch.Tensor | None]) -> Sizes:
