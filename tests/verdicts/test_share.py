@@ -342,3 +342,36 @@ def test_probabilities_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         hu.Audit(optimizer, "bf16", model=model, expected_never_moved=True),
     ):
         optimizer.step()
+
+
+# ---- steps without an update -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rates", "of_which"), [([0.0] * 4, 0), ([0.0] * 6 + [1e-5] * 2, 2)])
+def test_steps_at_a_rate_of_zero_lose_nothing(tmp_path: Path, rates: list[float], of_which: int) -> None:
+    """Nothing is proposed there, also to weights stored in bf16: the steps are part of no share, anywhere."""
+    torch.manual_seed(0)
+    model, seen = torch.nn.Linear(40, 40).bfloat16(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    with hu.Audit(optimizer, "bf16", model=model, out=tmp_path / "run", listeners=[seen.append]):
+        for rate in rates:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            model(torch.randn(8, 40).bfloat16()).square().mean().backward()
+            optimizer.step()
+    trace = hu.Trace.open(tmp_path / "run")
+    share, verdict = trace.frozen("bf16"), hu.verdict(trace)
+    assert np.isnan(share).tolist() == [rate == 0 for rate in rates]
+    assert trace.frozen("bf16", of="weights")[0] == 1  # the paper's share is what it is
+    assert np.array_equal([s["frozen"]["bf16"] for s in seen], share, equal_nan=True)
+    (gathered,) = open_traces([trace])
+    assert np.array_equal(gathered.gathered.lost_share("bf16"), share, equal_nan=True)
+    assert str(gathered.gathered.findings()) == str(list(verdict.findings))
+    if of_which:
+        assert verdict.findings[0].lost == share[-of_which:].mean() > 0.9
+        assert verdict.headline.startswith("This run LOST")
+    else:
+        said = "Nothing can be said: no update was proposed in 4 steps at a learning rate of 0."
+        assert (verdict.headline, verdict.fix) == (said, None)
+        assert f"<h1>{said}</h1>" in page([trace.path])
+        assert json.loads(json.dumps(verdict.to_json(), allow_nan=False))["grids"][0]["lost"] is None

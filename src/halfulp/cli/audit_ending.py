@@ -94,7 +94,7 @@ class Ending:
         The grids that the weights are really stored on are judged, others only if they were named. Under a
         policy that keeps what it does not write, a code that does not change is not a loss.
         """
-        from halfulp.verdicts.findings import keeping
+        from halfulp.verdicts.findings import NO_SHARE, keeping
 
         if self.fail.most is None and not self.fail.fail_stuck:
             return None
@@ -106,6 +106,8 @@ class Ending:
         for f in answer.findings:
             if kept if f.measured else not self.every_grid:
                 continue
+            if self.fail.most is not None and f.severity in NO_SHARE:
+                return f"{f.severity} (--fail-above)."
             what = f"of the updates {'were' if f.measured else 'would be'} lost in {f.grid}"
             stuck = [name for name, _, _, still in f.hardly if still == 1]
             if why := self.fail.reason(f.lost, what, stuck, f"never moved in {f.grid}"):

@@ -26,7 +26,7 @@ from halfulp.measures.crossings import Majority, majority
 from halfulp.measures.groups import CORE
 from halfulp.trace import Columns, Trace
 from halfulp.trace.columns import groups
-from halfulp.trace.recorded import lost_share
+from halfulp.trace.recorded import known_zero, lost_share
 from halfulp.trace.stored_on import default_scope, on_grid, same_values
 from halfulp.verdicts.findings import HARDLY, Finding, average, known
 
@@ -157,7 +157,7 @@ class Gathered:
         return float(f[~np.isnan(f)][-1])
 
     def tensor_share(self, grid: str) -> Array:
-        """Return the share of each tensor's updates that is lost over the run; NaN if none was finite."""
+        """Return the share of each tensor's updates that is lost over the run; NaN if it had none."""
         shares = lost_share(self.still[:, self.grids.index(grid)], self.zeros, self.spoilt, self.moves)
         return np.where(self.present > 0, shares, np.nan)
 
@@ -221,12 +221,13 @@ def gather(trace: Trace) -> Gathered:
     there, zeros, spoilt = np.zeros((3, m))
     still, arrived, proposed = np.zeros((3, m, g))
     for by_tensor, by_grid in zip(
-        trace.by_part("tensors", "step", "tensor", "zero_proposal", "nonfinite", "proposal_sq"),
+        trace.by_part("tensors", "step", "tensor", "lr", "zero_proposal", "nonfinite", "proposal_sq"),
         trace.by_part("grids", "step", "tensor", "grid", "arrived", *columns),
         strict=True,
     ):
         at, tensor, frame = _rows(by_tensor, steps, place)
-        zero, lame = frame["zero_proposal"] * full[tensor], frame["nonfinite"]
+        lame = frame["nonfinite"]
+        zero = known_zero(frame["zero_proposal"], full[tensor], frame["lr"], recorded[tensor] - lame)
         _add(sizes, at * k + class_of[tensor], recorded[tensor])
         _add(idle, at * k + class_of[tensor], zero)
         _add(bad, at * k + class_of[tensor], lame)

@@ -22,12 +22,13 @@ from halfulp.verdicts.findings import (
     NOT_FINITE,
     SOME,
     STRONGLY,
+    UNASKED,
     Finding,
     cures,
 )
 
 SEVERITIES = {MOST: "most", STRONGLY: "most", SOME: "some", DISTORTED: "some", FINE: "fine",
-              NOT_FINITE: "unknown"}  # fmt: skip
+              NOT_FINITE: "unknown", UNASKED: "unknown"}  # fmt: skip
 """The mark of a table row, by severity."""
 
 

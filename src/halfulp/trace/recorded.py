@@ -32,24 +32,46 @@ def lost_share(frozen: Array, zero: Array, bad: Array, numel: Array) -> Array:
 
     This is *the* share of halfulp: in a verdict, on a page, in :meth:`Recorded.frozen`, in ``audit.latest``
     and in every logger. An update is a finite proposal other than zero; it is lost if the stored code stays.
+    Where there was no update there is no share: such a step is part of no average.
 
     Args:
         frozen: Counts of coordinates that are frozen.
-        zero: Of those whose proposal is zero.
+        zero: Of those whose proposal is zero, see :func:`known_zero`.
         bad: Of those that are not finite.
         numel: Of all.
 
     Returns:
-        The shares; NaN where there was no update and something was not finite.
+        The shares; NaN where there was no update.
 
     >>> lost_share(
     ...     np.array([9, 10, 2, 0]), np.array([8, 10, 0, 0]), np.array([0, 0, 6, 10]), np.array([10] * 4)
     ... )
-    array([0.5, 0. , 0.5, nan])
+    array([0.5, nan, 0.5, nan])
     """
     updates = numel - zero - bad
     lost = np.maximum(frozen - zero, 0)
-    return np.where(updates > 0, lost / np.maximum(updates, 1), np.where(bad > 0, np.nan, 0.0))
+    return np.where(updates > 0, lost / np.maximum(updates, 1), np.nan)
+
+
+def known_zero(unchanged: Array, known: Array, rates: Array, movable: Array) -> Array:
+    """Return how many proposals of a tensor's step are known to be zero.
+
+    If weights are stored on a grid and only their change is seen, a lost update looks like no update, unless
+    the whole tensor stayed at a learning rate of 0, which multiplies the decay as well.
+
+    Args:
+        unchanged: Counts of changes of zero.
+        known: Whether proposals of the tensor are known.
+        rates: Its learning rates; NaN if unknown.
+        movable: Counts of its finite coordinates.
+
+    >>> counts = np.array([3, 3, 8, 8])
+    >>> known_zero(
+    ...     counts, np.array([True, False, False, False]), np.array([0.1, 0, 0.1, 0]), np.array([8] * 4)
+    ... )
+    array([3, 0, 0, 8])
+    """
+    return np.where(known | ((rates == 0) & (unchanged == movable)), unchanged, 0)
 
 
 class Recorded(ABC):
@@ -263,7 +285,8 @@ class Recorded(ABC):
         """Return the share of updates that is lost, one value per recorded step.
 
         An update is a finite proposal other than zero, and it is lost if its weight is frozen
-        (:mod:`halfulp.kernels.reference`). NaN at a step in which no proposal was finite.
+        (:mod:`halfulp.kernels.reference`). NaN at a step without an update: no proposal was finite, or all
+        were zero, as at a learning rate of 0.
 
         Args:
             grid: One of the audited grids.
@@ -296,7 +319,7 @@ class Recorded(ABC):
         return lost_share(frozen, beside["zero_proposal"], beside["nonfinite"], beside["numel"])
 
     def lost_by_tensor(self, grid: str) -> dict[int, float]:
-        """Return the share of each tensor's updates that the run loses, by id; NaN if none was finite."""
+        """Return the share of each tensor's updates that the run loses, by id; NaN if it had none."""
         total = self._sums(self._column("frozen", grid, "all"), "frozen", by="tensor")
         beside = self._sums(self._shared("all"), "zero_proposal", "nonfinite", by="tensor")
         shares = lost_share(total["frozen"], beside["zero_proposal"], beside["nonfinite"], beside["numel"])
@@ -304,14 +327,17 @@ class Recorded(ABC):
 
     def _shared(self, scope: Scope) -> Columns:
         """Return what is known of tensors whatever the grid; zero proposals only where they can be told."""
-        rows = self._of_tensors(scope, "step", "zero_proposal", "nonfinite")
-        zero = rows["zero_proposal"] * np.isin(rows["tensor"], self.tells_zero())
+        rows = self._of_tensors(scope, "step", "lr", "zero_proposal", "nonfinite")
+        sizes = np.array([t["recorded"] for t in self.manifest["tensors"]])
+        known = np.isin(rows["tensor"], self.tells_zero())
+        movable = sizes[rows["tensor"]] - rows["nonfinite"]
+        zero = known_zero(rows["zero_proposal"], known, rows["lr"], movable)
         return Columns({**dict(rows), "zero_proposal": zero})
 
     def zero_proposals(self, scope: Scope = "all") -> Array:
         """Return the share of coordinates that a step was not asked to move, one value per recorded step.
 
-        Only tensors of :meth:`tells_zero` contribute; for all others the share is counted as zero.
+        Of tensors that are not in :meth:`tells_zero`, only steps at a learning rate of 0 contribute.
         """
         return self.share(self._shared(scope), "zero_proposal")
 
@@ -396,7 +422,7 @@ class Recorded(ABC):
         return crossing(f, steps=steps)
 
     def _finite(self, grid: str, scope: Scope | None, of: str) -> tuple[Array, Array]:
-        """Return shares and their steps, without steps at which nothing was finite."""
+        """Return shares and their steps, without steps that have none."""
         ids = self._scope(grid, scope)
         f, steps = self.frozen(grid, ids, of=of), self.steps_of(ids)
         there = ~np.isnan(f)

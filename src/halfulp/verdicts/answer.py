@@ -30,8 +30,10 @@ from halfulp.verdicts import loss_costs as costs
 from halfulp.verdicts.findings import (
     DISTORTED,
     FINE,
+    NO_SHARE,
     NOT_FINITE,
     STRONGLY,
+    UNASKED,
     Finding,
     average,
     copies,
@@ -212,18 +214,18 @@ def answer_of(
     """Build the answer from existing findings; see :func:`verdict`."""
     bad = details.nonfinite_words(trace)
     at_home = [f for f in by_grid if moved_on_grid(trace, f.grid)]
-    bad_ones = [f for f in by_grid if f.severity not in (FINE, NOT_FINITE)]
+    bad_ones = [f for f in by_grid if f.severity not in (FINE, *NO_SHARE)]
     first = max(at_home, key=lambda f: f.of) if at_home else (*bad_ones, *by_grid)[0]
     kept = is_cast(trace) or (bool(at_home) and keeping(trace) is not None)
     masters = len(copies(trace)) == len(trace.tensors)
-    loses = first.severity not in (FINE, NOT_FINITE) and not kept and not masters
+    loses = first.severity not in (FINE, *NO_SHARE) and not kept and not masters
     fix = fix_of(trace, first.grid, stored=first.of if at_home else 0.0) if loses else None
     cost = tuple(line.strip() for line in costs.lines(trace) if line)
     if not cost and loses:
         there = ", on a run with float32 weights" if at_home else ""
         cost = (f"not measured: --rehearse {first.grid} --evaluate FN{there}",)
     beside = _beside(trace)
-    nothing = all(f.severity == FINE for f in by_grid) and not beside and not masters
+    nothing = all(f.severity in (FINE, UNASKED) for f in by_grid) and not beside and not masters
     parts = {
         "Why": _why(trace, first, stored=bool(at_home)) if loses or masters else (),
         "Where": _where(trace, first) if loses else (),
@@ -256,6 +258,9 @@ def _headline(
     still = "" if (first.never_moved or 0) < STUCK else percent(first.never_moved)
     if first.severity == NOT_FINITE:
         return f"Nothing can be said: {NOT_FINITE}."
+    if first.severity == UNASKED:
+        at = " at a learning rate of 0" if not trace.scan("tensors", "lr")["lr"].any() else ""
+        return f"Nothing can be said: {UNASKED} in {steps}{at}."
     if is_cast(trace):
         return (
             f"Nothing lost: the main parameters keep what a cast does not write ({percent(first.lost)} of "
@@ -384,8 +389,8 @@ def _beside(trace: Recorded) -> tuple[str, ...]:
 
 def _format(trace: Recorded, finding: Finding) -> str:
     """Summarize a format in one line."""
-    if finding.severity == NOT_FINITE:
-        return f"nothing can be said, because {NOT_FINITE}"
+    if finding.severity in NO_SHARE:
+        return f"nothing can be said, because {finding.severity}"
     whose = "" if finding.of == 1 else f"its {finding.grid} "
     said = f"{percent(finding.lost)} of {whose}updates {'' if finding.measured else 'would be '}lost"
     if finding.lost_late - finding.lost > LATE:

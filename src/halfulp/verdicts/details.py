@@ -26,7 +26,7 @@ from halfulp.verdicts import loss_costs as costs
 from halfulp.verdicts.counters import counters
 from halfulp.verdicts.findings import (  # fmt: skip
     FINE,
-    NOT_FINITE,
+    NO_SHARE,
     Finding,
     average,
     copies,
@@ -180,8 +180,8 @@ def role_lines(trace: Recorded) -> list[str]:
         head = f"{shown(role)} ({count(len(beside.tensors), 'tensor')}, {dtypes})"
         if beside.manifest["run"].get("role") == GRADIENTS:
             head = f"{head}, {count(len(beside.steps), 'accumulation')}"
-        if finding.severity == NOT_FINITE:
-            out += ["", f"{head}: nothing can be said, because {NOT_FINITE}."]
+        if finding.severity in NO_SHARE:
+            out += ["", f"{head}: nothing can be said, because {finding.severity}."]
             continue
         if home:
             cure = "" if finding.severity == FINE else "; keep it in float32 (2 more bytes per value)"
@@ -221,8 +221,8 @@ def _grid_lines(trace: Recorded, finding: Finding) -> list[str]:
     scope: Scope = home or "all"
     cast = is_cast(trace)
     policy = keeping(trace) if home or cast else None
-    if finding.severity == NOT_FINITE:
-        return [f"{grid}: nothing can be said, because {NOT_FINITE}."]
+    if finding.severity in NO_SHARE:
+        return [f"{grid}: nothing can be said, because {finding.severity}."]
     out = []
     if policy is None:
         kind = "lost" if finding.measured else "would be lost"
@@ -253,7 +253,7 @@ def _grid_lines(trace: Recorded, finding: Finding) -> list[str]:
         out += _hardly_lines(trace, finding, bool(home))
     if home and (rest := sorted({t["id"] for t in trace.tensors} - set(home))):
         share, part = average(trace.frozen(grid, rest)), trace.numel(rest) / trace.numel("all")
-        there = NOT_FINITE if share != share else f"{share:.1%} would be lost"
+        there = "nothing can be said" if share != share else f"{share:.1%} would be lost"
         out.append(
             f"  {len(rest)} tensor(s) with {part:.1%} of the weights are not stored on it; there {there}"
         )
@@ -270,7 +270,7 @@ def _core_lines(trace: Recorded, grid: str, ids: Sequence[int]) -> list[str]:
         return []
     groups = " and ".join(group for group in CORE if any(t["group"] == group for t in core))
     share = average(trace.frozen(grid, [t["id"] for t in core]))
-    return [f"  {groups} alone: {NOT_FINITE if share != share else f'{share:.1%}'}"]
+    return [f"  {groups} alone: {'nothing can be said' if share != share else f'{share:.1%}'}"]
 
 
 def _hardly_lines(trace: Recorded, finding: Finding, home: bool) -> list[str]:

@@ -36,7 +36,9 @@ from halfulp.writeback.policies import POLICIES
 
 HARDLY = 0.99
 """A tensor hardly moves if this share of its updates is lost."""
-NOT_FINITE = "no proposal was finite"
+NOT_FINITE, UNASKED = "no proposal was finite", "no update was proposed"
+NO_SHARE = (NOT_FINITE, UNASKED)
+"""Severities of a run without a share of lost updates."""
 MOST, SOME, FINE = "most updates are lost", "some updates are lost", "fine"
 STRONGLY, DISTORTED = "updates are strongly distorted", "updates are distorted"
 ALWAYS = ("sr", "kahan", "master")
@@ -55,9 +57,9 @@ class Finding:
     idle: float
     """Share of the proposals that were zero: nothing to lose, and not counted as updates."""
     lost: float
-    """Share of updates lost, the mean over the recorded steps; NaN if none was finite."""
+    """Share of updates lost, the mean over the recorded steps that had updates; NaN if none had."""
     lost_late: float
-    """Mean share over the last tenth of the recorded steps."""
+    """Mean share over the last tenth of these steps."""
     majority: Majority | None
     """When more than half of the updates of each step are lost, if that lasts."""
     never_moved: float | None
@@ -71,7 +73,8 @@ class Finding:
     @property
     def severity(self) -> str:
         """Return the severity of the finding as one of a few fixed phrases."""
-        return severity(self.lost, self.lost_late, self.gain, self.cosine, bool(self.hardly))
+        found = severity(self.lost, self.lost_late, self.gain, self.cosine, bool(self.hardly))
+        return UNASKED if found == NOT_FINITE and self.idle == 1 else found
 
 
 def severity(lost: float, late: float, gain: float | None, cosine: float | None, hardly: bool) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from halfulp.audit.meter.rows import PER_GRID, SHARED, Row
 from halfulp.audit.sources.watchlist import Watchlist
-from halfulp.trace.recorded import lost_share
+from halfulp.trace.recorded import known_zero, lost_share
 from halfulp.trace.stored_on import in_full, same_values
 
 BESIDE = ("step", "frozen", "tensors", "never_moved", "gain", "measured")
@@ -39,7 +39,8 @@ def summary(rows: Sequence[Row], loss: float, watchlist: Watchlist, *, tells_zer
         shared[:, SHARED.index(c)] for c in ("zero_proposal", "nonfinite", "weight_sq", "proposal_sq")
     )
     full = np.array([tells_zero or in_full(w.stored) for w in tensors])
-    idle = np.where(full, zero, 0)
+    rates = np.concatenate([np.asarray(r.rates, dtype=np.float64) for r in rows])
+    idle = known_zero(zero, full, rates, sizes - bad)
     dtypes = [str(w.tensor.dtype).removeprefix("torch.") for w in tensors]
     made: dict[str, Any] = {"frozen": {}, "never_moved": {}, "gain": {}, "measured": []}
     for j, grid in enumerate(grids):

@@ -32,6 +32,7 @@ from halfulp.verdicts import held as verdict_held
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.sharding import local
 
+States = list[tuple[str, torch.Tensor]]
 Sizes = dict[str, int]
 """Values by dtype."""
 LONGEST = 200
@@ -71,20 +72,31 @@ class OptimizerNotes:
         if optimizer not in self._holds:
             self._gradients = gradients(optimizer)
             self.caller = self.caller or caller_of(optimizer)
-        if not isinstance(optimizer, WriteBack):
-            self._keepers.setdefault(optimizer, Keepers(wrapped(optimizer))).before()
+            if not isinstance(optimizer, WriteBack):
+                self._keepers[optimizer] = Keepers(optimizer)
+        if optimizer in self._keepers and self._keepers[optimizer].open:
+            self._keepers[optimizer].before()
 
     def after(self, optimizer: torch.optim.Optimizer) -> bool:
         """Look at what it holds after its first step, and which states are masters; whether that is new."""
         if optimizer not in self._seen:
             return False
-        known = self._holds.get(optimizer)
-        holds = known or held(optimizer, self._gradients or gradients(optimizer))  # or a closure's
+        known, keepers = self._holds.get(optimizer), self._keepers.get(optimizer)
         if known is None:
-            holds["states"] = {_written(kind): sizes for kind, sizes in holds["states"].items()}
-        keeps = self._keepers[optimizer].after() if optimizer in self._keepers else []
-        self._holds[optimizer] = {**holds, "keeps": keeps} if keeps else _without(holds, "keeps")
-        return self._holds[optimizer] != known
+            known = held(optimizer, self._gradients or gradients(optimizer))  # or a closure's
+            known["states"] = {_written(kind): sizes for kind, sizes in known["states"].items()}
+        elif keepers is None:
+            return False
+        holds = known
+        if keepers is not None:
+            keeps = keepers.after()
+            holds = {key: value for key, value in known.items() if key != "keeps"}
+            holds |= {"keeps": keeps} if keeps else {}
+            if not keeps and not keepers.open:
+                del self._keepers[optimizer]
+        new = self._holds.get(optimizer) != holds
+        self._holds[optimizer] = holds
+        return new
 
     def described(self) -> list[dict[str, Any]]:
         """Return what a manifest says of them."""
@@ -102,10 +114,6 @@ class OptimizerNotes:
             self.announces = False
             if rank() == 0:
                 tell(f"halfulp: {verdict_held.words_of(self._holds.values())}")
-
-
-def _without(holds: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in holds.items() if key != name}
 
 
 def _written(kind: str) -> str:
@@ -157,7 +165,7 @@ class Keepers:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._steps = 0
-        self._open = True
+        self.open = True
         """True while there is a state of which it is not known what it is."""
         self._kept: list[str] = []
         self._moved: set[str] = set()
@@ -169,79 +177,74 @@ class Keepers:
     def before(self) -> None:
         """Copy a sample of the weights and of the states that may be masters, before a step."""
         self._before = {}
-        if not self._open:
-            return
         for p in _narrow(self.optimizer):
-            wide = self._wide(p)
-            if wide or not self._steps:
-                self._before[p] = _sample(p), {k: _sample(x) for k, x in wide}
+            tensors = _tensors(self.optimizer, p) if self.optimizer.state else []
+            wide = self._wide(p, tensors) if tensors else []
+            if (wide or not self._steps) and not hasattr(here := local(p.detach()), "__tensor_flatten__"):
+                self._before[p] = _sample(here), {k: _sample(x) for k, x in wide}
 
     def after(self) -> list[str]:
         """Return the states that keep the rest; none unless every 16-bit weight with a state has one."""
         self._steps += 1
-        if not self._open and (not self._kept or self._steps & (self._steps - 1)):
+        if not self.open and (not self._kept or self._steps & (self._steps - 1)):
             return self._kept
         found: list[list[str]] = []
         for p in _narrow(self.optimizer):
             if tensors := _tensors(self.optimizer, p):
                 named = [k for k, x in tensors if x.numel() == p.numel() and KEEPS.search(k)]
-                found.append([*named, *self._casts(p)])
+                wide = self._wide(p, tensors)
+                found.append([*named, *self._casts(p, wide)] if wide else named)
         alike = {k for kinds in found for k in kinds} - self._others
         known = {k for k in alike if k in self._moved or KEEPS.search(k)}
         own = [[k for k in kinds if k in known] for kinds in found]
         self._kept = list(dict.fromkeys(k for kinds in own for k in kinds)) if all(own) else []
-        self._open = alike != known or (bool(known) and not self._kept)
+        self.open = alike != known or (bool(known) and not self._kept)
         return self._kept
 
-    def _wide(self, p: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    def _wide(self, p: torch.Tensor, tensors: States) -> States:
         """Return the states that may be masters of a weight."""
         return [
-            (k, x)
-            for k, x in _tensors(self.optimizer, p)
+            (k, local(x.detach()))  # of a shard only what is here: other ranks may not be asking
+            for k, x in tensors
             if k not in self._others and not KEEPS.search(k) and x.shape == p.shape
             if x.is_floating_point() and x.element_size() > p.element_size()
             if not hasattr(local(x), "__tensor_flatten__")  # codes that call themselves float32
         ]
 
-    def _casts(self, p: torch.Tensor) -> list[str]:
+    def _casts(self, p: torch.Tensor, wide: States) -> list[str]:
         """Return the states of a weight whose cast it is, and note which of them moved where it did not."""
-        wide, here = self._wide(p), local(p.detach())  # of a shard only what is here: others may not ask
-        if not wide or not here.any():
+        here = local(p.detach())
+        if not here.any():
             return []
         same = []
         for kind, x in wide:
-            if not torch.equal(local(x.detach()).to(p.dtype), here):
+            if not torch.equal(x.to(p.dtype), here):
                 self._others.add(kind)
                 continue
             same.append(kind)
             if p in self._before and kind not in self._moved:
                 weight, states = self._before[p]
                 began = states.get(kind, weight.to(x.dtype))  # made in this step, of the weight
-                if bool(((_sample(x) != began) & (_sample(p) == weight)).any()):
+                if bool(((_sample(x) != began) & (_sample(here) == weight)).any()):
                     self._moved.add(kind)
         return same
 
 
 def _narrow(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the 16-bit weights of an optimizer."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    return [
-        p
-        for p in params
-        if p.is_floating_point() and p.element_size() == 2 and not is_lazy(p)
-        if not hasattr(local(p), "__tensor_flatten__")
-    ]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in params if p.is_floating_point() and p.element_size() == 2 and not is_lazy(p)]
 
 
-def _tensors(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _tensors(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> States:
     """Return the tensors among the states of a weight, by name."""
-    states = flat(optimizer.state.get(p) or {})
-    return [(str(k), x) for k, x in states if isinstance(x, torch.Tensor)]
+    state = optimizer.state.get(p)
+    return [(str(k), x) for k, x in flat(state) if isinstance(x, torch.Tensor)] if state else []
 
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
-    """Copy evenly spaced values of a tensor, as far as they are here."""
-    values = local(x.detach()).reshape(-1)
+    """Copy evenly spaced values of a tensor."""
+    values = x.reshape(-1)
     return values[:: max(1, -(-values.numel() // SAMPLED))].clone()
 
 
