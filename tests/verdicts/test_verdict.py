@@ -369,3 +369,19 @@ def test_names_of_tensors_and_groups_cannot_move_a_cursor() -> None:
 def test_a_folder_stands_for_its_trace(tmp_path: Path) -> None:
     trace = synthetic(tmp_path / "run", grids=["bf16"], steps=2)
     assert str(hu.verdict(str(trace.path))) == str(hu.verdict(trace.path)) == str(hu.verdict(trace))
+
+
+@pytest.mark.parametrize(("sign", "nothing"), [(1, True), (-1, False)])
+def test_updates_that_cannot_arrive_under_sr_are_no_clean_bill(sign: int, nothing: bool) -> None:
+    """The largest weight of an MX block can fall but not rise, as its scale is rounded down."""
+    torch.manual_seed(0)
+    w, memory = torch.nn.Parameter(torch.full((256, 32), 6 * 2.0**-6)), hu.Memory()
+    opt = hu.WriteBack(torch.optim.SGD([w], lr=1e-3), "mxfp4", "sr")
+    with hu.Audit(opt, "mxfp4", out=memory):
+        for _ in range(50):
+            w.grad = torch.full_like(w, -sign)
+            opt.step()
+    answer = hu.verdict(memory.trace)
+    assert answer.headline.startswith("Updates do not arrive: sr write-back to mxfp4 wrote 0% of") == nothing
+    assert answer.headline.startswith("Nothing lost: sr write-back") != nothing
+    assert bool(answer.section("Why")) == nothing

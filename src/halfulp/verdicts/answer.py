@@ -30,6 +30,7 @@ from halfulp.verdicts import loss_costs as costs
 from halfulp.verdicts.findings import (
     DISTORTED,
     FINE,
+    HARDLY,
     NO_SHARE,
     NOT_FINITE,
     STRONGLY,
@@ -48,6 +49,8 @@ FORMATS = "And if you stored them as"
 KINDS = {"attention": "attention", "mlp": "MLP", "embedding": "embeddings", "other": "matrices"}
 STUCK = 0.005
 """From this share on, weights that have not moved are mentioned."""
+STUCK_GAIN = 0.5
+"""Below this share of arriving updates, a run in which next to nothing moves is not said to lose nothing."""
 LATE = 0.1
 """The share at the end is named where it is so much above that of the run."""
 APART = 0.25
@@ -227,7 +230,7 @@ def answer_of(
     beside = _beside(trace)
     nothing = all(f.severity in (FINE, UNASKED) for f in by_grid) and not beside and not masters
     parts = {
-        "Why": _why(trace, first, stored=bool(at_home)) if loses or masters else (),
+        "Why": _why(trace, first, stored=bool(at_home)) if loses or masters else _why_stuck(trace, first),
         "Where": _where(trace, first) if loses else (),
         "Fix": () if fix is None else (*fix.code, *_cost(trace, first, fix)),
         "Rate": _rate(trace) if loses and at_home else (),
@@ -266,6 +269,9 @@ def _headline(
             f"Nothing lost: the main parameters keep what a cast does not write ({percent(first.lost)} of "
             "the stored values stayed at an average step)."
         )
+    if (arrived := _hardly_arrived(trace, first)) is not None:
+        wrote = f"sr write-back to {first.grid} wrote {percent(max(arrived, 0.0))} of what was proposed"
+        return f"Updates do not arrive: {wrote}; {still} of its weights have not moved in {steps}."
     if kept:
         by = f"{keeping(trace)} write-back carries the updates to {first.grid}"
         said = f"Nothing lost: {by if policies(trace) else details.state_words(trace, first)}"
@@ -293,6 +299,23 @@ def _headline(
     return f"{said}; {still} of {_of(first)} weights {stuck} in {steps}." if still else f"{said}."
 
 
+def _hardly_arrived(trace: Recorded, first: Finding) -> float | None:
+    """Return the share of the updates that arrived, if next to nothing moves under stochastic rounding."""
+    gain = trace.manifest["run"].get("gain")
+    stuck = first.measured and policies(trace) == ["sr"] and (first.never_moved or 0) >= HARDLY
+    return gain if stuck and isinstance(gain, float) and gain < STUCK_GAIN else None
+
+
+def _why_stuck(trace: Recorded, first: Finding) -> tuple[str, ...]:
+    """Say why updates may not arrive under a policy that carries them in the mean."""
+    if _hardly_arrived(trace, first) is None:
+        return ()
+    return (
+        "where steps are far under a gap, sr moves a weight rarely: audit more steps. On MX grids the "
+        "largest weight of a block cannot grow, because the scale is rounded down: use another grid.",
+    )
+
+
 def _of(finding: Finding) -> str:
     """Return the words for the weights that a finding concerns."""
     return "its" if finding.of == 1 else f"its {finding.grid}"
@@ -304,8 +327,7 @@ def _why(trace: Recorded, first: Finding, *, stored: bool) -> tuple[str, ...]:
         return (there,)
     optimizer: dict[str, Any] = next(iter(trace.manifest.get("optimizers", ())), {})
     rate = rate_of(trace, optimizer)
-    part = "most" if first.lost_late >= 0.5 else f"{percent(first.lost)} of"
-    steps = f"{'' if rate is None else f'at lr {number(rate)} '}{part} steps are under half a gap"
+    steps = f"{_small_steps(trace, first, rate)} steps are under half a gap"
     if not stored:
         arrives = details.arrival_words(first)
         dtypes = " and ".join(_stored(trace, trace.ids()))
@@ -315,6 +337,28 @@ def _why(trace: Recorded, first: Finding, *, stored: bool) -> tuple[str, ...]:
         return (f"nearest rounding (rne) to {first.grid} drops what is too small: {steps}.",)
     names = _stored(trace, moved_on_grid(trace, first.grid))
     return (f"{held.stored_words(trace, names)}, no fp32 master; {steps}.",)
+
+
+def _small_steps(trace: Recorded, first: Finding, rate: float | None) -> str:
+    """Say which part of the steps is too small, at a rate at which it is."""
+    part = "most" if first.lost_late >= 0.5 else f"{percent(first.lost)} of"
+    if rate is None:
+        return part
+    ids = trace.ids(default_scope(trace, first.grid))
+    rows = trace.scan("tensors", "step", "tensor", "lr")
+    rows = rows.take(np.isin(rows["tensor"], ids) & (rows["lr"] > 0))
+    highest = dict(rows.sort("lr").select("step", "lr").rows())  # of the groups of a step
+    shares = dict(zip(trace.steps_of(ids).tolist(), trace.frozen(first.grid, ids).tolist(), strict=True))
+    known = [(highest[step], share) for step, share in shares.items() if step in highest and share == share]
+    if not known:
+        return f"at lr {number(rate)} {part}"
+    nearest = min(abs(lr - rate) for lr, _ in known)
+    there = float(np.mean([share for lr, share in known if abs(lr - rate) == nearest]))
+    if there >= 0.5 or (first.lost_late < 0.5 and abs(there - first.lost) <= LATE):
+        return f"at lr {number(rate)} {part}"
+    if first.lost_late >= 0.5:
+        return f"at the end, at lr {number(float(f'{known[-1][0]:.2g}'))}, {part}"
+    return f"at lr {number(rate)} {percent(there)} of steps, over the run {part}"
 
 
 def _stored(trace: Recorded, ids: Sequence[int]) -> list[str]:
