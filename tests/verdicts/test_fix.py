@@ -352,6 +352,40 @@ def test_a_float32_run_is_told_how_to_store_them(tmp_path: Path) -> None:
     assert after.headline.startswith("Nothing lost: sr write-back")
 
 
+TWO = """
+one, two = torch.nn.Linear(16, 16).bfloat16(), torch.nn.Linear(16, 16).bfloat16()
+NAMES = torch.optim.AdamW(one.parameters(), lr=1e-5), torch.optim.SGD(two.parameters(), lr=1e-4)
+# FIX
+for step in range(8):
+    for opt in OPTS:
+        opt.zero_grad()
+    (two(one(batch(step))) - batch(step)).square().mean().backward()
+    for opt in OPTS:
+        opt.step()
+"""
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    """Each that loses gets its line; those without a name of their own are counted."""
+    text = TWO.replace("NAMES", "first, second").replace("for opt in OPTS:", "for opt in (first, second):")
+    answer = fixed(text, 'second = hu.WriteBack(second, "bf16", "sr", model=two)', tmp_path)
+    assert answer.code[1] == 'first = hu.WriteBack(first, "bf16", "sr", model=one)'
+    _, listed = audited(TWO.replace("NAMES", "OPTS").replace("opt.step()", "opt.step() or None"), tmp_path)
+    assert listed.code[-1] == "# the same for 1 more optimizer"
+
+
+def test_a_rate_is_named_at_which_steps_are_too_small(tmp_path: Path) -> None:
+    """A schedule that begins with a rate that loses next to nothing loses at its end."""
+    loop = LOOP.replace("MAKE", "torch.optim.AdamW(net.parameters(), lr=1e-1)").replace(
+        "range(8)", "range(20)"
+    )
+    text = loop.replace("# FIX", "# FIX\nends = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)").replace(
+        "    opt.step()\n", "    opt.step()\n    ends.step()\n"
+    )
+    (why,) = audited(text, tmp_path)[1].section("Why")
+    assert why.endswith("; at the end, at lr 1.9e-7, most steps are under half a gap.")
+
+
 # ---- what a manifest may say ------------------------------------------------------------------------------
 
 

@@ -20,12 +20,13 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from halfulp.text import count
 from halfulp.trace import Recorded
 from halfulp.verdicts.held import part
 
@@ -93,16 +94,11 @@ class Caller:
         caller = part(trace.manifest["run"], "caller")
         framework, kind, takes = (caller.get(k) for k in ("framework", "class", "takes"))
         known = {*WRAPPED, "transformers", "trl", "torchtitan"}
-        kept = {
-            str(k): v
-            for k, v in part(caller, "names").items()
-            if isinstance(v, str) and len(v) < 100 and NAME.fullmatch(v)
-        }
         return cls(
             framework=str(framework) if str(framework) in known else "loop",
             trainer_class=kind if isinstance(kind, str) and kind.isidentifier() else "Trainer",
             takes=tuple(t for t in takes if isinstance(t, str)) if isinstance(takes, list) else (),
-            names=kept,
+            names=_names(caller),
             whole=caller.get("whole") is True,
         )
 
@@ -125,7 +121,9 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
     optimizers = list(trace.manifest.get("optimizers", ()))
     if not optimizers:
         return None
-    caller, first = Caller.of(trace), optimizers[0]
+    concerned = [o for o in optimizers if not stored or _holds(o, grid)] or optimizers[:1]
+    caller, first = Caller.of(trace), concerned[0]
+    caller = replace(caller, names=_names(first) or caller.names)
     if first.get("policies"):
         kind = first["class"] if first.get("class") in (*DEFAULTS, "SGD", "Lion") else "WriteBack"
         code: tuple[str, ...] = (f'hu.{kind}(..., policy="sr")  # in place of the policy "rne"',)
@@ -134,7 +132,9 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
         alone = len(optimizers) == 1 and first.get("one_pass") is True and str(first.get("class")) in DEFAULTS
         given = arguments(trace, first) if alone and stored == 1 and grid == "bf16" else None
         narrow = ", params=lambda name, p: p.dtype.itemsize == 2" if 0 < stored < 1 else ""
-        code, made = _code(caller, str(first.get("class")), f'"{grid}", "sr"{narrow}', given)
+        how = f'"{grid}", "sr"{narrow}'
+        code, made = _code(caller, str(first.get("class")), how, given)
+        code = _for_each(code, caller, concerned[1:], how)
     before, after, wide = _bytes(optimizers, trace) if stored else (None, None, None)
     return Fix(
         framework=caller.framework,
@@ -144,6 +144,36 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
         float32=wide,
         narrow_moments=made and caller.framework != "torchtune",
     )
+
+
+def _names(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the user's names that an entry of a manifest has, those that are names."""
+    names = part(entry, "names").items()
+    return {str(k): v for k, v in names if isinstance(v, str) and len(v) < 100 and NAME.fullmatch(v)}
+
+
+def _holds(optimizer: Mapping[str, Any], grid: str) -> bool:
+    """Return True if an optimizer's weights are stored on a grid, at least in part."""
+    dtypes = {"bfloat16": "bf16", "float16": "fp16"}
+    held = [str(name).partition(" ")[0] for name in part(part(optimizer, "holds"), "parameters")]
+    return not held or grid in [dtypes.get(name, name) for name in held]
+
+
+def _for_each(
+    code: tuple[str, ...], caller: Caller, others: list[Mapping[str, Any]], how: str
+) -> tuple[str, ...]:
+    """Add the line of each further optimizer that has a name of its own, and a comment about the rest."""
+    lines, taken = list(code), {caller.name("optimizer")}
+    if caller.framework == "torchtitan":  # whose line is for all of them
+        return code
+    for other in others:
+        theirs = replace(caller, names=_names(other))
+        line = _code(theirs, str(other.get("class")), how, None)[0][-1]
+        if theirs.name("optimizer") not in {*taken, "optimizer"} and line not in lines:
+            lines.append(line)
+            taken.add(theirs.name("optimizer"))
+    rest = len(others) - (len(lines) - len(code))
+    return (*lines, f"# the same for {count(rest, 'more optimizer')}") if rest else tuple(lines)
 
 
 def _code(caller: Caller, kind: str, how: str, given: dict[str, Any] | None) -> tuple[tuple[str, ...], bool]:
@@ -207,16 +237,17 @@ def arguments(trace: Recorded, entry: Mapping[str, Any]) -> dict[str, Any] | Non
 def rate_of(trace: Recorded, entry: Mapping[str, Any]) -> float | None:
     """Return the rate that an optimizer was made with.
 
-    It is the one that it has throughout, or the one that its schedule begins from, or its default.
+    It is the one that it has throughout, or the one that its schedule begins from, or its default; not 0,
+    at which it does not train.
     """
     groups = entry.get("groups")
     group = groups[0] if isinstance(groups, list) and groups and isinstance(groups[0], Mapping) else {}
     seen = np.unique(trace.scan("tensors", "lr")["lr"]) if trace.recorded else np.array([])
-    seen = seen[np.isfinite(seen)]
+    seen = seen[np.isfinite(seen) & (seen != 0)]
     constant = float(seen[0]) if len(seen) == 1 else None
     default = part(entry, "defaults").get("lr")
     for value in (_value(group.get("initial_lr")), constant, _value(default), _value(group.get("lr"))):
-        if isinstance(value, float | int):
+        if isinstance(value, float | int) and value:
             return value
     return None
 

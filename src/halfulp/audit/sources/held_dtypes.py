@@ -37,6 +37,8 @@ Sizes = dict[str, int]
 """Values by dtype."""
 LONGEST = 200
 """Characters of a state's name in a manifest."""
+NAMED = 8
+"""Optimizers whose names are looked for."""
 SAMPLED = 2**16
 """Values of each tensor at which it is seen whether a state moved where the weight did not."""
 
@@ -57,6 +59,8 @@ class OptimizerNotes:
         self._admits: dict[torch.optim.Optimizer, list[str]] = {}
         """The policies that would take each of them; to ask them all takes a while."""
         self._gradients: Sizes = {}
+        self._names: dict[torch.optim.Optimizer, dict[str, str]] = {}
+        """What the user calls the first few of them, and their models."""
         self.caller: dict[str, Any] = {}
         """The caller that steps the first of them."""
 
@@ -71,7 +75,9 @@ class OptimizerNotes:
             return
         if optimizer not in self._holds:
             self._gradients = gradients(optimizer)
-            self.caller = self.caller or caller_of(optimizer)
+            if len(self._names) < NAMED:
+                found = caller_of(optimizer)
+                self.caller, self._names[optimizer] = self.caller or found, found.get("names", {})
             if not isinstance(optimizer, WriteBack):
                 self._keepers[optimizer] = Keepers(optimizer)
         if optimizer in self._keepers and self._keepers[optimizer].open:
@@ -105,7 +111,8 @@ class OptimizerNotes:
             if o not in self._admits:
                 self._admits[o] = manifest.admitting(wrapped(o))
             holds = {"holds": self._holds[o]} if o in self._holds else {}
-            made.append({**manifest.described(o), "admits": self._admits[o], **holds})
+            names = {"names": self._names[o]} if self._names.get(o) else {}
+            made.append({**manifest.described(o), "admits": self._admits[o], **names, **holds})
         return made
 
     def announce(self) -> None:
@@ -181,7 +188,7 @@ class Keepers:
             tensors = _tensors(self.optimizer, p) if self.optimizer.state else []
             wide = self._wide(p, tensors) if tensors else []
             if (wide or not self._steps) and not hasattr(here := local(p.detach()), "__tensor_flatten__"):
-                self._before[p] = _sample(here), {k: _sample(x) for k, x in wide}
+                self._before[p] = _sample(here, here.device), {k: _sample(x, here.device) for k, x in wide}
 
     def after(self) -> list[str]:
         """Return the states that keep the rest; none unless every 16-bit weight with a state has one."""
@@ -207,7 +214,7 @@ class Keepers:
             (k, local(x.detach()))  # of a shard only what is here: other ranks may not be asking
             for k, x in tensors
             if k not in self._others and not KEEPS.search(k) and x.shape == p.shape
-            if x.is_floating_point() and x.element_size() > p.element_size()
+            if x.dtype in (torch.float32, torch.float64) and x.layout == torch.strided
             if not hasattr(local(x), "__tensor_flatten__")  # codes that call themselves float32
         ]
 
@@ -218,14 +225,14 @@ class Keepers:
             return []
         same = []
         for kind, x in wide:
-            if not torch.equal(x.to(p.dtype), here):
+            if not torch.equal(x.to(here.device, p.dtype), here):
                 self._others.add(kind)
                 continue
             same.append(kind)
             if p in self._before and kind not in self._moved:
                 weight, states = self._before[p]
                 began = states.get(kind, weight.to(x.dtype))  # made in this step, of the weight
-                if bool(((_sample(x) != began) & (_sample(here) == weight)).any()):
+                if bool(((_sample(x, here.device) != began) & (_sample(here, here.device) == weight)).any()):
                     self._moved.add(kind)
         return same
 
@@ -233,7 +240,12 @@ class Keepers:
 def _narrow(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the 16-bit weights of an optimizer."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p for p in params if p.is_floating_point() and p.element_size() == 2 and not is_lazy(p)]
+    return [
+        p
+        for p in params
+        if p.dtype in (torch.bfloat16, torch.float16) and not is_lazy(p)
+        if p.layout == torch.strided and p.device.type != "meta"
+    ]
 
 
 def _tensors(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> States:
@@ -242,10 +254,10 @@ def _tensors(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> States:
     return [(str(k), x) for k, x in flat(state) if isinstance(x, torch.Tensor)] if state else []
 
 
-def _sample(x: torch.Tensor) -> torch.Tensor:
-    """Copy evenly spaced values of a tensor."""
+def _sample(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy evenly spaced values of a tensor to where its weight is."""
     values = x.reshape(-1)
-    return values[:: max(1, -(-values.numel() // SAMPLED))].clone()
+    return values[:: max(1, -(-values.numel() // SAMPLED))].to(device, copy=True)
 
 
 def _sizes(tensors: Iterable[torch.Tensor | None]) -> Sizes:
