@@ -341,7 +341,9 @@ def _why(trace: Recorded, first: Finding, *, stored: bool) -> tuple[str, ...]:
 
 def _small_steps(trace: Recorded, first: Finding, rate: float | None) -> str:
     """Say which part of the steps is too small, at a rate at which it is."""
-    part = "most" if first.lost_late >= 0.5 else f"{percent(first.lost)} of"
+    most = first.lost_late >= 0.5
+    part = "most" if most else f"{percent(first.lost)} of"
+    at = "" if rate is None else f"at lr {number(rate)}{'' if most else ','}"
     if rate is None:
         return part
     ids = trace.ids(default_scope(trace, first.grid))
@@ -351,14 +353,14 @@ def _small_steps(trace: Recorded, first: Finding, rate: float | None) -> str:
     shares = dict(zip(trace.steps_of(ids).tolist(), trace.frozen(first.grid, ids).tolist(), strict=True))
     known = [(highest[step], share) for step, share in shares.items() if step in highest and share == share]
     if not known:
-        return f"at lr {number(rate)} {part}"
+        return f"{at} {part}"
     nearest = min(abs(lr - rate) for lr, _ in known)
     there = float(np.mean([share for lr, share in known if abs(lr - rate) == nearest]))
-    if there >= 0.5 or (first.lost_late < 0.5 and abs(there - first.lost) <= LATE):
-        return f"at lr {number(rate)} {part}"
-    if first.lost_late >= 0.5:
+    if there >= 0.5 or (not most and abs(there - first.lost) <= LATE):
+        return f"{at} {part}"
+    if most:
         return f"at the end, at lr {number(float(f'{known[-1][0]:.2g}'))}, {part}"
-    return f"at lr {number(rate)} {percent(there)} of steps, over the run {part}"
+    return f"{at} {percent(there)} of steps, over the run {part}"
 
 
 def _stored(trace: Recorded, ids: Sequence[int]) -> list[str]:

@@ -131,7 +131,8 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
     else:
         alone = len(optimizers) == 1 and first.get("one_pass") is True and str(first.get("class")) in DEFAULTS
         given = arguments(trace, first) if alone and stored == 1 and grid == "bf16" else None
-        narrow = ", params=lambda name, p: p.dtype.itemsize == 2" if 0 < stored < 1 else ""
+        mixed = any(len(part(part(o, "holds"), "parameters")) != 1 for o in concerned)
+        narrow = ", params=lambda name, p: p.dtype.itemsize == 2" if 0 < stored < 1 and mixed else ""
         how = f'"{grid}", "sr"{narrow}'
         code, made = _code(caller, str(first.get("class")), how, given)
         code = _for_each(code, caller, concerned[1:], how)
