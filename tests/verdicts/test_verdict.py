@@ -187,6 +187,26 @@ def test_nothing_is_said_of_a_run_without_a_finite_update(tmp_path: Path) -> Non
     tensors_csv(open_traces([trace]))
 
 
+def test_a_run_that_is_hardly_ever_finite_gets_no_fix_for_its_rounding() -> None:
+    """All is NaN from the second step on; what the first lost is not why."""
+    torch.manual_seed(0)
+    model, memory = torch.nn.Linear(32, 32).half(), hu.Memory()
+    with torch.no_grad():
+        model.bias.fill_(1.0)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with hu.Audit(opt, "fp16", model=model, out=memory):
+        for step in range(8):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, float("nan") if step else 1.0)
+            opt.step()
+    answer = hu.verdict(memory.trace)
+    assert answer.headline.startswith(
+        "Most weights or updates were not finite (8 steps): the run failed; of "
+    )
+    assert answer.notices[0].startswith("NOT FINITE: ")
+    assert answer.fix is None
+
+
 # ---- advice ----------------------------------------------------------------------------------------------
 
 

@@ -221,14 +221,15 @@ def answer_of(
     first = max(at_home, key=lambda f: f.of) if at_home else (*bad_ones, *by_grid)[0]
     kept = is_cast(trace) or (bool(at_home) and keeping(trace) is not None)
     masters = len(copies(trace)) == len(trace.tensors)
-    loses = first.severity not in (FINE, *NO_SHARE) and not kept and not masters
+    broke = _broke(trace, first)
+    loses = first.severity not in (FINE, *NO_SHARE) and not (kept or masters or broke)
     fix = fix_of(trace, first.grid, stored=first.of if at_home else 0.0) if loses else None
     cost = tuple(line.strip() for line in costs.lines(trace) if line)
     if not cost and loses:
         there = ", on a run with float32 weights" if at_home else ""
         cost = (f"not measured: --rehearse {first.grid} --evaluate FN{there}",)
     beside = _beside(trace)
-    nothing = all(f.severity in (FINE, UNASKED) for f in by_grid) and not beside and not masters
+    nothing = all(f.severity in (FINE, UNASKED) for f in by_grid) and not (beside or masters or broke)
     parts = {
         "Why": _why(trace, first, stored=bool(at_home)) if loses or masters else _why_stuck(trace, first),
         "Where": _where(trace, first) if loses else (),
@@ -261,6 +262,9 @@ def _headline(
     still = "" if (first.never_moved or 0) < STUCK else percent(first.never_moved)
     if first.severity == NOT_FINITE:
         return f"Nothing can be said: {NOT_FINITE}."
+    if _broke(trace, first):
+        finite = f"of the updates that were finite, {percent(first.lost)} were lost"
+        return f"Most weights or updates were not finite ({steps}): the run failed; {finite}."
     if first.severity == UNASKED:
         at = " at a learning rate of 0" if not trace.scan("tensors", "lr")["lr"].any() else ""
         return f"Nothing can be said: {UNASKED} in {steps}{at}."
@@ -297,6 +301,11 @@ def _headline(
     said = f"{start} {verb} {percent(first.lost)} of {_of(first)} updates{late}"
     stuck = "have not moved" if first.measured else "would not have moved"
     return f"{said}; {still} of {_of(first)} weights {stuck} in {steps}." if still else f"{said}."
+
+
+def _broke(trace: Recorded, first: Finding) -> bool:
+    """Return True if most of what a finding is about was not finite: rounding is not the trouble then."""
+    return float(trace.nonfinite(default_scope(trace, first.grid)).mean()) > 0.5
 
 
 def _hardly_arrived(trace: Recorded, first: Finding) -> float | None:
