@@ -34,7 +34,7 @@ def steps() -> list[dict[str, Any]]:
         (NARROW, {"REQUIRE": "contract.toml"}, 1, "updated in bfloat16"),
         (NARROW, {"FAIL_ABOVE": "50%", "OPTIONS": "--every 2"}, 1, "more than 0.5 (--fail-above)"),
         ("raise SystemExit(5)", {}, 5, "the script ended with exit code 5"),
-        (TRAIN, {"REQUIRE": "$(touch owned).toml"}, 3, "is missing"),
+        (TRAIN, {"REQUIRE": "$(touch owned).toml"}, 2, "is missing"),
     ],
 )
 def test_it_is_the_audit(

@@ -126,7 +126,7 @@ def test_shards_that_are_not_there_are_missed(runs: Path, tmp_path: Path) -> Non
         resumed(trace, first_step=12).start()
     shards = shutil.copytree(trace / "shards", tmp_path / "shards")
     (trace / "shards" / "000000009.0.safetensors").unlink()
-    with pytest.raises(UsageError, match="All ranks need to see one folder"):
+    with pytest.raises(UsageError, match="Every rank must see the same folder"):
         resumed(trace).start()
     assert hu.Trace.open(trace).last_step == 11
     shutil.rmtree(trace)  # now one that goes on where it ended: the part before it is not needed any more
@@ -137,7 +137,7 @@ def test_shards_that_are_not_there_are_missed(runs: Path, tmp_path: Path) -> Non
     audit.stop()
     shutil.rmtree(trace / "shards")
     shutil.copytree(shards, trace / "shards")
-    with pytest.raises(UsageError, match="All ranks need to see one folder"):
+    with pytest.raises(UsageError, match="Every rank must see the same folder"):
         resumed(trace).start()
 
 

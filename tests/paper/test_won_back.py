@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 from halfulp.paper.report import won_back
-from halfulp.paper.report.beside_paper import ALLOCATION, TRANSFORMERS
+from halfulp.paper.report.beside_paper import ALLOCATION, TRANSFORMERS, shown
 from halfulp.report import recoveries
 
 STUDIES = Path(__file__).parents[2] / "results" / "studies"
 
 
 def test_the_table_is_what_the_records_say() -> None:
-    folders = {name: STUDIES / f"{name}-{scale}" for name, scale in {**TRANSFORMERS, **ALLOCATION}.items()}
+    folders = {name: shown(STUDIES, name, scale) for name, scale in {**TRANSFORMERS, **ALLOCATION}.items()}
     closed = {n: f / "result.json" for n, f in folders.items() if (f / "result.json").is_file()}
     results = {n: json.loads(file.read_text()) for n, file in closed.items()}
     assert recoveries.FILE.read_text() == won_back.table(results)

@@ -194,7 +194,7 @@ def in_place(function: functools.partial[Any], number: Callable[[Any], float]) -
     Raises:
         ApartError: If it changed variables; they are what they were.
     """
-    kept, began = Kept(function), time.process_time()
+    kept, began = Variables(function), time.process_time()
     try:
         with nothing_written(), _silent():
             made = number(function())
@@ -205,7 +205,7 @@ def in_place(function: functools.partial[Any], number: Callable[[Any], float]) -
     return made, time.process_time() - began
 
 
-class Kept:
+class Variables:
     """The plain variables that a function could change: of its module, its closure and its objects."""
 
     def __init__(self, function: functools.partial[Any]) -> None:

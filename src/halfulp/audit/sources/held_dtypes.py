@@ -203,7 +203,7 @@ class Keepers:
                 found.append([*named, *self._casts(p, wide)] if wide else named)
         alike = {k for kinds in found for k in kinds} - self._others
         known = {k for k in alike if k in self._moved or KEEPS.search(k)}
-        own = [[k for k in kinds if k in known] for kinds in found]
+        own = [[k for k in kinds if k in known] for kinds in found] if known else []
         self._kept = list(dict.fromkeys(k for kinds in own for k in kinds)) if all(own) else []
         self.open = alike != known or (bool(known) and not self._kept)
         return self._kept
