@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ def commands() -> str:
 
 def results() -> Iterator[tuple[str, str]]:
     """The pages of committed studies and benchmarks."""
-    from halfulp.study.publish import page
+    from halfulp.report.page import page
+    from halfulp.text import plain
 
     listed = ["# Results", "", "Every page here is made from records or measurements in the repository."]
     listed.append("")
@@ -58,10 +59,9 @@ def results() -> Iterator[tuple[str, str]]:
             listed.append(f"- [{title}]({file.name})")
     listed += ["", "## Studies", ""]
     for folder in sorted(p.parent for p in RESULTS.glob("studies/*/result.json")):
-        text = page(folder)
-        label = re.search(r"^\*\*(.+)\*\*$", text, re.MULTILINE)
-        yield f"results/{folder.name}.md", text
-        listed.append(f"- [{folder.name}]({folder.name}.md): {label[1] if label else ''}")
+        yield f"results/{folder.name}.html", page([folder], code=True)
+        label = json.loads((folder / "result.json").read_text())["label"]
+        listed.append(f"- [{folder.name}]({folder.name}.html): {plain(label)}")
     listed += ["", "## Benchmarks", ""]
     for table in sorted(RESULTS.glob("bench/*.md")):
         title = table.stem.capitalize()
