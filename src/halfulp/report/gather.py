@@ -26,7 +26,7 @@ from halfulp.measures.crossings import Majority, majority
 from halfulp.measures.groups import CORE
 from halfulp.trace import Columns, Trace
 from halfulp.trace.columns import groups
-from halfulp.trace.recorded import known_zero, lost_share
+from halfulp.trace.shares import known_zero, lost_share
 from halfulp.trace.stored_on import default_scope, on_grid, same_values
 from halfulp.verdicts.findings import HARDLY, Finding, average, known
 

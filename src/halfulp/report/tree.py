@@ -17,7 +17,7 @@ from halfulp.report.charts import packed
 from halfulp.report.gather import Array, Gathered
 from halfulp.report.markup import elided
 from halfulp.text import shown
-from halfulp.trace.recorded import lost_share
+from halfulp.trace.shares import lost_share
 
 NODES = 1200
 """Approximate limit on the nodes of a page."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from halfulp.audit.meter.rows import PER_GRID, SHARED, Row
 from halfulp.audit.sources.watchlist import Watchlist
-from halfulp.trace.recorded import known_zero, lost_share
+from halfulp.trace.shares import known_zero, lost_share
 from halfulp.trace.stored_on import in_full, same_values
 
 BESIDE = ("step", "frozen", "tensors", "never_moved", "gain", "measured")
