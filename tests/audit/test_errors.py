@@ -40,7 +40,6 @@ FLAGS = ("decay", "never_moved", "expected_never_moved", "resume")
         (["bf16"], {"unfit": "ignore"}, "raise or drop"),
         (["bf16"], {"exists": "ignore"}, "number or raise"),
         (5, {}, "takes a grid, such as 'bf16', or several, not 5"),
-        (None, {}, "takes a grid, .* not None"),
         (["bf16"], {"every": 2.0}, "every= takes a whole number, .* not 2.0"),
         (["bf16"], {"every": "2"}, "every= takes a whole number, .* not '2'"),
         (["bf16"], {"every": True}, "every= takes a whole number, .* not True"),

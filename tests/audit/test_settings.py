@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,3 +49,18 @@ def test_what_is_no_option_is_refused() -> None:
         Measure(sample=2.0)
     with pytest.raises(hu.UsageError, match="part_steps= takes a whole number"):
         Recording(part_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grids"),
+    [(torch.float32, ["bf16", "fp16", "e5m2", "e4m3@128"]), (torch.bfloat16, ["bf16", "e5m2", "e4m3@128"])],
+)
+def test_without_grids_those_of_the_command_that_the_weights_can_hold(
+    dtype: torch.dtype, grids: list[str], tmp_path: Path
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(8, 8, dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], lr=1e-6)
+    with hu.Audit(optimizer, out=tmp_path / "run"):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert hu.Trace.open(tmp_path / "run").grids == grids

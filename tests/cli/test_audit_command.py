@@ -15,6 +15,13 @@ from audit_command import TRAIN, Halfulp, script
 
 import halfulp as hu
 from halfulp import cli
+from halfulp.audit.settings import AUDITED
+from halfulp.cli import audit_command
+
+
+def test_the_help_names_the_grids_that_are_the_default() -> None:
+    assert f"default {','.join(AUDITED)}." in Path(audit_command.__file__).read_text()
+
 
 # ---- usage -----------------------------------------------------------------------------------------------
 

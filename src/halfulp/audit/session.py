@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,7 +24,7 @@ from halfulp.audit.rehearsal.as_if import Evaluation, Losses, ModelAsIf, number
 from halfulp.audit.rehearsal.attribution import Attributed, attribute
 from halfulp.audit.rehearsal.rehearsals import Rehearsals
 from halfulp.audit.rehearsal.specs import Rehearse, Spec
-from halfulp.audit.settings import Listener, Measure, Recording, grouped
+from halfulp.audit.settings import AUDITED, Listener, Measure, Recording, grouped
 from halfulp.audit.sources.optimizer_steps import OptimizerSteps
 from halfulp.audit.sources.step_hooks import StepHooks
 from halfulp.audit.sources.tracked import TrackedStates
@@ -40,7 +41,8 @@ class Audit:
 
     Args:
         optimizers: One or several, or None for every optimizer in the process.
-        grids: One or several, such as ``"bf16"``.
+        grids: One or several, such as ``"bf16"``. By default bf16, fp16, e5m2 and e4m3@128, as far as the
+            parameters' dtype can hold them.
         model: The model or models that name the parameters.
         out: A folder or a :class:`~halfulp.Memory`; None records nothing, for listeners alone.
         every: Audit each n-th step.
@@ -77,7 +79,7 @@ class Audit:
     def __init__(
         self,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-        grids: Grids,
+        grids: Grids | None = None,
         *,
         model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
         out: str | Path | Memory | None = None,
@@ -90,6 +92,8 @@ class Audit:
         **options: Any,
     ) -> None:
         measure, recording = grouped("Audit", measure, recording, options)
+        if grids is None:
+            grids, measure = AUDITED, replace(measure, unfit="drop")
         specs = Rehearse.given(rehearse)
         if specs is not None and measure.sample is not None:
             raise UsageError("rehearse= needs every weight: leave sample= out.")

@@ -22,6 +22,8 @@ from halfulp.text import meant
 from halfulp.trace.scores import Scores
 
 Listener = Callable[[dict[str, Any]], None]
+AUDITED = ("bf16", "fp16", "e5m2", "e4m3@128")
+"""The grids that are audited where nobody names any: of these, those that the parameters' dtype can hold."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from halfulp.audit.session import Audit
     from halfulp.report.live import LiveView
 
-AUDITED = ("bf16", "fp16", "e5m2", "e4m3@128")
 RECORD, REHEARSE, WATCH = "What is recorded", "Runs on other formats", "While it runs"
 """The groups of ``--help-all``."""
 
@@ -72,7 +71,7 @@ class RecordOptions:
     """The trace: which steps, grids and measures it holds."""
 
     grids: Annotated[
-        str | None, option(f"Grids, separated by commas; default {','.join(AUDITED)}. {NAMES}")
+        str | None, option(f"Grids, separated by commas; default bf16,fp16,e5m2,e4m3@128. {NAMES}")
     ] = None
     out: Annotated[Path | None, option("The trace's folder; default runs/NAME.")] = None
     every: Annotated[int, option("Audit each n-th step.")] = 1
@@ -126,6 +125,7 @@ class RecordOptions:
 
     def options(self, rehearse: Rehearse | None) -> dict[str, Any]:
         """Return the arguments of `Audit`. The bounds of a rehearsal come from the audit of its grid."""
+        from halfulp.audit.settings import AUDITED
         from halfulp.numbers.grids import grid
 
         chosen = list(AUDITED) if self.grids is None else listed(self.grids)
