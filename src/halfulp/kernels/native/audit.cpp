@@ -98,20 +98,13 @@ template <class T> int64_t phase_sum(const Tile<T>& x, int32_t points) {
     return sum - (int64_t)(TILE - x.n + x.bad) * 65536;
 }
 
-struct Found {
+struct GridCounts {
     int changed, symmetric, ends, small, zero;
-    double dot, square;
 };
 
-template <class T> struct Arrived {
-    Fs<T> dot, square;
-    INLINE void operator+=(const Arrived& other) { dot += other.dot, square += other.square; }
-};
-
-// One grid on a tile. The sums are those of the halving tree: partial sums of every 48th coordinate in the working type,
-// added in float64 from there. Counts are kept a lane: a comparison that holds is -1.
+// One grid on a tile. Counts are kept per lane: a comparison that holds is -1.
 template <class T, bool MAGICAL, bool INSIDE>
-Found audit_grid(Tile<T>& x, const Numbers<T>& fs, const Integers<T>& ks, T scale, bool keep, int to) {
+GridCounts audit_grid(Tile<T>& x, const Numbers<T>& fs, const Integers<T>& ks, T scale, bool keep, int to, double* arrived) {
     using F = Fs<T>;
     using I = Is<T>;
     const Numbers<T> f = fs;
@@ -119,7 +112,6 @@ Found audit_grid(Tile<T>& x, const Numbers<T>& fs, const Integers<T>& ks, T scal
     constexpr int L = LANES<T>;
     const T *from = INSIDE ? x.size : x.w, *by = INSIDE ? x.turned : x.d;
     const bool tiny = x.least < f.normal;
-    alignas(64) T left[2 * LEFT];
     memset(x.changed, 0, sizeof x.changed);
     I symmetric = {}, ends = {}, zero = {}, small = {};
     const auto look = [&](int j) INLINE_LAMBDA {
@@ -140,19 +132,10 @@ Found audit_grid(Tile<T>& x, const Numbers<T>& fs, const Integers<T>& ks, T scal
         const F u = r - q, shifted = u * scale;
         return Arrived<T>{shifted * d, shifted * u};
     };
-    for (int c = 0; c < LEFT; c += L) {
-        const Arrived<T> sums = branch<LEFT>(look, c);
-        store(left + c, sums.dot), store(left + LEFT + c, sums.square);
-    }
+    sum_arrived<T>(look, scale, arrived);
     for (int j = 0; tiny && j < TILE; j += L) {
         const F a = load<F>(x.size + j);
         zero += (I)(a < f.zero), small += (I)(a < f.normal);
-    }
-    double sums[2];
-    for (int s = 0; s < 2; s++) {
-        double parts[LEFT];
-        for (int i = 0; i < LEFT; i++) parts[i] = left[s * LEFT + i];
-        sums[s] = (tree(parts, LEFT) + 0.0) * (1.0 / (double)scale);
     }
     const auto counted = [](I lanes) {
         int n = 0;
@@ -161,7 +144,7 @@ Found audit_grid(Tile<T>& x, const Numbers<T>& fs, const Integers<T>& ks, T scal
     };
     const int rest = TILE - x.n, odd = tiny ? rest : 0;  // zeros: they do not change, and count in everything else
     const int low = !INSIDE && f.lo >= 0 ? rest : 0;
-    return {ones(x.changed), counted(symmetric) - rest, counted(ends) - low, counted(small) - odd, counted(zero) - odd, sums[0], sums[1]};
+    return {ones(x.changed), counted(symmetric) - rest, counted(ends) - low, counted(small) - odd, counted(zero) - odd};
 }
 
 // Multiply every probability of never having moved, under stochastic rounding, by that of staying at q when z is written.
@@ -219,14 +202,13 @@ template <class T> void audit_tiles(const AuditCall& call, int64_t t0, int64_t t
             const bool inside = call.to == NOT_NARROWED && x.most + x.most + x.widest < f.hi && f.lo == -f.hi, keep = call.stay;
             const auto audit = k.kind == MAGIC ? (inside ? audit_grid<T, true, true> : audit_grid<T, true, false>)
                                                : (inside ? audit_grid<T, false, true> : audit_grid<T, false, false>);
-            const Found found = audit(x, f, k, scale, keep, call.to);
+            const GridCounts c = audit(x, f, k, scale, keep, call.to, call.arrived + 2 * o);
             int32_t* counts = call.counts + o * call.kinds;
-            counts[0] = x.n - found.changed - x.bad;
-            counts[1] = found.symmetric - x.bad;
-            counts[2] = found.ends;
-            counts[3] = found.small - found.zero;
-            counts[4] = found.zero - x.bad;
-            call.arrived[2 * o] = found.dot, call.arrived[2 * o + 1] = found.square;
+            counts[0] = x.n - c.changed - x.bad;
+            counts[1] = c.symmetric - x.bad;
+            counts[2] = c.ends;
+            counts[3] = c.small - c.zero;
+            counts[4] = c.zero - x.bad;
             if (call.moved) {
                 uint8_t* moved = call.moved + call.slots[g] * call.moved_row + t * (TILE / 8);
                 counts[5] = x.n - add_moved(x.changed, x.n, moved);

@@ -77,9 +77,9 @@ INLINE uint32_t mask(I m) {
 #elif defined(__SSE4_1__)
     return (uint32_t)_mm_movemask_ps((__m128)m);
 #endif
-    uint32_t found = 0;
-    for (int k = 0; k < W; k++) found |= (uint32_t)(m[k] & 1) << k;
-    return found;
+    uint32_t holds = 0;
+    for (int k = 0; k < W; k++) holds |= (uint32_t)(m[k] & 1) << k;
+    return holds;
 }
 
 // One bit for each lane in which two are not equal, by value.
@@ -96,9 +96,9 @@ INLINE uint32_t differing(D a, D b) {
 #elif defined(__AVX2__)
     return (uint32_t)_mm256_movemask_pd((__m256d)(a != b));
 #endif
-    uint32_t found = 0;
-    for (int k = 0; k < W / 2; k++) found |= (uint32_t)(a[k] != b[k]) << k;
-    return found;
+    uint32_t holds = 0;
+    for (int k = 0; k < W / 2; k++) holds |= (uint32_t)(a[k] != b[k]) << k;
+    return holds;
 }
 
 // a * b + c, rounded once.

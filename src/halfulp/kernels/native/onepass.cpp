@@ -53,9 +53,9 @@ struct Job : OnepassRow {
 };
 
 // A block on its way. q what is stored, before what is kept beside it, z what is proposed, r what will be stored, rest
-// what will be kept, below Adam's denominator.
+// what will be kept, below Adam's denominator, alone z without its carry.
 struct alignas(64) Block {
-    F q[LOTS], before[LOTS], m[LOTS], v[LOTS], z[LOTS], below[LOTS], r[LOTS], rest[LOTS], asked[LOTS];
+    F q[LOTS], before[LOTS], m[LOTS], v[LOTS], z[LOTS], below[LOTS], r[LOTS], rest[LOTS], alone[LOTS];
     I code[LOTS];
     float *first, *second;            // the next moments: m and v, or where they belong if they are stored as they are
     uint64_t changed, proposed, bad;  // a bit for each weight that changed, was to, or has no finite proposal
@@ -268,7 +268,7 @@ inline float careful_master(float z, bool eight, bool is_short, Key key, uint64_
 
 // Those lanes of vector i with something rare in them, one by one: not finite, at an end, a draw that needs more digits.
 template <int MODE, int KEEPS>
-__attribute__((noinline)) void careful(const Work& s, Block& x, int i, uint32_t lanes, F asked, uint64_t index) {
+__attribute__((noinline)) void careful(const Work& s, Block& x, int i, uint32_t lanes, F proposed, uint64_t index) {
     const OnepassCase& c = s.c;
     const Grid& g = s.g;
     const Rates& a = s.a;
@@ -276,7 +276,7 @@ __attribute__((noinline)) void careful(const Work& s, Block& x, int i, uint32_t 
         const int k = __builtin_ctz(lanes);
         const float q = x.q[i][k];
         const float before = KEEPS == NOTHING || KEEPS == ERROR ? 0 : x.before[i][k];
-        float z = asked[k], r, rest;
+        float z = proposed[k], r, rest;
         if (c.rule <= ADAM) {
             const float old = KEEPS >= MASTER ? before : q;
             const float root = s.root ? x.below[i][k] : __builtin_sqrtf(x.second[i * W + k]);
@@ -342,8 +342,8 @@ __attribute__((noinline)) void mend_block(const Work& s, Block& x, const uint32_
     const Grid& g = s.g;
     constexpr bool DRAWS = MODE != NEAREST || KEEPS == REMAINDER8;
     for (int i = 0; i < LOTS; i++) {
-        const F asked = KEEPS == CARRY || KEEPS == REMAINDER8 ? x.asked[i] : x.z[i];
-        F z = asked;
+        const F proposed = KEEPS == CARRY || KEEPS == REMAINDER8 ? x.alone[i] : x.z[i];
+        F z = proposed;
         I code, odd = {}, ends = {}, widest = {};
         const F r = round_vector<MODE, KEEPS, WAY>(g, s.c.is_short, x.q[i], x.before[i], DRAWS ? load<I>(words + i * W) : I{}, z, code, odd, ends, widest);
         const uint32_t lanes = mask(odd | (WAY < FLOAT_INDEX ? widest > limit<WAY>(g) : (bits(z) & MAGNITUDE) >= EXPONENT));
@@ -352,7 +352,7 @@ __attribute__((noinline)) void mend_block(const Work& s, Block& x, const uint32_
         if (KEEPS == CARRY || KEEPS == ERROR) x.rest[i] = (((r >= g.f.hi) & (z > r)) | ((r <= g.f.lo) & (z < r))) ? F{} : x.rest[i];
         if (!lanes) continue;
         x.rare |= 1u << i;
-        careful<MODE, KEEPS>(s, x, i, lanes, asked, index + i * W);
+        careful<MODE, KEEPS>(s, x, i, lanes, proposed, index + i * W);
         const uint64_t here = ~((uint64_t)((1u << W) - 1) << (i * W));
         x.changed = (x.changed & here) | (uint64_t)differing(x.r[i], x.q[i]) << (i * W);
         x.proposed = (x.proposed & here) | (uint64_t)differing(x.z[i], x.q[i]) << (i * W);
@@ -367,7 +367,7 @@ template <int MODE, int KEEPS, Way WAY> __attribute__((noinline)) void round_blo
     I odd = {}, ends = {}, widest = {};
     EACH {
         F z = x.z[i];
-        if (KEEPS == CARRY || KEEPS == REMAINDER8) x.asked[i] = z;
+        if (KEEPS == CARRY || KEEPS == REMAINDER8) x.alone[i] = z;
         const I word = MODE != NEAREST || KEEPS == REMAINDER8 ? load<I>(words + i * W) : I{};
         I code, last = {};
         const F r = round_vector<MODE, KEEPS, WAY>(g, is_short, x.q[i], x.before[i], word, z, code, odd, last, widest);
@@ -553,26 +553,26 @@ template <int MODE, int KEEPS> auto round_of(Way way) {
 
 inline Stages stages_of(const OnepassCase& c, const Grid& g, int keeps, bool rooted) {
     const Way way = g.rounding == BFLOAT ? TO_BFLOAT : !g.indexed ? BY_VALUE : g.rounding == WHOLE ? WHOLE_INDEX : FLOAT_INDEX;
-    Stages found;
-    found.propose = c.rule == PLAIN    ? propose_of<PLAINS>(c)
+    Stages stages;
+    stages.propose = c.rule == PLAIN    ? propose_of<PLAINS>(c)
                     : c.rule == LION ? propose_of<LIONS>(c)
                     : c.rule >= SGD  ? propose_of<SGDS>(c)
                     : rooted         ? propose_of<ROOTED>(c)
                                      : propose_of<ADAMS>(c);
-    found.draws = c.mode != NEAREST || keeps == REMAINDER8;
-    found.indexed = way >= FLOAT_INDEX && c.mode == STOCHASTIC && (keeps == NOTHING || keeps == ERROR);
+    stages.draws = c.mode != NEAREST || keeps == REMAINDER8;
+    stages.indexed = way >= FLOAT_INDEX && c.mode == STOCHASTIC && (keeps == NOTHING || keeps == ERROR);
     switch (keeps) {
-    case CARRY: found.round = round_of<NEAREST, CARRY>(way); break;
-    case MASTER: found.round = round_of<NEAREST, MASTER>(way); break;
-    case ERROR: found.round = c.mode ? round_of<STOCHASTIC, ERROR>(way) : round_of<NEAREST, ERROR>(way); break;
-    case REMAINDER: found.round = round_block<NEAREST, REMAINDER, TO_BFLOAT>; break;
-    case REMAINDER8: found.round = round_block<NEAREST, REMAINDER8, TO_BFLOAT>; break;
+    case CARRY: stages.round = round_of<NEAREST, CARRY>(way); break;
+    case MASTER: stages.round = round_of<NEAREST, MASTER>(way); break;
+    case ERROR: stages.round = c.mode ? round_of<STOCHASTIC, ERROR>(way) : round_of<NEAREST, ERROR>(way); break;
+    case REMAINDER: stages.round = round_block<NEAREST, REMAINDER, TO_BFLOAT>; break;
+    case REMAINDER8: stages.round = round_block<NEAREST, REMAINDER8, TO_BFLOAT>; break;
     default:
-        found.round = c.mode == DEADZONE     ? round_of<DEADZONE, NOTHING>(way)
+        stages.round = c.mode == DEADZONE     ? round_of<DEADZONE, NOTHING>(way)
                       : c.mode == STOCHASTIC ? round_of<STOCHASTIC, NOTHING>(way)
                                              : round_of<NEAREST, NOTHING>(way);
     }
-    return found;
+    return stages;
 }
 
 // The tiles [t0, t1) of those of all tensors, one after the other.

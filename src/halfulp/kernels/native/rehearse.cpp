@@ -50,21 +50,21 @@ template <class T, bool MAGICAL, int MODE> void rehearse_tile(const RehearseCall
     for (int i = 0; i < filled(n); i += LANES<T>) {
         const Fs<T> x = load_values<T>(w, i, narrow), d = load_values<T>(after, i, narrow) - x;
         const Fs<T> q = load_held<T>(held, i, c.held_as, c.top, k), beyond = beside ? load_values<T>(kept, i, narrow_kept) : Fs<T>{};
-        const Fs<T> asked = q + (d + (x - q) * pull);
-        const Is<T> bad = ((Is<T>)asked & Real<T>::exponent) == Real<T>::exponent;
-        const Written<T> made = write_lanes<T, MAGICAL, MODE, true>(q, asked, beyond, beside, f, k, draws, i);
+        const Fs<T> proposed = q + (d + (x - q) * pull);
+        const Is<T> bad = ((Is<T>)proposed & Real<T>::exponent) == Real<T>::exponent;
+        const Written<T> written = write_lanes<T, MAGICAL, MODE, true>(q, proposed, beyond, beside, f, k, draws, i);
         Is<T> e;
         const Fs<T> old = c.keeps == HELD_MASTER ? round_lanes<T, MAGICAL, false>(q, f, k, e) : q;
-        const Fs<T> r = bad ? old : made.r;
-        tally.bad += __builtin_popcount(made.bad);
+        const Fs<T> r = bad ? old : written.r;
+        tally.bad += __builtin_popcount(written.bad);
         tally.changed[i >> 6] |= (uint64_t)mask_of((Is<T>)(r != old)) << (i & 63);
         if (beside) {
-            const Fs<T> next = c.keeps == HELD_CARRY ? made.rest : beyond * again + made.rest * fresh;
+            const Fs<T> next = c.keeps == HELD_CARRY ? written.rest : beyond * again + written.rest * fresh;
             store_values<T>(kept, i, bad ? beyond : next, narrow_kept);
         }
         Fs<T> next = r;
         if (c.keeps == HELD_MASTER) {
-            next = made.z;
+            next = written.z;
             for (int j = 0; c.chosen && j < LANES<T> && i + j < n; j++)
                 if (!c.chosen[first + i + j]) next[j] = bad[j] ? q[j] : r[j];
         }

@@ -78,25 +78,20 @@ template <class T> void round_scaled_tiles(const RoundCall& c, int64_t t0, int64
 
 // How much of the proposals arrives where r is written over q: reference.arrival.
 template <class T> void arrival(const T* q, const T* r, const T* d, double* out) {
-    T widest = 0, dots[TILE], squares[TILE];
+    T widest = 0;
     for (int i = 0; i < TILE; i++) {
         const T a = d[i] < 0 ? -d[i] : d[i];
         widest = a > widest ? a : widest;
     }
     const T scale = binade_of(widest);
-    for (int i = 0; i < TILE; i++) {
-        const T u = r[i] - q[i], shifted = u * scale;
-        dots[i] = shifted * d[i], squares[i] = shifted * u;
-    }
-    for (int n = TILE / 2; n >= 48; n /= 2)
-        for (int i = 0; i < n; i++) dots[i] += dots[n + i], squares[i] += squares[n + i];
-    double dot[48], square[48];
-    for (int i = 0; i < 48; i++) dot[i] = dots[i], square[i] = squares[i];
-    const double back = 1.0 / (double)scale;
-    out[0] = (tree(dot, 48) + 0.0) * back, out[1] = (tree(square, 48) + 0.0) * back;
+    const auto terms = [&](int i) INLINE_LAMBDA {
+        const Fs<T> u = load<Fs<T>>(r + i) - load<Fs<T>>(q + i), shifted = u * scale;
+        return Arrived<T>{shifted * load<Fs<T>>(d + i), shifted * u};
+    };
+    sum_arrived<T>(terms, scale, out);
 }
 
-// The probability of staying, on the grid of the next scales: by value, by code, or unasked.
+// The probability of staying, on the grid of the next scales: by value, by code, or where nothing is proposed.
 template <class T>
 INLINE void follow_odds(const T* q, const T* z, const T* d, const double* element, const double* scale, const Elements& g, int n, T* stay) {
     for (int i = 0; i < n; i++) {
@@ -154,7 +149,7 @@ template <class T> void write_scaled_tiles(const WriteCall& c, int64_t t0, int64
     const WriteRow& row = *c.rows;
     const Key key = {c.keys[0][0], c.keys[0][1]};
     const bool narrow = c.stored == BFLOATS;
-    alignas(64) T q[TILE], z[TILE], r[TILE], near[TILE], seen[TILE], asked[TILE];
+    alignas(64) T q[TILE], z[TILE], r[TILE], near[TILE], seen[TILE], proposed[TILE];
     double scale[TILE], element[TILE];
     uint8_t fine[TILE];
     for (int64_t t = t0; t < t1; t++) {
@@ -168,24 +163,24 @@ template <class T> void write_scaled_tiles(const WriteCall& c, int64_t t0, int64
             tally.bad += !fine[i];
             const T whole = carry && c.carry_in && i < n ? z[i] + carry[i] : z[i];
             z[i] = !fine[i] ? q[i] : is_finite(whole) ? whole : z[i];
-            asked[i] = z[i] != q[i];
+            proposed[i] = z[i] != q[i];
         }
         if (c.scales.now) {
             expand(c.scales, c.scales.now, first, n, scale);
             for (int i = 0; i < TILE; i++) element[i] = g.nearest(q[i], scale[i]);
         } else {  // scales are fixed: by value alone
-            for (int i = 0; i < TILE; i++) asked[i] = 1, element[i] = __builtin_nan("");
+            for (int i = 0; i < TILE; i++) proposed[i] = 1, element[i] = __builtin_nan("");
         }
         expand(c.scales, c.scales.next, first, n, scale);
         if (c.mode != STOCHASTIC) nearest_scaled(z, scale, g, near);
         if (c.mode == NEAREST) memcpy(r, near, sizeof r);
         if (c.mode != NEAREST) drawn_scaled(z, scale, g, key, row.offset + first, r);
         if (c.mode == DEADZONE) {  // the draw only where nearest throws a proposal away
-            put_frozen_back(q, asked, element, scale, near, seen);
+            put_frozen_back(q, proposed, element, scale, near, seen);
             for (int i = 0; i < TILE; i++) r[i] = (seen[i] == q[i]) & (z[i] != q[i]) ? r[i] : near[i];
         }
         for (int i = 0; i < TILE; i++) r[i] = fine[i] ? r[i] : q[i];
-        put_frozen_back(q, asked, element, scale, r, seen);
+        put_frozen_back(q, proposed, element, scale, r, seen);
         for (int i = 0; i < n; i++) {
             const double at = (double)r[i] / scale[i];
             const bool end = at >= g.hi || at <= g.lo;  // they differ from scale to scale

@@ -112,13 +112,13 @@ template <class T> INLINE void add_in_container(const T* q, const T* d, int to, 
     for (int i = 0; i < TILE; i += LANES<T>) store(z + i, in_container<T>(load<Fs<T>>(q + i) + load<Fs<T>>(d + i), to));
 }
 
-// What is written, but q where the coordinate is frozen: where nothing is asked, or the code stays. Returns how many of
+// What is written, but q where the coordinate is frozen: where nothing is proposed, or the code stays. Returns how many of
 // these are dragged along by their scale.
 template <class T>
-INLINE int put_frozen_back(const T* q, const T* asked, const double* element, const double* scale, const T* r, T* seen) {
+INLINE int put_frozen_back(const T* q, const T* proposed, const double* element, const double* scale, const T* r, T* seen) {
     int dragged = 0;
     for (int i = 0; i < TILE; i++) {
-        const bool still = (asked[i] == 0) | ((double)r[i] == element[i] * scale[i]);
+        const bool still = (proposed[i] == 0) | ((double)r[i] == element[i] * scale[i]);
         dragged += still & (q[i] != r[i]);
         seen[i] = still ? q[i] : r[i];
     }

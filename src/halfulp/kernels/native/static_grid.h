@@ -5,6 +5,7 @@
 #pragma once
 
 #include "draws.h"
+#include "sums.h"
 
 namespace HALFULP_TARGET {
 
@@ -48,9 +49,9 @@ INLINE uint32_t mask_of(Is<double> m) {
 #elif defined(__AVX2__)
     return (uint32_t)_mm256_movemask_pd((__m256d)m);
 #else
-    uint32_t found = 0;
-    for (int k = 0; k < LANES<double>; k++) found |= (uint32_t)(m[k] & 1) << k;
-    return found;
+    uint32_t holds = 0;
+    for (int k = 0; k < LANES<double>; k++) holds |= (uint32_t)(m[k] & 1) << k;
+    return holds;
 #endif
 }
 
@@ -172,6 +173,25 @@ template <class T> INLINE T binade_of(T widest) {
     if (widest == 0) return 1;
     const Whole<T> e = exponent - unit - (pattern_of(widest) & exponent);
     return real_of<T>(e > unit ? e : unit);
+}
+
+// How much of the proposals arrives: sums over a tile of changes, multiplied by that power of two, times proposals and
+// times themselves. terms(i) are those of i .. i + LANES - 1; partial sums of every 48th are of the working type.
+template <class T> struct Arrived {
+    Fs<T> dot, square;
+    INLINE void operator+=(const Arrived& other) { dot += other.dot, square += other.square; }
+};
+template <class T, class Of> INLINE void sum_arrived(Of terms, T scale, double* out) {
+    alignas(64) T left[2][LEFT];
+    for (int i = 0; i < LEFT; i += LANES<T>) {
+        const Arrived<T> sums = branch<LEFT>(terms, i);
+        store(left[0] + i, sums.dot), store(left[1] + i, sums.square);
+    }
+    for (int s = 0; s < 2; s++) {
+        double parts[LEFT];
+        for (int i = 0; i < LEFT; i++) parts[i] = left[s][i];
+        out[s] = (tree(parts, LEFT) + 0.0) * (1.0 / (double)scale);
+    }
 }
 
 // Codes: sign and index of floats, or two's complement of integers. `top` is the bit of the sign.

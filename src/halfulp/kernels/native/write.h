@@ -38,12 +38,12 @@ __attribute__((noinline)) Written<T> write_carefully(
     return x;
 }
 
-// From x.q and the proposals asked. With CARRIES, rest comes out, and where carry_in the carry is added first.
+// From x.q and the proposals. With CARRIES, rest comes out, and where carry_in the carry is added first.
 template <class T, bool MAGICAL, int MODE, bool CARRIES>
 INLINE Written<T> write_lanes(
-    Fs<T> q, Fs<T> asked, Fs<T> carry, bool carry_in, const Numbers<T>& f, const Integers<T>& k, Draws& draws, int i) {
+    Fs<T> q, Fs<T> proposed, Fs<T> carry, bool carry_in, const Numbers<T>& f, const Integers<T>& k, Draws& draws, int i) {
     Written<T> x;
-    x.q = q, x.z = CARRIES && carry_in ? asked + carry : asked;
+    x.q = q, x.z = CARRIES && carry_in ? proposed + carry : proposed;
     Is<T> rare = ((Is<T>)x.z & Real<T>::exponent) == Real<T>::exponent, e;
     if (MODE != STOCHASTIC) x.r = round_lanes<T, MAGICAL, false>(x.z, f, k, e);
     if (MODE != NEAREST) {
@@ -58,7 +58,7 @@ INLINE Written<T> write_lanes(
         if (ends) x.rest = (over & (x.z > x.r)) | (under & (x.z < x.r)) ? Fs<T>{} : x.rest;
     }
     if (__builtin_expect(mask_of(rare) != 0, 0)) {
-        x.z = asked;
+        x.z = proposed;
         x = write_carefully<T, MODE, CARRIES>(x, carry, carry_in, f, k, draws.key, draws.start + draws.shift + i);
     }
     return x;
