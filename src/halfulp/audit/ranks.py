@@ -70,11 +70,11 @@ def as_tensor(row: torch.Tensor | Array) -> torch.Tensor:
     return row if isinstance(row, torch.Tensor) else torch.from_numpy(row)
 
 
-def reduced(seen: Sequence[Watched], found: Sequence[torch.Tensor | Array] | Array) -> Array:
+def reduced(seen: Sequence[Watched], counted: Sequence[torch.Tensor | Array] | Array) -> Array:
     """Return the rows of all tensors, with shards summed over ranks in one reduction per kind of sharding."""
-    if isinstance(found, np.ndarray):  # a batch, in which there are no shards
-        return found
-    rows = list(found)
+    if isinstance(counted, np.ndarray):  # a batch, in which there are no shards
+        return counted
+    rows = list(counted)
     alike: dict[Any, list[int]] = {}
     for i, w in enumerate(seen):
         if w.sharded:

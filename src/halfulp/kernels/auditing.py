@@ -59,10 +59,17 @@ class TileSums:
         width: The length of a row.
     """
 
-    def __init__(self, found: Audited, starts: Sequence[int], each: int, width: int) -> None:
+    def __init__(self, audited: Audited, starts: Sequence[int], each: int, width: int) -> None:
         self._parts = [
             np.ascontiguousarray(x.numpy())
-            for x in (found.counts, found.shared, found.phase, found.expected, found.arrived, found.sums)
+            for x in (
+                audited.counts,
+                audited.shared,
+                audited.phase,
+                audited.expected,
+                audited.arrived,
+                audited.sums,
+            )
         ]
         self._starts, self._each = np.array(starts, dtype=np.int64), each
         self._shape = (len(starts), width)
@@ -131,10 +138,10 @@ class Together:
         if native.library() is None:
             for start, x in zip(self.layout.starts, held, strict=True):
                 self.call.refer(start, (x.numel(),), flat_of(x))
-            return self.call.found
-        found = self.call()
+            return self.call.audited
+        audited = self.call()
         del held
-        return found
+        return audited
 
     def _find(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Locate every tile. The caller must hold the returned tensors until they have been read."""
@@ -199,7 +206,7 @@ class Call:
             counts=counts, shared=shared, sums=sums, arrived=arrived, expected=expected, phases=phases,
         )  # fmt: skip
         parts = [torch.from_numpy(a) for a in (counts, shared, sums, phases, expected, arrived)]
-        self.found = Audited(parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], w.size)
+        self.audited = Audited(parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], w.size)
         """The same tensors at every call."""
         self._tiles, self._w, self._plans, self._dtype = n, w, plans, dtype
         self._followed, self._after, self._phase = (moved, stay), after, phase
@@ -209,7 +216,7 @@ class Call:
     def __call__(self) -> Audited:
         """Run the kernel and return its result."""
         native.run("audit", self._tiles, self._call)
-        return self.found
+        return self.audited
 
     def refer(self, start: int, shape: tuple[int, ...], now: Array) -> None:
         """Run the reference on one tensor, whose tiles begin at ``start``."""
@@ -221,7 +228,7 @@ class Call:
         )
         w, now = self._w[first : first + numel].reshape(shape), now.reshape(shape)
         made = fallback.audit(w, now, self._after, self._plans, self._dtype, self._phase, followed)
-        f = self.found
+        f = self.audited
         for whole, part in zip(
             (f.counts, f.shared, f.sums, f.phase, f.expected, f.arrived), made, strict=True
         ):
@@ -242,7 +249,7 @@ def audit_alone(
     call = Call(flat_w, flat_d, after, plans, w.dtype, phase, followed)
     if native.library() is None:
         call.refer(0, tuple(w.shape), flat_d)
-        return call.found
+        return call.audited
     audited = call()
     for i, plan in enumerate(plans):
         if plan.scaled:

@@ -52,8 +52,8 @@ class Coded(NamedTuple):
 def decode(coded: Coded, values: torch.Tensor) -> None:
     """Write the values of a moment, float32, into a tensor of as many."""
     if native.library() is None:
-        found = decoded(coded.codes.numpy().reshape(-1), coded.scales.numpy().reshape(-1))
-        values.view(-1).copy_(torch.from_numpy(found))
+        decoded_values = decoded(coded.codes.numpy().reshape(-1), coded.scales.numpy().reshape(-1))
+        values.view(-1).copy_(torch.from_numpy(decoded_values))
     else:
         _run(coded, values, 0, (0, 0), 0)
 

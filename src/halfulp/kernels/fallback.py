@@ -41,7 +41,7 @@ def onepass(
     case: Case, jobs: Sequence[Job], grads: Sequence[torch.Tensor], rates: Array, keys: Array
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make one step of every tensor: see :class:`halfulp.kernels.onepass.Jobs`."""
-    found = []
+    results = []
     for job, grad, row, key in zip(jobs, grads, rates, keys.tolist(), strict=True):
         numbers = onepass_reference.Made(case.rule, tuple(row.tolist()), case.small, case.torchs_root)
         grid, n = case.grid.within(torch.float32), job.size
@@ -71,8 +71,8 @@ def onepass(
             _pack(reference.encode(r, grid), grid.bits, job.stored.numpy().reshape(-1))
         else:
             job.stored.reshape(-1).copy_(torch.from_numpy(r))
-        found.append((torch.from_numpy(made["counts"]), torch.from_numpy(_sampled(made["sums"], job.sums))))
-    return found
+        results.append((torch.from_numpy(made["counts"]), torch.from_numpy(_sampled(made["sums"], job.sums))))
+    return results
 
 
 def _sampled(sums: Array, every: int) -> Array:
@@ -108,8 +108,8 @@ def audit(
     """Audit one tensor: counts, shared counts, sums, phases, expected and arrived, per tile."""
     w, d = as_floats(w), as_floats(d)
     d = d - w if after else d
-    found = reference.audit(w, d, [p.grid for p in plans], phase, *followed, box)
-    return tuple(found[k] for k in ("counts", "shared", "sums", "phase", "expected", "arrived"))
+    audited = reference.audit(w, d, [p.grid for p in plans], phase, *followed, box)
+    return tuple(audited[k] for k in ("counts", "shared", "sums", "phase", "expected", "arrived"))
 
 
 def set_aside(tensors: Sequence[torch.Tensor], starts: Sequence[int], into: Array) -> None:
@@ -151,13 +151,13 @@ def write(job: Writing) -> None:
     q, z = (as_floats(x).reshape(job.shape) for x in (job.q, job.z))
     rest = None if job.carry is None else as_floats(job.carry).reshape(job.shape)
     stream = None if job.mode == NEAREST else keyed(job.key[:2], job.key[2])
-    r, found = reference.write_back(
+    r, counted = reference.write_back(
         q, z, job.plan.grid, job.mode, stream, job.moved, job.scale, rest, job.carry_in, job.stored, job.dtype
     )
     put(job.out, r)
     if job.carry is not None and rest is not None:
         put(job.carry, rest)
-    job.counts[:], job.totals[:] = found["counts"], _sampled(found["sums"], job.every)
+    job.counts[:], job.totals[:] = counted["counts"], _sampled(counted["sums"], job.every)
 
 
 def aside(x: torch.Tensor, out: torch.Tensor) -> bool:

@@ -59,7 +59,7 @@ def scales(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The scales of a tensor, one a segment, float64 on its device: the reference's, exactly."""
     assert grid.scaling is not None
     stats = _stats(x, grid.scaling)
-    found = reference.scales_from(stats, grid, x.dtype)
+    values = reference.scales_from(stats, grid, x.dtype)
     if grid.scaling.rule == "absmean":
         # The reference adds from left to right. If all sums within the rounding errors of both
         # orders give one scale, that is the reference's scale; otherwise the reference must tell.
@@ -69,8 +69,8 @@ def scales(x: torch.Tensor, grid: Grid) -> torch.Tensor:
         high[:, 2] *= 1.0 + error
         if (reference.scales_from(low, grid, x.dtype) != reference.scales_from(high, grid, x.dtype)).any():
             exact = reference.segment_stats(x.double().cpu().numpy(), grid.scaling)
-            found = reference.scales_from(exact, grid, x.dtype)
-    return torch.from_numpy(found).to(x.device)
+            values = reference.scales_from(exact, grid, x.dtype)
+    return torch.from_numpy(values).to(x.device)
 
 
 def _stats(x: torch.Tensor, scaling: Scaling) -> Array:

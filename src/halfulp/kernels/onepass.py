@@ -59,11 +59,11 @@ def kind_of(grid: Grid) -> int | None:
     """Return how lanes round to a grid in float32; None if they cannot (moving scales, other exponents)."""
     if grid.scaling is not None:
         return None
-    found = params(grid, "float32")
-    if found.kind == MAGIC:
+    constants = params(grid, "float32")
+    if constants.kind == MAGIC:
         return WHOLE if grid.integer else FLOAT
-    bfloat = found.kind == BITS and found.ints[CUT] == 16 and grid.lo == -grid._fixed()[1]
-    return BFLOAT if bfloat and found.ints[TOP] == 0x7F7F0000 else None
+    bfloat = constants.kind == BITS and constants.ints[CUT] == 16 and grid.lo == -grid._fixed()[1]
+    return BFLOAT if bfloat and constants.ints[TOP] == 0x7F7F0000 else None
 
 
 @dataclass(kw_only=True)
@@ -286,7 +286,8 @@ def _is_the_references(
     made: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], s: Settings, width: int
 ) -> bool:
     w, g, m, v = (x.numpy() for x in tensors)
-    found = proposal(w, g, m, v, s, w.size - w.size % width)
+    expected = proposal(w, g, m, v, s, w.size - w.size % width)
     return all(
-        np.array_equal(a.view(np.int32), b.numpy().view(np.int32)) for a, b in zip(found, made, strict=True)
+        np.array_equal(a.view(np.int32), b.numpy().view(np.int32))
+        for a, b in zip(expected, made, strict=True)
     )

@@ -306,14 +306,16 @@ def step(
         z = np.where(ok, kept_master(np.where(ok, z, 0), kept.dtype, stream), z)
         tie = (z.view(np.int32) & 0xFFFF) == 0x8000  # nearest even of a nudged tie is away from zero
         nudged = np.where(tie, z.view(np.int32) | 1, z.view(np.int32)).view(real)
-        r, found = reference.write_back(q, nudged, grid, moved=moved)
+        r, counted = reference.write_back(q, nudged, grid, moved=moved)
         kept[ok] = ((z.view(np.int32) - r.view(np.int32)) >> (8 if kept.dtype == np.int8 else 0))[ok]
     else:
         carry = np.zeros_like(q) if keeps == ERROR else kept if keeps == CARRY else None
         wide = None
         if carry is not None:
             wide = (carry.astype(np.uint32) << 16).view(real) if carry.dtype == np.uint16 else carry
-        r, found = reference.write_back(q, z, grid, mode, stream, moved, carry=wide, carry_in=keeps == CARRY)
+        r, counted = reference.write_back(
+            q, z, grid, mode, stream, moved, carry=wide, carry_in=keeps == CARRY
+        )
         if keeps == CARRY and kept is not None and kept.dtype == np.uint16:
             assert wide is not None
             u = wide.view(np.uint32)
@@ -331,4 +333,4 @@ def step(
         digits = drawing.words(q.size)
         m = drawn(m, digits)
         v = None if v is None else drawn(v, (digits >> 8) | ((digits & 255) << 8))
-    return r, m, v, found
+    return r, m, v, counted

@@ -48,8 +48,8 @@ class Held:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything, by name."""
-        found = {"held": self.held, "moved": self.moved, "kept": self.kept}
-        return {name: t for name, t in found.items() if t is not None}
+        parts = {"held": self.held, "moved": self.moved, "kept": self.kept}
+        return {name: t for name, t in parts.items() if t is not None}
 
     @property
     def payload_bytes(self) -> int:

@@ -167,10 +167,10 @@ def last_rows(table: Columns, *names: str) -> Columns:
 
 def packed(tables: Mapping[str, Columns]) -> dict[str, torch.Tensor]:
     """Return tables as the tensors of one file."""
-    found = {f"{t}/{name}": (name, table[name]) for t, table in tables.items() for name in table.columns}
+    columns = {f"{t}/{name}": (name, table[name]) for t, table in tables.items() for name in table.columns}
     return {
         key: torch.from_numpy(_narrowed(column) if column.dtype.kind == "i" or name in OPTIONAL else column)
-        for key, (name, column) in found.items()
+        for key, (name, column) in columns.items()
         if name not in ABSENT or not np.isnan(column).all()
     }
 
@@ -186,21 +186,21 @@ def _narrowed(column: Array) -> Array:
     return column.astype(np.int64)
 
 
-def unpacked(found: Mapping[str, torch.Tensor], table: str, names: Sequence[str], place: object) -> Columns:
+def unpacked(columns: Mapping[str, torch.Tensor], table: str, names: Sequence[str], place: object) -> Columns:
     """Return columns of a table from the tensors of a file.
 
     Raises:
         CorruptionError: If a column is missing, is not a list of numbers of its kind, or has another length.
     """
-    made = {name: found.get(f"{table}/{name}") for name in names}
-    lengths = {tuple(t.shape) for t in made.values() if t is not None}
+    chosen = {name: columns.get(f"{table}/{name}") for name in names}
+    lengths = {tuple(t.shape) for t in chosen.values() if t is not None}
     if len(lengths) != 1 or len(*lengths) != 1:
         raise CorruptionError(
             f"{place}: {table}: the columns of one table must be equally long; found lengths "
             f"{sorted(lengths)}."
         )
     ((length,),) = lengths
-    return Columns({name: _widened(made[name], table, name, length, place) for name in names})
+    return Columns({name: _widened(chosen[name], table, name, length, place) for name in names})
 
 
 def _widened(t: torch.Tensor | None, table: str, name: str, length: int, place: object) -> Array:

@@ -49,10 +49,10 @@ class Forecast:
             UsageError: If no tensor in the scope was rehearsed.
         """
         rehearsed = {t["id"] for t in self.trace.tensors if t.get("rehearsed")}
-        found = [i for i in self.trace.ids(scope) if i in rehearsed]
-        if not found:
+        ids = [i for i in self.trace.ids(scope) if i in rehearsed]
+        if not ids:
             raise UsageError(f"no tensor in scope {scope!r} was rehearsed.")
-        return found
+        return ids
 
     def _rows(self, bound: str, scope: str | Sequence[int]) -> Columns:
         if bound not in self.bounds:
@@ -98,8 +98,8 @@ class Forecast:
 
     def compared(self) -> Columns:
         """Return the evaluations at steps where the run itself was evaluated as well."""
-        found = self.losses
-        return found.take(np.isin(found["step"], list(self.trace.real_losses())))
+        losses = self.losses
+        return losses.take(np.isin(losses["step"], list(self.trace.real_losses())))
 
     @property
     def losses(self) -> Columns:

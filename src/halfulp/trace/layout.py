@@ -97,7 +97,7 @@ def newest_folder(path: Path) -> Path:
 
 def _beside(path: Path) -> list[Path]:
     """Return the folder and the numbered ones made because it was taken, up to the first free one."""
-    found = [path]
-    while found[-1].exists():
-        found.append(path.with_name(f"{path.name}-{len(found) + 1}"))
-    return found
+    folders = [path]
+    while folders[-1].exists():
+        folders.append(path.with_name(f"{path.name}-{len(folders) + 1}"))
+    return folders

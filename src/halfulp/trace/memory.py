@@ -172,8 +172,8 @@ class MemoryTrace(Recorded):
             raise UsageError(
                 f"{self.where} has {', '.join(known) if self.parts else 'no step'}, not {table!r}."
             )
-        found = [part[table] for part in self.parts if table in part] or [columns.empty(table)]
-        return columns.concat([part.select(*names) if names else part for part in found])
+        tables = [part[table] for part in self.parts if table in part] or [columns.empty(table)]
+        return columns.concat([t.select(*names) if names else t for t in tables])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the state that rehearsals are resumed from."""

@@ -97,14 +97,14 @@ class Trace(Recorded):
     def roles(self) -> dict[str, Trace]:
         """Return the traces of optimizer states, gradients and copies, by name."""
         layout.check_folders(self.path)
-        found: dict[str, Trace] = {}
+        roles: dict[str, Trace] = {}
         for folder in layout.roles(self.path):
             if os.path.lexists(folder / layout.MANIFEST):
-                found[folder.name] = Trace.open(folder)
-                check_owner(folder, found[folder.name].manifest, self.manifest.get("id"))
+                roles[folder.name] = Trace.open(folder)
+                check_owner(folder, roles[folder.name].manifest, self.manifest.get("id"))
             elif (folder / layout.PARTS).is_dir() and listed_parts(folder):
                 raise CorruptionError(f"{folder} has parts, but no manifest.json: it was removed.")
-        return found
+        return roles
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> Trace:
@@ -166,11 +166,11 @@ class Trace(Recorded):
         file = self.path / "trouble.json"
         if not file.is_symlink() and not file.exists():
             return None
-        found = parsed(files.read(file, MOST_BYTES), file, "a note of trouble")
-        check_digest(found, file)
-        said = Fields(found, str(file))
-        said.take("kind", repr(TROUBLE_KIND), lambda v: v == TROUBLE_KIND)
-        return said.text("what")
+        document = parsed(files.read(file, MOST_BYTES), file, "a note of trouble")
+        check_digest(document, file)
+        fields = Fields(document, str(file))
+        fields.take("kind", repr(TROUBLE_KIND), lambda v: v == TROUBLE_KIND)
+        return fields.text("what")
 
     @property
     def where(self) -> str:
@@ -228,10 +228,10 @@ class Trace(Recorded):
             for part in self.documents:
                 if part.has(table):
                     self._check(part, part.file_of(table).name)
-                    found = _read(part, table, *SCHEMAS[table])
-                    self._check_rows(part, table, found)
-                    if (held := held + len(found)) <= HELD_ROWS:
-                        self._held[part.number, table] = found
+                    rows = _read(part, table, *SCHEMAS[table])
+                    self._check_rows(part, table, rows)
+                    if (held := held + len(rows)) <= HELD_ROWS:
+                        self._held[part.number, table] = rows
             self._counted.add(table)
         wanted = names or tuple(SCHEMAS[table])
         for part in self.documents:

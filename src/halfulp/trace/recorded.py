@@ -421,8 +421,8 @@ class Recorded(ABC):
             how = "--scores e5m2:1-600, in Python scores=(grid, first step, last step)"
             raise UsageError(f"{self.where} holds no scores. Record the run again with them: {how}.")
         state = self.state()
-        found = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
-        return {name: value.numpy() for name, value in found.items() if value is not None}
+        sums = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
+        return {name: value.numpy() for name, value in sums.items() if value is not None}
 
     def missed_scores(self) -> str | None:
         """Say which steps of the scores' window were not audited; None if all were, or without scores."""
@@ -451,8 +451,8 @@ class Recorded(ABC):
             asked = "which rehearsal" if spec is None else f"{spec!r} was not attributed"
             raise UsageError(f"{asked} in {self.where}? Attributed: {', '.join(known)}.")
         j = self.rehearsals.index(known[0] if spec is None else spec)
-        found = {str(t["name"]): state.get(f"{t['id']}.{j}.attributed") for t in self.tensors}
-        return {name: value.numpy() for name, value in found.items() if value is not None}
+        costs = {str(t["name"]): state.get(f"{t['id']}.{j}.attributed") for t in self.tensors}
+        return {name: value.numpy() for name, value in costs.items() if value is not None}
 
     @property
     def tile(self) -> int:

@@ -46,14 +46,14 @@ class Resumed:
         """Find the last part whose state is complete on every rank."""
         missing: list[Path] = []
         for count in range(len(trace.documents), max(-1, len(trace.documents) - 2), -1):
-            found = cls(trace, count)
+            candidate = cls(trace, count)
             if missing and count and not trace.documents[count - 1].state_file.exists():
                 break  # it was resumed after that part already
-            step, ranks = found.shards
+            step, ranks = candidate.shards
             wanted = [shard_file(trace.path, step, rank) for rank in ranks]
             missing = [file for file in wanted if not file.exists()]
             if not missing:
-                return found
+                return candidate
         raise UsageError(
             f"cannot resume {trace.path}: {len(missing)} of {len(wanted)} files are missing in "
             f"{missing[0].parent}, such as {missing[0].name}; they hold what each rank "
@@ -104,6 +104,6 @@ def clear(path: Path, unwanted: Callable[[int], bool]) -> None:
     """Remove the shards of some steps."""
     folder = path / SHARDS
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        found = _NAME.fullmatch(file.name)
-        if found is not None and unwanted(int(found[1])):
+        match = _NAME.fullmatch(file.name)
+        if match is not None and unwanted(int(match[1])):
             files.remove(file)

@@ -66,10 +66,10 @@ def read_manifest(file: Path) -> dict[str, Any]:
 
 def check_id(path: Path, expected: str) -> None:
     """Refuse a folder that no longer holds the trace that it did, which a rank beside the first writes to."""
-    found = read_manifest(path / MANIFEST).get("id")
-    if found != expected:
+    actual = read_manifest(path / MANIFEST).get("id")
+    if actual != expected:
         raise CorruptionError(
-            f"{path} no longer holds the trace {expected}, but {found}: another recording took its place."
+            f"{path} no longer holds the trace {expected}, but {actual}: another recording took its place."
         )
 
 
@@ -80,10 +80,10 @@ def check_owner(path: Path, role: Mapping[str, Any], expected: str | None) -> No
     """
     name = path.name.encode("utf-8", "backslashreplace").decode()
     pairs = (("trace", role.get(OWNER, expected), expected), ("role", role["run"].get("role", name), name))
-    for what, found, here in pairs:
-        if found != here:
+    for what, actual, here in pairs:
+        if actual != here:
             raise TamperingError(
-                f"{path} does not belong here: its {what} is {found!r}, expected {here!r}. It was recorded "
+                f"{path} does not belong here: its {what} is {actual!r}, expected {here!r}. It was recorded "
                 "beside another run, or the manifest was replaced. Put back what was there, or remove it."
             )
 
@@ -173,8 +173,8 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         """Return what a part's document states of it."""
-        found = {"bytes": self.size, "sha256": self.sha256, "rows": self.rows}
-        return {key: value for key, value in found.items() if value is not None}
+        stated = {"bytes": self.size, "sha256": self.sha256, "rows": self.rows}
+        return {key: value for key, value in stated.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,14 +243,14 @@ class Parts:
 
     def _first(self, folder: Path, number: int) -> PartDocument:
         file = folder / DIGESTS
-        found = parsed(files.read(file, MOST_BYTES), file, "a list of digests")
+        digests = parsed(files.read(file, MOST_BYTES), file, "a list of digests")
         known = {f"{t}.parquet" for t in TABLES}
-        for name in sorted(known - found.keys()):
+        for name in sorted(known - digests.keys()):
             raise CorruptionError(f"{file} has no digest of {name}.")
-        for name, value in found.items():
+        for name, value in digests.items():
             if name not in known | {KEPT, STATE} or not is_sha256(value):
                 raise CorruptionError(f"{file} is not a list of digests: it has {name!r}.")
-        entries = {name: Entry(sha256=value) for name, value in found.items()}
+        entries = {name: Entry(sha256=value) for name, value in digests.items()}
         state = entries.pop(STATE, None)
         return PartDocument(
             folder=folder, number=number, files=entries, rows={}, state=state, state_file=folder / STATE
@@ -259,9 +259,9 @@ class Parts:
     def _second(self, folder: Path, place: Mapping[str, Any]) -> PartDocument:
         file = folder / DOCUMENT
         document = parsed(files.read(file, MOST_BYTES), file, "the document of a part")
-        found = Fields(document, str(file))
-        found.take("kind", repr(PART_KIND), lambda v: v == PART_KIND)
-        version = found.whole("format", 2, self.manifest["format"])
+        fields = Fields(document, str(file))
+        fields.take("kind", repr(PART_KIND), lambda v: v == PART_KIND)
+        version = fields.whole("format", 2, self.manifest["format"])
         check_digest(document, file)
         before = self.before
         expected_here = {"trace": self.manifest["id"], "grids": self.manifest["grids"], **place}
@@ -269,25 +269,25 @@ class Parts:
         if rehearsed:
             expected_here["rehearse"] = rehearsed
         for key, expected in expected_here.items():
-            if found.take(key, "", lambda _: True) != expected:
+            if fields.take(key, "", lambda _: True) != expected:
                 raise TamperingError(
                     f"{file} does not belong here: its {key} is {document[key]!r}, expected {expected!r}. "
                     "It is a part of another trace or another place, or the manifest was replaced."
                 )
-        self._check_inventory(found, file)
-        first = found.whole("first_step", 1)
-        last = found.whole("last_step", first)
+        self._check_inventory(fields, file)
+        first = fields.whole("first_step", 1)
+        last = fields.whole("last_step", first)
         if before is not None and before.steps is not None and first < before.steps[1]:
             raise TamperingError(f"{file} begins at step {first}, before the end of the part before it.")
-        entries, rows = _entries(found, version, self.manifest)
+        entries, rows = _entries(fields, version, self.manifest)
         return PartDocument(
             folder=folder,
             number=place["number"],
             files=entries,
             rows=rows,
-            state=_entry(found.within("state")),
+            state=_entry(fields.within("state")),
             state_file=state_file(self.path, place["number"]),
-            digest=found.sha256(DIGEST),
+            digest=fields.sha256(DIGEST),
             steps=(first, last),
         )
 

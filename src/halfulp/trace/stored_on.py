@@ -26,9 +26,9 @@ def on_grid(trace: Recorded, grid: str) -> list[int]:
 
 def moved_on_grid(trace: Recorded, grid: str) -> list[int]:
     """Return those of :func:`on_grid` that some step was about: of the others there is nothing to say."""
-    found = on_grid(trace, grid)
-    rows = np.unique(trace.scan("tensors", "tensor")["tensor"]).tolist() if found else ()
-    return sorted(set(found).intersection(rows))
+    ids = on_grid(trace, grid)
+    rows = np.unique(trace.scan("tensors", "tensor")["tensor"]).tolist() if ids else ()
+    return sorted(set(ids).intersection(rows))
 
 
 def default_scope(trace: Recorded, grid: str) -> str | Sequence[int]:

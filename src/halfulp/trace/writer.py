@@ -77,22 +77,22 @@ class TraceWriter:
             raise
 
     def _take_up(self, wanted: Mapping[str, Any]) -> None:
-        found = Trace.open(self.path)
-        if (version := found.manifest["format"]) != FORMAT:
+        trace = Trace.open(self.path)
+        if (version := trace.manifest["format"]) != FORMAT:
             raise UsageError(
                 f"cannot resume {self.path}: it has trace format {version}, and recordings go on in format "
                 f"{FORMAT}. It can be read as before; record what follows into another folder."
             )
-        check_same(self.path, found.manifest, wanted)
+        check_same(self.path, trace.manifest, wanted)
         if self._owner is not None:
-            check_owner(self.path, found.manifest, self._owner)
-        self.manifest = found.manifest
+            check_owner(self.path, trace.manifest, self._owner)
+        self.manifest = trace.manifest
         if self._owner is not None and OWNER not in self.manifest:  # of a halfulp that did not say it yet
             self.manifest[OWNER] = self._owner
             self.write_manifest()
-        self.resumed = Resumed.of(found)
+        self.resumed = Resumed.of(trace)
         self.last_step, self.count = self.resumed.last_step, self.resumed.count
-        self._before = found.documents[self.count - 1].digest if self.count else None
+        self._before = trace.documents[self.count - 1].digest if self.count else None
 
     def _clear(self) -> None:
         """Remove what a crash left: files aside, states that no part names, and a note of old trouble.
@@ -279,13 +279,13 @@ def _owner_id(path: Path, run: Mapping[str, Any]) -> str | None:
         return None
     if files.lost(owner / LOCK):
         raise _gone(owner, HELD)
-    found = read_manifest(owner / MANIFEST).get("id")
-    return None if found is None else str(found)
+    owner_id = read_manifest(owner / MANIFEST).get("id")
+    return None if owner_id is None else str(owner_id)
 
 
-def _gone(path: Path, found: str) -> CorruptionError:
+def _gone(path: Path, why: str) -> CorruptionError:
     return CorruptionError(
-        f"{path} is no longer the folder that this recording began: {found}. It was moved or removed, or "
+        f"{path} is no longer the folder that this recording began: {why}. It was moved or removed, or "
         "another recording took its place; leave it where it is until the run is over."
     )
 
@@ -313,19 +313,19 @@ def check_free(path: Path, resume: bool) -> None:
                 )
         elif path.exists() and not path.is_dir():
             raise UsageError(f"{path} is a file, expected a new or empty folder. Choose another name.")
-        elif path.exists() and (found := layout.foreign(path)) is not None:
+        elif path.exists() and (other := layout.foreign(path)) is not None:
             raise UsageError(
-                f"{path} is not an empty folder and holds no trace: {found} is there, but no manifest.json. "
+                f"{path} is not an empty folder and holds no trace: {other} is there, but no manifest.json. "
                 "Choose another folder."
             )
     except OSError as error:
         raise files.refused_reading(path, error) from error
 
 
-def check_same(path: Path | str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_same(path: Path | str, manifest: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Refuse to continue a trace with settings other than those that it was begun with."""
-    pairs = [(key, found[key], wanted[key]) for key in ("grids", "every")]
-    pairs += [(key, found["options"].get(key), value) for key, value in wanted["options"].items()]
+    pairs = [(key, manifest[key], wanted[key]) for key in ("grids", "every")]
+    pairs += [(key, manifest["options"].get(key), value) for key, value in wanted["options"].items()]
     for key, old, new in pairs:
         if old != new:
             raise UsageError(f"cannot resume {path}: it was recorded with {key}={old!r}, not {new!r}.")

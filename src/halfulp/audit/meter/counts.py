@@ -55,7 +55,7 @@ class Batch:
         self._together = Together(
             self.before, self.layout, self.grids, phase=phase, moved=self.moved, stay=self.stay
         )
-        self._rows = Summing(self._together.call.found, self.starts)
+        self._rows = Summing(self._together.call.audited, self.starts)
 
     def _side_by_side(self, what: str, per: int) -> torch.Tensor | None:
         """Have what is followed of the members go on in one block, an element for ``per`` coordinates."""
@@ -172,18 +172,18 @@ class Meter:
         together = self._batches_of(seen)
         if len(together) == 1 and together[0].members == seen:  # most models
             return together[0].audit(seen)
-        found: dict[Watched, torch.Tensor | Array] = {}
+        rows: dict[Watched, torch.Tensor | Array] = {}
         for batch in together:
             present = [w for w in seen if w.batch is batch]
-            found.update(zip(present, batch.audit(present), strict=True))
+            rows.update(zip(present, batch.audit(present), strict=True))
         for w in seen:
             if w.batch is None:
                 assert w.before is not None
                 counted = device_moved.audit(
                     w.before, w.values(), w.grids, moved=w.moved, stay=w.stay, phase=self.phase
                 )
-                found[w] = row_of(counted)
-        return [found[w] for w in seen]
+                rows[w] = row_of(counted)
+        return [rows[w] for w in seen]
 
     def total(self, seen: Sequence[Watched], rows: Rows) -> Array:
         """Sum the rows of shards over ranks; what was not measured is not a number."""

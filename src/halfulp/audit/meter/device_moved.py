@@ -37,9 +37,9 @@ def audit(
     """Return what each grid would do to one step, coordinates followed wherever the tensors are."""
     if moved is None or not on_gpu(before):
         return kernels.audit(before, after, grids, after=True, phase=phase, moved=moved, stay=stay)
-    found = kernels.audit(before, after, grids, after=True, phase=phase)
-    found.counts[:, :, NEVER] = follow(before, after, grids, moved)
-    return found
+    counted = kernels.audit(before, after, grids, after=True, phase=phase)
+    counted.counts[:, :, NEVER] = follow(before, after, grids, moved)
+    return counted
 
 
 def follow(

@@ -55,9 +55,9 @@ class Summing:
         starts: The first tile of every tensor; a tensor alone may be empty (a shard).
     """
 
-    def __init__(self, found: kernels.Audited, starts: Sequence[int] = (0,)) -> None:
-        grids = found.counts.shape[1]
-        self._sums = TileSums(found, starts, EACH, grids * EACH + len(SHARED))
+    def __init__(self, audited: kernels.Audited, starts: Sequence[int] = (0,)) -> None:
+        grids = audited.counts.shape[1]
+        self._sums = TileSums(audited, starts, EACH, grids * EACH + len(SHARED))
 
     def __call__(self) -> Array:
         """Everything about the tensors, one row each, float64: PER_GRID grid after grid, then SHARED.
@@ -69,23 +69,22 @@ class Summing:
         return made
 
 
-def numbers_on_device(found: kernels.Audited) -> torch.Tensor:
+def numbers_on_device(audited: kernels.Audited) -> torch.Tensor:
     """Return the row of one tensor, made where its counts are: those of many tiles are not sent over."""
 
     def total(x: torch.Tensor) -> torch.Tensor:
         return x.sum(dim=0, dtype=torch.float64)
 
-    counts = total(found.counts)
+    counts = total(audited.counts)
     apart = torch.full((len(counts), 2), torch.nan, dtype=torch.float64, device=counts.device)
-    per_grid = [
-        counts, total(found.phase)[:, None], total(found.expected)[:, None], total(found.arrived), apart,
-    ]  # fmt: skip
-    return torch.cat([torch.cat(per_grid, dim=1).reshape(-1), total(found.shared), total(found.sums)])
+    phase, expected = total(audited.phase)[:, None], total(audited.expected)[:, None]
+    per_grid = [counts, phase, expected, total(audited.arrived), apart]
+    return torch.cat([torch.cat(per_grid, dim=1).reshape(-1), total(audited.shared), total(audited.sums)])
 
 
-def row_of(found: kernels.Audited) -> torch.Tensor | Array:
+def row_of(audited: kernels.Audited) -> torch.Tensor | Array:
     """Return the row of one tensor, where its counts are."""
-    return Summing(found)()[0] if found.counts.device.type == "cpu" else numbers_on_device(found)
+    return Summing(audited)()[0] if audited.counts.device.type == "cpu" else numbers_on_device(audited)
 
 
 def leave_out(made: Array, *columns: str) -> None:

@@ -184,15 +184,15 @@ class ModelAsIf:
         """Write a rehearsal's weights under the model's names, or under those of the watched tensors."""
         with self.as_if(spec, bound, step):
             if len(self.models) == 1:
-                found = unwrapped(self.models[0]).state_dict()
+                state = unwrapped(self.models[0]).state_dict()
             else:
-                found = {w.name: (w.tensor if w.shown is None else w.shown) for w in watched}
-            made = {
-                unwrapped_name(name): _whole(x) for name, x in found.items() if isinstance(x, torch.Tensor)
+                state = {w.name: (w.tensor if w.shown is None else w.shown) for w in watched}
+            weights = {
+                unwrapped_name(name): _whole(x) for name, x in state.items() if isinstance(x, torch.Tensor)
             }
             header = {"halfulp.as_if": spec, "halfulp.bound": bound, "halfulp.step": str(step)}
             if rank() == 0:
-                files.put(path, b"".join(tensors.content(made, header)))
+                files.put(path, b"".join(tensors.content(weights, header)))
 
 
 def number(loss: Any) -> float:

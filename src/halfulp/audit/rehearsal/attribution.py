@@ -38,7 +38,7 @@ def shares(
     """
     if type(points) is not int or points < 1:
         raise UsageError(f"points= is a whole number of at least 1, not {points!r}.")
-    found = {name: torch.zeros_like(w, dtype=torch.float64) for name, (w, _) in paths.items()}
+    costs = {name: torch.zeros_like(w, dtype=torch.float64) for name, (w, _) in paths.items()}
     for i in range(points):
         with torch.no_grad():
             for name, (w, s) in paths.items():
@@ -53,8 +53,8 @@ def shares(
         gradients = torch.autograd.grad(value, [params[name] for name in paths], allow_unused=True)
         for (name, (w, s)), gradient in zip(paths.items(), gradients, strict=True):
             if gradient is not None:
-                found[name] += gradient.double() * (s.double() - w.double()) / points
-    return found
+                costs[name] += gradient.double() * (s.double() - w.double()) / points
+    return costs
 
 
 class Attributed:
@@ -104,14 +104,14 @@ def attribute(
     before = RandomState()
     try:
         with stage.as_if(spec, bound, step):  # which puts the weights back
-            found = shares(params, paths, loss, points)
+            costs = shares(params, paths, loss, points)
     finally:
         before.put_back()
-    made = {name: by_tile(share, size) for name, share in found.items()}
+    by_name = {name: by_tile(share, size) for name, share in costs.items()}
     into.tile = size
     for w in weights:
-        into.add(f"{w.id}.{j}.{ATTRIBUTED}", made[w.name])
-    return made
+        into.add(f"{w.id}.{j}.{ATTRIBUTED}", by_name[w.name])
+    return by_name
 
 
 def by_tile(share: torch.Tensor, tile: int) -> torch.Tensor:

@@ -313,8 +313,8 @@ class Rehearsals:
 
     def state_of(self, w: Watched) -> dict[str, torch.Tensor]:
         """Return the state of one tensor that a resumed audit needs."""
-        found = self.tensors[w].state() if w in self.tensors else {}
-        return {name: t.contiguous() for name, t in found.items()}
+        state = self.tensors[w].state() if w in self.tensors else {}
+        return {name: t.contiguous() for name, t in state.items()}
 
     def tables(self) -> dict[str, Columns]:
         """Return the rows recorded since the last part, and clear them."""

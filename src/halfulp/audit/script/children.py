@@ -77,8 +77,8 @@ class Child:
             return
         trace = Trace.open(place)
         page = f"halfulp report {shlex.quote(str(self.given))}"
-        found = verdict(trace, self.audit.trouble, page=page).lines
-        lines = [f"---- halfulp, process {self.process} ----", *found, "", whence(trace, self.given)]
+        answer = verdict(trace, self.audit.trouble, page=page)
+        lines = [f"---- halfulp, process {self.process} ----", *answer.lines, "", whence(trace, self.given)]
         tell(*(plain(line) for line in lines))
 
 

@@ -95,8 +95,8 @@ class OwnEvaluation:
     def compiled(self, source: bytes | str, file: str) -> CodeType:
         """Compile a script with the evaluation function decorated."""
         tree = ast.parse(source, file)
-        found = [node for name, node in _functions(tree) if name == self.name]
-        if not found and not self._decorated_in_package():
+        matches = [node for name, node in _functions(tree) if name == self.name]
+        if not matches and not self._decorated_in_package():
             known = ", ".join(name for name, _ in _functions(tree)) or "none"
             raise UsageError(
                 f"--evaluate {self.name}: {shown(file, 200)} has no such function; it has "
@@ -104,7 +104,7 @@ class OwnEvaluation:
                 "transformers.Trainer.evaluate:eval_loss. For one in another file, name a function of the "
                 "script that calls it."
             )
-        for node in found:
+        for node in matches:
             at = node.decorator_list[0] if node.decorator_list else node
             mark = ast.Name(id=DECORATOR, ctx=ast.Load())
             node.decorator_list.insert(0, ast.copy_location(mark, at))  # around all others

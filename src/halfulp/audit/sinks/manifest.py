@@ -99,12 +99,12 @@ def one_pass(optimizer: torch.optim.Optimizer) -> bool:
 
 def admitting(optimizer: torch.optim.Optimizer) -> list[str]:
     """List the policies with which a write-back would accept the optimizer, by their own checks."""
-    found, grid = [], named("bf16")  # a float grid: dqt's own rule is not one
+    admitted, grid = [], named("bf16")  # a float grid: dqt's own rule is not one
     for name, kind in POLICIES.items():
         try:
             for group in optimizer.param_groups:
                 kind().check(grid, optimizer, group)
         except UsageError:
             continue
-        found.append(name)
-    return found
+        admitted.append(name)
+    return admitted

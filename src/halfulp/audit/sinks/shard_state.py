@@ -96,13 +96,13 @@ def met(
 
     ``last`` and ``loaded``: the last step that this rank found there, and the state.
     """
-    found: Any = writes
+    place: Any = writes
     for mesh in dict.fromkeys(w.tensor.device_mesh for w in new):  # type: ignore[attr-defined]  # DTensors
-        heard = spread(found, mesh)
-        found = heard if found is None else found
-    if found is None or not new:
+        sent = spread(place, mesh)
+        place = sent if place is None else place
+    if place is None or not new:
         return shards
-    out, trace, step = found
+    out, trace, step = place
     if step != last:
         raise UsageError(
             f"cannot resume {out}: the first rank goes on after step {step}, rank {rank()} after {last}. All "
@@ -139,9 +139,9 @@ def give(
     for r in sorted(ranks, key=lambda r: (r != rank(), r)):  # its own file is all that it needs, as a rule
         if not wanted:
             break
-        found, ranges = _read(shard_file(resumed.trace.path, step, r), resumed.manifest["id"])
+        state, ranges = _read(shard_file(resumed.trace.path, step, r), resumed.manifest["id"])
         for i in [i for i, w in wanted.items() if ranges.get(i) == range_of(w)]:
-            loaded.update({n: t for n, t in found.items() if n.partition(".")[0] == str(i)})
+            loaded.update({n: t for n, t in state.items() if n.partition(".")[0] == str(i)})
             del wanted[i]
     left = {i for i, w in wanted.items() if followed(w)}
     if left and resumed.count:
@@ -155,14 +155,14 @@ def give(
 
 
 def _read(file: Path, trace: str) -> tuple[State, dict[int, Range]]:
-    found, said = tensors.read(file)
-    if said.get(TRACE) != trace or tensors.DIGEST not in said:
+    state, header = tensors.read(file)
+    if header.get(TRACE) != trace or tensors.DIGEST not in header:
         raise CorruptionError(f"{file} belongs to another trace than the one that it lies in.")
     try:
-        ranges = {int(i): (first, numel) for i, (first, numel) in json.loads(said[PLACES]).items()}
+        ranges = {int(i): (first, numel) for i, (first, numel) in json.loads(header[PLACES]).items()}
         stated = all(whole(n) for pair in ranges.values() for n in pair)
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         stated = False
     if not stated:
         raise CorruptionError(f"{file} does not say which coordinates it holds.")
-    return found, ranges
+    return state, ranges

@@ -76,8 +76,8 @@ class OptimizerNotes:
         if optimizer not in self._holds:
             self._gradients = gradients(optimizer)
             if len(self._names) < NAMED:
-                found = caller_of(optimizer)
-                self.caller, self._names[optimizer] = self.caller or found, found.get("names", {})
+                caller = caller_of(optimizer)
+                self.caller, self._names[optimizer] = self.caller or caller, caller.get("names", {})
             if not isinstance(optimizer, WriteBack):
                 self._keepers[optimizer] = Keepers(optimizer)
         if optimizer in self._keepers and self._keepers[optimizer].open:
@@ -195,15 +195,15 @@ class Keepers:
         self._steps += 1
         if not self.open and (not self._kept or self._steps & (self._steps - 1)):
             return self._kept
-        found: list[list[str]] = []
+        per_weight: list[list[str]] = []
         for p in _narrow(self.optimizer):
             if tensors := _tensors(self.optimizer, p):
                 named = [k for k, x in tensors if x.numel() == p.numel() and KEEPS.search(k)]
                 wide = self._wide(p, tensors)
-                found.append([*named, *self._casts(p, wide)] if wide else named)
-        alike = {k for kinds in found for k in kinds} - self._others
+                per_weight.append([*named, *self._casts(p, wide)] if wide else named)
+        alike = {k for kinds in per_weight for k in kinds} - self._others
         known = {k for k in alike if k in self._moved or KEEPS.search(k)}
-        own = [[k for k in kinds if k in known] for kinds in found] if known else []
+        own = [[k for k in kinds if k in known] for kinds in per_weight] if known else []
         self._kept = list(dict.fromkeys(k for kinds in own for k in kinds)) if all(own) else []
         self.open = alike != known or (bool(known) and not self._kept)
         return self._kept
@@ -261,12 +261,12 @@ def _sample(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _sizes(tensors: Iterable[torch.Tensor | None]) -> Sizes:
-    found: Counter[str] = Counter()
+    numels: Counter[str] = Counter()
     for x in tensors:
         if x is not None and not is_lazy(x) and x.numel():
             stored = _stored(x) if hasattr(x, "__tensor_flatten__") else x
-            found[str(stored.dtype).removeprefix("torch.")] += x.numel()
-    return dict(sorted(found.items()))
+            numels[str(stored.dtype).removeprefix("torch.")] += x.numel()
+    return dict(sorted(numels.items()))
 
 
 def _stored(x: Any) -> Any:

@@ -57,12 +57,12 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def model_names(model: torch.nn.Module) -> Named:
     """Return every parameter's first name and the module that owns it; wrappers leave no mark on names."""
     model = unwrapped(model)
-    found: Named = {}
+    named: Named = {}
     for prefix, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
             clean = unwrapped_name(f"{prefix}.{name}" if prefix else name)
-            found.setdefault(p, (clean, module))
-    return found
+            named.setdefault(p, (clean, module))
+    return named
 
 
 def modules_in_frames() -> list[tuple[str, torch.nn.Module]]:
@@ -92,12 +92,12 @@ def variables(frame: FrameType) -> dict[str, Any]:
     function itself (``locals()``) or a debugger uses it. From 3.13 on it is a view, and left alone.
     """
     shared = frame.f_locals
-    found, code = dict(shared), frame.f_code
+    copy, code = dict(shared), frame.f_code
     ours = type(shared) is dict and bool(code.co_flags & inspect.CO_OPTIMIZED)
     if ours and frame.f_trace is None and sys.getrefcount(shared) <= 3:  # the frame's, this one's, the call's
         for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
             shared.pop(name, None)
-    return found
+    return copy
 
 
 def models_around(params: Iterable[torch.Tensor | None]) -> list[torch.nn.Module]:
@@ -107,14 +107,14 @@ def models_around(params: Iterable[torch.Tensor | None]) -> list[torch.nn.Module
     holding = [(m, len(held)) for m, held in sizes if wanted and wanted <= held]
     if not holding:
         return []
-    return [unwrapped(min(holding, key=lambda found: found[1])[0])]
+    return [unwrapped(min(holding, key=lambda pair: pair[1])[0])]
 
 
 def _of_kind(kind: type[T], name: str, value: Any) -> list[tuple[str, T]]:
     """List the objects of a type that a variable is or holds; empty if inspection fails (a dead proxy)."""
     try:
-        found = [(name, value), *_inside(name, value)]
-        return [(label, x) for label, x in found if isinstance(x, kind)]
+        objects = [(name, value), *_inside(name, value)]
+        return [(label, x) for label, x in objects if isinstance(x, kind)]
     except Exception:
         return []
 
@@ -137,14 +137,14 @@ def held_copies(masters: Iterable[torch.Tensor], held: Named) -> dict[torch.Tens
     Among equal tensors the first free one is chosen, because both sides list their tensors in the same order.
     """
     free = [q for q in held if _plain(q)]
-    found: dict[torch.Tensor, torch.Tensor] = {}
+    copies: dict[torch.Tensor, torch.Tensor] = {}
     for p in masters:
         for i, q in enumerate(free):
             alike = q.shape == p.shape and q.device == p.device and q.element_size() < p.element_size()
             if alike and torch.equal(p.detach().to(q.dtype), q.detach()):
-                found[p] = free.pop(i)
+                copies[p] = free.pop(i)
                 break
-    return found
+    return copies
 
 
 def _plain(x: torch.Tensor) -> bool:
@@ -181,7 +181,7 @@ def name_parameters(
     masters, stepped = [p for p in params if p not in held and _plain(p)], set(params)
     copies = held_copies(masters, {q: at for q, at in held.items() if q not in stepped}) if masters else {}
     labels.update({p: labels[q] for p, q in copies.items() if q in labels})
-    found: dict[torch.Tensor, Naming] = {}
+    namings: dict[torch.Tensor, Naming] = {}
     for i, group in enumerate(optimizer.param_groups):
         own = group.get("param_names", [])
         for j, p in enumerate(group["params"]):
@@ -189,15 +189,15 @@ def name_parameters(
             name, module = held.get(p if copy is None else copy) or (f"{i}.{j}", None)
             if p not in given and j < len(own):
                 name = own[j]
-            found[p] = Naming(writable(name), module, None if copy is None else copy.dtype, copy)
+            namings[p] = Naming(writable(name), module, None if copy is None else copy.dtype, copy)
     used = set(known.values())
-    twice = any(naming.name in used for p, naming in found.items() if p not in known)
-    for p, naming in found.items():
+    twice = any(naming.name in used for p, naming in namings.items() if p not in known)
+    for p, naming in namings.items():
         label = f"{labels[p]}." if twice and p in labels else ""
         name = known[p] if p in known else unique(label + naming.name, used)
         used.add(name)
-        found[p] = replace(naming, name=name)
-    return found
+        namings[p] = replace(naming, name=name)
+    return namings
 
 
 def given_names(
@@ -206,12 +206,12 @@ def given_names(
     known: Mapping[torch.Tensor, str],
 ) -> dict[torch.Tensor, Naming]:
     """Name tensors as they are called; what is known already keeps its name, and names are unique."""
-    used, found = set(known.values()), {}
+    used, namings = set(known.values()), {}
     for name, x in named.items():
         chosen = known[x] if x in known else unique(writable(name), used)
         used.add(chosen)
-        found[x] = Naming(chosen, modules.get(x))
-    return found
+        namings[x] = Naming(chosen, modules.get(x))
+    return namings
 
 
 def writable(name: str) -> str:

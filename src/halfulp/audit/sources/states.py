@@ -108,14 +108,14 @@ def found_copies(weights: Mapping[torch.Tensor, str], not_these: Iterable[torch.
     for kind in (list, tuple):
         listed = ((label, held, _places(held, weights)) for label, held in in_frames(kind))
         candidates += [(label, Listed(held, places)) for label, held, places in listed if places]
-    found: dict[str, Copies] = {}
+    copies: dict[str, Copies] = {}
     for label, held in candidates:
         tensors = set(tensors_of(held).values())
         trained = any(x.grad is not None or is_sharded(x) for x in tensors)
-        if role_name(label) == label and label not in found and not trained and taken.isdisjoint(tensors):
-            found[label] = held
+        if role_name(label) == label and label not in copies and not trained and taken.isdisjoint(tensors):
+            copies[label] = held
             taken |= tensors
-    return found
+    return copies
 
 
 def _apart(
@@ -193,7 +193,7 @@ def moments_of(
     ``step`` that counts to 256.
     """
     inner = wrapped(optimizer)
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    moments: dict[str, dict[str, torch.Tensor]] = {}
     for group in inner.param_groups:
         for p in (p for p in group["params"] if p in names):
             state = dict(flat(inner.state.get(p, {})))
@@ -201,14 +201,14 @@ def moments_of(
             coded = not all(x.is_floating_point() for x in tensors)
             for kind, x in state.items():
                 if narrow_scalar(x) and p.numel() > 1:
-                    found.setdefault(role_name(str(kind)), {})[names[p]] = x
+                    moments.setdefault(role_name(str(kind)), {})[names[p]] = x
                 if not followed(x) or (coded and x.shape != p.shape):
                     continue
                 more = 0 if x.numel() == p.numel() else _stacked(x.shape, p.shape)
                 if more is not None and more < len(group["params"]):
                     name = f"{names[p]} and {more} more" if more else names[p]
-                    found.setdefault(role_name(str(kind)), {})[name] = x
-    return found
+                    moments.setdefault(role_name(str(kind)), {})[name] = x
+    return moments
 
 
 def _stacked(shape: torch.Size, weight: torch.Size) -> int | None:

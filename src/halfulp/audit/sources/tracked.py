@@ -171,7 +171,7 @@ def together_changed(watched: list[Watched]) -> set[Watched]:
     each other.
     """
     whole = [w for w in watched if not w.sharded]
-    found = set(whole) if any(w.changed() for w in whole) else set()
+    changed = set(whole) if any(w.changed() for w in whole) else set()
     alike: dict[Any, list[Watched]] = {}
     for w in watched if len(whole) < len(watched) else ():
         if w.sharded:
@@ -179,8 +179,8 @@ def together_changed(watched: list[Watched]) -> set[Watched]:
     for those in alike.values():
         flags = [torch.tensor([float(w.changed())], device=w.values().device) for w in those]
         if reduced(those, flags).any():
-            found.update(those)
-    return found
+            changed.update(those)
+    return changed
 
 
 class TrackedStates:
@@ -197,7 +197,7 @@ class TrackedStates:
         """True while copies are set aside."""
         self._began: dict[torch.optim.Optimizer, list[str]] = {}
         """The moments that are set aside, by kind."""
-        self._found: dict[torch.optim.Optimizer, tuple[list[torch.Tensor], dict[str, Named]]] = {}
+        self._moments_of: dict[torch.optim.Optimizer, tuple[list[torch.Tensor], dict[str, Named]]] = {}
         """All tensors in an optimizer's state when it was searched for moments, and the moments found."""
 
     def to_json(self) -> dict[str, Any]:
@@ -284,8 +284,8 @@ class TrackedStates:
 
     def latest(self) -> dict[str, dict[str, Any]]:
         """Return the newest step of every role in few numbers, by the names that they have in the trace."""
-        found = {name: track.pipeline.latest for name, track in sorted(self.tracks.items())}
-        return {name: {key: said[key] for key in BESIDE} for name, said in found.items() if said}
+        newest = {name: track.pipeline.latest for name, track in sorted(self.tracks.items())}
+        return {name: {key: summary[key] for key in BESIDE} for name, summary in newest.items() if summary}
 
     def stop(self) -> list[str]:
         """Compare for the last time and make everything durable; return the copies that never changed."""
@@ -302,11 +302,11 @@ class TrackedStates:
             return {}
         states = wrapped(optimizer).state
         held = [*states, *state_tensors(states.values()), *self.owner.watched]
-        known, moments = self._found.get(optimizer, ([], {}))
+        known, moments = self._moments_of.get(optimizer, ([], {}))
         if len(known) != len(held) or not all(map(operator.is_, known, held)):
-            found = moments_of(optimizer, self.owner.watchlist.names())
-            moments = {kind: named for kind, named in found.items() if kind not in self.also}
-            self._found[optimizer] = (held, moments)
+            by_kind = moments_of(optimizer, self.owner.watchlist.names())
+            moments = {kind: named for kind, named in by_kind.items() if kind not in self.also}
+            self._moments_of[optimizer] = (held, moments)
         return moments
 
     def track(

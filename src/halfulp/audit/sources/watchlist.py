@@ -61,9 +61,9 @@ class Watchlist:
         self._left_out: set[torch.Tensor] = set()
         self._lists: WeakKeyDictionary[Any, tuple[list[torch.Tensor], list[Watched]]] = WeakKeyDictionary()
 
-    def keep_fit(self, found: Trace) -> None:
+    def keep_fit(self, trace: Trace) -> None:
         """Leave out grids that a trace was begun without."""
-        self.grids = [g for g in self.grids if g.name in found.grids]
+        self.grids = [g for g in self.grids if g.name in trace.grids]
 
     # ---- looking up ----
 
@@ -72,16 +72,16 @@ class Watchlist:
         known = self.known(key, tensors)
         if known is not None:
             return known
-        found = [self.watched[p] for p in tensors if p in self.watched]
-        if len(found) == len(tensors) or all(map(self.decided, tensors)):
-            self._lists[key] = (tensors, found)
-        return _here(found)
+        watched = [self.watched[p] for p in tensors if p in self.watched]
+        if len(watched) == len(tensors) or all(map(self.decided, tensors)):
+            self._lists[key] = (tensors, watched)
+        return _here(watched)
 
     def known(self, key: object, tensors: list[torch.Tensor]) -> list[Watched] | None:
         """Return the same as last time if the tensors are the same: comparing is cheaper than lookups."""
-        before, found = self._lists.get(key, ([], []))
+        before, watched = self._lists.get(key, ([], []))
         same = len(before) == len(tensors) > 0 and all(map(operator.is_, before, tensors))
-        return _here(found) if same else None
+        return _here(watched) if same else None
 
     def decided(self, p: torch.Tensor) -> bool:
         """Return True if a tensor is watched, or was left out."""
@@ -235,9 +235,9 @@ class Watchlist:
         return w
 
 
-def _here(found: list[Watched]) -> list[Watched]:
+def _here(watched: list[Watched]) -> list[Watched]:
     """Return the tensors that this rank examines: all on the first rank, else those sharded or rehearsed."""
-    return found if rank() == 0 else [w for w in found if w.sharded or w.rehearsed]
+    return watched if rank() == 0 else [w for w in watched if w.sharded or w.rehearsed]
 
 
 def _fits(grid: Grid, dtype: torch.dtype) -> bool:

@@ -98,9 +98,9 @@ def library() -> Library | None:
         return None
     what = "built"
     try:
-        found = _file()
+        file = _file()
         what = "loaded"
-        opened = ctypes.CDLL(str(found))
+        opened = ctypes.CDLL(str(file))
     except OSError as error:
         logging.getLogger("halfulp").warning(MISSING.format(what=what, why=error))
         return None
@@ -151,8 +151,8 @@ def _writable(folder: Path) -> bool:
 
 def described() -> str:
     """Describe the code that does the work on the CPU."""
-    found = library()
-    return "NumPy reference (no compiled kernels)" if found is None else f"C++ kernels for {found.name}"
+    loaded = library()
+    return "NumPy reference (no compiled kernels)" if loaded is None else f"C++ kernels for {loaded.name}"
 
 
 # ---- threads -------------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ def torchs_team() -> Team:
     """Find torch's OpenMP, if it has one."""
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return ALONE
-    found = [_of_torch(name) for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")]
-    return Team(*found) if all(found) else ALONE
+    functions = [_of_torch(name) for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")]
+    return Team(*functions) if all(functions) else ALONE
 
 
 def _of_torch(name: str) -> Any:
@@ -243,10 +243,10 @@ def call_of(kernel: str, **given: Any) -> Any:
 
 def run(kernel: str, count: int, call: Any, grain: int = GRAIN, first: int = 0) -> None:
     """Run the tiles [first, count) of a call."""
-    found = library()
-    assert found is not None
+    loaded = library()
+    assert loaded is not None
     if first >= count:
         return
     threads = min(torch.get_num_threads(), max(count // grain, 1))
     team = ALONE if _forked or threads == 1 else torchs_team()
-    found.kernels[kernel](found.target, byref(team), first, count, threads, byref(call))
+    loaded.kernels[kernel](loaded.target, byref(team), first, count, threads, byref(call))

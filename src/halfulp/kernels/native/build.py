@@ -47,8 +47,8 @@ def compiler() -> list[str] | None:
     On Windows those on the PATH are passed over: MSVC has none of GCC's vectors, and what MinGW links needs
     libraries that a user does not have.
     """
-    found: tuple[str, ...] = ("c++", "g++", "clang++") if sys.platform != "win32" else ()
-    for name in (os.environ.get("CXX", ""), *found):
+    candidates: tuple[str, ...] = ("c++", "g++", "clang++") if sys.platform != "win32" else ()
+    for name in (os.environ.get("CXX", ""), *candidates):
         if name and shutil.which(name.split()[0]):
             return name.split()
     if importlib.util.find_spec("ziglang"):

@@ -93,8 +93,8 @@ class EmbeddedRows(torch.autograd.Function):
         ctx.save_for_backward(which)
         ctx.how = (weight.shape[0], padding, by_frequency)
         rows = torch.embedding(weight.codes.view(torch.uint8), which).view(weight.codes.dtype)
-        found: torch.Tensor = rows.float() * weight.scale
-        return found
+        values: torch.Tensor = rows.float() * weight.scale
+        return values
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
