@@ -68,7 +68,7 @@ def check(name: str) -> None:
         w, after = hard(step, numel, work)
         stream = hu.Stream(seed=1, name="w", step=step, offset=32 * step + (step == 2))
         given = (torch.from_numpy(w), torch.from_numpy(after))
-        asked = rehearse.Tensor(pulls=[0.03], stream=stream)
+        asked = rehearse.TensorStep(pulls=[0.03], stream=stream)
         counts = rehearse.move(rule, held, *given, asked, back, chosen)[:, 0]
         codes = mine["held"].view(np.uint16) if mine["held"].dtype == np.int16 else mine["held"]
         new, expected = reference.step(

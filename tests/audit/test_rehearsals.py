@@ -166,7 +166,7 @@ def test_the_kernel_equals_the_reference(rule: Rule, threads: None) -> None:
     for step in range(4):
         w, after = hard(step)
         stream = hu.Stream(seed=1, name="w", step=step, offset=(0, 5, 32, 31)[step])  # lanes want 32
-        asked = kernel.Tensor(pulls=pulls, stream=stream)
+        asked = kernel.TensorStep(pulls=pulls, stream=stream)
         given = (torch.from_numpy(w), torch.from_numpy(after))
         counts = kernel.move(rule, alone, *given, asked, back, chosen)
         for i, k in enumerate(pulls):
@@ -188,7 +188,7 @@ def test_the_kernel_equals_the_reference(rule: Rule, threads: None) -> None:
             which = None if chosen is None else torch.zeros(4 * 768, dtype=torch.bool)
             if which is not None and chosen is not None:
                 which[768:][:1700] = chosen
-            together = kernel.Asked([None, asked, asked], table, torch.float32)
+            together = kernel.BatchStep([None, asked, asked], table, torch.float32)
             found = kernel.move_many(rule, beside, *both, together, [back] * 3, which)
             assert np.array_equal(found[1:], counts.numpy())
             assert not found[0].any()
@@ -204,7 +204,7 @@ def test_a_carry_in_bfloat16() -> None:
     w, after = (torch.from_numpy(x) for x in hard(1))
     short, long = (kernel.begin(rule, w, 1, kept=t) for t in (torch.bfloat16, torch.float32))
     for state in (short, long):
-        kernel.move(rule, state, w, after, kernel.Tensor(pulls=[0.0], stream=hu.Stream(seed=0, name="w")))
+        kernel.move(rule, state, w, after, kernel.TensorStep(pulls=[0.0], stream=hu.Stream(seed=0, name="w")))
     assert short.kept is not None
     assert long.kept is not None
     assert torch.equal(short.kept, long.kept.to(torch.bfloat16))

@@ -86,31 +86,30 @@ def allocate(
     4096
     """
     trace = trace if isinstance(trace, Trace) else Trace.open(trace)
-    kind, _, which = score.partition(":")
-    if score not in (*SCORES, RANDOM) and kind != REHEARSED:
-        known = ", ".join((*SCORES, REHEARSED, RANDOM))
-        raise UsageError(f"unknown score {score!r}: expected one of {known}.")
     if seed is not None and score != RANDOM:
         raise UsageError(f"a seed goes with the score {RANDOM}; {score} draws nothing: leave it out.")
-    if trace.manifest["options"]["sample"]:
-        raise UsageError(
-            f"{trace.path} holds only a sample of tiles: record the run without sample= to rank them."
-        )
-    sums = trace.attribution(which or None) if kind == REHEARSED else _scores(trace)
-    listed = {str(t["name"]): t for t in trace.tensors if t["name"] in sums}
-    sizes = {
-        name: int(t["numel"])
-        for name, t in listed.items()
-        if (len(t["shape"]) >= 2 if params is None else params(name, tuple(t["shape"])))
-    }
+    sums = _sums(trace, score)
+    eligible = params or (lambda _, shape: len(shape) >= 2)
+    scored = {str(t["name"]): t for t in trace.tensors if t["name"] in sums}
+    sizes = {name: int(t["numel"]) for name, t in scored.items() if eligible(name, tuple(t["shape"]))}
     if not sizes:
         raise UsageError("no tensor is eligible: none that was scored has two or more dimensions (params=).")
     means = _means(sums, sizes, score, seed or 0, trace.tile)
     return choose(means, sizes, budget, score, trace.tile, keep)
 
 
-def _scores(trace: Trace) -> dict[str, Array]:
-    """Return the sums of a trace; say so if they are of a part of their window only."""
+def _sums(trace: Trace, score: str) -> dict[str, Array]:
+    """Return what a trace has summed for a score; say so if it is of a part of the window only."""
+    kind, _, spec = score.partition(":")
+    if score not in (*SCORES, RANDOM) and kind != REHEARSED:
+        known = ", ".join((*SCORES, REHEARSED, RANDOM))
+        raise UsageError(f"unknown score {score!r}: expected one of {known}.")
+    if trace.manifest["options"]["sample"]:
+        raise UsageError(
+            f"{trace.path} holds only a sample of tiles: record the run without sample= to rank them."
+        )
+    if kind == REHEARSED:
+        return trace.attribution(spec or None)
     sums = trace.scores()
     missed = trace.missed_scores()
     if not any(value.any() for value in sums.values()):
@@ -177,8 +176,8 @@ def drawn(
     means = _random(sizes, seed, tile)
     if within is not None:
         means = {name: m if name == within else np.full_like(m, -1.0) for name, m in means.items()}
-    made = choose(means, sizes, spend, RANDOM, tile)
-    return made if within is None else replace(made, score=f"{RANDOM} in {within}")
+    mask = choose(means, sizes, spend, RANDOM, tile)
+    return mask if within is None else replace(mask, score=f"{RANDOM} in {within}")
 
 
 def whole_tensors(

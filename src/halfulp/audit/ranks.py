@@ -44,10 +44,10 @@ def many() -> bool:
 def spread(what: Any, mesh: Any) -> Any:
     """Return what the first rank of a mesh knows, for all of its ranks."""
     dist = torch.distributed
-    heard = [what]
+    box = [what]
     for group in mesh.get_all_groups():
-        dist.broadcast_object_list(heard, src=dist.get_global_rank(group, 0), group=group)
-    return heard[0]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]
 
 
 def taking_part(watched: Sequence[Watched]) -> list[Watched]:

@@ -312,10 +312,12 @@ def set_aside(x: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> list[bo
             )
     if native.library() is None:
         return [fallback.aside(wide, narrow) for wide, narrow in zip(x, out, strict=True)]
-    held, off = [(flat_of(a), flat_of(b)) for a, b in zip(x, out, strict=True)], np.zeros(len(x), np.int64)
-    tiles = [tiles_of(a.size) for a, _ in held]
+    pairs, off = [(flat_of(a), flat_of(b)) for a, b in zip(x, out, strict=True)], np.zeros(len(x), np.int64)
+    tiles = [tiles_of(a.size) for a, _ in pairs]
     starts = np.cumsum(tiles) - tiles
-    rows = [(native.at(a) or 0, native.at(b) or 0, a.size, s) for (a, b), s in zip(held, starts, strict=True)]
+    rows = [
+        (native.at(a) or 0, native.at(b) or 0, a.size, s) for (a, b), s in zip(pairs, starts, strict=True)
+    ]
     table = np.array(rows, dtype=np.int64)
     call = native.call_of("aside", tensors=len(x), rows=table, off=off)
     native.run("aside", sum(tiles), call)

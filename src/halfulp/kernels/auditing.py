@@ -78,12 +78,12 @@ class TileSums:
 
     def __call__(self) -> Array:
         """Return new rows; what nothing is added to is zero."""
-        made = torch.zeros(self._shape, dtype=torch.float64, device="cpu")
-        library, rows = native.library(), made.numpy()
+        sums = torch.zeros(self._shape, dtype=torch.float64, device="cpu")
+        library, rows = native.library(), sums.numpy()
         if library is None:
             fallback.add_tiles(self._parts, self._starts, self._each, rows)
         else:
-            self._call.made = made.data_ptr()
+            self._call.made = sums.data_ptr()
             library.opened.halfulp_add_tiles(byref(self._call))
         return rows
 
@@ -123,9 +123,9 @@ class Together:
 
     def set_aside(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the tensors as they are before a step."""
-        held = self._find(tensors)
+        plain = self._find(tensors)
         if native.library() is None:
-            fallback.set_aside(held, self.layout.starts, self._flat)
+            fallback.set_aside(plain, self.layout.starts, self._flat)
             return
         native.run("copy", self.layout.total, self._copy)
 
@@ -134,13 +134,13 @@ class Together:
 
         Tensors are read in place, or from a copy where that is not possible.
         """
-        held = self._find(tensors)
+        plain = self._find(tensors)
         if native.library() is None:
-            for start, x in zip(self.layout.starts, held, strict=True):
+            for start, x in zip(self.layout.starts, plain, strict=True):
                 self.call.refer(start, (x.numel(),), flat_of(x))
             return self.call.audited
         audited = self.call()
-        del held
+        del plain
         return audited
 
     def _find(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -149,18 +149,18 @@ class Together:
         if len(tensors) != len(sizes):
             raise UsageError(f"expected {len(sizes)} tensors to audit together, found {len(tensors)}.")
         dtype = self._dtype
-        held = [
+        plain = [
             x
             if type(x) in PLAIN and x.dtype == dtype and x.layout == torch.strided and x.is_cpu
             and x.is_contiguous() and x.numel() == size and not x.is_neg()
             else _copied(x, size, dtype)
             for x, size in zip(tensors, sizes, strict=True)
         ]  # fmt: skip
-        bases = [x.data_ptr() for x in held]
+        bases = [x.data_ptr() for x in plain]
         if bases != self._bases:
             self._places[:, 0] = self.layout.addresses(bases, self._flat.itemsize)
             self._bases = bases
-        return held
+        return plain
 
 
 def _copied(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -227,10 +227,10 @@ class Call:
             None if odds is None else odds[:, first : first + numel],
         )
         w, now = self._w[first : first + numel].reshape(shape), now.reshape(shape)
-        made = fallback.audit(w, now, self._after, self._plans, self._dtype, self._phase, followed)
+        results = fallback.audit(w, now, self._after, self._plans, self._dtype, self._phase, followed)
         f = self.audited
         for whole, part in zip(
-            (f.counts, f.shared, f.sums, f.phase, f.expected, f.arrived), made, strict=True
+            (f.counts, f.shared, f.sums, f.phase, f.expected, f.arrived), results, strict=True
         ):
             whole[start : start + len(part)] = torch.from_numpy(part)
 

@@ -57,7 +57,7 @@ def onepass(
         )  # fmt: skip
         now = [coded_moments.decoded(*x) for x in zip(moments, scales, strict=True)] if scales else moments
         first, second = (*now, None, None)[:2]
-        r, m, v, made = onepass_reference.step(
+        r, m, v, counted = onepass_reference.step(
             q, as_floats(flat_of(grad)), first, second, grid, numbers, policy, plain=job.plain,
             moved=None if job.moved is None else job.moved.numpy(),
         )  # fmt: skip
@@ -71,7 +71,9 @@ def onepass(
             _pack(reference.encode(r, grid), grid.bits, job.stored.numpy().reshape(-1))
         else:
             job.stored.reshape(-1).copy_(torch.from_numpy(r))
-        results.append((torch.from_numpy(made["counts"]), torch.from_numpy(_sampled(made["sums"], job.sums))))
+        results.append(
+            (torch.from_numpy(counted["counts"]), torch.from_numpy(_sampled(counted["sums"], job.sums)))
+        )
     return results
 
 
@@ -174,15 +176,15 @@ def score(step: tuple[Array, ...], after: bool, plan: Plan, like: torch.Tensor, 
     return torch.from_numpy(reference.score(w, g, u - w if after else u, plan.grid, tile, like.dtype))
 
 
-def add_tiles(parts: Sequence[Array], starts: Array, each: int, made: Array) -> None:
+def add_tiles(parts: Sequence[Array], starts: Array, each: int, rows: Array) -> None:
     """Add up what an audit found: see :func:`halfulp.kernels.auditing.add_tiles`."""
     counts, shared, phase, expected, arrived, sums = parts
     tiles, grids, kinds = counts.shape
-    per_grid = made[:, : grids * each].reshape(len(starts), grids, each)
+    per_grid = rows[:, : grids * each].reshape(len(starts), grids, each)
     for i, start in enumerate(starts.tolist()):
         for t in range(start, int(starts[i + 1]) if i + 1 < len(starts) else tiles):
             per_grid[i, :, :kinds] += counts[t]
             per_grid[i, :, kinds] += phase[t]
             per_grid[i, :, kinds + 1] += expected[t]
             per_grid[i, :, kinds + 2 : kinds + 4] += arrived[t]
-            made[i, grids * each :] += (*shared[t], *sums[t])
+            rows[i, grids * each :] += (*shared[t], *sums[t])

@@ -156,7 +156,7 @@ def master_of(z: tl.tensor, d: tl.tensor, EIGHT: tl.constexpr) -> Any:
 
 
 @triton.jit
-def asked(
+def proposed(
     memory: tl.tuple, i: tl.tensor, mask: tl.tensor, d: tl.tensor, a: tl.tuple,
     RULE: tl.constexpr, KEEPS: tl.constexpr, SMALL: tl.constexpr, EIGHT: tl.constexpr,
 ) -> Any:  # fmt: skip
@@ -209,7 +209,7 @@ def step_run(
     i = start + tl.arange(0, RUN)
     mask = i < n
     d = tl.zeros((RUN,), tl.int32) if MODE == NEAREST else digits_of(key, offset + start, ALIGNED)
-    q, z, m, v, x, ok = asked(memory, i, mask, d, a, RULE, KEEPS, SMALL, EIGHT)
+    q, z, m, v, x, ok = proposed(memory, i, mask, d, a, RULE, KEEPS, SMALL, EIGHT)
     if KEEPS == REMAINDER:
         r = as_float((bits(z) + 0x8000) & -65536)
     elif MODE == NEAREST:
@@ -264,7 +264,7 @@ def sum_tile(
     """The sums of sizes, before anything is written; what is stored and proposed, for those of what is."""
     i, mask = columns(tile, n)
     d = digit(key, offset + i, tl.full((), 0, tl.int32), True) if EIGHT else tl.zeros((256, 4), tl.int32)
-    q, z, _, _, _, ok = asked(memory, i, mask, d, a, RULE, KEEPS, SMALL, EIGHT)
+    q, z, _, _, _, ok = proposed(memory, i, mask, d, a, RULE, KEEPS, SMALL, EIGHT)
     if KEEPS == REMAINDER:  # as the two-pass policy has it
         u = bits(z)
         z = as_float(tl.where((u & 0xFFFF) == 0x8000, u | 1, u))

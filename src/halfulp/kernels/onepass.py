@@ -226,11 +226,11 @@ def torchs_end(rule: int, *, fused: bool) -> int | None:
         return 1
     if not fused and native.torchs_root() is None:
         return None
-    made = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     size = 32 + 15
     kind: Any = {"dtype": torch.float32, "device": "cpu"}
-    g, m, w = (torch.randn(size, generator=made, **kind) * 1e-3 for _ in range(3))
-    v = torch.rand(size, generator=made, **kind) * 1e-6
+    g, m, w = (torch.randn(size, generator=generator, **kind) * 1e-3 for _ in range(3))
+    v = torch.rand(size, generator=generator, **kind) * 1e-6
     for width in (8, 16, 4) if fused and rule != PLAIN else (1,):
         equals = _equals_fused if fused else _equals_plain
         if all(equals((w, g, m, v), _settings(rule, beta, fused), width) for beta in (0.9, 0.3)):
@@ -283,11 +283,11 @@ def _equals_plain(tensors: Sequence[torch.Tensor], s: Settings, width: int) -> b
 
 
 def _is_the_references(
-    made: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], s: Settings, width: int
+    actual: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], s: Settings, width: int
 ) -> bool:
     w, g, m, v = (x.numpy() for x in tensors)
     expected = proposal(w, g, m, v, s, w.size - w.size % width)
     return all(
         np.array_equal(a.view(np.int32), b.numpy().view(np.int32))
-        for a, b in zip(expected, made, strict=True)
+        for a, b in zip(expected, actual, strict=True)
     )

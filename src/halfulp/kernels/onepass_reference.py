@@ -113,22 +113,22 @@ def rates(s: Settings | Made) -> Array:
         return np.array(s.rates, dtype=real)
     with np.errstate(over="ignore"):  # a rate of 1e-40 has no finite factor to feed errors back by
         of_rule = _of_adam(s) if s.rule in (ADAMW, ADAM) else _of_one_moment(s)
-    made = dict.fromkeys(RATES, real(0)) | of_rule
-    return np.array([made[name] for name in RATES], dtype=real)
+    values = dict.fromkeys(RATES, real(0)) | of_rule
+    return np.array([values[name] for name in RATES], dtype=real)
 
 
 def _of_one_moment(s: Settings) -> dict[str, Any]:
     b1, b2 = s.betas
-    made = {"step": real(-s.lr)}
+    factors = {"step": real(-s.lr)}
     if s.rule == LION:
         decay, rest = real(1 - s.lr * s.weight_decay), real(1 - b2)
-        made |= {"decay": decay, "share": real(1 - b1), "beta1": real(b1)}
-        return made | {"beta2": real(b2), "rest2": rest}
-    made |= {"decay": real(s.weight_decay), "beta2": real(b1)}
-    made["feed"] = real(0.0 if s.lr == 0 or b1 == 0 else 1 / s.lr * (1 - 1 / b1))
+        factors |= {"decay": decay, "share": real(1 - b1), "beta1": real(b1)}
+        return factors | {"beta2": real(b2), "rest2": rest}
+    factors |= {"decay": real(s.weight_decay), "beta2": real(b1)}
+    factors["feed"] = real(0.0 if s.lr == 0 or b1 == 0 else 1 / s.lr * (1 - 1 / b1))
     if s.t == 1:  # the moment is the gradient: 1 g + (-0) 0, and the sign of a zero is that of g
-        return made | {"share": real(1), "beta1": real(-0.0)}
-    return made | {"share": real(1 - s.dampening), "beta1": real(b1)}
+        return factors | {"share": real(1), "beta1": real(-0.0)}
+    return factors | {"share": real(1 - s.dampening), "beta1": real(b1)}
 
 
 def _of_adam(s: Settings) -> dict[str, Any]:

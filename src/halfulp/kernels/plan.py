@@ -137,12 +137,12 @@ def as_floats(x: Array) -> Array:
 def deliver(result: Array, out: torch.Tensor) -> torch.Tensor:
     """Copy a flat result to the caller's tensor, unless it is there already."""
     if result.dtype == np.uint16:
-        made = torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+        tensor = torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
     else:
-        made = torch.from_numpy(result)
-    if made.data_ptr() != out.data_ptr():
-        made = made.reshape(out.shape)
-        out.copy_(made.to(out.dtype) if out.is_neg() else made)  # torch's own cast forgets to negate
+        tensor = torch.from_numpy(result)
+    if tensor.data_ptr() != out.data_ptr():
+        tensor = tensor.reshape(out.shape)
+        out.copy_(tensor.to(out.dtype) if out.is_neg() else tensor)  # torch's own cast forgets to negate
     return out
 
 

@@ -27,8 +27,24 @@ from halfulp.numbers.grids import Grid
 from halfulp.numbers.streams import Stream
 
 __all__ = [
-    "CARRY", "COUNTS", "DEADZONE", "MASTER", "NEAREST", "NOTHING", "PENDING", "STOCHASTIC", "Asked", "Held",
-    "Rule", "Tensor", "begin", "fused", "move", "move_many", "table_of", "values",
+    "CARRY",
+    "COUNTS",
+    "DEADZONE",
+    "MASTER",
+    "NEAREST",
+    "NOTHING",
+    "PENDING",
+    "STOCHASTIC",
+    "BatchStep",
+    "Rule",
+    "State",
+    "TensorStep",
+    "begin",
+    "fused",
+    "move",
+    "move_many",
+    "table_of",
+    "values",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -36,7 +52,7 @@ NAMES: dict[int, Any] = {code: name for name, code in MODES.items()}
 
 
 @dataclass(kw_only=True)
-class Held:
+class State:
     """The state of a rehearsal: one row per pull, over the coordinates of one tensor or of several."""
 
     held: torch.Tensor
@@ -56,25 +72,25 @@ class Held:
         """Return the bytes that the rehearsal holds."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
-    def empty(self, tiles: int) -> Held:
+    def empty(self, tiles: int) -> State:
         """The like of it, for so many tiles."""
-        made = {
+        zeros = {
             name: t.new_zeros((len(t), tiles * (TILE // 8 if name == "moved" else TILE)))
             for name, t in self.tensors().items()
         }
-        return Held(**made)
+        return State(**zeros)
 
-    def part(self, first: int, numel: int) -> Held:
+    def part(self, first: int, numel: int) -> State:
         """A view of the coordinates from a tile on."""
-        made = {}
+        views = {}
         for name, t in self.tensors().items():
             per = 8 if name == "moved" else 1
-            made[name] = t[:, first * TILE // per :][:, : -(-numel // per)]
-        return Held(**made)
+            views[name] = t[:, first * TILE // per :][:, : -(-numel // per)]
+        return State(**views)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
+class TensorStep:
     """The inputs of a step for one tensor."""
 
     pulls: Sequence[float]
@@ -101,7 +117,7 @@ def begin(
     raw: bool = False,
     chosen: torch.Tensor | None = None,
     kept: torch.dtype | None = None,
-) -> Held:
+) -> State:
     """The start: the codes of Q(w), with nothing kept; ``raw``: masters start at w itself.
 
     Weights that are not finite start at zero.
@@ -115,18 +131,18 @@ def begin(
     first = (_coded(s, rule.grid) if rule.coded else s).reshape(1, -1)
     moved = torch.zeros((rows, (w.numel() + 7) // 8), dtype=torch.uint8, device=w.device)
     beside = torch.zeros((rows, w.numel()), dtype=kept or work, device=w.device)
-    return Held(
+    return State(
         held=first.repeat(rows, 1), moved=moved, kept=beside if rule.keeps in (CARRY, PENDING) else None
     )
 
 
-def values(rule: Rule, held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The rehearsed weights, in the container; of the shape of what is held."""
-    if rule.coded and on_gpu(held):
-        return _values_on(rule.grid, held.device)[_wide(held).long()].to(dtype)
+def values(rule: Rule, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rehearsed weights, in the container; of the shape of ``stored``."""
+    if rule.coded and on_gpu(stored):
+        return _values_on(rule.grid, stored.device)[_wide(stored).long()].to(dtype)
     if rule.coded:
-        return decode(_wide(held), rule.grid, dtype=dtype)
-    return (kernels.round(held, rule.grid) if rule.keeps == MASTER else held).to(dtype)
+        return decode(_wide(stored), rule.grid, dtype=dtype)
+    return (kernels.round(stored, rule.grid) if rule.keeps == MASTER else stored).to(dtype)
 
 
 # ---- one pass --------------------------------------------------------------------------------------------
@@ -137,22 +153,22 @@ def table_of(sizes: Sequence[int], wanted: Sequence[bool] | None = None) -> Arra
     rows, first = [], 0
     for i, numel in enumerate(sizes):
         n = tiles_of(numel)
-        made = np.empty((n, 3), dtype=np.int64)
-        made[:, 0], made[:, 1], made[:, 2] = i if wanted is None or wanted[i] else -1, first, TILE
+        tiles = np.empty((n, 3), dtype=np.int64)
+        tiles[:, 0], tiles[:, 1], tiles[:, 2] = i if wanted is None or wanted[i] else -1, first, TILE
         if n:
-            made[-1, 2] -= n * TILE - numel
-        rows.append(made)
+            tiles[-1, 2] -= n * TILE - numel
+        rows.append(tiles)
         first += n
     return np.concatenate(rows) if rows else np.empty((0, 3), dtype=np.int64)
 
 
-class Asked:
+class BatchStep:
     """The inputs of a step for tensors that lie side by side (:func:`table_of`), for all their rehearsals.
 
     A tensor that takes no part in the step is None.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None], table: Array, dtype: torch.dtype) -> None:
+    def __init__(self, tensors: Sequence[TensorStep | None], table: Array, dtype: torch.dtype) -> None:
         self.tensors = tensors
         rows = max((len(a.pulls) for a in tensors if a is not None), default=0)
         self.work = str(working(dtype)).removeprefix("torch.")
@@ -172,16 +188,16 @@ class Asked:
     @cached_property
     def keys(self) -> Array:
         """Of the streams, a row a tensor."""
-        made = [(0, 0) if a is None else a.stream.key for a in self.tensors]
-        return np.array(made, dtype=np.uint32).reshape(-1, 2)
+        keys = [(0, 0) if a is None else a.stream.key for a in self.tensors]
+        return np.array(keys, dtype=np.uint32).reshape(-1, 2)
 
 
 def move_many(
     rule: Rule,
-    held: Held,
+    state: State,
     w: torch.Tensor,
     after: torch.Tensor,
-    asked: Asked,
+    step: BatchStep,
     back: Sequence[tuple[float, float]] | None = None,
     chosen: torch.Tensor | None = None,
 ) -> Array:
@@ -190,27 +206,27 @@ def move_many(
     ``back``: of every tensor, the factors of what is pending. Returns what happened: (tiles, rows, COUNTS),
     int32.
     """
-    work, many = asked.work, len(asked.tensors)
+    work, many = step.work, len(step.tensors)
     plan = plan_for(rule.grid, getattr(torch, work))
-    keys = np.zeros((many, 2), dtype=np.uint32) if rule.mode == NEAREST else asked.keys
+    keys = np.zeros((many, 2), dtype=np.uint32) if rule.mode == NEAREST else step.keys
     factors = np.zeros((many, 2), dtype=work) if back is None else np.array(back, dtype=work).reshape(-1, 2)
     which = None if chosen is None else chosen.reshape(-1).view(torch.uint8).numpy()
     x, y = flat_of(w), flat_of(after)
     if x.dtype != y.dtype:
         x, y = as_floats(x), as_floats(y)
-    rows, size = held.held.shape
-    counts = np.zeros((len(asked.table), rows, len(COUNTS)), dtype=np.int32)
+    rows, size = state.held.shape
+    counts = np.zeros((len(step.table), rows, len(COUNTS)), dtype=np.int32)
     call = native.call_of("rehearse", mode=rule.mode, keeps=rule.keeps, stored=native.OF_ARRAY[x.dtype],
-        held_as=native.STORED[held.held.dtype],
-        kept_as=native.STORED[None if held.kept is None else held.kept.dtype], top=1 << (rule.grid.bits - 1),
-        w=x, after=y, tiles=asked.table, keys=keys,
-        offsets=asked.offsets, pulls=asked.pulls, back=factors,
-        **plan.numbers, held=held.held.data_ptr(),
-        kept=None if held.kept is None else held.kept.data_ptr(), chosen=which,
-        moved=held.moved.data_ptr(), counts=counts, rows=rows, size=size,
-        moved_row=held.moved.shape[1],
+        held_as=native.STORED[state.held.dtype], top=1 << (rule.grid.bits - 1),
+        kept_as=native.STORED[None if state.kept is None else state.kept.dtype],
+        w=x, after=y, tiles=step.table, keys=keys,
+        offsets=step.offsets, pulls=step.pulls, back=factors,
+        **plan.numbers, held=state.held.data_ptr(),
+        kept=None if state.kept is None else state.kept.data_ptr(), chosen=which,
+        moved=state.moved.data_ptr(), counts=counts, rows=rows, size=size,
+        moved_row=state.moved.shape[1],
     )  # fmt: skip
-    native.run("rehearse", len(asked.table), call)
+    native.run("rehearse", len(step.table), call)
     return counts
 
 
@@ -219,34 +235,34 @@ def move_many(
 
 def move(
     rule: Rule,
-    held: Held,
+    state: State,
     w: torch.Tensor,
     after: torch.Tensor,
-    asked: Tensor,
+    step: TensorStep,
     back: tuple[float, float] = (0.0, 0.0),
     chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Replay a step of one tensor, w to after, on every row of what is held.
+    """Replay a step of one tensor, w to after, on every row of the state.
 
     ``back``: the factors b and c of what is pending. Returns what happened: (tiles, rows, COUNTS), int32.
     """
     if fused(rule, w):
-        alone = Asked([asked], table_of([w.numel()]), w.dtype)
-        return torch.from_numpy(move_many(rule, held, w, after, alone, [back], chosen))
-    rows = [{name: t[i] for name, t in held.tensors().items()} for i in range(len(asked.pulls))]
+        alone = BatchStep([step], table_of([w.numel()]), w.dtype)
+        return torch.from_numpy(move_many(rule, state, w, after, alone, [back], chosen))
+    rows = [{name: t[i] for name, t in state.tensors().items()} for i in range(len(step.pulls))]
     counts = [
-        _move(rule, Held(**row), w, after, (k, *back), asked.stream, chosen)
-        for k, row in zip(asked.pulls, rows, strict=True)
+        _move(rule, State(**row), w, after, (k, *back), step.stream, chosen)
+        for k, row in zip(step.pulls, rows, strict=True)
     ]
     return torch.stack(counts, dim=1)
 
 
 def _move(
     rule: Rule,
-    h: Held,
+    h: State,
     w: torch.Tensor,
     after: torch.Tensor,
-    told: tuple[float, float, float],
+    factors: tuple[float, float, float],
     stream: Stream,
     chosen: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -254,7 +270,7 @@ def _move(
 
     ``told``: the pull, and the factors of what is pending.
     """
-    k, b, c = told
+    k, b, c = factors
     work, grid, shape = working(w.dtype), rule.grid, w.shape
     s = (values(rule, h.held, work) if rule.coded else h.held).reshape(shape)
     w = w.to(work)

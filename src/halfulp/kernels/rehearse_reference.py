@@ -53,7 +53,7 @@ class Rule:
 
 def step(
     rule: Rule,
-    held: Array,
+    stored: Array,
     w: Array,
     after: Array,
     k: float,
@@ -66,14 +66,14 @@ def step(
 ) -> tuple[Array, Array]:
     """Compute the next state, and the counts per tile (COUNTS).
 
-    ``held`` are codes (of any integer type) if the rule has them, otherwise values of the working type; for a
+    ``stored`` are codes (of any integer type) if the rule has them, else values of the working type; for a
     master, the master. ``kept`` is the carry or the pending update, updated in place. ``chosen`` marks the
     coordinates that have a master, if not all have. ``back`` are the factors b and c. ``moved`` are bits, as
     in :func:`halfulp.kernels.reference.write_back`, updated in place.
     """
     work: Any = np.float64 if w.dtype == np.float64 else np.float32
     grid, shape = rule.grid, w.shape
-    s = reference.decode(held, grid).astype(work) if rule.coded else held
+    s = reference.decode(stored, grid).astype(work) if rule.coded else stored
     w = w.astype(work)
     with np.errstate(over="ignore", invalid="ignore"):
         d = after.astype(work) - w
@@ -89,23 +89,25 @@ def step(
         now, then = ((None if grid.scaling is None else reference.scales(x, grid)) for x in (s, safe))
         old, r = reference.round(s, grid, scale=now), reference.round(safe, grid, scale=then)
         have = np.ones(shape, dtype=bool) if chosen is None else chosen
-        held = np.where(ok, np.where(have, safe, r), s)
+        stored = np.where(ok, np.where(have, safe, r), s)
         same = reference.unchanged(old, r, safe == s, grid, now, then) & ok
         frozen = tile_count(same)
         if moved is not None:
             moved |= np.packbits((~same & ok).reshape(-1), bitorder="little")
     else:
         rest = np.zeros(shape, dtype=work)
-        asked = np.where(ok, safe, np.nan).astype(work)
-        r, told = reference.write_back(s, asked, grid, rule.mode, stream, moved, carry=rest, carry_in=False)
-        frozen = told["counts"][:, 0]
+        proposed = np.where(ok, safe, np.nan).astype(work)
+        r, counted = reference.write_back(
+            s, proposed, grid, rule.mode, stream, moved, carry=rest, carry_in=False
+        )
+        frozen = counted["counts"][:, 0]
         if rule.keeps == CARRY and kept is not None:
             kept[ok] = rest[ok].astype(kept.dtype)
         elif kept is not None:
             kept[ok] = (work(back[0]) * kept + work(back[1]) * rest)[ok]
-        held = reference.encode(r, grid).astype(held.dtype) if rule.coded else r
+        stored = reference.encode(r, grid).astype(stored.dtype) if rule.coded else r
     if moved is None:
         never = np.zeros(ok.size, dtype=bool)
     else:
         never = np.unpackbits(moved, count=ok.size, bitorder="little") == 0
-    return held, np.stack([frozen, tile_count(never), tile_count(~ok.reshape(-1))], axis=1)
+    return stored, np.stack([frozen, tile_count(never), tile_count(~ok.reshape(-1))], axis=1)

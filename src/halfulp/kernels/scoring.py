@@ -47,14 +47,14 @@ def add_scores(tensors: Sequence[Scored], grid: Grid | str, tile: int = TILE) ->
                 f"scores of {one.w.numel()} weights in tiles of {tile} are float64 of {expected} on the CPU, "
                 f"not {one.scores.dtype} of {tuple(one.scores.shape)} on {one.scores.device}."
             )
-    plan, table, held, n = plan_for(grid, torch.float32), [], None, 0
+    plan, table, last, n = plan_for(grid, torch.float32), [], None, 0
     together = not plan.scaled and native.library() is not None
     for one in tensors:
         if together and one.plain():
             table.append((*(x.data_ptr() for x in one), one.w.numel(), n))
-            held, n = one.w, n + len(one.scores)
+            last, n = one.w, n + len(one.scores)
         else:
             one.scores.add_(score(one.w, one.g, one.after, grid, after=True, tile=tile).cpu())
-    if held is not None:
-        like = flat_of(held)
-        Step(like, like, like, True, plan, held).score(table, tile, n)
+    if last is not None:
+        like = flat_of(last)
+        Step(like, like, like, True, plan, last).score(table, tile, n)

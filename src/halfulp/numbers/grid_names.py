@@ -98,26 +98,26 @@ def _integer(bits: int, factor: float | None, options: list[str], spec: str) -> 
     per: Per = "tensor"
     size = 0
     symmetric: bool | None = None
-    said: list[str] = []
+    digits: list[str] = []
     for option in options:
         if option in ("absmax", "absmean", "dqt") and factor is None:
             rule = option  # type: ignore[assignment]  # narrowed by the line above
-            said.append("rule")
+            digits.append("rule")
         elif option == "row":
             per = "row"
-            said.append("per")
+            digits.append("per")
         elif match := _GROUP.fullmatch(option):
             per, size = "group", int(match[1])
-            said.append("per")
+            digits.append("per")
         elif option in ("asym", "sym"):
             symmetric = option == "sym"
-            said.append("symmetric")
+            digits.append("symmetric")
         else:
             raise UsageError(
                 f"unknown option {option!r} in grid {spec!r}: expected absmax, absmean, dqt "
                 "(not with @), row, gN, sym or asym."
             )
-    if len(set(said)) < len(said):
+    if len(set(digits)) < len(digits):
         raise UsageError(
             f"grid {spec!r} says the same thing twice: give a rule, row or gN, and sym or asym once."
         )

@@ -378,19 +378,19 @@ def float_grid(*, mantissa: int, emin: int, largest: float, factor: float = 1.0,
     shift = _log2(factor, f"the factor of {name or 'a float grid'}")
     if not (math.isfinite(largest) and largest >= math.ldexp(1.0, emin - mantissa)):
         raise UsageError(f"largest must be finite and at least one quantum, not {largest!r}.")
-    made = Grid(
+    candidate = Grid(
         name=name or f"float(m={mantissa},emin={emin - shift},largest={math.ldexp(largest, -shift):g})",
         mantissa=mantissa,
         emin=emin - shift,
         largest=math.ldexp(largest, -shift),
         note=f"{factor:g}: the value times {factor:g} is cast" if shift else "",
     )
-    if float(value_of(np.array([made.last_index]), made)[0]) != made.largest:
+    if float(value_of(np.array([candidate.last_index]), candidate)[0]) != candidate.largest:
         raise UsageError(
             f"largest={largest!r} is not a value of a float with {mantissa} mantissa bits and "
             f"smallest exponent {emin}."
         )
-    return made
+    return candidate
 
 
 def integer_grid(

@@ -95,14 +95,14 @@ class Memory:
 
     def save(self) -> dict[str, torch.Tensor]:
         """Return everything as tensors: each column of a table, the state, and the manifest with digests."""
-        made: dict[str, torch.Tensor] = {}
+        saved: dict[str, torch.Tensor] = {}
         if self.parts:
             for name in dict.fromkeys(name for part in self.parts for name in part):
                 whole = columns.concat([part[name] for part in self.parts if name in part])
-                made |= {_TABLE + key: t for key, t in columns.packed({name: whole}).items()}
-        made |= {_STATE + name: value for name, value in self.state.items()}
-        stated = {**self.manifest, "last_step": self.last_step, _DIGEST: _digest(made)}
-        return {_MANIFEST: _bytes(documents.sealed(stated)), **made}
+                saved |= {_TABLE + key: t for key, t in columns.packed({name: whole}).items()}
+        saved |= {_STATE + name: value for name, value in self.state.items()}
+        stated = {**self.manifest, "last_step": self.last_step, _DIGEST: _digest(saved)}
+        return {_MANIFEST: _bytes(documents.sealed(stated)), **saved}
 
     @classmethod
     def loaded(cls, tensors: Mapping[str, torch.Tensor]) -> Memory:

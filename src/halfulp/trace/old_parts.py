@@ -65,5 +65,5 @@ def _column(file: Path, table: str, name: str, frame: Any) -> Array:
     if column.null_count() and kind is not np.float64:
         row = column.is_null().arg_max()
         raise CorruptionError(f"{file}: {name} is null in row {row}, expected a number.")
-    made: Array = column.to_numpy().astype(kind)  # null is NaN
-    return made
+    numbers: Array = column.to_numpy().astype(kind)  # null is NaN
+    return numbers

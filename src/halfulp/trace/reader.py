@@ -224,13 +224,13 @@ class Trace(Recorded):
     def by_part(self, table: str, *names: str) -> Iterator[Columns]:
         """Yield a table part by part, checked: digests first, then columns, then rows."""
         if table not in self._counted:
-            held = sum(map(len, self._held.values()))
+            rows_kept = sum(map(len, self._held.values()))
             for part in self.documents:
                 if part.has(table):
                     self._check(part, part.file_of(table).name)
                     rows = _read(part, table, *SCHEMAS[table])
                     self._check_rows(part, table, rows)
-                    if (held := held + len(rows)) <= HELD_ROWS:
+                    if (rows_kept := rows_kept + len(rows)) <= HELD_ROWS:
                         self._held[part.number, table] = rows
             self._counted.add(table)
         wanted = names or tuple(SCHEMAS[table])

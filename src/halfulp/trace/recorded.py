@@ -79,7 +79,7 @@ class Recorded(ABC):
         tensor, grid = counted["tensor"], counted["grid"]
         ranks = [np.argsort(np.argsort(x))[at] for x, at in ((np.array(self.grids), grid), (names, tensor))]
         numel = sizes[tensor]
-        made = {
+        labelled = {
             "step": counted["step"],
             "tensor": names[tensor],
             "group": groups[tensor],
@@ -88,7 +88,7 @@ class Recorded(ABC):
             **{name: counted[name] for name in counted.columns if name not in ("step", "tensor", "grid")},
             **{f"{c}_fraction": counted[c] / numel for c in ("frozen", "symmetric", "never_moved")},
         }
-        return Columns(made).take(np.lexsort((*ranks, counted["step"])))
+        return Columns(labelled).take(np.lexsort((*ranks, counted["step"])))
 
     @property
     def grids(self) -> list[str]:
@@ -426,9 +426,9 @@ class Recorded(ABC):
 
     def missed_scores(self) -> str | None:
         """Say which steps of the scores' window were not audited; None if all were, or without scores."""
-        asked = self.manifest["options"]["scores"]
-        steps = self.steps.tolist() if asked and self.recorded else []
-        return Scores.of(asked).missed(steps, self.manifest["every"]) if asked else None
+        requested = self.manifest["options"]["scores"]
+        steps = self.steps.tolist() if requested and self.recorded else []
+        return Scores.of(requested).missed(steps, self.manifest["every"]) if requested else None
 
     def attribution(self, spec: str | None = None) -> dict[str, Array]:
         """Return the cost of each tile in a rehearsal, by tensor: score R, summed over the moments.
@@ -440,17 +440,17 @@ class Recorded(ABC):
             UsageError: If it was not attributed, or the choice is ambiguous.
         """
         state = self.state() if self.recorded else {}
-        known = [
+        attributed = [
             s for j, s in enumerate(self.rehearsals) if any(k.endswith(f".{j}.attributed") for k in state)
         ]
-        if not known or (spec is None and len(known) > 1) or (spec is not None and spec not in known):
-            if not known:
-                raise UsageError(
-                    f"no rehearsal was attributed in {self.where}: call Audit.attribute in the run."
-                )
-            asked = "which rehearsal" if spec is None else f"{spec!r} was not attributed"
-            raise UsageError(f"{asked} in {self.where}? Attributed: {', '.join(known)}.")
-        j = self.rehearsals.index(known[0] if spec is None else spec)
+        if not attributed:
+            raise UsageError(f"no rehearsal was attributed in {self.where}: call Audit.attribute in the run.")
+        if spec is None and len(attributed) == 1:
+            (spec,) = attributed
+        if spec not in attributed:
+            problem = "which rehearsal" if spec is None else f"{spec!r} was not attributed"
+            raise UsageError(f"{problem} in {self.where}? Attributed: {', '.join(attributed)}.")
+        j = self.rehearsals.index(spec)
         costs = {str(t["name"]): state.get(f"{t['id']}.{j}.attributed") for t in self.tensors}
         return {name: value.numpy() for name, value in costs.items() if value is not None}
 

@@ -83,5 +83,5 @@ class Scores:
 
     def to_json(self) -> list[Any]:
         """Return what a manifest says; the size of a tile only where it is not 768, once the only one."""
-        made = [self.grid, self.first, self.last]
-        return made if self.tile == TILE else [*made, self.tile]
+        stated = [self.grid, self.first, self.last]
+        return stated if self.tile == TILE else [*stated, self.tile]

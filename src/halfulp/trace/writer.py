@@ -185,7 +185,7 @@ class TraceWriter:
     def _document(self, tables: Mapping[str, Columns], content: Entry, state: Entry) -> dict[str, Any]:
         """Return a part's document; :class:`halfulp.trace.schema.Parts` reads it."""
         steps = _ends(tables)
-        made = {
+        document = {
             "kind": PART_KIND,
             "format": FORMAT,
             "trace": self.manifest["id"],
@@ -201,7 +201,7 @@ class TraceWriter:
             "rows": {name: len(table) for name, table in tables.items()},
         }
         rehearsed = self.manifest["options"].get("rehearse")
-        return {**made, "rehearse": rehearsed} if rehearsed else made
+        return {**document, "rehearse": rehearsed} if rehearsed else document
 
     def _part(self, number: int) -> Path:
         return self.path / PARTS / f"{number:06d}"
@@ -240,14 +240,14 @@ class TraceWriter:
 class _Measured:
     """Pieces of a file, whose bytes and digest are known when they have been drawn."""
 
-    def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
-        self._pieces, self._size, self._digest = pieces, 0, hashlib.sha256()
+    def __init__(self, chunks: Iterable[bytes | memoryview]) -> None:
+        self._chunks, self._size, self._digest = chunks, 0, hashlib.sha256()
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
-        for piece in self._pieces:
-            self._size += memoryview(piece).nbytes
-            self._digest.update(piece)
-            yield piece
+        for chunk in self._chunks:
+            self._size += memoryview(chunk).nbytes
+            self._digest.update(chunk)
+            yield chunk
 
     def entry(self) -> Entry:
         return Entry(sha256=self._digest.hexdigest(), size=self._size)

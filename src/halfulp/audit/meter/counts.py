@@ -144,9 +144,9 @@ class Meter:
 
     def join(self, new: Sequence[Watched]) -> list[Batch]:
         """Lay new tensors side by side where that is faster; return the new batches."""
-        made = batches(new, self.phase) if rank() == 0 and self.batching else []
-        self.batches += made
-        return made
+        added = batches(new, self.phase) if rank() == 0 and self.batching else []
+        self.batches += added
+        return added
 
     def leave(self, w: Watched) -> None:
         """Count a tensor no longer; those beside it are counted one by one."""

@@ -64,9 +64,9 @@ class Summing:
 
         Not a number where the frozen counts of weight decay alone and of the rest alone would be.
         """
-        made = self._sums()
-        leave_out(made, "frozen_decay", "frozen_gradient")
-        return made
+        rows = self._sums()
+        leave_out(rows, "frozen_decay", "frozen_gradient")
+        return rows
 
 
 def numbers_on_device(audited: kernels.Audited) -> torch.Tensor:
@@ -87,10 +87,10 @@ def row_of(audited: kernels.Audited) -> torch.Tensor | Array:
     return Summing(audited)()[0] if audited.counts.device.type == "cpu" else numbers_on_device(audited)
 
 
-def leave_out(made: Array, *columns: str) -> None:
+def leave_out(rows: Array, *columns: str) -> None:
     """Say of rows that some columns were not measured: kernels leave zeros there."""
     for name in columns:
-        made[:, PER_GRID.index(name) : -len(SHARED) : EACH] = np.nan
+        rows[:, PER_GRID.index(name) : -len(SHARED) : EACH] = np.nan
 
 
 def tables(rows: Sequence[Row], losses: Mapping[int, float], grids: int) -> dict[str, Columns]:

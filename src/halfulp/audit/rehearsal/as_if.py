@@ -60,7 +60,7 @@ def swapped(
     buffers = [b for model in models for b in model.buffers()]
     own = {p: p.data for p in weights}
     kept = {p: local(x).clone() for p, x in own.items()}
-    held = [(b, b.data, _once(b.data).clone()) for b in buffers]
+    saved = [(b, b.data, _once(b.data).clone()) for b in buffers]
     handle = register_optimizer_step_pre_hook(refuse)
     try:
         with torch.no_grad():
@@ -76,7 +76,7 @@ def swapped(
                 local(x).copy_(kept[p])
             for place, named in places:
                 place.update(named)
-            for b, memory, values in held:
+            for b, memory, values in saved:
                 _point(b, memory)
                 _once(memory).copy_(values)
 
@@ -158,9 +158,9 @@ class ModelAsIf:
         """Return the loss of the model, and of every rehearsal and bound as if it were the model."""
         before = RandomState()
         real = number(evaluate())
-        made: Losses = {}
+        losses: Losses = {}
         if step < self.ready.begun:
-            return real, made
+            return real, losses
         after = RandomState()
         projections: dict[str, float] = {}
         try:
@@ -175,10 +175,10 @@ class ModelAsIf:
                             loss = number(evaluate())
                     if bound == "lower":
                         projections[grid] = loss
-                    made.setdefault(spec, {})[bound] = loss
+                    losses.setdefault(spec, {})[bound] = loss
         finally:  # the run goes on as after its own evaluation
             after.put_back()
-        return real, made
+        return real, losses
 
     def save(self, spec: str, path: Path, bound: str, step: int, watched: Iterable[Watched]) -> None:
         """Write a rehearsal's weights under the model's names, or under those of the watched tensors."""

@@ -32,7 +32,7 @@ from halfulp.audit.rehearsal.specs import NO_BACK, Rehearse, moment_units
 from halfulp.errors import UsageError
 from halfulp.kernels import TILE
 from halfulp.kernels import rehearse as kernel
-from halfulp.kernels.rehearse import COUNTS, Held, Rule
+from halfulp.kernels.rehearse import COUNTS, Rule, State
 from halfulp.numbers.grids import Grid
 from halfulp.numbers.streams import Stream
 from halfulp.trace.columns import Columns
@@ -51,7 +51,7 @@ class Rehearsed:
 
     watched: Watched
     rules: list[Rule]
-    held: list[Held]
+    states: list[State]
     """State by rehearsal, with one row per bound."""
     chosen: list[torch.Tensor | None]
     """The coordinates that have a master, by rehearsal; None if all do."""
@@ -62,10 +62,12 @@ class Rehearsed:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the state that a resumed audit needs."""
-        made = {f"{self.watched.id}.largest": torch.tensor([self.largest], dtype=torch.float64, device="cpu")}
-        for j, held in enumerate(self.held):
-            made.update({f"{self.watched.id}.{j}.{what}": t for what, t in held.tensors().items()})
-        return made
+        tensors = {
+            f"{self.watched.id}.largest": torch.tensor([self.largest], dtype=torch.float64, device="cpu")
+        }
+        for j, state in enumerate(self.states):
+            tensors.update({f"{self.watched.id}.{j}.{what}": t for what, t in state.tensors().items()})
+        return tensors
 
 
 class Together:
@@ -77,31 +79,33 @@ class Together:
         sizes = [shape.numel() for shape in batch.shapes]
         self.table = kernel.table_of(sizes, [m is not None for m in self.members])
         one = next(m for m in self.members if m is not None)
-        self.held = [
+        self.states = [
             h.empty(len(self.table)) if kernel.fused(rule, batch.before) else None
-            for h, rule in zip(one.held, one.rules, strict=True)
+            for h, rule in zip(one.states, one.rules, strict=True)
         ]
         self.chosen = [
             None if c is None else torch.zeros(batch.before.shape, dtype=torch.bool, device="cpu")
             for c in one.chosen
         ]
         for m, first, numel in zip(self.members, batch.starts, sizes, strict=True):
-            for j, whole in enumerate(self.held):
+            for j, whole in enumerate(self.states):
                 if m is None or whole is None:
                     continue
                 part = whole.part(first, numel)
                 for name, into in part.tensors().items():
-                    into.copy_(m.held[j].tensors()[name])
-                m.held[j] = part
+                    into.copy_(m.states[j].tensors()[name])
+                m.states[j] = part
                 flat, chosen = self.chosen[j], m.chosen[j]
                 if flat is not None and chosen is not None:
                     flat[first * TILE :][:numel] = chosen.reshape(-1)
 
-    def move(self, j: int, rule: Rule, step: kernel.Asked, back: Sequence[tuple[float, float]]) -> Numbers:
+    def move(
+        self, j: int, rule: Rule, step: kernel.BatchStep, back: Sequence[tuple[float, float]]
+    ) -> Numbers:
         """Replay a step on all members; (members, bounds, COUNTS)."""
-        held, batch = self.held[j], self.batch
-        assert held is not None and batch.after is not None
-        counts = kernel.move_many(rule, held, batch.before, batch.after, step, back, self.chosen[j])
+        state, batch = self.states[j], self.batch
+        assert state is not None and batch.after is not None
+        counts = kernel.move_many(rule, state, batch.before, batch.after, step, back, self.chosen[j])
         return np.add.reduceat(counts, batch.starts, axis=0, dtype=np.int64)
 
 
@@ -174,20 +178,20 @@ class Rehearsals:
                 )
         except UsageError as error:
             raise UsageError(f"parameter {w.name!r} cannot be rehearsed: {error}") from None
-        made = Rehearsed(w, rules, [], chosen, shard_offset(w.tensor))
+        rehearsed = Rehearsed(w, rules, [], chosen, shard_offset(w.tensor))
         for r, rule, of in zip(self.rehearse.each, rules, chosen, strict=True):
             raw = getattr(r.policy, "start_from", "code") == "raw"
             carries = r.kernel.keeps == "carry" and w.tensor.dtype != torch.float64
             kept = r.kernel.dtype if carries else None
             rows = len(self.rehearse.bounds)
-            made.held.append(kernel.begin(rule, w.values(), rows, raw=raw, chosen=of, kept=kept))
-        for key, value in made.state().items():
+            rehearsed.states.append(kernel.begin(rule, w.values(), rows, raw=raw, chosen=of, kept=kept))
+        for key, value in rehearsed.state().items():
             if key in saved:
                 check_saved(saved[key], value, f"{key} of {w.name!r}")
                 value.copy_(saved.pop(key))
                 if key.endswith(".largest"):
-                    made.largest = float(value)
-        self.tensors[w] = made
+                    rehearsed.largest = float(value)
+        self.tensors[w] = rehearsed
         w.rehearsed = True
 
     # ---- steps ----
@@ -211,7 +215,7 @@ class Rehearsals:
         """Replay a step on the tensors that were part of it, and record what it moved."""
         with ExitStack() as units:
             for r in (self.tensors[w] for w in seen if w in self.tensors):
-                for one, h in zip(self.rehearse.each, r.held, strict=True):
+                for one, h in zip(self.rehearse.each, r.states, strict=True):
                     if one.kernel.keeps == "error" and h.kept is not None and r.watched.tensor in states:
                         p = r.watched.tensor
                         units.enter_context(moment_units(h.kept, groups[p], states[p]))
@@ -238,10 +242,10 @@ class Rehearsals:
             here = np.array([i for i in at if i >= 0], dtype=np.intp)
             if not here.size:
                 continue
-            asked = [None if i < 0 else steps[i] for i in at]
-            together = kernel.Asked(asked, batch.table, batch.batch.before.dtype)
+            inputs = [None if i < 0 else steps[i] for i in at]
+            together = kernel.BatchStep(inputs, batch.table, batch.batch.before.dtype)
             for j in range(len(each)):
-                if batch.held[j] is not None:
+                if batch.states[j] is not None:
                     factors = [NO_BACK if i < 0 else back[j][i] for i in at]
                     moved = batch.move(j, present[here[0]].rules[j], together, factors)
                     counts[here, j], done[here, j] = moved[np.array(at) >= 0], True
@@ -252,15 +256,15 @@ class Rehearsals:
             parts = [*rows[i]]
             for j in np.flatnonzero(~done[i]).tolist():
                 given = (w.before, w.values(), steps[i], back[j][i], r.chosen[j])
-                parts[j] = kernel.move(r.rules[j], r.held[j], *given).sum(dim=0).to(torch.float64)
+                parts[j] = kernel.move(r.rules[j], r.states[j], *given).sum(dim=0).to(torch.float64)
             rows[i] = torch.stack(parts)
         self.step = step
         return [r.watched for r in present], rows
 
-    def _step_of(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> kernel.Tensor:
+    def _step_of(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> kernel.TensorStep:
         """Return what the kernel needs to know of one tensor at a step."""
         stream = Stream(seed=self.seed, name=r.watched.name, step=step, offset=r.offset)
-        return kernel.Tensor(pulls=self._pulls(r, group, step), stream=stream)
+        return kernel.TensorStep(pulls=self._pulls(r, group, step), stream=stream)
 
     def _pulls(self, r: Rehearsed, group: Mapping[str, Any], step: int) -> list[float]:
         rate = rate_of(group)
@@ -295,13 +299,13 @@ class Rehearsals:
 
     def _weights(self, r: Rehearsed, j: int, at: int) -> torch.Tensor:
         here = local(r.watched.tensor)
-        held = r.held[j].held[at]
-        return kernel.values(r.rules[j], held.reshape(here.shape), here.dtype)
+        stored = r.states[j].held[at]
+        return kernel.values(r.rules[j], stored.reshape(here.shape), here.dtype)
 
     @property
     def payload_bytes(self) -> int:
         """Bytes that are kept between steps."""
-        each = (h for r in self.tensors.values() for h in r.held)
+        each = (h for r in self.tensors.values() for h in r.states)
         masks = (c for r in self.tensors.values() for c in r.chosen if c is not None)
         return sum(h.payload_bytes for h in each) + sum(c.numel() * c.element_size() for c in masks)
 

@@ -79,48 +79,48 @@ def in_fork(function: Callable[[], float], limit: float) -> tuple[float, float]:
     Raises:
         ApartError: If it gives none.
     """
-    answer, asked = os.pipe()
+    reading_end, writing_end = os.pipe()
     threads_end = _end_openmp_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which it does without
         child = os.fork()
     if child == 0:
-        _give(function, asked, threads_end)
-    said, used = None, 0.0
+        _give(function, writing_end, threads_end)
+    reply, used = None, 0.0
     try:
-        os.close(asked)
+        os.close(writing_end)
         poll = select.poll()
-        poll.register(answer, select.POLLIN)
+        poll.register(reading_end, select.POLLIN)
         if poll.poll(limit * 1000):
-            said = os.read(answer, MOST).decode(errors="replace")
+            reply = os.read(reading_end, MOST).decode(errors="replace")
     finally:
-        os.close(answer)
+        os.close(reading_end)
         os.kill(child, signal.SIGKILL)  # it has answered, or is late
         with contextlib.suppress(ChildProcessError):  # where the script ignores SIGCHLD
             usage = os.wait4(child, 0)[2]
             used = usage.ru_utime + usage.ru_stime
-    if said is None:
+    if reply is None:
         raise ApartError(f"in a forked process it did not end within {limit:.0f} s")
-    if not said.startswith("="):
-        raise ApartError(said[1:] or "the process forked for it died")
-    return float.fromhex(said[1:]), used
+    if not reply.startswith("="):
+        raise ApartError(reply[1:] or "the process forked for it died")
+    return float.fromhex(reply[1:]), used
 
 
-def _give(function: Callable[[], float], asked: int, threads_end: bool) -> NoReturn:
+def _give(function: Callable[[], float], writing_end: int, threads_end: bool) -> NoReturn:
     """Call the function in the forked process, write its number to the pipe, and end the process."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        _cut_descriptors(asked)
+        _cut_descriptors(writing_end)
         _leave_workers()
         if not threads_end:
             torch.set_num_threads(1)
         with nothing_written():
-            said = f"={function().hex()}"
+            reply = f"={function().hex()}"
     except BaseException as error:  # whatever it is: this process ends here
-        said = f"!{type(error).__name__}: {error}"
+        reply = f"!{type(error).__name__}: {error}"
     try:
-        os.write(asked, said.encode(errors="replace")[:MOST])
+        os.write(writing_end, reply.encode(errors="replace")[:MOST])
     finally:
         os._exit(0)
 
@@ -197,12 +197,12 @@ def in_place(function: functools.partial[Any], number: Callable[[Any], float]) -
     kept, began = Variables(function), time.process_time()
     try:
         with nothing_written(), _silent():
-            made = number(function())
+            result = number(function())
     finally:
         changed = kept.put_back()
     if changed:
         raise ApartError(f"it changes {', '.join(changed[:10])}, which were put back")
-    return made, time.process_time() - began
+    return result, time.process_time() - began
 
 
 class Variables:

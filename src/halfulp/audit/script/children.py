@@ -161,8 +161,8 @@ def launch(command: Sequence[str], options: dict[str, Any], folder: Path) -> int
         raise UsageError(f"cannot run {command[0]!r}: {error.strerror}.") from None
     with _passed_on(process):
         code = process.wait()
-    made = sorted(set(folder.parent.glob(names)) - before) if folder.parent.is_dir() else []
-    if not made and code == 0:
+    traces = sorted(set(folder.parent.glob(names)) - before) if folder.parent.is_dir() else []
+    if not traces and code == 0:
         raise UsageError(
             f"no Python process under {command[0]} stepped an optimizer, so there was nothing to audit. One "
             "that ignores PYTHONPATH (python -I, -E or -S) cannot be seen: put `halfulp audit` in its place."

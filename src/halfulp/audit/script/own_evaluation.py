@@ -290,10 +290,10 @@ class OwnEvaluation:
 
 def _note_variables(node: ast.FunctionDef) -> None:
     """Have a function note its variables when it ends."""
-    said = ast.get_docstring(node, clean=False) is not None
+    docstring = ast.get_docstring(node, clean=False) is not None
     noted = ast.parse(f"{DECORATOR}.note(locals())").body
-    inner = ast.Try(body=node.body[said:] or [ast.Pass()], handlers=[], orelse=[], finalbody=noted)
-    node.body = [*node.body[:said], inner]
+    inner = ast.Try(body=node.body[docstring:] or [ast.Pass()], handlers=[], orelse=[], finalbody=noted)
+    node.body = [*node.body[:docstring], inner]
     for new in (inner, *(part for each in noted for part in ast.walk(each))):
         if isinstance(new, ast.expr | ast.stmt):
             ast.copy_location(new, node)

@@ -240,20 +240,20 @@ def _show_error() -> None:
 def _say_if_nothing(name: str, audit: Audit, empty: bool, left: bool) -> None:
     """Why nothing was recorded. Not an error of a script that ends itself (``--help``) before any step."""
     if audit.step == 0:
-        said = (
+        why = (
             f"{name} never called an optimizer's step() in this process, so there was nothing to audit. It "
             "may train in processes of its own (then: halfulp audit --run python ...), or change weights "
             "itself (p.data) without a torch optimizer."
         )
     elif empty and audit.watched:
-        said = (
+        why = (
             f"nothing to audit: {name} called step() {audit.step} times, but no weight had a gradient or "
             "changed there. Weights may be changed elsewhere, such as in hooks of backward."
         )
     elif empty:
-        said = f"nothing to audit: the optimizers in {name} have no trainable parameters of real numbers."
+        why = f"nothing to audit: the optimizers in {name} have no trainable parameters of real numbers."
     else:
         return
     if not left:
-        raise UsageError(said)
-    tell(f"halfulp: {said}")
+        raise UsageError(why)
+    tell(f"halfulp: {why}")

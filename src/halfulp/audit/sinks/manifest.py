@@ -22,7 +22,7 @@ from halfulp.writeback.rules import rule_of
 
 def begun(grids: Iterable[Grid], every: int, options: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Return the manifest of a trace before its first step; tensors and optimizers come with that."""
-    made = {
+    manifest = {
         "kind": "halfulp.trace",
         "format": FORMAT,
         "halfulp": __version__,
@@ -41,7 +41,7 @@ def begun(grids: Iterable[Grid], every: int, options: dict[str, Any], run: dict[
         },
         "run": run,
     }
-    return dict(_encodable(made))
+    return dict(_encodable(manifest))
 
 
 def _encodable(value: Any) -> Any:
@@ -76,14 +76,14 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for group in optimizer.param_groups
     ]
     inner = optimizer.optimizer if isinstance(optimizer, WriteBack) else optimizer
-    made = {
+    entry = {
         "class": type(optimizer).__name__,
         **wraps,
         "one_pass": one_pass(inner),
         "defaults": defaults,
         "groups": groups,
     }
-    return dict(_encodable(made))
+    return dict(_encodable(entry))
 
 
 def one_pass(optimizer: torch.optim.Optimizer) -> bool:

@@ -42,19 +42,19 @@ def summary(rows: Sequence[Row], loss: float, watchlist: Watchlist, *, tells_zer
     rates = np.concatenate([np.asarray(r.rates, dtype=np.float64) for r in rows])
     idle = known_zero(zero, full, rates, sizes - bad)
     dtypes = [str(w.tensor.dtype).removeprefix("torch.") for w in tensors]
-    made: dict[str, Any] = {"frozen": {}, "never_moved": {}, "gain": {}, "measured": []}
+    by_grid: dict[str, Any] = {"frozen": {}, "never_moved": {}, "gain": {}, "measured": []}
     for j, grid in enumerate(grids):
         home = np.array([same_values(w.stored, grid, d) for w, d in zip(tensors, dtypes, strict=True)])
         if home.any():
-            made["measured"].append(grid)
+            by_grid["measured"].append(grid)
         mine = home if home.any() else np.ones_like(home)
         counts = (x[mine].sum() for x in (frozen[:, j], idle, bad, sizes))
-        made["frozen"][grid] = float(lost_share(*counts))
+        by_grid["frozen"][grid] = float(lost_share(*counts))
         if watchlist.measure.never_moved:
-            made["never_moved"][grid] = float(never[mine, j].sum() / sizes[mine].sum())
+            by_grid["never_moved"][grid] = float(never[mine, j].sum() / sizes[mine].sum())
         known, proposed = mine & full, proposal[mine & full].sum()
         if proposed > 0 and np.isfinite(arrived[known, j]).all():
-            made["gain"][grid] = float(arrived[known, j].sum() / proposed)
+            by_grid["gain"][grid] = float(arrived[known, j].sum() / proposed)
     each = lost_share(frozen, idle[:, None], bad[:, None], sizes[:, None])
     return {
         "step": rows[0].step,
@@ -64,7 +64,7 @@ def summary(rows: Sequence[Row], loss: float, watchlist: Watchlist, *, tells_zer
             w.name: dict(zip(grids, shares, strict=True))
             for w, shares in zip(tensors, each.tolist(), strict=True)
         },
-        **made,
+        **by_grid,
         "update_ratio": math.sqrt(proposal.sum() / max(weight.sum(), 1e-300)),
         "nonfinite": int(bad.sum()),
     }

@@ -69,9 +69,9 @@ class Shards:
 
     def save(self, step: int, state: Callable[[Watched], State]) -> None:
         """Write this rank's file; it appears whole."""
-        made = {name: t for w in self.ranges for name, t in state(w).items()}
-        said = {TRACE: self.trace, PLACES: json.dumps({w.id: r for w, r in self.ranges.items()})}
-        files.put(shard_file(self.out, step, self.rank), tensors.content(made, said))
+        followed = {name: t for w in self.ranges for name, t in state(w).items()}
+        header = {TRACE: self.trace, PLACES: json.dumps({w.id: r for w, r in self.ranges.items()})}
+        files.put(shard_file(self.out, step, self.rank), tensors.content(followed, header))
         self.step, self.of = step, sorted(self.ranks)
 
     def name(self) -> State:

@@ -283,9 +283,9 @@ class TraceSink:
         for w in watched:
             state.update({} if w.sharded else self._state_of(w))
         start = time.monotonic()
-        made = tables(rows, losses, len(self.writer.manifest["grids"]))
+        measured = tables(rows, losses, len(self.writer.manifest["grids"]))
         last = rows[-1].step if rows else evaluated[-1]
-        self.writer.commit({**made, **more}, state, last_step=last)
+        self.writer.commit({**measured, **more}, state, last_step=last)
         self._writing = time.monotonic() - start
 
     def _state_of(self, w: Watched) -> State:

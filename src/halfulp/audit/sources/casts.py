@@ -320,8 +320,8 @@ class CastAudit:
         out = self._scratch.get(z.dtype)
         if out is None or out.numel() < z.numel():
             out = self._scratch[z.dtype] = torch.empty(z.numel(), dtype=z.dtype, device=z.device)
-        made = kernels.write_back(q, z, grid, out=out[: z.numel()].view(z.shape), moved=bits)
-        return made.counts.sum(dim=0, dtype=torch.int64).cpu().numpy()
+        written = kernels.write_back(q, z, grid, out=out[: z.numel()].view(z.shape), moved=bits)
+        return written.counts.sum(dim=0, dtype=torch.int64).cpu().numpy()
 
 
 def paired(main: Copies, stored: Copies) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -365,12 +365,12 @@ def paired(main: Copies, stored: Copies) -> dict[str, tuple[torch.Tensor, torch.
     return pairs
 
 
-def _listed(held: Copies) -> dict[str, torch.Tensor]:
-    if isinstance(held, torch.nn.Module):
-        return {name: p for p, (name, _) in model_names(held).items()}
-    if isinstance(held, Mapping):
-        return {str(name): x for name, x in held.items()}
-    return {str(i): x for i, x in enumerate(held)}
+def _listed(copies: Copies) -> dict[str, torch.Tensor]:
+    if isinstance(copies, torch.nn.Module):
+        return {name: p for p, (name, _) in model_names(copies).items()}
+    if isinstance(copies, Mapping):
+        return {str(name): x for name, x in copies.items()}
+    return {str(i): x for i, x in enumerate(copies)}
 
 
 def _modules(

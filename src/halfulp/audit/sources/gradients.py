@@ -116,8 +116,8 @@ class Accumulation:
         sink.step = sink.skip_until
         if sink.skip_until:
             place = sink.loaded.get(PLACE)
-            held = (self.states.owner.sink.skip_until, LARGEST) if place is None else place.tolist()
-            self._held = (int(held[0]), int(held[1]))
+            begun = (self.states.owner.sink.skip_until, LARGEST) if place is None else place.tolist()
+            self._held = (int(begun[0]), int(begun[1]))
 
     def _added(self, p: torch.Tensor) -> None:
         """Handle a contribution that was added to its buffer."""

@@ -89,7 +89,7 @@ class OptimizerNotes:
             return False
         known, keepers = self._holds.get(optimizer), self._keepers.get(optimizer)
         if known is None:
-            known = held(optimizer, self._gradients or gradients(optimizer))  # or a closure's
+            known = counts_by_dtype(optimizer, self._gradients or gradients(optimizer))  # or a closure's
             known["states"] = {_written(kind): sizes for kind, sizes in known["states"].items()}
         elif keepers is None:
             return False
@@ -106,14 +106,14 @@ class OptimizerNotes:
 
     def described(self) -> list[dict[str, Any]]:
         """Return what a manifest says of them."""
-        made = []
+        entries = []
         for o in self._seen:
             if o not in self._admits:
                 self._admits[o] = manifest.admitting(wrapped(o))
             holds = {"holds": self._holds[o]} if o in self._holds else {}
             names = {"names": self._names[o]} if self._names.get(o) else {}
-            made.append({**manifest.described(o), "admits": self._admits[o], **names, **holds})
-        return made
+            entries.append({**manifest.described(o), "admits": self._admits[o], **names, **holds})
+        return entries
 
     def announce(self) -> None:
         """Say what they hold, once."""
@@ -133,7 +133,7 @@ def gradients(optimizer: torch.optim.Optimizer) -> Sizes:
     return _sizes(gradient_of(p) for group in optimizer.param_groups for p in group["params"])
 
 
-def held(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
+def counts_by_dtype(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
     """Count values by dtype: parameters, gradients, and states under the optimizer's names for them.
 
     For parameters that a write-back stores, also say the grid, the policy and where they are.

@@ -35,7 +35,7 @@ class Naming:
     module: torch.nn.Module | None = None
     copy: torch.dtype | None = None
     """The narrower dtype in which the model itself holds these weights."""
-    held: torch.Tensor | None = None
+    shown: torch.Tensor | None = None
     """The model's tensor that holds them."""
     stored: str | None = None
     """The grid that the values are stored on, if not that of the dtype."""
@@ -104,7 +104,7 @@ def models_around(params: Iterable[torch.Tensor | None]) -> list[torch.nn.Module
     """Return the smallest module in the calling frames that holds all of these parameters, if any."""
     wanted = {p for p in params if p is not None}
     sizes = [(m, set(m.parameters())) for m in dict.fromkeys(m for _, m in modules_in_frames())]
-    holding = [(m, len(held)) for m, held in sizes if wanted and wanted <= held]
+    holding = [(m, len(parameters)) for m, parameters in sizes if wanted and wanted <= parameters]
     if not holding:
         return []
     return [unwrapped(min(holding, key=lambda pair: pair[1])[0])]
@@ -131,12 +131,12 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
     return []
 
 
-def held_copies(masters: Iterable[torch.Tensor], held: Named) -> dict[torch.Tensor, torch.Tensor]:
+def held_copies(masters: Iterable[torch.Tensor], candidates: Named) -> dict[torch.Tensor, torch.Tensor]:
     """Return the model's own tensor for each master: same shape, and equal to a cast to a narrower dtype.
 
     Among equal tensors the first free one is chosen, because both sides list their tensors in the same order.
     """
-    free = [q for q in held if _plain(q)]
+    free = [q for q in candidates if _plain(q)]
     copies: dict[torch.Tensor, torch.Tensor] = {}
     for p in masters:
         for i, q in enumerate(free):
@@ -177,16 +177,16 @@ def name_parameters(
         for label, candidate in candidates:
             labels = {**dict.fromkeys(candidate, label), **labels}
             around = {**candidate, **around}
-    held = {**around, **given}
-    masters, stepped = [p for p in params if p not in held and _plain(p)], set(params)
-    copies = held_copies(masters, {q: at for q, at in held.items() if q not in stepped}) if masters else {}
+    named = {**around, **given}
+    masters, stepped = [p for p in params if p not in named and _plain(p)], set(params)
+    copies = held_copies(masters, {q: at for q, at in named.items() if q not in stepped}) if masters else {}
     labels.update({p: labels[q] for p, q in copies.items() if q in labels})
     namings: dict[torch.Tensor, Naming] = {}
     for i, group in enumerate(optimizer.param_groups):
         own = group.get("param_names", [])
         for j, p in enumerate(group["params"]):
             copy = copies.get(p)
-            name, module = held.get(p if copy is None else copy) or (f"{i}.{j}", None)
+            name, module = named.get(p if copy is None else copy) or (f"{i}.{j}", None)
             if p not in given and j < len(own):
                 name = own[j]
             namings[p] = Naming(writable(name), module, None if copy is None else copy.dtype, copy)

@@ -198,7 +198,7 @@ class OptimizerSteps:
         known = self.pipeline.watchlist.names()
         named = name_parameters(optimizer, self.models, search=not self.models, known=known)
         if not self.models and self.pipeline.rehearsing is not None:
-            shown = [p if named[p].held is None else named[p].held for p in new]
+            shown = [p if named[p].shown is None else named[p].shown for p in new]
             self.around += [m for m in models_around(shown) if m not in self.around]
         for slot in optimizer.slots if isinstance(optimizer, WriteBack) else ():
             if slot.p in named:

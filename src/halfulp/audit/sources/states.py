@@ -30,16 +30,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 def checked(also: Mapping[str, Copies]) -> dict[str, Copies]:
     """Return the copies by name, if they can be followed."""
-    for name, held in also.items():
+    for name, copies in also.items():
         if name == GRADIENTS:
             raise UsageError(
                 f"also= cannot name a copy {name!r}, the name of accumulated gradients: choose another."
             )
         if _NAME.fullmatch(str(name)) is None:
             raise UsageError(f"also= names copies by short words, such as 'ema', not {name!r}.")
-        if not isinstance(held, torch.nn.Module | Mapping | Iterable):
-            raise UsageError(f"also={{{name!r}: ...}} takes a module or tensors, not {held!r:.200}.")
-        if not tensors_of(held):
+        if not isinstance(copies, torch.nn.Module | Mapping | Iterable):
+            raise UsageError(f"also={{{name!r}: ...}} takes a module or tensors, not {copies!r:.200}.")
+        if not tensors_of(copies):
             raise UsageError(f"also={{{name!r}: ...}} has no tensor of floating-point values to follow.")
     return dict(also)
 
@@ -56,14 +56,14 @@ def role_name(kind: str) -> str:
     return f"{safe or 'state'}-{hashlib.sha256(kind.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
 
 
-def tensors_of(held: Copies) -> dict[str, torch.Tensor]:
+def tensors_of(copies: Copies) -> dict[str, torch.Tensor]:
     """Return the float tensors of a module, a mapping or a list, by name."""
-    if isinstance(held, torch.nn.Module):
-        named: Iterable[tuple[str, Any]] = held.named_parameters()
-    elif isinstance(held, Mapping):
-        named = held.items()
+    if isinstance(copies, torch.nn.Module):
+        named: Iterable[tuple[str, Any]] = copies.named_parameters()
+    elif isinstance(copies, Mapping):
+        named = copies.items()
     else:
-        named = ((str(i), x) for i, x in enumerate(held))
+        named = ((str(i), x) for i, x in enumerate(copies))
     return {str(name): x for name, x in named if followed(x)}
 
 
@@ -82,11 +82,11 @@ def narrow_scalar(x: Any) -> bool:
 class Listed(Mapping[str, torch.Tensor]):
     """Tensors of a list, as it is at the time, under the names of the weights that they are copies of."""
 
-    def __init__(self, held: Sequence[torch.Tensor], places: Mapping[str, int]) -> None:
-        self.held, self.places = held, places
+    def __init__(self, tensors: Sequence[torch.Tensor], places: Mapping[str, int]) -> None:
+        self.tensors, self.places = tensors, places
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.held[self.places[name]]
+        return self.tensors[self.places[name]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
@@ -106,14 +106,14 @@ def found_copies(weights: Mapping[torch.Tensor, str], not_these: Iterable[torch.
     for label, module in modules_in_frames():
         candidates += _apart(label, module, mine)
     for kind in (list, tuple):
-        listed = ((label, held, _places(held, weights)) for label, held in in_frames(kind))
-        candidates += [(label, Listed(held, places)) for label, held, places in listed if places]
+        listed = ((label, candidate, _places(candidate, weights)) for label, candidate in in_frames(kind))
+        candidates += [(label, Listed(candidate, places)) for label, candidate, places in listed if places]
     copies: dict[str, Copies] = {}
-    for label, held in candidates:
-        tensors = set(tensors_of(held).values())
+    for label, candidate in candidates:
+        tensors = set(tensors_of(candidate).values())
         trained = any(x.grad is not None or is_sharded(x) for x in tensors)
         if role_name(label) == label and label not in copies and not trained and taken.isdisjoint(tensors):
-            copies[label] = held
+            copies[label] = candidate
             taken |= tensors
     return copies
 
@@ -122,24 +122,24 @@ def _apart(
     label: str, module: torch.nn.Module, mine: set[torch.Tensor]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the modules, this one or inside it, that have a tensor for each weight but share none."""
-    held = tensors_of(module).values()
-    others = [x for x in held if x not in mine]
+    tensors = tensors_of(module).values()
+    others = [x for x in tensors if x not in mine]
     if not mine or Counter(x.shape for x in mine) - Counter(x.shape for x in others):
         return
-    if len(others) == len(held):
+    if len(others) == len(tensors):
         yield label, module
         return
     for name, child in module.named_children():
         yield from _apart(name, child, mine)
 
 
-def _places(held: Sequence[Any], weights: Mapping[torch.Tensor, str]) -> dict[str, int]:
+def _places(tensors: Sequence[Any], weights: Mapping[torch.Tensor, str]) -> dict[str, int]:
     """Return where a list has each of the weights, by its values; nothing if it has not exactly those."""
-    if len(held) != len(weights) or not all(type(x) in PLAIN for x in held):
+    if len(tensors) != len(weights) or not all(type(x) in PLAIN for x in tensors):
         return {}
-    if Counter(x.shape for x in held) != Counter(p.shape for p in weights):
+    if Counter(x.shape for x in tensors) != Counter(p.shape for p in weights):
         return {}
-    free, places = dict(enumerate(held)), {}
+    free, places = dict(enumerate(tensors)), {}
     for p, name in weights.items():
         at = next((i for i, x in free.items() if x.shape == p.shape and _equal(x, p)), None)
         if at is None:

@@ -42,13 +42,13 @@ class StepCount:
         self._unknown = False
         if not unknown or not sink.skip_until:
             return
-        made, uncounted = _made(self.optimizers or [optimizer])
+        counted, uncounted = _made(self.optimizers or [optimizer])
         ahead = sink.loaded[AHEAD].tolist() if AHEAD in sink.loaded else [0]  # older traces do not say
-        done = sink.step = max(0, made + int(ahead[0])) if ahead else 0
+        done = sink.step = max(0, counted + int(ahead[0])) if ahead else 0
         if rank():
             return
         doubt = ""
-        if made and not ahead:
+        if counted and not ahead:
             doubt = "the steps of this trace are not those that its optimizer had counted"
         elif uncounted and not done:
             doubt = "the optimizer was loaded with a state that does not say how many steps it has made"

@@ -48,7 +48,7 @@ Named = dict[str, torch.Tensor]
 
 
 @dataclass(eq=False)
-class _Held:
+class _Followed:
     """Tensors of one owner under their names: one that is replaced by a new one is the same to us."""
 
     named: Mapping[str, torch.Tensor]
@@ -91,7 +91,7 @@ class TrackedState:
         self.pipeline.watchlist.begun = True  # the run has begun: what does not fit here is left out
         self.modules: dict[torch.Tensor, torch.nn.Module] = {}
         """The modules that tensors belong to, where they are those of a copy."""
-        self._held: dict[int, _Held] = {}
+        self._followed: dict[int, _Followed] = {}
         self.changed = False
         """True once any of it has changed."""
         self.pipeline.sink.begin(lambda: self.pipeline.open({"rehearse": None}))
@@ -104,26 +104,26 @@ class TrackedState:
     def take(self, name: str, x: torch.Tensor) -> Watched | None:
         """Return the place of one tensor, by itself; None if it does not fit."""
         if not self.pipeline.watchlist.decided(x):
-            self._watch(_Held({name: x}, {name: x}))
+            self._watch(_Followed({name: x}, {name: x}))
         return self.pipeline.watched.get(x)
 
     def begin(self, key: int, named: Mapping[str, torch.Tensor], step: int) -> None:
         """Set tensors aside; ``key``: whose they are, where several share a role."""
-        held, pipeline = self._hold(key, named), self.pipeline
+        followed, pipeline = self._follow(key, named), self.pipeline
         pipeline.sink.step = step - 1
         pipeline.commit_if_due()
         if pipeline.due(step):
-            here = pipeline.unaltered(self._watch(held))
+            here = pipeline.unaltered(self._watch(followed))
             for w in here:
                 w.takes_part = w.tensor.grad is not None
             pipeline.meter.set_aside(here)
 
     def end(self, key: int, named: Mapping[str, torch.Tensor]) -> None:
         """Record what changed since; if nothing did, there is nothing to say."""
-        if key not in self._held:
+        if key not in self._followed:
             return
-        held, pipeline = self._hold(key, named), self.pipeline
-        watched = pipeline.watchlist.of(held, list(held.tensors.values()))
+        followed, pipeline = self._follow(key, named), self.pipeline
+        watched = pipeline.watchlist.of(followed, list(followed.tensors.values()))
         here = pipeline.unaltered([w for w in watched if w.before is not None])
         changed = together_changed(here) or {w for w in here if stopped(w.tensor)}
         if not changed:
@@ -139,22 +139,22 @@ class TrackedState:
                     pipeline.measured(seen, [math.nan] * len(seen), pipeline.meter.count(seen))
         pipeline.finish()
 
-    def _watch(self, held: _Held) -> list[Watched]:
+    def _watch(self, followed: _Followed) -> list[Watched]:
         def name(_: list[torch.Tensor]) -> Any:
-            return given_names(held.tensors, self.modules, self.pipeline.watchlist.names())
+            return given_names(followed.tensors, self.modules, self.pipeline.watchlist.names())
 
-        return self.pipeline.watch(held, list(held.tensors.values()), name)
+        return self.pipeline.watch(followed, list(followed.tensors.values()), name)
 
-    def _hold(self, key: int, named: Mapping[str, torch.Tensor]) -> _Held:
-        held = self._held.setdefault(key, _Held({}, {}))
-        if held.named is not named:
-            held.named = named
+    def _follow(self, key: int, named: Mapping[str, torch.Tensor]) -> _Followed:
+        followed = self._followed.setdefault(key, _Followed({}, {}))
+        if followed.named is not named:
+            followed.named = named
             for name, x in named.items():
-                old = held.tensors.get(name)
+                old = followed.tensors.get(name)
                 if old is not None and old is not x:
                     self.pipeline.watchlist.replace(old, x)
-                held.tensors[name] = x
-        return held
+                followed.tensors[name] = x
+        return followed
 
     def stop(self) -> None:
         """Make everything durable; a trace without rows goes away."""
@@ -207,8 +207,8 @@ class TrackedStates:
     def step_begins(self, step: int, due: bool) -> None:
         """Compare the copies with what they were when the last step began, and set them aside anew."""
         self.step_is_over()
-        for name, held in self.also.items() if due else ():
-            self._begin(name, 0, tensors_of(held), step)
+        for name, copies in self.also.items() if due else ():
+            self._begin(name, 0, tensors_of(copies), step)
         self._open = due
 
     def step_is_over(self, at_end: bool = False) -> None:
@@ -224,8 +224,8 @@ class TrackedStates:
         mine = self._mine(named)
         if mine:
             track = self.track(role, named, never_moved=self.owner.measure.never_moved)
-            if not track.modules and isinstance(held := self.also.get(role), torch.nn.Module):
-                track.modules = {p: module for p, (_, module) in model_names(held).items()}
+            if not track.modules and isinstance(copy := self.also.get(role), torch.nn.Module):
+                track.modules = {p: module for p, (_, module) in model_names(copy).items()}
             track.begin(key, mine, step)
 
     @staticmethod
@@ -247,11 +247,11 @@ class TrackedStates:
         for label in [n for n in self._own if not theirs.isdisjoint(tensors_of(self.also[n]).values())]:
             self._own.remove(label)
             del self.also[label]
-        known = [x for held in self.also.values() for x in tensors_of(held).values()]
+        known = [x for copies in self.also.values() for x in tensors_of(copies).values()]
         names = {p: self.owner.watched[p].name for p in params if p in self.owner.watched}
-        for label, held in found_copies(names, [*theirs, *known]).items():
+        for label, copies in found_copies(names, [*theirs, *known]).items():
             if label not in self.also:
-                self.also[label] = held
+                self.also[label] = copies
                 self._own.append(label)
 
     @property
@@ -301,12 +301,12 @@ class TrackedStates:
         if not self.states:
             return {}
         states = wrapped(optimizer).state
-        held = [*states, *state_tensors(states.values()), *self.owner.watched]
-        known, moments = self._moments_of.get(optimizer, ([], {}))
-        if len(known) != len(held) or not all(map(operator.is_, known, held)):
+        now = [*states, *state_tensors(states.values()), *self.owner.watched]
+        before, moments = self._moments_of.get(optimizer, ([], {}))
+        if len(before) != len(now) or not all(map(operator.is_, before, now)):
             by_kind = moments_of(optimizer, self.owner.watchlist.names())
             moments = {kind: named for kind, named in by_kind.items() if kind not in self.also}
-            self._moments_of[optimizer] = (held, moments)
+            self._moments_of[optimizer] = (now, moments)
         return moments
 
     def track(

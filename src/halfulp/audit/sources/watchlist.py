@@ -229,7 +229,7 @@ class Watchlist:
             stored=naming.stored or str(p.dtype).removeprefix("torch."),
             copy=None if naming.copy is None else str(naming.copy).removeprefix("torch."),
             codes=naming.codes,
-            shown=naming.held,
+            shown=naming.shown,
         )  # fmt: skip
         w.choose(self.measure.sample, self.measure.seed)
         return w

@@ -46,18 +46,18 @@ OF_ARRAY = {np.dtype("f4"): FLOATS, np.dtype("u2"): BFLOATS, np.dtype("f8"): DOU
 def _structures(text: str) -> dict[str, Any]:
     """Make the twins of the structs of ``calls.h``: what is passed is said there, once."""
     types = {"int32_t": c_int32, "int64_t": c_int64, "uint32_t": c_uint32}
-    made: dict[str, Any] = {}
+    structs: dict[str, Any] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\n\};", re.sub(r"//.*", "", text), re.DOTALL):
         fields: list[tuple[str, Any]] = []
         for member in body.split(";")[:-1]:
             kind, names = member.replace("const ", "").strip().split(maxsplit=1)
             for one in names.split(","):
-                of = c_void_p if "*" in kind + one else made.get(kind) or types[kind]
+                of = c_void_p if "*" in kind + one else structs.get(kind) or types[kind]
                 two = one.endswith("[2]") and of is not c_void_p
                 fields.append((re.findall(r"\w+", one)[0], of * 2 if two else of))
-        nested = [field for field, of in fields if of in made.values()]
-        made[name] = type(name, (Structure,), {"_anonymous_": nested, "_fields_": fields})
-    return made
+        nested = [field for field, of in fields if of in structs.values()]
+        structs[name] = type(name, (Structure,), {"_anonymous_": nested, "_fields_": fields})
+    return structs
 
 
 _HEADER = (build.HERE / "calls.h").read_text()
@@ -112,11 +112,11 @@ def library() -> Library | None:
     if not usable:
         here = [name for i, name in enumerate(names) if opened.halfulp_runs(i)]
         raise UsageError(f"HALFULP_NATIVE={wanted}: this processor runs {', '.join(here)}; or say off.")
-    made = {kernel: getattr(opened, f"halfulp_{kernel}") for kernel in CALLS}
+    kernels = {kernel: getattr(opened, f"halfulp_{kernel}") for kernel in CALLS}
     for kernel, call in CALLS.items():
-        made[kernel].argtypes = (ctypes.c_int, POINTER(Team), *[c_int64] * 3, POINTER(call))
-        made[kernel].restype = None
-    return Library(opened, made, usable[0], names[usable[0]])
+        kernels[kernel].argtypes = (ctypes.c_int, POINTER(Team), *[c_int64] * 3, POINTER(call))
+        kernels[kernel].restype = None
+    return Library(opened, kernels, usable[0], names[usable[0]])
 
 
 def _file() -> Path:
@@ -218,10 +218,10 @@ def torchs_root() -> int | None:
     if place is None:
         return None
     root = ctypes.CFUNCTYPE(None, c_int32, c_void_p, c_void_p, c_int64)(place.value)
-    made = np.empty_like(x)
+    own = np.empty_like(x)
     for i in range(0, x.size, 64):
-        root(min(64, x.size - i), x[i:].ctypes.data, made[i:].ctypes.data, ROOT_MODE)
-    return int(place.value) if np.array_equal(roots, made) else None
+        root(min(64, x.size - i), x[i:].ctypes.data, own[i:].ctypes.data, ROOT_MODE)
+    return int(place.value) if np.array_equal(roots, own) else None
 
 
 def at(x: Any) -> int | None:
@@ -229,16 +229,16 @@ def at(x: Any) -> int | None:
     return None if x is None or not x.size else int(x.ctypes.data)
 
 
-def call_of(kernel: str, **given: Any) -> Any:
+def call_of(kernel: str, **members: Any) -> Any:
     """Make the struct that a kernel is called with.
 
     Args:
         kernel: Its name.
-        given: Members by name; arrays stand for their addresses, and live as long as the struct.
+        members: Members by name; arrays stand for their addresses, and live as long as the struct.
     """
-    made = CALLS[kernel](**{k: at(x) if isinstance(x, np.ndarray) else x for k, x in given.items()})
-    made.given = given
-    return made
+    struct = CALLS[kernel](**{k: at(x) if isinstance(x, np.ndarray) else x for k, x in members.items()})
+    struct.members = members
+    return struct
 
 
 def run(kernel: str, count: int, call: Any, grain: int = GRAIN, first: int = 0) -> None:

@@ -87,10 +87,10 @@ def build(folder: Path) -> Path:
         if library.exists():  # another process was first
             return library
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = list(pool.map(lambda unit: _compiled(chosen, folder, *unit), _units(chosen)))
-        _written(chosen, ["-shared", *map(str, made), *_LINKED], library)
+            objects = list(pool.map(lambda unit: _compiled(chosen, folder, *unit), _units(chosen)))
+        _written(chosen, ["-shared", *map(str, objects), *_LINKED], library)
         for old in folder.glob("*-*.*"):
-            if old not in (library, *made):
+            if old not in (library, *objects):
                 old.unlink(missing_ok=True)
     return library
 
@@ -115,9 +115,9 @@ def _units(chosen: list[str]) -> Iterator[tuple[Path, str, list[str]]]:
 
 def _compiled(chosen: list[str], folder: Path, source: Path, name: str, flags: list[str]) -> Path:
     headers = b"".join(p.read_bytes() for p in sorted(HERE.glob("*.h")))
-    told = [*chosen, *FLAGS, *flags]
-    made = hashlib.sha256("\0".join(told).encode() + headers + source.read_bytes()).hexdigest()[:16]
-    object_file = folder / f"{name}-{made}.o"
+    command = [*chosen, *FLAGS, *flags]
+    digest = hashlib.sha256("\0".join(command).encode() + headers + source.read_bytes()).hexdigest()[:16]
+    object_file = folder / f"{name}-{digest}.o"
     if not object_file.exists():
         _written(chosen, [*FLAGS, *flags, "-c", str(source)], object_file)
     return object_file
@@ -126,11 +126,11 @@ def _compiled(chosen: list[str], folder: Path, source: Path, name: str, flags: l
 def _written(chosen: list[str], arguments: list[str], out: Path) -> None:
     """Run the compiler; what it makes appears whole or not at all."""
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        made = Path(folder) / out.name
-        done = subprocess.run([*chosen, *arguments, "-o", str(made)], capture_output=True, text=True)
+        result = Path(folder) / out.name
+        done = subprocess.run([*chosen, *arguments, "-o", str(result)], capture_output=True, text=True)
         if done.returncode:
             raise OSError(f"{' '.join(chosen)} cannot compile {out.stem}:\n{done.stderr[-3000:]}")
-        made.replace(out)
+        result.replace(out)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class PackedView(Unbacked):
     """The function that makes this view from the weight's values."""
 
     @classmethod
-    def made(cls, of: PackedWeight, path: Callable[[torch.Tensor], torch.Tensor]) -> PackedView:
+    def make(cls, of: PackedWeight, path: Callable[[torch.Tensor], torch.Tensor]) -> PackedView:
         """Make the view that ``path`` shows of a packed weight."""
         view: PackedView = torch._C._disabled_torch_function_impl(cls._shown, (), (of, path), {})
         view.of, view.path = of, path
@@ -98,9 +98,9 @@ def _viewed(func: Any, view: PackedView, args: Any, kwargs: Any) -> Any:
 
     shown = path(torch.empty(view.of.p.shape, dtype=view.of.p.dtype, device="meta"))
     if isinstance(shown, torch.Tensor):
-        return PackedView.made(view.of, path)
+        return PackedView.make(view.of, path)
     each = [partial(lambda i, values: path(values)[i], i) for i in range(len(shown))]
-    return [PackedView.made(view.of, one) for one in each]
+    return [PackedView.make(view.of, one) for one in each]
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ class _Decoding(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             if not is_closed(p):
                 return p
             if id(p) not in views:
-                views[id(p)] = PackedView.made(p.packed, _whole)
+                views[id(p)] = PackedView.make(p.packed, _whole)
             return views[id(p)]
 
         args, kwargs = tree_map_only(torch.Tensor, exchanged, (args, kwargs or {}))
