@@ -48,7 +48,7 @@ from halfulp.kernels import coded_moments, native, onepass, reference
 from halfulp.kernels.native import build
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/kernels", "tests/writeback/test_onepass.py")
+TESTS = ("tests/kernels", "tests/writeback/test_onepass.py", "tests/writeback/test_chunked.py")
 SANITIZED = "g++ -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 CHUNK = 2**20 - 37  # neither tiles nor vectors are filled
 MODES: tuple[kernels.Mode, ...] = ("nearest", "stochastic", "deadzone")

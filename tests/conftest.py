@@ -75,6 +75,12 @@ def threads() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread(threads: None) -> None:
+    """For small tensors: two threads would only wait for each other."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def halfulp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Halfulp:
     """The command line in a folder of its own: exit code, output, errors."""
     monkeypatch.chdir(tmp_path)

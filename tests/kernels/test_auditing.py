@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kernels.test_kernels import draw, grids_for, quiet
+from kernel_inputs import draw, grids_for, quiet
 from oracle import array, assert_same, tensor
 
 import halfulp as hu
@@ -150,3 +151,74 @@ def test_what_cannot_be_audited_together() -> None:
         Together(x[:TILE], layout, [hu.grid("bf16")])
     with pytest.raises(hu.UsageError, match="with fixed scales"):
         Together(x, layout, [hu.grid("int8")])
+
+
+def test_a_sum_of_nothing_is_not_negative() -> None:
+    """What arrives of proposals that all vanish is 0, not -0: kernels and ranks add in other orders."""
+    q, d = np.ones(5, dtype=np.float32), np.full(5, -1e-9, dtype=np.float32)
+    found = reference.arrival(q, q, d)
+    assert not found.any()
+    assert not np.signbit(found).any()
+
+
+@pytest.mark.parametrize(("kind", "least"), [(np.float32, 1e-40), (np.float64, 1e-310)])
+def test_what_arrives_of_the_smallest_proposals(kind: Any, least: float) -> None:
+    """Where the inverse of their binade is beyond the type: all of it arrives, to a subnormal's digits."""
+    d = np.full(5, least, dtype=kind)
+    dot, square = reference.arrival(np.zeros_like(d), d, d)[0]
+    assert dot == square == pytest.approx(5 * float(d[0]) ** 2, rel=1e-3, abs=0)
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "non-finite"])
+def test_audit(dtype: torch.dtype, shape: tuple[int, ...], bad: bool) -> None:
+    """Counts, shared counts, sums and phase sums of all grids in one pass."""
+    w, d, _ = draw(shape, dtype, seed=2, bad=bad)
+    grids = grids_for(dtype)
+    for chosen in (
+        grids,
+        [g for g in grids if g.scaling is None][:1],
+        [g for g in grids if g.scaling][-1:],
+        [],
+    ):
+        expected = quiet(reference.audit, w, d, chosen)
+        got = kernels.audit(tensor(w), tensor(d), chosen)
+        for field, value in expected.items():
+            assert_same(getattr(got, field), value, f"{field} of {[g.name for g in chosen]}")
+        assert got.numel == w.size
+        frozen = expected["counts"][:, :, 0].sum(axis=0)
+        assert np.allclose(got.frozen().numpy() * max(w.size, 1), frozen, rtol=2.0**-22, atol=0)  # a float32
+        without = kernels.audit(tensor(w), tensor(d), chosen, phase=False)
+        assert_same(without.counts, got.counts)
+        assert not without.phase.any()
+
+
+@pytest.mark.parametrize("odds", [False, True], ids=["moved", "moved and odds"])
+def test_audit_that_follows_coordinates(dtype: torch.dtype, shape: tuple[int, ...], odds: bool) -> None:
+    """Over three steps: what ever moved, and how probably stochastic rounding never moved it."""
+    grids, n = grids_for(dtype), math.prod(shape)
+    moved = np.zeros((len(grids), (n + 7) // 8), dtype=np.uint8)
+    stay = np.ones((len(grids), n), dtype=np.float64 if dtype == torch.float64 else np.float32)
+    followed = {"moved": moved, "stay": stay} if odds else {"moved": moved}
+    kept = {name: tensor(x) for name, x in followed.items()}
+    for seed in range(3):
+        w, d, _ = draw(shape, dtype, seed=20 + seed, bad=seed > 0)
+        expected = quiet(reference.audit, w, d, grids, **followed)
+        got = kernels.audit(tensor(w), tensor(d), grids, **kept)
+        for field, value in expected.items():
+            assert_same(getattr(got, field), value, f"{field} at step {seed}")
+        for name, x in followed.items():
+            assert_same(kept[name], x, name)
+
+
+def test_proposals_in_a_wider_container() -> None:
+    """float32 proposals for bfloat16 weights: the sum is rounded to the container once."""
+    w, _, _ = draw((3000,), torch.bfloat16, seed=8)
+    _, d, _ = draw((3000,), torch.float32, seed=8)
+    grids = grids_for(torch.bfloat16)
+    expected = quiet(reference.audit, w, d, grids)
+    got = kernels.audit(tensor(w), tensor(d), grids)
+    for field, value in expected.items():
+        assert_same(getattr(got, field), value, field)
+    q = hu.grid("e4m3").round(tensor(np.where(np.isfinite(w), w, 0).astype(w.dtype)))
+    one = kernels.audit(q, tensor(d), ["e4m3"])
+    assert int(one.counts[:, 0, 0].sum()) == int(hu.frozen(q, tensor(d), "e4m3").sum())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from writeback.test_onepass import CASES, Case
+from onepass_cases import CASES, Case
 
 import halfulp as hu
 from halfulp import kernels

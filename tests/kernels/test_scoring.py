@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.test_kernels import draw, grids_for, quiet
+from kernel_inputs import draw, grids_for, quiet
 from oracle import assert_same, tensor
 
 import halfulp as hu
+from halfulp import kernels
 from halfulp.kernels import SCORES, reference, tiles_of
 from halfulp.kernels.scoring import Scored, add_scores
 
@@ -101,3 +102,73 @@ def test_scores_must_fit() -> None:
         with pytest.raises(hu.UsageError, match=r"in tiles of 128 are float64 of \(10, 8\) on the CPU"):
             add_scores([Scored(x, x, x, wrong)], "e5m2", 128)
     add_scores([], "e5m2", 128)
+
+
+def test_a_sum_of_zeros_is_no_minus_zero() -> None:
+    """In a whole tile, which no zeros are added to."""
+    one, none = np.ones(768, np.float32), np.zeros(768, np.float32)
+    assert not np.signbit(reference.arrival(one, one, -one)).any()
+    grid = hu.grid("bf16")
+    expected = reference.score(one, none, one, grid)
+    assert not np.signbit(expected).any()
+    assert_same(kernels.score(tensor(one), tensor(none), tensor(one), grid), expected)
+
+
+def test_score(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The eight sums of every tile."""
+    w, u, g = draw(shape, dtype, seed=5)
+    for grid in grids_for(dtype):
+        expected = quiet(reference.score, w, g, u, grid)
+        assert_same(kernels.score(tensor(w), tensor(g), tensor(u), grid), expected, grid.name)
+
+
+def plain_scores(w: Any, g: Any, u: Any, grid: Any, tile: int) -> Any:
+    """Scores by loops over tiles: padded to 3 * 2**k, halved, and the last three from left to right."""
+    columns = reference.score(w, g, u, grid, tile=1)  # a coordinate a tile: its eight values
+    size = 3
+    while size < tile:
+        size *= 2
+    rows = []
+    for first in range(0, w.size, tile):
+        part = np.zeros((size, 8))
+        part[: len(columns[first : first + tile])] = columns[first : first + tile]
+        while len(part) > 3:
+            part = part[: len(part) // 2] + part[len(part) // 2 :]
+        rows.append(part[0] + part[1] + part[2])
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("tile", [1, 5, 96, 100, 768, 1000, 1536, 5000])
+def test_scores_of_tiles_of_any_size(dtype: torch.dtype, tile: int) -> None:
+    """Tiles of any size, the last one short or not, on fixed and moving grids, before and after a step."""
+    for shape in ((5, 700), (2,)):
+        w, u, g = draw(shape, dtype, seed=15)
+        after = quiet(lambda w=w, u=u: (w + u).astype(w.dtype))
+        work = np.float64 if dtype == torch.float64 else np.float32
+        change = quiet(lambda w=w, a=after, to=work: a.astype(to) - w.astype(to))
+        for grid in grids_for(dtype):
+            expected = quiet(reference.score, w, g, u, grid, tile)
+            assert expected.shape == (-(-w.size // tile), 8)
+            assert_same(kernels.score(tensor(w), tensor(g), tensor(u), grid, tile=tile), expected, grid.name)
+            expected = quiet(reference.score, w, g, change, grid, tile)
+            found = kernels.score(tensor(w), tensor(g), tensor(after), grid, after=True, tile=tile)
+            assert_same(found, expected, grid.name)
+
+
+@pytest.mark.parametrize("tile", [1, 5, 96, 100, 768, 1000, 1536])
+def test_scores_are_plain_sums(tile: int) -> None:
+    """The reference itself, against loops over tiles."""
+    w, u, g = draw((5, 700), torch.float32, seed=16)
+    for name in ("e5m2", "int4/g128"):
+        grid = hu.grid(name)
+        assert_same(
+            torch.from_numpy(quiet(reference.score, w, g, u, grid, tile)),
+            quiet(plain_scores, w, g, u, grid, tile),
+        )
+
+
+@pytest.mark.parametrize("tile", [0, -1, 1.5, True, None, "96"])
+def test_what_is_not_the_size_of_a_tile(tile: Any) -> None:
+    x = torch.ones(10)
+    with pytest.raises(hu.UsageError, match="a tile is a whole number of coordinates, 1 or more"):
+        kernels.score(x, x, x, "e5m2", tile=tile)

@@ -50,16 +50,26 @@ POLICY_TESTS = (
     "writeback/test_optimizers.py",
     "writeback/test_eco.py",
     "writeback/test_errors.py",
+    "writeback/test_nonfinite.py",
+    "writeback/test_state_dict.py",
+    "writeback/test_one_file.py",
     "writeback/test_narrow.py",
     "writeback/test_storage.py",
+    "writeback/test_packed.py",
     "writeback/test_edits.py",
-    "allocation/test_masks.py",
+    "writeback/test_mask.py",
+    "writeback/test_tile_master.py",
     "writeback/test_onepass.py",
+    "kernels/test_onepass.py",
 )
 REFERENCE_TESTS = (
     "kernels/test_rounding.py",
     "kernels/test_stochastic.py",
     "kernels/test_kernels.py",
+    "kernels/test_writing.py",
+    "kernels/test_auditing.py",
+    "kernels/test_scoring.py",
+    "kernels/test_codes.py",
     "kernels/test_scales.py",
 )
 POLICIES = ("policy", "nearest", "stochastic", "kahan", "eco", "master", "tile_master", "remainder", "dqt")

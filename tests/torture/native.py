@@ -38,13 +38,18 @@ from torture.mutants import HANGS, HERE, Mistake, Noticed, explained
 TESTS = (
     "kernels/test_native.py",
     "kernels/test_kernels.py",
+    "kernels/test_writing.py",
+    "kernels/test_codes.py",
+    "kernels/test_threads.py",
     "kernels/test_rounding.py",
     "kernels/test_scales.py",
     "kernels/test_stochastic.py",
     "kernels/test_auditing.py",
     "kernels/test_scoring.py",
     "kernels/test_oracles.py",
+    "kernels/test_onepass.py",
     "writeback/test_onepass.py",
+    "writeback/test_chunked.py",
     "audit/test_rehearsals.py",
     "checkpoints/test_check.py",
 )

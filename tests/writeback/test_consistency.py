@@ -14,12 +14,7 @@ from halfulp.writeback import Kahan, Master
 
 GRID = "e4m3@16"
 KINDS = ("float32", "bfloat16", "packed")
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(kind: str, policy: Any, grid: str = GRID, **options: Any) -> tuple[torch.nn.Module, hu.WriteBack]:

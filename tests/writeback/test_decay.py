@@ -14,11 +14,7 @@ from halfulp.writeback import Kahan
 STEPS, LR, DECAY = 2000, 1e-3, 0.1
 TARGET = (1 - LR * DECAY) ** STEPS  # 0.81872, exp(-0.2) to 1e-5
 GAP = 2.0**-8  # of bf16 in [0.5, 1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def decayed(policy: Any, n: int = 64, grid: str = "bf16", **options: Any) -> torch.Tensor:

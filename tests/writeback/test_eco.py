@@ -16,12 +16,7 @@ import halfulp as hu
 from halfulp.writeback import ECO, WriteBackOptions
 
 ULP = 2.0**-24  # a float32 operation's relative error
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def single(w: Any) -> torch.nn.Linear:

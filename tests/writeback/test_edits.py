@@ -17,12 +17,7 @@ from halfulp.writeback import Kahan, Master
 from halfulp.writeback import slot as slots
 
 STILL = {"lr": 0.0, "weight_decay": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(model: torch.nn.Module, policy: Any, fused: bool, grid: str, **options: Any) -> hu.WriteBack:

@@ -12,13 +12,7 @@ from writeback_models import TWO_DIMENSIONAL, Tied, adamw, train, values, writte
 import halfulp as hu
 from halfulp.writeback import WriteBackOptions
 
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 GRIDS = ["bf16", "e4m3@16", "e2m1@4", "int3@4/asym", "int8", "int4/g128", "mxfp4", "nvfp4"]
 
 

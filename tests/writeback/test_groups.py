@@ -13,12 +13,7 @@ import halfulp as hu
 from halfulp.writeback import Master
 
 STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def assert_same_values(a: torch.nn.Module, b: torch.nn.Module) -> None:

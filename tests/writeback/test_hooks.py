@@ -22,12 +22,7 @@ STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "all at once": (torch.bfloat16, {"options": WriteBackOptions(materialise="all")}),
     "packed": (torch.float32, {"storage": "packed"}),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Heard:

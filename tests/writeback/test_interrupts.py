@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import assert_same
+from writeback_models import Tied, train, written_back
 
 import halfulp as hu
 from halfulp import kernels
 from halfulp.writeback import WriteBackOptions
+from halfulp.writeback.policies import Step
+from halfulp.writeback.telemetry import StepEvents
 
 KINDS = {"container": ("e4m3@128", None), "native": ("bf16", None), "packed": ("e4m3@128", "packed")}
 STRIDE = 11
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+GRID = "e4m3@16"
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def interrupted(call: Callable[[], Any], at: int) -> int:
@@ -122,3 +122,65 @@ def test_in_pieces(storage: Any) -> None:
         assert float(value.abs().max()) < 1e3, at
         backward()
         opt.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["sr", "kahan"])
+def test_an_interrupt_after_all_tensors_are_written(
+    policy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after the one call that writes them: what is left to do is done, and nothing twice."""
+    runs = []
+    for interrupts in (False, True):
+        model = Tied().to(dtype)
+        opt = written_back(model, GRID, policy, options=WriteBackOptions(one_pass=False))
+        train(model, opt, 2)
+        noting = StepEvents.__init__
+        calls: list[int] = []
+
+        def interrupted(
+            events: StepEvents, noting: Any = noting, calls: list[int] = calls, **given: Any
+        ) -> None:
+            noting(events, **given)
+            calls.append(events.step)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+
+        if interrupts:
+            monkeypatch.setattr(StepEvents, "__init__", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train(model, opt, 1, start=2)
+            monkeypatch.undo()
+            assert calls == [3, 3]
+            assert opt.steps == 2
+            opt.steps = 3  # the weights have moved
+        else:
+            train(model, opt, 1, start=2)
+        opt.zero_grad()
+        train(model, opt, 2, start=3)
+        runs.append((model.state_dict(), opt.events))
+    assert runs[0][1] == runs[1][1]
+    for name, value in runs[0][0].items():
+        assert_same(runs[1][0][name], value, name)
+
+
+def test_an_interrupt_between_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while tensors are written: the others are written too, so that all weights are on the grid."""
+    model = Tied()
+    opt = written_back(model, GRID, "master", options=WriteBackOptions(one_pass=False))
+    train(model, opt, 2)
+    finish, calls = Step.finish, []
+
+    def interrupted(step: Step) -> None:
+        finish(step)
+        calls.append(step.name)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Step, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, opt, 1)
+    monkeypatch.undo()
+    for slot in opt.slots:
+        assert_same(slot.p.detach(), hu.grid(GRID).round(slot.p.detach()))
+    train(model, opt, 1)

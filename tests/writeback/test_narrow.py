@@ -17,12 +17,7 @@ from halfulp.writeback import WriteBackOptions, load, save
 
 RATE, STEPS = 1e-5, 50
 POLICIES = ("rne", "sr", "deadzone-sr", "eco", "kahan", "master")
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def narrow(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:

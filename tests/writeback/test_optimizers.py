@@ -16,12 +16,7 @@ from halfulp.writeback import WriteBackOptions
 
 GRID = "e4m3@16"
 Parameters = Iterable[torch.nn.Parameter]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Sparse(torch.nn.Module):

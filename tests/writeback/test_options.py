@@ -45,12 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
     for name, kind in vars(torch.optim).items()
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def options_of(name: str) -> list[tuple[str, Any]]:

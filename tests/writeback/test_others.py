@@ -15,12 +15,7 @@ from halfulp.errors import TamperingError
 
 GRID = "e4m3@16"
 STORED = ("float32", "bfloat16", "packed")
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def model_for(stored: str) -> tuple[torch.nn.Module, dict[str, Any]]:

@@ -31,12 +31,7 @@ POLICIES = {
     "some tiles from raw": hu.TileMaster(SOME_TILES.mask, start_from="raw"),
 }
 COUNTS = ("frozen", "zero_proposal", "endpoint", "nonfinite", "never_moved")
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def linear(w: np.ndarray) -> torch.nn.Linear:

@@ -18,12 +18,7 @@ from halfulp.writeback.fused.step import planned
 
 SHAPES = (4, 4), (3, 5), (1, 1), (100, 9), (800, 3), (40, 40)
 POLICIES = ("rne", "sr", "deadzone-sr", "kahan", "kahan(dtype=bfloat16)")
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: None) -> None:
-    """Small tensors: two threads would only wait for each other."""
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> torch.nn.ParameterList:

@@ -421,8 +421,8 @@ class Recorded(ABC):
             how = "--scores e5m2:1-600, in Python scores=(grid, first step, last step)"
             raise UsageError(f"{self.where} holds no scores. Record the run again with them: {how}.")
         state = self.state()
-        sums = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
-        return {name: value.numpy() for name, value in sums.items() if value is not None}
+        summed = {str(t["name"]): state.get(f"{t['id']}.scores") for t in self.tensors}
+        return {name: value.numpy() for name, value in summed.items() if value is not None}
 
     def missed_scores(self) -> str | None:
         """Say which steps of the scores' window were not audited; None if all were, or without scores."""
