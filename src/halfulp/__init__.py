@@ -67,9 +67,9 @@ _ROOMS = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE:
-        found = getattr(importlib.import_module(_MODULE[name]), name)
-        globals()[name] = found
-        return found
+        value = getattr(importlib.import_module(_MODULE[name]), name)
+        globals()[name] = value
+        return value
     if name in _ROOMS:
         return importlib.import_module(f"halfulp.{name}")
     return deprecation.moved(name)

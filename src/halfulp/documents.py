@@ -42,13 +42,13 @@ def sealed(document: Mapping[str, Any]) -> bytes:
 def parsed(content: bytes | str, where: str | Path, what: str, *, exact: bool = False) -> dict[str, Any]:
     """Return the JSON object in a text, or refuse it; ``exact`` keeps integers of any size."""
     try:
-        found = json.loads(content) if exact else canonical.parse(content)
+        document = json.loads(content) if exact else canonical.parse(content)
     except (ValueError, RecursionError, OverflowError) as error:
         why = f"it is not valid JSON ({shown(str(error), 120)})"
         raise CorruptionError(f"{where} is not {what}: {why}.") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise CorruptionError(f"{where} is not {what}: it is not a JSON object.")
-    return found
+    return document
 
 
 def check_keys(content: bytes | str, where: str | Path) -> None:
@@ -74,10 +74,10 @@ def check_digest(document: Mapping[str, Any], where: str | Path) -> None:
     """Refuse a document whose digest is not that of its content."""
     rest = {key: value for key, value in document.items() if key != DIGEST}
     try:
-        found = canonical.digest(rest)
+        actual = canonical.digest(rest)
     except (ValueError, RecursionError) as error:  # of which UsageError is a kind
         raise CorruptionError(f"{where} is damaged: {error}") from None
-    if document.get(DIGEST) != found:
+    if document.get(DIGEST) != actual:
         raise TamperingError(
             f"{where} is not what was written: its SHA-256 differs from the one that it states. {RESTORE}"
         )
@@ -131,8 +131,8 @@ class Fields:
 
     def each(self, key: str, most: int = 1_000_000) -> Iterator[Fields]:
         """Return the fields of every object in a list."""
-        found = self.take(key, "a list of JSON objects", lambda v: listed(v, dict, most))
-        return (Fields(value, f"{self.where}: {key}[{i}]") for i, value in enumerate(found))
+        objects = self.take(key, "a list of JSON objects", lambda v: listed(v, dict, most))
+        return (Fields(value, f"{self.where}: {key}[{i}]") for i, value in enumerate(objects))
 
 
 def whole(value: Any, low: int = 0, high: int = canonical.LARGEST) -> bool:

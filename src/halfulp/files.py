@@ -308,10 +308,10 @@ def read(path: Path, most: int | None = None, *, follow: bool = False) -> bytes:
 def sha256(path: Path, size: int | None = None) -> str:
     """Return the SHA-256 of a regular file. If the size is not the expected one, nothing is read."""
     with opened(path) as file:
-        found = os.fstat(file.fileno()).st_size
-        if size is not None and found != size:
+        actual = os.fstat(file.fileno()).st_size
+        if size is not None and actual != size:
             raise TamperingError(
-                f"{path} is not what was written: it has {found:,} bytes, but {size:,} were written. "
+                f"{path} is not what was written: it has {actual:,} bytes, but {size:,} were written. "
                 f"{RESTORE}"
             )
         return hashlib.file_digest(cast(RawIOBase, file), "sha256").hexdigest()

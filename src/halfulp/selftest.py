@@ -68,8 +68,8 @@ def _machine(device: str) -> str:
     if device == "cuda":
         from importlib.metadata import version
 
-        found = torch.cuda.get_device_properties(0)
-        made = f"{found.name}, sm_{found.major}{found.minor}"
+        gpu = torch.cuda.get_device_properties(0)
+        made = f"{gpu.name}, sm_{gpu.major}{gpu.minor}"
         parts = [made, f"CUDA {torch.version.cuda}", f"triton {version('triton')}", *parts]
     else:
         threads = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} thread(s)"
@@ -123,11 +123,11 @@ def _write_backs(device: torch.device) -> Iterator[Line]:
             marks = torch.from_numpy(moved.copy()).to(device)
             stored, proposed = (torch.from_numpy(v.copy()).to(device) for v in (q, z))
             made = kernels.write_back(stored, proposed, g, said, STREAM, moved=marks, sums=True)
-            expected, found = reference.write_back(q, z, g, mode, STREAM, moved)
+            expected, counted = reference.write_back(q, z, g, mode, STREAM, moved)
             pairs = (
                 (made.out, expected),
-                (made.counts, found["counts"]),
-                (made.sums, found["sums"]),
+                (made.counts, counted["counts"]),
+                (made.sums, counted["sums"]),
                 (marks, moved),
             )
             yield f"{name}, {said}", next(filter(None, (_difference(a, b) for a, b in pairs)), "")
@@ -140,12 +140,12 @@ def _audits(device: torch.device) -> Iterator[Line]:
         g = named(name).within(torch.float32)
         made = kernels.audit(weights, proposals, [g])
         with np.errstate(over="ignore", invalid="ignore"):
-            found = reference.audit(w, d, [g])
+            expected = reference.audit(w, d, [g])
         pairs = (
-            (made.counts, found["counts"]),
-            (made.sums, found["sums"]),
-            (torch.nan_to_num(made.arrived), np.nan_to_num(found["arrived"])),  # a NaN has no fixed bits
-            (made.phase, found["phase"]),
+            (made.counts, expected["counts"]),
+            (made.sums, expected["sums"]),
+            (torch.nan_to_num(made.arrived), np.nan_to_num(expected["arrived"])),  # a NaN has no fixed bits
+            (made.phase, expected["phase"]),
         )
         yield name, next(filter(None, (_difference(a, b) for a, b in pairs)), "")
 
@@ -188,7 +188,7 @@ def _two_passes(device: torch.device) -> Iterator[Line]:
     if device.type != "cpu" or onepass.torchs_end(onepass.ADAMW, fused=True) is None:
         return
     for policy, grid in POLICIES.items():
-        found = []
+        by_route = []
         for once in (True, False):
             torch.manual_seed(0)
             model = torch.nn.Linear(70, 33)
@@ -201,8 +201,8 @@ def _two_passes(device: torch.device) -> Iterator[Line]:
                 opt.step()
             state = opt.optimizer.state[opt.slots[0].stepped]
             kept = [*opt.slots[0].kept_tensors().values(), state["exp_avg"], state["exp_avg_sq"]]
-            found.append([model.weight.detach(), *kept])
-        pairs = zip(*found, strict=True)
+            by_route.append([model.weight.detach(), *kept])
+        pairs = zip(*by_route, strict=True)
         yield policy, next(filter(None, (_difference(a, b.numpy()) for a, b in pairs)), "")
 
 

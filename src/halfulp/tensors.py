@@ -150,13 +150,13 @@ def places(path: Path) -> list[Place]:
 
 def read_some(path: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Return those of a file's tensors that have one of these names; the others are not read."""
-    found = {}
+    tensors = {}
     with files.opened(path) as file:
         for place in _placed(file, path):
             if place.name in names and place.dtype is not None:
                 file.seek(place.first)
-                found[place.name] = _tensor(file, place.dtype, place.shape, path, [])
-    return found
+                tensors[place.name] = _tensor(file, place.dtype, place.shape, path, [])
+    return tensors
 
 
 def _placed(file: BinaryIO, path: Path) -> list[Place]:
@@ -207,15 +207,15 @@ def _canonical(header: Mapping[str, Any], path: Path) -> bytes:
 
 
 def _metadata(header: Mapping[str, Any], path: Path) -> dict[str, str]:
-    found = header.get(METADATA, {})
-    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+    metadata = header.get(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptionError(f"{path} is not a safetensors file: its metadata must map strings to strings.")
-    return dict(found)
+    return dict(metadata)
 
 
 def _places(header: Mapping[str, Any], size: int, path: Path) -> list[Place]:
     """Return the tensors in the order of their bytes, which lie one after the other and fill the file."""
-    found = []
+    places = []
     for name, value in header.items():
         if name == METADATA:
             continue
@@ -231,16 +231,16 @@ def _places(header: Mapping[str, Any], size: int, path: Path) -> list[Place]:
             raise CorruptionError(
                 f"{path}: tensor {name!r} of shape {list(shape)} does not have {end - begin:,} bytes."
             )
-        found.append(Place(name, kind, dtype, shape, begin, end - begin))
+        places.append(Place(name, kind, dtype, shape, begin, end - begin))
     at = 0
-    found.sort(key=lambda p: (p.first, p.size, p.name))
-    for place in found:
+    places.sort(key=lambda p: (p.first, p.size, p.name))
+    for place in places:
         if place.first != at:
             raise CorruptionError(f"{path}: tensor {place.name!r} begins at {place.first}, expected {at}.")
         at += place.size
     if at != size:
         raise CorruptionError(f"{path} is cut short or too long: its tensors take {at:,} of {size:,} bytes.")
-    return found
+    return places
 
 
 def _tensor(

@@ -126,10 +126,10 @@ def unique(name: str, taken: Container[str]) -> str:
     >>> unique("weight", {"weight", "bias"}), unique("weight", {"bias"})
     ('weight#2', 'weight')
     """
-    found, n = name, 2
-    while found in taken:
-        found, n = f"{name}#{n}", n + 1
-    return found
+    candidate, n = name, 2
+    while candidate in taken:
+        candidate, n = f"{name}#{n}", n + 1
+    return candidate
 
 
 def several(given: object) -> tuple[str, ...] | None:

@@ -86,8 +86,8 @@ def check(
         UsageError: If the step has no bound, ``rare`` names no tensor, or the gaps of the grid move.
 
     >>> norm = {"norm.weight": torch.ones(768, dtype=torch.bfloat16)}
-    >>> found = check(norm, lr=6e-4)
-    >>> found.stuck, found.rate_for(0.5), found.stuck_worst
+    >>> checked = check(norm, lr=6e-4)
+    >>> checked.stuck, checked.rate_for(0.5), checked.stuck_worst
     (768, 0.001953125, 0)
     """
     far = reach(lr, optimizer, betas, weight_decay, bound)
@@ -152,8 +152,8 @@ def sweep(
     if not rates or list(rates) != sorted(set(rates)):
         raise UsageError(f"rates must be some learning rates in rising order, not {list(rates)}.")
     middle = rates[len(rates) // 2]
-    found = check(what, middle, optimizer=optimizer, betas=betas, bound=bound, rare=rare, grid=grid)
-    return Sweep(tuple(rates), found)
+    checked = check(what, middle, optimizer=optimizer, betas=betas, bound=bound, rare=rare, grid=grid)
+    return Sweep(tuple(rates), checked)
 
 
 def _scales(tensors: Mapping[str, Stored]) -> dict[str, float | None]:

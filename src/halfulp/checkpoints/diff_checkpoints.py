@@ -135,8 +135,8 @@ def diff(
         CorruptionError: If a file is damaged.
 
     >>> one = {"norm.weight": torch.ones(8, dtype=torch.bfloat16)}
-    >>> found = diff(one, {"norm.weight": torch.tensor([1.0] * 7 + [1.0078125], dtype=torch.bfloat16)})
-    >>> found.total.same, found.total.one_step, found.total.at_one
+    >>> moved = diff(one, {"norm.weight": torch.tensor([1.0] * 7 + [1.0078125], dtype=torch.bfloat16)})
+    >>> moved.total.same, moved.total.one_step, moved.total.at_one
     (7, 1, 7)
     """
     places = [_place(x) for x in (before, after)]

@@ -99,7 +99,7 @@ def opened(checkpoint: Path | Mapping[str, torch.Tensor]) -> Iterator[dict[str, 
 
 def _in_files(checkpoint: Path, stack: ExitStack) -> dict[str, Stored]:
     """Return every tensor from the file that holds it; refuse a name without a file or with two."""
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     files_of: dict[str, Path] = {}
     for path, names in shards(checkpoint).items():
         held = list(_in_file(path, stack))
@@ -111,14 +111,14 @@ def _in_files(checkpoint: Path, stack: ExitStack) -> dict[str, Stored]:
         for stored in held:
             if names is not None and stored.name not in names:
                 continue
-            if stored.name in found:
+            if stored.name in tensors:
                 where = " and ".join(shown(p.name) for p in dict.fromkeys((files_of[stored.name], path)))
                 raise UsageError(
                     f"{checkpoint} holds {shown(stored.name)!r} twice (in {where}), and no index says which "
                     "one counts: name one file."
                 )
-            found[stored.name], files_of[stored.name] = stored, path
-    return found
+            tensors[stored.name], files_of[stored.name] = stored, path
+    return tensors
 
 
 def in_memory(name: str, x: torch.Tensor) -> Stored:

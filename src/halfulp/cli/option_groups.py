@@ -164,18 +164,18 @@ class FailOptions:
         """The share of ``--fail-above``; None without it."""
         return None if self.fail_above is None else share(self.fail_above, "--fail-above")
 
-    def reason(self, found: float, what: str, stuck: Sequence[str], still: str) -> str | None:
+    def reason(self, share: float, what: str, stuck: Sequence[str], still: str) -> str | None:
         """Return the reason why a command fails; None if it does not.
 
         Args:
-            found: The share that ``--fail-above`` judges; NaN fails.
+            share: The share that ``--fail-above`` judges; NaN fails.
             what: The text after the number: what it is a share of.
             stuck: The tensors that ``--fail-stuck`` judges.
             still: The text after their number: what they did.
         """
         most = self.most
-        if most is not None and not found <= most:
-            said = "nothing is finite" if found != found else f"{found:.2%} {what}, more than {most:.4g}"
+        if most is not None and not share <= most:
+            said = "nothing is finite" if share != share else f"{share:.2%} {what}, more than {most:.4g}"
             return f"{said} (--fail-above)"
         if self.fail_stuck and stuck:
             return f"{count(len(stuck), 'whole tensor')} {still}, such as {shown(stuck[0])} (--fail-stuck)"

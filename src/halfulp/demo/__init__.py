@@ -240,18 +240,18 @@ class Story:
         table = Table(
             "grid", "over the run", "at the end", "a majority", "arrives", "never moved", title=title
         )
-        for found in run.gathered.findings():
+        for finding in run.gathered.findings():
             table.add_row(
-                found.grid, percent(found.lost), percent(found.lost_late),
-                words.lasting(found.majority), details.arriving(found), percent(found.never_moved),
+                finding.grid, percent(finding.lost), percent(finding.lost_late),
+                words.lasting(finding.majority), details.arriving(finding), percent(finding.never_moved),
             )  # fmt: skip
         self.console.print(table)
         (rehearsed,) = costs.gathered([run])
-        self.free = next(cost for cost in rehearsed.found if cost.spec == GRID)
-        first = rehearsed.found[0]
+        self.free = next(cost for cost in rehearsed.costs if cost.spec == GRID)
+        first = rehearsed.costs[0]
         title = f"The forecast: held-out loss after {first.step} steps (fp32: {nats(first.real)})"
         table = Table("stored as", "forecast", "over fp32", "90% interval", "between", title=title)
-        for cost in rehearsed.found:
+        for cost in rehearsed.costs:
             gap = words.gap(cost.gap), spread(cost)
             table.add_row(words.spec_words(cost.spec), nats(cost.loss), *gap, between(cost))
         self.console.print(table)
@@ -263,15 +263,15 @@ class Story:
         if not done:
             return None
         runs = open_traces([Trace.open(path) for path in done])
-        for found in forecasts(runs):
-            self._say(words.outcome_sentence(found))
+        for outcome in forecasts(runs):
+            self._say(words.outcome_sentence(outcome))
         rehearsed = costs.gathered(runs)
         self._policies(runs, rehearsed)
         for cost in rehearsed:
             self._say(costs.met_sentence(cost) or "")
             measured = None if self.twin is None or self.free is None else cost.met(self.free)
             if measured is not None:
-                gap = measured - cost.found[0].real
+                gap = measured - cost.costs[0].real
                 assert self.twin is not None
                 missed = not self.twin.low <= gap <= self.twin.high
                 outside = f" (outside the twin's interval, as {1 - COVERAGE:.0%} are)" if missed else ""
@@ -286,7 +286,7 @@ class Story:
                 title=f"The runs on {group.grid}, and how they came out: loss on held-out text",
             )  # fmt: skip
             for run in group.members:
-                cost = next((c for r in rehearsed for c in r.found if r.run_of(c) is run), None)
+                cost = next((c for r in rehearsed for c in r.costs if r.run_of(c) is run), None)
                 own = run.trace.real_losses()
                 table.add_row(
                     run.policy_words if run.grid else "fp32 reference",

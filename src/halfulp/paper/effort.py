@@ -61,5 +61,5 @@ def _of_arm(arm: Arm) -> Effort:
 @cache
 def _counts(model: DecoderConfig) -> tuple[int, int]:
     """Return the number of all weights, and of those that a token is multiplied with."""
-    found = inventory(Decoder(model, device="meta"))
-    return found.parameters, found.core + model.width * model.vocabulary
+    weights = inventory(Decoder(model, device="meta"))
+    return weights.parameters, weights.core + model.width * model.vocabulary

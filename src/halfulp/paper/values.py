@@ -10,22 +10,22 @@ import math
 from collections.abc import Hashable, Iterable
 from typing import TypeVar
 
-Found = float | None
+MaybeFloat = float | None
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-def finite(x: float) -> Found:
+def finite(x: float) -> MaybeFloat:
     """Return a number, or None if it is infinite or NaN."""
     return float(x) if math.isfinite(x) else None
 
 
-def known(values: Iterable[Found]) -> list[float]:
+def known(values: Iterable[MaybeFloat]) -> list[float]:
     """Return the numbers that are not missing."""
     return [v for v in values if v is not None]
 
 
-def less(a: Found, b: Found) -> Found:
+def less(a: MaybeFloat, b: MaybeFloat) -> MaybeFloat:
     """Return the difference of two numbers; None if one is missing.
 
     >>> less(3.0, 1.0), less(3.0, None)
@@ -34,7 +34,7 @@ def less(a: Found, b: Found) -> Found:
     return None if a is None or b is None else a - b
 
 
-def quotient(a: Found, b: Found) -> Found:
+def quotient(a: MaybeFloat, b: MaybeFloat) -> MaybeFloat:
     """Return the ratio of two numbers; None if one is missing or the divisor is zero.
 
     >>> quotient(3.0, 2.0), quotient(3.0, 0)
@@ -49,7 +49,7 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     >>> grouped([("a", 1), ("b", 2), ("a", 3)])
     {'a': [1, 3], 'b': [2]}
     """
-    found: dict[K, list[V]] = {}
+    groups: dict[K, list[V]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups

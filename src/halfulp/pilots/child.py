@@ -89,11 +89,13 @@ class OnTheWay:
 
 def store(spec: str, seed: int) -> Take:
     """Return a function that stores an optimizer's weights in a format from now on."""
-    found = Rehearse([spec]).each[0]
+    rehearsal = Rehearse([spec]).each[0]
 
     def take(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
         inside, inner = False, optimizer.step
-        wrapped = WriteBack(optimizer, found.grid, found.policy, model=model, seed=seed, storage="container")
+        wrapped = WriteBack(
+            optimizer, rehearsal.grid, rehearsal.policy, model=model, seed=seed, storage="container"
+        )
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
             nonlocal inside

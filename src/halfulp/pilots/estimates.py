@@ -146,19 +146,19 @@ def gaps(seen: Seen) -> dict[Kind, float]:
     >>> {kind: round(gap, 3) for kind, gap in gaps(seen).items()}
     {'free': 0.5, 'twin': 0.6}
     """
-    found: dict[Kind, float] = {"free": seen.point - seen.reference}
+    by_kind: dict[Kind, float] = {"free": seen.point - seen.reference}
     kept = seen.kept()
     if kept is not None:
-        found["twin"] = max(0.0, (seen.upper - seen.reference) * kept)
+        by_kind["twin"] = max(0.0, (seen.upper - seen.reference) * kept)
     elif seen.twin is not None and not seen.upper - seen.reference > 2 * max(SMALLEST, seen.floor):
-        found["raw"] = max(0.0, seen.twin.real - seen.twin.reference)
+        by_kind["raw"] = max(0.0, seen.twin.real - seen.twin.reference)
     if seen.forks is not None:
         each = {name: loss - seen.reference for name, loss in seen.forks.losses.items()}
-        found["fork"] = each["point"]
+        by_kind["fork"] = each["point"]
         low, high = each.get("lower", 0.0), each.get("upper", math.inf)
         if 0 < low <= high <= CLOSED_IN * low:
-            found["bracket"] = math.sqrt(low * high)
-    return found
+            by_kind["bracket"] = math.sqrt(low * high)
+    return by_kind
 
 
 def row(kind: Kind, seen: Seen) -> str:
@@ -177,27 +177,27 @@ def estimate(seen: Seen, table: Table, coverage: float = COVERAGE) -> Estimate:
     before a fork, and the free point last. Where the interval of another estimator does not overlap the
     chosen one's, the two disagree, and the interval spans both.
     """
-    found = gaps(seen)
+    by_kind = gaps(seen)
     low_twin = seen.reads_low()
     order: tuple[Kind, ...] = ("twin", "raw", "bracket", "fork", "free")
     if low_twin:
         order = ("bracket", "fork", "free")
-    kind = next(k for k in order if k in found)
-    spans = {k: interval(gap, seen.floor, row(k, seen), table, coverage) for k, gap in found.items()}
+    kind = next(k for k in order if k in by_kind)
+    spans = {k: interval(gap, seen.floor, row(k, seen), table, coverage) for k, gap in by_kind.items()}
     low, high = spans[kind]
     notes = []
     if low_twin:
         notes.append("the twin is limited by noise, and was not used")
-    for other in (k for k in order if k in found and k != kind):
+    for other in (k for k in order if k in by_kind and k != kind):
         a, b = spans[other]
         if (a > high or b < low) and seen.family == "nearest":
             low, high = min(a, low), max(b, high)
-            notes.append(f"the {other} estimate ({found[other]:+.3f}) disagrees")
+            notes.append(f"the {other} estimate ({by_kind[other]:+.3f}) disagrees")
     if seen.family != "eco":
         # Observed bounds: nobody ended above the open loop, and an open loop below the floor costs nothing.
-        high = max(min(high, seen.upper - seen.reference + seen.floor), found[kind], low)
+        high = max(min(high, seen.upper - seen.reference + seen.floor), by_kind[kind], low)
     return Estimate(
-        gap=found[kind], low=low, high=high, kind=kind, floor=seen.floor,
+        gap=by_kind[kind], low=low, high=high, kind=kind, floor=seen.floor,
         trusted=kind != "free" and quantile(table.get(row(kind, seen), ()), coverage) <= math.log(TRUSTED),
         notes=tuple(notes),
     )  # fmt: skip

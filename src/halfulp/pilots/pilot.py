@@ -256,11 +256,11 @@ class Pilot:
 
     def _reference(self, fork_at: int, bounds: tuple[str, ...]) -> dict[str, Any]:
         def make() -> dict[str, Any]:
-            found = rungs.reference(self.training, fork_at={fork_at} - {0}, bounds=bounds or ("point",))
-            self._forked = found.forked.get(fork_at)
+            reference = rungs.reference(self.training, fork_at={fork_at} - {0}, bounds=bounds or ("point",))
+            self._forked = reference.forked.get(fork_at)
             if self.folder is not None and self._forked is not None:
                 run_states.save(self._forked, self.folder / "forked.safetensors")
-            return _to_json(found)
+            return _to_json(reference)
 
         full: dict[str, Any] = self._once("reference", make)
         if self._costs is not None:

@@ -27,7 +27,7 @@ class Results:
 
     def __init__(self, folder: Path | None, asked: Mapping[str, Json]) -> None:
         self.folder, self.asked = folder, dict(asked)
-        self.found: dict[str, Json] = {}
+        self.results: dict[str, Json] = {}
         if folder is None or not (folder / NAME).exists():
             return
         where = folder / NAME
@@ -45,16 +45,16 @@ class Results:
                 f"{folder} holds a pilot that was asked something else ({', '.join(sorted(other))} differ). "
                 "Ask the same to go on with it, or choose another folder."
             )
-        self.found = dict(document["found"])
+        self.results = dict(document["found"])
 
     def once(self, name: str, make: Callable[[], Json]) -> Json:
         """Return an existing result, or compute and save it."""
-        if name not in self.found:
-            self.found[name] = make()
+        if name not in self.results:
+            self.results[name] = make()
             self._write()
-        return self.found[name]
+        return self.results[name]
 
     def _write(self) -> None:
         if self.folder is not None:
             document = {"kind": KIND, "format": FORMAT, "halfulp": __version__, "asked": self.asked}
-            files.put(self.folder / NAME, documents.sealed({**document, "found": self.found}))
+            files.put(self.folder / NAME, documents.sealed({**document, "found": self.results}))

@@ -126,13 +126,13 @@ class Factory:
 
 def size(batch: Any) -> int:
     """Return how many sequences a batch has; all its tensors must agree."""
-    found = {len(x) for x in _leaves(batch) if x.ndim}
-    if len(found) != 1:
+    lengths = {len(x) for x in _leaves(batch) if x.ndim}
+    if len(lengths) != 1:
         raise UsageError(
             "a twin takes the first sequences of every batch, so batch() must give tensors or arrays whose "
-            f"first dimension counts them; found {sorted(found) or type(batch).__name__}."
+            f"first dimension counts them; found {sorted(lengths) or type(batch).__name__}."
         )
-    return found.pop()
+    return lengths.pop()
 
 
 def first(batch: Any, count: int) -> Any:
@@ -144,9 +144,9 @@ def first(batch: Any, count: int) -> Any:
     if isinstance(batch, PARTS):
         return batch[:count] if batch.ndim else batch
     if isinstance(batch, MutableMapping):
-        found = copy.copy(batch)  # of its own class: a tokenizer's batch has methods
-        found.update({k: first(v, count) for k, v in batch.items()})
-        return found
+        kept = copy.copy(batch)  # of its own class: a tokenizer's batch has methods
+        kept.update({k: first(v, count) for k, v in batch.items()})
+        return kept
     if isinstance(batch, list) and batch and all(isinstance(v, str) for v in batch):
         return batch[:count]  # one text for each sequence
     if isinstance(batch, tuple | list):
@@ -212,14 +212,14 @@ def reference(
 def _codes(audit: Audit, spec: str, bound: str) -> dict[str, torch.Tensor]:
     """Return the rehearsed weights by the names of the model."""
     assert audit.rehearsing is not None
-    found = audit.rehearsing.weights(audit.rehearsing.index(spec), bound)
-    return {w.name: values.clone() for w, values in found.items()}
+    codes = audit.rehearsing.weights(audit.rehearsing.index(spec), bound)
+    return {w.name: values.clone() for w, values in codes.items()}
 
 
 def stored(run: PilotRun, spec: str, seed: int) -> WriteBack:
     """Store the weights of a run in a format from now on."""
-    found = Rehearse([spec]).each[0]
-    run.optimizer = WriteBack(run.optimizer, found.grid, found.policy, model=run.model, seed=seed)
+    rehearsal = Rehearse([spec]).each[0]
+    run.optimizer = WriteBack(run.optimizer, rehearsal.grid, rehearsal.policy, model=run.model, seed=seed)
     return run.optimizer
 
 

@@ -162,17 +162,17 @@ class ScriptPilot:
     def _twins(self, names: list[str], full: dict[str, Any], own: float) -> dict[str, dict[str, Any]]:
         """Return the twins that the budget pays for, in the order of the formats."""
         tell(f"halfulp: twins {self._twin_is}")
-        found: dict[str, dict[str, Any]] = {}
+        twins: dict[str, dict[str, Any]] = {}
         left = self.budget - sum(self.paid.values())
         share, unpaid = 0.0, list[str]()
         wanted = ("twin", *(f"twin {spec}" for spec in names), "nudged")
         for i, name in enumerate(wanted):
-            if found and share > left:
+            if twins and share > left:
                 unpaid += [name] * (name != "nudged")
                 continue
             # The first says what one costs; half of the budget at most, for alone it says nothing.
-            limit = left * own * (0.5 if not found else 1.2)
-            lasts = f"about {share * own:.0f} s" if found else f"{limit:.0f} s at most"
+            limit = left * own * (0.5 if not twins else 1.2)
+            lasts = f"about {share * own:.0f} s" if twins else f"{limit:.0f} s at most"
             tell(f"halfulp: {name}, {i + 1} of {len(wanted)}: {lasts}")
             made = self._child(name, limit, full["step"])
             cost = made["seconds"] / own
@@ -181,7 +181,7 @@ class ScriptPilot:
             self.paid["twins"] = self.paid.get("twins", 0.0) + cost
             if not made.get("real"):
                 self.notes.append(self._too_dear(name, made, own, len(names) + 1))
-                return found
+                return twins
             if made["step"] != full["step"] or self.step not in made["real"]:
                 other = f"makes {made['step']} updates, and {full['step']} without"
                 if made["step"] == full["step"]:
@@ -191,7 +191,7 @@ class ScriptPilot:
                     "in --small, too; or, with a DataLoader, --small N, which keeps N sequences of every "
                     "batch and all else as it is."
                 )
-            found[name] = made
+            twins[name] = made
             if name == "twin" and made["real"] == full["real"]:
                 raise UsageError(
                     f"{self._twin_is} the script runs as without: a twin needs arguments that it takes, the "
@@ -201,7 +201,7 @@ class ScriptPilot:
             self.notes.append(
                 f"{', '.join(unpaid)}: not run, a twin costs {share:.1%} and {left:.1%} is left."
             )
-        return found
+        return twins
 
     def _too_dear(self, name: str, made: dict[str, Any], own: float, needed: int) -> str:
         whole = made["whole"] / own
@@ -228,9 +228,9 @@ class ScriptPilot:
             floor=floor, family=family_of(spec),
         )  # fmt: skip
 
-    def _loss(self, found: dict[str, Any]) -> float:
+    def _loss(self, record: dict[str, Any]) -> float:
         """Return the loss at the update in question; a run that diverged has none."""
-        loss = float(found["real"][self.step])
+        loss = float(record["real"][self.step])
         return loss if loss == loss else math.inf
 
     def _child(self, name: str, seconds: float | None = None, steps: int = 0) -> dict[str, Any]:

@@ -123,6 +123,6 @@ def page_data(shown_runs: Sequence[Run], outcomes: Sequence[Outcome], arms: Sequ
     """Everything that the charts of a page are drawn from."""
     return {
         "runs": [run_data(run) for run in shown_runs],
-        "outcomes": [outcome_data(found) for found in outcomes],
-        "arms": [arms_data(found) for found in arms],
+        "outcomes": [outcome_data(outcome) for outcome in outcomes],
+        "arms": [arms_data(group) for group in arms],
     }

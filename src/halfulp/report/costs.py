@@ -35,7 +35,7 @@ class Costs:
     """The rehearsals of a reference, the cheapest first, and the runs on the page that they were of."""
 
     run: Run
-    found: Sequence[Cost]
+    costs: Sequence[Cost]
     measured: dict[str, tuple[Run, list[Evaluated]]]
     """The measured runs and their evaluations, by spec."""
 
@@ -67,9 +67,9 @@ def gathered(runs: Sequence[Run]) -> list[Costs]:
 
 def sentence(rehearsed: Costs) -> str:
     """Return the forecasts in one sentence."""
-    first = rehearsed.found[0]
-    each = [f"{c.spec} {words.gap(c.gap)}{f' ({spread(c)})' if c.interval else ''}" for c in rehearsed.found]
-    known = f", with {COVERAGE:.0%} intervals" if any(c.interval for c in rehearsed.found) else ""
+    first = rehearsed.costs[0]
+    each = [f"{c.spec} {words.gap(c.gap)}{f' ({spread(c)})' if c.interval else ''}" for c in rehearsed.costs]
+    known = f", with {COVERAGE:.0%} intervals" if any(c.interval for c in rehearsed.costs) else ""
     return (
         f"At step {first.step:,} this run has a loss of {nats(first.real)}. Forecast from it, for no other "
         f"run{known}: {words.listed(each)}."
@@ -78,7 +78,7 @@ def sentence(rehearsed: Costs) -> str:
 
 def met_sentence(rehearsed: Costs) -> str | None:
     """Say how the forecasts met their outcomes; None where nothing was measured."""
-    measured = [(c, m) for c in rehearsed.found if (m := rehearsed.met(c)) is not None]
+    measured = [(c, m) for c in rehearsed.costs if (m := rehearsed.met(c)) is not None]
     if not measured:
         return None
     inside = [
@@ -103,11 +103,11 @@ def met_sentence(rehearsed: Costs) -> str | None:
 def cost_section(rehearsed: Costs, *, alone: bool) -> Html:
     """Say what each format would cost, and list them in a table."""
     kicker = None if alone else tag("p", rehearsed.run.name, class_="kicker")
-    if not rehearsed.found:
+    if not rehearsed.costs:
         said = f"Rehearsed: {', '.join(rehearsed.run.trace.rehearsals)}; but {costs.MISSING}."
         return tag("section", kicker, tag("h2", TITLE), tag("p", said), _table(rehearsed), aria_label=TITLE)
     met = met_sentence(rehearsed)
-    notes = costs.cautions(rehearsed.found)
+    notes = costs.cautions(rehearsed.costs)
     return tag(
         "section",
         kicker,
@@ -123,9 +123,9 @@ def cost_section(rehearsed: Costs, *, alone: bool) -> Html:
 
 def _table(rehearsed: Costs) -> Html:
     """Return a row for each rehearsal; columns that no row has a value for are left out."""
-    by_spec = {c.spec: c for c in rehearsed.found}
+    by_spec = {c.spec: c for c in rehearsed.costs}
     specs = [*by_spec, *(s for s in rehearsed.run.trace.rehearsals if s not in by_spec)]
-    scale, known = _scale(rehearsed), any(c.interval for c in rehearsed.found)
+    scale, known = _scale(rehearsed), any(c.interval for c in rehearsed.costs)
     columns: list[tuple[Content, bool]] = [
         ("format", True),
         ("forecast", scale is not None),
@@ -172,7 +172,7 @@ def _never_moved(run: Run, spec: str) -> str:
 
 def _scale(rehearsed: Costs) -> tuple[float, float] | None:
     """Return the losses that the brackets of a table are drawn between."""
-    seen = [x for c in rehearsed.found for x in (c.real, c.lower, c.point, c.upper, c.loss, rehearsed.met(c))]
+    seen = [x for c in rehearsed.costs for x in (c.real, c.lower, c.point, c.upper, c.loss, rehearsed.met(c))]
     there = [x for x in seen if x is not None and np.isfinite(x)]
     return (min(there), max(there)) if there and max(there) > min(there) else None
 

@@ -58,8 +58,8 @@ def _of_traces(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
         yield f"{stem}-lost", curves(run, "frozen", "updates lost")
         if "never_moved" in run.gathered.counts:
             yield f"{stem}-never-moved", curves(run, "never_moved", "never moved so far")
-    for found in forecasts(runs):
-        yield f"{plain_name(found.measured.name)}-forecast-{plain_name(found.grid)}", forecast(found)
+    for outcome in forecasts(runs):
+        yield f"{plain_name(outcome.measured.name)}-forecast-{plain_name(outcome.grid)}", forecast(outcome)
     for group in arms(runs):
         members = [run for run in group.members if run.final_loss is not None]
         if members:

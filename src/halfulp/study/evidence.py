@@ -185,11 +185,11 @@ class Used:
             raise UsageError(f"{folder} is not closed: evidence is of a study that is over.")
         sealed = store.read_seal(events.seal)
         protocol = store.read_protocol(sealed)
-        expected, found = (declared["study"], declared["scale"]), (protocol.study, protocol.scale)
-        if expected != found:
+        expected, actual = (declared["study"], declared["scale"]), (protocol.study, protocol.scale)
+        if expected != actual:
             raise UsageError(
                 f"Evidence {self.name} must be of study {expected[0]} ({expected[1]}); {folder} is of "
-                f"{found[0]} ({found[1]})."
+                f"{actual[0]} ({actual[1]})."
             )
         ledger.check_order(events, protocol)
         self.result = store.read_result(events)

@@ -416,9 +416,9 @@ def _hash_one(name: str, path: Path, known: Mapping[str, Json] | None) -> dict[s
 
 def _mark(path: Path) -> tuple[str, int]:
     """Return what tells a file from any other, and from itself once it changes; and when it last did."""
-    found = path.stat()
-    times = found.st_mtime_ns, found.st_ctime_ns  # the second cannot be set by hand
-    return f"{path.resolve()} {found.st_ino} {found.st_size} {times[0]} {times[1]}", max(times)
+    status = path.stat()
+    times = status.st_mtime_ns, status.st_ctime_ns  # the second cannot be set by hand
+    return f"{path.resolve()} {status.st_ino} {status.st_size} {times[0]} {times[1]}", max(times)
 
 
 def git_state(path: Path) -> dict[str, Json] | None:

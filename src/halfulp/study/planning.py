@@ -123,10 +123,10 @@ def _effort(config: Config) -> tuple[int, float, int]:
 
 def table() -> dict[str, tuple[float, str]]:
     """Return the operations per second of GPUs by name, and where each number comes from."""
-    found: dict[str, tuple[float, str]] = {}
+    gpus: dict[str, tuple[float, str]] = {}
     for plugin in plugins.installed():
-        found |= plugin.gpus() if hasattr(plugin, "gpus") else {}
-    return found
+        gpus |= plugin.gpus() if hasattr(plugin, "gpus") else {}
+    return gpus
 
 
 def in_words(source: loading.Source, scale: str, plans: list[StagePlan], device: str) -> Iterator[str]:

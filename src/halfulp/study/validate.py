@@ -63,10 +63,10 @@ class Validation:
             "authenticated": self.authenticated, "recomputed": self.recomputed,
             "NOT checked": self.not_checked, "PROBLEMS": self.problems,
         }  # fmt: skip
-        for title, found in parts.items():
-            if found:
+        for title, texts in parts.items():
+            if texts:
                 yield f"\n{title}"
-                yield from (f"  - {plain(line)}" for line in found)
+                yield from (f"  - {plain(line)}" for line in texts)
         yield ""
         if self.label:
             note = "" if self.scientific_result else " (not a scientific result)"

@@ -168,8 +168,8 @@ class Session:
         if name not in self.protocol.data:
             raise UsageError(f"The study declares no data set {name[:120]!a}.")
         path = loading.locate(name, self.folder)
-        found = loading.hash_data([name], self.folder, self.hashed)[name]
-        if any(found[key] != value for key, value in self.sealed["data"][name].items()):
+        current = loading.hash_data([name], self.folder, self.hashed)[name]
+        if any(current[key] != value for key, value in self.sealed["data"][name].items()):
             raise TamperingError(f"{path} is not the data set {name} that was sealed: its SHA-256 differs.")
         return path
 

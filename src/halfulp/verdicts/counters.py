@@ -50,8 +50,8 @@ class Counter:
 
 def counters(trace: Recorded) -> list[Counter]:
     """Return the counters of a run's optimizers, as far as they were followed."""
-    found = (_counter(role, beside) for role, beside in trace.roles.items() if beside.recorded)
-    return [c for c in found if c is not None]
+    each = (_counter(role, beside) for role, beside in trace.roles.items() if beside.recorded)
+    return [c for c in each if c is not None]
 
 
 def _counter(role: str, beside: Recorded) -> Counter | None:

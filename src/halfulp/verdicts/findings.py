@@ -73,8 +73,8 @@ class Finding:
     @property
     def severity(self) -> str:
         """Return the severity of the finding as one of a few fixed phrases."""
-        found = severity(self.lost, self.lost_late, self.gain, self.cosine, bool(self.hardly))
-        return UNASKED if found == NOT_FINITE and self.idle == 1 else found
+        phrase = severity(self.lost, self.lost_late, self.gain, self.cosine, bool(self.hardly))
+        return UNASKED if phrase == NOT_FINITE and self.idle == 1 else phrase
 
 
 def severity(lost: float, late: float, gain: float | None, cosine: float | None, hardly: bool) -> str:
@@ -95,9 +95,9 @@ def severity(lost: float, late: float, gain: float | None, cosine: float | None,
     return DISTORTED if arrives < 0.9 else FINE
 
 
-def majority_words(found: Majority | None) -> str:
+def majority_words(majority: Majority | None) -> str:
     """Say when a majority is lost; one that does not last is none."""
-    return "no lasting majority" if found is None else f"a majority {found.when}"
+    return "no lasting majority" if majority is None else f"a majority {majority.when}"
 
 
 def findings(trace: Recorded, scope: Scope | None = None) -> list[Finding]:
@@ -154,9 +154,9 @@ def _hardly(
 ) -> tuple[tuple[str, str, float, float], ...]:
     """Return the tensors of a scope that hardly move and were part of half of the steps at least."""
     steps, shares = len(trace.steps), trace.lost_by_tensor(grid)
-    found = trace.scan("grids", "step", "tensor", "never_moved")
-    found = found.take(slice(trace.grids.index(grid), None, len(trace.grids))).sort("step")
-    last, many = dict(found.select("tensor", "never_moved").rows()), Counter(found["tensor"].tolist())
+    counts = trace.scan("grids", "step", "tensor", "never_moved")
+    counts = counts.take(slice(trace.grids.index(grid), None, len(trace.grids))).sort("step")
+    last, many = dict(counts.select("tensor", "never_moved").rows()), Counter(counts["tensor"].tolist())
     known = {tensor: (many[tensor], last[tensor]) for tensor in set(ids) & last.keys()}
     rows = []
     for t in (t for t in trace.tensors if t["id"] in known):

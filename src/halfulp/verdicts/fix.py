@@ -258,12 +258,12 @@ def _value(text: object) -> Any:
     if not isinstance(text, str) or len(text) > 100:
         return None
     try:
-        found = literal_eval(text)
+        value = literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
-    each = found if isinstance(found, tuple) else (found,)
+    each = value if isinstance(value, tuple) else (value,)
     fine = all(isinstance(x, int | float) and not isinstance(x, bool) and np.isfinite(x) for x in each)
-    return found if fine and each else None
+    return value if fine and each else None
 
 
 def number(value: Any) -> str:

@@ -96,10 +96,11 @@ def shipped() -> Table:
 
 def load(path: Path) -> Table:
     """Read a table of scores; anything else is refused."""
-    found = documents.parsed(files.read(path, documents.MOST_BYTES, follow=True), path, "a table of scores")
-    documents.check_digest(found, path)
-    table = documents.Fields(found, str(path)).within("scores").values
-    if found.get("kind") != KIND or not all(
+    content = files.read(path, documents.MOST_BYTES, follow=True)
+    document = documents.parsed(content, path, "a table of scores")
+    documents.check_digest(document, path)
+    table = documents.Fields(document, str(path)).within("scores").values
+    if document.get("kind") != KIND or not all(
         isinstance(v, list) and all(isinstance(x, float | int) and 0 <= x <= WIDEST for x in v)
         for v in table.values()
     ):

@@ -121,11 +121,11 @@ def compact(value: Any) -> dict[str, Json]:
     """Return a dataclass as JSON, without fields that are at their defaults, at every level."""
     made = {}
     for f in fields(value):
-        found = getattr(value, f.name)
+        field_value = getattr(value, f.name)
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        if found == default:
+        if field_value == default:
             continue
-        inner = compact(found) if is_dataclass(found) else found
+        inner = compact(field_value) if is_dataclass(field_value) else field_value
         made[f.name] = (
             list(inner) if isinstance(inner, tuple) else dict(inner) if isinstance(inner, Mapping) else inner
         )

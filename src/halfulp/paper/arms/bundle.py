@@ -346,42 +346,42 @@ class Unit:
     """One target under one condition: where its records are."""
 
     bundle: Bundle
-    found: Records
+    outcomes: Records
     name: str
 
     def _at(self, arm: str) -> tuple[Outcomes, str, str]:
         """Return the records, stage and cell of an arm, or of the float32 anchor; they may be evidence."""
-        anchors, found = self.bundle.anchors, cast(Outcomes, self.found)
+        anchors, outcomes = self.bundle.anchors, cast(Outcomes, self.outcomes)
         if anchors is not None and arm in (FP32, *anchors.arms):
-            return Unit(anchors.bundle, found.evidence[anchors.evidence], self.name)._at(arm)
+            return Unit(anchors.bundle, outcomes.evidence[anchors.evidence], self.name)._at(arm)
         if arm == FP32:
-            return found, "reference", self.bundle.reference_of(self.name)
-        return found, self.bundle.stage_of(arm), self.bundle.cell(self.name, arm)
+            return outcomes, "reference", self.bundle.reference_of(self.name)
+        return outcomes, self.bundle.stage_of(arm), self.bundle.cell(self.name, arm)
 
     def ran(self, arm: str) -> bool:
         """Return True if the stage of an arm has records here; a later stage may not have been authorised."""
-        found, stage, _ = self._at(arm)
-        return stage in found
+        outcomes, stage, _ = self._at(arm)
+        return stage in outcomes
 
     def run(self, arm: str) -> records.Record:
         """Return the record of an arm, or of the float32 anchor."""
-        found, stage, cell = self._at(arm)
-        return found[stage][cell]
+        outcomes, stage, cell = self._at(arm)
+        return outcomes[stage][cell]
 
     @property
     def siblings(self) -> list[Unit]:
         """The other targets under the same condition."""
         condition = self.bundle.units[self.name][0]
-        return [unit for unit in self.bundle.over(self.found, condition) if unit.name != self.name]
+        return [unit for unit in self.bundle.over(self.outcomes, condition) if unit.name != self.name]
 
     def contexts(self, arm: str) -> records.Array | None:
         """Return the held-out loss of every context at every evaluation of an arm, or of the anchor.
 
         None where they were not kept: the first release kept none.
         """
-        found, stage, cell = self._at(arm)
+        outcomes, stage, cell = self._at(arm)
         try:
-            kept = found.attached(stage, cell, "contexts.safetensors")
+            kept = outcomes.attached(stage, cell, "contexts.safetensors")
         except UsageError:
             return None
         return np.asarray(load_tensors(kept)["loss"], dtype=np.float64)
@@ -389,18 +389,18 @@ class Unit:
     def of_forecast(self, what: str) -> Any:
         """Something that was forecast; None where it was not recorded."""
         cell = self.name if self.bundle.forecast_from is None else "source"
-        return self.found["forecast"][cell].get(what)
+        return self.outcomes["forecast"][cell].get(what)
 
     def forecast(self, scope: str, predictor: str = "frozen") -> records.Array | None:
         """The frozen fraction of every update, as it was forecast; None where that was not recorded."""
-        found = self.of_forecast(predictor)
-        found = found[scope] if isinstance(found, Mapping) else found
-        return None if found is None else np.asarray(found)
+        values = self.of_forecast(predictor)
+        values = values[scope] if isinstance(values, Mapping) else values
+        return None if values is None else np.asarray(values)
 
     @property
     def source(self) -> records.Record:
         """The float32 run that the forecast was made of: the unit's own, or the source of all."""
-        return self.run(FP32) if self.bundle.forecast_from is None else self.found["source"]["source"]
+        return self.run(FP32) if self.bundle.forecast_from is None else self.outcomes["source"]["source"]
 
     def rehearsed_loss(self, arm: str, bound: str, update: int | None = None) -> float | None:
         """The loss of an arm after an update, the last by default, as a rehearsal has it, if there is one."""
@@ -409,20 +409,20 @@ class Unit:
 
     def _masks(self, whose: str) -> tuple[Outcomes, str, str]:
         """The records, stage and cell of the masks of the ``source`` or the ``target``; maybe of evidence."""
-        where, found = self.bundle._mask(self.name, whose, ""), cast(Outcomes, self.found)
-        found = found.evidence[where["evidence"]] if "evidence" in where else found
-        return found, where["stage"], where["cell"]
+        where, outcomes = self.bundle._mask(self.name, whose, ""), cast(Outcomes, self.outcomes)
+        outcomes = outcomes.evidence[where["evidence"]] if "evidence" in where else outcomes
+        return outcomes, where["stage"], where["cell"]
 
     def masks(self, whose: str) -> records.Record:
         """Return the record of these masks."""
-        found, stage, cell = self._masks(whose)
-        record: records.Record = found[stage][cell]["masks"]
+        outcomes, stage, cell = self._masks(whose)
+        record: records.Record = outcomes[stage][cell]["masks"]
         return record
 
     def packed(self, whose: str) -> dict[str, Mask]:
         """These masks themselves."""
-        found, stage, cell = self._masks(whose)
-        return mask_recipes.unpacked(found.attached(stage, cell, mask_recipes.PACKED), f"{stage}/{cell}")
+        outcomes, stage, cell = self._masks(whose)
+        return mask_recipes.unpacked(outcomes.attached(stage, cell, mask_recipes.PACKED), f"{stage}/{cell}")
 
     def budget(self, arm: str) -> int:
         """Return the bytes that the mask of an arm was to spend."""

@@ -112,10 +112,10 @@ class Ranked:
         if "whole" in recipe:
             return self._whole(recipe, made)
         if recipe["score"] == REHEARSED:
-            found = self.attributed(recipe["rehearsal"])
+            scores = self.attributed(recipe["rehearsal"])
         else:
-            found = {n: sums[:, SCORES.index(recipe["score"])] for n, sums in self.sums().items()}
-        means = {n: np.asarray(found[n]) / tile_sizes(size, self.tile) for n, size in self.sizes.items()}
+            scores = {n: sums[:, SCORES.index(recipe["score"])] for n, sums in self.sums().items()}
+        means = {n: np.asarray(scores[n]) / tile_sizes(size, self.tile) for n, size in self.sizes.items()}
         keep = made[recipe["nest"]] if "nest" in recipe else None
         return choose(means, self.sizes, recipe["share"], recipe["score"], tile=self.tile, keep=keep)
 

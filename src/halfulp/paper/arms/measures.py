@@ -18,7 +18,7 @@ from halfulp.measures.crossings import crossing
 from halfulp.measures.forecasts import Comparison, compare, scalar_rho_map
 from halfulp.paper.arms import records
 from halfulp.paper.models.training import Schedule
-from halfulp.paper.values import Found, known, less, quotient
+from halfulp.paper.values import MaybeFloat, known, less, quotient
 
 if TYPE_CHECKING:
     from halfulp.paper.arms.bundle import Bundle, Unit
@@ -29,32 +29,32 @@ FP32 = "fp32"
 # ---- losses -----------------------------------------------------------------------------------------
 
 
-def loss(unit: Unit, arm: str, update: int | None = None) -> Found:
+def loss(unit: Unit, arm: str, update: int | None = None) -> MaybeFloat:
     """Held-out loss of an arm, or of the anchor (``fp32``), after an update; the last by default."""
     return records.loss(unit.run(arm), update)
 
 
-def progress(unit: Unit, arm: str = FP32) -> Found:
+def progress(unit: Unit, arm: str = FP32) -> MaybeFloat:
     """Return how far the held-out loss fell between the first evaluation and the last."""
     first, *_, last = records.losses(unit.run(arm)).values()
     return less(first, last)
 
 
-def gap(unit: Unit, arm: str = "rne", update: int | None = None) -> Found:
+def gap(unit: Unit, arm: str = "rne", update: int | None = None) -> MaybeFloat:
     """Return the held-out loss above the anchor's."""
     return less(loss(unit, arm, update), loss(unit, FP32, update))
 
 
-def recovery(unit: Unit, arm: str, update: int | None = None) -> Found:
+def recovery(unit: Unit, arm: str, update: int | None = None) -> MaybeFloat:
     """Return the share of the nearest arm's gap that an arm does not have; None without a gap."""
     return _won_back(gap(unit, "rne", update), gap(unit, arm, update))
 
 
-def _won_back(whole: Found, left: Found) -> Found:
+def _won_back(whole: MaybeFloat, left: MaybeFloat) -> MaybeFloat:
     return None if whole is None or whole <= 0 else quotient(less(whole, left), whole)
 
 
-def early_recovery(unit: Unit, arm: str, after: float) -> Found:
+def early_recovery(unit: Unit, arm: str, after: float) -> MaybeFloat:
     """Return the recovery at the first evaluation after a share of the run."""
     return recovery(unit, arm, early_update(unit, arm, after))
 
@@ -65,30 +65,30 @@ def early_update(unit: Unit, arm: str, after: float) -> int:
     return int(min(u for u in records.losses(run) if u > after * run["updates"]))
 
 
-def best_recovery(unit: Unit, arms: Sequence[str]) -> Found:
+def best_recovery(unit: Unit, arms: Sequence[str]) -> MaybeFloat:
     """Return the largest recovery among some arms; None if one is missing."""
-    found = known(recovery(unit, arm) for arm in arms)
-    return max(found) if len(found) == len(arms) else None
+    recoveries = known(recovery(unit, arm) for arm in arms)
+    return max(recoveries) if len(recoveries) == len(arms) else None
 
 
-def advantage(unit: Unit, arm: str, over: Sequence[str]) -> Found:
+def advantage(unit: Unit, arm: str, over: Sequence[str]) -> MaybeFloat:
     """Return the recovery of an arm less the largest among others."""
     return less(recovery(unit, arm), best_recovery(unit, over))
 
 
-def above_median(unit: Unit, arm: str, over: Sequence[str]) -> Found:
+def above_median(unit: Unit, arm: str, over: Sequence[str]) -> MaybeFloat:
     """Return the recovery of an arm less the median among others."""
     theirs = known(recovery(unit, other) for other in over)
     return less(recovery(unit, arm), statistics.median(theirs) if len(theirs) == len(over) else None)
 
 
-def wins(unit: Unit, arm: str, over: Sequence[str]) -> Found:
+def wins(unit: Unit, arm: str, over: Sequence[str]) -> MaybeFloat:
     """Return 1 where an arm wins back more than every other."""
-    found = advantage(unit, arm, over)
-    return None if found is None else float(found > 0)
+    lead = advantage(unit, arm, over)
+    return None if lead is None else float(lead > 0)
 
 
-def forecast_recovery(unit: Unit, arm: str) -> Found:
+def forecast_recovery(unit: Unit, arm: str) -> MaybeFloat:
     """Return the recovery that the rehearsals of the nearest arm and of another forecast."""
     return _won_back(forecast_gap(unit), forecast_gap(unit, arm))
 
@@ -96,45 +96,47 @@ def forecast_recovery(unit: Unit, arm: str) -> Found:
 # ---- visibility -------------------------------------------------------------------------------------
 
 
-def never_moved(unit: Unit, arm: str, scope: str = "core") -> Found:
+def never_moved(unit: Unit, arm: str, scope: str = "core") -> MaybeFloat:
     """Return the share of a scope's coordinates that never moved."""
     return records.never_moved(unit.run(arm), scope)
 
 
-def moved_by(unit: Unit, arm: str, scope: str = "core") -> Found:
+def moved_by(unit: Unit, arm: str, scope: str = "core") -> MaybeFloat:
     """Share of a scope's coordinates that never moved under nearest write-back, less that under an arm."""
     return records.never_moved(unit.run("rne"), scope) - records.never_moved(unit.run(arm), scope)
 
 
-def stays(unit: Unit, scope: str = "core") -> Found:
+def stays(unit: Unit, scope: str = "core") -> MaybeFloat:
     """Return the share of a scope that stochastic rounding never moves, as expected; None if not followed."""
-    found = unit.of_forecast("stays")
-    share = found[scope] if isinstance(found, Mapping) else found
+    forecast = unit.of_forecast("stays")
+    share = forecast[scope] if isinstance(forecast, Mapping) else forecast
     return None if share is None else float(share)
 
 
-def endpoint(unit: Unit, arms: Sequence[str]) -> Found:
+def endpoint(unit: Unit, arms: Sequence[str]) -> MaybeFloat:
     """Return the largest share of codes at the ends of the range, over all updates of some arms."""
     runs = [unit.run(arm) for arm in arms]
     return max(float(r["most_endpoint"] / sum(r["coordinates"].values())) for r in runs)
 
 
-def onset(unit: Unit, scope: str, arm: str | None = None, predictor: str = "frozen") -> Found:
+def onset(unit: Unit, scope: str, arm: str | None = None, predictor: str = "frozen") -> MaybeFloat:
     """Return the persistent majority crossing of an arm; without one, of the forecast."""
     f = unit.forecast(scope, predictor) if arm is None else measured(unit, scope, arm)
     return None if f is None else crossing(f).persistent
 
 
-def at_start(unit: Unit, scope: str, predictor: str = "frozen") -> Found:
+def at_start(unit: Unit, scope: str, predictor: str = "frozen") -> MaybeFloat:
     """Return 1 where the first update freezes a majority, in the nearest arm and as forecast."""
     both = (unit.forecast(scope, predictor), measured(unit, scope))
     return float(all(f is not None and crossing(f).category == "at-initialisation" for f in both))
 
 
-def timing_error(unit: Unit, scope: str, arm: str = "rne") -> Found:
+def timing_error(unit: Unit, scope: str, arm: str = "rne") -> MaybeFloat:
     """|forecast - measured| / measured of the persistent crossing; None where there is nothing to time."""
-    at, found = onset(unit, scope), onset(unit, scope, arm)
-    return None if at is None or found is None or min(at, found) == 1 else abs(at - found) / found
+    forecast, actual = onset(unit, scope), onset(unit, scope, arm)
+    if forecast is None or actual is None or min(forecast, actual) == 1:
+        return None
+    return abs(forecast - actual) / actual
 
 
 # ---- forecasts --------------------------------------------------------------------------------------
@@ -176,8 +178,8 @@ def measured(unit: Unit, scope: str, arm: str = "rne") -> records.Array:
 def forecast_by(unit: Unit, scope: str, predictor: str, first: int = 0) -> records.Array | None:
     """Return a predictor's value for every update; the constant is the best one after ``first`` updates."""
     if predictor in ("constant", "one"):
-        found = measured(unit, scope)
-        return np.full_like(found, 1.0 if predictor == "one" else found[first:].mean())
+        shares = measured(unit, scope)
+        return np.full_like(shares, 1.0 if predictor == "one" else shares[first:].mean())
     if predictor == "template":
         siblings = unit.siblings
         return np.mean([measured(u, scope) for u in siblings], axis=0) if siblings else None
@@ -200,7 +202,7 @@ def archived(unit: Unit, scope: str) -> records.Array:
     After its warmup the archived rate falls, so a rate is one moment of that run; rates in between are
     interpolated, those beyond its ends take the ends' value.
     """
-    (run,) = unit.found[ARCHIVE].values()
+    (run,) = unit.outcomes[ARCHIVE].values()
     own = unit.run("rne")
     known, wanted = (
         np.array([Schedule(**r["schedule"]).rate(u) for u in range(1, r["updates"] + 1)]) for r in (run, own)
@@ -225,43 +227,43 @@ def comparison(unit: Unit, scope: str, warmup: bool = True, predictor: str = "fr
     )  # fmt: skip
 
 
-def forecast_rmse(unit: Unit, scope: str, warmup: bool = True, predictor: str = "frozen") -> Found:
+def forecast_rmse(unit: Unit, scope: str, warmup: bool = True, predictor: str = "frozen") -> MaybeFloat:
     """Return the RMSE of a predictor against the measured frozen fraction; None where there is none."""
     if forecast_by(unit, scope, predictor) is None:
         return None
     return comparison(unit, scope, warmup, predictor).rmse
 
 
-def added_value(unit: Unit, scope: str, warmup: bool = True) -> Found:
+def added_value(unit: Unit, scope: str, warmup: bool = True) -> MaybeFloat:
     """RMSE of the directional forecast over the smaller of the symmetric and the scalar rho forecast's."""
-    found = comparison(unit, scope, warmup)
-    if found.symmetric_rmse is None or found.rho_rmse is None:
+    errors = comparison(unit, scope, warmup)
+    if errors.symmetric_rmse is None or errors.rho_rmse is None:
         return None
-    return quotient(found.rmse, min(found.symmetric_rmse, found.rho_rmse))
+    return quotient(errors.rmse, min(errors.symmetric_rmse, errors.rho_rmse))
 
 
-def informativeness(unit: Unit, scope: str, warmup: bool = True) -> Found:
+def informativeness(unit: Unit, scope: str, warmup: bool = True) -> MaybeFloat:
     """Return the RMSE of the forecast over that of the best constant in hindsight."""
-    found = comparison(unit, scope, warmup)
-    return quotient(found.rmse, found.constant_rmse)
+    errors = comparison(unit, scope, warmup)
+    return quotient(errors.rmse, errors.constant_rmse)
 
 
-def informative(unit: Unit, scope: str, warmup: bool = True) -> Found:
+def informative(unit: Unit, scope: str, warmup: bool = True) -> MaybeFloat:
     """1 where there is enough to forecast, and the forecast is enough better than the best constant."""
     return float(comparison(unit, scope, warmup).informative)
 
 
-def measured_range(unit: Unit, scope: str, warmup: bool = True) -> Found:
+def measured_range(unit: Unit, scope: str, warmup: bool = True) -> MaybeFloat:
     """95th minus 5th percentile of the measured frozen fraction."""
     return comparison(unit, scope, warmup).measured_range
 
 
-def skill(unit: Unit, scope: str, warmup: bool = True) -> Found:
+def skill(unit: Unit, scope: str, warmup: bool = True) -> MaybeFloat:
     """Return the share of the measured variance that the forecast explains."""
     return comparison(unit, scope, warmup).skill
 
 
-def regret(unit: Unit, scope: str, warmup: bool = True) -> Found:
+def regret(unit: Unit, scope: str, warmup: bool = True) -> MaybeFloat:
     """Return the RMSE of the forecast less that of the unit's own reference."""
     own = comparison(unit, scope, warmup, "matched").rmse
     return comparison(unit, scope, warmup).rmse - own
@@ -270,7 +272,7 @@ def regret(unit: Unit, scope: str, warmup: bool = True) -> Found:
 # ---- losses that were forecast ------------------------------------------------------------------------
 
 
-def forecast_gap(unit: Unit, arm: str = "rne", bound: str = "point", update: int | None = None) -> Found:
+def forecast_gap(unit: Unit, arm: str = "rne", bound: str = "point", update: int | None = None) -> MaybeFloat:
     """The loss above the anchor's that a rehearsal of an arm forecast; ``lower`` and ``upper`` are bounds.
 
     Of a source that was reused: above its own.
@@ -278,21 +280,23 @@ def forecast_gap(unit: Unit, arm: str = "rne", bound: str = "point", update: int
     return less(unit.rehearsed_loss(arm, bound, update), records.loss(unit.source, update))
 
 
-def gap_ratio(unit: Unit, arm: str = "rne", bound: str = "point") -> Found:
+def gap_ratio(unit: Unit, arm: str = "rne", bound: str = "point") -> MaybeFloat:
     """Return the forecast gap over the measured one."""
     return quotient(forecast_gap(unit, arm, bound), gap(unit, arm))
 
 
-def inside(unit: Unit, arm: str = "rne") -> Found:
+def inside(unit: Unit, arm: str = "rne") -> MaybeFloat:
     """Return how far the measured loss is inside its bounds, in nats; negative outside."""
     if unit.bundle.forecast_from is not None:  # bounds of another seed's loss
         return None
     lower, upper = (unit.rehearsed_loss(arm, bound) for bound in ("lower", "upper"))
-    found = loss(unit, arm)
-    return None if lower is None or upper is None or found is None else min(found - lower, upper - found)
+    outcome = loss(unit, arm)
+    if lower is None or upper is None or outcome is None:
+        return None
+    return min(outcome - lower, upper - outcome)
 
 
-def misordered(units: Sequence[Unit], arm: str = "rne", above: float = 0.0) -> Found:
+def misordered(units: Sequence[Unit], arm: str = "rne", above: float = 0.0) -> MaybeFloat:
     """Pairs of units whose forecast gaps are not in the order of the measured ones.
 
     Of the pairs with a measured gap above a floor; equal forecasts are no order.
@@ -312,7 +316,7 @@ def misordered(units: Sequence[Unit], arm: str = "rne", above: float = 0.0) -> F
 # ---- evaluation noise -------------------------------------------------------------------------------
 
 
-def noise(unit: Unit, arm: str) -> tuple[Found, Found]:
+def noise(unit: Unit, arm: str) -> tuple[MaybeFloat, MaybeFloat]:
     """Standard errors of an arm's last gap and recovery, from contexts that all runs are evaluated on.
 
     The contexts are drawn at random from the held-out text and are the same for all runs, so differences are
@@ -329,14 +333,14 @@ def noise(unit: Unit, arm: str) -> tuple[Found, Found]:
     return _error(left), None if arm == "rne" else _error(linear)
 
 
-def _error(values: records.Array) -> Found:
+def _error(values: records.Array) -> MaybeFloat:
     return float(values.std(ddof=1) / np.sqrt(len(values))) if np.isfinite(values).all() else None
 
 
 # ---- integrity --------------------------------------------------------------------------------------
 
 
-def matched(unit: Unit) -> Found:
+def matched(unit: Unit) -> MaybeFloat:
     """Return 1 where all runs drew the same weights, and those on the grid began from the codes declared.
 
     They begin from the same codes, but for those with a stochastic first projection, which have others. A
@@ -352,12 +356,12 @@ def matched(unit: Unit) -> Found:
     return float(len(drawn) == 1 == len(nearest) and not nearest & others and common)
 
 
-def bytes_off(unit: Unit, arms: Sequence[str]) -> Found:
+def bytes_off(unit: Unit, arms: Sequence[str]) -> MaybeFloat:
     """Return the largest difference between the masters that arms hold and their masks' budgets, in bytes."""
     ran = [arm for arm in arms if unit.ran(arm)]
     return float(max(abs(unit.run(arm)["master_bytes"] - unit.budget(arm)) for arm in ran))
 
 
-def shared_tiles(unit: Unit, mask: str) -> Found:
+def shared_tiles(unit: Unit, mask: str) -> MaybeFloat:
     """Return the share of the source's tiles that the target's own mask chose too."""
     return float(unit.masks("target")["shared"][mask])

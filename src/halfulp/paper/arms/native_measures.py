@@ -16,45 +16,46 @@ import numpy as np
 
 from halfulp.paper.arms import measures
 from halfulp.paper.arms.bundle import Bundle, Unit
-from halfulp.paper.values import Found, quotient
+from halfulp.paper.values import MaybeFloat, quotient
 from halfulp.study.protocol import Records, Values
 
 SOURCE_FREE = ("constant", "schedule", "archive")
 
 
-def dispatched(unit: Unit, arms: Sequence[str]) -> Found:
+def dispatched(unit: Unit, arms: Sequence[str]) -> MaybeFloat:
     """Return 1 where every profiled update of these arms made the native products that it should have, and no
     others.
     """
-    found = [unit.run(arm).get("dispatch", []) for arm in arms]
-    return float(all(seen and all(e["calls"] == e["expected"] for e in seen) for seen in found))
+    profiles = [unit.run(arm).get("dispatch", []) for arm in arms]
+    return float(all(seen and all(e["calls"] == e["expected"] for e in seen) for seen in profiles))
 
 
-def replayed(unit: Unit, arms: Sequence[str]) -> Found:
+def replayed(unit: Unit, arms: Sequence[str]) -> MaybeFloat:
     """1 where start and end of these runs, made anew from saved states, have the same loss and weights."""
-    found = [(unit.run(arm), unit.run(arm).get("replayed", [])) for arm in arms]
+    runs = [(unit.run(arm), unit.run(arm).get("replayed", [])) for arm in arms]
     return float(
         all(
             [e["update"] for e in ends] == [0, run["updates"]]
             and all(e["loss"] is not None and e["loss"] == e["again"] and e["same_weights"] for e in ends)
-            for run, ends in found
+            for run, ends in runs
         )
     )
 
 
-def coupled(unit: Unit, arms: Sequence[str]) -> Found:
+def coupled(unit: Unit, arms: Sequence[str]) -> MaybeFloat:
     """1 where these arms draw from one stream: same seed, and streams are by tensor, update and element."""
     return float(len({unit.run(arm)["stream"] for arm in arms}) == 1)
 
 
-def paired(unit: Unit) -> Found:
+def paired(unit: Unit) -> MaybeFloat:
     """1 where the run began from the same weights and codes as those of its target under other conditions."""
     bundle, seed = unit.bundle, unit.bundle.units[unit.name][1]
-    same = [Unit(bundle, unit.found, name).run("rne") for name, (_, s) in bundle.units.items() if s == seed]
-    return float(len({(run["initial"], run["start"]) for run in same}) == 1)
+    same_seed = [name for name, (_, other) in bundle.units.items() if other == seed]
+    runs = [Unit(bundle, unit.outcomes, name).run("rne") for name in same_seed]
+    return float(len({(run["initial"], run["start"]) for run in runs}) == 1)
 
 
-def improvement_ratio(unit: Unit, arm: str, over: str) -> Found:
+def improvement_ratio(unit: Unit, arm: str, over: str) -> MaybeFloat:
     """Return the recovery of an arm, divided by that of another."""
     return quotient(measures.recovery(unit, arm), measures.recovery(unit, over))
 
@@ -71,19 +72,19 @@ def strongest(unit: Unit, scope: str) -> str:
     return min(SOURCE_FREE, key=lambda predictor: against(unit, scope, predictor=predictor).centred_rmse)
 
 
-def centred_ratio(unit: Unit, scope: str) -> Found:
+def centred_ratio(unit: Unit, scope: str) -> MaybeFloat:
     """Centred RMSE of the source over that of the strongest source-free predictor."""
     best = against(unit, scope, predictor=strongest(unit, scope)).centred_rmse
     return quotient(against(unit, scope, predictor="frozen").centred_rmse, best)
 
 
-def raw_ratio(unit: Unit, scope: str) -> Found:
+def raw_ratio(unit: Unit, scope: str) -> MaybeFloat:
     """Return the RMSE of the source over the smallest of the source-free predictors'."""
     best = min(against(unit, scope, predictor=p).rmse for p in SOURCE_FREE)
     return quotient(against(unit, scope, predictor="frozen").rmse, best)
 
 
-def residual_correlation(unit: Unit, scope: str) -> Found:
+def residual_correlation(unit: Unit, scope: str) -> MaybeFloat:
     """Correlation over updates of source and measurement, both less the strongest source-free predictor."""
     first = unit.run("rne")["warmup"]
     best, source = (measures.forecast_by(unit, scope, p, first) for p in (strongest(unit, scope), "frozen"))

@@ -17,7 +17,7 @@ Curves = Iterable[tuple[int, Sequence[float]]]
 CONDITIONS = (COLOURS[1], COLOURS[0], *COLOURS[2:])
 
 
-def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: float | None = None) -> Any:
+def policy_effect(bundle: Bundle, outcomes: Records, after: float = 0.3, target: float | None = None) -> Any:
     """Loss gaps, recovery and never-moved shares of every condition (the paper's fig:causal).
 
     A band spans the targets. Recovery is drawn from the first evaluation after a share of the run; ``target``
@@ -26,7 +26,7 @@ def policy_effect(bundle: Bundle, found: Records, after: float = 0.3, target: fl
     figure, (lost, shares, moved) = new_figure(1, 3)
     others = [arm for arm in bundle.arms if arm != "rne"]
     for condition, colour in zip(bundle.conditions, CONDITIONS, strict=False):
-        units = bundle.over(found, condition)
+        units = bundle.over(outcomes, condition)
         first = measures.early_update(units[0], "rne", after)
         late = [u for u in records.losses(units[0].run("rne")) if u >= first]
         _draw_gaps(lost, bundle, units, condition, colour)
@@ -136,10 +136,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _band(panel: Any, curve: Curves, colour: str, dash: Any, name: str) -> None:
-    found = {u: values for u, values in curve if values}
-    panel.plot(list(found), [*map(_mean, found.values())], color=colour, linestyle=dash, label=name)
-    low, high = ([*map(end, found.values())] for end in (min, max))
-    panel.fill_between(list(found), low, high, color=colour, alpha=0.2)
+    points = {u: values for u, values in curve if values}
+    panel.plot(list(points), [*map(_mean, points.values())], color=colour, linestyle=dash, label=name)
+    low, high = ([*map(end, points.values())] for end in (min, max))
+    panel.fill_between(list(points), low, high, color=colour, alpha=0.2)
 
 
 def budget_curve(

@@ -45,7 +45,7 @@ def forecast(running: Running) -> dict[str, Any]:
         if scope == records.DENSE:
             return np.asarray(np.mean([rho(group) for group in CORE], axis=0))
         d, w = (
-            np.sum([found[g] for g in records.groups_of(record, scope)], axis=0) for found in norms.values()
+            np.sum([sums[g] for g in records.groups_of(record, scope)], axis=0) for sums in norms.values()
         )
         return scalar_rho_map(pooled_rho(d, w, named(grid).epsilon))
 
@@ -58,11 +58,11 @@ def forecast(running: Running) -> dict[str, Any]:
     }
     if "rne" in config.get("rehearse", {}):
         by_scope["rehearsal"] = lambda scope: records.frozen(record, grid, scope, "rehearsed").tolist()
-    found = {name: {scope: of(scope) for scope in config["scopes"]} for name, of in by_scope.items()}
+    by_predictor = {name: {scope: of(scope) for scope in config["scopes"]} for name, of in by_scope.items()}
     if len(config["scopes"]) == 1:  # then without the level of scopes
-        found = {name: each[config["scopes"][0]] for name, each in found.items()}
-        found |= found.pop("crossings")
-    return {**forecast_losses(running), **found}
+        by_predictor = {name: each[config["scopes"][0]] for name, each in by_predictor.items()}
+        by_predictor |= by_predictor.pop("crossings")
+    return {**forecast_losses(running), **by_predictor}
 
 
 def forecast_losses(running: Running) -> dict[str, Any]:

@@ -80,9 +80,9 @@ def pack(table: Columns) -> bytes:
 
 def unpack(content: bytes, where: str) -> Columns:
     """Return the table in the content of a file; ``where`` is named in errors."""
-    found, names = tensors.read_stream(BytesIO(content), len(content), Path(where))
+    arrays, names = tensors.read_stream(BytesIO(content), len(content), Path(where))
     try:
-        columns = {n: found[n].numpy() for n in json.loads(names["columns"])}
+        columns = {n: arrays[n].numpy() for n in json.loads(names["columns"])}
         texts = {n: np.array(json.loads(names[n]), dtype=object)[columns[n]] for n in columns if n in names}
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptionError(f"{where} is not a table of a cell: {error!r}.") from None

@@ -96,10 +96,10 @@ def run(running: Running) -> dict[str, Json]:
                 ends = sum(row.endpoint for row in optimizer.events.rows)
                 record["most_endpoint"] = max(record["most_endpoint"], ends)
             if recipe.evaluates(training.update):
-                found, apart = _evaluation(training)
+                evaluation, apart = _evaluation(training)
                 if audit is not None and rehearse:
-                    found["rehearsed"] = _rehearsed(audit, training, named)
-                record["evaluations"].append(found)
+                    evaluation["rehearsed"] = _rehearsed(audit, training, named)
+                record["evaluations"].append(evaluation)
                 contexts.append(torch.from_numpy(apart)[None])
             if training.update % arm.save_every == 0:
                 if audit is not None:
@@ -149,7 +149,7 @@ def _count(
     )
     grids = _by_group(trace, kept, grid=trace.grids)
     tables = {"grids": grids}
-    own = [] if arm.grid is None else [(found["update"], found) for found in record["evaluations"]]
+    own = [] if arm.grid is None else [(e["update"], e) for e in record["evaluations"]]
     record["frozen"] = _counted(grids, "grid", dict.fromkeys(trace.grids, own))
     if named:
         table = _by_group(trace, trace.scan("rehearsals"), rehearsal=list(named), bound=BOUNDS)
@@ -266,14 +266,14 @@ def audited(
 
 def _rehearsed(audit: Audit, training: Training, named: Mapping[str, str]) -> dict[str, Json]:
     """Return the held-out loss of every rehearsal, by rehearsal and bound."""
-    found: dict[str, Json] = {}
+    by_rehearsal: dict[str, Json] = {}
     for spec, name in named.items():
         losses: dict[str, float | None] = {}
         for bound in BOUNDS:
             with audit.as_if(name, bound=bound):
                 losses[bound] = finite(training.evaluate())
-        found[spec] = {"loss": losses}
-    return found
+        by_rehearsal[spec] = {"loss": losses}
+    return by_rehearsal
 
 
 def _moments(arm: Arm) -> list[int]:
@@ -297,16 +297,16 @@ def _attribute(audit: Audit, training: Training, arm: Arm, named: Mapping[str, s
         each = [training.model.loss(x, y) for x, y in batches]
         return torch.stack(each).mean()
 
-    found: dict[str, Json] = {"update": training.update, "sum": {}, "gap": {}}
+    attributed: dict[str, Json] = {"update": training.update, "sum": {}, "gap": {}}
     for spec in arm.attribute["of"]:
         name = named[spec]
         shares = audit.attribute(name, loss, points=arm.attribute["points"], tile=arm.tile)
-        found["sum"][spec] = math.fsum(float(s.sum()) for s in shares.values())
+        attributed["sum"][spec] = math.fsum(float(s.sum()) for s in shares.values())
         with torch.no_grad():
             here = float(loss())
             with audit.as_if(name):
-                found["gap"][spec] = float(loss()) - here
-    return found
+                attributed["gap"][spec] = float(loss()) - here
+    return attributed
 
 
 def attention(kind: str) -> contextlib.AbstractContextManager[Any]:
@@ -323,7 +323,7 @@ def device(wanted: str) -> torch.device:
 
 def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, Any]]:
     loss, apart = training.evaluate_contexts()
-    found: dict[str, Json] = {"update": training.update, "loss": finite(loss)}
+    evaluation: dict[str, Json] = {"update": training.update, "loss": finite(loss)}
     if isinstance(training.optimizer, WriteBack):
         total = torch.zeros(len(kernels.AUDIT_COUNTS), dtype=torch.int64)
         for slot in training.optimizer.slots:
@@ -331,8 +331,8 @@ def _evaluation(training: Training) -> tuple[dict[str, Json], np.ndarray[Any, An
             seen = kernels.audit(q, torch.zeros_like(q), [slot.grid], phase=False)
             total += seen.counts[:, 0].sum(dim=0, dtype=torch.int64).cpu()
         named = dict(zip(kernels.AUDIT_COUNTS, total.tolist(), strict=True))
-        found["occupancy"] = {kind: named[kind] for kind in OCCUPANCY}
-    return found, apart
+        evaluation["occupancy"] = {kind: named[kind] for kind in OCCUPANCY}
+    return evaluation, apart
 
 
 def _counted(
@@ -346,8 +346,8 @@ def _counted(
         rows = table.take((table[key] == name) & (table["group"] == group))
         frozen[name][group] = rows["frozen"].tolist()
         never = dict(rows.select("step", "never_moved").rows())
-        for update, found in evaluations[name]:
-            found.setdefault("never_moved", {})[group] = never[update]
+        for update, evaluation in evaluations[name]:
+            evaluation.setdefault("never_moved", {})[group] = never[update]
     return frozen
 
 

@@ -74,8 +74,8 @@ def descend(
         loss[t], g = gradient(weights)
         proposal = -rate * g
         if grids:
-            found = kernels.audit(weights, proposal, grids)
-            counts[t] = found.counts[:, :, _AUDITED].sum(dim=0).numpy()
+            audited = kernels.audit(weights, proposal, grids)
+            counts[t] = audited.counts[:, :, _AUDITED].sum(dim=0).numpy()
         squares[t] = float(weights.square().sum()), float(proposal.square().sum())
         if bfloat16:
             new = _bfloat16_step(weights, g, rate)

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from halfulp.errors import TamperingError
 
 
-def refuse_other(cell: str, sealed: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Refuse to judge another forecast than the sealed one: what is found is what that was bound to."""
-    for key, value in found.items():
+def refuse_other(cell: str, sealed: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to judge a forecast other than the sealed one: its digests must be those of the seal."""
+    for key, value in current.items():
         if sealed[key] != value:
             raise TamperingError(
                 f"cell {cell}: {key} is not what the forecast sealed (expected {str(sealed[key])[:16]}..., "

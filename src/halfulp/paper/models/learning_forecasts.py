@@ -106,7 +106,7 @@ def forecasts(reference: Followed, mantissas: Sequence[int]) -> dict[str, dict[s
     """By grid and predictor: the first crossing, the onset, and what is learned on both sides of it."""
     series = reference.series
     weights, proposals = series.squares.T
-    found: dict[str, dict[str, dict[str, Json]]] = {}
+    by_grid: dict[str, dict[str, dict[str, Json]]] = {}
     for m in mantissas:
         grid = f"m{m}"
         rho = np.nan_to_num(pooled_rho(proposals, weights, named(grid).epsilon), nan=np.inf)  # diverging
@@ -115,8 +115,8 @@ def forecasts(reference: Followed, mantissas: Sequence[int]) -> dict[str, dict[s
             "symmetric": series.symmetric(grid) / series.size,
             "scalar": scalar_rho_map(rho),
         }
-        found[grid] = {name: _forecast(reference, f) for name, f in frozen.items()}
-    return found
+        by_grid[grid] = {name: _forecast(reference, f) for name, f in frozen.items()}
+    return by_grid
 
 
 def _forecast(reference: Followed, frozen: Array) -> dict[str, Json]:
@@ -160,11 +160,11 @@ def medians(shares: Shares, *, robust: bool = True) -> dict[tuple[int, float], f
     >>> medians({(1, 0.2): [0.4, None, 0.6]}), medians({(1, 0.2): [0.4, None, 0.6]}, robust=False)
     ({(1, 0.2): 0.4}, {(1, 0.2): 0.5})
     """
-    found = {}
+    by_cell = {}
     for key, values in shares.items():
         each = [0.0 if v is None else v for v in values] if robust else known(values)
-        found[key] = median(each) if each else None
-    return found
+        by_cell[key] = median(each) if each else None
+    return by_cell
 
 
 def windows(shares: Shares, threshold: float = LEARNED, *, robust: bool = True) -> dict[int, list[float]]:
@@ -173,10 +173,10 @@ def windows(shares: Shares, threshold: float = LEARNED, *, robust: bool = True) 
     >>> windows({(1, 0.2): [0.6], (1, 0.1): [0.4], (2, 0.1): [0.9]})
     {1: [0.2], 2: [0.1]}
     """
-    found: dict[int, list[float]] = {m: [] for m, _ in sorted(shares)}
+    rates: dict[int, list[float]] = {m: [] for m, _ in sorted(shares)}
     for (m, rate), value in sorted(medians(shares, robust=robust).items()):
-        found[m] += [rate] if value is not None and value >= threshold else []
-    return found
+        rates[m] += [rate] if value is not None and value >= threshold else []
+    return rates
 
 
 def matched(real: Mapping[int, list[float]], said: Mapping[int, list[float]]) -> tuple[int, int]:

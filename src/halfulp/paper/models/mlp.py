@@ -73,14 +73,14 @@ class Net:
     @property
     def parts(self) -> dict[str, slice]:
         """The slice of the flat vector that holds each tensor: W1, b1, W2, ..."""
-        found, at = {}, 0
+        slices, at = {}, 0
         for layer, (n_in, n_out) in enumerate(zip(self.sizes, self.sizes[1:], strict=False), 1):
-            found[f"W{layer}"] = slice(at, at + n_in * n_out)
+            slices[f"W{layer}"] = slice(at, at + n_in * n_out)
             at += n_in * n_out
             if self.biased:
-                found[f"b{layer}"] = slice(at, at + n_out)
+                slices[f"b{layer}"] = slice(at, at + n_out)
                 at += n_out
-        return found
+        return slices
 
     def part(self, name: str) -> slice:
         """Return the slice of the flat vector that holds a tensor."""

@@ -248,8 +248,8 @@ def figure(emulator: Records, two_layer: Records, cnn: Records | None) -> Any:
     _draw_event(middle)
     middle.set_title("(b) the event, three mantissa bits")
     direct = timing.locations(emulator, "bf16").get("frozen-features")
-    found = timing.locations(emulator) | ({"bfloat16": direct} if direct else {})
-    panels.locations(right, found | timing.locations(two_layer) | (timing.locations(cnn) if cnn else {}))
+    emulated = timing.locations(emulator) | ({"bfloat16": direct} if direct else {})
+    panels.locations(right, emulated | timing.locations(two_layer) | (timing.locations(cnn) if cnn else {}))
     right.set_title("(c) where runs cross")
     return fig
 
@@ -280,10 +280,10 @@ def shown(studies: Path, name: str, scale: str) -> Path:
 def write(studies: Path, scale: str, out: Path) -> list[Path]:
     """Write the pages and the figures, and return their paths."""
     controlled = {name: shown(studies, name, scale) for name in STUDIES}
-    found = {name: read(folder) if folder.is_dir() else None for name, folder in controlled.items()}
-    if not any(found.values()):
+    by_study = {name: read(folder) if folder.is_dir() else None for name, folder in controlled.items()}
+    if not any(by_study.values()):
         raise UsageError(f"{studies} holds none of {', '.join(f.name for f in controlled.values())}.")
-    written = {"controlled.md": page(found), "labels.md": _labels(studies)}
+    written = {"controlled.md": page(by_study), "labels.md": _labels(studies)}
     closed: dict[str, Closed] = {}
     for file, title, introduction, scales in PAGES:
         folders = {name: shown(studies, name, its) for name, its in scales.items()}
@@ -294,7 +294,7 @@ def write(studies: Path, scale: str, out: Path) -> list[Path]:
     if closed:
         written["terms.md"] = terms(closed)
         written["recoveries.tsv"] = won_back.table({name: one.result for name, one in closed.items()})
-    made = {name: text.encode() for name, text in written.items()} | _figures(found, closed)
+    made = {name: text.encode() for name, text in written.items()} | _figures(by_study, closed)
     files.put_all([(out / name, content) for name, content in made.items()], out)
     return [out / name for name in made]
 
@@ -306,7 +306,7 @@ def _labels(studies: Path) -> str:
     return head + _table(said.columns, rows) + "\n"
 
 
-def _figures(found: Mapping[str, Closed | None], closed: Mapping[str, Closed]) -> dict[str, bytes]:
+def _figures(by_study: Mapping[str, Closed | None], closed: Mapping[str, Closed]) -> dict[str, bytes]:
     """Draw the paper's figures, by file."""
     drawn = {}
     for name in closed.keys() & FIGURES.keys():
@@ -314,7 +314,9 @@ def _figures(found: Mapping[str, Closed | None], closed: Mapping[str, Closed]) -
         study = importlib.import_module(REGISTRY[name]).STUDY
         with house_style():
             drawn[file] = vector(study.figures[which](closed[name].records), "svg")
-    emulator, two_layer, cnn, diagram = (found[n] for n in ("emulator", "two-layer", "cnn", "phase-diagram"))
+    emulator, two_layer, cnn, diagram = (
+        by_study[n] for n in ("emulator", "two-layer", "cnn", "phase-diagram")
+    )
     if emulator and two_layer:
         both = figure(emulator.records, two_layer.records, cnn.records if cnn else None)
         drawn["controlled.svg"] = vector(both, "svg")

@@ -115,6 +115,6 @@ def evidence() -> Table:
     )  # fmt: skip
 
 
-def tables(found: Mapping[str, Records]) -> tuple[Table, Table, Table]:
+def tables(by_study: Mapping[str, Records]) -> tuple[Table, Table, Table]:
     """All three, with numbers of the studies that are there."""
-    return definitions(found.get("matched-10k")), regimes(found.get("neox-transfer")), evidence()
+    return definitions(by_study.get("matched-10k")), regimes(by_study.get("neox-transfer")), evidence()

@@ -50,15 +50,15 @@ LOOKED_AT = (*SCALES[1:], COURSE)
 
 def labels(studies: Path) -> Mapping[str, Mapping[str, tuple[str, bool]]]:
     """Return, by study and scale, the label that was given, and whether its seal names a commit."""
-    found: dict[str, dict[str, tuple[str, bool]]] = {}
+    by_study: dict[str, dict[str, tuple[str, bool]]] = {}
     for study in PAPER:
         for scale in LOOKED_AT:
             folder = studies / f"{study}-{scale}"
             if (folder / "result.json").exists():
                 result: Json = canonical.loads((folder / "result.json").read_bytes(), folder)
                 seal: Json = canonical.loads((folder / "seal.json").read_bytes(), folder)
-                found.setdefault(study, {})[scale] = (result["label"], seal["git"]["package"] is not None)
-    return found
+                by_study.setdefault(study, {})[scale] = (result["label"], seal["git"]["package"] is not None)
+    return by_study
 
 
 def agrees(study: str, label: str) -> bool:
@@ -68,9 +68,9 @@ def agrees(study: str, label: str) -> bool:
 
 def table(studies: Path) -> Table:
     """Tabulate the labels; a scale whose seal names no commit is marked."""
-    rows, found, agreeing = [], labels(studies), 0
+    rows, by_study, agreeing = [], labels(studies), 0
     for study, label in PAPER.items():
-        ran = found.get(study, {})
+        ran = by_study.get(study, {})
         same = [scale for scale, (ours, _) in ran.items() if agrees(study, ours)]
         agreeing += bool(same)
         said = "; ".join(

@@ -40,9 +40,9 @@ def gathered(results: Mapping[str, Mapping[str, Json]]) -> Iterator[Recovery]:
     """From the results of closed studies, by name; e5m2 where a study has several grids."""
     for study, result in results.items():
         for estimand, (policy, share) in _POLICIES.get(study, {}).items():
-            found = result["estimands"].get(estimand, {})
-            several = any(unit.startswith("e4m3") for unit in found)
-            values = [v for u, v in found.items() if v is not None and (not several or u.startswith(GRID))]
+            units = result["estimands"].get(estimand, {})
+            several = any(unit.startswith("e4m3") for unit in units)
+            values = [v for u, v in units.items() if v is not None and (not several or u.startswith(GRID))]
             if values:
                 yield Recovery(study, result["scale"], policy, share, len(values), statistics.fmean(values),
                                min(values), max(values))  # fmt: skip

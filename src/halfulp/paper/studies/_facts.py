@@ -122,9 +122,9 @@ def onsets(record: Reference, side: str) -> Count | None:
 def forecast_windows(record: Reference, side: str) -> Count | None:
     """Robust medians over seeds: a rate is in the window of m from rate * 2**m = 0.8 up to rate 0.4."""
     each = _of(record, "phase")
-    found = medians(gathered((m, r["rate"], _said((r, m), "directional", side)) for r, m in each))
-    inside = {(m, rate): rate * 2**m > 0.6 and rate < 0.6 for m, rate in found}
-    return _share([((share or 0.0) >= LEARNED) == inside[key] for key, share in found.items()])
+    median_shares = medians(gathered((m, r["rate"], _said((r, m), "directional", side)) for r, m in each))
+    inside = {(m, rate): rate * 2**m > 0.6 and rate < 0.6 for m, rate in median_shares}
+    return _share([((share or 0.0) >= LEARNED) == inside[key] for key, share in median_shares.items()])
 
 
 def _later(record: Reference) -> list[Json]:
@@ -132,8 +132,8 @@ def _later(record: Reference) -> list[Json]:
 
 
 def rho_at_crossing(record: Reference, side: str) -> Count | None:
-    found = [t["rho"] for t in _later(record)]
-    return _share([abs(median(found) - 0.74) <= 0.05]) if found else None
+    rhos = [t["rho"] for t in _later(record)]
+    return _share([abs(median(rhos) - 0.74) <= 0.05]) if rhos else None
 
 
 def crossing_range(record: Reference, side: str) -> Count | None:
@@ -143,8 +143,8 @@ def crossing_range(record: Reference, side: str) -> Count | None:
 
 def lone_seed(record: Reference, side: str) -> Count | None:
     alike = grouped(((t["rate"], t["mantissa"]), t["first"]) for t in _later(record))
-    found = [sorted(each) for each in alike.values() if len(each) > 1]
-    return _share([any(each[0] <= 100 and each[1] >= 1000 for each in found)]) if found else None
+    crossings = [sorted(each) for each in alike.values() if len(each) > 1]
+    return _share([any(each[0] <= 100 and each[1] >= 1000 for each in crossings)]) if crossings else None
 
 
 def mean_widths(record: Reference) -> dict[int, list[float | None]]:
@@ -164,8 +164,8 @@ def widths(record: Reference, side: str) -> Count | None:
 
 
 def widening(record: Reference, side: str) -> Count | None:
-    found = mean_widths(record).values()
-    ends = [(each[0], each[-1]) for each in found]
+    widths = mean_widths(record).values()
+    ends = [(each[0], each[-1]) for each in widths]
     return _share([a is not None and b is not None and b > a for a, b in ends]) if ends else None
 
 
@@ -201,8 +201,8 @@ FACTS = (
 
 def met(record: Reference, side: str) -> dict[str, Count]:
     """Return the counts of every fact that a record can speak of."""
-    found = {fact.name: fact.count(record, side) for fact in FACTS}
-    return {name: count for name, count in found.items() if count is not None}
+    counts = {fact.name: fact.count(record, side) for fact in FACTS}
+    return {name: count for name, count in counts.items() if count is not None}
 
 
 def score(record: Reference, side: str) -> tuple[int, float]:

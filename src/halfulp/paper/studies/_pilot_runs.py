@@ -167,9 +167,10 @@ def measure(
     return record
 
 
-def _losses_of(found: rungs.Reference) -> dict[str, Json]:
-    as_if = {spec: {b: finite(x) for b, x in losses.items()} for spec, losses in found.as_if.items()}
-    return {"start": found.start, "real": finite(found.real), "again": finite(found.again), "as_if": as_if}
+def _losses_of(reference: rungs.Reference) -> dict[str, Json]:
+    as_if = {spec: {b: finite(x) for b, x in losses.items()} for spec, losses in reference.as_if.items()}
+    real, again = finite(reference.real), finite(reference.again)
+    return {"start": reference.start, "real": real, "again": again, "as_if": as_if}
 
 
 def batch_of(config: Mapping[str, Json]) -> int:
@@ -183,7 +184,7 @@ def seen_of(
     record: Mapping[str, Json], config: Mapping[str, Json], part: str, share: str, *, floor: bool = True
 ) -> dict[str, Seen]:
     """Return what a pilot knows of every format that paid for these rungs; an empty one was not paid."""
-    full, found, small = record["reference"], {}, record["twins"].get(part)
+    full, by_format, small = record["reference"], {}, record["twins"].get(part)
     for spec, losses in full["as_if"].items():
         twin = None
         if small is not None:
@@ -193,14 +194,14 @@ def seen_of(
             )  # fmt: skip
         paid = record["forks"].get(share, {}).get(spec)
         paid = None if paid is None else {bound: loss(x) for bound, x in paid.items()}
-        found[spec] = Seen(
+        by_format[spec] = Seen(
             start=full["start"], reference=full["real"], upper=loss(losses["upper"]),
             point=loss(losses["point"]), twin=twin, family=family_of(spec),
             forks=None if paid is None else Forks(share=float(share), losses=paid),
             floor=SMALLEST if small is None or not floor
             else floor_of(full["real"], full["again"], small["real"], small["nudged"]),
         )  # fmt: skip
-    return found
+    return by_format
 
 
 def ladder(config: Mapping[str, Json], budget: float) -> Ladder:
@@ -223,14 +224,14 @@ def bought(record: Mapping[str, Json], config: Mapping[str, Json], budget: float
     each, bounds = fork_plan(left + SLACK, len(suspects))
     share = max((s for s in config["forks"] if float(s) <= each), key=float, default="")
     forked = seen_of(record, config, part, share, floor=plan.floor)
-    found = {}
+    estimates = {}
     for spec, known in seen.items():
         one = forked[spec] if not part or known.reads_low() else known
         if one.forks is not None:
             losses = {b: x for b, x in one.forks.losses.items() if b in bounds}
             one = replace(one, forks=replace(one.forks, losses=losses))
-        found[spec] = estimate(one, shipped())
-    return found
+        estimates[spec] = estimate(one, shipped())
+    return estimates
 
 
 def loss(kept: float | None) -> float:

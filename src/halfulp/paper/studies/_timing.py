@@ -66,8 +66,8 @@ class Timed:
         """Return the crossing of one run on a grid."""
         grid, reference = cell.config["grid"], cell.config["reference"]
         series, kept = self.train(cell, store=grid)
-        found = measured(grid, series.frozen, series.squares, series.size)
-        return {"system": self.system, **kept, "reference": reference, **found}
+        crossed = measured(grid, series.frozen, series.squares, series.size)
+        return {"system": self.system, **kept, "reference": reference, **crossed}
 
     def measured_cells(self, config: Config) -> Iterator[Cell]:
         """Yield a cell on each grid that a reference speaks of."""
@@ -105,11 +105,11 @@ def forecast(config: Config, counts: Array, size: int) -> dict[str, Json]:
 
 def measured(grid: str, frozen: Array, squares: Array, size: int) -> dict[str, Json]:
     """Return the crossing of a run on a grid, and the pooled rho at its first one."""
-    found, rho = crossing_json(frozen, size), None
-    if found["first"] is not None:
-        weights, proposals = squares[found["first"] - 1]
+    crossing, rho = crossing_json(frozen, size), None
+    if crossing["first"] is not None:
+        weights, proposals = squares[crossing["first"] - 1]
         rho = float(pooled_rho([proposals], [weights], named(grid).epsilon)[0])
-    return {"grid": grid, "crossing": found, "rho": rho}
+    return {"grid": grid, "crossing": crossing, "rho": rho}
 
 
 # ---- pairs ----------------------------------------------------------------------------------------------
@@ -170,12 +170,12 @@ def _range(values: list[int]) -> tuple[int, int] | None:
 
 def pairs(records: Records, predictor: str) -> dict[str, list[TimingPair]]:
     """Forecast and measured crossings of every measured cell, by system."""
-    found: dict[str, list[TimingPair]] = {}
+    by_system: dict[str, list[TimingPair]] = {}
     for cell in records["measured"].values():
         said = records["reference"][cell["reference"]]["predicted"][cell["grid"]][predictor]
         pair = timing_pair(Crossing(**said), Crossing(**cell["crossing"]))
-        found.setdefault(cell["system"], []).append(pair)
-    return found
+        by_system.setdefault(cell["system"], []).append(pair)
+    return by_system
 
 
 def summaries(records: Records, predictor: str) -> dict[str, TimingSummary]:
@@ -190,12 +190,12 @@ def points(records: Records, system: str, predictor: str = "symmetric") -> list[
 
 def locations(records: Records, stage: str = "measured") -> dict[str, list[float]]:
     """Pooled rho where runs first cross, if after step 1, by system; of ``bf16``, direct ones by network."""
-    found: dict[str, list[float]] = {}
+    by_system: dict[str, list[float]] = {}
     for cell in records[stage].values():
         ran, system = (cell["direct"], cell["network"]) if stage == "bf16" else (cell, cell["system"])
         if ran["crossing"]["category"] == "later" and ran["rho"] is not None:
-            found.setdefault(system, []).append(ran["rho"])
-    return found
+            by_system.setdefault(system, []).append(ran["rho"])
+    return by_system
 
 
 # ---- estimands and gates --------------------------------------------------------------------------------

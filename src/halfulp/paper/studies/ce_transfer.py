@@ -55,22 +55,22 @@ def _problem(c: Config) -> Problem:
 def reference(cell: Running) -> Mapping[str, Json]:
     """One fp64 reference: its progress, and what every predictor says of every mantissa."""
     c = cell.config
-    found = follow(_problem(c), c["rate"], c["steps"], cell, audit=[f"m{m}" for m in c["mantissas"]])
+    ran = follow(_problem(c), c["rate"], c["steps"], cell, audit=[f"m{m}" for m in c["mantissas"]])
     return {
-        "rate": c["rate"], "seed": c["seed"], "diverged": found.diverged, "slow": found.slow,
-        "error": {"start": found.start, "end": found.end, "least": float(found.series.test.min())},
-        "forecast": forecasts(found, c["mantissas"]),
+        "rate": c["rate"], "seed": c["seed"], "diverged": ran.diverged, "slow": ran.slow,
+        "error": {"start": ran.start, "end": ran.end, "least": float(ran.series.test.min())},
+        "forecast": forecasts(ran, c["mantissas"]),
     }  # fmt: skip
 
 
 def nearest(cell: Running) -> Mapping[str, Json]:
     """One run on a grid."""
     c = cell.config
-    found = follow(_problem(c), c["rate"], c["steps"], cell, store=f"m{c['mantissa']}")
+    ran = follow(_problem(c), c["rate"], c["steps"], cell, store=f"m{c['mantissa']}")
     return {
         "rate": c["rate"], "seed": c["seed"], "mantissa": c["mantissa"], "reference": c["reference"],
-        "diverged": found.trainer.diverged or found.end is None or found.end > found.start,
-        "error": found.end,
+        "diverged": ran.trainer.diverged or ran.end is None or ran.end > ran.start,
+        "error": ran.end,
     }  # fmt: skip
 
 
@@ -112,8 +112,8 @@ def accuracy(records: Records) -> Values:
 def window_matches(records: Records, predictors: Sequence[str] = PREDICTORS) -> Values:
     """Mantissas with the measured window."""
     real, *said = (learning.windows(learning.gathered(_shares(records, p))) for p in (None, *predictors))
-    found = (learning.matched(real, each) for each in said)
-    return {p: n / of for p, (n, of) in zip(predictors, found, strict=True)}
+    counts = (learning.matched(real, each) for each in said)
+    return {p: n / of for p, (n, of) in zip(predictors, counts, strict=True)}
 
 
 def progress_table(records: Records) -> Table:

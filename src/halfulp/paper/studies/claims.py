@@ -47,12 +47,12 @@ class Over:
 
     def __call__(self, values: Mapping[str, float | None]) -> float | str | None:
         """Reduce the values of the units that the words name; None if there is none."""
-        found = [
+        chosen = [
             value
             for unit, value in values.items()
             if (unit.startswith(self.words) or unit.endswith(self.words)) and value is not None
         ]
-        return self.how(found) if found else None
+        return self.how(chosen) if chosen else None
 
 
 def over(how: Callable[[list[float]], float | str], what: Source, *words: str) -> Over:
@@ -125,10 +125,10 @@ class Beside:
         compute: Any = self.known[source] if isinstance(source, str) else source
 
         def ours(records: Records) -> Any:
-            found = compute(records)
+            values = compute(records)
             if isinstance(what, Over):
-                return what(found)
-            return found.get(unit) if isinstance(found, Mapping) else found
+                return what(values)
+            return values.get(unit) if isinstance(values, Mapping) else values
 
         return ours
 

@@ -29,12 +29,12 @@ RUNS = replace(
 )
 
 
-def apart(found: Records) -> Values:
+def apart(outcomes: Records) -> Values:
     """How far the loss is from that of the evidence's own ECO arm, nats."""
-    assert isinstance(found, Outcomes)
-    before = found.evidence[EVIDENCE]["outcome"]
+    assert isinstance(outcomes, Outcomes)
+    before = outcomes.evidence[EVIDENCE]["outcome"]
     made = {}
-    for unit in RUNS.over(found):
+    for unit in RUNS.over(outcomes):
         ours = measures.loss(unit, "eco")
         theirs = records.loss(before[prospective_modern.RUNS.cell(unit.name, "eco")])
         made[unit.name] = None if ours is None or theirs is None else abs(ours - theirs)

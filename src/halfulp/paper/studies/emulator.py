@@ -69,12 +69,12 @@ def bf16(cell: Running) -> Mapping[str, Json]:
     p = _features(c) if c["network"] == "frozen-features" else regression(c)
     rate = p.factor * c["rate"]
     emulated = run(Trainer(p.net, p.train, p.start, rate=rate, store=grid), c["steps"])
-    found = direct(p, rate, c["steps"], cell)
+    torch_run = direct(p, rate, c["steps"], cell)
     return {
         "network": c["network"], "seed": c["seed"], "size": emulated.size, "steps": c["steps"],
-        "direct": timing.measured(grid, found.frozen, found.squares, found.size),
+        "direct": timing.measured(grid, torch_run.frozen, torch_run.squares, torch_run.size),
         "emulated": timing.measured(grid, emulated.frozen, emulated.squares, emulated.size),
-        **apart(found.frozen, emulated.frozen),
+        **apart(torch_run.frozen, emulated.frozen),
     }  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def cross(cell: Running) -> Mapping[str, Json]:
     p = teacher_student(c["seed"], width=c["width"], examples=c["examples"], tests=1, testbed=testbed)
     grid, layer = f"m{c['mantissa']}", p.net.part("W1")
     size = layer.stop - layer.start
-    found: dict[str, Json] = {
+    record: dict[str, Json] = {
         "width": c["width"], "mantissa": c["mantissa"], "seed": c["seed"], "size": size, "step": None,
     }  # fmt: skip
     trainer = Trainer(p.net, p.train, p.start, rate=p.factor * c["rate"], store=grid, span=layer)
@@ -67,9 +67,9 @@ def cross(cell: Running) -> Mapping[str, Json]:
         stored = trainer.weights[layer].copy()
         frozen = int(trainer.advance(1).frozen[0])
         if frozen >= MAJORITY * size:
-            return {**found, "step": trainer.step, "frozen": frozen,
+            return {**record, "step": trainer.step, "frozen": frozen,
                     **look(stored, trainer.proposal[layer], grid)}  # fmt: skip
-    return found
+    return record
 
 
 def look(q: Array, d: Array, grid: str) -> dict[str, Json]:
@@ -94,11 +94,11 @@ def width_of(r: Mapping[str, Json]) -> float | None:
 
 def means(rows: Iterable[tuple[int, int, float | None]]) -> dict[int, dict[int, float | None]]:
     """Mean width over seeds, of (mantissa, size, width), by mantissa and size; None if a seed has none."""
-    found: dict[int, dict[int, float | None]] = {}
+    by_mantissa: dict[int, dict[int, float | None]] = {}
     for (m, n), each in grouped(((m, n), width) for m, n, width in rows).items():
         there = known(each)
-        found.setdefault(m, {})[n] = float(np.mean(there)) if len(there) == len(each) else None
-    return found
+        by_mantissa.setdefault(m, {})[n] = float(np.mean(there)) if len(there) == len(each) else None
+    return by_mantissa
 
 
 def widths(records: Records) -> dict[int, dict[int, float | None]]:
@@ -118,18 +118,18 @@ def growth(records: Records) -> Values:
 
 def fits(records: Records) -> dict[int, tuple[float, float] | None]:
     """(a, R**2) of W ~ N**-a by least squares of log W on log N, over the means."""
-    found: dict[int, tuple[float, float] | None] = {}
+    by_mantissa: dict[int, tuple[float, float] | None] = {}
     for m, by_size in widths(records).items():
         there = [(n, w) for n, w in by_size.items() if w is not None]
         if len(there) < max(len(by_size), 2):
-            found[m] = None
+            by_mantissa[m] = None
             continue
         x, y = (np.log(np.array(v, float)) for v in zip(*there, strict=True))
         slope, offset = np.polyfit(x, y, 1)
         rest = float(np.square(y - slope * x - offset).sum())
         spread = float(np.square(y - y.mean()).sum())
-        found[m] = float(-slope), 1 - rest / spread if spread else 0.0
-    return found
+        by_mantissa[m] = float(-slope), 1 - rest / spread if spread else 0.0
+    return by_mantissa
 
 
 def exponent(records: Records) -> Values:
@@ -148,14 +148,14 @@ def phase_errors(records: Records) -> dict[str, tuple[float, int]]:
 
 def phase_error(records: Records) -> Values:
     """Mean over cells of |f_pred - f| under uniform phases."""
-    found = list(phase_errors(records).values())
-    return {"study": float(np.mean([e for e, _ in found])) if found else None}
+    errors = list(phase_errors(records).values())
+    return {"study": float(np.mean([e for e, _ in errors])) if errors else None}
 
 
 def weighted_phase_error(records: Records) -> Values:
     """The same, weighted by coordinates."""
-    found = phase_errors(records).values()
-    return {"study": quotient(sum(e * n for e, n in found), sum(n for _, n in found))}
+    errors = phase_errors(records).values()
+    return {"study": quotient(sum(e * n for e, n in errors), sum(n for _, n in errors))}
 
 
 def crossed(records: Records) -> Values:
@@ -230,17 +230,17 @@ STUDY = declared(
 
 def also(records: Records) -> dict[str, float | str]:
     """Return what the paper prints beside the estimands."""
-    found: dict[str, float | str] = {}
+    printed: dict[str, float | str] = {}
     for m, by_size in widths(records).items():
         small, large = by_size.get(INPUTS * 16), by_size.get(INPUTS * 512)
         if small is not None and large is not None:
-            found[f"ends m{m}"] = f"{small:.3f} to {large:.3f}"
-    found |= {f"fit m{m}": fit[1] for m, fit in fits(records).items() if fit is not None}
+            printed[f"ends m{m}"] = f"{small:.3f} to {large:.3f}"
+    printed |= {f"fit m{m}": fit[1] for m, fit in fits(records).items() if fit is not None}
     errors = {name: error for name, (error, _) in phase_errors(records).items()}
     if errors:
         worst = max(errors, key=lambda name: errors[name])
-        found["worst"] = f"{errors[worst]:.3f} ({worst})"
-    return found
+        printed["worst"] = f"{errors[worst]:.3f} ({worst})"
+    return printed
 
 
 _NOTE = (

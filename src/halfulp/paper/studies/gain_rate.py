@@ -122,9 +122,9 @@ def train(running: Running) -> dict[str, Json]:
 
 def foretell(running: Running) -> Mapping[str, Json]:
     """Return the best nearest rate times the gain of the run that was nearest to it."""
-    found = [running.read("nearest", cell) for cell in running.config["cells"]]
-    best, rung = lowest(found)
-    gain = found[rung]["gain"]
+    runs = [running.read("nearest", cell) for cell in running.config["cells"]]
+    best, rung = lowest(runs)
+    gain = runs[rung]["gain"]
     return {"nearest": best, "rung": rung, "gain": gain, "rate": None if gain is None else best * gain}
 
 

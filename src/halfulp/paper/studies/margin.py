@@ -146,11 +146,11 @@ def events_of(records: Records) -> int:
 def share(records: Records, part: str, whole: str) -> Values:
     """One sum of counts over another; ``steps -above`` is the steps less those above."""
     units = [unit for _, unit in units_of(records)]
-    found = Counter(unit["onset_is"] for unit in units)
-    found.update({"events": events_of(records), "units": len(units)})
-    found.update({key: sum(unit[key] for unit in units) for key in COUNTS})
+    counts = Counter(unit["onset_is"] for unit in units)
+    counts.update({"events": events_of(records), "units": len(units)})
+    counts.update({key: sum(unit[key] for unit in units) for key in COUNTS})
     top, bottom = (
-        sum(-found[key[1:]] if key.startswith("-") else found[key] for key in text.split())
+        sum(-counts[key[1:]] if key.startswith("-") else counts[key] for key in text.split())
         for text in (part, whole)
     )
     return {"study": quotient(top, bottom)}
@@ -183,10 +183,10 @@ def auroc_own(records: Records) -> Values:
 
 def auroc_gain(records: Records) -> Values:
     """Exact over symmetric, less both error bounds: positive only if the order is certain."""
-    found = known([*auroc(records).values(), *auroc_error(records).values()])
-    if len(found) < 4:
+    values = known([*auroc(records).values(), *auroc_error(records).values()])
+    if len(values) < 4:
         return {"study": None}
-    exact, symmetric, *errors = found
+    exact, symmetric, *errors = values
     return {"study": exact - symmetric - sum(errors)}
 
 
@@ -262,8 +262,8 @@ def units_table(records: Records) -> Table:
 
 def _by_grid(records: Records) -> dict[str, list[Mapping[str, Json]]]:
     """Return every unit, by its grid, the coarsest first."""
-    found = grouped((name.partition("-")[0], unit) for name, unit in units_of(records))
-    return dict(sorted(found.items(), key=lambda pair: int(pair[0][1:])))
+    units = grouped((name.partition("-")[0], unit) for name, unit in units_of(records))
+    return dict(sorted(units.items(), key=lambda pair: int(pair[0][1:])))
 
 
 def figure(records: Records) -> Any:

@@ -92,17 +92,17 @@ def learned(start: float, errors: Array, steps: int, end: float | None) -> float
 def forecast(cell: Running) -> Mapping[str, Json]:
     """One reference, and what every predictor says of every mantissa."""
     c, p = cell.config, regression(cell.config)
-    found = follow(p, c["rate"], c["steps"], cell, audit=[f"m{m}" for m in c["mantissas"]])
-    said = forecasts(found, c["mantissas"])
+    ran = follow(p, c["rate"], c["steps"], cell, audit=[f"m{m}" for m in c["mantissas"]])
+    said = forecasts(ran, c["mantissas"])
     for m in c["mantissas"]:
         for each in said[f"m{m}"].values():  # what has diverged has learned nothing
             each |= {side: 0.0 if each[side] is None else each[side] for side in SIDES}
         promised = float(c["rate"] >= c["floors"][str(m)])
         said[f"m{m}"]["monotone"] = {"onset": None, **dict.fromkeys(SIDES, promised)}
     return {
-        "rate": c["rate"], "seed": c["seed"], "start": found.start,
-        "end": None if found.diverged else found.end, "data": fingerprint(p),
-        "path": hashlib.sha256(found.trainer.weights.tobytes()).hexdigest(), "forecast": said,
+        "rate": c["rate"], "seed": c["seed"], "start": ran.start,
+        "end": None if ran.diverged else ran.end, "data": fingerprint(p),
+        "path": hashlib.sha256(ran.trainer.weights.tobytes()).hexdigest(), "forecast": said,
     }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def outcome(cell: Running) -> Mapping[str, Json]:
     refuse_other(cell.name, sealed, {"data": fingerprint(p)})
     ran = follow(p, c["rate"], c["steps"], cell, store=grid)
     trainer, series = ran.trainer, ran.series
-    found = crossing(series.frozen / series.size)
+    crossed = crossing(series.frozen / series.size)
     cut = sealed["forecast"][grid]["directional"]["onset"]
     moves, moved = 1 - series.frozen / series.size, trainer.state()["moved"]
     total = learned(sealed["start"], series.test, c["steps"], sealed["end"])
@@ -121,8 +121,8 @@ def outcome(cell: Running) -> Mapping[str, Json]:
         "m": c["m"], "rate": c["rate"], "seed": c["seed"], "reference": c["reference"], "steps": c["steps"],
         "diverged": trainer.diverged,
         "learned": total,
-        "first": found.first,
-        "onset": None if trainer.diverged else found.persistent,
+        "first": crossed.first,
+        "onset": None if trainer.diverged else crossed.persistent,
         "moved_ever": float(moved.mean()),
         "moved_ever_in": float(moved[p.net.part("W1")].mean()),
         "moved_ever_out": float(moved[p.net.part("W2")].mean()),
@@ -160,8 +160,8 @@ def windows_matched(records: Records, predictor: str) -> tuple[int, int]:
 
 def window_matches(records: Records, predictors: Sequence[str] = PREDICTORS) -> Values:
     """Mantissas with the measured window, by predictor."""
-    found = {p: windows_matched(records, p) for p in predictors}
-    return {p: n / of for p, (n, of) in found.items()}
+    counts = {p: windows_matched(records, p) for p in predictors}
+    return {p: n / of for p, (n, of) in counts.items()}
 
 
 def accuracy(records: Records, side: str = SIDE) -> Values:
@@ -194,8 +194,8 @@ def _onsets(records: Records, predictor: str) -> list[bool]:
 
 def onset_within(records: Records, predictors: Sequence[str] = TIMED) -> Values:
     """Eligible onsets within 15%."""
-    found = {p: _onsets(records, p) for p in predictors}
-    return {p: quotient(sum(each), len(each)) for p, each in found.items()}
+    matches = {p: _onsets(records, p) for p in predictors}
+    return {p: quotient(sum(each), len(each)) for p, each in matches.items()}
 
 
 def onset_eligible(records: Records) -> Values:
@@ -327,18 +327,18 @@ STUDY = declared(
 def also(records: Records) -> dict[str, float | str]:
     """Return what the paper prints beside the estimands."""
     cells, missed = records["outcome"].values(), [cell for _, cell in misses(records)]
-    found: dict[str, float | str] = {
+    printed: dict[str, float | str] = {
         "frozen from the first": float(sum(cell["onset"] == 1 for cell in cells)),
         **{f"matched {p}": "{}/{}".format(*windows_matched(records, p)) for p in PREDICTORS},
         **{f"onsets {p}": f"{sum(each)}/{len(each)}" for p in TIMED for each in [_onsets(records, p)]},
     }
     if missed:
         onsets = [(_said(records, cell, "directional")["onset"], cell["onset"]) for cell in missed]
-        found["other onsets"] = float(sum(said != came for said, came in onsets))
+        printed["other onsets"] = float(sum(said != came for said, came in onsets))
         for key in ("learned", *list(TAKEN_APART)[1:]):
             each = [cell[key] for cell in missed]
-            found[key] = f"{min(each):.3f} to {max(each):.3f}"
-    return found
+            printed[key] = f"{min(each):.3f} to {max(each):.3f}"
+    return printed
 
 
 _NOTE_MISSES = "Where a run learns beyond its forecast onset, see table misses."

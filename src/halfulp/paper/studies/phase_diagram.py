@@ -65,32 +65,32 @@ def arm_cells(config: Config) -> Iterator[Cell]:
 def reference(cell: Running) -> Mapping[str, Json]:
     """An fp64 run: its errors, and for each mantissa the forecast crossing and what is learned by then."""
     c = cell.config
-    found = follow(regression(c), c["rate"], c["steps"], cell, audit=[f"m{m}" for m in c["mantissas"]])
-    said = {grid: each["directional"] for grid, each in forecasts(found, c["mantissas"]).items()}
+    ran = follow(regression(c), c["rate"], c["steps"], cell, audit=[f"m{m}" for m in c["mantissas"]])
+    said = {grid: each["directional"] for grid, each in forecasts(ran, c["mantissas"]).items()}
     return {
-        "rate": c["rate"], "seed": c["seed"], "diverged": found.diverged, "slow": found.slow,
-        "steps": len(found.series), "error": {"start": found.start, "end": found.end}, "forecast": said,
+        "rate": c["rate"], "seed": c["seed"], "diverged": ran.diverged, "slow": ran.slow,
+        "steps": len(ran.series), "error": {"start": ran.start, "end": ran.end}, "forecast": said,
     }  # fmt: skip
 
 
 def arms(cell: Running) -> Mapping[str, Json]:
     """Return the two stored-weight runs of a mantissa, rate and seed."""
     c, p = cell.config, regression(cell.config)
-    found: dict[str, Json] = {}
+    by_arm: dict[str, Json] = {}
     for arm in c.get("only", ARMS):
         seed = c["seed"] if arm == "stochastic" else None
         how: dict[str, Any] = {"store": f"m{c['mantissa']}", "stochastic": seed}
         trainer = Trainer(p.net, p.train, p.start, rate=p.factor * c["rate"], **how)
         start = trainer.error(p.test)
         series = run(trainer, c["steps"])
-        cell.progress(len(found) + 1, len(ARMS))
+        cell.progress(len(by_arm) + 1, len(ARMS))
         error = finite(trainer.error(p.test))
-        found[arm] = {
+        by_arm[arm] = {
             "diverged": trainer.diverged or error is None or error > start, "error": error,
             "crossing": persistent_majority(series.frozen / series.size),
             "never_moved": int(series.never[-1]) / series.size,
         }  # fmt: skip
-    return {"rate": c["rate"], "seed": c["seed"], "mantissa": c["mantissa"], **found}
+    return {"rate": c["rate"], "seed": c["seed"], "mantissa": c["mantissa"], **by_arm}
 
 
 # ---- learned fractions ----------------------------------------------------------------------------------
@@ -123,8 +123,8 @@ def windows(
 
 def diverged(records: Records) -> dict[float, tuple[int, int]]:
     """Diverged references and all of them, by rate."""
-    found = grouped((r["rate"], r["diverged"]) for r in records["reference"].values())
-    return {rate: (sum(each), len(each)) for rate, each in sorted(found.items())}
+    by_rate = grouped((r["rate"], r["diverged"]) for r in records["reference"].values())
+    return {rate: (sum(each), len(each)) for rate, each in sorted(by_rate.items())}
 
 
 # ---- estimands ------------------------------------------------------------------------------------------
@@ -137,17 +137,17 @@ def median_learned(records: Records, arm: str) -> Values:
 
 def lowest_rate_ratio(records: Records) -> Values:
     """Lowest rate of a mantissa's window over that of the next larger mantissa; None if one is empty."""
-    found = windows(records, "nearest")
+    window = windows(records, "nearest")
     return {
-        f"m{m} over m{n}": found[m][0] / found[n][0] if found[m] and found[n] else None
-        for m, n in zip(sorted(found), sorted(found)[1:], strict=False)
+        f"m{m} over m{n}": window[m][0] / window[n][0] if window[m] and window[n] else None
+        for m, n in zip(sorted(window), sorted(window)[1:], strict=False)
     }
 
 
 def compression(records: Records) -> Values:
     """Lowest rate of the smallest mantissa's window over that of the largest."""
-    found = windows(records, "nearest")
-    low, high = found[min(found)], found[max(found)]
+    window = windows(records, "nearest")
+    low, high = window[min(window)], window[max(window)]
     return {"study": low[0] / high[0] if low and high else None}
 
 
@@ -159,8 +159,8 @@ def windows_matched(records: Records, threshold: float = LEARNED, side: str = SI
 
 def matches_by_side(records: Records) -> Values:
     """The same, with the reference's error before and after the crossing."""
-    found = {side: windows_matched(records, side=side) for side in SIDES}
-    return {side: n / of for side, (n, of) in found.items()}
+    counts = {side: windows_matched(records, side=side) for side in SIDES}
+    return {side: n / of for side, (n, of) in counts.items()}
 
 
 def matches(records: Records) -> Values:
@@ -196,7 +196,7 @@ def table(records: Records) -> Table:
     each = [windows(records, arm, robust=robust) for arm, robust in names]
     return Table(
         columns=("mantissa bits", "measured", "forecast", "measured, survivors only", "stochastic"),
-        rows=[(str(m), *(_set(found[m]) for found in each)) for m in sorted(each[0])],
+        rows=[(str(m), *(_set(by_mantissa[m]) for by_mantissa in each)) for m in sorted(each[0])],
         caption="Rates whose median learned fraction is at least 0.5; a diverged run counts as zero unless "
                 "only survivors are said to count.",
     )  # fmt: skip

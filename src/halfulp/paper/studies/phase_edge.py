@@ -75,11 +75,11 @@ def draws(seeds: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
 
 def on_the_papers_side(records: Records) -> dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
     """By mantissa: which draws of six have medians that put both rates where the paper's window has them."""
-    found = by_edge(records)
-    drawn = draws(len(next(iter(found.values()))))
+    learned = by_edge(records)
+    drawn = draws(len(next(iter(learned.values()))))
     made = {}
-    for m in sorted({m for m, _ in found}):
-        low, high = (np.median(np.array(found[m, x])[drawn], axis=1) >= LEARNED for x in SIDES)
+    for m in sorted({m for m, _ in learned}):
+        low, high = (np.median(np.array(learned[m, x])[drawn], axis=1) >= LEARNED for x in SIDES)
         made[f"m{m}"] = high & (low if m == 1 else ~low)
     return made
 
@@ -102,10 +102,10 @@ def single(records: Records) -> Values:
 
 def table(records: Records) -> Table:
     """Tabulate the spread over seeds on both sides, and how often six of them agree with the paper."""
-    found, shares = by_edge(records), share_of_draws(records)
+    learned, shares = by_edge(records), share_of_draws(records)
     rows = [
         (f"m{m}", f"{x:g}", *(float(q) for q in np.quantile(each, (0, 0.25, 0.5, 0.75, 1))), shares[f"m{m}"])
-        for (m, x), each in sorted(found.items())
+        for (m, x), each in sorted(learned.items())
     ]
     return Table(
         columns=("mantissa bits", "rate x 2^m", "least", "lower quartile", "median", "upper quartile", "most",

@@ -93,13 +93,13 @@ def predict(running: Running) -> dict[str, Json]:
 def open_outcome(running: Running) -> dict[str, Json]:
     """Return what a target's nearest run measured, and whether its reference drew the same weights."""
     target = running.config["target"]
-    found, reference = (
+    outcome, reference = (
         running.evidence("outcomes")["outcome"][target],
         running.evidence("references")["reference"],
     )
-    measured = records.frozen(found, running.config["grid"], running.config["scope"])
-    same = found["initial"] == reference[target]["initial"]
-    return {"measured": measured.tolist(), "warmup": found["warmup"], "matched": same}
+    measured = records.frozen(outcome, running.config["grid"], running.config["scope"])
+    same = outcome["initial"] == reference[target]["initial"]
+    return {"measured": measured.tolist(), "warmup": outcome["warmup"], "matched": same}
 
 
 # ---- what is computed of them ---------------------------------------------------------------------------
@@ -134,9 +134,9 @@ def _mean(records: Records, predictor: str, part: str) -> float:
     return float(np.mean(list(_errors(records, predictor, part).values())))
 
 
-def _late(found: Records) -> records.Array:
+def _late(outcomes: Records) -> records.Array:
     """Return what was measured after the warmup, one row per target."""
-    return np.array([seen["measured"][seen["warmup"] :] for seen in found["opened"].values()])
+    return np.array([seen["measured"][seen["warmup"] :] for seen in outcomes["opened"].values()])
 
 
 def share(records: Records, part: str) -> Values:

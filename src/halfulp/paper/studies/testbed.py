@@ -76,14 +76,14 @@ def whole(cell: Running) -> Mapping[str, Json]:
 
 
 def _references(cell: Running, testbed: Testbed) -> list[Json]:
-    c, found = cell.config, []
+    c, rows = cell.config, []
     grids = [f"m{m}" for m in c["mantissas"]]
     for done, (role, rate, seed) in enumerate(c["references"], 1):
         p = teacher_student(
             seed, width=c["width"], examples=c["examples"], tests=c["examples"], testbed=testbed
         )
         ran = follow(p, rate, c["steps"], audit=grids)
-        found.append(
+        rows.append(
             {
                 "role": role, "rate": rate, "seed": seed, "diverged": ran.diverged, "slow": ran.slow,
                 "said": {
@@ -93,12 +93,12 @@ def _references(cell: Running, testbed: Testbed) -> list[Json]:
             }
         )  # fmt: skip
         cell.progress(done, len(c["references"]))
-    return found
+    return rows
 
 
 def _timing(c: Config, testbed: Testbed) -> list[Json]:
     """First symmetric crossings on a wide range of grids, and the pooled rho there."""
-    t, found = c["timing"], []
+    t, rows = c["timing"], []
     for rate in t["rates"]:
         for seed in t["seeds"]:
             p = teacher_student(seed, width=c["width"], examples=c["examples"], tests=1, testbed=testbed)
@@ -110,13 +110,13 @@ def _timing(c: Config, testbed: Testbed) -> list[Json]:
                 if said is not None:
                     at = slice(said - 1, said)
                     rho = float(pooled_rho(proposals[at], weights[at], named(f"m{m}").epsilon)[0])
-                found.append({"rate": rate, "seed": seed, "mantissa": m, "first": said, "rho": rho})
-    return found
+                rows.append({"rate": rate, "seed": seed, "mantissa": m, "first": said, "rho": rho})
+    return rows
 
 
 def _sizes(c: Config, testbed: Testbed) -> list[Json]:
     """Return the width of the input layer's crossover where a reference crosses, at the projected codes."""
-    s, found = c["sizes"], []
+    s, rows = c["sizes"], []
     for width in s["widths"]:
         for seed in s["seeds"]:
             p = teacher_student(seed, width=width, examples=c["examples"], tests=1, testbed=testbed)
@@ -132,14 +132,14 @@ def _sizes(c: Config, testbed: Testbed) -> list[Json]:
                     d = again.gradient()[layer] * -(s["rate"] * p.factor)
                     code = named(f"m{m}").round(torch.from_numpy(w)).numpy()
                     row |= look(code, d, f"m{m}")
-                found.append(row)
-    return found
+                rows.append(row)
+    return rows
 
 
 def choice(records: Records) -> tuple[str, str]:
     """Return the candidate and the side of the error that this study chose."""
-    found = records["whole"]
-    best = found[ranked(found)[0]]
+    whole = records["whole"]
+    best = whole[ranked(whole)[0]]
     return best["candidate"], best_side(best)
 
 
@@ -184,8 +184,8 @@ def former_by_fact(records: Records) -> Values:
 
 def lead(records: Records) -> Values:
     """Facts that the chosen candidate meets more than the former choice does."""
-    found = records["whole"]
-    best, old = (score(found[cell], best_side(found[cell]))[0] for cell in (ranked(found)[0], FORMER))
+    whole = records["whole"]
+    best, old = (score(whole[cell], best_side(whole[cell]))[0] for cell in (ranked(whole)[0], FORMER))
     return {"study": float(best - old)}
 
 
@@ -221,16 +221,16 @@ def facts_table(records: Records) -> Table:
 
 def whole_table(records: Records) -> Table:
     """Tabulate the best few and the former choice on every reference of the studies."""
-    found = records["whole"]
-    sides = {name: best_side(found[name]) for name in ranked(found)}
-    counts = [met(found[name], side) for name, side in sides.items()]
+    whole = records["whole"]
+    sides = {name: best_side(whole[name]) for name in ranked(whole)}
+    counts = [met(whole[name], side) for name, side in sides.items()]
     rows: list[Sequence[str | float | None]] = [
         (f.name, f.printed, f.source, *(_shown(each[f.name]) if f.name in each else "-" for each in counts))
         for f in FACTS
     ]
     totals = [f"{sum(map(_holds, each.values()))} of {len(each)}" for each in counts]
     return Table(
-        columns=("fact", "printed", "where", *(f"{found[n]['candidate']} ({s})" for n, s in sides.items())),
+        columns=("fact", "printed", "where", *(f"{whole[n]['candidate']} ({s})" for n, s in sides.items())),
         rows=[*rows, ("facts met", "", "", *totals)],
         caption="Every reference of the studies; cells as printed of all cells where not all are. The first "
         "candidate is the chosen one.",

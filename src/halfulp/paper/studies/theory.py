@@ -71,12 +71,12 @@ def _problems(config: Config) -> Iterator[CertifiableProblem]:
 
 def certify(cell: Running) -> Mapping[str, Json]:
     """Horizons, what ended them, and a digest of every promised code."""
-    found = [problem.certify(cell.config["steps"]) for problem in _problems(cell.config)]
+    certificates = [problem.certify(cell.config["steps"]) for problem in _problems(cell.config)]
     return {
-        "horizon": [c.horizon for c in found],
-        "moves": [int((~c.frozen).any(axis=1).sum()) for c in found],
-        "stopped_by": [c.stopped_by or "none" for c in found],
-        "promised": [_digest(c.codes[: c.horizon + 1])[:16] for c in found],
+        "horizon": [c.horizon for c in certificates],
+        "moves": [int((~c.frozen).any(axis=1).sum()) for c in certificates],
+        "stopped_by": [c.stopped_by or "none" for c in certificates],
+        "promised": [_digest(c.codes[: c.horizon + 1])[:16] for c in certificates],
     }
 
 
@@ -89,8 +89,8 @@ def execute(cell: Running) -> Mapping[str, Json]:
         _problems(cell.config), promise["horizon"], promise["promised"], strict=True
     ):
         certificate = problem.certify(cell.config["steps"])
-        found = _digest(certificate.codes[: horizon + 1])[:16]
-        refuse_other(cell.name, {"promise": promised}, {"promise": found})
+        again = _digest(certificate.codes[: horizon + 1])[:16]
+        refuse_other(cell.name, {"promise": promised}, {"promise": again})
         first = len(certificate.codes)
         for name, codes in problem.runs(cell.config["steps"]).items():
             differs = np.flatnonzero((codes != certificate.codes).any(axis=1))

@@ -91,7 +91,7 @@ def _train(cell: Running, **how: Any) -> tuple[Series, dict[str, Json]]:
 
 def clean_comparisons(records: Records, precisions: Sequence[str] = PRECISIONS) -> dict[str, bool]:
     """Return, by clean cell, True if fp64 and these reference precisions forecast the same step."""
-    found = {}
+    by_cell = {}
     for name, r in records["reference"].items():
         if r["system"] != PRINCIPAL:
             continue
@@ -101,14 +101,14 @@ def clean_comparisons(records: Records, precisions: Sequence[str] = PRECISIONS) 
             once = said["category"] == "later" and said["first"] == said["persistent"]
             if once and int(grid[1:]) <= COARSE_REFERENCE - CLEAN_BITS:
                 steps = {each["predicted"][grid]["symmetric"]["first"] for each in (r, *others)}
-                found[f"{name}.{grid}"] = len(steps) == 1
-    return found
+                by_cell[f"{name}.{grid}"] = len(steps) == 1
+    return by_cell
 
 
 def same_prediction(records: Records) -> Values:
     """Share of clean cells that every reference precision forecasts at the same step."""
-    found = clean_comparisons(records)
-    return {"study": quotient(sum(found.values()), len(found))}
+    same = clean_comparisons(records)
+    return {"study": quotient(sum(same.values()), len(same))}
 
 
 def measured_span(records: Records) -> Values:
@@ -204,12 +204,12 @@ def lone_seed(records: Records) -> str | None:
 
 def also(records: Records) -> dict[str, float | str | None]:
     """Return what the paper prints beside the estimands."""
-    found, single = (clean_comparisons(records, which) for which in (PRECISIONS, ["fp32"]))
+    same, single = (clean_comparisons(records, which) for which in (PRECISIONS, ["fp32"]))
     fp32 = f"fp64 and fp32 alone: {sum(single.values())} of {len(single)}"
     return {
         "crossed": len(timing.locations(records)[PRINCIPAL]),
         "lone seed": lone_seed(records),
-        "same steps": f"{sum(found.values())} of {len(found)} ({fp32})",
+        "same steps": f"{sum(same.values())} of {len(same)} ({fp32})",
     }
 
 

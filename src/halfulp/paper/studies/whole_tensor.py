@@ -80,12 +80,12 @@ def near_draws(unit: Unit) -> float:
 
 def won_against_draws(unit: Unit) -> float | None:
     """Near draws that the selection is above."""
-    found = [
+    advantages = [
         measures.advantage(unit, f"select-{percent}", [draw])
         for percent, names in DRAWS.items() for draw in names
         if abs(spent(unit, draw) - spent(unit, f"select-{percent}")) <= NEAR
     ]  # fmt: skip
-    return None if None in found else float(sum(v > 0 for v in found if v is not None))
+    return None if None in advantages else float(sum(v > 0 for v in advantages if v is not None))
 
 
 STUDY = shared.study(
